@@ -1,0 +1,51 @@
+# make train: set up and train a small GPT on 8 devices. make test: set up and check everything. See README.md.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+EXTRAS ?= test
+JOBS ?= 2
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed-$(EXTRAS)
+# worksteal keeps a file's tests together (shared compiled programs) until a worker runs dry.
+PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
+
+.PHONY: help setup train lint test test-all test-aot
+
+help:
+	@echo "make train | test | test-all | test-aot | lint | setup (EXTRAS=test,gpu for NVIDIA GPUs)"
+
+setup: $(STAMP)
+
+# A name on PATH may be a shim for a Python that is not there, so each candidate is run before it is believed.
+$(STAMP): pyproject.toml
+	@if [ ! -x $(PYTHON) ]; then \
+	  for name in python3.13 python3.12 python3.11 python3; do \
+	    if $$name -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$name; break; fi; \
+	  done; \
+	  if [ -z "$${found:-}" ]; then echo "cjax needs Python 3.11 or later with its venv module; none found as python3.13, python3.12, python3.11 or python3" >&2; exit 1; fi; \
+	  $$found -m venv $(VENV); \
+	fi
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	@touch $(STAMP)
+
+train: setup
+	$(VENV)/bin/cjax train
+
+lint: setup
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m pyright --pythonpath $(PYTHON)
+
+test: lint
+	$(PYTEST)
+
+# The log is kept with the code, so it names versions instead of this machine's folders.
+test-all: lint
+	@mkdir -p docs/results
+	{ $(PYTHON) -c 'import flax, jax, platform; print("Python", platform.python_version(), "JAX", jax.__version__, "Flax", flax.__version__)'; \
+	  CJAX_TEST_ALL=1 $(PYTEST) --no-header; } 2>&1 | tee docs/results/test-all-$$(date +%F).log
+
+test-aot:
+	@$(MAKE) --no-print-directory setup EXTRAS=test,aot
+	$(PYTEST) -m aot

@@ -1,0 +1,7 @@
+"""Checkpoints of logical arrays: written in the background, whole or not at all, read back onto any plan."""
+
+from cjax.checkpoint.checkpointer import Checkpointer
+from cjax.checkpoint.description import ArrayInfo, Summary, inspect
+from cjax.checkpoint.storage import restore, save
+
+__all__ = ["ArrayInfo", "Checkpointer", "Summary", "inspect", "restore", "save"]

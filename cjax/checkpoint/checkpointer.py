@@ -1,0 +1,120 @@
+"""The checkpoints of one run: written behind the training's back, the oldest removed."""
+
+import concurrent.futures
+import errno
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from cjax.checkpoint.description import checkpoint_steps
+from cjax.checkpoint.storage import meet, restore, start_writing
+from cjax.tree import PyTree
+
+
+class Checkpointer:
+    """Checkpoints by step in one folder.
+
+    With several processes each makes the same calls, on a folder that all of them see.
+
+    Args:
+        folder: where they go; made when the first is written.
+        keep: how many stay; None keeps all.
+
+    >>> import tempfile, numpy as np
+    >>> with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2) as checkpoints:
+    ...     checkpoints.save(10, {"params": {"w": np.ones(3)}}, {"plan": "tensor=4"})
+    ...     tree, meta = checkpoints.restore(None, {"params": {"w": np.zeros(3)}})
+    >>> tree["params"]["w"].tolist(), meta["plan"]
+    ([1.0, 1.0, 1.0], 'tensor=4')
+    """
+
+    def __init__(self, folder: str | Path, keep: int | None = 3):
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep is {keep}; at least one checkpoint must stay")
+        self.folder = Path(folder).absolute()
+        self._keep = keep
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
+        self._pending: concurrent.futures.Future[None] | None = None
+
+    def save(self, step: int, tree: PyTree, meta: Mapping[str, Any], wait: bool = False) -> None:
+        """Writes a checkpoint; returns when the arrays may be donated, which is before they are on disk.
+
+        Args:
+            step: its name.
+            tree: arrays, sharded or not, random keys and numbers, in any containers.
+            meta: what else to keep, in JSON's types; `plan` is shown by `inspect`.
+            wait: return when it is on disk.
+
+        Raises:
+            OSError: this or the previous one could not be written: a full disk, say. Earlier ones are whole.
+        """
+        self.wait()
+        try:
+            finish = start_writing(self.folder / str(step), step, tree, meta)
+        except OSError as error:
+            raise self._with_last(error) from error
+        self._pending = self._thread.submit(self._finish, finish)
+        if wait:
+            self.wait()
+
+    def _finish(self, finish: Callable[[], None]) -> None:
+        finish()
+        if self._keep is not None and jax.process_index() == 0:
+            for step in checkpoint_steps(self.folder)[: -self._keep]:
+                shutil.rmtree(self.folder / str(step))
+
+    def wait(self) -> None:
+        """Returns when the last checkpoint is on disk.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        error = pending.exception()
+        meet()
+        if isinstance(error, OSError):
+            raise self._with_last(error) from error
+        if error is not None:
+            raise error
+
+    def _with_last(self, error: OSError) -> OSError:
+        last = self.latest()
+        intact = "there is no earlier one" if last is None else f"the last whole one is {self.folder / str(last)}"
+        return OSError(error.errno or errno.EIO, f"{error.strerror or error}; {intact}")
+
+    def latest(self) -> int | None:
+        """The last step that has a whole checkpoint; None before the first."""
+        return max(checkpoint_steps(self.folder), default=None)
+
+    def restore(self, step: int | None, abstract: PyTree, ignore: Sequence[str] = ()) -> tuple[PyTree, dict[str, Any]]:
+        """The arrays and the meta data of a step, or of the latest: `cjax.checkpoint.restore`, which see.
+
+        Raises:
+            FileNotFoundError: there is none, with the steps that exist.
+            ValueError: it is of another model, or damaged.
+        """
+        self.wait()
+        steps = checkpoint_steps(self.folder)
+        if not steps or step not in (None, *steps):
+            wanted = "" if step is None else f" of step {step}"
+            exist = ", ".join(map(str, steps)) or "none"
+            raise FileNotFoundError(f"there is no checkpoint{wanted} in {self.folder}; steps that exist: {exist}")
+        return restore(self.folder / str(steps[-1] if step is None else step), abstract, ignore)
+
+    def close(self) -> None:
+        """Waits for the last checkpoint, and ends the thread that writes them."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

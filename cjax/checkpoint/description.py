@@ -1,0 +1,195 @@
+"""`checkpoint.json`: what a checkpoint holds and what each of its files should contain. Needs no devices."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "checkpoint.json"
+UNFINISHED = ".unfinished"
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayInfo:
+    """One stored array: its logical shape, its dtype by name (`key<fry>` for random keys) and its size in bytes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a checkpoint holds.
+
+    Attributes:
+        path: its folder.
+        step: the step after which it was written.
+        plan: text of the plan that it was written under; empty if there was none.
+        arrays: what is stored, by path name.
+        meta: what was given to `save`, with versions and the number of devices at the time.
+        files: size in bytes and CRC-32 of every file below it.
+    """
+
+    path: Path
+    step: int
+    plan: str
+    arrays: Mapping[str, ArrayInfo]
+    meta: Mapping[str, Any]
+    files: Mapping[str, tuple[int, int]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(info.num_bytes for info in self.arrays.values())
+
+    def __str__(self) -> str:
+        width = max((len(name) for name in self.arrays), default=0)
+        lines = [
+            f"checkpoint  {self.path}",
+            f"step        {self.step}",
+            f"plan        {self.plan or 'none'}, on {self.meta['num_devices']} devices",
+            f"written by  cjax {self.meta['cjax']}, jax {self.meta['jax']}",
+            f"arrays      {len(self.arrays)}, together {self.num_bytes / 2**20:,.1f} MiB",
+        ]
+        lines += [f"  {name:{width}}  {info}  {info.num_bytes:,} bytes" for name, info in self.arrays.items()]
+        return "\n".join(lines)
+
+
+def describe(path: Path, step: int, arrays: Mapping[str, ArrayInfo], meta: Mapping[str, Any]) -> Summary:
+    """The description of a checkpoint that is about to be written; `files` are added when they are there."""
+    versions = {"cjax": _version("cjax"), "jax": _version("jax"), **meta}
+    return Summary(path, step, str(meta.get("plan", "")), arrays, versions, {})
+
+
+def write_description(folder: Path, summary: Summary) -> None:
+    """Writes `checkpoint.json` into `folder`, with the checksums of every file that is below it now."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    content = {
+        "step": summary.step,
+        "meta": summary.meta,
+        "arrays": {name: [list(a.shape), a.dtype, a.num_bytes] for name, a in summary.arrays.items()},
+        "files": {name: [(folder / name).stat().st_size, _checksum(folder / name)] for name in names},
+    }
+    text = json.dumps(content)
+    with open(folder / FILE_NAME, "w") as file:
+        # The description is checked like the rest: a changed digit in it would move the data position.
+        json.dump({"crc32": zlib.crc32(text.encode()), "content": content}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_description(path: Path) -> Summary:
+    """The description of the checkpoint in the folder `path`.
+
+    Raises:
+        FileNotFoundError: there is none, with those that are nearby.
+        ValueError: it is damaged.
+    """
+    file = path / FILE_NAME
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no checkpoint in {path}{_nearby(path)}")
+    try:
+        outer = json.loads(file.read_bytes())
+        content = outer["content"]
+        intact = zlib.crc32(json.dumps(content).encode()) == outer["crc32"]
+    except (ValueError, KeyError, TypeError):  # whatever a changed byte can make of JSON; the answer is the same
+        intact, content = False, {}
+    if not intact:
+        raise ValueError(f"{file} is damaged; this checkpoint can't be trusted{_nearby(path)}")
+    arrays = {name: ArrayInfo(tuple(shape), dtype, size) for name, (shape, dtype, size) in content["arrays"].items()}
+    files = {name: (size, crc) for name, (size, crc) in content["files"].items()}
+    meta = content["meta"]
+    return Summary(path, content["step"], str(meta.get("plan", "")), arrays, meta, files)
+
+
+def check_same(summary: Summary, wanted: Mapping[str, ArrayInfo], ignore: Sequence[str]) -> None:
+    """Raises ValueError, with every difference, unless the checkpoint holds what is wanted and nothing else."""
+    stored = {name: info for name, info in summary.arrays.items() if name.split("/")[0] not in ignore}
+    lines = [f"  only the model has       {name} {info}" for name, info in wanted.items() if name not in stored]
+    lines += [f"  only the checkpoint has  {name} {info}" for name, info in stored.items() if name not in wanted]
+    for name, info in wanted.items():
+        if name in stored and (stored[name].shape, stored[name].dtype) != (info.shape, info.dtype):
+            lines.append(f"  they differ in           {name}: {info} in the model, {stored[name]} in the checkpoint")
+    if lines:
+        raise ValueError(
+            f"the checkpoint {summary.path} is of another model or optimizer:\n" + "\n".join(lines) + "\n"
+            f"build the model and the optimizer as they were; `cjax inspect {summary.path}` lists what it holds"
+        )
+
+
+def check_files(summary: Summary, part: int = 0, num_parts: int = 1) -> None:
+    """Raises ValueError, with every file concerned, if the files are not what was written.
+
+    Args:
+        summary: the description.
+        part: which share of the files to read, of `num_parts`: processes divide them.
+        num_parts: see `part`.
+    """
+    problems = []
+    for name in list(summary.files)[part::num_parts]:
+        size, crc = summary.files[name]
+        file = summary.path / name
+        if not file.is_file():
+            problems.append(f"  {name} is missing")
+        elif file.stat().st_size != size:
+            problems.append(f"  {name} has {file.stat().st_size:,} bytes of {size:,}")
+        elif _checksum(file) != crc:
+            problems.append(f"  {name} was altered: its checksum differs")
+    if problems:
+        raise ValueError(
+            f"the checkpoint {summary.path} is damaged, and nothing was restored:\n"
+            + "\n".join(problems)
+            + _nearby(summary.path)
+        )
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """The steps that have a whole checkpoint in `folder`, in order."""
+    found = (file.parent.name for file in folder.glob(f"*/{FILE_NAME}"))
+    return sorted(int(name) for name in found if name.isdecimal())
+
+
+def inspect(path: str | Path) -> Summary:
+    """What a checkpoint holds; of the folder of a run, its latest. Needs no devices and no model.
+
+    Raises:
+        FileNotFoundError: no checkpoint there, with those that are nearby.
+        ValueError: its description is damaged.
+    """
+    path = Path(path).absolute()
+    for folder in (path, path / "checkpoints"):
+        if steps := checkpoint_steps(folder):
+            return read_description(folder / str(steps[-1]))
+    return read_description(path)
+
+
+def _nearby(path: Path) -> str:
+    """The end of a message: what else could be restored."""
+    others = sorted((file.parent for file in path.parent.glob(f"*/{FILE_NAME}")), key=lambda p: (len(p.name), p.name))
+    names = ", ".join(other.name for other in others if other != path)
+    text = f"; in {path.parent} there is also: {names}" if names else f"; there is no other in {path.parent}"
+    if path.with_name(path.name + UNFINISHED).exists():
+        text += " (the writing of this one was cut off)"
+    return text
+
+
+def _checksum(file: Path) -> int:
+    crc = 0
+    with open(file, "rb") as stream:
+        while block := stream.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,203 @@
+"""One checkpoint, to and from a folder: `arrays`, in Orbax's form, beside the description.
+
+It is written under another name, and renamed when the last byte is there: a folder with the final name is whole.
+"""
+
+import contextlib
+import errno
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from cjax.checkpoint.description import (
+    FILE_NAME,
+    UNFINISHED,
+    ArrayInfo,
+    Summary,
+    check_files,
+    check_same,
+    describe,
+    read_description,
+    write_description,
+)
+from cjax.tree import PyTree, leaf_names
+
+
+def save(path: str | Path, tree: PyTree, meta: Mapping[str, Any]) -> None:
+    """Writes one checkpoint to the folder `path`; returns when it is on disk. An older one there is replaced.
+
+    Args:
+        path: a folder that does not exist, or holds a checkpoint.
+        tree: arrays, sharded or not, random keys and numbers, in any containers.
+        meta: what else to keep, in JSON's types; `step` and `plan` are shown by `inspect`.
+
+    Raises:
+        FileExistsError: `path` holds something else.
+        OSError: it could not be written; what was there before still is.
+    """
+    path = Path(path).absolute()
+    if path.exists() and not (path / FILE_NAME).is_file():
+        raise FileExistsError(f"{path} exists and holds no checkpoint; name another folder")
+    finish = start_writing(path, int(meta.get("step", 0)), tree, meta)
+    try:
+        finish()
+    finally:
+        meet()
+
+
+def start_writing(path: Path, step: int, tree: PyTree, meta: Mapping[str, Any]) -> Callable[[], None]:
+    """Begins a checkpoint. After it returns the arrays may be donated; what it returns finishes, in any thread.
+
+    Raises:
+        OSError: from here or from what it returns: it could not be written.
+    """
+    leaves = dict(zip(_unique_names(tree), jax.tree.leaves(tree), strict=True))
+    infos = {name: _info(leaf) for name, leaf in leaves.items()}
+    devices = {"num_devices": jax.device_count(), "num_processes": jax.process_count()}
+    summary = describe(path, step, infos, {**devices, **meta})
+    # Orbax refuses arrays without elements; their shape, in the description, is all there is to know.
+    arrays = {name: _to_storage(leaf) for name, leaf in leaves.items() if infos[name].num_bytes}
+    unfinished = path.with_name(path.name + UNFINISHED)
+    with _explained(summary):
+        if jax.process_index() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        meet()
+        writer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        writer.save(unfinished / "arrays", args=ocp.args.PyTreeSave(arrays))
+    return functools.partial(_finish_writing, writer, unfinished, summary)
+
+
+def _finish_writing(writer: ocp.AsyncCheckpointer, unfinished: Path, summary: Summary) -> None:
+    with _explained(summary), contextlib.closing(writer):
+        writer.wait_until_finished()
+        if jax.process_index() == 0:
+            write_description(unfinished, summary)
+            replaced = summary.path.with_name(summary.path.name + ".replaced")
+            if summary.path.exists():
+                os.replace(summary.path, replaced)
+            os.replace(unfinished, summary.path)
+            shutil.rmtree(replaced, ignore_errors=True)
+
+
+def restore(path: str | Path, abstract: PyTree, ignore: Sequence[str] = ()) -> tuple[PyTree, dict[str, Any]]:
+    """Reads a checkpoint onto the placement that `abstract` asks for; each device receives its own part alone.
+
+    Args:
+        path: the folder of one checkpoint.
+        abstract: the tree to fill. What has a sharding (a `ShapeDtypeStruct`, a jax.Array) becomes a jax.Array there,
+            what has none a NumPy array, a Python number a Python number.
+        ignore: parts of the checkpoint that may be left unread, by the first part of their names (`opt_state`).
+
+    Returns:
+        the tree, and the meta data that was saved with it.
+
+    Raises:
+        FileNotFoundError: no checkpoint there, with those that are nearby.
+        ValueError: it is of another model (every name, shape and dtype that differs), or damaged (every file).
+    """
+    summary = read_description(Path(path).absolute())
+    leaves, treedef = jax.tree.flatten(abstract)
+    wanted = dict(zip(_unique_names(abstract), leaves, strict=True))
+    infos = {name: _info(leaf) for name, leaf in wanted.items()}
+    check_same(summary, infos, ignore)
+    check_files(summary, jax.process_index(), jax.process_count())
+    item = {name: _storage_shape(leaf) for name, leaf in wanted.items() if infos[name].num_bytes}
+    arrays: dict[str, Any] = {}
+    if item:
+        how = {name: _restore_args(shape) for name, shape in item.items()}
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            arguments = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
+            arrays = reader.restore(summary.path / "arrays", args=arguments)
+    restored = [_from_storage(leaf, arrays.get(name)) for name, leaf in wanted.items()]
+    return jax.tree.unflatten(treedef, restored), dict(summary.meta)
+
+
+def meet() -> None:
+    """Waits for the other processes, so that none reads or removes what another still writes."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("cjax checkpoint")
+
+
+@contextlib.contextmanager
+def _explained(summary: Summary) -> Iterator[None]:
+    """Turns what a full or broken disk raises, deep inside, into one OSError that says what it takes."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:  # tensorstore raises ValueError for errors of the disk
+        place = next(folder for folder in summary.path.parents if folder.exists())
+        free = shutil.disk_usage(place).free
+        number = getattr(error, "errno", None) or (errno.ENOSPC if "os_error_code='28'" in str(error) else errno.EIO)
+        raise OSError(
+            number,
+            f"the checkpoint {summary.path} could not be written: it takes up to {summary.num_bytes / 2**20:,.1f} MiB, "
+            f"{free / 2**20:,.1f} MiB are free there ({str(error).strip().splitlines()[-1]})",
+        ) from error
+
+
+def _unique_names(tree: PyTree) -> tuple[str, ...]:
+    names = leaf_names(tree)
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"these names stand for several arrays, so they can't be stored by name: {', '.join(twice)}")
+    return names
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _info(leaf: Any) -> ArrayInfo:
+    data = _storage_shape(leaf)
+    shaped = leaf if hasattr(leaf, "dtype") else data
+    size = int(np.prod(data.shape, dtype=np.int64)) * np.dtype(data.dtype).itemsize
+    return ArrayInfo(tuple(shaped.shape), str(shaped.dtype), size)
+
+
+def _storage_shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    """What is stored for a leaf, and where it should go: a random key is stored as its bits."""
+    if not hasattr(leaf, "dtype"):
+        leaf = np.asarray(leaf)
+    shape, dtype = leaf.shape, leaf.dtype
+    if _is_key(leaf):
+        bits = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        shape, dtype = bits.shape, bits.dtype
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=getattr(leaf, "sharding", None))
+
+
+def _to_storage(leaf: Any) -> jax.Array | np.ndarray:
+    if _is_key(leaf):
+        return jax.random.key_data(leaf)
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+
+
+def _restore_args(shape: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
+    if shape.sharding is None:
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.ArrayRestoreArgs(sharding=shape.sharding, global_shape=shape.shape, dtype=shape.dtype)
+
+
+def _from_storage(leaf: Any, array: Any) -> Any:
+    if array is None:  # no elements, so nothing was stored
+        zeros = np.zeros(leaf.shape, leaf.dtype)
+        return zeros if getattr(leaf, "sharding", None) is None else jax.device_put(zeros, leaf.sharding)
+    if _is_key(leaf):
+        return jax.random.wrap_key_data(array, impl=_key_impl(leaf))
+    return array if hasattr(leaf, "dtype") else type(leaf)(array)
+
+
+def _key_impl(leaf: Any) -> Any:
+    """The random generator of an abstract key. JAX tells it of arrays and tracers only, so one is traced."""
+    found: list[Any] = []
+    shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), shape)
+    return found[0]

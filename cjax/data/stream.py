@@ -1,0 +1,94 @@
+"""Batches of any random-access source: shuffled, split over processes, and found again from one integer.
+
+The stream of a seed is one infinite sequence of samples. A batch is the next `batch_size` of them, and a process
+takes its rows of it. So the position of a run is the number of samples consumed: it does not depend on how many
+processes there were, nor on the batch size before.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+Batch = dict[str, np.ndarray]
+
+
+class Source(Protocol):
+    """Samples by index: each a dict of arrays, of the same names, shapes and dtypes."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]: ...
+
+
+def batches(
+    source: Source,
+    batch_size: int,
+    *,
+    seed: int | None,
+    start: int = 0,
+    shard: tuple[int, int] = (0, 1),
+) -> Iterator[Batch]:
+    """The batches of `source`, from the global sample `start` on.
+
+    Args:
+        source: where samples come from.
+        batch_size: rows of the global batch.
+        seed: shuffles, another way each epoch, without end. None reads once, in order, whole batches only.
+        start: global samples already consumed, by all processes together.
+        shard: `(index, count)`: this process yields rows `index * batch_size / count` and on of each batch.
+
+    Raises:
+        ValueError: a source shorter than a batch, or a batch that does not split over the processes.
+
+    >>> source = [{"x": np.array(i)} for i in range(10)]
+    >>> [batch["x"].tolist() for batch in batches(source, 4, seed=None)]
+    [[0, 1, 2, 3], [4, 5, 6, 7]]
+    >>> [batch["x"].tolist() for batch in batches(source, 4, seed=None, start=4, shard=(1, 2))]
+    [[6, 7]]
+    """
+    grain = _grain()
+    index, count = shard
+    if batch_size < 1 or start < 0 or not 0 <= index < count:
+        raise ValueError(
+            f"batches got batch_size={batch_size}, start={start}, shard={shard}; "
+            "it needs batch_size >= 1, start >= 0 and 0 <= index < count"
+        )
+    if batch_size % count:
+        below = batch_size // count * count
+        nearest = f"{below} or {below + count}" if below else f"{count}"
+        raise ValueError(f"a batch of {batch_size} rows does not split over {count} processes; take {nearest}")
+    if len(source) < batch_size:
+        raise ValueError(
+            f"the data holds {len(source)} samples, fewer than one batch of {batch_size}; "
+            f"take a batch of at most {len(source)}, shorter samples, or more data"
+        )
+    samples = grain.MapDataset.source(source)
+    num_batches = (len(source) - start) // batch_size
+    if seed is not None:
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"the seed of a shuffle must be at least 0 and below 2**32, not {seed}")
+        samples = samples.shuffle(seed=seed).repeat()
+        num_batches = (np.iinfo(np.int64).max - start) // batch_size
+    rows = batch_size // count
+    first = start + index * rows
+
+    def read(step: int) -> Batch:
+        begin = first + step * batch_size
+        return _stack([samples[begin + row] for row in range(rows)])
+
+    stream = grain.MapDataset.range(max(num_batches, 0)).map(read)
+    # One thread keeps order cheap; a few batches ahead hide a slow disk without holding much memory.
+    return iter(stream.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+
+def _stack(samples: list[Mapping[str, np.ndarray]]) -> Batch:
+    return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def _grain() -> Any:
+    try:
+        import grain
+    except ImportError as error:
+        raise ImportError('batches are read through grain: pip install "cjax[data]"') from error
+    return grain

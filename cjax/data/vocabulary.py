@@ -1,0 +1,124 @@
+"""From text to tokens and back: bytes, or GPT-2's byte-pair encoding from its vocabulary files."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+# Between these two characters GPT-2's own splitting always cuts, so text may be encoded piece by piece there.
+_safe_cut = re.compile(r"(?<=[^\s])\n(?=[^\s])")
+_piece_size = 1 << 18
+
+
+class Vocabulary(Protocol):
+    """What a token id means."""
+
+    @property
+    def size(self) -> int: ...
+
+    def encode(self, documents: Sequence[bytes]) -> np.ndarray:
+        """One array of token ids for all documents, one after the other."""
+        ...
+
+    def decode(self, tokens: Any) -> str: ...
+
+
+class Bytes:
+    """Every byte is a token: 256 of them, no files needed."""
+
+    size = 256
+
+    def encode(self, documents: Sequence[bytes]) -> np.ndarray:
+        return np.frombuffer(b"\n".join(documents), np.uint8)
+
+    def decode(self, tokens: Any) -> str:
+        """Bytes that are not UTF-8, such as a character cut in two, come back as U+FFFD."""
+        return np.asarray(tokens).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class BPE:
+    """Byte-pair encoding in GPT-2's form. Documents are joined by `<|endoftext|>`, where the vocabulary has it.
+
+    Args:
+        vocab: path of `vocab.json`.
+        merges: path of `merges.txt`.
+    """
+
+    def __init__(self, vocab: str | Path, merges: str | Path):
+        try:
+            from tokenizers import ByteLevelBPETokenizer
+        except ImportError as error:
+            raise ImportError('byte-pair encoding needs the tokenizers package: pip install "cjax[data]"') from error
+        for path in (Path(vocab), Path(merges)):
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"there is no vocabulary file {path}; GPT-2's two are published as vocab.json and merges.txt. "
+                    "Without them, train on bytes."
+                )
+        self._tokenizer = ByteLevelBPETokenizer(str(vocab), str(merges))
+        self._end_of_text = self._tokenizer.token_to_id("<|endoftext|>")
+
+    @property
+    def size(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, documents: Sequence[bytes]) -> np.ndarray:
+        dtype = np.uint16 if self.size <= 1 << 16 else np.uint32
+        parts: list[np.ndarray] = []
+        for number, document in enumerate(documents):
+            if number and self._end_of_text is not None:
+                parts.append(np.array([self._end_of_text], dtype))
+            pieces = list(_pieces(document.decode("utf-8", errors="replace")))
+            parts.extend(np.array(piece.ids, dtype) for piece in self._tokenizer.encode_batch(pieces))
+        return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+    def decode(self, tokens: Any) -> str:
+        return self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
+
+
+class Numbers:
+    """Tokens whose meaning is not known: a token file without its vocabulary. They print as numbers.
+
+    Args:
+        size: ids run from 0 to `size - 1`.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def encode(self, documents: Sequence[bytes]) -> np.ndarray:
+        raise ValueError("text needs a vocabulary; give vocabulary files, or read it as bytes")
+
+    def decode(self, tokens: Any) -> str:
+        return " ".join(str(token) for token in np.asarray(tokens).tolist())
+
+
+def read_bpe(folder: str | Path) -> BPE:
+    """The byte-pair encoding of a folder, which holds `vocab.json` and `merges.txt`, also as `*-vocab.json` ...
+
+    Raises:
+        FileNotFoundError: a file is missing, or there are several, with what the folder holds.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no vocabulary folder {folder}; it should hold vocab.json and merges.txt")
+    found = [sorted(folder.glob(pattern)) for pattern in ("*vocab.json", "*merges.txt")]
+    for name, files in zip(("vocab.json", "merges.txt"), found, strict=True):
+        if len(files) != 1:
+            held = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+            raise FileNotFoundError(f"{folder} should hold one {name}, but has {len(files)} of them; it holds: {held}")
+    return BPE(found[0][0], found[1][0])
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """`text` cut where it changes no token, so that the encoder can work on all cores and in little memory."""
+    begin = 0
+    while len(text) - begin > _piece_size:
+        cut = _safe_cut.search(text, begin + _piece_size)
+        if cut is None:
+            break
+        yield text[begin : cut.start()]
+        begin = cut.start()
+    yield text[begin:]

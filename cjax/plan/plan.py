@@ -1,0 +1,295 @@
+"""The plan itself: what is parallel and how much, as text or as an object, whichever is nearer at hand."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from cjax.plan.colossal import plan_text
+from cjax.plan.parts import Pipeline, Precision, Remat, Sequence, Tensor, Zero, check_choice, store, whole
+from cjax.plan.text import Word, choice, number, sized, split, underline
+
+Axes = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True, init=False)
+class Plan:
+    """How many devices each kind of parallelism gets.
+
+    Args:
+      data: copies of the model that see different examples; -1 takes the devices that are left.
+      tensor: `Tensor`, or a number for 1d.
+      sequence: `Sequence`, or a number for ring.
+      pipeline: `Pipeline`, or a number for 1f1b.
+      microbatches: pieces of a batch that run one after another (gradient accumulation without a pipeline).
+      zero: `Zero`, or a stage.
+      precision: of matmuls and activations; master weights stay float32.
+      remat: what is recomputed in the backward pass: nothing, all but matmul outputs, or each block from its input.
+      rules: dim -> mesh axis or axes (None: kept whole), where a dim is a found name or `path/of/parameter:number`.
+
+    Raises ValueError for values that no number of devices can satisfy.
+
+    >>> str(Plan(tensor=4, zero=1))
+    'tensor=4 zero=1'
+    >>> Plan.parse("tensor=2.5d:8/2").tensor
+    Tensor(size=8, mode='2.5d', depth=2)
+    """
+
+    data: int
+    tensor: Tensor
+    sequence: Sequence
+    pipeline: Pipeline
+    microbatches: int
+    zero: Zero
+    precision: Precision
+    remat: Remat
+    rules: Mapping[str, Axes]
+
+    def __init__(
+        self,
+        data: int = -1,
+        tensor: Tensor | int = 1,
+        sequence: Sequence | int = 1,
+        pipeline: Pipeline | int = 1,
+        microbatches: int = 1,
+        zero: Zero | int = 0,
+        precision: Precision = "float32",
+        remat: Remat = "none",
+        rules: Mapping[str, Axes] = MappingProxyType({}),
+    ) -> None:
+        tensor = tensor if isinstance(tensor, Tensor) else Tensor(tensor)
+        sequence = sequence if isinstance(sequence, Sequence) else Sequence(sequence)
+        pipeline = pipeline if isinstance(pipeline, Pipeline) else Pipeline(pipeline)
+        check_choice("precision", precision, Precision)
+        check_choice("remat", remat, Remat)
+        if sequence.mode == "gather" and tensor.axis_sizes().get("tensor", 1) == 1:
+            raise ValueError(f"sequence=gather lives on the axis of tensor=N (1d), which tensor={tensor} has not")
+        store(
+            self,
+            data=-1 if data == -1 else whole("data", data),
+            # One device is one device in every arrangement, so equal plans compare equal and print alike.
+            tensor=Tensor() if tensor.size == 1 else tensor,
+            sequence=Sequence() if sequence.size == 1 and sequence.mode != "gather" else sequence,
+            pipeline=Pipeline() if pipeline.size == 1 else pipeline,
+            microbatches=whole("microbatches", microbatches),
+            zero=zero if isinstance(zero, Zero) else Zero(zero),
+            precision=precision,
+            remat=remat,
+            rules=MappingProxyType({key: _check_rule(key, axes) for key, axes in sorted(rules.items())}),
+        )
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan.parse, (str(self),)  # a read-only mapping does not pickle; the text does, and stays readable
+
+    def __repr__(self) -> str:
+        return f"Plan.parse({str(self)!r})"
+
+    def __str__(self) -> str:
+        items = {item.name: getattr(self, item.name) for item in fields(self)}
+        shown = {name: value for name, value in items.items() if value != getattr(_DEFAULT, name)}
+        if "rules" in shown:
+            shown["rules"] = json.dumps(dict(self.rules), separators=(",", ":"))
+        return " ".join(f"{name}={value}" for name, value in shown.items()) or "data=-1"
+
+    @classmethod
+    def parse(cls, text: str) -> "Plan":
+        """The plan that `text` spells: `name=[mode:]size[/part]`, space-separated; what is left out is its default.
+
+        Rules are JSON, so that any path can be written: `rules={"mlp/fc1/kernel:1":"tensor","vocab":null}`.
+        Raises ValueError with the wrong word underlined and what to write instead.
+
+        >>> print(Plan.parse("zero=1   data=2 tensor=2d:4"))
+        data=2 tensor=2d:4 zero=1
+        """
+        items: dict[str, Any] = {}
+        for word in split(text):
+            try:
+                items[word.name] = _build(word)
+            except ValueError as error:
+                raise ValueError(underline(text, word.start, word.stop, str(error))) from None
+        return cls(**items)
+
+    @classmethod
+    def from_colossal(cls, config: Mapping[str, Any] | None = None, **kwargs: Any) -> "Plan":
+        """The plan that a Colossal-AI configuration asks for: its config dict, or a Booster plugin's arguments.
+
+        What is not given keeps cjax's default (float32, where Colossal-AI's plugins default to fp16). No key is dropped
+        silently: those that XLA makes needless are named in one warning; those that ask for something a plan cannot
+        say, and unknown ones, raise ValueError with what to do instead, all at once.
+
+        >>> print(Plan.from_colossal({"parallel": {"pipeline": 1, "tensor": {"size": 8, "mode": "2.5d", "depth": 2}}}))
+        tensor=2.5d:8/2
+        >>> print(Plan.from_colossal(tp_size=2, zero_stage=1, precision="bf16"))
+        tensor=2 zero=1 precision=bfloat16
+        """
+        return cls.parse(plan_text({**(config or {}), **kwargs}))
+
+    @property
+    def model_size(self) -> int:
+        """Devices that hold one copy of the model between them: tensor x sequence x pipeline."""
+        return self.tensor.size * self.sequence.size * self.pipeline.size
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all, of a resolved plan."""
+        return self._resolved().data * self.model_size
+
+    @property
+    def zero_stage(self) -> int:
+        return self.zero.stage
+
+    @property
+    def zero_group(self) -> int:
+        """Data-parallel devices that share one sharded copy, of a resolved plan: the group, or all of them."""
+        return self.zero.group or self._resolved().data
+
+    @property
+    def tensor_size(self) -> int:
+        return self.tensor.size
+
+    def axis_sizes(self) -> dict[str, int]:
+        """Mesh axes and their sizes, outermost first, of a resolved plan.
+
+        `data` and the axes of the tensor mode are always there, with size 1 where nothing is split; the rest only when
+        asked for. A ZeRO group smaller than data splits it: `data` counts the groups and `zero` the devices in one.
+
+        >>> Plan.parse("data=8 tensor=2 zero=3/4").axis_sizes()
+        {'data': 2, 'zero': 4, 'tensor': 2}
+        """
+        data, group = self._resolved().data, self.zero_group
+        sizes = {"pipe": self.pipeline.size} if self.pipeline.size > 1 else {}
+        sizes |= {"data": data // group, "zero": group} if 1 < group < data and self.zero.group else {"data": data}
+        sizes |= {"sequence": self.sequence.size} if self.sequence.size > 1 else {}
+        return sizes | self.tensor.axis_sizes()
+
+    def resolve(self, num_devices: int) -> "Plan":
+        """This plan with `data` filled in for `num_devices` devices.
+
+        Raises ValueError when the sizes don't multiply up to `num_devices` or a ZeRO group doesn't divide `data`:
+        with the product, the number here and what to type.
+
+        >>> print(Plan.parse("tensor=4").resolve(8))
+        data=2 tensor=4
+        """
+        if problem := self._misfit(num_devices):
+            raise ValueError(problem)
+        return replace(self, data=num_devices // self.model_size)
+
+    def _resolved(self) -> "Plan":
+        if self.data == -1:
+            raise ValueError(f"plan {str(self)!r} leaves data open: plan.resolve(num_devices) fills it in")
+        return self
+
+    def _misfit(self, num_devices: int) -> str:
+        """Why this plan can't run on exactly `num_devices` devices; empty when it can."""
+        sizes = {"data": self.data, "tensor": self.tensor.size, "sequence": self.sequence.size}
+        sizes |= {"pipeline": self.pipeline.size}
+        product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        if self.data == -1 and num_devices % self.model_size:
+            needs = f"a multiple of {self.model_size} devices ({product})"
+            enough = max(1, round(num_devices / self.model_size)) * self.model_size
+        elif self.data != -1 and self.data * self.model_size != num_devices:
+            enough = self.data * self.model_size
+            needs = f"{enough} devices ({product or 'data 1'})"
+        else:
+            return self._group_misfit(num_devices // self.model_size)
+        here = f"{num_devices} {'is' if num_devices == 1 else 'are'} here"
+        works = {f'plan="{plan}"': "on the devices here" for plan in self._nearest(num_devices)}
+        if enough < num_devices:
+            works[f"devices=jax.devices()[:{enough}]"] = f"{enough} of the devices here"
+        works[f"cjax.simulate({enough})"] = f"{enough} virtual CPU devices, to try it"
+        works[f'devices="h100:{enough}"'] = "compile only, for hardware that is not here"
+        works['plan="auto"'] = "let cjax choose"
+        width = max(map(len, works))
+        lines = [f"    {what.ljust(width)}  {why}" for what, why in works.items()]
+        return f"plan {str(self)!r} needs {needs}, and {here}. Any of these works:\n" + "\n".join(lines)
+
+    def _group_misfit(self, data: int) -> str:
+        group = self.zero.group
+        if group is None or data % group == 0:
+            return ""
+        groups = sorted((n for n in range(2, data + 1) if data % n == 0), key=lambda n: abs(n - group))[:2]
+        instead = [f"zero={self.zero.stage}/{n}" for n in sorted(groups)] + [f"zero={self.zero.stage}"]
+        return f"zero={self.zero} needs groups of {group}, which don't divide data={data}; write {' or '.join(instead)}"
+
+    def _nearest(self, num_devices: int) -> list["Plan"]:
+        """Up to two plans that do run on `num_devices`, each differing from this one in as little as can be."""
+        found: list[Plan] = [replace(self, data=-1)]
+        for name in ("tensor", "sequence", "pipeline"):
+            part = getattr(self, name)
+            divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+            for size in sorted(divisors, key=lambda size: abs(size - part.size)) if part.size > 1 else ():
+                try:
+                    found.append(replace(self, **{"data": -1, name: replace(part, size=size)}))
+                except ValueError:  # no such arrangement of `size` devices; the next size may have one
+                    continue
+        fitting = [plan for plan in dict.fromkeys(found) if num_devices % plan.model_size == 0]
+        return [plan for plan in fitting if not plan._group_misfit(num_devices // plan.model_size)][:2]
+
+
+_DEFAULT = Plan()
+
+
+def require_supported(plan: Plan) -> None:
+    """Raises ValueError for what a plan can say and this version can't do yet."""
+    missing = {
+        f"tensor={plan.tensor}": plan.tensor.mode != "1d",
+        f"sequence={plan.sequence}": plan.sequence != Sequence(),
+        f"pipeline={plan.pipeline}": plan.pipeline != Pipeline(),
+        f"precision={plan.precision}": plan.precision == "float16",
+    }
+    if refused := [item for item, is_missing in missing.items() if is_missing]:
+        raise ValueError(
+            f"not yet in this version: {', '.join(refused)} (plan {str(plan)!r}); "
+            "there are data, tensor=N (1d), zero, microbatches, remat, and precision float32 and bfloat16"
+        )
+
+
+def _build(word: Word) -> Any:
+    """The value of one word of a plan's text, as the Plan takes it."""
+    match word.name:
+        case "data":
+            return -1 if (size := number(word)) == -1 else whole("data", size)
+        case "microbatches":
+            return whole("microbatches", number(word))
+        case "tensor":
+            return Tensor(**_renamed(sized(word), part="depth"))
+        case "sequence":
+            given = sized(word)
+            if "part" in given:
+                raise ValueError(f"sequence={word.value}: sequence has no part after a slash")
+            return Sequence(**given)
+        case "pipeline":
+            return Pipeline(**_renamed(sized(word), mode="schedule", part="chunks"))
+        case "zero":
+            return Zero(**_renamed(sized(word), size="stage", part="group"))
+        case "rules":
+            return json.loads(word.value, object_pairs_hook=_distinct)
+        case _:
+            return choice(word)
+
+
+def _renamed(given: dict[str, Any], **names: str) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in given.items()}
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON lets a key come twice and keeps the last; a rule that silently wins is a rule that silently loses."""
+    rules = dict(pairs)
+    if len(rules) < len(pairs):
+        raise ValueError(f"a dim has two rules among {', '.join(key for key, _ in pairs)}")
+    return rules
+
+
+def _check_rule(dim: Any, axes: Any) -> Axes:
+    if not isinstance(dim, str) or not dim:
+        raise ValueError(f"rules name a dim by text, such as 'vocab' or 'mlp/kernel:1', not by {dim!r}")
+    if axes is None or isinstance(axes, str):
+        return axes
+    if isinstance(axes, list | tuple) and axes and all(isinstance(axis, str) for axis in axes):
+        return tuple(axes)
+    raise ValueError(f"rule {dim!r}: a mesh axis, several, or None, not {axes!r}")

@@ -1,0 +1,1 @@
+"""Which plan: arithmetic and search over hardware facts; returns data."""

@@ -1,0 +1,19 @@
+"""What cjax found and what a plan costs, for people: text, notebook HTML, fields. Takes plain data."""
+
+from cjax.report.comparison import Candidate, Comparison
+from cjax.report.step import FlopCount, MemoryUse, ParamRow, Report, StepTime, Transfer
+from cjax.report.summary import BlockRow, DimRow, TraceSummary
+
+__all__ = [
+    "BlockRow",
+    "Candidate",
+    "Comparison",
+    "DimRow",
+    "FlopCount",
+    "MemoryUse",
+    "ParamRow",
+    "Report",
+    "StepTime",
+    "TraceSummary",
+    "Transfer",
+]

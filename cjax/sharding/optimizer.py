@@ -1,0 +1,179 @@
+"""An optax transformation on stored arrays, though it sees the user's own tree: one leaf per layer, logical shapes.
+
+Its `init` and `update` are traced once on the user's tree; the traces are then evaluated on stacks of layers
+(`cjax.trace.vectorize`), where each layer keeps its own norms, ratios and factors.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax import lax
+from jax.extend import core as jex
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cjax.sharding.storage import Storage, make_storage, stackable
+from cjax.trace.dims import Dims, find_dims
+from cjax.trace.simplify import simplify
+from cjax.trace.vectorize import vectorize
+from cjax.tree import leaf_names
+
+PyTree = Any
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class StoredOptimizer:
+    """An optimizer whose parameters and state are stored arrays.
+
+    `init(params) -> state` and `update(grads, state, params) -> (params, state)` take and return stored arrays;
+    `storage` maps the state to what `optimizer.init` would have returned.
+    """
+
+    storage: Storage
+    init: Callable[[Arrays], Arrays]
+    update: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
+
+
+def store_optimizer(
+    optimizer: optax.GradientTransformation,
+    params_shape: PyTree,
+    params: Storage,
+    spec_of: Callable[[int], PartitionSpec],
+    mesh: Mesh,
+) -> StoredOptimizer:
+    """Trace an optimizer and decide where its state lives.
+
+    Args:
+      optimizer: any optax transformation.
+      params_shape: the user's tree of parameters, as ShapeDtypeStructs.
+      params: how they are stored.
+      spec_of: placement of the optimizer's part of a parameter, by its index: like the parameter, and over the data
+        axis under ZeRO.
+      mesh: the mesh.
+    """
+    state_shape = jax.eval_shape(optimizer.init, params_shape)
+    owners = _owners(leaf_names(params_shape), leaf_names(state_shape))
+    state_leaves = jax.tree.leaves(state_shape)
+    groups = stackable(_stacks(owners, [s.leaves for s in params.slots if s.is_stack]), state_leaves)
+
+    def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    _check_structure(optimizer, params_shape, state_shape)
+    closed = simplify(jax.make_jaxpr(step)(params_shape, state_shape, params_shape))
+    placements = _placements(closed, params_shape, state_leaves, owners, spec_of)
+    storage = make_storage(state_shape, groups, placements.__getitem__, mesh.shape)
+    in_groups = _offset(params.groups, 0)
+    num_params, num_state = len(jax.tree.leaves(params_shape)), len(state_leaves)
+    run = vectorize(
+        closed,
+        [*in_groups, *_offset(storage.groups, num_params), *_offset(params.groups, num_params + num_state)],
+        [*in_groups, *_offset(storage.groups, num_params)],
+    )
+    first = simplify(jax.make_jaxpr(optimizer.init)(params_shape))
+    run_init = vectorize(first, in_groups, storage.groups)
+    local = tuple(_stacked_spec(slot, spec_of(slot.leaves[0])) for slot in params.slots)
+
+    def constrain(arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> list[jax.Array]:
+        if mesh.size == 1:
+            return list(arrays)
+        return [
+            lax.with_sharding_constraint(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)
+        ]
+
+    def init(stored: Arrays) -> Arrays:
+        return storage.pad(run_init(constrain(params.unpad(stored), local)))
+
+    def update(grads: Arrays, state: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
+        # Each device updates its own part; whole parameters, if they are kept whole, are gathered at the very end.
+        ins = [*constrain(params.unpad(grads), local), *storage.unpad(state), *constrain(params.unpad(stored), local)]
+        outs = run(ins)
+        new_params = constrain(outs[: len(params.slots)], local)
+        return params.pad(new_params), storage.pad(outs[len(params.slots) :])
+
+    return StoredOptimizer(storage, init, update)
+
+
+def _check_structure(optimizer: optax.GradientTransformation, params_shape: PyTree, state_shape: PyTree) -> None:
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise TypeError(f"optimizer is {optimizer!r}; give an optax transformation, such as optax.adamw(1e-3).")
+    del params_shape, state_shape
+
+
+def _offset(groups: Sequence[tuple[int, ...]], by: int) -> list[tuple[int, ...]]:
+    return [tuple(i + by for i in group) for group in groups]
+
+
+def _stacked_spec(slot: Any, spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(None, *spec) if slot.is_stack else spec
+
+
+def _owners(param_names: Sequence[str], state_names: Sequence[str]) -> list[tuple[str, int] | None]:
+    """For each state leaf, (what it is, the parameter it belongs to): its path ends with the parameter's."""
+    index = {name: i for i, name in enumerate(param_names) if name}
+    owners: list[tuple[str, int] | None] = []
+    for name in state_names:
+        parts = name.split("/")
+        suffixes = ("/".join(parts[k:]) for k in range(len(parts)))
+        match = next((s for s in suffixes if s in index), None)
+        owners.append(None if match is None else (name[: len(name) - len(match)], index[match]))
+    return owners
+
+
+def _stacks(
+    owners: Sequence[tuple[str, int] | None], param_groups: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    by_owner = {owner: leaf for leaf, owner in enumerate(owners) if owner is not None}
+    kinds = sorted({owner[0] for owner in owners if owner is not None})
+    stacks = []
+    for group in param_groups:
+        for kind in kinds:
+            members = [by_owner.get((kind, i)) for i in group]
+            if all(m is not None for m in members):
+                stacks.append(tuple(m for m in members if m is not None))
+    return stacks
+
+
+def _placements(
+    closed: jex.ClosedJaxpr,
+    params_shape: PyTree,
+    state_leaves: Sequence[Any],
+    owners: Sequence[tuple[str, int] | None],
+    spec_of: Callable[[int], PartitionSpec],
+) -> list[PartitionSpec]:
+    """State of a parameter's shape lies as the parameter does; factors of it by the dims they have in common."""
+    shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(params_shape)]
+    dims: Dims | None = None
+    specs = []
+    for leaf, owner in zip(state_leaves, owners, strict=True):
+        if owner is None or not leaf.shape:
+            specs.append(PartitionSpec(*[None] * len(leaf.shape)))
+        elif tuple(leaf.shape) == shapes[owner[1]]:
+            specs.append(spec_of(owner[1]))
+        else:
+            dims = dims or find_dims(closed)
+            own = dims.inputs[len(shapes) + len(specs)]
+            specs.append(_shared_dims(dims, own, dims.inputs[owner[1]], spec_of(owner[1]), leaf.shape, shapes[owner[1]]))
+    return specs
+
+
+def _shared_dims(
+    dims: Dims,
+    own: Sequence[int],
+    param: Sequence[int],
+    spec: PartitionSpec,
+    shape: Sequence[int],
+    param_shape: Sequence[int],
+) -> PartitionSpec:
+    entry_of = {
+        (dims.class_of(d), n): entry for d, n, entry in zip(param, param_shape, [*spec], strict=False) if entry
+    }
+    used: list[Any] = []
+    for d, n in zip(own, shape, strict=True):
+        entry = entry_of.get((dims.class_of(d), n))
+        used.append(None if entry in used else entry)
+    return PartitionSpec(*used)

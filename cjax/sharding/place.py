@@ -1,0 +1,131 @@
+"""A layout applied to a trace: constraints on the tensors that matter, weights made ready for use, remat.
+
+GSPMD fills in the rest. What is pinned: results of matmuls, convolutions and lookups, and what is handed from layer to
+layer. A weight is gathered where it is used, never saved for the backward pass in that form, and its gradient is
+reduced to the placement that its optimizer state has.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cjax.sharding.layout import Layout
+from cjax.trace.dims import Scope
+from cjax.trace.precision import LOW, MATMULS, Lowering
+from cjax.trace.reading import Trace
+from cjax.trace.rewrite import Hooks, bind
+
+READY = "cjax_weight"  # a weight gathered or rounded for use: cheap to make again, dear to keep
+PINNED = MATMULS | {"gather"}
+
+POLICIES: Mapping[str, Callable[..., Any] | None] = {
+    "none": jax.checkpoint_policies.save_anything_except_these_names(READY),
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "block": None,
+}
+
+
+@dataclass(frozen=True)
+class WeightPlacement:
+    """Placements of one weight: as used, and as its gradient leaves the backward pass."""
+
+    used: PartitionSpec
+    gradient: PartitionSpec
+
+
+class Placer(Hooks):
+    """The hooks that place a trace on a mesh."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        layout: Layout,
+        mesh: Mesh,
+        weights: Mapping[int, WeightPlacement],
+        precision: str = "float32",
+        remat: str = "none",
+        gathers: bool = False,
+    ) -> None:
+        self._trace, self._layout, self._mesh, self._weights = trace, layout, mesh, weights
+        self._lowering = Lowering(trace.closed) if precision == "bfloat16" else None
+        self._remat, self._gathers = remat, gathers
+        dims = trace.dims
+        products = [m.lhs_origin for m in dims.matmuls] + [m.rhs_origin for m in dims.matmuls]
+        self._rounded = {o for o in products if o is not None} | {leaf for leaf, _, _ in dims.tables}
+
+    def constrain(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if self._mesh.size == 1:
+            return value
+        return lax.with_sharding_constraint(value, NamedSharding(self._mesh, spec))
+
+    def weight(self, leaf: int, value: jax.Array) -> jax.Array:
+        placement = self._weights.get(leaf)
+        if placement is None:
+            return value
+        low = self._lowering is not None and leaf in self._rounded and value.dtype == "float32"
+        lead = len(placement.used) - value.ndim  # a layer of the author's own stack has lost its first dims
+        used, gradient = (PartitionSpec(*spec[lead:]) for spec in (placement.used, placement.gradient))
+        if self._mesh.size == 1 and not low:
+            return value
+        ready = _ready(self._mesh, used, gradient, low)(value)
+        return checkpoint_name(ready, READY) if self._gathers or low else ready
+
+    def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+        outs = self._lowering.equation(eqn, ins, scope) if self._lowering else bind(eqn, ins)
+        if eqn.primitive.name in PINNED:
+            outs = [self._pin(var, out, scope) for var, out in zip(eqn.outvars, outs, strict=True)]
+        return outs
+
+    def carry(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
+        return self._pin(var, value, scope)
+
+    def _pin(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
+        if value.ndim == 0 or jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return value
+        return self.constrain(value, self._layout.spec(self._trace.dims.of(var, scope), value.shape))
+
+    def layer(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        if self._remat == "none" and not self.remakes_weights:
+            return body
+        # Inside a scan the loop itself keeps XLA from merging the second computation with the first.
+        return jax.checkpoint(body, policy=POLICIES[self._remat], prevent_cse=False)
+
+    @property
+    def remakes_weights(self) -> bool:
+        """Whether weights in use differ from weights kept, and so are made again in the backward pass."""
+        return self._gathers or self._lowering is not None
+
+    def whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The whole loss, where no loop over layers does it layer by layer."""
+        loops = self._trace.runs or self._trace.dims.layer_carries
+        if loops or not self.remakes_weights:
+            return function
+        return jax.checkpoint(function, policy=POLICIES["none"])
+
+
+@functools.lru_cache(maxsize=None)
+def _ready(mesh: Mesh, used: PartitionSpec, gradient: PartitionSpec, low: bool) -> Callable[[jax.Array], jax.Array]:
+    """A weight as it is used, whose gradient comes back in float32 and in the placement of the optimizer's state."""
+
+    def constrain(value: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return value if mesh.size == 1 else lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
+
+    @jax.custom_vjp
+    def ready(value: jax.Array) -> jax.Array:
+        return constrain(value.astype(LOW) if low else value, used)  # rounded first: half the bytes to gather
+
+    def forward(value: jax.Array) -> tuple[jax.Array, None]:
+        return ready(value), None
+
+    def backward(_: None, gradient_: jax.Array) -> tuple[jax.Array]:
+        # Summed over devices in float32: the rounding of eight partial sums would show.
+        return (constrain(gradient_.astype("float32") if low else gradient_, gradient),)
+
+    ready.defvjp(forward, backward)
+    return ready

@@ -1,0 +1,86 @@
+"""The user's loss: how it is called, and what it may return."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cjax.tree import path_name
+
+PyTree = Any
+Key = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mean:
+    """A weighted mean that has not been divided yet, so that it stays exact when the batch is cut into pieces.
+
+    Args:
+        total: scalar, the sum over all that counts (tokens, examples).
+        weight: scalar, how much counted.
+
+    >>> def loss(model, batch):
+    ...     losses = model(batch["x"])
+    ...     return Mean((losses * batch["mask"]).sum(), batch["mask"].sum())
+    """
+
+    total: Any
+    weight: Any
+
+
+def loss_caller(loss: Callable[..., Any]) -> Callable[[Any, PyTree, Key | None, bool], tuple[Any, PyTree]]:
+    """`loss` with its optional arguments given by name and its result checked, as (scalar or Mean, aux)."""
+    write = "Write `def loss(model, batch)`, adding `key` or `train` if you need them"
+    if not callable(loss):
+        raise TypeError(f"`loss` is a {type(loss).__name__}, not a function. {write}.")
+    parameters = inspect.signature(loss).parameters
+    wants_key, wants_train = "key" in parameters, "train" in parameters
+    extra = {name: None for name in ("key", "train") if name in parameters}
+    try:
+        inspect.signature(loss).bind(None, None, **extra)
+    except TypeError as error:
+        raise TypeError(f"`loss` takes {inspect.signature(loss)}. {write}.") from error
+
+    def call(model: Any, batch: PyTree, key: Key | None, train: bool) -> tuple[Any, PyTree]:
+        given: dict[str, Any] = {}
+        if wants_key:
+            if key is None:
+                raise ValueError("The loss asks for `key`, but none was given.")
+            given["key"] = key
+        if wants_train:
+            given["train"] = train
+        return _check_result(loss(model, batch, **given))
+
+    return call
+
+
+def _check_result(result: Any) -> tuple[Any, PyTree]:
+    value, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if isinstance(value, Mean):
+        value = Mean(
+            _check_scalar("the total of the loss", value.total), _check_scalar("the weight of the loss", value.weight)
+        )
+        total = value.total
+    else:
+        total = value = _check_scalar("the loss", value)
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        raise ValueError(f"The loss has dtype {total.dtype}, and only floating point numbers have gradients.")
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(aux)
+    aux = treedef.unflatten([_check_scalar(f"aux value {path_name(path)!r}", leaf) for path, leaf in leaves])
+    return value, aux
+
+
+def _check_scalar(what: str, value: Any) -> jax.Array:
+    if not hasattr(value, "dtype") and not isinstance(value, (bool, int, float)):
+        raise ValueError(f"{what.capitalize()} is a {type(value).__name__}: return a scalar, or (scalar, aux).")
+    value = jnp.asarray(value)
+    if value.shape != ():
+        raise ValueError(
+            f"{what.capitalize()} has shape {value.shape}, not (): take jnp.mean(...), "
+            "or return cjax.Mean(total, weight)."
+        )
+    return value

@@ -1,0 +1,84 @@
+"""bfloat16 for a float32 model: which equations compute low, decided on the trace.
+
+Matmuls, convolutions and lookups in a table of weights take bfloat16 operands and store bfloat16 (the hardware sums in
+float32). What only moves or adds such values stays bfloat16, weights being rounded where they meet them. Everything
+else - exp, log, reductions, statistics, and all that comes after the last matmul - is float32. Values of dtypes other
+than float32 were chosen by the model's author and stay.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from cjax.trace.dims import Scope
+from cjax.trace.rewrite import bind
+
+LOW, HIGH = jnp.bfloat16, jnp.float32
+
+MATMULS = frozenset(["dot_general", "conv_general_dilated"])
+MOVES = frozenset(
+    ["reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice", "concatenate", "pad", "gather",
+     "copy", "rev", "split", "dynamic_update_slice", "expand_dims", "optimization_barrier", "stop_gradient"]
+)  # fmt: skip
+ADDS = frozenset(["add", "sub", "mul", "max", "min", "neg", "select_n", "add_any"])
+
+
+class Lowering:
+    """Evaluates equations in bfloat16 where the rules above allow."""
+
+    def __init__(self, closed: jex.ClosedJaxpr) -> None:
+        self._feeding: set[int] = set()
+        self._mark(closed.jaxpr, [False] * len(closed.jaxpr.outvars))
+
+    def _mark(self, jaxpr: Any, wanted: list[bool]) -> list[bool]:
+        """Remember the equations whose results a later matmul reads, however far on; returns which inputs it does."""
+        live = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and not isinstance(v, jex.Literal)}
+        for eqn in reversed(jaxpr.eqns):
+            feeds = [v in live for v in eqn.outvars]
+            if any(feeds):
+                self._feeding.add(id(eqn))
+            inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("scan", "checkpoint", "remat2", "remat") else None
+            if inner is not None:
+                reads = self._mark(getattr(inner, "jaxpr", inner), feeds)
+                if eqn.primitive.name == "scan":  # what one turn hands on, the next may multiply
+                    first = eqn.params["num_consts"]
+                    carried = reads[first : first + eqn.params["num_carry"]]
+                    again = [f or c for f, c in zip(feeds, carried, strict=False)] + feeds[len(carried) :]
+                    reads = self._mark(inner.jaxpr, again)
+                live.update(v for v, r in zip(eqn.invars, reads, strict=True) if r and not isinstance(v, jex.Literal))
+            elif any(feeds) or eqn.primitive.name in MATMULS:
+                live.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+        return [v in live for v in jaxpr.invars]
+
+    def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+        """The results of one equation; float32 results may come back as bfloat16."""
+        name = eqn.primitive.name
+        floats = [i for i, v in enumerate(eqn.invars) if getattr(v.aval, "dtype", None) == HIGH]
+        lowers = all(getattr(v.aval, "dtype", None) == HIGH for v in eqn.outvars)
+        if name in MATMULS and lowers and len(floats) == 2:
+            ins = [jnp.asarray(x).astype(LOW) for x in ins]
+            params = eqn.primitive.get_bind_params(eqn.params)
+            return [eqn.primitive.bind(*ins, **(params | {"preferred_element_type": LOW}))]
+        if lowers and floats and id(eqn) in self._feeding and self._stays_low(eqn, ins, floats, scope):
+            ins = [jnp.asarray(x).astype(LOW) if i in floats else x for i, x in enumerate(ins)]
+            return bind(eqn, ins)
+        return bind(eqn, [raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)])
+
+    def _stays_low(self, eqn: Any, ins: list[Any], floats: list[int], scope: Scope) -> bool:
+        def is_low(i: int) -> bool:
+            return getattr(ins[i], "dtype", None) == LOW
+
+        def is_weight(i: int) -> bool:
+            return isinstance(eqn.invars[i], jex.Literal) or eqn.invars[i] in scope.origin
+
+        if eqn.primitive.name == "gather":
+            return is_low(0) or is_weight(0)
+        known = eqn.primitive.name in MOVES or eqn.primitive.name in ADDS
+        return known and any(map(is_low, floats)) and all(is_low(i) or is_weight(i) for i in floats)
+
+
+def raised(value: Any, var: Any) -> Any:
+    """`value` in the dtype that the trace says it has."""
+    dtype = getattr(var.aval, "dtype", None)
+    return value.astype(dtype) if getattr(value, "dtype", None) == LOW and dtype != LOW else value

@@ -1,0 +1,206 @@
+"""What the user's model is: a flat trace, the dims and stacks of layers found in it, and names for both."""
+
+import collections
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+from cjax.trace.blocks import Run, find_runs
+from cjax.trace.capture import Capture, Mean
+from cjax.trace.dims import Dims, find_dims
+from cjax.trace.simplify import simplify
+from cjax.tree import leaf_names
+
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One input of the trace: an array of the user's own tree."""
+
+    name: str
+    kind: str  # "params" | "frozen" | "carried" | "batch" | "key" | "index"
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A loss, read. `print` it to see the dims found, the stacks of layers, and what was not understood."""
+
+    closed: jex.ClosedJaxpr
+    leaves: tuple[Leaf, ...]
+    dims: Dims
+    runs: tuple[Run, ...]
+    names: Mapping[int, str]  # class -> name
+    batch_class: int | None
+    stream: frozenset[int]  # classes of what is handed from layer to layer, the batch aside
+    has_weight: bool  # whether the loss is a `Mean`: a total and a weight
+    aux_tree: Any  # the user's aux, `Mean`s as leaves
+    aux_is_mean: tuple[bool, ...]
+
+    def leaves_of(self, kind: str) -> list[int]:
+        """Indices of the inputs of one kind, in the order of the user's tree."""
+        return [i for i, leaf in enumerate(self.leaves) if leaf.kind == kind]
+
+    def dims_of(self, leaf: int) -> tuple[str, ...]:
+        """The names of the dims of input `leaf`."""
+        return tuple(self.names.get(c, "?") for c in self.classes_of(leaf))
+
+    def classes_of(self, leaf: int) -> tuple[int, ...]:
+        return tuple(self.dims.class_of(d) for d in self.dims.inputs[leaf])
+
+
+def trace_loss(capture: Capture, batch_shape: PyTree, num_parts: int, train: bool) -> Trace:
+    """Trace the user's loss on one micro-batch and read it.
+
+    The inputs of the trace are the leaves of params, frozen, carried and batch, a random key, and the micro-batch's
+    index; its results are the total of the loss, its weight if it has one, the leaves of aux, and new carried values.
+
+    Args:
+      capture: the user's model and loss.
+      batch_shape: the whole batch, as ShapeDtypeStructs.
+      num_parts: number of micro-batches that the batch is cut into.
+      train: whether to trace the loss as in training.
+    """
+
+    def function(params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Any, index: Any) -> Any:
+        # One part draws the numbers that the author's own loop would; each of several draws its own.
+        inner = carried
+        if num_parts > 1:
+            key = jax.random.fold_in(key, index)
+            inner = capture.fold_carried(carried, index)
+        loss, aux, new = capture.apply(params, frozen, inner, batch, key, train)
+        return loss, aux, capture.unfold(new, carried) if num_parts > 1 else new
+
+    def part(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = (leaf.shape[0] // num_parts, *leaf.shape[1:]) if leaf.shape else ()
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    key_shape = jax.eval_shape(lambda: jax.random.key(0))
+    trees = {
+        "params": capture.params_shape,
+        "frozen": capture.frozen_shape,
+        "carried": capture.carried_shape,
+        "batch": jax.tree.map(part, batch_shape),
+        "key": key_shape,
+        "index": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+    closed, (loss, aux, _) = jax.make_jaxpr(function, return_shape=True)(*trees.values())
+    leaves = []
+    for kind, tree in trees.items():
+        for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
+            leaves.append(Leaf(name or kind, kind, tuple(leaf.shape), leaf.dtype))
+    aux_leaves, aux_tree = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, Mean))
+    aux_is_mean = tuple(isinstance(x, Mean) for x in aux_leaves)
+    return _read(closed, leaves, capture.dim_names, isinstance(loss, Mean), aux_tree, aux_is_mean)
+
+
+def _read(
+    closed: jex.ClosedJaxpr,
+    leaves: Sequence[Leaf],
+    given_names: Mapping[str, Sequence[str | None]],
+    has_weight: bool,
+    aux_tree: Any,
+    aux_is_mean: tuple[bool, ...],
+) -> Trace:
+    closed = simplify(closed)
+    num_weights = sum(leaf.kind in ("params", "frozen") for leaf in leaves)
+    dims = find_dims(closed, num_weights)
+    runs = find_runs(closed)
+    for run in runs:
+        for group in (*run.corresponding(closed.jaxpr.eqns), *run.stacked):
+            for var in group[1:]:
+                for a, b in zip(dims.of(group[0]), dims.of(var), strict=True):
+                    dims.unite(a, b)
+    batch = [dims.inputs[i][0] for i, leaf in enumerate(leaves) if leaf.kind == "batch" and leaf.shape]
+    for dim in batch[1:]:
+        dims.unite(batch[0], dim)
+    batch_class = dims.class_of(batch[0]) if batch else None
+    stream = _stream(dims, runs, batch_class)
+    names = _names(dims, leaves, given_names, batch_class, stream)
+    return Trace(
+        closed, tuple(leaves), dims, runs, names, batch_class, stream, has_weight, aux_tree, aux_is_mean
+    )
+
+
+def _stream(dims: Dims, runs: Sequence[Run], batch_class: int | None) -> frozenset[int]:
+    carried = [c for run in runs for var, _, _ in run.carries for c in dims.of(var)]
+    carried += [dims.class_of(d) for ids in dims.layer_carries for d in ids]
+    return frozenset(carried) - {batch_class}
+
+
+def _names(
+    dims: Dims,
+    leaves: Sequence[Leaf],
+    given: Mapping[str, Sequence[str | None]],
+    batch_class: int | None,
+    stream: frozenset[int],
+) -> dict[int, str]:
+    """Textbook names, from the part that each class plays in the matmuls; numbered where a part is played twice."""
+    names: dict[int, str] = {}
+    taken: collections.Counter[str] = collections.Counter()
+
+    def name(dim: int, text: str) -> None:
+        root = dims.class_of(dim)
+        if root not in names and dims.size[dim] > 1:
+            taken[text] += 1
+            names[root] = text if taken[text] == 1 else f"{text}_{taken[text]}"
+
+    for leaf, ids in zip(leaves, dims.inputs, strict=True):
+        for dim, text in zip(ids, given.get(leaf.name, ()), strict=False):
+            if text:
+                name(dim, text)
+    if batch_class is not None:
+        name(batch_class, "batch")
+    weighted = [m for m in dims.matmuls if (m.lhs_origin is None) != (m.rhs_origin is None)]
+    between = [m for m in dims.matmuls if m.lhs_origin is None and m.rhs_origin is None]
+    roles: collections.Counter[int] = collections.Counter()
+    contracted, free = set(), set()
+    for m in weighted:
+        weight = m.rhs if m.lhs_origin is None else m.lhs
+        roles.update({dims.class_of(d) for d in weight})
+        inside = {dims.class_of(d) for d in m.contracted}
+        contracted |= inside
+        free |= {dims.class_of(d) for d in weight} - inside
+    for leaf, ids in zip(leaves, dims.inputs, strict=True):
+        if leaf.kind == "batch" and len(ids) > 1 and np.issubdtype(leaf.dtype, np.integer):
+            name(ids[1], "sequence")
+    for _, dim, rows in dims.tables:
+        name(dim, "vocab" if batch_class in map(dims.class_of, rows) else "positions")
+    for m in between:
+        for dim in m.batched:
+            name(dim, "heads")
+        for dim in m.contracted:
+            if dims.class_of(dim) in roles:
+                name(dim, "head_dim")
+        for dim in (*m.lhs, *m.rhs):
+            if dims.class_of(dim) in stream and dims.class_of(dim) not in roles:
+                name(dim, "sequence")
+    for m in weighted:
+        for dim in m.batched:
+            name(dim, "experts")
+        for dim in m.contracted if any(names.get(dims.class_of(d)) == "heads" for d in m.contracted) else ():
+            name(dim, "value_dim")
+    widest = [c for c, _ in roles.most_common() if c in stream and c not in names] or [
+        c for c, _ in roles.most_common(1) if roles[c] > 2
+    ]
+    if widest:
+        name(widest[0], "embed")
+    for c in [c for c, _ in roles.most_common() if c in contracted and c in free and c not in stream]:
+        name(c, "ffn")
+    vocab = {dims.size[dim] for _, dim, rows in dims.tables if batch_class in map(dims.class_of, rows)}
+    for c in roles:
+        if dims.size[c] in vocab and c in free and c not in contracted:
+            name(c, "vocab")
+        name(c, "out" if c in free and c not in contracted else "in" if c not in free else "features")
+    for ids in dims.inputs:
+        for dim in ids:
+            name(dim, "dim")
+    return names

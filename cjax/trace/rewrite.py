@@ -1,0 +1,255 @@
+"""Re-emit a flat trace, with stacks of layers rolled into scans and hooks at every equation.
+
+`emit` evaluates a trace again under whatever transformation is running (jit, grad). The caller's `Hooks` say how a
+weight becomes ready for use, how an equation is evaluated (precision, a matmul of our own) and where its results live
+(sharding constraints). Nothing of this stays at run time: the outcome is one jaxpr, as if written by hand.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+
+from cjax.trace.blocks import Run
+from cjax.trace.dims import Scope
+
+Policy = Callable[..., Any]
+
+
+class Hooks:
+    """What happens at each equation; this one changes nothing."""
+
+    def weight(self, leaf: int, value: jax.Array) -> jax.Array:
+        """Input `leaf`, or one layer of it, is about to be used."""
+        return value
+
+    def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+        """The results of one equation."""
+        return bind(eqn, ins)
+
+    def carry(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
+        """A value enters, or is handed on within, a stack of layers."""
+        return value
+
+    def layer(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """The body of a stack of layers: the place for remat."""
+        return body
+
+
+def bind(eqn: Any, ins: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation as it stands."""
+    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@dataclass
+class _Weight:
+    """An input not used yet: a whole leaf, or layer `index` of a stacked array."""
+
+    leaf: int
+    value: jax.Array
+    index: int | None = None
+
+
+@dataclass
+class _Env:
+    scope: Scope
+    values: dict[Any, Any] = field(default_factory=dict)
+    stacks: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+
+def emit(
+    closed: jex.ClosedJaxpr,
+    runs: Sequence[Run],
+    scope: Scope,
+    in_groups: Sequence[tuple[int, ...]],
+    out_groups: Sequence[tuple[int, ...]],
+    hooks: Hooks,
+) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
+    """A function from stored inputs to stored outputs that computes the trace.
+
+    Args:
+      closed: a flat trace.
+      runs: its stacks of layers, each evaluated as one `lax.scan`.
+      scope: the dims of its variables, handed to the hooks.
+      in_groups: partition of the inputs. A group of one is given as it is; a longer one stacked on a new dim 0.
+      out_groups: partition of the results, likewise.
+      hooks: what to do at weights, equations and results.
+    """
+    emitter = _Emitter(hooks)
+    invars, outvars = closed.jaxpr.invars, closed.jaxpr.outvars
+
+    def run(stored: Sequence[jax.Array]) -> list[jax.Array]:
+        env = _Env(scope)
+        env.values.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        for group, value in zip(in_groups, stored, strict=True):
+            if len(group) == 1:
+                env.values[invars[group[0]]] = _Weight(group[0], value)
+                continue
+            env.stacks[tuple(invars[i] for i in group)] = _Weight(group[0], value)
+            for index, leaf in enumerate(group):
+                env.values[invars[leaf]] = _Weight(leaf, value, index)
+        emitter.body(closed.jaxpr.eqns, env, runs)
+        return [emitter.collect(env, tuple(outvars[i] for i in group)) for group in out_groups]
+
+    return run
+
+
+class _Emitter:
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+
+    def read(self, env: _Env, atom: Any) -> Any:
+        if isinstance(atom, jex.Literal):
+            return atom.val
+        value = env.values[atom]
+        if isinstance(value, _Weight):
+            array = value.value if value.index is None else value.value[value.index]
+            value = env.values[atom] = self.hooks.weight(value.leaf, array)
+        return value
+
+    def raw(self, env: _Env, atom: Any) -> Any:
+        """The value as it is stored, for a loop that will take it apart itself."""
+        if not isinstance(atom, jex.Literal):
+            value = env.values[atom]
+            if isinstance(value, _Weight) and value.index is None:
+                return value.value
+        return self.read(env, atom)
+
+    def collect(self, env: _Env, group: tuple[Any, ...]) -> Any:
+        """One output group: an array that is there already, or its members stacked."""
+        if len(group) == 1:
+            return jnp.asarray(self.raw(env, group[0]))
+        if group in env.stacks:
+            stack = env.stacks[group]
+            return stack.value if isinstance(stack, _Weight) else stack
+        return jnp.stack([self.read(env, var) for var in group])
+
+    def body(self, eqns: Sequence[Any], env: _Env, runs: Sequence[Run] = ()) -> None:
+        starts = {run.start: run for run in runs}
+        index = 0
+        while index < len(eqns):
+            if index in starts:
+                self.roll(eqns, starts[index], env)
+                index = starts[index].stop
+                continue
+            self.step(eqns[index], env)
+            index += 1
+
+    def step(self, eqn: Any, env: _Env) -> None:
+        with jax.named_scope(str(eqn.source_info.name_stack)):
+            name = eqn.primitive.name
+            if name == "scan":
+                outs = self.scan(eqn, env)
+            elif name in ("checkpoint", "remat", "remat2"):
+                outs = self.remat(eqn, env)
+            else:
+                outs = self.hooks.equation(eqn, [self.read(env, atom) for atom in eqn.invars], env.scope)
+        for var, out in zip(eqn.outvars, outs, strict=True):
+            env.values[var] = out
+
+    def roll(self, eqns: Sequence[Any], run: Run, env: _Env) -> None:
+        """A stack of unrolled layers as one scan over its weights."""
+        first = eqns[run.start : run.start + run.period]
+        xs, leaves = [], []
+        for group in run.stacked:
+            stack = env.stacks.get(group)
+            if stack is None:
+                stack = jnp.stack([self.read(env, var) for var in group])
+            leaves.append(stack.leaf if isinstance(stack, _Weight) else None)
+            xs.append(stack.value if isinstance(stack, _Weight) else stack)
+        literals = [jnp.asarray(values) for values in run.literals.values()]
+        carried = [var for var, _, _ in run.carries]
+        # A result of the last layer alone travels as a carry: as a stacked output it would be kept for every layer.
+        initial = [self.hooks.carry(var, self.read(env, var), env.scope) for var in carried]
+        empty = [jnp.zeros(g[0].aval.shape, g[0].aval.dtype) for g in run.last_only]
+
+        def layer(carry: Any, x: Any) -> Any:
+            arrays, values = x
+            inner = _Env(env.scope, dict(env.values), env.stacks)
+            inner.values.update(zip(carried, carry[0], strict=True))
+            for group, leaf, value in zip(run.stacked, leaves, arrays, strict=True):
+                inner.values[group[0]] = value if leaf is None else _Weight(leaf, value)
+            self._layer(first, inner, dict(zip(run.literals, values, strict=True)))
+            new = [self.read(inner, written) for _, written, _ in run.carries]
+            new = [self.hooks.carry(v, a.astype(c.dtype), env.scope) for v, a, c in zip(carried, new, carry[0], strict=True)]
+            tail = [self.read(inner, g[0]).astype(g[0].aval.dtype) for g in run.last_only]
+            return (new, tail), [self.read(inner, g[0]) for g in run.outputs]
+
+        (final, tail), outs = lax.scan(self.hooks.layer(layer), (initial, empty), (xs, literals), length=run.repeats)
+        for group, value in zip(run.outputs, outs, strict=True):
+            env.stacks[group] = value
+            env.values.update((var, value[i]) for i, var in enumerate(group))
+        for (_, _, last), value in zip(run.carries, final, strict=True):
+            env.values[last] = value
+        for group, value in zip(run.last_only, tail, strict=True):
+            env.values[group[-1]] = value
+
+    def _layer(self, eqns: Sequence[Any], env: _Env, literals: dict[tuple[int, int], Any]) -> None:
+        for position, eqn in enumerate(eqns):
+            changed = {place: value for (at, place), value in literals.items() if at == position}
+            if not changed:
+                self.step(eqn, env)
+                continue
+            with jax.named_scope(str(eqn.source_info.name_stack)):
+                ins = [changed[i] if i in changed else self.read(env, atom) for i, atom in enumerate(eqn.invars)]
+                outs = self.remat(eqn, env, ins) if eqn.primitive.name in ("checkpoint", "remat", "remat2") else None
+                outs = outs or self.hooks.equation(eqn, ins, env.scope)
+            env.values.update(zip(eqn.outvars, outs, strict=True))
+
+    def scan(self, eqn: Any, env: _Env) -> list[Any]:
+        """A loop that the author wrote: its layers' weights stay stacked, and are made ready one layer at a time."""
+        p = eqn.params
+        inner, num_consts, num_carry = p["jaxpr"], p["num_consts"], p["num_carry"]
+        scope = env.scope.inner[id(eqn)]
+        first_x = num_consts + num_carry
+        consts = [self.read(env, atom) for atom in eqn.invars[:num_consts]]
+        invars = inner.jaxpr.invars
+        carried = invars[num_consts:first_x]
+        initial = [
+            self.hooks.carry(var, jnp.asarray(self.read(env, atom)), scope)
+            for var, atom in zip(carried, eqn.invars[num_consts:first_x], strict=True)
+        ]
+        xs = [self.raw(env, atom) for atom in eqn.invars[first_x:]]
+        sources = [None if isinstance(a, jex.Literal) else env.values[a] for a in eqn.invars[first_x:]]
+
+        def body(carry: Any, x: Any) -> Any:
+            local = _Env(scope)
+            local.values.update(zip(inner.jaxpr.constvars, inner.consts, strict=True))
+            local.values.update(zip(invars[:num_consts], consts, strict=True))
+            local.values.update(zip(carried, carry, strict=True))
+            for var, value, source in zip(invars[first_x:], x, sources, strict=True):
+                waits = isinstance(source, _Weight) and source.index is None
+                local.values[var] = _Weight(source.leaf, value) if waits else value
+            self.body(inner.jaxpr.eqns, local)
+            outs = [jnp.asarray(self.read(local, atom)) for atom in inner.jaxpr.outvars]
+            new = [
+                self.hooks.carry(var, out.astype(old.dtype), scope)
+                for var, out, old in zip(carried, outs, carry, strict=False)
+            ]
+            return new, outs[num_carry:]
+
+        layered = any(isinstance(source, _Weight) for source in sources)
+        final, outs = lax.scan(
+            self.hooks.layer(body) if layered else body,
+            initial, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
+        )  # fmt: skip
+        return [*final, *outs]
+
+    def remat(self, eqn: Any, env: _Env, ins: list[Any] | None = None) -> list[Any]:
+        """The author's `jax.checkpoint`, around the re-emitted inside."""
+        inner = eqn.params["jaxpr"]
+        scope = env.scope.inner[id(eqn)]
+
+        def inside(*args: Any) -> list[Any]:
+            local = _Env(scope)
+            local.values.update(zip(inner.invars, args, strict=True))
+            self.body(inner.eqns, local)
+            return [self.read(local, atom) for atom in inner.outvars]
+
+        ins = [self.read(env, atom) for atom in eqn.invars] if ins is None else ins
+        return jax.checkpoint(inside, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*ins)

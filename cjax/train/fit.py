@@ -1,0 +1,301 @@
+"""`fit`: the loop around `program.step`."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from cjax.checkpoint import Checkpointer
+from cjax.program import Program, State
+from cjax.train.display import Display, format_facts, make_display
+from cjax.train.meter import Meter
+from cjax.train.record import Record
+from cjax.train.signals import StopRequest
+from cjax.train.stream import Stream
+from cjax.tree import PyTree, leaf_names
+
+
+class NotFiniteError(FloatingPointError):
+    """The loss or the gradient of a step was not finite, and `fit` was told to stop then.
+
+    Attributes:
+        step: the step concerned.
+        state: the state, without what that step would have done to it.
+        checkpoint: the last good checkpoint, if there is one.
+    """
+
+    def __init__(self, message: str, step: int, state: State, checkpoint: Path | None):
+        super().__init__(message)
+        self.step, self.state, self.checkpoint = step, state, checkpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class FitResult:
+    """How a run ended.
+
+    Attributes:
+        state: after the last step.
+        step: its number.
+        samples: global samples read so far.
+        loss: of the last step; None if there was none to do.
+        metrics: the file of metrics, if there is a folder.
+        checkpoint: the last checkpoint, if there is a folder.
+        ended: "steps" when all were done, "data" when an iterator ran out, or the signal that stopped it.
+    """
+
+    state: State
+    step: int
+    samples: int
+    loss: float | None
+    metrics: Path | None
+    checkpoint: Path | None
+    ended: str
+
+
+def fit(
+    program: Program,
+    data: Any,
+    *,
+    steps: int,
+    state: State | None = None,
+    samples: int = 0,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    seed: int = 0,
+    validation: Callable[[], Iterable[PyTree]] | None = None,
+    evaluate_every: int | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 3,
+    on_nan: Literal["stop", "skip"] = "stop",
+    log_every: int = 10,
+    tensorboard: bool = False,
+    resume_command: str | None = None,
+) -> FitResult:
+    """Trains until `steps` steps are done.
+
+    In `folder`: `metrics.jsonl`, `plan.txt`, `report.txt`, `checkpoints/`. SIGINT and SIGTERM end the run after the
+    step that is under way, with a checkpoint; what to type to go on is printed.
+
+    Args:
+        program: from `cjax.parallelize`.
+        data: what has `batches(start)`, as `cjax.data.text_data` gives, or an iterable of batches; this process's rows.
+        steps: of the whole run, those before a resume included.
+        state: where to start; a fresh one if None.
+        samples: global samples already read, with `state`; as `FitResult.samples` says.
+        folder: of the run; None keeps nothing on disk.
+        resume: continue the run of `folder`, under this program's plan, whatever the plan was.
+        seed: of the fresh state.
+        validation: gives the batches to evaluate on; `data.validation` if there is one.
+        evaluate_every: steps between evaluations; None never evaluates.
+        checkpoint_every: steps between checkpoints; None writes one at the end.
+        keep: how many checkpoints stay.
+        on_nan: "stop" raises at the first step that is not finite; "skip" goes on without what it would have done.
+        log_every: steps between lines of metrics. Every step is watched, logged or not.
+        tensorboard: also write TensorBoard's event files.
+        resume_command: what to print as the way to go on.
+
+    Raises:
+        NotFiniteError: see `on_nan`.
+        FileExistsError: `folder` holds a run, and `resume` is False.
+        FileNotFoundError: `resume` is True, and there is no checkpoint.
+        OSError: a checkpoint could not be written; it says which one is whole.
+    """
+    if steps < 0 or log_every < 1 or on_nan not in ("stop", "skip"):
+        raise ValueError(
+            f"fit got steps={steps}, log_every={log_every}, on_nan={on_nan!r}; it needs steps >= 0, log_every >= 1 "
+            'and on_nan "stop" or "skip"'
+        )
+    folder = None if folder is None else Path(folder).absolute()
+    if resume and (folder is None or state is not None):
+        raise ValueError("resume=True continues the run of a folder: give folder=..., and no state")
+    if folder is not None and not resume and (folder / "metrics.jsonl").exists():
+        raise FileExistsError(f"{folder} holds a run already; continue it with resume=True, or name another folder")
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", keep)) if folder else None
+        notes: list[str] = []
+        if resume:
+            assert checkpoints is not None
+            state, samples = _resume(program, data, checkpoints, notes)
+        state = program.init(seed) if state is None else state
+        first = int(state.step)
+        is_first = jax.process_index() == 0
+        if folder and is_first:
+            _describe(folder, program)
+        record = Record(folder if is_first else None, first, tensorboard)
+        display = make_display(steps, first, is_first)
+        stack.callback(record.close)
+        stack.callback(display.close)
+        for note in notes:
+            display.note(note)
+        run = _Run(
+            program,
+            Stream(data, samples, jax.process_count()),
+            Meter(program, getattr(data, "sequence", None)),
+            checkpoints,
+            record,
+            display,
+            skip=on_nan == "skip",
+            log_every=log_every,
+            validation=validation or getattr(data, "validation", None),
+            evaluate_every=evaluate_every,
+            checkpoint_every=checkpoint_every,
+            identity=getattr(data, "identity", None),
+        )
+        state, ended = run.go(state, steps)
+        if ended not in ("steps", "data"):
+            command = resume_command or f"fit(..., folder={str(folder)!r}, resume=True)"
+            how = f"go on with: {command}" if folder else "nothing was saved, because no folder was given"
+            display.note(f"stopped by {ended} after step {run.step}; {how}")
+        metrics = None if folder is None else folder / "metrics.jsonl"
+        return FitResult(state, run.step, run.stream.samples, run.loss, metrics, _latest(checkpoints), ended)
+
+
+def _resume(program: Program, data: Any, checkpoints: Checkpointer, notes: list[str]) -> tuple[State, int]:
+    tree, meta = checkpoints.restore(None, program.logical_shape)
+    state = program.stored(tree)
+    before, now = meta["plan"], str(program.plan)
+    changed = "" if before == now else f", from plan {before} to {now}"
+    notes.append(f"resuming after step {int(state.step)}{changed}")
+    identity = getattr(data, "identity", None)
+    if meta["data"]["identity"] != identity:
+        notes.append(
+            f"the data is not that of the run so far (it was {meta['data']['identity']}, it is {identity}): "
+            "the next losses are not those of an uninterrupted run"
+        )
+    return state, meta["data"]["samples"]
+
+
+def _describe(folder: Path, program: Program) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.txt").write_text(f"{program.plan}\n")
+    (folder / "report.txt").write_text(f"{program.report()}\n")
+
+
+@dataclasses.dataclass
+class _Run:
+    """The loop and what it carries from step to step."""
+
+    program: Program
+    stream: Stream
+    meter: Meter
+    checkpoints: Checkpointer | None
+    record: Record
+    display: Display
+    skip: bool
+    log_every: int
+    validation: Callable[[], Iterable[PyTree]] | None
+    evaluate_every: int | None
+    checkpoint_every: int | None
+    identity: Any
+    step: int = 0
+    loss: float | None = None
+    saved: int | None = None
+    # Dispatched, but not looked at: reading the metrics of a step waits for it, and the devices should have the next
+    # one by then.
+    unread: tuple[int, Mapping[str, Any]] | None = None
+
+    def go(self, state: State, steps: int) -> tuple[State, str]:
+        """Runs until `steps`; returns the last state and why it ended."""
+        self.step = self.saved = int(state.step)
+        batches = iter(self.stream)
+        num_processes = jax.process_count()
+        ended = "steps"
+        with StopRequest() as stop:
+            while self.step < steps:
+                batch = next(batches, None)
+                if batch is None:
+                    ended = "data"
+                    self.display.note(f"the data ended after step {self.step} of {steps}")
+                    break
+                state, metrics = self.program.step(state, batch)
+                self.step += 1
+                self._read(state)
+                self.unread = (self.step, metrics)
+                if self._is_due(self.evaluate_every):
+                    self._read(state)
+                    self._evaluate(state)
+                if self._is_due(self.checkpoint_every):
+                    self._save(state)
+                # Agreeing waits for the slowest process, so with several it is not done at every step.
+                asks = num_processes == 1 or self.step % self.log_every == 0
+                if asks and (received := stop.agreed(num_processes)):
+                    ended = received.name
+                    break
+            self._read(state)
+            if self.saved != self.step:
+                self._save(state)
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+        return state, ended
+
+    def _is_due(self, every: int | None) -> bool:
+        return bool(every) and self.step % every == 0
+
+    def _read(self, state: State) -> None:
+        """Looks at the metrics of the last step but this one, and waits for them."""
+        if self.unread is None:
+            return
+        step, metrics = self.unread
+        self.unread = None
+        metrics = jax.tree.map(lambda leaf: np.asarray(leaf).item(), dict(metrics))
+        self.loss = metrics["loss"]
+        facts = {**metrics, **self.meter.tick(self.stream.samples)}
+        if metrics.get("skipped"):
+            self._not_finite(step, metrics, state)
+        elif step % self.log_every == 0:
+            self.record.write(step, facts)
+        shown = {name: facts[name] for name in ("loss", *self.meter.names) if name in facts}
+        self.display.update(step, format_facts(shown))
+
+    def _not_finite(self, step: int, metrics: Mapping[str, Any], state: State) -> None:
+        # JSON has no NaN; the line says in words what happened.
+        values = {name: value if math.isfinite(value) else str(value) for name, value in _scalars(metrics).items()}
+        self.record.write(step, values)
+        what = f"step {step} was not finite (loss {metrics['loss']}, gradient norm {metrics['grad_norm']})"
+        if self.skip:
+            self.display.note(f"{what}: skipped")
+            return
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        checkpoint = _latest(self.checkpoints)
+        where = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+        raise NotFiniteError(
+            f'{what}; {where}. It changed no parameter. Lower the learning rate, or go on past it with on_nan="skip"',
+            step,
+            state,
+            checkpoint,
+        )
+
+    def _evaluate(self, state: State) -> None:
+        if self.validation is None:
+            return
+        loss = float(self.program.evaluate(state, self.validation())["loss"])
+        self.record.write(self.step, {"validation_loss": loss})
+        self.display.note(f"step {self.step}: validation loss {loss:.4f}")
+        self.meter.pause()
+
+    def _save(self, state: State) -> None:
+        if self.checkpoints is None:
+            return
+        self._read(state)  # so that no step is in a checkpoint before it is known to be finite
+        meta = {
+            "plan": str(self.program.plan),
+            "data": {"samples": self.stream.samples, "identity": self.identity},
+        }
+        self.checkpoints.save(self.step, self.program.logical(state), meta)
+        self.saved = self.step
+        self.meter.pause()
+
+
+def _latest(checkpoints: Checkpointer | None) -> Path | None:
+    step = None if checkpoints is None else checkpoints.latest()
+    return None if checkpoints is None or step is None else checkpoints.folder / str(step)
+
+
+def _scalars(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))

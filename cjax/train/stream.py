@@ -1,0 +1,56 @@
+"""The batches of a run from a position on, whether the data can go there or has to be read past."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from cjax.tree import PyTree
+
+
+class Stream:
+    """An endless walk through the data of a run that knows its position.
+
+    Args:
+        data: what has `batches(start)`, as `cjax.data.TextData`; or an iterable of batches. A list or a loader that
+            can be read again is, when it ends; an iterator ends the run. To resume, an iterable is read past the
+            samples that were trained on, so it should yield the same ones again.
+        position: global samples already consumed.
+        num_processes: each yields its part of the global batch.
+    """
+
+    def __init__(self, data: Any, position: int, num_processes: int):
+        if not hasattr(data, "batches") and not hasattr(data, "__iter__"):
+            raise TypeError(
+                f"data is a {type(data).__name__}; fit needs something with batches(start), as cjax.data.text_data "
+                "gives, or an iterable of batches"
+            )
+        self.samples = position
+        self._num_processes = num_processes
+        self._batches = data.batches(position) if hasattr(data, "batches") else self._read_past(data, position)
+
+    def __iter__(self) -> Iterator[PyTree]:
+        for batch in self._batches:
+            self.samples += self._rows(batch)
+            yield batch
+
+    def _read_past(self, data: Any, position: int) -> Iterator[PyTree]:
+        skipped = 0
+        for batch in _again_and_again(data):
+            if skipped >= position:
+                yield batch
+            skipped += self._rows(batch)
+
+    def _rows(self, batch: PyTree) -> int:
+        rows = next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim), 1)
+        return rows * self._num_processes
+
+
+def _again_and_again(data: Any) -> Iterator[PyTree]:
+    while True:
+        is_empty = True
+        for batch in data:
+            is_empty = False
+            yield batch
+        if is_empty or iter(data) is data:
+            return

@@ -1,0 +1,57 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cjax.checkpoint import Checkpointer, inspect, save
+
+
+def test_a_summary_says_what_is_there(tmp_path: Path, state: dict):
+    save(tmp_path / "c", state, {"step": 7, "plan": "tensor=2 zero=1", "data": {"samples": 64}})
+    summary = inspect(tmp_path / "c")
+    assert (summary.step, summary.plan, summary.meta["data"]) == (7, "tensor=2 zero=1", {"samples": 64})
+    assert summary.arrays["params/kernel"].shape == (8, 12)
+    assert summary.arrays["params/bias"].dtype == "bfloat16"
+    assert summary.arrays["key"].dtype == "key<fry>"
+    assert summary.arrays["carried/a.b/1"].num_bytes == 0
+    assert (
+        sum(array.num_bytes for name, array in summary.arrays.items() if name.startswith("params")) == 8 * 12 * 4 + 24
+    )
+    text = str(summary)
+    for part in ("step        7", "tensor=2 zero=1, on 8 devices", "params/kernel", "float32[8, 12]", "384 bytes"):
+        assert part in text
+
+
+def test_the_folder_of_a_run_shows_its_latest(tmp_path: Path):
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        for step in (2, 10):
+            checkpoints.save(step, {"w": np.ones(3)}, {})
+    assert inspect(tmp_path).step == inspect(tmp_path / "checkpoints").step == 10
+    assert inspect(tmp_path / "checkpoints" / "2").step == 2
+
+
+def test_no_devices_are_needed(tmp_path: Path):
+    save(tmp_path / "c", {"w": np.ones(3)}, {"step": 3})
+    code = (
+        "import sys; from cjax.checkpoint import inspect; from jax._src import xla_bridge;"
+        "print(inspect(sys.argv[1]).step, xla_bridge.backends_are_initialized())"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["3", "False"]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"crc32": 1, "content": {}}', "\x00\x01"])
+def test_a_damaged_description_is_refused(tmp_path: Path, content: str):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "checkpoint.json").write_text(content)
+    with pytest.raises(ValueError, match="checkpoint.json is damaged"):
+        inspect(tmp_path / "c")
+
+
+def test_a_missing_one_names_its_neighbours(tmp_path: Path):
+    save(tmp_path / "good", {"w": np.ones(3)}, {})
+    (tmp_path / "bad.unfinished").mkdir()
+    with pytest.raises(FileNotFoundError, match="there is also: good.*was cut off"):
+        inspect(tmp_path / "bad")

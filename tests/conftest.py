@@ -1,0 +1,26 @@
+"""Eight virtual CPU devices for every test, and compiled programs kept between runs."""
+
+import os
+from pathlib import Path
+
+# Environment, not only jax.config: tests that start a subprocess want the same platform and the same cache there.
+# A GPU plugin may be installed for compile-only tests; without this it would look for a GPU and complain.
+os.environ["JAX_PLATFORMS"] = "cpu"
+cache_home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_home / "cjax" / "jax"))
+
+import jax  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# The first example of a property may compile; a deadline would fail it on a slow machine and pass it on the next run.
+settings.register_profile("cjax", deadline=None)
+settings.load_profile("cjax")
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+# By default only programs that took a second to compile are kept; tests compile hundreds of small ones.
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+assert jax.device_count() == 8, f"tests need 8 virtual CPU devices, found {jax.device_count()}"

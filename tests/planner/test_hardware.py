@@ -1,0 +1,79 @@
+"""Facts of devices: what is measured, what is on the datasheet, and what stays unknown."""
+
+import os
+
+import jax
+import pytest
+
+from cjax.cards import CARDS
+from cjax.mesh import resolve_devices
+from cjax.planner import hardware
+from cjax.planner.hardware import hardware_of
+
+
+class Client:
+    runtime_type = "stream_executor"
+
+    def process_index(self):
+        return 0
+
+
+class Gpu:
+    platform = "gpu"
+    client = Client()
+
+    def __init__(self, kind, process_index=0, slice_index=0, limit=70 * 2**30):
+        self.device_kind, self.process_index, self.slice_index, self.limit = kind, process_index, slice_index, limit
+
+    def memory_stats(self):
+        return {"bytes_limit": self.limit} if self.limit else None
+
+
+def test_virtual_cpu_devices_share_the_hosts_memory():
+    facts = hardware_of(jax.devices())
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < facts.memory <= total // 8 and facts.memory == hardware.host_memory() // 8
+    assert hardware_of(jax.devices()[:2]).memory == 4 * facts.memory
+    assert (facts.name, facts.num_devices, facts.devices_per_host) == ("cpu", 8, 8)
+    assert facts.bf16_flops is facts.matmul_flops("float32") is facts.bandwidth(2) is None
+
+
+def test_container_limit_counts(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(hardware, "_CGROUP_LIMITS", (str(limit), str(tmp_path / "missing")))
+    limit.write_text("1048576\n")
+    assert hardware.host_memory() == 2**20
+    limit.write_text("max\n")
+    assert hardware.host_memory() > 2**20
+
+
+def test_known_card_takes_rates_from_the_datasheet_and_memory_from_jax():
+    card = CARDS["h200"]
+    # Two hosts of two cards each, four processes dealt to the hosts in turn.
+    devices = [Gpu(card.kind, process_index=i, slice_index=i % 2) for i in range(4)]
+    facts = hardware_of(devices)
+    assert facts.memory == 70 * 2**30 and facts.devices_per_host == 2
+    assert facts.matmul_flops("bfloat16") == facts.matmul_flops("float16") == 989.4e12
+    assert facts.matmul_flops("float32") == card.tf32_flops and facts.matmul_flops("float64") is None
+    assert (facts.bandwidth(2), facts.bandwidth(4)) == (450e9, 50e9)
+
+
+def test_without_a_limit_of_jax_the_cards_memory_counts():
+    card = CARDS["a100"]
+    assert hardware_of([Gpu(card.kind, limit=None)]).memory == card.memory - 3 * 2**29
+    with pytest.raises(ValueError, match="NVIDIA Whatever"):
+        hardware_of([Gpu("NVIDIA Whatever", limit=None)])
+
+
+def test_mixed_kinds_are_refused():
+    with pytest.raises(ValueError, match="NVIDIA H100 80GB HBM3 and NVIDIA H200"):
+        hardware_of([Gpu(CARDS["h100"].kind), Gpu(CARDS["h200"].kind)])
+
+
+@pytest.mark.aot
+def test_absent_cards():
+    facts = hardware_of(resolve_devices("h100:64"))
+    assert (facts.num_devices, facts.devices_per_host) == (64, 8)
+    assert 77 * 2**30 < facts.memory < 78 * 2**30
+    assert facts.bf16_flops == 989.4e12
+    assert hardware_of(resolve_devices("h100:4")).devices_per_host == 4

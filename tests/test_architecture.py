@@ -1,0 +1,202 @@
+"""Who may look at whom, and how large a room may grow: the house's rules, read off the syntax trees."""
+
+import ast
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HOUSE = ROOT / "cjax"
+
+# Lowest first. A room may import rooms of its own floor (as long as no cycle comes of it) and of the floors below.
+FLOORS = (
+    ("tree", "cards", "plan"),
+    ("mesh",),
+    ("trace",),
+    ("sharding", "pipeline"),
+    ("planner",),
+    ("gradients",),
+    ("audit", "report"),
+    ("program",),
+    ("parallelize",),
+    ("checkpoint", "data"),
+    ("train",),
+    ("cli",),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+BESIDE = ("models", "optim")  # stand beside the house: import nothing of it, may be imported by its top floors
+STRANGERS = ({"sharding", "pipeline"},)  # never import each other in either direction
+FRONT_DOORS = ("__init__", "__main__")
+
+MAX_FILE_LINES = 500
+MAX_MEDIAN_FILE_LINES = 200
+MAX_FUNCTION_LINES = 60
+MAX_SHARE_OF_LONG_FUNCTIONS = 0.10
+
+FILES = sorted(HOUSE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def room_of(module: str) -> str:
+    """`cjax.trace.dims` lives in `trace`; the package itself is its front door, `__init__`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imported_names(node: ast.stmt, importer: Path) -> list[str]:
+    """Full dotted names of the modules (or of names inside them) that one import statement asks for."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = node.module or ""
+    if node.level:
+        package = importer.relative_to(ROOT).parent.parts
+        base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+    return [f"{base}.{alias.name}" for alias in node.names]
+
+
+def to_module(name: str) -> str:
+    """The module of cjax a dotted name lives in: `cjax.plan.Plan` -> `cjax.plan`."""
+    while name not in MODULES and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def house_imports(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Each import of a cjax module in `path`: line, module, and whether it hides inside a function."""
+
+    def visit(node: ast.AST, inside_function: bool) -> Iterator[tuple[int, str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                for name in imported_names(child, path):
+                    if name.split(".")[0] == "cjax":
+                        yield child.lineno, to_module(name), inside_function
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from visit(child, inside_function or is_function)
+
+    yield from visit(ast.parse(path.read_text()), False)
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node.end_lineno - node.lineno + 1
+
+
+def import_graph() -> dict[str, set[str]]:
+    return {module: {target for _, target, _ in house_imports(path)} - {module} for module, path in MODULES.items()}
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    """One loop of imports, or nothing."""
+    done: set[str] = set()
+
+    def descend(module: str, trail: list[str]) -> list[str]:
+        if module in trail:
+            return [*trail[trail.index(module) :], module]
+        if module in done:
+            return []
+        for target in sorted(graph.get(module, ())):
+            if cycle := descend(target, [*trail, module]):
+                return cycle
+        done.add(module)
+        return []
+
+    for module in sorted(graph):
+        if cycle := descend(module, []):
+            return cycle
+    return []
+
+
+def may_import(importer: str, imported: str) -> bool:
+    """Whether a module of room `importer` may import a module of room `imported`."""
+    if importer in FRONT_DOORS or importer == imported:
+        return True
+    if imported in FRONT_DOORS or importer in BESIDE or {importer, imported} in STRANGERS:
+        return False
+    assert importer in FLOOR_OF, f"the design has no room {importer!r}"
+    if imported in BESIDE:
+        return FLOOR_OF[importer] >= FLOOR_OF["train"]
+    assert imported in FLOOR_OF, f"the design has no room {imported!r}"
+    return FLOOR_OF[importer] >= FLOOR_OF[imported]
+
+
+def test_the_rules_themselves() -> None:
+    """Planted faults: each is what the rules exist to refuse."""
+    assert may_import("program", "plan") and not may_import("plan", "program")
+    assert not may_import("sharding", "pipeline") and not may_import("pipeline", "sharding")
+    assert not may_import("models", "plan") and not may_import("optim", "models") and not may_import("trace", "models")
+    assert not may_import("mesh", "__init__") and may_import("cli", "models")
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    inside = ast.parse("from ..trace import dims\nfrom . import layout\nimport cjax.plan").body
+    names = [name for node in inside for name in imported_names(node, HOUSE / "sharding" / "place.py")]
+    assert names == ["cjax.trace.dims", "cjax.sharding.layout", "cjax.plan"]
+
+
+def test_rooms_are_those_of_the_design() -> None:
+    rooms = {path.relative_to(HOUSE).parts[0].removesuffix(".py") for path in FILES}
+    unknown = rooms - set(FLOOR_OF) - set(BESIDE) - set(FRONT_DOORS)
+    assert not unknown, f"rooms that the design does not have: {sorted(unknown)}; see docs/design.md"
+
+
+def test_no_drawer() -> None:
+    drawers = [str(path) for path in FILES if path.stem in ("utils", "util", "helpers", "common", "misc")]
+    assert not drawers, f"a drawer for everything is a room for nothing: {drawers}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_point_down(path: Path) -> None:
+    module = module_name(path)
+    for line, target, inside_function in house_imports(path):
+        where = f"{path.relative_to(ROOT)}:{line}"
+        assert may_import(room_of(module), room_of(target)), f"{where} imports {target}, which is above or beside it"
+        assert not inside_function, f"{where} imports {target} inside a function: a dodged cycle, move the room instead"
+
+
+def test_no_cycles() -> None:
+    cycle = find_cycle(import_graph())
+    assert not cycle, " -> ".join(cycle)
+
+
+@pytest.mark.parametrize("folder", ["cjax", "experiments", "tests"])
+def test_nobody_imports_experiments(folder: str) -> None:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = imported_names(node, path)
+                assert all(name.split(".")[0] != "experiments" for name in names), f"{path}:{node.lineno}"
+
+
+def test_files_stay_small() -> None:
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
+    long = {name: count for name, count in lines.items() if count > MAX_FILE_LINES}
+    assert not long, f"over {MAX_FILE_LINES} lines: {long}"
+    median = statistics.median(lines.values())
+    assert median <= MAX_MEDIAN_FILE_LINES, f"median file {median} lines, more than {MAX_MEDIAN_FILE_LINES}"
+
+
+def test_functions_stay_short() -> None:
+    lengths = [found for path in FILES for found in functions(path)]
+    long = [f"{name} {count}" for name, count in lengths if count > MAX_FUNCTION_LINES]
+    assert len(long) <= MAX_SHARE_OF_LONG_FUNCTIONS * len(lengths), f"{len(long)} of {len(lengths)}: {long}"
+
+
+def test_import_starts_no_backend() -> None:
+    """JAX refuses to change the number of devices once a backend runs, and nothing compiles without one."""
+    code = "import jax, cjax; jax.config.update('jax_num_cpu_devices', 3); assert jax.device_count() == 3"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

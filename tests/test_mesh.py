@@ -1,0 +1,255 @@
+"""The mesh, virtual and absent devices, and processes that find each other."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cjax import mesh as mesh_lib
+from cjax.cards import CARDS
+from cjax.mesh import BATCH_AXES, DATA, TENSOR, ZERO, build_mesh, compile_lowered, is_compile_only, resolve_devices
+
+LAUNCHER_VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_", "OMPI_", "MASTER_", "LOCAL_", "JAX_COORDINATOR", "XLA_FLAGS")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(LAUNCHER_VARIABLES):
+            monkeypatch.delenv(name)
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh Python, without what the tests set for JAX."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=clean | env, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_axes_are_auto_and_ordered_outermost_first():
+    mesh = build_mesh({TENSOR: 2, ZERO: 2, DATA: 2}, jax.devices())
+    assert mesh.axis_names == (DATA, ZERO, TENSOR) and mesh.devices.shape == (2, 2, 2)
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert [device.id for device in mesh.devices[0, 0]] == [0, 1]
+    assert NamedSharding(mesh, P(BATCH_AXES)).shard_shape((8,)) == (2,)
+
+
+def test_order_of_given_devices_does_not_matter():
+    mesh = build_mesh({DATA: 4, TENSOR: 2}, jax.devices()[::-1])
+    np.testing.assert_array_equal(np.vectorize(lambda device: device.id)(mesh.devices), np.arange(8).reshape(4, 2))
+
+
+def test_tensor_axis_stays_within_a_host_when_processes_are_dealt_in_turn():
+    class Gpu:
+        platform = "gpu"
+
+        def __init__(self, id: int):
+            self.id, self.process_index, self.slice_index = id, id, id % 2
+
+    devices = sorted((Gpu(i) for i in range(8)), key=mesh_lib._place_in_machine)
+    assert [device.id for device in devices] == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    "axis_sizes, words",
+    [
+        ({DATA: 2, TENSOR: 2}, ["needs 4 devices", "data 2 x tensor 2 = 4", "here: 8 cpu", "simulate(4)", "auto"]),
+        ({"model": 8}, ["'model'", "data, zero, tensor"]),
+        ({DATA: -1, TENSOR: -8}, ["at least one"]),
+    ],
+)
+def test_impossible_mesh_is_refused(axis_sizes, words):
+    with pytest.raises(ValueError) as error:
+        build_mesh(axis_sizes, jax.devices())
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_resolve_devices():
+    assert resolve_devices() == jax.devices()
+    assert resolve_devices(jax.devices()[2:4]) == jax.devices()[2:4]
+    assert resolve_devices(np.array(jax.devices()[:2])) == jax.devices()[:2]
+    assert resolve_devices("cpu:3") == jax.devices()[:3]
+    assert not is_compile_only(jax.devices())
+
+
+@pytest.mark.parametrize(
+    "text, word",
+    [("cpu:9", "simulate(9)"), ("h100", "h100:64"), ("b17:8", "h200"), ("cpu:0", "CPU"), ([], "h100:64"), ([3], "[3]")],
+)
+def test_devices_that_make_no_sense_are_refused(text, word):
+    with pytest.raises(ValueError) as error:
+        resolve_devices(text)
+    assert word in str(error.value)
+
+
+def test_cards_fill_hosts():
+    assert CARDS["h100"].xla_topology(4) == "1x1x4"
+    assert CARDS["h100"].xla_topology(64) == "8x1x8"
+    with pytest.raises(ValueError, match="h100:16 or h100:24"):
+        CARDS["h100"].xla_topology(20)
+    with pytest.raises(ValueError, match="at least one"):
+        CARDS["h100"].xla_topology(0)
+
+
+def test_flags_set_too_late_are_noticed():
+    done = run(
+        """
+        import jax, os, cjax.mesh
+        jax.devices()
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+        cjax.mesh.resolve_devices()
+        """,
+        JAX_PLATFORMS="cpu",
+    )
+    assert done.returncode and "cjax.simulate(8)" in done.stderr and "after JAX had started" in done.stderr
+
+
+def test_simulate_before_and_after_jax_has_started():
+    done = run(
+        """
+        import jax, jax.numpy as jnp
+        from cjax.mesh import simulate
+        assert len(simulate(4)) == 4
+        print(jnp.arange(3).sum())          # the result is dropped: nothing lives
+        assert len(simulate(4)) == 4        # already so
+        assert len(simulate(8)) == len(jax.devices()) == 8
+        held = jnp.arange(3)
+        simulate(2)
+        """,
+        JAX_PLATFORMS="cpu",
+    )
+    assert done.returncode and "would destroy the 1 JAX array" in done.stderr, done.stderr
+    assert "import cjax; cjax.simulate(2)" in done.stderr
+
+
+def test_importing_starts_no_backend():
+    done = run(
+        """
+        import jax, cjax.mesh
+        jax.config.update("jax_num_cpu_devices", 3)     # JAX refuses this once a backend has started
+        """,
+        JAX_PLATFORMS="cpu",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("torchrun", [True, False])
+def test_two_processes_meet_by_the_variables_of_torchrun_or_mpirun(torchrun):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = """
+        import jax, jax.numpy as jnp
+        import cjax.mesh
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        cjax.mesh.initialize()
+        cjax.mesh.initialize()      # a second time does nothing
+        mesh = cjax.mesh.build_mesh({"data": 2, "tensor": 2}, cjax.mesh.resolve_devices())
+        assert [d.process_index for d in mesh.devices[1]] == [1, 1]
+        x = jax.make_array_from_callback((4,), NamedSharding(mesh, P(("data", "tensor"))), lambda i: jnp.arange(4.0)[i])
+        total = jax.jit(jnp.sum)(x).item()
+        print("sum", total, jax.process_index(), jax.process_count())
+    """
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    clean |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = []
+    for rank in range(2):
+        own = {"RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": "2"}
+        if not torchrun:
+            size = {"WORLD_SIZE": "SIZE", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
+            own = {f"OMPI_COMM_WORLD_{size.get(name, name)}": value for name, value in own.items()}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(code)],
+                env=clean | own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    for rank, process in enumerate(processes):
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == 0, err
+        assert out.splitlines()[-1].split() == ["sum", "6.0", str(rank), "2"]
+
+
+def test_alone_there_is_nothing_to_initialize():
+    mesh_lib.initialize()
+    assert not jax.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "env, word",
+    [
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, "srun python"),
+        ({"WORLD_SIZE": "8", "MASTER_ADDR": "a"}, "RANK and MASTER_PORT"),
+        ({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "1"}, "mpirun -x MASTER_ADDR"),
+    ],
+)
+def test_half_a_launch_is_refused(monkeypatch, env, word):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=word):
+        mesh_lib.initialize()
+    with pytest.raises(RuntimeError, match="initialize"):
+        resolve_devices()
+
+
+def test_coordinator_avoids_the_port_of_torchruns_own_store(monkeypatch):
+    called = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: called.update(arguments))
+    for name, value in {
+        "WORLD_SIZE": "16", "RANK": "9", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    mesh_lib.initialize()
+    assert called == dict(coordinator_address="node0:29501", num_processes=16, process_id=9, local_device_ids=1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    mesh_lib.initialize()
+    assert called["local_device_ids"] is None
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", list(CARDS))
+def test_compiles_for_cards_that_are_not_here(name):
+    devices = resolve_devices(f"{name}:16")
+    assert len(devices) == 16 and is_compile_only(devices) and devices[0].device_kind == CARDS[name].kind
+    assert [device.process_index for device in devices] == [0] * 8 + [1] * 8
+    mesh = build_mesh({DATA: 2, TENSOR: 8}, devices)
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P(DATA, TENSOR)))
+    jax.jit(jnp.sin).lower(1.0).compile()  # JAX decides here whether this process caches
+    for _ in range(2):  # the second time, a cached program would be read back, which JAX cannot do
+        compiled = compile_lowered(jax.jit(lambda x: x @ x.T).lower(x), devices)
+    assert compiled.memory_analysis().argument_size_in_bytes == 64 * 64 * 4 // 16
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("first", ["", "jax.numpy.ones(3).sum()"], ids=["first", "after JAX has started"])
+def test_absent_cards_need_no_environment(first):
+    done = run(f"""
+        import jax, cjax.mesh
+        {first}
+        devices = cjax.mesh.resolve_devices("h100:8")
+        assert cjax.mesh.is_compile_only(devices) and len(devices) == 8
+        assert jax.numpy.arange(3).sum() == 3       # and real computations still find the CPU
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(
+    any("cuda" in plugin.name for plugin in mesh_lib.importlib.metadata.entry_points(group="jax_plugins")),
+    reason="the extra aot is installed",
+)
+def test_absent_cards_without_the_compiler_say_what_to_install():
+    with pytest.raises(RuntimeError, match=r"cjax\[aot\]"):
+        resolve_devices("h100:8")
