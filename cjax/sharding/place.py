@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.sharding.layout import Layout
@@ -21,11 +20,20 @@ from cjax.trace.precision import LOW, MATMULS, Lowering
 from cjax.trace.reading import Trace
 from cjax.trace.rewrite import Hooks, bind
 
-READY = "cjax_weight"  # a weight gathered or rounded for use: cheap to make again, dear to keep
 PINNED = MATMULS | {"gather"}
 
+
+def keeps_all_but_copies(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Save for the backward pass whatever it needs, but no weight in the form it is used in: gathered or rounded.
+
+    Those are results of a sharding constraint or a cast, cheap to make again from the weight that is kept anyway. Were
+    they saved, every layer's gathered weights would be alive at once, which is what ZeRO-3 is there to avoid.
+    """
+    return primitive.name not in ("sharding_constraint", "convert_element_type")
+
+
 POLICIES: Mapping[str, Callable[..., Any] | None] = {
-    "none": jax.checkpoint_policies.save_anything_except_these_names(READY),
+    "none": keeps_all_but_copies,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "block": None,
 }
@@ -73,8 +81,7 @@ class Placer(Hooks):
         used, gradient = (PartitionSpec(*spec[lead:]) for spec in (placement.used, placement.gradient))
         if self._mesh.size == 1 and not low:
             return value
-        ready = _ready(self._mesh, used, gradient, low)(value)
-        return checkpoint_name(ready, READY) if self._gathers or low else ready
+        return _ready(self._mesh, used, gradient, low)(value)
 
     def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
         outs = self._lowering.equation(eqn, ins, scope) if self._lowering else bind(eqn, ins)
@@ -116,16 +123,15 @@ def _ready(mesh: Mesh, used: PartitionSpec, gradient: PartitionSpec, low: bool) 
     def constrain(value: jax.Array, spec: PartitionSpec) -> jax.Array:
         return value if mesh.size == 1 else lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
 
-    @jax.custom_vjp
-    def ready(value: jax.Array) -> jax.Array:
+    def make(value: jax.Array) -> jax.Array:
         return constrain(value.astype(LOW) if low else value, used)  # rounded first: half the bytes to gather
 
     def forward(value: jax.Array) -> tuple[jax.Array, None]:
-        return ready(value), None
+        return make(value), None  # not `ready(value)`: as one call it would be saved, copies and all
 
     def backward(_: None, gradient_: jax.Array) -> tuple[jax.Array]:
-        # Summed over devices in float32: the rounding of eight partial sums would show.
         return (constrain(gradient_.astype("float32") if low else gradient_, gradient),)
 
+    ready = jax.custom_vjp(make)
     ready.defvjp(forward, backward)
     return ready

@@ -1,0 +1,9 @@
+"""The commands by name."""
+
+from cjax.cli.check import Check
+from cjax.cli.inspect import Inspect
+from cjax.cli.plan import PlanCommand
+from cjax.cli.run import Run
+from cjax.cli.train import Train
+
+COMMANDS = {"train": Train, "plan": PlanCommand, "run": Run, "check": Check, "inspect": Inspect}

@@ -1,0 +1,90 @@
+"""`cjax plan`."""
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+import tyro
+
+from cjax.cards import CARDS
+from cjax.cli.devices import training_devices
+from cjax.models import GPT, gpt, loss
+from cjax.parallelize import parallelize
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanCommand:
+    """Compares plans for a model on machines that may not be here, by compiling; nothing is trained.
+
+    Attributes:
+        model: a built-in one by name, such as gpt2-xl, or `file.py:function` with a function of yours that returns
+            what `cjax.parallelize` takes: (model, loss, optimizer, batch).
+        target: cards to compile for, such as h100:64, a100:8, h200:16; or virtual devices, cpu:8.
+        plan: a plan, such as "tensor=8 zero=1"; give it several times to compare.
+        batch: rows of the global batch, for a built-in model; 1 for each device if not given.
+        seq: tokens per row, for a built-in model; its context if not given.
+    """
+
+    model: tyro.conf.Positional[str]
+    target: str = "h100:8"
+    plan: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    batch: int | None = None
+    seq: int | None = None
+
+    @staticmethod
+    def parse(arguments: Sequence[str]) -> "PlanCommand":
+        return tyro.cli(PlanCommand, args=arguments, prog="cjax plan")
+
+    def run(self) -> int:
+        kind, _, number = self.target.rpartition(":")
+        if kind not in ("cpu", *CARDS) or not number.isdecimal():
+            kinds = ", ".join(CARDS)
+            raise ValueError(f"--target {self.target}: write one of {kinds} or cpu, and a number, as h100:64")
+        if kind == "cpu":
+            devices: Any = training_devices(self.target)
+        else:
+            # Compiling needs XLA's GPU compiler and no GPU; JAX should not look for one.
+            jax.config.update("jax_platforms", "cpu")
+            devices = self.target
+        parts = self._user_parts() if ".py:" in self.model else self._built_in(int(number))
+        plans = self.plan or ("auto",)
+        if len(plans) == 1:
+            print(parallelize(*parts, plan=plans[0], devices=devices).report())
+            return 0
+        # Any plan will do to trace the model; `auto` would search for one that nobody asked for.
+        comparison = parallelize(*parts, plan="data=-1", devices=devices).compare(list(plans))
+        print(f"{self.model} on {self.target}\n\n{comparison}")
+        return 0 if comparison.reports else 1
+
+    def _built_in(self, num_devices: int) -> tuple[Any, Any, Any, Any]:
+        config = gpt(self.model)
+        shape = (self.batch or num_devices, self.seq or config.context)
+        tokens = jax.ShapeDtypeStruct(shape, "int32")
+        return lambda rngs: GPT(config, rngs=rngs), loss, optax.adamw(1e-3), {"inputs": tokens, "targets": tokens}
+
+    def _user_parts(self) -> tuple[Any, Any, Any, Any]:
+        file, _, name = self.model.rpartition(":")
+        if self.batch is not None or self.seq is not None:
+            raise ValueError("--batch and --seq are for built-in models; yours brings its own batch")
+        path = Path(file)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if not path.is_file() or spec is None or spec.loader is None:
+            raise FileNotFoundError(f"there is no Python file {file}")
+        module = importlib.util.module_from_spec(spec)
+        # Where Python would look for what the file imports, were it run as a script.
+        sys.path.insert(0, str(path.parent.absolute()))
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise ValueError(f"{file} has no function {name}")
+        parts = function()
+        if not isinstance(parts, tuple) or len(parts) != 4:
+            what = f"a {type(parts).__name__}" + (f" of {len(parts)}" if isinstance(parts, tuple) else "")
+            raise ValueError(f"{self.model} returned {what}; it should return (model, loss, optimizer, batch)")
+        return parts

@@ -1,0 +1,192 @@
+"""`cjax train`."""
+
+import dataclasses
+import json
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+import tyro
+
+from cjax.cli.devices import training_devices
+from cjax.data import TextData, text_data
+from cjax.mesh import initialize
+from cjax.models import GPT, generate, gpt, loss
+from cjax.parallelize import parallelize
+from cjax.program import Program, State
+from cjax.train import fit
+from cjax.tree import path_name
+
+_VALIDATION_BATCHES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Trains a built-in model on text.
+
+    By default: a small GPT on the source text of Python's standard library, over 8 devices, virtual ones where there
+    is no accelerator. Leaves a folder with metrics, plan, report, checkpoints and a sample of text.
+
+    Attributes:
+        model: gpt-mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt3-175b.
+        data: a text file, a folder of them, or a token file (.bin, uint16); Python's standard library if not given.
+        vocabulary: a folder with GPT-2's vocab.json and merges.txt; text is read as bytes if not given.
+        plan: how the devices are used, such as "data=4 tensor=2 zero=1 precision=bfloat16"; where not given, a pair of
+            devices shares the tensors and the rest share the batch, with zero=1.
+        devices: how many; "cpu:8" for virtual ones even where there are others.
+        steps: of the whole run, those before a resume included.
+        batch: rows of the global batch.
+        seq: tokens per row.
+        learning_rate: the highest, reached after the warm-up; it then falls to a tenth of it.
+        warmup: steps; a tenth of all, but at most 1000, if not given.
+        weight_decay: of AdamW.
+        dropout: of the model.
+        seed: of the weights, the dropout and the order of the data.
+        folder: of the run; a new one below `runs` if not given.
+        resume: the folder of a run to go on with; options given beside it replace those of the run.
+        on_nan: what to do at a step that is not finite.
+        checkpoint_every: steps between checkpoints.
+        evaluate_every: steps between evaluations on held-out text.
+        log_every: steps between lines of metrics.
+        sample: tokens of text to generate at the end.
+        tensorboard: also write TensorBoard's event files.
+    """
+
+    model: tyro.conf.Positional[str] = "gpt-mini"
+    data: str | None = None
+    vocabulary: str | None = None
+    plan: str | None = None
+    devices: str | None = None
+    steps: int = 300
+    batch: int = 16
+    seq: int = 128
+    learning_rate: float = 2e-3
+    warmup: int | None = None
+    weight_decay: float = 0.1
+    dropout: float = 0.0
+    seed: int = 0
+    folder: str | None = None
+    resume: str | None = None
+    on_nan: Literal["stop", "skip"] = "stop"
+    checkpoint_every: int = 100
+    evaluate_every: int = 100
+    log_every: int = 10
+    sample: int = 200
+    tensorboard: bool = False
+
+    @staticmethod
+    def parse(arguments: Sequence[str]) -> "Train":
+        options = tyro.cli(Train, args=arguments, prog="cjax train")
+        if options.resume is None:
+            return options
+        # Once more, with the options of the run in place of the usual ones: what is typed now still wins.
+        file = Path(options.resume) / "options.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{options.resume} is not the folder of a run: there is no {file}")
+        return tyro.cli(Train, args=arguments, prog="cjax train", default=Train(**json.loads(file.read_text())))
+
+    def run(self) -> int:
+        initialize()
+        devices = training_devices(self.devices)
+        folder = self._folder()
+        data = self._data()
+        config = gpt(self.model, vocab_size=data.vocab_size, dropout=self.dropout)
+        shape = jax.ShapeDtypeStruct((self.batch, self.seq), "int32")
+        program = parallelize(
+            lambda rngs: GPT(config, rngs=rngs),
+            loss,
+            self._optimizer(),
+            {"inputs": shape, "targets": shape},
+            plan=self.plan or ("tensor=2 zero=1" if len(devices) % 2 == 0 else "zero=1"),
+            devices=devices,
+        )
+        data = dataclasses.replace(data, shard=program.data_shard)
+        self._remember(folder)
+        say = print if jax.process_index() == 0 else lambda *_: None
+        say(f"{self.model}: {config.num_params / 1e6:.1f} M parameters, {len(data.train) / 1e6:.1f} M tokens of text")
+        say(f"plan {program.plan} on {len(devices)} x {devices[0].device_kind}; folder {folder}")
+        result = fit(
+            program,
+            data,
+            steps=self.steps,
+            seed=self.seed,
+            folder=folder,
+            resume=self.resume is not None,
+            validation=lambda: data.validation(_VALIDATION_BATCHES),
+            evaluate_every=self.evaluate_every,
+            checkpoint_every=self.checkpoint_every,
+            on_nan=self.on_nan,
+            log_every=self.log_every,
+            tensorboard=self.tensorboard,
+            resume_command=f"cjax train --resume {folder}",
+        )
+        if result.ended not in ("steps", "data"):
+            return 128 + signal.Signals[result.ended]
+        final = float(program.evaluate(result.state, data.validation(_VALIDATION_BATCHES))["loss"])
+        say(
+            f"validation loss {final:.3f} nats a token; guessing by frequency alone (the unigram entropy of the text) "
+            f"scores {data.unigram_entropy:.3f}"
+        )
+        if self.sample:
+            text = self._sample_text(program, result.state, data)
+            (folder / "sample.txt").write_text(text)
+            say(f"a sample ({folder / 'sample.txt'}):\n\n{text}")
+        return 0
+
+    def _folder(self) -> Path:
+        if self.resume is not None:
+            return Path(self.resume)
+        if self.folder is None and jax.process_count() > 1:
+            raise ValueError("several processes must agree on the folder of the run: give --folder")
+        return Path(self.folder or Path("runs") / f"{self.model}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+    def _data(self) -> TextData:
+        if self.vocabulary is None and self.data is not None and Path(self.data).suffix == ".bin":
+            vocab_size = gpt(self.model).vocab_size
+        else:
+            vocab_size = None
+        return text_data(
+            self.data,
+            batch_size=self.batch,
+            sequence=self.seq,
+            vocabulary=self.vocabulary,
+            vocab_size=vocab_size,
+            seed=self.seed,
+        )
+
+    def _optimizer(self) -> optax.GradientTransformation:
+        warmup = min(self.steps // 10, 1000) if self.warmup is None else self.warmup
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0, self.learning_rate, warmup, max(self.steps, warmup + 1), self.learning_rate / 10
+        )
+
+        def is_decayed(params: Any) -> Any:
+            matrices = ("kernel", "embedding")
+            return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path).endswith(matrices), params)
+
+        return optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.adamw(schedule, b2=0.95, weight_decay=self.weight_decay, mask=is_decayed),
+        )
+
+    def _remember(self, folder: Path) -> None:
+        """Writes the options beside the run, so that its folder is all that a resume needs."""
+        is_taken = self.resume is None and (folder / "metrics.jsonl").exists()  # by another run, which fit refuses
+        if jax.process_index() == 0 and not is_taken:
+            folder.mkdir(parents=True, exist_ok=True)
+            options = dataclasses.asdict(self) | {"resume": None, "folder": None}
+            for name in ("data", "vocabulary"):
+                options[name] = None if options[name] is None else str(Path(options[name]).absolute())
+            (folder / "options.json").write_text(json.dumps(options, indent=1))
+
+    def _sample_text(self, program: Program, state: State, data: TextData) -> str:
+        text = data.held_out if len(data.held_out) else data.train
+        prompt = np.asarray(text[: min(32, self.seq)], np.int32)[None]
+        model = program.model(state)
+        made = generate(model, jax.numpy.asarray(prompt), self.sample, jax.random.key(self.seed), temperature=0.8)
+        return data.decode(np.asarray(made[0]))

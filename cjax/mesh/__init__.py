@@ -1,0 +1,16 @@
+"""Devices: mesh axis names, the mesh, virtual and absent devices, multi-host start. Only this room touches devices."""
+
+from cjax.mesh.axes import AXES as AXES
+from cjax.mesh.axes import BATCH_AXES as BATCH_AXES
+from cjax.mesh.axes import DATA as DATA
+from cjax.mesh.axes import TENSOR as TENSOR
+from cjax.mesh.axes import ZERO as ZERO
+from cjax.mesh.axes import Device as Device
+from cjax.mesh.axes import build_mesh as build_mesh
+from cjax.mesh.axes import wrong_number_of_devices as wrong_number_of_devices
+from cjax.mesh.devices import compile_lowered as compile_lowered
+from cjax.mesh.devices import is_compile_only as is_compile_only
+from cjax.mesh.devices import resolve_devices as resolve_devices
+from cjax.mesh.devices import simulate as simulate
+from cjax.mesh.launch import initialize as initialize
+from cjax.mesh.launch import num_launched as num_launched

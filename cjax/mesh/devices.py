@@ -1,0 +1,161 @@
+"""The devices of a run: those that are here, virtual ones, and cards that are absent and only compiled for."""
+
+import importlib.metadata
+import os
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.extend.backend
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+
+from cjax.cards import CARDS
+from cjax.mesh.axes import Device
+from cjax.mesh.launch import check_joined
+
+
+def simulate(num_devices: int) -> list[Device]:
+    """Replaces the devices of this process by `num_devices` virtual CPU devices; works in a running notebook too.
+
+    Args:
+      num_devices: how many.
+
+    Raises:
+      RuntimeError: when arrays already live on the present devices: replacing the devices would destroy them.
+
+    >>> len(simulate(8))
+    8
+    """
+    if num_devices < 1:
+        raise ValueError(f"simulate needs at least one device, not {num_devices}.")
+    if not _set_num_cpu_devices(num_devices):
+        if jax.default_backend() == "cpu" and jax.device_count() == num_devices:
+            return jax.devices()
+        if jax.distributed.is_initialized():
+            raise RuntimeError("simulate is for a single process, and this one is part of a multi-process run.")
+        num_arrays = len(jax.live_arrays())
+        if num_arrays:
+            raise RuntimeError(
+                f"simulate({num_devices}) would destroy the {num_arrays} JAX array(s) that this process already holds "
+                f"on {jax.device_count()} {jax.devices()[0].device_kind} device(s). Restart and type, before any array "
+                f"is made (in a notebook: in the first cell)\n  import cjax; cjax.simulate({num_devices})\n"
+                "or delete those arrays (del name; a notebook's Out keeps results too) and type it again."
+            )
+        jax.extend.backend.clear_backends()
+        done = _set_num_cpu_devices(num_devices)
+        assert done, "JAX refuses jax_num_cpu_devices although its backends were cleared"
+    jax.config.update("jax_platforms", "cpu")
+    return jax.devices()
+
+
+def _set_num_cpu_devices(num_devices: int) -> bool:
+    # JAX takes this setting only while no backend has started; its refusal is the public way to know that one has.
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:
+        return False
+    return True
+
+
+def resolve_devices(devices: Sequence[Device] | str | None = None) -> list[Device]:
+    """The devices meant by what a user passes as `devices`.
+
+    Args:
+      devices: None for all that JAX sees; JAX devices; or text: `"h100:64"` (also a100, h200) for cards that are not
+        here, on which programs only compile, or `"cpu:8"` for the first 8 CPU devices of this process.
+
+    Raises:
+      ValueError: when the text is malformed, or asks for CPU devices that don't exist.
+      RuntimeError: when this process evidently is not what it was meant to be: XLA_FLAGS set too late, one of several
+        launched processes that never joined, or a compile target without the compiler (extra `cjax[aot]`).
+
+    >>> resolve_devices("cpu:1")[0].platform
+    'cpu'
+    """
+    if devices is None:
+        found = jax.devices()
+        check_joined()
+        _check_xla_flags()
+        return list(found)
+    if not isinstance(devices, str):
+        found = list(devices)
+        if not found or not all(isinstance(device, jax.Device) for device in found):
+            raise ValueError(f'devices must be JAX devices or text such as "h100:64", not {devices!r}.')
+        return found
+    match = re.fullmatch(r"\s*(\w+)\s*:\s*(\d+)\s*", devices)
+    kinds = ["cpu", *CARDS]
+    if match is None or match[1].lower() not in kinds:
+        raise ValueError(
+            f'No devices are called {devices!r}: write one of {", ".join(kinds)} and a number, as "h100:64".'
+        )
+    name, num_devices = match[1].lower(), int(match[2])
+    if name == "cpu":
+        found = jax.devices("cpu")
+        if not 1 <= num_devices <= len(found):
+            raise ValueError(f"{devices!r}: {len(found)} CPU device(s) here. Type first: cjax.simulate({num_devices})")
+        return found[:num_devices]
+    return _compile_only_devices(name, num_devices)
+
+
+def _compile_only_devices(name: str, num_devices: int) -> list[Device]:
+    card = CARDS[name]
+    description = dict(platform="cuda", target_config=card.xla_target(), topology=card.xla_topology(num_devices))
+    # The compiler plugin refuses to register where CUDA's libraries are missing, though compiling needs none of them.
+    before = os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    try:
+        try:
+            return list(topologies.get_topology_desc(**description).devices)
+        except NotImplementedError:
+            # JAX looked for plugins when its first backend started, under the check, and does not look again.
+            for plugin in importlib.metadata.entry_points(group="jax_plugins"):
+                if "cuda" in plugin.name:
+                    plugin.load().initialize()
+            return list(topologies.get_topology_desc(**description).devices)
+    except NotImplementedError as error:
+        raise RuntimeError(
+            f'devices="{name}:{num_devices}" compiles with XLA\'s GPU compiler, which is not installed (or not for JAX '
+            f"{jax.__version__}). Type\n  pip install 'cjax[aot]'\nand if that changes nothing, start Python with\n"
+            "  JAX_PLATFORMS=cpu"
+        ) from error
+    finally:
+        if before is None:
+            del os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"]
+        else:
+            os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = before
+
+
+def is_compile_only(devices: Sequence[Device]) -> bool:
+    """Whether programs for these devices can be compiled but not run, as for `"h100:64"`."""
+    return devices[0].client.runtime_type == "compile_only_runtime"
+
+
+def compile_lowered(lowered: jax.stages.Lowered, devices: Sequence[Device]) -> jax.stages.Compiled:
+    """Compiles a lowered program for the devices it was lowered for, which may be absent.
+
+    JAX writes programs for absent devices to its persistent compilation cache and then fails to read them back, with a
+    warning each time; so for these the cache is off.
+    """
+    if not is_compile_only(devices) or not jax.config.values["jax_enable_compilation_cache"]:
+        return lowered.compile()
+    # JAX decides at the first compilation whether it caches, for the whole process: each reset makes it decide anew.
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        return lowered.compile()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
+
+
+def _check_xla_flags() -> None:
+    match = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if match is None or jax.default_backend() != "cpu" or jax.config.values["jax_num_cpu_devices"] >= 0:
+        return
+    if int(match[1]) != jax.local_device_count():
+        raise RuntimeError(
+            f"XLA_FLAGS asks for {match[1]} CPU devices and JAX has {jax.local_device_count()}: the variable was set "
+            "after JAX had started. Set it before Python starts, or instead of it type first\n"
+            f"  cjax.simulate({match[1]})"
+        )

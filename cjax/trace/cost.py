@@ -1,0 +1,148 @@
+"""FLOPs and bytes of a jaxpr, trip counts included.
+
+XLA's own cost analysis counts the body of a scan once, whatever its length, so it cannot say what a rolled model costs.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a computation costs on one device.
+
+    `flops` counts 2 for each multiply-add of a matmul or convolution, 1 for each element that a reduction reads and 1
+    for each that other arithmetic makes; `matmul_flops` are the first alone. `bytes` are the operands and results of matmuls and convolutions, and what
+    other equations write: an upper bound for memory traffic, since the compiler fuses. `unbounded_loops` counts `while`
+    equations, whose trip count nobody knows: they are counted as one pass.
+    """
+
+    flops: int = 0
+    bytes: int = 0
+    matmul_flops: int = 0
+    unbounded_loops: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.matmul_flops + other.matmul_flops,
+            self.unbounded_loops + other.unbounded_loops,
+        )
+
+    def __mul__(self, times: int) -> "Cost":
+        return Cost(self.flops * times, self.bytes * times, self.matmul_flops * times, self.unbounded_loops)
+
+
+def cost(closed: ClosedJaxpr | Jaxpr) -> Cost:
+    """The cost of a trace, flat or not: bodies of `scan` times their length, of `cond` the dearest branch.
+
+    Remat costs what it costs where it stands: in the trace of a gradient, its forward pass appears a second time inside
+    the backward pass and is counted there.
+
+    >>> import jax, jax.numpy as jnp
+    >>> cost(jax.make_jaxpr(jnp.matmul)(jnp.ones((2, 3)), jnp.ones((3, 5)))).matmul_flops
+    60
+    """
+    return sum((equation_cost(eqn) for eqn in closed.eqns), Cost())
+
+
+def cost_by_equation(closed: ClosedJaxpr | Jaxpr) -> tuple[Cost, ...]:
+    """The cost of each top-level equation, in order."""
+    return tuple(equation_cost(eqn) for eqn in closed.eqns)
+
+
+def equation_cost(eqn: JaxprEqn) -> Cost:
+    """The cost of one equation, with all it contains."""
+    match eqn.primitive.name:
+        case "scan":
+            return cost(eqn.params["jaxpr"]) * eqn.params["length"]
+        case "while":
+            return cost(eqn.params["cond_jaxpr"]) + cost(eqn.params["body_jaxpr"]) + Cost(unbounded_loops=1)
+        case "cond":
+            return max((cost(branch) for branch in eqn.params["branches"]), key=lambda c: (c.flops, c.bytes))
+        case "shard_map":  # its body is one device's part
+            return cost(eqn.params["jaxpr"])
+    bodies = list(_bodies(eqn))
+    if bodies and eqn.primitive.name not in _COMBINED:
+        return sum((cost(body) for body in bodies), Cost())
+    written = sum(_num_bytes(var) for var in eqn.outvars)
+    if eqn.primitive.name in _MULTIPLY_ADDS:
+        flops = 2 * _MULTIPLY_ADDS[eqn.primitive.name](eqn)
+        return Cost(flops, written + sum(_num_bytes(atom) for atom in eqn.invars), flops)
+    if eqn.primitive.name in _FREE:
+        return Cost()
+    return Cost(_flops(eqn), written)
+
+
+def _dot_general(eqn: JaxprEqn) -> int:
+    (lhs_contracting, _), _ = eqn.params["dimension_numbers"]
+    return _num_elements(eqn.outvars[0]) * math.prod(eqn.invars[0].aval.shape[dim] for dim in lhs_contracting)
+
+
+def _convolution(eqn: JaxprEqn) -> int:
+    """Each output element sums over the kernel and the input features of its group (the kernel's own count). A dilated
+    input is mostly zeros (a strided convolution's gradient): those are not multiplied."""
+    kernel = eqn.invars[1].aval
+    spec = eqn.params["dimension_numbers"].rhs_spec  # output features, input features, spatial dims
+    per_output = math.prod(kernel.shape[dim] for dim in spec[1:])
+    return _num_elements(eqn.outvars[0]) * per_output // math.prod(eqn.params["lhs_dilation"])
+
+
+def _ragged_dot(eqn: JaxprEqn) -> int:
+    return _num_elements(eqn.outvars[0]) * eqn.invars[0].aval.shape[-1]
+
+
+_MULTIPLY_ADDS: dict[str, Callable[[JaxprEqn], int]] = {
+    "dot_general": _dot_general,
+    "conv_general_dilated": _convolution,
+    "ragged_dot": _ragged_dot,
+}
+# Carry a jaxpr that combines two elements, not one that does the work.
+_COMBINED = frozenset(
+    {"reduce", "reduce_window", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min"}
+    | {"scatter_min", "scatter-max", "scatter_max", "select_and_scatter", "select_and_scatter_add"}
+)
+# Views and annotations: nothing is computed, and the compiler moves nothing.
+_FREE = frozenset(
+    {"reshape", "squeeze", "expand_dims", "stop_gradient", "name", "optimization_barrier", "sharding_constraint"}
+    | {"copy_p", "pvary", "random_wrap", "random_unwrap", "create_token"}
+)
+# Move elements without arithmetic.
+_MOVES = frozenset(
+    {"broadcast_in_dim", "transpose", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "concatenate", "pad"}
+    | {"rev", "iota", "copy", "device_put", "bitcast_convert_type", "convert_element_type", "select_n", "split", "stack"}
+)
+
+
+def _flops(eqn: JaxprEqn) -> int:
+    name = eqn.primitive.name
+    if name in _MOVES:
+        return 0
+    made = sum(_num_elements(var) for var in eqn.outvars)
+    if name.startswith(("reduce_", "arg", "cum")) or name in ("reduce", "sort", "top_k"):
+        # A reduction reads more than it makes.
+        return max(made, sum(_num_elements(atom) for atom in eqn.invars if type(atom) is not Literal))
+    if name.startswith("scatter"):
+        return _num_elements(eqn.invars[2])
+    return made
+
+
+def _bodies(eqn: JaxprEqn) -> Iterator[Any]:
+    for value in eqn.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(part, Jaxpr | ClosedJaxpr):
+                yield part
+
+
+def _num_elements(atom: Any) -> int:
+    return math.prod(getattr(atom.aval, "shape", ()))
+
+
+def _num_bytes(atom: Any) -> int:
+    dtype = getattr(atom.aval, "dtype", None)
+    return 0 if dtype is None else _num_elements(atom) * dtype.itemsize

@@ -1,0 +1,76 @@
+"""Two real processes write one checkpoint together, and one process reads it."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from cjax.checkpoint import inspect, restore
+
+from .conftest import make_mesh
+
+PROCESS = """
+import sys
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from cjax.checkpoint import Checkpointer
+
+address, index, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, 2, index)
+mesh = Mesh(np.array(jax.devices()).reshape(4), ("a",))
+value = np.arange(24, dtype=np.float32).reshape(8, 3)
+split, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
+tree = {
+    "w": jax.make_array_from_callback((8, 3), split, lambda index: value[index]),
+    "b": jax.make_array_from_callback((3,), whole, lambda index: value[0][index]),
+    "key": jax.jit(lambda: jax.random.key(4), out_shardings=whole)(),
+    "step": 2,
+}
+shape = jax.tree.map(lambda x: x if isinstance(x, int) else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+with Checkpointer(folder, keep=1) as checkpoints:
+    checkpoints.save(1, tree, {"plan": "data=4"})
+    checkpoints.save(2, tree, {"plan": "data=4"})
+    restored, _ = checkpoints.restore(None, shape)
+    assert checkpoints.latest() == 2
+    np.testing.assert_array_equal(restored["w"].addressable_shards[0].data, value)
+"""
+
+
+def test_two_processes_write_and_one_reads(tmp_path: Path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, address, str(index), tmp_path],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+    assert inspect(tmp_path).meta["num_processes"] == 2 and inspect(tmp_path).meta["num_devices"] == 4
+    sharding = NamedSharding(make_mesh(8), P("a"))
+    shape = {
+        "w": jax.ShapeDtypeStruct((8, 3), np.float32, sharding=sharding),
+        "b": np.zeros(3, np.float32),
+        "key": jax.random.key(0),
+        "step": 0,
+    }
+    restored, _ = restore(tmp_path / "2", shape)
+    np.testing.assert_array_equal(restored["w"], np.arange(24).reshape(8, 3))
+    np.testing.assert_array_equal(restored["b"], np.arange(3))
+    np.testing.assert_array_equal(jax.random.key_data(restored["key"]), jax.random.key_data(jax.random.key(4)))

@@ -1,0 +1,60 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cjax.cli import main
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """The command line as a user has it: a process of its own, in which JAX has not started."""
+    code = "import sys; from cjax.cli import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("train", "plan", "run", "check", "inspect"):
+        assert f"  {name} " in text
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "run", "check", "inspect"])
+def test_each_command_explains_its_options(command: str, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert f"usage: cjax {command}" in text
+
+
+def test_options_are_explained_by_the_docstrings(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "rows of the global batch" in capsys.readouterr().out
+
+
+def test_a_mistyped_command_is_guessed(capsys):
+    assert main(["trian"]) == 2
+    assert "did you mean cjax train?" in capsys.readouterr().err
+    assert main(["xyz"]) == 2
+    assert "there are train, plan, run, check, inspect" in capsys.readouterr().err
+
+
+def test_a_mistake_is_one_message_and_the_traceback_on_request(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("CJAX_TRACEBACK", raising=False)
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("cjax inspect: there is no checkpoint in")
+    monkeypatch.setenv("CJAX_TRACEBACK", "1")
+    with pytest.raises(FileNotFoundError):
+        main(["inspect", str(tmp_path)])
+
+
+def test_without_its_packages_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["check"]) == 1
+    assert 'needs tyro and rich: pip install "cjax[cli]"' in capsys.readouterr().err
