@@ -1,5 +1,6 @@
 """`parallelize`: a model, a loss and an optimizer become a `Program`. The composition of every room, in order."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cjax.gradients import Evaluated, Gradients, Loss, micro_batched, plain
 from cjax.mesh import BATCH_AXES, build_mesh, resolve_devices
 from cjax.plan import Plan, require_supported
+from cjax.planner.estimate import SLACK, Activations, state_bytes
+from cjax.planner.hardware import hardware_of
+from cjax.planner.search import first_fitting
 from cjax.program import Parts, Program
 from cjax.sharding.model import ModelStorage, place_loss, store_model
 from cjax.sharding.optimizer import store_optimizer
@@ -50,10 +54,7 @@ def parallelize(
     """
     captured = capture(model, loss, batch, wrt)
     batch_shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    require_supported(plan)
     found = resolve_devices(devices)
-    plan = plan.resolve(len(found))
     return compose(captured, optimizer, batch_shape, plan, found)
 
 
@@ -61,10 +62,11 @@ def compose(
     captured: Capture,
     optimizer: optax.GradientTransformation | None,
     batch_shape: PyTree,
-    plan: Plan,
+    plan: Plan | str,
     devices: Sequence[jax.Device],
 ) -> Program:
     """From a captured model to a `Program`."""
+    plan, notes = _decide(captured, optimizer, batch_shape, plan, devices)
     trace = trace_loss(captured, batch_shape, plan.microbatches, train=True)
     mesh = build_mesh(plan.axis_sizes(), devices)
     storage = store_model(captured, trace, plan, mesh)
@@ -85,9 +87,57 @@ def compose(
         specs = storage.state_specs if plan.zero_stage else storage.used_specs
         stored_optimizer = store_optimizer(optimizer, captured.params_shape, storage.params, specs.__getitem__, mesh)
     init = _as_init(captured, storage)
+
+    def again(plan: Plan | str, devices: Sequence[jax.Device]) -> Parts:
+        return compose(captured, optimizer, batch_shape, plan, devices)._parts
+
     return Program(
-        Parts(captured, plan, mesh, trace, storage, stored_optimizer, gradients, init, batch_shape, storage.layout.notes)
-    )
+        Parts(
+            captured, plan, mesh, trace, storage, stored_optimizer, gradients, init, batch_shape,
+            notes=(*notes, *storage.layout.notes), compose=again,
+        )
+    )  # fmt: skip
+
+
+def _decide(
+    captured: Capture,
+    optimizer: optax.GradientTransformation | None,
+    batch_shape: PyTree,
+    plan: Plan | str,
+    devices: Sequence[jax.Device],
+) -> tuple[Plan, tuple[str, ...]]:
+    """The plan in full, and what there is to say about how it was chosen."""
+    num_rows = [leaf.shape[0] for leaf in jax.tree.leaves(batch_shape) if leaf.shape]
+    if plan != "auto":
+        plan = Plan.parse(plan) if isinstance(plan, str) else plan
+        require_supported(plan)
+        for rows in num_rows:
+            if rows % plan.microbatches:
+                near = max(1, rows // plan.microbatches) * plan.microbatches
+                raise ValueError(
+                    f"microbatches={plan.microbatches} does not divide a batch of {rows} rows; "
+                    f"use {near} or {near + plan.microbatches} rows."
+                )
+        return plan.resolve(len(devices)), ()
+    trace = trace_loss(captured, batch_shape, 1, train=True)
+    activations = Activations(trace)
+    params = sum(_bytes(leaf) for leaf in jax.tree.leaves(captured.params_shape))
+    state = 0
+    if optimizer is not None:
+        state = sum(_bytes(leaf) for leaf in jax.tree.leaves(jax.eval_shape(optimizer.init, captured.params_shape)))
+    limit, num = hardware_of(devices).memory, len(devices)
+
+    def estimate(plan: Plan) -> int:
+        return int(SLACK * (state_bytes(params, state, plan, num) + activations.bytes(plan, num)))
+
+    chosen, size, fits = first_fitting(min(num_rows, default=1), num, limit, estimate)
+    verdict = "the least that fits" if fits else "the leanest there is, and it may not fit"
+    note = f"auto chose {chosen}: {verdict}, about {size / 2**30:.2g} of {limit / 2**30:.3g} GiB"
+    return chosen.resolve(num), (note,)
+
+
+def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def _as_loss(trace: Trace, run: Any, batch_shape: PyTree) -> Loss:

@@ -20,10 +20,10 @@ FLOORS = (
     ("sharding", "pipeline"),
     ("planner",),
     ("gradients",),
-    ("audit", "report"),
+    ("audit", "report", "checkpoint"),
     ("program",),
     ("parallelize",),
-    ("checkpoint", "data"),
+    ("data",),
     ("train",),
     ("cli",),
 )

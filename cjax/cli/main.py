@@ -1,10 +1,21 @@
 """Which command was meant, and what its end means to the shell."""
 
 import difflib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+
+import jax
+
+from cjax.train import NotFiniteError
+
+try:
+    from cjax.cli.commands import COMMANDS
+except ModuleNotFoundError as error:
+    # Commands are declared with tyro's types. Without it there is still one thing to say.
+    if error.name != "tyro":
+        raise
+    COMMANDS = {}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,11 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; those of this process if None.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if missing := [name for name in ("tyro", "rich") if importlib.util.find_spec(name) is None]:
-        print(f'the command line needs {" and ".join(missing)}: pip install "cjax[cli]"', file=sys.stderr)
+    if not COMMANDS:
+        print('the command line needs tyro and rich: pip install "cjax[cli]"', file=sys.stderr)
         return 1
-    from cjax.cli.commands import COMMANDS  # declared with tyro's types, so only now that it is there
-
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: cjax COMMAND ...\n")
         for name, command in COMMANDS.items():
@@ -35,9 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         return COMMANDS[name].parse(arguments[1:]).run()
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError, ArithmeticError) as error:
-        # The kinds that the rooms below raise for users. A bug of ours is an AssertionError, and keeps its traceback.
-        if os.environ.get("CJAX_TRACEBACK"):
+    except (ValueError, OSError, ImportError, RuntimeError, MemoryError, NotFiniteError) as error:
+        # The kinds that the rooms below raise for users. Whatever else it is, XLA's own errors included, is a bug or
+        # a broken machine, and keeps its traceback.
+        if os.environ.get("CJAX_TRACEBACK") or isinstance(error, jax.errors.JaxRuntimeError):
             raise
         print(f"cjax {name}: {error}", file=sys.stderr)
         return 1

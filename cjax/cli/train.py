@@ -181,7 +181,8 @@ class Train:
             folder.mkdir(parents=True, exist_ok=True)
             options = dataclasses.asdict(self) | {"resume": None, "folder": None}
             for name in ("data", "vocabulary"):
-                options[name] = None if options[name] is None else str(Path(options[name]).absolute())
+                if (place := getattr(self, name)) is not None:
+                    options[name] = str(Path(place).absolute())
             (folder / "options.json").write_text(json.dumps(options, indent=1))
 
     def _sample_text(self, program: Program, state: State, data: TextData) -> str:

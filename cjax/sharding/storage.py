@@ -66,14 +66,22 @@ class Storage:
     def shardings(self, mesh: Mesh) -> tuple[NamedSharding, ...]:
         return tuple(NamedSharding(mesh, slot.stored_spec) for slot in self.slots)
 
-    def leaf_sharding(self, leaf: int, mesh: Mesh) -> NamedSharding:
-        """The placement of one leaf of the user's tree, as it comes out of the store."""
-        slot = next(slot for slot in self.slots if leaf in slot.leaves)
-        even = all(
-            size % math.prod(mesh.shape[a] for a in axes_of_entry(entry)) == 0
-            for size, entry in zip(slot.shape, slot.spec, strict=False)
-        )
-        return NamedSharding(mesh, slot.spec if even else PartitionSpec())
+    def leaf_shardings(self, mesh: Mesh) -> PyTree:
+        """The placement of each leaf of the user's tree, as it comes out of the store: what can't be split evenly
+        without padding is not."""
+        shardings: dict[int, NamedSharding] = {}
+        for slot in self.slots:
+            entries = [
+                entry if n % math.prod(mesh.shape[a] for a in axes_of_entry(entry)) == 0 else None
+                for n, entry in zip(slot.shape, slot.spec, strict=True)
+            ]
+            shardings.update(dict.fromkeys(slot.leaves, NamedSharding(mesh, PartitionSpec(*entries))))
+        return jax.tree.unflatten(self.treedef, [shardings[i] for i in range(len(shardings))])
+
+    def leaf_shapes(self) -> PyTree:
+        """The user's tree as ShapeDtypeStructs."""
+        shapes = {i: jax.ShapeDtypeStruct(slot.shape, slot.dtype) for slot in self.slots for i in slot.leaves}
+        return jax.tree.unflatten(self.treedef, [shapes[i] for i in range(len(shapes))])
 
     def shape(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         return tuple(jax.ShapeDtypeStruct(slot.stored_shape, slot.dtype) for slot in self.slots)

@@ -35,7 +35,8 @@ class Capture:
 
     kind: str  # "linen" | "nnx"
     init: Callable[[Key], Trees]
-    # apply(params, frozen, carried, batch, key, train) -> (scalar | Mean, aux, new_carried)
+    # apply(params, frozen, carried, batch, key, train) -> (scalar | Mean, aux, new_carried); given
+    # `call(model, batch, key, train) -> (value, aux)`, that instead of the user's loss.
     apply: Callable[..., tuple[Any, PyTree, PyTree]]
     rebuild: Callable[[PyTree, PyTree, PyTree], Any]
     # Micro-batch i draws other random numbers than micro-batch j: `fold_carried` folds its index into the keys that
@@ -47,6 +48,7 @@ class Capture:
     carried_shape: PyTree
     initial: Trees | None
     dim_names: dict[str, tuple[str | None, ...]]
+    name: str = "model"  # what the author calls it
 
 
 def capture(model: Any, loss: Callable[..., Any], batch: PyTree, wrt: Any = None) -> Capture:
@@ -168,7 +170,7 @@ def _capture_linen(model: nn.Module, call: Callable[..., Any], batch: PyTree, wr
     streams: dict[bool, list[str]] = {True: ["dropout"], False: []}
 
     def apply(
-        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, train: bool
+        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, train: bool, call: Any = call
     ) -> tuple[Any, PyTree, PyTree]:
         variables = linen_parts.unbox({"params": linen_parts.join(params, frozen), **carried})
         fixed = ["params"] if train else ["params", *carried]
@@ -195,7 +197,7 @@ def _capture_linen(model: nn.Module, call: Callable[..., Any], batch: PyTree, wr
         return model.bind(linen_parts.unbox({"params": linen_parts.join(params, frozen), **carried}))
 
     return Capture(
-        kind="linen", init=init, apply=apply, rebuild=rebuild,
+        kind="linen", name=type(model).__name__, init=init, apply=apply, rebuild=rebuild,
         fold_carried=lambda carried, index: carried, unfold=lambda new_carried, carried: new_carried,
         params_shape=params_shape, frozen_shape=frozen_shape, carried_shape=carried_shape, initial=None,
         dim_names=_names(linen_parts.box_names(params_shape) | linen_parts.box_names(frozen_shape)),
@@ -217,7 +219,7 @@ def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) 
 
     def make(key: Key, batch: PyTree) -> Trees:
         # The author's axis names are read, not applied: there is no mesh yet.
-        with nnx.use_eager_sharding(False):
+        with nnx.use_eager_sharding(False), nnx_parts.quick_attribute_errors(key):
             built = model(rngs=nnx.Rngs(key))
         if not isinstance(built, nnx.Module):
             raise TypeError(f"The builder returned a {type(built).__name__}, not a flax.nnx module.")
@@ -237,11 +239,12 @@ def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) 
     check_trained(wrt, params_shape, frozen_shape)
 
     def apply(
-        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, train: bool
+        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, train: bool, call: Any = call
     ) -> tuple[Any, PyTree, PyTree]:
         merged = nnx.merge(definition, params, frozen, carried, copy=True)
         written = nnx_parts.set_train(merged) if train else nnx_parts.set_eval(merged)
-        value, aux = call(merged, batch, key, train)
+        with nnx_parts.quick_attribute_errors((carried, batch)):
+            value, aux = call(merged, batch, key, train)
         if train:
             state = nnx.state(merged, nnx.Not(nnx.Intermediate))
             return value, aux, _read_back(carried, state, known=leaf_names(params) + leaf_names(frozen))
@@ -261,7 +264,7 @@ def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) 
         return treedef.unflatten([old if k else new for new, old, k in pairs])
 
     return Capture(
-        kind="nnx", init=init, apply=apply, rebuild=lambda *trees: nnx.merge(definition, *trees, copy=True),
+        kind="nnx", name=getattr(getattr(definition, "type", None), "__name__", "model"), init=init, apply=apply, rebuild=lambda *trees: nnx.merge(definition, *trees, copy=True),
         fold_carried=fold_carried, unfold=unfold,
         params_shape=params_shape, frozen_shape=frozen_shape, carried_shape=carried_shape, initial=initial,
         dim_names=_names(nnx_parts.metadata_names(params_shape) | nnx_parts.metadata_names(frozen_shape)),

@@ -62,25 +62,24 @@ def _check_result(result: Any) -> tuple[Any, PyTree]:
     value, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if isinstance(value, Mean):
         value = Mean(
-            _check_scalar("the total of the loss", value.total), _check_scalar("the weight of the loss", value.weight)
+            _check_scalar("The total of the loss", value.total), _check_scalar("The weight of the loss", value.weight)
         )
         total = value.total
     else:
-        total = value = _check_scalar("the loss", value)
+        total = value = _check_scalar("The loss", value)
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(f"The loss has dtype {total.dtype}, and only floating point numbers have gradients.")
     leaves, treedef = jax.tree_util.tree_flatten_with_path(aux)
-    aux = treedef.unflatten([_check_scalar(f"aux value {path_name(path)!r}", leaf) for path, leaf in leaves])
+    aux = treedef.unflatten([_check_scalar(f"Aux value {path_name(path)!r}", leaf) for path, leaf in leaves])
     return value, aux
 
 
 def _check_scalar(what: str, value: Any) -> jax.Array:
     if not hasattr(value, "dtype") and not isinstance(value, (bool, int, float)):
-        raise ValueError(f"{what.capitalize()} is a {type(value).__name__}: return a scalar, or (scalar, aux).")
+        raise ValueError(f"{what} is a {type(value).__name__}: return a scalar, or (scalar, aux).")
     value = jnp.asarray(value)
     if value.shape != ():
         raise ValueError(
-            f"{what.capitalize()} has shape {value.shape}, not (): take jnp.mean(...), "
-            "or return cjax.Mean(total, weight)."
+            f"{what} has shape {value.shape}, not (): take jnp.mean(...), or return cjax.Mean(total, weight)."
         )
     return value

@@ -1,5 +1,7 @@
 """What is particular to Flax NNX: filters, modes of modules, random keys that models carry, names in metadata."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -9,6 +11,28 @@ from cjax.trace.trained import is_path_rule, matcher
 
 PyTree = Any
 Key = jax.Array
+
+
+@contextmanager
+def quick_attribute_errors(tracers: PyTree) -> Iterator[None]:
+    """Keeps tracing linear in the number of random draws and statistics, where JAX makes it quadratic.
+
+    NNX asks each new value of a Variable for its `sharding`. Up to JAX 0.11 a tracer answers with an AttributeError
+    whose text, which nobody reads, takes a search through the whole trace (9 s for the constructor of 48 layers).
+    """
+    kinds = {type(leaf) for leaf in jax.tree.leaves(tracers) if isinstance(leaf, jax.core.Tracer)}
+    slow = [kind for kind in kinds if "sharding" not in vars(kind)] if jax.__version_info__ < (0, 12) else []
+
+    def sharding(self: Any) -> Any:
+        raise AttributeError("A tracer has no sharding: see `jax.typeof(x).sharding`.")
+
+    for kind in slow:
+        kind.sharding = property(sharding)
+    try:
+        yield
+    finally:
+        for kind in slow:
+            del kind.sharding
 
 
 def param_filter(wrt: Any) -> Any:

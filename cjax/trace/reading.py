@@ -1,7 +1,7 @@
 """What the user's model is: a flat trace, the dims and stacks of layers found in it, and names for both."""
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,9 +41,13 @@ class Trace:
     names: Mapping[int, str]  # class -> name
     batch_class: int | None
     stream: frozenset[int]  # classes of what is handed from layer to layer, the batch aside
-    has_weight: bool  # whether the loss is a `Mean`: a total and a weight
+    num_loss: int  # results that are the loss: a scalar, or the total and weight of a `Mean`; 0 if there is none
     aux_tree: Any  # the user's aux, `Mean`s as leaves
     aux_is_mean: tuple[bool, ...]
+
+    @property
+    def has_weight(self) -> bool:
+        return self.num_loss == 2
 
     def leaves_of(self, kind: str) -> list[int]:
         """Indices of the inputs of one kind, in the order of the user's tree."""
@@ -57,7 +61,9 @@ class Trace:
         return tuple(self.dims.class_of(d) for d in self.dims.inputs[leaf])
 
 
-def trace_loss(capture: Capture, batch_shape: PyTree, num_parts: int, train: bool) -> Trace:
+def trace_loss(
+    capture: Capture, batch_shape: PyTree, num_parts: int, train: bool, call: Callable[..., Any] | None = None
+) -> Trace:
     """Trace the user's loss on one micro-batch and read it.
 
     The inputs of the trace are the leaves of params, frozen, carried and batch, a random key, and the micro-batch's
@@ -68,6 +74,7 @@ def trace_loss(capture: Capture, batch_shape: PyTree, num_parts: int, train: boo
       batch_shape: the whole batch, as ShapeDtypeStructs.
       num_parts: number of micro-batches that the batch is cut into.
       train: whether to trace the loss as in training.
+      call: `(model, batch, key, train) -> (None, results)` to trace in place of the loss; its results become aux.
     """
 
     def function(params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Any, index: Any) -> Any:
@@ -76,7 +83,8 @@ def trace_loss(capture: Capture, batch_shape: PyTree, num_parts: int, train: boo
         if num_parts > 1:
             key = jax.random.fold_in(key, index)
             inner = capture.fold_carried(carried, index)
-        loss, aux, new = capture.apply(params, frozen, inner, batch, key, train)
+        given = {} if call is None else {"call": call}
+        loss, aux, new = capture.apply(params, frozen, inner, batch, key, train, **given)
         return loss, aux, capture.unfold(new, carried) if num_parts > 1 else new
 
     def part(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -99,14 +107,14 @@ def trace_loss(capture: Capture, batch_shape: PyTree, num_parts: int, train: boo
             leaves.append(Leaf(name or kind, kind, tuple(leaf.shape), leaf.dtype))
     aux_leaves, aux_tree = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, Mean))
     aux_is_mean = tuple(isinstance(x, Mean) for x in aux_leaves)
-    return _read(closed, leaves, capture.dim_names, isinstance(loss, Mean), aux_tree, aux_is_mean)
+    return _read(closed, leaves, capture.dim_names, len(jax.tree.leaves(loss)), aux_tree, aux_is_mean)
 
 
 def _read(
     closed: jex.ClosedJaxpr,
     leaves: Sequence[Leaf],
     given_names: Mapping[str, Sequence[str | None]],
-    has_weight: bool,
+    num_loss: int,
     aux_tree: Any,
     aux_is_mean: tuple[bool, ...],
 ) -> Trace:
@@ -126,7 +134,7 @@ def _read(
     stream = _stream(dims, runs, batch_class)
     names = _names(dims, leaves, given_names, batch_class, stream)
     return Trace(
-        closed, tuple(leaves), dims, runs, names, batch_class, stream, has_weight, aux_tree, aux_is_mean
+        closed, tuple(leaves), dims, runs, names, batch_class, stream, num_loss, aux_tree, aux_is_mean
     )
 
 

@@ -25,15 +25,15 @@ def make_display(num_steps: int, first: int, is_first_process: bool, stream: Tex
         is_first_process: the others show nothing.
         stream: standard error unless said, so that what a program prints stays apart.
     """
-    stream = stream or sys.stderr
+    output: TextIO = sys.stderr if stream is None else stream
     if not is_first_process:
         return Silent()
-    if stream.isatty():
+    if output.isatty():
         try:
-            return Bar(num_steps, first, stream)
+            return Bar(num_steps, first, output)
         except ImportError:
             pass  # the extra `cli` is not there; plain lines say the same
-    return Lines(num_steps, first, stream)
+    return Lines(num_steps, first, output)
 
 
 class Silent:

@@ -156,8 +156,8 @@ def fit(
 
 
 def _resume(program: Program, data: Any, checkpoints: Checkpointer, notes: list[str]) -> tuple[State, int]:
-    tree, meta = checkpoints.restore(None, program.logical_shape)
-    state = program.stored(tree)
+    tree, meta = checkpoints.restore(None, program.abstract_state())
+    state = program.from_arrays(tree)
     before, now = meta["plan"], str(program.plan)
     changed = "" if before == now else f", from plan {before} to {now}"
     notes.append(f"resuming after step {int(state.step)}{changed}")
@@ -283,11 +283,9 @@ class _Run:
         if self.checkpoints is None:
             return
         self._read(state)  # so that no step is in a checkpoint before it is known to be finite
-        meta = {
-            "plan": str(self.program.plan),
-            "data": {"samples": self.stream.samples, "identity": self.identity},
-        }
-        self.checkpoints.save(self.step, self.program.logical(state), meta)
+        position = {"samples": self.stream.samples, "identity": self.identity}
+        meta = {**self.program.meta(state), "data": position}
+        self.checkpoints.save(self.step, self.program.to_arrays(state), meta)
         self.saved = self.step
         self.meter.pause()
 

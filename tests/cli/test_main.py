@@ -54,7 +54,8 @@ def test_a_mistake_is_one_message_and_the_traceback_on_request(tmp_path, capsys,
         main(["inspect", str(tmp_path)])
 
 
-def test_without_its_packages_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["check"]) == 1
-    assert 'needs tyro and rich: pip install "cjax[cli]"' in capsys.readouterr().err
+def test_without_its_packages_it_says_what_to_install():
+    code = "import sys; sys.modules['tyro'] = None; from cjax.cli import main; sys.exit(main(['check']))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert 'needs tyro and rich: pip install "cjax[cli]"' in ran.stderr

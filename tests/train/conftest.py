@@ -62,18 +62,20 @@ class SmallProgram:
         losses = [jnp.mean((batch["x"] @ state.w - batch["y"]) ** 2) for batch in batches]
         return {"loss": jnp.mean(jnp.stack(losses))}
 
-    def logical(self, state: SmallState) -> dict[str, Any]:
+    def to_arrays(self, state: SmallState) -> dict[str, Any]:
         tree = {"params": {"w": state.w}, "opt_state": (state.momentum,), "step": state.step, "key": state.key}
         return jax.tree.map(jnp.copy, tree)
 
-    @property
-    def logical_shape(self) -> dict[str, Any]:
-        shape = jax.eval_shape(lambda: self.logical(self.init()))
+    def abstract_state(self) -> dict[str, Any]:
+        shape = jax.eval_shape(lambda: self.to_arrays(self.init()))
         sharding = SingleDeviceSharding(jax.devices()[0])
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shape)
 
-    def stored(self, tree: dict[str, Any]) -> SmallState:
+    def from_arrays(self, tree: dict[str, Any]) -> SmallState:
         return SmallState(tree["step"], tree["params"]["w"], tree["opt_state"][0], tree["key"])
+
+    def meta(self, state: SmallState) -> dict[str, Any]:
+        return {"plan": str(self.plan), "step": int(state.step)}
 
     def report(self) -> Report:
         return Report(str(self.plan), "1 x cpu", MemoryUse(params=12, optimizer=12), flops=FlopCount(model=60))

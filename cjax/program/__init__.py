@@ -1,0 +1,6 @@
+"""What a user holds."""
+
+from cjax.program.memory import OutOfMemory as OutOfMemory
+from cjax.program.program import Program as Program
+from cjax.program.state import Parts as Parts
+from cjax.program.state import State as State

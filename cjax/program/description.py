@@ -1,0 +1,188 @@
+"""A program's parts and its compiled step, as plain facts for a report."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from cjax.audit import Audit
+from cjax.planner.hardware import Hardware
+from cjax.program.state import Parts
+from cjax.report import (
+    BlockRow,
+    DimRow,
+    FlopCount,
+    MemoryUse,
+    ParamRow,
+    Report,
+    StepTime,
+    TraceSummary,
+    Transfer,
+)
+from cjax.sharding.storage import Slot, Storage, axes_of_entry
+from cjax.trace.cost import cost
+from cjax.trace.reading import Trace
+
+
+def describe_step(parts: Parts, audit: Audit, hardware: Hardware) -> Report:
+    """The report of a compiled step."""
+    optimizer = parts.shelves.opt
+    sizes = dict(parts.mesh.shape)
+    memory = _memory(parts, audit, hardware)
+    total_opt = sum(_bytes(slot, optimizer_spec(slot, whole=True), sizes) for slot in optimizer.slots)
+    shares = {"optimizer": memory.optimizer / total_opt} if total_opt else {}
+    forward = cost(parts.trace.closed)
+    model_flops = 3.0 * forward.flops * parts.plan.microbatches
+    matmul = 3.0 * forward.matmul_flops * parts.plan.microbatches
+    recomputed = max(0.0, audit.flops * parts.mesh.size - matmul)
+    knows_overlap = hardware.memory_bandwidth is not None
+    return Report(
+        plan=str(parts.plan),
+        devices=f"{parts.mesh.size} x {hardware.name}",
+        memory=memory,
+        params=_param_rows(parts),
+        transfers=_transfers(audit, hardware if knows_overlap else None),
+        flops=FlopCount(model_flops, matmul, recomputed if recomputed > 0.01 * matmul else 0.0, audit.flops),
+        time=_time(parts, audit, hardware),
+        shares=shares,
+        watch=[*parts.notes, *_padding(parts), *_unknown(parts.trace)],
+    )
+
+
+def optimizer_spec(slot: Slot, whole: bool) -> PartitionSpec:
+    return PartitionSpec() if whole else slot.spec
+
+
+def _bytes(slot: Slot, spec: PartitionSpec, sizes: dict[str, int]) -> int:
+    """Bytes of one slot on one device under `spec`."""
+    shards = math.prod(sizes[a] for entry in spec for a in axes_of_entry(entry))
+    itemsize = 8 if jax.dtypes.issubdtype(slot.dtype, jax.dtypes.prng_key) else np.dtype(slot.dtype).itemsize
+    return len(slot.leaves) * math.prod(slot.padded) * itemsize // shards
+
+
+def stored_bytes(storage: Storage, sizes: dict[str, int]) -> int:
+    """Bytes on one device of a stored tree."""
+    return sum(_bytes(slot, slot.spec, sizes) for slot in storage.slots)
+
+
+def _memory(parts: Parts, audit: Audit, hardware: Hardware) -> MemoryUse:
+    sizes, storage = dict(parts.mesh.shape), parts.storage
+    specs = storage.state_specs if parts.plan.zero_stage >= 2 else storage.used_specs
+    grads = sum(_bytes(slot, specs[slot.leaves[0]], sizes) for slot in storage.params.slots)
+    batch = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(parts.with_batch(parts.batch_shape))
+    )
+    used = audit.memory
+    temporary = used.temporary if used else 0
+    return MemoryUse(
+        params=stored_bytes(storage.params, sizes) + stored_bytes(storage.frozen, sizes),
+        grads=min(grads, temporary),
+        optimizer=stored_bytes(parts.shelves.opt, sizes),
+        carried=stored_bytes(storage.carried, sizes),
+        batch=batch,
+        activations=max(0, temporary - grads),
+        compiler=max(0, used.outputs - used.aliased) if used else 0,
+        limit=hardware.memory,
+    )
+
+
+def _param_rows(parts: Parts) -> list[ParamRow]:
+    sizes, trace = dict(parts.mesh.shape), parts.trace
+    rows = {}
+    for storage, kind in ((parts.storage.params, "params"), (parts.storage.frozen, "frozen")):
+        leaves = trace.leaves_of(kind)
+        for slot in storage.slots:
+            shards = math.prod(sizes[a] for entry in slot.spec for a in axes_of_entry(entry))
+            for i in slot.leaves:
+                leaf = trace.leaves[leaves[i]]
+                itemsize = np.dtype(slot.dtype).itemsize
+                names = tuple(None if n == "?" else n for n in trace.dims_of(leaves[i]))
+                rows[leaves[i]] = ParamRow(
+                    leaf.name,
+                    leaf.shape,
+                    str(np.dtype(slot.dtype)),
+                    names,
+                    tuple(axes_of_entry(entry) for entry in slot.spec),
+                    math.prod(leaf.shape) * itemsize,
+                    math.prod(slot.padded) * itemsize // shards,
+                )
+    return [rows[i] for i in sorted(rows)]
+
+
+def _transfers(audit: Audit, hardware: Hardware | None) -> list[Transfer]:
+    found: dict[tuple[str, str], list[Any]] = {}
+    for each in audit.collectives:
+        row = found.setdefault((each.kind, each.axis), [0, 0, 0])
+        row[0] += int(each.total_bytes)
+        row[1] += each.count
+        row[2] = None if hardware is None or row[2] is None else row[2] + int(each.exposed_bytes(hardware))
+    return [Transfer(kind, axis, *row) for (kind, axis), row in sorted(found.items(), key=lambda item: -item[1][0])]
+
+
+def _time(parts: Parts, audit: Audit, hardware: Hardware) -> StepTime | None:
+    peak = hardware.matmul_flops(parts.plan.precision)
+    if peak is None:
+        return None
+    transfer = 0.0
+    for each in audit.collectives:
+        bandwidth = hardware.bandwidth(each.span)
+        transfer += each.exposed_bytes(hardware) / bandwidth if bandwidth else 0.0
+    return StepTime(audit.flops / peak, transfer)
+
+
+def _padding(parts: Parts) -> list[str]:
+    said = {}
+    for storage, kind in ((parts.storage.params, "params"), (parts.storage.frozen, "frozen")):
+        leaves = parts.trace.leaves_of(kind)
+        for slot in storage.slots:
+            names = parts.trace.dims_of(leaves[slot.leaves[0]]) if slot.leaves else ()
+            for name, size, padded in zip(names, slot.shape, slot.padded, strict=True):
+                if size != padded:
+                    said[f"{name} {size} padded to {padded}"] = None
+    return list(said)
+
+
+def _unknown(trace: Trace) -> list[str]:
+    count = sum(trace.dims.unknown.values())
+    if not count:
+        return []
+    names = ", ".join(sorted(trace.dims.unknown))
+    return [f"{count} unknown primitive{'s' if count > 1 else ''}: {names}"]
+
+
+def describe_trace(trace: Trace, model: str) -> TraceSummary:
+    """What was found in a trace."""
+    sizes: dict[str, set[int]] = {}
+    places: dict[str, list[str]] = {}
+    for i, leaf in enumerate(trace.leaves):
+        for position, (name, size) in enumerate(zip(trace.dims_of(i), leaf.shape, strict=True)):
+            if name != "?":
+                sizes.setdefault(name, set()).add(size)
+                places.setdefault(name, []).append(f"{leaf.name}:{position}")
+    dims = [DimRow(name, tuple(sorted(sizes[name])), tuple(places[name])) for name in sizes]
+    total = max(1, len(trace.closed.jaxpr.eqns))
+    index = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
+    blocks = []
+    for run in trace.runs:
+        weights = [g for g in run.stacked if all(v in index for v in g)]
+        what = _block_name([trace.leaves[index[v]].name for v in weights[0]]) if weights else "layers"
+        blocks.append(BlockRow(run.repeats, what, run.period, run.repeats * run.period / total))
+    for eqn in trace.closed.jaxpr.eqns:
+        if eqn.primitive.name == "scan" and any(trace.dims.top.origin.get(v) is not None for v in _vars(eqn)):
+            inner = len(eqn.params["jaxpr"].jaxpr.eqns)
+            blocks.append(BlockRow(eqn.params["length"], "the author's own scan", inner, 1 / total))
+    return TraceSummary(model, dims, blocks, dict(trace.dims.unknown))
+
+
+def _vars(eqn: Any) -> list[Any]:
+    return [v for v in eqn.invars if not hasattr(v, "val")]
+
+
+def _block_name(names: list[str]) -> str:
+    """`blocks/0/mlp/up`, `blocks/1/mlp/up`, ... -> `blocks/0`: the path up to where the layers differ."""
+    first, last = names[0].split("/"), names[-1].split("/")
+    differ = next((k for k, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first) - 1)
+    return "/".join(first[: differ + 1])

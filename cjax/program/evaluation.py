@@ -1,0 +1,107 @@
+"""Scoring a model: the loss in evaluation mode, or any function of the model, over one batch or many."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cjax.mesh import BATCH_AXES
+from cjax.program.state import Arrays, Parts, State, batch_shardings
+from cjax.sharding.layout import make_layout
+from cjax.sharding.model import place_loss
+from cjax.trace.reading import Trace, trace_loss
+
+PyTree = Any
+Function = Callable[[Any, PyTree], PyTree]
+
+
+class Evaluator:
+    """Compiled evaluations of one program, by the shapes of the batch and the function."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._compiled: dict[Any, tuple[Trace, Any]] = {}
+
+    def __call__(self, state: State, batches: Iterable[PyTree], function: Function | None) -> PyTree:
+        """The exact weighted mean over `batches`; arrays that `function` returns are joined along their rows."""
+        sums: list[Any] = []
+        tree: Any = None
+        for batch in batches:
+            shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), batch)
+            trace, run = self._compile(shape, function)
+            rows = next((leaf.shape[0] for leaf in jax.tree.leaves(shape) if leaf.shape), 1)
+            outs = run(state._params, state._frozen, state._carried, batch, state._key)
+            outs = _weighed(trace, list(outs), rows)
+            sums = outs if not sums else [_join(a, b) for a, b in zip(sums, outs, strict=True)]
+            tree = trace
+        if tree is None:
+            raise ValueError("evaluate got no batch; give at least one.")
+        values = [_value(total, weight) for total, weight in sums]
+        aux = jax.tree.unflatten(tree.aux_tree, values[1:] if tree.num_loss else values)
+        if function is not None:
+            return aux
+        return {"loss": values[0], "aux": aux} if tree.aux_is_mean else {"loss": values[0]}
+
+    def _compile(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any]:
+        leaves, treedef = jax.tree.flatten(shape)
+        key = (function, treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
+        if key not in self._compiled:
+            self._compiled[key] = self._make(shape, function)
+        return self._compiled[key]
+
+    def _make(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any]:
+        parts = self._parts
+        call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
+        trace = trace_loss(parts.capture, shape, 1, train=False, call=call)
+        sizes = dict(parts.mesh.shape)
+        shards = int(np.prod([sizes.get(axis, 1) for axis in BATCH_AXES]))
+        if any(leaf.shape and leaf.shape[0] % shards for leaf in jax.tree.leaves(shape)):
+            # A ragged last batch: each device scores all of it, which is exact and costs one batch.
+            sizes = {axis: size for axis, size in sizes.items() if axis not in BATCH_AXES}
+        layout = make_layout(trace, sizes, parts.plan.rules)
+        loss = place_loss(trace, parts.storage, parts.plan, parts.mesh, layout)
+        num_results = len(trace.closed.jaxpr.outvars) - len(trace.leaves_of("carried"))
+
+        def run(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
+            return loss(params, frozen, carried, jax.tree.leaves(batch), key, jnp.int32(0))[:num_results]
+
+        shardings = parts.state_shardings
+        jitted = jax.jit(
+            run,
+            in_shardings=(
+                shardings._params, shardings._frozen, shardings._carried, batch_shardings(parts.mesh, shape), parts.whole,
+            ),
+            out_shardings=parts.whole,
+        )  # fmt: skip
+        return trace, jitted
+
+
+def _weighed(trace: Trace, outs: list[jax.Array], rows: int) -> list[tuple[Any, Any]]:
+    """Pairs of total and weight: a plain scalar counts as many times as the batch has rows, an array not at all."""
+    pairs: list[tuple[Any, Any]] = []
+    results = iter(outs)
+    if trace.num_loss == 2:
+        pairs.append((next(results), next(results)))
+    elif trace.num_loss == 1:
+        pairs.append((next(results) * rows, rows))
+    for is_mean in trace.aux_is_mean:
+        value = next(results)
+        if is_mean:
+            pairs.append((value, next(results)))
+        else:
+            pairs.append((value * rows, rows) if value.ndim == 0 else ([value], None))
+    return pairs
+
+
+def _join(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, Any]:
+    return (a[0] + b[0], None if a[1] is None else a[1] + b[1])
+
+
+def _value(total: Any, weight: Any) -> Any:
+    if weight is None:
+        return total[0] if len(total) == 1 else jnp.concatenate(total)
+    return total / weight
+
+

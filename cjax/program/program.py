@@ -1,0 +1,263 @@
+"""`Program`: what a user holds. One model, one loss, one plan; every method works on logical arrays."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from cjax import checkpoint
+from cjax.audit import audit
+from cjax.mesh import Device, compile_lowered, is_compile_only, resolve_devices
+from cjax.plan import Plan
+from cjax.planner.hardware import hardware_of
+from cjax.program.batches import place_batch
+from cjax.program.check import Check, compare_gradients
+from cjax.program.description import describe_step, describe_trace
+from cjax.program.evaluation import Evaluator
+from cjax.program.memory import OutOfMemory, alternatives
+from cjax.program.saving import arrays_of, shapes_of, state_from
+from cjax.program.starting import start
+from cjax.program.state import Parts, State, store_leaves
+from cjax.program.steps import make_init, make_step, make_update, make_value_and_grad
+from cjax.report import Candidate, Comparison, Report, TraceSummary
+from cjax.trace.indices import index_limits
+
+PyTree = Any
+
+
+class Program:
+    """A model, its loss and its optimizer under one plan; made by `cjax.parallelize`.
+
+    Attributes:
+      plan: the plan, every number filled in.
+      mesh: the JAX mesh it runs on.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._evaluate = Evaluator(parts)
+        self.plan, self.mesh = parts.plan, parts.mesh
+
+    def __repr__(self) -> str:
+        return f"Program({str(self.plan)!r}, {self.mesh.size} x {self.mesh.devices.flat[0].device_kind})"
+
+    @property
+    def trace(self) -> TraceSummary:
+        """What was found in the model: dims, blocks, unknown primitives. Print it."""
+        return describe_trace(self._parts.trace, self._parts.capture.name)
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """(index, count): which part of each batch this process loads."""
+        return jax.process_index(), jax.process_count()
+
+    # -- state --------------------------------------------------------------------------------------------------
+    def init(self, seed_or_key: int | jax.Array = 0, params: Any = None) -> State:
+        """A fresh state, each array born where it lives.
+
+        Args:
+          seed_or_key: an integer, or a JAX key.
+          params: values to start from, whole or in part: a tree of arrays in the user's structure, `{path: array}`,
+            `{path: callable of an index}`, or the path of a safetensors file or folder.
+
+        Raises:
+          ValueError: unknown names or wrong shapes in `params`, all listed at once.
+        """
+        self._must_run("init")
+        key = jax.random.key(seed_or_key) if isinstance(seed_or_key, int | np.integer) else seed_or_key
+        return start(self._parts, self._init, key, params)
+
+    @functools.cached_property
+    def _init(self) -> Any:
+        return make_init(self._parts)
+
+    def params(self, state: State) -> PyTree:
+        """The trained parameters, in the user's own tree."""
+        return self._load(state)["params"]
+
+    def model(self, state: State) -> Any:
+        """The user's own model, trained."""
+        trees = self._load(state)
+        return self._parts.capture.rebuild(trees["params"], trees["frozen"], trees["carried"])
+
+    def _load(self, state: State) -> dict[str, PyTree]:
+        return arrays_of(state)
+
+    # -- training -----------------------------------------------------------------------------------------------
+    def step(self, state: State, batch: PyTree) -> tuple[State, dict[str, Any]]:
+        """One step of training. Gives up `state`; a step that is not finite leaves everything but its number as it was.
+
+        Args:
+          state: from `init`, `restore` or the step before.
+          batch: arrays of the shapes and dtypes that `parallelize` saw.
+
+        Returns:
+          The next state, and metrics as scalar arrays: `loss`, `grad_norm`, `skipped` (1 if the step was not finite),
+          and the loss's own `aux`.
+
+        Raises:
+          OutOfMemory: before the first step, when the plan does not fit its devices.
+          ValueError: a batch of another shape or dtype, or with tokens outside the vocabulary.
+        """
+        return self._step(self._own(state), place_batch(self._parts, batch, self._limits))
+
+    @functools.cached_property
+    def _step(self) -> Any:
+        self._must_run("step")
+        compiled = self._compiled
+        report = self.report()
+        if not report.memory.fits:
+            raise OutOfMemory(report, alternatives(self.plan, self._try))
+        return compiled
+
+    @functools.cached_property
+    def _jitted_step(self) -> Any:
+        if self._parts.optimizer is None:
+            raise ValueError("this program has no optimizer; give parallelize one, such as optax.adamw(1e-3)")
+        return make_step(self._parts)
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        return compile_lowered(self.lower(), list(self.mesh.devices.flat))
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step, lowered for the plan's mesh: for anyone's tools."""
+        parts = self._parts
+        return self._jitted_step.lower(parts.state_shape, parts.with_batch(parts.batch_shape))
+
+    @functools.cached_property
+    def _limits(self) -> dict[int, int]:
+        trace = self._parts.trace
+        batch = trace.leaves_of("batch")
+        integers = [i for i in batch if np.issubdtype(trace.leaves[i].dtype, np.integer)]
+        return {i - batch[0]: size for i, size in index_limits(trace.closed, integers).items()}
+
+    def value_and_grad(self, state: State, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        """The loss and its gradients, in the user's own tree; `state` stays valid."""
+        loss, grads = self._value_and_grad(self._own(state), place_batch(self._parts, batch, self._limits))
+        return loss, self._parts.storage.params.load(grads)
+
+    @functools.cached_property
+    def _value_and_grad(self) -> Any:
+        return make_value_and_grad(self._parts)
+
+    def update(self, state: State, grads: PyTree) -> State:
+        """The state after the optimizer has taken `grads`, in the user's own tree. Gives up `state`."""
+        stored = store_leaves(self._parts.storage.params, grads, self.mesh)
+        return self._update(self._own(state), stored)[0]
+
+    @functools.cached_property
+    def _update(self) -> Any:
+        return make_update(self._parts)
+
+    def evaluate(
+        self, state: State, batch: PyTree | Iterable[PyTree], fn: Callable[..., Any] | None = None, params: Any = None
+    ) -> Any:
+        """The loss in evaluation mode, or `fn(model, batch)`, over one batch or an iterator of them.
+
+        Args:
+          state: the state to score.
+          batch: a batch, or an iterable of batches of any sizes; the mean over them is exact.
+          fn: `fn(model, batch)`, whose scalars are averaged by rows, `Mean`s by weight, and arrays joined.
+          params: the user's tree of parameters to score in place of the state's (averaged ones, say).
+
+        Returns:
+          `{"loss": ...}` with `aux` if the loss has it, or what `fn` returns, averaged.
+        """
+        state = self._own(state)
+        if params is not None:
+            stored = store_leaves(self._parts.storage.params, params, self.mesh)
+            state = dataclasses.replace(state, _params=stored)
+        one = jax.tree.structure(batch) == jax.tree.structure(self._parts.batch_shape)
+        return self._evaluate(state, [batch] if one else batch, fn)
+
+    # -- keeping ------------------------------------------------------------------------------------------------
+    def save(self, path: str | Path, state: State) -> None:
+        """Write a checkpoint of logical arrays, from which any plan can go on."""
+        checkpoint.save(path, arrays_of(state), self.meta(state))
+
+    def meta(self, state: State) -> dict[str, Any]:
+        """What a checkpoint says of itself beside its arrays."""
+        return {"plan": str(self.plan), "num_devices": self.mesh.size, "step": int(state.step)}
+
+    def restore(self, source: str | Path | State) -> State:
+        """The state of a checkpoint, or of a live state of any plan of this model, laid out by this plan.
+
+        Raises:
+          ValueError: another model's checkpoint; every missing, unexpected or differently shaped leaf is listed.
+        """
+        if isinstance(source, State):
+            arrays = arrays_of(source)
+        else:
+            arrays, _ = checkpoint.restore(source, self.abstract_state())
+        return state_from(self._parts, arrays)
+
+    def abstract_state(self) -> PyTree:
+        """The logical arrays of a state as placed ShapeDtypeStructs: what `cjax.checkpoint.restore` takes."""
+        return shapes_of(self._parts)
+
+    def from_arrays(self, arrays: PyTree) -> State:
+        """A state from logical arrays in the structure of `abstract_state`."""
+        return state_from(self._parts, arrays)
+
+    def to_arrays(self, state: State) -> PyTree:
+        """The logical arrays of a state: what `cjax.checkpoint.save` takes."""
+        return arrays_of(state)
+
+    def _own(self, state: State) -> State:
+        if state._shelves is not self._parts.shelves:
+            raise ValueError("this state belongs to another program; take it over with state = program.restore(state)")
+        return state
+
+    # -- plans --------------------------------------------------------------------------------------------------
+    def replan(self, plan: Plan | str, devices: Sequence[Device] | str | None = None) -> "Program":
+        """The same model and loss under another plan, or on other devices."""
+        found = list(self.mesh.devices.flat) if devices is None else resolve_devices(devices)
+        return Program(self._parts.compose(plan, found))
+
+    def compare(self, plans: Iterable[Plan | str]) -> Comparison:
+        """Several plans side by side, each compiled; a refused one is a row with its reason."""
+        rows = []
+        for plan in plans:
+            outcome = self._try(str(plan))
+            rows.append(
+                Candidate(str(plan), report=outcome)
+                if isinstance(outcome, Report)
+                else Candidate(str(plan), reason=outcome)
+            )
+        return Comparison(rows)
+
+    def _try(self, plan: str) -> Report | str:
+        try:
+            return self.replan(plan).report()
+        except ValueError as error:
+            return str(error)
+
+    def report(self) -> Report:
+        """What the step needs, splits, moves and takes; compiles once, for `step` as well."""
+        return self._report
+
+    @functools.cached_property
+    def _report(self) -> Report:
+        devices = list(self.mesh.devices.flat)
+        return describe_step(self._parts, audit(self._compiled, self.mesh), hardware_of(devices))
+
+    def check(self, state: State, batch: PyTree) -> Check:
+        """This plan against one device: the loss and every gradient, and which leaf is farthest off."""
+        alone = dataclasses.replace(Plan(), microbatches=self.plan.microbatches, precision=self.plan.precision)
+        reference = self.replan(alone, list(self.mesh.devices.flat)[:1])
+        mine = self.value_and_grad(state, batch)
+        theirs = reference.value_and_grad(reference.restore(state), batch)
+        return compare_gradients(str(self.plan), mine, theirs)
+
+    def _must_run(self, what: str) -> None:
+        if is_compile_only(list(self.mesh.devices.flat)):
+            kind = self.mesh.devices.flat[0].device_kind
+            raise ValueError(
+                f"{what} needs devices that are here; this program is for {self.mesh.size} x {kind}, to compile only. "
+                "Use report() and lower(), or program.replan(plan, devices=None) to run on what is here."
+            )

@@ -1,0 +1,60 @@
+"""A state as logical arrays in the user's own trees, and back."""
+
+import functools
+from typing import Any
+
+import jax
+
+from cjax.program.state import Parts, Shelves, State, store_leaves
+
+PyTree = Any
+
+
+def arrays_of(state: State) -> dict[str, PyTree]:
+    """The logical arrays of a state, whatever plan it belongs to."""
+    shelves = state._shelves
+    stored = (state._params, state._frozen, state._opt, state._carried)
+    trees = _loader(shelves)(stored)
+    return dict(zip(("params", "frozen", "opt_state", "carried"), trees, strict=True)) | {
+        "step": state.step,
+        "key": state._key,
+    }
+
+
+@functools.lru_cache(maxsize=64)
+def _loader(shelves: Shelves) -> Any:
+    def load(stored: Any) -> list[PyTree]:
+        return [shelf.load(arrays) for shelf, arrays in zip(shelves, stored, strict=True)]
+
+    return jax.jit(load, out_shardings=[shelf.leaf_shardings(shelves.mesh) for shelf in shelves])
+
+
+def shapes_of(parts: Parts) -> dict[str, PyTree]:
+    """The logical arrays of a state of this program, as placed ShapeDtypeStructs."""
+
+    def placed(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    trees = [jax.tree.map(placed, shelf.leaf_shapes(), shelf.leaf_shardings(parts.mesh)) for shelf in parts.shelves]
+    named = dict(zip(("params", "frozen", "opt_state", "carried"), trees, strict=True))
+    return named | {"step": parts.state_shape.step, "key": parts.state_shape._key}
+
+
+def state_from(parts: Parts, arrays: dict[str, PyTree]) -> State:
+    """A state of this program from logical arrays.
+
+    Raises:
+      ValueError: arrays of another model.
+    """
+    stored = []
+    for name, shelf in zip(("params", "frozen", "opt_state", "carried"), parts.shelves, strict=True):
+        have, want = jax.tree.leaves(arrays[name]), jax.tree.leaves(shelf.leaf_shapes())
+        if [tuple(x.shape) for x in have] != [tuple(x.shape) for x in want]:
+            raise ValueError(
+                f"this state's {name} are not this model's: {len(have)} arrays against {len(want)}, or other shapes. "
+                "Restore from a program or checkpoint of the same model, optimizer and `wrt`."
+            )
+        tree = jax.tree.unflatten(shelf.treedef, have)
+        stored.append(store_leaves(shelf, tree, parts.mesh))
+    step, key = (jax.device_put(arrays[name], parts.whole) for name in ("step", "key"))
+    return State(step, *stored, key, parts.shelves)

@@ -1,0 +1,96 @@
+"""The first state of a program: the author's init, weights a model already holds, or weights given from outside."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from cjax.program.saving import arrays_of, state_from
+from cjax.program.state import Parts, State, store_leaves
+from cjax.program.steps import make_adopt
+from cjax.tree import leaf_names
+
+PyTree = Any
+
+
+def start(parts: Parts, init: Any, key: jax.Array, params: Any) -> State:
+    """A fresh state; `params` (see `Program.init`) replace the parameters they name."""
+    initial = parts.capture.initial
+    if initial is None:
+        state = init(key)
+    else:
+        shelves = list(parts.shelves)
+        stored = [store_leaves(shelves[i], tree, parts.mesh) for i, tree in zip((0, 1, 3), initial, strict=True)]
+        state = make_adopt(parts)(*stored, jax.device_put(key, parts.whole))
+    return state if params is None else _with_params(parts, state, params)
+
+
+def _with_params(parts: Parts, state: State, params: Any) -> State:
+    """Optimizer state starts from the given values too, for transformations that copy parameters."""
+    arrays = arrays_of(state)
+    wanted: dict[str, Any] = {}
+    for tree in ("params", "frozen"):
+        names, leaves = leaf_names(arrays[tree]), jax.tree.leaves(arrays[tree])
+        wanted |= {name: (tree, i, leaf) for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))}
+    given = _named(params)
+    problems = [f"{name}: this model has no such parameter" for name in given if name not in wanted]
+    values: dict[str, dict[int, Any]] = {"params": {}, "frozen": {}}
+    for name, value in given.items():
+        if name in wanted:
+            tree, i, leaf = wanted[name]
+            if callable(value):
+                value = jax.make_array_from_callback(leaf.shape, leaf.sharding, value)
+            if np.shape(value) != leaf.shape:
+                problems.append(f"{name}: {list(np.shape(value))} given, {list(leaf.shape)} needed")
+            else:
+                values[tree][i] = jax.device_put(jax.numpy.asarray(value, leaf.dtype), leaf.sharding)
+    if problems:
+        known = ", ".join(list(wanted)[:4])
+        raise ValueError(
+            "params do not fit this model:\n  " + "\n  ".join(problems) + f"\nIts names are such as {known}."
+        )
+    for tree, replaced in values.items():
+        leaves, treedef = jax.tree.flatten(arrays[tree])
+        arrays[tree] = jax.tree.unflatten(treedef, [replaced.get(i, leaf) for i, leaf in enumerate(leaves)])
+    fresh = state_from(parts, arrays)
+    return make_adopt(parts)(fresh._params, fresh._frozen, fresh._carried, fresh._key)
+
+
+def _named(params: Any) -> Mapping[str, Any]:
+    """`params` as `{path: value}`."""
+    if isinstance(params, str | Path):
+        return _read_safetensors(Path(params))
+    if isinstance(params, Mapping) and all(isinstance(k, str) and "/" in k for k in params):
+        return params
+    return dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    """Each tensor as a callable of an index, so that a device reads its own part only."""
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError("reading safetensors needs: pip install safetensors") from error
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not all(f.exists() for f in files):
+        raise FileNotFoundError(f"no safetensors file at {path}")
+    found = {}
+    for file in files:
+        handle = safetensors.safe_open(str(file), framework="numpy")
+        for name in handle.keys():
+            piece = handle.get_slice(name)
+            found[name.replace(".", "/")] = _Slice(piece)
+    return found
+
+
+class _Slice:
+    """A tensor in a file: its shape, and its values by index."""
+
+    def __init__(self, piece: Any) -> None:
+        self._piece = piece
+        self.shape = tuple(piece.get_shape())
+
+    def __call__(self, index: Any) -> Any:
+        return self._piece[index]

@@ -1,0 +1,153 @@
+"""The state of a training run, and the parts that a program is composed of."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cjax.gradients import Gradients
+from cjax.mesh import BATCH_AXES
+from cjax.plan import Plan
+from cjax.sharding.model import ModelStorage
+from cjax.sharding.optimizer import StoredOptimizer
+from cjax.sharding.storage import Storage
+from cjax.trace.capture import Capture
+from cjax.trace.reading import Trace
+
+PyTree = Any
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Shelves:
+    """How each tree of a state is kept; with it, a state can be read without its program."""
+
+    params: Storage
+    frozen: Storage
+    opt: Storage
+    carried: Storage
+    mesh: Mesh
+
+    def __iter__(self) -> Any:
+        return iter((self.params, self.frozen, self.opt, self.carried))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "_params", "_frozen", "_opt", "_carried", "_key"],
+    meta_fields=["_shelves"],
+)
+@dataclass(frozen=True)
+class State:
+    """Everything that changes from step to step. `step` is public; the rest is kept as cjax likes it.
+
+    Read it through the program: `program.params(state)`, `program.model(state)`, `program.save(path, state)`.
+    """
+
+    step: jax.Array
+    _params: Arrays
+    _frozen: Arrays
+    _opt: Arrays
+    _carried: Arrays
+    _key: jax.Array
+    _shelves: Shelves
+
+    def __repr__(self) -> str:
+        size = sum(x.nbytes for x in jax.tree.leaves((self._params, self._frozen, self._opt, self._carried)))
+        step = self.step if isinstance(self.step, jax.core.Tracer) else int(self.step)
+        return f"State(step={step}, {size / 2**20:.1f} MiB)"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `parallelize` composed; each is a function or a table of an earlier room."""
+
+    capture: Capture
+    plan: Plan
+    mesh: Mesh
+    trace: Trace
+    storage: ModelStorage
+    optimizer: StoredOptimizer | None
+    gradients: Gradients
+    init: Callable[[jax.Array], tuple[Arrays, Arrays, Arrays]]
+    batch_shape: PyTree
+    notes: tuple[str, ...]
+    compose: Callable[..., "Parts"]  # (plan, devices) -> the same model under another plan
+
+    @functools.cached_property
+    def shelves(self) -> Shelves:
+        storage = self.storage
+        opt = self.optimizer.storage if self.optimizer else Storage(jax.tree.structure(()), ())
+        return Shelves(storage.params, storage.frozen, opt, storage.carried, self.mesh)
+
+    @functools.cached_property
+    def whole(self) -> NamedSharding:
+        """The placement of what every device keeps."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @functools.cached_property
+    def state_shardings(self) -> State:
+        trees = [shelf.shardings(self.mesh) for shelf in self.shelves]
+        return State(self.whole, *trees, self.whole, self.shelves)
+
+    @functools.cached_property
+    def state_shape(self) -> State:
+        trees = [shelf.shape() for shelf in self.shelves]
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        shape = State(jax.ShapeDtypeStruct((), jnp.int32), *trees, key, self.shelves)
+        return jax.tree.map(
+            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shape, self.state_shardings
+        )
+
+    @functools.cached_property
+    def batch_shardings(self) -> PyTree:
+        return batch_shardings(self.mesh, self.batch_shape)
+
+    def with_batch(self, shape: PyTree) -> PyTree:
+        """`shape` (of a batch) as structs placed on the mesh."""
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shape,
+            batch_shardings(self.mesh, shape),
+        )
+
+
+def batch_shardings(mesh: Mesh, shape: PyTree) -> PyTree:
+    """Rows over the batch axes where they divide; a ragged last batch is kept whole."""
+    axes = tuple(a for a in BATCH_AXES if a in mesh.axis_names)
+    size = 1
+    for axis in axes:
+        size *= mesh.shape[axis]
+
+    def sharding(leaf: Any) -> NamedSharding:
+        even = leaf.shape and leaf.shape[0] % size == 0
+        return NamedSharding(mesh, PartitionSpec(axes) if even else PartitionSpec())
+
+    return jax.tree.map(sharding, shape)
+
+
+def members(storage: Storage, tree: PyTree) -> Sequence[list[Any]]:
+    """The leaves of `tree` that each slot holds."""
+    leaves = storage.treedef.flatten_up_to(tree)
+    return [[leaves[i] for i in slot.leaves] for slot in storage.slots]
+
+
+def store_leaves(storage: Storage, tree: PyTree, mesh: Mesh) -> Arrays:
+    """Stored arrays of a concrete tree, slot by slot, so that one slot is the most that exists twice."""
+    arrays = []
+    for slot, leaves, sharding in zip(storage.slots, members(storage, tree), storage.shardings(mesh), strict=True):
+
+        def gather(*xs: jax.Array, slot: Any = slot) -> jax.Array:
+            return slot.pad(jnp.stack(xs) if slot.is_stack else jnp.copy(xs[0]))
+
+        placed = [jax.device_put(leaf, NamedSharding(mesh, _even(slot, mesh))) for leaf in leaves]
+        arrays.append(jax.jit(gather, out_shardings=sharding)(*placed))
+    return tuple(arrays)
+
+
+def _even(slot: Any, mesh: Mesh) -> PartitionSpec:
+    return slot.spec if slot.padded == slot.shape else PartitionSpec()

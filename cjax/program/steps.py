@@ -1,0 +1,110 @@
+"""The jitted functions of a program. Each is made once, from its parts."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from cjax.gradients import Evaluated, mean
+from cjax.program.state import Arrays, Parts, State
+
+PyTree = Any
+Metrics = dict[str, Any]
+
+
+def make_init(parts: Parts) -> Any:
+    """`key -> State`, each array born where it lives."""
+
+    def init(key: jax.Array) -> State:
+        return new_state(parts, *parts.init(key), key)
+
+    return jax.jit(init, out_shardings=parts.state_shardings)
+
+
+def make_adopt(parts: Parts) -> Any:
+    """`(params, frozen, carried, key) -> State` from stored arrays."""
+
+    def adopt(params: Arrays, frozen: Arrays, carried: Arrays, key: jax.Array) -> State:
+        return new_state(parts, params, frozen, carried, key)
+
+    return jax.jit(adopt, out_shardings=parts.state_shardings, donate_argnums=(0, 1, 2))
+
+
+def new_state(parts: Parts, params: Arrays, frozen: Arrays, carried: Arrays, key: jax.Array) -> State:
+    opt = parts.optimizer.init(params) if parts.optimizer else ()
+    return State(jnp.int32(0), params, frozen, opt, carried, key, parts.shelves)
+
+
+def make_step(parts: Parts) -> Any:
+    """`(state, batch) -> (state, metrics)`; gives up the state."""
+
+    def step(state: State, batch: PyTree) -> tuple[State, Metrics]:
+        out, grads = _gradients(parts, state, batch)
+        loss = mean(out.total, out.weight)
+        new, norm, finite = _updated(parts, state, grads, loss)
+        carried = _keep_if(finite, out.carried, state._carried)
+        metrics: Metrics = {"loss": loss, "grad_norm": norm, "skipped": 1 - finite.astype(jnp.int32)}
+        if parts.trace.aux_is_mean:
+            metrics["aux"] = aux_means(parts, out)
+        return dataclasses.replace(new, _carried=carried), metrics
+
+    shardings = parts.state_shardings
+    return jax.jit(
+        step, donate_argnums=0, in_shardings=(shardings, parts.batch_shardings), out_shardings=(shardings, parts.whole)
+    )
+
+
+def make_value_and_grad(parts: Parts) -> Any:
+    """`(state, batch) -> (loss, stored gradients)`."""
+
+    def value_and_grad(state: State, batch: PyTree) -> tuple[jax.Array, Arrays]:
+        out, grads = _gradients(parts, state, batch)
+        return mean(out.total, out.weight), grads
+
+    storage = parts.storage
+    slots = storage.params.slots
+    if parts.plan.zero_stage >= 2:
+        slots = tuple(dataclasses.replace(s, spec=storage.state_specs[s.leaves[0]]) for s in slots)
+    placed = dataclasses.replace(storage.params, slots=slots)
+    return jax.jit(
+        value_and_grad,
+        in_shardings=(parts.state_shardings, parts.batch_shardings),
+        out_shardings=(parts.whole, placed.shardings(parts.mesh)),
+    )
+
+
+def make_update(parts: Parts) -> Any:
+    """`(state, stored gradients) -> (state, metrics)`; gives up the state."""
+
+    def update(state: State, grads: Arrays) -> tuple[State, Metrics]:
+        new, norm, finite = _updated(parts, state, grads, jnp.float32(0))
+        return new, {"grad_norm": norm, "skipped": 1 - finite.astype(jnp.int32)}
+
+    return jax.jit(update, donate_argnums=0, out_shardings=(parts.state_shardings, parts.whole))
+
+
+def _gradients(parts: Parts, state: State, batch: PyTree) -> tuple[Evaluated, Arrays]:
+    key = jax.random.fold_in(state._key, state.step)
+    return parts.gradients(state._params, state._frozen, state._carried, batch, key)
+
+
+def _updated(parts: Parts, state: State, grads: Arrays, loss: jax.Array) -> tuple[State, jax.Array, jax.Array]:
+    """The state after one update. A step that is not finite changes only its number, so that a NaN never costs the
+    last good state: the select is fused into the update, which reads both anyway."""
+    assert parts.optimizer is not None
+    norm = optax.tree.norm(grads)
+    params, opt = parts.optimizer.update(grads, state._opt, state._params)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    params, opt = _keep_if(finite, (params, opt), (state._params, state._opt))
+    return dataclasses.replace(state, step=state.step + 1, _params=params, _opt=opt), norm, finite
+
+
+def _keep_if(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    return jax.tree.map(lambda n, o: o if n is o else jnp.where(finite, n, o), new, old)
+
+
+def aux_means(parts: Parts, out: Evaluated) -> PyTree:
+    """The user's aux, each part averaged as it says."""
+    return jax.tree.unflatten(parts.trace.aux_tree, [mean(total, weight) for total, weight in out.aux])

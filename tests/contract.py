@@ -1,0 +1,257 @@
+"""One model under one plan, and the same model trained by its author: plain Flax, JAX and optax on one device.
+
+The author's side shares nothing with cjax but the capture of the model as a function: no trace is read or re-emitted,
+no layer stacked, nothing placed. Micro-batches are the loop that a reader of design.md would write.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from plans import NUM_DEVICES, num_parts
+from zoo import MODELS
+
+from cjax.parallelize import compose
+from cjax.plan import Plan
+from cjax.program import Program
+from cjax.trace.capture import Capture, Mean, capture
+
+PyTree = Any
+NUM_STEPS = 3
+EXACT, ROUNDED = (1e-9, 1e-12), (1e-5, 1e-7)  # of a leaf's norm, and of the norm of all leaves
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+def on_host(tree: PyTree) -> PyTree:
+    """The leaves as NumPy arrays, random keys as their bits."""
+
+    def read(leaf: Any) -> np.ndarray:
+        is_key = isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+    return jax.tree.map(read, tree)
+
+
+def norm(tree: PyTree) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree))))
+
+
+def assert_close(given: PyTree, wanted: PyTree, tolerance: tuple[float, float], what: str = "") -> None:
+    """Leaf by leaf, ||given - wanted|| <= relative ||wanted|| + of_whole ||all of wanted||.
+
+    The second term is for leaves that are zero in exact arithmetic: the gradient of an attention key's bias.
+    """
+    assert jax.tree.structure(given) == jax.tree.structure(wanted)
+    relative, of_whole = tolerance
+    floor = of_whole * norm([leaf for leaf in jax.tree.leaves(wanted) if np.issubdtype(leaf.dtype, np.inexact)])
+    paths = jax.tree_util.tree_flatten_with_path(wanted)[0]
+    for (path, b), a in zip(paths, jax.tree.leaves(given), strict=True):
+        name = what + jax.tree_util.keystr(path)
+        assert a.shape == b.shape and a.dtype == b.dtype, f"{name}: {a.dtype}{a.shape}, not {b.dtype}{b.shape}"
+        if not np.issubdtype(b.dtype, np.inexact):
+            np.testing.assert_array_equal(a, b, name)
+            continue
+        off, allowed = norm([a.astype(np.float64) - b.astype(np.float64)]), relative * norm([b]) + floor
+        assert off <= allowed, f"{name}: off by {off:.2e}, allowed {allowed:.2e} (norm {norm([b]):.2e})"
+
+
+def bytes_on_a_device(tree: PyTree) -> int:
+    """What one device holds of the arrays of `tree`; the same on all, or it fails."""
+    held: dict[Any, int] = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    assert len(set(held.values())) == 1, held
+    return next(iter(held.values()))
+
+
+@contextlib.contextmanager
+def no_compilation() -> Iterator[None]:
+    """Fails if anything is compiled inside."""
+    compiled = []
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not compiled, f"{len(compiled)} programs were compiled"
+
+
+# -- a model of the zoo -----------------------------------------------------------------------------------------------
+def widened(tree: PyTree) -> PyTree:
+    """float64 in the place of float32."""
+
+    def widen(leaf: Any) -> Any:
+        if leaf.dtype != jnp.float32:
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, jnp.float64)
+        return leaf.astype(jnp.float64)
+
+    return jax.tree.map(widen, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A captured model with two batches, in float32 or float64."""
+
+    captured: Capture
+    batches: tuple[PyTree, PyTree]
+
+
+@functools.cache
+def subject(name: str, wide: bool) -> Subject:
+    model, loss, batch = MODELS[name].make(jnp.float64 if wide else jnp.float32)
+    captured = capture(model, loss, batch)
+    if wide:
+        batch, init = widened(batch), captured.init
+        captured = dataclasses.replace(
+            captured,
+            init=lambda key: widened(init(key)),
+            params_shape=widened(captured.params_shape),
+            frozen_shape=widened(captured.frozen_shape),
+            carried_shape=widened(captured.carried_shape),
+            initial=captured.initial and widened(captured.initial),
+        )
+    # Other examples, of the same range: rows and columns change places, differently in each leaf.
+    leaves, treedef = jax.tree.flatten(batch)
+    other = [np.roll(leaf, (i + 1,) * leaf.ndim, tuple(range(leaf.ndim))) for i, leaf in enumerate(leaves)]
+    return Subject(captured, (batch, jax.tree.unflatten(treedef, other)))
+
+
+def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`optimizer`, with the gradients it last saw beside its state: those that training used, not some others."""
+
+    def init(params: PyTree) -> PyTree:
+        return optimizer.init(params), jax.tree.map(jnp.zeros_like, params)
+
+    def update(grads: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        updates, inner = optimizer.update(grads, state[0], params)
+        return updates, (inner, grads)
+
+    return optax.GradientTransformation(init, update)
+
+
+OPTIMIZER = recording(optax.adamw(1e-2, weight_decay=1e-2))
+
+
+def program_of(name: str, plan: str, wide: bool, optimizer: optax.GradientTransformation | None = OPTIMIZER) -> Program:
+    """The model under the plan, on as many of the virtual devices as it says (all by default)."""
+    case = subject(name, wide)
+    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batches[0])
+    devices = jax.devices()[: 1 if plan.startswith("data=1 ") else NUM_DEVICES]
+    return compose(case.captured, optimizer, shape, Plan.parse(plan).resolve(len(devices)), devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one step of training gave, on the host."""
+
+    loss: np.ndarray
+    aux: PyTree
+    grads: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A few steps of training, alternating the two batches, and the model's trees before and after."""
+
+    initial: tuple[PyTree, PyTree, PyTree]
+    steps: tuple[Step, ...]
+    params: PyTree
+    carried: PyTree
+
+
+def trees(program: Program, state: Any) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+    """params, frozen, carried and the optimizer's state in the user's trees, on the host: nothing is compiled."""
+    storage, optimizer = program._parts.storage, program._parts.optimizer
+    stored = (state._params, state._frozen, state._carried)
+    shelves = (storage.params, storage.frozen, storage.carried)
+    loaded = [shelf.load(on_host(arrays)) for shelf, arrays in zip(shelves, stored, strict=True)]
+    opt = optimizer.storage.load(on_host(state._opt)) if optimizer else ()
+    return loaded[0], loaded[1], loaded[2], opt
+
+
+def train(name: str, plan: str, wide: bool) -> Run:
+    """The run under cjax. Fails if anything is compiled after the first step."""
+    program, (first, second) = program_of(name, plan, wide), subject(name, wide).batches
+    state = program.init(0)
+    params, frozen, carried, _ = trees(program, state)
+    initial, steps = (params, frozen, carried), []
+    for index in range(NUM_STEPS):
+        with no_compilation() if index else contextlib.nullcontext():
+            state, metrics = program.step(state, second if index % 2 else first)
+        params, _, carried, (_, grads) = trees(program, state)
+        steps.append(Step(np.asarray(metrics["loss"]), on_host(metrics.get("aux", {})), grads))
+        assert int(metrics["skipped"]) == 0 and int(state.step) == index + 1
+        np.testing.assert_allclose(metrics["grad_norm"], norm(grads), rtol=1e-5)
+    return Run(initial, tuple(steps), params, carried)
+
+
+# -- the same model, trained by its author ----------------------------------------------------------------------------
+@functools.cache
+def author(name: str, parts: int, wide: bool) -> Run:
+    """The run without cjax; `parts` micro-batches, each of every `parts`-th row."""
+    case = subject(name, wide)
+    captured = case.captured
+    key = jax.random.key(0)
+    state = captured.initial or jax.jit(captured.init)(key)
+    initial = on_host(state)
+    opt_state = OPTIMIZER.init(state[0])
+    backward, update = jax.jit(functools.partial(_part, captured, parts)), jax.jit(OPTIMIZER.update)
+    steps = []
+    for index in range(NUM_STEPS):
+        params, frozen, carried = state
+        batch, step_key = case.batches[index % 2], jax.random.fold_in(key, index)
+        outs = []
+        for part in range(parts):
+            rows = jax.tree.map(lambda x, part=part: x[part::parts] if np.ndim(x) else x, batch)
+            *out, carried = backward(params, frozen, carried, rows, step_key, part)
+            outs.append(out)
+        loss, weights, aux, grads = _averaged(outs)
+        del weights
+        updates, opt_state = update(grads, opt_state, params)
+        state = (optax.apply_updates(params, updates), frozen, carried)
+        steps.append(Step(on_host(loss), on_host(aux), on_host(grads)))
+    return Run(initial, tuple(steps), on_host(state[0]), on_host(state[2]))
+
+
+def _part(captured: Capture, parts: int, params: PyTree, *rest: Any) -> tuple[Any, ...]:
+    """One micro-batch: total, weight, aux, gradients of the total, and carried state."""
+    frozen, carried, rows, key, index = rest
+
+    def total(params: PyTree) -> tuple[jax.Array, Any]:
+        inner = captured.fold_carried(carried, index) if parts > 1 else carried
+        inner_key = jax.random.fold_in(key, index) if parts > 1 else key
+        loss, aux, new = captured.apply(params, frozen, inner, rows, inner_key, True)
+        new = captured.unfold(new, carried) if parts > 1 else new
+        loss = loss if isinstance(loss, Mean) else Mean(loss, jnp.ones_like(loss))
+        return loss.total, (loss.weight, aux, new)
+
+    (value, (weight, aux, new)), grads = jax.value_and_grad(total, has_aux=True)(params)
+    return value, weight, aux, grads, new
+
+
+def _averaged(outs: list[Any]) -> tuple[Any, Any, Any, Any]:
+    """Totals of all parts over their weights; aux that is no `Mean` is averaged."""
+    totals, weights, auxes, grads = zip(*outs, strict=True)
+    weight = sum(weights)
+
+    def average(*parts: Any) -> Any:
+        if isinstance(parts[0], Mean):
+            return sum(p.total for p in parts) / sum(p.weight for p in parts)
+        return sum(parts) / len(parts)
+
+    aux = jax.tree.map(average, *auxes, is_leaf=lambda x: isinstance(x, Mean))
+    return sum(totals) / weight, weight, aux, jax.tree.map(lambda *g: sum(g) / weight, *grads)

@@ -1,0 +1,97 @@
+"""The plans that every model must train alike under, and which pairs of model and plan the default run takes."""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+
+NUM_DEVICES = 8
+
+LAYOUTS = (
+    "data=8",
+    "zero=1",
+    "zero=2",
+    "zero=3",
+    "zero=1/4",
+    "zero=3/4",
+    "tensor=2",
+    "tensor=4",
+    "tensor=8",
+    "data=4 tensor=2 zero=2",
+    "data=2 tensor=4 zero=3",
+)
+REMAT = ("zero=3 remat=block", "data=4 tensor=2 remat=dots", "data=2 tensor=4 zero=3 microbatches=2 remat=block")
+LOW = tuple(
+    f"{layout} precision=bfloat16"
+    for layout in ("data=8", "zero=3", "tensor=4", "data=4 tensor=2 zero=2 microbatches=2", "zero=1/4 remat=block")
+)
+PLANS = (
+    *LAYOUTS,
+    *(f"{layout} microbatches={parts}" for parts in (2, 4) for layout in LAYOUTS),
+    *REMAT,
+    *LOW,
+)
+
+
+def num_parts(plan: str) -> int:
+    """The micro-batches of a plan."""
+    found = re.search(r"microbatches=(\d+)", plan)
+    return int(found[1]) if found else 1
+
+
+def data_size(plan: str) -> int:
+    """The devices of `NUM_DEVICES` that a plan gives different examples to."""
+    found = re.search(r"tensor=(\d+)", plan)
+    return NUM_DEVICES // (int(found[1]) if found else 1)
+
+
+def is_refused(plan: str, rows: int) -> bool:
+    """Whether the rows of a micro-batch can't be shared evenly, so that the plan must raise."""
+    return rows // num_parts(plan) % data_size(plan) != 0
+
+
+def features(plan: str) -> frozenset[str]:
+    """What could break in a plan: its words, but for the sizes of what works alike in every size."""
+    words = set(plan.split())
+    words |= {"micro-batched"} if num_parts(plan) > 1 else set()
+    words |= {f"group of {data_size(plan)}"}
+    return frozenset(re.sub(r"^(microbatches|data)=\d+$", r"\1", word) for word in words)
+
+
+def cover(
+    models: Sequence[str],
+    plans: Sequence[str],
+    times: int,
+    always: Sequence[tuple[str, str]] = (),
+    traits: Mapping[str, frozenset[str]] | None = None,
+) -> list[tuple[str, str]]:
+    """Pairs in which every model and every plan comes at least `times` times, and models meet as many features as can be.
+
+    Greedy and deterministic: the next pair is the one that lacks the most, among equals the first in the tables.
+
+    Args:
+      models: names of all models.
+      plans: all plans.
+      times: how often each must come.
+      always: pairs to begin with, such as those that broke once.
+      traits: the features of each plan; its words by default.
+    """
+    traits = traits or {plan: features(plan) for plan in plans}
+    chosen = list(dict.fromkeys(always))
+    while True:
+        short_models = [m for m in models if sum(pair[0] == m for pair in chosen) < min(times, len(plans))]
+        short_plans = [p for p in plans if sum(pair[1] == p for pair in chosen) < min(times, len(models))]
+        if not short_models and not short_plans:
+            return sorted(chosen, key=lambda pair: (models.index(pair[0]), plans.index(pair[1])))
+        met = {(model, word) for model, plan in chosen for word in traits[plan]}
+        uses = {x: sum(x in pair for pair in chosen) for x in (*models, *plans)}
+        pairs = [pair for pair in itertools.product(models, short_plans or plans) if pair not in chosen]
+        chosen.append(
+            max(
+                pairs,
+                key=lambda pair: (
+                    (pair[0] in short_models) + (pair[1] in short_plans),
+                    -uses[pair[0]] - uses[pair[1]],
+                    sum((pair[0], word) not in met for word in traits[pair[1]]),
+                ),
+            )
+        )

@@ -1,0 +1,297 @@
+"""How micro-batches combine, for losses of many kinds; checked against the numbers they give."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import zoo
+from flax import linen as nn
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from cjax.trace.capture import capture
+from cjax.trace.patterns import lift_mean
+from cjax.trace.simplify import simplify
+
+BATCH, SEQ, DIM, VOCAB, MICRO = 8, 6, 5, 7, 4
+RANDOM = np.random.default_rng(0)
+PARAMS = {"w": RANDOM.normal(size=(DIM, VOCAB)).astype(np.float32), "v": RANDOM.normal(size=(DIM,)).astype(np.float32)}
+DATA = {
+    "x": RANDOM.normal(size=(BATCH, SEQ, DIM)).astype(np.float32),
+    "labels": RANDOM.integers(0, VOCAB, (BATCH, SEQ)),
+    "mask": RANDOM.integers(0, 2, (BATCH, SEQ)).astype(np.float32),
+    "target": RANDOM.normal(size=(BATCH,)).astype(np.float32),
+    "step": np.float32(3.0),
+}
+
+
+def logits(p, b):
+    return jnp.tanh(b["x"]) @ p["w"]
+
+
+def cross_entropies(p, b):
+    return optax.softmax_cross_entropy_with_integer_labels(logits(p, b), b["labels"])
+
+
+def pooled(p, b):
+    return b["x"].mean(1) @ p["v"]
+
+
+def mse(p, b):
+    return jnp.mean((pooled(p, b) - b["target"]) ** 2)
+
+
+def masked_by_where(p, b):
+    return jnp.mean(cross_entropies(p, b), where=b["mask"] > 0)
+
+
+def masked_and_guarded(p, b):
+    return (cross_entropies(p, b) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), 1.0)
+
+
+def masked_with_epsilon(p, b):
+    return (cross_entropies(p, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-6)
+
+
+def normalised_weights(p, b):
+    return (cross_entropies(p, b) * (b["mask"] / b["mask"].sum())).sum()
+
+
+def where_guard(p, b):
+    total = b["mask"].sum()
+    return (cross_entropies(p, b) * b["mask"]).sum() / jnp.where(total == 0, 1.0, total)
+
+
+def ratio_and_decay(p, b):
+    return 0.5 * masked_by_where(p, b) + 1e-2 * sum(jnp.sum(leaf**2) for leaf in p.values())
+
+
+def indexed(p, b):
+    logp = jax.nn.log_softmax(logits(p, b)[:, 0])
+    return -logp[jnp.arange(BATCH if b["x"].shape[0] == BATCH else MICRO), b["labels"][:, 0]].mean()
+
+
+def per_example_then_mean(p, b):
+    return ((cross_entropies(p, b) * b["mask"]).sum(1) / (b["mask"].sum(1) + 1)).mean()
+
+
+def flattened(p, b):
+    rows = b["x"].reshape(-1, DIM) @ p["w"]
+    return optax.softmax_cross_entropy(rows, jax.nn.one_hot(b["labels"].reshape(-1), VOCAB)).mean()
+
+
+def time_major(p, b):
+    def cell(carry, x):
+        carry = jnp.tanh(carry + x @ p["w"])
+        return carry, carry.sum(-1)
+
+    rows = b["x"].shape[0]
+    _, sums = jax.lax.scan(cell, jnp.zeros((rows, VOCAB)), jnp.swapaxes(b["x"], 0, 1))
+    return sums.reshape(-1).mean()
+
+
+def accumulated_over_chunks(p, b):
+    def chunk(total, x):
+        return total + (x @ p["v"]).sum(), None
+
+    total, _ = jax.lax.scan(chunk, 0.0, jnp.swapaxes(b["x"], 0, 1))
+    return total / (b["x"].shape[0] * SEQ)
+
+
+def vmapped(p, b):
+    return jax.vmap(lambda x, y: optax.huber_loss(x.mean(0) @ p["v"], y))(b["x"], b["target"]).mean()
+
+
+def in_remat(p, b):
+    return jax.checkpoint(mse)(p, b)
+
+
+def scaled_by_a_scalar(p, b):
+    return mse(p, b) * b["step"] / 2 - 0.1
+
+
+def weighted_ones(p, b):
+    ones = jnp.ones_like(b["mask"])
+    return (cross_entropies(p, b) * ones).sum() / ones.sum()
+
+
+def mean_of_sums(p, b):
+    return cross_entropies(p, b).sum(1).mean()
+
+
+def sum_then_mean(p, b):
+    return cross_entropies(p, b).sum() / b["x"].shape[0]
+
+
+def clip_pairs(p, b):
+    rows, others = b["x"][:, 0] * p["v"], b["x"][:, 1]
+    return optax.softmax_cross_entropy_with_integer_labels(rows @ others.T, jnp.arange(rows.shape[0])).mean()
+
+
+def distances(p, b):
+    rows = b["x"][:, 0] * p["v"]
+    return ((rows[:, None] - rows[None]) ** 2).mean()
+
+
+def simclr(p, b):
+    views = jnp.concatenate([b["x"][:, 0] * p["v"], b["x"][:, 1] * p["v"]])
+    return jax.nn.logsumexp(views @ views.T, axis=1).mean()
+
+
+def statistics(p, b):
+    h = b["x"].reshape(b["x"].shape[0], -1)[:, :DIM] * p["v"]
+    h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)
+    return (jnp.tanh(h).sum(1) - b["target"]).mean()
+
+
+def balanced(p, b):
+    probabilities = jax.nn.softmax(logits(p, b))
+    chosen = jax.nn.one_hot(probabilities.argmax(-1), VOCAB)
+    balance = (probabilities.mean((0, 1)) * chosen.mean((0, 1))).sum()
+    return mse(p, b) + 0.01 * balance
+
+
+def root_mean_square(p, b):
+    return jnp.sqrt(mse(p, b))
+
+
+def worst(p, b):
+    return cross_entropies(p, b).max()
+
+
+def trained_weights(p, b):
+    weights = jax.nn.sigmoid(pooled(p, b))
+    return (weights * b["target"]).sum() / weights.sum()
+
+
+def trace(loss, data=DATA):
+    closed = simplify(jax.make_jaxpr(loss)(PARAMS, data))
+    count = len(jax.tree.leaves(PARAMS))
+    return closed, lift_mean(closed, set(range(count, count + len(data))), count)
+
+
+def outputs(closed, atoms):
+    """The values of `atoms` of a trace, as a function of its inputs."""
+    return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr.replace(outvars=atoms), closed.consts))
+
+
+def combined(loss, data):
+    """The loss of the batch from those of two micro-batches, as `Lifted` says."""
+    pieces = []
+    for first in range(2):
+        micro = {name: leaf[first::2] if np.ndim(leaf) else leaf for name, leaf in data.items()}
+        closed, lifted = trace(loss, micro)
+        args = jax.tree.leaves((PARAMS, micro))
+        value = jaxpr_as_fun(closed)(*args)[0]
+        if lifted.kind == "mean":
+            pieces.append((value, 1.0))
+            continue
+        (weight,) = outputs(closed, [lifted.weight])(*args)
+        if lifted.total is not None:
+            pieces.append((outputs(closed, [lifted.total])(*args)[0], weight))
+        else:
+            pieces.append((value * (max(weight, lifted.floor) + lifted.offset), weight))
+    total, weight = (sum(part) for part in zip(*pieces, strict=True))
+    return total / (max(weight, lifted.floor) + lifted.offset)
+
+
+MEANS = [mse, indexed, per_example_then_mean, flattened, time_major, accumulated_over_chunks, vmapped, in_remat]
+MEANS += [scaled_by_a_scalar, weighted_ones, mean_of_sums, sum_then_mean]
+RATIOS = [masked_by_where, masked_and_guarded, masked_with_epsilon, normalised_weights, where_guard, ratio_and_decay]
+
+
+@pytest.mark.parametrize("loss", MEANS + RATIOS, ids=lambda loss: loss.__name__)
+def test_means_and_ratios_combine_to_the_whole(loss):
+    _, lifted = trace(loss)
+    assert lifted.kind == ("mean" if loss in MEANS else "ratio"), lifted.reason
+    assert not lifted.refused and not lifted.couplings
+    np.testing.assert_allclose(combined(loss, DATA), loss(PARAMS, DATA), rtol=2e-5)
+
+
+def test_a_guard_acts_on_the_whole_weight():
+    data = {**DATA, "mask": np.zeros((BATCH, SEQ), np.float32)}
+    data["mask"][0, 0] = 0.25  # less than the guard, and in one micro-batch only
+    np.testing.assert_allclose(combined(masked_and_guarded, data), masked_and_guarded(PARAMS, data), rtol=1e-5)
+
+
+def test_sums_are_refused():
+    for loss in (
+        lambda p, b: cross_entropies(p, b).sum(),
+        lambda p, b: cross_entropies(p, b).sum(0).mean(),
+        lambda p, b: cross_entropies(p, b).sum() / 3,
+        lambda p, b: mse(p, b) + 0.1 * cross_entropies(p, b).sum(),
+    ):
+        _, lifted = trace(loss)
+        assert lifted.kind == "sum" and lifted.refused
+        assert "cjax.Mean(total, weight)" in lifted.reason
+
+
+@pytest.mark.parametrize("loss", [clip_pairs, distances, simclr], ids=lambda loss: loss.__name__)
+def test_pairs_of_examples_are_refused(loss):
+    _, lifted = trace(loss)
+    assert lifted.kind == "coupled" and lifted.refused
+    assert "meet each other" in lifted.reason and "microbatches=1" in lifted.reason
+
+
+@pytest.mark.parametrize("loss", [root_mean_square, worst, trained_weights], ids=lambda loss: loss.__name__)
+def test_functions_of_all_examples_are_refused(loss):
+    _, lifted = trace(loss)
+    assert lifted.kind == "coupled" and lifted.refused
+
+
+def test_statistics_are_allowed_and_named():
+    for loss in (statistics, balanced):
+        _, lifted = trace(loss)
+        assert lifted.kind == "mean" and not lifted.refused
+        assert lifted.couplings
+
+
+def test_the_module_is_named():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1)(nn.BatchNorm(use_running_average=False)(nn.Dense(3)(x)))
+
+    variables = Net().init(jax.random.key(0), DATA["x"])
+
+    def loss(params, x):
+        return (Net().apply({**variables, "params": params}, x, mutable=["batch_stats"])[0] ** 2).mean()
+
+    closed = simplify(jax.make_jaxpr(loss)(variables["params"], DATA["x"]))
+    count = len(jax.tree.leaves(variables["params"]))
+    lifted = lift_mean(closed, {count}, count)
+    assert lifted.kind == "mean"
+    assert lifted.couplings == ("Net/BatchNorm_0 (reduce_sum)",)
+
+
+def test_what_cannot_be_followed_is_unknown_not_refused():
+    def one_by_one(p, b):
+        return jax.lax.scan(lambda c, x: (c + jnp.tanh(x @ p["v"]).sum(), None), 0.0, b["x"])[0] / BATCH
+
+    _, lifted = trace(one_by_one)
+    assert lifted.kind == "unknown" and not lifted.refused and "scan" in lifted.reason
+
+
+def test_two_different_weights_are_unknown():
+    def loss(p, b):
+        return masked_by_where(p, b) + (cross_entropies(p, b) * (1 - b["mask"])).sum() / (1 - b["mask"]).sum()
+
+    _, lifted = trace(loss)
+    assert lifted.kind == "unknown" and "different weights" in lifted.reason
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_the_zoo(name):
+    case = zoo.MODELS[name]
+    model, loss, batch = case.make()
+    captured = capture(model, loss, batch)
+    trees = captured.params_shape, captured.frozen_shape, captured.carried_shape
+
+    def first(*args):
+        return captured.apply(*args, True)[0]
+
+    closed = simplify(jax.make_jaxpr(first)(*trees, batch, jax.random.key(0)))
+    before, count = len(jax.tree.leaves(trees)), len(jax.tree.leaves(batch))
+    lifted = lift_mean(closed, set(range(before, before + count)), len(jax.tree.leaves(trees[0])))
+    assert lifted.kind == ("ratio" if "masked_mean" in name else "mean"), lifted.reason
+    assert bool(lifted.couplings) == case.couples
