@@ -219,8 +219,7 @@ def author(name: str, parts: int, wide: bool) -> Run:
             rows = jax.tree.map(lambda x, part=part: x[part::parts] if np.ndim(x) else x, batch)
             *out, carried = backward(params, frozen, carried, rows, step_key, part)
             outs.append(out)
-        loss, weights, aux, grads = _averaged(outs)
-        del weights
+        loss, aux, grads = _averaged(outs)
         updates, opt_state = update(grads, opt_state, params)
         state = (optax.apply_updates(params, updates), frozen, carried)
         steps.append(Step(on_host(loss), on_host(aux), on_host(grads)))
@@ -243,7 +242,7 @@ def _part(captured: Capture, parts: int, params: PyTree, *rest: Any) -> tuple[An
     return value, weight, aux, grads, new
 
 
-def _averaged(outs: list[Any]) -> tuple[Any, Any, Any, Any]:
+def _averaged(outs: list[Any]) -> tuple[Any, Any, Any]:
     """Totals of all parts over their weights; aux that is no `Mean` is averaged."""
     totals, weights, auxes, grads = zip(*outs, strict=True)
     weight = sum(weights)
@@ -254,4 +253,4 @@ def _averaged(outs: list[Any]) -> tuple[Any, Any, Any, Any]:
         return sum(parts) / len(parts)
 
     aux = jax.tree.map(average, *auxes, is_leaf=lambda x: isinstance(x, Mean))
-    return sum(totals) / weight, weight, aux, jax.tree.map(lambda *g: sum(g) / weight, *grads)
+    return sum(totals) / weight, aux, jax.tree.map(lambda *g: sum(g) / weight, *grads)

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 
-from cjax.plan import Plan
+from cjax.plan import Plan, Remat
 
 # (ZeRO stage, remat, micro-batches), cheapest first: sharded state costs little, recomputation a third of the
 # arithmetic, micro-batches the size of each matmul.
-LADDER = (
+LADDER: tuple[tuple[int, Remat, int], ...] = (
     (0, "none", 1), (1, "none", 1), (2, "none", 1), (3, "none", 1), (2, "dots", 1), (3, "dots", 1), (3, "block", 1),
     (3, "block", 2), (3, "block", 4), (3, "block", 8), (3, "block", 16), (3, "block", 32), (3, "block", 64),
 )  # fmt: skip

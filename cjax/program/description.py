@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -58,7 +59,7 @@ def optimizer_spec(slot: Slot, whole: bool) -> PartitionSpec:
 def _bytes(slot: Slot, spec: PartitionSpec, sizes: dict[str, int]) -> int:
     """Bytes of one slot on one device under `spec`."""
     shards = math.prod(sizes[a] for entry in spec for a in axes_of_entry(entry))
-    itemsize = 8 if jax.dtypes.issubdtype(slot.dtype, jax.dtypes.prng_key) else np.dtype(slot.dtype).itemsize
+    itemsize = 8 if jnp.issubdtype(slot.dtype, jax.dtypes.prng_key) else np.dtype(slot.dtype).itemsize
     return len(slot.leaves) * math.prod(slot.padded) * itemsize // shards
 
 

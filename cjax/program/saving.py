@@ -56,5 +56,6 @@ def state_from(parts: Parts, arrays: dict[str, PyTree]) -> State:
             )
         tree = jax.tree.unflatten(shelf.treedef, have)
         stored.append(store_leaves(shelf, tree, parts.mesh))
+    params, frozen, opt, carried = stored
     step, key = (jax.device_put(arrays[name], parts.whole) for name in ("step", "key"))
-    return State(step, *stored, key, parts.shelves)
+    return State(step, params, frozen, opt, carried, key, parts.shelves)

@@ -40,10 +40,11 @@ def _with_params(parts: Parts, state: State, params: Any) -> State:
     for name, value in given.items():
         if name in wanted:
             tree, i, leaf = wanted[name]
-            if callable(value):
-                value = jax.make_array_from_callback(leaf.shape, leaf.sharding, value)
-            if np.shape(value) != leaf.shape:
-                problems.append(f"{name}: {list(np.shape(value))} given, {list(leaf.shape)} needed")
+            if callable(value) and getattr(value, "shape", leaf.shape) == leaf.shape:
+                reader: Any = value
+                value = jax.make_array_from_callback(leaf.shape, leaf.sharding, reader)
+            if getattr(value, "shape", np.shape(value)) != leaf.shape:
+                problems.append(f"{name}: {list(getattr(value, "shape", np.shape(value)))} given, {list(leaf.shape)} needed")
             else:
                 values[tree][i] = jax.device_put(jax.numpy.asarray(value, leaf.dtype), leaf.sharding)
     if problems:

@@ -58,8 +58,7 @@ class State:
 
     def __repr__(self) -> str:
         size = sum(x.nbytes for x in jax.tree.leaves((self._params, self._frozen, self._opt, self._carried)))
-        step = self.step if isinstance(self.step, jax.core.Tracer) else int(self.step)
-        return f"State(step={step}, {size / 2**20:.1f} MiB)"
+        return f"State(step={self.step}, {size / 2**20:.1f} MiB)"
 
 
 @dataclass(frozen=True)
@@ -91,14 +90,16 @@ class Parts:
 
     @functools.cached_property
     def state_shardings(self) -> State:
-        trees = [shelf.shardings(self.mesh) for shelf in self.shelves]
-        return State(self.whole, *trees, self.whole, self.shelves)
+        params, frozen, opt, carried = (shelf.shardings(self.mesh) for shelf in self.shelves)
+        whole: Any = self.whole
+        return State(whole, params, frozen, opt, carried, whole, self.shelves)
 
     @functools.cached_property
     def state_shape(self) -> State:
-        trees = [shelf.shape() for shelf in self.shelves]
+        params, frozen, opt, carried = (shelf.shape() for shelf in self.shelves)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        shape = State(jax.ShapeDtypeStruct((), jnp.int32), *trees, key, self.shelves)
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        shape = State(step, params, frozen, opt, carried, key, self.shelves)  # type: ignore[arg-type]
         return jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shape, self.state_shardings
         )

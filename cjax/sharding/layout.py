@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec
 
 from cjax.mesh import BATCH_AXES, TENSOR
+from cjax.plan import Axes
 from cjax.trace.dims import Dims, Matmul
 from cjax.trace.reading import Trace
 
@@ -39,11 +40,11 @@ class Layout:
                 entries.append(None)
                 continue
             used.update(axes)
-            entries.append(axes if len(axes) > 1 else axes[0])
+            entries.append(axes if len(axes) > 1 else next(iter(axes)))
         return PartitionSpec(*entries)
 
 
-def make_layout(trace: Trace, axis_sizes: Mapping[str, int], rules: Mapping[str, str | None]) -> Layout:
+def make_layout(trace: Trace, axis_sizes: Mapping[str, int], rules: Mapping[str, Axes]) -> Layout:
     """Decide the mesh axes of every class of dims.
 
     Args:
@@ -65,9 +66,9 @@ def make_layout(trace: Trace, axis_sizes: Mapping[str, int], rules: Mapping[str,
     if size > 1:
         chosen, notes = _choose(trace, size, excluded=set(ruled) | set(axes_of))
         axes_of.update({c: (TENSOR,) for c in chosen})
-        if not chosen and TENSOR not in ruled.values():
+        if not chosen and not any(TENSOR in axes for axes in ruled.values()):
             notes.append(f"tensor={size} splits nothing in this model: every device of the axis does the same work")
-    axes_of.update({c: (axis,) for c, axis in ruled.items() if axis is not None})
+    axes_of.update({c: axes for c, axes in ruled.items() if axes})
     return Layout(axes_of, dict(axis_sizes), tuple(notes))
 
 
@@ -83,18 +84,19 @@ def _require_batch(trace: Trace, num_shards: int) -> None:
             )
 
 
-def _rules(trace: Trace, axis_sizes: Mapping[str, int], rules: Mapping[str, str | None]) -> dict[int, str | None]:
-    found: dict[int, str | None] = {}
+def _rules(trace: Trace, axis_sizes: Mapping[str, int], rules: Mapping[str, Axes]) -> dict[int, tuple[str, ...]]:
+    found: dict[int, tuple[str, ...]] = {}
     by_name = {name: c for c, name in trace.names.items()}
     for rule, axis in rules.items():
-        if axis is not None and axis not in axis_sizes:
-            raise ValueError(f"rules[{rule!r}] = {axis!r}: the mesh of this plan has the axes {', '.join(axis_sizes)}.")
+        axes = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+        if unknown := [a for a in axes if a not in axis_sizes]:
+            raise ValueError(f"rules[{rule!r}] names {unknown[0]!r}; this plan's mesh has {', '.join(axis_sizes)}.")
         path, _, dim = rule.rpartition(":")
         leaf = next((i for i, leaf in enumerate(trace.leaves) if path and leaf.name.endswith(path)), None)
         if rule in by_name:
-            found[by_name[rule]] = axis
+            found[by_name[rule]] = axes
         elif leaf is not None and dim.isdigit() and int(dim) < len(trace.leaves[leaf].shape):
-            found[trace.classes_of(leaf)[int(dim)]] = axis
+            found[trace.classes_of(leaf)[int(dim)]] = axes
         else:
             dims = ", ".join(sorted(set(by_name)))
             raise ValueError(
@@ -142,13 +144,13 @@ def _choose(trace: Trace, size: int, excluded: set[int]) -> tuple[list[int], lis
         else:
             candidates.append(c)
     candidates = candidates[:MAX_CHOICES]
-    best: tuple[tuple[float, float, int], tuple[int, ...]] = ((0.0, 0.0, 0), ())
+    best: tuple[tuple[float, float, int], list[int]] = ((0.0, 0.0, 0), [])
     for count in range(1, len(candidates) + 1):
         for chosen in itertools.combinations(candidates, count):
             score = _score(products, between, dims, frozenset(chosen))
             if score is not None and (score[0], score[1], -count) > best[0]:
-                best = ((score[0], score[1], -count), chosen)
-    chosen = list(best[1])
+                best = ((score[0], score[1], -count), list(chosen))
+    chosen = best[1]
     for d, parts in sorted(dims.packed.items()):
         c = dims.class_of(d)
         if c in work and not any(c in p.weight and set(p.weight) & set(chosen) for p in products):
@@ -196,7 +198,7 @@ def _lookup(trace: Trace, leaf: int, dim: int, rows: Sequence[int]) -> Matmul | 
     """A table looked up by the batch's own tokens, as the one-hot matmul it stands for. Tables of positions, which do
     not grow with the batch, are cheaper whole: their result would be all-reduced for nothing."""
     dims = trace.dims
-    if trace.batch_class not in map(dims.class_of, rows):
+    if trace.batch_class not in [dims.class_of(d) for d in rows]:
         return None
     table = dims.inputs[leaf][-2:]  # behind the layer dim of an author's own stack
     rest = [d for d in table if dims.class_of(d) != dims.class_of(dim)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from cjax.mesh import DATA, ZERO
@@ -70,7 +71,7 @@ def store_model(capture: Capture, trace: Trace, plan: Plan, mesh: Mesh) -> Model
 
     def carried_spec(i: int) -> PartitionSpec:
         leaf = trace.leaves[num_params + num_frozen + i]
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return PartitionSpec(*[None] * len(leaf.shape))
         return layout.spec(trace.classes_of(num_params + num_frozen + i), leaf.shape)
 

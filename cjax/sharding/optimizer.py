@@ -4,7 +4,7 @@ Its `init` and `update` are traced once on the user's tree; the traces are then 
 (`cjax.trace.vectorize`), where each layer keeps its own norms, ratios and factors.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -93,7 +94,7 @@ class Placer(Hooks):
         return self._pin(var, value, scope)
 
     def _pin(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
-        if value.ndim == 0 or jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if value.ndim == 0 or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return value
         return self.constrain(value, self._layout.spec(self._trace.dims.of(var, scope), value.shape))
 
@@ -116,7 +117,7 @@ class Placer(Hooks):
         return jax.checkpoint(function, policy=POLICIES["none"])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _ready(mesh: Mesh, used: PartitionSpec, gradient: PartitionSpec, low: bool) -> Callable[[jax.Array], jax.Array]:
     """A weight as it is used, whose gradient comes back in float32 and in the placement of the optimizer's state."""
 

@@ -43,5 +43,5 @@ def shard_over(
     if best is None:
         return spec
     entry = (*taken(best), *axes)
-    entries[best] = entry if len(entry) > 1 else entry[0]
+    entries[best] = entry if len(entry) > 1 else next(iter(entry))
     return PartitionSpec(*entries)

@@ -114,7 +114,8 @@ def _best_rotation(start: int, period: int, length: int, context: _Context) -> R
         shifts = range(length - (repeats - fewer) * period + 1)
         probe = min(repeats - fewer, 3)  # what crosses the border shows within three layers; all are read once, below
         probes = [_read(start + shift, period, probe, context) for shift in shifts]
-        for run in sorted((run for run in probes if run is not None and run.stacked and run.carries), key=_carried_bytes):
+        loops = [run for run in probes if run is not None and run.stacked and run.carries]
+        for run in sorted(loops, key=_carried_bytes):
             whole = _read(run.start, period, repeats - fewer, context)
             if whole is not None:
                 return whole

@@ -16,7 +16,7 @@ from flax.errors import InvalidRngError, ModifyScopeVariableError
 from cjax.trace import linen_parts, nnx_parts
 from cjax.trace.loss import Mean as Mean
 from cjax.trace.loss import loss_caller
-from cjax.trace.replay import replayed
+from cjax.trace.replay import replayed, trace_live
 from cjax.trace.trained import check_trained, matcher
 from cjax.tree import leaf_names, path_name
 
@@ -207,9 +207,11 @@ def _capture_linen(model: nn.Module, call: Callable[..., Any], batch: PyTree, wr
 def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) -> Capture:
     trained = nnx_parts.param_filter(wrt)
     graphdef: Any = None
+    name = ""
 
     def split(model: nnx.Module) -> Trees:
-        nonlocal graphdef
+        nonlocal graphdef, name
+        name = type(model).__name__
         # What was sown before is not state. `merge` makes new Variables, so the user's own model keeps it.
         model = nnx.merge(*nnx.split(model), copy=True)
         nnx.pop(model, nnx.Intermediate)
@@ -241,31 +243,33 @@ def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) 
     def apply(
         params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, train: bool, call: Any = call
     ) -> tuple[Any, PyTree, PyTree]:
-        merged = nnx.merge(definition, params, frozen, carried, copy=True)
-        written = nnx_parts.set_train(merged) if train else nnx_parts.set_eval(merged)
+        if not train:
+            return *score(params, frozen, carried, batch, key, call), carried
+        model = nnx.merge(definition, params, frozen, carried, copy=True)
+        nnx_parts.set_train(model)
         with nnx_parts.quick_attribute_errors((carried, batch)):
-            value, aux = call(merged, batch, key, train)
-        if train:
-            state = nnx.state(merged, nnx.Not(nnx.Intermediate))
-            return value, aux, _read_back(carried, state, known=leaf_names(params) + leaf_names(frozen))
-        nnx_parts.check_unwritten(written, carried, nnx.state(merged))
-        return value, aux, carried
+            value, aux = call(model, batch, key, True)
+        state = nnx.state(model, nnx.Not(nnx.Intermediate))
+        return value, aux, _read_back(carried, state, known=leaf_names(params) + leaf_names(frozen))
 
-    is_key = nnx_parts.rng_key_leaves(carried_shape)
-
-    def fold_carried(carried: PyTree, index: Any) -> PyTree:
+    def score(
+        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, call: Any
+    ) -> tuple[Any, PyTree]:
         leaves, treedef = jax.tree.flatten(carried)
-        pairs = zip(leaves, is_key, strict=True)
-        return treedef.unflatten([nnx_parts.fold_key(leaf, index) if k else leaf for leaf, k in pairs])
 
-    def unfold(new_carried: PyTree, carried: PyTree) -> PyTree:
-        leaves, treedef = jax.tree.flatten(new_carried)
-        pairs = zip(leaves, jax.tree.leaves(carried), is_key, strict=True)
-        return treedef.unflatten([old if k else new for new, old, k in pairs])
+        def evaluate(*leaves: Any) -> tuple[Any, PyTree]:
+            model = nnx.merge(definition, params, frozen, treedef.unflatten(leaves), copy=True)
+            nnx_parts.set_eval(model)
+            return call(model, batch, key, False)
+
+        replay = trace_live(evaluate, leaves)
+        nnx_parts.check_not_random(replay.used, carried)
+        return replay(*leaves)
 
     return Capture(
-        kind="nnx", name=getattr(getattr(definition, "type", None), "__name__", "model"), init=init, apply=apply, rebuild=lambda *trees: nnx.merge(definition, *trees, copy=True),
-        fold_carried=fold_carried, unfold=unfold,
+        kind="nnx", name=name, init=init, apply=apply,
+        rebuild=lambda *trees: nnx.merge(definition, *trees, copy=True),
+        fold_carried=nnx_parts.fold_keys, unfold=nnx_parts.restore_keys,
         params_shape=params_shape, frozen_shape=frozen_shape, carried_shape=carried_shape, initial=initial,
         dim_names=_names(nnx_parts.metadata_names(params_shape) | nnx_parts.metadata_names(frozen_shape)),
     )  # fmt: skip

@@ -16,9 +16,9 @@ class Cost:
     """What a computation costs on one device.
 
     `flops` counts 2 for each multiply-add of a matmul or convolution, 1 for each element that a reduction reads and 1
-    for each that other arithmetic makes; `matmul_flops` are the first alone. `bytes` are the operands and results of matmuls and convolutions, and what
-    other equations write: an upper bound for memory traffic, since the compiler fuses. `unbounded_loops` counts `while`
-    equations, whose trip count nobody knows: they are counted as one pass.
+    for each that other arithmetic makes; `matmul_flops` are the first alone. `bytes` are the operands and results of
+    matmuls and convolutions, and what other equations write: an upper bound for memory traffic, since the compiler
+    fuses. `unbounded_loops` counts `while` equations, whose trip count nobody knows: they are counted as one pass.
     """
 
     flops: int = 0
@@ -79,12 +79,12 @@ def equation_cost(eqn: JaxprEqn) -> Cost:
     return Cost(_flops(eqn), written)
 
 
-def _dot_general(eqn: JaxprEqn) -> int:
+def _dot_general(eqn: Any) -> int:
     (lhs_contracting, _), _ = eqn.params["dimension_numbers"]
     return _num_elements(eqn.outvars[0]) * math.prod(eqn.invars[0].aval.shape[dim] for dim in lhs_contracting)
 
 
-def _convolution(eqn: JaxprEqn) -> int:
+def _convolution(eqn: Any) -> int:
     """Each output element sums over the kernel and the input features of its group (the kernel's own count). A dilated
     input is mostly zeros (a strided convolution's gradient): those are not multiplied."""
     kernel = eqn.invars[1].aval
@@ -93,7 +93,7 @@ def _convolution(eqn: JaxprEqn) -> int:
     return _num_elements(eqn.outvars[0]) * per_output // math.prod(eqn.params["lhs_dilation"])
 
 
-def _ragged_dot(eqn: JaxprEqn) -> int:
+def _ragged_dot(eqn: Any) -> int:
     return _num_elements(eqn.outvars[0]) * eqn.invars[0].aval.shape[-1]
 
 
@@ -115,7 +115,8 @@ _FREE = frozenset(
 # Move elements without arithmetic.
 _MOVES = frozenset(
     {"broadcast_in_dim", "transpose", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "concatenate", "pad"}
-    | {"rev", "iota", "copy", "device_put", "bitcast_convert_type", "convert_element_type", "select_n", "split", "stack"}
+    | {"rev", "iota", "copy", "device_put", "bitcast_convert_type", "convert_element_type", "select_n", "split"}
+    | {"stack"}
 )
 
 

@@ -4,39 +4,11 @@ A rule is `rule(dims, eqn, ins, outs, scope)`: `ins` and `outs` are one list of 
 unites ids and may return False to say that it could not relate anything, which the trace then reports.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.extend import core as jex
 
-if TYPE_CHECKING:
-    from cjax.trace.dims import Dims, Scope
-
-Ids = list[int]
-
-@dataclass(frozen=True)
-class Matmul:
-    """One product of two tensors: ids of its dims, and which input leaf an operand comes from, if it is a weight."""
-
-    lhs: tuple[int, ...]
-    rhs: tuple[int, ...]
-    contracted: tuple[int, ...]
-    batched: tuple[int, ...]
-    out: tuple[int, ...]
-    lhs_origin: int | None
-    rhs_origin: int | None
-
-
-@dataclass(frozen=True)
-class Split:
-    """A reshape of a dim of `size` into a major factor and the rest: [heads * head_dim] -> [heads, head_dim]."""
-
-    whole: int
-    size: int
-    major: int
-    major_size: int
-    minor: tuple[int, ...]
-
+from cjax.trace.dim_classes import Dims, Ids, Matmul, Scope
 
 # Results that hold the same numbers as their first operand: a weight stays a weight through them.
 KEEPS_ORIGIN = frozenset(
@@ -44,7 +16,7 @@ KEEPS_ORIGIN = frozenset(
 )
 
 
-def elementwise(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> bool | None:
+def elementwise(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
     shaped = [ids for ids in ins if ids]
     for out in outs:
         if any(len(ids) != len(out) for ids in shaped):
@@ -53,11 +25,11 @@ def elementwise(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: 
             dims.unite_all(ids, out)
 
 
-def nothing(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def nothing(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     """For primitives that make fresh dims: iota, random seeds, constants."""
 
 
-def reduction(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def reduction(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     axes = eqn.params["axes"]
     for ids in ins:
         kept = [d for i, d in enumerate(ids) if i not in axes]
@@ -66,20 +38,20 @@ def reduction(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "S
                 dims.unite_all(kept, out)
 
 
-def broadcast_in_dim(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def broadcast_in_dim(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     dims.unite_all(ins[0], [outs[0][d] for d in eqn.params["broadcast_dimensions"]])
 
 
-def transpose(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def transpose(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     dims.unite_all([ins[0][d] for d in eqn.params["permutation"]], outs[0])
 
 
-def squeeze(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def squeeze(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     gone = eqn.params["dimensions"]
     dims.unite_all([d for i, d in enumerate(ins[0]) if i not in gone], outs[0])
 
 
-def reshape(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> bool | None:
+def reshape(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
     if eqn.params.get("dimensions") is not None:
         return False
     before, after = list(ins[0]), list(outs[0])
@@ -112,14 +84,14 @@ def reshape(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Sco
             dims.factor(merged, right)
 
 
-def concatenate(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def concatenate(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     for ids in ins:
         for position, (a, b) in enumerate(zip(ids, outs[0], strict=True)):
             if position != eqn.params["dimension"]:
                 dims.unite(a, b)
 
 
-def same_rank(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def same_rank(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     """Slices, pads, updates: a dim that keeps its size is the same dim."""
     for out in outs:
         for ids in ins:
@@ -127,7 +99,7 @@ def same_rank(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "S
                 dims.unite_all(ids, out)
 
 
-def slice_(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def slice_(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     dims.unite_all(ins[0], outs[0])
     starts, strides = eqn.params["start_indices"], eqn.params["strides"]
     for position, (a, b) in enumerate(zip(ins[0], outs[0], strict=True)):
@@ -137,7 +109,7 @@ def slice_(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scop
                 dims.packed[a] = whole // part
 
 
-def split(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def split(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     axis = eqn.params["axis"]
     for out in outs:
         dims.unite_all([d for i, d in enumerate(ins[0]) if i != axis], [d for i, d in enumerate(out) if i != axis])
@@ -148,7 +120,7 @@ def split(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope
             dims.unite(outs[0][axis], out[axis])
 
 
-def dot_general(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def dot_general(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     lhs, rhs = ins
     dims.unite_all([lhs[i] for i in lc], [rhs[i] for i in rc])
@@ -162,7 +134,7 @@ def dot_general(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: 
     dims.matmuls.append(Matmul(tuple(lhs), tuple(rhs), contracted, batched, tuple(outs[0]), origin[0], origin[1]))
 
 
-def conv(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def conv(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     numbers = eqn.params["dimension_numbers"]
     lhs, rhs = ins
     x, w, y = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -178,7 +150,7 @@ def conv(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope"
         dims.unite(lhs[x[1]], outs[0][y[1]])  # depthwise: the channel goes straight through
 
 
-def window(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def window(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     sizes = eqn.params["window_dimensions"]
     for ids in ins:
         if len(ids) == len(outs[0]):
@@ -187,7 +159,7 @@ def window(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scop
                     dims.unite_all([a], [b])
 
 
-def gather(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def gather(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = ins[0], ins[1]
     out = outs[0]
@@ -204,7 +176,7 @@ def gather(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scop
         dims.tables.append((scope.origin[source], operand[numbers.collapsed_slice_dims[0]], tuple(looked_up)))
 
 
-def scatter(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def scatter(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = ins
     dims.unite_all(operand, outs[0])
@@ -217,17 +189,17 @@ def scatter(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Sco
         dims.unite_all([operand[i]], [indices[k]])
 
 
-def top_k(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def top_k(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     for out in outs:
         dims.unite_all(ins[0], out)
 
 
-def sort(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def sort(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     for ids in (*ins, *outs):
         dims.unite_all(ins[0], ids)
 
 
-def leading(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def leading(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     """Random keys: a result has the dims of its operand first, and fresh ones behind."""
     for ids in ins:
         for out in outs:
@@ -236,11 +208,11 @@ def leading(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Sco
 
 
 # -- equations that hold jaxprs ---------------------------------------------------------------------------------
-def _origins(eqn: Any, scope: "Scope") -> list[int | None]:
+def _origins(eqn: Any, scope: Scope) -> list[int | None]:
     return [None if isinstance(v, jex.Literal) else scope.origin.get(v) for v in eqn.invars]
 
 
-def call(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> bool | None:
+def call(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
     inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
     if inner is None:
         return False
@@ -252,7 +224,7 @@ def call(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope"
         dims.unite_all(result, out)
 
 
-def scan(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def scan(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     jaxpr = eqn.params["jaxpr"].jaxpr
     num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
     first_x = num_consts + num_carry
@@ -263,14 +235,15 @@ def scan(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope"
         if i < num_carry:
             dims.unite_all(result, ins[num_consts + i])
     if any(origin is not None for origin in _origins(eqn, scope)[first_x:]):
-        dims.layers += [ids[0] for ids, o in zip(ins[first_x:], _origins(eqn, scope)[first_x:], strict=True) if o is not None]
+        stacks = zip(ins[first_x:], _origins(eqn, scope)[first_x:], strict=True)
+        dims.layers += [ids[0] for ids, origin in stacks if origin is not None]
         dims.layer_carries += [tuple(ids) for ids in ins[num_consts:first_x]]
     loops = [ids[0] for ids in (*ins[first_x:], *outs[num_carry:])]
     for loop in loops[1:]:
         dims.unite(loops[0], loop)
 
 
-def while_(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def while_(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     skipped = eqn.params["cond_nconsts"]
     body = eqn.params["body_jaxpr"].jaxpr
     origins = _origins(eqn, scope)[skipped:]
@@ -281,7 +254,7 @@ def while_(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scop
         dims.unite_all(carry, out)
 
 
-def cond(dims: "Dims", eqn: Any, ins: list[Ids], outs: list[Ids], scope: "Scope") -> None:
+def cond(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     for branch in eqn.params["branches"]:
         scope.inner[id(eqn)], results = dims.call(branch.jaxpr, ins[1:], _origins(eqn, scope)[1:])
         for result, out in zip(results, outs, strict=True):

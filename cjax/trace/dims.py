@@ -10,133 +10,17 @@ blocks of the one are blocks of the other; `Dims.splits` remembers the sizes, so
 can be divided.
 """
 
-import collections
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 from jax.extend import core as jex
 
 from cjax.trace import dim_rules
-from cjax.trace.dim_rules import Matmul, Split
-
-Ids = list[int]
-
-
-@dataclass
-class Scope:
-    """The dims of the variables of one jaxpr, and of the jaxprs nested in its equations."""
-
-    ids: dict[Any, Ids] = field(default_factory=dict)
-    origin: dict[Any, int] = field(default_factory=dict)
-    inner: dict[int, "Scope"] = field(default_factory=dict)
-
-
-class Dims:
-    """The classes found in a trace: `class_of(id)`, `of(var, scope)`, and the facts a layout reads."""
-
-    def __init__(self) -> None:
-        self._parent: list[int] = []
-        self.size: list[int] = []
-        self.top = Scope()
-        self.inputs: list[tuple[int, ...]] = []
-        self.unknown: collections.Counter[str] = collections.Counter()
-        self.matmuls: list[Matmul] = []
-        self.tables: list[tuple[int, int, tuple[int, ...]]] = []  # (input leaf, id of its looked-up dim, ids of the rows)
-        self.splits: list[Split] = []
-        self.packed: dict[int, int] = {}  # id -> number of equal parts it is cut into (packed q, k, v)
-        self.layers: list[int] = []  # the layer dims of those stacks
-        self.layer_carries: list[tuple[int, ...]] = []  # carries of the author's own scans over stacked weights
-        self._factors: dict[int, tuple[int, ...]] = {}
-
-    # -- union-find ---------------------------------------------------------------------------------------------
-    def new(self, size: int) -> int:
-        self._parent.append(len(self._parent))
-        self.size.append(size)
-        return len(self._parent) - 1
-
-    def class_of(self, dim: int) -> int:
-        """The representative of the class of one dim."""
-        parent = self._parent
-        while parent[dim] != dim:
-            parent[dim] = parent[parent[dim]]
-            dim = parent[dim]
-        return dim
-
-    def unite(self, a: int, b: int) -> None:
-        """Say that `a` and `b` are the same dim (or one the major factor of the other)."""
-        a, b = self.class_of(a), self.class_of(b)
-        if a == b:
-            return
-        a, b = min(a, b), max(a, b)
-        self._parent[b] = a
-        factors = self._factors.pop(b, None)
-        if factors is not None and a in self._factors:
-            self._unite_factors(self._factors[a], factors)
-        elif factors is not None:
-            self._factors[a] = factors
-
-    def unite_all(self, first: Sequence[int], second: Sequence[int]) -> None:
-        """Unite dims pairwise where their sizes agree; a size of 1 against another is broadcasting."""
-        for a, b in zip(first, second, strict=True):
-            if self.size[a] == self.size[b]:
-                self.unite(a, b)
-
-    def factor(self, whole: int, parts: Sequence[int]) -> None:
-        """Say that dim `whole` is the row-major product of `parts`."""
-        parts = tuple(p for p in parts if self.size[p] != 1)
-        if len(parts) < 2:
-            if parts:
-                self.unite(whole, parts[0])
-            return
-        known = self._factors.get(self.class_of(whole))
-        self.unite(whole, parts[0])
-        self.splits.append(Split(whole, self.size[whole], parts[0], self.size[parts[0]], parts[1:]))
-        if known is not None:
-            self._unite_factors(known, parts)
-        else:
-            self._factors[self.class_of(whole)] = parts
-
-    def _unite_factors(self, first: Sequence[int], second: Sequence[int]) -> None:
-        if [self.size[f] for f in first] == [self.size[f] for f in second]:
-            # The major factors are united already, through the whole; uniting them again would recurse.
-            for a, b in zip(first[1:], second[1:], strict=True):
-                self.unite(a, b)
-
-    # -- reading a trace ----------------------------------------------------------------------------------------
-    def of(self, var: Any, scope: Scope | None = None) -> tuple[int, ...]:
-        """The classes of the dims of `var`."""
-        ids = (scope or self.top).ids.get(var)
-        return () if ids is None else tuple(map(self.class_of, ids))
-
-    def ids_of(self, atom: Any, scope: Scope) -> Ids:
-        if isinstance(atom, jex.Literal):
-            return [self.new(size) for size in getattr(atom.aval, "shape", ())]
-        if atom not in scope.ids:
-            scope.ids[atom] = [self.new(size) for size in getattr(atom.aval, "shape", ())]
-        return scope.ids[atom]
-
-    def run(self, jaxpr: jex.Jaxpr, scope: Scope) -> None:
-        """Apply the rule of every equation of `jaxpr`."""
-        for eqn in jaxpr.eqns:
-            rule: Callable[..., bool | None] | None = dim_rules.RULES.get(eqn.primitive.name)
-            if rule is None and eqn.primitive.name.startswith(("reduce_", "cum")):
-                rule = dim_rules.reduction if "axes" in eqn.params else dim_rules.elementwise
-            ins = [self.ids_of(v, scope) for v in eqn.invars]
-            outs = [self.ids_of(v, scope) for v in eqn.outvars]
-            if (rule or dim_rules.elementwise)(self, eqn, ins, outs, scope) is False:
-                self.unknown[eqn.primitive.name] += 1
-            if eqn.primitive.name in dim_rules.KEEPS_ORIGIN:
-                source = eqn.invars[0]
-                if not isinstance(source, jex.Literal) and source in scope.origin:
-                    scope.origin[eqn.outvars[0]] = scope.origin[source]
-
-    def call(self, jaxpr: jex.Jaxpr, ins: Sequence[Ids], origins: Sequence[int | None]) -> tuple[Scope, list[Ids]]:
-        """Read a nested jaxpr with its arguments' dims given; returns its scope and its results' dims."""
-        scope = Scope(ids=dict(zip(jaxpr.invars, ins, strict=True)))
-        scope.origin = {v: o for v, o in zip(jaxpr.invars, origins, strict=True) if o is not None}
-        self.run(jaxpr, scope)
-        return scope, [self.ids_of(v, scope) for v in jaxpr.outvars]
+from cjax.trace.dim_classes import Dims as Dims
+from cjax.trace.dim_classes import Ids
+from cjax.trace.dim_classes import Matmul as Matmul
+from cjax.trace.dim_classes import Scope as Scope
+from cjax.trace.dim_classes import Split as Split
 
 
 def find_dims(closed: jex.ClosedJaxpr, num_weights: int = 0) -> Dims:
@@ -151,7 +35,7 @@ def find_dims(closed: jex.ClosedJaxpr, num_weights: int = 0) -> Dims:
     >>> dims.inputs[0][1] == dims.inputs[1][0]
     True
     """
-    dims = Dims()
+    dims = Dims(_rule_of)
     for index, var in enumerate(closed.jaxpr.invars):
         dims.ids_of(var, dims.top)
         if index < num_weights:
@@ -159,3 +43,22 @@ def find_dims(closed: jex.ClosedJaxpr, num_weights: int = 0) -> Dims:
     dims.run(closed.jaxpr, dims.top)
     dims.inputs = [dims.of(var) for var in closed.jaxpr.invars]
     return dims
+
+
+def _rule_of(eqn: Any) -> Callable[..., bool | None]:
+    name = eqn.primitive.name
+    rule = dim_rules.RULES.get(name)
+    if rule is None:
+        reduces = name.startswith("reduce_") and "axes" in eqn.params
+        rule = dim_rules.reduction if reduces else dim_rules.elementwise
+    return _keeping_origin(rule) if name in dim_rules.KEEPS_ORIGIN else rule
+
+
+def _keeping_origin(rule: Callable[..., bool | None]) -> Callable[..., bool | None]:
+    def kept(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
+        source = eqn.invars[0]
+        if not isinstance(source, jex.Literal) and source in scope.origin:
+            scope.origin[eqn.outvars[0]] = scope.origin[source]
+        return rule(dims, eqn, ins, outs, scope)
+
+    return kept

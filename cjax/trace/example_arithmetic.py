@@ -52,7 +52,9 @@ def _fixed(context: Context) -> Value:
     # Negative indices are wrapped by a select whose first case is the index itself.
     kept = context.values[1] if context.name == "select_n" else context.values[0] if context.values else FIXED
     keeps = context.name in _LINEAR_UNARY or context.name == "select_n"
-    return context.make(FIXED, const=const, iota=kept.iota if keeps else None, columns=kept.columns if keeps else frozenset())
+    if not keeps:
+        return context.make(FIXED, const=const)
+    return context.make(FIXED, const=const, iota=kept.iota, columns=kept.columns)
 
 
 def _on_rows(context: Context) -> Value:
@@ -239,7 +241,8 @@ def reduction(context: Context) -> Value:
         weight = Weight(context.out, is_mean=value.kind == "mean")
         return context.make(value, later=value.later * count, weight=weight)
     if value.dim not in axes:
-        return context.rows(value.dim - sum(axis < value.dim for axis in axes), value.outer, value.inner, weight=value.weight)
+        dim = value.dim - sum(axis < value.dim for axis in axes)
+        return context.rows(dim, value.outer, value.inner, weight=value.weight)
     if not is_sum:
         return context.make(Value("aggregate", origin=context.where))
     if value.weight is not None:

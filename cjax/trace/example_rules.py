@@ -257,7 +257,8 @@ def update_slice(context: Context) -> Value:
     rows = [value for value in context.values[:2] if value.kind == "rows"]
     if len(rows) == 0 or len({row.layout for row in rows}) > 1 or any(v.kind != "fixed" for v in context.values[2:]):
         return context.aggregate() if not rows else context.unknown()
-    return context.coupled(rows[0]) if context.shape(0)[rows[0].dim] == context.shape(1)[rows[0].dim] else context.unknown()
+    dim = rows[0].dim
+    return context.coupled(rows[0]) if context.shape(0)[dim] == context.shape(1)[dim] else context.unknown()
 
 
 RULES: dict[str, Callable[[Context], Value]] = {
@@ -285,6 +286,6 @@ RULES: dict[str, Callable[[Context], Value]] = {
     **{f"reduce_window{kind}": window for kind in ("", "_sum", "_max", "_min")},
     "select_and_gather_add": window,
     **{name: moved(_leading(2)) for name in ("cholesky", "qr", "svd", "eigh", "lu", "schur", "eig")},
-    **{name: moved(lambda context, dim: dim) for name in ("random_wrap", "random_unwrap", "random_seed", "random_bits")},
-    **{name: moved(lambda context, dim: dim) for name in ("random_split", "bitcast_convert_type")},
+    **{f"random_{name}": moved(lambda context, dim: dim) for name in ("wrap", "unwrap", "seed", "bits", "split")},
+    "bitcast_convert_type": moved(lambda context, dim: dim),
 }

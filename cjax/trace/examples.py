@@ -1,11 +1,13 @@
 """What a value of a trace has to do with the examples of a batch: the vocabulary of `cjax.trace.patterns`."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal, Var
+import jax
+from jax.extend.core import JaxprEqn
 
-Atom = Var | Literal
+Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,15 @@ class Context:
 
     @property
     def where(self) -> str:
-        return f"{self.eqn.source_info.name_stack or 'the loss itself'} ({self.name})"
+        return f"{self.eqn.source_info.name_stack or _place(self.eqn.source_info.traceback)} ({self.name})"
 
     @property
-    def out(self) -> Var:
+    def out(self) -> Any:
         return self.eqn.outvars[0]
 
     def shape(self, operand: int) -> tuple[int, ...]:
-        return self.eqn.invars[operand].aval.shape
+        atom: Atom = self.eqn.invars[operand]
+        return atom.aval.shape
 
     def kinds(self) -> set[str]:
         return {value.kind for value in self.values} - {"fixed"}
@@ -104,3 +107,14 @@ class Context:
 
     def unknown(self) -> Value:
         return self.make(Value("unknown", origin=self.where))
+
+
+def _place(traceback: Any) -> str:
+    """Who wrote an equation without a name stack, as NNX's are: the innermost module called, or the line of code."""
+    frames = [] if traceback is None else list(traceback.frames)
+    frames = [frame for frame in frames if not Path(frame.file_name).is_relative_to(Path(jax.__file__).parent)]
+    for frame in frames:
+        *owner, method = frame.function_name.split(".")
+        if method == "__call__" and owner:
+            return owner[-1]
+    return f"{Path(frames[0].file_name).name}:{frames[0].line_num}" if frames else "the loss"

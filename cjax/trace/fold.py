@@ -4,16 +4,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
-Atom = Var | Literal
+Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 
 
 def _truncated_division(x: Any, y: Any) -> Any:
-    if np.issubdtype(x.dtype, np.integer):
-        return None if y == 0 else x.dtype.type(int(x) // int(y) if (x < 0) == (y < 0) else -(abs(int(x)) // abs(int(y))))
-    return np.divide(x, y)
+    if not np.issubdtype(x.dtype, np.integer):
+        return np.divide(x, y)
+    if y == 0:
+        return None
+    quotient = abs(int(x)) // abs(int(y))  # towards zero, where Python rounds down
+    return np.asarray(quotient if (x < 0) == (y < 0) else -quotient).astype(x.dtype)
 
 
 def _remainder(x: Any, y: Any) -> Any:
@@ -80,11 +85,9 @@ def literal(value: Any, aval: Any) -> Literal | None:
     scalar = np.asarray(value)[()]
     if not aval.weak_type:
         return Literal(aval.dtype.type(scalar), aval)
-    # A weak type survives only as a Python scalar, which carries JAX's default width.
-    width = 8 if jax.config.jax_enable_x64 else 4
-    if aval.dtype.itemsize != width or aval.dtype.kind not in "if":
-        return None
-    return Literal(int(scalar) if aval.dtype.kind == "i" else float(scalar), aval)
+    # A weak type survives only as a Python scalar, which has JAX's default width.
+    kind = {"i": int, "f": float}.get(aval.dtype.kind)
+    return None if kind is None or jnp.result_type(kind) != aval.dtype else Literal(kind(scalar), aval)
 
 
 def fold(eqn: JaxprEqn, invars: Sequence[Atom]) -> Literal | None:
@@ -95,7 +98,7 @@ def fold(eqn: JaxprEqn, invars: Sequence[Atom]) -> Literal | None:
     name = eqn.primitive.name
     if name not in _ARITHMETIC or not invars:
         return None
-    aval = eqn.outvars[0].aval
+    aval: Any = eqn.outvars[0].aval
     if aval.shape != () or any(a.aval.shape != () or a.aval.dtype not in _EXACT_DTYPES for a in invars):
         return None
     operands = [np.asarray(atom.val, dtype=atom.aval.dtype)[()] for atom in invars]

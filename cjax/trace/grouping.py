@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from cjax.trace.simplify import equation_key
 
-Atom = Var | Literal
+Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 Source = tuple[str, int, int]  # a stacked value: ("input", slot, 0), ("group", id, result) or ("branch", equation, n)
 Node = tuple[str, int]  # what is evaluated at once: ("group", id) or ("equation", index)
 
@@ -195,7 +195,7 @@ class Grouping:
         return ("group", source[1], source[2]) if source[1] in self.groups else None
 
 
-def _bits(atom: Literal) -> tuple[Any, bytes]:
+def _bits(atom: Atom) -> tuple[Any, bytes]:
     return atom.aval, np.asarray(atom.val, dtype=atom.aval.dtype).tobytes()
 
 

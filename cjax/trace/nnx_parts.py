@@ -6,11 +6,18 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax import core
 
 from cjax.trace.trained import is_path_rule, matcher
+from cjax.tree import leaf_names
 
 PyTree = Any
 Key = jax.Array
+
+EVAL_HINT = (
+    "although the model is in eval mode. Don't pass deterministic=False or use_running_average=False, or let them "
+    "depend on `train`: `def loss(model, batch, train)`."
+)
 
 
 @contextmanager
@@ -20,19 +27,19 @@ def quick_attribute_errors(tracers: PyTree) -> Iterator[None]:
     NNX asks each new value of a Variable for its `sharding`. Up to JAX 0.11 a tracer answers with an AttributeError
     whose text, which nobody reads, takes a search through the whole trace (9 s for the constructor of 48 layers).
     """
-    kinds = {type(leaf) for leaf in jax.tree.leaves(tracers) if isinstance(leaf, jax.core.Tracer)}
+    kinds = {type(leaf) for leaf in jax.tree.leaves(tracers) if isinstance(leaf, core.Tracer)}
     slow = [kind for kind in kinds if "sharding" not in vars(kind)] if jax.__version_info__ < (0, 12) else []
 
     def sharding(self: Any) -> Any:
         raise AttributeError("A tracer has no sharding: see `jax.typeof(x).sharding`.")
 
     for kind in slow:
-        kind.sharding = property(sharding)
+        kind.sharding = property(sharding)  # type: ignore[misc]
     try:
         yield
     finally:
         for kind in slow:
-            del kind.sharding
+            del kind.sharding  # type: ignore[misc]
 
 
 def param_filter(wrt: Any) -> Any:
@@ -49,45 +56,35 @@ def param_filter(wrt: Any) -> Any:
     return nnx.filterlib.to_predicate(wrt)
 
 
-def set_train(model: nnx.Module) -> set[type]:
+def set_train(model: nnx.Module) -> None:
     """Puts those modules into training mode whose author left the mode open; a mode that was chosen stays."""
     for _, module in nnx.iter_modules(model):
         if getattr(module, "deterministic", False) is None:
             module.deterministic = False  # type: ignore[attr-defined]
-    return set()
 
 
-def set_eval(model: nnx.Module) -> set[type]:
-    """Puts `model` in evaluation mode. The set returned fills with the kinds of state that the loss writes to."""
+def set_eval(model: nnx.Module) -> None:
+    """Puts `model` in evaluation mode, in which updating statistics is an error."""
     model.eval()
-    written: set[type] = set()
 
-    def watch(variable: Any, value: Any) -> Any:
-        written.add(type(variable))
-        return value
+    def refuse(variable: Any, value: Any) -> Any:
+        raise ValueError(f"The loss updates statistics (a {type(variable).__name__}) during evaluation, {EVAL_HINT}")
 
     for _, variable in nnx.iter_graph(model):
-        if isinstance(variable, nnx.RngCount | nnx.BatchStat):
-            hooks = variable.get_metadata().get("on_set_value", ())
-            variable.set_metadata(on_set_value=(*(hooks if isinstance(hooks, tuple) else (hooks,)), watch))
-    return written
+        if isinstance(variable, nnx.BatchStat):
+            variable.set_metadata(on_set_value=refuse)
 
 
-def check_unwritten(written: set[type], carried: PyTree, after: PyTree) -> None:
-    """Raises if evaluation drew random numbers or updated statistics.
+def check_not_random(used: list[bool], carried: PyTree) -> None:
+    """Raises if what was computed from `carried` (used: which of its leaves mattered) depends on random numbers.
 
-    A write alone is no proof (`nnx.split_rngs` draws, then restores), nor is another value: `nnx.scan` returns all it
-    was given as new arrays. Both together are.
+    Whether the streams have advanced is not the question: `nnx.split_rngs` draws for dropout that is switched off.
     """
-    kept = dict(nnx.to_flat_state(carried))
-    for path, variable in nnx.to_flat_state(after):
-        if type(variable) in written and path in kept and variable.get_value() is not kept[path].get_value():
-            what = "draws random numbers (dropout?)" if isinstance(variable, nnx.RngCount) else "updates statistics"
-            name = "/".join(map(str, path))
+    for name, is_used, is_key in zip(leaf_names(carried), used, rng_key_leaves(carried), strict=True):
+        if is_used and is_key:
             raise ValueError(
-                f"The loss {what} during evaluation, at {name}, although the model is in eval mode. Don't pass "
-                "deterministic=False or use_running_average=False, or let them depend on `train`: "
-                "`def loss(model, batch, train)`."
+                f"The loss depends on random numbers (dropout?) from {name} during evaluation, {EVAL_HINT} "
+                "For randomness that belongs to the score, use `def loss(model, batch, key)`."
             )
 
 
@@ -99,10 +96,21 @@ def rng_key_leaves(state: PyTree) -> list[bool]:
     return is_key
 
 
-def fold_key(keys: Key, index: Any) -> Key:
-    """`index` folded into a key, or into each key of an array (the layers of a scanned stack have one each)."""
-    folded = jax.vmap(lambda key: jax.random.fold_in(key, index))(keys.reshape(-1))
-    return folded.reshape(keys.shape)
+def fold_keys(state: PyTree, index: Any) -> PyTree:
+    """`state` with `index` folded into every random key: each one of an array (a scanned stack has one per layer)."""
+
+    def fold(keys: Key) -> Key:
+        return jax.vmap(lambda key: jax.random.fold_in(key, index))(keys.reshape(-1)).reshape(keys.shape)
+
+    leaves, treedef = jax.tree.flatten(state)
+    return treedef.unflatten([fold(x) if key else x for x, key in zip(leaves, rng_key_leaves(state), strict=True)])
+
+
+def restore_keys(state: PyTree, original: PyTree) -> PyTree:
+    """`state` with the random keys of `original`."""
+    leaves, treedef = jax.tree.flatten(state)
+    pairs = zip(leaves, jax.tree.leaves(original), rng_key_leaves(state), strict=True)
+    return treedef.unflatten([old if key else new for new, old, key in pairs])
 
 
 def metadata_names(state: PyTree) -> dict[str, tuple[Any, ...]]:

@@ -1,11 +1,11 @@
-"""How a loss is made of its examples, read off its trace: whether micro-batches may be averaged, and with what weight."""
+"""How a loss is made of its examples, read off its trace: may micro-batches be averaged, and with what weight?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from cjax.trace.example_arithmetic import elementwise, reduction
 from cjax.trace.example_rules import RULES
@@ -53,7 +53,7 @@ def lift_mean(closed: ClosedJaxpr, batch_invars: set[int], num_params_invars: in
     >>> lift_mean(trace, {1}, 1).kind
     'mean'
     """
-    jaxpr = closed.jaxpr
+    jaxpr: Any = closed.jaxpr
     sizes = {jaxpr.invars[i].aval.shape[0] for i in batch_invars if jaxpr.invars[i].aval.shape}
     assert len(sizes) == 1, f"leaves of the batch differ in dim 0: {sizes}"
     values = []
@@ -141,7 +141,7 @@ def _rule(context: Context) -> Value:
         return RULES[name](context)
     if name.startswith(("reduce_", "arg")) and "axes" in context.eqn.params:
         return reduction(context)
-    shape = context.out.aval.shape if context.eqn.outvars and hasattr(context.out.aval, "shape") else None
+    shape = getattr(context.out.aval, "shape", None) if context.eqn.outvars else None
     if all(_broadcasts(getattr(atom.aval, "shape", ()), shape) for atom in context.eqn.invars):
         return elementwise(context)
     return context.unknown() if context.kinds() else context.make(FIXED)
@@ -150,7 +150,9 @@ def _rule(context: Context) -> Value:
 def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...] | None) -> bool:
     if shape == () or shape == result:
         return True
-    return result is not None and len(shape) == len(result) and all(a in (1, b) for a, b in zip(shape, result, strict=True))
+    if result is None or len(shape) != len(result):
+        return False
+    return all(size in (1, whole) for size, whole in zip(shape, result, strict=True))
 
 
 def _call(context: Context, body: Any, values: Sequence[Value] | None = None) -> list[Value]:
@@ -158,14 +160,14 @@ def _call(context: Context, body: Any, values: Sequence[Value] | None = None) ->
     consts = [_constant(const) for const in getattr(body, "consts", ())]
     inner = _interpret(jaxpr, [*consts, *(context.values if values is None else values)], context.batch)
     results = []
-    for value, atom, outvar in zip(inner, jaxpr.outvars, context.eqn.outvars, strict=True):
+    prefix = str(context.eqn.source_info.name_stack)
+    for value, outvar in zip(inner, context.eqn.outvars, strict=True):
         if value.kind in ("sum", "mean"):
             value = replace(value, weight=Weight(outvar, is_mean=value.kind == "mean"))
         elif value.weight is not None:
             value = _outside(context, value, jaxpr)
-        if value.origin and value.kind != "unknown":
-            prefix = str(context.eqn.source_info.name_stack)
-            value = replace(value, origin=value.origin if value.origin.startswith(prefix) else f"{prefix}/{value.origin}")
+        if value.origin and not value.origin.startswith(prefix):
+            value = replace(value, origin=f"{prefix}/{value.origin}")
         results.append(replace(value, total=None))
     return results
 
@@ -174,8 +176,9 @@ def _outside(context: Context, value: Value, jaxpr: Any) -> Value:
     """A ratio's weight, which is a variable of the body, named by the equation's own variables."""
     assert value.weight is not None
     names = dict(zip(jaxpr.invars, context.eqn.invars, strict=False))
-    names.update((inner, outer) for inner, outer in zip(jaxpr.outvars, context.eqn.outvars, strict=True) if type(inner) is not Literal)
-    if type(value.weight.atom) is not Literal and value.weight.atom in names:
+    results = zip(jaxpr.outvars, context.eqn.outvars, strict=True)
+    names.update((inner, outer) for inner, outer in results if type(inner) is not Literal)
+    if value.weight.atom in names:
         return replace(value, weight=replace(value.weight, atom=names[value.weight.atom]))
     return context.make(Value("unknown", origin=f"{context.where}, which hides the loss's weight"))
 

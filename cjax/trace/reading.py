@@ -16,7 +16,6 @@ from cjax.trace.dims import Dims, find_dims
 from cjax.trace.simplify import simplify
 from cjax.tree import leaf_names
 
-
 PyTree = Any
 
 
@@ -181,7 +180,7 @@ def _names(
         if leaf.kind == "batch" and len(ids) > 1 and np.issubdtype(leaf.dtype, np.integer):
             name(ids[1], "sequence")
     for _, dim, rows in dims.tables:
-        name(dim, "vocab" if batch_class in map(dims.class_of, rows) else "positions")
+        name(dim, "vocab" if batch_class in [dims.class_of(d) for d in rows] else "positions")
     for m in between:
         for dim in m.batched:
             name(dim, "heads")
@@ -203,7 +202,7 @@ def _names(
         name(widest[0], "embed")
     for c in [c for c, _ in roles.most_common() if c in contracted and c in free and c not in stream]:
         name(c, "ffn")
-    vocab = {dims.size[dim] for _, dim, rows in dims.tables if batch_class in map(dims.class_of, rows)}
+    vocab = {dims.size[dim] for _, dim, rows in dims.tables if batch_class in [dims.class_of(d) for d in rows]}
     for c in roles:
         if dims.size[c] in vocab and c in free and c not in contracted:
             name(c, "vocab")

@@ -1,6 +1,7 @@
-"""A model's initializer: traced once, replayed without what only the loss needs."""
+"""Functions traced once and replayed, without what their results do not depend on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,58 +13,69 @@ from cjax.tree import leaf_names
 
 PyTree = Any
 Key = jax.Array
-Trees = tuple[PyTree, PyTree, PyTree]
 
 
-def replayed(make: Callable[[Key, PyTree], Trees], batch: PyTree) -> tuple[Callable[[Key], Trees], Trees]:
+@dataclass(frozen=True)
+class Replay:
+    """A function of arrays, traced.
+
+    Args:
+        shapes: its result, as `jax.ShapeDtypeStruct`s.
+        used: for each argument, whether the result depends on it.
+        run: the result's leaves, from the arguments that are used.
+    """
+
+    shapes: PyTree
+    used: list[bool]
+    run: Callable[..., list[jax.Array]]
+
+    def __call__(self, *args: Any) -> PyTree:
+        leaves = self.run(*[arg for arg, use in zip(args, self.used, strict=True) if use])
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), leaves)
+
+
+def trace_live(function: Callable[..., PyTree], args: Sequence[Any]) -> Replay:
+    """Traces `function(*args)`, where args are arrays or shapes, and leaves out dead equations and arguments."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    return Replay(shapes, used, jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts)))
+
+
+def replayed(make: Callable[[Key, PyTree], PyTree], batch: PyTree) -> tuple[Callable[[Key], PyTree], PyTree]:
     """`init(key)` and its shapes, from a function that builds the model and runs the loss.
 
     Running a model's Python is the slow part of tracing, so `init` replays what the first trace left behind, without
     the loss: what only the loss needs is dead there, and the batch usually with it.
     """
-    treedef = None
+    leaves, treedef = jax.tree.flatten(batch)
+    batch_shape = jax.tree.leaves(jax.eval_shape(lambda batch: batch, batch))
+    traced: dict[Any, Replay] = {}
 
-    def flat(key: Key, batch: PyTree) -> list[Any]:
-        nonlocal treedef
-        leaves, treedef = jax.tree.flatten(make(key, batch))
-        return leaves
+    def trace(dtype: Any) -> Replay:
+        replay = trace_live(
+            lambda key, *leaves: make(key, treedef.unflatten(leaves)),
+            [jax.ShapeDtypeStruct((), dtype), *batch_shape],
+        )
+        if any(replay.used[1:]):
+            missing = [n for n, x in zip(leaf_names(batch), leaves, strict=True) if isinstance(x, jax.ShapeDtypeStruct)]
+            if missing:
+                raise ValueError(
+                    f"The model's initial values depend on the data, and {', '.join(missing)} has only a shape. "
+                    "Pass a batch of arrays."
+                )
+        return replay
 
-    batch_shape = jax.eval_shape(lambda batch: batch, batch)
-    traced: dict[Any, Callable[[Key], list[jax.Array]]] = {}
+    default = jax.eval_shape(lambda: jax.random.key(0)).dtype
+    traced[default] = trace(default)
+    shapes = traced[default].shapes
 
-    def trace(key: Any) -> list[jax.ShapeDtypeStruct]:
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(jax.ShapeDtypeStruct((), key.dtype), batch_shape)
-        num_batch = len(closed.jaxpr.invars) - 1
-        jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(shapes), [True] + [False] * num_batch)
-        values = _batch_values(batch, used[1:])
-        run = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
-        traced[key.dtype] = lambda key: run(key, *values)
-        return shapes
-
-    shapes = trace(jax.eval_shape(lambda: jax.random.key(0)))
-    shape_treedef = treedef
-    assert shape_treedef is not None
-
-    def init(key: Key) -> Trees:
+    def init(key: Key) -> PyTree:
         if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             key = jax.random.wrap_key_data(key)
         if key.dtype not in traced:
-            trace(key)
-        return shape_treedef.unflatten(traced[key.dtype](key))
+            traced[key.dtype] = trace(key.dtype)
+        trees = traced[key.dtype](key, *leaves)
+        # Metadata made anew in each trace (an initializer written as a lambda) must not make two treedefs of one.
+        return jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(trees))
 
-    return init, shape_treedef.unflatten(shapes)
-
-
-def _batch_values(batch: PyTree, used: list[bool]) -> list[jax.Array]:
-    leaves = [leaf for leaf, use in zip(jax.tree.leaves(batch), used, strict=True) if use]
-    missing = [
-        name
-        for name, leaf in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True)
-        if isinstance(leaf, jax.ShapeDtypeStruct)
-    ]
-    if leaves and missing:
-        raise ValueError(
-            f"The model's initial values depend on the data, and {', '.join(missing)} has only a shape. "
-            "Pass a batch of arrays."
-        )
-    return leaves
+    return init, shapes

@@ -176,7 +176,8 @@ class _Emitter:
                 inner.values[group[0]] = value if leaf is None else _Weight(leaf, value)
             self._layer(first, inner, dict(zip(run.literals, values, strict=True)))
             new = [self.read(inner, written) for _, written, _ in run.carries]
-            new = [self.hooks.carry(v, a.astype(c.dtype), env.scope) for v, a, c in zip(carried, new, carry[0], strict=True)]
+            new = [value.astype(old.dtype) for value, old in zip(new, carry[0], strict=True)]
+            new = [self.hooks.carry(var, value, env.scope) for var, value in zip(carried, new, strict=True)]
             tail = [self.read(inner, g[0]).astype(g[0].aval.dtype) for g in run.last_only]
             return (new, tail), [self.read(inner, g[0]) for g in run.outputs]
 
@@ -224,7 +225,7 @@ class _Emitter:
             local.values.update(zip(carried, carry, strict=True))
             for var, value, source in zip(invars[first_x:], x, sources, strict=True):
                 waits = isinstance(source, _Weight) and source.index is None
-                local.values[var] = _Weight(source.leaf, value) if waits else value
+                local.values[var] = _Weight(source.leaf, value) if waits and source else value
             self.body(inner.jaxpr.eqns, local)
             outs = [jnp.asarray(self.read(local, atom)) for atom in inner.jaxpr.outvars]
             new = [

@@ -4,19 +4,16 @@ Everything else in `cjax.trace` reads flat traces. Flattening is substitution, n
 of thousands of equations, and binding each again would cost more than tracing the model did.
 """
 
-import functools
-import types
-import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from cjax.trace.fold import fold, literal
+from cjax.trace.identity import equation_key as equation_key
 
-Atom = Var | Literal
+Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 
 # JAX 0.10 says closed_call and core_call for what 0.12 calls eval_jaxpr; older jit prints as pjit.
 _INLINED = {
@@ -29,7 +26,6 @@ _INLINED = {
 }
 REMAT_NAMES = frozenset({"checkpoint", "remat", "remat2"})
 _HIGHER_ORDER = REMAT_NAMES | {"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call"}
-_FUNCTIONS = types.FunctionType | types.MethodType | functools.partial
 _SEEDING = frozenset({"random_fold_in", "random_seed"})
 
 
@@ -56,132 +52,6 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()  # JAX 0.12 describes the operands as a tree
     return len(list(consts)), len(list(carry))
-
-
-class _Structure:
-    """A structural identity that hashes once: bodies of layers are long, and compared often."""
-
-    __slots__ = ("_hash", "_parts")
-
-    def __init__(self, *parts: Any):
-        self._parts = parts
-        self._hash = hash(parts)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, _Structure) and self._hash == other._hash and self._parts == other._parts
-
-
-class _Identity:
-    """Stands in keys for an object that has no value to compare. Holding it keeps its id from being used again."""
-
-    __slots__ = ("_object",)
-
-    def __init__(self, value: Any):
-        self._object = value
-
-    def __hash__(self) -> int:
-        return id(self._object)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._object is other._object
-
-
-_bodies: "weakref.WeakKeyDictionary[Any, _Structure]" = weakref.WeakKeyDictionary()
-
-
-def equation_key(eqn: JaxprEqn) -> Hashable:
-    """What an equation does, apart from which values it does it to: equal for corresponding equations of equal layers.
-
-    Primitive, parameters, and the avals of operands and results. The values of literal operands are left out (layers
-    differ in drop rates and seeds); within bodies they count. Functions count by their code and what they close over,
-    because every trace makes new ones.
-    """
-    operands = tuple((atom.aval, type(atom) is Literal) for atom in eqn.invars)
-    return (eqn.primitive, _params_key(eqn.params), operands, tuple(var.aval for var in eqn.outvars), eqn.ctx)
-
-
-def _params_key(params: dict[str, Any]) -> Hashable:
-    return tuple((name, _value_key(value)) for name, value in sorted(params.items()))
-
-
-def _value_key(value: Any) -> Hashable:
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case Jaxpr() | ClosedJaxpr():
-            return _body_key(value)
-        case tuple() | list():
-            return tuple(_value_key(part) for part in value)
-        case dict():
-            return tuple((_value_key(name), _value_key(part)) for name, part in value.items())
-        case np.ndarray() | np.generic():
-            return (value.shape, value.dtype, value.tobytes())
-    if isinstance(value, _FUNCTIONS) or hasattr(value, "transforms"):
-        return _callable_key(value, set())
-    try:
-        hash(value)
-    except TypeError:
-        return _Identity(value)
-    return value
-
-
-def _body_key(body: Any) -> _Structure:
-    if body not in _bodies:
-        jaxpr = body.jaxpr if hasattr(body, "jaxpr") else body
-        numbers: dict[Var, int] = {}
-
-        def number(atom: Atom) -> Hashable:
-            if type(atom) is Literal:
-                return (atom.aval, np.asarray(atom.val).tobytes())
-            return numbers.setdefault(atom, len(numbers))
-
-        inputs = tuple((number(var), var.aval) for var in [*jaxpr.constvars, *jaxpr.invars])
-        eqns = tuple(
-            (equation_key(eqn), tuple(map(number, eqn.invars)), tuple(map(number, eqn.outvars))) for eqn in jaxpr.eqns
-        )
-        consts = tuple(_Identity(const) for const in getattr(body, "consts", ()))
-        _bodies[body] = _Structure(inputs, eqns, tuple(map(number, jaxpr.outvars)), consts)
-    return _bodies[body]
-
-
-def _callable_key(function: Any, seen: set[int]) -> Hashable:
-    """Code and closure of a function. JAX wraps a custom derivative in thunks made anew by every trace, whose caches and
-    stores say nothing: of JAX's own objects only functions, jaxprs and plain values within count."""
-    if id(function) in seen:
-        return "recursion"
-    seen = seen | {id(function)}
-    if isinstance(function, functools.partial):
-        return tuple(_closed_over(part, seen) for part in (function.func, function.args, function.keywords))
-    if hasattr(function, "transforms") and hasattr(function, "f"):  # JAX's WrappedFun
-        return (_closed_over(function.f, seen), _closed_over(function.transforms, seen))
-    if isinstance(function, types.MethodType):
-        return (_closed_over(function.__func__, seen), _Identity(function.__self__))
-    cells = tuple(_cell(cell, seen) for cell in function.__closure__ or ())
-    return (function.__code__, cells, _closed_over(function.__defaults__, seen))
-
-
-def _cell(cell: Any, seen: set[int]) -> Hashable:
-    try:
-        return _closed_over(cell.cell_contents, seen)
-    except ValueError:  # a cell that nothing was stored in yet
-        return "empty"
-
-
-def _closed_over(value: Any, seen: set[int]) -> Hashable:
-    if isinstance(value, tuple | list):
-        return tuple(_closed_over(part, seen) for part in value)
-    if isinstance(value, _FUNCTIONS) or hasattr(value, "transforms"):
-        return _callable_key(value, seen)
-    if isinstance(value, jax.core.Tracer):
-        return _Identity(value)
-    if type(value) in (object, dict) or (type(value).__module__.startswith("jax._src") and not hasattr(value, "eqns")):
-        return type(value) if not isinstance(value, jax.core.AbstractValue) else value
-    return _value_key(value)
 
 
 def _close(flattener: "_Flattener", jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
@@ -216,7 +86,7 @@ def _drop_dead(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> list[JaxprE
 class _Flattener:
     """Collects the flat equations of one jaxpr, and the constants they use."""
 
-    def __init__(self, hoist: bool, memo: "dict[int, tuple[Any, tuple[Literal, ...]]] | None" = None):
+    def __init__(self, hoist: bool, memo: dict[int, tuple[Any, tuple[Literal, ...]]] | None = None):
         self.hoist = hoist
         self.eqns: list[JaxprEqn] = []
         self.consts: dict[int, tuple[Var, Any]] = {}
@@ -283,15 +153,15 @@ class _Flattener:
     def _flatten_body(self, body: Any, is_remat: bool) -> tuple[Any, tuple[Literal, ...]]:
         if id(body) not in self.memo:
             flattener = _Flattener(hoist=False, memo=self.memo)
-            if isinstance(body, ClosedJaxpr) and not is_remat:
-                self.memo[id(body)] = _close(flattener, body.jaxpr, body.consts), ()
-            else:
+            if is_remat:  # its jaxpr is an open one, which may grow operands
                 env: dict[Var, Atom] = {}
                 flattener.walk(body.eqns, env, None)
                 outvars = [_read(env, atom) for atom in body.outvars]
                 eqns, seeds = _seeds_as_operands(_drop_dead(flattener.eqns, outvars))
                 flat = body.replace(invars=[*body.invars, *seeds], outvars=outvars, eqns=eqns)
                 self.memo[id(body)] = flat, tuple(seeds.values())
+            else:
+                self.memo[id(body)] = _close(flattener, body.jaxpr, body.consts), ()
         return self.memo[id(body)]
 
 
@@ -299,12 +169,12 @@ def _seeds_as_operands(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[V
     """Replace the integer literals that seed random numbers by new variables. Linen folds a hash of the module's path
     into its keys: the one thing in which two layers' bodies differ."""
     seeds: dict[Var, Literal] = {}
-    new = []
+    new: list[JaxprEqn] = []
     for eqn in eqns:
         if eqn.primitive.name in _SEEDING or eqn.primitive.name in REMAT_NAMES:
-            invars = list(eqn.invars)
+            invars: list[Atom] = list(eqn.invars)
             for position, atom in enumerate(invars):
-                if type(atom) is Literal and atom.aval.shape == () and np.issubdtype(atom.aval.dtype, np.integer):
+                if type(atom) is Literal and np.shape(atom.val) == () and np.asarray(atom.val).dtype.kind in "iu":
                     invars[position] = var = Var(atom.aval)
                     seeds[var] = atom
             eqn = eqn.replace(invars=invars)

@@ -37,16 +37,17 @@ def vectorize(
     assert sorted(i for group in out_groups for i in group) == list(range(len(jaxpr.outvars))), out_groups
     grouping = Grouping(jaxpr, in_groups, out_groups)
     steps = _schedule(grouping)
-    in_groups = [tuple(group) for group in in_groups]
+    invars: list[Var] = list(jaxpr.invars)
 
     def evaluate(stored: Sequence[Any]) -> list[Any]:
         values = _Values(grouping)
         values.one.update(zip(jaxpr.constvars, closed.consts, strict=True))
         for slot, (group, value) in enumerate(zip(in_groups, stored, strict=True)):
-            if len(group) > 1:
+            first, *others = group
+            if others:
                 values.stacked["input", slot, 0] = value
             else:
-                values.one[jaxpr.invars[group[0]]] = value
+                values.one[invars[first]] = value
         for node, operands in steps:
             _evaluate(node, operands, values)
         return [values.out(atoms) for atoms in grouping.outs]
@@ -86,10 +87,10 @@ class _Values:
     def out(self, atoms: tuple[Atom, ...]) -> Any:
         operand = self.grouping.resolve(atoms)
         value = self.read(operand)
-        if isinstance(value, jax.Array) and not (len(atoms) > 1 and isinstance(operand, One)):
-            return value
-        value = jnp.asarray(value, dtype=atoms[0].aval.dtype) if not isinstance(value, jax.Array) else value
-        return jnp.broadcast_to(value, (len(atoms), *value.shape)) if isinstance(operand, One) and len(atoms) > 1 else value
+        if not isinstance(value, jax.Array):
+            value = jnp.asarray(value, dtype=atoms[0].aval.dtype)
+        shared = isinstance(operand, One) and len(atoms) > 1
+        return jnp.broadcast_to(value, (len(atoms), *value.shape)) if shared else value
 
 
 def _operands(grouping: Grouping, node: Node) -> list[Operand]:
@@ -223,7 +224,8 @@ def _map_members(eqn: JaxprEqn, args: list[Any], batched: list[bool]) -> list[An
 
 def _same_bits_batched(eqn: JaxprEqn) -> bool:
     """Only threefry draws the same bits for a batch of keys as for each of them; JAX's rbg uses the first key."""
-    keys = [a.aval.dtype for a in eqn.invars if jax.dtypes.issubdtype(a.aval.dtype, jax.dtypes.prng_key)]
+    dtypes: list[Any] = [getattr(atom.aval, "dtype", None) for atom in eqn.invars]
+    keys = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jax.dtypes.prng_key)]
     return all(dtype.name == "key<fry>" for dtype in keys)
 
 

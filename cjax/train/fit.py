@@ -197,7 +197,7 @@ class _Run:
     saved: int | None = None
     # Dispatched, but not looked at: reading the metrics of a step waits for it, and the devices should have the next
     # one by then.
-    unread: tuple[int, Mapping[str, Any]] | None = None
+    unread: tuple[int, int, Mapping[str, Any]] | None = None  # step, samples read by then, metrics
 
     def go(self, state: State, steps: int) -> tuple[State, str]:
         """Runs until `steps`; returns the last state and why it ended."""
@@ -215,7 +215,7 @@ class _Run:
                 state, metrics = self.program.step(state, batch)
                 self.step += 1
                 self._read(state)
-                self.unread = (self.step, metrics)
+                self.unread = (self.step, self.stream.samples, metrics)
                 if self._is_due(self.evaluate_every):
                     self._read(state)
                     self._evaluate(state)
@@ -240,11 +240,11 @@ class _Run:
         """Looks at the metrics of the last step but this one, and waits for them."""
         if self.unread is None:
             return
-        step, metrics = self.unread
+        step, samples, metrics = self.unread
         self.unread = None
         metrics = jax.tree.map(lambda leaf: np.asarray(leaf).item(), dict(metrics))
         self.loss = metrics["loss"]
-        facts = {**metrics, **self.meter.tick(self.stream.samples)}
+        facts = {**metrics, **self.meter.tick(samples)}
         if metrics.get("skipped"):
             self._not_finite(step, metrics, state)
         elif step % self.log_every == 0:

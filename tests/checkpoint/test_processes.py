@@ -35,7 +35,8 @@ tree = {
     "key": jax.jit(lambda: jax.random.key(4), out_shardings=whole)(),
     "step": 2,
 }
-shape = jax.tree.map(lambda x: x if isinstance(x, int) else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+arrays = {name: jax.ShapeDtypeStruct(tree[name].shape, tree[name].dtype, sharding=whole) for name in ("w", "b", "key")}
+shape = {**arrays, "step": 0}
 with Checkpointer(folder, keep=1) as checkpoints:
     checkpoints.save(1, tree, {"plan": "data=4"})
     checkpoints.save(2, tree, {"plan": "data=4"})

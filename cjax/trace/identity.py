@@ -1,0 +1,137 @@
+"""When two equations do the same: the identity by which layers are recognised as equal."""
+
+import functools
+import types
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import jax.core
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
+_FUNCTIONS = types.FunctionType | types.MethodType | functools.partial
+
+
+class _Structure:
+    """A structural identity that hashes once: bodies of layers are long, and compared often."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, *parts: Any):
+        self._parts = parts
+        self._hash = hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, _Structure) and self._hash == other._hash and self._parts == other._parts
+
+
+class _Identity:
+    """Stands in keys for an object that has no value to compare. Holding it keeps its id from being used again."""
+
+    __slots__ = ("_object",)
+
+    def __init__(self, value: Any):
+        self._object = value
+
+    def __hash__(self) -> int:
+        return id(self._object)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._object is other._object
+
+
+_bodies: "weakref.WeakKeyDictionary[Any, _Structure]" = weakref.WeakKeyDictionary()
+
+
+def equation_key(eqn: JaxprEqn) -> Hashable:
+    """What an equation does, apart from which values it does it to: equal for corresponding equations of equal layers.
+
+    Primitive, parameters, and the avals of operands and results. The values of literal operands are left out (layers
+    differ in drop rates and seeds); within bodies they count. Functions count by their code and what they close over,
+    because every trace makes new ones.
+    """
+    operands = tuple((atom.aval, type(atom) is Literal) for atom in eqn.invars)
+    params = tuple((name, _value_key(value)) for name, value in sorted(eqn.params.items()))
+    return (eqn.primitive, params, operands, tuple(var.aval for var in eqn.outvars), eqn.ctx)
+
+
+def _value_key(value: Any) -> Hashable:
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Jaxpr() | ClosedJaxpr():
+            return _body_key(value)
+        case tuple() | list():
+            return tuple(_value_key(part) for part in value)
+        case dict():
+            return tuple((_value_key(name), _value_key(part)) for name, part in value.items())
+        case np.ndarray() | np.generic():
+            return (value.shape, value.dtype, value.tobytes())
+    if isinstance(value, _FUNCTIONS) or hasattr(value, "transforms"):
+        return _callable_key(value, set())
+    try:
+        hash(value)
+    except TypeError:
+        return _Identity(value)
+    return value
+
+
+def _body_key(body: Any) -> _Structure:
+    if body not in _bodies:
+        jaxpr = body.jaxpr if hasattr(body, "jaxpr") else body
+        numbers: dict[Var, int] = {}
+
+        def number(atom: Atom) -> Hashable:
+            if type(atom) is Literal:
+                return (atom.aval, np.asarray(atom.val).tobytes())
+            return numbers.setdefault(atom, len(numbers))
+
+        inputs = tuple((number(var), var.aval) for var in [*jaxpr.constvars, *jaxpr.invars])
+        eqns = tuple(
+            (equation_key(eqn), tuple(map(number, eqn.invars)), tuple(map(number, eqn.outvars))) for eqn in jaxpr.eqns
+        )
+        consts = tuple(_Identity(const) for const in getattr(body, "consts", ()))
+        _bodies[body] = _Structure(inputs, eqns, tuple(map(number, jaxpr.outvars)), consts)
+    return _bodies[body]
+
+
+def _callable_key(function: Any, seen: set[int]) -> Hashable:
+    """Code and closure of a function. Every trace wraps a custom derivative in new thunks, whose caches and stores say
+    nothing: of JAX's own objects only the functions, jaxprs and plain values in them count."""
+    if id(function) in seen:
+        return "recursion"
+    seen = {*seen, id(function)}
+    if isinstance(function, functools.partial):
+        return tuple(_closed_over(part, seen) for part in (function.func, function.args, function.keywords))
+    if hasattr(function, "transforms") and hasattr(function, "f"):  # JAX's WrappedFun
+        return (_closed_over(function.f, seen), _closed_over(function.transforms, seen))
+    if isinstance(function, types.MethodType):
+        return (_closed_over(function.__func__, seen), _Identity(function.__self__))
+    cells = tuple(_cell(cell, seen) for cell in function.__closure__ or ())
+    return (function.__code__, cells, _closed_over(function.__defaults__, seen))
+
+
+def _cell(cell: Any, seen: set[int]) -> Hashable:
+    try:
+        return _closed_over(cell.cell_contents, seen)
+    except ValueError:  # a cell that nothing was stored in yet
+        return "empty"
+
+
+def _closed_over(value: Any, seen: set[int]) -> Hashable:
+    if isinstance(value, tuple | list):
+        return tuple(_closed_over(part, seen) for part in value)
+    if isinstance(value, _FUNCTIONS) or hasattr(value, "transforms"):
+        return _callable_key(value, seen)
+    if isinstance(value, jax.core.Tracer):
+        return _Identity(value)
+    if type(value) in (object, dict) or (type(value).__module__.startswith("jax._src") and not hasattr(value, "eqns")):
+        return type(value) if not isinstance(value, jax.core.AbstractValue) else value
+    return _value_key(value)
