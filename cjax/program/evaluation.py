@@ -71,10 +71,14 @@ class Evaluator:
         jitted = jax.jit(
             run,
             in_shardings=(
-                shardings._params, shardings._frozen, shardings._carried, batch_shardings(parts.mesh, shape), parts.whole,
+                shardings._params,
+                shardings._frozen,
+                shardings._carried,
+                batch_shardings(parts.mesh, shape),
+                parts.whole,
             ),
             out_shardings=parts.whole,
-        )  # fmt: skip
+        )
         return trace, jitted
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cjax.program.saving import arrays_of, state_from
@@ -38,15 +39,16 @@ def _with_params(parts: Parts, state: State, params: Any) -> State:
     problems = [f"{name}: this model has no such parameter" for name in given if name not in wanted]
     values: dict[str, dict[int, Any]] = {"params": {}, "frozen": {}}
     for name, value in given.items():
-        if name in wanted:
-            tree, i, leaf = wanted[name]
-            if callable(value) and getattr(value, "shape", leaf.shape) == leaf.shape:
-                reader: Any = value
-                value = jax.make_array_from_callback(leaf.shape, leaf.sharding, reader)
-            if getattr(value, "shape", np.shape(value)) != leaf.shape:
-                problems.append(f"{name}: {list(getattr(value, "shape", np.shape(value)))} given, {list(leaf.shape)} needed")
-            else:
-                values[tree][i] = jax.device_put(jax.numpy.asarray(value, leaf.dtype), leaf.sharding)
+        if name not in wanted:
+            continue
+        tree, i, leaf = wanted[name]
+        shape = tuple(getattr(value, "shape", leaf.shape if callable(value) else np.shape(value)))
+        if shape != leaf.shape:
+            problems.append(f"{name}: {list(shape)} given, {list(leaf.shape)} needed")
+        elif callable(value):
+            values[tree][i] = jax.make_array_from_callback(leaf.shape, leaf.sharding, value).astype(leaf.dtype)
+        else:
+            values[tree][i] = jax.device_put(jnp.asarray(value, leaf.dtype), leaf.sharding)
     if problems:
         known = ", ".join(list(wanted)[:4])
         raise ValueError(

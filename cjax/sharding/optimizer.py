@@ -157,7 +157,8 @@ def _placements(
         else:
             dims = dims or find_dims(closed)
             own = dims.inputs[len(shapes) + len(specs)]
-            specs.append(_shared_dims(dims, own, dims.inputs[owner[1]], spec_of(owner[1]), leaf.shape, shapes[owner[1]]))
+            param = owner[1]
+            specs.append(_shared_dims(dims, own, dims.inputs[param], spec_of(param), leaf.shape, shapes[param]))
     return specs
 
 

@@ -85,7 +85,8 @@ class _Context:
         """How many equations a period stands for, those inside its remats and loops counted."""
         if period >= MIN_EQUATIONS:
             return period
-        return sum(1 + sum(len(j.eqns) for j in jex.jaxprs_in_params(e.params)) for e in self.eqns[start : start + period])
+        eqns = self.eqns[start : start + period]
+        return period + sum(len(inner.eqns) for eqn in eqns for inner in jex.jaxprs_in_params(eqn.params))
 
 
 def _longest(keys: np.ndarray, low: int, high: int, context: _Context) -> Run | None:
