@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cjax.gradients import Evaluated, Gradients, Loss, micro_batched, plain
-from cjax.mesh import BATCH_AXES, build_mesh, resolve_devices
+from cjax.mesh import BATCH_AXES, Device, build_mesh, resolve_devices
 from cjax.plan import Plan, require_supported
 from cjax.planner.estimate import SLACK, Activations, state_bytes
 from cjax.planner.hardware import hardware_of
@@ -35,7 +35,7 @@ def parallelize(
     plan: Plan | str = "auto",
     *,
     wrt: Any = None,
-    devices: Sequence[jax.Device] | str | None = None,
+    devices: Sequence[Device] | str | None = None,
 ) -> Program:
     """Lay a Flax model out over many devices.
 
@@ -63,7 +63,7 @@ def compose(
     optimizer: optax.GradientTransformation | None,
     batch_shape: PyTree,
     plan: Plan | str,
-    devices: Sequence[jax.Device],
+    devices: Sequence[Device],
 ) -> Program:
     """From a captured model to a `Program`."""
     plan, notes = _decide(captured, optimizer, batch_shape, plan, devices)
@@ -88,7 +88,7 @@ def compose(
         stored_optimizer = store_optimizer(optimizer, captured.params_shape, storage.params, specs.__getitem__, mesh)
     init = _as_init(captured, storage)
 
-    def again(plan: Plan | str, devices: Sequence[jax.Device]) -> Parts:
+    def again(plan: Plan | str, devices: Sequence[Device]) -> Parts:
         return compose(captured, optimizer, batch_shape, plan, devices)._parts
 
     return Program(
@@ -104,7 +104,7 @@ def _decide(
     optimizer: optax.GradientTransformation | None,
     batch_shape: PyTree,
     plan: Plan | str,
-    devices: Sequence[jax.Device],
+    devices: Sequence[Device],
 ) -> tuple[Plan, tuple[str, ...]]:
     """The plan in full, and what there is to say about how it was chosen."""
     num_rows = [leaf.shape[0] for leaf in jax.tree.leaves(batch_shape) if leaf.shape]

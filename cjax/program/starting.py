@@ -46,7 +46,8 @@ def _with_params(parts: Parts, state: State, params: Any) -> State:
         if shape != leaf.shape:
             problems.append(f"{name}: {list(shape)} given, {list(leaf.shape)} needed")
         elif callable(value):
-            values[tree][i] = jax.make_array_from_callback(leaf.shape, leaf.sharding, value).astype(leaf.dtype)
+            reader: Any = value
+            values[tree][i] = jax.make_array_from_callback(leaf.shape, leaf.sharding, reader).astype(leaf.dtype)
         else:
             values[tree][i] = jax.device_put(jnp.asarray(value, leaf.dtype), leaf.sharding)
     if problems:

@@ -105,7 +105,14 @@ def fold(eqn: JaxprEqn, invars: Sequence[Atom]) -> Literal | None:
     if name == "convert_element_type" and not _converts_exactly(operands[0], aval.dtype):
         return None
     value = _ARITHMETIC[name](*operands)
-    return None if value is None else literal(value, aval)
+    if value is None or any(map(_is_subnormal, [*operands, value])):
+        return None
+    return literal(value, aval)
+
+
+def _is_subnormal(value: Any) -> bool:
+    """Devices flush these to zero, or don't."""
+    return value.dtype.kind == "f" and bool(0 < abs(value) < np.finfo(value.dtype).tiny)
 
 
 def _converts_exactly(value: Any, dtype: np.dtype) -> bool:

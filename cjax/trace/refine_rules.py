@@ -1,0 +1,204 @@
+"""How each primitive works on operands and results some of whose dims are taken apart.
+
+A rule is `rule(eqn, ins, before, after)`: the operands in the forms `before`; it returns the results in the forms
+`after`, or None where it can't.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+Form = tuple[int, ...]  # parts that each dim is made of: [embed, 3 * heads] in the form (1, 3) is [embed, 3, heads]
+Forms = Sequence[Form]
+Rule = Callable[[JaxprEqn, Sequence[Any], Forms, Forms], list[Any] | None]
+
+
+def whole(shape: Sequence[int]) -> Form:
+    """The form that takes no dim apart."""
+    return (1,) * len(shape)
+
+
+def expand(shape: Sequence[int], form: Form) -> tuple[int, ...]:
+    """A shape with its dims taken apart."""
+    pieces = [(num, n // num) if num > 1 else (n,) for n, num in zip(shape, form, strict=True)]
+    return tuple(n for piece in pieces for n in piece)
+
+
+def refined(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any]:
+    """The results of one equation, operands and results in the forms given."""
+    name = eqn.primitive.name
+    rule = RULES.get(name) or (_elementwise if name in ELEMENTWISE else None)
+    outs = rule(eqn, ins, before, after) if rule else None
+    if outs is None:
+        merged = [_reshaped(x, atom.aval.shape) for x, atom in zip(ins, eqn.invars, strict=True)]
+        outs = [_reshaped(y, _out_shape(eqn, after, i)) for i, y in enumerate(_bind(eqn, merged))]
+    assert all(y.shape == _out_shape(eqn, after, i) for i, y in enumerate(outs)), (eqn, before, after)
+    return outs
+
+
+def _out_shape(eqn: JaxprEqn, after: Forms, index: int = 0) -> tuple[int, ...]:
+    return expand(eqn.outvars[index].aval.shape, after[index])
+
+
+def _bind(eqn: JaxprEqn, ins: Sequence[Any], **changed: Any) -> list[Any]:
+    outs = eqn.primitive.bind(*ins, **(eqn.primitive.get_bind_params(eqn.params) | changed))
+    return list(outs) if eqn.primitive.multiple_results else [outs]
+
+
+def _reshaped(x: Any, shape: Sequence[int]) -> Any:
+    return x if x.shape == tuple(shape) else lax.reshape(x, tuple(shape))
+
+
+def _places(form: Form) -> list[list[int]]:
+    """For each dim, where it is once dims are taken apart."""
+    places, at = [], 0
+    for num in form:
+        places.append([at, at + 1] if num > 1 else [at])
+        at += len(places[-1])
+    return places
+
+
+def _joined(places: Sequence[Sequence[int]], dims: Sequence[int]) -> tuple[int, ...]:
+    return tuple(place for dim in dims for place in places[dim])
+
+
+def _elementwise(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+    if any(form != after[0] for form in (*before, *after) if form):
+        return None
+    return _bind(eqn, ins)
+
+
+def _broadcast_in_dim(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+    places, dims = _places(after[0]), []
+    sizes = zip(eqn.invars[0].aval.shape, before[0], eqn.params["broadcast_dimensions"], strict=True)
+    for size, num, dim in sizes:
+        if num != after[0][dim] and size != 1:
+            return None
+        dims += places[dim] if num == after[0][dim] else places[dim][-1:]
+    return [lax.broadcast_in_dim(ins[0], _out_shape(eqn, after), dims)]
+
+
+def _transpose(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+    permutation = eqn.params["permutation"]
+    if after[0] != tuple(before[0][dim] for dim in permutation):
+        return None
+    return _bind(eqn, ins, permutation=_joined(_places(before[0]), permutation))
+
+
+def _reduction(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+    axes = eqn.params["axes"]
+    if after[0] != tuple(num for dim, num in enumerate(before[0]) if dim not in axes):
+        return None
+    return _bind(eqn, ins, axes=_joined(_places(before[0]), axes))
+
+
+def _reshape(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+    # Both forms list the same elements in the same order, so one reshape leads from the one to the other.
+    return None if eqn.params.get("dimensions") is not None else [_reshaped(ins[0], _out_shape(eqn, after))]
+
+
+def _slice(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+    p, shape = eqn.params, eqn.invars[0].aval.shape
+    strides = p["strides"] or (1,) * len(shape)
+    starts, limits, steps = [], [], []
+    bounds = zip(p["start_indices"], p["limit_indices"], strides, strict=True)
+    for n, (start, limit, step), num, left in zip(shape, bounds, before[0], after[0], strict=True):
+        rest = n // num
+        if num == left == 1:
+            bound = ([start], [limit], [step])
+        elif num == left and (start, limit, step) == (0, n, 1):
+            bound = ([0, 0], [num, rest], [1, 1])
+        elif left == 1 and step == 1 and limit - start == rest and start % rest == 0:
+            bound = ([start // rest, 0], [start // rest + 1, rest], [1, 1])
+        else:
+            return None
+        starts += bound[0]
+        limits += bound[1]
+        steps += bound[2]
+    return [_reshaped(lax.slice(ins[0], starts, limits, steps), _out_shape(eqn, after))]
+
+
+def _split(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+    axis, sizes, (form,) = eqn.params["axis"], eqn.params["sizes"], before
+    place, num = _places(form)[axis][0], form[axis]
+    kept = (*form[:axis], 1, *form[axis + 1 :])
+    if any(other != kept for other in after):
+        return None
+    if num == 1:
+        return _bind(eqn, ins, axis=place)
+    if len(sizes) != num or len(set(sizes)) != 1:
+        return None
+    return [lax.index_in_dim(ins[0], i, place, keepdims=False) for i in range(num)]
+
+
+def _dot_general(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    lhs, rhs = before
+    if eqn.params.get("out_sharding") is not None:
+        return None
+    if any(lhs[a] != rhs[b] for a, b in zip((*lc, *lb), (*rc, *rb), strict=True)):
+        return None
+    out = [lhs[i] for i in lb]
+    out += [num for i, num in enumerate(lhs) if i not in lc and i not in lb]
+    out += [num for i, num in enumerate(rhs) if i not in rc and i not in rb]
+    if tuple(out) != after[0]:
+        return None
+    x, y = _places(lhs), _places(rhs)
+    numbers = ((_joined(x, lc), _joined(y, rc)), (_joined(x, lb), _joined(y, rb)))
+    return _bind(eqn, ins, dimension_numbers=numbers)
+
+
+def _random_bits(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+    # Threefry numbers its bits in row-major order, whatever the shape; other generators promise nothing.
+    key = eqn.invars[0].aval
+    if key.shape or key.dtype.name != "key<fry>":
+        return None
+    return _bind(eqn, ins, shape=_out_shape(eqn, after))
+
+
+def _iota(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+    if after[0][eqn.params["dimension"]] > 1 or eqn.params.get("sharding") is not None:
+        return None
+    place = _places(after[0])[eqn.params["dimension"]][0]
+    return [lax.broadcasted_iota(eqn.params["dtype"], _out_shape(eqn, after), place)]
+
+
+def _along(name: str) -> Rule:
+    """For primitives that work along one dim, which must be whole."""
+
+    def rule(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+        dim = eqn.params[name]
+        if after[0][dim] > 1 or any(form != after[0] for form in before):
+            return None
+        return _bind(eqn, ins, **{name: _places(after[0])[dim][0]})
+
+    return rule
+
+
+ELEMENTWISE = frozenset(
+    ["abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+     "bessel_i1e", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div",
+     "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite",
+     "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not",
+     "optimization_barrier", "or", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n",
+     "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+     "stop_gradient", "sub", "tan", "tanh", "xor"]
+)  # fmt: skip
+RULES: dict[str, Rule] = {
+    "broadcast_in_dim": _broadcast_in_dim,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": lambda eqn, ins, before, after: [_reshaped(ins[0], _out_shape(eqn, after))],
+    "slice": _slice,
+    "split": _split,
+    "dot_general": _dot_general,
+    "random_bits": _random_bits,
+    "iota": _iota,
+    "concatenate": _along("dimension"),
+}
+for _name in ("sum", "max", "min", "prod", "and", "or", "xor"):
+    RULES[f"reduce_{_name}"] = _reduction
+for _name in ("sum", "prod", "max", "min", "logsumexp"):
+    RULES[f"cum{_name}"] = _along("axis")
