@@ -1,5 +1,6 @@
 """`parallelize`: a model, a loss and an optimizer become a `Program`. The composition of every room, in order."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -7,19 +8,23 @@ from typing import Any
 import jax
 import optax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cjax.gradients import Evaluated, Gradients, Loss, micro_batched, plain
+from cjax.gradients import Evaluated, Gradients, Loss, Reduction, locally_accumulated, micro_batched, plain, reduction
 from cjax.mesh import BATCH_AXES, Device, build_mesh, resolve_devices
 from cjax.plan import Plan, require_supported
 from cjax.planner.estimate import SLACK, Activations, state_bytes
 from cjax.planner.hardware import hardware_of
 from cjax.planner.search import first_fitting
 from cjax.program import Parts, Program
+from cjax.sharding.local import LocalRows, local_rows
 from cjax.sharding.model import ModelStorage, place_loss, store_model
 from cjax.sharding.optimizer import store_optimizer
 from cjax.trace.capture import Capture, capture
+from cjax.trace.combine import denominator, lift, loss_total
 from cjax.trace.reading import Trace, trace_loss
+from cjax.trace.refine import refine
+from cjax.trace.refine_rules import whole
 from cjax.trace.simplify import simplify
 from cjax.trace.vectorize import vectorize
 
@@ -68,20 +73,11 @@ def compose(
     """From a captured model to a `Program`."""
     plan, notes = _decide(captured, optimizer, batch_shape, plan, devices)
     trace = trace_loss(captured, batch_shape, plan.microbatches, train=True)
+    if plan.microbatches > 1:
+        trace = lift(trace)
     mesh = build_mesh(plan.axis_sizes(), devices)
     storage = store_model(captured, trace, plan, mesh)
-    run = place_loss(trace, storage, plan, mesh)
-    loss = _as_loss(trace, run, batch_shape)
-    gradients: Gradients
-    if plan.microbatches == 1:
-        gradients = plain(loss)
-    else:
-        axes = tuple(a for a in BATCH_AXES if a in mesh.axis_names)
-
-        def constrain(parts: list[jax.Array]) -> list[jax.Array]:
-            return [lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, axes))) for x in parts]
-
-        gradients = micro_batched(loss, plan.microbatches, constrain)
+    gradients, more = _gradients(captured, batch_shape, trace, storage, plan, mesh)
     stored_optimizer = None
     if optimizer is not None:
         specs = storage.state_specs if plan.zero_stage else storage.used_specs
@@ -94,7 +90,7 @@ def compose(
     return Program(
         Parts(
             captured, plan, mesh, trace, storage, stored_optimizer, gradients, init, batch_shape,
-            notes=(*notes, *storage.layout.notes), compose=again,
+            notes=(*notes, *storage.layout.notes, *more), compose=again,
         )
     )  # fmt: skip
 
@@ -140,13 +136,66 @@ def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
-def _as_loss(trace: Trace, run: Any, batch_shape: PyTree) -> Loss:
+def _gradients(
+    captured: Capture, batch_shape: PyTree, trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh
+) -> tuple[Gradients, tuple[str, ...]]:
+    """Gradients of a whole batch, and what there is to say about how they are reduced."""
+    loss = _as_loss(trace, place_loss(trace, storage, plan, mesh))
+    if plan.microbatches == 1:
+        return plain(loss), ()
+    divide = functools.partial(denominator, trace.ratio)
+    axes = tuple(a for a in BATCH_AXES if a in mesh.axis_names)
+    why = ""
+    if plan.zero_stage < 3 and math.prod(mesh.shape[a] for a in axes) > 1:
+        local = local_rows(captured, batch_shape, trace, storage, plan, mesh)
+        if isinstance(local, LocalRows):
+            run = place_loss(local.trace, storage, plan, mesh, local.layout, local.draw)
+            reductions = _reductions(storage, plan, local.axes, mesh)
+            gradients = locally_accumulated(
+                _as_loss(local.trace, run), plan.microbatches, local.axes, reductions, mesh, divide
+            )
+            return gradients, _cost_of_waiting(reductions, storage, plan, mesh)
+        why = f"{local}, so gradients are reduced once per micro-batch"
+
+    def constrain(parts: list[jax.Array]) -> list[jax.Array]:
+        return [lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, axes))) for x in parts]
+
+    return micro_batched(loss, plan.microbatches, constrain, divide), (why,) if why else ()
+
+
+def _reductions(storage: ModelStorage, plan: Plan, axes: tuple[str, ...], mesh: Mesh) -> list[Reduction]:
+    """Gradients go where their optimizer state is, if ZeRO splits that."""
+    found = []
+    for slot in storage.params.slots:
+        state = storage.state_specs[slot.leaves[0]] if plan.zero_stage else slot.spec
+        placed = PartitionSpec(None, *state) if slot.is_stack else state
+        found.append(reduction(slot.stored_shape, slot.stored_spec, placed, axes, mesh))
+    return found
+
+
+def _cost_of_waiting(
+    reductions: Sequence[Reduction], storage: ModelStorage, plan: Plan, mesh: Mesh
+) -> tuple[str, ...]:
+    if plan.zero_stage < 2:
+        return ()
+    size = 0
+    for slot, how in zip(storage.params.slots, reductions, strict=True):
+        shape = NamedSharding(mesh, how.summed).shard_shape(slot.stored_shape)
+        size += math.prod(shape) * slot.dtype.itemsize
+    return (
+        f"zero=2 adds up the gradients of {plan.microbatches} micro-batches before it splits them: "
+        f"{size / 2**20:,.1f} MiB a device",
+    )
+
+
+def _as_loss(trace: Trace, run: Any) -> Loss:
     """The results of a trace, sorted."""
 
     def loss(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: Any, index: Any) -> Evaluated:
         outs = iter(run(params, frozen, carried, jax.tree.leaves(batch), key, index))
         total = next(outs)
         weight = next(outs) if trace.has_weight else None
+        total = total if weight is None else loss_total(trace.ratio, total, weight)
         aux = [(next(outs), next(outs) if is_mean else None) for is_mean in trace.aux_is_mean]
         return Evaluated(total, weight, aux, tuple(outs))
 
@@ -159,6 +208,7 @@ def _as_init(captured: Capture, storage: ModelStorage) -> Any:
 
     def init(key: jax.Array) -> tuple[Arrays, Arrays, Arrays]:
         closed = simplify(jax.make_jaxpr(captured.init)(key))
+        closed = refine(closed, [whole(key.shape)], [form for tree in trees for form in tree.forms])
         groups: list[tuple[int, ...]] = []
         offset = 0
         for tree in trees:

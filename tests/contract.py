@@ -165,9 +165,8 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A few steps of training, alternating the two batches, and the model's trees before and after."""
+    """A few steps of training, alternating the two batches, and the model's trees afterwards."""
 
-    initial: tuple[PyTree, PyTree, PyTree]
     steps: tuple[Step, ...]
     params: PyTree
     carried: PyTree
@@ -186,9 +185,8 @@ def trees(program: Program, state: Any) -> tuple[PyTree, PyTree, PyTree, PyTree]
 def train(name: str, plan: str, wide: bool) -> Run:
     """The run under cjax. Fails if anything is compiled after the first step."""
     program, (first, second) = program_of(name, plan, wide), subject(name, wide).batches
-    state = program.init(0)
-    params, frozen, carried, _ = trees(program, state)
-    initial, steps = (params, frozen, carried), []
+    state, steps = program.init(0), []
+    params, carried = None, None
     for index in range(NUM_STEPS):
         with no_compilation() if index else contextlib.nullcontext():
             state, metrics = program.step(state, second if index % 2 else first)
@@ -196,18 +194,23 @@ def train(name: str, plan: str, wide: bool) -> Run:
         steps.append(Step(np.asarray(metrics["loss"]), on_host(metrics.get("aux", {})), grads))
         assert int(metrics["skipped"]) == 0 and int(state.step) == index + 1
         np.testing.assert_allclose(metrics["grad_norm"], norm(grads), rtol=1e-5)
-    return Run(initial, tuple(steps), params, carried)
+    return Run(tuple(steps), params, carried)
 
 
 # -- the same model, trained by its author ----------------------------------------------------------------------------
 @functools.cache
+def author_initial(name: str, wide: bool) -> tuple[PyTree, PyTree, PyTree]:
+    """params, frozen and carried as the model's own init makes them."""
+    captured = subject(name, wide).captured
+    return captured.initial or jax.jit(captured.init)(jax.random.key(0))
+
+
+@functools.cache
 def author(name: str, parts: int, wide: bool) -> Run:
     """The run without cjax; `parts` micro-batches, each of every `parts`-th row."""
     case = subject(name, wide)
-    captured = case.captured
-    key = jax.random.key(0)
-    state = captured.initial or jax.jit(captured.init)(key)
-    initial = on_host(state)
+    captured, key = case.captured, jax.random.key(0)
+    state = author_initial(name, wide)
     opt_state = OPTIMIZER.init(state[0])
     backward, update = jax.jit(functools.partial(_part, captured, parts)), jax.jit(OPTIMIZER.update)
     steps = []
@@ -223,7 +226,7 @@ def author(name: str, parts: int, wide: bool) -> Run:
         updates, opt_state = update(grads, opt_state, params)
         state = (optax.apply_updates(params, updates), frozen, carried)
         steps.append(Step(on_host(loss), on_host(aux), on_host(grads)))
-    return Run(initial, tuple(steps), on_host(state[0]), on_host(state[2]))
+    return Run(tuple(steps), on_host(state[0]), on_host(state[2]))
 
 
 def _part(captured: Capture, parts: int, params: PyTree, *rest: Any) -> tuple[Any, ...]:

@@ -63,7 +63,7 @@ class GPTConfig:
 
 # GPT-2: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 # 175B: Brown et al., "Language Models are Few-Shot Learners", 2020, without its alternating sparse attention.
-presets: Mapping[str, GPTConfig] = {
+presets: dict[str, GPTConfig] = {
     "gpt-mini": GPTConfig(num_layers=4, num_heads=4, embed_dim=192, context=256, vocab_size=256),
     "gpt2": GPTConfig(),
     "gpt2-medium": GPTConfig(num_layers=24, num_heads=16, embed_dim=1024),

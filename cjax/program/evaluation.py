@@ -54,7 +54,7 @@ class Evaluator:
     def _make(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any]:
         parts = self._parts
         call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
-        trace = trace_loss(parts.capture, shape, 1, train=False, call=call)
+        trace = trace_loss(parts.capture, shape, 1, train=False, call=call, forms=parts.trace.forms)
         sizes = dict(parts.mesh.shape)
         shards = int(np.prod([sizes.get(axis, 1) for axis in BATCH_AXES]))
         if any(leaf.shape and leaf.shape[0] % shards for leaf in jax.tree.leaves(shape)):

@@ -140,15 +140,13 @@ def members(storage: Storage, tree: PyTree) -> Sequence[list[Any]]:
 def store_leaves(storage: Storage, tree: PyTree, mesh: Mesh) -> Arrays:
     """Stored arrays of a concrete tree, slot by slot, so that one slot is the most that exists twice."""
     arrays = []
-    for slot, leaves, sharding in zip(storage.slots, members(storage, tree), storage.shardings(mesh), strict=True):
+    placements = members(storage, storage.leaf_shardings(mesh))
+    slots = zip(storage.slots, members(storage, tree), placements, storage.shardings(mesh), strict=True)
+    for slot, leaves, placement, sharding in slots:
 
         def gather(*xs: jax.Array, slot: Any = slot) -> jax.Array:
-            return slot.pad(jnp.stack(xs) if slot.is_stack else jnp.copy(xs[0]))
+            return slot.store(jnp.stack(xs) if slot.is_stack else jnp.copy(xs[0]))
 
-        placed = [jax.device_put(leaf, NamedSharding(mesh, _even(slot, mesh))) for leaf in leaves]
+        placed = [jax.device_put(leaf, whole) for leaf, whole in zip(leaves, placement, strict=True)]
         arrays.append(jax.jit(gather, out_shardings=sharding)(*placed))
     return tuple(arrays)
-
-
-def _even(slot: Any, mesh: Mesh) -> PartitionSpec:
-    return slot.spec if slot.padded == slot.shape else PartitionSpec()

@@ -95,8 +95,8 @@ def _rules(trace: Trace, axis_sizes: Mapping[str, int], rules: Mapping[str, Axes
         leaf = next((i for i, leaf in enumerate(trace.leaves) if path and leaf.name.endswith(path)), None)
         if rule in by_name:
             found[by_name[rule]] = axes
-        elif leaf is not None and dim.isdigit() and int(dim) < len(trace.leaves[leaf].shape):
-            found[trace.classes_of(leaf)[int(dim)]] = axes
+        elif leaf is not None and dim.isdigit() and int(dim) < len(trace.user_classes_of(leaf)):
+            found[trace.user_classes_of(leaf)[int(dim)]] = axes
         else:
             dims = ", ".join(sorted(set(by_name)))
             raise ValueError(
@@ -124,7 +124,7 @@ def _choose(trace: Trace, size: int, excluded: set[int]) -> tuple[list[int], lis
     forbidden = set(excluded)
     for m in between:
         forbidden |= {dims.class_of(d) for d in m.contracted}
-    forbidden |= {dims.class_of(d) for d in dims.packed}
+    forbidden |= {dims.class_of(d) for d in dims.packed} | trace.part_classes
     heads = {dims.class_of(d) for m in between for d in m.batched}
     notes, candidates = [], []
     work: dict[int, int] = {}

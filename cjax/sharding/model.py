@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from cjax.mesh import DATA, ZERO
 from cjax.plan import Plan
 from cjax.sharding.layout import Layout, make_layout
-from cjax.sharding.place import Placer, WeightPlacement
+from cjax.sharding.place import Draw, Placer, WeightPlacement
 from cjax.sharding.storage import Storage, make_storage, stackable
 from cjax.sharding.zero import shard_over
 from cjax.trace.capture import Capture
@@ -67,7 +67,8 @@ def store_model(capture: Capture, trace: Trace, plan: Plan, mesh: Mesh) -> Model
     def storage(tree: PyTree, start: int, spec_of: Callable[[int], PartitionSpec]) -> Storage:
         leaves = jax.tree.leaves(tree)
         groups = [tuple(i - start for i in g) for g in stacks if all(start <= i < start + len(leaves) for i in g)]
-        return make_storage(tree, stackable(groups, leaves), spec_of, axis_sizes)
+        groups = stackable(groups, leaves)
+        return make_storage(tree, groups, spec_of, axis_sizes, lambda i: trace.form_of(start + i))
 
     def carried_spec(i: int) -> PartitionSpec:
         leaf = trace.leaves[num_params + num_frozen + i]
@@ -91,7 +92,12 @@ def _stacked_inputs(trace: Trace, stacked: Sequence[tuple[Any, ...]]) -> list[tu
 
 
 def place_loss(
-    trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh, layout: Layout | None = None
+    trace: Trace,
+    storage: ModelStorage,
+    plan: Plan,
+    mesh: Mesh,
+    layout: Layout | None = None,
+    draw: Draw | None = None,
 ) -> Callable[..., list[jax.Array]]:
     """The loss as a function of stored arrays: `(params, frozen, carried, batch leaves, key, index) -> results`.
 
@@ -103,6 +109,7 @@ def place_loss(
       plan: precision, remat and ZeRO stage.
       mesh: the mesh.
       layout: of this trace, if it is not the one that decided the storage.
+      draw: how random numbers are drawn, if the trace is of some devices' rows (`cjax.sharding.local`).
     """
     # With micro-batches, gradients of stages 1 and 2 are reduced once, after the last of them.
     reduces_here = plan.zero_stage == 3 or (plan.zero_stage == 2 and plan.microbatches == 1)
@@ -113,7 +120,7 @@ def place_loss(
     }
     gathers = plan.zero_stage == 3 and math.prod(mesh.shape.values()) > 1
     layout = layout or storage.layout
-    placer = Placer(trace, layout, mesh, weights, plan.precision, plan.remat, gathers)
+    placer = Placer(trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw)
     sizes = [len(trace.leaves_of(kind)) for kind in ("params", "frozen", "carried", "batch")]
     groups: list[tuple[int, ...]] = []
     offset = 0

@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.sharding.storage import Storage, make_storage, stackable
 from cjax.trace.dims import Dims, find_dims
+from cjax.trace.refine import refine
+from cjax.trace.refine_rules import Form, expand, whole
 from cjax.trace.simplify import simplify
 from cjax.trace.vectorize import vectorize
 from cjax.tree import leaf_names
@@ -65,8 +67,11 @@ def store_optimizer(
 
     _check_structure(optimizer, params_shape, state_shape)
     closed = simplify(jax.make_jaxpr(step)(params_shape, state_shape, params_shape))
-    placements = _placements(closed, params_shape, state_leaves, owners, spec_of)
-    storage = make_storage(state_shape, groups, placements.__getitem__, mesh.shape)
+    forms = params.forms
+    state_forms = _state_forms(closed, forms, params_shape, state_leaves, owners)
+    closed = refine(closed, [*forms, *state_forms, *forms], [*forms, *state_forms])
+    placements = _placements(closed, params_shape, state_leaves, owners, forms, state_forms, spec_of)
+    storage = make_storage(state_shape, groups, placements.__getitem__, mesh.shape, state_forms.__getitem__)
     in_groups = _offset(params.groups, 0)
     num_params, num_state = len(jax.tree.leaves(params_shape)), len(state_leaves)
     run = vectorize(
@@ -74,7 +79,7 @@ def store_optimizer(
         [*in_groups, *_offset(storage.groups, num_params), *_offset(params.groups, num_params + num_state)],
         [*in_groups, *_offset(storage.groups, num_params)],
     )
-    first = simplify(jax.make_jaxpr(optimizer.init)(params_shape))
+    first = refine(simplify(jax.make_jaxpr(optimizer.init)(params_shape)), forms, state_forms)
     run_init = vectorize(first, in_groups, storage.groups)
     local = tuple(_stacked_spec(slot, spec_of(slot.leaves[0])) for slot in params.slots)
 
@@ -138,27 +143,57 @@ def _stacks(
     return stacks
 
 
+def _state_forms(
+    closed: jex.ClosedJaxpr,
+    forms: Sequence[Form],
+    params_shape: PyTree,
+    state_leaves: Sequence[Any],
+    owners: Sequence[tuple[str, int] | None],
+) -> list[Form]:
+    """State of a parameter with packed dims is taken apart as it is: were it whole, each update would gather both."""
+    leaves = jax.tree.leaves(params_shape)
+    state_forms = [whole(leaf.shape) for leaf in state_leaves]
+    if not any(max(form, default=1) > 1 for form in forms):
+        return state_forms
+    dims = find_dims(closed)
+    for i, (leaf, owner) in enumerate(zip(state_leaves, owners, strict=True)):
+        if owner is None or max(forms[owner[1]], default=1) == 1:
+            continue
+        shape, form = leaves[owner[1]].shape, forms[owner[1]]
+        if tuple(leaf.shape) == tuple(shape):
+            state_forms[i] = form
+            continue
+        keys = zip(dims.inputs[owner[1]], shape, strict=True)
+        parts = {(dims.class_of(d), n): num for (d, n), num in zip(keys, form, strict=True)}
+        own = zip(dims.inputs[len(leaves) + i], leaf.shape, strict=True)
+        state_forms[i] = tuple(parts.get((dims.class_of(d), n), 1) for d, n in own)
+    return state_forms
+
+
 def _placements(
     closed: jex.ClosedJaxpr,
     params_shape: PyTree,
     state_leaves: Sequence[Any],
     owners: Sequence[tuple[str, int] | None],
+    forms: Sequence[Form],
+    state_forms: Sequence[Form],
     spec_of: Callable[[int], PartitionSpec],
 ) -> list[PartitionSpec]:
     """State of a parameter's shape lies as the parameter does; factors of it by the dims they have in common."""
-    shapes = [tuple(leaf.shape) for leaf in jax.tree.leaves(params_shape)]
+    shapes = [expand(leaf.shape, form) for leaf, form in zip(jax.tree.leaves(params_shape), forms, strict=True)]
     dims: Dims | None = None
     specs = []
-    for leaf, owner in zip(state_leaves, owners, strict=True):
-        if owner is None or not leaf.shape:
-            specs.append(PartitionSpec(*[None] * len(leaf.shape)))
-        elif tuple(leaf.shape) == shapes[owner[1]]:
+    for leaf, form, owner in zip(state_leaves, state_forms, owners, strict=True):
+        shape = expand(leaf.shape, form)
+        if owner is None or not shape:
+            specs.append(PartitionSpec(*[None] * len(shape)))
+        elif shape == shapes[owner[1]]:
             specs.append(spec_of(owner[1]))
         else:
             dims = dims or find_dims(closed)
             own = dims.inputs[len(shapes) + len(specs)]
             param = owner[1]
-            specs.append(_shared_dims(dims, own, dims.inputs[param], spec_of(param), leaf.shape, shapes[param]))
+            specs.append(_shared_dims(dims, own, dims.inputs[param], spec_of(param), shape, shapes[param]))
     return specs
 
 

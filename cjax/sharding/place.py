@@ -21,6 +21,9 @@ from cjax.trace.precision import LOW, MATMULS, Lowering
 from cjax.trace.reading import Trace
 from cjax.trace.rewrite import Hooks, bind
 
+# Evaluates an equation that draws random numbers for other rows than its own; None for all other equations.
+Draw = Callable[[Any, list[Any]], list[Any] | None]
+
 PINNED = MATMULS | {"gather"}
 
 
@@ -48,6 +51,15 @@ class WeightPlacement:
     gradient: PartitionSpec
 
 
+def constrained(value: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """`value` placed as `spec` says; where some axes of the mesh are manual, on what is left of it."""
+    context = jax.sharding.get_abstract_mesh()
+    manual = context.manual_axes
+    if all(size == 1 or axis in manual for axis, size in mesh.shape.items()):
+        return value
+    return lax.with_sharding_constraint(value, NamedSharding(context if manual else mesh, spec))
+
+
 class Placer(Hooks):
     """The hooks that place a trace on a mesh."""
 
@@ -60,18 +72,17 @@ class Placer(Hooks):
         precision: str = "float32",
         remat: str = "none",
         gathers: bool = False,
+        draw: Draw | None = None,
     ) -> None:
         self._trace, self._layout, self._mesh, self._weights = trace, layout, mesh, weights
         self._lowering = Lowering(trace.closed) if precision == "bfloat16" else None
-        self._remat, self._gathers = remat, gathers
+        self._remat, self._gathers, self._draw = remat, gathers, draw
         dims = trace.dims
         products = [m.lhs_origin for m in dims.matmuls] + [m.rhs_origin for m in dims.matmuls]
         self._rounded = {o for o in products if o is not None} | {leaf for leaf, _, _ in dims.tables}
 
     def constrain(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
-        if self._mesh.size == 1:
-            return value
-        return lax.with_sharding_constraint(value, NamedSharding(self._mesh, spec))
+        return constrained(value, self._mesh, spec)
 
     def weight(self, leaf: int, value: jax.Array) -> jax.Array:
         placement = self._weights.get(leaf)
@@ -85,6 +96,9 @@ class Placer(Hooks):
         return _ready(self._mesh, used, gradient, low)(value)
 
     def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+        drawn = self._draw(eqn, ins) if self._draw else None
+        if drawn is not None:
+            return drawn
         outs = self._lowering.equation(eqn, ins, scope) if self._lowering else bind(eqn, ins)
         if eqn.primitive.name in PINNED:
             outs = [self._pin(var, out, scope) for var, out in zip(eqn.outvars, outs, strict=True)]
@@ -121,17 +135,14 @@ class Placer(Hooks):
 def _ready(mesh: Mesh, used: PartitionSpec, gradient: PartitionSpec, low: bool) -> Callable[[jax.Array], jax.Array]:
     """A weight as it is used, whose gradient comes back in float32 and in the placement of the optimizer's state."""
 
-    def constrain(value: jax.Array, spec: PartitionSpec) -> jax.Array:
-        return value if mesh.size == 1 else lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
-
     def make(value: jax.Array) -> jax.Array:
-        return constrain(value.astype(LOW) if low else value, used)  # rounded first: half the bytes to gather
+        return constrained(value.astype(LOW) if low else value, mesh, used)  # rounded first: half the bytes to gather
 
     def forward(value: jax.Array) -> tuple[jax.Array, None]:
         return make(value), None  # not `ready(value)`: as one call it would be saved, copies and all
 
     def backward(_: None, gradient_: jax.Array) -> tuple[jax.Array]:
-        return (constrain(gradient_.astype("float32") if low else gradient_, gradient),)
+        return (constrained(gradient_.astype("float32") if low else gradient_, mesh, gradient),)
 
     ready = jax.custom_vjp(make)
     ready.defvjp(forward, backward)

@@ -34,6 +34,15 @@ class Split:
     minor: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Cut:
+    """A part taken out of a dim: [3 * heads] -> [heads]. `parts` such make the whole; 0 where no number does."""
+
+    whole: int
+    part: int
+    parts: int
+
+
 @dataclass
 class Scope:
     """The dims of the variables of one jaxpr, and of the jaxprs nested in its equations."""
@@ -57,6 +66,8 @@ class Dims:
         # Lookups in a weight: (input leaf, id of its looked-up dim, ids of the rows).
         self.tables: list[tuple[int, int, tuple[int, ...]]] = []
         self.splits: list[Split] = []
+        self.cuts: list[Cut] = []
+        self.joined: list[int] = []  # dims of operands that a concatenation puts end to end
         self.packed: dict[int, int] = {}  # id -> number of equal parts it is cut into (packed q, k, v)
         self.layers: list[int] = []  # the layer dims of those stacks
         self.layer_carries: list[tuple[int, ...]] = []  # carries of the author's own scans over stacked weights

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from cjax.trace.dim_classes import Dims, Ids, Matmul, Scope
+from cjax.trace.dim_classes import Cut, Dims, Ids, Matmul, Scope
 
 # Results that hold the same numbers as their first operand: a weight stays a weight through them.
 KEEPS_ORIGIN = frozenset(
@@ -18,9 +18,9 @@ KEEPS_ORIGIN = frozenset(
 
 def elementwise(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
     shaped = [ids for ids in ins if ids]
+    if any(len(ids) != len(out) for ids in shaped for out in outs):
+        return False
     for out in outs:
-        if any(len(ids) != len(out) for ids in shaped):
-            return False
         for ids in shaped:
             dims.unite_all(ids, out)
 
@@ -89,6 +89,8 @@ def concatenate(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Sc
         for position, (a, b) in enumerate(zip(ids, outs[0], strict=True)):
             if position != eqn.params["dimension"]:
                 dims.unite(a, b)
+            else:
+                dims.joined.append(a)
 
 
 def same_rank(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
@@ -104,9 +106,13 @@ def slice_(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) 
     starts, strides = eqn.params["start_indices"], eqn.params["strides"]
     for position, (a, b) in enumerate(zip(ins[0], outs[0], strict=True)):
         whole, part = dims.size[a], dims.size[b]
-        if part < whole and whole % part == 0 and starts[position] % part == 0 and part > 1:
-            if strides is None or strides[position] == 1:
-                dims.packed[a] = whole // part
+        if part == whole:
+            continue
+        even = 0 < part and whole % part == 0 and starts[position] % part == 0
+        parts = whole // part if even and (strides is None or strides[position] == 1) else 0
+        dims.cuts.append(Cut(a, b, parts))
+        if parts and part > 1:
+            dims.packed[a] = parts
 
 
 def split(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
@@ -114,10 +120,26 @@ def split(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -
     for out in outs:
         dims.unite_all([d for i, d in enumerate(ins[0]) if i != axis], [d for i, d in enumerate(out) if i != axis])
     sizes = [dims.size[out[axis]] for out in outs]
-    if len(set(sizes)) == 1 and len(sizes) > 1:
+    if len(sizes) > 1:
+        even = len(set(sizes)) == 1
+        dims.cuts += [Cut(ins[0][axis], out[axis], len(sizes) if even else 0) for out in outs]
         dims.packed[ins[0][axis]] = len(sizes)
+    if len(set(sizes)) == 1:
         for out in outs[1:]:
             dims.unite(outs[0][axis], out[axis])
+
+
+def unstack(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    axis = eqn.params["axis"]
+    for out in outs:
+        dims.unite_all([d for i, d in enumerate(ins[0]) if i != axis], out)
+    dims.cuts += [Cut(ins[0][axis], dims.new(1), len(outs)) for _ in outs]
+
+
+def stack(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    axis = eqn.params["axis"]
+    for ids in ins:
+        dims.unite_all(ids, [d for i, d in enumerate(outs[0]) if i != axis])
 
 
 def dot_general(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
@@ -192,6 +214,7 @@ def scatter(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope)
 def top_k(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     for out in outs:
         dims.unite_all(ins[0], out)
+        dims.unite_all(outs[0], out)
 
 
 def sort(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
@@ -269,6 +292,8 @@ RULES: dict[str, Any] = {
     "concatenate": concatenate,
     "slice": slice_,
     "split": split,
+    "stack": stack,
+    "unstack": unstack,
     "dot_general": dot_general,
     "conv_general_dilated": conv,
     "gather": gather,

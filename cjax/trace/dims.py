@@ -32,7 +32,7 @@ def find_dims(closed: jex.ClosedJaxpr, num_weights: int = 0) -> Dims:
 
     >>> import jax, jax.numpy as jnp
     >>> dims = find_dims(jax.make_jaxpr(jnp.dot)(jnp.ones((4, 3)), jnp.ones((3, 5))))
-    >>> dims.inputs[0][1] == dims.inputs[1][0]
+    >>> dims.class_of(dims.inputs[0][1]) == dims.class_of(dims.inputs[1][0])
     True
     """
     dims = Dims(_rule_of)
@@ -41,7 +41,8 @@ def find_dims(closed: jex.ClosedJaxpr, num_weights: int = 0) -> Dims:
         if index < num_weights:
             dims.top.origin[var] = index
     dims.run(closed.jaxpr, dims.top)
-    dims.inputs = [dims.of(var) for var in closed.jaxpr.invars]
+    # Ids, not classes: a class may hold dims of several sizes (query heads and key-value heads), an id has its own.
+    dims.inputs = [tuple(dims.ids_of(var, dims.top)) for var in closed.jaxpr.invars]
     return dims
 
 

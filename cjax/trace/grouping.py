@@ -5,6 +5,7 @@ they are alike, and so are the ones that make their operands. Forwards from the 
 member i of the same stacks are a group too, although what uses them (a global norm) does not keep layers apart.
 """
 
+import collections
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,13 +50,15 @@ class Stack:
 
 
 Operand = One | Whole | Take | Stack
+# Long chains of these over all leaves (a global norm, "is everything finite?") are reductions of stacks.
+CHAINED = {"add": "f", "max": "fiu", "min": "fiu", "and": "b", "or": "b"}  # primitive: kinds of dtype
 
 
 class Grouping:
     """Groups of like equations: `groups` by id, `member` says of which stack a variable is which member.
 
     Variables that are computed twice from the same operands are one (`canonical`), so that what layers share is found
-    even where each of them computes it anew.
+    even where each of them computes it anew. `chains` are the terms that an equation and those before it add up.
     """
 
     def __init__(self, jaxpr: Jaxpr, in_groups: Sequence[tuple[int, ...]], out_groups: Sequence[tuple[int, ...]]):
@@ -73,6 +76,7 @@ class Grouping:
         self.outs = [tuple(self.canonical(jaxpr.outvars[i]) for i in group) for group in out_groups]
         self._search_backwards([atoms for atoms in self.outs if len(atoms) > 1])
         self._search_forwards()
+        self.chains = self._search_chains()
 
     def canonical(self, atom: Atom) -> Atom:
         return atom if type(atom) is Literal else self._alias.get(atom, atom)
@@ -187,6 +191,53 @@ class Grouping:
             if None not in stacks and len({self.size[s] for s in stacks if s}) == 1:
                 if len(bucket) == self.size[stacks[0]] and len(bucket) > 1:  # type: ignore[index]
                     self._group([bucket[number] for number in range(len(bucket))])
+
+    def _search_chains(self) -> dict[int, tuple[Atom, ...]]:
+        uses = collections.Counter(
+            atom
+            for index, eqn in enumerate(self.eqns)
+            if any(var in self.producer for var in eqn.outvars) or eqn.effects
+            for atom in self.operands(index)
+            if type(atom) is not Literal
+        )
+        uses.update(atom for atoms in self.outs for atom in atoms if type(atom) is not Literal)
+        chains: dict[int, tuple[Atom, ...]] = {}
+        inner: set[int] = set()
+        for root in reversed(range(len(self.eqns))):
+            name = self.eqns[root].primitive.name
+            if name not in CHAINED or root in inner:
+                continue
+            out: Atom = self.eqns[root].outvars[0]
+            if out in self.member or out not in self.producer or out.aval.dtype.kind not in CHAINED[name]:
+                continue
+            terms: list[Atom] = []
+            pending = self.operands(root)[::-1]
+            while pending:
+                atom = pending.pop()
+                before = self.producer.get(atom, (-1, 0))[0] if type(atom) is not Literal else -1
+                alike = before >= 0 and self.eqns[before].primitive.name == name and atom.aval == out.aval
+                if alike and uses[atom] == 1 and atom not in self.member:
+                    inner.add(before)
+                    pending.extend(self.operands(before)[::-1])
+                else:
+                    terms.append(atom)
+            chains[root] = tuple(terms)
+        return chains
+
+    def together(self, atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
+        """Positions of `atoms`, together where they are all members of one stack."""
+        found: dict[Source, dict[int, int]] = {}
+        for position, atom in enumerate(atoms):
+            if type(atom) is not Literal and atom in self.member:
+                source, member = self.member[atom]
+                found.setdefault(source, {}).setdefault(member, position)
+        groups = [
+            tuple(positions[member] for member in range(self.size[source]))
+            for source, positions in found.items()
+            if len(positions) == self.size[source]
+        ]
+        grouped = {position for group in groups for position in group}
+        return sorted([*groups, *((position,) for position in range(len(atoms)) if position not in grouped)])
 
     def _found(self, source: Source) -> Source | None:
         """The stack that a bucket has become, if it was full; buckets come in the order of their first equation."""

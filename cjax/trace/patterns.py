@@ -53,6 +53,11 @@ def lift_mean(closed: ClosedJaxpr, batch_invars: set[int], num_params_invars: in
     >>> lift_mean(trace, {1}, 1).kind
     'mean'
     """
+    return verdict(follow(closed, batch_invars, num_params_invars)[0])
+
+
+def follow(closed: ClosedJaxpr, batch_invars: set[int], num_params_invars: int) -> list[Value]:
+    """What each result of a flat trace has to do with the examples; arguments as for `lift_mean`."""
     jaxpr: Any = closed.jaxpr
     sizes = {jaxpr.invars[i].aval.shape[0] for i in batch_invars if jaxpr.invars[i].aval.shape}
     assert len(sizes) == 1, f"leaves of the batch differ in dim 0: {sizes}"
@@ -63,11 +68,11 @@ def lift_mean(closed: ClosedJaxpr, batch_invars: set[int], num_params_invars: in
         else:
             values.append(replace(FIXED, trained=position < num_params_invars))
     consts = [_constant(const) for const in closed.consts]
-    (loss, *_) = _interpret(jaxpr, [*consts, *values], sizes.pop())
-    return _verdict(loss)
+    return _interpret(jaxpr, [*consts, *values], sizes.pop())
 
 
-def _verdict(loss: Value) -> Lifted:
+def verdict(loss: Value) -> Lifted:
+    """What micro-batches of a loss are allowed, and how they combine."""
     couplings = tuple(sorted(loss.couplings))
     match loss.kind:
         case "fixed":

@@ -2,7 +2,7 @@
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,6 +13,11 @@ from jax.extend import core as jex
 from cjax.trace.blocks import Run, find_runs
 from cjax.trace.capture import Capture, Mean
 from cjax.trace.dims import Dims, find_dims
+from cjax.trace.examples import Value
+from cjax.trace.packed import packed_forms
+from cjax.trace.patterns import Lifted
+from cjax.trace.refine import refine
+from cjax.trace.refine_rules import Form, expand, whole
 from cjax.trace.simplify import simplify
 from cjax.tree import leaf_names
 
@@ -21,7 +26,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Leaf:
-    """One input of the trace: an array of the user's own tree."""
+    """One input of the trace: an array of the user's own tree, packed dims taken apart (see `Trace.forms`)."""
 
     name: str
     kind: str  # "params" | "frozen" | "carried" | "batch" | "key" | "index"
@@ -35,6 +40,7 @@ class Trace:
 
     closed: jex.ClosedJaxpr
     leaves: tuple[Leaf, ...]
+    forms: Mapping[int, Form]  # inputs that pack several tensors: parts that each of the user's dims is made of
     dims: Dims
     runs: tuple[Run, ...]
     names: Mapping[int, str]  # class -> name
@@ -43,6 +49,8 @@ class Trace:
     num_loss: int  # results that are the loss: a scalar, or the total and weight of a `Mean`; 0 if there is none
     aux_tree: Any  # the user's aux, `Mean`s as leaves
     aux_is_mean: tuple[bool, ...]
+    results: tuple[Value, ...] = ()  # what each result has to do with the examples, once `lift` has found out
+    ratio: Lifted | None = None  # of a loss that was one number, and now is its total and weight
 
     @property
     def has_weight(self) -> bool:
@@ -56,12 +64,32 @@ class Trace:
         """The names of the dims of input `leaf`."""
         return tuple(self.names.get(c, "?") for c in self.classes_of(leaf))
 
+    def form_of(self, leaf: int) -> Form | None:
+        """How input `leaf` differs from the user's array: the parts that each of its dims is made of."""
+        return self.forms.get(leaf)
+
+    def user_classes_of(self, leaf: int) -> tuple[int, ...]:
+        """A class for each dim of the user's array; for a packed one that of what a part holds."""
+        classes = iter(self.classes_of(leaf))
+        form = self.forms.get(leaf) or whole(self.leaves[leaf].shape)
+        return tuple((next(classes), next(classes))[1] if parts > 1 else next(classes) for parts in form)
+
+    @property
+    def part_classes(self) -> frozenset[int]:
+        """Classes of the dims that count the tensors packed in a weight."""
+        return frozenset(c for i in self.forms for c in self.classes_of(i) if c not in self.user_classes_of(i))
+
     def classes_of(self, leaf: int) -> tuple[int, ...]:
         return tuple(self.dims.class_of(d) for d in self.dims.inputs[leaf])
 
 
 def trace_loss(
-    capture: Capture, batch_shape: PyTree, num_parts: int, train: bool, call: Callable[..., Any] | None = None
+    capture: Capture,
+    batch_shape: PyTree,
+    num_parts: int,
+    train: bool,
+    call: Callable[..., Any] | None = None,
+    forms: Mapping[int, Form] | None = None,
 ) -> Trace:
     """Trace the user's loss on one micro-batch and read it.
 
@@ -74,6 +102,7 @@ def trace_loss(
       num_parts: number of micro-batches that the batch is cut into.
       train: whether to trace the loss as in training.
       call: `(model, batch, key, train) -> (None, results)` to trace in place of the loss; its results become aux.
+      forms: of the weights, as an earlier trace of this model has them; found in this one if left out.
     """
 
     def function(params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Any, index: Any) -> Any:
@@ -106,7 +135,7 @@ def trace_loss(
             leaves.append(Leaf(name or kind, kind, tuple(leaf.shape), leaf.dtype))
     aux_leaves, aux_tree = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, Mean))
     aux_is_mean = tuple(isinstance(x, Mean) for x in aux_leaves)
-    return _read(closed, leaves, capture.dim_names, len(jax.tree.leaves(loss)), aux_tree, aux_is_mean)
+    return _read(closed, leaves, capture.dim_names, len(jax.tree.leaves(loss)), aux_tree, aux_is_mean, forms)
 
 
 def _read(
@@ -116,10 +145,20 @@ def _read(
     num_loss: int,
     aux_tree: Any,
     aux_is_mean: tuple[bool, ...],
+    forms: Mapping[int, Form] | None,
 ) -> Trace:
     closed = simplify(closed)
     num_weights = sum(leaf.kind in ("params", "frozen") for leaf in leaves)
     dims = find_dims(closed, num_weights)
+    forms = packed_forms(dims, num_weights) if forms is None else forms
+    if forms:
+        ins = [forms.get(i, whole(leaf.shape)) for i, leaf in enumerate(leaves)]
+        outs = [whole(atom.aval.shape) for atom in closed.jaxpr.outvars]
+        closed = refine(closed, ins, outs, dims)
+        dims = find_dims(closed, num_weights)
+        given_names = given_names | {leaves[i].name: _part_names(form, given_names.get(leaves[i].name, ()))
+                                     for i, form in forms.items()}
+        leaves = [replace(leaf, shape=expand(leaf.shape, form)) for leaf, form in zip(leaves, ins, strict=True)]
     runs = find_runs(closed)
     for run in runs:
         for group in (*run.corresponding(closed.jaxpr.eqns), *run.stacked):
@@ -133,8 +172,13 @@ def _read(
     stream = _stream(dims, runs, batch_class)
     names = _names(dims, leaves, given_names, batch_class, stream)
     return Trace(
-        closed, tuple(leaves), dims, runs, names, batch_class, stream, num_loss, aux_tree, aux_is_mean
+        closed, tuple(leaves), forms, dims, runs, names, batch_class, stream, num_loss, aux_tree, aux_is_mean
     )
+
+
+def _part_names(form: Form, given: Sequence[str | None]) -> list[str | None]:
+    names = [*given, *[None] * (len(form) - len(given))]
+    return [name for parts, old in zip(form, names, strict=True) for name in (("parts", old) if parts > 1 else (old,))]
 
 
 def _stream(dims: Dims, runs: Sequence[Run], batch_class: int | None) -> frozenset[int]:
@@ -193,7 +237,7 @@ def _names(
     for m in weighted:
         for dim in m.batched:
             name(dim, "experts")
-        for dim in m.contracted if any(names.get(dims.class_of(d)) == "heads" for d in m.contracted) else ():
+        for dim in m.contracted if any(names.get(dims.class_of(d), "").startswith("heads") for d in m.contracted) else ():
             name(dim, "value_dim")
     widest = [c for c, _ in roles.most_common() if c in stream and c not in names] or [
         c for c, _ in roles.most_common(1) if roles[c] > 2

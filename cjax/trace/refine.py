@@ -3,7 +3,7 @@
 A mesh axis can split a dim into blocks, but not the inner factor of a merged dim. So a dim that holds several tensors
 side by side is made two, of parts and of what a part holds, in every tensor that has it; then the second can be split.
 Equations that can work on the two do; before any other the dim is merged, and taken apart again behind it, which is
-always right. The trace is changed by substitution: only equations that touch such a dim are traced anew, each kind once.
+always right. The trace is changed by substitution: only equations that touch such a dim are traced anew, a kind once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from cjax.trace.dim_classes import Dims, Scope
+from cjax.trace.dims import find_dims
 from cjax.trace.identity import equation_key
 from cjax.trace.refine_rules import Form, expand, refined, whole
 from cjax.trace.simplify import REMAT_NAMES, scan_counts
@@ -23,32 +24,32 @@ Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 Env = dict[Var, Atom]
 
 
-def refine(closed: ClosedJaxpr, ins: Sequence[Form], outs: Sequence[Form], dims: Dims) -> ClosedJaxpr:
+def refine(closed: ClosedJaxpr, ins: Sequence[Form], outs: Sequence[Form], dims: Dims | None = None) -> ClosedJaxpr:
     """The same computation on inputs and results of other shapes.
 
     Args:
       closed: a flat trace.
       ins: for each input, the number of parts that each of its dims is made of; see `Form`.
       outs: the same for each result.
-      dims: of `closed`: what is the same dim as one taken apart in an input or result is taken apart too.
+      dims: of `closed`, if known: what is the same dim as one taken apart in an input or result is taken apart too.
 
     >>> import jax, jax.numpy as jnp
-    >>> from cjax.trace.dims import find_dims
     >>> closed = jax.make_jaxpr(lambda x: x + 1)(jnp.arange(6))
-    >>> refined = refine(closed, [(3,)], [(3,)], find_dims(closed))
-    >>> jax.core.jaxpr_as_fun(refined)(jnp.arange(6).reshape(3, 2))
+    >>> refined = refine(closed, [(3,)], [(3,)])
+    >>> jax.extend.core.jaxpr_as_fun(refined)(jnp.arange(6).reshape(3, 2))
     [Array([[1, 2],
            [3, 4],
            [5, 6]], dtype=int32)]
     """
+    if not any(max(form, default=1) > 1 for form in (*ins, *outs)):
+        return closed
+    dims = dims or find_dims(closed)
     parts: dict[tuple[int, int], int] = {}
     for forms, atoms in ((ins, closed.jaxpr.invars), (outs, closed.jaxpr.outvars)):
         for form, atom in zip(forms, atoms, strict=True):
             if max(form, default=1) > 1 and type(atom) is not Literal:
                 keys = zip(dims.of(atom), _shape(atom), strict=True)
                 parts |= {key: num for key, num in zip(keys, form, strict=True) if num > 1 and key not in parts}
-    if not any(max(form, default=1) > 1 for form in (*ins, *outs)):
-        return closed
     jaxpr = _Refiner(dims, parts).jaxpr(closed.jaxpr, dims.top, ins, outs)
     return ClosedJaxpr(jaxpr, closed.consts)
 

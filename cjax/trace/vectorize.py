@@ -4,6 +4,7 @@ A model's init and an optimizer's update are written for one leaf per layer; cja
 Unstacking, updating and restacking would take twice the memory, and compile time would grow with depth.
 """
 
+import functools
 import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ def vectorize(
     `in_groups` and `out_groups` are partitions of the positions of inputs and outputs. A group of one is stored as it
     is, a larger one as one array with its members, in the order given, along a new dim 0. The function can be traced;
     how many equations that gives does not depend on the sizes of the groups, but for what the trace does with members
-    one by one (a sum over all leaves).
+    one by one. Sums over all leaves (a global norm) are reductions of stacks, which round in another order.
 
     >>> import jax
     >>> from cjax.trace.simplify import simplify
@@ -98,27 +99,13 @@ def _operands(grouping: Grouping, node: Node) -> list[Operand]:
     if kind == "group":
         rows = [grouping.operands(index) for index in grouping.groups[number]]
         return [grouping.resolve(atoms) for atoms in zip(*rows, strict=True)]
-    atoms = grouping.operands(number)
-    if grouping.eqns[number].primitive.name != "cond":
-        return [One(atom) for atom in atoms]
-    return [grouping.resolve(tuple(atoms[i] for i in group)) for group in _cond_groups(grouping, number)]
-
-
-def _cond_groups(grouping: Grouping, number: int) -> list[tuple[int, ...]]:
-    """The operands of a conditional, together where they are all members of one stack."""
-    positions: dict[Source, dict[int, int]] = {}
-    for position, atom in enumerate(grouping.operands(number)):
-        if type(atom) is not Literal and atom in grouping.member:
-            source, member = grouping.member[atom]
-            positions.setdefault(source, {}).setdefault(member, position)
-    groups = [
-        tuple(found[member] for member in range(grouping.size[source]))
-        for source, found in positions.items()
-        if len(found) == grouping.size[source]
+    atoms = grouping.chains.get(number, grouping.operands(number))
+    alone = 0 if number in grouping.chains else 1 if grouping.eqns[number].primitive.name == "cond" else len(atoms)
+    stacks = grouping.together(atoms[alone:])
+    return [
+        *(One(atom) for atom in atoms[:alone]),
+        *(grouping.resolve(tuple(atoms[alone:][position] for position in group)) for group in stacks),
     ]
-    grouped = {position for group in groups for position in group}
-    singles = [(position,) for position in range(len(grouping.operands(number))) if position not in grouped]
-    return sorted([*singles, *groups])
 
 
 def _needs(grouping: Grouping, operand: Operand) -> set[Node]:
@@ -201,6 +188,8 @@ def _evaluate(node: Node, operands: list[Operand], values: _Values) -> None:
                 values.stacked["group", number, result] = value
         elif eqn.primitive.name == "cond":
             _evaluate_cond(number, args, values)
+        elif number in grouping.chains:
+            _evaluate_chain(number, operands, args, values)
         else:
             values.one.update(zip(eqn.outvars, _bind(eqn, args), strict=True))
 
@@ -232,7 +221,7 @@ def _same_bits_batched(eqn: JaxprEqn) -> bool:
 def _evaluate_cond(number: int, args: list[Any], values: _Values) -> None:
     grouping = values.grouping
     eqn = grouping.eqns[number]
-    in_groups = [tuple(position - 1 for position in group) for group in _cond_groups(grouping, number)[1:]]
+    in_groups = grouping.together(grouping.operands(number)[1:])
     stacked = grouping.branch_outs.get(number, [])
     rest = [i for i in range(len(eqn.outvars)) if all(i not in group for group in stacked)]
     out_groups = [*stacked, *((i,) for i in rest)]
@@ -241,3 +230,15 @@ def _evaluate_cond(number: int, args: list[Any], values: _Values) -> None:
     for n in range(len(stacked)):
         values.stacked["branch", number, n] = results[n]
     values.one.update(zip([eqn.outvars[i] for i in rest], results[len(stacked) :], strict=True))
+
+
+_REDUCTIONS = {"add": jnp.sum, "max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}
+
+
+def _evaluate_chain(number: int, operands: list[Operand], args: list[Any], values: _Values) -> None:
+    """Adds up all terms of a chain; the members of a stack in one reduction."""
+    eqn = values.grouping.eqns[number]
+    reduce = _REDUCTIONS[eqn.primitive.name]
+    terms = [reduce(arg, axis=0) if isinstance(op, Whole) else arg for op, arg in zip(operands, args, strict=True)]
+    total = functools.reduce(lambda total, term: _bind(eqn, [*total, term]), terms[1:], terms[:1])
+    values.one.update(zip(eqn.outvars, total, strict=True))

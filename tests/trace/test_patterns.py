@@ -50,7 +50,7 @@ def masked_and_guarded(p, b):
 
 
 def masked_with_epsilon(p, b):
-    return (cross_entropies(p, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-6)
+    return (cross_entropies(p, b) * b["mask"]).sum() / (b["mask"].sum() + 0.5)
 
 
 def normalised_weights(p, b):
@@ -100,6 +100,11 @@ def accumulated_over_chunks(p, b):
 
 def vmapped(p, b):
     return jax.vmap(lambda x, y: optax.huber_loss(x.mean(0) @ p["v"], y))(b["x"], b["target"]).mean()
+
+
+def two_views(p, b):
+    views = jnp.concatenate([b["x"][:, 0] * p["v"], b["x"][:, 1] * p["v"]]).reshape(2, -1, DIM)
+    return ((views[0] - views[1]) ** 2).sum(-1).mean()
 
 
 def in_remat(p, b):
@@ -195,7 +200,7 @@ def combined(loss, data):
     return total / (max(weight, lifted.floor) + lifted.offset)
 
 
-MEANS = [mse, indexed, per_example_then_mean, flattened, time_major, accumulated_over_chunks, vmapped, in_remat]
+MEANS = [mse, indexed, per_example_then_mean, flattened, time_major, accumulated_over_chunks, vmapped, in_remat, two_views]
 MEANS += [scaled_by_a_scalar, weighted_ones, mean_of_sums, sum_then_mean]
 RATIOS = [masked_by_where, masked_and_guarded, masked_with_epsilon, normalised_weights, where_guard, ratio_and_decay]
 
@@ -212,6 +217,21 @@ def test_a_guard_acts_on_the_whole_weight():
     data = {**DATA, "mask": np.zeros((BATCH, SEQ), np.float32)}
     data["mask"][0, 0] = 0.25  # less than the guard, and in one micro-batch only
     np.testing.assert_allclose(combined(masked_and_guarded, data), masked_and_guarded(PARAMS, data), rtol=1e-5)
+
+
+def test_a_mean_over_something_as_long_as_the_batch_is_no_mean_over_it():
+    square = {"x": RANDOM.normal(size=(BATCH, BATCH)).astype(np.float32)}
+    assert trace(lambda p, b: (b["x"] * p["v"][0]).sum(0).mean(), square)[1].kind == "sum"
+    assert trace(lambda p, b: (b["x"] * p["v"][0]).sum(1).mean(), square)[1].kind == "mean"
+    assert trace(lambda p, b: (b["x"] * p["v"][0]).mean(1).sum(), square)[1].kind == "sum"
+
+
+def test_a_branch_chosen_by_the_batch_couples_it():
+    def loss(p, b):
+        big = jnp.abs(b["x"]).max() > 1
+        return jax.lax.cond(big, jnp.tanh, lambda x: x, b["x"] @ p["v"]).mean()
+
+    assert trace(loss)[1].couplings
 
 
 def test_sums_are_refused():

@@ -178,6 +178,18 @@ def test_bodies_are_flat_too():
     np.testing.assert_array_equal(jax.jit(jaxpr_as_fun(flat))(x)[0], jax.jit(function)(x))
 
 
+def test_bodies_keep_calls_that_own_arrays():
+    table = np.arange(3.0, dtype=np.float32)
+    inner = jax.jit(lambda x: x * table + 1)
+
+    def function(x):
+        return jax.checkpoint(lambda x: jax.lax.scan(lambda c, _: (inner(c), None), x, length=2)[0] + inner(x))(x)
+
+    closed = jax.make_jaxpr(function)(table)
+    flat = simplify(closed)
+    np.testing.assert_array_equal(jax.jit(jaxpr_as_fun(flat))(table)[0], jax.jit(function)(table))
+
+
 def test_scan_counts():
     def function(x):
         return jax.lax.scan(lambda c, row: ((c[0] * x.sum(), c[1] + 1), c[1] + row), (x, x), jnp.ones((3, 2)))

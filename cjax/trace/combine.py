@@ -1,0 +1,57 @@
+"""How the results of parts of a batch make up those of the whole: a traced loss lifted to sums that can be added."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from cjax.trace.examples import Value
+from cjax.trace.patterns import Lifted, follow, verdict
+from cjax.trace.reading import Trace
+
+
+def lift(trace: Trace) -> Trace:
+    """`trace` with a loss that can be added up over parts of the batch, and what each result has to do with examples.
+
+    A scalar that is a ratio with a denominator that depends on the batch becomes its total and weight; a part's total
+    is then `loss_total(...)` and the weight of the whole `denominator(trace, weight)`.
+
+    Raises:
+      ValueError: the loss is no mean, or its examples meet each other; the message says where, and what to write.
+    """
+    batch = [i for i in trace.leaves_of("batch") if trace.leaves[i].shape]
+    if not batch or not trace.num_loss:
+        return trace
+    results = follow(trace.closed, set(batch), len(trace.leaves_of("params")))
+    found = verdict(results[0])
+    # The author of a `Mean` has said what its total is; only examples that meet can't be cut apart.
+    refused = results[0].kind == "pairs" if trace.has_weight else found.refused
+    if refused:
+        raise ValueError(found.reason)
+    if trace.has_weight or found.kind != "ratio":
+        return replace(trace, results=tuple(results))
+    jaxpr: Any = trace.closed.jaxpr
+    loss, *rest = jaxpr.outvars
+    total = loss if found.total is None else found.total
+    sums = [replace(results[0], kind="sum"), Value("sum")]
+    return replace(
+        trace,
+        closed=jex.ClosedJaxpr(jaxpr.replace(outvars=[total, found.weight, *rest]), trace.closed.consts),
+        num_loss=2,
+        ratio=found,
+        results=(*sums, *results[1:]),
+    )
+
+
+def loss_total(ratio: Lifted | None, total: jax.Array, weight: jax.Array) -> jax.Array:
+    """The total of one part, from the results of a lifted trace."""
+    if ratio is None or ratio.total is not None:
+        return total
+    return total * denominator(ratio, weight)
+
+
+def denominator(ratio: Lifted | None, weight: jax.Array) -> jax.Array:
+    """What a sum of totals is divided by, from the sum of the weights."""
+    return weight if ratio is None else jnp.maximum(weight, ratio.floor) + ratio.offset

@@ -1,0 +1,79 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from cjax import models
+from cjax.cli import main
+
+USER_FILE = """
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from beside import WIDTH
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def loss(model, batch):
+    return jnp.mean(model(batch["x"]) ** 2)
+
+
+def make():
+    return lambda rngs: Net(rngs), loss, optax.adam(1e-3), {"x": jax.ShapeDtypeStruct((8, WIDTH), "float32")}
+
+
+def wrong():
+    return 1, 2
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "net.py").write_text(USER_FILE)
+    (tmp_path / "beside.py").write_text("WIDTH = 16\n")
+    return str(tmp_path / "net.py")
+
+
+def test_plans_for_a_model_of_the_users_own(file: str, capsys):
+    plans = ["--plan", "tensor=2", "--plan", "zero=3", "--plan", "tensor=3"]
+    assert main(["plan", f"{file}:make", "--target", "cpu:8", *plans]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert any(row.startswith("tensor=2") for row in rows)
+    assert any(row.startswith("zero=3") for row in rows)
+    (refused,) = [row for row in rows if row.startswith("tensor=3")]
+    assert "8" in refused, "a refused plan is a row with its reason"
+
+
+def test_one_plan_is_reported_in_full(capsys, monkeypatch):
+    small = models.GPTConfig(num_layers=2, num_heads=4, embed_dim=32, context=64, vocab_size=256)
+    monkeypatch.setitem(models.presets, "gpt-mini", small)
+    arguments = ["gpt-mini", "--target", "cpu:8", "--plan", "tensor=2 zero=1", "--seq", "32"]
+    assert main(["plan", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "plan    data=4 tensor=2 zero=1" in text and "mlp/up/kernel" in text
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["gpt-mini", "--target", "h1000:8"], "write one of a100, h100, h200 or cpu"),
+        (["gpt9"], "no GPT is called 'gpt9'"),
+        (["nowhere.py:make", "--target", "cpu:8"], "no Python file nowhere.py"),
+        (["FILE:nothing", "--target", "cpu:8"], "has no function nothing"),
+        (["FILE:wrong", "--target", "cpu:8"], r"returned a tuple of 2; it should return \(model, loss"),
+        (["FILE:make", "--target", "cpu:8", "--batch", "3"], "yours brings its own batch"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(file: str, capsys, arguments: list[str], message: str, monkeypatch):
+    monkeypatch.delenv("CJAX_TRACEBACK", raising=False)
+    assert main(["plan", *(argument.replace("FILE", file) for argument in arguments)]) == 1
+    assert re.search(message, capsys.readouterr().err)

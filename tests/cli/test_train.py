@@ -1,0 +1,110 @@
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from cjax import models
+from cjax.checkpoint import inspect
+from cjax.cli import main
+from cjax.cli.train import Train
+
+SMALL = ("--batch", "8", "--seq", "16", "--log-every", "1", "--checkpoint-every", "4", "--sample", "8")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_model():
+    """The same architecture in a size that compiles in a moment."""
+    with pytest.MonkeyPatch.context() as patch:
+        small = models.GPTConfig(num_layers=2, num_heads=4, embed_dim=32, context=64, vocab_size=256)
+        patch.setitem(models.presets, "gpt-mini", small)
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog; " * 400)
+    return path
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, text: Path) -> Path:
+    """A run of twelve steps, uninterrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert main(["train", "--data", str(text), "--steps", "12", "--folder", str(folder), *SMALL]) == 0
+    return folder
+
+
+def test_a_run_leaves_all_that_it_promises(whole: Path):
+    for name in ("metrics.jsonl", "plan.txt", "report.txt", "options.json", "sample.txt"):
+        assert (whole / name).stat().st_size > 0, name
+    assert (whole / "plan.txt").read_text().strip() == "data=4 tensor=2 zero=1"
+    assert len(losses(whole)) == 12 and losses(whole)[12] < losses(whole)[1] - 0.2
+    summary = inspect(whole)
+    assert (summary.step, summary.plan) == (12, "data=4 tensor=2 zero=1")
+    assert summary.arrays["params/blocks/1/mlp/up/kernel"].shape == (32, 128)
+    assert summary.meta["data"]["samples"] == 96
+
+
+@pytest.mark.parametrize("plan, tolerance", [(None, 0.0), ("tensor=4 zero=3", 1e-4)])
+def test_it_resumes_under_the_same_plan_and_under_another(
+    whole: Path, text: Path, tmp_path: Path, plan: str | None, tolerance: float, monkeypatch
+):
+    """The run is stopped by what a terminal sends, and continued from its folder alone."""
+    step = 0
+
+    def interrupt_at_six(self, num_processes: int):
+        nonlocal step
+        step += 1
+        return signal.SIGINT if step == 6 else None
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cjax.train.signals.StopRequest.agreed", interrupt_at_six)
+        status = main(["train", "--data", str(text), "--steps", "12", "--folder", str(tmp_path), *SMALL])
+    assert status == 130 and inspect(tmp_path).step == 6
+    more = ["--plan", plan] if plan else []
+    assert main(["train", "--resume", str(tmp_path), *more]) == 0
+    assert losses(tmp_path).keys() == losses(whole).keys()
+    for number, loss in losses(whole).items():
+        assert losses(tmp_path)[number] == pytest.approx(loss, abs=tolerance, rel=0)
+
+
+def test_the_options_of_a_run_are_those_of_its_resume_unless_typed_again(whole: Path):
+    options = Train.parse(["--resume", str(whole), "--steps", "20"])
+    assert (options.steps, options.batch, options.seq, options.sample) == (20, 8, 16, 8)
+    assert options.data is not None and Path(options.data).is_absolute()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["gpt5"], "the names are gpt-mini"),
+        (["--data", "nowhere.txt"], "no file or folder nowhere.txt"),
+        (["--devices", "h100:8"], "cjax plan --target h100:8"),
+        (["--plan", "tensro=2"], "tensor"),
+        (["--plan", "tensor=3"], "3"),
+        (["--seq", "300"], "context of 64"),
+        (["--resume", "nowhere"], "nowhere is not the folder of a run"),
+        (["--batch", "10000000"], "Take a smaller batch"),
+    ],
+)
+def test_mistakes_end_in_one_message(arguments: list[str], message: str, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CJAX_TRACEBACK", raising=False)
+    assert main(["train", *arguments]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert list(tmp_path.iterdir()) == [], "a refused run leaves nothing behind"
+
+
+def test_a_folder_with_a_run_is_refused_and_left_alone(whole: Path, text: Path, capsys):
+    before = {path.name: path.read_bytes() for path in whole.iterdir() if path.is_file()}
+    assert main(["train", "--data", str(text), "--steps", "1", "--folder", str(whole), *SMALL]) == 1
+    assert "holds a run already" in capsys.readouterr().err
+    assert before == {path.name: path.read_bytes() for path in whole.iterdir() if path.is_file()}
