@@ -74,7 +74,7 @@ class TextData:
         return batches(source, self.batch_size, seed=self.seed, start=start, shard=self.shard)
 
     def validation(self, max_batches: int | None = None) -> Iterator[Batch]:
-        """This process's rows of the held-out text, once, in order, whole batches only; none if too little is held out."""
+        """This process's rows of the held-out text, once, in order, whole batches only; maybe none at all."""
         source = Windows(self.held_out, self.sequence)
         num_batches = len(source) // self.batch_size
         if num_batches == 0:

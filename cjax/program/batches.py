@@ -44,13 +44,29 @@ def place_batch(parts: Parts, batch: PyTree, limits: dict[int, int]) -> PyTree:
             )
         if i in limits and isinstance(leaf, np.ndarray) and leaf.size:
             _check_indices(leaf, limits[i], leaf_names(parts.batch_shape)[i])
-    if num_processes == 1:
+    return join_processes(batch, parts.batch_shardings)
+
+
+def join_processes(batch: PyTree, shardings: PyTree) -> PyTree:
+    """The global batch of which each process holds its rows; with one process, the batch itself."""
+    if jax.process_count() == 1:
         return batch
-    placed = [
-        leaf if isinstance(leaf, jax.Array) else jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
-        for leaf, sharding in zip(leaves, jax.tree.leaves(parts.batch_shardings), strict=True)
-    ]
-    return jax.tree.unflatten(treedef, placed)
+
+    def joined(leaf: Any, sharding: Any) -> Any:
+        return leaf if isinstance(leaf, jax.Array) else jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+
+    return jax.tree.map(joined, batch, shardings)
+
+
+def global_shape(batch: PyTree) -> PyTree:
+    """ShapeDtypeStructs of the global batch of which this process holds its rows."""
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        size, array = np.shape(leaf), isinstance(leaf, jax.Array)
+        rows = size if array or not size else (size[0] * jax.process_count(), *size[1:])
+        return jax.ShapeDtypeStruct(rows, jax.dtypes.canonicalize_dtype(leaf.dtype if array else np.asarray(leaf).dtype))
+
+    return jax.tree.map(shape, batch)
 
 
 def _check_indices(leaf: np.ndarray, size: int, name: str) -> None:

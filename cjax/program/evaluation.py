@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cjax.mesh import BATCH_AXES
+from cjax.program.batches import global_shape, join_processes
 from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
 from cjax.sharding.model import place_loss
@@ -29,9 +30,10 @@ class Evaluator:
         sums: list[Any] = []
         tree: Any = None
         for batch in batches:
-            shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), batch)
+            shape = global_shape(batch)
             trace, run = self._compile(shape, function)
             rows = next((leaf.shape[0] for leaf in jax.tree.leaves(shape) if leaf.shape), 1)
+            batch = join_processes(batch, batch_shardings(self._parts.mesh, shape))
             outs = run(state._params, state._frozen, state._carried, batch, state._key)
             outs = _weighed(trace, list(outs), rows)
             sums = outs if not sums else [_join(a, b) for a, b in zip(sums, outs, strict=True)]
@@ -43,6 +45,12 @@ class Evaluator:
         if function is not None:
             return aux
         return {"loss": values[0], "aux": aux} if tree.aux_is_mean else {"loss": values[0]}
+
+    def lower(self) -> jax.stages.Lowered:
+        """The loss in evaluation mode on the batch that the program was made for, lowered."""
+        parts, shape = self._parts, self._parts.state_shape
+        run = self._compile(parts.batch_shape, None)[1]
+        return run.lower(shape._params, shape._frozen, shape._carried, parts.with_batch(parts.batch_shape), shape._key)
 
     def _compile(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any]:
         leaves, treedef = jax.tree.flatten(shape)

@@ -108,6 +108,8 @@ class Program:
     @functools.cached_property
     def _step(self) -> Any:
         self._must_run("step")
+        if self._parts.optimizer is None:
+            raise ValueError("this program has no optimizer; give parallelize one, such as optax.adamw(1e-3)")
         compiled = self._compiled
         report = self.report()
         if not report.memory.fits:
@@ -116,8 +118,6 @@ class Program:
 
     @functools.cached_property
     def _jitted_step(self) -> Any:
-        if self._parts.optimizer is None:
-            raise ValueError("this program has no optimizer; give parallelize one, such as optax.adamw(1e-3)")
         return make_step(self._parts)
 
     @functools.cached_property
@@ -125,8 +125,10 @@ class Program:
         return compile_lowered(self.lower(), list(self.mesh.devices.flat))
 
     def lower(self) -> jax.stages.Lowered:
-        """The step, lowered for the plan's mesh: for anyone's tools."""
+        """The step, lowered for the plan's mesh: for anyone's tools. Without an optimizer, the evaluation."""
         parts = self._parts
+        if parts.optimizer is None:
+            return self._evaluate.lower()
         return self._jitted_step.lower(parts.state_shape, parts.with_batch(parts.batch_shape))
 
     @functools.cached_property

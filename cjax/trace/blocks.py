@@ -22,21 +22,23 @@ MIN_EQUATIONS = 4  # shorter repeats (chains of adds) are not layers, and a loop
 class Run:
     """`repeats` equal stretches of `period` equations from equation `start` on.
 
-    The variables named here are those of the first repeat. `stacked` and `outputs` list, for each one, the variables
-    of all repeats in order: `stacked` come from outside (a weight for each layer), `outputs` are read outside; of
-    `last_only`, the last repeat's alone is.
-    `carries` are pairs of (variable read, variable written); the first repeat reads `initial` in its place.
+    `stacked` and `outputs` list, for each part played, the variables of all repeats in order: `stacked` come from
+    outside (a weight for each layer), `outputs` are read outside; of `last_only`, the last repeat's alone is.
+    `carries` are (variable the first repeat reads, the one the template reads, the one it writes, the last written).
     `literals` are operands (equation, position) whose literal differs from layer to layer, with all its values.
+    `template` is the repeat whose equations stand for all: in it, no variable plays two parts. In the first one may,
+    where all layers read what the first is handed: a skip from the embedding to every layer.
     """
 
     start: int
     period: int
     repeats: int
     stacked: tuple[tuple[Any, ...], ...]
-    carries: tuple[tuple[Any, Any, Any], ...]  # (read in repeat 0 = initial value's variable, written in 0, last)
+    carries: tuple[tuple[Any, Any, Any, Any], ...]
     outputs: tuple[tuple[Any, ...], ...]
     last_only: tuple[tuple[Any, ...], ...]
     literals: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
+    template: int = 0
 
     @property
     def stop(self) -> int:
@@ -128,7 +130,7 @@ def _carried_bytes(run: Run) -> tuple[int, int]:
         aval = var.aval
         return int(np.prod(aval.shape, dtype=np.int64)) * getattr(aval.dtype, "itemsize", 4)
 
-    return sum(size(carry[1]) for carry in run.carries), run.start
+    return sum(size(carry[0]) for carry in run.carries), run.start
 
 
 def _read(start: int, period: int, repeats: int, context: _Context) -> Run | None:
@@ -136,7 +138,8 @@ def _read(start: int, period: int, repeats: int, context: _Context) -> Run | Non
     eqns, made = context.eqns, context.made
     stop = start + period * repeats
     stacked: dict[tuple[Any, ...], None] = {}
-    carries: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+    carries: dict[tuple[Any, ...], tuple[int, int]] = {}  # and where in a repeat the next one's is made
+    shared: dict[Any, None] = {}
     literals: dict[tuple[int, int], tuple[Any, ...]] = {}
     for position in range(period):
         rows = [eqns[start + r * period + position].invars for r in range(repeats)]
@@ -156,25 +159,32 @@ def _read(start: int, period: int, repeats: int, context: _Context) -> Run | Non
             if all(outside):
                 if any(atom is not atoms[0] for atom in atoms):
                     stacked[atoms] = None
+                else:
+                    shared[atoms[0]] = None
                 continue
             handed = {(i - start - (r - 1) * period, k) for r, (i, k) in enumerate(origin) if r}
             if not outside[0] or len(handed) != 1 or not 0 <= next(iter(handed))[0] < period:
                 return None
-            offset, k = next(iter(handed))
-            written = [eqns[start + r * period + offset].outvars[k] for r in (0, repeats - 1)]
-            if atoms not in carries and any(atoms[0] is carry[0] for carry in carries.values()):
-                return None  # one variable handed on as two: keep to loops that a reader would have written
-            carries[atoms] = (atoms[0], written[0], written[1])
-    handed_on = {id(written) for _, written, _ in carries.values()}
+            carries[atoms] = next(iter(handed))
+    parts = len(shared) + len(stacked) + len(carries)
+    template = next((t for t in range(repeats) if len({*shared, *(g[t] for g in (*stacked, *carries))}) == parts), None)
+    if template is None:
+        return None
+
+    def written(r: int, place: tuple[int, int]) -> Any:
+        return eqns[start + r * period + place[0]].outvars[place[1]]
+
+    crossing = tuple((c[0], c[template], written(template, p), written(repeats - 1, p)) for c, p in carries.items())
+    handed_on = {id(last) for *_, last in crossing}
     outputs, last_only = [], []
     for group in _groups(eqns, start, period, repeats):
         later = [any(reader >= stop for reader in context.readers.get(var, ())) for var in group]
         if any(later[:-1]):
             outputs.append(group)
-        elif later[-1] and id(group[0]) not in handed_on:
+        elif later[-1] and id(group[-1]) not in handed_on:
             last_only.append(group)
     return Run(
-        start, period, repeats, tuple(stacked), tuple(carries.values()), tuple(outputs), tuple(last_only), literals
+        start, period, repeats, tuple(stacked), crossing, tuple(outputs), tuple(last_only), literals, template
     )
 
 

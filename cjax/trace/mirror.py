@@ -216,7 +216,7 @@ class Mirror:
 
         return Run(
             start, period, run.repeats, others(run.stacked), others(run.carries), others(run.outputs),
-            others(run.last_only), literals,
+            others(run.last_only), literals, run.template,
         )  # fmt: skip
 
     # -- how results grow with the rows ---------------------------------------------------------------------------
@@ -287,13 +287,13 @@ def counterparts(wanted: Sequence[Any], jaxpr: Any, other: Any) -> list[Any]:
     made = [{var: eqn for eqn in j.eqns for var in eqn.outvars} for j in (jaxpr, other)]
     found: dict[Any, Any] = {}
     left = [(jaxpr.outvars[0], other.outvars[0])]
-    while left:
-        a, b = left.pop()
+    while left and not all(var in found for var in wanted):
+        a, b = left.pop(0)
         if isinstance(a, jex.Literal) or isinstance(b, jex.Literal) or a in found:
             continue
         found[a] = b
         eqn, twin = made[0].get(a), made[1].get(b)
-        if eqn is not None and twin is not None and eqn.primitive is twin.primitive and a not in wanted:
+        if eqn is not None and twin is not None and eqn.primitive is twin.primitive:
             left += zip(eqn.invars, twin.invars, strict=False)
     if not all(var in found for var in wanted):
         raise Unlike("the weight of the loss is made otherwise for one row")

@@ -182,7 +182,7 @@ def _part_names(form: Form, given: Sequence[str | None]) -> list[str | None]:
 
 
 def _stream(dims: Dims, runs: Sequence[Run], batch_class: int | None) -> frozenset[int]:
-    carried = [c for run in runs for var, _, _ in run.carries for c in dims.of(var)]
+    carried = [c for run in runs for carry in run.carries for c in dims.of(carry[0])]
     carried += [dims.class_of(d) for ids in dims.layer_carries for d in ids]
     return frozenset(carried) - {batch_class}
 

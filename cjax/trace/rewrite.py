@@ -154,7 +154,8 @@ class _Emitter:
 
     def roll(self, eqns: Sequence[Any], run: Run, env: _Env) -> None:
         """A stack of unrolled layers as one scan over its weights."""
-        first = eqns[run.start : run.start + run.period]
+        t = run.template
+        layer_eqns = eqns[run.start + t * run.period : run.start + (t + 1) * run.period]
         xs, leaves = [], []
         for group in run.stacked:
             stack = env.stacks.get(group)
@@ -163,7 +164,7 @@ class _Emitter:
             leaves.append(stack.leaf if isinstance(stack, _Weight) else None)
             xs.append(stack.value if isinstance(stack, _Weight) else stack)
         literals = [jnp.asarray(values) for values in run.literals.values()]
-        carried = [var for var, _, _ in run.carries]
+        carried = [initial for initial, _, _, _ in run.carries]
         # A result of the last layer alone travels as a carry: as a stacked output it would be kept for every layer.
         initial = [self.hooks.carry(var, self.read(env, var), env.scope) for var in carried]
         empty = [jnp.zeros(g[0].aval.shape, g[0].aval.dtype) for g in run.last_only]
@@ -171,21 +172,21 @@ class _Emitter:
         def layer(carry: Any, x: Any) -> Any:
             arrays, values = x
             inner = _Env(env.scope, dict(env.values), env.stacks)
-            inner.values.update(zip(carried, carry[0], strict=True))
+            inner.values.update(zip([read for _, read, _, _ in run.carries], carry[0], strict=True))
             for group, leaf, value in zip(run.stacked, leaves, arrays, strict=True):
-                inner.values[group[0]] = value if leaf is None else _Weight(leaf, value)
-            self._layer(first, inner, dict(zip(run.literals, values, strict=True)))
-            new = [self.read(inner, written) for _, written, _ in run.carries]
+                inner.values[group[t]] = value if leaf is None else _Weight(leaf, value)
+            self._layer(layer_eqns, inner, dict(zip(run.literals, values, strict=True)))
+            new = [self.read(inner, written) for _, _, written, _ in run.carries]
             new = [value.astype(old.dtype) for value, old in zip(new, carry[0], strict=True)]
             new = [self.hooks.carry(var, value, env.scope) for var, value in zip(carried, new, strict=True)]
-            tail = [self.read(inner, g[0]).astype(g[0].aval.dtype) for g in run.last_only]
-            return (new, tail), [self.read(inner, g[0]) for g in run.outputs]
+            tail = [self.read(inner, g[t]).astype(g[t].aval.dtype) for g in run.last_only]
+            return (new, tail), [self.read(inner, g[t]) for g in run.outputs]
 
         (final, tail), outs = lax.scan(self.hooks.layer(layer), (initial, empty), (xs, literals), length=run.repeats)
         for group, value in zip(run.outputs, outs, strict=True):
             env.stacks[group] = value
             env.values.update((var, value[i]) for i, var in enumerate(group))
-        for (_, _, last), value in zip(run.carries, final, strict=True):
+        for (*_, last), value in zip(run.carries, final, strict=True):
             env.values[last] = value
         for group, value in zip(run.last_only, tail, strict=True):
             env.values[group[-1]] = value

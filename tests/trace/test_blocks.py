@@ -53,7 +53,7 @@ def test_a_stack_is_one_run(depth: int) -> None:
     index = {var: i for i, var in enumerate(closed.jaxpr.invars)}
     groups = sorted(tuple(index[var] for var in group) for group in run.stacked)
     assert groups == [tuple(range(k, 2 * depth + 1, 2)) for k in (1, 2)], "kernels together, biases together"
-    ((read, _, last),) = run.carries
+    ((read, _, _, last),) = run.carries
     assert (read, last) == (closed.jaxpr.invars[0], closed.jaxpr.outvars[0])
     assert not run.outputs and not run.last_only and not run.literals
 
@@ -179,3 +179,28 @@ def test_layers_that_look_two_back_are_left_alone_or_read_right() -> None:
     for run in runs:
         assert all(len(group) == run.repeats for group in run.stacked)
         assert run.stop <= len(closed.jaxpr.eqns)
+
+
+def test_a_skip_from_the_first_input_to_every_layer() -> None:
+    """What the first layer is handed, all of them read: two parts for one variable, told apart in the second layer."""
+
+    def model(x: jax.Array, weights: Sequence[Weight]) -> jax.Array:
+        start = x
+        for weight in weights:
+            x = layer(x, weight) + start
+        return x
+
+    (run,), closed = runs_of(model, X, weights(4))
+    ((initial, read, _, _),) = run.carries
+    assert run.repeats == 4 and run.template == 1
+    assert initial is closed.jaxpr.invars[0] and read is not initial
+
+
+def test_a_first_layer_whose_weight_all_others_read() -> None:
+    def model(x: jax.Array, weights: Sequence[Weight]) -> jax.Array:
+        for weight in weights:
+            x = layer(x, weight) @ weights[0][0]
+        return x
+
+    (run,), _ = runs_of(model, X, weights(4))
+    assert run.repeats == 4 and len(run.stacked) == 2 and run.template == 1

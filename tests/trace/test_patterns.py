@@ -200,8 +200,8 @@ def combined(loss, data):
     return total / (max(weight, lifted.floor) + lifted.offset)
 
 
-MEANS = [mse, indexed, per_example_then_mean, flattened, time_major, accumulated_over_chunks, vmapped, in_remat, two_views]
-MEANS += [scaled_by_a_scalar, weighted_ones, mean_of_sums, sum_then_mean]
+MEANS = [mse, indexed, per_example_then_mean, flattened, time_major, accumulated_over_chunks, vmapped, in_remat]
+MEANS += [two_views, scaled_by_a_scalar, weighted_ones, mean_of_sums, sum_then_mean]
 RATIOS = [masked_by_where, masked_and_guarded, masked_with_epsilon, normalised_weights, where_guard, ratio_and_decay]
 
 
