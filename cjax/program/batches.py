@@ -53,7 +53,9 @@ def join_processes(batch: PyTree, shardings: PyTree) -> PyTree:
         return batch
 
     def joined(leaf: Any, sharding: Any) -> Any:
-        return leaf if isinstance(leaf, jax.Array) else jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+        if isinstance(leaf, jax.Array):
+            return leaf
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
     return jax.tree.map(joined, batch, shardings)
 
@@ -64,7 +66,8 @@ def global_shape(batch: PyTree) -> PyTree:
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         size, array = np.shape(leaf), isinstance(leaf, jax.Array)
         rows = size if array or not size else (size[0] * jax.process_count(), *size[1:])
-        return jax.ShapeDtypeStruct(rows, jax.dtypes.canonicalize_dtype(leaf.dtype if array else np.asarray(leaf).dtype))
+        dtype = leaf.dtype if array else np.asarray(leaf).dtype
+        return jax.ShapeDtypeStruct(rows, jax.dtypes.canonicalize_dtype(dtype))
 
     return jax.tree.map(shape, batch)
 

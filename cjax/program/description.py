@@ -159,7 +159,7 @@ def describe_trace(trace: Trace, model: str) -> TraceSummary:
     sizes: dict[str, set[int]] = {}
     places: dict[str, list[str]] = {}
     for i, leaf in enumerate(trace.leaves):
-        for position, (name, size) in enumerate(zip(trace.dims_of(i), leaf.shape, strict=True)):
+        for position, name, size in zip(trace.user_dims_of(i), trace.dims_of(i), leaf.shape, strict=True):
             if name != "?":
                 sizes.setdefault(name, set()).add(size)
                 places.setdefault(name, []).append(f"{leaf.name}:{position}")

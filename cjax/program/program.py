@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +174,8 @@ class Program:
         if params is not None:
             stored = store_leaves(self._parts.storage.params, params, self.mesh)
             state = dataclasses.replace(state, _params=stored)
-        one = jax.tree.structure(batch) == jax.tree.structure(self._parts.batch_shape)
-        return self._evaluate(state, [batch] if one else batch, fn)
+        many = isinstance(batch, Iterator) or jax.tree.structure(batch) != jax.tree.structure(self._parts.batch_shape)
+        return self._evaluate(state, batch if many else [batch], fn)
 
     # -- keeping ------------------------------------------------------------------------------------------------
     def save(self, path: str | Path, state: State) -> None:

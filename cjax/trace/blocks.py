@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex
 
-from cjax.trace.simplify import equation_key
+from cjax.trace.identity import equation_key
 
 MIN_EQUATIONS = 4  # shorter repeats (chains of adds) are not layers, and a loop over them costs more than it saves
 

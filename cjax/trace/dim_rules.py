@@ -9,6 +9,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from cjax.trace.dim_classes import Cut, Dims, Ids, Matmul, Scope
+from cjax.trace.simplify import scan_counts
 
 # Results that hold the same numbers as their first operand: a weight stays a weight through them.
 KEEPS_ORIGIN = frozenset(
@@ -249,7 +250,7 @@ def call(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) ->
 
 def scan(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     jaxpr = eqn.params["jaxpr"].jaxpr
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    num_consts, num_carry = scan_counts(eqn)
     first_x = num_consts + num_carry
     inner = [ids if i < first_x else ids[1:] for i, ids in enumerate(ins)]
     scope.inner[id(eqn)], results = dims.call(jaxpr, inner, _origins(eqn, scope))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from cjax.trace.simplify import equation_key
+from cjax.trace.identity import equation_key
 
 Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 Source = tuple[str, int, int]  # a stacked value: ("input", slot, 0), ("group", id, result) or ("branch", equation, n)

@@ -13,6 +13,7 @@ from jax.extend import core as jex
 
 from cjax.trace.dims import Scope
 from cjax.trace.rewrite import bind
+from cjax.trace.simplify import scan_counts
 
 LOW, HIGH = jnp.bfloat16, jnp.float32
 
@@ -42,8 +43,8 @@ class Lowering:
             if inner is not None:
                 reads = self._mark(getattr(inner, "jaxpr", inner), feeds)
                 if eqn.primitive.name == "scan":  # what one turn hands on, the next may multiply
-                    first = eqn.params["num_consts"]
-                    carried = reads[first : first + eqn.params["num_carry"]]
+                    first, num_carry = scan_counts(eqn)
+                    carried = reads[first : first + num_carry]
                     again = [f or c for f, c in zip(feeds, carried, strict=False)] + feeds[len(carried) :]
                     reads = self._mark(inner.jaxpr, again)
                 live.update(v for v, r in zip(eqn.invars, reads, strict=True) if r and not isinstance(v, jex.Literal))

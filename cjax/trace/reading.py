@@ -68,11 +68,14 @@ class Trace:
         """How input `leaf` differs from the user's array: the parts that each of its dims is made of."""
         return self.forms.get(leaf)
 
+    def user_dims_of(self, leaf: int) -> tuple[int, ...]:
+        """For each dim of input `leaf`, which dim of the user's array it comes from."""
+        form = self.forms.get(leaf) or whole(self.leaves[leaf].shape)
+        return tuple(dim for dim, parts in enumerate(form) for _ in range(2 if parts > 1 else 1))
+
     def user_classes_of(self, leaf: int) -> tuple[int, ...]:
         """A class for each dim of the user's array; for a packed one that of what a part holds."""
-        classes = iter(self.classes_of(leaf))
-        form = self.forms.get(leaf) or whole(self.leaves[leaf].shape)
-        return tuple((next(classes), next(classes))[1] if parts > 1 else next(classes) for parts in form)
+        return tuple(dict(zip(self.user_dims_of(leaf), self.classes_of(leaf), strict=True)).values())
 
     @property
     def part_classes(self) -> frozenset[int]:

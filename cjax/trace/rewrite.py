@@ -16,6 +16,7 @@ from jax.extend import core as jex
 
 from cjax.trace.blocks import Run
 from cjax.trace.dims import Scope
+from cjax.trace.simplify import scan_counts
 
 Policy = Callable[..., Any]
 
@@ -206,7 +207,7 @@ class _Emitter:
     def scan(self, eqn: Any, env: _Env) -> list[Any]:
         """A loop that the author wrote: its layers' weights stay stacked, and are made ready one layer at a time."""
         p = eqn.params
-        inner, num_consts, num_carry = p["jaxpr"], p["num_consts"], p["num_carry"]
+        inner, (num_consts, num_carry) = p["jaxpr"], scan_counts(eqn)
         scope = env.scope.inner[id(eqn)]
         first_x = num_consts + num_carry
         consts = [self.read(env, atom) for atom in eqn.invars[:num_consts]]

@@ -11,7 +11,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from cjax.trace.fold import fold, literal
-from cjax.trace.identity import equation_key as equation_key
 
 Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 

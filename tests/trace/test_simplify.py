@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 from jax.extend.core import Literal, jaxpr_as_fun
 
-from cjax.trace.simplify import REMAT_NAMES, equation_key, scan_counts, simplify
+from cjax.trace.identity import equation_key
+from cjax.trace.simplify import REMAT_NAMES, scan_counts, simplify
 
 
 class Block(nn.Module):
