@@ -91,14 +91,15 @@ def _label(row: str, plans: list[str]) -> str:
 def _cell(models: list[str], plans: list[str], default: set[tuple[str, str]], broken: set[tuple[str, str]]) -> str:
     pairs = {(model, plan) for model in models for plan in plans}
     good, short = len(pairs - broken), len(pairs & default)
-    return f"{good}{f' of {len(pairs)}' if good < len(pairs) else ''}, {short} of them always"
+    return f"{good}{f' of {len(pairs)}' if good < len(pairs) else ''} / {short}"
 
 
 def _legend(plans: list[str]) -> str:
     return (
-        f"A cell counts the pairs of a model and a plan that `make test-all` trains: {len(MODELS)} models under "
-        f"{len(plans)} plans on 8 virtual devices. \"Always\" are those of every `make test`, which takes each model and "
-        f"each plan at least twice. {len(REFUSED)} more plans must be refused, as 16 rows can't be shared that way. "
+        f"{len(MODELS)} models under {len(plans)} plans on 8 virtual devices. The first number of a cell counts the "
+        "pairs of a model and a plan that `make test-all` trains, the second those of every `make test`, which takes "
+        f"each model and each plan at least twice. {len(REFUSED)} more plans must be refused, as 16 rows can't be "
+        "shared that way. "
         "What is checked:"
     )
 

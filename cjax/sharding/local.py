@@ -79,10 +79,11 @@ def local_rows(
         return "a part of the model is split over the devices that share a batch"
     if not trace.results:
         return "the batch has no rows"
-    coupled = sorted({origin for value in trace.results for origin in value.couplings})
+    coupled = sorted({origin.partition(" (")[0] for value in trace.results for origin in value.couplings})
     if coupled:
+        others = f" and {len(coupled) - 2} more places" if len(coupled) > 2 else ""
         verb = "looks" if len(coupled) == 1 else "look"
-        return f"{', '.join(coupled)} {verb} at the whole micro-batch"
+        return f"{', '.join(coupled[:2])}{others} {verb} at the whole micro-batch"
     (rows,) = {trace.leaves[i].shape[0] for i in trace.leaves_of("batch") if trace.leaves[i].shape}
     try:
         if rows > num_shards:

@@ -111,8 +111,9 @@ def place_loss(
       layout: of this trace, if it is not the one that decided the storage.
       draw: how random numbers are drawn, if the trace is of some devices' rows (`cjax.sharding.local`).
     """
-    # With micro-batches, gradients of stages 1 and 2 are reduced once, after the last of them.
-    reduces_here = plan.zero_stage == 3 or (plan.zero_stage == 2 and plan.microbatches == 1)
+    # With one batch, stage 1 splits gradients too: a reduce-scatter moves half of what an all-reduce does, and the
+    # update needs no more. With micro-batches, gradients of stages 1 and 2 are reduced once, after the last of them.
+    reduces_here = plan.zero_stage == 3 or (plan.zero_stage >= 1 and plan.microbatches == 1)
     gradient = storage.state_specs if reduces_here else storage.used_specs
     weights = {
         i: WeightPlacement(used, grad)

@@ -159,8 +159,8 @@ def _read(
         outs = [whole(atom.aval.shape) for atom in closed.jaxpr.outvars]
         closed = refine(closed, ins, outs, dims)
         dims = find_dims(closed, num_weights)
-        given_names = given_names | {leaves[i].name: _part_names(form, given_names.get(leaves[i].name, ()))
-                                     for i, form in forms.items()}
+        given = {leaves[i].name: _part_names(form, given_names.get(leaves[i].name, ())) for i, form in forms.items()}
+        given_names = {**given_names, **given}
         leaves = [replace(leaf, shape=expand(leaf.shape, form)) for leaf, form in zip(leaves, ins, strict=True)]
     runs = find_runs(closed)
     for run in runs:

@@ -17,10 +17,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from cjax.trace.dim_classes import Dims, Scope
 from cjax.trace.dims import find_dims
 from cjax.trace.identity import equation_key
-from cjax.trace.refine_rules import Form, expand, refined, whole
+from cjax.trace.refine_rules import Atom, Form, expand, refined, shape_of, whole
 from cjax.trace.simplify import REMAT_NAMES, scan_counts
 
-Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 Env = dict[Var, Atom]
 
 
@@ -48,14 +47,10 @@ def refine(closed: ClosedJaxpr, ins: Sequence[Form], outs: Sequence[Form], dims:
     for forms, atoms in ((ins, closed.jaxpr.invars), (outs, closed.jaxpr.outvars)):
         for form, atom in zip(forms, atoms, strict=True):
             if max(form, default=1) > 1 and type(atom) is not Literal:
-                keys = zip(dims.of(atom), _shape(atom), strict=True)
+                keys = zip(dims.of(atom), shape_of(atom), strict=True)
                 parts |= {key: num for key, num in zip(keys, form, strict=True) if num > 1 and key not in parts}
     jaxpr = _Refiner(dims, parts).jaxpr(closed.jaxpr, dims.top, ins, outs)
     return ClosedJaxpr(jaxpr, closed.consts)
-
-
-def _shape(atom: Atom) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
 
 
 def _variable(like: Atom, form: Form) -> Var:
@@ -73,7 +68,7 @@ class _Refiner:
 
     def form(self, atom: Atom, scope: Scope) -> Form:
         """The form in which a variable is handed on."""
-        shape = _shape(atom)
+        shape = shape_of(atom)
         classes = () if type(atom) is Literal else self._dims.of(atom, scope)
         if len(classes) != len(shape):
             return whole(shape)
@@ -124,7 +119,7 @@ class _Refiner:
         """`atom`, which holds `like` in the form `have`, in the form `want`."""
         if have == want:
             return atom
-        shape = expand(_shape(like), want)
+        shape = expand(shape_of(like), want)
         key = (like.aval, have, want)
         if key not in self._traced:
             self._traced[key] = _trace(lambda x: [lax.reshape(x, shape)], [like], [have])
@@ -180,7 +175,7 @@ def _read(env: Env, atom: Atom) -> Atom:
 
 
 def _trace(function: Any, atoms: Sequence[Atom], forms: Sequence[Form]) -> ClosedJaxpr:
-    avals = [_variable(atom, form).aval for atom, form in zip(atoms, forms, strict=True)]
+    avals: list[Any] = [_variable(atom, form).aval for atom, form in zip(atoms, forms, strict=True)]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
     return jax.make_jaxpr(function)(*shapes)
 

@@ -10,9 +10,14 @@ from typing import Any
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 Form = tuple[int, ...]  # parts that each dim is made of: [embed, 3 * heads] in the form (1, 3) is [embed, 3, heads]
 Forms = Sequence[Form]
 Rule = Callable[[JaxprEqn, Sequence[Any], Forms, Forms], list[Any] | None]
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    return tuple(getattr(atom.aval, "shape", ()))
 
 
 def whole(shape: Sequence[int]) -> Form:
@@ -32,14 +37,14 @@ def refined(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> l
     rule = RULES.get(name) or (_elementwise if name in ELEMENTWISE else None)
     outs = rule(eqn, ins, before, after) if rule else None
     if outs is None:
-        merged = [_reshaped(x, atom.aval.shape) for x, atom in zip(ins, eqn.invars, strict=True)]
+        merged = [_reshaped(x, shape_of(atom)) for x, atom in zip(ins, eqn.invars, strict=True)]
         outs = [_reshaped(y, _out_shape(eqn, after, i)) for i, y in enumerate(_bind(eqn, merged))]
     assert all(y.shape == _out_shape(eqn, after, i) for i, y in enumerate(outs)), (eqn, before, after)
     return outs
 
 
 def _out_shape(eqn: JaxprEqn, after: Forms, index: int = 0) -> tuple[int, ...]:
-    return expand(eqn.outvars[index].aval.shape, after[index])
+    return expand(shape_of(eqn.outvars[index]), after[index])
 
 
 def _bind(eqn: JaxprEqn, ins: Sequence[Any], **changed: Any) -> list[Any]:
@@ -65,14 +70,23 @@ def _joined(places: Sequence[Sequence[int]], dims: Sequence[int]) -> tuple[int, 
 
 
 def _elementwise(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
-    if any(form != after[0] for form in (*before, *after) if form):
-        return None
-    return _bind(eqn, ins)
+    operands = []
+    for x, atom, form in zip(ins, eqn.invars, before, strict=True):
+        shape = shape_of(atom)
+        if shape and len(form) != len(after[0]):
+            return None
+        if shape and form != after[0]:  # a size of 1 stands for every part
+            if any(have != want and n > 1 for n, have, want in zip(shape, form, after[0], strict=True)):
+                return None
+            places = _places(after[0])
+            x = lax.expand_dims(x, [p[0] for p, a, b in zip(places, form, after[0], strict=True) if a != b])
+        operands.append(x)
+    return _bind(eqn, operands)
 
 
 def _broadcast_in_dim(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
     places, dims = _places(after[0]), []
-    sizes = zip(eqn.invars[0].aval.shape, before[0], eqn.params["broadcast_dimensions"], strict=True)
+    sizes = zip(shape_of(eqn.invars[0]), before[0], eqn.params["broadcast_dimensions"], strict=True)
     for size, num, dim in sizes:
         if num != after[0][dim] and size != 1:
             return None
@@ -100,7 +114,7 @@ def _reshape(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> 
 
 
 def _slice(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
-    p, shape = eqn.params, eqn.invars[0].aval.shape
+    p, shape = eqn.params, shape_of(eqn.invars[0])
     strides = p["strides"] or (1,) * len(shape)
     starts, limits, steps = [], [], []
     bounds = zip(p["start_indices"], p["limit_indices"], strides, strict=True)
@@ -152,8 +166,8 @@ def _dot_general(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms)
 
 def _random_bits(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
     # Threefry numbers its bits in row-major order, whatever the shape; other generators promise nothing.
-    key = eqn.invars[0].aval
-    if key.shape or key.dtype.name != "key<fry>":
+    key: Atom = eqn.invars[0]
+    if key.aval.shape or key.aval.dtype.name != "key<fry>":
         return None
     return _bind(eqn, ins, shape=_out_shape(eqn, after))
 
