@@ -214,9 +214,7 @@ def _sum_parts(
     return Evaluated(total, weight, aux, carried), grads
 
 
-def _averaged(
-    sums: Evaluated, grads: Arrays, num_parts: int, denominator: Denominator
-) -> tuple[Evaluated, Arrays]:
+def _averaged(sums: Evaluated, grads: Arrays, num_parts: int, denominator: Denominator) -> tuple[Evaluated, Arrays]:
     """The loss and gradients of the whole from the sums over its parts."""
     # Without a weight each part is a mean over equally many rows: their sum is over their number.
     weight = None if sums.weight is None else denominator(sums.weight)

@@ -173,9 +173,7 @@ def _reductions(storage: ModelStorage, plan: Plan, axes: tuple[str, ...], mesh: 
     return found
 
 
-def _cost_of_waiting(
-    reductions: Sequence[Reduction], storage: ModelStorage, plan: Plan, mesh: Mesh
-) -> tuple[str, ...]:
+def _cost_of_waiting(reductions: Sequence[Reduction], storage: ModelStorage, plan: Plan, mesh: Mesh) -> tuple[str, ...]:
     if plan.zero_stage < 2:
         return ()
     size = 0

@@ -7,6 +7,7 @@ no layer stacked, nothing placed. Micro-batches are the loop that a reader of de
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from cjax.parallelize import compose
 from cjax.plan import Plan
 from cjax.program import Program
 from cjax.trace.capture import Capture, Mean, capture
+from cjax.trace.reading import Trace, trace_loss
 
 PyTree = Any
 NUM_STEPS = 3
@@ -130,6 +132,15 @@ def subject(name: str, wide: bool) -> Subject:
     return Subject(captured, (batch, jax.tree.unflatten(treedef, other)))
 
 
+def batch_shape(name: str, wide: bool = False) -> PyTree:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), subject(name, wide).batches[0])
+
+
+@functools.cache
+def trace_of(name: str, parts: int = 1) -> Trace:
+    return trace_loss(subject(name, False).captured, batch_shape(name), parts, train=True)
+
+
 def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """`optimizer`, with the gradients it last saw beside its state: those that training used, not some others."""
 
@@ -148,10 +159,9 @@ OPTIMIZER = recording(optax.adamw(1e-2, weight_decay=1e-2))
 
 def program_of(name: str, plan: str, wide: bool, optimizer: optax.GradientTransformation | None = OPTIMIZER) -> Program:
     """The model under the plan, on as many of the virtual devices as it says (all by default)."""
-    case = subject(name, wide)
-    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batches[0])
     devices = jax.devices()[: 1 if plan.startswith("data=1 ") else NUM_DEVICES]
-    return compose(case.captured, optimizer, shape, Plan.parse(plan).resolve(len(devices)), devices)
+    resolved = Plan.parse(plan).resolve(len(devices))
+    return compose(subject(name, wide).captured, optimizer, batch_shape(name, wide), resolved, devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +205,35 @@ def train(name: str, plan: str, wide: bool) -> Run:
         assert int(metrics["skipped"]) == 0 and int(state.step) == index + 1
         np.testing.assert_allclose(metrics["grad_norm"], norm(grads), rtol=1e-5)
     return Run(tuple(steps), params, carried)
+
+
+# Which dim of which parameter 1D tensor parallelism splits, by a pattern of its path: heads, ffn, vocabulary, experts.
+# What matches nothing is whole, and so is a dim with fewer entries than the axis has devices.
+ATTENTION = {"(query|key|value)/kernel": -2, "(query|key|value)/bias": -2, "out/kernel": -3}
+BLOCK = {**ATTENTION, r"(lock|coder)_\d/Dense_0/": -1, r"(lock|coder)_\d/Dense_1/kernel": -2}
+MLP = {"up/": -1, "down/kernel": -2}
+DECODER = {**BLOCK, "^Embed": 0, "^Dense_0": -1}
+SPLIT: dict[str, dict[str, int]] = {
+    "linen_decoder": DECODER,
+    "linen_scan": DECODER,
+    "linen_remat": DECODER,
+    "linen_tied": {**BLOCK, "^Embed": 0},
+    "linen_encoder": {**BLOCK, "^Embed": 0, "^Dense_1": -1, "^Dense_0/kernel": 0},
+    "linen_encoder_decoder": {**BLOCK, "^Embed": 0, "^Dense_0": -1},
+    "linen_lstm": {"^Embed": 0, "^Dense_0": -1},
+    "nnx_decoder": {**ATTENTION, **MLP, "^embed": 0, "^head": -1},
+    "nnx_scan": {**ATTENTION, **MLP, "^embed": 0},
+    "nnx_llama": {"(query|key|value)$": 1, "out$": 0, "gate|up": -1, "down": 0, "^embed": 0, "^head": -1},
+    "nnx_conv": {"conv1|norm1": -1, "conv2/kernel": 2, "head": -1},
+    "nnx_mlp": {"0/kernel": 0, "1/": -1, "2/kernel": 0},
+}
+
+
+def split_dim(name: str, path: str, shape: tuple[int, ...], tensor: int) -> int | None:
+    """The dim that `tensor` devices split, by the table."""
+    found = [dim % len(shape) for pattern, dim in SPLIT[name].items() if re.search(pattern, path)]
+    assert len(set(found)) <= 1, f"{path} matches rows of SPLIT that disagree"
+    return found[0] if found and shape[found[0]] >= tensor > 1 else None
 
 
 # -- the same model, trained by its author ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, the line of its first line, what it needs, and where it begins and ends."""
+    """A fenced block: its language and text, the line it begins on, the extra it needs, and its place in the page."""
 
     language: str
     body: str

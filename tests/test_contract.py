@@ -13,6 +13,7 @@ import pytest
 from contract import (
     EXACT,
     ROUNDED,
+    SPLIT,
     Run,
     assert_close,
     author,
@@ -21,6 +22,7 @@ from contract import (
     norm,
     on_host,
     program_of,
+    split_dim,
     subject,
     train,
     trees,
@@ -112,14 +114,6 @@ def value_and_grad(name: str, plan: str, batch: Any) -> Any:
 
 # -- placement --------------------------------------------------------------------------------------------------------
 SMALL = 1024  # elements; a smaller parameter that nothing divides may stay whole
-# Which dim of which parameter 1D tensor parallelism splits: heads, ffn and vocabulary; all else is whole.
-ATTENTION = {"(query|key|value).*kernel": 1, "(query|key|value).*bias": 0, "out.*kernel": 0}
-SPLIT = {
-    "linen_decoder": {**ATTENTION, "Block_\\d.Dense_0": -1, "Block_\\d.Dense_1.kernel": 0, "Embed_0": 0, "^Dense_0": 1},
-    "linen_vit": {**ATTENTION, "Block_\\d.Dense_0": -1, "Block_\\d.Dense_1.kernel": 0},
-    "nnx_decoder": {**ATTENTION, "up": -1, "down.kernel": 0, "^embed": 0, "^head": 1},
-    "nnx_llama": {"query|key|value": 1, "out": 0, "gate|up": 1, "down": 0, "^embed": 0, "^head": 1},
-}
 
 
 def held_elements(shape: tuple[int, ...], dim: int | None, tensor: int, zero: int) -> tuple[float, float]:
@@ -143,11 +137,11 @@ def expected_bytes(name: str, plan: str) -> list[tuple[float, float]]:
     for path, leaf in zip(leaf_names(shapes), jax.tree.leaves(shapes), strict=True):
         # The author's own stack of layers is a loop: its first dim stays whole.
         layers = leaf.shape[:1] if MODELS[name].scanned and re.search("ScanBody|blocks", path) else ()
-        dims = [dim for pattern, dim in SPLIT.get(name, {}).items() if re.search(pattern, path)]
-        assert len(dims) <= 1, f"{path} matches several rows of SPLIT"
+        shape = leaf.shape[len(layers) :]
+        dim = split_dim(name, path, shape, tensor) if tensor > 1 else None
         for total, first_stage, count in zip(totals, (3, 1), (1, 2), strict=True):
             zero = shards if int(stage) >= first_stage else 1
-            held = held_elements(leaf.shape[len(layers) :], dims[0] if dims and tensor > 1 else None, tensor, zero)
+            held = held_elements(shape, dim, tensor, zero)
             for i in range(2):
                 total[i] += 4 * count * math.prod(layers) * held[i]
     return [(low, high) for low, high in totals]
@@ -155,17 +149,15 @@ def expected_bytes(name: str, plan: str) -> list[tuple[float, float]]:
 
 def placements() -> list[tuple[str, str]]:
     by_data = [layout for layout in LAYOUTS if "tensor" not in layout]
-    by_tensor = [layout for layout in LAYOUTS if "tensor" in layout and "tensor=8" not in layout]
+    by_tensor = [layout for layout in LAYOUTS if "tensor" in layout]
     if ALL:
         return [(n, p) for n in NAMES for p in by_data] + [(n, p) for n in SPLIT for p in by_tensor]
-    return cover(NAMES, by_data, 1) + cover(list(SPLIT), by_tensor, 2)
+    return cover(NAMES, by_data, 1) + cover(list(SPLIT), by_tensor, 1)
 
 
 @pytest.mark.parametrize(("name", "plan"), placements())
 def test_each_device_holds_its_part_and_is_born_with_it(name: str, plan: str) -> None:
     """Bytes by design.md's formulas: 16 a parameter in all (gradients, 4, are test_gradients_are_held_in_parts)."""
-    if name == "nnx_llama" and "tensor=4" in plan:
-        pytest.skip("its two key-value heads are kept by two devices each: test_layout counts them")
     program = program_of(name, plan, wide=False, optimizer=optax.adamw(1e-3))
     state = program.init(0)
     held = [bytes_on_a_device(state._params), bytes_on_a_device(state._opt)]

@@ -100,13 +100,13 @@ def _param_rows(parts: Parts) -> list[ParamRow]:
             for i in slot.leaves:
                 leaf = trace.leaves[leaves[i]]
                 itemsize = np.dtype(slot.dtype).itemsize
-                names = tuple(None if n == "?" else n for n in trace.dims_of(leaves[i]))
+                names = tuple(None if n == "?" else n for n in trace.user_dims_of(leaves[i]))
                 rows[leaves[i]] = ParamRow(
                     leaf.name,
-                    leaf.shape,
+                    slot.logical,
                     str(np.dtype(slot.dtype)),
                     names,
-                    tuple(axes_of_entry(entry) for entry in slot.spec),
+                    tuple(axes_of_entry(entry) for entry in slot.logical_spec),
                     math.prod(leaf.shape) * itemsize,
                     math.prod(slot.padded) * itemsize // shards,
                 )

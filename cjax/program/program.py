@@ -21,7 +21,7 @@ from cjax.program.evaluation import Evaluator
 from cjax.program.memory import OutOfMemory, alternatives
 from cjax.program.saving import arrays_of, shapes_of, state_from
 from cjax.program.starting import start
-from cjax.program.state import Parts, State, store_leaves
+from cjax.program.state import Parts, State, check_alive, store_leaves
 from cjax.program.steps import make_init, make_step, make_update, make_value_and_grad
 from cjax.report import Candidate, Comparison, Report, TraceSummary
 from cjax.trace.indices import index_limits
@@ -211,6 +211,7 @@ class Program:
         return arrays_of(state)
 
     def _own(self, state: State) -> State:
+        check_alive(state)
         if state._shelves is not self._parts.shelves:
             raise ValueError("this state belongs to another program; take it over with state = program.restore(state)")
         return state

@@ -5,13 +5,14 @@ from typing import Any
 
 import jax
 
-from cjax.program.state import Parts, Shelves, State, store_leaves
+from cjax.program.state import Parts, Shelves, State, check_alive, store_leaves
 
 PyTree = Any
 
 
 def arrays_of(state: State) -> dict[str, PyTree]:
     """The logical arrays of a state, whatever plan it belongs to."""
+    check_alive(state)
     shelves = state._shelves
     stored = (state._params, state._frozen, state._opt, state._carried)
     trees = _loader(shelves)(stored)

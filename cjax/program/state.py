@@ -57,6 +57,8 @@ class State:
     _shelves: Shelves
 
     def __repr__(self) -> str:
+        if self.step.is_deleted():
+            return "State(given up to a step)"
         size = sum(x.nbytes for x in jax.tree.leaves((self._params, self._frozen, self._opt, self._carried)))
         return f"State(step={self.step}, {size / 2**20:.1f} MiB)"
 
@@ -129,6 +131,22 @@ def batch_shardings(mesh: Mesh, shape: PyTree) -> PyTree:
         return NamedSharding(mesh, PartitionSpec(axes) if even else PartitionSpec())
 
     return jax.tree.map(sharding, shape)
+
+
+def check_alive(state: Any) -> None:
+    """Raises if `state` is no state, or one whose arrays a step has taken. What a device would say to the latter is a
+    crash of the process, so it must never get there."""
+    if not isinstance(state, State):
+        raise TypeError(
+            f"`state` is a {type(state).__name__}, not a state; give what program.init(0) or program.restore(...) "
+            "returned, or the first result of step: `state, metrics = program.step(state, batch)`."
+        )
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise ValueError(
+            "this state was given up: step and update use its memory for the state that they return. Keep that one: "
+            "`state, metrics = program.step(state, batch)`; what must outlive a step, take out before: "
+            "program.params(state), or program.save(path, state)."
+        )
 
 
 def members(storage: Storage, tree: PyTree) -> Sequence[list[Any]]:

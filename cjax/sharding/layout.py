@@ -29,6 +29,7 @@ class Layout:
     axes_of: Mapping[int, tuple[str, ...]]
     axis_sizes: Mapping[str, int]
     notes: tuple[str, ...] = ()
+    whole: frozenset[tuple[int, int]] = frozenset()  # (class, size) of dims that stay whole: few key-value heads
 
     def spec(self, classes: Sequence[int], shape: Sequence[int]) -> PartitionSpec:
         """The placement of a tensor with these classes. An axis serves one dim; dims too small for it stay whole."""
@@ -36,7 +37,7 @@ class Layout:
         entries: list[tuple[str, ...] | str | None] = []
         for c, size in zip(classes, shape, strict=True):
             axes = tuple(a for a in self.axes_of.get(c, ()) if a not in used)
-            if not axes or size < math.prod(self.axis_sizes[a] for a in axes):
+            if not axes or (c, size) in self.whole or size < math.prod(self.axis_sizes[a] for a in axes):
                 entries.append(None)
                 continue
             used.update(axes)
@@ -69,7 +70,8 @@ def make_layout(trace: Trace, axis_sizes: Mapping[str, int], rules: Mapping[str,
         if not chosen and not any(TENSOR in axes for axes in ruled.values()):
             notes.append(f"tensor={size} splits nothing in this model: every device of the axis does the same work")
     axes_of.update({c: axes for c, axes in ruled.items() if axes})
-    return Layout(axes_of, dict(axis_sizes), tuple(notes))
+    whole = {(c, n) for c in axes_of for n in _whole_heads(trace, c, size)}
+    return Layout(axes_of, dict(axis_sizes), tuple(notes), frozenset(whole))
 
 
 def _require_batch(trace: Trace, num_shards: int) -> None:
@@ -125,7 +127,8 @@ def _choose(trace: Trace, size: int, excluded: set[int]) -> tuple[list[int], lis
     for m in between:
         forbidden |= {dims.class_of(d) for d in m.contracted}
     forbidden |= {dims.class_of(d) for d in dims.packed} | trace.part_classes
-    heads = {dims.class_of(d) for m in between for d in m.batched}
+    heads = {dims.class_of(d) for m in between if m.contracted for d in m.batched}
+    heads -= {c for product in products for c in product.batched}  # experts, each with weights of its own
     notes, candidates = [], []
     work: dict[int, int] = {}
     sizes: dict[int, set[int]] = {}
@@ -136,7 +139,12 @@ def _choose(trace: Trace, size: int, excluded: set[int]) -> tuple[list[int], lis
         for c in product.weight:
             work[c] = work.get(c, 0) + product.work
     for c in sorted(work, key=lambda c: (-work[c], c)):
-        if c in forbidden or c in trace.stream or max(sizes.get(c, {0})) < size:
+        if c in forbidden or c in trace.stream:
+            continue
+        largest = max(sizes.get(c, {0}))
+        if largest < size:
+            if c in heads and largest > 1:
+                raise _undivided(trace, c, largest, size)
             continue
         blocked = _blocked(trace, c, size, forbidden, is_heads=c in heads)
         if blocked:
@@ -237,31 +245,49 @@ def _blocked(trace: Trace, c: int, size: int, forbidden: set[int], is_heads: boo
         grouped = size % s.major_size == 0 and dims.size[minor] % (size // s.major_size) == 0
         if grouped and dims.class_of(minor) not in forbidden:
             continue  # key-value heads fewer than the axis: each serves a group of devices
+        if s.size in _whole_heads(trace, c, size):
+            continue
         if is_heads:
-            divisors = [d for d in range(1, s.major_size + 1) if s.major_size % d == 0]
-            raise ValueError(
-                f"tensor={size} can't split {name}: this model has {s.major_size}. "
-                f"Write a tensor size that divides it: {', '.join(map(str, divisors))}."
-            )
+            raise _undivided(trace, c, s.major_size, size)
         return f"{name} ({s.size} = {s.major_size} x {s.size // s.major_size}) is kept whole: {size} does not divide it"
     if is_heads:
         counts = {dims.size[d] for m in dims.matmuls for d in m.batched if dims.class_of(d) == c}
         count = max(counts, default=size)
         if count % size and count > 1 and not any(s for s in dims.splits if dims.class_of(s.whole) == c):
-            divisors = [d for d in range(1, count + 1) if count % d == 0]
-            raise ValueError(
-                f"tensor={size} can't split {name}: this model has {count}. "
-                f"Write a tensor size that divides it: {', '.join(map(str, divisors))}."
-            )
+            raise _undivided(trace, c, count, size)
     return None
 
 
+def _whole_heads(trace: Trace, c: int, size: int) -> set[int]:
+    """Sizes of dims [heads * head_dim] of class `c` whose heads are too few for the axis, beside others that are not:
+    key-value heads, each of which serves a group of devices, so that every device keeps them."""
+    splits = [s for s in trace.dims.splits if trace.dims.class_of(s.whole) == c]
+    most = max((s.major_size for s in splits), default=0)
+    if most % size:
+        return set()
+    return {s.size for s in splits if s.major_size < size and size % s.major_size == 0 and s.size != most}
+
+
+def _undivided(trace: Trace, c: int, count: int, size: int) -> ValueError:
+    divisors = [str(d) for d in range(1, count + 1) if count % d == 0]
+    return ValueError(
+        f"tensor={size} can't split {trace.names.get(c, '?')}: this model has {count}. "
+        f"Write a tensor size that divides it: {', '.join(divisors)}."
+    )
+
+
 def _small_heads(trace: Trace, chosen: Sequence[int], size: int) -> list[str]:
-    notes = set()
+    counts = {}
     for leaf, ids in zip(trace.leaves, trace.dims.inputs, strict=True):
-        for d in ids:
-            count = trace.dims.size[d]
-            if trace.dims.class_of(d) in chosen and 1 < count < size and leaf.kind == "params":
-                name = trace.names.get(trace.dims.class_of(d), "?")
-                notes.add(f"{count} key-value {name} on {size} devices: each is kept by {size // count} of them")
-    return sorted(notes)
+        for d in ids if leaf.kind == "params" else ():
+            c = trace.dims.class_of(d)
+            if c in chosen and 1 < trace.dims.size[d] < size:
+                counts[trace.dims.size[d]] = trace.names.get(c, "?")
+    for s in trace.dims.splits:
+        c = trace.dims.class_of(s.whole)
+        if c in chosen and s.size in _whole_heads(trace, c, size):
+            counts[s.major_size] = trace.names.get(c, "?")
+    return [
+        f"{count} key-value {name} on {size} devices: each is kept by {size // count} of them"
+        for count, name in sorted(counts.items())
+    ]

@@ -160,7 +160,9 @@ def _require_sums(trace: Trace, mirror: Mirror) -> None:
         if trace.ratio is not None and trace.ratio.total is None and what == "the loss":
             weight = 0  # this total is the ratio itself, to be multiplied by its weight
         if total != weight:
-            raise Unlike(f"{what} grows with the number of rows and " + ("its weight does not" if has_weight else "is no mean"))
+            raise Unlike(
+                f"{what} grows with the number of rows and " + ("its weight does not" if has_weight else "is no mean")
+            )
     for index, value in results:
         if value.kind != "fixed" or mirror.growth(index) is not None:
             raise Unlike("state that the model carries depends on the examples")

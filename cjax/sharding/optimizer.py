@@ -55,7 +55,11 @@ def store_optimizer(
       spec_of: placement of the optimizer's part of a parameter, by its index: like the parameter, and over the data
         axis under ZeRO.
       mesh: the mesh.
+
+    Raises:
+      TypeError: `optimizer` is something else.
     """
+    _check_kind(optimizer)
     state_shape = jax.eval_shape(optimizer.init, params_shape)
     owners = _owners(leaf_names(params_shape), leaf_names(state_shape))
     state_leaves = jax.tree.leaves(state_shape)
@@ -65,7 +69,6 @@ def store_optimizer(
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    _check_structure(optimizer, params_shape, state_shape)
     closed = simplify(jax.make_jaxpr(step)(params_shape, state_shape, params_shape))
     forms = params.forms
     state_forms = _state_forms(closed, forms, params_shape, state_leaves, owners)
@@ -103,10 +106,9 @@ def store_optimizer(
     return StoredOptimizer(storage, init, update)
 
 
-def _check_structure(optimizer: optax.GradientTransformation, params_shape: PyTree, state_shape: PyTree) -> None:
+def _check_kind(optimizer: Any) -> None:
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise TypeError(f"optimizer is {optimizer!r}; give an optax transformation, such as optax.adamw(1e-3).")
-    del params_shape, state_shape
 
 
 def _offset(groups: Sequence[tuple[int, ...]], by: int) -> list[tuple[int, ...]]:

@@ -245,9 +245,7 @@ class Mirror:
         return self._scales[atom]
 
     def _grown(self, eqn: Any, position: int) -> int | None:
-        rows = [
-            not isinstance(atom, jex.Literal) and _shape(atom) != _shape(self._other[atom]) for atom in eqn.invars
-        ]
+        rows = [not isinstance(atom, jex.Literal) and _shape(atom) != _shape(self._other[atom]) for atom in eqn.invars]
         name = eqn.primitive.name
         known = [None if is_rows else self._growth(atom) for atom, is_rows in zip(eqn.invars, rows, strict=True)]
         found = {growth for growth in known if growth is not None}
@@ -303,7 +301,7 @@ def counterparts(wanted: Sequence[Any], jaxpr: Any, other: Any) -> list[Any]:
 def _same_array(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if jnp.issubdtype(getattr(a, "dtype", None), jax.dtypes.prng_key):
+    if hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
     return np.array_equal(a, b)
 

@@ -228,6 +228,8 @@ def _names(
             name(ids[1], "sequence")
     for _, dim, rows in dims.tables:
         name(dim, "vocab" if batch_class in [dims.class_of(d) for d in rows] else "positions")
+    for dim in (d for m in weighted for d in m.batched):
+        name(dim, "experts")
     for m in between:
         for dim in m.batched:
             name(dim, "heads")
@@ -238,8 +240,6 @@ def _names(
             if dims.class_of(dim) in stream and dims.class_of(dim) not in roles:
                 name(dim, "sequence")
     for m in weighted:
-        for dim in m.batched:
-            name(dim, "experts")
         for dim in m.contracted if any(names.get(dims.class_of(d), "").startswith("heads") for d in m.contracted) else ():
             name(dim, "value_dim")
     widest = [c for c, _ in roles.most_common() if c in stream and c not in names] or [

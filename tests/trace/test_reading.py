@@ -7,17 +7,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from contract import subject
+from contract import trace_of
 from zoo import MODELS
 
 from cjax.trace.capture import capture
-from cjax.trace.reading import Trace, trace_loss
-
-
-def read(name: str, parts: int = 1) -> Trace:
-    case = subject(name, False)
-    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batches[0])
-    return trace_loss(case.captured, shape, parts, train=True)
+from cjax.trace.reading import trace_loss
 
 
 LINEN_ATTENTION = {
@@ -46,7 +40,7 @@ NAMES: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dims_get_textbook_names(name: str) -> None:
-    trace = read(name)
+    trace = trace_of(name)
     for pattern, wanted in NAMES[name].items():
         leaves = [i for i, leaf in enumerate(trace.leaves) if re.search(pattern, leaf.name)]
         assert leaves, pattern
@@ -59,24 +53,24 @@ def test_dims_get_textbook_names(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["linen_decoder", "linen_encoder_decoder", "linen_moe_soft", "nnx_conv", "nnx_mlp"])
 def test_stacks_are_those_the_author_wrote(name: str) -> None:
-    assert tuple(run.repeats for run in read(name).runs) == MODELS[name].blocks
+    assert tuple(run.repeats for run in trace_of(name).runs) == MODELS[name].blocks
 
 
 def test_layers_have_one_set_of_dims() -> None:
-    trace = read("nnx_decoder")
+    trace = trace_of("nnx_decoder")
     kernels = [i for i, leaf in enumerate(trace.leaves) if leaf.name.endswith("up/kernel")]
     assert len(kernels) == 4 and len({trace.classes_of(i) for i in kernels}) == 1
 
 
 def test_the_stream_is_what_layers_hand_on() -> None:
     for name in ("linen_decoder", "linen_scan"):
-        trace = read(name)
+        trace = trace_of(name)
         names = {trace.names.get(c) for c in trace.stream}
         assert "embed" in names and not names & {"batch", "heads", "ffn"}
 
 
 def test_leaves_come_in_the_order_of_the_users_trees() -> None:
-    trace = read("linen_conv")
+    trace = trace_of("linen_conv")
     kinds = [leaf.kind for leaf in trace.leaves]
     assert kinds == sorted(kinds, key=["params", "frozen", "carried", "batch", "key", "index"].index)
     assert {leaf.name for leaf in trace.leaves if leaf.kind == "batch"} == {"images", "labels"}
@@ -84,13 +78,13 @@ def test_leaves_come_in_the_order_of_the_users_trees() -> None:
 
 
 def test_a_micro_batch_is_traced() -> None:
-    trace = read("nnx_mlp", parts=4)
+    trace = trace_of("nnx_mlp", parts=4)
     assert [trace.leaves[i].shape for i in trace.leaves_of("batch")] == [(4, 10), (4,)]
 
 
 def test_nothing_in_the_zoo_is_unknown() -> None:
     for name in ("linen_moe_capacity", "linen_lstm", "linen_conv", "nnx_scan"):
-        assert not read(name).dims.unknown, name
+        assert not trace_of(name).dims.unknown, name
 
 
 def test_names_given_by_the_author_win() -> None:

@@ -1,0 +1,134 @@
+"""What the placer asks of XLA: read off the jaxpr that comes out."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from contract import trace_of
+from jax._src.ad_checkpoint import saved_residuals
+from jax.extend import core as jex
+from jax.sharding import PartitionSpec as P
+
+from cjax.mesh import build_mesh
+from cjax.sharding.layout import make_layout
+from cjax.sharding.place import POLICIES, Placer, WeightPlacement
+
+SIZES = {"data": 4, "tensor": 2}
+
+
+def placer(placement: WeightPlacement | None = None, **kwargs: Any) -> Placer:
+    """Of the NNX decoder's trace; input 0 is placed as given."""
+    trace = trace_of("nnx_decoder")
+    mesh = build_mesh(SIZES, jax.devices())
+    weights = {} if placement is None else {0: placement}
+    return Placer(trace, make_layout(trace, SIZES, {}), mesh, weights, **kwargs)
+
+
+def constraints(function: Callable[..., Any], *args: Any) -> list[tuple[P, str]]:
+    """Spec and dtype of each sharding constraint, in order."""
+
+    def walk(jaxpr: Any) -> Iterator[Any]:
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            yield eqn
+            for inner in jex.jaxprs_in_params(eqn.params):
+                yield from walk(inner)
+
+    eqns = [e for e in walk(jax.make_jaxpr(function)(*args)) if e.primitive.name == "sharding_constraint"]
+    return [(e.params["sharding"].spec, str(e.outvars[0].aval.dtype)) for e in eqns]
+
+
+WHOLE, PART = P(None, None), P("data", None)
+
+
+def test_a_weight_is_used_as_laid_out_and_its_gradient_leaves_in_parts() -> None:
+    place = placer(WeightPlacement(WHOLE, PART))
+    grad = jax.grad(lambda w: (place.weight(0, w) ** 2).sum())
+    assert constraints(grad, jnp.ones((8, 8))) == [(WHOLE, "float32"), (PART, "float32")]
+
+
+def test_low_precision_rounds_before_it_gathers_and_sums_in_float32() -> None:
+    leaf = next(iter(sorted(placer(precision="bfloat16")._rounded)))
+    trace = trace_of("nnx_decoder")
+    mesh = build_mesh(SIZES, jax.devices())
+    place = Placer(
+        trace, make_layout(trace, SIZES, {}), mesh, {leaf: WeightPlacement(WHOLE, PART)}, precision="bfloat16"
+    )
+    grad = jax.grad(lambda w: (place.weight(leaf, w).astype(jnp.float32) ** 2).sum())
+    assert constraints(grad, jnp.ones((8, 8))) == [(WHOLE, "bfloat16"), (PART, "float32")]
+
+
+def test_only_weights_of_matmuls_and_lookups_are_rounded() -> None:
+    trace, place = trace_of("nnx_decoder"), placer(precision="bfloat16")
+    rounded = {trace.leaves[i].name.split("/")[-1] for i in place._rounded}
+    assert rounded == {"kernel", "embedding"}
+
+
+def test_a_layer_of_an_authors_stack_has_lost_its_first_dim() -> None:
+    place = placer(WeightPlacement(P(None, "tensor", None), P(None, "tensor", "data")))
+    assert constraints(lambda w: place.weight(0, w), jnp.ones((8, 8))) == [(P("tensor", None), "float32")]
+
+
+def test_one_device_is_left_alone() -> None:
+    trace = trace_of("nnx_decoder")
+    sizes = {"data": 1, "tensor": 1}
+    alone = Placer(trace, make_layout(trace, sizes, {}), build_mesh(sizes, jax.devices()[:1]), {0: WeightPlacement(WHOLE, WHOLE)})
+    assert not constraints(lambda w: alone.weight(0, w), jnp.ones((8, 8)))
+    assert not constraints(lambda w: alone.constrain(w, WHOLE), jnp.ones((8, 8)))
+
+
+def test_results_of_matmuls_are_pinned_and_of_the_rest_not() -> None:
+    trace, place = trace_of("nnx_decoder"), placer()
+    pinned = set()
+    for eqn in trace.closed.jaxpr.eqns[:200]:
+        if any(isinstance(v.aval, jax.core.AbstractToken) for v in eqn.invars) or eqn.primitive.name == "scan":
+            continue
+        args = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "shape")
+                and not jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)]  # fmt: skip
+        if len(args) == len(eqn.invars) and constraints(lambda *a, e=eqn: place.equation(e, list(a), trace.dims.top), *args):
+            pinned.add(eqn.primitive.name)
+    assert pinned == {"dot_general", "gather"}
+
+
+def test_activations_lie_by_their_dims() -> None:
+    trace, place = trace_of("nnx_decoder"), placer()
+    dots = [eqn for eqn in trace.closed.jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    up = next(eqn for eqn in dots if eqn.outvars[0].aval.shape == (16, 12, 64))
+    args = [jnp.zeros(v.aval.shape) for v in up.invars]
+    found = constraints(lambda *a: place.equation(up, list(a), trace.dims.top), *args)
+    assert found == [(P("data", None, "tensor"), "float32")]
+
+
+# -- remat ------------------------------------------------------------------------------------------------------------
+def body(x: jax.Array) -> jax.Array:
+    return jnp.sin(x)
+
+
+def test_without_remat_layers_are_left_alone() -> None:
+    assert placer().layer(body) is body
+    assert placer().whole(body) is body
+
+
+@pytest.mark.parametrize("kwargs", [{"gathers": True}, {"precision": "bfloat16"}, {"remat": "dots"}, {"remat": "block"}])
+def test_what_is_made_again_is_checkpointed(kwargs: dict[str, Any]) -> None:
+    place = placer(**kwargs)
+    assert place.layer(body) is not body
+    assert place.whole(body) is body, "the loop over layers does it"
+
+
+def test_gathered_weights_are_not_saved() -> None:
+    """Saved for the backward pass are activations and the weight as it is kept, not as it is used."""
+    place = placer(WeightPlacement(WHOLE, PART), gathers=True)
+
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ place.weight(0, w)).sum()
+
+    def saved(function: Callable[..., Any]) -> list[tuple[int, ...]]:
+        found = saved_residuals(function, jnp.ones((8, 8)), jnp.ones((4, 8)))
+        return [aval.shape for aval, what in found if "argument" not in what]
+
+    assert (8, 8) in saved(layer)
+    assert (8, 8) not in saved(jax.checkpoint(layer, policy=POLICIES["none"]))
+    assert (4, 8) in saved(jax.checkpoint(layer, policy=POLICIES["none"])), "activations still are"
+    assert not saved(jax.checkpoint(layer, policy=POLICIES["block"]))
