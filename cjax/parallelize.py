@@ -1,6 +1,7 @@
 """`parallelize`: a model, a loss and an optimizer become a `Program`. The composition of every room, in order."""
 
 import functools
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from cjax.planner.estimate import SLACK, Activations, state_bytes
 from cjax.planner.hardware import hardware_of
 from cjax.planner.search import first_fitting
 from cjax.program import Parts, Program
+from cjax.program.batches import batch_structs
 from cjax.sharding.local import LocalRows, local_rows
 from cjax.sharding.model import ModelStorage, place_loss, store_model
 from cjax.sharding.optimizer import store_optimizer
@@ -57,8 +59,9 @@ def parallelize(
     >>> state = program.init(0)
     >>> state, metrics = program.step(state, batch)
     """
+    _check_optimizer(optimizer)
+    batch_shape = batch_structs(batch)
     captured = capture(model, loss, batch, wrt)
-    batch_shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     found = resolve_devices(devices)
     return compose(captured, optimizer, batch_shape, plan, found)
 
@@ -72,7 +75,12 @@ def compose(
 ) -> Program:
     """From a captured model to a `Program`."""
     plan, notes = _decide(captured, optimizer, batch_shape, plan, devices)
-    trace = trace_loss(captured, batch_shape, plan.microbatches, train=True)
+    try:
+        trace = trace_loss(captured, batch_shape, plan.microbatches, train=True)
+    except Exception as error:  # from the author's own code, which may know the size of the whole batch by heart
+        if plan.microbatches > 1:
+            error.add_note(f"The loss ran on one of {plan.microbatches} micro-batches of this batch; see microbatches.")
+        raise
     if plan.microbatches > 1:
         trace = lift(trace)
     mesh = build_mesh(plan.axis_sizes(), devices)
@@ -95,6 +103,15 @@ def compose(
     )  # fmt: skip
 
 
+def _check_optimizer(optimizer: Any) -> None:
+    if optimizer is None or (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        return
+    given = f"the function {optimizer.__name__}" if inspect.isfunction(optimizer) else f"a {type(optimizer).__name__}"
+    raise TypeError(
+        f"`optimizer` is {given}, not an optax transformation. Write optax.adamw(1e-3), or None for evaluation alone."
+    )
+
+
 def _decide(
     captured: Capture,
     optimizer: optax.GradientTransformation | None,
@@ -104,15 +121,21 @@ def _decide(
 ) -> tuple[Plan, tuple[str, ...]]:
     """The plan in full, and what there is to say about how it was chosen."""
     num_rows = [leaf.shape[0] for leaf in jax.tree.leaves(batch_shape) if leaf.shape]
+    if not isinstance(plan, Plan | str):
+        raise TypeError(
+            f"`plan` is {plan!r}, a {type(plan).__name__}. Write text such as "
+            '"data=4 tensor=2", a cjax.Plan(...), or "auto".'
+        )
     if plan != "auto":
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         require_supported(plan)
         for rows in num_rows:
             if rows % plan.microbatches:
                 near = max(1, rows // plan.microbatches) * plan.microbatches
+                divisors = [str(n) for n in range(1, min(rows, 2 * plan.microbatches) + 1) if rows % n == 0]
                 raise ValueError(
                     f"microbatches={plan.microbatches} does not divide a batch of {rows} rows; "
-                    f"use {near} or {near + plan.microbatches} rows."
+                    f"use {near} or {near + plan.microbatches} rows, or microbatches of {', '.join(divisors)}."
                 )
         return plan.resolve(len(devices)), ()
     trace = trace_loss(captured, batch_shape, 1, train=True)

@@ -79,11 +79,21 @@ def run(block: Block, wanted: str | None, namespace: dict[str, Any], name: str) 
     return f"{where} should give\n{wanted}\nand gives\n{given}"
 
 
+def is_here(module: str) -> bool:
+    """Whether a module can be imported.
+
+    >>> is_here("json.decoder"), is_here("no_such_package.module")
+    (True, False)
+    """
+    package = module.rpartition(".")[0]
+    return (not package or is_here(package)) and importlib.util.find_spec(module) is not None
+
+
 def main(path: Path) -> int:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     problems = []
     for block, wanted in snippets(path.read_text()):
-        if block.needs is None or importlib.util.find_spec(MODULES[block.needs]):
+        if block.needs is None or is_here(MODULES[block.needs]):
             problems.append(run(block, wanted, namespace, path.name))
     print("\n".join(filter(None, problems)))
     return 1 if any(problems) else 0

@@ -6,6 +6,8 @@ import jax
 import numpy as np
 
 from cjax.program.state import Parts
+from cjax.trace.indices import index_limits
+from cjax.trace.reading import Trace
 from cjax.tree import leaf_names
 
 PyTree = Any
@@ -24,13 +26,8 @@ def place_batch(parts: Parts, batch: PyTree, limits: dict[int, int]) -> PyTree:
     Raises:
       ValueError: a batch of other leaves, shapes or dtypes than `parallelize` saw; an index outside its table.
     """
-    leaves, treedef = jax.tree.flatten(batch)
-    wanted, wanted_tree = jax.tree.flatten(parts.batch_shape)
-    if treedef != wanted_tree:
-        raise ValueError(
-            f"this batch has the leaves {', '.join(leaf_names(batch))}; parallelize saw "
-            f"{', '.join(leaf_names(parts.batch_shape))}. Give the same tree, or call parallelize with this batch."
-        )
+    check_tree(batch, parts.batch_shape)
+    leaves, wanted = jax.tree.leaves(batch), jax.tree.leaves(parts.batch_shape)
     num_processes = jax.process_count()
     for i, (leaf, shape) in enumerate(zip(leaves, wanted, strict=True)):
         local = num_processes > 1 and not isinstance(leaf, jax.Array) and shape.shape
@@ -39,23 +36,38 @@ def place_batch(parts: Parts, batch: PyTree, limits: dict[int, int]) -> PyTree:
         if np.shape(leaf) != tuple(rows) or dtype != jax.dtypes.canonicalize_dtype(shape.dtype):
             raise ValueError(
                 f"batch {leaf_names(parts.batch_shape)[i]!r} is {dtype}{list(np.shape(leaf))}; this program was made "
-                f"for {shape.dtype}{list(rows)}. Give a batch of that shape and dtype, or call "
-                "program.replan(program.plan) after parallelize with the new one."
+                f"for {shape.dtype}{list(rows)}. Give a batch of that shape and dtype, or call parallelize with one "
+                "like this. (A last batch with fewer rows: drop it, or give it to evaluate, which takes any number.)"
             )
-        if i in limits and isinstance(leaf, np.ndarray) and leaf.size:
-            _check_indices(leaf, limits[i], leaf_names(parts.batch_shape)[i])
+    check_indices(batch, limits)
     return join_processes(batch, parts.batch_shardings)
 
 
+def check_tree(batch: PyTree, wanted: PyTree) -> None:
+    """Raises ValueError, with the names of both, unless the two trees have one structure."""
+    if jax.tree.structure(batch) == jax.tree.structure(wanted):
+        return
+    have, need = leaf_names(batch), leaf_names(wanted)
+    has, saw = (f"the leaves {_few(have)}", _few(need)) if have != need else (f"the form {batch!r:.80}", f"{wanted!r}")
+    lists = " Lists of numbers are trees, too: make them arrays with np.asarray." if len(have) > len(need) else ""
+    raise ValueError(
+        f"this batch has {has}; parallelize saw {saw}. Give the same tree, or call parallelize with this batch.{lists}"
+    )
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "") or "of an empty tree"
+
+
 def join_processes(batch: PyTree, shardings: PyTree) -> PyTree:
-    """The global batch of which each process holds its rows; with one process, the batch itself."""
-    if jax.process_count() == 1:
-        return batch
+    """The batch as a compiled step takes it: arrays of JAX placed like its own; of NumPy arrays, each process's rows
+    joined to the global batch."""
+    is_alone = jax.process_count() == 1
 
     def joined(leaf: Any, sharding: Any) -> Any:
         if isinstance(leaf, jax.Array):
-            return leaf
-        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+            return leaf if leaf.sharding.is_equivalent_to(sharding, leaf.ndim) else jax.device_put(leaf, sharding)
+        return leaf if is_alone else jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
     return jax.tree.map(joined, batch, shardings)
 
@@ -72,12 +84,56 @@ def global_shape(batch: PyTree) -> PyTree:
     return jax.tree.map(shape, batch)
 
 
-def _check_indices(leaf: np.ndarray, size: int, name: str) -> None:
-    low, high = int(leaf.min()), int(leaf.max())
-    if high >= size or low < -size:
-        bad = high if high >= size else low
-        where = tuple(int(i) for i in np.argwhere(leaf == bad)[0])
+def batch_structs(batch: PyTree) -> PyTree:
+    """ShapeDtypeStructs of the batch that `parallelize` is given, in the dtypes that JAX will make of it.
+
+    Raises:
+      TypeError: a leaf that is no array, struct or number.
+      ValueError: no leaf, no rows, or leaves with different numbers of rows.
+    """
+    leaves, treedef = jax.tree.flatten(batch)
+    names = [name or "batch" for name in leaf_names(batch)]
+    structs = []
+    for name, leaf in zip(names, leaves, strict=True):
+        try:
+            shape = jax.eval_shape(lambda leaf: leaf, leaf)
+        except TypeError as error:
+            raise TypeError(
+                f"batch {name!r} is a {type(leaf).__name__}, not an array of numbers. Give one batch, as a tree of "
+                'NumPy or JAX arrays or of jax.ShapeDtypeStructs: {"x": np.zeros((8, 5), np.float32)}.'
+            ) from error
+        structs.append(jax.ShapeDtypeStruct(shape.shape, shape.dtype))
+    rows = {name: leaf.shape[0] for name, leaf in zip(names, structs, strict=True) if leaf.shape}
+    if not structs or 0 in rows.values():
+        raise ValueError('this batch is empty; give one with rows, such as {"x": np.zeros((8, 5), np.float32)}.')
+    if len(set(rows.values())) > 1:
+        counts = ", ".join(f"{name} {count}" for name, count in rows.items())
         raise ValueError(
-            f"batch {name!r} holds {bad} at {list(where)}, outside a table of {size} rows (a vocabulary?). Check the "
-            f"tokenizer, or make the model with room for {bad + 1}."
+            f"the first dim of every leaf of a batch counts its examples, and these differ: {counts}. Repeat what all "
+            "examples share for each of them, or let the loss close over it."
         )
+    return jax.tree.unflatten(treedef, structs)
+
+
+def table_sizes(trace: Trace) -> dict[int, int]:
+    """For leaves of the batch that index a table, by position: the size of the table."""
+    batch = trace.leaves_of("batch")
+    integers = [i for i in batch if np.issubdtype(trace.leaves[i].dtype, np.integer)]
+    return {i - batch[0]: size for i, size in index_limits(trace.closed, integers).items()}
+
+
+def check_indices(batch: PyTree, limits: dict[int, int]) -> None:
+    """Raises ValueError for an index outside its table; arrays that live on devices are not read."""
+    leaves = jax.tree.leaves(batch) if limits else []
+    for i, size in limits.items():
+        leaf = leaves[i]
+        if not isinstance(leaf, np.ndarray) or not leaf.size:
+            continue
+        low, high = int(leaf.min()), int(leaf.max())
+        if high >= size or low < -size:
+            bad = high if high >= size else low
+            where = tuple(int(i) for i in np.argwhere(leaf == bad)[0])
+            raise ValueError(
+                f"batch {leaf_names(batch)[i]!r} holds {bad} at {list(where)}, outside a table of {size} rows (a "
+                f"vocabulary?). Check the tokenizer, or make the model with room for {max(bad, -bad - 1) + 1}."
+            )

@@ -100,7 +100,7 @@ def _param_rows(parts: Parts) -> list[ParamRow]:
             for i in slot.leaves:
                 leaf = trace.leaves[leaves[i]]
                 itemsize = np.dtype(slot.dtype).itemsize
-                names = tuple(None if n == "?" else n for n in trace.user_dims_of(leaves[i]))
+                names = tuple(trace.names.get(c) for c in trace.user_classes_of(leaves[i]))
                 rows[leaves[i]] = ParamRow(
                     leaf.name,
                     slot.logical,

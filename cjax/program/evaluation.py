@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cjax.mesh import BATCH_AXES
-from cjax.program.batches import global_shape, join_processes
+from cjax.program.batches import check_indices, check_tree, global_shape, join_processes, table_sizes
 from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
 from cjax.sharding.model import place_loss
@@ -23,15 +23,18 @@ class Evaluator:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._compiled: dict[Any, tuple[Trace, Any]] = {}
+        self._compiled: dict[Any, tuple[Trace, Any, dict[int, int]]] = {}
 
     def __call__(self, state: State, batches: Iterable[PyTree], function: Function | None) -> PyTree:
         """The exact weighted mean over `batches`; arrays that `function` returns are joined along their rows."""
         sums: list[Any] = []
         tree: Any = None
         for batch in batches:
+            if function is None:
+                check_tree(batch, self._parts.batch_shape)
             shape = global_shape(batch)
-            trace, run = self._compile(shape, function)
+            trace, run, limits = self._compile(shape, function)
+            check_indices(batch, limits)
             rows = next((leaf.shape[0] for leaf in jax.tree.leaves(shape) if leaf.shape), 1)
             batch = join_processes(batch, batch_shardings(self._parts.mesh, shape))
             outs = run(state._params, state._frozen, state._carried, batch, state._key)
@@ -39,7 +42,7 @@ class Evaluator:
             sums = outs if not sums else [_join(a, b) for a, b in zip(sums, outs, strict=True)]
             tree = trace
         if tree is None:
-            raise ValueError("evaluate got no batch; give at least one.")
+            raise ValueError("evaluate got no batch; give at least one. (An iterator that was read before is empty.)")
         values = [_value(total, weight) for total, weight in sums]
         aux = jax.tree.unflatten(tree.aux_tree, values[1:] if tree.num_loss else values)
         if function is not None:
@@ -52,14 +55,14 @@ class Evaluator:
         run = self._compile(parts.batch_shape, None)[1]
         return run.lower(shape._params, shape._frozen, shape._carried, parts.with_batch(parts.batch_shape), shape._key)
 
-    def _compile(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any]:
+    def _compile(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any, dict[int, int]]:
         leaves, treedef = jax.tree.flatten(shape)
         key = (function, treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
         if key not in self._compiled:
             self._compiled[key] = self._make(shape, function)
         return self._compiled[key]
 
-    def _make(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any]:
+    def _make(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any, dict[int, int]]:
         parts = self._parts
         call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
         trace = trace_loss(parts.capture, shape, 1, train=False, call=call, forms=parts.trace.forms)
@@ -87,7 +90,7 @@ class Evaluator:
             ),
             out_shardings=parts.whole,
         )
-        return trace, jitted
+        return trace, jitted, table_sizes(trace)
 
 
 def _weighed(trace: Trace, outs: list[jax.Array], rows: int) -> list[tuple[Any, Any]]:

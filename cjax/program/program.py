@@ -2,29 +2,27 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from cjax import checkpoint
 from cjax.audit import audit
 from cjax.mesh import Device, compile_lowered, is_compile_only, resolve_devices
 from cjax.plan import Plan
 from cjax.planner.hardware import hardware_of
-from cjax.program.batches import place_batch
+from cjax.program.batches import place_batch, table_sizes
 from cjax.program.check import Check, compare_gradients
 from cjax.program.description import describe_step, describe_trace
 from cjax.program.evaluation import Evaluator
 from cjax.program.memory import OutOfMemory, alternatives
 from cjax.program.saving import arrays_of, shapes_of, state_from
-from cjax.program.starting import start
-from cjax.program.state import Parts, State, check_alive, store_leaves
+from cjax.program.starting import make_key, start
+from cjax.program.state import Parts, State, check_alive, check_fits, store_leaves
 from cjax.program.steps import make_init, make_step, make_update, make_value_and_grad
 from cjax.report import Candidate, Comparison, Report, TraceSummary
-from cjax.trace.indices import index_limits
 
 PyTree = Any
 
@@ -68,8 +66,7 @@ class Program:
           ValueError: unknown names or wrong shapes in `params`, all listed at once.
         """
         self._must_run("init")
-        key = jax.random.key(seed_or_key) if isinstance(seed_or_key, int | np.integer) else seed_or_key
-        return start(self._parts, self._init, key, params)
+        return start(self._parts, self._init, make_key(seed_or_key), params)
 
     @functools.cached_property
     def _init(self) -> Any:
@@ -103,13 +100,12 @@ class Program:
           OutOfMemory: before the first step, when the plan does not fit its devices.
           ValueError: a batch of another shape or dtype, or with tokens outside the vocabulary.
         """
-        return self._step(self._own(state), place_batch(self._parts, batch, self._limits))
+        self._must_train("step")
+        state, batch = self._own(state), place_batch(self._parts, batch, self._limits)
+        return self._step(state, batch)  # compiles at first, when all that was given is known to be good
 
     @functools.cached_property
     def _step(self) -> Any:
-        self._must_run("step")
-        if self._parts.optimizer is None:
-            raise ValueError("this program has no optimizer; give parallelize one, such as optax.adamw(1e-3)")
         compiled = self._compiled
         report = self.report()
         if not report.memory.fits:
@@ -133,10 +129,7 @@ class Program:
 
     @functools.cached_property
     def _limits(self) -> dict[int, int]:
-        trace = self._parts.trace
-        batch = trace.leaves_of("batch")
-        integers = [i for i in batch if np.issubdtype(trace.leaves[i].dtype, np.integer)]
-        return {i - batch[0]: size for i, size in index_limits(trace.closed, integers).items()}
+        return table_sizes(self._parts.trace)
 
     def value_and_grad(self, state: State, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """The loss and its gradients, in the user's own tree; `state` stays valid."""
@@ -149,8 +142,13 @@ class Program:
 
     def update(self, state: State, grads: PyTree) -> State:
         """The state after the optimizer has taken `grads`, in the user's own tree. Gives up `state`."""
-        stored = store_leaves(self._parts.storage.params, grads, self.mesh)
-        return self._update(self._own(state), stored)[0]
+        self._must_train("update")
+        state = self._own(state)
+        return self._update(state, self._stored_params(grads, "these gradients are"))[0]
+
+    def _stored_params(self, tree: PyTree, what: str) -> Any:
+        storage = self._parts.storage.params
+        return store_leaves(storage, check_fits(storage, tree, what), self.mesh)
 
     @functools.cached_property
     def _update(self) -> Any:
@@ -172,10 +170,22 @@ class Program:
         """
         state = self._own(state)
         if params is not None:
-            stored = store_leaves(self._parts.storage.params, params, self.mesh)
-            state = dataclasses.replace(state, _params=stored)
-        many = isinstance(batch, Iterator) or jax.tree.structure(batch) != jax.tree.structure(self._parts.batch_shape)
-        return self._evaluate(state, batch if many else [batch], fn)
+            state = dataclasses.replace(state, _params=self._stored_params(params, "these params are"))
+        return self._evaluate(state, [batch] if self._is_one(batch) else batch, fn)
+
+    def _is_one(self, batch: Any) -> bool:
+        """Whether this is a batch, rather than several; one for `fn` may be of another structure."""
+        if isinstance(batch, Mapping) or hasattr(batch, "shape"):
+            return True
+        if not jax.tree_util.all_leaves([batch]):
+            return not isinstance(batch, Iterator) and jax.tree.structure(batch) == self._batch_structure
+        if not isinstance(batch, Iterable):
+            raise TypeError(f"evaluate takes a batch or an iterable of batches, not a {type(batch).__name__}.")
+        return False
+
+    @functools.cached_property
+    def _batch_structure(self) -> Any:
+        return jax.tree.structure(self._parts.batch_shape)
 
     # -- keeping ------------------------------------------------------------------------------------------------
     def save(self, path: str | Path, state: State) -> None:
@@ -192,10 +202,15 @@ class Program:
         Raises:
           ValueError: another model's checkpoint; every missing, unexpected or differently shaped leaf is listed.
         """
+        self._must_run("restore")
+        # Evaluation takes what was trained: without an optimizer here, its state is left where it is.
+        unread = () if self._parts.optimizer else ("opt_state",)
         if isinstance(source, State):
-            arrays = arrays_of(source)
+            arrays = arrays_of(source) | dict.fromkeys(unread, ())
+        elif isinstance(source, str | Path):
+            arrays, _ = checkpoint.restore(source, self.abstract_state(), unread)
         else:
-            arrays, _ = checkpoint.restore(source, self.abstract_state())
+            raise TypeError(f"restore takes the path of a checkpoint or a state, not a {type(source).__name__}.")
         return state_from(self._parts, arrays)
 
     def abstract_state(self) -> PyTree:
@@ -257,10 +272,18 @@ class Program:
         theirs = reference.value_and_grad(reference.restore(state), batch)
         return compare_gradients(str(self.plan), mine, theirs)
 
+    def _must_train(self, what: str) -> None:
+        self._must_run(what)
+        if self._parts.optimizer is None:
+            raise ValueError(
+                f"{what} needs an optimizer, and this program was made with None, for evaluation; "
+                "give parallelize one, such as optax.adamw(1e-3)."
+            )
+
     def _must_run(self, what: str) -> None:
-        if is_compile_only(list(self.mesh.devices.flat)):
+        if is_compile_only(self.mesh.devices.flat[:1]):
             kind = self.mesh.devices.flat[0].device_kind
             raise ValueError(
                 f"{what} needs devices that are here; this program is for {self.mesh.size} x {kind}, to compile only. "
-                "Use report() and lower(), or program.replan(plan, devices=None) to run on what is here."
+                "Use report() and lower(), or program.replan(plan, jax.devices()) to run on what is here."
             )

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from cjax.program.state import Parts, Shelves, State, check_alive, store_leaves
+from cjax.program.state import Parts, Shelves, State, check_alive, check_fits, store_leaves
 
 PyTree = Any
 
@@ -49,13 +49,7 @@ def state_from(parts: Parts, arrays: dict[str, PyTree]) -> State:
     """
     stored = []
     for name, shelf in zip(("params", "frozen", "opt_state", "carried"), parts.shelves, strict=True):
-        have, want = jax.tree.leaves(arrays[name]), jax.tree.leaves(shelf.leaf_shapes())
-        if [tuple(x.shape) for x in have] != [tuple(x.shape) for x in want]:
-            raise ValueError(
-                f"this state's {name} are not this model's: {len(have)} arrays against {len(want)}, or other shapes. "
-                "Restore from a program or checkpoint of the same model, optimizer and `wrt`."
-            )
-        tree = jax.tree.unflatten(shelf.treedef, have)
+        tree = check_fits(shelf, arrays[name], f"this state's {name} are")
         stored.append(store_leaves(shelf, tree, parts.mesh))
     params, frozen, opt, carried = stored
     step, key = (jax.device_put(arrays[name], parts.whole) for name in ("step", "key"))

@@ -28,6 +28,24 @@ def start(parts: Parts, init: Any, key: jax.Array, params: Any) -> State:
     return state if params is None else _with_params(parts, state, params)
 
 
+def make_key(seed_or_key: Any) -> jax.Array:
+    """A typed key, from a seed or a key of either form."""
+    default = jax.eval_shape(lambda: jax.random.key(0)).dtype
+    if isinstance(seed_or_key, int | np.integer):
+        return jax.random.key(seed_or_key)
+    dtype, shape = getattr(seed_or_key, "dtype", None), np.shape(seed_or_key)
+    if dtype == np.uint32 and len(shape) == 1:
+        seed_or_key = jax.random.wrap_key_data(seed_or_key)
+        dtype, shape = seed_or_key.dtype, seed_or_key.shape
+    if dtype != default or shape:
+        given = type(seed_or_key).__name__ if dtype is None else f"{dtype}{list(shape)}"
+        raise ValueError(
+            f"init takes a seed or one key of JAX's default kind ({default}), not {given}: init(0), or "
+            "init(jax.random.key(0)). For another kind set jax_default_prng_impl before parallelize."
+        )
+    return seed_or_key
+
+
 def _with_params(parts: Parts, state: State, params: Any) -> State:
     """Optimizer state starts from the given values too, for transformations that copy parameters."""
     arrays = arrays_of(state)

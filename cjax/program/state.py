@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.gradients import Gradients
@@ -17,6 +18,7 @@ from cjax.sharding.optimizer import StoredOptimizer
 from cjax.sharding.storage import Storage
 from cjax.trace.capture import Capture
 from cjax.trace.reading import Trace
+from cjax.tree import leaf_names
 
 PyTree = Any
 Arrays = tuple[jax.Array, ...]
@@ -153,6 +155,28 @@ def members(storage: Storage, tree: PyTree) -> Sequence[list[Any]]:
     """The leaves of `tree` that each slot holds."""
     leaves = storage.treedef.flatten_up_to(tree)
     return [[leaves[i] for i in slot.leaves] for slot in storage.slots]
+
+
+def check_fits(storage: Storage, tree: PyTree, what: str) -> PyTree:
+    """`tree` in the containers that `storage` knows.
+
+    Raises:
+      ValueError: it is another tree; every missing, unknown and differing leaf is listed.
+    """
+
+    def told(tree: PyTree) -> dict[str, str]:
+        leaves = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+        texts = [f"{jax.dtypes.canonicalize_dtype(x.dtype, True)}{list(x.shape)}" for x in leaves]
+        return dict(zip(leaf_names(tree), texts, strict=True))
+
+    given, needed = told(tree), told(storage.leaf_shapes())
+    lines = [f"{name}: {text} is missing" for name, text in needed.items() if name not in given]
+    lines += [f"{name}: not known here" for name in given if name not in needed]
+    lines += [f"{n}: {given[n]} given, {t} needed" for n, t in needed.items() if given.get(n, t) != t]
+    if lines:
+        raise ValueError(f"{what} of another model, optimizer or `wrt`:\n  " + "\n  ".join(lines))
+    leaves = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+    return jax.tree.unflatten(storage.treedef, [leaves[name] for name in needed])
 
 
 def store_leaves(storage: Storage, tree: PyTree, mesh: Mesh) -> Arrays:

@@ -81,8 +81,8 @@ def _require_batch(trace: Trace, num_shards: int) -> None:
             near = sorted({max(rows // num_shards, 1) * num_shards, (rows // num_shards + 1) * num_shards})
             raise ValueError(
                 f"batch {leaf.name!r} has {rows} rows in each micro-batch, which {num_shards} data-parallel devices "
-                f"can't share evenly. Use {' or '.join(map(str, near))} rows, or a data size that divides {rows}: "
-                f"{', '.join(str(d) for d in range(1, num_shards + 1) if rows % d == 0)}."
+                f"can't share evenly. Use {' or '.join(map(str, near))} rows in each, or a data size that divides "
+                f"{rows}: {', '.join(str(d) for d in range(1, num_shards + 1) if rows % d == 0)}."
             )
 
 
