@@ -1,5 +1,6 @@
 """Scoring a model: the loss in evaluation mode, or any function of the model, over one batch or many."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from cjax.program.batches import check_indices, check_tree, global_shape, join_p
 from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
 from cjax.sharding.model import place_loss
+from cjax.trace.combine import denominator, loss_total, lift
 from cjax.trace.reading import Trace, trace_loss
 
 PyTree = Any
@@ -43,6 +45,8 @@ class Evaluator:
             tree = trace
         if tree is None:
             raise ValueError("evaluate got no batch; give at least one. (An iterator that was read before is empty.)")
+        if tree.ratio is not None:
+            sums[0] = (sums[0][0], denominator(tree.ratio, sums[0][1]))
         values = [_value(total, weight) for total, weight in sums]
         aux = jax.tree.unflatten(tree.aux_tree, values[1:] if tree.num_loss else values)
         if function is not None:
@@ -66,6 +70,10 @@ class Evaluator:
         parts = self._parts
         call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
         trace = trace_loss(parts.capture, shape, 1, train=False, call=call, forms=parts.trace.forms)
+        if trace.num_loss == 1:
+            # A ratio (a masked mean, say) adds up exactly as total and weight; what adds up in no way counts by rows.
+            with contextlib.suppress(ValueError):
+                trace = lift(trace)
         sizes = dict(parts.mesh.shape)
         shards = int(np.prod([sizes.get(axis, 1) for axis in BATCH_AXES]))
         if any(leaf.shape and leaf.shape[0] % shards for leaf in jax.tree.leaves(shape)):
@@ -98,7 +106,8 @@ def _weighed(trace: Trace, outs: list[jax.Array], rows: int) -> list[tuple[Any, 
     pairs: list[tuple[Any, Any]] = []
     results = iter(outs)
     if trace.num_loss == 2:
-        pairs.append((next(results), next(results)))
+        total, weight = next(results), next(results)
+        pairs.append((loss_total(trace.ratio, total, weight), weight))
     elif trace.num_loss == 1:
         pairs.append((next(results) * rows, rows))
     for is_mean in trace.aux_is_mean:
