@@ -91,6 +91,10 @@ def batch_structs(batch: PyTree) -> PyTree:
       TypeError: a leaf that is no array, struct or number.
       ValueError: no leaf, no rows, or leaves with different numbers of rows.
     """
+    write = (
+        "Give one batch, as a tree of NumPy or JAX arrays or of jax.ShapeDtypeStructs, a row for each example: "
+        '{"x": np.zeros((8, 5), np.float32)}.'
+    )
     leaves, treedef = jax.tree.flatten(batch)
     names = [name or "batch" for name in leaf_names(batch)]
     structs = []
@@ -99,13 +103,13 @@ def batch_structs(batch: PyTree) -> PyTree:
             shape = jax.eval_shape(lambda leaf: leaf, leaf)
         except TypeError as error:
             raise TypeError(
-                f"batch {name!r} is a {type(leaf).__name__}, not an array of numbers. Give one batch, as a tree of "
-                'NumPy or JAX arrays or of jax.ShapeDtypeStructs: {"x": np.zeros((8, 5), np.float32)}.'
+                f"batch {name!r} is a {type(leaf).__name__}{f' of {leaf.dtype}' if hasattr(leaf, 'dtype') else ''}, not an "
+                f"array of numbers. {write}"
             ) from error
         structs.append(jax.ShapeDtypeStruct(shape.shape, shape.dtype))
     rows = {name: leaf.shape[0] for name, leaf in zip(names, structs, strict=True) if leaf.shape}
-    if not structs or 0 in rows.values():
-        raise ValueError('this batch is empty; give one with rows, such as {"x": np.zeros((8, 5), np.float32)}.')
+    if not rows or 0 in rows.values():
+        raise ValueError(f"this batch has no rows{': all its leaves are numbers' if structs and not rows else ''}. {write}")
     if len(set(rows.values())) > 1:
         counts = ", ".join(f"{name} {count}" for name, count in rows.items())
         raise ValueError(

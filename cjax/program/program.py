@@ -281,7 +281,7 @@ class Program:
             )
 
     def _must_run(self, what: str) -> None:
-        if is_compile_only(self.mesh.devices.flat[:1]):
+        if is_compile_only([self.mesh.devices.flat[0]]):
             kind = self.mesh.devices.flat[0].device_kind
             raise ValueError(
                 f"{what} needs devices that are here; this program is for {self.mesh.size} x {kind}, to compile only. "
