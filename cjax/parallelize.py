@@ -151,8 +151,9 @@ def _decide(
 
     chosen, size, fits = first_fitting(min(num_rows, default=1), num, limit, estimate)
     verdict = "the least that fits" if fits else "the leanest there is, and it may not fit"
+    chosen = chosen.resolve(num)
     note = f"auto chose {chosen}: {verdict}, about {size / 2**30:.2g} of {limit / 2**30:.3g} GiB"
-    return chosen.resolve(num), (note,)
+    return chosen, (note,)
 
 
 def _bytes(leaf: jax.ShapeDtypeStruct) -> int:

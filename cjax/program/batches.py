@@ -48,10 +48,13 @@ def check_tree(batch: PyTree, wanted: PyTree) -> None:
     if jax.tree.structure(batch) == jax.tree.structure(wanted):
         return
     have, need = leaf_names(batch), leaf_names(wanted)
-    has, saw = (f"the leaves {_few(have)}", _few(need)) if have != need else (f"the form {batch!r:.80}", f"{wanted!r}")
+    if have == need:
+        have_, need_ = (f"the form {jax.tree.structure(tree)}" for tree in (batch, wanted))
+    else:
+        have_, need_ = f"the leaves {_few(have)}", f"the leaves {_few(need)}"
     lists = " Lists of numbers are trees, too: make them arrays with np.asarray." if len(have) > len(need) else ""
     raise ValueError(
-        f"this batch has {has}; parallelize saw {saw}. Give the same tree, or call parallelize with this batch.{lists}"
+        f"this batch has {have_}; parallelize saw {need_}. Give the same tree, or call parallelize with this batch.{lists}"
     )
 
 
@@ -102,14 +105,13 @@ def batch_structs(batch: PyTree) -> PyTree:
         try:
             shape = jax.eval_shape(lambda leaf: leaf, leaf)
         except TypeError as error:
-            raise TypeError(
-                f"batch {name!r} is a {type(leaf).__name__}{f' of {leaf.dtype}' if hasattr(leaf, 'dtype') else ''}, not an "
-                f"array of numbers. {write}"
-            ) from error
+            kind = f"array of {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__
+            raise TypeError(f"batch {name!r} is a {kind}, not an array of numbers. {write}") from error
         structs.append(jax.ShapeDtypeStruct(shape.shape, shape.dtype))
     rows = {name: leaf.shape[0] for name, leaf in zip(names, structs, strict=True) if leaf.shape}
     if not rows or 0 in rows.values():
-        raise ValueError(f"this batch has no rows{': all its leaves are numbers' if structs and not rows else ''}. {write}")
+        why = ": all its leaves are single numbers" if structs and not rows else ""
+        raise ValueError(f"this batch has no rows{why}. {write}")
     if len(set(rows.values())) > 1:
         counts = ", ".join(f"{name} {count}" for name, count in rows.items())
         raise ValueError(

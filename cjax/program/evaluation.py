@@ -13,7 +13,7 @@ from cjax.program.batches import check_indices, check_tree, global_shape, join_p
 from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
 from cjax.sharding.model import place_loss
-from cjax.trace.combine import denominator, loss_total, lift
+from cjax.trace.combine import denominator, lift, loss_total
 from cjax.trace.reading import Trace, trace_loss
 
 PyTree = Any

@@ -65,7 +65,12 @@ def _with_params(parts: Parts, state: State, params: Any) -> State:
             problems.append(f"{name}: {list(shape)} given, {list(leaf.shape)} needed")
         elif callable(value):
             reader: Any = value
-            values[tree][i] = jax.make_array_from_callback(leaf.shape, leaf.sharding, reader).astype(leaf.dtype)
+            try:
+                array = jax.make_array_from_callback(leaf.shape, leaf.sharding, reader)
+            except ValueError as error:
+                problems.append(f"{name}: a callable gives the part of {list(leaf.shape)} at its index; {error}")
+                continue
+            values[tree][i] = array.astype(leaf.dtype)
         else:
             values[tree][i] = jax.device_put(jnp.asarray(value, leaf.dtype), leaf.sharding)
     if problems:
@@ -86,6 +91,10 @@ def _named(params: Any) -> Mapping[str, Any]:
         return _read_safetensors(Path(params))
     if isinstance(params, Mapping) and all(isinstance(k, str) and "/" in k for k in params):
         return params
+    if jax.tree_util.all_leaves([params]):
+        raise TypeError(
+            f"`params` is a {type(params).__name__}; give a tree of arrays, {{path: array}}, or a safetensors path."
+        )
     return dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
 
 
@@ -94,13 +103,16 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     try:
         import safetensors
     except ImportError as error:
-        raise ImportError("reading safetensors needs: pip install safetensors") from error
+        raise ImportError("reading safetensors needs: pip install 'cjax[weights]'") from error
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(f.exists() for f in files):
         raise FileNotFoundError(f"no safetensors file at {path}")
     found = {}
     for file in files:
-        handle = safetensors.safe_open(str(file), framework="numpy")
+        try:
+            handle = safetensors.safe_open(str(file), framework="numpy")
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{file} is no whole safetensors file ({error}); copy or download it again.") from error
         for name in handle.keys():
             piece = handle.get_slice(name)
             found[name.replace(".", "/")] = _Slice(piece)

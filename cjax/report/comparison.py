@@ -19,7 +19,7 @@ class Candidate:
         assert (self.report is None) == bool(self.reason), "a candidate has either a report or a reason"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Several plans for one model on the same devices; prints as text, shows as HTML in a notebook.
 
@@ -43,6 +43,9 @@ class Comparison:
 
     def __str__(self) -> str:
         return self._table().text()
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         return self._table().html()

@@ -117,7 +117,7 @@ class StepTime:
         return f">= {milliseconds(self.total)} ms: {parts}: {self.bound}-bound"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """One compiled step under one plan; prints as text, shows as HTML in a notebook, and has its facts as fields.
 
@@ -174,6 +174,9 @@ class Report:
     def __str__(self) -> str:
         head = Lines([("plan", self.plan), ("on", self.devices)])
         return "\n\n".join([f"{head.text()}\n{self.summary}", *(table.text() for table in self._tables())]) + "\n"
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         lines = Lines([("plan", self.plan), ("on", self.devices), *self._lines().lines])

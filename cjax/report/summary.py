@@ -27,7 +27,7 @@ class BlockRow:
     share: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TraceSummary:
     """What was read off a traced loss; prints as text, shows as HTML in a notebook.
 
@@ -48,6 +48,9 @@ class TraceSummary:
 
     def __str__(self) -> str:
         return f"{self._lines().text()}\n\n{self._table().text()}"
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         return self._lines().html() + self._table().html()

@@ -4,6 +4,7 @@ it turns into NaN or a wrong row on the devices."""
 from collections.abc import Sequence
 from typing import Any
 
+from jax import lax
 from jax.extend import core as jex
 
 PASSES = frozenset(["convert_element_type", "reshape", "broadcast_in_dim", "slice", "squeeze", "transpose", "copy"])
@@ -11,6 +12,8 @@ PASSES = frozenset(["convert_element_type", "reshape", "broadcast_in_dim", "slic
 
 def index_limits(closed: jex.ClosedJaxpr, inputs: Sequence[int]) -> dict[int, int]:
     """For each of `inputs` that is looked up unchanged, the size of the smallest table it is looked up in.
+
+    A lookup whose author asks for indices to be clipped takes any.
 
     Args:
       closed: a flat trace.
@@ -20,20 +23,23 @@ def index_limits(closed: jex.ClosedJaxpr, inputs: Sequence[int]) -> dict[int, in
     >>> index_limits(jax.make_jaxpr(lambda t, i: t[i])(jnp.ones(7), jnp.zeros(3, int)), [1])
     {1: 7}
     """
-    source: dict[Any, int] = {closed.jaxpr.invars[i]: i for i in inputs}
+    source: dict[Any, tuple[int, bool]] = {closed.jaxpr.invars[i]: (i, False) for i in inputs}
     limits: dict[int, int] = {}
     for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name
-        atoms = [None if isinstance(v, jex.Literal) else source.get(v) for v in eqn.invars]
-        if name in PASSES and atoms[0] is not None:
-            source[eqn.outvars[0]] = atoms[0]
-        elif name == "select_n" and atoms[1] is not None and all(a == atoms[1] for a in atoms[1:]):
-            source[eqn.outvars[0]] = atoms[1]  # i < 0 ? i + size : i, NumPy's negative index
-        elif name == "add" and atoms[0] is not None and not eqn.invars[1].aval.shape:
-            source[eqn.outvars[0]] = atoms[0]
-        elif name == "gather" and atoms[1] is not None:
+        found = [None if isinstance(v, jex.Literal) else source.get(v) for v in eqn.invars]
+        if name in PASSES and found[0] is not None:
+            source[eqn.outvars[0]] = found[0]
+        elif name == "add" and found[0] is not None and not eqn.invars[1].aval.shape:
+            source[eqn.outvars[0]] = (found[0][0], True)
+        elif name == "select_n":
+            # i < 0 ? i + size : i is NumPy's negative index; a sum alone is another index, with limits of its own
+            cases = {case for case in found[1:] if case is not None}
+            if None not in found[1:] and len({i for i, _ in cases}) == 1:
+                source[eqn.outvars[0]] = min(cases)
+        elif name == "gather" and found[1] is not None and not found[1][1]:
             dims = eqn.params["dimension_numbers"].collapsed_slice_dims
-            if len(dims) == 1:
+            if len(dims) == 1 and eqn.params["mode"] != lax.GatherScatterMode.CLIP:
                 size = eqn.invars[0].aval.shape[dims[0]]
-                limits[atoms[1]] = min(limits.get(atoms[1], size), size)
+                limits[found[1][0]] = min(limits.get(found[1][0], size), size)
     return limits
