@@ -114,7 +114,7 @@ def make_step(sizes: Sizes, mesh: Mesh, zero: int) -> tuple[Callable[..., Any], 
     def step(held: Any, batch: Any) -> Any:
         weights, opt = held
         value, grads = jax.value_and_grad(loss)(weights, batch)
-        size = optax.global_norm(grads)
+        size = optax.tree.norm(grads)
         grads = {n: pin(g, state[n]) for n, g in grads.items()}
         local = {n: pin(w, state[n]) for n, w in weights.items()}
         updates, opt = optimizer.update(grads, opt, local)

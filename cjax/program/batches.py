@@ -1,5 +1,6 @@
 """A batch as the user gives it: checked against what was promised, and placed on the mesh."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -45,16 +46,19 @@ def place_batch(parts: Parts, batch: PyTree, limits: dict[int, int]) -> PyTree:
 
 def check_tree(batch: PyTree, wanted: PyTree) -> None:
     """Raises ValueError, with the names of both, unless the two trees have one structure."""
+    if isinstance(batch, Iterator):
+        raise TypeError(f"`batch` is a {type(batch).__name__}, which gives many. Give one of them: next(batches).")
     if jax.tree.structure(batch) == jax.tree.structure(wanted):
         return
     have, need = leaf_names(batch), leaf_names(wanted)
     if have == need:
-        have_, need_ = (f"the form {jax.tree.structure(tree)}" for tree in (batch, wanted))
+        given, seen = f"the form {jax.tree.structure(batch)}", str(jax.tree.structure(wanted))
     else:
-        have_, need_ = f"the leaves {_few(have)}", f"the leaves {_few(need)}"
-    lists = " Lists of numbers are trees, too: make them arrays with np.asarray." if len(have) > len(need) else ""
+        given, seen = f"the leaves {_few(have)}", _few(need)
+    lists = " (Lists of numbers are trees, too: make them arrays with np.asarray.)" if len(have) > len(need) else ""
     raise ValueError(
-        f"this batch has {have_}; parallelize saw {need_}. Give the same tree, or call parallelize with this batch.{lists}"
+        f"this batch has {given}; parallelize saw {seen}. Give the same tree, or call parallelize with this batch."
+        + lists
     )
 
 
@@ -98,6 +102,8 @@ def batch_structs(batch: PyTree) -> PyTree:
         "Give one batch, as a tree of NumPy or JAX arrays or of jax.ShapeDtypeStructs, a row for each example: "
         '{"x": np.zeros((8, 5), np.float32)}.'
     )
+    if isinstance(batch, Iterator):
+        raise TypeError(f"`batch` is a {type(batch).__name__}, which gives many. {write}")
     leaves, treedef = jax.tree.flatten(batch)
     names = [name or "batch" for name in leaf_names(batch)]
     structs = []

@@ -175,10 +175,12 @@ class Program:
 
     def _is_one(self, batch: Any) -> bool:
         """Whether this is a batch, rather than several; one for `fn` may be of another structure."""
+        if isinstance(batch, Iterator):
+            return False
         if isinstance(batch, Mapping) or hasattr(batch, "shape"):
             return True
         if not jax.tree_util.all_leaves([batch]):
-            return not isinstance(batch, Iterator) and jax.tree.structure(batch) == self._batch_structure
+            return jax.tree.structure(batch) == self._batch_structure
         if not isinstance(batch, Iterable):
             raise TypeError(f"evaluate takes a batch or an iterable of batches, not a {type(batch).__name__}.")
         return False

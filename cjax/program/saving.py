@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from cjax.program.state import Parts, Shelves, State, check_alive, check_fits, store_leaves
 
@@ -11,15 +12,21 @@ PyTree = Any
 
 
 def arrays_of(state: State) -> dict[str, PyTree]:
-    """The logical arrays of a state, whatever plan it belongs to."""
+    """The logical arrays of a state, whatever plan it belongs to: fresh ones, which outlive it."""
     check_alive(state)
     shelves = state._shelves
     stored = (state._params, state._frozen, state._opt, state._carried)
     trees = _loader(shelves)(stored)
     return dict(zip(("params", "frozen", "opt_state", "carried"), trees, strict=True)) | {
-        "step": state.step,
-        "key": state._key,
+        "step": _copy(state.step),
+        "key": _copy(state._key),
     }
+
+
+@jax.jit
+def _copy(array: jax.Array) -> jax.Array:
+    # A step takes the arrays of its state, and what two states share would go with the first.
+    return jnp.copy(array)
 
 
 @functools.lru_cache(maxsize=64)
@@ -52,5 +59,5 @@ def state_from(parts: Parts, arrays: dict[str, PyTree]) -> State:
         tree = check_fits(shelf, arrays[name], f"this state's {name} are")
         stored.append(store_leaves(shelf, tree, parts.mesh))
     params, frozen, opt, carried = stored
-    step, key = (jax.device_put(arrays[name], parts.whole) for name in ("step", "key"))
+    step, key = (_copy(jax.device_put(arrays[name], parts.whole)) for name in ("step", "key"))
     return State(step, params, frozen, opt, carried, key, parts.shelves)

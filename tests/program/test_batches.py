@@ -1,0 +1,145 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cjax
+from cjax.program.batches import batch_structs, global_shape
+
+from .conftest import Net, assert_same, loss, make, on_host, refusal, rows, tokens
+
+X, Y = rows()["x"], rows()["y"]
+
+WRONG: dict[str, tuple[Any, list[str]]] = {
+    "rows": (rows(16), ["'x' is float32[16, 5]", "made for float32[8, 5]", "parallelize", "evaluate"]),
+    "features": ({"x": X[:, :4], "y": Y}, ["'x' is float32[8, 4]", "float32[8, 5]"]),
+    "dtype": ({"x": X.astype(np.int32), "y": Y}, ["'x' is int32[8, 5]", "made for float32[8, 5]"]),
+    "a leaf less": ({"x": X}, ["the leaves x;", "saw x, y", "call parallelize"]),
+    "a leaf more": ({"x": X, "y": Y, "z": Y}, ["the leaves x, y, z;", "saw x, y."]),
+    "a tuple": ((X, Y), ["the leaves 0, 1;", "saw x, y."]),
+    "lists": ({"x": X.tolist(), "y": Y}, ["x/0/0, x/0/1", "(41 in all)", "np.asarray"]),
+    "nothing": (None, ["an empty tree", "saw x, y."]),
+    "text": ({"x": "a", "y": Y}, ["'x' is <U1[]", "float32[8, 5]"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_another_batch_is_refused_and_costs_no_state(program: cjax.Program, name: str) -> None:
+    batch, said = WRONG[name]
+    state = program.init(0)
+    for call in (program.step, program.value_and_grad):
+        message = refusal(lambda call=call: call(state, batch))
+        assert not [text for text in said if text not in message], message
+    program.params(state)
+
+
+def test_a_loader_is_not_a_batch(program: cjax.Program) -> None:
+    assert "next(batches)" in refusal(lambda: program.step(program.init(0), (rows() for _ in range(2))), TypeError)
+
+
+@pytest.mark.usefixtures("no_compiling")
+def test_it_is_refused_before_the_step_compiles() -> None:
+    program = make("data=8")
+    state = program.init(0)
+    assert "float32[16, 5]" in refusal(lambda: program.step(state, rows(16)))
+
+
+PLACES: dict[str, Any] = {
+    "numpy": lambda x: x,
+    "wide": lambda x: x.astype(np.float64),
+    "jax": jnp.asarray,
+    "one device": lambda x: jax.device_put(x, jax.devices()[3]),
+    "two devices": lambda x: jax.device_put(
+        x, jax.NamedSharding(jax.make_mesh((2,), ("a",), devices=jax.devices()[:2]), jax.P("a"))
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_arrays_may_live_anywhere(program: cjax.Program, place: str) -> None:
+    wanted, _ = program.value_and_grad(program.init(0), rows())
+    batch = jax.tree.map(PLACES[place], rows())
+    _, metrics = program.step(program.init(0), batch)
+    assert_same(metrics["loss"], wanted, 1e-6)
+    assert_same(batch, rows())
+
+
+# -- forms ------------------------------------------------------------------------------------------------------------
+def mixed() -> dict[str, Any]:
+    return {
+        **rows(),
+        "mask": np.array([1, 0, 1, 1, 1, 0, 1, 1], bool),
+        "pixels": np.arange(40, dtype=np.uint8).reshape(8, 5),
+        "index": np.arange(8),
+        "scale": np.float32(2),
+        "shift": 3,
+    }
+
+
+def mixed_loss(model: Any, batch: Any) -> Any:
+    error = (model(batch["x"] + batch["pixels"] / 255.0) * batch["scale"] - batch["y"] + batch["shift"]) ** 2
+    error = error.mean(-1) * (1 + batch["index"])
+    return (error * batch["mask"]).sum() / batch["mask"].sum()
+
+
+@pytest.mark.parametrize("plan", ["data=4 tensor=2 zero=1", "data=4 tensor=2 zero=2 microbatches=2"])
+def test_leaves_may_be_integers_booleans_and_single_numbers(plan: str) -> None:
+    ends = []
+    for text, devices in ((plan, None), ("microbatches=2" if "micro" in plan else "data=1", jax.devices()[:1])):
+        program = make(text, loss=mixed_loss, batch=mixed(), devices=devices)
+        _, metrics = program.step(program.init(0), mixed())
+        ends.append(on_host(metrics))
+    assert_same(*ends, 1e-5)
+    assert np.isfinite(ends[0]["loss"])
+
+
+def test_a_batch_may_be_a_tuple_a_list_or_an_array() -> None:
+    def pair_loss(model: Any, batch: Any) -> Any:
+        return loss(model, {"x": batch[0], "y": batch[1]})
+
+    whole = make("data=8", optimizer=None)
+    wanted = whole.evaluate(whole.init(0), rows())["loss"]
+    for batch in ((X, Y), [X, Y]):
+        program = make("data=8", loss=pair_loss, batch=batch, optimizer=None)
+        state = program.init(0)
+        assert_same(program.evaluate(state, batch)["loss"], wanted, 1e-6)
+        assert_same(program.evaluate(state, [batch, batch])["loss"], wanted, 1e-6)
+        other = list(batch) if isinstance(batch, tuple) else tuple(batch)
+        message = refusal(lambda program=program, other=other: program.value_and_grad(program.init(0), other))
+        assert "[*, *]" in message and "(*, *)" in message
+
+
+def test_structs_are_of_what_jax_makes_of_it() -> None:
+    structs = batch_structs({"a": np.zeros((4, 2)), "b": np.zeros(4, np.int64), "c": 1.5, "d": jnp.zeros(4, "bfloat16")})
+    assert {k: (v.shape, v.dtype.name) for k, v in structs.items()} == {
+        "a": ((4, 2), "float32"), "b": ((4,), "int32"), "c": ((), "float32"), "d": ((4,), "bfloat16"),
+    }  # fmt: skip
+    assert global_shape(np.zeros((4, 2))) == jax.ShapeDtypeStruct((4, 2), np.float32)
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("leaf", "token"), [("x", 24), ("y", 77), ("x", -25)])
+def test_tokens_outside_the_vocabulary_are_named(words: cjax.Program, leaf: str, token: int) -> None:
+    batch = tokens()
+    batch[leaf] = batch[leaf].copy()
+    batch[leaf][2, 1] = token
+    state = words.init(0)
+    for call in (words.step, words.value_and_grad, words.evaluate):
+        message = refusal(lambda call=call: call(state, batch))
+        assert f"{leaf!r} holds {token} at [2, 1]" in message and "table of 24 rows" in message
+        assert f"room for {token + 1 if token > 0 else -token}" in message and "tokenizer" in message
+    words.params(state)
+
+
+def test_tokens_inside_it_are_taken_in_any_width(words: cjax.Program) -> None:
+    batch = {name: x.astype(np.int64) for name, x in tokens().items()}
+    _, metrics = words.step(words.init(0), batch)
+    assert_same(metrics["loss"], words.evaluate(words.init(0), tokens())["loss"], 1e-6)
+    assert "uint8[8, 4]" in refusal(lambda: words.step(words.init(0), {k: x.astype(np.uint8) for k, x in batch.items()}))
+
+
+def test_a_sharded_axis_does_not_change_what_a_model_gets() -> None:
+    program = make("data=2 tensor=4", model=Net(), optimizer=None)
+    assert_same(program.value_and_grad(program.init(0), rows())[0], loss(program.model(program.init(0)), rows()), 1e-6)

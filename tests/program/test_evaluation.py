@@ -1,0 +1,93 @@
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import cjax
+
+from .conftest import assert_same, make, on_host, refusal, rows
+
+
+def score(batches: list[Any]) -> float:
+    """The mean over all rows, as the model's author would have it."""
+    program = make("data=1", optimizer=None, devices=jax.devices()[:1])
+    model = program.model(program.init(0))
+    return float(np.concatenate([((model(b["x"]) - b["y"]) ** 2).ravel() for b in batches]).mean())
+
+
+RAGGED = [rows(8, 1), rows(5, 2), rows(16, 3)]
+
+
+class Loader:
+    def __iter__(self) -> Any:
+        return iter(RAGGED)
+
+
+@pytest.mark.parametrize("batches", [RAGGED, tuple(RAGGED), Loader()], ids=["list", "tuple", "loader"])
+def test_the_mean_over_batches_of_any_sizes_is_exact(evaluator: cjax.Program, batches: Any) -> None:
+    state = evaluator.init(0)
+    np.testing.assert_allclose(evaluator.evaluate(state, batches)["loss"], score(RAGGED), rtol=1e-5)
+
+
+def test_one_batch_and_a_generator(evaluator: cjax.Program) -> None:
+    state = evaluator.init(0)
+    np.testing.assert_allclose(evaluator.evaluate(state, rows())["loss"], score([rows()]), rtol=1e-5)
+    given = (batch for batch in RAGGED)
+    np.testing.assert_allclose(evaluator.evaluate(state, given)["loss"], score(RAGGED), rtol=1e-5)
+    assert "no batch" in refusal(lambda: evaluator.evaluate(state, given))
+
+
+@pytest.mark.parametrize("batches", [[], (), iter(())])
+def test_no_batch_is_refused(evaluator: cjax.Program, batches: Any) -> None:
+    assert "give at least one" in refusal(lambda: evaluator.evaluate(evaluator.init(0), batches))
+
+
+def test_what_is_no_batch_is_refused(evaluator: cjax.Program) -> None:
+    state = evaluator.init(0)
+    assert "saw x, y" in refusal(lambda: evaluator.evaluate(state, {"x": rows()["x"]}))
+    assert "saw x, y" in refusal(lambda: evaluator.evaluate(state, [rows(), {"x": rows()["x"]}]))
+    assert "not a int" in refusal(lambda: evaluator.evaluate(state, 3), TypeError)
+
+
+def test_a_function_of_the_model_gives_means_and_arrays(evaluator: cjax.Program) -> None:
+    def results(model: Any, batch: Any) -> Any:
+        y = model(batch["x"])
+        return {"y": y, "mean": batch["x"].mean(), "sum": cjax.Mean(batch["x"].sum(), 1.0)}
+
+    state = evaluator.init(0)
+    given = [{"x": batch["x"]} for batch in RAGGED[:2]]  # without labels: a function may want another batch
+    x = np.concatenate([batch["x"] for batch in given])
+    found = evaluator.evaluate(state, given, fn=results)
+    assert_same(on_host(found["y"]), on_host(evaluator.model(state)(x)), 1e-5)
+    np.testing.assert_allclose(found["mean"], x.mean(), rtol=1e-4)
+    np.testing.assert_allclose(found["sum"], sum(batch["x"].sum() for batch in given) / 2, rtol=1e-4)
+    alone = evaluator.evaluate(state, given[0], fn=lambda model, batch: model(batch["x"]))
+    assert_same(on_host(alone), on_host(found["y"][:8]), 1e-5)
+
+
+def test_other_parameters_are_scored_in_place_of_the_states(evaluator: cjax.Program) -> None:
+    state = evaluator.init(0)
+    before = on_host(evaluator.params(state))
+    zeros = jax.tree.map(np.zeros_like, before)
+    np.testing.assert_allclose(
+        evaluator.evaluate(state, rows(), params=zeros)["loss"], (rows()["y"] ** 2).mean(), rtol=1e-5
+    )
+    assert_same(before, evaluator.params(state))
+
+
+def test_other_parameters_that_do_not_fit_are_listed(evaluator: cjax.Program) -> None:
+    state = evaluator.init(0)
+    wrong = on_host(evaluator.params(state))
+    wrong["Dense_0"]["bias"] = np.zeros(4, np.float32)
+    wrong["Dense_7"] = wrong.pop("Dense_1")
+    message = refusal(lambda: evaluator.evaluate(state, rows(), params=wrong))
+    for text in ("Dense_1/kernel: float32[5, 16] is missing", "Dense_7/bias: not known", "float32[4] given, float32[3]"):
+        assert text in message
+
+
+def test_evaluation_gives_up_nothing(program: cjax.Program) -> None:
+    state = program.init(0)
+    first = program.evaluate(state, rows())
+    assert_same(first, program.evaluate(state, rows()))
+    program.step(state, rows())

@@ -1,0 +1,64 @@
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cjax.trace.indices import index_limits
+from cjax.trace.simplify import simplify
+
+
+def limits(function: Callable[..., Any], *shapes: tuple[int, ...]) -> dict[int, int]:
+    """Of a function of indices [3, 2] and tables of these shapes."""
+    structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return index_limits(simplify(jax.make_jaxpr(function)(jax.ShapeDtypeStruct((3, 2), jnp.int32), *structs)), [0])
+
+
+LOOKUPS: dict[str, Callable[..., Any]] = {
+    "brackets": lambda i, t: t[i],
+    "take": lambda i, t: jnp.take(t, i, axis=0),
+    "a part": lambda i, t: t[i[:, 1:]],
+    "reshaped": lambda i, t: t[i.reshape(-1)],
+    "transposed and widened": lambda i, t: t[i.T.astype(jnp.uint32)],
+    "along an axis": lambda i, t: jnp.take_along_axis(t, i, axis=0),
+    "jitted": lambda i, t: jax.jit(lambda i: t[i])(i),
+    "the smallest counts": lambda i, t, big: (t[i], big[i]),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_a_lookup_is_found(name: str) -> None:
+    tables = [(7, 5) if name != "along an axis" else (7, 2), (9, 5)]
+    assert limits(LOOKUPS[name], *tables[: LOOKUPS[name].__code__.co_argcount - 1]) == {0: 7}
+
+
+@pytest.mark.parametrize("num_classes", [7])
+def test_labels_of_a_cross_entropy_are_indices(num_classes: int) -> None:
+    def cross_entropy(i: Any, logits: Any) -> Any:
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), i[..., None], axis=-1)
+
+    assert limits(cross_entropy, (3, 2, num_classes)) == {0: num_classes}
+
+
+OTHERS: dict[str, Callable[..., Any]] = {
+    "another index": lambda i, t: t[i + 2],  # positions that start at 2: limits of their own
+    "one before": lambda i, t: t[i - 1],
+    "made to fit": lambda i, t: t[jnp.clip(i, 0, 6)],
+    "padding replaced": lambda i, t: t[jnp.where(i == -100, 0, i)],
+    "clipped by the lookup": lambda i, t: jnp.take(t, i, axis=0, mode="clip"),
+    "only compared": lambda i, t: t * (i == 3).any(),
+    "arithmetic": lambda i, t: t.sum() * i,
+    "another's index": lambda i, t: t[jnp.arange(3)] * i.sum(),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_lookup_of_the_index_itself_has_no_limit(name: str) -> None:
+    assert limits(OTHERS[name], (7, 5)) == {}
+
+
+def test_inputs_that_were_not_asked_for_have_none() -> None:
+    closed = simplify(jax.make_jaxpr(lambda t, i, j: t[i] + t[j])(jnp.ones(7), jnp.zeros(3, int), jnp.zeros(3, int)))
+    assert index_limits(closed, [2]) == {2: 7}
+    assert index_limits(closed, []) == {}
