@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from plans import NUM_DEVICES, num_parts
+from plans import NUM_DEVICES
 from zoo import MODELS
 
 from cjax.parallelize import compose

@@ -64,7 +64,7 @@ def cover(
     always: Sequence[tuple[str, str]] = (),
     traits: Mapping[str, frozenset[str]] | None = None,
 ) -> list[tuple[str, str]]:
-    """Pairs in which every model and every plan comes at least `times` times, and models meet as many features as can be.
+    """Pairs in which every model and every plan comes at least `times` times, each model meeting what it has not yet.
 
     Greedy and deterministic: the next pair is the one that lacks the most, among equals the first in the tables.
 

@@ -78,7 +78,7 @@ def test_trains_as_its_author_would(name: str, plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["data=8", "tensor=8", "zero=3", "data=4 tensor=2 zero=2 microbatches=2"])
-@pytest.mark.parametrize("name", ["linen_tied", "nnx_conv"])
+@pytest.mark.parametrize("name", ["linen_tied", "nnx_llama"])
 def test_float32_differs_by_rounding_alone(name: str, plan: str) -> None:
     program, batch = program_of(name, plan, wide=False), subject(name, wide=False).batches[0]
     loss, grads = program.value_and_grad(program.init(0), batch)
@@ -102,7 +102,7 @@ def test_bfloat16_is_as_good_as_on_one_device(name: str, plan: str) -> None:
     def error(given: Any) -> float:
         return norm(jax.tree.map(lambda a, b: a - b, given, wanted.grads)) / norm(wanted.grads)
 
-    assert 0 < error(there[1]) < 0.05, "rounding to 8 bits costs something, and not much"
+    assert 0 < error(there[1]) < 0.1, "rounding to 8 bits costs something, and not much"
     assert error(here[1]) <= 1.5 * error(there[1])
     assert abs(here[0] - wanted.loss) <= 1.5 * abs(there[0] - wanted.loss) + 2**-9 * abs(wanted.loss)
 
@@ -182,7 +182,10 @@ GPT_SIZES = gpt("gpt-mini", vocab_size=512)
 GPT_BATCH = {name: jax.ShapeDtypeStruct((8, 16), np.int32) for name in ("inputs", "targets")}
 
 
-@pytest.mark.parametrize(("plan", "whole"), [("data=8", 12), ("zero=1", 4 + 8 / 8), ("zero=3", 12 / 8), ("tensor=4", 12 / 4)])
+KEPT = [("data=8", 12), ("zero=1", 4 + 8 / 8), ("zero=3", 12 / 8), ("tensor=4", 12 / 4)]  # bytes a parameter
+
+
+@pytest.mark.parametrize(("plan", "whole"), KEPT)
 def test_init_makes_no_more_than_it_keeps(plan: str, whole: float) -> None:
     """Compiled init: its results are what a device keeps, and beside them is room for random bits alone."""
     program = cjax.parallelize(

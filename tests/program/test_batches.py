@@ -112,7 +112,8 @@ def test_a_batch_may_be_a_tuple_a_list_or_an_array() -> None:
 
 
 def test_structs_are_of_what_jax_makes_of_it() -> None:
-    structs = batch_structs({"a": np.zeros((4, 2)), "b": np.zeros(4, np.int64), "c": 1.5, "d": jnp.zeros(4, "bfloat16")})
+    given = {"a": np.zeros((4, 2)), "b": np.zeros(4, np.int64), "c": 1.5, "d": jnp.zeros(4, "bfloat16")}
+    structs = batch_structs(given)
     assert {k: (v.shape, v.dtype.name) for k, v in structs.items()} == {
         "a": ((4, 2), "float32"), "b": ((4,), "int32"), "c": ((), "float32"), "d": ((4,), "bfloat16"),
     }  # fmt: skip
@@ -137,7 +138,8 @@ def test_tokens_inside_it_are_taken_in_any_width(words: cjax.Program) -> None:
     batch = {name: x.astype(np.int64) for name, x in tokens().items()}
     _, metrics = words.step(words.init(0), batch)
     assert_same(metrics["loss"], words.evaluate(words.init(0), tokens())["loss"], 1e-6)
-    assert "uint8[8, 4]" in refusal(lambda: words.step(words.init(0), {k: x.astype(np.uint8) for k, x in batch.items()}))
+    narrow = {name: x.astype(np.uint8) for name, x in batch.items()}
+    assert "uint8[8, 4]" in refusal(lambda: words.step(words.init(0), narrow))
 
 
 def test_a_sharded_axis_does_not_change_what_a_model_gets() -> None:

@@ -108,7 +108,7 @@ def test_compare_keeps_a_row_for_what_is_refused() -> None:
 
 
 def test_a_model_may_be_given_as_shapes_alone() -> None:
-    batch = {name: jax.ShapeDtypeStruct(array.shape, np.float64) for name, array in rows().items()}
+    batch = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in rows().items()}
     program = make(cjax.Plan(data=4, tensor=2), batch=batch, model=Net())
     assert str(program.plan) == "data=4 tensor=2" and "Program('data=4 tensor=2', 8 x cpu)" == repr(program)
     assert str(make("tensor=2", loss=loss).plan) == str(make(cjax.Plan(tensor=2)).plan)

@@ -7,6 +7,7 @@ import jax
 import pytest
 from contract import subject, trace_of
 from jax.sharding import PartitionSpec as P
+from zoo import MODELS
 
 from cjax.mesh import build_mesh
 from cjax.plan import Plan
@@ -14,7 +15,6 @@ from cjax.sharding.model import ModelStorage, store_model
 from cjax.trace.capture import capture
 from cjax.trace.reading import trace_loss
 from cjax.tree import leaf_names
-from zoo import MODELS
 
 
 def stored(name: str, plan: str) -> ModelStorage:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-
 import numpy as np
 import optax
 import pytest
@@ -34,8 +33,12 @@ def params() -> PyTree:
 
 def gradients(step: int) -> PyTree:
     rng = np.random.default_rng(step + 1)
+
     # Layers of very different size: what mixes their norms shows.
-    return jax.tree.map(lambda x: (rng.standard_normal(x.shape) * 10 ** rng.uniform(-3, 3)).astype(np.float32), params())
+    def draw(x: np.ndarray) -> np.ndarray:
+        return (rng.standard_normal(x.shape) * 10 ** rng.uniform(-3, 3)).astype(np.float32)
+
+    return jax.tree.map(draw, params())
 
 
 def placement(name: str, shape: tuple[int, ...], zero: bool) -> P:

@@ -109,7 +109,10 @@ def test_without_remat_layers_are_left_alone() -> None:
     assert placer().whole(body) is body
 
 
-@pytest.mark.parametrize("kwargs", [{"gathers": True}, {"precision": "bfloat16"}, {"remat": "dots"}, {"remat": "block"}])
+REMAKES: list[dict[str, Any]] = [{"gathers": True}, {"precision": "bfloat16"}, {"remat": "dots"}, {"remat": "block"}]
+
+
+@pytest.mark.parametrize("kwargs", REMAKES)
 def test_what_is_made_again_is_checkpointed(kwargs: dict[str, Any]) -> None:
     place = placer(**kwargs)
     assert place.layer(body) is not body

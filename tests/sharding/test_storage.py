@@ -30,7 +30,8 @@ def trees(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], Storage]:
         first = len(tree)
         entries = [None] * len(shape)
         if draw(st.booleans()):
-            entries[draw(st.integers(0, len(shape) - 1))] = draw(st.sampled_from(["tensor", "data", ("tensor", "data")]))
+            axes = draw(st.sampled_from(["tensor", "data", ("tensor", "data")]))
+            entries[draw(st.integers(0, len(shape) - 1))] = axes
         parts = draw(st.integers(1, 3)) if draw(st.booleans()) else 1
         logical = (shape[0] * parts, *shape[1:])
         for i in range(number):
@@ -55,7 +56,7 @@ def test_there_and_back(case: tuple[dict[str, np.ndarray], Storage]) -> None:
     for slot in storage.slots:
         shards = [int(np.prod([SIZES[a] for a in np.ravel(e)])) if e else 1 for e in slot.spec]
         assert all(n % s == 0 for n, s in zip(slot.padded, shards, strict=True)), "a shard is no whole number"
-        assert all(p - n < s for n, p, s in zip(slot.shape, slot.padded, shards, strict=True)), "more padding than needed"
+        assert all(p - n < s for n, p, s in zip(slot.shape, slot.padded, shards, strict=True)), "too much padding"
 
 
 def test_padding_is_zero_and_at_the_end() -> None:
@@ -77,7 +78,8 @@ def test_layers_are_stacked_in_their_order() -> None:
 def test_what_comes_out_is_placed_where_it_divides() -> None:
     mesh = build_mesh({"data": 2, "tensor": 4}, jax.devices())
     tree = {"even": jax.ShapeDtypeStruct((8, 3), jnp.float32), "odd": jax.ShapeDtypeStruct((5, 4), jnp.float32)}
-    storage = make_storage(tree, [], lambda i: P("tensor", None) if i == 0 else P("tensor", "data"), SIZES, lambda i: None)
+    specs = [P("tensor", None), P("tensor", "data")]
+    storage = make_storage(tree, [], specs.__getitem__, SIZES, lambda i: None)
     found = storage.leaf_shardings(mesh)
     assert found["even"].spec == P("tensor", None) and found["odd"].spec == P(None, "data")
 

@@ -84,7 +84,8 @@ def test_adding_what_is_high_is_high() -> None:
 def test_functions_and_reductions_between_matmuls_are_high(name: str) -> None:
     function = {
         "exp": jnp.exp, "log": jnp.log, "tanh": jnp.tanh, "rsqrt": lax.rsqrt,
-        "reduce_sum": lambda x: jnp.broadcast_to(x.sum(-1, keepdims=True), x.shape), "cumsum": lambda x: jnp.cumsum(x, 1),
+        "reduce_sum": lambda x: jnp.broadcast_to(x.sum(-1, keepdims=True), x.shape),
+        "cumsum": lambda x: jnp.cumsum(x, 1),
     }[name]  # fmt: skip
     found = dtypes(lambda w, x: function(x @ w) @ w, W, X)
     assert found[name] == [HIGH]

@@ -13,7 +13,6 @@ from zoo import MODELS
 from cjax.trace.capture import capture
 from cjax.trace.reading import trace_loss
 
-
 LINEN_ATTENTION = {
     "(query|key)/kernel": "embed heads head_dim",
     "value/kernel": "embed heads value_dim",

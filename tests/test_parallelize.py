@@ -1,0 +1,164 @@
+"""How a program is composed: what is captured once, what plans decide, and what "auto" chooses."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import cjax
+from cjax.planner.hardware import hardware_of
+
+ROWS = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles() -> Iterator[None]:
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+class Net(nn.Module):
+    """6 layers of 64: 25,345 parameters."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for _ in range(6):
+            x = x + jnp.tanh(nn.Dense(64)(x))
+        return nn.Dense(1)(x)
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def batch(num_rows: int = ROWS) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(num_rows, 64)).astype(np.float32)
+    return {"x": x, "y": x[:, :1]}
+
+
+def make(plan: Any = "auto", **changes: Any) -> cjax.Program:
+    arguments: dict[str, Any] = dict(model=Net(), loss=loss, optimizer=optax.adam(1e-2), batch=batch())
+    return cjax.parallelize(**{**arguments, **changes}, plan=plan)
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets how much memory a device has."""
+
+    def set_limit(memory: int) -> None:
+        def limited(devices: Any) -> Any:
+            return dataclasses.replace(hardware_of(devices), memory=memory)
+
+        for module in ("cjax.parallelize", "cjax.program.program"):  # `cjax.parallelize` itself is the function
+            monkeypatch.setattr(sys.modules[module], "hardware_of", limited)
+
+    return set_limit
+
+
+# -- auto -------------------------------------------------------------------------------------------------------------
+PARAMS = 4 * (6 * (64 * 64 + 64) + 65)
+STATES = {0: 4 * PARAMS, 1: 2 * PARAMS + PARAMS // 4, 2: PARAMS + 3 * PARAMS // 8, 3: 4 * PARAMS // 8}
+ACTIVATIONS = 4 * 2 * 64 * (6 * 3 + 1)  # two rows a device: at most a layer's input, tanh's result and its slope
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_auto_takes_the_least_zero_stage_that_fits_and_says_so(limit: Callable[[int], None], stage: int) -> None:
+    limit(int(1.15 * (STATES[stage] + ACTIVATIONS)))
+    program = make()
+    assert program.plan == cjax.Plan(data=8, zero=stage)
+    (note,) = program._parts.notes
+    assert "auto chose" in note and "the least that fits" in note and "GiB" in note
+
+
+def test_auto_turns_to_remat_and_micro_batches_and_says_when_that_is_not_enough(limit: Callable[[int], None]) -> None:
+    limit(1000)
+    program = make(batch=batch(64))
+    assert (program.plan.zero_stage, program.plan.remat, program.plan.microbatches) == (3, "block", 8)
+    assert "it may not fit" in program._parts.notes[0]
+
+
+def test_auto_without_an_optimizer_counts_none(limit: Callable[[int], None]) -> None:
+    limit(int(1.15 * (2 * PARAMS + ACTIVATIONS)))
+    assert make(optimizer=None).plan.zero_stage == 0
+    assert make().plan.zero_stage == 2
+
+
+def test_what_auto_chose_is_in_the_report_and_trains() -> None:
+    program = make()
+    assert program.plan == cjax.Plan(data=8)
+    assert any("auto chose data=8" in line for line in program.report().watch)
+    state, metrics = program.step(program.init(0), batch())
+    assert state.step == 1 and metrics["skipped"] == 0
+    again = program.replan("auto", jax.devices()[:4])
+    assert str(again.plan) == "data=4"
+
+
+def test_auto_refuses_rows_that_the_devices_cannot_share() -> None:
+    with pytest.raises(ValueError, match=r"all 8 devices, and 6 rows do not divide. Use 8 rows.*jax.devices\(\)\[:6\]"):
+        make(batch=batch(6))
+
+
+# -- composition ------------------------------------------------------------------------------------------------------
+def test_nothing_compiles_until_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    compile = jax.stages.Lowered.compile
+
+    def counted(lowered: Any, *args: Any, **options: Any) -> Any:
+        compiled.append(lowered)
+        return compile(lowered, *args, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", counted)
+    program = make("data=8 zero=1")
+    str(program.trace), repr(program)
+    state = program.init(0)
+    assert not compiled
+    for _ in range(3):
+        state, _ = program.step(state, batch())
+    program.report()
+    program.lower()
+    assert len(compiled) == 1
+
+
+def test_a_model_is_captured_once_whatever_the_plans() -> None:
+    built: list[int] = []
+
+    class Counted(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            built.append(x.shape[0])
+            return nn.Dense(1)(x)
+
+    program = make("data=8", model=Counted())
+    first = list(built)
+    program.replan("zero=3")
+    assert built[: len(first)] == first and len(built) <= 2 * len(first)
+    assert make("data=8", model=Counted())._parts.capture is not program._parts.capture
+    assert program.replan("zero=3")._parts.capture is program._parts.capture
+
+
+def test_plans_as_text_and_as_objects_are_one() -> None:
+    given = ["data=4 tensor=2 zero=1", cjax.Plan(tensor=2, zero=1), cjax.Plan(data=4, tensor=cjax.Tensor(2), zero=1)]
+    assert {make(plan).plan for plan in given} == {cjax.Plan.parse("data=4 tensor=2 zero=1")}
+
+
+def test_fewer_devices_by_name() -> None:
+    assert make("tensor=2", devices=jax.devices()[:4]).mesh.size == 4
+    assert make("tensor=2", devices="cpu:2").mesh.size == 2
+
+
+def test_the_users_arguments_stay_as_they_are() -> None:
+    given = batch()
+    kept = {name: array.copy() for name, array in given.items()}
+    program = make("data=8 zero=3", batch=given)
+    state, _ = program.step(program.init(0), given)
+    assert all(np.array_equal(given[name], kept[name]) for name in kept)
+    assert state.step == 1
