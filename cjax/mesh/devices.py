@@ -3,7 +3,7 @@
 import importlib.metadata
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.extend.backend
@@ -79,7 +79,7 @@ def resolve_devices(devices: Sequence[Device] | str | None = None) -> list[Devic
         _check_xla_flags()
         return list(found)
     if not isinstance(devices, str):
-        found = list(devices)
+        found = list(devices) if isinstance(devices, Iterable) else []
         if not found or not all(isinstance(device, jax.Device) for device in found):
             raise ValueError(f'devices must be JAX devices or text such as "h100:64", not {devices!r}.')
         return found

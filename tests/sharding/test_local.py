@@ -75,7 +75,9 @@ CASES: dict[str, tuple[Callable[..., Any], Net, str | None]] = {
     "a mean": (mean, Net(), None),
     "dropout": (mean, Net(rate=0.5), None),
     "a ratio": (masked, Net(rate=0.5), None),
-    "a ratio and a mean": (lambda m, b: masked(m, b) + 1e-2 * jnp.square(m(b["x"])).mean(), Net(), None),
+    "a ratio and a mean": (
+        lambda m, b: masked(m, b) + 1e-2 * jnp.square(m(b["x"])).mean(), Net(), "adds more to its ratio"
+    ),
     "labels by the number of the row": (by_index, Net(), None),
     "keys split among the rows": (per_row_noise, Net(), None),
     "a Mean with the number of rows": (lambda m, b: cjax.Mean(losses(m, b).sum(), b["y"].shape[0]), Net(), None),
