@@ -55,9 +55,14 @@ def parallelize(
       wrt: what is trained: a regex on the path, `(path, leaf) -> bool`, or an NNX filter.
       devices: JAX devices, or text such as "h100:64" to compile for hardware that is not here.
 
-    >>> program = cjax.parallelize(model, loss, optax.adamw(1e-3), batch, "data=4 tensor=2 zero=1")
+    >>> import flax.linen as nn, numpy as np
+    >>> batch = {"x": np.ones((8, 3), "float32"), "y": np.zeros((8, 1), "float32")}
+    >>> loss = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
+    >>> program = parallelize(nn.Dense(1), loss, optax.adamw(1e-3), batch, "data=1", devices=jax.devices()[:1])
     >>> state = program.init(0)
     >>> state, metrics = program.step(state, batch)
+    >>> sorted(metrics)
+    ['grad_norm', 'loss', 'skipped']
     """
     _check_optimizer(optimizer)
     batch_shape = batch_structs(batch)
