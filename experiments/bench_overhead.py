@@ -59,8 +59,8 @@ def by_hand(sizes: plain_gpt.Sizes, plan: str, devices: Any) -> tuple[Any, Any, 
 def counted() -> None:
     """Compare the programs that XLA compiles for H100s."""
     print(f"\ncounted on the H100 compile: {H100_SIZES}")
-    head = f"{'plan':18s}{'':8s}{'GFLOP':>10s}{'GB accessed':>13s}{'GB received':>13s}{'collectives':>13s}{'peak GiB':>10s}"
-    print(head)
+    columns = f"{'GFLOP':>10s}{'GB accessed':>13s}{'GB received':>13s}{'collectives':>13s}{'peak GiB':>10s}"
+    print(f"{'plan':26s}{columns}")
     for plan in PLANS:
         devices = resolve_devices("h100:8")[: np.prod(PLANS[plan][:2])]
         program, _ = ours(H100_SIZES, plan, devices)
@@ -80,27 +80,32 @@ def timed(rounds: int) -> None:
     sizes = plain_gpt.Sizes()
     print(f"\nstep time, ms, median of {rounds} interleaved steps: {sizes}")
     for plan in PLANS:
-        devices = jax.devices()[: int(np.prod(PLANS[plan][:2]))]
-        program, _ = ours(sizes, plan, devices)
-        state = program.init(0)
-        step, held_shape, batch_shape = by_hand(sizes, plan, devices)
-        held = plain_gpt.fresh(held_shape)
-        rng = np.random.default_rng(0)
-        batch = {n: rng.integers(0, sizes.vocab, s.shape, dtype=np.int32) for n, s in batch_shape.items()}
-        placed = {n: jax.device_put(x, batch_shape[n].sharding) for n, x in batch.items()}
-
-        def mine() -> None:
-            nonlocal state
-            state, metrics = program.step(state, batch)
-            jax.block_until_ready(metrics)
-
-        def theirs() -> None:
-            nonlocal held
-            held, metrics = step(held, placed)
-            jax.block_until_ready((held, metrics))
-
+        mine, theirs = _steps(sizes, plan)
         a, b = interleaved(mine, theirs, rounds)
         print(f"{plan:18s} cjax {a:8.1f}   by hand {b:8.1f}   ratio {a / b:.3f}")
+
+
+def _steps(sizes: plain_gpt.Sizes, plan: str) -> tuple[Callable[[], None], Callable[[], None]]:
+    devices = jax.devices()[: int(np.prod(PLANS[plan][:2]))]
+    program, _ = ours(sizes, plan, devices)
+    state = program.init(0)
+    step, held_shape, batch_shape = by_hand(sizes, plan, devices)
+    held = plain_gpt.fresh(held_shape)
+    rng = np.random.default_rng(0)
+    batch = {n: rng.integers(0, sizes.vocab, s.shape, dtype=np.int32) for n, s in batch_shape.items()}
+    placed = {n: jax.device_put(x, batch_shape[n].sharding) for n, x in batch.items()}
+
+    def mine() -> None:
+        nonlocal state
+        state, metrics = program.step(state, batch)
+        jax.block_until_ready(metrics)
+
+    def theirs() -> None:
+        nonlocal held
+        held, metrics = step(held, placed)
+        jax.block_until_ready((held, metrics))
+
+    return mine, theirs
 
 
 def host_time(num_leaves: int, rounds: int) -> None:

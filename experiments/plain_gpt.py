@@ -1,7 +1,7 @@
 """GPT and its training step written by hand in plain JAX: the baseline that cjax is measured against.
 
-Nothing of cjax or Flax is used. Layers are stacked and scanned, shardings are written out as an expert would: Megatron's
-split over `tensor`, ZeRO over `data`, weights gathered where they are used.
+Nothing of cjax or Flax is used. Layers are stacked and scanned, shardings are written out as an expert would:
+Megatron's split over `tensor`, ZeRO over `data`, weights gathered where they are used.
 """
 
 from collections.abc import Callable

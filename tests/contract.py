@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from plans import NUM_DEVICES
-from zoo import MODELS
+from zoo import MODELS, Batch, Case, case, regression_batch
+from zoo_nnx import MLP as NNXMLP
 
 from cjax.parallelize import compose
 from cjax.plan import Plan
@@ -94,6 +95,22 @@ def no_compilation() -> Iterator[None]:
 
 
 # -- a model of the zoo -----------------------------------------------------------------------------------------------
+def counted_error(model: Any, batch: Batch) -> tuple[Mean, dict[str, Any]]:
+    """The squared error of some examples: a `Mean`, with aux of both kinds."""
+    errors, counts = jnp.square(model(batch["x"])[:, 0] - batch["y"]), batch["y"] > 0
+    number = counts.sum()
+    return Mean((errors * counts).sum(), number), {"share": counts.mean(), "above 1": Mean((errors > 1).sum(), number)}
+
+
+# Beside the zoo: a loss that says itself what it is a mean over, and a model of which two layers in four are trained.
+SUBJECTS: dict[str, Case] = {
+    **MODELS,
+    "nnx_mean": case("nnx", lambda _: lambda rngs: NNXMLP(rngs=rngs), counted_error, regression_batch),
+    "linen_part_frozen": MODELS["linen_tied"],
+}
+WRT = {"linen_part_frozen": "block_[12]"}
+
+
 def widened(tree: PyTree) -> PyTree:
     """float64 in the place of float32."""
 
@@ -117,8 +134,8 @@ class Subject:
 
 @functools.cache
 def subject(name: str, wide: bool) -> Subject:
-    model, loss, batch = MODELS[name].make(jnp.float64 if wide else jnp.float32)
-    captured = capture(model, loss, batch)
+    model, loss, batch = SUBJECTS[name].make(jnp.float64 if wide else jnp.float32)
+    captured = capture(model, loss, batch, WRT.get(name))
     if wide:
         batch, init = widened(batch), captured.init
         captured = dataclasses.replace(

@@ -14,6 +14,7 @@ from contract import (
     EXACT,
     ROUNDED,
     SPLIT,
+    SUBJECTS,
     Run,
     assert_close,
     author,
@@ -28,7 +29,7 @@ from contract import (
     trees,
 )
 from plans import LAYOUTS, LOW, NUM_DEVICES, PLANS, cover, data_size, features, is_refused, num_parts
-from zoo import BATCH, MODELS
+from zoo import BATCH
 
 import cjax
 from cjax.models.gpt import GPT, gpt
@@ -38,11 +39,13 @@ from cjax.program.steps import make_init
 from cjax.tree import leaf_names
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
-NAMES = list(MODELS)
+NAMES = list(SUBJECTS)
 EXACT_PLANS = [plan for plan in PLANS if not is_refused(plan, BATCH) and plan not in LOW]
 REFUSED = [plan for plan in PLANS if is_refused(plan, BATCH)]
-# Pairs that broke once.
-BROKEN: list[tuple[str, str]] = []
+BROKEN = [  # pairs that broke once
+    ("nnx_llama", "tensor=4"),  # heads were found to be as few as the key-value heads, and kept whole
+    ("nnx_llama", "tensor=8"),
+]
 
 
 def pairs(chosen: list[str] | tuple[str, ...], times: int) -> list[tuple[str, str]]:
@@ -136,7 +139,7 @@ def expected_bytes(name: str, plan: str) -> list[tuple[float, float]]:
     shapes = subject(name, False).captured.params_shape
     for path, leaf in zip(leaf_names(shapes), jax.tree.leaves(shapes), strict=True):
         # The author's own stack of layers is a loop: its first dim stays whole.
-        layers = leaf.shape[:1] if MODELS[name].scanned and re.search("ScanBody|blocks", path) else ()
+        layers = leaf.shape[:1] if SUBJECTS[name].scanned and re.search("ScanBody|blocks", path) else ()
         shape = leaf.shape[len(layers) :]
         dim = split_dim(name, path, shape, tensor) if tensor > 1 else None
         for total, first_stage, count in zip(totals, (3, 1), (1, 2), strict=True):

@@ -158,7 +158,7 @@ def _require_sums(trace: Trace, mirror: Mirror) -> None:
         total = _growth(what, *next(results), mirror)
         weight = _growth(what, *next(results), mirror) if has_weight else 0
         if trace.ratio is not None and trace.ratio.total is None and what == "the loss":
-            # Such a total is the ratio itself, to be multiplied by its weight: 0/0 where one device's rows count nothing.
+            # Such a total is the ratio itself, to be multiplied by its weight: 0/0 where a device's rows count nothing.
             raise Unlike("the loss adds more to its ratio, whose weight may be zero on one device's rows")
         if total != weight:
             raise Unlike(

@@ -240,8 +240,9 @@ def _names(
             if dims.class_of(dim) in stream and dims.class_of(dim) not in roles:
                 name(dim, "sequence")
     for m in weighted:
-        for dim in m.contracted if any(names.get(dims.class_of(d), "").startswith("heads") for d in m.contracted) else ():
-            name(dim, "value_dim")
+        if any(names.get(dims.class_of(d), "").startswith("heads") for d in m.contracted):
+            for dim in m.contracted:
+                name(dim, "value_dim")
     widest = [c for c, _ in roles.most_common() if c in stream and c not in names] or [
         c for c, _ in roles.most_common(1) if roles[c] > 2
     ]
