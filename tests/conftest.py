@@ -6,6 +6,9 @@ from pathlib import Path
 # Environment, not only jax.config: tests that start a subprocess want the same platform and the same cache there.
 # A GPU plugin may be installed for compile-only tests; without this it would look for a GPU and complain.
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Eight devices share few cores here: a collective that waits for a device which has had no turn yet is not a deadlock.
+patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {patience}".strip()
 cache_home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_home / "cjax" / "jax"))
 
