@@ -92,12 +92,19 @@ def _gradients(parts: Parts, state: State, batch: PyTree) -> tuple[Evaluated, Ar
 
 def _updated(parts: Parts, state: State, grads: Arrays, loss: jax.Array) -> tuple[State, jax.Array, jax.Array]:
     """The state after one update. A step that is not finite changes only its number, so that a NaN never costs the
-    last good state: the select is fused into the update, which reads both anyway."""
+    last good state.
+
+    GPUs select: the select is fused into the update, which reads both anyway, while a branch would hold up the host
+    until the gradients are there. CPUs branch: their compiler would fuse a part of the update into each select once more.
+    """
     assert parts.optimizer is not None
+    update, old = parts.optimizer.update, (state._params, state._opt)
     norm = optax.tree.norm(grads)
-    params, opt = parts.optimizer.update(grads, state._opt, state._params)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    params, opt = _keep_if(finite, (params, opt), (state._params, state._opt))
+    if parts.mesh.devices.flat[0].platform == "cpu":
+        params, opt = jax.lax.cond(finite, lambda: update(grads, old[1], old[0]), lambda: old)
+    else:
+        params, opt = _keep_if(finite, update(grads, old[1], old[0]), old)
     return dataclasses.replace(state, step=state.step + 1, _params=params, _opt=opt), norm, finite
 
 
