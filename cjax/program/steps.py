@@ -95,7 +95,7 @@ def _updated(parts: Parts, state: State, grads: Arrays, loss: jax.Array) -> tupl
     last good state.
 
     GPUs select: the select is fused into the update, which reads both anyway, while a branch would hold up the host
-    until the gradients are there. CPUs branch: their compiler would fuse a part of the update into each select once more.
+    until the gradients are there. CPUs branch: their compiler would repeat a part of the update for each select.
     """
     assert parts.optimizer is not None
     update, old = parts.optimizer.update, (state._params, state._opt)

@@ -16,7 +16,8 @@ from jax.extend import core as jex
 
 from cjax.trace.blocks import Run
 from cjax.trace.dims import Scope
-from cjax.trace.simplify import scan_counts
+from cjax.trace.groups import Changed, Group, arrange, variables
+from cjax.trace.simplify import REMAT_NAMES, scan_counts
 
 Policy = Callable[..., Any]
 
@@ -31,6 +32,14 @@ class Hooks:
     def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
         """The results of one equation."""
         return bind(eqn, ins)
+
+    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
+        """Which of these equations to evaluate together; `results` are variables read after the last of them."""
+        return []
+
+    def group(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+        """The results of a group, of which some literals may be `changed`."""
+        raise NotImplementedError
 
     def carry(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
         """A value enters, or is handed on within, a stack of layers."""
@@ -94,7 +103,7 @@ def emit(
             env.stacks[tuple(invars[i] for i in group)] = _Weight(group[0], value)
             for index, leaf in enumerate(group):
                 env.values[invars[leaf]] = _Weight(leaf, value, index)
-        emitter.body(closed.jaxpr.eqns, env, runs)
+        emitter.body(closed.jaxpr, env, runs)
         return [emitter.collect(env, tuple(outvars[i] for i in group)) for group in out_groups]
 
     return run
@@ -130,28 +139,39 @@ class _Emitter:
             return stack.value if isinstance(stack, _Weight) else stack
         return jnp.stack([self.read(env, var) for var in group])
 
-    def body(self, eqns: Sequence[Any], env: _Env, runs: Sequence[Run] = ()) -> None:
-        starts = {run.start: run for run in runs}
+    def body(self, jaxpr: Any, env: _Env, runs: Sequence[Run] = ()) -> None:
         index = 0
-        while index < len(eqns):
-            if index in starts:
-                self.roll(eqns, starts[index], env)
-                index = starts[index].stop
-                continue
-            self.step(eqns[index], env)
-            index += 1
+        for run in runs:
+            self.stretch(jaxpr, index, run.start, env)
+            self.roll(jaxpr.eqns, run, env)
+            index = run.stop
+        self.stretch(jaxpr, index, len(jaxpr.eqns), env)
 
-    def step(self, eqn: Any, env: _Env) -> None:
+    def stretch(self, jaxpr: Any, start: int, stop: int, env: _Env) -> None:
+        later = [var for eqn in jaxpr.eqns[stop:] for var in variables(eqn)]
+        self.evaluate(jaxpr.eqns[start:stop], [*later, *jaxpr.outvars], env, {})
+
+    def evaluate(self, eqns: Sequence[Any], results: Sequence[Any], env: _Env, changed: Changed) -> None:
+        """All of `eqns`, of which `results` are read afterwards and some literals `changed`."""
+        for item in arrange(eqns, self.hooks.groups(eqns, results, env.scope)):
+            if not isinstance(item, Group):
+                self.step(item, env, changed)
+                continue
+            with jax.named_scope(str(item.eqns[0].source_info.name_stack)):
+                outs = self.hooks.group(item, [self.read(env, var) for var in item.ins], changed, env.scope)
+            env.values.update(zip(item.outs, outs, strict=True))
+
+    def step(self, eqn: Any, env: _Env, changed: Changed) -> None:
         with jax.named_scope(str(eqn.source_info.name_stack)):
             name = eqn.primitive.name
             if name == "scan":
                 outs = self.scan(eqn, env)
-            elif name in ("checkpoint", "remat", "remat2"):
-                outs = self.remat(eqn, env)
             else:
-                outs = self.hooks.equation(eqn, [self.read(env, atom) for atom in eqn.invars], env.scope)
-        for var, out in zip(eqn.outvars, outs, strict=True):
-            env.values[var] = out
+                places = enumerate(eqn.invars)
+                ins = [changed[id(eqn), i] if (id(eqn), i) in changed else self.read(env, v) for i, v in places]
+                inside = name in REMAT_NAMES
+                outs = self.remat(eqn, env, ins) if inside else self.hooks.equation(eqn, ins, env.scope)
+        env.values.update(zip(eqn.outvars, outs, strict=True))
 
     def roll(self, eqns: Sequence[Any], run: Run, env: _Env) -> None:
         """A stack of unrolled layers as one scan over its weights."""
@@ -168,6 +188,8 @@ class _Emitter:
         carried = [initial for initial, _, _, _ in run.carries]
         # A result of the last layer alone travels as a carry: as a stacked output it would be kept for every layer.
         initial = [self.hooks.carry(var, self.read(env, var), env.scope) for var in carried]
+        results = [written for _, _, written, _ in run.carries]
+        results += [group[t] for group in (*run.last_only, *run.outputs)]
         empty = [jnp.zeros(g[0].aval.shape, g[0].aval.dtype) for g in run.last_only]
 
         def layer(carry: Any, x: Any) -> Any:
@@ -176,7 +198,10 @@ class _Emitter:
             inner.values.update(zip([read for _, read, _, _ in run.carries], carry[0], strict=True))
             for group, leaf, value in zip(run.stacked, leaves, arrays, strict=True):
                 inner.values[group[t]] = value if leaf is None else _Weight(leaf, value)
-            self._layer(layer_eqns, inner, dict(zip(run.literals, values, strict=True)))
+            changed = {
+                (id(layer_eqns[at]), place): value for (at, place), value in zip(run.literals, values, strict=True)
+            }
+            self.evaluate(layer_eqns, results, inner, changed)
             new = [self.read(inner, written) for _, _, written, _ in run.carries]
             new = [value.astype(old.dtype) for value, old in zip(new, carry[0], strict=True)]
             new = [self.hooks.carry(var, value, env.scope) for var, value in zip(carried, new, strict=True)]
@@ -191,18 +216,6 @@ class _Emitter:
             env.values[last] = value
         for group, value in zip(run.last_only, tail, strict=True):
             env.values[group[-1]] = value
-
-    def _layer(self, eqns: Sequence[Any], env: _Env, literals: dict[tuple[int, int], Any]) -> None:
-        for position, eqn in enumerate(eqns):
-            changed = {place: value for (at, place), value in literals.items() if at == position}
-            if not changed:
-                self.step(eqn, env)
-                continue
-            with jax.named_scope(str(eqn.source_info.name_stack)):
-                ins = [changed[i] if i in changed else self.read(env, atom) for i, atom in enumerate(eqn.invars)]
-                outs = self.remat(eqn, env, ins) if eqn.primitive.name in ("checkpoint", "remat", "remat2") else None
-                outs = outs or self.hooks.equation(eqn, ins, env.scope)
-            env.values.update(zip(eqn.outvars, outs, strict=True))
 
     def scan(self, eqn: Any, env: _Env) -> list[Any]:
         """A loop that the author wrote: its layers' weights stay stacked, and are made ready one layer at a time."""
@@ -228,7 +241,7 @@ class _Emitter:
             for var, value, source in zip(invars[first_x:], x, sources, strict=True):
                 waits = isinstance(source, _Weight) and source.index is None
                 local.values[var] = _Weight(source.leaf, value) if waits and source else value
-            self.body(inner.jaxpr.eqns, local)
+            self.body(inner.jaxpr, local)
             outs = [jnp.asarray(self.read(local, atom)) for atom in inner.jaxpr.outvars]
             new = [
                 self.hooks.carry(var, out.astype(old.dtype), scope)
@@ -243,7 +256,7 @@ class _Emitter:
         )  # fmt: skip
         return [*final, *outs]
 
-    def remat(self, eqn: Any, env: _Env, ins: list[Any] | None = None) -> list[Any]:
+    def remat(self, eqn: Any, env: _Env, ins: list[Any]) -> list[Any]:
         """The author's `jax.checkpoint`, around the re-emitted inside."""
         inner = eqn.params["jaxpr"]
         scope = env.scope.inner[id(eqn)]
@@ -251,8 +264,7 @@ class _Emitter:
         def inside(*args: Any) -> list[Any]:
             local = _Env(scope)
             local.values.update(zip(inner.invars, args, strict=True))
-            self.body(inner.eqns, local)
+            self.body(inner, local)
             return [self.read(local, atom) for atom in inner.outvars]
 
-        ins = [self.read(env, atom) for atom in eqn.invars] if ins is None else ins
         return jax.checkpoint(inside, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*ins)

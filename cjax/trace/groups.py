@@ -1,0 +1,86 @@
+"""Groups of equations that are evaluated as one: matmuls that share an input, an attention."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core as jex
+
+# Literals that differ from layer to layer, by equation (its id) and operand: an array in the place of a number.
+Changed = Mapping[tuple[int, int], Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Equations evaluated as one.
+
+    Args:
+      eqns: its equations, in order; none of them depends on the group by way of an equation outside of it.
+      ins: the variables that they read and do not write.
+      outs: the variables that they write and others read.
+      of: what whoever made the group knows about it.
+    """
+
+    eqns: tuple[Any, ...]
+    ins: tuple[Any, ...]
+    outs: tuple[Any, ...]
+    of: Any
+
+
+def make_group(members: Sequence[Any], eqns: Sequence[Any], results: Sequence[Any], of: Any) -> Group | None:
+    """The group of `members` among `eqns`, or None if they can't be evaluated at once.
+
+    Args:
+      members: equations out of `eqns`.
+      eqns: the jaxpr's equations, or a layer's.
+      results: variables read after the last of `eqns`.
+      of: kept with the group.
+    """
+    inside = {id(eqn) for eqn in members}
+    members = [eqn for eqn in eqns if id(eqn) in inside]
+    written = {var for eqn in members for var in eqn.outvars}
+    ins = dict.fromkeys(v for eqn in members for v in variables(eqn) if v not in written)
+    read = {v for v in results if not isinstance(v, jex.Literal)}
+    after: set[Any] = set()  # variables that depend on the group, outside of it
+    for eqn in eqns:
+        if id(eqn) in inside:
+            if after & {v for v in variables(eqn) if v not in written}:
+                return None
+            continue
+        if any(v in written or v in after for v in variables(eqn)):
+            after.update(eqn.outvars)
+        read.update(variables(eqn))
+    outs = tuple(var for eqn in members for var in eqn.outvars if var in read)
+    return Group(tuple(members), tuple(ins), outs, of)
+
+
+def variables(eqn: Any) -> list[Any]:
+    """The variables that an equation reads."""
+    return [v for v in eqn.invars if not isinstance(v, jex.Literal)]
+
+
+def arrange(eqns: Sequence[Any], groups: Sequence[Group]) -> list[Any]:
+    """Equations and groups in an order in which each comes after what it reads; equations keep theirs where they can.
+
+    A group comes where its first equation stood, and what the rest of it reads is moved before it.
+    """
+    if not groups:
+        return list(eqns)
+    group_of = {id(eqn): group for group in groups for eqn in group.eqns}
+    writer = {var: eqn for eqn in eqns for var in eqn.outvars}
+    done: set[int] = set()
+    order: list[Any] = []
+
+    def place(eqn: Any) -> None:
+        item = group_of.get(id(eqn), eqn)
+        if id(item) in done:
+            return
+        done.add(id(item))
+        for var in item.ins if isinstance(item, Group) else variables(item):
+            if var in writer:
+                place(writer[var])
+        order.append(item)
+
+    for eqn in eqns:
+        place(eqn)
+    return order
