@@ -2,10 +2,17 @@
 
 from cjax.mesh.axes import AXES as AXES
 from cjax.mesh.axes import BATCH_AXES as BATCH_AXES
+from cjax.mesh.axes import COL as COL
 from cjax.mesh.axes import DATA as DATA
+from cjax.mesh.axes import DEPTH as DEPTH
+from cjax.mesh.axes import ROW as ROW
+from cjax.mesh.axes import SEQUENCE as SEQUENCE
 from cjax.mesh.axes import TENSOR as TENSOR
 from cjax.mesh.axes import ZERO as ZERO
 from cjax.mesh.axes import Device as Device
+from cjax.mesh.axes import I as I
+from cjax.mesh.axes import J as J
+from cjax.mesh.axes import K as K
 from cjax.mesh.axes import build_mesh as build_mesh
 from cjax.mesh.axes import wrong_number_of_devices as wrong_number_of_devices
 from cjax.mesh.devices import compile_lowered as compile_lowered

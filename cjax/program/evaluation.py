@@ -1,14 +1,13 @@
 """Scoring a model: the loss in evaluation mode, or any function of the model, over one batch or many."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from cjax.mesh import BATCH_AXES
 from cjax.program.batches import check_indices, check_tree, global_shape, join_processes, table_sizes
 from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
@@ -75,11 +74,11 @@ class Evaluator:
             with contextlib.suppress(ValueError):
                 trace = lift(trace)
         sizes = dict(parts.mesh.shape)
-        shards = int(np.prod([sizes.get(axis, 1) for axis in BATCH_AXES]))
-        if any(leaf.shape and leaf.shape[0] % shards for leaf in jax.tree.leaves(shape)):
-            # A ragged last batch: each device scores all of it, which is exact and costs one batch.
-            sizes = {axis: size for axis, size in sizes.items() if axis not in BATCH_AXES}
-        layout = make_layout(trace, sizes, parts.plan.rules)
+        batch_axes = parts.storage.layout.axes_of.get(parts.trace.batch_class, ())
+        shards = math.prod(sizes[axis] for axis in batch_axes)
+        # A ragged last batch: each device scores all of it, which is exact and costs one batch.
+        ragged = any(leaf.shape and leaf.shape[0] % shards for leaf in jax.tree.leaves(shape))
+        layout = make_layout(trace, sizes, parts.plan.rules, splits_batch=not ragged)
         loss = place_loss(trace, parts.storage, parts.plan, parts.mesh, layout)
         num_results = len(trace.closed.jaxpr.outvars) - len(trace.leaves_of("carried"))
 

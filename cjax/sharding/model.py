@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from cjax.mesh import DATA, ZERO
+from cjax.mesh import DATA, DEPTH, SEQUENCE, ZERO
 from cjax.plan import Plan
 from cjax.sharding.layout import Layout, make_layout
 from cjax.sharding.place import Draw, Placer, WeightPlacement
@@ -48,8 +48,9 @@ def store_model(capture: Capture, trace: Trace, plan: Plan, mesh: Mesh) -> Model
     axis_sizes = dict(mesh.shape)
     layout = make_layout(trace, axis_sizes, plan.rules)
     weights = [*trace.leaves_of("params"), *trace.leaves_of("frozen")]
-    used = tuple(layout.spec(trace.classes_of(i), trace.leaves[i].shape) for i in weights)
-    axes = (ZERO,) if axis_sizes.get(ZERO, 1) > 1 else (DATA,)
+    used = tuple(layout.weight_spec(i, trace.classes_of(i), trace.leaves[i].shape) for i in weights)
+    axes = (ZERO,) if axis_sizes.get(ZERO, 1) > 1 else (DATA, *(a for a in (SEQUENCE, DEPTH) if a in axis_sizes))
+    axes = tuple(a for a in axes if axis_sizes.get(a, 1) > 1)
     layer_dims = {trace.dims.class_of(d) for d in trace.dims.layers}
 
     def state_spec(leaf: int, spec: PartitionSpec) -> PartitionSpec:

@@ -6,7 +6,7 @@ reduced to the placement that its optimizer state has.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from cjax.sharding.grid_products import GridProducts
 from cjax.sharding.layout import Layout
 from cjax.trace.dims import Scope
+from cjax.trace.groups import Changed, Group
 from cjax.trace.precision import LOW, MATMULS, Lowering
 from cjax.trace.reading import Trace
 from cjax.trace.rewrite import Hooks, bind
@@ -77,6 +79,7 @@ class Placer(Hooks):
         self._trace, self._layout, self._mesh, self._weights = trace, layout, mesh, weights
         self._lowering = Lowering(trace.closed) if precision == "bfloat16" else None
         self._remat, self._gathers, self._draw = remat, gathers, draw
+        self._products = GridProducts(trace.dims, layout, mesh, self._lowering)
         dims = trace.dims
         products = [m.lhs_origin for m in dims.matmuls] + [m.rhs_origin for m in dims.matmuls]
         self._rounded = {o for o in products if o is not None} | {leaf for leaf, _, _ in dims.tables}
@@ -103,6 +106,13 @@ class Placer(Hooks):
         if eqn.primitive.name in PINNED:
             outs = [self._pin(var, out, scope) for var, out in zip(eqn.outvars, outs, strict=True)]
         return outs
+
+    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
+        return self._products.find(eqns, results, scope)
+
+    def group(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+        outs = self._products.evaluate(group, ins, scope)
+        return [self._pin(var, out, scope) for var, out in zip(group.outs, outs, strict=True)]
 
     def carry(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
         return self._pin(var, value, scope)

@@ -12,7 +12,10 @@ Ids = list[int]
 
 @dataclass(frozen=True)
 class Matmul:
-    """One product of two tensors: ids of its dims, and which input leaf an operand comes from, if it is a weight."""
+    """One product of two tensors: ids of its dims, and which input leaf an operand comes from, if it is a weight.
+
+    Of a convolution, the dims of the window are left out. A `looped` one uses its weight again at each turn of a loop.
+    """
 
     lhs: tuple[int, ...]
     rhs: tuple[int, ...]
@@ -21,6 +24,9 @@ class Matmul:
     out: tuple[int, ...]
     lhs_origin: int | None
     rhs_origin: int | None
+    contracting: tuple[tuple[int, ...], tuple[int, ...]]  # positions in lhs and rhs
+    is_conv: bool = False
+    looped: bool = False
 
 
 @dataclass(frozen=True)

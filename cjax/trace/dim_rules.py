@@ -4,6 +4,7 @@ A rule is `rule(dims, eqn, ins, outs, scope)`: `ins` and `outs` are one list of 
 unites ids and may return False to say that it could not relate anything, which the trace then reports.
 """
 
+import dataclasses
 from typing import Any
 
 from jax.extend import core as jex
@@ -154,7 +155,10 @@ def dot_general(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Sc
     dims.unite_all(out, outs[0])
     origin = [None if isinstance(v, jex.Literal) else scope.origin.get(v) for v in eqn.invars]
     contracted, batched = tuple(lhs[i] for i in lc), tuple(lhs[i] for i in lb)
-    dims.matmuls.append(Matmul(tuple(lhs), tuple(rhs), contracted, batched, tuple(outs[0]), origin[0], origin[1]))
+    numbers = (tuple(lc), tuple(rc))
+    dims.matmuls.append(
+        Matmul(tuple(lhs), tuple(rhs), contracted, batched, tuple(outs[0]), origin[0], origin[1], numbers)
+    )
 
 
 def conv(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
@@ -168,7 +172,11 @@ def conv(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) ->
         dims.unite(lhs[x[1]], rhs[w[1]])
         origin = [None if isinstance(v, jex.Literal) else scope.origin.get(v) for v in eqn.invars]
         channels = (rhs[w[1]], rhs[w[0]])  # the window's own dims are never split
-        dims.matmuls.append(Matmul(tuple(lhs), channels, channels[:1], (), tuple(outs[0]), origin[0], origin[1]))
+        contracting = ((x[1],), (0,))
+        out = tuple(outs[0])
+        dims.matmuls.append(
+            Matmul(tuple(lhs), channels, channels[:1], (), out, origin[0], origin[1], contracting, is_conv=True)
+        )
     elif dims.size[lhs[x[1]]] == dims.size[outs[0][y[1]]]:
         dims.unite(lhs[x[1]], outs[0][y[1]])  # depthwise: the channel goes straight through
 
@@ -253,13 +261,18 @@ def scan(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) ->
     num_consts, num_carry = scan_counts(eqn)
     first_x = num_consts + num_carry
     inner = [ids if i < first_x else ids[1:] for i, ids in enumerate(ins)]
-    scope.inner[id(eqn)], results = dims.call(jaxpr, inner, _origins(eqn, scope))
+    origins, before = _origins(eqn, scope), len(dims.matmuls)
+    scope.inner[id(eqn)], results = dims.call(jaxpr, inner, origins)
+    shared = {o for o in origins[:first_x] if o is not None}
+    for index, m in enumerate(dims.matmuls[before:], before):
+        if {m.lhs_origin, m.rhs_origin} & shared:
+            dims.matmuls[index] = dataclasses.replace(m, looped=True)
     for i, (result, out) in enumerate(zip(results, outs, strict=True)):
         dims.unite_all(result, out if i < num_carry else out[1:])
         if i < num_carry:
             dims.unite_all(result, ins[num_consts + i])
-    if any(origin is not None for origin in _origins(eqn, scope)[first_x:]):
-        stacks = zip(ins[first_x:], _origins(eqn, scope)[first_x:], strict=True)
+    if any(origin is not None for origin in origins[first_x:]):
+        stacks = zip(ins[first_x:], origins[first_x:], strict=True)
         dims.layers += [ids[0] for ids, origin in stacks if origin is not None]
         dims.layer_carries += [tuple(ids) for ids in ins[num_consts:first_x]]
     loops = [ids[0] for ids in (*ins[first_x:], *outs[num_carry:])]

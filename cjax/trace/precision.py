@@ -52,15 +52,21 @@ class Lowering:
                 live.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
         return [v in live for v in jaxpr.invars]
 
+    def operands(self, eqn: Any, ins: list[Any]) -> tuple[list[Any], Any]:
+        """Operands of a matmul as they are multiplied, and the dtype of its result."""
+        if all(getattr(v.aval, "dtype", None) == HIGH for v in (*eqn.invars, *eqn.outvars)):
+            return [jnp.asarray(x).astype(LOW) for x in ins], jnp.dtype(LOW)
+        return [raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.outvars[0].aval.dtype
+
     def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
         """The results of one equation; float32 results may come back as bfloat16."""
         name = eqn.primitive.name
+        if name in MATMULS:
+            ins, dtype = self.operands(eqn, ins)
+            params = eqn.primitive.get_bind_params(eqn.params)
+            return [eqn.primitive.bind(*ins, **(params | ({"preferred_element_type": LOW} if dtype == LOW else {})))]
         floats = [i for i, v in enumerate(eqn.invars) if getattr(v.aval, "dtype", None) == HIGH]
         lowers = all(getattr(v.aval, "dtype", None) == HIGH for v in eqn.outvars)
-        if name in MATMULS and lowers and len(floats) == 2:
-            ins = [jnp.asarray(x).astype(LOW) for x in ins]
-            params = eqn.primitive.get_bind_params(eqn.params)
-            return [eqn.primitive.bind(*ins, **(params | {"preferred_element_type": LOW}))]
         if lowers and floats and id(eqn) in self._feeding and self._stays_low(eqn, ins, floats, scope):
             ins = [jnp.asarray(x).astype(LOW) if i in floats else x for i, x in enumerate(ins)]
             return bind(eqn, ins)

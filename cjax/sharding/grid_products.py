@@ -1,0 +1,109 @@
+"""The matmuls of a trace that a grid multiplies: found among equations, those of one input together, and evaluated."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+from jax.sharding import Mesh
+
+from cjax.sharding.grid import Operand, spread_of
+from cjax.sharding.layout import Layout
+from cjax.sharding.matmul import Spread, multiply
+from cjax.sharding.storage import axes_of_entry
+from cjax.trace.dims import Dims, Scope
+from cjax.trace.groups import Group, make_group
+from cjax.trace.precision import Lowering
+
+
+class GridProducts:
+    """Finds and evaluates the products of a layout's grid."""
+
+    def __init__(self, dims: Dims, layout: Layout, mesh: Mesh, lowering: Lowering | None) -> None:
+        self._dims, self._layout, self._mesh, self._lowering = dims, layout, mesh, lowering
+
+    def find(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
+        """Groups of matmuls with a weight each, that share the activation."""
+        if self._layout.grid is None:
+            return []
+        together: dict[Any, list[tuple[Any, Spread]]] = {}
+        for eqn in eqns:
+            spread = self._spread(eqn, scope)
+            if spread is not None:
+                x = eqn.invars[1 - self._weight_of(eqn, scope)]
+                key = (x, spread.gather_x, str(spread.x), str(eqn.params["precision"]))
+                together.setdefault(key, []).append((eqn, spread))
+        groups = []
+        for found in together.values():
+            members = [eqn for eqn, _ in found]
+            spreads = {id(eqn): spread for eqn, spread in found}
+            whole = make_group(members, eqns, results, spreads)
+            alone = [make_group([eqn], eqns, results, spreads) for eqn in members] if whole is None else [whole]
+            groups += [group for group in alone if group is not None]
+        return groups
+
+    def evaluate(self, group: Group, ins: list[Any], scope: Scope) -> list[jax.Array]:
+        """The results of such a group."""
+        values = dict(zip(group.ins, ins, strict=True))
+        xs, ws, spreads, dtypes = [], [], [], []
+        for eqn in group.eqns:
+            pair, dtype = [values[v] for v in eqn.invars], eqn.outvars[0].aval.dtype
+            if self._lowering is not None:
+                pair, dtype = self._lowering.operands(eqn, pair)
+            at, spread = self._weight_of(eqn, scope), group.of[id(eqn)]
+            x, w = self._padded(pair[1 - at], pair[at], spread)
+            xs.append(x)
+            ws.append(w)
+            spreads.append(spread)
+            dtypes.append(dtype)
+        # Zeros added to a contracted dim change nothing, so that all may share the operand padded most.
+        x = max(xs, key=lambda x: x.size)
+        ys = multiply(x, ws, spreads, self._mesh, precision=group.eqns[0].params["precision"])
+        results = {}
+        for eqn, y, spread, dtype in zip(group.eqns, ys, spreads, dtypes, strict=True):
+            if self._weight_of(eqn, scope) == 0:
+                num_x = len(spread.x) - len(spread.contracted[0])
+                y = jnp.transpose(y, (*range(num_x, y.ndim), *range(num_x)))
+            (out,) = eqn.outvars
+            results[out] = y[tuple(slice(size) for size in out.aval.shape)].astype(dtype)
+        return [results[var] for var in group.outs]
+
+    def _weight_of(self, eqn: Any, scope: Scope) -> int:
+        """Which operand is the weight."""
+        return int(eqn.invars[1] in scope.origin) if not isinstance(eqn.invars[1], jex.Literal) else 0
+
+    def _spread(self, eqn: Any, scope: Scope) -> Spread | None:
+        layout = self._layout
+        if eqn.primitive.name != "dot_general" or layout.grid is None:
+            return None
+        (contracting, batched) = eqn.params["dimension_numbers"]
+        literal = any(isinstance(v, jex.Literal) for v in eqn.invars)
+        leaves = [] if literal else [scope.origin[v] for v in eqn.invars if v in scope.origin]
+        if any(batched) or len(leaves) != 1 or leaves[0] not in layout.weights:
+            return None
+        at = self._weight_of(eqn, scope)
+        x, w = (self._operand(eqn.invars[i], scope) for i in (1 - at, at))
+        contracted = tuple(contracting[1 - at]), tuple(contracting[at])
+        return spread_of(layout.grid, layout.axes_of, layout.batch, x, w, contracted)
+
+    def _operand(self, var: Any, scope: Scope) -> Operand:
+        classes, shape = self._dims.of(var, scope), var.aval.shape
+        return Operand(self._layout.spec(classes, shape), classes, shape)
+
+    def _padded(self, x: jax.Array, w: jax.Array, spread: Spread) -> tuple[jax.Array, jax.Array]:
+        """Operands with zeros added so that every axis divides its dim; the batch does already."""
+        more_x, more_w = [0] * x.ndim, [0] * w.ndim
+        pairs = dict(zip(spread.contracted[1], spread.contracted[0], strict=True))
+        for d, entry in enumerate(spread.w):
+            shards = self._shards(entry)
+            if d in pairs:
+                shards = math.lcm(shards, self._shards(spread.x[pairs[d]]))
+                more_x[pairs[d]] = -x.shape[pairs[d]] % shards
+            more_w[d] = -w.shape[d] % shards
+        x, w = (jnp.pad(v, [(0, n) for n in more]) if any(more) else v for v, more in ((x, more_x), (w, more_w)))
+        return x, w
+
+    def _shards(self, entry: Any) -> int:
+        return math.prod(self._mesh.shape[a] for a in axes_of_entry(entry))
