@@ -13,8 +13,8 @@ Operands are gathered again in the backward pass: what a mode promises to save i
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from cjax.sharding.region import in_region
 from cjax.sharding.storage import axes_of_entry
 
 Contraction = tuple[tuple[int, ...], tuple[int, ...]]  # dims of the left and of the right operand
-Dot = Callable[[jax.Array, jax.Array], jax.Array]
 Mode = Literal["2d", "2.5d", "3d"]
 
 STEP_BYTES = 32 * 2**20  # of a gathered operand; pieces much smaller than that keep no link busy
@@ -81,43 +81,33 @@ def multiply(
       steps: into how many pieces a transfer is cut, so that one arrives while the last is multiplied; by size if None.
       keep: keep gathered operands for the backward pass, which then gathers nothing again.
     """
-    context = jax.sharding.get_abstract_mesh()
-    manual = set(context.manual_axes)
-    named = [e for s in spreads for spec in (s.x, s.w, s.y) for entry in spec for e in axes_of_entry(entry)]
-    axes = tuple(a for a in mesh.axis_names if a in named and a not in manual)
     steps = _steps(x, ws, spreads, mesh) if steps is None else steps
-    here = _Products(tuple(_without(s, manual) for s in spreads), axes, precision, steps)
+    products = _Products(tuple(spreads), precision, steps)
+    in_specs, out_specs = [spreads[0].x, *(s.w for s in spreads)], [s.y for s in spreads]
+    sums = [products.beyond(s) for s in spreads]
+    if not keep:
+        return in_region(lambda x, *ws: products(x, ws), (x, *ws), in_specs, out_specs, mesh, sums)
+    moves = [spreads[0].gather_x, *(s.gather_w for s in spreads)]
+    axes = {a for spec in (*in_specs, *out_specs) for entry in spec for a in axes_of_entry(entry)}
+    gathered = [_gathered(*each, axes, mesh) for each in zip((x, *ws), in_specs, moves, strict=True)]
+    spreads = [replace(s, gather_x=None, gather_w=None) for s in spreads]
+    rest = _Products(tuple(spreads), precision, 1)
+    operands, specs = zip(*gathered, strict=True)
+    return in_region(lambda x, *ws: rest(x[0], [w[0] for w in ws]), operands, specs, out_specs, mesh, sums)
 
-    def run(function: Any, ins: Any, in_specs: Any, out_specs: Any) -> Any:
-        where = {} if manual else {"mesh": mesh}
-        return jax.shard_map(
-            function, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes), check_vma=False, **where
-        )(*ins)
 
-    x_spec, w_specs = here.spreads[0].x, tuple(s.w for s in here.spreads)
-
-    def forward(x: jax.Array, ws: tuple[jax.Array, ...]) -> list[jax.Array]:
-        partial = [PartitionSpec(here.beyond(s), *s.y) for s in here.spreads]
-        sums = run(lambda x, ws: [y[None] for y in here(x, ws)], (x, ws), (x_spec, w_specs), partial)
-        return [y.sum(0) for y in sums]
-
-    def backward(saved: Any, grads: list[jax.Array]) -> Any:
-        def inside(x: jax.Array, ws: tuple[jax.Array, ...], grads: list[jax.Array]) -> Any:
-            _, transposed = jax.vjp(here, x, ws)
-            dx, dws = transposed(grads)
-            return dx[None], tuple(dw[None] for dw in dws)
-
-        # Devices that hold the same part of an operand each have a part of the sum that its gradient is. It is left to
-        # the compiler, on a dim of its own, because only the caller knows where the gradient is wanted: ZeRO scatters.
-        outs = (_lead(axes, x_spec), tuple(_lead(axes, spec) for spec in w_specs))
-        dx, dws = run(inside, (*saved, grads), (x_spec, w_specs, [s.y for s in here.spreads]), outs)
-        return dx.sum(0), tuple(dw.sum(0) for dw in dws)
-
-    if keep:
-        return _kept(here, x, tuple(ws), run)
-    product = jax.custom_vjp(forward)
-    product.defvjp(lambda x, ws: (forward(x, ws), (x, ws)), backward)
-    return product(x, tuple(ws))
+def _gathered(
+    operand: jax.Array, spec: PartitionSpec, move: Move | None, axes: set[str], mesh: Mesh
+) -> tuple[jax.Array, PartitionSpec]:
+    """An operand gathered once for both passes: a copy for each device, on a dim of its own, so that its gradient comes
+    back device by device and is scattered before it is summed."""
+    if move is None:
+        return operand[None], PartitionSpec(None, *spec)
+    kept = PartitionSpec(*(tuple(a for a in axes_of_entry(e) if a != move.axis) or None for e in spec))
+    others = sorted(axes - {move.axis} - {a for entry in kept for a in axes_of_entry(entry)})
+    copies = PartitionSpec((move.axis, *others), *kept)
+    (found,) = in_region(lambda part: [_gather(part, move)[None]], (operand,), (spec,), (copies,), mesh)
+    return found, copies
 
 
 @dataclass(frozen=True)
@@ -125,15 +115,14 @@ class _Products:
     """What one device does: products of its part of X with its parts of the Ws."""
 
     spreads: tuple[Spread, ...]
-    axes: tuple[str, ...]
     precision: Any
     steps: int
 
-    def beyond(self, spread: Spread) -> tuple[str, ...] | None:
+    def beyond(self, spread: Spread) -> tuple[str, ...]:
         """Axes over which the product sums, its own scatter aside."""
-        summed = [a for d in spread.contracted[0] for a in axes_of_entry(_entry(spread.x, d))]
+        summed = [a for d in spread.contracted[0] for a in axes_of_entry(spread.x[d])]
         moved = {m.axis for m in (spread.gather_x, spread.scatter_y) if m is not None}
-        return tuple(a for a in summed if a not in moved) or None
+        return tuple(a for a in summed if a not in moved)
 
     def __call__(self, x: jax.Array, ws: Sequence[jax.Array]) -> list[jax.Array]:
         first = self.spreads[0]
@@ -185,30 +174,6 @@ class _Products:
         return lax.dot_general(x, w, numbers, precision=self.precision, preferred_element_type=wide)
 
 
-def _kept(here: _Products, x: jax.Array, ws: tuple[jax.Array, ...], run: Any) -> list[jax.Array]:
-    """Products that leave their gathered operands to the backward pass, each on a dim of its own per device."""
-    x_spec, w_specs = here.spreads[0].x, tuple(s.w for s in here.spreads)
-    gathers = [here.spreads[0].gather_x, *(s.gather_w for s in here.spreads)]
-
-    def gathered(operand: jax.Array, spec: PartitionSpec, move: Move | None) -> tuple[jax.Array, PartitionSpec]:
-        entries = [tuple(a for a in axes_of_entry(e) if move is None or a != move.axis) or None for e in spec]
-        # A copy for each device, so that gradients come back device by device and are scattered before they are summed.
-        copies = PartitionSpec(*_lead(here.axes, PartitionSpec(*entries))[:1], *entries)
-        return run(lambda part: _gather(part, move)[None], (operand,), (spec,), copies), copies
-
-    whole = [gathered(o, s, m) for o, s, m in zip((x, *ws), (x_spec, *w_specs), gathers, strict=True)]
-    local = _Products(
-        tuple(Spread(s.contracted, s.x, s.w, s.y, None, None, s.scatter_y) for s in here.spreads),
-        here.axes, here.precision, 1,
-    )  # fmt: skip
-    partial = [PartitionSpec(here.beyond(s), *s.y) for s in here.spreads]
-    operands, specs = zip(*whole, strict=True)
-    sums = run(
-        lambda x, *ws: [y[None] for y in local(x[0], [w[0] for w in ws])], operands, tuple(specs), partial
-    )  # fmt: skip
-    return [y.sum(0) for y in sums]
-
-
 # -- what one device does with one operand ----------------------------------------------------------------------------
 def _gather(part: jax.Array, move: Move | None) -> jax.Array:
     return part if move is None else lax.all_gather(part, move.axis, axis=move.dim, tiled=True)
@@ -252,24 +217,3 @@ def _steps(x: jax.Array, ws: Sequence[jax.Array], spreads: Sequence[Spread], mes
         *(gathered(w, s.w, s.gather_w) for w, s in zip(ws, spreads, strict=True)),
     )
     return max(1, min(MAX_STEPS, int(largest / STEP_BYTES)))
-
-
-def _entry(spec: PartitionSpec, dim: int) -> Any:
-    return spec[dim] if dim < len(spec) else None
-
-
-def _lead(axes: tuple[str, ...], spec: PartitionSpec) -> PartitionSpec:
-    used = {a for entry in spec for a in axes_of_entry(entry)}
-    return PartitionSpec(tuple(a for a in axes if a not in used) or None, *spec)
-
-
-def _without(spread: Spread, manual: set[str]) -> Spread:
-    """`spread` inside of a region that is manual over some axes already."""
-
-    def rest(spec: PartitionSpec) -> PartitionSpec:
-        return PartitionSpec(*(tuple(a for a in axes_of_entry(e) if a not in manual) or None for e in spec))
-
-    return Spread(
-        spread.contracted, rest(spread.x), rest(spread.w), rest(spread.y),
-        spread.gather_x, spread.gather_w, spread.scatter_y,
-    )  # fmt: skip

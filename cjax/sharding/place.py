@@ -13,13 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.sharding.grid_products import GridProducts
 from cjax.sharding.layout import Layout
+from cjax.sharding.lookup import is_lookup, look_up, pick, picked_dim
 from cjax.trace.dims import Scope
 from cjax.trace.groups import Changed, Group
-from cjax.trace.precision import LOW, MATMULS, Lowering
+from cjax.trace.precision import LOW, MATMULS, Lowering, raised
 from cjax.trace.reading import Trace
 from cjax.trace.rewrite import Hooks, bind
 
@@ -102,10 +104,36 @@ class Placer(Hooks):
         drawn = self._draw(eqn, ins) if self._draw else None
         if drawn is not None:
             return drawn
-        outs = self._lowering.equation(eqn, ins, scope) if self._lowering else bind(eqn, ins)
+        found = self._looked_up(eqn, ins, scope)
+        if found is not None:
+            outs = [found]
+        else:
+            outs = self._lowering.equation(eqn, ins, scope) if self._lowering else bind(eqn, ins)
         if eqn.primitive.name in PINNED:
             outs = [self._pin(var, out, scope) for var, out in zip(eqn.outvars, outs, strict=True)]
         return outs
+
+    def _looked_up(self, eqn: Any, ins: list[Any], scope: Scope) -> jax.Array | None:
+        """The result of a gather from what a grid splits: the compiler's own would move more, or stop the process."""
+        grid = self._layout.grid
+        if grid is None or eqn.primitive.name != "gather" or any(isinstance(v, jex.Literal) for v in eqn.invars):
+            return None
+        numbers, (operand, indices), dims = eqn.params["dimension_numbers"], eqn.invars, self._trace.dims
+        classes, dim = list(dims.of(operand, scope)), picked_dim(eqn)
+        spec = self._layout.spec(classes, operand.aval.shape)
+        if dim is not None and spec[dim] is not None:
+            value = raised(ins[0], operand) if self._lowering else ins[0]
+            return pick(eqn, value, ins[1], spec, dim, self._mesh)
+        if scope.origin.get(operand) not in self._layout.weights or not is_lookup(eqn):
+            return None
+        (dim,) = numbers.collapsed_slice_dims
+        rest = self._layout.spec([-1 if d == dim else c for d, c in enumerate(classes)], operand.aval.shape)
+        spec = PartitionSpec(*(grid.weight if d == dim else axes for d, axes in enumerate(rest)))
+        rows = self._layout.spec(dims.of(indices, scope), indices.aval.shape)
+        # As the result will be: features on one axis leave the batch the others.
+        out = self._layout.spec(dims.of(eqn.outvars[0], scope), eqn.outvars[0].aval.shape)
+        behind = [axes for d, axes in enumerate(out) if d not in numbers.offset_dims]
+        return look_up(eqn, ins[0], ins[1], spec, PartitionSpec(*behind, *rows[len(behind):]), self._mesh)
 
     def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
         return self._products.find(eqns, results, scope)

@@ -76,5 +76,5 @@ def _run(a: jax.Array, b: jax.Array, spread: Spread, mesh: Mesh, options: dict[s
                     f"dim of size {size} in {name!r} {operand.shape} is split {shards} ways ({entry}); "
                     f"pad it with zeros to {near if near >= size else near + shards}."
                 )
-    (result,) = multiply(a, [b], [spread], mesh, **options)
-    return result
+    # Under jit, because outside of it a region can't leave axes of the mesh alone.
+    return jax.jit(lambda a, b: multiply(a, [b], [spread], mesh, **options)[0])(a, b)
