@@ -3,7 +3,7 @@
 import functools
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,9 +79,38 @@ def compose(
     devices: Sequence[Device],
 ) -> Program:
     """From a captured model to a `Program`."""
-    plan, notes = _decide(captured, optimizer, batch_shape, plan, devices)
+    # A trace depends on the plan by the number of micro-batches alone: "auto" and every replan share it.
+    read = functools.cache(functools.partial(trace_loss, captured, batch_shape, train=True))
+
+    def again(plan: Plan | str, devices: Sequence[Device]) -> Parts:
+        return _compose(captured, optimizer, batch_shape, read, plan, devices, again)
+
+    return Program(again(plan, devices))
+
+
+def _compose(
+    captured: Capture,
+    optimizer: optax.GradientTransformation | None,
+    batch_shape: PyTree,
+    read: Callable[[int], Trace],
+    plan: Plan | str,
+    devices: Sequence[Device],
+    again: Callable[..., Parts],
+) -> Parts:
+    """The parts of a program under one plan.
+
+    Args:
+      captured: the user's model and loss.
+      optimizer: what trains it, if anything does.
+      batch_shape: the whole batch, as ShapeDtypeStructs.
+      read: the loss's trace, by the number of micro-batches.
+      plan: the plan.
+      devices: what the plan is for.
+      again: `(plan, devices)` -> the parts under another plan.
+    """
+    plan, notes = _decide(captured, optimizer, batch_shape, read, plan, devices)
     try:
-        trace = trace_loss(captured, batch_shape, plan.microbatches, train=True)
+        trace = read(plan.microbatches)
     except Exception as error:  # from the author's own code, which may know the size of the whole batch by heart
         if plan.microbatches > 1:
             error.add_note(f"The loss ran on one of {plan.microbatches} micro-batches of this batch; see microbatches.")
@@ -96,15 +125,9 @@ def compose(
         specs = storage.state_specs if plan.zero_stage else storage.used_specs
         stored_optimizer = store_optimizer(optimizer, captured.params_shape, storage.params, specs.__getitem__, mesh)
     init = _as_init(captured, storage)
-
-    def again(plan: Plan | str, devices: Sequence[Device]) -> Parts:
-        return compose(captured, optimizer, batch_shape, plan, devices)._parts
-
-    return Program(
-        Parts(
-            captured, plan, mesh, trace, storage, stored_optimizer, gradients, init, batch_shape,
-            notes=(*notes, *storage.layout.notes, *more), compose=again,
-        )
+    return Parts(
+        captured, plan, mesh, trace, storage, stored_optimizer, gradients, init, batch_shape,
+        notes=(*notes, *storage.layout.notes, *more), compose=again,
     )  # fmt: skip
 
 
@@ -121,6 +144,7 @@ def _decide(
     captured: Capture,
     optimizer: optax.GradientTransformation | None,
     batch_shape: PyTree,
+    read: Callable[[int], Trace],
     plan: Plan | str,
     devices: Sequence[Device],
 ) -> tuple[Plan, tuple[str, ...]]:
@@ -143,8 +167,7 @@ def _decide(
                     f"use {near} or {near + plan.microbatches} rows, or microbatches of {', '.join(divisors)}."
                 )
         return plan.resolve(len(devices)), ()
-    trace = trace_loss(captured, batch_shape, 1, train=True)
-    activations = Activations(trace)
+    activations = Activations(read(1))
     params = sum(_bytes(leaf) for leaf in jax.tree.leaves(captured.params_shape))
     state = 0
     if optimizer is not None:

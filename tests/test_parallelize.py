@@ -1,5 +1,6 @@
 """How a program is composed: what is captured once, what plans decide, and what "auto" chooses."""
 
+import collections
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import cjax
 from cjax.planner.hardware import hardware_of
+from cjax.program.steps import make_init
 
 ROWS = 16
 
@@ -29,9 +32,11 @@ def quick_compiles() -> Iterator[None]:
 class Net(nn.Module):
     """6 layers of 64: 25,345 parameters."""
 
+    num_layers: int = 6
+
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        for _ in range(6):
+        for _ in range(self.num_layers):
             x = x + jnp.tanh(nn.Dense(64)(x))
         return nn.Dense(1)(x)
 
@@ -138,11 +143,53 @@ def test_a_model_is_captured_once_whatever_the_plans() -> None:
             return nn.Dense(1)(x)
 
     program = make("data=8", model=Counted())
-    first = list(built)
-    program.replan("zero=3")
-    assert built[: len(first)] == first and len(built) <= 2 * len(first)
+    assert built == [ROWS, ROWS], "once for its init, once for the loss"
+    program.replan("zero=3").lower()
+    assert len(built) == 2
+    program.replan("zero=3 microbatches=2")
+    assert built[2] == ROWS // 2
     assert make("data=8", model=Counted())._parts.capture is not program._parts.capture
     assert program.replan("zero=3")._parts.capture is program._parts.capture
+
+
+@pytest.mark.parametrize("plan", ["data=8 zero=3", "auto"])
+def test_the_users_python_runs_once_before_a_step(plan: str) -> None:
+    """Tracing is what depth costs before the first step, and most of it is the user's own Python."""
+    calls: collections.Counter[str] = collections.Counter()
+    adam = optax.adam(1e-2)
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return function(*args)
+
+        return call
+
+    def scored(model: Any, batch: Any) -> Any:
+        calls["loss"] += 1
+        return loss(model, batch)
+
+    def build(rngs: nnx.Rngs) -> nnx.Linear:
+        calls["build"] += 1
+        return nnx.Linear(64, 1, rngs=rngs)
+
+    optimizer = optax.GradientTransformation(counted("init", adam.init), counted("update", adam.update))
+    program = make(plan, model=build, loss=scored, optimizer=optimizer)
+    program.lower()
+    state, _ = program.step(program.init(0), batch())
+    assert calls == {"build": 1, "loss": 1, "init": 1, "update": 1}
+    program.replan("zero=2").lower()
+    assert (calls["build"], calls["loss"]) == (1, 1)
+
+
+@pytest.mark.parametrize("plan", ["data=8", "zero=3 data=2 tensor=4"])
+def test_a_program_has_no_more_operations_for_more_layers(plan: str) -> None:
+    def num_operations(depth: int) -> tuple[int, int]:
+        program = make(plan, model=Net(depth))
+        init = make_init(program._parts).lower(jax.eval_shape(lambda: jax.random.key(0)))
+        return program.lower().as_text().count(" = "), init.as_text().count(" = ")
+
+    assert num_operations(4) == num_operations(19)
 
 
 def test_plans_as_text_and_as_objects_are_one() -> None:

@@ -60,7 +60,7 @@ def store_optimizer(
       TypeError: `optimizer` is something else.
     """
     _check_kind(optimizer)
-    state_shape = jax.eval_shape(optimizer.init, params_shape)
+    first, state_shape = jax.make_jaxpr(optimizer.init, return_shape=True)(params_shape)
     owners = _owners(leaf_names(params_shape), leaf_names(state_shape))
     state_leaves = jax.tree.leaves(state_shape)
     groups = stackable(_stacks(owners, [s.leaves for s in params.slots if s.is_stack]), state_leaves)
@@ -82,8 +82,7 @@ def store_optimizer(
         [*in_groups, *_offset(storage.groups, num_params), *_offset(params.groups, num_params + num_state)],
         [*in_groups, *_offset(storage.groups, num_params)],
     )
-    first = refine(simplify(jax.make_jaxpr(optimizer.init)(params_shape)), forms, state_forms)
-    run_init = vectorize(first, in_groups, storage.groups)
+    run_init = vectorize(refine(simplify(first), forms, state_forms), in_groups, storage.groups)
     local = tuple(_stacked_spec(slot, spec_of(slot.leaves[0])) for slot in params.slots)
 
     def constrain(arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> list[jax.Array]:
