@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
 from cjax.plan import Plan
 from cjax.trace.reading import Trace
+from cjax.trace.rewrite import Hooks, emit
 
 SLACK = 1.15  # buffers of the compiler beside what the arithmetic sees: seen between 1.02 and 1.12 on the GPU compile
 
@@ -62,17 +62,24 @@ class Activations:
 
 
 def _residual_bytes(trace: Trace) -> int:
-    """All that the derivative of the trace needs, weights and inputs aside."""
-    closed = trace.closed
-    weights = trace.leaves_of("params")
-    function = jex.jaxpr_as_fun(closed)
-    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in trace.leaves]
+    """All that the derivative of the trace needs, weights and inputs aside; stacks of layers are traced once."""
+    closed, weights = trace.closed, set(trace.leaves_of("params"))
+    place = {var: i for i, var in enumerate(closed.jaxpr.invars)}
+    stacks = [tuple(place.get(var, -1) for var in group) for run in trace.runs for group in run.stacked]
+    stacks = [group for group in stacks if weights.issuperset(group)]
+    alone = set(range(len(trace.leaves))).difference(*stacks)
+    groups = sorted([*stacks, *((i,) for i in alone)])
+    function = emit(closed, trace.runs, trace.dims.top, groups, [(0,)], Hooks())
+    lead = [(len(group),) if len(group) > 1 else () for group in groups]
+    leaves = [trace.leaves[group[0]] for group in groups]
+    shapes = [jax.ShapeDtypeStruct((*n, *leaf.shape), leaf.dtype) for n, leaf in zip(lead, leaves, strict=True)]
+    num_weights = sum(group[0] in weights for group in groups)
 
     def saved(*args: Any) -> list[Any]:
         def loss(*weights_: Any) -> Any:
-            return function(*weights_, *args[len(weights) :])[0]
+            return function([*weights_, *args[num_weights:]])[0]
 
-        _, derivative = jax.vjp(loss, *args[: len(weights)])
+        _, derivative = jax.vjp(loss, *args[:num_weights])
         return [x for x in jax.tree.leaves(derivative) if not any(x is arg for arg in args)]
 
     return sum(math.prod(x.shape) * _itemsize(x.dtype) for x in jax.eval_shape(saved, *shapes))
