@@ -1,5 +1,6 @@
 """cjax: any Flax model, trained on many devices, in any combination of parallelism, from one call."""
 
+from cjax.attention import attention as attention
 from cjax.audit import audit as audit
 from cjax.mesh import initialize as initialize
 from cjax.mesh import simulate as simulate

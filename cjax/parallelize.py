@@ -198,7 +198,9 @@ def _gradients(
     divide = functools.partial(denominator, trace.ratio)
     axes = tuple(a for a in BATCH_AXES if a in mesh.axis_names)
     why = ""
-    if plan.zero_stage < 3 and math.prod(mesh.shape[a] for a in axes) > 1:
+    if plan.sequence.size > 1:
+        why = "positions are split, so gradients are reduced once per micro-batch"
+    elif plan.zero_stage < 3 and math.prod(mesh.shape[a] for a in axes) > 1:
         local = local_rows(captured, batch_shape, trace, storage, plan, mesh)
         if isinstance(local, LocalRows):
             run = place_loss(local.trace, storage, plan, mesh, local.layout, local.draw)

@@ -28,7 +28,8 @@ FLOORS = (
     ("cli",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-BESIDE = ("models", "optim")  # stand beside the house: import nothing of it, may be imported by its top floors
+# Stand beside the house: import nothing of it, may be imported by its top floors.
+BESIDE = ("models", "optim", "attention")
 STRANGERS = ({"sharding", "pipeline"},)  # never import each other in either direction
 FRONT_DOORS = ("__init__", "__main__")
 

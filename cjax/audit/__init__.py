@@ -54,7 +54,7 @@ def audit_text(text: str, mesh: Mesh | None = None, memory: Memory | None = None
         flops=total.flops,
         bytes_accessed=total.bytes,
         num_devices=module.num_devices,
-        num_partners=max((len(partners) for partners in reader.partners.values()), default=0),
+        num_partners=reader.num_partners(),
         unknown_loops=reader.unknown_loops,
         uncounted=tuple(sorted(reader.uncounted)),
     )

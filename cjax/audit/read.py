@@ -22,6 +22,7 @@ _RECEIVED = {
     "collective-permute": lambda n: 1,
     "collective-broadcast": lambda n: 1,
 }
+LEAST = 1e-5  # of the bytes of the largest transfer; what moves less makes nobody a partner
 _UNCOUNTED = frozenset({"ragged-dot", "scaled-dot", "send", "recv"})
 _FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",
@@ -49,7 +50,7 @@ class Reader:
     def __init__(self, module: hlo.Module, mesh: Mesh | None):
         self.module, self.mesh = module, mesh
         self.done: dict[str, Work] = {}
-        self.partners: dict[int, set[int]] = collections.defaultdict(set)
+        self.exchanges: list[tuple[float, tuple[tuple[int, ...], ...]]] = []  # bytes received, and groups
         self.unknown_loops = 0
         self.uncounted: set[str] = set()
 
@@ -57,6 +58,16 @@ class Reader:
         if computation not in self.done:
             self.done[computation] = self._read(computation)
         return self.done[computation]
+
+    def num_partners(self) -> int:
+        """Distinct devices that a device exchanges data with, at most; single numbers (a norm, a count) aside."""
+        largest = max((received for received, _ in self.exchanges), default=0.0)
+        partners: dict[int, set[int]] = collections.defaultdict(set)
+        for groups in {groups for received, groups in self.exchanges if received >= LEAST * largest}:
+            for group in groups:
+                for device in group:
+                    partners[device].update(other for other in group if other != device)
+        return max(map(len, partners.values()), default=0)
 
     def _read(self, computation: str) -> Work:
         instructions = {each.name: each for each in self.module.computations[computation]}
@@ -152,9 +163,6 @@ class Reader:
         groups = hlo.replica_groups(instruction, self.module.num_devices)
         if all(len(group) < 2 for group in groups):
             return []  # a group of one moves nothing
-        for group in set(groups):
-            for device in group:
-                self.partners[device].update(other for other in group if other != device)
         axes, along = _axes_of(groups, tuple(self.mesh.shape.items()) if self.mesh is not None else ())
         size = max(map(len, groups)) if kind != "collective-permute" else along or self.module.num_devices
         # A ragged exchange names its destination, offsets and sizes beside what goes in.
@@ -164,6 +172,7 @@ class Reader:
             dim = instruction.integers("dimensions")[0]
             shapes = [hlo.Shape(s.dtype, (*s.dims[:dim], s.dims[dim] * size, *s.dims[dim + 1 :])) for s in into]
         received = _RECEIVED[kind](size) * sum(shape.bytes for shape in into)
+        self.exchanges.append((received, tuple(set(groups))))
         span = max(max(group) - min(group) for group in groups) + 1
         name = instruction.attribute(r'op_name="((?:[^"\\]|\\.)*)"') or ""
         return [Collective(kind, axes, size, span, tuple(shapes), received, 1, name)]

@@ -74,11 +74,11 @@ class Evaluator:
             with contextlib.suppress(ValueError):
                 trace = lift(trace)
         sizes = dict(parts.mesh.shape)
-        batch_axes = parts.storage.layout.axes_of.get(parts.trace.batch_class, ())
-        shards = math.prod(sizes[axis] for axis in batch_axes)
+        layout, rows = parts.storage.layout, parts.trace.batch_class
+        shards = math.prod(sizes[axis] for axis in layout.axes_of.get(rows, ())) if rows is not None else 1
         # A ragged last batch: each device scores all of it, which is exact and costs one batch.
         ragged = any(leaf.shape and leaf.shape[0] % shards for leaf in jax.tree.leaves(shape))
-        layout = make_layout(trace, sizes, parts.plan.rules, splits_batch=not ragged)
+        layout = make_layout(trace, sizes, parts.plan.rules, not ragged, parts.plan.sequence)
         loss = place_loss(trace, parts.storage, parts.plan, parts.mesh, layout)
         num_results = len(trace.closed.jaxpr.outvars) - len(trace.leaves_of("carried"))
 

@@ -5,17 +5,21 @@ is split and how follows for every tensor from the classes of its dims, and for 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
 
-from cjax.mesh import BATCH_AXES, TENSOR
-from cjax.plan import Axes
+from cjax.mesh import BATCH_AXES, SEQUENCE, TENSOR
+from cjax.plan import Axes, Sequence
 from cjax.sharding import grid as grids
 from cjax.sharding.grid import Grid
 from cjax.sharding.one_d import choose, whole_heads
+from cjax.sharding.sequence import positions
 from cjax.trace.reading import Trace
+
+NO_SEQUENCE = Sequence()
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,14 @@ class Layout:
     batch: int | None = None  # the class of the batch
     grid: Grid | None = None
     weights: Mapping[int, tuple[tuple[str, ...], ...]] = field(default_factory=dict)  # of products of the grid, by leaf
+    positions: frozenset[int] = frozenset()  # classes of positions that a sequence is split by
 
-    def spec(self, classes: Sequence[int], shape: Sequence[int]) -> PartitionSpec:
+    def spec(self, classes: Row[int], shape: Row[int]) -> PartitionSpec:
         """The placement of a tensor with these classes. An axis serves one dim; dims too small for it stay whole."""
         used: set[str] = set()
         entries: list[tuple[str, ...]] = [()] * len(classes)
-        # The batch comes last: of an axis that features are on, it takes the partner.
-        for d in sorted(range(len(classes)), key=lambda d: classes[d] == self.batch):
+        # The batch comes after features: of an axis they are on, it takes the partner. Positions take what is left.
+        for d in sorted(range(len(classes)), key=lambda d: (classes[d] in self.positions, classes[d] == self.batch)):
             c, size = classes[d], shape[d]
             axes = self.axes_of.get(c, ())
             if c == self.batch and self.grid is not None:
@@ -46,18 +51,24 @@ class Layout:
                 entries[d] = axes
         return _as_spec(entries)
 
-    def weight_spec(self, leaf: int, classes: Sequence[int], shape: Sequence[int]) -> PartitionSpec:
+    def weight_spec(self, leaf: int, classes: Row[int], shape: Row[int]) -> PartitionSpec:
         """The placement of a parameter."""
         found = self.weights.get(leaf)
-        return self.spec(classes, shape) if found is None else _as_spec(found)
+        if found is not None:
+            return _as_spec(found)
+        return self.spec([-1 if c in self.positions else c for c in classes], shape)
 
 
-def _as_spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
+def _as_spec(entries: Row[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in entries))
 
 
 def make_layout(
-    trace: Trace, axis_sizes: Mapping[str, int], rules: Mapping[str, Axes], splits_batch: bool = True
+    trace: Trace,
+    axis_sizes: Mapping[str, int],
+    rules: Mapping[str, Axes],
+    splits_batch: bool = True,
+    sequence: Sequence = NO_SEQUENCE,
 ) -> Layout:
     """Decide the mesh axes of every class of dims.
 
@@ -66,9 +77,11 @@ def make_layout(
       axis_sizes: mesh axes and their sizes.
       rules: the user's own mapping, dim name or `leaf path:dim` to an axis or None; wins over what is found.
       splits_batch: whether devices get different examples; a ragged last batch all of them score.
+      sequence: how positions are split.
 
     Raises:
-      ValueError: a batch or query heads that an axis does not divide; a rule that matches nothing.
+      ValueError: a batch, query heads or lengths that an axis does not divide; a rule that matches nothing; positions
+        to split in a model without attention.
     """
     axes_of: dict[int, tuple[str, ...]] = {}
     grid = grids.grid_of(axis_sizes)
@@ -93,10 +106,41 @@ def make_layout(
     if (size > 1 or grid) and not split and not any(set(axes) - set(BATCH_AXES) for axes in ruled.values()):
         name = grid.mode if grid else size
         notes.append(f"tensor={name} splits nothing in this model: every device of the axis does the same work")
+    places, why = _positions(trace, axis_sizes, sequence)
+    axes_of.update({c: axes for c, axes in places.items() if c not in axes_of})
     axes_of.update({c: axes for c, axes in ruled.items() if axes})
+    notes += why
     whole = frozenset((c, n) for c in axes_of for n in whole_heads(trace, c, size))
     weights = _grid_weights(trace, grid, axes_of) if grid is not None else {}
-    return Layout(axes_of, dict(axis_sizes), tuple(notes), whole, trace.batch_class, grid, weights)
+    return Layout(
+        axes_of, dict(axis_sizes), tuple(notes), whole, trace.batch_class, grid, weights, frozenset(places)
+    )  # fmt: skip
+
+
+def _positions(
+    trace: Trace, axis_sizes: Mapping[str, int], sequence: Sequence
+) -> tuple[dict[int, tuple[str, ...]], list[str]]:
+    """Axes for the classes of positions; what looks like an attention and could not be split by them."""
+    if sequence == NO_SEQUENCE:
+        return {}, []
+    found, reasons = positions(trace)
+    if not found:
+        said = "; ".join(reasons) or "no softmax between two matmuls of activations was found"
+        raise ValueError(
+            f"sequence={sequence} splits the positions of attentions, and this model has none: {said}. "
+            "Leave `sequence` out of the plan, or compute attention with cjax.attention."
+        )
+    axis = TENSOR if sequence.mode == "gather" else SEQUENCE
+    size = axis_sizes[axis]
+    for length in found.values():
+        if length % size and sequence.mode != "gather":
+            near = sorted({max(1, length // size) * size, (length // size + 1) * size})
+            divisors = [str(d) for d in range(2, length + 1) if length % d == 0]
+            raise ValueError(
+                f"sequence={sequence} can't split {length} positions evenly: use a length of "
+                f"{' or '.join(map(str, near))}, or a size that divides {length}: {', '.join(divisors[:8])}."
+            )
+    return {c: (axis,) for c in found}, [f"kept whole over {axis}: {reason}" for reason in reasons]
 
 
 def _meeting(trace: Trace) -> list[set[int]]:
@@ -106,7 +150,7 @@ def _meeting(trace: Trace) -> list[set[int]]:
     return tables + [{dims.class_of(d) for d in ids} for m in dims.matmuls for ids in (m.lhs, m.rhs, m.out)]
 
 
-def _kept_by_1d(trace: Trace, chosen: Sequence[int], grid: Grid) -> list[str]:
+def _kept_by_1d(trace: Trace, chosen: Row[int], grid: Grid) -> list[str]:
     names = sorted(trace.names.get(c, "?") for c in chosen)
     return [f"{', '.join(names)} split as in 1d over {grid.features[0]}: no matmul of {grid.mode}"] if names else []
 
@@ -141,7 +185,7 @@ def _grid_weights(
 
 
 def _on_leaf(
-    classes: Sequence[int], entries: Sequence[tuple[str, ...]], leaf: Sequence[int]
+    classes: Row[int], entries: Row[tuple[str, ...]], leaf: Row[int]
 ) -> tuple[tuple[str, ...], ...] | None:
     """Axes for the dims of a leaf from those of the form it is multiplied in; None where a split dim is not found."""
     lead = len(leaf) - len(classes)

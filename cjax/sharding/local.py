@@ -12,16 +12,15 @@ from itertools import zip_longest
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
-from jax.extend.random import threefry2x32_p
 from jax.sharding import Mesh
 
 from cjax.mesh import BATCH_AXES
 from cjax.plan import Plan
 from cjax.sharding.layout import Layout
 from cjax.sharding.model import ModelStorage
+from cjax.sharding.random import draw_block
 from cjax.sharding.storage import axes_of_entry
 from cjax.trace.capture import Capture
 from cjax.trace.examples import Value
@@ -53,10 +52,8 @@ class LocalRows:
         shape = eqn.outvars[0].aval.shape
         dim = len(shape) - len(draw.shape) + draw.dim
         first = lax.axis_index(self.axes) * shape[dim]
-        if eqn.primitive.name == "random_bits" and _counts(key) and math.prod(draw.shape) < 2**32:
-            return [_block(key, eqn.params["bit_width"], draw.shape, shape, dim, first)]
-        params = eqn.primitive.get_bind_params(eqn.params) | {"shape": draw.shape}
-        return [lax.dynamic_slice_in_dim(eqn.primitive.bind(key, **params), first, shape[dim], axis=dim)]
+        starts = [first if at == dim else 0 for at in range(len(shape))]
+        return [draw_block(eqn, key, draw.shape, shape, starts)]
 
 
 def local_rows(
@@ -175,31 +172,3 @@ def _growth(what: str, index: int, value: Value, mirror: Mirror) -> int:
     if value.kind not in ("sum", "mean", "fixed"):
         raise Unlike(f"{what} is neither a sum nor a mean over the examples")
     return mirror.growth(index) or 0
-
-
-def _counts(key: jax.Array) -> bool:
-    """Whether a key makes each number from its flat index alone, as threefry does unless told otherwise."""
-    plain = key.ndim == 0 and str(jax.random.key_impl(key)) == "threefry2x32"
-    return plain and bool(getattr(jax.config, "jax_threefry_partitionable", True))
-
-
-def _block(
-    key: jax.Array, bit_width: int, whole: tuple[int, ...], shape: tuple[int, ...], dim: int, first: jax.Array
-) -> jax.Array:
-    """`jax.random.bits(key, whole)`, of which only `shape` is made, from index `first` of `dim` on.
-
-    A slice would do, but XLA does not push slices into the loop that threefry is on CPUs: every device would make the
-    numbers of all.
-    """
-    index = jnp.zeros(shape, jnp.uint32)
-    stride = 1
-    for axis in reversed(range(len(shape))):
-        along = lax.broadcasted_iota(jnp.uint32, shape, axis)
-        along = along + first.astype(jnp.uint32) if axis == dim else along
-        index = index + along * jnp.uint32(stride % 2**32)
-        stride *= whole[axis]
-    words = jax.random.key_data(key)
-    high, low = threefry2x32_p.bind(words[0], words[1], jnp.zeros(shape, jnp.uint32), index)
-    if bit_width == 64:
-        return (high.astype(jnp.uint64) << 32) | low.astype(jnp.uint64)
-    return (high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[bit_width])

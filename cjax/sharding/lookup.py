@@ -53,6 +53,8 @@ def pick(
     for d, at in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         rows[at] = entries[d]
     params = eqn.params | {"mode": lax.GatherScatterMode.CLIP}
+    if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
+        indices = jnp.clip(indices, 0, size - 1)
 
     def local(part: jax.Array, indices: jax.Array) -> list[jax.Array]:
         first = lax.axis_index(split) * part.shape[dim]
@@ -65,7 +67,7 @@ def pick(
         return found
     fill = eqn.params.get("fill_value")
     fill = jnp.nan if fill is None and jnp.issubdtype(found.dtype, jnp.inexact) else fill or 0
-    return jnp.where(((indices >= 0) & (indices < size))[..., 0], found, fill)
+    return jnp.where(((indices >= 0) & (indices < size))[..., 0], found, jnp.asarray(fill, found.dtype))
 
 
 def look_up(

@@ -82,7 +82,7 @@ def multiply(
       keep: keep gathered operands for the backward pass, which then gathers nothing again.
     """
     steps = _steps(x, ws, spreads, mesh) if steps is None else steps
-    products = _Products(tuple(spreads), precision, steps)
+    products = _Products(tuple(spreads), precision, steps, mesh.devices.flat[0].platform)
     in_specs, out_specs = [spreads[0].x, *(s.w for s in spreads)], [s.y for s in spreads]
     sums = [products.beyond(s) for s in spreads]
     if not keep:
@@ -91,7 +91,7 @@ def multiply(
     axes = {a for spec in (*in_specs, *out_specs) for entry in spec for a in axes_of_entry(entry)}
     gathered = [_gathered(*each, axes, mesh) for each in zip((x, *ws), in_specs, moves, strict=True)]
     spreads = [replace(s, gather_x=None, gather_w=None) for s in spreads]
-    rest = _Products(tuple(spreads), precision, 1)
+    rest = _Products(tuple(spreads), precision, 1, products.platform)
     operands, specs = zip(*gathered, strict=True)
     return in_region(lambda x, *ws: rest(x[0], [w[0] for w in ws]), operands, specs, out_specs, mesh, sums)
 
@@ -117,6 +117,7 @@ class _Products:
     spreads: tuple[Spread, ...]
     precision: Any
     steps: int
+    platform: str
 
     def beyond(self, spread: Spread) -> tuple[str, ...]:
         """Axes over which the product sums, its own scatter aside."""
@@ -130,10 +131,8 @@ class _Products:
             return self._in_sums(x, ws)
         if all(_joins_pieces(s, s.gather_x, 0) for s in self.spreads) and first.gather_x is not None:
             gathered = [_gather(w, s.gather_w) for w, s in zip(ws, self.spreads, strict=True)]
-            pieces = [
-                [self._one(_gather(part, first.gather_x), w, s) for w, s in zip(gathered, self.spreads, strict=True)]
-                for part in _pieces(x, first.gather_x.dim, self.steps)
-            ]
+            wholes = [_gather(part, first.gather_x) for part in _pieces(x, first.gather_x.dim, self.steps)]
+            pieces = [[self._one(x, w, s) for w, s in zip(gathered, self.spreads, strict=True)] for x in wholes]
             dims = [s.scatter_y.dim for s in self.spreads if s.scatter_y is not None]
             return [jnp.concatenate(ys, axis=d) for ys, d in zip(zip(*pieces, strict=True), dims, strict=True)]
         x = _gather(x, first.gather_x)
@@ -170,6 +169,8 @@ class _Products:
     def _dot(self, x: jax.Array, w: jax.Array, spread: Spread) -> jax.Array:
         """Sums of low precision are kept in float32 until they are complete."""
         wide = jnp.float32 if jnp.result_type(x, w) in (jnp.bfloat16, jnp.float16) else None
+        if wide is not None and self.platform == "cpu":  # which has no kernels that sum bfloat16 in float32
+            x, w = x.astype(wide), w.astype(wide)
         numbers = (spread.contracted, ((), ()))
         return lax.dot_general(x, w, numbers, precision=self.precision, preferred_element_type=wide)
 

@@ -46,7 +46,7 @@ def store_model(capture: Capture, trace: Trace, plan: Plan, mesh: Mesh) -> Model
       ValueError: what the plan asks for does not divide; see `make_layout`.
     """
     axis_sizes = dict(mesh.shape)
-    layout = make_layout(trace, axis_sizes, plan.rules)
+    layout = make_layout(trace, axis_sizes, plan.rules, sequence=plan.sequence)
     weights = [*trace.leaves_of("params"), *trace.leaves_of("frozen")]
     used = tuple(layout.weight_spec(i, trace.classes_of(i), trace.leaves[i].shape) for i in weights)
     axes = (ZERO,) if axis_sizes.get(ZERO, 1) > 1 else (DATA, *(a for a in (SEQUENCE, DEPTH) if a in axis_sizes))
@@ -122,7 +122,7 @@ def place_loss(
     }
     gathers = plan.zero_stage == 3 and math.prod(mesh.shape.values()) > 1
     layout = layout or storage.layout
-    placer = Placer(trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw)
+    placer = Placer(trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence)
     sizes = [len(trace.leaves_of(kind)) for kind in ("params", "frozen", "carried", "batch")]
     groups: list[tuple[int, ...]] = []
     offset = 0

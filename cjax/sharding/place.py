@@ -16,9 +16,13 @@ from jax import lax
 from jax.extend import core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from cjax.mesh import SEQUENCE
+from cjax.plan import Sequence as SequencePlan
+from cjax.sharding.attention import attend
 from cjax.sharding.grid_products import GridProducts
-from cjax.sharding.layout import Layout
+from cjax.sharding.layout import NO_SEQUENCE, Layout
 from cjax.sharding.lookup import is_lookup, look_up, pick, picked_dim
+from cjax.sharding.sequence import attention_groups, is_attention
 from cjax.trace.dims import Scope
 from cjax.trace.groups import Changed, Group
 from cjax.trace.precision import LOW, MATMULS, Lowering, raised
@@ -77,14 +81,16 @@ class Placer(Hooks):
         remat: str = "none",
         gathers: bool = False,
         draw: Draw | None = None,
+        sequence: SequencePlan = NO_SEQUENCE,
     ) -> None:
         self._trace, self._layout, self._mesh, self._weights = trace, layout, mesh, weights
         self._lowering = Lowering(trace.closed) if precision == "bfloat16" else None
-        self._remat, self._gathers, self._draw = remat, gathers, draw
+        self._remat, self._gathers, self._draw, self._sequence = remat, gathers, draw, sequence
         self._products = GridProducts(trace.dims, layout, mesh, self._lowering)
         dims = trace.dims
         products = [m.lhs_origin for m in dims.matmuls] + [m.rhs_origin for m in dims.matmuls]
-        self._rounded = {o for o in products if o is not None} | {leaf for leaf, _, _ in dims.tables}
+        self._tables = {leaf for leaf, _, _ in dims.tables}
+        self._rounded = {o for o in products if o is not None} | self._tables
 
     def constrain(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
         return constrained(value, self._mesh, spec)
@@ -98,7 +104,9 @@ class Placer(Hooks):
         used, gradient = (PartitionSpec(*spec[lead:]) for spec in (placement.used, placement.gradient))
         if self._mesh.size == 1 and not low:
             return value
-        return _ready(self._mesh, used, gradient, low)(value)
+        # The gradient of a lookup in a split table is not made in any further parts but at the price of copies.
+        summed = used if leaf in self._tables and any(used) else gradient
+        return _ready(self._mesh, used, summed, gradient, low)(value)
 
     def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
         drawn = self._draw(eqn, ins) if self._draw else None
@@ -136,11 +144,30 @@ class Placer(Hooks):
         return look_up(eqn, ins[0], ins[1], spec, PartitionSpec(*behind, *rows[len(behind):]), self._mesh)
 
     def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
-        return self._products.find(eqns, results, scope)
+        groups = self._products.find(eqns, results, scope)
+        if self._sequence.size > 1:
+            groups += attention_groups(self._trace, eqns, results, scope)
+        return groups
 
     def group(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
-        outs = self._products.evaluate(group, ins, scope)
+        outs = self._attended(group, ins, changed, scope) if is_attention(group) else None
+        outs = outs or self._products.evaluate(group, ins, scope)
         return [self._pin(var, out, scope) for var, out in zip(group.outs, outs, strict=True)]
+
+    def _attended(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+        """The result of an attention whose positions are split."""
+        attention = group.of
+        products = {node.var for node in (attention.query, attention.key, attention.value)}
+        if self._lowering is not None:
+            ins = [
+                x.astype(LOW) if var in products and var.aval.dtype == "float32" else raised(x, var)
+                for var, x in zip(group.ins, ins, strict=True)
+            ]
+        var = attention.query.var
+        spec = self._layout.spec(self._trace.dims.of(var, scope), var.aval.shape)
+        return attend(
+            attention, ins, changed, mesh=self._mesh, mode=self._sequence.mode, axis=SEQUENCE, spec=spec
+        )  # fmt: skip
 
     def carry(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
         return self._pin(var, value, scope)
@@ -170,8 +197,11 @@ class Placer(Hooks):
 
 
 @functools.cache
-def _ready(mesh: Mesh, used: PartitionSpec, gradient: PartitionSpec, low: bool) -> Callable[[jax.Array], jax.Array]:
-    """A weight as it is used, whose gradient comes back in float32 and in the placement of the optimizer's state."""
+def _ready(
+    mesh: Mesh, used: PartitionSpec, summed: PartitionSpec, gradient: PartitionSpec, low: bool
+) -> Callable[[jax.Array], jax.Array]:
+    """A weight as it is used, whose gradient is summed in one placement and comes back, in float32, in another: that of
+    the optimizer's state."""
 
     def make(value: jax.Array) -> jax.Array:
         return constrained(value.astype(LOW) if low else value, mesh, used)  # rounded first: half the bytes to gather
@@ -180,6 +210,7 @@ def _ready(mesh: Mesh, used: PartitionSpec, gradient: PartitionSpec, low: bool) 
         return make(value), None  # not `ready(value)`: as one call it would be saved, copies and all
 
     def backward(_: None, gradient_: jax.Array) -> tuple[jax.Array]:
+        gradient_ = gradient_ if summed == gradient else constrained(gradient_, mesh, summed)
         return (constrained(gradient_.astype("float32") if low else gradient_, mesh, gradient),)
 
     ready = jax.custom_vjp(make)

@@ -5,6 +5,7 @@ and too much where the gradient is wanted in parts (ZeRO), or is to be added to 
 such a sum comes back on a dim of its own, and the compiler, which sees what becomes of it, reduces or scatters.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ def in_region(
     Args:
       function: parts to parts; may use collectives over the axes that the specs name.
       operands: arrays; integers have no gradient.
-      in_specs, out_specs: placements of operands and results.
+      in_specs, out_specs: placements of operands and results; what a placement does not mention is alike on all.
       mesh: the mesh; in a manual region, the axes that are manual there are left out.
       sums: for each result the axes over which its parts are to be added up; none by default.
     """
@@ -43,6 +44,9 @@ def in_region(
     axes = tuple(a for a in mesh.axis_names if a in named)
     real = [i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.inexact)]
     partial = [PartitionSpec(over or None, *spec) for over, spec in zip(summed, outs, strict=True)]
+    # Where devices hold the same result, each has a share in its gradient, or it would count once for each of them.
+    split = [{a for entry in spec for a in axes_of_entry(entry)} for spec in partial]
+    copies = [math.prod(mesh.shape[a] for a in axes if a not in those) for those in split]
 
     def run(inside: Any, args: Any, specs: Any, results: Any) -> Any:
         if not axes:
@@ -63,7 +67,8 @@ def in_region(
                 return function(*(whole.get(i, part) for i, part in enumerate(parts)))
 
             _, transposed = jax.vjp(of, *(parts[i] for i in real))
-            return [grad[None] for grad in transposed(grads)]
+            shares = [grad if n == 1 else grad / n for grad, n in zip(grads, copies, strict=True)]
+            return [grad[None] for grad in transposed(shares)]
 
         found = run(inside, (operands, grads), (ins, list(outs)), [_lead(axes, ins[i]) for i in real])
         by_operand = {i: grad.sum(0) for i, grad in zip(real, found, strict=True)}

@@ -56,6 +56,14 @@ def bind(eqn: Any, ins: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def layer_of(eqns: Sequence[Any], run: Run) -> tuple[Sequence[Any], list[Any]]:
+    """The equations of the layer that stands for all of a stack, and the variables of it that are read afterwards."""
+    t = run.template
+    results = [written for _, _, written, _ in run.carries]
+    results += [group[t] for group in (*run.last_only, *run.outputs)]
+    return eqns[run.start + t * run.period : run.start + (t + 1) * run.period], results
+
+
 @dataclass
 class _Weight:
     """An input not used yet: a whole leaf, or layer `index` of a stacked array."""
@@ -176,7 +184,7 @@ class _Emitter:
     def roll(self, eqns: Sequence[Any], run: Run, env: _Env) -> None:
         """A stack of unrolled layers as one scan over its weights."""
         t = run.template
-        layer_eqns = eqns[run.start + t * run.period : run.start + (t + 1) * run.period]
+        layer_eqns, results = layer_of(eqns, run)
         xs, leaves = [], []
         for group in run.stacked:
             stack = env.stacks.get(group)
@@ -188,8 +196,6 @@ class _Emitter:
         carried = [initial for initial, _, _, _ in run.carries]
         # A result of the last layer alone travels as a carry: as a stacked output it would be kept for every layer.
         initial = [self.hooks.carry(var, self.read(env, var), env.scope) for var in carried]
-        results = [written for _, _, written, _ in run.carries]
-        results += [group[t] for group in (*run.last_only, *run.outputs)]
         empty = [jnp.zeros(g[0].aval.shape, g[0].aval.dtype) for g in run.last_only]
 
         def layer(carry: Any, x: Any) -> Any:

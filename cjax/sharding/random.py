@@ -1,0 +1,53 @@
+"""Random bits of a block of an array, the same as in the whole array: by index, not by slicing."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.random import threefry2x32_p
+
+
+def draw_block(eqn: Any, key: jax.Array, whole: Sequence[int], shape: Sequence[int], starts: Sequence[Any]) -> Any:
+    """What an equation draws for a block of an array.
+
+    Args:
+      eqn: an equation that draws by shape and key, such as `random_bits`.
+      key: its key.
+      whole: shape of what one key draws.
+      shape: of the block; several keys make dims of their own in front.
+      starts: index of the block's first element in each dim.
+    """
+    if eqn.primitive.name == "random_bits" and _counts(key) and math.prod(whole) < 2**32:
+        return _block(key, eqn.params["bit_width"], whole, shape, starts)
+    params = eqn.primitive.get_bind_params(eqn.params) | {"shape": tuple(whole)}
+    return lax.dynamic_slice(eqn.primitive.bind(key, **params), [jnp.asarray(at, jnp.int32) for at in starts], shape)
+
+
+def _counts(key: jax.Array) -> bool:
+    """Whether a key makes each number from its flat index alone, as threefry does unless told otherwise."""
+    plain = key.ndim == 0 and str(jax.random.key_impl(key)) == "threefry2x32"
+    return plain and bool(getattr(jax.config, "jax_threefry_partitionable", True))
+
+
+def _block(
+    key: jax.Array, bit_width: int, whole: Sequence[int], shape: Sequence[int], starts: Sequence[Any]
+) -> jax.Array:
+    """`jax.random.bits(key, whole)`, of which only `shape` is made, from `starts` on.
+
+    A slice would do, but XLA does not push slices into the loop that threefry is on CPUs: every device would make the
+    numbers of all.
+    """
+    index = jnp.zeros(shape, jnp.uint32)
+    stride = 1
+    for dim in reversed(range(len(shape))):
+        along = lax.broadcasted_iota(jnp.uint32, shape, dim) + jnp.asarray(starts[dim]).astype(jnp.uint32)
+        index = index + along * jnp.uint32(stride % 2**32)
+        stride *= whole[dim]
+    words = jax.random.key_data(key)
+    high, low = threefry2x32_p.bind(words[0], words[1], jnp.zeros(shape, jnp.uint32), index)
+    if bit_width == 64:
+        return (high.astype(jnp.uint64) << 32) | low.astype(jnp.uint64)
+    return (high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[bit_width])

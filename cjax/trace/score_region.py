@@ -1,0 +1,116 @@
+"""Dims of a score matrix, followed through the equations around it.
+
+A *label* is a dim of the matrix of scores. A dim of another variable is some labels, major first: one where it is that
+dim, several where heads and their groups are merged, none where it is of size 1 or no dim of the matrix. With labels
+known, an equation can be evaluated on a block of the matrix: the shapes in its parameters follow from them.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+Labels = tuple[tuple[int, ...], ...]
+
+
+class Node(NamedTuple):
+    """A variable as one equation reads it: positions counted once serve as those of queries and of keys."""
+
+    var: Any
+    labels: Labels
+
+
+ELEMENTWISE = frozenset(
+    "abs add add_any and atan2 bitcast_convert_type clamp convert_element_type copy copy_p cos div eq erf exp exp2 "
+    "expm1 floor ceil ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow "
+    "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt "
+    "square stop_gradient sub tanh xor".split()
+)
+MOVES = frozenset(
+    ["broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "stop_gradient", "transpose"]
+)
+MAKES = frozenset(["iota", "random_bits"])  # out of nothing but its shape (and a key)
+
+
+def outgoing(eqn: Any, ins: Mapping[int, Labels], sizes: Mapping[int, int]) -> Labels | None:
+    """Labels of an equation's result from those of some operands (by position), or None if they can't be followed."""
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    if name in ELEMENTWISE:
+        found: list[tuple[int, ...]] = [()] * len(shape)
+        for place, labels in ins.items():
+            for dim, (label, size) in enumerate(zip(labels, eqn.invars[place].aval.shape, strict=True)):
+                if label and size == shape[dim]:
+                    if found[dim] not in ((), label):
+                        return None
+                    found[dim] = label
+        return tuple(found)
+    if list(ins) != [0]:
+        return None
+    labels, before = ins[0], eqn.invars[0].aval.shape
+    if name == "broadcast_in_dim":
+        found = [()] * len(shape)
+        for dim, place in enumerate(eqn.params["broadcast_dimensions"]):
+            found[place] = labels[dim]
+        return tuple(found)
+    if name == "transpose":
+        return tuple(labels[i] for i in eqn.params["permutation"])
+    if name == "squeeze":
+        return tuple(label for dim, label in enumerate(labels) if dim not in eqn.params["dimensions"])
+    if name == "reshape":
+        return _regroup(labels, before, shape, sizes)
+    return None
+
+
+def incoming(eqn: Any, labels: Labels, sizes: Mapping[int, int]) -> list[Labels] | None:
+    """Labels of each operand from those of the result, or None where the equation can't be evaluated on a block."""
+    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    if name in ELEMENTWISE:
+        if any(before and len(before) != len(shape) for before in shapes):
+            return None
+        return [
+            tuple(label if size == whole else () for label, size, whole in zip(labels, before, shape, strict=False))
+            for before in shapes
+        ]
+    if name in MAKES and all(not before for before in shapes):
+        return [()] * len(shapes)
+    if len(shapes) != 1:
+        return None
+    (before,) = shapes
+    if name == "broadcast_in_dim":
+        places = eqn.params["broadcast_dimensions"]
+        return [tuple(labels[p] if before[d] == shape[p] else () for d, p in enumerate(places))]
+    if name == "transpose":
+        order = eqn.params["permutation"]
+        return [tuple(labels[order.index(dim)] for dim in range(len(before)))]
+    if name == "squeeze":
+        rest = iter(labels)
+        return [tuple(() if dim in eqn.params["dimensions"] else next(rest) for dim in range(len(before)))]
+    if name == "reshape":
+        found = _regroup(labels, shape, before, sizes)
+        return None if found is None else [found]
+    return None
+
+
+def _regroup(
+    labels: Labels, before: Sequence[int], after: Sequence[int], sizes: Mapping[int, int]
+) -> Labels | None:
+    """Labels after a reshape, if it splits no label."""
+    parts = []
+    for label, size in zip(labels, before, strict=True):
+        if math.prod(sizes[one] for one in label) == size:
+            parts += label
+        elif size != 1:
+            return None  # a dim of another kind moves along
+    rest = iter(parts)
+    found = []
+    for size in after:
+        taken: tuple[int, ...] = ()
+        while math.prod(sizes[one] for one in taken) < size:
+            one = next(rest, None)
+            if one is None:
+                return None
+            taken += (one,)
+        if math.prod(sizes[one] for one in taken) != size:
+            return None
+        found.append(taken)
+    return tuple(found)

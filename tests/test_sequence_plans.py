@@ -1,0 +1,108 @@
+"""Models with attention under plans that split their positions: as their authors train them, and what is refused."""
+
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from contract import EXACT, assert_close, author, norm, on_host, program_of, subject, train
+from plans import num_parts
+from zoo import MODELS
+from zoo_linen import SEQ, LinenDecoder
+
+import cjax
+from cjax.sharding.sequence import positions
+from cjax.trace.capture import capture
+from cjax.trace.reading import trace_loss
+
+# Every model with attentions that 2 divides, and every mode, alone and with all that it can be combined with.
+PAIRS = [
+    ("linen_decoder", "sequence=ring:4"),
+    ("linen_decoder", "sequence=all_to_all:2 zero=3"),
+    ("linen_encoder", "tensor=4 sequence=gather"),
+    ("linen_encoder", "sequence=ring:2 zero=1"),
+    ("linen_scan", "tensor=2 sequence=ring:2 zero=1"),
+    ("linen_remat", "sequence=all_to_all:2 microbatches=2"),
+    ("linen_tied", "tensor=2d:4 sequence=ring:2"),
+    ("linen_packed_qkv", "tensor=2 sequence=all_to_all:2"),
+    ("linen_masked_mean", "sequence=ring:2 microbatches=2 zero=3"),
+    ("linen_moe_soft", "sequence=ring:2 remat=block"),
+    ("linen_moe_capacity", "tensor=2 sequence=gather zero=1"),
+    ("nnx_decoder", "sequence=ring:2 tensor=2 microbatches=2"),
+    ("nnx_encoder", "tensor=2 sequence=gather microbatches=2"),
+    ("nnx_scan", "sequence=all_to_all:4"),
+    ("nnx_llama", "sequence=ring:4 zero=1/2"),
+    ("nnx_llama", "sequence=all_to_all:2"),
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), PAIRS)
+def test_trains_as_its_author_would(name: str, plan: str) -> None:
+    with jax.enable_x64(True):
+        given, wanted = train(name, plan, wide=True), author(name, num_parts(plan), wide=True)
+        for step, other in zip(given.steps, wanted.steps, strict=True):
+            assert_close(step.loss, other.loss, EXACT, "loss")
+            assert_close(step.grads, other.grads, EXACT, "gradient of ")
+        assert_close(given.params, wanted.params, EXACT, "parameter ")
+
+
+@pytest.mark.parametrize("mode", ["sequence=ring:4", "sequence=all_to_all:2", "tensor=2 sequence=gather"])
+@pytest.mark.parametrize("name", ["linen_decoder", "nnx_llama"])
+def test_bfloat16_is_as_good_as_on_one_device(name: str, mode: str) -> None:
+    batch, wanted = subject(name, wide=False).batches[0], author(name, 1, wide=False).steps[0]
+
+    def error(plan: str) -> float:
+        program = program_of(name, plan, wide=False)
+        grads = on_host(program.value_and_grad(program.init(0), batch)[1])
+        return norm(jax.tree.map(lambda a, b: a - b, grads, wanted.grads))
+
+    assert 0 < error(f"{mode} precision=bfloat16") <= 1.5 * error("data=1 precision=bfloat16")
+
+
+def test_positions_are_those_of_attentions() -> None:
+    model, loss, batch = MODELS["linen_decoder"].make(np.float32)
+    trace = trace_loss(capture(model, loss, batch, None), batch, 1, train=True)
+    found, reasons = positions(trace)
+    assert set(found.values()) == {SEQ} and not reasons
+    assert {trace.names[c] for c in found} <= {"sequence", "sequence_2"}
+
+
+def test_scores_are_never_whole() -> None:
+    """No array of the step has as many numbers as a device's share of the matrix of scores."""
+    model = LinenDecoder(2, 0.0)
+    batch = {"tokens": jax.ShapeDtypeStruct((2, 257), np.int32)}
+    loss = MODELS["linen_decoder"].make(np.float32)[1]
+
+    def squares(plan: str) -> list[str]:
+        program = cjax.parallelize(model, loss, optax.sgd(1e-2), batch, plan, devices=jax.devices()[:4])
+        text = program.lower().compile().as_text()
+        return re.findall(r"f32\[(?:\d+,)*(?:256,256|64,256|256,64)(?:,\d+)*\]", text)
+
+    assert squares("data=1 tensor=4"), "the reference has them"
+    assert not squares("sequence=ring:4")
+
+
+def test_evaluates_batches_that_do_not_divide() -> None:
+    name = "nnx_decoder"
+    batch = subject(name, wide=False).batches[0]
+    program, plain = (program_of(name, plan, wide=False) for plan in ("sequence=ring:2", "data=8"))
+    state = program.init(0)
+    part = jax.tree.map(lambda x: x[:3], batch)
+    given, wanted = program.evaluate(state, part), plain.evaluate(plain.restore(state), part)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), given, wanted)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "plan", "said"),
+    [
+        ("linen_lstm", "sequence=ring:2", "this model has none.*Leave `sequence` out.*cjax.attention"),
+        ("linen_conv", "tensor=2 sequence=gather", "this model has none"),
+        ("linen_vit", "sequence=ring:2", r"15 positions evenly: use a length of 14 or 16.*: 3, 5, 15"),
+        ("linen_decoder", "sequence=all_to_all:8", r"12 positions evenly"),
+    ],
+)
+def test_refuses_what_cannot_be_split(name: str, plan: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        program_of(name, plan, wide=False)
