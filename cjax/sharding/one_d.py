@@ -82,7 +82,7 @@ def choose(trace: Trace, size: int, excluded: set[int], tensor: str) -> tuple[li
     chosen = best[1]
     for d, parts in sorted(dims.packed.items()):
         c = dims.class_of(d)
-        if c in work and not any(c in p.weight and set(p.weight) & set(chosen) for p in products):
+        if c in work and not any(c in p.weight and set(p.weight) & {*chosen, *excluded} for p in products):
             notes.append(f"{trace.names.get(c, '?')} ({dims.size[d]}) packs {parts} tensors in one and is kept whole")
     return chosen, sorted(set(notes)) + _small_heads(trace, [c for c in chosen if c in heads], size)
 
