@@ -1,12 +1,16 @@
-"""The baseline of the benchmark is the same model: same weights, same loss, same first update as cjax's GPT."""
+"""Baselines of benchmarks are the same models as cjax's: same weights, same loss, same gradients. What finds sizes that
+fit and draws pictures does so."""
 
 import sys
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import AxisType, Mesh
 
 import cjax
@@ -15,6 +19,11 @@ from cjax.tree import leaf_names
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
 import plain_gpt  # noqa: E402
+import tensor_parallel_timed  # noqa: E402
+from tensor_parallel_measure import Results, largest, measure  # noqa: E402
+from tensor_parallel_models import Case, elements_received, linears  # noqa: E402
+from tensor_parallel_plots import write_plots  # noqa: E402
+from tensor_parallel_tables import large_partners, write_tables  # noqa: E402
 
 SIZES = plain_gpt.Sizes(num_layers=2, num_heads=4, embed=24, vocab=40, seq=10, batch=8)
 
@@ -51,3 +60,92 @@ def test_the_baseline_is_the_same_model() -> None:
     _, by_hand = step((weights, opt), batch)
     np.testing.assert_allclose(ours["loss"], by_hand["loss"], rtol=1e-6)
     np.testing.assert_allclose(ours["grad_norm"], by_hand["grad_norm"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["tensor=4", "tensor=2d:4", "tensor=2.5d:8/2", "tensor=3d:8"])
+def test_layers_by_gspmd_alone_are_the_same_layers(plan: str) -> None:
+    case = Case("", "blocks", width=32, heads=4, layers=3, length=6, batch=8)
+    batch = {"x": np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)}
+    devices = jax.devices()[: 4 if ":4" in plan or plan == "tensor=4" else 8]
+    program = cjax.parallelize(case.build, case.loss, optax.adam(1e-3), batch, plan, devices=devices)
+    state = program.init(0)
+    params = program.params(state)
+    named = dict(zip(leaf_names(params), map(np.asarray, jax.tree.leaves(params)), strict=True))
+
+    step, held_shape, batch_shape = tensor_parallel_timed.make_step(case, plan, devices, jnp.float32)
+    weights, opt = tensor_parallel_timed.fresh(held_shape)
+    for mine in weights:
+        value = named["scale"] if mine == "scale" else np.stack([named[f"blocks/{i}/{LAYER[mine]}"] for i in range(3)])
+        assert value.shape == weights[mine].shape
+        weights[mine] = jax.device_put(value, weights[mine].sharding)
+    placed = {"x": jax.device_put(batch["x"], batch_shape["x"].sharding)}
+
+    _, ours = program.step(state, batch)
+    _, alone = step((weights, opt), placed)
+    np.testing.assert_allclose(ours["loss"], alone["loss"], rtol=1e-6)
+    np.testing.assert_allclose(ours["grad_norm"], alone["grad_norm"], rtol=1e-5)
+
+
+@pytest.mark.aot
+def test_what_is_measured_is_what_the_formula_says(tmp_path: Path) -> None:
+    case = Case("small", "blocks", width=512, heads=8, layers=2, length=64, batch=8)
+    results = Results(tmp_path / "results.jsonl")
+    for plan in ("tensor=4", "tensor=2d:4"):
+        row = measure(results, "a", case, plan)
+        assert row["formula"] <= row["elements"] <= 1.01 * row["formula"]
+        assert row["received"] == pytest.approx(sum(row["moved"].values()))
+        assert 0 < row["exposed_s"] <= row["transfer_s"] and 0 < row["peak"] < row["limit"]
+    assert large_partners(row) == 2 < row["partners"] == 3
+    assert "can't split heads" in measure(results, "a", case, "tensor=16")["refused"]
+
+
+def test_formulas_of_a_layer() -> None:
+    tokens, width = 24, 10
+    parts = [(tokens * k, k * n, tokens * n) for k, n in linears(width)]
+    x, w, y = (sum(part) for part in zip(*parts, strict=True))
+    assert elements_received("tensor=4", tokens, width) == 4 * (3 / 4) * tokens * width * 2
+    assert elements_received("tensor=2d:9", tokens, width) == pytest.approx(3 * 2 / 9 * (x + w))
+    assert elements_received("tensor=2.5d:8/2", tokens, width) == pytest.approx(3 / 4 * (x / 2 + w) + w / 4)
+    assert elements_received("tensor=3d:27", tokens, width) == pytest.approx(2 / 27 * (3 * x + 3 * w + 2 * y))
+
+
+@pytest.mark.parametrize("bend", [0.0, 2e-4])
+@pytest.mark.parametrize("uncompilable", [0, 16])
+def test_the_largest_size_is_found(bend: float, uncompilable: int) -> None:
+    seen = []
+
+    def peak_at(size: int) -> dict[str, Any]:
+        if size == uncompilable:
+            return {"failed": "no tiles"}
+        seen.append(size)
+        return {"peak": 7 + 0.31 * size + bend * size**2, "limit": 100.0}
+
+    exact = max(n for n in range(0, 1000, 8) if 7 + 0.31 * n + bend * n**2 <= 100)
+    found = largest(peak_at, 8, (16, 64), max_compiles=8)
+    assert found["fits"] <= exact and (found["fails"] is None or found["fails"] > exact)
+    assert found["fits"] >= 0.98 * exact
+    assert len(seen) == len(set(seen)) == found["compiles"] <= 8
+
+
+def test_tables_and_pictures_of_what_is_there(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.jsonl")
+    size = {"name": "GPT", "layers": 4, "width": 8, "heads": 2, "batch": 2, "length": 3}
+    row = {"received": 2**30, "elements": 2**29, "formula": 2**29, "partners": 3, "peak": 2**31, "moved": {}}
+    row |= {"compute_s": 0.25, "transfer_s": 0.5, "exposed_s": 0.125}
+    for plan in ("tensor=4", "tensor=2.5d:8/2"):
+        results.get({"part": "a", "plan": plan} | size, lambda: row)
+    results.get({"part": "a", "plan": "tensor=16"} | size, lambda: {"refused": "2 heads do not divide by 16\nmore"})
+    found = {"part": "b: largest", "name": "GPT", "field": "batch", "plan": "tensor=4"}
+    results.get(found, lambda: {"fits": 5, "fails": 6})
+    again = Results(results.path)
+    assert again.rows == results.rows
+    assert again.get({"part": "a", "plan": "tensor=4"}, lambda: pytest.fail("made twice")) == results.rows[0]
+
+    text = write_tables(again, tmp_path)
+    assert "| tensor=2.5d:8/2 | 1.000" in text and "25%" in text and "2 heads do not divide by 16 |" in text
+    write_plots(again, tmp_path)
+    pictures = sorted(path.name for path in tmp_path.glob("*.svg"))
+    assert pictures == ["floor-gpt.svg", "largest-batch-gpt-batch.svg", "peak-gpt.svg", "received-gpt.svg"]
+    for name in pictures:
+        marks = ElementTree.parse(tmp_path / name).getroot()
+        assert len(marks.findall("{*}rect")) == 1 + (1 if name.startswith("largest") else 2)

@@ -113,6 +113,8 @@ class Placer(Hooks):
         if drawn is not None:
             return drawn
         found = self._looked_up(eqn, ins, scope)
+        if self._layout.grid is not None and eqn.primitive.name in MATMULS:
+            ins = [self._off_grid(v, x, scope) for v, x in zip(eqn.invars, ins, strict=True)]
         if found is not None:
             outs = [found]
         else:
@@ -120,6 +122,13 @@ class Placer(Hooks):
         if eqn.primitive.name in PINNED:
             outs = [self._pin(var, out, scope) for var, out in zip(eqn.outvars, outs, strict=True)]
         return outs
+
+    def _off_grid(self, var: Any, value: Any, scope: Scope) -> Any:
+        """A weight in a matmul that is left to the compiler, without the axis along which the grid splits weights: with
+        the batch on that axis too, XLA's partitioner has been seen to sum gradients over the wrong devices."""
+        if isinstance(var, jex.Literal) or scope.origin.get(var) not in self._layout.weights:
+            return value
+        return self.constrain(value, self._layout.spec(self._trace.dims.of(var, scope), value.shape))
 
     def _looked_up(self, eqn: Any, ins: list[Any], scope: Scope) -> jax.Array | None:
         """The result of a gather from what a grid splits: the compiler's own would move more, or stop the process."""
