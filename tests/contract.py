@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from plans import NUM_DEVICES
+from plans import NUM_DEVICES, tensor_of
 from zoo import MODELS, Batch, Case, case, regression_batch
 from zoo_nnx import MLP as NNXMLP
 
@@ -261,6 +261,20 @@ def split_dim(name: str, path: str, shape: tuple[int, ...], tensor: int) -> int 
     found = [dim % len(shape) for pattern, dim in SPLIT[name].items() if re.search(pattern, path)]
     assert len(set(found)) <= 1, f"{path} matches rows of SPLIT that disagree"
     return found[0] if found and shape[found[0]] >= tensor > 1 else None
+
+
+# Of a grid: both sides of these models' matrices are split, whatever matches their row of SPLIT and is no bias.
+GRID_SPLIT = [name for name in SPLIT if name not in ("linen_lstm", "nnx_conv", "nnx_mlp")]
+TIED = {"linen_tied", "nnx_scan"}
+
+
+def grid_parts(name: str, path: str, plan: str) -> int:
+    """Into how many parts a grid takes a parameter: 1/q or 1/l of a vector is held, 1/q^2 or 1/l^3 of a matrix. A table
+    that is only looked up is gathered along one axis, and in 3d whole along another."""
+    mode, side, _ = tensor_of(plan)
+    matrix = not path.endswith("bias") and any(re.search(pattern, path) for pattern in SPLIT[name])
+    table = re.search("^[Ee]mbed", path) and name not in TIED
+    return side ** (1 if not matrix else 3 if mode == "3d" and not table else 2)
 
 
 # -- the same model, trained by its author ----------------------------------------------------------------------------

@@ -20,13 +20,25 @@ LAYOUTS = (
     "data=2 tensor=4 zero=3",
 )
 REMAT = ("zero=3 remat=block", "data=4 tensor=2 remat=dots", "data=2 tensor=4 zero=3 microbatches=2 remat=block")
+GRIDS = ("tensor=2d:4", "tensor=2d:4 zero=3", "tensor=2.5d:8/2", "tensor=2.5d:8/2 zero=1", "tensor=3d:8")
 LOW = tuple(
     f"{layout} precision=bfloat16"
-    for layout in ("data=8", "zero=3", "tensor=4", "data=4 tensor=2 zero=2 microbatches=2", "zero=1/4 remat=block")
+    for layout in (
+        "data=8",
+        "zero=3",
+        "tensor=4",
+        "data=4 tensor=2 zero=2 microbatches=2",
+        "zero=1/4 remat=block",
+        "tensor=2d:4",
+        "tensor=3d:8",
+    )
 )
 PLANS = (
     *LAYOUTS,
+    *GRIDS,
     *(f"{layout} microbatches={parts}" for parts in (2, 4) for layout in LAYOUTS),
+    *(f"{layout} microbatches=2" for layout in GRIDS),
+    *(f"tensor={mode} microbatches=8" for mode in ("2d:4", "2.5d:8/2", "3d:8")),  # two rows in each: refused
     *REMAT,
     *LOW,
 )
@@ -38,15 +50,36 @@ def num_parts(plan: str) -> int:
     return int(found[1]) if found else 1
 
 
+def tensor_of(plan: str) -> tuple[str, int, int]:
+    """The mode of tensor parallelism, the devices along one axis of it, and its depth."""
+    found = re.search(r"tensor=(?:([\d.]+d):)?(\d+)(?:/(\d+))?", plan)
+    if not found:
+        return "1d", 1, 1
+    mode, size, depth = found[1] or "1d", int(found[2]), int(found[3] or 1)
+    return mode, round((size / depth) ** {"1d": 1, "2d": 1 / 2, "2.5d": 1 / 2, "3d": 1 / 3}[mode]), depth
+
+
+def tensor_size(plan: str) -> int:
+    """All devices of tensor parallelism."""
+    mode, side, depth = tensor_of(plan)
+    return depth * side ** {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}[mode]
+
+
 def data_size(plan: str) -> int:
-    """The devices of `NUM_DEVICES` that a plan gives different examples to."""
-    found = re.search(r"tensor=(\d+)", plan)
-    return NUM_DEVICES // (int(found[1]) if found else 1)
+    """The devices of `NUM_DEVICES` along data parallelism."""
+    return NUM_DEVICES // tensor_size(plan)
+
+
+def batch_shards(plan: str) -> int:
+    """How many parts of the batch there are: a grid splits it too, 2d along rows, 2.5d along depth and rows, 3d along
+    two of its three axes."""
+    mode, side, depth = tensor_of(plan)
+    return data_size(plan) * {"1d": 1, "2d": side, "2.5d": depth * side, "3d": side**2}[mode]
 
 
 def is_refused(plan: str, rows: int) -> bool:
     """Whether the rows of a micro-batch can't be shared evenly, so that the plan must raise."""
-    return rows // num_parts(plan) % data_size(plan) != 0
+    return rows // num_parts(plan) % batch_shards(plan) != 0
 
 
 def features(plan: str) -> frozenset[str]:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,11 +12,13 @@ import optax
 import pytest
 import zoo
 import zoo_linen
+from plans import tensor_of
 
 import cjax
-from cjax.audit import Audit, audit
+from cjax.audit import Audit, Collective, audit
 from cjax.mesh import compile_lowered
 from cjax.models.gpt import GPT, gpt, loss
+from cjax.planner.hardware import hardware_of
 
 pytestmark = pytest.mark.aot
 
@@ -174,3 +177,123 @@ def test_tied_embeddings_are_reduced_twice_by_xla_and_no_more() -> None:
 def test_bfloat16_halves_what_zero_3_gathers() -> None:
     wide, low = (compiled("linen_decoder", plan).facts for plan in ("zero=3", "zero=3 precision=bfloat16"))
     assert low.moved("all-gather") == pytest.approx(0.5 * wide.moved("all-gather"), rel=0.1)
+
+
+# -- 2D, 2.5D and 3D --------------------------------------------------------------------------------------------------
+# A layer of GPT-3's width, 16,384 tokens at a time.
+WIDE, WIDE_HEADS, WIDE_VOCAB, WIDE_LAYERS, WIDE_BATCH, WIDE_SEQ = 8192, 64, 51200, 4, 64, 256
+TOKENS = WIDE_BATCH * WIDE_SEQ
+# Features in, and those out of each weight that shares them: queries, keys and values; their way out; up; down.
+LINEARS = [(WIDE, (WIDE,) * 3), (WIDE, (WIDE,)), (WIDE, (4 * WIDE,)), (4 * WIDE, (WIDE,))]
+GRIDS = ["tensor=2d:4", "tensor=2.5d:8/2", "tensor=3d:8", "tensor=2d:16", "tensor=2.5d:64/4", "tensor=3d:64"]
+
+
+@functools.cache
+def grid_facts(plan: str, **sizes: int) -> tuple[Audit, Sequence[jax.Device]]:
+    """Of a GPT under a plan that leaves data parallelism no devices; `sizes` are others than those above."""
+    of = dict(h=WIDE, heads=WIDE_HEADS, vocab=WIDE_VOCAB, layers=WIDE_LAYERS, batch=WIDE_BATCH, seq=WIDE_SEQ) | sizes
+    config = gpt(
+        "gpt-mini", num_layers=of["layers"], embed_dim=of["h"], num_heads=of["heads"], vocab_size=of["vocab"],
+        context=of["seq"],
+    )  # fmt: skip
+    tokens = jax.ShapeDtypeStruct((of["batch"], of["seq"]), np.int32)
+    program = cjax.parallelize(
+        lambda rngs: GPT(config, rngs=rngs), loss, optax.adamw(1e-3), {"inputs": tokens, "targets": tokens}, plan,
+        devices=f"h100:{num_devices(plan)}",
+    )  # fmt: skip
+    devices = list(program.mesh.devices.flat)
+    return audit(compile_lowered(program.lower(), devices), program.mesh), devices
+
+
+def num_devices(plan: str) -> int:
+    mode, side, depth = tensor_of(plan)
+    return depth * side ** {"1d": 1, "2d": 2, "2.5d": 2, "3d": 3}[mode]
+
+
+def linear_elements(plan: str, k: int, ns: Sequence[int]) -> float:
+    """Elements a device receives for X [tokens, k] times weights [k, n], and all gradients, by design.md's table; X is
+    moved once for all of them."""
+    mode, side, depth = tensor_of(plan)
+    x, w, y = TOKENS * k, k * sum(ns), TOKENS * sum(ns)
+    if mode == "3d":
+        return (side - 1) / side**3 * (3 * x + 3 * w + 2 * y)
+    return 3 * (side - 1) / side**2 * (x / depth + w) + 2 * (depth - 1) / depth * w / side**2
+
+
+def table_elements(plan: str) -> float:
+    """Of a tied table, which lies as the classifier needs it: gathered to be looked up, its gradient scattered, and
+    both taken to where the other use has them."""
+    mode, side, depth = tensor_of(plan)
+    size = WIDE_VOCAB * WIDE
+    if mode == "3d":
+        return size * (2 * (side - 1) / side**2 + 2 * (side - 1) / side**3 + 2 / side**3)
+    return size * (2 * (side - 1) + 2 + 2 * (depth - 1) / depth) / side**2
+
+
+def elements(collectives: Sequence[Collective]) -> float:
+    """Received in a step."""
+    return sum(c.total_bytes * math.prod(c.shapes[0].dims) / c.shapes[0].bytes for c in collectives)
+
+
+def reason(c: Collective, mode: str) -> str:
+    """What a collective of a GPT on a grid is for."""
+    features, batch = (("j", "k"), ("i", "j", "k")) if mode == "3d" else (("col",), ("depth", "row"))
+    is_large = math.prod(c.shapes[0].dims) >= WIDE * WIDE // 64
+    part_of_product = c.kind in ("all-gather", "reduce-scatter") or c.axes == ("depth",)
+    if part_of_product and "while" in c.op_name:
+        return "linears"
+    if is_large and (part_of_product or c.kind == "collective-permute"):
+        return "classifier and table"
+    if c.kind == "all-reduce" and c.shapes[0].dtype == "f32" and set(c.axes) <= set(features):
+        return "statistics of norms and of the softmax over the vocabulary"
+    if c.kind == "all-reduce" and set(c.axes) <= set(batch):
+        return "gradients of biases, norms and positions"
+    if c.kind == "all-reduce" and max(shape.bytes for shape in c.shapes) < 1024:
+        return "loss and norm of the gradient"
+    if mode == "3d" and c.kind == "collective-permute" and set(c.axes) <= set(features):
+        return "statistics, from where the vocabulary leaves the batch to where the embedding does"
+    return "unexplained"
+
+
+@pytest.mark.parametrize("plan", GRIDS)
+def test_a_grid_moves_its_linears_and_little_else(plan: str) -> None:
+    """The layers of a transformer, by the formulas of its linears; the classifier and the table, once a step; and what
+    has no formula, a hundredth of that."""
+    facts, _ = grid_facts(f"{plan} precision=bfloat16")
+    by_reason: dict[str, list[Collective]] = {}
+    for c in facts.collectives:
+        by_reason.setdefault(reason(c, tensor_of(plan)[0]), []).append(c)
+    assert not by_reason.get("unexplained")
+    layers = sum(linear_elements(plan, k, ns) for k, ns in LINEARS)
+    assert 0.95 * WIDE_LAYERS * layers <= elements(by_reason.pop("linears")) <= 1.01 * WIDE_LAYERS * layers
+    # The two uses of a tied table, their gradients added up in float32 at the classifier's.
+    ends = linear_elements(plan, WIDE, (WIDE_VOCAB,)) + table_elements(plan)
+    assert elements(by_reason.pop("classifier and table")) <= 1.01 * ends
+    rest = {why: elements(those) for why, those in by_reason.items()}
+    assert sum(rest.values()) <= 0.01 * WIDE_LAYERS * layers, rest
+
+
+@pytest.mark.parametrize("plan", ["tensor=2d:4", "tensor=2.5d:8/2", "tensor=3d:8"])
+def test_a_grid_moves_while_it_multiplies(plan: str) -> None:
+    """Of the time that transfers inside the layers take, at most 35 % has no work beside it."""
+    facts, devices = grid_facts(f"{plan} precision=bfloat16")
+    hardware = hardware_of(devices)
+
+    def seconds(received: float, c: Collective) -> float:
+        return received / (hardware.bandwidth(c.span) or math.nan)
+
+    inside = [c for c in facts.collectives if "while" in c.op_name]
+    exposed = sum(seconds(c.exposed_bytes(hardware), c) for c in inside)
+    assert 0 < exposed <= 0.35 * sum(seconds(c.total_bytes, c) for c in inside)
+
+
+MANY = dict(h=1024, heads=16, vocab=2048, layers=8)  # layers, so that one of them with all it gathers is little
+
+
+@pytest.mark.parametrize("plan", ["tensor=2d:4", "tensor=2.5d:8/2", "tensor=3d:8"])
+def test_a_grid_splits_activations_over_all_its_devices(plan: str) -> None:
+    """Temporary memory: 1/q^2 of one device's in 2d, 1/(d q^2) in 2.5d and 1/l^3 in 3d, and 15 % for one layer's
+    operands, which are gathered while they are used."""
+    one, split = (grid_facts(each, **MANY)[0].memory for each in ("tensor=1", plan))
+    assert one is not None and split is not None
+    assert split.temporary <= 1.15 * one.temporary / num_devices(plan)

@@ -12,6 +12,7 @@ import optax
 import pytest
 from contract import (
     EXACT,
+    GRID_SPLIT,
     ROUNDED,
     SPLIT,
     SUBJECTS,
@@ -20,6 +21,7 @@ from contract import (
     author,
     author_initial,
     bytes_on_a_device,
+    grid_parts,
     norm,
     on_host,
     program_of,
@@ -28,7 +30,21 @@ from contract import (
     train,
     trees,
 )
-from plans import LAYOUTS, LOW, NUM_DEVICES, PLANS, cover, data_size, features, is_refused, num_parts
+from plans import (
+    GRIDS,
+    LAYOUTS,
+    LOW,
+    NUM_DEVICES,
+    PLANS,
+    batch_shards,
+    cover,
+    data_size,
+    features,
+    is_refused,
+    num_parts,
+    tensor_of,
+    tensor_size,
+)
 from zoo import BATCH
 
 import cjax
@@ -46,12 +62,20 @@ BROKEN = [  # pairs that broke once
     ("nnx_llama", "tensor=4"),  # heads were found to be as few as the key-value heads, and kept whole
     ("nnx_llama", "tensor=8"),
 ]
+# What grids are for; in a model that has none of it they are little else than 1d.
+TRANSFORMERS = [
+    ("nnx_llama", "tensor=2d:4"),
+    ("nnx_decoder", "tensor=2.5d:8/2"),
+    ("linen_vit", "tensor=2.5d:8/2 zero=1"),
+    ("linen_tied", "tensor=3d:8"),
+    ("nnx_llama", "tensor=3d:8 microbatches=2"),
+]
 
 
 def pairs(chosen: list[str] | tuple[str, ...], times: int) -> list[tuple[str, str]]:
     if ALL:
         return [(name, plan) for name in NAMES for plan in chosen]
-    return cover(NAMES, list(chosen), times, [pair for pair in BROKEN if pair[1] in chosen])
+    return cover(NAMES, list(chosen), times, [pair for pair in (*BROKEN, *TRANSFORMERS) if pair[1] in chosen])
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +104,10 @@ def test_trains_as_its_author_would(name: str, plan: str) -> None:
         assert_same_run(train(name, plan, wide=True), author(name, num_parts(plan), wide=True), EXACT)
 
 
-@pytest.mark.parametrize("plan", ["data=8", "tensor=8", "zero=3", "data=4 tensor=2 zero=2 microbatches=2"])
+SAMPLE = ["data=8", "tensor=8", "zero=3", "data=4 tensor=2 zero=2 microbatches=2", "tensor=3d:8"]
+
+
+@pytest.mark.parametrize("plan", SAMPLE)
 @pytest.mark.parametrize("name", ["linen_tied", "nnx_llama"])
 def test_float32_differs_by_rounding_alone(name: str, plan: str) -> None:
     program, batch = program_of(name, plan, wide=False), subject(name, wide=False).batches[0]
@@ -181,11 +208,43 @@ def assert_same_bits(given: np.ndarray, wanted: np.ndarray) -> None:
         np.testing.assert_array_equal(given, wanted)
 
 
+@pytest.mark.parametrize("plan", GRIDS)
+@pytest.mark.parametrize("name", GRID_SPLIT if ALL else ["linen_tied", "linen_encoder", "nnx_scan", "nnx_llama"])
+def test_a_grid_splits_each_matrix_along_both_of_its_sides(name: str, plan: str) -> None:
+    """A device holds 1/q^2 of a matrix in 2d and 2.5d, 1/l^3 in 3d, and 1/q or 1/l of a vector; ZeRO divides further,
+    over data parallelism and the depth."""
+    program = program_of(name, plan, wide=False, optimizer=optax.adamw(1e-3))
+    state, parts = program.init(0), program._parts
+    stage, shards = int(plan.partition("zero=")[2] or 0), data_size(plan) * tensor_of(plan)[2]
+    kept = {3: (parts.storage.params, state._params), 1: (parts.optimizer.storage, state._opt)}
+    for first_stage, (storage, arrays) in kept.items():
+        names, zero = leaf_names(storage.leaf_shapes()), shards if stage >= first_stage else 1
+        total = least = 0.0
+        for slot, array in zip(storage.slots, arrays, strict=True):
+            path = re.sub("^.*(mu|nu)/", "", names[slot.leaves[0]])
+            if path.endswith("count"):
+                continue
+            given = math.prod(array.sharding.shard_shape(array.shape))
+            part = math.prod(slot.logical) * len(slot.leaves) / grid_parts(name, path, plan)
+            small = math.prod(slot.logical) < SMALL  # and may stay whole where ZeRO's devices do not divide it
+            assert part / zero <= given <= 1.2 * part / (1 if small else zero), f"{path}: {given} elements"
+            total, least = total + given, least + part / zero
+        assert total <= 1.05 * least, "too much is padded, or whole"
+
+
 GPT_SIZES = gpt("gpt-mini", vocab_size=512)
 GPT_BATCH = {name: jax.ShapeDtypeStruct((8, 16), np.int32) for name in ("inputs", "targets")}
 
 
-KEPT = [("data=8", 12), ("zero=1", 4 + 8 / 8), ("zero=3", 12 / 8), ("tensor=4", 12 / 4)]  # bytes a parameter
+KEPT = [  # bytes a parameter
+    ("data=8", 12),
+    ("zero=1", 4 + 8 / 8),
+    ("zero=3", 12 / 8),
+    ("tensor=4", 12 / 4),
+    ("tensor=2d:4", 12 / 4),
+    ("tensor=2.5d:8/2 zero=1", (4 + 8 / 2) / 4),
+    ("tensor=3d:8", 12 / 8),
+]
 
 
 @pytest.mark.parametrize(("plan", "whole"), KEPT)
@@ -198,7 +257,7 @@ def test_init_makes_no_more_than_it_keeps(plan: str, whole: float) -> None:
     size = GPT_SIZES.num_params
     assert memory.output_size_in_bytes == pytest.approx(whole * size, rel=0.1)
     # Threefry works on two words for each number that a device makes, and it makes what it keeps of the parameters.
-    made = (1 / 8 if "zero=3" in plan else 1 / 4 if "tensor" in plan else 1) * 4 * size
+    made = (1 / 8 if "zero=3" in plan else tensor_of(plan)[2] / tensor_size(plan)) * 4 * size
     assert memory.temp_size_in_bytes <= 2.1 * made
 
 
@@ -206,9 +265,20 @@ def test_init_makes_no_more_than_it_keeps(plan: str, whole: float) -> None:
 @pytest.mark.parametrize("plan", REFUSED)
 @pytest.mark.parametrize("name", NAMES if ALL else ["linen_vit"])
 def test_refuses_rows_that_cannot_be_shared(name: str, plan: str) -> None:
-    rows, devices = BATCH // num_parts(plan), data_size(plan)
-    with pytest.raises(ValueError, match=rf"{rows} rows in each micro-batch, which {devices} data-parallel devices"):
+    rows, devices = BATCH // num_parts(plan), batch_shards(plan)
+    who = "data-parallel devices"
+    if devices > data_size(plan):
+        axes = Plan.parse(plan).resolve(NUM_DEVICES).axis_sizes()
+        axes = {a: n for a, n in axes.items() if n > 1 and a not in ("col", "k")}
+        mode = re.escape(str(Plan.parse(plan).tensor))
+        who = rf"devices \({' x '.join(f'{a} {n}' for a, n in axes.items())}; tensor={mode} splits it too\)"
+    with pytest.raises(ValueError, match=rf"{rows} rows in each micro-batch, which {devices} {who} can't share evenly"):
         program_of(name, plan, wide=False)
+
+
+def test_refuses_rows_with_numbers_that_work() -> None:
+    with pytest.raises(ValueError, match=r"Use 4 rows in each, or fewer devices or a smaller tensor size\."):
+        program_of("nnx_mlp", "tensor=3d:8 microbatches=8", wide=False)
 
 
 def test_refuses_heads_that_cannot_be_shared() -> None:
@@ -241,4 +311,5 @@ def test_plan_table() -> None:
     for plan in PLANS:
         resolved = Plan.parse(plan).resolve(NUM_DEVICES)
         assert resolved.data == data_size(plan) and resolved.microbatches == num_parts(plan)
+        assert resolved.tensor.size == tensor_size(plan) and resolved.tensor.depth == tensor_of(plan)[2]
     assert {"tensor=2", "micro-batched", "zero=3"} <= features("tensor=2 zero=3 microbatches=4")

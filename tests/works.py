@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import test_contract
-from plans import LOW
+from plans import LOW, tensor_of
 from test_contract import EXACT_PLANS, REFUSED
 from zoo import MODELS
 
@@ -46,6 +46,8 @@ MARKS = {"precision=bfloat16": "bfloat16", "remat=": "remat", "microbatches=": "
 
 def family(plan: str) -> str:
     """The row of a plan."""
+    if tensor_of(plan)[0] != "1d":
+        return "2D, 2.5D, 3D tensor"
     for word, row in MARKS.items():
         if word in plan:
             return row

@@ -22,7 +22,7 @@ _RECEIVED = {
     "collective-permute": lambda n: 1,
     "collective-broadcast": lambda n: 1,
 }
-LEAST = 1e-5  # of the bytes of the largest transfer; what moves less makes nobody a partner
+LEAST = 1e-3  # of the bytes of the largest transfer; what moves less makes nobody a partner
 _UNCOUNTED = frozenset({"ragged-dot", "scaled-dot", "send", "recv"})
 _FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id",

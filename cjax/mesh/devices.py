@@ -9,6 +9,7 @@ import jax
 import jax.extend.backend
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
 
 from cjax.cards import CARDS
 from cjax.mesh.axes import Device
@@ -124,6 +125,16 @@ def _compile_only_devices(name: str, num_devices: int) -> list[Device]:
             del os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"]
         else:
             os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = before
+
+
+def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
+    """What programs for a mesh are compiled with, for `jax.jit`.
+
+    Several devices on one CPU run a program's collectives in the order in which their inputs are ready, unless told to
+    keep to one: two devices that wait for each other in different collectives wait for ever.
+    """
+    shared = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+    return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if shared else None
 
 
 def is_compile_only(devices: Sequence[Device]) -> bool:

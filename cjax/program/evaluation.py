@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cjax.mesh import compiler_options
 from cjax.program.batches import check_indices, check_tree, global_shape, join_processes, table_sizes
 from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
@@ -96,6 +97,7 @@ class Evaluator:
                 parts.whole,
             ),
             out_shardings=parts.whole,
+            compiler_options=compiler_options(parts.mesh),
         )
         return trace, jitted, table_sizes(trace)
 

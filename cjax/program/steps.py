@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from cjax.gradients import Evaluated, mean
+from cjax.mesh import compiler_options
 from cjax.program.state import Arrays, Parts, State
 
 PyTree = Any
@@ -52,8 +53,9 @@ def make_step(parts: Parts) -> Any:
 
     shardings = parts.state_shardings
     return jax.jit(
-        step, donate_argnums=0, in_shardings=(shardings, parts.batch_shardings), out_shardings=(shardings, parts.whole)
-    )
+        step, donate_argnums=0, in_shardings=(shardings, parts.batch_shardings), out_shardings=(shardings, parts.whole),
+        compiler_options=compiler_options(parts.mesh),
+    )  # fmt: skip
 
 
 def make_value_and_grad(parts: Parts) -> Any:
@@ -72,6 +74,7 @@ def make_value_and_grad(parts: Parts) -> Any:
         value_and_grad,
         in_shardings=(parts.state_shardings, parts.batch_shardings),
         out_shardings=(parts.whole, placed.shardings(parts.mesh)),
+        compiler_options=compiler_options(parts.mesh),
     )
 
 

@@ -1,4 +1,6 @@
-"""The matmuls of a trace that a grid multiplies: found among equations, those of one input together, and evaluated."""
+"""The matmuls of a trace that are multiplied by `cjax.sharding.matmul`: found among equations, those of one input
+together, and evaluated. They are the products of a grid, and under `sequence=gather` those between which positions are
+split over the tensor axis: one side gathers them, the other scatters (Korthikanti et al., 2022)."""
 
 import math
 from collections.abc import Sequence
@@ -7,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
+from cjax.mesh import TENSOR
 from cjax.sharding.grid import Operand, spread_of
 from cjax.sharding.layout import Layout
-from cjax.sharding.matmul import Spread, multiply
+from cjax.sharding.matmul import Move, Spread, multiply
 from cjax.sharding.storage import axes_of_entry
 from cjax.trace.dims import Dims, Scope
 from cjax.trace.groups import Group, make_group
@@ -23,10 +26,11 @@ class GridProducts:
 
     def __init__(self, dims: Dims, layout: Layout, mesh: Mesh, lowering: Lowering | None) -> None:
         self._dims, self._layout, self._mesh, self._lowering = dims, layout, mesh, lowering
+        self._gathers = any(layout.axes_of.get(c) == (TENSOR,) for c in layout.positions)
 
     def find(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
         """Groups of matmuls with a weight each, that share the activation."""
-        if self._layout.grid is None:
+        if self._layout.grid is None and not self._gathers:
             return []
         together: dict[Any, list[tuple[Any, Spread]]] = {}
         for eqn in eqns:
@@ -76,17 +80,37 @@ class GridProducts:
 
     def _spread(self, eqn: Any, scope: Scope) -> Spread | None:
         layout = self._layout
-        if eqn.primitive.name != "dot_general" or layout.grid is None:
+        if eqn.primitive.name != "dot_general":
             return None
         (contracting, batched) = eqn.params["dimension_numbers"]
         literal = any(isinstance(v, jex.Literal) for v in eqn.invars)
         leaves = [] if literal else [scope.origin[v] for v in eqn.invars if v in scope.origin]
-        if any(batched) or len(leaves) != 1 or leaves[0] not in layout.weights:
+        if any(batched) or len(leaves) != 1 or (layout.grid is not None and leaves[0] not in layout.weights):
             return None
         at = self._weight_of(eqn, scope)
         x, w = (self._operand(eqn.invars[i], scope) for i in (1 - at, at))
         contracted = tuple(contracting[1 - at]), tuple(contracting[at])
+        if layout.grid is None:
+            return self._between(x, w, contracted)
         return spread_of(layout.grid, layout.axes_of, layout.batch, x, w, contracted)
+
+    def _between(self, x: Operand, w: Operand, contracted: tuple[tuple[int, ...], tuple[int, ...]]) -> Spread | None:
+        """Of a matmul of 1D whose input or result has its positions split: gathered before, or scattered after."""
+        place = next((d for d, c in enumerate(x.classes) if c in self._layout.positions), None)
+        if place is None or place in contracted[0] or x.shape[place] % self._mesh.shape[TENSOR]:
+            return None
+        x_free = [d for d in range(len(x.shape)) if d not in contracted[0]]
+        w_free = [d for d in range(len(w.shape)) if d not in contracted[1]]
+        y = [x.spec[d] for d in x_free] + [w.spec[d] for d in w_free]
+        at = x_free.index(place)
+        if TENSOR in axes_of_entry(x.spec[place]) and any(TENSOR in axes_of_entry(w.spec[d]) for d in w_free):
+            y[at] = tuple(a for a in axes_of_entry(x.spec[place]) if a != TENSOR) or None
+            return Spread(contracted, x.spec, w.spec, PartitionSpec(*y), Move(TENSOR, place), None)
+        pairs = zip(*contracted, strict=True)
+        if any(TENSOR in axes_of_entry(x.spec[i]) and TENSOR in axes_of_entry(w.spec[j]) for i, j in pairs):
+            y[at] = (*axes_of_entry(x.spec[place]), TENSOR)
+            return Spread(contracted, x.spec, w.spec, PartitionSpec(*y), None, None, Move(TENSOR, at))
+        return None
 
     def _operand(self, var: Any, scope: Scope) -> Operand:
         classes, shape = self._dims.of(var, scope), var.aval.shape

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from cjax.sharding.region import in_region
+from cjax.sharding.region import in_region, raised_on_cpu
 from cjax.sharding.storage import axes_of_entry
 
 
@@ -88,7 +88,7 @@ def look_up(
     entries = [axes_of_entry(e) for e in spec]
     shards = [math.prod(mesh.shape[a] for a in axes) for axes in entries]
     size = table.shape[dim]
-    padded = jnp.pad(table, [(0, -n % s) for n, s in zip(table.shape, shards, strict=True)])
+    padded = jnp.pad(raised_on_cpu(table, mesh), [(0, -n % s) for n, s in zip(table.shape, shards, strict=True)])
     out: list[tuple[str, ...]] = [axes_of_entry(e) for e in rows[:-1]]
     for at, d in zip(numbers.offset_dims, (d for d in range(table.ndim) if d != dim), strict=True):
         out.insert(at, entries[d])
@@ -100,7 +100,7 @@ def look_up(
         return [eqn.primitive.bind(whole, indices, **eqn.primitive.get_bind_params(params))]
 
     (found,) = in_region(local, (padded, indices), (spec, rows), (_as_spec(out),), mesh)
-    return found[tuple(slice(n) for n in eqn.outvars[0].aval.shape)]
+    return found[tuple(slice(n) for n in eqn.outvars[0].aval.shape)].astype(table.dtype)
 
 
 def _as_spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from cjax.sharding.region import in_region
+from cjax.sharding.region import in_region, raised_on_cpu
 from cjax.sharding.storage import axes_of_entry
 
 Contraction = tuple[tuple[int, ...], tuple[int, ...]]  # dims of the left and of the right operand
@@ -82,18 +82,22 @@ def multiply(
       keep: keep gathered operands for the backward pass, which then gathers nothing again.
     """
     steps = _steps(x, ws, spreads, mesh) if steps is None else steps
-    products = _Products(tuple(spreads), precision, steps, mesh.devices.flat[0].platform)
+    result = jnp.result_type(x, *ws)
+    x, ws = raised_on_cpu(x, mesh), [raised_on_cpu(w, mesh) for w in ws]
+    products = _Products(tuple(spreads), precision, steps)
     in_specs, out_specs = [spreads[0].x, *(s.w for s in spreads)], [s.y for s in spreads]
     sums = [products.beyond(s) for s in spreads]
     if not keep:
-        return in_region(lambda x, *ws: products(x, ws), (x, *ws), in_specs, out_specs, mesh, sums)
+        found = in_region(lambda x, *ws: products(x, ws), (x, *ws), in_specs, out_specs, mesh, sums)
+        return [y.astype(result) for y in found]
     moves = [spreads[0].gather_x, *(s.gather_w for s in spreads)]
     axes = {a for spec in (*in_specs, *out_specs) for entry in spec for a in axes_of_entry(entry)}
     gathered = [_gathered(*each, axes, mesh) for each in zip((x, *ws), in_specs, moves, strict=True)]
     spreads = [replace(s, gather_x=None, gather_w=None) for s in spreads]
-    rest = _Products(tuple(spreads), precision, 1, products.platform)
+    rest = _Products(tuple(spreads), precision, 1)
     operands, specs = zip(*gathered, strict=True)
-    return in_region(lambda x, *ws: rest(x[0], [w[0] for w in ws]), operands, specs, out_specs, mesh, sums)
+    found = in_region(lambda x, *ws: rest(x[0], [w[0] for w in ws]), operands, specs, out_specs, mesh, sums)
+    return [y.astype(result) for y in found]
 
 
 def _gathered(
@@ -117,7 +121,6 @@ class _Products:
     spreads: tuple[Spread, ...]
     precision: Any
     steps: int
-    platform: str
 
     def beyond(self, spread: Spread) -> tuple[str, ...]:
         """Axes over which the product sums, its own scatter aside."""
@@ -169,8 +172,6 @@ class _Products:
     def _dot(self, x: jax.Array, w: jax.Array, spread: Spread) -> jax.Array:
         """Sums of low precision are kept in float32 until they are complete."""
         wide = jnp.float32 if jnp.result_type(x, w) in (jnp.bfloat16, jnp.float16) else None
-        if wide is not None and self.platform == "cpu":  # which has no kernels that sum bfloat16 in float32
-            x, w = x.astype(wide), w.astype(wide)
         numbers = (spread.contracted, ((), ()))
         return lax.dot_general(x, w, numbers, precision=self.precision, preferred_element_type=wide)
 

@@ -79,6 +79,13 @@ def in_region(
     return call(*operands)
 
 
+def raised_on_cpu(operand: jax.Array, mesh: Mesh) -> jax.Array:
+    """A bfloat16 operand as float32 on CPUs: XLA stops the process where bfloat16 is scattered in a region there, and
+    has no kernels that multiply it and sum in float32."""
+    low = operand.dtype in (jnp.bfloat16, jnp.float16) and mesh.devices.flat[0].platform == "cpu"
+    return operand.astype(jnp.float32) if low else operand
+
+
 def rest_of(spec: PartitionSpec, manual: set[str]) -> PartitionSpec:
     """`spec` without the axes that are manual already."""
     return PartitionSpec(*(tuple(a for a in axes_of_entry(e) if a not in manual) or None for e in spec))
