@@ -72,7 +72,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 # -- auto -------------------------------------------------------------------------------------------------------------
 PARAMS = 4 * (6 * (64 * 64 + 64) + 65)
 STATES = {0: 4 * PARAMS, 1: 2 * PARAMS + PARAMS // 4, 2: PARAMS + 3 * PARAMS // 8, 3: 4 * PARAMS // 8}
-# Two rows a device: a layer's input, tanh's result and its slope; what the last layer gives; at most two numbers for the error.
+# Two rows a device: a layer's input, tanh's result and its slope; what the last layer gives; two numbers for the error.
 ACTIVATIONS = 4 * 2 * (64 * (6 * 3 + 1) + 2)
 
 
