@@ -95,6 +95,10 @@ def assign(trace: Trace, grid: Grid, excluded: set[int]) -> tuple[dict[int, str]
             notes.append(blocked)
         elif not any(c in ids and other in ids for ids in together for other in chosen):
             chosen.append(c)
+    params = [ids for leaf, ids in zip(trace.leaves, dims.inputs, strict=True) if leaf.kind == "params"]
+    few = {dims.size[d] for ids in params for d in ids if dims.class_of(d) in heads and dims.class_of(d) in chosen}
+    few = {n for n in few if 1 < n < grid.size}
+    notes += [f"{n} key-value heads are kept whole: {grid.mode} has {grid.size} a side" for n in sorted(few)]
     return _coloured(trace, grid, chosen), notes
 
 

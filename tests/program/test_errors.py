@@ -18,10 +18,12 @@ pytestmark = pytest.mark.usefixtures("no_compiling")
 
 
 class Attention(nn.Module):
+    num_heads: int = 6
+
     @nn.compact
     def __call__(self, x: Any) -> Any:
         h = nn.Embed(24, 24)(x)
-        return nn.Dense(24)(h + nn.MultiHeadDotProductAttention(num_heads=6)(h, h))
+        return nn.Dense(24)(h + nn.MultiHeadDotProductAttention(num_heads=self.num_heads)(h, h))
 
 
 def contrast(model: Any, batch: Any) -> Any:
@@ -53,7 +55,14 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"plan": "tensor=4", "model": Attention(), "loss": word_loss, "batch": tokens()},
         ValueError, ["tensor=4", "heads", "has 6", "1, 2, 3, 6"],
     ),
-    "not yet": ({"plan": "pipeline=2 data=4"}, ValueError, ["not yet", "pipeline=1f1b:2", "tensor=N"]),
+    "square": ({"plan": "tensor=2d:8"}, ValueError, ["2d needs q*q", "tensor=2d:4"]),
+    "no attention": ({"plan": "sequence=ring:2"}, ValueError, ["none", "Leave `sequence` out", "cjax.attention"]),
+    "grid rows": ({"plan": "tensor=2d:4 microbatches=4"}, ValueError, ["2 rows", "row 2", "tensor=2d:4"]),
+    "grid heads": (
+        {"plan": "tensor=2d:4 data=2", "model": Attention(3), "loss": word_loss, "batch": tokens()},
+        ValueError, ["tensor=2d:4", "heads", "has 3", "2d:9"],
+    ),
+    "not yet": ({"plan": "pipeline=2 data=4"}, ValueError, ["not yet", "pipeline=1f1b:2", "sequence"]),
     "typo": ({"plan": "tensro=2"}, ValueError, ["tensro=2\n", "^^^^^^", "did you mean tensor=2"]),
     "plan a number": ({"plan": 8}, TypeError, ["8, a int", '"data=4 tensor=2"', '"auto"']),
     "plan nothing": ({"plan": None}, TypeError, ["None", "cjax.Plan(...)"]),
