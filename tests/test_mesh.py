@@ -65,7 +65,7 @@ def test_tensor_axis_stays_within_a_host_when_processes_are_dealt_in_turn():
     [
         ({DATA: 2, TENSOR: 2}, ["needs 4 devices", "data 2 x tensor 2 = 4", "here: 8 cpu", "jax.devices()[:4]"]),
         ({DATA: 8, TENSOR: 2}, ["needs 16 devices", "cjax.simulate(16)", '"h100:16"', 'plan="auto"']),
-        ({"model": 8}, ["'model'", "data, zero, tensor"]),
+        ({"model": 8}, ["'model'", "data, zero, sequence, depth"]),
         ({DATA: -1, TENSOR: -8}, ["at least one"]),
     ],
 )
