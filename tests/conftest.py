@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, and compiled programs kept between runs."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Environment, not only jax.config: tests that start a subprocess want the same platform and the same cache there.
@@ -18,6 +19,7 @@ cache_home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_home / "cjax" / "jax"))
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 # The first example of a property may compile; a deadline would fail it on a slow machine and pass it on the next run.
@@ -32,3 +34,13 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 assert jax.device_count() == 8, f"tests need 8 virtual CPU devices, found {jax.device_count()}"
+
+
+@pytest.fixture(scope="module")
+def quick_compiles() -> Iterator[None]:
+    """For modules that compile much and run little. XLA's own exponentials differ by 1e-9 without its optimizations, so
+    that runs which are compared must all be compiled in this way, or none."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -78,12 +77,7 @@ def pairs(chosen: list[str] | tuple[str, ...], times: int) -> list[tuple[str, st
     return cover(NAMES, list(chosen), times, [pair for pair in (*BROKEN, *TRANSFORMERS) if pair[1] in chosen])
 
 
-@pytest.fixture(autouse=True)
-def quick_compiles() -> Iterator[None]:
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def assert_same_run(given: Run, wanted: Run, tolerance: tuple[float, float]) -> None:

@@ -1,6 +1,5 @@
 """Gradients of a batch in parts: equal to one device's, reduced once, refused where parts say something else."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -89,14 +88,6 @@ ROWS = [
     ("linen BatchNorm", "zero=2 microbatches=2"),
     ("nnx ratio", "tensor=2 microbatches=4"),
 ]
-
-
-@pytest.fixture
-def quick_compiles() -> Iterator[None]:
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def program_of(name: str, plan: str, devices: Any = None) -> cjax.Program:

@@ -1,7 +1,6 @@
 """Models with attention under plans that split their positions: as their authors train them, and what is refused."""
 
 import re
-from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -38,13 +37,7 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def quick_compiles() -> Iterator[None]:
-    """As in the contract, whose runs by the author are kept for these tests too: XLA's own exponentials differ."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.mark.parametrize(("name", "plan"), PAIRS)

@@ -5,21 +5,21 @@ is split and how follows for every tensor from the classes of its dims, and for 
 """
 
 import math
-from collections.abc import Mapping
-from collections.abc import Sequence as Row
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
 
 from cjax.mesh import BATCH_AXES, SEQUENCE, TENSOR
-from cjax.plan import Axes, Sequence
+from cjax.plan import Axes
+from cjax.plan import Sequence as SequencePlan
 from cjax.sharding import grid as grids
 from cjax.sharding.grid import Grid
 from cjax.sharding.one_d import choose, whole_heads
 from cjax.sharding.sequence import positions
 from cjax.trace.reading import Trace
 
-NO_SEQUENCE = Sequence()
+NO_SEQUENCE = SequencePlan()
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Layout:
     weights: Mapping[int, tuple[tuple[str, ...], ...]] = field(default_factory=dict)  # of products of the grid, by leaf
     positions: frozenset[int] = frozenset()  # classes of positions that a sequence is split by
 
-    def spec(self, classes: Row[int], shape: Row[int]) -> PartitionSpec:
+    def spec(self, classes: Sequence[int], shape: Sequence[int]) -> PartitionSpec:
         """The placement of a tensor with these classes. An axis serves one dim; dims too small for it stay whole."""
         used: set[str] = set()
         entries: list[tuple[str, ...]] = [()] * len(classes)
@@ -51,7 +51,7 @@ class Layout:
                 entries[d] = axes
         return _as_spec(entries)
 
-    def weight_spec(self, leaf: int, classes: Row[int], shape: Row[int]) -> PartitionSpec:
+    def weight_spec(self, leaf: int, classes: Sequence[int], shape: Sequence[int]) -> PartitionSpec:
         """The placement of a parameter."""
         found = self.weights.get(leaf)
         if found is not None:
@@ -59,7 +59,7 @@ class Layout:
         return self.spec([-1 if c in self.positions else c for c in classes], shape)
 
 
-def _as_spec(entries: Row[tuple[str, ...]]) -> PartitionSpec:
+def _as_spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in entries))
 
 
@@ -68,7 +68,7 @@ def make_layout(
     axis_sizes: Mapping[str, int],
     rules: Mapping[str, Axes],
     splits_batch: bool = True,
-    sequence: Sequence = NO_SEQUENCE,
+    sequence: SequencePlan = NO_SEQUENCE,
 ) -> Layout:
     """Decide the mesh axes of every class of dims.
 
@@ -98,7 +98,7 @@ def make_layout(
         chosen, more = choose(trace, grid.size, taken | near, grid.mode)
         axes_of.update({c: (grid.features[0],) for c in chosen})
         notes += more + _kept_by_1d(trace, chosen, grid)
-        size, split = grid.size, {**found, **dict.fromkeys(chosen, "")}
+        size, split = grid.size, [*found, *chosen]
     else:
         size = axis_sizes.get(TENSOR, 1)
         split, notes = choose(trace, size, taken, str(size)) if size > 1 else ([], [])
@@ -118,7 +118,7 @@ def make_layout(
 
 
 def _positions(
-    trace: Trace, axis_sizes: Mapping[str, int], sequence: Sequence
+    trace: Trace, axis_sizes: Mapping[str, int], sequence: SequencePlan
 ) -> tuple[dict[int, tuple[str, ...]], list[str]]:
     """Axes for the classes of positions; what looks like an attention and could not be split by them."""
     if sequence == NO_SEQUENCE:
@@ -150,7 +150,7 @@ def _meeting(trace: Trace) -> list[set[int]]:
     return tables + [{dims.class_of(d) for d in ids} for m in dims.matmuls for ids in (m.lhs, m.rhs, m.out)]
 
 
-def _kept_by_1d(trace: Trace, chosen: Row[int], grid: Grid) -> list[str]:
+def _kept_by_1d(trace: Trace, chosen: Sequence[int], grid: Grid) -> list[str]:
     names = sorted(trace.names.get(c, "?") for c in chosen)
     return [f"{', '.join(names)} split as in 1d over {grid.features[0]}: no matmul of {grid.mode}"] if names else []
 
@@ -185,7 +185,7 @@ def _grid_weights(
 
 
 def _on_leaf(
-    classes: Row[int], entries: Row[tuple[str, ...]], leaf: Row[int]
+    classes: Sequence[int], entries: Sequence[tuple[str, ...]], leaf: Sequence[int]
 ) -> tuple[tuple[str, ...], ...] | None:
     """Axes for the dims of a leaf from those of the form it is multiplied in; None where a split dim is not found."""
     lead = len(leaf) - len(classes)

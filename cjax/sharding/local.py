@@ -137,13 +137,14 @@ def _one_row(
 
 
 def _like_weights(trace: Trace, layout: Layout, found: Trace) -> Layout:
-    """`layout` (of `trace`) for another trace of the same model: whatever is split is a dim of a weight."""
+    """`layout` (of `trace`) for another trace of the same model, whose classes are others: what is split is a dim of a
+    weight. Positions are left to the compiler there."""
     axes_of = {}
     for leaf in (*trace.leaves_of("params"), *trace.leaves_of("frozen")):
         for c, other in zip(trace.classes_of(leaf), found.classes_of(leaf), strict=True):
             if c in layout.axes_of:
                 axes_of.setdefault(other, layout.axes_of[c])
-    return replace(layout, axes_of=axes_of)
+    return replace(layout, axes_of=axes_of, batch=found.batch_class, positions=frozenset())
 
 
 def _require_sums(trace: Trace, mirror: Mirror) -> None:

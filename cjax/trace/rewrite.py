@@ -39,7 +39,7 @@ class Hooks:
 
     def group(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         """The results of a group, of which some literals may be `changed`."""
-        raise NotImplementedError
+        raise AssertionError("whoever makes groups evaluates them")
 
     def carry(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
         """A value enters, or is handed on within, a stack of layers."""

@@ -1,6 +1,6 @@
 """Small programs that the tests of this folder share: compiling is what costs, so each is compiled once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -12,12 +12,9 @@ import pytest
 import cjax
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quick_compiles() -> Iterator[None]:
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+@pytest.fixture(scope="module", autouse=True)
+def compiles_quickly(quick_compiles: None) -> None:
+    """Every module of this folder."""
 
 
 class Net(nn.Module):

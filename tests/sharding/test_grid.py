@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,7 @@ from cjax.trace.reading import Trace, trace_loss
 MODES = ("2d:4", "2.5d:8/2", "3d:8")
 
 
-@pytest.fixture(autouse=True)
-def quick_compiles() -> Iterator[None]:
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def layout_of(trace: Trace, tensor: str, rules: Any = None) -> Layout:
