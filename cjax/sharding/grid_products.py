@@ -62,8 +62,9 @@ class GridProducts:
             ws.append(w)
             spreads.append(spread)
             dtypes.append(dtype)
-        # Zeros added to a contracted dim change nothing, so that all may share the operand padded most.
+        # Zeros added to a contracted dim change nothing, so that all share the operand padded most.
         x = max(xs, key=lambda x: x.size)
+        ws = [_as_long_as(x, w, spread) for w, spread in zip(ws, spreads, strict=True)]
         ys = multiply(x, ws, spreads, self._mesh, precision=group.eqns[0].params["precision"])
         results = {}
         for eqn, y, spread, dtype in zip(group.eqns, ys, spreads, dtypes, strict=True):
@@ -131,3 +132,11 @@ class GridProducts:
 
     def _shards(self, entry: Any) -> int:
         return math.prod(self._mesh.shape[a] for a in axes_of_entry(entry))
+
+
+def _as_long_as(x: jax.Array, w: jax.Array, spread: Spread) -> jax.Array:
+    """`w` with zeros added to the dims that are contracted with those of `x`."""
+    more = [0] * w.ndim
+    for place, d in zip(*spread.contracted, strict=True):
+        more[d] = x.shape[place] - w.shape[d]
+    return jnp.pad(w, [(0, n) for n in more]) if any(more) else w

@@ -126,12 +126,19 @@ def test_every_product_of_a_model(name: str, tensor: str) -> None:
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=str(eqn))
 
 
+def shared(h: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+    return jnp.concatenate([h @ w, h @ v], axis=-1)
+
+
 # [out, in] as PyTorch has it; both dims of heads; a contraction of two dims; sizes that divide by nothing.
 WAYS: dict[str, tuple[Callable[..., jax.Array], tuple[tuple[int, ...], ...]]] = {
     "transposed": (lambda x, w: jnp.einsum("bse,fe->bsf", x, w), ((20, EMBED),)),
     "weight first": (lambda x, w: jnp.einsum("ef,bse->fbs", w, x), ((EMBED, 20),)),
     "heads": (lambda x, w, v: jnp.einsum("bshd,hde->bse", jnp.einsum("bse,ehd->bshd", x, w), v),
               ((EMBED, 4, 5), (4, 5, EMBED))),
+    # In 3d the first of the two is split behind its 18 rows, the second along them, which takes 20.
+    "two that pad what they share differently": (lambda x, u, w, v: shared(x @ u, w, v),
+                                                 ((EMBED, 18), (18, 8), (18, 10))),
     "uneven": (lambda x, w, v: jnp.tanh(x @ w) @ v, ((EMBED, 23), (23, 17))),
 }  # fmt: skip
 
