@@ -196,10 +196,17 @@ def test_each_device_holds_its_part_and_is_born_with_it(name: str, plan: str) ->
 
 def assert_same_bits(given: np.ndarray, wanted: np.ndarray) -> None:
     """The same random bits; XLA itself spreads by 4 ulp what it computes of them, from shape to shape."""
-    if np.issubdtype(wanted.dtype, np.floating):
+    if is_orthogonal(wanted):  # factorised from such bits, by LAPACK: errors grow with the draw's condition number
+        np.testing.assert_allclose(given, wanted, rtol=0, atol=1e-4)
+    elif np.issubdtype(wanted.dtype, np.floating):
         np.testing.assert_array_max_ulp(given, wanted, 4)
     else:
         np.testing.assert_array_equal(given, wanted)
+
+
+def is_orthogonal(matrix: np.ndarray) -> bool:
+    square = np.ndim(matrix) == 2 and len(matrix) == matrix.shape[1] > 1
+    return square and np.allclose(matrix.T @ matrix, np.eye(len(matrix)), atol=1e-4)
 
 
 @pytest.mark.parametrize("plan", GRIDS)

@@ -95,7 +95,7 @@ def test_what_is_measured_is_what_the_formula_says(tmp_path: Path) -> None:
         assert row["formula"] <= row["elements"] <= 1.01 * row["formula"]
         assert row["received"] == pytest.approx(sum(row["moved"].values()))
         assert 0 < row["exposed_s"] <= row["transfer_s"] and 0 < row["peak"] < row["limit"]
-    assert large_partners(row) == 2 < row["partners"] == 3
+    assert large_partners(row) == row["partners"] == 2
     assert "can't split heads" in measure(results, "a", case, "tensor=16")["refused"]
 
 

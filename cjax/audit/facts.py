@@ -110,7 +110,8 @@ class Audit:
       flops: of matmuls and convolutions, trip counts included.
       bytes_accessed: bytes read and written by instructions, trip counts included.
       num_devices: devices the program runs on.
-      num_partners: distinct devices that one device exchanges data with, at most; single numbers aside.
+      num_partners: distinct devices that one device exchanges data with, at most; transfers
+        below a thousandth of the largest (a loss, a norm) aside.
       unknown_loops: loops of unknown length, counted as running once.
       uncounted: instructions that multiply matrices or move data in a way cjax cannot count.
     """
