@@ -11,9 +11,24 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cjax.gradients import Evaluated, Gradients, Loss, Reduction, locally_accumulated, micro_batched, plain, reduction
-from cjax.mesh import BATCH_AXES, Device, build_mesh, resolve_devices
+from cjax.gradients import (
+    Denominator,
+    Evaluated,
+    Gradients,
+    Line,
+    Loss,
+    Reduction,
+    arrange_stages,
+    locally_accumulated,
+    micro_batched,
+    pipelined,
+    plain,
+    reduction,
+)
+from cjax.mesh import BATCH_AXES, PIPE, Device, build_mesh, resolve_devices
+from cjax.pipeline.execute import Executor
 from cjax.plan import Plan, require_supported
+from cjax.plan import Sequence as SequencePlan
 from cjax.planner.estimate import SLACK, Activations, state_bytes
 from cjax.planner.hardware import hardware_of
 from cjax.planner.search import first_fitting
@@ -22,6 +37,8 @@ from cjax.program.batches import batch_structs
 from cjax.sharding.local import LocalRows, local_rows
 from cjax.sharding.model import ModelStorage, place_loss, store_model
 from cjax.sharding.optimizer import store_optimizer
+from cjax.sharding.staged import StagedModel, stage_model
+from cjax.sharding.storage import Slot
 from cjax.trace.capture import Capture, capture
 from cjax.trace.combine import denominator, lift, loss_total
 from cjax.trace.reading import Trace, trace_loss
@@ -118,8 +135,9 @@ def _compose(
     if plan.microbatches > 1:
         trace = lift(trace)
     mesh = build_mesh(plan.axis_sizes(), devices)
-    storage = store_model(captured, trace, plan, mesh)
-    gradients, more = _gradients(captured, batch_shape, trace, storage, plan, mesh)
+    line = arrange_stages(trace, plan) if plan.pipeline.size > 1 else None
+    storage = store_model(captured, trace, plan, mesh, line.rows if line else {})
+    gradients, more = _gradients(captured, batch_shape, trace, storage, plan, mesh, line)
     stored_optimizer = None
     if optimizer is not None:
         specs = storage.state_specs if plan.zero_stage else storage.used_specs
@@ -189,32 +207,62 @@ def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _gradients(
-    captured: Capture, batch_shape: PyTree, trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh
+    captured: Capture, batch_shape: PyTree, trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh,
+    line: Line | None,
 ) -> tuple[Gradients, tuple[str, ...]]:
     """Gradients of a whole batch, and what there is to say about how they are reduced."""
-    loss = _as_loss(trace, place_loss(trace, storage, plan, mesh))
-    if plan.microbatches == 1:
-        return plain(loss), ()
+    if line is None and plan.microbatches == 1:
+        return plain(_as_loss(trace, place_loss(trace, storage, plan, mesh))), ()
     divide = functools.partial(denominator, trace.ratio)
     axes = tuple(a for a in BATCH_AXES if a in mesh.axis_names)
     why = ""
     if plan.sequence.size > 1:
         why = "positions are split, so gradients are reduced once per micro-batch"
-    elif plan.zero_stage < 3 and math.prod(mesh.shape[a] for a in axes) > 1:
+    elif plan.microbatches > 1 and plan.zero_stage < 3 and math.prod(mesh.shape[a] for a in axes) > 1:
         local = local_rows(captured, batch_shape, trace, storage, plan, mesh)
         if isinstance(local, LocalRows):
-            run = place_loss(local.trace, storage, plan, mesh, local.layout, local.draw)
             reductions = _reductions(storage, plan, local.axes, mesh)
+            more = _cost_of_waiting(reductions, storage, plan, mesh)
+            if line is not None:
+                stacks = line.stacks_of(local.trace)
+                staged = stage_model(local.trace, stacks, storage, plan, mesh, local.layout, local.draw)
+                return _pipelined(staged, line, plan, local.axes, reductions, mesh, divide), more
+            run = place_loss(local.trace, storage, plan, mesh, local.layout, local.draw)
             gradients = locally_accumulated(
                 _as_loss(local.trace, run), plan.microbatches, local.axes, reductions, mesh, divide
             )
-            return gradients, _cost_of_waiting(reductions, storage, plan, mesh)
+            return gradients, more
         why = f"{local}, so gradients are reduced once per micro-batch"
+    if line is not None:
+        staged = stage_model(trace, line.stacks, storage, plan, mesh)
+        return _pipelined(staged, line, plan, (), (), mesh, divide), (why,) if why else ()
 
     def constrain(parts: list[jax.Array]) -> list[jax.Array]:
         return [lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, axes))) for x in parts]
 
+    loss = _as_loss(trace, place_loss(trace, storage, plan, mesh))
     return micro_batched(loss, plan.microbatches, constrain, divide), (why,) if why else ()
+
+
+def _pipelined(
+    staged: StagedModel,
+    line: Line,
+    plan: Plan,
+    axes: tuple[str, ...],
+    reductions: Sequence[Reduction],
+    mesh: Mesh,
+    divide: Denominator,
+) -> Gradients:
+    trace = staged.stages.cut.trace
+
+    def total(outs: list[jax.Array]) -> Any:
+        out = _sorted_results(trace, outs)
+        return out.total, (out.total, out.weight, out.aux)
+
+    # Positions and grids are moved by permutes, also by the compiler's own.
+    together = plan.sequence != SequencePlan() or plan.tensor.mode != "1d"
+    executor = Executor(staged.stages, line.schedule, line.part, staged.trained, PIPE, together, total)
+    return pipelined(staged, executor, plan.microbatches, axes, reductions, mesh, divide)
 
 
 def _reductions(storage: ModelStorage, plan: Plan, axes: tuple[str, ...], mesh: Mesh) -> list[Reduction]:
@@ -222,8 +270,7 @@ def _reductions(storage: ModelStorage, plan: Plan, axes: tuple[str, ...], mesh: 
     found = []
     for slot in storage.params.slots:
         state = storage.state_specs[slot.leaves[0]] if plan.zero_stage else slot.spec
-        placed = PartitionSpec(None, *state) if slot.is_stack else state
-        found.append(reduction(slot.stored_shape, slot.stored_spec, placed, axes, mesh))
+        found.append(reduction(slot.stored_shape, slot.stored_spec, slot.stacked(state), axes, mesh))
     return found
 
 
@@ -244,14 +291,18 @@ def _as_loss(trace: Trace, run: Any) -> Loss:
     """The results of a trace, sorted."""
 
     def loss(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: Any, index: Any) -> Evaluated:
-        outs = iter(run(params, frozen, carried, jax.tree.leaves(batch), key, index))
-        total = next(outs)
-        weight = next(outs) if trace.has_weight else None
-        total = total if weight is None else loss_total(trace.ratio, total, weight)
-        aux = [(next(outs), next(outs) if is_mean else None) for is_mean in trace.aux_is_mean]
-        return Evaluated(total, weight, aux, tuple(outs))
+        return _sorted_results(trace, run(params, frozen, carried, jax.tree.leaves(batch), key, index))
 
     return loss
+
+
+def _sorted_results(trace: Trace, results: Sequence[jax.Array]) -> Evaluated:
+    outs = iter(results)
+    total = next(outs)
+    weight = next(outs) if trace.has_weight else None
+    total = total if weight is None else loss_total(trace.ratio, total, weight)
+    aux = [(next(outs), next(outs) if is_mean else None) for is_mean in trace.aux_is_mean]
+    return Evaluated(total, weight, aux, tuple(outs))
 
 
 def _as_init(captured: Capture, storage: ModelStorage) -> Any:
@@ -267,7 +318,12 @@ def _as_init(captured: Capture, storage: ModelStorage) -> Any:
             groups += [tuple(i + offset for i in group) for group in tree.groups]
             offset += sum(map(len, tree.groups))
         outs = iter(vectorize(closed, [(0,)], groups)([key]))
-        params, frozen, carried = (tree.pad([next(outs) for _ in tree.slots]) for tree in trees)
+        params, frozen, carried = (tree.pad([_in_rows(slot, next(outs)) for slot in tree.slots]) for tree in trees)
         return params, frozen, carried
 
     return init
+
+
+def _in_rows(slot: Slot, array: jax.Array) -> jax.Array:
+    """What init made: a stack has its rows' order already, a leaf that holds all layers has the author's."""
+    return array if slot.is_stack else slot.in_row_order(array)

@@ -12,6 +12,7 @@ from cjax.cards import CARDS
 
 Device = Any  # a jax.Device; type checkers do not see a type in that name
 
+PIPE = "pipe"
 DATA = "data"
 ZERO = "zero"
 SEQUENCE = "sequence"
@@ -20,8 +21,9 @@ DEPTH, ROW, COL = "depth", "row", "col"  # of 2d and 2.5d tensor parallelism
 I, J, K = "i", "j", "k"  # of 3d  # noqa: E741
 
 # Outermost first. Neighbours on a later axis are neighbours in the machine: the tensor axes talk several times a layer
-# and must stay within a host, a ZeRO group once or twice a layer, plain data parallelism once a step.
-AXES = (DATA, ZERO, SEQUENCE, DEPTH, ROW, COL, I, J, K, TENSOR)
+# and must stay within a host, a ZeRO group once or twice a layer, plain data parallelism once a step,
+# and stages of a pipeline hand each other one activation at a time.
+AXES = (PIPE, DATA, ZERO, SEQUENCE, DEPTH, ROW, COL, I, J, K, TENSOR)
 # The axes of data parallelism. A ZeRO group is part of it: its devices read different examples.
 BATCH_AXES = (DATA, ZERO)
 

@@ -20,15 +20,22 @@ from cjax.pipeline.table import Op, Placed, Schedule, Ticks, held_in
 Orders = Sequence[Sequence[Op]]
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """All forwards, then all backwards: every stage holds every micro-batch.
+
+    Args:
+      num_stages: p.
+      num_microbatches: m, any number.
+      num_chunks: blocks of layers on each stage, run one after the other: an encoder's, then a decoder's.
 
     >>> gpipe(4, 8).held()
     (8, 8, 8, 8)
     """
     p, m = _counts(num_stages, num_microbatches)
-    order = [Op(kind, i) for kind in ("F", "B") for i in range(m)]
-    return from_orders("gpipe", tuple(range(p)), [order] * p)
+    chunks = range(_chunks(p, num_chunks))
+    order = [Op("F", i, chunk) for chunk in chunks for i in range(m)]
+    order += [Op("B", i, chunk) for chunk in reversed(chunks) for i in range(m)]
+    return from_orders("gpipe", tuple(range(p)) * num_chunks, [order] * p)
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, lead: int = 2) -> Schedule:
@@ -61,8 +68,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
     (11, 9, 7, 5)
     """
     p, m = _counts(num_stages, num_microbatches)
-    if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
-        raise ValueError(f"interleaved over {p} stages needs a whole number of chunks, 1 or more: not {num_chunks!r}")
+    _chunks(p, num_chunks)
     if m % p:
         fits = [str(count) for count in (m // p * p, (m // p + 1) * p) if count]
         raise ValueError(
@@ -140,8 +146,8 @@ def split_backward(schedule: Schedule) -> Schedule:
 def build(kind: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """The schedule that a plan names: `pipeline=interleaved:4/2 microbatches=8` is build("interleaved", 4, 8, 2)."""
     match kind, num_chunks:
-        case "gpipe", 1:
-            return gpipe(num_stages, num_microbatches)
+        case "gpipe", _:
+            return gpipe(num_stages, num_microbatches, num_chunks)
         case "1f1b", 1:
             return one_f_one_b(num_stages, num_microbatches)
         case "interleaved", _:
@@ -151,8 +157,8 @@ def build(kind: str, num_stages: int, num_microbatches: int, num_chunks: int = 1
         case "zero_bubble", 2:
             return zero_bubble_v(num_stages, num_microbatches)
     raise ValueError(
-        f"no schedule {kind!r} with {num_chunks} chunks a stage: there are gpipe and 1f1b with 1, interleaved with any "
-        "number, zero_bubble with 1 or 2"
+        f"no schedule {kind!r} with {num_chunks} chunks a stage: there are gpipe and interleaved with any "
+        "number, 1f1b with 1, zero_bubble with 1 or 2"
     )
 
 
@@ -288,6 +294,12 @@ def _counts(num_stages: int, num_microbatches: int) -> tuple[int, int]:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"a schedule needs a whole number of {name}, 1 or more: not {count!r}")
     return num_stages, num_microbatches
+
+
+def _chunks(num_stages: int, num_chunks: int) -> int:
+    if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
+        raise ValueError(f"{num_stages} stages need a whole number of chunks, 1 or more: not {num_chunks!r}")
+    return num_chunks
 
 
 def _lead(lead: int) -> int:

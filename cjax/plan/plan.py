@@ -237,13 +237,12 @@ _DEFAULT = Plan()
 def require_supported(plan: Plan) -> None:
     """Raises ValueError for what a plan can say and this version can't do yet."""
     missing = {
-        f"pipeline={plan.pipeline}": plan.pipeline != Pipeline(),
         f"precision={plan.precision}": plan.precision == "float16",
     }
     if refused := [item for item, is_missing in missing.items() if is_missing]:
         raise ValueError(
             f"not yet in this version: {', '.join(refused)} (plan {str(plan)!r}); "
-            "there are data, tensor, sequence, zero, microbatches, remat, and precision float32 and bfloat16"
+            "there are data, tensor, sequence, pipeline, zero, microbatches, remat, and precision float32 and bfloat16"
         )
 
 

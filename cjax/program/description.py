@@ -32,7 +32,7 @@ def describe_step(parts: Parts, audit: Audit, hardware: Hardware) -> Report:
     optimizer = parts.shelves.opt
     sizes = dict(parts.mesh.shape)
     memory = _memory(parts, audit, hardware)
-    total_opt = sum(_bytes(slot, optimizer_spec(slot, whole=True), sizes) for slot in optimizer.slots)
+    total_opt = sum(_bytes(slot, PartitionSpec(), sizes, whole=True) for slot in optimizer.slots)
     shares = {"optimizer": memory.optimizer / total_opt} if total_opt else {}
     forward = cost(parts.trace.closed)
     model_flops = 3.0 * forward.flops * parts.plan.microbatches
@@ -52,15 +52,12 @@ def describe_step(parts: Parts, audit: Audit, hardware: Hardware) -> Report:
     )
 
 
-def optimizer_spec(slot: Slot, whole: bool) -> PartitionSpec:
-    return PartitionSpec() if whole else slot.spec
-
-
-def _bytes(slot: Slot, spec: PartitionSpec, sizes: dict[str, int]) -> int:
-    """Bytes of one slot on one device under `spec`."""
+def _bytes(slot: Slot, spec: PartitionSpec, sizes: dict[str, int], whole: bool = False) -> int:
+    """Bytes of one slot on one device whose leaves are placed as `spec` says, or of a slot that is not split at all."""
+    spec = PartitionSpec() if whole else slot.stacked(spec)
     shards = math.prod(sizes[a] for entry in spec for a in axes_of_entry(entry))
     itemsize = 8 if jnp.issubdtype(slot.dtype, jax.dtypes.prng_key) else np.dtype(slot.dtype).itemsize
-    return len(slot.leaves) * math.prod(slot.padded) * itemsize // shards
+    return math.prod(slot.stored_shape) * itemsize // shards
 
 
 def stored_bytes(storage: Storage, sizes: dict[str, int]) -> int:
@@ -96,7 +93,6 @@ def _param_rows(parts: Parts) -> list[ParamRow]:
     for storage, kind in ((parts.storage.params, "params"), (parts.storage.frozen, "frozen")):
         leaves = trace.leaves_of(kind)
         for slot in storage.slots:
-            shards = math.prod(sizes[a] for entry in slot.spec for a in axes_of_entry(entry))
             for i in slot.leaves:
                 leaf = trace.leaves[leaves[i]]
                 itemsize = np.dtype(slot.dtype).itemsize
@@ -108,7 +104,7 @@ def _param_rows(parts: Parts) -> list[ParamRow]:
                     names,
                     tuple(axes_of_entry(entry) for entry in slot.logical_spec),
                     math.prod(leaf.shape) * itemsize,
-                    math.prod(slot.padded) * itemsize // shards,
+                    _bytes(slot, slot.spec, sizes) // len(slot.leaves),
                 )
     return [rows[i] for i in sorted(rows)]
 

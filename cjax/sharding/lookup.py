@@ -70,6 +70,52 @@ def pick(
     return jnp.where(((indices >= 0) & (indices < size))[..., 0], found, jnp.asarray(fill, found.dtype))
 
 
+def find_rows(
+    eqn: Any, table: jax.Array, indices: jax.Array, spec: PartitionSpec, rows: PartitionSpec, mesh: Mesh
+) -> jax.Array:
+    """The rows of a table; each device looks in its own part of them, and what they find is added up.
+
+    Args:
+      eqn: the gather, of whole slices along all dims but one.
+      table: a weight.
+      indices: of rows.
+      spec: placement of the table, split along the dim looked up and no other.
+      rows: placement of the indices; over the axes of the table they are whole.
+      mesh: the mesh.
+    """
+    numbers = eqn.params["dimension_numbers"]
+    (dim,) = numbers.collapsed_slice_dims
+    split, size = axes_of_entry(spec[dim]), table.shape[dim]
+    rows = _as_spec([tuple(a for a in axes_of_entry(e) if a not in split) for e in rows])
+    shards = math.prod(mesh.shape[a] for a in split)
+    padded = jnp.pad(table, [(0, -n % shards if d == dim else 0) for d, n in enumerate(table.shape)])
+    fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    clipped = jnp.clip(indices, 0, size - 1)
+    params = eqn.params | {"mode": lax.GatherScatterMode.CLIP}
+
+    def local(part: jax.Array, indices: jax.Array) -> list[jax.Array]:
+        first = lax.axis_index(split) * part.shape[dim]
+        mine = (indices >= first) & (indices < first + part.shape[dim])
+        found = eqn.primitive.bind(part, jnp.where(mine, indices - first, 0), **eqn.primitive.get_bind_params(params))
+        return [jnp.where(_beside(mine[..., 0], numbers.offset_dims, found.ndim), found, 0)]
+
+    out: list[tuple[str, ...]] = [axes_of_entry(e) for e in rows[:-1]]
+    for at in numbers.offset_dims:
+        out.insert(at, ())
+    (found,) = in_region(local, (padded, clipped), (spec, rows), (_as_spec(out),), mesh, (split,))
+    if not fills:
+        return found
+    fill = eqn.params.get("fill_value")
+    fill = jnp.nan if fill is None and jnp.issubdtype(found.dtype, jnp.inexact) else fill or 0
+    inside = ((indices >= 0) & (indices < size))[..., 0]
+    return jnp.where(_beside(inside, numbers.offset_dims, found.ndim), found, jnp.asarray(fill, found.dtype))
+
+
+def _beside(rows: jax.Array, offset_dims: Sequence[int], ndim: int) -> jax.Array:
+    """Values of rows, against whatever was looked up for each."""
+    return jnp.expand_dims(rows, [d for d in range(ndim) if d in offset_dims])
+
+
 def look_up(
     eqn: Any, table: jax.Array, indices: jax.Array, spec: PartitionSpec, rows: PartitionSpec, mesh: Mesh
 ) -> jax.Array:

@@ -1,8 +1,9 @@
 """A traced loss laid out on a mesh: where its arrays are kept, and the loss as a function of what is kept."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from cjax.mesh import DATA, DEPTH, SEQUENCE, ZERO
 from cjax.plan import Plan
 from cjax.sharding.layout import Layout, make_layout
 from cjax.sharding.place import Draw, Placer, WeightPlacement
-from cjax.sharding.storage import Storage, make_storage, stackable
+from cjax.sharding.storage import Rows, Storage, make_storage, stackable
 from cjax.sharding.zero import shard_over
 from cjax.trace.capture import Capture
 from cjax.trace.reading import Trace
@@ -39,8 +40,18 @@ class ModelStorage:
         return sum(len(slot.leaves) for slot in self.params.slots)
 
 
-def store_model(capture: Capture, trace: Trace, plan: Plan, mesh: Mesh) -> ModelStorage:
+def store_model(
+    capture: Capture, trace: Trace, plan: Plan, mesh: Mesh, rows: Mapping[tuple[int, ...], Rows] = MappingProxyType({})
+) -> ModelStorage:
     """Decide where each array of the model lives.
+
+    Args:
+      capture: the user's model and loss.
+      trace: of the loss.
+      plan: the plan.
+      mesh: the mesh.
+      rows: for weights that stages of a pipeline have their own of, how layers are spread over these: by the leaves of
+        all layers in order, or the one leaf that holds them all.
 
     Raises:
       ValueError: what the plan asks for does not divide; see `make_layout`.
@@ -48,7 +59,7 @@ def store_model(capture: Capture, trace: Trace, plan: Plan, mesh: Mesh) -> Model
     axis_sizes = dict(mesh.shape)
     layout = make_layout(trace, axis_sizes, plan.rules, sequence=plan.sequence)
     weights = [*trace.leaves_of("params"), *trace.leaves_of("frozen")]
-    used = tuple(layout.weight_spec(i, trace.classes_of(i), trace.leaves[i].shape) for i in weights)
+    used = tuple(_in_rows(i, layout.weight_spec(i, trace.classes_of(i), trace.leaves[i].shape), rows) for i in weights)
     axes = (ZERO,) if axis_sizes.get(ZERO, 1) > 1 else (DATA, *(a for a in (SEQUENCE, DEPTH) if a in axis_sizes))
     axes = tuple(a for a in axes if axis_sizes.get(a, 1) > 1)
     layer_dims = {trace.dims.class_of(d) for d in trace.dims.layers}
@@ -62,14 +73,17 @@ def store_model(capture: Capture, trace: Trace, plan: Plan, mesh: Mesh) -> Model
 
     state = tuple(state_spec(i, spec) for i, spec in zip(weights, used, strict=True)) if plan.zero_stage else used
     kept = state if plan.zero_stage == 3 else used
-    stacks = [group for run in trace.runs for group in _stacked_inputs(trace, run.stacked)]
+    stacks = [*rows, *(group for run in trace.runs for group in _stacked_inputs(trace, run.stacked))]
+    rows_of = {group[0]: found for group, found in rows.items()}
     num_params, num_frozen = len(trace.leaves_of("params")), len(trace.leaves_of("frozen"))
 
     def storage(tree: PyTree, start: int, spec_of: Callable[[int], PartitionSpec]) -> Storage:
         leaves = jax.tree.leaves(tree)
         groups = [tuple(i - start for i in g) for g in stacks if all(start <= i < start + len(leaves) for i in g)]
         groups = stackable(groups, leaves)
-        return make_storage(tree, groups, spec_of, axis_sizes, lambda i: trace.form_of(start + i))
+        return make_storage(
+            tree, groups, spec_of, axis_sizes, lambda i: trace.form_of(start + i), lambda i: rows_of.get(start + i)
+        )
 
     def carried_spec(i: int) -> PartitionSpec:
         leaf = trace.leaves[num_params + num_frozen + i]
@@ -87,9 +101,30 @@ def store_model(capture: Capture, trace: Trace, plan: Plan, mesh: Mesh) -> Model
     )
 
 
+def _in_rows(leaf: int, spec: PartitionSpec, rows: Mapping[tuple[int, ...], Rows]) -> PartitionSpec:
+    """The placement of a leaf that holds all layers: its first dim goes over the stages."""
+    return PartitionSpec(rows[leaf,].axis, *spec[1:]) if (leaf,) in rows else spec
+
+
 def _stacked_inputs(trace: Trace, stacked: Sequence[tuple[Any, ...]]) -> list[tuple[int, ...]]:
     index = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
     return [tuple(index[v] for v in group) for group in stacked if all(v in index for v in group)]
+
+
+def make_placer(
+    trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh, layout: Layout, draw: Draw | None = None
+) -> Placer:
+    """The hooks that place a trace of this model; arguments as for `place_loss`."""
+    # With one batch, stage 1 splits gradients too: a reduce-scatter moves half of what an all-reduce does, and the
+    # update needs no more. With micro-batches, gradients of stages 1 and 2 are reduced once, after the last of them.
+    reduces_here = plan.zero_stage == 3 or (plan.zero_stage >= 1 and plan.microbatches == 1)
+    gradient = storage.state_specs if reduces_here else storage.used_specs
+    weights = {
+        i: WeightPlacement(used, grad)
+        for i, (used, grad) in enumerate(zip(storage.used_specs, gradient, strict=True))
+    }
+    gathers = plan.zero_stage == 3 and math.prod(mesh.shape.values()) > 1
+    return Placer(trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence)
 
 
 def place_loss(
@@ -112,22 +147,13 @@ def place_loss(
       layout: of this trace, if it is not the one that decided the storage.
       draw: how random numbers are drawn, if the trace is of some devices' rows (`cjax.sharding.local`).
     """
-    # With one batch, stage 1 splits gradients too: a reduce-scatter moves half of what an all-reduce does, and the
-    # update needs no more. With micro-batches, gradients of stages 1 and 2 are reduced once, after the last of them.
-    reduces_here = plan.zero_stage == 3 or (plan.zero_stage >= 1 and plan.microbatches == 1)
-    gradient = storage.state_specs if reduces_here else storage.used_specs
-    weights = {
-        i: WeightPlacement(used, grad)
-        for i, (used, grad) in enumerate(zip(storage.used_specs, gradient, strict=True))
-    }
-    gathers = plan.zero_stage == 3 and math.prod(mesh.shape.values()) > 1
     layout = layout or storage.layout
-    placer = Placer(trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence)
+    placer = make_placer(trace, storage, plan, mesh, layout, draw)
     sizes = [len(trace.leaves_of(kind)) for kind in ("params", "frozen", "carried", "batch")]
     groups: list[tuple[int, ...]] = []
     offset = 0
     for part, size in zip((storage.params, storage.frozen, storage.carried), sizes, strict=False):
-        groups += [tuple(i + offset for i in group) for group in part.groups]
+        groups += [tuple(i + offset for i in group) for group in part.layer_groups]
         offset += size
     groups += [(i,) for i in range(offset, len(trace.leaves))]
     num_results = len(trace.closed.jaxpr.outvars) - sizes[2]
@@ -143,7 +169,8 @@ def place_loss(
             placer.constrain(x, layout.spec(trace.classes_of(i), x.shape)) if x.ndim else x
             for i, x in zip(batch_leaves, batch, strict=True)
         ]
-        stored = [*storage.params.unpad(params), *storage.frozen.unpad(frozen), *storage.carried.unpad(carried)]
+        trees = ((storage.params, params), (storage.frozen, frozen), (storage.carried, carried))
+        stored = [array for tree, arrays in trees for array in tree.in_layer_order(arrays)]
         outs = run([*stored, *batch, key, index])
         return [*outs[:num_results], *storage.carried.pad(outs[num_results:])]
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend import core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cjax.sharding.storage import Storage, make_storage, stackable
+from cjax.sharding.storage import Rows, Storage, make_storage, stackable
 from cjax.trace.dims import Dims, find_dims
 from cjax.trace.refine import refine
 from cjax.trace.refine_rules import Form, expand, whole
@@ -63,7 +63,7 @@ def store_optimizer(
     first, state_shape = jax.make_jaxpr(optimizer.init, return_shape=True)(params_shape)
     owners = _owners(leaf_names(params_shape), leaf_names(state_shape))
     state_leaves = jax.tree.leaves(state_shape)
-    groups = stackable(_stacks(owners, [s.leaves for s in params.slots if s.is_stack]), state_leaves)
+    groups = stackable(_stacks(owners, [s.layer_leaves for s in params.slots if s.is_stack]), state_leaves)
 
     def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         updates, state = optimizer.update(grads, state, params)
@@ -74,7 +74,10 @@ def store_optimizer(
     state_forms = _state_forms(closed, forms, params_shape, state_leaves, owners)
     closed = refine(closed, [*forms, *state_forms, *forms], [*forms, *state_forms])
     placements = _placements(closed, params_shape, state_leaves, owners, forms, state_forms, spec_of)
-    storage = make_storage(state_shape, groups, placements.__getitem__, mesh.shape, state_forms.__getitem__)
+    rows_of = _state_rows(params, state_leaves, owners, groups)
+    storage = make_storage(
+        state_shape, groups, placements.__getitem__, mesh.shape, state_forms.__getitem__, rows_of.get
+    )
     in_groups = _offset(params.groups, 0)
     num_params, num_state = len(jax.tree.leaves(params_shape)), len(state_leaves)
     run = vectorize(
@@ -83,7 +86,7 @@ def store_optimizer(
         [*in_groups, *_offset(storage.groups, num_params)],
     )
     run_init = vectorize(refine(simplify(first), forms, state_forms), in_groups, storage.groups)
-    local = tuple(_stacked_spec(slot, spec_of(slot.leaves[0])) for slot in params.slots)
+    local = tuple(slot.stacked(spec_of(slot.leaves[0])) for slot in params.slots)
 
     def constrain(arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> list[jax.Array]:
         if mesh.size == 1:
@@ -114,10 +117,6 @@ def _offset(groups: Sequence[tuple[int, ...]], by: int) -> list[tuple[int, ...]]
     return [tuple(i + by for i in group) for group in groups]
 
 
-def _stacked_spec(slot: Any, spec: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(None, *spec) if slot.is_stack else spec
-
-
 def _owners(param_names: Sequence[str], state_names: Sequence[str]) -> list[tuple[str, int] | None]:
     """For each state leaf, (what it is, the parameter it belongs to): its path ends with the parameter's."""
     index = {name: i for i, name in enumerate(param_names) if name}
@@ -142,6 +141,26 @@ def _stacks(
             if all(m is not None for m in members):
                 stacks.append(tuple(m for m in members if m is not None))
     return stacks
+
+
+def _state_rows(
+    params: Storage,
+    state_leaves: Sequence[Any],
+    owners: Sequence[tuple[str, int] | None],
+    groups: Sequence[tuple[int, ...]],
+) -> dict[int, Rows]:
+    """The rows of state whose parameter's layers are spread over the stages of a pipeline, by its first leaf."""
+    slots = {leaf: slot for slot in params.slots for leaf in slot.leaves if slot.rows is not None}
+    found: dict[int, Rows] = {}
+    stacked = {group[0] for group in groups}
+    for i, (leaf, owner) in enumerate(zip(state_leaves, owners, strict=True)):
+        slot = slots.get(owner[1]) if owner else None
+        if slot is None or slot.rows is None:
+            continue
+        holds_all = not slot.is_stack and leaf.shape[:1] == slot.shape[:1]
+        if i in stacked if slot.is_stack else holds_all:
+            found[i] = slot.rows
+    return found
 
 
 def _state_forms(

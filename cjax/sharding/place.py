@@ -16,12 +16,12 @@ from jax import lax
 from jax.extend import core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cjax.mesh import SEQUENCE
+from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
 from cjax.sharding.attention import attend
 from cjax.sharding.grid_products import GridProducts
 from cjax.sharding.layout import NO_SEQUENCE, Layout
-from cjax.sharding.lookup import is_lookup, look_up, pick, picked_dim
+from cjax.sharding.lookup import find_rows, is_lookup, look_up, pick, picked_dim
 from cjax.sharding.sequence import attention_groups, is_attention
 from cjax.trace.dims import Scope
 from cjax.trace.groups import Changed, Group
@@ -131,9 +131,12 @@ class Placer(Hooks):
         return self.constrain(value, self._layout.spec(self._trace.dims.of(var, scope), value.shape))
 
     def _looked_up(self, eqn: Any, ins: list[Any], scope: Scope) -> jax.Array | None:
-        """The result of a gather from what a grid splits: the compiler's own would move more, or stop the process."""
+        """The result of a gather from what a grid splits, or a stage of a pipeline: the compiler's own would move more,
+        or stop the process."""
         grid = self._layout.grid
-        if grid is None or eqn.primitive.name != "gather" or any(isinstance(v, jex.Literal) for v in eqn.invars):
+        if eqn.primitive.name != "gather" or any(isinstance(v, jex.Literal) for v in eqn.invars):
+            return None
+        if grid is None and PIPE not in jax.sharding.get_abstract_mesh().manual_axes:
             return None
         numbers, (operand, indices), dims = eqn.params["dimension_numbers"], eqn.invars, self._trace.dims
         classes, dim = list(dims.of(operand, scope)), picked_dim(eqn)
@@ -141,12 +144,17 @@ class Placer(Hooks):
         if dim is not None and spec[dim] is not None:
             value = raised(ins[0], operand) if self._lowering else ins[0]
             return pick(eqn, value, ins[1], spec, dim, self._mesh)
+        rows = self._layout.spec(dims.of(indices, scope), indices.aval.shape)
+        if grid is None:
+            split = [d for d, axes in enumerate(spec) if axes]
+            if not is_lookup(eqn) or split != list(numbers.collapsed_slice_dims):
+                return None
+            return find_rows(eqn, ins[0], ins[1], spec, rows, self._mesh)
         if scope.origin.get(operand) not in self._layout.weights or not is_lookup(eqn):
             return None
         (dim,) = numbers.collapsed_slice_dims
         rest = self._layout.spec([-1 if d == dim else c for d, c in enumerate(classes)], operand.aval.shape)
         spec = PartitionSpec(*(grid.weight if d == dim else axes for d, axes in enumerate(rest)))
-        rows = self._layout.spec(dims.of(indices, scope), indices.aval.shape)
         # As the result will be: features on one axis leave the batch the others.
         out = self._layout.spec(dims.of(eqn.outvars[0], scope), eqn.outvars[0].aval.shape)
         behind = [axes for d, axes in enumerate(out) if d not in numbers.offset_dims]
@@ -191,6 +199,9 @@ class Placer(Hooks):
             return body
         # Inside a scan the loop itself keeps XLA from merging the second computation with the first.
         return jax.checkpoint(body, policy=POLICIES[self._remat], prevent_cse=False)
+
+    def block(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        return body if self._remat == "none" else jax.checkpoint(body, policy=POLICIES[self._remat], prevent_cse=False)
 
     @property
     def remakes_weights(self) -> bool:

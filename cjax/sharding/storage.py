@@ -5,6 +5,7 @@ same leaf of every layer stacked on a new first dim, a dim that packs several te
 what its mesh axes divide.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.trace.refine_rules import Form, expand, whole
@@ -20,10 +22,35 @@ PyTree = Any
 
 
 @dataclass(frozen=True)
+class Rows:
+    """How the layers of a stack are spread over the stages of a pipeline: the layer in each row, -1 where none is."""
+
+    axis: str
+    order: tuple[int, ...]
+
+    @functools.cached_property
+    def filled(self) -> tuple[int, ...]:
+        """The rows that have a layer."""
+        return tuple(row for row, layer in enumerate(self.order) if layer >= 0)
+
+    @functools.cached_property
+    def layers(self) -> tuple[int, ...]:
+        """The layers, in the order of their rows."""
+        return tuple(layer for layer in self.order if layer >= 0)
+
+    @functools.cached_property
+    def places(self) -> tuple[int, ...] | None:
+        """For each layer, where it is in `layers`; None where they are in order."""
+        places = tuple(sorted(range(len(self.layers)), key=self.layers.__getitem__))
+        return None if places == tuple(range(len(places))) else places
+
+
+@dataclass(frozen=True)
 class Slot:
     """One stored array: the leaves of the user's tree in it, their shape, and its placement.
 
-    `shape` is the user's with packed dims taken apart, as the trace has it; `form` says into how many parts.
+    `shape` is the user's with packed dims taken apart, as the trace has it; `form` says into how many parts. `rows`, of
+    a pipeline, are those of the stack, or of the first dim of a leaf that holds all layers.
     """
 
     leaves: tuple[int, ...]
@@ -32,6 +59,7 @@ class Slot:
     padded: tuple[int, ...]
     spec: PartitionSpec
     form: Form
+    rows: Rows | None = None
 
     @property
     def is_stack(self) -> bool:
@@ -52,34 +80,78 @@ class Slot:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        return (len(self.leaves), *self.padded) if self.is_stack else self.padded
+        if not self.is_stack:
+            return self.padded
+        return (len(self.rows.order) if self.rows else len(self.leaves), *self.padded)
 
     @property
     def stored_spec(self) -> PartitionSpec:
-        return PartitionSpec(None, *self.spec) if self.is_stack else self.spec
+        return self.stacked(self.spec)
+
+    def stacked(self, spec: PartitionSpec) -> PartitionSpec:
+        """`spec` of one leaf, for what is stored."""
+        return PartitionSpec(self.rows.axis if self.rows else None, *spec) if self.is_stack else spec
+
+    @property
+    def layer_leaves(self) -> tuple[int, ...]:
+        """The leaves in the order of the layers."""
+        places = self.rows.places if self.rows and self.is_stack else None
+        return self.leaves if places is None else tuple(self.leaves[i] for i in places)
+
+    def in_layer_order(self, array: jax.Array) -> jax.Array:
+        """An array without padding, its layers in the model's order."""
+        places = self.rows.places if self.rows else None
+        return array if places is None else array[np.array(places)]
+
+    def in_row_order(self, array: jax.Array) -> jax.Array:
+        """The reverse of `in_layer_order`."""
+        layers = self.rows.layers if self.rows and self.rows.places else None
+        return array if layers is None else array[np.array(layers)]
 
     def unpad(self, array: jax.Array) -> jax.Array:
         """The stored array (of one layer or of all) without its padding."""
+        rows = self._rows_of(array)
+        if rows is not None:
+            num = len(rows.filled)
+            array = array[:num] if rows.filled[-1] < num else array[np.array(rows.filled)]
         if self.padded == self.shape:
             return array
         lead = array.ndim - len(self.shape)
         return array[(slice(None),) * lead + tuple(slice(0, n) for n in self.shape)]
 
     def pad(self, array: jax.Array) -> jax.Array:
-        if self.padded == self.shape:
-            return array
         lead = array.ndim - len(self.shape)
-        return jnp.pad(array, [(0, 0)] * lead + [(0, p - n) for n, p in zip(self.shape, self.padded, strict=True)])
+        padded = list(zip(self.shape, self.padded, strict=True))
+        rows = self.rows if self.rows and (lead == 1 or not self.is_stack) else None
+        if rows is not None and not self.is_stack:
+            padded[0] = (self.shape[0], self.shape[0])  # its rows are dealt with below
+        if any(n != p for n, p in padded):
+            array = jnp.pad(array, [(0, 0)] * lead + [(0, p - n) for n, p in padded])
+        if rows is None or len(rows.filled) == len(rows.order):
+            return array
+        more = len(rows.order) - len(rows.filled)
+        if rows.filled[-1] < len(rows.filled):
+            return jnp.pad(array, [(0, more)] + [(0, 0)] * (array.ndim - 1))
+        # A row without a layer takes zeros from behind the last layer.
+        sources = np.full(len(rows.order), len(rows.filled))
+        sources[list(rows.filled)] = np.arange(len(rows.filled))
+        return jnp.take(jnp.pad(array, [(0, 1)] + [(0, 0)] * (array.ndim - 1)), sources, axis=0)
 
+    def _rows_of(self, array: jax.Array) -> Rows | None:
+        """The rows of an array with padding, if it has some without a layer."""
+        whole = array.ndim > len(self.shape) or not self.is_stack
+        return self.rows if self.rows and whole and len(self.rows.filled) < len(self.rows.order) else None
 
     def load(self, array: jax.Array) -> jax.Array:
         """The stored array (of one layer or of all) in the user's shape."""
         array = self.unpad(array)
+        array = array if self.is_stack else self.in_layer_order(array)
         return array.reshape(array.shape[: array.ndim - len(self.shape)] + self.logical)
 
     def store(self, array: jax.Array) -> jax.Array:
         """An array in the user's shape (of one layer or of all) as it is stored."""
-        return self.pad(array.reshape(array.shape[: array.ndim - len(self.logical)] + self.shape))
+        array = array.reshape(array.shape[: array.ndim - len(self.logical)] + self.shape)
+        return self.pad(array if self.is_stack else self.in_row_order(array))
 
 
 @dataclass(frozen=True)
@@ -122,6 +194,15 @@ class Storage:
     def shape(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         return tuple(jax.ShapeDtypeStruct(slot.stored_shape, slot.dtype) for slot in self.slots)
 
+    @property
+    def layer_groups(self) -> tuple[tuple[int, ...], ...]:
+        """`groups`, each in the order of the layers."""
+        return tuple(slot.layer_leaves for slot in self.slots)
+
+    def in_layer_order(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """Stored arrays without their padding, as `layer_groups` says."""
+        return [slot.in_layer_order(slot.unpad(array)) for slot, array in zip(self.slots, stored, strict=True)]
+
     def unpad(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Stored arrays without their padding, still stacked."""
         return [slot.unpad(array) for slot, array in zip(self.slots, stored, strict=True)]
@@ -158,6 +239,7 @@ def make_storage(
     spec_of: Callable[[int], PartitionSpec],
     axis_sizes: Mapping[str, int],
     form_of: Callable[[int], Form | None],
+    rows_of: Callable[[int], Rows | None] = lambda leaf: None,
 ) -> Storage:
     """Storage of `tree` (of ShapeDtypeStructs).
 
@@ -167,6 +249,7 @@ def make_storage(
       spec_of: the placement of a leaf, by index; that of a group is its first leaf's.
       axis_sizes: sizes of the mesh axes, for padding.
       form_of: how a leaf's dims are taken apart, by index; None where they are not. Its placement is of that shape.
+      rows_of: how layers are spread over the stages of a pipeline, by the first leaf of a group.
     """
     leaves, treedef = jax.tree.flatten(tree)
     stacked = {leaf for group in groups for leaf in group}
@@ -179,7 +262,12 @@ def make_storage(
         entries = [*spec, *[None] * (len(shape) - len(spec))]
         shards = [math.prod(axis_sizes[a] for a in axes_of_entry(entry)) for entry in entries]
         padded = tuple(-(-n // s) * s for n, s in zip(shape, shards, strict=True))
-        slots.append(Slot(group, shape, leaf.dtype, padded, PartitionSpec(*entries), form))
+        rows = rows_of(group[0])
+        if rows is not None and len(group) > 1:
+            group = tuple(group[layer] for layer in rows.layers)
+        elif rows is not None:
+            padded = (len(rows.order), *padded[1:])
+        slots.append(Slot(group, shape, leaf.dtype, padded, PartitionSpec(*entries), form, rows))
     return Storage(treedef, tuple(slots))
 
 

@@ -1,4 +1,4 @@
-"""The one seam between a model and its training: parameters and a batch in, loss and gradients out.
+"""Loss and gradients of a whole batch, or of its parts one after the other.
 
 `plain` differentiates the whole batch at once. The others run it in parts, one after the other, and add up the
 gradients; a part takes every m-th row, so that each device's rows of a part are rows it already has. `micro_batched`
@@ -74,7 +74,7 @@ def micro_batched(
 
     def gradients(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> Any:
         sums, grads = _sum_parts(loss, num_microbatches, constrain, params, frozen, carried, batch, key)
-        return _averaged(sums, grads, num_microbatches, denominator)
+        return averaged(sums, grads, num_microbatches, denominator)
 
     return gradients
 
@@ -143,7 +143,7 @@ def locally_accumulated(
         return totals, sums.carried, tuple(g[None] for g in grads)  # a dim that tells the devices' sums apart
 
     def reduce(grads: Arrays) -> Arrays:
-        return tuple(_reduce(g[0], how, axes) for g, how in zip(grads, reductions, strict=True))
+        return tuple(reduce_gradient(g[0], how, axes) for g, how in zip(grads, reductions, strict=True))
 
     def gradients(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> Any:
         whole = PartitionSpec()
@@ -160,16 +160,22 @@ def locally_accumulated(
             out_specs=tuple(how.placed for how in reductions), check_vma=False,
         )(grads)  # fmt: skip
         sums = Evaluated(total, weight, aux, carried)
-        return _averaged(sums, grads, num_microbatches * num_shards, denominator)
+        return averaged(sums, grads, num_microbatches * num_shards, denominator)
 
     return gradients
 
 
-def _reduce(grad: jax.Array, how: Reduction, axes: tuple[str, ...]) -> jax.Array:
+def reduce_gradient(grad: jax.Array, how: Reduction, axes: tuple[str, ...]) -> jax.Array:
     if how.scatter:
         grad = lax.psum_scatter(grad, how.scatter, scatter_dimension=how.dim, tiled=True)
     rest = tuple(axis for axis in axes if axis not in how.scatter)
     return lax.psum(grad, rest) if rest else grad
+
+
+def cut_rows(leaf: jax.Array, num_microbatches: int) -> jax.Array:
+    """Rows by micro-batch: every m-th row is one's."""
+    rows = leaf.reshape(leaf.shape[0] // num_microbatches, num_microbatches, *leaf.shape[1:])
+    return jnp.moveaxis(rows, 1, 0)
 
 
 def _sum_parts(
@@ -184,12 +190,8 @@ def _sum_parts(
 ) -> tuple[Evaluated, Arrays]:
     """All parts one after the other: what they give and their gradients, added up."""
 
-    def cut(leaf: jax.Array) -> jax.Array:
-        rows = leaf.reshape(leaf.shape[0] // num_microbatches, num_microbatches, *leaf.shape[1:])
-        return jnp.moveaxis(rows, 1, 0)
-
     leaves, treedef = jax.tree.flatten(batch)
-    parts = constrain([cut(leaf) for leaf in leaves if leaf.ndim])
+    parts = constrain([cut_rows(leaf, num_microbatches) for leaf in leaves if leaf.ndim])
 
     def one(sums: Any, x: Any) -> Any:
         index, rows = x
@@ -214,7 +216,7 @@ def _sum_parts(
     return Evaluated(total, weight, aux, carried), grads
 
 
-def _averaged(sums: Evaluated, grads: Arrays, num_parts: int, denominator: Denominator) -> tuple[Evaluated, Arrays]:
+def averaged(sums: Evaluated, grads: Arrays, num_parts: int, denominator: Denominator) -> tuple[Evaluated, Arrays]:
     """The loss and gradients of the whole from the sums over its parts."""
     # Without a weight each part is a mean over equally many rows: their sum is over their number.
     weight = None if sums.weight is None else denominator(sums.weight)

@@ -1,0 +1,32 @@
+"""The one seam between a model and its training: parameters and a batch in, loss and gradients out."""
+
+from cjax.gradients.accumulated import (
+    Denominator,
+    Evaluated,
+    Gradients,
+    Loss,
+    Reduction,
+    locally_accumulated,
+    mean,
+    micro_batched,
+    plain,
+    reduction,
+)
+from cjax.gradients.line import Line, arrange_stages
+from cjax.gradients.pipelined import pipelined
+
+__all__ = [
+    "Denominator",
+    "Evaluated",
+    "Gradients",
+    "Line",
+    "Loss",
+    "Reduction",
+    "arrange_stages",
+    "locally_accumulated",
+    "mean",
+    "micro_batched",
+    "pipelined",
+    "plain",
+    "reduction",
+]

@@ -1,0 +1,99 @@
+"""How a traced model goes through a pipeline: its layers cut into blocks, the order of work, where each is kept."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cjax.mesh import PIPE
+from cjax.pipeline.partition import Partition, partition
+from cjax.pipeline.schedule import build
+from cjax.pipeline.table import Schedule
+from cjax.plan import Plan
+from cjax.sharding.storage import Rows
+from cjax.trace.reading import Trace
+from cjax.trace.stacks import Stack, find_stacks, what_carried_needs
+
+
+@dataclass(frozen=True)
+class Line:
+    """A model on its way through the stages.
+
+    Args:
+      stacks: of layers, in the trace.
+      schedule: which stage does what when.
+      part: the layers of each block.
+    """
+
+    stacks: tuple[Stack, ...]
+    schedule: Schedule
+    part: Partition
+
+    @property
+    def rows(self) -> Mapping[tuple[int, ...], Rows]:
+        """For the weights of layers, how these are spread over the stages."""
+        return {
+            group: Rows(PIPE, self.part.order(k)) for k, stack in enumerate(self.stacks) for group in stack.weights
+        }
+
+    def stacks_of(self, trace: Trace) -> tuple[Stack, ...]:
+        """The same stacks in another trace of this model: the loss on other rows, say."""
+        stacks = find_stacks(trace)
+        assert [stack.weights for stack in stacks] == [stack.weights for stack in self.stacks], "another model's trace"
+        return stacks
+
+
+def arrange_stages(trace: Trace, plan: Plan) -> Line:
+    """Cut a model into the stages that a plan asks for.
+
+    Raises:
+      ValueError: no stack of layers, or too few layers; a schedule that does not suit the number of micro-batches; a
+        model that carries state from one batch to the next that depends on its examples.
+    """
+    size, chunks = plan.pipeline.size, plan.pipeline.chunks
+    stacks = find_stacks(trace)
+    if not stacks:
+        raise ValueError(
+            f"pipeline={plan.pipeline} needs layers that repeat, and none were found: {_found(trace)}. Give the model "
+            "two or more equal layers in a row, each with weights of its own (a list of blocks, or nn.scan), or leave "
+            "`pipeline` out of the plan."
+        )
+    short = min(stacks, key=lambda stack: stack.length)
+    if short.length < size * chunks:
+        each = f" and {chunks} chunks each" if chunks > 1 else ""
+        works = f"pipeline={plan.pipeline.schedule}:{short.length // chunks}{f'/{chunks}' if chunks > 1 else ''}"
+        instead = f"write {works}, or" if short.length // chunks > 1 else "write"
+        raise ValueError(
+            f"pipeline={plan.pipeline} needs {size * chunks} layers for {size} stages{each}, and "
+            f"{_named(trace, short)} has {short.length}: {instead} a plan without pipeline."
+        )
+    if names := what_carried_needs(trace, stacks):
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        raise ValueError(
+            f"pipeline={plan.pipeline}: this model carries {', '.join(names[:2])}{more} from step to step, which "
+            "depend on the examples (running averages of a BatchNorm, say). A pipeline takes normalisations without "
+            "state, such as LayerNorm or GroupNorm; or leave `pipeline` out of the plan."
+        )
+    schedule = _schedule(plan, len(stacks))
+    return Line(stacks, schedule, partition([stack.length for stack in stacks], schedule.route))
+
+
+def _schedule(plan: Plan, num_stacks: int) -> Schedule:
+    """The table. Every stage holds a part of each stack, so that of several stacks each is a chunk more."""
+    kind, size, chunks = plan.pipeline.schedule, plan.pipeline.size, plan.pipeline.chunks * num_stacks
+    if num_stacks > 1 and kind == "1f1b":
+        kind = "interleaved"
+    try:
+        return build(kind, size, plan.microbatches, chunks)
+    except ValueError as error:
+        what = f" for a model of {num_stacks} stacks of layers" if num_stacks > 1 else ""
+        raise ValueError(f"pipeline={plan.pipeline}{what}: {error}") from None
+
+
+def _named(trace: Trace, stack: Stack) -> str:
+    return f"the stack of {trace.leaves[stack.weights[0][0]].name!r}"
+
+
+def _found(trace: Trace) -> str:
+    if not trace.runs:
+        return f"{len(trace.closed.jaxpr.eqns)} operations, of which no stretch repeats"
+    lengths = ", ".join(f"{run.repeats} times {run.period} operations" for run in trace.runs)
+    return f"what repeats ({lengths}) has no weights of its own"

@@ -1,0 +1,108 @@
+"""Gradients of a batch whose parts go through a pipeline of stages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from cjax.gradients.accumulated import (
+    Arrays,
+    Denominator,
+    Evaluated,
+    Gradients,
+    Reduction,
+    averaged,
+    cut_rows,
+    reduce_gradient,
+)
+from cjax.mesh import PIPE
+from cjax.pipeline.execute import Executor
+from cjax.sharding.staged import StagedModel
+
+PyTree = Any
+
+
+def pipelined(
+    model: StagedModel,
+    executor: Executor,
+    num_microbatches: int,
+    axes: tuple[str, ...],
+    reductions: Sequence[Reduction],
+    mesh: Mesh,
+    denominator: Denominator,
+) -> Gradients:
+    """Gradients of a batch whose parts go through a pipeline.
+
+    Args:
+      model: the loss in stages, of one part or of one device's rows of it.
+      executor: runs the stages.
+      num_microbatches: how many parts.
+      axes: mesh axes that split the batch and are manual too: their gradients are reduced once, at the end. Empty if
+        the compiler deals with them, at every part.
+      reductions: of each stored array's gradient over these axes.
+      mesh: the mesh.
+      denominator: what the sum of all totals is divided by, from the sum of all weights.
+    """
+    num_shards = 1
+    for axis in axes:
+        num_shards *= mesh.shape[axis]
+    shared = PartitionSpec((*axes, PIPE))
+
+    def inside(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> Any:
+        leaves = jax.tree.leaves(batch)
+        parts = [cut_rows(leaf, num_microbatches) if leaf.ndim else leaf for leaf in leaves]
+        numbers = jnp.arange(num_microbatches, dtype=jnp.int32)
+
+        def rows(index: Any) -> list[Any]:
+            return [
+                lax.dynamic_index_in_dim(x, index, keepdims=False) if leaf.ndim else x
+                for x, leaf in zip(parts, leaves, strict=True)
+            ]
+
+        def advance(carried: Arrays, index: Any) -> tuple[Arrays, Arrays]:
+            return model.next_carried(params, frozen, carried, rows(0), key, index), carried
+
+        new, history = lax.scan(advance, carried, numbers)
+
+        def given(index: Any) -> list[Any]:
+            now = tuple(lax.dynamic_index_in_dim(x, index, keepdims=False) for x in history)
+            return model.given(frozen, now, rows(index), key, jnp.asarray(index, jnp.int32))
+
+        (total, weight, aux), own, stacks = executor(model.shared(params), model.stacks(params, frozen), given)
+        totals = lax.psum((total, weight, aux), (*axes, PIPE))
+        grads = model.stored_gradients(own, stacks)
+        lead = [axes or not is_stack for is_stack in model.in_stacks]
+        # A dim that tells the devices' sums apart.
+        return totals, new, tuple(g[None] if some else g for g, some in zip(grads, lead, strict=True))
+
+    def gradients(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> Any:
+        whole = PartitionSpec()
+        batch_specs = jax.tree.map(lambda leaf: PartitionSpec(axes or None) if leaf.ndim else whole, batch)
+        stack_grads = PartitionSpec(axes, PIPE) if axes else PartitionSpec(PIPE)
+        run = jax.shard_map(
+            inside, mesh=mesh, axis_names={*axes, PIPE}, check_vma=False,
+            in_specs=(model.stage_specs("params"), model.stage_specs("frozen"), whole, batch_specs, whole),
+            out_specs=(whole, whole, tuple(stack_grads if is_stack else shared for is_stack in model.in_stacks)),
+        )  # fmt: skip
+        (total, weight, aux), new, grads = run(params, frozen, carried, batch, key)
+        if axes:
+            leads = [axes if is_stack else (*axes, PIPE) for is_stack in model.in_stacks]
+            specs = [PartitionSpec(lead, *how.summed) for lead, how in zip(leads, reductions, strict=True)]
+
+            def reduce(grads: Arrays) -> Arrays:
+                return tuple(
+                    reduce_gradient(g[0], how, lead) for g, how, lead in zip(grads, reductions, leads, strict=True)
+                )
+
+            grads = jax.shard_map(
+                reduce, mesh=mesh, in_specs=(tuple(specs),), out_specs=tuple(how.placed for how in reductions),
+                check_vma=False,
+            )(grads)  # fmt: skip
+        else:
+            grads = tuple(g if is_stack else g.sum(0) for g, is_stack in zip(grads, model.in_stacks, strict=True))
+        return averaged(Evaluated(total, weight, aux, new), grads, num_microbatches * num_shards, denominator)
+
+    return gradients

@@ -1,0 +1,463 @@
+"""Any schedule as one program that all stages run, in a region that is manual over the pipe axis.
+
+A `lax.scan` goes through the ticks. In each a stage looks up what it does: F stores what its layers save, B and W read
+that. Whatever is sent moves on between two ticks. Autodiff never sees the loop: each op differentiates its own layers,
+so memory is that of the places that the schedule needs, whatever the number of micro-batches.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cjax.pipeline.partition import Partition
+from cjax.pipeline.route import Kind
+from cjax.pipeline.table import Schedule
+from cjax.pipeline.wiring import wire
+from cjax.trace.backward import Derivative, is_real
+from cjax.trace.stages import Stages
+
+Arrays = list[Any]
+Row = dict[str, jax.Array]
+State = dict[str, Any]
+
+
+class Executor:
+    """Runs a schedule.
+
+    Args:
+      stages: the model, in parts.
+      schedule: when stages do what.
+      part: which layers they hold.
+      trained: for each stack, which of its weights are trained.
+      axis: the mesh axis of the stages.
+      together: whether all stages take part in what any of them does in a tick, and those with nothing to do throw it
+        away. Needed where an op permutes over other axes: XLA may expect every device of the program at a permute.
+      total: results of the loss -> (its total, results that are added up over micro-batches).
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        schedule: Schedule,
+        part: Partition,
+        trained: Sequence[Sequence[bool]],
+        axis: str,
+        together: bool,
+        total: Callable[[Arrays], tuple[jax.Array, Any]],
+    ) -> None:
+        self._stages, self._schedule, self._part, self._axis, self._total = stages, schedule, part, axis, total
+        self._together = together
+        self._trained = [list(which) for which in trained]
+        self._wiring = wire(schedule, part)
+        self._num_stacks = len(part.rows)
+
+    def __call__(
+        self, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays]
+    ) -> tuple[Any, Arrays, list[Arrays]]:
+        """Results of the loss added up, gradients of `shared` and of the trained `stacks`.
+
+        On each stage, results and gradients of `shared` are its own share: they are to be added up over the axis.
+
+        Args:
+          shared: parameters that no stack has one each of, as stored.
+          stacks: for each stack its weights, the stage's own rows of them.
+          given: micro-batch -> all other inputs, as stored.
+        """
+        return _Run(self, shared, stacks, given).run()
+
+
+class _Run:
+    """One run: what is alike in all ticks. Methods that take a state give it back changed."""
+
+    def __init__(
+        self, executor: Executor, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays]
+    ) -> None:
+        e = executor
+        self.stages, self.part, self.wiring, self.split = e._stages, e._part, e._wiring, e._schedule.split
+        self.axis, self.total, self.num_stacks, self.together = e._axis, e._total, e._num_stacks, e._together
+        self.num_ticks, self.num_stages = e._schedule.num_ticks, e._schedule.num_stages
+        self.shared, self.given, self.which = shared, given, e._trained
+        self.stacks = stacks
+        cut, first = self.stages.cut, given(0)
+        self.once = [self.stages.once(k, shared, first) for k in range(self.num_stacks)]
+        self.learned = [
+            [is_learned and is_real(x) for x, is_learned in zip(values, which, strict=True)]
+            for values, which in zip(self.once, cut.learned, strict=True)
+        ]
+        self.payloads = [jax.eval_shape(lambda: self.stages.enter(shared, given(0)))]
+        for k in range(self.num_stacks - 1):
+            leave = functools.partial(self.stages.leave, k, shared)
+            self.payloads.append(jax.eval_shape(lambda p, leave=leave: leave(given(0), p), self.payloads[k]))
+        self.places, self.message = _union(self.payloads)
+        self.derivatives = [self._derivative(k) for k in range(self.num_stacks)]
+
+    def _derivative(self, k: int) -> Derivative:
+        layer = self.stages.hooks.block(functools.partial(self._layer, k))
+        weights = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in self.stacks[k]]
+        beside = jax.eval_shape(lambda: self.stages.beside(k, self.shared, self.given(0)))
+
+        def inputs(weights: Arrays, beside: Arrays) -> tuple[Arrays, Arrays]:
+            return self._operands(k, self.stages.ready(k, weights), beside, jnp.int32(0))
+
+        own, fixed = jax.eval_shape(inputs, weights, beside)
+        return Derivative(layer, own, fixed, self.payloads[k])
+
+    def _operands(self, k: int, ready: Arrays, beside: Arrays, index: Any) -> tuple[Arrays, Arrays]:
+        """(with gradients, without) of what a layer reads beside what it is handed."""
+        own = [w for w, trained in zip(ready, self.which[k], strict=True) if trained]
+        own += [x for x, learned in zip(self.once[k], self.learned[k], strict=True) if learned]
+        fixed = [w for w, trained in zip(ready, self.which[k], strict=True) if not trained]
+        fixed += [x for x, learned in zip(self.once[k], self.learned[k], strict=True) if not learned]
+        return own, [*fixed, *beside, index]
+
+    def _layer(self, k: int, own: Arrays, fixed: Arrays, payload: Arrays) -> Arrays:
+        own_, fixed_ = iter(own), iter(fixed)
+        ready = [next(own_) if trained else None for trained in self.which[k]]
+        once = [next(own_) if learned else None for learned in self.learned[k]]
+        ready = [next(fixed_) if w is None else w for w in ready]
+        once = [next(fixed_) if x is None else x for x in once]
+        *beside, index = fixed_
+        return self.stages.layer(k, ready, once, beside, index, payload)
+
+    # -- the loop --
+    def run(self) -> tuple[Any, Arrays, list[Arrays]]:
+        stage = lax.axis_index(self.axis)
+
+        def mine(table: np.ndarray) -> jax.Array:
+            return jnp.asarray(table)[:, stage]
+
+        tables = {kind: self._columns(dict(columns)) for kind, columns in self.wiring.ops.items()}
+        rows = jax.tree.map(mine, {"ops": tables, "arrivals": dict(self.wiring.arrivals)})
+        state, _ = lax.scan(self._tick, self._empty(), rows, length=self.num_ticks)
+        return state["results"], self._gradients_of_shared(state), state["stacks"]
+
+    def _columns(self, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What stages look up: for what they do together, also what any of them does."""
+        if not self.together:
+            return columns
+        for k in range(self.num_stacks):
+            doing = columns["does"] == k + 1
+            for name in ("does", "starts", "ends"):
+                flags = doing & (columns[name] > 0)
+                columns[f"any {name} {k}"] = np.broadcast_to(flags.any(1, keepdims=True), flags.shape)
+        return columns
+
+    def _empty(self) -> State:
+        def room(shapes: Arrays, *lead: int) -> Arrays:
+            return [jnp.zeros((*lead, *s.shape), s.dtype) for s in shapes]
+
+        wiring, rows = self.wiring, self.part.rows
+        spare = int(self.together)  # a place for what is thrown away
+        slots, end_slots = [n + spare for n in wiring.slots], [n + spare for n in wiring.end_slots]
+        results = jax.eval_shape(self._results, self.shared, self.payloads[-1], self.given(0))[1]
+        numbers = range(self.num_stacks)
+        own = [[w for w, trained in zip(self.stacks[k], self.which[k], strict=True) if trained] for k in numbers]
+        return {
+            "saved": [room(self.derivatives[k].saved, slots[k], rows[k]) for k in numbers],
+            "crossing": [
+                room(self.derivatives[k].crossing, slots[k], rows[k]) if self.split else [] for k in numbers
+            ],
+            "ends": [room(self.payloads[k], end_slots[k]) for k in numbers],
+            "inbox": room(self.message, wiring.num_messages + 1),
+            "shared": room(self.shared),
+            "stacks": [room(weights) for weights in own],
+            "once": [[_sum_like(x) for x in self._learned_once(k)] for k in numbers],
+            "results": jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), results),
+        }
+
+    def _learned_once(self, k: int) -> Arrays:
+        return [x for x, learned in zip(self.once[k], self.learned[k], strict=True) if learned]
+
+    def _tick(self, state: State, rows: Any) -> tuple[State, None]:
+        ops: dict[Kind, Row] = rows["ops"]
+        simple = self.wiring.ways("F") <= {1} and self.wiring.ways("B") <= {-1}
+        forward, state = self._op(self._forward, ("saved", "ends"), ops["F"], state)
+        # Sent as soon as it is there, so that it travels while B and W compute.
+        arrived = {"left": self._send(forward, 1)} if simple else {}
+        changes = "shared", "results", *(("crossing",) if self.split else ("stacks", "once"))
+        backward, state = self._op(self._backward, changes, ops["B"], state)
+        if simple:
+            arrived["right"] = self._send(backward, -1)
+        else:
+            arrived["left"] = self._send(_either(ops["F"]["way"] == 1, forward, backward), 1)
+            arrived["right"] = self._send(_either(ops["F"]["way"] == -1, forward, backward), -1)
+        if self.split:
+            _, state = self._op(self._weights, ("stacks", "once"), ops["W"], state)
+        arrived |= {"F": forward, "B": backward}
+        inbox = state["inbox"]
+        for source, places in rows["arrivals"].items():
+            inbox = [_put(box, x, places) for box, x in zip(inbox, arrived[source], strict=True)]
+        return state | {"inbox": inbox}, None
+
+    def _op(
+        self, run: Callable[[int, Row, State], tuple[Arrays, State]], changes: Sequence[str], row: Row, state: State
+    ) -> tuple[Arrays, State]:
+        """What a stage does in a tick, or nothing: then its message is anything."""
+
+        def idle() -> tuple[Arrays, State]:
+            return [jnp.zeros(s.shape, s.dtype) for s in self.message], {name: state[name] for name in changes}
+
+        def busy(k: int, row: Row) -> tuple[Arrays, State]:
+            message, new = run(k, row, state)
+            return message, {name: new[name] for name in changes}
+
+        # Only what an op changes comes out of the branches, or the compiler would copy the rest.
+        if not self.together:
+            ways = [idle, *(functools.partial(busy, k, row) for k in range(self.num_stacks))]
+            message, new = lax.switch(row["does"], ways)
+            return message, state | new
+        message, _ = idle()
+        for k in range(self.num_stacks):
+            mine = row["does"] == k + 1
+            own = row | {"mine": mine, "slot": jnp.where(mine, row["slot"], self.wiring.slots[k])}
+            own["end_slot"] = jnp.where(mine & (row["ends"] == 1), row["end_slot"], self.wiring.end_slots[k])
+            found, new = lax.cond(row[f"any does {k}"], functools.partial(busy, k, own), idle)
+            message, state = _either(mine, found, message), state | new
+        return message, state
+
+    def _if(self, name: str, k: int, row: Row, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+        """`yes()` where the row says that a block `starts` or `ends` stack `k`, `no()` elsewhere."""
+        if not self.together:
+            return lax.cond(row[name] == 1, yes, no)
+        own = row["mine"] & (row[name] == 1)
+        both = functools.partial(jax.tree.map, lambda a, b: jnp.where(own, a, b))
+        return lax.cond(row[f"any {name} {k}"], lambda: both(yes(), no()), no)
+
+    def _send(self, message: Arrays, way: int) -> Arrays:
+        pairs = [(i, (i + way) % self.num_stages) for i in range(self.num_stages)]
+        return [lax.ppermute(x, self.axis, pairs) for x in message]
+
+    # -- ops --
+    def _forward(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
+        given = self.given(row["microbatch"])
+        beside = self.stages.beside(k, self.shared, given)
+        payload = self._unpack(k, self._read_message(row, state))
+        if k == 0:
+            payload = self._if("starts", k, row, lambda: self.stages.enter(self.shared, given), lambda: payload)
+
+        def layer(carry: Any, i: Any) -> Any:
+            payload, kept = carry
+            weights = [_at(w, row["row"] + i) for w in self.stacks[k]]
+            own, fixed = self._operands(k, self.stages.ready(k, weights), beside, row["layer"] + i)
+            payload, saved = self.derivatives[k].forward(own, fixed, payload)
+            return payload, [_put(room, x, row["slot"], i) for room, x in zip(kept, saved, strict=True)]
+
+        payload, kept = self._layers(k, row, layer, (payload, state["saved"][k]))
+        state = state | {"saved": _replace(state["saved"], k, kept)}
+        ends = lax.cond(
+            row[f"any ends {k}"] if self.together else row["ends"] == 1,
+            lambda: [_put(room, x, row["end_slot"]) for room, x in zip(state["ends"][k], payload, strict=True)],
+            lambda: state["ends"][k],
+        )
+        state = state | {"ends": _replace(state["ends"], k, ends)}
+        message = self._pack(k, payload)
+        if k + 1 < self.num_stacks:
+            message = self._if(
+                "ends", k, row,
+                lambda: self._pack(k + 1, self.stages.leave(k, self.shared, given, payload)),
+                lambda: message,
+            )  # fmt: skip
+        return message, state
+
+    def _backward(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
+        given = self.given(row["microbatch"])
+        beside = self.stages.beside(k, self.shared, given)
+        message = self._read_message(row, state)
+        gradients, shared, results = self._if(
+            "ends", k, row,
+            lambda: self._after(k, row, given, message, state),
+            lambda: (self._unpack(k, message), state["shared"], state["results"]),
+        )  # fmt: skip
+        state = state | {"shared": shared, "results": results}
+        derivative = self.derivatives[k]
+
+        def layer(carry: Any, i: Any) -> Any:
+            gradients, sums, kept = carry
+            own, fixed, saved, pull = self._saved(k, row, beside, state, i)
+            if not self.split:
+                gradients, found = derivative.both(own, fixed, saved, gradients)
+                return gradients, self._add(k, row, i, sums, found, pull), kept
+            gradients, crossing = derivative.backward(own, fixed, saved, gradients)
+            return gradients, sums, [_put(room, x, row["slot"], i) for room, x in zip(kept, crossing, strict=True)]
+
+        carry = gradients, (state["stacks"][k], state["once"][k]), state["crossing"][k]
+        gradients, sums, kept = self._layers(k, row, layer, carry, reverse=True)
+        state = state | {"crossing": _replace(state["crossing"], k, kept)}
+        state = state | {name: _replace(state[name], k, x) for name, x in zip(("stacks", "once"), sums, strict=True)}
+        if k == 0:
+            shared = self._if(
+                "starts", k, row,
+                lambda: self._before(given, gradients, state["shared"]), lambda: state["shared"],
+            )  # fmt: skip
+            state = state | {"shared": shared}
+        return self._pack(k, gradients), state
+
+    def _weights(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
+        beside = self.stages.beside(k, self.shared, self.given(row["microbatch"]))
+
+        def layer(sums: Any, i: Any) -> Any:
+            own, fixed, saved, pull = self._saved(k, row, beside, state, i)
+            crossing = [_at(room, row["slot"], i) for room in state["crossing"][k]]
+            found = self.derivatives[k].weight_gradients(own, fixed, saved, crossing)
+            return self._add(k, row, i, sums, found, pull)
+
+        sums = self._layers(k, row, layer, (state["stacks"][k], state["once"][k]))
+        state = state | {name: _replace(state[name], k, x) for name, x in zip(("stacks", "once"), sums, strict=True)}
+        return [jnp.zeros(s.shape, s.dtype) for s in self.message], state
+
+    # -- layers --
+    def _layers(self, k: int, row: Row, layer: Callable[..., Any], carry: Any, reverse: bool = False) -> Any:
+        def turn(carry: Any, i: Any) -> tuple[Any, None]:
+            if self.part.is_even(k):
+                return layer(carry, i), None
+            if self.together:
+                new = layer(carry, i)
+                return jax.tree.map(lambda a, b: jnp.where(i < row["count"], a, b), new, carry), None
+            return lax.cond(i < row["count"], lambda c: layer(c, i), lambda c: c, carry), None
+
+        return lax.scan(turn, carry, jnp.arange(self.part.rows[k], dtype=jnp.int32), reverse=reverse)[0]
+
+    def _saved(self, k: int, row: Row, beside: Arrays, state: State, i: Any) -> tuple[Arrays, Arrays, Arrays, Any]:
+        """A layer's weights and what else it reads, what its forward saved, and the way from gradients of weights in
+        use to those of weights kept."""
+        weights = [_at(w, row["row"] + i) for w in self.stacks[k]]
+        ready, pull = jax.vjp(lambda ws: self.stages.ready(k, ws), weights)
+        own, fixed = self._operands(k, ready, beside, row["layer"] + i)
+        saved = [_at(room, row["slot"], i) for room in state["saved"][k]]
+
+        def back(own: Arrays) -> Arrays:
+            found = iter(own)
+            full = [next(found) if t else jnp.zeros_like(w) for w, t in zip(ready, self.which[k], strict=True)]
+            return [g for g, t in zip(pull(full)[0], self.which[k], strict=True) if t]
+
+        return own, fixed, saved, back
+
+    def _add(self, k: int, row: Row, i: Any, sums: Any, own: Arrays, pull: Any) -> Any:
+        """`sums` with the gradients of one layer's weights added."""
+        rows, once = sums
+        if self.together:
+            own = [jnp.where(row["mine"], g, jnp.zeros_like(g)) for g in own]
+        num = sum(self.which[k])
+        at = row["row"] + i
+        rows = [_put(total, _at(total, at) + g, at) for total, g in zip(rows, pull(own[:num]), strict=True)]
+        return rows, [total + g.astype(total.dtype) for total, g in zip(once, own[num:], strict=True)]
+
+    # -- before the first layer, and after the last --
+    def _before(self, given: Arrays, gradients: Arrays, shared: Arrays) -> Arrays:
+        real = [i for i, x in enumerate(self.payloads[0]) if is_real(x)]
+
+        def of(shared: Arrays) -> Arrays:
+            payload = self.stages.enter(shared, given)
+            return [payload[i] for i in real]
+
+        _, pull = jax.vjp(of, self.shared)
+        return jax.tree.map(jnp.add, shared, pull([gradients[i] for i in real])[0])
+
+    def _after(self, k: int, row: Row, given: Arrays, message: Arrays, state: State) -> tuple[Arrays, Arrays, Any]:
+        """Back from what comes after stack `k` to what its last layer handed on."""
+        payload = [_at(room, row["end_slot"]) for room in state["ends"][k]]
+        real = [i for i, x in enumerate(payload) if is_real(x)]
+
+        def filled(some: Arrays) -> Arrays:
+            found = dict(zip(real, some, strict=True))
+            return [found.get(i, x) for i, x in enumerate(payload)]
+
+        def of(shared: Arrays, some: Arrays) -> Any:
+            if k + 1 == self.num_stacks:
+                return self._results(shared, filled(some), given)
+            outs = self.stages.leave(k, shared, given, filled(some))
+            return [x for x in outs if is_real(x)], None
+
+        out, pull, results = jax.vjp(of, self.shared, [payload[i] for i in real], has_aux=True)
+        if k + 1 == self.num_stacks:
+            seed = jnp.ones_like(out)
+            results = jax.tree.map(jnp.add, state["results"], results)
+        else:
+            seed = [x for x in self._unpack(k + 1, message) if is_real(x)]
+            results = state["results"]
+        own, some = pull(seed)
+        found = dict(zip(real, some, strict=True))
+        gradients = [found.get(i, jnp.zeros_like(x)) for i, x in enumerate(payload)]
+        return gradients, jax.tree.map(jnp.add, state["shared"], own), results
+
+    def _results(self, shared: Arrays, payload: Arrays, given: Arrays) -> tuple[jax.Array, Any]:
+        return self.total(self.stages.leave(self.num_stacks - 1, shared, given, payload))
+
+    def _gradients_of_shared(self, state: State) -> Arrays:
+        """Those of what was made once are pulled back once."""
+        total = state["shared"]
+        for k in range(self.num_stacks):
+            which = [i for i, learned in enumerate(self.learned[k]) if learned]
+            if not which:
+                continue
+
+            def of(shared: Arrays, k: int = k, which: list[int] = which) -> Arrays:
+                values = self.stages.once(k, shared, self.given(0))
+                return [values[i] for i in which]
+
+            values, pull = jax.vjp(of, self.shared)
+            (own,) = pull([g.astype(x.dtype) for g, x in zip(state["once"][k], values, strict=True)])
+            total = jax.tree.map(jnp.add, total, own)
+        return total
+
+    # -- messages --
+    def _read_message(self, row: Row, state: State) -> Arrays:
+        return [_at(box, row["reads"]) for box in state["inbox"]]
+
+    def _pack(self, k: int, payload: Arrays) -> Arrays:
+        found = dict(zip(self.places[k], payload, strict=True))
+        return [found[i] if i in found else jnp.zeros(s.shape, s.dtype) for i, s in enumerate(self.message)]
+
+    def _unpack(self, k: int, message: Arrays) -> Arrays:
+        return [message[i] for i in self.places[k]]
+
+
+def _union(payloads: Sequence[Arrays]) -> tuple[list[list[int]], Arrays]:
+    """One message that carries any of the payloads: for each, the places of its arrays in it, and its shapes."""
+    message: Arrays = []
+    places = []
+    for payload in payloads:
+        free = list(range(len(message)))
+        mine = []
+        for x in payload:
+            at = next((i for i in free if (message[i].shape, message[i].dtype) == (x.shape, x.dtype)), None)
+            if at is None:
+                message.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
+                at = len(message) - 1
+            else:
+                free.remove(at)
+            mine.append(at)
+        places.append(mine)
+    return places, message
+
+
+def _sum_like(x: Any) -> jax.Array:
+    """Room for a sum of gradients: of rounded values in float32, or adding up would round at every micro-batch."""
+    return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _either(which: jax.Array, one: Arrays, other: Arrays) -> Arrays:
+    return [jnp.where(which, a, b) for a, b in zip(one, other, strict=True)]
+
+
+def _at(array: jax.Array, *index: Any) -> jax.Array:
+    sizes = [1] * len(index) + list(array.shape[len(index) :])
+    return lax.dynamic_slice(array, _starts(array, index), sizes).reshape(array.shape[len(index) :])
+
+
+def _put(room: jax.Array, value: Any, *index: Any) -> jax.Array:
+    value = jnp.asarray(value, room.dtype).reshape([1] * len(index) + list(room.shape[len(index) :]))
+    return lax.dynamic_update_slice(room, value, _starts(room, index))
+
+
+def _starts(array: jax.Array, index: Sequence[Any]) -> list[Any]:
+    return [*(jnp.asarray(i, jnp.int32) for i in index), *[jnp.int32(0)] * (array.ndim - len(index))]
+
+
+def _replace(items: list[Any], k: int, item: Any) -> list[Any]:
+    return [*items[:k], item, *items[k + 1 :]]

@@ -1,0 +1,76 @@
+"""Which layers each block of a pipeline holds, and in which order a stack of layers is kept for it.
+
+A stack of L layers is cut into equal blocks of ceil(L / blocks) layers; where that does not divide, the last blocks
+have fewer, since the last stage has the head and the loss to do as well. Each of several stacks (an encoder, a decoder)
+is cut over all stages, so that a stage holds a part of both: no device keeps rows for layers that it never runs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cjax.pipeline.route import blocks_of
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Layers by block.
+
+    Args:
+      route: the stage of each block.
+      stack: for each block, the stack its layers are of.
+      first: for each block, its first layer in that stack.
+      count: for each block, how many layers it has.
+      rows: for each stack, how many layers a block has room for.
+    """
+
+    route: tuple[int, ...]
+    stack: tuple[int, ...]
+    first: tuple[int, ...]
+    count: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    def row(self, block: int) -> int:
+        """Where a block's first layer is, among the layers of its stack that its stage keeps."""
+        mine = [b for b in blocks_of(self.route)[self.route[block]] if self.stack[b] == self.stack[block]]
+        return mine.index(block) * self.rows[self.stack[block]]
+
+    def order(self, stack: int) -> tuple[int, ...]:
+        """The layer in each row of a stack as it is kept, stage after stage; -1 where a row has none.
+
+        >>> partition([5], (0, 1, 0, 1)).order(0)
+        (0, 1, 4, -1, 2, 3, -1, -1)
+        """
+        found = []
+        for blocks in blocks_of(self.route):
+            for block in (b for b in blocks if self.stack[b] == stack):
+                layers = range(self.first[block], self.first[block] + self.count[block])
+                found += [*layers, *[-1] * (self.rows[stack] - len(layers))]
+        return tuple(found)
+
+    def is_even(self, stack: int) -> bool:
+        return all(n == self.rows[stack] for n, k in zip(self.count, self.stack, strict=True) if k == stack)
+
+    def starts(self, block: int) -> bool:
+        """Whether this block is the first of its stack."""
+        return block == 0 or self.stack[block - 1] != self.stack[block]
+
+    def ends(self, block: int) -> bool:
+        return block == len(self.route) - 1 or self.stack[block + 1] != self.stack[block]
+
+
+def partition(lengths: Sequence[int], route: tuple[int, ...]) -> Partition:
+    """Cut stacks of these lengths into the blocks of a route, equally many blocks each.
+
+    >>> partition([5], (0, 1, 2)).count
+    (2, 2, 1)
+    """
+    num_blocks = len(route) // len(lengths)
+    assert num_blocks * len(lengths) == len(route), (lengths, route)
+    rows = tuple(-(-length // num_blocks) for length in lengths)
+    places = [
+        (k, min(i * n, length), max(0, min(n, length - i * n)))
+        for k, (length, n) in enumerate(zip(lengths, rows, strict=True))
+        for i in range(num_blocks)
+    ]
+    stack, first, count = (tuple(column) for column in zip(*places, strict=True))
+    return Partition(route, stack, first, count, rows)
