@@ -24,11 +24,11 @@ from cjax.gradients import (
     pipelined,
     plain,
     reduction,
+    together,
 )
 from cjax.mesh import BATCH_AXES, PIPE, Device, build_mesh, resolve_devices
 from cjax.pipeline.execute import Executor
 from cjax.plan import Plan, require_supported
-from cjax.plan import Sequence as SequencePlan
 from cjax.planner.estimate import SLACK, Activations, state_bytes
 from cjax.planner.hardware import hardware_of
 from cjax.planner.search import first_fitting
@@ -145,7 +145,7 @@ def _compose(
     init = _as_init(captured, storage)
     return Parts(
         captured, plan, mesh, trace, storage, stored_optimizer, gradients, init, batch_shape,
-        notes=(*notes, *storage.layout.notes, *more), compose=again,
+        notes=(*notes, *storage.layout.notes, *more), compose=again, line=line,
     )  # fmt: skip
 
 
@@ -225,6 +225,7 @@ def _gradients(
             more = _cost_of_waiting(reductions, storage, plan, mesh)
             if line is not None:
                 stacks = line.stacks_of(local.trace)
+                assert stacks is not None, "the loss on other rows has other layers"
                 staged = stage_model(local.trace, stacks, storage, plan, mesh, local.layout, local.draw)
                 return _pipelined(staged, line, plan, local.axes, reductions, mesh, divide), more
             run = place_loss(local.trace, storage, plan, mesh, local.layout, local.draw)
@@ -259,9 +260,7 @@ def _pipelined(
         out = _sorted_results(trace, outs)
         return out.total, (out.total, out.weight, out.aux)
 
-    # Positions and grids are moved by permutes, also by the compiler's own.
-    together = plan.sequence != SequencePlan() or plan.tensor.mode != "1d"
-    executor = Executor(staged.stages, line.schedule, line.part, staged.trained, PIPE, together, total)
+    executor = Executor(staged.stages, line.schedule, line.part, staged.trained, PIPE, together(plan), total)
     return pipelined(staged, executor, plan.microbatches, axes, reductions, mesh, divide)
 
 

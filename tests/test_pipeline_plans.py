@@ -5,18 +5,28 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from contract import (
     EXACT,
     SUBJECTS,
     assert_close,
     author,
+    bytes_on_a_device,
+    norm,
+    on_host,
+    program_of,
+    subject,
     train,
+    trees,
 )
 from plans import NUM_DEVICES, cover, num_parts
 from zoo import BATCH, MODELS, TEXT, case, linen, next_token, tokens
 from zoo_linen import SEQ, LinenDecoder
 
+import cjax
+from cjax.models.gpt import GPT, gpt
+from cjax.models.gpt import loss as gpt_loss
 from cjax.plan import Plan
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
@@ -122,3 +132,134 @@ def test_trains_as_its_author_would(name: str, plan: str) -> None:
             assert_close(step.grads, other.grads, EXACT, "gradient of ")
         assert_close(given.params, wanted.params, EXACT, "parameter ")
         assert_close(given.carried, wanted.carried, EXACT, "carried ")
+
+
+LOW = [
+    ("linen_tied", "pipeline=1f1b:4 microbatches=8 tensor=2"),
+    ("nnx_llama", "pipeline=zero_bubble:2 microbatches=4 zero=3"),
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), LOW)
+def test_bfloat16_is_as_good_as_on_one_device(name: str, plan: str) -> None:
+    batch, wanted = subject(name, wide=False).batches[0], author(name, num_parts(plan), wide=False).steps[0]
+
+    def error(plan: str) -> float:
+        program = program_of(name, f"{plan} precision=bfloat16", wide=False)
+        grads = on_host(program.value_and_grad(program.init(0), batch)[1])
+        return norm(jax.tree.map(lambda a, b: a - b, grads, wanted.grads))
+
+    assert 0 < error(plan) <= 1.5 * error(f"data=1 microbatches={num_parts(plan)}")
+
+
+# -- placement --------------------------------------------------------------------------------------------------------
+SIZES = gpt("gpt-mini", vocab_size=512, num_layers=8)
+OUTSIDE = (512 + 256 + 2) * 192  # embedding, which is the head too, positions, and the last norm: no layer's
+
+
+def mini(plan: str, rows: int, length: int = 64, num_devices: int = NUM_DEVICES) -> Any:
+    batch = {name: jax.ShapeDtypeStruct((rows, length), np.int32) for name in ("inputs", "targets")}
+    return cjax.parallelize(
+        lambda rngs: GPT(SIZES, rngs=rngs), gpt_loss, optax.adamw(1e-3), batch, plan,
+        devices=jax.devices()[:num_devices],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("plan", "tensor", "zero"),
+    [
+        ("pipeline=1f1b:4 microbatches=4", 1, 1),
+        ("pipeline=interleaved:4/2 microbatches=4", 1, 1),
+        ("pipeline=zero_bubble:2/2 microbatches=4 tensor=2", 2, 1),
+        ("pipeline=1f1b:2 microbatches=4 zero=3", 1, 4),
+    ],
+)
+def test_a_stage_holds_its_own_layers(plan: str, tensor: int, zero: int) -> None:
+    """Of parameters and of AdamW's moments: 1 / p of the layers, and all that is not in a layer."""
+    program = mini(plan, 16)
+    state = program.init(0)
+    size = Plan.parse(plan).pipeline.size
+    layers = (SIZES.num_params - OUTSIDE) / size
+    wanted = 4 * (layers + OUTSIDE) / tensor / zero
+    assert bytes_on_a_device(state._params) == pytest.approx(wanted, rel=0.01)
+    assert bytes_on_a_device(state._opt) == pytest.approx(2 * wanted, rel=0.01)
+
+
+SCHEDULES = ["1f1b:4", "interleaved:4/2", "zero_bubble:4", "zero_bubble:4/2"]
+
+
+def temporary(schedule: str, num_microbatches: int) -> int:
+    program = mini(f"pipeline={schedule} microbatches={num_microbatches}", 2 * num_microbatches, num_devices=4)
+    return program.lower().compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_memory_does_not_grow_with_the_number_of_micro_batches(schedule: str) -> None:
+    """From 2p on; with p of them a stage holds fewer than it has places for."""
+    few, many = temporary(schedule, 8), temporary(schedule, 32)
+    assert temporary(schedule, 4) <= few == pytest.approx(many, rel=0.01)
+    assert many < temporary("gpipe:4", 32) / 2, "GPipe's grows"
+
+
+# -- evaluation, checkpoints ------------------------------------------------------------------------------------------
+def logits(model: Any, batch: Any) -> Any:
+    return model(batch["tokens"][:, :-1], train=False)
+
+
+EVALUATED = [
+    ("linen_decoder", "pipeline=1f1b:2 microbatches=4", None),
+    ("linen_tied", "pipeline=zero_bubble:2/2 microbatches=4 zero=3", logits),
+    ("linen_encoder", "pipeline=gpipe:2 microbatches=4 tensor=2", None),
+    ("linen_masked_mean", "pipeline=1f1b:2 microbatches=4", None),
+    ("linen_encoder_decoder", "pipeline=1f1b:2 microbatches=4", None),
+    ("nnx_scan", "pipeline=interleaved:2/2 microbatches=4", None),
+    ("linen_decoder", "pipeline=1f1b:2 microbatches=4 sequence=ring:2", None),
+]
+
+
+@pytest.mark.parametrize(("name", "plan", "function"), EVALUATED)
+def test_evaluates_batches_of_any_size(name: str, plan: str, function: Any) -> None:
+    """Whole micro-batches go through the pipeline together; rows left over, or too few, go behind them."""
+    batch = subject(name, wide=False).batches[0]
+    piped, plain = (program_of(name, text, wide=False) for text in (plan, "data=8"))
+    state = piped.init(0)
+    batches = [jax.tree.map(lambda x, n=n: x[:n], batch) for n in (16, 11, 3)]
+    given = piped.evaluate(state, batches, function)
+    wanted = plain.evaluate(plain.restore(state), batches, function)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), given, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("linen_deep", "pipeline=interleaved:4/2 microbatches=8", "tensor=4 zero=1"),
+        ("nnx_scan", "pipeline=zero_bubble:2/2 microbatches=4 zero=3", "pipeline=1f1b:4 microbatches=8"),
+        ("linen_encoder_decoder", "data=8", "pipeline=1f1b:2 microbatches=4 tensor=2"),
+    ],
+)
+def test_checkpoints_move_between_plans(name: str, first: str, second: str, tmp_path: Any) -> None:
+    """Saved under one plan and restored under another: every parameter and all state of the optimizer, bit by bit."""
+    here, there = (program_of(name, plan, wide=False) for plan in (first, second))
+    state, _ = here.step(here.init(0), subject(name, wide=False).batches[0])
+    here.save(tmp_path / "run", state)
+    for given, wanted in zip(trees(there, there.restore(tmp_path / "run")), trees(here, state), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, given, wanted)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "plan", "said"),
+    [
+        ("linen_lstm", "pipeline=1f1b:2", "layers that repeat, and none were found.*leave `pipeline` out"),
+        ("linen_decoder", "pipeline=1f1b:8 microbatches=8", "8 layers for 8 stages.*has 4: write pipeline=1f1b:4"),
+        ("linen_encoder", "pipeline=interleaved:2/2 microbatches=2", "4 layers for 2 stages and 2 chunks each.*has 3"),
+        ("linen_tied", "pipeline=interleaved:4/1 microbatches=4", "2 or more chunks"),
+        ("linen_deep", "pipeline=interleaved:4/2 microbatches=2", "write microbatches=4"),
+        ("linen_encoder_decoder", "pipeline=1f1b:2 microbatches=1", "2 stacks of layers.*write microbatches=2"),
+        ("linen_decoder", "pipeline=1f1b:4 microbatches=5", "does not divide a batch of 16 rows"),
+        ("linen_decoder", "pipeline=1f1b:2 microbatches=8", "2 rows in each micro-batch, which 4 data-par"),
+    ],
+)
+def test_refuses_what_no_pipeline_can_be(name: str, plan: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        program_of(name, plan, wide=False)

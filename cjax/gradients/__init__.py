@@ -12,8 +12,8 @@ from cjax.gradients.accumulated import (
     plain,
     reduction,
 )
-from cjax.gradients.line import Line, arrange_stages
-from cjax.gradients.pipelined import pipelined
+from cjax.gradients.line import Line, arrange_stages, together
+from cjax.gradients.pipelined import forwarded, pipelined
 
 __all__ = [
     "Denominator",
@@ -23,10 +23,12 @@ __all__ = [
     "Loss",
     "Reduction",
     "arrange_stages",
+    "forwarded",
     "locally_accumulated",
     "mean",
     "micro_batched",
     "pipelined",
     "plain",
     "reduction",
+    "together",
 ]

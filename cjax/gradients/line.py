@@ -7,7 +7,7 @@ from cjax.mesh import PIPE
 from cjax.pipeline.partition import Partition, partition
 from cjax.pipeline.schedule import build
 from cjax.pipeline.table import Schedule
-from cjax.plan import Plan
+from cjax.plan import Plan, Sequence
 from cjax.sharding.storage import Rows
 from cjax.trace.reading import Trace
 from cjax.trace.stacks import Stack, find_stacks, what_carried_needs
@@ -34,11 +34,18 @@ class Line:
             group: Rows(PIPE, self.part.order(k)) for k, stack in enumerate(self.stacks) for group in stack.weights
         }
 
-    def stacks_of(self, trace: Trace) -> tuple[Stack, ...]:
-        """The same stacks in another trace of this model: the loss on other rows, say."""
+    def stacks_of(self, trace: Trace) -> tuple[Stack, ...] | None:
+        """The same stacks in another trace of this model, the loss on other rows or something else of it; None if it
+        has not these layers."""
         stacks = find_stacks(trace)
-        assert [stack.weights for stack in stacks] == [stack.weights for stack in self.stacks], "another model's trace"
-        return stacks
+        same = [stack.weights for stack in stacks] == [stack.weights for stack in self.stacks]
+        return stacks if same else None
+
+
+def together(plan: Plan) -> bool:
+    """Whether stages have to do everything together: positions and grids are moved by permutes, also by the compiler's
+    own."""
+    return plan.sequence != Sequence() or plan.tensor.mode != "1d"
 
 
 def arrange_stages(trace: Trace, plan: Plan) -> Line:

@@ -1,6 +1,6 @@
 """Gradients of a batch whose parts go through a pipeline of stages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +20,74 @@ from cjax.gradients.accumulated import (
 )
 from cjax.mesh import PIPE
 from cjax.pipeline.execute import Executor
+from cjax.pipeline.forward import Forward
 from cjax.sharding.staged import StagedModel
 
 PyTree = Any
+
+
+Run = Callable[[Arrays, Arrays, Arrays, PyTree, jax.Array], list[jax.Array]]
+
+
+def forwarded(model: StagedModel, forward: Forward, num_microbatches: int, mesh: Mesh) -> Run:
+    """Results of a loss whose micro-batches go through a pipeline forwards: `(params, frozen, carried, batch, key)`, as
+    stored -> the results, micro-batches first. All of them see the carried values as they are."""
+
+    def inside(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
+        rows = _rows(batch, num_microbatches)
+
+        def given(index: Any) -> list[Any]:
+            return model.given(frozen, carried, rows(index), key, jnp.asarray(index, jnp.int32))
+
+        outs = forward(model.shared(params), model.stacks(params, frozen), given)
+        return [_from_one(x) for x in outs]
+
+    def run(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
+        whole = PartitionSpec()
+        return jax.shard_map(
+            inside, mesh=mesh, axis_names={PIPE}, check_vma=False, out_specs=whole,
+            in_specs=(model.stage_specs("params"), model.stage_specs("frozen"), whole, whole, whole),
+        )(params, frozen, carried, batch, key)  # fmt: skip
+
+    return run
+
+
+def _from_one(value: jax.Array) -> jax.Array:
+    """What one stage has, and all others have zeros of, on all."""
+    summed = lax.psum(value.astype(jnp.int32) if value.dtype == bool else value, PIPE)
+    return summed.astype(value.dtype)
+
+
+def _rows(batch: PyTree, num_microbatches: int) -> Callable[[Any], list[Any]]:
+    """The leaves of a micro-batch, by its index."""
+    leaves = jax.tree.leaves(batch)
+    parts = [cut_rows(leaf, num_microbatches) if leaf.ndim else leaf for leaf in leaves]
+
+    def rows(index: Any) -> list[Any]:
+        return [
+            lax.dynamic_index_in_dim(x, index, keepdims=False) if leaf.ndim else x
+            for x, leaf in zip(parts, leaves, strict=True)
+        ]
+
+    return rows
+
+
+def _inputs(
+    model: StagedModel, num_microbatches: int, params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: Any
+) -> tuple[Callable[[Any], list[Any]], Arrays]:
+    """What stages read of a micro-batch, by its index; and carried values after the last."""
+    rows = _rows(batch, num_microbatches)
+
+    def advance(carried: Arrays, index: Any) -> tuple[Arrays, Arrays]:
+        return model.next_carried(params, frozen, carried, rows(0), key, index), carried
+
+    new, history = lax.scan(advance, carried, jnp.arange(num_microbatches, dtype=jnp.int32))
+
+    def given(index: Any) -> list[Any]:
+        now = tuple(lax.dynamic_index_in_dim(x, index, keepdims=False) for x in history)
+        return model.given(frozen, now, rows(index), key, jnp.asarray(index, jnp.int32))
+
+    return given, new
 
 
 def pipelined(
@@ -52,25 +117,7 @@ def pipelined(
     shared = PartitionSpec((*axes, PIPE))
 
     def inside(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> Any:
-        leaves = jax.tree.leaves(batch)
-        parts = [cut_rows(leaf, num_microbatches) if leaf.ndim else leaf for leaf in leaves]
-        numbers = jnp.arange(num_microbatches, dtype=jnp.int32)
-
-        def rows(index: Any) -> list[Any]:
-            return [
-                lax.dynamic_index_in_dim(x, index, keepdims=False) if leaf.ndim else x
-                for x, leaf in zip(parts, leaves, strict=True)
-            ]
-
-        def advance(carried: Arrays, index: Any) -> tuple[Arrays, Arrays]:
-            return model.next_carried(params, frozen, carried, rows(0), key, index), carried
-
-        new, history = lax.scan(advance, carried, numbers)
-
-        def given(index: Any) -> list[Any]:
-            now = tuple(lax.dynamic_index_in_dim(x, index, keepdims=False) for x in history)
-            return model.given(frozen, now, rows(index), key, jnp.asarray(index, jnp.int32))
-
+        given, new = _inputs(model, num_microbatches, params, frozen, carried, batch, key)
         (total, weight, aux), own, stacks = executor(model.shared(params), model.stacks(params, frozen), given)
         totals = lax.psum((total, weight, aux), (*axes, PIPE))
         grads = model.stored_gradients(own, stacks)

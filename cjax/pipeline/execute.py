@@ -14,16 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cjax.pipeline.buffers import Arrays, Row, State, at, columns_of, put, union
 from cjax.pipeline.partition import Partition
 from cjax.pipeline.route import Kind
 from cjax.pipeline.table import Schedule
 from cjax.pipeline.wiring import wire
 from cjax.trace.backward import Derivative, is_real
 from cjax.trace.stages import Stages
-
-Arrays = list[Any]
-Row = dict[str, jax.Array]
-State = dict[str, Any]
 
 
 class Executor:
@@ -93,7 +90,7 @@ class _Run:
         for k in range(self.num_stacks - 1):
             leave = functools.partial(self.stages.leave, k, shared)
             self.payloads.append(jax.eval_shape(lambda p, leave=leave: leave(given(0), p), self.payloads[k]))
-        self.places, self.message = _union(self.payloads)
+        self.places, self.message = union(self.payloads)
         self.derivatives = [self._derivative(k) for k in range(self.num_stacks)]
 
     def _derivative(self, k: int) -> Derivative:
@@ -131,21 +128,11 @@ class _Run:
         def mine(table: np.ndarray) -> jax.Array:
             return jnp.asarray(table)[:, stage]
 
-        tables = {kind: self._columns(dict(columns)) for kind, columns in self.wiring.ops.items()}
+        ops = self.wiring.ops.items()
+        tables = {kind: columns_of(dict(columns), self.num_stacks, self.together) for kind, columns in ops}
         rows = jax.tree.map(mine, {"ops": tables, "arrivals": dict(self.wiring.arrivals)})
         state, _ = lax.scan(self._tick, self._empty(), rows, length=self.num_ticks)
         return state["results"], self._gradients_of_shared(state), state["stacks"]
-
-    def _columns(self, columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """What stages look up: for what they do together, also what any of them does."""
-        if not self.together:
-            return columns
-        for k in range(self.num_stacks):
-            doing = columns["does"] == k + 1
-            for name in ("does", "starts", "ends"):
-                flags = doing & (columns[name] > 0)
-                columns[f"any {name} {k}"] = np.broadcast_to(flags.any(1, keepdims=True), flags.shape)
-        return columns
 
     def _empty(self) -> State:
         def room(shapes: Arrays, *lead: int) -> Arrays:
@@ -191,7 +178,7 @@ class _Run:
         arrived |= {"F": forward, "B": backward}
         inbox = state["inbox"]
         for source, places in rows["arrivals"].items():
-            inbox = [_put(box, x, places) for box, x in zip(inbox, arrived[source], strict=True)]
+            inbox = [put(box, x, places) for box, x in zip(inbox, arrived[source], strict=True)]
         return state | {"inbox": inbox}, None
 
     def _op(
@@ -242,16 +229,16 @@ class _Run:
 
         def layer(carry: Any, i: Any) -> Any:
             payload, kept = carry
-            weights = [_at(w, row["row"] + i) for w in self.stacks[k]]
+            weights = [at(w, row["row"] + i) for w in self.stacks[k]]
             own, fixed = self._operands(k, self.stages.ready(k, weights), beside, row["layer"] + i)
             payload, saved = self.derivatives[k].forward(own, fixed, payload)
-            return payload, [_put(room, x, row["slot"], i) for room, x in zip(kept, saved, strict=True)]
+            return payload, [put(room, x, row["slot"], i) for room, x in zip(kept, saved, strict=True)]
 
         payload, kept = self._layers(k, row, layer, (payload, state["saved"][k]))
         state = state | {"saved": _replace(state["saved"], k, kept)}
         ends = lax.cond(
             row[f"any ends {k}"] if self.together else row["ends"] == 1,
-            lambda: [_put(room, x, row["end_slot"]) for room, x in zip(state["ends"][k], payload, strict=True)],
+            lambda: [put(room, x, row["end_slot"]) for room, x in zip(state["ends"][k], payload, strict=True)],
             lambda: state["ends"][k],
         )
         state = state | {"ends": _replace(state["ends"], k, ends)}
@@ -283,7 +270,7 @@ class _Run:
                 gradients, found = derivative.both(own, fixed, saved, gradients)
                 return gradients, self._add(k, row, i, sums, found, pull), kept
             gradients, crossing = derivative.backward(own, fixed, saved, gradients)
-            return gradients, sums, [_put(room, x, row["slot"], i) for room, x in zip(kept, crossing, strict=True)]
+            return gradients, sums, [put(room, x, row["slot"], i) for room, x in zip(kept, crossing, strict=True)]
 
         carry = gradients, (state["stacks"][k], state["once"][k]), state["crossing"][k]
         gradients, sums, kept = self._layers(k, row, layer, carry, reverse=True)
@@ -302,7 +289,7 @@ class _Run:
 
         def layer(sums: Any, i: Any) -> Any:
             own, fixed, saved, pull = self._saved(k, row, beside, state, i)
-            crossing = [_at(room, row["slot"], i) for room in state["crossing"][k]]
+            crossing = [at(room, row["slot"], i) for room in state["crossing"][k]]
             found = self.derivatives[k].weight_gradients(own, fixed, saved, crossing)
             return self._add(k, row, i, sums, found, pull)
 
@@ -325,10 +312,10 @@ class _Run:
     def _saved(self, k: int, row: Row, beside: Arrays, state: State, i: Any) -> tuple[Arrays, Arrays, Arrays, Any]:
         """A layer's weights and what else it reads, what its forward saved, and the way from gradients of weights in
         use to those of weights kept."""
-        weights = [_at(w, row["row"] + i) for w in self.stacks[k]]
+        weights = [at(w, row["row"] + i) for w in self.stacks[k]]
         ready, pull = jax.vjp(lambda ws: self.stages.ready(k, ws), weights)
         own, fixed = self._operands(k, ready, beside, row["layer"] + i)
-        saved = [_at(room, row["slot"], i) for room in state["saved"][k]]
+        saved = [at(room, row["slot"], i) for room in state["saved"][k]]
 
         def back(own: Arrays) -> Arrays:
             found = iter(own)
@@ -343,8 +330,8 @@ class _Run:
         if self.together:
             own = [jnp.where(row["mine"], g, jnp.zeros_like(g)) for g in own]
         num = sum(self.which[k])
-        at = row["row"] + i
-        rows = [_put(total, _at(total, at) + g, at) for total, g in zip(rows, pull(own[:num]), strict=True)]
+        place = row["row"] + i
+        rows = [put(total, at(total, place) + g, place) for total, g in zip(rows, pull(own[:num]), strict=True)]
         return rows, [total + g.astype(total.dtype) for total, g in zip(once, own[num:], strict=True)]
 
     # -- before the first layer, and after the last --
@@ -360,7 +347,7 @@ class _Run:
 
     def _after(self, k: int, row: Row, given: Arrays, message: Arrays, state: State) -> tuple[Arrays, Arrays, Any]:
         """Back from what comes after stack `k` to what its last layer handed on."""
-        payload = [_at(room, row["end_slot"]) for room in state["ends"][k]]
+        payload = [at(room, row["end_slot"]) for room in state["ends"][k]]
         real = [i for i, x in enumerate(payload) if is_real(x)]
 
         def filled(some: Arrays) -> Arrays:
@@ -407,7 +394,7 @@ class _Run:
 
     # -- messages --
     def _read_message(self, row: Row, state: State) -> Arrays:
-        return [_at(box, row["reads"]) for box in state["inbox"]]
+        return [at(box, row["reads"]) for box in state["inbox"]]
 
     def _pack(self, k: int, payload: Arrays) -> Arrays:
         found = dict(zip(self.places[k], payload, strict=True))
@@ -417,25 +404,6 @@ class _Run:
         return [message[i] for i in self.places[k]]
 
 
-def _union(payloads: Sequence[Arrays]) -> tuple[list[list[int]], Arrays]:
-    """One message that carries any of the payloads: for each, the places of its arrays in it, and its shapes."""
-    message: Arrays = []
-    places = []
-    for payload in payloads:
-        free = list(range(len(message)))
-        mine = []
-        for x in payload:
-            at = next((i for i in free if (message[i].shape, message[i].dtype) == (x.shape, x.dtype)), None)
-            if at is None:
-                message.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
-                at = len(message) - 1
-            else:
-                free.remove(at)
-            mine.append(at)
-        places.append(mine)
-    return places, message
-
-
 def _sum_like(x: Any) -> jax.Array:
     """Room for a sum of gradients: of rounded values in float32, or adding up would round at every micro-batch."""
     return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
@@ -443,20 +411,6 @@ def _sum_like(x: Any) -> jax.Array:
 
 def _either(which: jax.Array, one: Arrays, other: Arrays) -> Arrays:
     return [jnp.where(which, a, b) for a, b in zip(one, other, strict=True)]
-
-
-def _at(array: jax.Array, *index: Any) -> jax.Array:
-    sizes = [1] * len(index) + list(array.shape[len(index) :])
-    return lax.dynamic_slice(array, _starts(array, index), sizes).reshape(array.shape[len(index) :])
-
-
-def _put(room: jax.Array, value: Any, *index: Any) -> jax.Array:
-    value = jnp.asarray(value, room.dtype).reshape([1] * len(index) + list(room.shape[len(index) :]))
-    return lax.dynamic_update_slice(room, value, _starts(room, index))
-
-
-def _starts(array: jax.Array, index: Sequence[Any]) -> list[Any]:
-    return [*(jnp.asarray(i, jnp.int32) for i in index), *[jnp.int32(0)] * (array.ndim - len(index))]
 
 
 def _replace(items: list[Any], k: int, item: Any) -> list[Any]:

@@ -38,6 +38,17 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedu
     return from_orders("gpipe", tuple(range(p)) * num_chunks, [order] * p)
 
 
+def forward_only(route: tuple[int, ...], num_microbatches: int) -> Schedule:
+    """Forwards alone, for evaluation, of the blocks of any schedule's route.
+
+    >>> forward_only((0, 1), 3).num_ticks
+    4
+    """
+    p, m = _counts(max(route) + 1, num_microbatches)
+    order = [Op("F", i, chunk) for chunk in range(len(route) // p) for i in range(m)]
+    return from_orders("forward_only", route, [order] * p)
+
+
 def one_f_one_b(num_stages: int, num_microbatches: int, lead: int = 2) -> Schedule:
     """One forward, one backward. Stage r of p holds `lead * (p - 1 - r) + 1` micro-batches.
 

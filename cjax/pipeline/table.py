@@ -48,7 +48,7 @@ Ticks = tuple[tuple[tuple[Op, ...], ...], ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table that obeys the laws: making one checks it.
+    """A table that obeys the laws: making one checks it. A table of F alone is for evaluation.
 
     Args:
       name: for people.
@@ -95,6 +95,10 @@ class Schedule:
     def split(self) -> bool:
         """Whether the backward is in two, B and W."""
         return any(placed.op.kind == "W" for placed in self.placed())
+
+    @cached_property
+    def forward_only(self) -> bool:
+        return all(placed.op.kind == "F" for placed in self.placed())
 
     def placed(self) -> Iterator[Placed]:
         """Every op of the table: tick by tick, stage by stage, in running order."""
@@ -156,7 +160,8 @@ def check(schedule: Schedule) -> None:
 
     1. Every stage has equally many chunks, and blocks that follow each other live on one stage or on neighbours.
     2. A stage runs at most one F, one B and one W in a tick, in that order.
-    3. Every (micro-batch, chunk) on every stage has exactly one F and one B, and one W if any has.
+    3. Every (micro-batch, chunk) on every stage has exactly one F and one B, and one W if any has. In a table of F
+       alone, for evaluation, it has the F.
     4. F comes after the previous block's F, B after its own F and the next block's B, W after its own B: from another
        tick wherever it comes from another block.
     5. A stage sends at most one message to the right and one to the left in a tick.
@@ -200,7 +205,7 @@ def _check_complete(where: str, schedule: Schedule) -> dict[tuple[Kind, int, int
         if key in tick_of:
             raise ValueError(f"{where} {placed} ran in tick {tick_of[key]} already: every op runs exactly once")
         tick_of[key] = placed.tick
-    for kind in KINDS if schedule.split else KINDS[:2]:
+    for kind in KINDS[:1] if schedule.forward_only else KINDS if schedule.split else KINDS[:2]:
         for microbatch in range(schedule.num_microbatches):
             for block, stage in enumerate(schedule.route):
                 if (kind, microbatch, block) not in tick_of:

@@ -74,7 +74,9 @@ def wire(schedule: Schedule, part: Partition) -> Wiring:
     taken: dict[tuple[int, int], tuple[int, int]] = {}
     for (kind, microbatch, block), at in sorted(where.items(), key=lambda item: (item[1].tick, item[0][0] != "F")):
         stack, key = part.stack[block], (microbatch, block)
-        if kind == "F":
+        if kind == "F" and schedule.forward_only:
+            taken[key] = 0, 0
+        elif kind == "F":
             until = where[last, microbatch, block].tick
             backward = where["B", microbatch, block].tick
             # A place is written before it is read in one tick, so what a later op frees can't be taken before it.

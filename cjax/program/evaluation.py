@@ -1,6 +1,7 @@
 """Scoring a model: the loss in evaluation mode, or any function of the model, over one batch or many."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,11 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cjax.mesh import compiler_options
+from cjax.gradients import forwarded, together
+from cjax.mesh import PIPE, compiler_options
+from cjax.pipeline.forward import Forward
+from cjax.pipeline.schedule import forward_only
 from cjax.program.batches import check_indices, check_tree, global_shape, join_processes, table_sizes
 from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
 from cjax.sharding.model import place_loss
+from cjax.sharding.staged import stage_model
 from cjax.trace.combine import denominator, lift, loss_total
 from cjax.trace.reading import Trace, trace_loss
 
@@ -37,10 +42,9 @@ class Evaluator:
             shape = global_shape(batch)
             trace, run, limits = self._compile(shape, function)
             check_indices(batch, limits)
-            rows = next((leaf.shape[0] for leaf in jax.tree.leaves(shape) if leaf.shape), 1)
             batch = join_processes(batch, batch_shardings(self._parts.mesh, shape))
             outs = run(state._params, state._frozen, state._carried, batch, state._key)
-            outs = _weighed(trace, list(outs), rows)
+            outs = [([total], None) if weight is None else (total, weight) for total, weight in outs]
             sums = outs if not sums else [_join(a, b) for a, b in zip(sums, outs, strict=True)]
             tree = trace
         if tree is None:
@@ -68,23 +72,28 @@ class Evaluator:
 
     def _make(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any, dict[int, int]]:
         parts = self._parts
-        call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
-        trace = trace_loss(parts.capture, shape, 1, train=False, call=call, forms=parts.trace.forms)
-        if trace.num_loss == 1:
-            # A ratio (a masked mean, say) adds up exactly as total and weight; what adds up in no way counts by rows.
-            with contextlib.suppress(ValueError):
-                trace = lift(trace)
-        sizes = dict(parts.mesh.shape)
-        layout, rows = parts.storage.layout, parts.trace.batch_class
-        shards = math.prod(sizes[axis] for axis in layout.axes_of.get(rows, ())) if rows is not None else 1
-        # A ragged last batch: each device scores all of it, which is exact and costs one batch.
-        ragged = any(leaf.shape and leaf.shape[0] % shards for leaf in jax.tree.leaves(shape))
-        layout = make_layout(trace, sizes, parts.plan.rules, not ragged, parts.plan.sequence)
-        loss = place_loss(trace, parts.storage, parts.plan, parts.mesh, layout)
-        num_results = len(trace.closed.jaxpr.outvars) - len(trace.leaves_of("carried"))
+        rows = next((leaf.shape[0] for leaf in jax.tree.leaves(shape) if leaf.shape), 1)
+        trace, score = self._scored(shape, function, 1)
+        pieces = [(slice(None), rows, score)]
+        num_parts = parts.plan.microbatches
+        if parts.line is not None and parts.line.stacks_of(trace) and 1 < num_parts <= rows:
+            # Whole micro-batches through the pipeline together, the rows that are left over behind them.
+            whole = rows - rows % num_parts
+            pieces = []
+            for some in (slice(0, whole), slice(whole, rows)):
+                num_rows = some.stop - some.start
+                if num_rows:
+                    piece = jax.tree.map(lambda leaf, n=num_rows: _with_rows(leaf, n), shape)
+                    num = num_parts if some.start == 0 else 1
+                    pieces.append((some, num_rows, self._scored(piece, function, num)[1]))
 
-        def run(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
-            return loss(params, frozen, carried, jax.tree.leaves(batch), key, jnp.int32(0))[:num_results]
+        def run(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
+            found: list[Any] = []
+            for some, num_rows, score in pieces:
+                mine = jax.tree.map(lambda x, some=some: x[some] if x.ndim else x, batch)
+                outs = _weighed(trace, score(params, frozen, carried, mine, key), num_rows)
+                found = [_join(a, b) for a, b in zip(found, outs, strict=True)] if found else outs
+            return [(jnp.concatenate(total) if weight is None else total, weight) for total, weight in found]
 
         shardings = parts.state_shardings
         jitted = jax.jit(
@@ -100,6 +109,61 @@ class Evaluator:
             compiler_options=compiler_options(parts.mesh),
         )
         return trace, jitted, table_sizes(trace)
+
+    def _scored(self, shape: PyTree, function: Function | None, num_parts: int) -> tuple[Trace, Any]:
+        """The trace of a batch, or of one of its micro-batches, and the results of the whole batch as it gives them."""
+        parts = self._parts
+        call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
+        trace = trace_loss(parts.capture, shape, num_parts, train=False, call=call, forms=parts.trace.forms)
+        if trace.num_loss == 1:
+            # A ratio (a masked mean, say) adds up exactly as total and weight; what adds up in no way counts by rows.
+            with contextlib.suppress(ValueError):
+                trace = lift(trace)
+        sizes = dict(parts.mesh.shape)
+        layout, rows = parts.storage.layout, parts.trace.batch_class
+        shards = math.prod(sizes[axis] for axis in layout.axes_of.get(rows, ())) if rows is not None else 1
+        # A ragged last batch: each device scores all of it, which is exact and costs one batch.
+        ragged = any(trace.leaves[i].shape[:1] and trace.leaves[i].shape[0] % shards for i in trace.leaves_of("batch"))
+        layout = make_layout(trace, sizes, parts.plan.rules, not ragged, parts.plan.sequence)
+        num_results = len(trace.closed.jaxpr.outvars) - len(trace.leaves_of("carried"))
+        stacks = parts.line.stacks_of(trace) if parts.line is not None else None
+        if parts.line is None or stacks is None:
+            loss = place_loss(trace, parts.storage, parts.plan, parts.mesh, layout)
+
+            def whole(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
+                return loss(params, frozen, carried, jax.tree.leaves(batch), key, jnp.int32(0))[:num_results]
+
+            return trace, whole
+        staged = stage_model(trace, stacks, parts.storage, parts.plan, parts.mesh, layout)
+        schedule = forward_only(parts.line.schedule.route, num_parts)
+        forward = Forward(staged.stages, schedule, parts.line.part, PIPE, together(parts.plan))
+        through = forwarded(staged, forward, num_parts, parts.mesh)
+        return trace, lambda *inputs: _put_together(trace, through(*inputs))
+
+
+def _with_rows(leaf: Any, num: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((num, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype)
+
+
+def _put_together(trace: Trace, outs: list[jax.Array]) -> list[jax.Array]:
+    """Results of a batch from those of its micro-batches, which are stacked: weighted totals and weights are added,
+    numbers averaged, and rows, of which each has every m-th, put in order."""
+    weighted = [trace.num_loss == 2] * trace.num_loss
+    for is_mean in trace.aux_is_mean:
+        weighted += [True, True] if is_mean else [False]
+    if trace.num_loss == 2 and trace.ratio is not None and trace.ratio.total is None:
+        # Such a total is the ratio itself: of the whole batch that of the sums.
+        totals, weights = outs[0], outs[1]
+        whole = denominator(trace.ratio, weights.sum(0))
+        outs = [(totals * jax.vmap(functools.partial(denominator, trace.ratio))(weights) / whole), *outs[1:]]
+    found = []
+    for out, adds in zip(outs, weighted, strict=True):
+        if out.ndim > 1 and not adds:
+            rows = jnp.moveaxis(out, 0, 1)
+            found.append(rows.reshape(-1, *rows.shape[2:]))
+        else:
+            found.append(out.sum(0) if adds else out.mean(0))
+    return found
 
 
 def _weighed(trace: Trace, outs: list[jax.Array], rows: int) -> list[tuple[Any, Any]]:

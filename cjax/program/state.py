@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cjax.gradients import Gradients
+from cjax.gradients import Gradients, Line
 from cjax.mesh import BATCH_AXES
 from cjax.plan import Plan
 from cjax.sharding.model import ModelStorage
@@ -80,6 +80,7 @@ class Parts:
     batch_shape: PyTree
     notes: tuple[str, ...]
     compose: Callable[..., "Parts"]  # (plan, devices) -> the same model under another plan
+    line: Line | None = None  # its way through the stages of a pipeline
 
     @functools.cached_property
     def shelves(self) -> Shelves:
