@@ -181,8 +181,9 @@ def test_a_stage_holds_its_own_layers(plan: str, tensor: int, zero: int) -> None
     size = Plan.parse(plan).pipeline.size
     layers = (SIZES.num_params - OUTSIDE) / size
     wanted = 4 * (layers + OUTSIDE) / tensor / zero
-    assert bytes_on_a_device(state._params) == pytest.approx(wanted, rel=0.01)
-    assert bytes_on_a_device(state._opt) == pytest.approx(2 * wanted, rel=0.01)
+    near = 0.01 if tensor == 1 else 0.03  # positions, norms and some biases are whole
+    assert bytes_on_a_device(state._params) == pytest.approx(wanted, rel=near)
+    assert bytes_on_a_device(state._opt) == pytest.approx(2 * wanted, rel=near)
 
 
 SCHEDULES = ["1f1b:4", "interleaved:4/2", "zero_bubble:4", "zero_bubble:4/2"]

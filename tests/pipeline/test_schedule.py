@@ -167,7 +167,7 @@ def test_orders_that_wait_for_each_other() -> None:
         ((0, 1), [[Op("F", 0)]], r"1 orders for the 2 stages of route=\(0, 1\)"),
         ((0, 1), [[Op("F", 0)], [Op("F", 0, 1)]], "F0 of chunk 1 on stage 1: ops are F, B or W of 1 chunks"),
         ((0, 2), [[], [], []], "needs each of the stages 0, 1, 2, ... equally often"),
-        ((0, 1), [[Op("F", 0)], [Op("F", 0)]], "B0 on stage 0 is missing"),
+        ((0, 1), [[Op("F", 0)], [Op("F", 0), Op("B", 0)]], "B0 on stage 0 is missing"),
         ((0,), [[]], "needs 1 micro-batch or more, not 0"),
     ],
 )
