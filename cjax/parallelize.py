@@ -133,7 +133,7 @@ def _compose(
             error.add_note(f"The loss ran on one of {plan.microbatches} micro-batches of this batch; see microbatches.")
         raise
     if plan.microbatches > 1:
-        trace = lift(trace)
+        trace = lift(trace, lambda rows: _on_rows(captured, batch_shape, rows, trace, plan))
     mesh = build_mesh(plan.axis_sizes(), devices)
     line = arrange_stages(trace, plan) if plan.pipeline.size > 1 else None
     storage = store_model(captured, trace, plan, mesh, line.rows if line else {})
@@ -147,6 +147,13 @@ def _compose(
         captured, plan, mesh, trace, storage, stored_optimizer, gradients, init, batch_shape,
         notes=(*notes, *storage.layout.notes, *more), compose=again, line=line,
     )  # fmt: skip
+
+
+def _on_rows(captured: Capture, batch_shape: PyTree, rows: int, like: Trace, plan: Plan) -> Trace:
+    """The loss on micro-batches of so many rows."""
+    num = rows * plan.microbatches
+    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]) if x.shape else (), x.dtype), batch_shape)
+    return trace_loss(captured, shape, plan.microbatches, train=True, forms=like.forms)
 
 
 def _check_optimizer(optimizer: Any) -> None:

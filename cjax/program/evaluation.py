@@ -114,11 +114,18 @@ class Evaluator:
         """The trace of a batch, or of one of its micro-batches, and the results of the whole batch as it gives them."""
         parts = self._parts
         call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
-        trace = trace_loss(parts.capture, shape, num_parts, train=False, call=call, forms=parts.trace.forms)
+
+        def traced(shape: PyTree) -> Trace:
+            return trace_loss(parts.capture, shape, num_parts, train=False, call=call, forms=parts.trace.forms)
+
+        def on_rows(rows: int) -> Trace:
+            return traced(jax.tree.map(lambda leaf: _with_rows(leaf, rows * num_parts), shape))
+
+        trace = traced(shape)
         if trace.num_loss == 1:
             # A ratio (a masked mean, say) adds up exactly as total and weight; what adds up in no way counts by rows.
             with contextlib.suppress(ValueError):
-                trace = lift(trace)
+                trace = lift(trace, on_rows)
         sizes = dict(parts.mesh.shape)
         layout, rows = parts.storage.layout, parts.trace.batch_class
         shards = math.prod(sizes[axis] for axis in layout.axes_of.get(rows, ())) if rows is not None else 1
