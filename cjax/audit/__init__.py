@@ -1,5 +1,7 @@
 """What a compiled step really does: collectives by kind, axis and bytes; memory; exposed transfers; FLOPs."""
 
+import dataclasses
+
 import jax
 from jax.sharding import Mesh, NamedSharding
 
@@ -49,7 +51,7 @@ def audit_text(text: str, mesh: Mesh | None = None, memory: Memory | None = None
     reader = Reader(module, mesh)
     total = reader.work(module.entry)
     return Audit(
-        collectives=tuple(total.collectives),
+        collectives=tuple(dataclasses.replace(each, count=round(each.count)) for each in total.collectives),
         memory=memory,
         flops=total.flops,
         bytes_accessed=total.bytes,

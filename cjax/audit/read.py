@@ -38,7 +38,7 @@ class Work:
     bytes: float = 0.0
     collectives: list[Collective] = dataclasses.field(default_factory=list)
 
-    def add(self, other: "Work", times: int = 1) -> None:
+    def add(self, other: "Work", times: float = 1) -> None:
         self.flops += other.flops * times
         self.bytes += other.bytes * times
         self.collectives += [dataclasses.replace(each, count=each.count * times) for each in other.collectives]
@@ -117,7 +117,8 @@ class Reader:
             branches = [self.work(name) for name in instruction.called]
             # Which branch runs is known at run time only; the dearest of each kind is reported.
             dearest = max(branches, key=lambda branch: sum(each.total_bytes for each in branch.collectives))
-            work.add(Work(max(b.flops for b in branches), max(b.bytes for b in branches), dearest.collectives))
+            once = Work(max(b.flops for b in branches), max(b.bytes for b in branches), dearest.collectives)
+            work.add(once, _share_of_turns(instruction))
             return work
         for name in instruction.called:
             work.add(self.work(name))
@@ -176,6 +177,12 @@ class Reader:
         span = max(max(group) - min(group) for group in groups) + 1
         name = instruction.attribute(r'op_name="((?:[^"\\]|\\.)*)"') or ""
         return [Collective(kind, axes, size, span, tuple(shapes), received, 1, name)]
+
+
+def _share_of_turns(instruction: hlo.Instruction) -> float:
+    """How often a branch is taken, where its author has said so in the name of its scope: `runs_3_of_4`."""
+    found = re.findall(r"runs_(\d+)_of_(\d+)/\w+$", instruction.attribute(r'op_name="((?:[^"\\]|\\.)*)"') or "")
+    return int(found[-1][0]) / int(found[-1][1]) if found else 1.0
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,6 +1,6 @@
 """When the stages of a pipeline run: schedules as tables, their laws, their times, their charts."""
 
-from cjax.pipeline.gantt import gantt
+from cjax.pipeline.gantt import gantt, gantt_svg
 from cjax.pipeline.schedule import (
     build,
     from_orders,
@@ -23,6 +23,7 @@ __all__ = [
     "check",
     "from_orders",
     "gantt",
+    "gantt_svg",
     "gpipe",
     "interleaved",
     "one_f_one_b",

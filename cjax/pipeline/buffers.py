@@ -25,6 +25,11 @@ def columns_of(columns: dict[str, np.ndarray], num_stacks: int, together: bool) 
     return columns
 
 
+def runs(times: int, turns: int) -> Any:
+    """A scope that tells whoever reads the compiled program how often the branch in it is taken."""
+    return jax.named_scope(f"runs_{times}_of_{turns}")
+
+
 def union(payloads: Sequence[Arrays]) -> tuple[list[list[int]], Arrays]:
     """One message that carries any of the payloads: for each, the places of its arrays in it, and its shapes."""
     message: Arrays = []

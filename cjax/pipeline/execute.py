@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cjax.pipeline.buffers import Arrays, Row, State, at, columns_of, put, union
+from cjax.pipeline.buffers import Arrays, Row, State, at, columns_of, put, runs, union
 from cjax.pipeline.partition import Partition
 from cjax.pipeline.route import Kind
 from cjax.pipeline.table import Schedule
@@ -163,18 +163,18 @@ class _Run:
     def _tick(self, state: State, rows: Any) -> tuple[State, None]:
         ops: dict[Kind, Row] = rows["ops"]
         simple = self.wiring.ways("F") <= {1} and self.wiring.ways("B") <= {-1}
-        forward, state = self._op(self._forward, ("saved", "ends"), ops["F"], state)
+        forward, state = self._op("F", self._forward, ("saved", "ends"), ops["F"], state)
         # Sent as soon as it is there, so that it travels while B and W compute.
         arrived = {"left": self._send(forward, 1)} if simple else {}
         changes = "shared", "results", *(("crossing",) if self.split else ("stacks", "once"))
-        backward, state = self._op(self._backward, changes, ops["B"], state)
+        backward, state = self._op("B", self._backward, changes, ops["B"], state)
         if simple:
             arrived["right"] = self._send(backward, -1)
         else:
             arrived["left"] = self._send(_either(ops["F"]["way"] == 1, forward, backward), 1)
             arrived["right"] = self._send(_either(ops["F"]["way"] == -1, forward, backward), -1)
         if self.split:
-            _, state = self._op(self._weights, ("stacks", "once"), ops["W"], state)
+            _, state = self._op("W", self._weights, ("stacks", "once"), ops["W"], state)
         arrived |= {"F": forward, "B": backward}
         inbox = state["inbox"]
         for source, places in rows["arrivals"].items():
@@ -182,7 +182,12 @@ class _Run:
         return state | {"inbox": inbox}, None
 
     def _op(
-        self, run: Callable[[int, Row, State], tuple[Arrays, State]], changes: Sequence[str], row: Row, state: State
+        self,
+        kind: Kind,
+        run: Callable[[int, Row, State], tuple[Arrays, State]],
+        changes: Sequence[str],
+        row: Row,
+        state: State,
     ) -> tuple[Arrays, State]:
         """What a stage does in a tick, or nothing: then its message is anything."""
 
@@ -196,24 +201,29 @@ class _Run:
         # Only what an op changes comes out of the branches, or the compiler would copy the rest.
         if not self.together:
             ways = [idle, *(functools.partial(busy, k, row) for k in range(self.num_stacks))]
-            message, new = lax.switch(row["does"], ways)
+            turns = [self.wiring.turns(kind, "does", k, False) for k in range(self.num_stacks)]
+            with runs(sum(turns), self.num_ticks):
+                message, new = lax.switch(row["does"], ways)
             return message, state | new
         message, _ = idle()
         for k in range(self.num_stacks):
             mine = row["does"] == k + 1
             own = row | {"mine": mine, "slot": jnp.where(mine, row["slot"], self.wiring.slots[k])}
             own["end_slot"] = jnp.where(mine & (row["ends"] == 1), row["end_slot"], self.wiring.end_slots[k])
-            found, new = lax.cond(row[f"any does {k}"], functools.partial(busy, k, own), idle)
+            with runs(self.wiring.turns(kind, "does", k, True), self.num_ticks):
+                found, new = lax.cond(row[f"any does {k}"], functools.partial(busy, k, own), idle)
             message, state = _either(mine, found, message), state | new
         return message, state
 
-    def _if(self, name: str, k: int, row: Row, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    def _if(self, kind: Kind, name: str, k: int, row: Row, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         """`yes()` where the row says that a block `starts` or `ends` stack `k`, `no()` elsewhere."""
-        if not self.together:
-            return lax.cond(row[name] == 1, yes, no)
-        own = row["mine"] & (row[name] == 1)
-        both = functools.partial(jax.tree.map, lambda a, b: jnp.where(own, a, b))
-        return lax.cond(row[f"any {name} {k}"], lambda: both(yes(), no()), no)
+        times = [self.wiring.turns(kind, column, k, self.together) for column in (name, "does")]
+        with runs(*times):
+            if not self.together:
+                return lax.cond(row[name] == 1, yes, no)
+            own = row["mine"] & (row[name] == 1)
+            both = functools.partial(jax.tree.map, lambda a, b: jnp.where(own, a, b))
+            return lax.cond(row[f"any {name} {k}"], lambda: both(yes(), no()), no)
 
     def _send(self, message: Arrays, way: int) -> Arrays:
         pairs = [(i, (i + way) % self.num_stages) for i in range(self.num_stages)]
@@ -225,7 +235,7 @@ class _Run:
         beside = self.stages.beside(k, self.shared, given)
         payload = self._unpack(k, self._read_message(row, state))
         if k == 0:
-            payload = self._if("starts", k, row, lambda: self.stages.enter(self.shared, given), lambda: payload)
+            payload = self._if("F", "starts", k, row, lambda: self.stages.enter(self.shared, given), lambda: payload)
 
         def layer(carry: Any, i: Any) -> Any:
             payload, kept = carry
@@ -245,7 +255,7 @@ class _Run:
         message = self._pack(k, payload)
         if k + 1 < self.num_stacks:
             message = self._if(
-                "ends", k, row,
+                "F", "ends", k, row,
                 lambda: self._pack(k + 1, self.stages.leave(k, self.shared, given, payload)),
                 lambda: message,
             )  # fmt: skip
@@ -256,7 +266,7 @@ class _Run:
         beside = self.stages.beside(k, self.shared, given)
         message = self._read_message(row, state)
         gradients, shared, results = self._if(
-            "ends", k, row,
+            "B", "ends", k, row,
             lambda: self._after(k, row, given, message, state),
             lambda: (self._unpack(k, message), state["shared"], state["results"]),
         )  # fmt: skip
@@ -278,7 +288,7 @@ class _Run:
         state = state | {name: _replace(state[name], k, x) for name, x in zip(("stacks", "once"), sums, strict=True)}
         if k == 0:
             shared = self._if(
-                "starts", k, row,
+                "B", "starts", k, row,
                 lambda: self._before(given, gradients, state["shared"]), lambda: state["shared"],
             )  # fmt: skip
             state = state | {"shared": shared}

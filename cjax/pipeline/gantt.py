@@ -1,10 +1,21 @@
-"""A schedule as text: who runs what in which tick, or when."""
+"""A schedule as text or as a picture: who runs what in which tick, or when."""
+
+from html import escape
 
 from cjax.pipeline.route import KINDS
 from cjax.pipeline.simulate import Simulation, Span
 from cjax.pipeline.table import Op, Schedule
 
 FILL = {"F": ">", "B": "<", "W": "="}
+# Mid-tones, which stand out on white and on black; dark numbers are read on each of them and on its paler shades.
+COLORS = {"F": "#5b9bd5", "B": "#e88c4a", "W": "#6fbf73"}
+WORDS = {"F": "forward", "B": "backward", "W": "weights"}
+WIDTH, ROW, BAR, LEFT, TOP = 960, 26, 22, 62, 58  # of the picture, in pixels
+STYLE = (
+    "text{font:12px sans-serif;fill:#222}.n{font-size:10px;text-anchor:middle;fill:#111}"
+    ".line{stroke:#888;fill:none}rect{stroke:#444;stroke-width:.5}"
+    "@media(prefers-color-scheme:dark){.label{fill:#ddd}}"
+)
 
 
 def gantt(of: Schedule | Simulation, width: int = 120) -> str:
@@ -77,3 +88,62 @@ def _bar(span: Span, columns: int) -> str:
     label = str(span.op.microbatch)
     fill = FILL[span.op.kind]
     return label.ljust(columns, fill) if len(label) < columns else fill * columns
+
+
+def gantt_svg(simulation: Simulation) -> str:
+    """A picture as self-contained SVG: a row for each stage, a bar as long as each op takes, with its micro-batch.
+
+    Later chunks of a stage are drawn paler. It has no background of its own, and is read on light and on dark ones.
+
+    Args:
+      simulation: what `simulate` found; or a real run, its measured spans in a `Simulation` of its schedule.
+
+    >>> from cjax.pipeline.schedule import one_f_one_b
+    >>> from cjax.pipeline.simulate import simulate
+    >>> gantt_svg(simulate(one_f_one_b(2, 3))).count("<rect")
+    12
+    """
+    schedule = simulation.schedule
+    first = min((span.start for span in simulation.spans), default=0.0)
+    scale = WIDTH / simulation.makespan if simulation.makespan else 0.0
+    bottom = TOP + ROW * schedule.num_stages
+    kinds = KINDS if schedule.split else KINDS[:2]
+    drawn = [_label(8, 18, f"{_title(schedule)}; idle {simulation.bubble:.1%}")]
+    for place, kind in enumerate(kinds):
+        x = LEFT + 110 * place
+        drawn.append(f'<path d="M{x} 31h14v14h-14z" fill="{COLORS[kind]}"/>')
+        drawn.append(_label(x + 20, 42, f"{kind}: {WORDS[kind]}"))
+    if schedule.num_chunks > 1:
+        drawn.append(_label(LEFT + 110 * len(kinds), 42, "later chunks paler"))
+    for stage in range(schedule.num_stages):
+        y = TOP + ROW * stage
+        drawn.append(_label(8, y + 15, f"stage {stage}"))
+        drawn.append(f'<path class="line" d="M{LEFT} {y + BAR / 2:g}h{WIDTH}" stroke-dasharray="1 3"/>')
+    drawn += [_rect(span, (span.start - first) * scale, scale, schedule.num_chunks) for span in simulation.spans]
+    drawn.append(f'<path class="line" d="M{LEFT} {bottom + 2}h{WIDTH}"/>')
+    drawn += [_label(LEFT, bottom + 18, "0"), _label(LEFT + WIDTH, bottom + 18, f"{simulation.makespan:g}", "end")]
+    size = f'width="{LEFT + WIDTH + 12}" height="{bottom + 26}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>'
+    return "\n".join([head, *drawn, "</svg>\n"])
+
+
+def _label(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text class="label" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _rect(span: Span, left: float, scale: float, num_chunks: int) -> str:
+    """A bar, what it is for the pointer over it, and its micro-batch where there is room for the number."""
+    x, y, width = LEFT + left, TOP + ROW * span.stage, (span.end - span.start) * scale
+    fill = _paler(COLORS[span.op.kind], 0.6 * span.op.chunk / num_chunks)
+    what = f"{span.op} on stage {span.stage}, {span.start:g} to {span.end:g}"
+    bar = f'<rect x="{x:.3f}" y="{y}" width="{width:.3f}" height="{BAR}" fill="{fill}"><title>{what}</title></rect>'
+    number = str(span.op.microbatch)
+    if width < 6 * len(number) + 2:
+        return bar
+    return f'{bar}<text class="n" x="{x + width / 2:.1f}" y="{y + 15}">{number}</text>'
+
+
+def _paler(color: str, share: float) -> str:
+    """The color on its way to white."""
+    parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from cjax.audit import Audit
+from cjax.pipeline.simulate import simulate
 from cjax.planner.hardware import Hardware
 from cjax.program.state import Parts
 from cjax.report import (
@@ -38,6 +39,8 @@ def describe_step(parts: Parts, audit: Audit, hardware: Hardware) -> Report:
     model_flops = 3.0 * forward.flops * parts.plan.microbatches
     matmul = 3.0 * forward.matmul_flops * parts.plan.microbatches
     recomputed = max(0.0, audit.flops * parts.mesh.size - matmul)
+    if parts.line is not None and parts.plan.remat == "none":
+        recomputed = 0.0  # what is more is the stage's with the most to do, which `audit` tells for all
     knows_overlap = hardware.memory_bandwidth is not None
     return Report(
         plan=str(parts.plan),
@@ -105,6 +108,7 @@ def _param_rows(parts: Parts) -> list[ParamRow]:
                     tuple(axes_of_entry(entry) for entry in slot.logical_spec),
                     math.prod(leaf.shape) * itemsize,
                     _bytes(slot, slot.spec, sizes) // len(slot.leaves),
+                    slot.rows.axis if slot.rows and slot.is_stack else None,
                 )
     return [rows[i] for i in sorted(rows)]
 
@@ -127,7 +131,12 @@ def _time(parts: Parts, audit: Audit, hardware: Hardware) -> StepTime | None:
     for each in audit.collectives:
         bandwidth = hardware.bandwidth(each.span)
         transfer += each.exposed_bytes(hardware) / bandwidth if bandwidth else 0.0
-    return StepTime(audit.flops / peak, transfer)
+    compute = audit.flops / peak
+    if parts.line is None:
+        return StepTime(compute, transfer)
+    # A backward is two forwards' work, half of it for the weights.
+    idle = simulate(parts.line.schedule).bubble
+    return StepTime(compute, transfer, compute * idle / (1 - idle))
 
 
 def _padding(parts: Parts) -> list[str]:

@@ -55,7 +55,8 @@ class MemoryUse:
 class ParamRow:
     """One parameter as its author wrote it, and where cjax puts it.
 
-    `placement` has, for each dim, the mesh axes that split it: `()` keeps the dim whole.
+    `placement` has, for each dim, the mesh axes that split it: `()` keeps the dim whole. `stages` is the axis over
+    which layers are spread, of which a device has some and not others.
     """
 
     name: str
@@ -65,10 +66,11 @@ class ParamRow:
     placement: tuple[tuple[str, ...], ...]
     bytes: int
     bytes_per_device: int
+    stages: str | None = None
 
     @property
     def is_whole(self) -> bool:
-        return not any(self.placement)
+        return not any(self.placement) and self.stages is None
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,9 @@ def param_table(params: Sequence[ParamRow]) -> Table:
         first = group[0]
         times = f" x{len(group)}" if len(group) > 1 else ""
         axes = ["+".join(axes) or "-" for axes in first.placement]
-        placed = "whole" if first.is_whole else f"[{', '.join(axes)}]"
+        placed = "whole" if not any(first.placement) else f"[{', '.join(axes)}]"
+        if first.stages is not None:
+            placed = f"layers over {first.stages}" + (f", {placed}" if placed != "whole" else "")
         shape, dims = (", ".join(str(part or "?") for part in parts) for parts in (first.shape, first.dims))
         size = unit(len(group) * first.bytes_per_device)
         rows.append((_pattern(group) + times, f"[{shape}]", first.dtype, f"[{dims}]", placed, size))

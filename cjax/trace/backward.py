@@ -7,7 +7,8 @@ trace, cut in two at what both halves need: for a matmul, the gradient of its re
 Parallelism, 2024).
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,12 +23,15 @@ from cjax.trace.simplify import simplify
 Arrays = list[Any]
 Function = Callable[[Arrays, Arrays, Arrays], Arrays]  # weights, fixed, moving -> moving
 
-# Cheap enough to be made again in the backward pass: they move or round what is there.
+# Made again in the backward pass, of what is saved: these move, round or combine numbers one by one, which a compiler
+# fuses into whatever reads them. Saved, their results would be most of a layer's memory.
 _CHEAP = frozenset(
     {
-        "broadcast_in_dim", "convert_element_type", "copy", "eq", "ge", "gt", "iota", "le", "lt", "ne", "not", "and",
-        "or", "reshape", "rev", "sharding_constraint", "slice", "squeeze", "expand_dims", "stop_gradient", "transpose",
-        "dynamic_slice", "select_n", "sub", "add", "mul", "neg", "concatenate", "pad",
+        "abs", "add", "and", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "cos", "div",
+        "dynamic_slice", "eq", "erf", "exp", "exp2", "expand_dims", "expm1", "ge", "gt", "integer_pow", "iota", "le",
+        "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pow", "reshape", "rev",
+        "rsqrt", "select_n", "sharding_constraint", "sign", "sin", "slice", "sqrt", "square", "squeeze",
+        "stop_gradient", "sub", "tanh", "transpose",
     }
 )  # fmt: skip
 
@@ -124,32 +128,26 @@ class Derivative:
 
     # -- what is saved --
     def _choose(self, jaxpr: Any) -> list[Any]:
-        """Residuals to store. All others are made again from weights, from what is fixed, and from these."""
+        """Residuals to store. All others are made again from weights, from what is fixed, and from these.
+
+        Residuals that come of the same results of matmuls and reductions are looked at together: either those results
+        are stored, or the residuals, whichever is less.
+        """
         num_weights, num_fixed, _ = self._sizes
         known = set(jaxpr.invars[: num_weights + num_fixed]) | set(jaxpr.constvars)
         maker = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-        wanted = dict.fromkeys(v for v in self._leaves if not isinstance(v, jex.Literal) and v not in known)
         order = {var: at for at, var in enumerate(v for eqn in jaxpr.eqns for v in eqn.outvars)}
+        wanted = dict.fromkeys(v for v in self._leaves if not isinstance(v, jex.Literal) and v not in known)
         saved: list[Any] = []
-        remade: set[Any] = set()
-
-        def from_known(var: Any) -> bool:
-            """Whether cheap equations make it of what is known or saved."""
-            if var in known or var in remade:
-                return True
-            eqn = maker.get(var)
-            if eqn is None or not (eqn.primitive.name in _CHEAP or _is_key(var)):
-                return False
-            if not all(map(from_known, variables(eqn))):
-                return False
-            remade.add(var)
-            return True
-
-        for var in sorted(wanted, key=lambda v: order.get(v, -1)):
-            if not from_known(var):
-                saved.append(var)
-                known.add(var)
-        self._remake = _slice(jaxpr.eqns, [*self._leaves], known)
+        for family in _families(sorted(wanted, key=lambda v: order.get(v, -1)), known, maker):
+            there = known | set(saved)
+            direct: list[Any] = []
+            for var in family:
+                if _roots(var, there | set(direct), maker):
+                    direct.append(var)
+            roots = list(dict.fromkeys(root for var in direct for root in _roots(var, there, maker)))
+            saved += min((direct, roots), key=lambda some: sum(map(_bytes, some)))
+        self._remake = _slice(jaxpr.eqns, [*self._leaves], known | set(saved))
         return saved
 
     def _remade(self, weights: Arrays, fixed: Arrays, saved: Arrays) -> dict[Any, Any]:
@@ -199,6 +197,41 @@ class Derivative:
         env.update(zip(jaxpr.invars, (*weights, *fixed, *moving), strict=False))
         return env
 
+
+
+def _roots(var: Any, known: set[Any], maker: Mapping[Any, Any]) -> list[Any]:
+    """What has to be saved for cheap equations to make `var` of it; nothing, if it can be made of what is known."""
+    found: dict[Any, None] = {}
+    seen: set[Any] = set()
+    queue = [var]
+    while queue:
+        now = queue.pop()
+        if now in known or now in seen:
+            continue
+        seen.add(now)
+        eqn = maker.get(now)
+        if eqn is not None and (eqn.primitive.name in _CHEAP or _is_key(now)):
+            queue += variables(eqn)
+        else:
+            found[now] = None
+    return list(found)
+
+
+def _families(wanted: Sequence[Any], known: set[Any], maker: Mapping[Any, Any]) -> list[list[Any]]:
+    """`wanted` by the roots that they have in common."""
+    families: list[tuple[set[Any], list[Any]]] = []
+    for var in wanted:
+        roots, members = set(_roots(var, known, maker)), [var]
+        for other in [each for each in families if each[0] & roots]:
+            families.remove(other)
+            roots, members = roots | other[0], [*other[1], *members]
+        families.append((roots, members))
+    return [members for roots, members in families if roots]
+
+
+def _bytes(var: Any) -> int:
+    aval = var.aval
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
 
 
 def _is_key(var: Any) -> bool:
