@@ -18,8 +18,11 @@ from cjax.models.gpt import GPT, GPTConfig, loss
 from cjax.tree import leaf_names
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
+import pipeline_plots  # noqa: E402
+import pipeline_tables  # noqa: E402
 import plain_gpt  # noqa: E402
 import tensor_parallel_timed  # noqa: E402
+from pipeline_schedules import SizeOfStep, schedule_row  # noqa: E402
 from tensor_parallel_measure import Results, largest, measure  # noqa: E402
 from tensor_parallel_models import Case, elements_received, linears  # noqa: E402
 from tensor_parallel_plots import write_plots  # noqa: E402
@@ -149,3 +152,27 @@ def test_tables_and_pictures_of_what_is_there(tmp_path: Path) -> None:
     for name in pictures:
         marks = ElementTree.parse(tmp_path / name).getroot()
         assert len(marks.findall("{*}rect")) == 1 + (1 if name.startswith("largest") else 2)
+
+
+def test_pipelines_are_measured_and_shown(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.jsonl")
+    size = SizeOfStep(num_layers=2, vocab_size=16, length=4, rows=1)
+    row = schedule_row(results, "1f1b", 1, 2, 4, size)
+    assert row["bubble"] == pytest.approx(1 / 5) and row["held"] == 3 and row["temporary"] > 0
+    assert schedule_row(Results(results.path), "1f1b", 1, 2, 4, size) == row
+    results.get(row | {"microbatches": 8}, dict)
+
+    key = {"part": "c", "model": "gpt2", "batch": 32, "length": 1024}
+    found = {"received": 2**30, "peak": 2**32, "even_s": 0.02, "compute_s": 0.025, "exposed_s": 0.005}
+    results.get(key | {"plan": "data=4"}, lambda: found | {"floor_s": 0.03})
+    pipe = found | {"bubble": 3 / 19, "bubble_with_head": 0.5, "makespan_s": 0.035, "floor_s": 0.04}
+    results.get(key | {"plan": "pipeline=1f1b:4 microbatches=16"}, lambda: pipe)
+
+    text = pipeline_tables.write_tables(results, tmp_path)
+    assert "| 1f1b:2   | 4" in text and "| 20.0%" in text
+    assert "| pipeline=1f1b:4 microbatches=16 | 4.00" in text and "| 15.8%  | 50.0%" in text and "| 800" in text
+    pipeline_plots.write_plots(results, tmp_path)
+    pictures = {path.name: ElementTree.parse(path).getroot() for path in tmp_path.glob("*.svg")}
+    assert len(pictures) == 1 + len(pipeline_plots.SCHEDULES)
+    assert len(pictures["memory-2.svg"].findall("{*}circle")) == 2
+    assert len(pictures["gantt-zero_bubble-2.svg"].findall("{*}rect")) == 4 * 8 * 2 * 3

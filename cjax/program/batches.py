@@ -1,10 +1,12 @@
 """A batch as the user gives it: checked against what was promised, and placed on the mesh."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.program.state import Parts
 from cjax.trace.indices import index_limits
@@ -74,9 +76,29 @@ def join_processes(batch: PyTree, shardings: PyTree) -> PyTree:
     def joined(leaf: Any, sharding: Any) -> Any:
         if isinstance(leaf, jax.Array):
             return leaf if leaf.sharding.is_equivalent_to(sharding, leaf.ndim) else jax.device_put(leaf, sharding)
-        return leaf if is_alone else jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+        return leaf if is_alone else _joined(np.asarray(leaf), sharding)
 
     return jax.tree.map(joined, batch, shardings)
+
+
+def _joined(rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """The global array of which this process holds its rows; devices of several processes may need the same ones, where
+    a pipeline or tensor parallelism reaches across."""
+    if not rows.ndim:
+        return jax.make_array_from_process_local_data(sharding, rows)
+    shape = (len(rows) * jax.process_count(), *rows.shape[1:])
+    needed = {index[0].indices(shape[0]) for index in sharding.addressable_devices_indices_map(shape).values()}
+    if sum(stop - start for start, stop, _ in needed) == len(rows):
+        return jax.make_array_from_process_local_data(sharding, rows, shape)
+    devices = np.array(sharding.mesh.devices.flat, dtype=object).reshape(jax.process_count(), -1)
+    assert all(len({device.process_index for device in row}) == 1 for row in devices), "processes are mixed in the mesh"
+    by_process = NamedSharding(Mesh(devices, ("process", "device")), PartitionSpec("process"))
+    return _moved(sharding)(jax.make_array_from_process_local_data(by_process, rows, shape))
+
+
+@functools.cache
+def _moved(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda array: array, out_shardings=sharding)
 
 
 def global_shape(batch: PyTree) -> PyTree:
