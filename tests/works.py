@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import test_contract
+import test_pipeline_plans
+import test_sequence_plans
 from plans import LOW, tensor_of
 from test_contract import EXACT_PLANS, REFUSED
 from zoo import MODELS
@@ -80,6 +82,13 @@ def table() -> str:
     for row in dict.fromkeys(map(family, plans)):
         mine = [plan for plan in plans if family(plan) == row]
         rows.append([_label(row, mine), *(_cell(list(models), mine, default, broken) for models in KINDS.values())])
+    for row, every, default in (
+        ("sequence parallelism", test_sequence_plans.PAIRS, test_sequence_plans.PAIRS),
+        ("pipelines", test_pipeline_plans.every_pair(), test_pipeline_plans.pairs()),
+    ):
+        mine = list(dict.fromkeys(plan for _, plan in every))
+        counts = [[sum(name in models for name, _ in some) for some in (every, default)] for models in KINDS.values()]
+        rows.append([_label(row, mine), *(f"{good} / {short}" for good, short in counts)])
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     models = [f"- **{kind}**: {'; '.join(phrases.values())}." for kind, phrases in KINDS.items()]
     return "\n".join([*lines, "", _legend(plans), "", *_guarantees(), "", "The models:", "", *models]) + "\n"
@@ -101,7 +110,7 @@ def _legend(plans: list[str]) -> str:
         f"{len(MODELS)} models under {len(plans)} plans on 8 virtual devices. The first number of a cell counts the "
         "pairs of a model and a plan that `make test-all` trains, the second those of every `make test`, which takes "
         f"each model and each plan at least twice. {len(REFUSED)} more plans must be refused, as 16 rows can't be "
-        "shared that way. "
+        "shared that way. The last two rows have tables of their own: plans that suit a model's lengths and layers. "
         "What is checked:"
     )
 
