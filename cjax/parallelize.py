@@ -28,6 +28,7 @@ from cjax.gradients import (
 )
 from cjax.mesh import BATCH_AXES, PIPE, Device, build_mesh, resolve_devices
 from cjax.pipeline.execute import Executor
+from cjax.pipeline.table import Schedule
 from cjax.plan import Plan, require_supported
 from cjax.planner.estimate import SLACK, Activations, state_bytes
 from cjax.planner.hardware import hardware_of
@@ -60,6 +61,7 @@ def parallelize(
     *,
     wrt: Any = None,
     devices: Sequence[Device] | str | None = None,
+    schedule: Schedule | None = None,
 ) -> Program:
     """Lay a Flax model out over many devices.
 
@@ -71,6 +73,7 @@ def parallelize(
       plan: text or `Plan`; see `cjax.Plan`.
       wrt: what is trained: a regex on the path, `(path, leaf) -> bool`, or an NNX filter.
       devices: JAX devices, or text such as "h100:64" to compile for hardware that is not here.
+      schedule: a table of your own for a plan with `pipeline`, from `cjax.pipeline`; as many stages and micro-batches.
 
     >>> import flax.linen as nn, numpy as np
     >>> batch = {"x": np.ones((8, 3), "float32"), "y": np.zeros((8, 1), "float32")}
@@ -85,7 +88,7 @@ def parallelize(
     batch_shape = batch_structs(batch)
     captured = capture(model, loss, batch, wrt)
     found = resolve_devices(devices)
-    return compose(captured, optimizer, batch_shape, plan, found)
+    return compose(captured, optimizer, batch_shape, plan, found, schedule)
 
 
 def compose(
@@ -94,15 +97,16 @@ def compose(
     batch_shape: PyTree,
     plan: Plan | str,
     devices: Sequence[Device],
+    schedule: Schedule | None = None,
 ) -> Program:
     """From a captured model to a `Program`."""
     # A trace depends on the plan by the number of micro-batches alone: "auto" and every replan share it.
     read = functools.cache(functools.partial(trace_loss, captured, batch_shape, train=True))
 
-    def again(plan: Plan | str, devices: Sequence[Device]) -> Parts:
-        return _compose(captured, optimizer, batch_shape, read, plan, devices, again)
+    def again(plan: Plan | str, devices: Sequence[Device], schedule: Schedule | None = None) -> Parts:
+        return _compose(captured, optimizer, batch_shape, read, plan, devices, schedule, again)
 
-    return Program(again(plan, devices))
+    return Program(again(plan, devices, schedule))
 
 
 def _compose(
@@ -112,6 +116,7 @@ def _compose(
     read: Callable[[int], Trace],
     plan: Plan | str,
     devices: Sequence[Device],
+    schedule: Schedule | None,
     again: Callable[..., Parts],
 ) -> Parts:
     """The parts of a program under one plan.
@@ -123,6 +128,7 @@ def _compose(
       read: the loss's trace, by the number of micro-batches.
       plan: the plan.
       devices: what the plan is for.
+      schedule: the user's own, of a pipeline.
       again: `(plan, devices)` -> the parts under another plan.
     """
     plan, notes = _decide(captured, optimizer, batch_shape, read, plan, devices)
@@ -135,7 +141,12 @@ def _compose(
     if plan.microbatches > 1:
         trace = lift(trace, lambda rows: _on_rows(captured, batch_shape, rows, trace, plan))
     mesh = build_mesh(plan.axis_sizes(), devices)
-    line = arrange_stages(trace, plan) if plan.pipeline.size > 1 else None
+    if schedule is not None and plan.pipeline.size == 1:
+        raise ValueError(
+            f"`schedule` is for pipelines, and the plan {str(plan)!r} has none: add "
+            f"pipeline={schedule.num_stages} microbatches={schedule.num_microbatches}"
+        )
+    line = arrange_stages(trace, plan, schedule) if plan.pipeline.size > 1 else None
     storage = store_model(captured, trace, plan, mesh, line.rows if line else {})
     gradients, more = _gradients(captured, batch_shape, trace, storage, plan, mesh, line)
     stored_optimizer = None

@@ -27,6 +27,7 @@ from zoo_linen import SEQ, LinenDecoder
 import cjax
 from cjax.models.gpt import GPT, gpt
 from cjax.models.gpt import loss as gpt_loss
+from cjax.pipeline.schedule import forward_only, one_f_one_b
 from cjax.plan import Plan
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
@@ -204,6 +205,47 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(schedule: str) ->
     few, many = temporary(schedule, 8), temporary(schedule, 32)
     assert temporary(schedule, 4) <= few == pytest.approx(many, rel=0.01)
     assert many < temporary("gpipe:4", 32) / 2, "GPipe's grows"
+
+
+# -- traffic ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("plan", "num_devices", "parts"),
+    [
+        ("pipeline=1f1b:4 microbatches=8", 4, 1),
+        ("pipeline=zero_bubble:2 microbatches=8 tensor=2", 4, 1),  # between layers 1d keeps activations whole
+        ("pipeline=1f1b:2 microbatches=8 tensor=2d:4", 8, 4),
+        ("pipeline=1f1b:2 microbatches=8 sequence=ring:2", 4, 2),
+        ("pipeline=1f1b:2 microbatches=4 data=2", 4, 2),
+    ],
+)
+def test_stages_hand_on_one_activation_and_one_gradient(plan: str, num_devices: int, parts: int) -> None:
+    """In each tick one each way, in as many parts as it is split into anyway."""
+    program = mini(plan, 16, num_devices=num_devices)
+    facts = cjax.audit(program.lower().compile())
+    sent = [each for each in facts.collectives if each.kind == "collective-permute" and each.axis == "pipe"]
+    ticks = program._parts.line.schedule.num_ticks
+    assert sum(each.count for each in sent) == 2 * ticks
+    rows = 16 // num_parts(plan)
+    assert {each.bytes for each in sent} == {4 * rows * 64 * 192 / parts}
+
+
+def test_a_table_of_the_users_own() -> None:
+    """The papers' 1F1B, in which stages hold p - r micro-batches: the same numbers, in other ticks."""
+    name, plan = "linen_tied", "data=1 pipeline=2 microbatches=4"
+    model, loss, batch = MODELS[name].make(np.float32)
+
+    def gradients(**given: Any) -> Any:
+        devices = jax.devices()[:2]
+        program = cjax.parallelize(model, loss, optax.sgd(1e-2), batch, plan, devices=devices, **given)
+        return program, on_host(program.value_and_grad(program.init(0), batch))
+
+    table = one_f_one_b(2, 4, lead=1)
+    (own, given), (_, wanted) = gradients(schedule=table), gradients()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), given, wanted)
+    assert own._parts.line.schedule is table
+    for other, said in ((one_f_one_b(2, 2), "write pipeline=1f1b:2 microbatches=2"), (forward_only((0, 1), 4), "no B")):
+        with pytest.raises(ValueError, match=said):
+            gradients(schedule=other)
 
 
 # -- evaluation, checkpoints ------------------------------------------------------------------------------------------

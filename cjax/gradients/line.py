@@ -9,6 +9,7 @@ from cjax.pipeline.schedule import build
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan, Sequence
 from cjax.sharding.storage import Rows
+from cjax.trace.cost import equation_cost
 from cjax.trace.reading import Trace
 from cjax.trace.stacks import Stack, find_stacks, what_carried_needs
 
@@ -48,8 +49,13 @@ def together(plan: Plan) -> bool:
     return plan.sequence != Sequence() or plan.tensor.mode != "1d"
 
 
-def arrange_stages(trace: Trace, plan: Plan) -> Line:
+def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> Line:
     """Cut a model into the stages that a plan asks for.
+
+    Args:
+      trace: of a micro-batch.
+      plan: the plan.
+      table: the user's own schedule, in the place of the one that the plan names.
 
     Raises:
       ValueError: no stack of layers, or too few layers; a schedule that does not suit the number of micro-batches; a
@@ -63,6 +69,7 @@ def arrange_stages(trace: Trace, plan: Plan) -> Line:
             "two or more equal layers in a row, each with weights of its own (a list of blocks, or nn.scan), or leave "
             "`pipeline` out of the plan."
         )
+    chunks = chunks if table is None else max(1, table.num_chunks // len(stacks))
     short = min(stacks, key=lambda stack: stack.length)
     if short.length < size * chunks:
         each = f" and {chunks} chunks each" if chunks > 1 else ""
@@ -79,8 +86,17 @@ def arrange_stages(trace: Trace, plan: Plan) -> Line:
             "depend on the examples (running averages of a BatchNorm, say). A pipeline takes normalisations without "
             "state, such as LayerNorm or GroupNorm; or leave `pipeline` out of the plan."
         )
-    schedule = _schedule(plan, len(stacks))
-    return Line(stacks, schedule, partition([stack.length for stack in stacks], schedule.route))
+    schedule = _schedule(plan, len(stacks)) if table is None else table
+    if table is not None:
+        _check_table(table, plan, len(stacks))
+    lengths = [stack.length for stack in stacks]
+    return Line(stacks, schedule, partition(lengths, schedule.route, _head(trace, stacks[-1])))
+
+
+def _head(trace: Trace, last: Stack) -> float:
+    """What comes after the last layer, in the arithmetic of one."""
+    after = sum(equation_cost(eqn).matmul_flops for eqn in trace.closed.jaxpr.eqns[last.stop :])
+    return after / max(1, last.flops // last.length)
 
 
 def _schedule(plan: Plan, num_stacks: int) -> Schedule:
@@ -93,6 +109,20 @@ def _schedule(plan: Plan, num_stacks: int) -> Schedule:
     except ValueError as error:
         what = f" for a model of {num_stacks} stacks of layers" if num_stacks > 1 else ""
         raise ValueError(f"pipeline={plan.pipeline}{what}: {error}") from None
+
+
+def _check_table(table: Schedule, plan: Plan, num_stacks: int) -> None:
+    given = f"schedule {table.name} is for {table.num_stages} stages and {table.num_microbatches} micro-batches"
+    if (table.num_stages, table.num_microbatches) != (plan.pipeline.size, plan.microbatches):
+        words = f"pipeline={plan.pipeline.schedule}:{table.num_stages} microbatches={table.num_microbatches}"
+        raise ValueError(f"{given}, the plan for {plan.pipeline.size} and {plan.microbatches}: write {words}")
+    if table.num_chunks % num_stacks:
+        raise ValueError(
+            f"{given}, with {table.num_chunks} chunks each, and the model has {num_stacks} stacks of layers, of which "
+            f"each stage holds a part: give each stage {num_stacks} chunks, or a multiple of that"
+        )
+    if table.forward_only:
+        raise ValueError(f"{given}, and has no B: training needs backwards")
 
 
 def _named(trace: Trace, stack: Stack) -> str:

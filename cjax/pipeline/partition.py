@@ -1,7 +1,8 @@
 """Which layers each block of a pipeline holds, and in which order a stack of layers is kept for it.
 
 A stack of L layers is cut into equal blocks of ceil(L / blocks) layers; where that does not divide, the last blocks
-have fewer, since the last stage has the head and the loss to do as well. Each of several stacks (an encoder, a decoder)
+have fewer, since the last stage has the head and the loss to do as well. Where these cost as much as several layers,
+all blocks take more, and the last one fewer or none. Each of several stacks (an encoder, a decoder)
 is cut over all stages, so that a stage holds a part of both: no device keeps rows for layers that it never runs.
 """
 
@@ -58,19 +59,38 @@ class Partition:
         return block == len(self.route) - 1 or self.stack[block + 1] != self.stack[block]
 
 
-def partition(lengths: Sequence[int], route: tuple[int, ...]) -> Partition:
+def partition(lengths: Sequence[int], route: tuple[int, ...], head: float = 0.0) -> Partition:
     """Cut stacks of these lengths into the blocks of a route, equally many blocks each.
 
-    >>> partition([5], (0, 1, 2)).count
-    (2, 2, 1)
+    Args:
+      lengths: layers of each stack.
+      route: the stage of each block.
+      head: what comes after the last layer, in the arithmetic of one layer of the last stack.
+
+    >>> partition([5], (0, 1, 2)).count, partition([12], (0, 1, 2, 3), head=5.4).count
+    ((2, 2, 1), (4, 4, 4, 0))
     """
     num_blocks = len(route) // len(lengths)
     assert num_blocks * len(lengths) == len(route), (lengths, route)
-    rows = tuple(-(-length // num_blocks) for length in lengths)
+    rows = [-(-length // num_blocks) for length in lengths]
+    rows[-1] = _rows_beside(head, lengths[-1], num_blocks)
     places = [
         (k, min(i * n, length), max(0, min(n, length - i * n)))
         for k, (length, n) in enumerate(zip(lengths, rows, strict=True))
         for i in range(num_blocks)
     ]
     stack, first, count = (tuple(column) for column in zip(*places, strict=True))
-    return Partition(route, stack, first, count, rows)
+    return Partition(route, stack, first, count, tuple(rows))
+
+
+def _rows_beside(head: float, length: int, num_blocks: int) -> int:
+    """How many layers a block has, so that a forward and a backward of the dearest block are as cheap as can be. The
+    head runs forwards and backwards in a backward's tick."""
+    least = -(-length // num_blocks)
+
+    def ticks(rows: int) -> float:
+        last = max(0, length - (num_blocks - 1) * rows)
+        return rows + max(2 * rows, 2 * last + 3 * head)
+
+    best = min(range(least, 2 * least + 1), key=ticks)
+    return best if ticks(best) < 0.95 * ticks(least) else least  # more rows are more memory, so they have to pay

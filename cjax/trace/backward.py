@@ -178,8 +178,13 @@ class Derivative:
         self._second = _slice(jaxpr.eqns, weights, there | given)
         needed = {v for eqn in self._second for v in variables(eqn)}
         needed |= {v for v in weights if not isinstance(v, jex.Literal)}
-        self._crossing = [v for v in dict.fromkeys([*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)])
-                          if v in needed and v in given]  # fmt: skip
+        every = dict.fromkeys([*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)])
+        maker = {var: eqn for eqn in self._first for var in eqn.outvars}
+        self._crossing = []
+        for family in _families([v for v in every if v in needed and v in given], there, maker):
+            roots = list(dict.fromkeys(root for var in family for root in _roots(var, there, maker)))
+            self._crossing += min((family, roots), key=lambda some: sum(map(_bytes, some)))
+        self._second = _slice(jaxpr.eqns, weights, there | set(self._crossing))
         self.crossing = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._crossing]
 
     def _results(self) -> tuple[list[Any], list[Any]]:
