@@ -165,12 +165,13 @@ def test_pipelines_are_measured_and_shown(tmp_path: Path) -> None:
     key = {"part": "c", "model": "gpt2", "batch": 32, "length": 1024}
     found = {"received": 2**30, "peak": 2**32, "even_s": 0.02, "compute_s": 0.025, "exposed_s": 0.005}
     results.get(key | {"plan": "data=4"}, lambda: found | {"floor_s": 0.03})
-    pipe = found | {"bubble": 3 / 19, "bubble_with_head": 0.5, "makespan_s": 0.035, "floor_s": 0.04}
+    pipe = found | {"layers": [3, 3, 3, 3], "bubble": 3 / 19, "bubble_as_cut": 0.5, "floor_s": 0.04}
     results.get(key | {"plan": "pipeline=1f1b:4 microbatches=16"}, lambda: pipe)
 
     text = pipeline_tables.write_tables(results, tmp_path)
     assert "| 1f1b:2   | 4" in text and "| 20.0%" in text
-    assert "| pipeline=1f1b:4 microbatches=16 | 4.00" in text and "| 15.8%  | 50.0%" in text and "| 800" in text
+    assert "| pipeline=1f1b:4 microbatches=16 | 3 3 3 3 | 4.00" in text
+    assert "| 15.8%  | 50.0%" in text and "| 800" in text
     pipeline_plots.write_plots(results, tmp_path)
     pictures = {path.name: ElementTree.parse(path).getroot() for path in tmp_path.glob("*.svg")}
     assert len(pictures) == 1 + len(pipeline_plots.SCHEDULES)

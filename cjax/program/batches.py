@@ -87,10 +87,11 @@ def _joined(rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
     if not rows.ndim:
         return jax.make_array_from_process_local_data(sharding, rows)
     shape = (len(rows) * jax.process_count(), *rows.shape[1:])
-    needed = {index[0].indices(shape[0]) for index in sharding.addressable_devices_indices_map(shape).values()}
+    needed = {index[0].indices(shape[0]) for index in sharding.addressable_devices_indices_map(shape).values() if index}
     if sum(stop - start for start, stop, _ in needed) == len(rows):
         return jax.make_array_from_process_local_data(sharding, rows, shape)
-    devices = np.array(sharding.mesh.devices.flat, dtype=object).reshape(jax.process_count(), -1)
+    mesh: Any = sharding.mesh
+    devices = np.array(mesh.devices.flat, dtype=object).reshape(jax.process_count(), -1)
     assert all(len({device.process_index for device in row}) == 1 for row in devices), "processes are mixed in the mesh"
     by_process = NamedSharding(Mesh(devices, ("process", "device")), PartitionSpec("process"))
     return _moved(sharding)(jax.make_array_from_process_local_data(by_process, rows, shape))
