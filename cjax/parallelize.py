@@ -156,7 +156,7 @@ def _compose(
     init = _as_init(captured, storage)
     return Parts(
         captured, plan, mesh, trace, storage, stored_optimizer, gradients, init, batch_shape,
-        notes=(*notes, *storage.layout.notes, *more), compose=again, line=line,
+        notes=(*notes, *storage.layout.notes, *more, *(line.notes if line else ())), compose=again, line=line,
     )  # fmt: skip
 
 

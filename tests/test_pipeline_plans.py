@@ -248,6 +248,23 @@ def test_a_table_of_the_users_own() -> None:
             gradients(schedule=other)
 
 
+def test_says_when_stages_mostly_wait() -> None:
+    def notes(plan: str) -> Any:
+        return [note for note in program_of("linen_decoder", plan, wide=False)._parts.notes if "wait" in note]
+
+    (note,) = notes("pipeline=1f1b:4")
+    assert note == "stages wait 75% of the time with microbatches=1: take 4 for each stage, 16, or more"
+    assert not notes("pipeline=1f1b:2 microbatches=4")
+
+
+def test_reports_draw_the_schedule() -> None:
+    report = mini("pipeline=1f1b:4 microbatches=8", 16, num_devices=4).report()
+    assert "1f1b: 4 stages, 8 micro-batches, 14 ticks" in str(report) and "stage 3 F" in str(report)
+    assert "<svg" in report._repr_html_() and {row.stages for row in report.params} == {"pipe", None}
+    (sent,) = [each for each in report.transfers if each.axis == "pipe" and each.kind == "collective-permute"]
+    assert sent.bytes == 2 * 14 * 4 * 2 * 64 * 192
+
+
 # -- evaluation, checkpoints ------------------------------------------------------------------------------------------
 def logits(model: Any, batch: Any) -> Any:
     return model(batch["tokens"][:, :-1], train=False)

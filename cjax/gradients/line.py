@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from cjax.mesh import PIPE
 from cjax.pipeline.partition import Partition, partition
 from cjax.pipeline.schedule import build
+from cjax.pipeline.simulate import simulate
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan, Sequence
 from cjax.sharding.storage import Rows
 from cjax.trace.cost import equation_cost
 from cjax.trace.reading import Trace
 from cjax.trace.stacks import Stack, find_stacks, what_carried_needs
+
+MUCH_IDLE = 0.3  # of a step, with what comes before and after the layers left out
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,15 @@ class Line:
         return {
             group: Rows(PIPE, self.part.order(k)) for k, stack in enumerate(self.stacks) for group in stack.weights
         }
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know: stages that mostly wait."""
+        idle, size = simulate(self.schedule).bubble, self.schedule.num_stages
+        if idle < MUCH_IDLE:
+            return ()
+        now = f"stages wait {idle:.0%} of the time with microbatches={self.schedule.num_microbatches}"
+        return (f"{now}: take 4 for each stage, {4 * size}, or more",)
 
     def stacks_of(self, trace: Trace) -> tuple[Stack, ...] | None:
         """The same stacks in another trace of this model, the loss on other rows or something else of it; None if it

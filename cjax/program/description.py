@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from cjax.audit import Audit
+from cjax.pipeline.gantt import gantt, gantt_svg
 from cjax.pipeline.simulate import simulate
 from cjax.planner.hardware import Hardware
 from cjax.program.state import Parts
@@ -41,6 +42,7 @@ def describe_step(parts: Parts, audit: Audit, hardware: Hardware) -> Report:
     recomputed = max(0.0, audit.flops * parts.mesh.size - matmul)
     if parts.line is not None and parts.plan.remat == "none":
         recomputed = 0.0  # what is more is the stage's with the most to do, which `audit` tells for all
+    schedule = parts.line.schedule if parts.line is not None else None
     knows_overlap = hardware.memory_bandwidth is not None
     return Report(
         plan=str(parts.plan),
@@ -52,6 +54,8 @@ def describe_step(parts: Parts, audit: Audit, hardware: Hardware) -> Report:
         time=_time(parts, audit, hardware),
         shares=shares,
         watch=[*parts.notes, *_padding(parts), *_unknown(parts.trace)],
+        chart=gantt(schedule, width=100) if schedule is not None else "",
+        picture=gantt_svg(simulate(schedule)) if schedule is not None else "",
     )
 
 

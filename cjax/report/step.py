@@ -130,6 +130,7 @@ class Report:
       shares: of "optimizer", "activations" and the like, the fraction that one device holds; the share of "params"
         follows from their rows.
       watch: what the reader should know and might not expect, one phrase each.
+      chart, picture: of a pipeline, who does what when: as text, and as SVG for notebooks.
 
     >>> print(Report("data=2", "2 x CPU", MemoryUse(params=2**31, optimizer=2**32, limit=2**34)).summary)
     fits    6.0 of 16.0 GiB a device: params 2.0, optimizer 4.0
@@ -148,6 +149,8 @@ class Report:
     time: StepTime | None = None
     shares: Mapping[str, float] = field(default_factory=dict)
     watch: Sequence[str] = ()
+    chart: str = ""
+    picture: str = ""
 
     @property
     def bytes_moved(self) -> int:
@@ -175,14 +178,15 @@ class Report:
 
     def __str__(self) -> str:
         head = Lines([("plan", self.plan), ("on", self.devices)])
-        return "\n\n".join([f"{head.text()}\n{self.summary}", *(table.text() for table in self._tables())]) + "\n"
+        parts = [f"{head.text()}\n{self.summary}", *([self.chart] if self.chart else [])]
+        return "\n\n".join([*parts, *(table.text() for table in self._tables())]) + "\n"
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
         lines = Lines([("plan", self.plan), ("on", self.devices), *self._lines().lines])
-        return lines.html() + "".join(table.html() for table in self._tables())
+        return lines.html() + self.picture + "".join(table.html() for table in self._tables())
 
     def _lines(self) -> Lines:
         fits = "needs" if self.memory.limit is None else "fits" if self.memory.fits else "OVER"
