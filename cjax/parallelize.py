@@ -278,7 +278,9 @@ def _pipelined(
         out = _sorted_results(trace, outs)
         return out.total, (out.total, out.weight, out.aux)
 
-    executor = Executor(staged.stages, line.schedule, line.part, staged.trained, PIPE, together(plan), total)
+    executor = Executor(
+        staged.stages, line.schedule, line.part, staged.trained, PIPE, together(plan), total, staged.states
+    )
     return pipelined(staged, executor, plan.microbatches, axes, reductions, mesh, divide)
 
 

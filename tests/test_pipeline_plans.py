@@ -3,7 +3,9 @@
 import os
 from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -20,8 +22,9 @@ from contract import (
     train,
     trees,
 )
+from flax import nnx
 from plans import NUM_DEVICES, cover, num_parts
-from zoo import BATCH, MODELS, TEXT, case, linen, next_token, tokens
+from zoo import BATCH, MODELS, TEXT, case, linen, next_token, regression_batch, squared_error, tokens
 from zoo_linen import SEQ, LinenDecoder
 
 import cjax
@@ -39,6 +42,63 @@ def deep(rows: int) -> Any:
     return case("linen", linen(LinenDecoder, 9, 0.0, False, True), next_token, blocks=(9,), **traits)
 
 
+class LinenNormed(nn.Module):
+    """Running averages before the layers, in each of them, and behind them."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        def norm(x: jax.Array, name: str) -> jax.Array:
+            return nn.BatchNorm(not train, momentum=0.8, name=name)(x)
+
+        x = norm(nn.Dense(24)(x), "first")
+        for i in range(4):
+            x = x + nn.relu(norm(nn.Dense(24, name=f"dense_{i}")(x), f"norm_{i}"))
+        return nn.Dense(1)(norm(x, "last"))
+
+
+class Remembering(nn.Module):
+    """Subtracts what it has seen so far: a micro-batch decides about the next one."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x, seen = nn.Dense(24)(x), self.variable("seen", "mean", jnp.zeros, (24,))
+        x, seen.value = x - seen.value, 0.9 * seen.value + 0.1 * x.mean(0)
+        for _ in range(4):
+            x = x + nn.relu(nn.Dense(24)(x))
+        return nn.Dense(1)(x)
+
+
+class NNXNormedBlock(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.dense, self.norm = nnx.Linear(24, 24, rngs=rngs), nnx.BatchNorm(24, momentum=0.8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jnp.tanh(self.norm(self.dense(x)))
+
+
+class NNXNormed(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first, self.last = nnx.Linear(10, 24, rngs=rngs), nnx.Linear(24, 1, rngs=rngs)
+        self.blocks = nnx.List([NNXNormedBlock(rngs) for _ in range(4)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def error(model: Any, batch: Any, train: bool) -> jax.Array:
+    return jnp.square(model(batch["x"], train=train)[:, 0] - batch["y"]).mean()
+
+
+SUBJECTS |= {
+    "linen_remembering": case("linen", lambda _: Remembering(), error, regression_batch, blocks=(4,), couples=True),
+    "linen_normed": case("linen", lambda _: LinenNormed(), error, regression_batch, blocks=(4,), couples=True),
+    "nnx_normed": case(
+        "nnx", lambda _: lambda rngs: NNXNormed(rngs), squared_error, regression_batch, blocks=(4,), couples=True
+    ),
+}
 SUBJECTS |= {"linen_deep": deep(BATCH), "linen_deep_28": deep(28), "linen_deep_52": deep(52)}
 # A model with a loss that says its weight and with layers of which some are frozen, beside the zoo's.
 NAMES = [name for name in MODELS if MODELS[name].blocks] + ["linen_part_frozen", "linen_deep"]
@@ -79,6 +139,12 @@ PARTICULAR = [
     # An author's own loop has its layers moved about when they don't come in order, or don't divide.
     ("linen_scan", "pipeline=interleaved:2/2 microbatches=4 tensor=2 zero=1"),
     ("nnx_scan", "pipeline=zero_bubble:2/2 microbatches=4 zero=3"),
+    # Running averages, which micro-batches make one after the other.
+    ("linen_normed", "pipeline=1f1b:4 microbatches=4"),
+    ("linen_normed", "pipeline=zero_bubble:2/2 microbatches=4 zero=1"),
+    ("linen_normed", "pipeline=interleaved:2/2 microbatches=2 zero=3"),
+    ("nnx_normed", "pipeline=1f1b:2 microbatches=4 tensor=2"),
+    ("nnx_normed", "pipeline=gpipe:4 microbatches=4"),
     # With grids, and with every way to split a sequence.
     ("linen_decoder", "pipeline=1f1b:2 microbatches=4 tensor=2d:4"),
     ("nnx_llama", "pipeline=1f1b:2 microbatches=2 tensor=2.5d:4/1"),
@@ -317,6 +383,7 @@ def test_checkpoints_move_between_plans(name: str, first: str, second: str, tmp_
         ("linen_lstm", "pipeline=1f1b:2", "layers that repeat, and none were found.*leave `pipeline` out"),
         ("linen_decoder", "pipeline=1f1b:8 microbatches=8", "8 layers for 8 stages.*has 4: write pipeline=1f1b:4"),
         ("linen_encoder", "pipeline=interleaved:2/2 microbatches=2", "4 layers for 2 stages and 2 chunks each.*has 3"),
+        ("linen_remembering", "pipeline=1f1b:2 microbatches=2", "loss depends on seen/mean, which it makes anew"),
         ("linen_tied", "pipeline=interleaved:4/1 microbatches=4", "2 or more chunks"),
         ("linen_deep", "pipeline=interleaved:4/2 microbatches=2", "write microbatches=4"),
         ("linen_encoder_decoder", "pipeline=1f1b:2 microbatches=1", "2 stacks of layers.*write microbatches=2"),

@@ -12,7 +12,7 @@ from cjax.plan import Plan, Sequence
 from cjax.sharding.storage import Rows
 from cjax.trace.cost import equation_cost
 from cjax.trace.reading import Trace
-from cjax.trace.stacks import Stack, find_stacks, what_carried_needs
+from cjax.trace.stacks import Stack, find_stacks, reads_states
 
 MUCH_IDLE = 0.3  # of a step, with what comes before and after the layers left out
 
@@ -91,12 +91,12 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
             f"pipeline={plan.pipeline} needs {size * chunks} layers for {size} stages{each}, and "
             f"{_named(trace, short)} has {short.length}: {instead} a plan without pipeline."
         )
-    if names := what_carried_needs(trace, stacks):
+    if names := reads_states(trace, stacks):
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         raise ValueError(
-            f"pipeline={plan.pipeline}: this model carries {', '.join(names[:2])}{more} from step to step, which "
-            "depend on the examples (running averages of a BatchNorm, say). A pipeline takes normalisations without "
-            "state, such as LayerNorm or GroupNorm; or leave `pipeline` out of the plan."
+            f"pipeline={plan.pipeline}: this model's loss depends on {', '.join(names[:2])}{more}, which it makes anew "
+            "of each micro-batch: none could start before the one in front of it is through. Leave `pipeline` out of "
+            "the plan, or let the loss in training not read it."
         )
     schedule = _schedule(plan, len(stacks)) if table is None else table
     if table is not None:

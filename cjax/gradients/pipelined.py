@@ -118,8 +118,9 @@ def pipelined(
 
     def inside(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> Any:
         given, new = _inputs(model, num_microbatches, params, frozen, carried, batch, key)
-        (total, weight, aux), own, stacks = executor(model.shared(params), model.stacks(params, frozen), given)
-        totals = lax.psum((total, weight, aux), (*axes, PIPE))
+        results, own, stacks, states = executor(model.shared(params), model.stacks(params, frozen), given)
+        totals = lax.psum(results, (*axes, PIPE))
+        new = model.with_states(new, lax.psum(states, PIPE))
         grads = model.stored_gradients(own, stacks)
         lead = [axes or not is_stack for is_stack in model.in_stacks]
         # A dim that tells the devices' sums apart.

@@ -35,6 +35,8 @@ class Executor:
       together: whether all stages take part in what any of them does in a tick, and those with nothing to do throw it
         away. Needed where an op permutes over other axes: XLA may expect every device of the program at a permute.
       total: results of the loss -> (its total, results that are added up over micro-batches).
+      states: carried values that are made of examples: their place among what is given, who makes them ("layers",
+        "before" or "after" them), the stack, and which of its. Micro-batches make them one after the other.
     """
 
     def __init__(
@@ -46,19 +48,21 @@ class Executor:
         axis: str,
         together: bool,
         total: Callable[[Arrays], tuple[jax.Array, Any]],
+        states: Sequence[tuple[int, str, int, int]] = (),
     ) -> None:
         self._stages, self._schedule, self._part, self._axis, self._total = stages, schedule, part, axis, total
-        self._together = together
+        self._together, self._states = together, list(states)
         self._trained = [list(which) for which in trained]
         self._wiring = wire(schedule, part)
         self._num_stacks = len(part.rows)
 
     def __call__(
         self, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays]
-    ) -> tuple[Any, Arrays, list[Arrays]]:
-        """Results of the loss added up, gradients of `shared` and of the trained `stacks`.
+    ) -> tuple[Any, Arrays, list[Arrays], Arrays]:
+        """Results of the loss added up, gradients of `shared` and of the trained `stacks`, and the last `states`.
 
-        On each stage, results and gradients of `shared` are its own share: they are to be added up over the axis.
+        On each stage, results, gradients of `shared` and states are its own share: they are to be added up over the
+        axis.
 
         Args:
           shared: parameters that no stack has one each of, as stored.
@@ -79,7 +83,7 @@ class _Run:
         self.axis, self.total, self.num_stacks, self.together = e._axis, e._total, e._num_stacks, e._together
         self.num_ticks, self.num_stages = e._schedule.num_ticks, e._schedule.num_stages
         self.shared, self.given, self.which = shared, given, e._trained
-        self.stacks = stacks
+        self.stacks, self.states = stacks, e._states
         cut, first = self.stages.cut, given(0)
         self.once = [self.stages.once(k, shared, first) for k in range(self.num_stacks)]
         self.learned = [
@@ -112,17 +116,17 @@ class _Run:
         fixed += [x for x, learned in zip(self.once[k], self.learned[k], strict=True) if not learned]
         return own, [*fixed, *beside, index]
 
-    def _layer(self, k: int, own: Arrays, fixed: Arrays, payload: Arrays) -> Arrays:
+    def _layer(self, k: int, own: Arrays, fixed: Arrays, payload: Arrays, states: bool = False) -> Arrays:
         own_, fixed_ = iter(own), iter(fixed)
         ready = [next(own_) if trained else None for trained in self.which[k]]
         once = [next(own_) if learned else None for learned in self.learned[k]]
         ready = [next(fixed_) if w is None else w for w in ready]
         once = [next(fixed_) if x is None else x for x in once]
         *beside, index = fixed_
-        return self.stages.layer(k, ready, once, beside, index, payload)
+        return self.stages.layer(k, ready, once, beside, index, payload, states)
 
     # -- the loop --
-    def run(self) -> tuple[Any, Arrays, list[Arrays]]:
+    def run(self) -> tuple[Any, Arrays, list[Arrays], Arrays]:
         stage = lax.axis_index(self.axis)
 
         def mine(table: np.ndarray) -> jax.Array:
@@ -132,7 +136,33 @@ class _Run:
         tables = {kind: columns_of(dict(columns), self.num_stacks, self.together) for kind, columns in ops}
         rows = jax.tree.map(mine, {"ops": tables, "arrivals": dict(self.wiring.arrivals)})
         state, _ = lax.scan(self._tick, self._empty(), rows, length=self.num_ticks)
-        return state["results"], self._gradients_of_shared(state), state["stacks"]
+        states = [self._share(stage, *of[1:], x) for of, x in zip(self.states, state["states"], strict=True)]
+        return state["results"], self._gradients_of_shared(state), state["stacks"], states
+
+    def _share(self, stage: jax.Array, whose: str, k: int, _: int, value: jax.Array) -> jax.Array:
+        """Of a state, what this stage has made, and zeros for the rest."""
+        route, part = self.part.route, self.part
+        if whose != "layers":
+            return jnp.where(stage == route[0 if whose == "before" else -1], value, jnp.zeros_like(value))
+        owners = np.zeros(value.shape[0], np.int32)
+        for block, (of, first, count) in enumerate(zip(part.stack, part.first, part.count, strict=True)):
+            if of == k:
+                owners[first : first + count] = route[block]
+        mine = (jnp.asarray(owners) == stage).reshape(-1, *[1] * (value.ndim - 1))
+        return jnp.where(mine, value, jnp.zeros_like(value))
+
+    def _given(self, row: Row, state: State) -> Arrays:
+        """What an op reads that is not trained; states as they are now."""
+        given = list(self.given(row["microbatch"]))
+        for (place, *_), x in zip(self.states, state["states"], strict=True):
+            given[place] = x
+        return given
+
+    def _with_states(self, state: State, whose: str, k: int, new: Callable[[int, Any], Any]) -> State:
+        """`state` with the states that are `whose` replaced; `new` gets which of them, and the old one."""
+        mine = [of[1:3] == (whose, k) for of in self.states]
+        old = zip(self.states, state["states"], mine, strict=True)
+        return state | {"states": [new(of[3], x) if own else x for of, x, own in old]}
 
     def _empty(self) -> State:
         def room(shapes: Arrays, *lead: int) -> Arrays:
@@ -141,7 +171,7 @@ class _Run:
         wiring, rows = self.wiring, self.part.rows
         spare = int(self.together)  # a place for what is thrown away
         slots, end_slots = [n + spare for n in wiring.slots], [n + spare for n in wiring.end_slots]
-        results = jax.eval_shape(self._results, self.shared, self.payloads[-1], self.given(0))[1]
+        results = jax.eval_shape(self._results, self.shared, self.payloads[-1], self.given(0))[1][0]
         numbers = range(self.num_stacks)
         own = [[w for w, trained in zip(self.stacks[k], self.which[k], strict=True) if trained] for k in numbers]
         return {
@@ -155,6 +185,7 @@ class _Run:
             "stacks": [room(weights) for weights in own],
             "once": [[_sum_like(x) for x in self._learned_once(k)] for k in numbers],
             "results": jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), results),
+            "states": [self.given(0)[place] for place, *_ in self.states],
         }
 
     def _learned_once(self, k: int) -> Arrays:
@@ -163,10 +194,10 @@ class _Run:
     def _tick(self, state: State, rows: Any) -> tuple[State, None]:
         ops: dict[Kind, Row] = rows["ops"]
         simple = self.wiring.ways("F") <= {1} and self.wiring.ways("B") <= {-1}
-        forward, state = self._op("F", self._forward, ("saved", "ends"), ops["F"], state)
+        forward, state = self._op("F", self._forward, ("saved", "ends", "states"), ops["F"], state)
         # Sent as soon as it is there, so that it travels while B and W compute.
         arrived = {"left": self._send(forward, 1)} if simple else {}
-        changes = "shared", "results", *(("crossing",) if self.split else ("stacks", "once"))
+        changes = "shared", "results", "states", *(("crossing",) if self.split else ("stacks", "once"))
         backward, state = self._op("B", self._backward, changes, ops["B"], state)
         if simple:
             arrived["right"] = self._send(backward, -1)
@@ -231,21 +262,36 @@ class _Run:
 
     # -- ops --
     def _forward(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
-        given = self.given(row["microbatch"])
+        given = self._given(row, state)
         beside = self.stages.beside(k, self.shared, given)
         payload = self._unpack(k, self._read_message(row, state))
         if k == 0:
             payload = self._if("F", "starts", k, row, lambda: self.stages.enter(self.shared, given), lambda: payload)
 
         def layer(carry: Any, i: Any) -> Any:
-            payload, kept = carry
-            weights = [at(w, row["row"] + i) for w in self.stacks[k]]
-            own, fixed = self._operands(k, self.stages.ready(k, weights), beside, row["layer"] + i)
+            payload, kept, state = carry
+            weights, index = [at(w, row["row"] + i) for w in self.stacks[k]], row["layer"] + i
+            own, fixed = self._operands(k, self.stages.ready(k, weights), beside, index)
+            if self.stages.cut.states.layers[k]:
+                new = self._layer(k, own, fixed, payload, states=True)  # the compiler merges this with `forward`
+                mine = row["mine"] if self.together else True
+                state = self._with_states(
+                    state, "layers", k,
+                    lambda j, x: put(x, jnp.where(mine, new[j].astype(x.dtype), at(x, index)), index),
+                )  # fmt: skip
             payload, saved = self.derivatives[k].forward(own, fixed, payload)
-            return payload, [put(room, x, row["slot"], i) for room, x in zip(kept, saved, strict=True)]
+            return payload, [put(room, x, row["slot"], i) for room, x in zip(kept, saved, strict=True)], state
 
-        payload, kept = self._layers(k, row, layer, (payload, state["saved"][k]))
-        state = state | {"saved": _replace(state["saved"], k, kept)}
+        states = {"states": state["states"]}
+        payload, kept, states = self._layers(k, row, layer, (payload, state["saved"][k], states))
+        state = state | {"saved": _replace(state["saved"], k, kept)} | states
+        if k == 0 and self.stages.cut.states.before:
+            new = self._if(
+                "F", "starts", k, row,
+                lambda: self.stages.states_before(self.shared, given),
+                lambda: [x for of, x in zip(self.states, state["states"], strict=True) if of[1] == "before"],
+            )  # fmt: skip
+            state = self._with_states(state, "before", 0, lambda j, x: new[j].astype(x.dtype))
         ends = lax.cond(
             row[f"any ends {k}"] if self.together else row["ends"] == 1,
             lambda: [put(room, x, row["end_slot"]) for room, x in zip(state["ends"][k], payload, strict=True)],
@@ -262,15 +308,15 @@ class _Run:
         return message, state
 
     def _backward(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
-        given = self.given(row["microbatch"])
+        given = self._given(row, state)
         beside = self.stages.beside(k, self.shared, given)
         message = self._read_message(row, state)
-        gradients, shared, results = self._if(
+        gradients, shared, results, states = self._if(
             "B", "ends", k, row,
             lambda: self._after(k, row, given, message, state),
-            lambda: (self._unpack(k, message), state["shared"], state["results"]),
+            lambda: (self._unpack(k, message), state["shared"], state["results"], state["states"]),
         )  # fmt: skip
-        state = state | {"shared": shared, "results": results}
+        state = state | {"shared": shared, "results": results, "states": states}
         derivative = self.derivatives[k]
 
         def layer(carry: Any, i: Any) -> Any:
@@ -295,7 +341,7 @@ class _Run:
         return self._pack(k, gradients), state
 
     def _weights(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
-        beside = self.stages.beside(k, self.shared, self.given(row["microbatch"]))
+        beside = self.stages.beside(k, self.shared, self._given(row, state))
 
         def layer(sums: Any, i: Any) -> Any:
             own, fixed, saved, pull = self._saved(k, row, beside, state, i)
@@ -355,7 +401,9 @@ class _Run:
         _, pull = jax.vjp(of, self.shared)
         return jax.tree.map(jnp.add, shared, pull([gradients[i] for i in real])[0])
 
-    def _after(self, k: int, row: Row, given: Arrays, message: Arrays, state: State) -> tuple[Arrays, Arrays, Any]:
+    def _after(
+        self, k: int, row: Row, given: Arrays, message: Arrays, state: State
+    ) -> tuple[Arrays, Arrays, Any, Arrays]:
         """Back from what comes after stack `k` to what its last layer handed on."""
         payload = [at(room, row["end_slot"]) for room in state["ends"][k]]
         real = [i for i, x in enumerate(payload) if is_real(x)]
@@ -373,17 +421,22 @@ class _Run:
         out, pull, results = jax.vjp(of, self.shared, [payload[i] for i in real], has_aux=True)
         if k + 1 == self.num_stacks:
             seed = jnp.ones_like(out)
+            results, new = results
             results = jax.tree.map(jnp.add, state["results"], results)
+            state = self._with_states(state, "after", k, lambda j, x: new[j].astype(x.dtype))
         else:
             seed = [x for x in self._unpack(k + 1, message) if is_real(x)]
             results = state["results"]
         own, some = pull(seed)
         found = dict(zip(real, some, strict=True))
         gradients = [found.get(i, jnp.zeros_like(x)) for i, x in enumerate(payload)]
-        return gradients, jax.tree.map(jnp.add, state["shared"], own), results
+        return gradients, jax.tree.map(jnp.add, state["shared"], own), results, state["states"]
 
     def _results(self, shared: Arrays, payload: Arrays, given: Arrays) -> tuple[jax.Array, Any]:
-        return self.total(self.stages.leave(self.num_stacks - 1, shared, given, payload))
+        outs = self.stages.leave(self.num_stacks - 1, shared, given, payload)
+        num = len(self.stages.cut.results())
+        total, results = self.total(outs[:num])
+        return total, (results, outs[num:])
 
     def _gradients_of_shared(self, state: State) -> Arrays:
         """Those of what was made once are pulled back once."""

@@ -35,6 +35,7 @@ class Forward:
         for k in range(num_stacks):
             payloads.append(jax.eval_shape(lambda p, k=k: stages.leave(k, shared, given(0), p), payloads[k]))
         *payloads, results = payloads
+        results = results[: len(stages.cut.results())]
         places, message = union(payloads)
         stage = lax.axis_index(self._axis)
 
@@ -71,7 +72,7 @@ class Forward:
                 ), state["results"]  # fmt: skip
 
             def score() -> Arrays:
-                outs = stages.leave(k, shared, inputs, payload)
+                outs = stages.leave(k, shared, inputs, payload)[: len(results)]
                 return [put(room, x, row["microbatch"]) for room, x in zip(state["results"], outs, strict=True)]
 
             return pack(k, payload), choose(row, "ends", k, score, lambda: state["results"])

@@ -41,6 +41,24 @@ class StagedModel:
         mine = {at for found in self._found for kind, at in found if kind == "params"}
         return tuple(at in mine for at in range(len(self.storage.params.slots)))
 
+    @functools.cached_property
+    def states(self) -> list[tuple[int, str, int, int]]:
+        """Carried values that are made of examples: their place among `given`, who makes them ("layers" of a stack,
+        "before" or "after" the stacks), the stack, and which of its."""
+        states, stacks = self.stages.cut.states, self.stages.cut.stacks
+        whose = {group: ("layers", k, j) for k, of in enumerate(states.layers) for j, (_, group) in enumerate(of)}
+        whose |= {(i,): ("before", 0, j) for j, i in enumerate(states.before)}
+        whose |= {(i,): ("after", len(stacks) - 1, j) for j, i in enumerate(states.after)}
+        first = sum(kind == "frozen" for kind in self._whole_kinds)
+        groups = self.storage.carried.layer_groups
+        assert set(whose) <= set(groups), "state of layers is kept in other groups than their weights"
+        return [(first + at, *whose[group]) for at, group in enumerate(groups) if group in whose]
+
+    @property
+    def _whole_kinds(self) -> list[str]:
+        mine = {at for found in self._found for kind, at in found if kind == "frozen"}
+        return ["frozen" for at in range(len(self.storage.frozen.slots)) if at not in mine]
+
     def stage_specs(self, kind: str) -> tuple[PartitionSpec, ...]:
         """Over the pipe axis alone, the placement of the stored arrays of "params" or "frozen"."""
         storage: Storage = getattr(self.storage, kind)
@@ -82,6 +100,13 @@ class StagedModel:
         given = self.given(frozen, carried, batch, key, index)
         found = self.stages.next_carried(self.shared(params), given, self.storage.carried.layer_groups)
         return self.storage.carried.pad(found)
+
+    def with_states(self, carried: Arrays, states: Sequence[jax.Array]) -> Arrays:
+        """Stored carried values, of which some are replaced by `states`."""
+        first, slots = len(self._whole_kinds), self.storage.carried.slots
+        found = {place - first: x for (place, *_), x in zip(self.states, states, strict=True)}
+        kept = enumerate(zip(slots, carried, strict=True))
+        return tuple(slot.pad(found[at]) if at in found else x for at, (slot, x) in kept)
 
     def stored_gradients(self, shared: Sequence[jax.Array], stacks: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """Gradients in the order and the shapes of stored parameters."""

@@ -7,8 +7,9 @@ it; only what depends on both *travels*, and its gradient travels back.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from jax.extend import core as jex
@@ -23,6 +24,9 @@ from cjax.trace.simplify import scan_counts
 
 # A value, or the values of all layers that are stacked on a new dim 0.
 Entry = tuple[Any, ...]
+MOVES = frozenset({"batch", "key", "carried"})  # differ from micro-batch to micro-batch
+MADE_OF = frozenset({"params", "batch", "stack"})  # what a counter does not depend on
+NONE: frozenset[str] = frozenset()
 LEAST_SHARE = 0.1  # of the arithmetic of the dearest stack; a cheaper one stays where it is
 
 
@@ -55,6 +59,23 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class States:
+    """Carried values that are made of examples, such as the running averages of a BatchNorm, by who makes them.
+
+    Each is a tuple of carried values, counted from 0: one for each layer, or one alone. `layers` has for each stack the
+    place among its layers' outputs and the values; `before` and `after` are made outside of the stacks.
+    """
+
+    layers: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @property
+    def every(self) -> set[int]:
+        return {i for of in self.layers for _, group in of for i in group} | {*self.before, *self.after}
+
+
+@dataclass(frozen=True)
 class Cut:
     """The stacks of a trace in order, and for each what its layers read: see the module."""
 
@@ -64,6 +85,7 @@ class Cut:
     learned: tuple[tuple[bool, ...], ...]  # which of `once` depend on parameters
     beside: tuple[tuple[Entry, ...], ...]
     travels: tuple[tuple[Entry, ...], ...]  # also what is only read after the stack
+    states: "States"
 
     @functools.cached_property
     def items(self) -> tuple[Any, ...]:
@@ -103,23 +125,24 @@ def find_stacks(trace: Trace) -> tuple[Stack, ...]:
 
 def cut(trace: Trace, stacks: Sequence[Stack]) -> Cut:
     """Say what crosses the borders of the stacks."""
-    on_what = _depends(trace, stacks)
+    on_what, states = _depends(trace, stacks), find_states(trace, stacks)
     made = _made(trace, stacks)
     outside = _items(trace, stacks)
     maker = {var: item for item in outside for var in writes(item, trace)}
 
     def kind(entry: Entry) -> str:
         on = frozenset().union(*(on_what.get(v, frozenset()) for v in entry))
-        if "stack" in on or ("params" in on and on & {"batch", "key", "carried"}):
+        if "stack" in on or ("params" in on and on & MOVES):
             return "travels"
-        return "beside" if on & {"batch", "key", "carried"} else "once"
+        return "beside" if on & MOVES else "once"
 
     once = [tuple(e for e in stack.reads if kind(e) == "once") for stack in stacks]
     beside = [tuple(e for e in stack.reads if kind(e) == "beside") for stack in stacks]
     travels: list[tuple[Entry, ...]] = []
     used: set[Any] = set()
     outvars: Any = trace.closed.jaxpr.outvars
-    targets = list(outvars[: len(outvars) - len(trace.leaves_of("carried"))])
+    num_results = len(outvars) - len(trace.leaves_of("carried"))
+    targets = [*outvars[:num_results], *(outvars[num_results + i] for i in states.after)]
     for k in reversed(range(len(stacks))):
         mine = {v for e in (stacks[k].final, stacks[k].last_only, *stacks[k].outputs) for v in e}
         wanted = dict.fromkeys(e for e in stacks[k].reads if kind(e) == "travels")
@@ -148,7 +171,7 @@ def cut(trace: Trace, stacks: Sequence[Stack]) -> Cut:
         )
         for stack in stacks
     ]
-    return Cut(trace, tuple(kept), tuple(once), tuple(learned), tuple(beside), tuple(travels[::-1]))
+    return Cut(trace, tuple(kept), tuple(once), tuple(learned), tuple(beside), tuple(travels[::-1]), states)
 
 
 def widened(stack: Stack, trace: Trace, hooks: Hooks) -> Stack:
@@ -164,14 +187,36 @@ def widened(stack: Stack, trace: Trace, hooks: Hooks) -> Stack:
     return replace(stack, reads=(*stack.reads, *more))
 
 
-def what_carried_needs(trace: Trace, stacks: Sequence[Stack]) -> list[str]:
-    """Names of carried values whose new value depends on examples, or on parameters."""
-    on_what = _depends(trace, stacks)
+def find_states(trace: Trace, stacks: Sequence[Stack]) -> States:
+    """Carried values that are made of examples."""
+    new, on = _new_carried(trace), _depends(trace, stacks)
+    mine = {var: i for i, var in enumerate(new) if not isinstance(var, jex.Literal) and on.get(var, NONE) & MADE_OF}
+    layers = tuple(
+        tuple((j, tuple(mine[v] for v in entry)) for j, entry in enumerate(stack.outputs) if set(entry) <= set(mine))
+        for stack in stacks
+    )
+    inside = {i for of in layers for _, group in of for i in group}
+    outside = {i: "stack" in on[var] for var, i in mine.items() if i not in inside}
+    return States(
+        layers, tuple(i for i, late in outside.items() if not late), tuple(i for i, late in outside.items() if late)
+    )
+
+
+def reads_states(trace: Trace, stacks: Sequence[Stack]) -> list[str]:
+    """Names of carried values that are made of examples and decide about results: no micro-batch could start before the
+    one in front of it is through."""
+    states = find_states(trace, stacks).every
+    names = [trace.leaves[i].name for i in trace.leaves_of("carried")]
+    on = _depends(trace, stacks, {i: f"state {i}" for i in states})
     outvars: Any = trace.closed.jaxpr.outvars
-    carried = trace.leaves_of("carried")
-    new = outvars[len(outvars) - len(carried) :] if carried else []
-    found = [frozenset() if isinstance(v, jex.Literal) else on_what.get(v, frozenset()) for v in new]
-    return [trace.leaves[i].name for i, on in zip(carried, found, strict=True) if {"params", "batch", "stack"} & on]
+    results = outvars[: len(outvars) - len(names)]
+    found = frozenset().union(*(on.get(v, NONE) for v in results if not isinstance(v, jex.Literal)))
+    return [names[i] for i in sorted(states) if f"state {i}" in found]
+
+
+def _new_carried(trace: Trace) -> list[Any]:
+    outvars: Any = trace.closed.jaxpr.outvars
+    return list(outvars[len(outvars) - len(trace.leaves_of("carried")) :])
 
 
 def reads(item: Any, trace: Trace) -> list[Any]:
@@ -209,12 +254,16 @@ def _made(trace: Trace, stacks: Sequence[Stack]) -> dict[Any, int]:
     return made
 
 
-def _depends(trace: Trace, stacks: Sequence[Stack]) -> dict[Any, frozenset[str]]:
-    """The kinds of inputs that each variable depends on; "stack" if on what layers have made of examples."""
+def _depends(
+    trace: Trace, stacks: Sequence[Stack], named: Mapping[int, str] = MappingProxyType({})
+) -> dict[Any, frozenset[str]]:
+    """The kinds of inputs that each variable depends on; "stack" if on what layers have made of examples. Some carried
+    values may have names of their own."""
     kinds = {"index": "key"}
+    own = {trace.leaves_of("carried")[i]: name for i, name in named.items()}
     on = {
-        var: frozenset({kinds.get(leaf.kind, leaf.kind)})
-        for var, leaf in zip(trace.closed.jaxpr.invars, trace.leaves, strict=True)
+        var: frozenset({own.get(i, kinds.get(leaf.kind, leaf.kind))})
+        for i, (var, leaf) in enumerate(zip(trace.closed.jaxpr.invars, trace.leaves, strict=True))
     }
     eqns = trace.closed.jaxpr.eqns
     inside = {id(eqn) for stack in stacks for eqn in eqns[stack.start : stack.stop]}

@@ -46,15 +46,26 @@ class Stages:
         return self._payload(0, env)
 
     def leave(self, k: int, trained: Arrays, given: Arrays, payload: Arrays) -> Arrays:
-        """From what the last layer of stack `k` hands on: the next stack's payload, or the results of the loss."""
+        """From what the last layer of stack `k` hands on: the next stack's payload, or the results of the loss and
+        behind them the new values of what is carried and made of examples there."""
         env = self._env(trained, given)
         known = self._restore(k, payload, env)
         if k + 1 < len(self.cut.stacks):
             self._compute(self._sources(k + 1), known, env)
             return self._payload(k + 1, env)
-        results = self.cut.results()
+        results = [*self.cut.results(), *self._new(self.cut.states.after)]
         self._compute(results, known, env)
         return [jnp.asarray(self._emitter.read(env, atom)) for atom in results]
+
+    def states_before(self, trained: Arrays, given: Arrays) -> Arrays:
+        """New values of what is carried and made of examples before the first layer."""
+        env, atoms = self._env(trained, given), self._new(self.cut.states.before)
+        self._compute(atoms, (), env)
+        return [jnp.asarray(self._emitter.read(env, atom)) for atom in atoms]
+
+    def _new(self, carried: Sequence[int]) -> list[Any]:
+        outvars: Any = self.cut.trace.closed.jaxpr.outvars
+        return [outvars[len(self.cut.results()) + i] for i in carried]
 
     def once(self, k: int, trained: Arrays, given: Arrays) -> Arrays:
         """What layers of stack `k` read that depends on no micro-batch, weights ready for use."""
@@ -68,9 +79,12 @@ class Stages:
         """New carried values, in these groups: those that need no layer, such as the state of random numbers."""
         env = self._env(trained, given)
         targets: Any = self.cut.trace.closed.jaxpr.outvars[len(self.cut.results()) :]
-        items = narrowed(self.cut.trace.closed.jaxpr.eqns, targets)
+        old: Any = [self.cut.trace.closed.jaxpr.invars[i] for i in self.cut.trace.leaves_of("carried")]
+        states = self.cut.states.every
+        items = narrowed(self.cut.trace.closed.jaxpr.eqns, [v for i, v in enumerate(targets) if i not in states])
         evaluate(items, lambda atom: self._emitter.read(env, atom), env.values.update)
-        return [self._emitter.collect(env, tuple(targets[i] for i in group)) for group in groups]
+        now = [old[i] if i in states else v for i, v in enumerate(targets)]  # what is made of examples stays for now
+        return [self._emitter.collect(env, tuple(now[i] for i in group)) for group in groups]
 
     # -- in a stack --
     def ready(self, k: int, weights: Arrays) -> Arrays:
@@ -78,8 +92,10 @@ class Stages:
         groups = self.cut.stacks[k].weights
         return [self.hooks.weight(group[0], w) for group, w in zip(groups, weights, strict=True)]
 
-    def layer(self, k: int, ready: Arrays, once: Arrays, beside: Arrays, index: Any, payload: Arrays) -> Arrays:
-        """One layer of stack `k`.
+    def layer(
+        self, k: int, ready: Arrays, once: Arrays, beside: Arrays, index: Any, payload: Arrays, states: bool = False
+    ) -> Arrays:
+        """What one layer of stack `k` hands on, or the new values of what it carries and makes of examples.
 
         Args:
           k: the stack.
@@ -87,6 +103,7 @@ class Stages:
           once, beside: what `once` and `beside` returned.
           index: which layer it is.
           payload: what it is handed.
+          states: which of both.
         """
         stack, cut = self.cut.stacks[k], self.cut
         carry, outputs, last, travels = self._split(k, payload)
@@ -110,6 +127,8 @@ class Stages:
             read = [atom.val if hasattr(atom, "val") else values[(atom,)] for atom in consts]
             last = []
             carry, outs = self._emitter.turn(stack.of, scope, read, carry, list(xs.values()))
+        if states:
+            return [outs[j] for j, _ in cut.states.layers[k]]
         outs = [out for entry, out in zip(stack.outputs, outs, strict=True) if entry]
         last = [out for var, out in zip(stack.last_only, last, strict=True) if var is not None]
         outputs = [

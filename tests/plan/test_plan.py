@@ -167,7 +167,7 @@ def test_plans_are_frozen() -> None:
         plan.data = 3  # pyright: ignore
 
 
-@pytest.mark.parametrize("text", ["pipeline=gpipe:2", "precision=float16"])
+@pytest.mark.parametrize("text", ["precision=float16", "pipeline=gpipe:2 precision=float16"])
 def test_not_yet(text: str) -> None:
     with pytest.raises(ValueError, match="not yet in this version"):
         require_supported(Plan.parse(text))
@@ -177,5 +177,6 @@ def test_supported() -> None:
     require_supported(
         Plan.parse('data=2 tensor=4 zero=3/2 microbatches=4 precision=bfloat16 remat=dots rules={"a":null}')
     )
-    for text in ("tensor=2d:4 sequence=ring:2", "tensor=2 sequence=gather", "tensor=2.5d:8/2 zero=1", "tensor=3d:8"):
+    texts = ["tensor=2d:4 sequence=ring:2", "tensor=2 sequence=gather", "tensor=2.5d:8/2 zero=1", "tensor=3d:8"]
+    for text in (*texts, "pipeline=4"):
         require_supported(Plan.parse(text))
