@@ -49,15 +49,15 @@ class StagedModel:
         whose = {group: ("layers", k, j) for k, of in enumerate(states.layers) for j, (_, group) in enumerate(of)}
         whose |= {(i,): ("before", 0, j) for j, i in enumerate(states.before)}
         whose |= {(i,): ("after", len(stacks) - 1, j) for j, i in enumerate(states.after)}
-        first = sum(kind == "frozen" for kind in self._whole_kinds)
-        groups = self.storage.carried.layer_groups
+        first, groups = self._num_frozen, self.storage.carried.layer_groups
         assert set(whose) <= set(groups), "state of layers is kept in other groups than their weights"
         return [(first + at, *whose[group]) for at, group in enumerate(groups) if group in whose]
 
     @property
-    def _whole_kinds(self) -> list[str]:
+    def _num_frozen(self) -> int:
+        """How many stored frozen arrays are in no stack; they come first among what is given."""
         mine = {at for found in self._found for kind, at in found if kind == "frozen"}
-        return ["frozen" for at in range(len(self.storage.frozen.slots)) if at not in mine]
+        return len(self.storage.frozen.slots) - len(mine)
 
     def stage_specs(self, kind: str) -> tuple[PartitionSpec, ...]:
         """Over the pipe axis alone, the placement of the stored arrays of "params" or "frozen"."""
@@ -103,7 +103,7 @@ class StagedModel:
 
     def with_states(self, carried: Arrays, states: Sequence[jax.Array]) -> Arrays:
         """Stored carried values, of which some are replaced by `states`."""
-        first, slots = len(self._whole_kinds), self.storage.carried.slots
+        first, slots = self._num_frozen, self.storage.carried.slots
         found = {place - first: x for (place, *_), x in zip(self.states, states, strict=True)}
         kept = enumerate(zip(slots, carried, strict=True))
         return tuple(slot.pad(found[at]) if at in found else x for at, (slot, x) in kept)
