@@ -201,3 +201,16 @@ def test_import_starts_no_backend() -> None:
     code = "import jax, cjax; jax.config.update('jax_num_cpu_devices', 3); assert jax.device_count() == 3"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_programs_over_several_devices_say_how_they_are_compiled() -> None:
+    """Whoever places results over a mesh also gives `compiler_options`: without them, CPU devices deadlock, rarely."""
+    found = 0
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "jax.jit":
+                given = {keyword.arg for keyword in node.keywords}
+                if "out_shardings" in given:
+                    found += 1
+                    assert "compiler_options" in given, f"{path.name}:{node.lineno}"
+    assert found > 5

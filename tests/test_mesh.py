@@ -15,7 +15,17 @@ from jax.sharding import PartitionSpec as P
 
 import cjax.mesh as mesh_lib
 from cjax.cards import CARDS
-from cjax.mesh import BATCH_AXES, DATA, TENSOR, ZERO, build_mesh, compile_lowered, is_compile_only, resolve_devices
+from cjax.mesh import (
+    BATCH_AXES,
+    DATA,
+    TENSOR,
+    ZERO,
+    build_mesh,
+    compile_lowered,
+    compiler_options,
+    is_compile_only,
+    resolve_devices,
+)
 from cjax.mesh.axes import _place_in_machine
 
 LAUNCHER_VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_", "OMPI_", "MASTER_", "LOCAL_", "JAX_COORDINATOR", "XLA_FLAGS")
@@ -260,3 +270,13 @@ def test_absent_cards_without_the_compiler_say_what_to_install():
         """
     )
     assert done.returncode and "pip install 'cjax[aot]'" in done.stderr, done.stderr
+
+
+def test_several_devices_of_a_cpu_have_one_thread_each():
+    def threads(num_devices: int) -> bool:
+        mesh = build_mesh({"data": num_devices}, jax.devices()[:num_devices])
+        options = compiler_options(mesh) or {}
+        jax.jit(lambda x: x + 1, compiler_options=options or None)(1.0)  # which XLA knows
+        return options.get("xla_cpu_multi_thread_eigen", True)
+
+    assert threads(1) and not threads(8)

@@ -142,9 +142,6 @@ def locally_accumulated(
         totals = lax.psum((sums.total, sums.weight, sums.aux), axes)
         return totals, sums.carried, tuple(g[None] for g in grads)  # a dim that tells the devices' sums apart
 
-    def reduce(grads: Arrays) -> Arrays:
-        return tuple(reduce_gradient(g[0], how, axes) for g, how in zip(grads, reductions, strict=True))
-
     def gradients(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> Any:
         whole = PartitionSpec()
         rows = jax.tree.map(lambda leaf: PartitionSpec(axes) if leaf.ndim else whole, batch)
@@ -154,18 +151,35 @@ def locally_accumulated(
             out_specs=(whole, whole, PartitionSpec(axes)),
         )  # fmt: skip
         (total, weight, aux), carried, grads = run(params, frozen, carried, batch, key)
-        # Manual over all axes: the partitioner gathers what the others split before it scatters over some.
-        grads = jax.shard_map(
-            reduce, mesh=mesh, in_specs=(tuple(PartitionSpec(axes, *how.summed) for how in reductions),),
-            out_specs=tuple(how.placed for how in reductions), check_vma=False,
-        )(grads)  # fmt: skip
+        grads = reduced(grads, reductions, [axes] * len(grads), mesh)
         sums = Evaluated(total, weight, aux, carried)
         return averaged(sums, grads, num_microbatches * num_shards, denominator)
 
     return gradients
 
 
-def reduce_gradient(grad: jax.Array, how: Reduction, axes: tuple[str, ...]) -> jax.Array:
+def reduced(
+    grads: Arrays, reductions: Sequence[Reduction], axes: Sequence[tuple[str, ...]], mesh: Mesh
+) -> Arrays:
+    """Gradients from the devices' own sums, which dim 0 tells apart.
+
+    Args:
+      grads: [devices along its axes, ...] each.
+      reductions: how each is reduced.
+      axes: over which mesh axes each is.
+      mesh: the mesh.
+    """
+
+    def reduce(grads: Arrays) -> Arrays:
+        return tuple(_reduce(g[0], how, over) for g, how, over in zip(grads, reductions, axes, strict=True))
+
+    # Manual over all axes: the partitioner gathers what the others split before it scatters over some.
+    before = tuple(PartitionSpec(over, *how.summed) for how, over in zip(reductions, axes, strict=True))
+    after = tuple(how.placed for how in reductions)
+    return jax.shard_map(reduce, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)(grads)
+
+
+def _reduce(grad: jax.Array, how: Reduction, axes: tuple[str, ...]) -> jax.Array:
     if how.scatter:
         grad = lax.psum_scatter(grad, how.scatter, scatter_dimension=how.dim, tiled=True)
     rest = tuple(axis for axis in axes if axis not in how.scatter)
@@ -189,7 +203,6 @@ def _sum_parts(
     key: jax.Array,
 ) -> tuple[Evaluated, Arrays]:
     """All parts one after the other: what they give and their gradients, added up."""
-
     leaves, treedef = jax.tree.flatten(batch)
     parts = constrain([cut_rows(leaf, num_microbatches) for leaf in leaves if leaf.ndim])
 

@@ -16,7 +16,7 @@ from cjax.gradients.accumulated import (
     Reduction,
     averaged,
     cut_rows,
-    reduce_gradient,
+    reduced,
 )
 from cjax.mesh import PIPE
 from cjax.pipeline.execute import Executor
@@ -137,18 +137,8 @@ def pipelined(
         )  # fmt: skip
         (total, weight, aux), new, grads = run(params, frozen, carried, batch, key)
         if axes:
-            leads = [axes if is_stack else (*axes, PIPE) for is_stack in model.in_stacks]
-            specs = [PartitionSpec(lead, *how.summed) for lead, how in zip(leads, reductions, strict=True)]
-
-            def reduce(grads: Arrays) -> Arrays:
-                return tuple(
-                    reduce_gradient(g[0], how, lead) for g, how, lead in zip(grads, reductions, leads, strict=True)
-                )
-
-            grads = jax.shard_map(
-                reduce, mesh=mesh, in_specs=(tuple(specs),), out_specs=tuple(how.placed for how in reductions),
-                check_vma=False,
-            )(grads)  # fmt: skip
+            over = [axes if is_stack else (*axes, PIPE) for is_stack in model.in_stacks]
+            grads = reduced(grads, reductions, over, mesh)
         else:
             grads = tuple(g if is_stack else g.sum(0) for g, is_stack in zip(grads, model.in_stacks, strict=True))
         return averaged(Evaluated(total, weight, aux, new), grads, num_microbatches * num_shards, denominator)

@@ -51,9 +51,6 @@ def simulate(num_devices: int) -> list[Device]:
 
 
 def _set_num_cpu_devices(num_devices: int) -> bool:
-    # XLA sizes its pool of threads by this variable, or else by the machine's cores. On few cores, devices that wait
-    # for each other in a collective may then hold every thread that the last of them needs.
-    os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 4 * num_devices)))
     # JAX takes this setting only while no backend has started; its refusal is the public way to know that one has.
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
@@ -133,11 +130,13 @@ def _compile_only_devices(name: str, num_devices: int) -> list[Device]:
 def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
     """What programs for a mesh are compiled with, for `jax.jit`.
 
-    Several devices on one CPU run a program's collectives in the order in which their inputs are ready, unless told to
-    keep to one: two devices that wait for each other in different collectives wait for ever.
+    With a pool of threads, a CPU device takes whatever operation is ready, collectives too; and two devices that wait
+    for each other in different collectives wait for ever. So where there are several, each gets one thread, on which
+    all of them keep the same order, and a schedule that needs the least memory: there is nothing to run beside.
     """
     shared = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
-    return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if shared else None
+    options = ("xla_cpu_multi_thread_eigen", "xla_cpu_enable_concurrency_optimized_scheduler")
+    return dict.fromkeys(options, False) if shared else None
 
 
 def is_compile_only(devices: Sequence[Device]) -> bool:

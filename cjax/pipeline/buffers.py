@@ -1,6 +1,6 @@
 """What stages keep and look up while a pipeline runs: places in arrays, rows of tables, one form for all messages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,23 +30,59 @@ def runs(times: int, turns: int) -> Any:
     return jax.named_scope(f"runs_{times}_of_{turns}")
 
 
-def union(payloads: Sequence[Arrays]) -> tuple[list[list[int]], Arrays]:
-    """One message that carries any of the payloads: for each, the places of its arrays in it, and its shapes."""
-    message: Arrays = []
-    places = []
-    for payload in payloads:
-        free = list(range(len(message)))
-        mine = []
-        for x in payload:
-            place = next((i for i in free if (message[i].shape, message[i].dtype) == (x.shape, x.dtype)), None)
-            if place is None:
-                message.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
-                place = len(message) - 1
-            else:
-                free.remove(place)
-            mine.append(place)
-        places.append(mine)
-    return places, message
+def branch(
+    row: Row, name: str, k: int, together: bool, yes: Callable[[], Any], no: Callable[[], Any]
+) -> Any:
+    """`yes()` where a row says that a stage `does` an op of stack `k`, or that the op's block `starts` or `ends` it,
+    and `no()` elsewhere; `together`, both wherever any stage has reason to."""
+    own = (row["does"] == k + 1) & (row[name] > 0)
+    if not together:
+        return lax.cond(own, yes, no)
+    return lax.cond(
+        row[f"any {name} {k}"], lambda: jax.tree.map(lambda a, b: jnp.where(own, a, b), yes(), no()), no
+    )
+
+
+class Messages:
+    """One form of message that carries what any of the stacks hands on: `shapes` of its arrays."""
+
+    def __init__(self, payloads: Sequence[Arrays]) -> None:
+        self.shapes: Arrays = []
+        self._places: list[list[int]] = []
+        for payload in payloads:
+            free = list(range(len(self.shapes)))
+            mine = []
+            for x in payload:
+                alike = [i for i in free if (self.shapes[i].shape, self.shapes[i].dtype) == (x.shape, x.dtype)]
+                if alike:
+                    free.remove(alike[0])
+                else:
+                    self.shapes.append(jax.ShapeDtypeStruct(x.shape, x.dtype))
+                mine.append(alike[0] if alike else len(self.shapes) - 1)
+            self._places.append(mine)
+
+    def pack(self, k: int, payload: Arrays) -> Arrays:
+        """The message that carries what stack `k` hands on."""
+        found = dict(zip(self._places[k], payload, strict=True))
+        return [found[i] if i in found else jnp.zeros(s.shape, s.dtype) for i, s in enumerate(self.shapes)]
+
+    def unpack(self, k: int, message: Arrays) -> Arrays:
+        return [message[i] for i in self._places[k]]
+
+    def empty(self) -> Arrays:
+        """A message that nobody reads."""
+        return room(self.shapes)
+
+
+def send(message: Arrays, way: int, axis: str, num_stages: int) -> Arrays:
+    """What comes in from the other side, where every stage sends to its right (1) or its left (-1)."""
+    pairs = [(i, (i + way) % num_stages) for i in range(num_stages)]
+    return [lax.ppermute(x, axis, pairs) for x in message]
+
+
+def room(shapes: Arrays, *lead: int) -> Arrays:
+    """Zeros of these shapes, behind leading dims."""
+    return [jnp.zeros((*lead, *s.shape), s.dtype) for s in shapes]
 
 
 def at(array: jax.Array, *index: Any) -> jax.Array:

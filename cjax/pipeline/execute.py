@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cjax.pipeline.buffers import Arrays, Row, State, at, columns_of, put, runs, union
+from cjax.pipeline.buffers import Arrays, Messages, Row, State, at, branch, columns_of, put, room, runs, send
 from cjax.pipeline.partition import Partition
 from cjax.pipeline.route import Kind
 from cjax.pipeline.table import Schedule
@@ -94,7 +94,7 @@ class _Run:
         for k in range(self.num_stacks - 1):
             leave = functools.partial(self.stages.leave, k, shared)
             self.payloads.append(jax.eval_shape(lambda p, leave=leave: leave(given(0), p), self.payloads[k]))
-        self.places, self.message = union(self.payloads)
+        self.messages = Messages(self.payloads)
         self.derivatives = [self._derivative(k) for k in range(self.num_stacks)]
 
     def _derivative(self, k: int) -> Derivative:
@@ -165,9 +165,6 @@ class _Run:
         return state | {"states": [new(of[3], x) if own else x for of, x, own in old]}
 
     def _empty(self) -> State:
-        def room(shapes: Arrays, *lead: int) -> Arrays:
-            return [jnp.zeros((*lead, *s.shape), s.dtype) for s in shapes]
-
         wiring, rows = self.wiring, self.part.rows
         spare = int(self.together)  # a place for what is thrown away
         slots, end_slots = [n + spare for n in wiring.slots], [n + spare for n in wiring.end_slots]
@@ -180,7 +177,7 @@ class _Run:
                 room(self.derivatives[k].crossing, slots[k], rows[k]) if self.split else [] for k in numbers
             ],
             "ends": [room(self.payloads[k], end_slots[k]) for k in numbers],
-            "inbox": room(self.message, wiring.num_messages + 1),
+            "inbox": room(self.messages.shapes, wiring.num_messages + 1),
             "shared": room(self.shared),
             "stacks": [room(weights) for weights in own],
             "once": [[_sum_like(x) for x in self._learned_once(k)] for k in numbers],
@@ -193,17 +190,18 @@ class _Run:
 
     def _tick(self, state: State, rows: Any) -> tuple[State, None]:
         ops: dict[Kind, Row] = rows["ops"]
+        where = self.axis, self.num_stages
         simple = self.wiring.ways("F") <= {1} and self.wiring.ways("B") <= {-1}
         forward, state = self._op("F", self._forward, ("saved", "ends", "states"), ops["F"], state)
         # Sent as soon as it is there, so that it travels while B and W compute.
-        arrived = {"left": self._send(forward, 1)} if simple else {}
+        arrived = {"left": send(forward, 1, *where)} if simple else {}
         changes = "shared", "results", "states", *(("crossing",) if self.split else ("stacks", "once"))
         backward, state = self._op("B", self._backward, changes, ops["B"], state)
         if simple:
-            arrived["right"] = self._send(backward, -1)
+            arrived["right"] = send(backward, -1, *where)
         else:
-            arrived["left"] = self._send(_either(ops["F"]["way"] == 1, forward, backward), 1)
-            arrived["right"] = self._send(_either(ops["F"]["way"] == -1, forward, backward), -1)
+            arrived["left"] = send(_either(ops["F"]["way"] == 1, forward, backward), 1, *where)
+            arrived["right"] = send(_either(ops["F"]["way"] == -1, forward, backward), -1, *where)
         if self.split:
             _, state = self._op("W", self._weights, ("stacks", "once"), ops["W"], state)
         arrived |= {"F": forward, "B": backward}
@@ -223,7 +221,7 @@ class _Run:
         """What a stage does in a tick, or nothing: then its message is anything."""
 
         def idle() -> tuple[Arrays, State]:
-            return [jnp.zeros(s.shape, s.dtype) for s in self.message], {name: state[name] for name in changes}
+            return self.messages.empty(), {name: state[name] for name in changes}
 
         def busy(k: int, row: Row) -> tuple[Arrays, State]:
             message, new = run(k, row, state)
@@ -250,21 +248,13 @@ class _Run:
         """`yes()` where the row says that a block `starts` or `ends` stack `k`, `no()` elsewhere."""
         times = [self.wiring.turns(kind, column, k, self.together) for column in (name, "does")]
         with runs(*times):
-            if not self.together:
-                return lax.cond(row[name] == 1, yes, no)
-            own = row["mine"] & (row[name] == 1)
-            both = functools.partial(jax.tree.map, lambda a, b: jnp.where(own, a, b))
-            return lax.cond(row[f"any {name} {k}"], lambda: both(yes(), no()), no)
-
-    def _send(self, message: Arrays, way: int) -> Arrays:
-        pairs = [(i, (i + way) % self.num_stages) for i in range(self.num_stages)]
-        return [lax.ppermute(x, self.axis, pairs) for x in message]
+            return branch(row, name, k, self.together, yes, no)
 
     # -- ops --
     def _forward(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
         given = self._given(row, state)
         beside = self.stages.beside(k, self.shared, given)
-        payload = self._unpack(k, self._read_message(row, state))
+        payload = self.messages.unpack(k, self._read_message(row, state))
         if k == 0:
             payload = self._if("F", "starts", k, row, lambda: self.stages.enter(self.shared, given), lambda: payload)
 
@@ -280,7 +270,7 @@ class _Run:
                     lambda j, x: put(x, jnp.where(mine, new[j].astype(x.dtype), at(x, index)), index),
                 )  # fmt: skip
             payload, saved = self.derivatives[k].forward(own, fixed, payload)
-            return payload, [put(room, x, row["slot"], i) for room, x in zip(kept, saved, strict=True)], state
+            return payload, [put(box, x, row["slot"], i) for box, x in zip(kept, saved, strict=True)], state
 
         states = {"states": state["states"]}
         payload, kept, states = self._layers(k, row, layer, (payload, state["saved"][k], states))
@@ -294,15 +284,15 @@ class _Run:
             state = self._with_states(state, "before", 0, lambda j, x: new[j].astype(x.dtype))
         ends = lax.cond(
             row[f"any ends {k}"] if self.together else row["ends"] == 1,
-            lambda: [put(room, x, row["end_slot"]) for room, x in zip(state["ends"][k], payload, strict=True)],
+            lambda: [put(box, x, row["end_slot"]) for box, x in zip(state["ends"][k], payload, strict=True)],
             lambda: state["ends"][k],
         )
         state = state | {"ends": _replace(state["ends"], k, ends)}
-        message = self._pack(k, payload)
+        message = self.messages.pack(k, payload)
         if k + 1 < self.num_stacks:
             message = self._if(
                 "F", "ends", k, row,
-                lambda: self._pack(k + 1, self.stages.leave(k, self.shared, given, payload)),
+                lambda: self.messages.pack(k + 1, self.stages.leave(k, self.shared, given, payload)),
                 lambda: message,
             )  # fmt: skip
         return message, state
@@ -314,7 +304,7 @@ class _Run:
         gradients, shared, results, states = self._if(
             "B", "ends", k, row,
             lambda: self._after(k, row, given, message, state),
-            lambda: (self._unpack(k, message), state["shared"], state["results"], state["states"]),
+            lambda: (self.messages.unpack(k, message), state["shared"], state["results"], state["states"]),
         )  # fmt: skip
         state = state | {"shared": shared, "results": results, "states": states}
         derivative = self.derivatives[k]
@@ -326,7 +316,7 @@ class _Run:
                 gradients, found = derivative.both(own, fixed, saved, gradients)
                 return gradients, self._add(k, row, i, sums, found, pull), kept
             gradients, crossing = derivative.backward(own, fixed, saved, gradients)
-            return gradients, sums, [put(room, x, row["slot"], i) for room, x in zip(kept, crossing, strict=True)]
+            return gradients, sums, [put(box, x, row["slot"], i) for box, x in zip(kept, crossing, strict=True)]
 
         carry = gradients, (state["stacks"][k], state["once"][k]), state["crossing"][k]
         gradients, sums, kept = self._layers(k, row, layer, carry, reverse=True)
@@ -338,20 +328,20 @@ class _Run:
                 lambda: self._before(given, gradients, state["shared"]), lambda: state["shared"],
             )  # fmt: skip
             state = state | {"shared": shared}
-        return self._pack(k, gradients), state
+        return self.messages.pack(k, gradients), state
 
     def _weights(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
         beside = self.stages.beside(k, self.shared, self._given(row, state))
 
         def layer(sums: Any, i: Any) -> Any:
             own, fixed, saved, pull = self._saved(k, row, beside, state, i)
-            crossing = [at(room, row["slot"], i) for room in state["crossing"][k]]
+            crossing = [at(box, row["slot"], i) for box in state["crossing"][k]]
             found = self.derivatives[k].weight_gradients(own, fixed, saved, crossing)
             return self._add(k, row, i, sums, found, pull)
 
         sums = self._layers(k, row, layer, (state["stacks"][k], state["once"][k]))
         state = state | {name: _replace(state[name], k, x) for name, x in zip(("stacks", "once"), sums, strict=True)}
-        return [jnp.zeros(s.shape, s.dtype) for s in self.message], state
+        return self.messages.empty(), state
 
     # -- layers --
     def _layers(self, k: int, row: Row, layer: Callable[..., Any], carry: Any, reverse: bool = False) -> Any:
@@ -371,7 +361,7 @@ class _Run:
         weights = [at(w, row["row"] + i) for w in self.stacks[k]]
         ready, pull = jax.vjp(lambda ws: self.stages.ready(k, ws), weights)
         own, fixed = self._operands(k, ready, beside, row["layer"] + i)
-        saved = [at(room, row["slot"], i) for room in state["saved"][k]]
+        saved = [at(box, row["slot"], i) for box in state["saved"][k]]
 
         def back(own: Arrays) -> Arrays:
             found = iter(own)
@@ -405,7 +395,7 @@ class _Run:
         self, k: int, row: Row, given: Arrays, message: Arrays, state: State
     ) -> tuple[Arrays, Arrays, Any, Arrays]:
         """Back from what comes after stack `k` to what its last layer handed on."""
-        payload = [at(room, row["end_slot"]) for room in state["ends"][k]]
+        payload = [at(box, row["end_slot"]) for box in state["ends"][k]]
         real = [i for i, x in enumerate(payload) if is_real(x)]
 
         def filled(some: Arrays) -> Arrays:
@@ -425,7 +415,7 @@ class _Run:
             results = jax.tree.map(jnp.add, state["results"], results)
             state = self._with_states(state, "after", k, lambda j, x: new[j].astype(x.dtype))
         else:
-            seed = [x for x in self._unpack(k + 1, message) if is_real(x)]
+            seed = [x for x in self.messages.unpack(k + 1, message) if is_real(x)]
             results = state["results"]
         own, some = pull(seed)
         found = dict(zip(real, some, strict=True))
@@ -455,16 +445,8 @@ class _Run:
             total = jax.tree.map(jnp.add, total, own)
         return total
 
-    # -- messages --
     def _read_message(self, row: Row, state: State) -> Arrays:
         return [at(box, row["reads"]) for box in state["inbox"]]
-
-    def _pack(self, k: int, payload: Arrays) -> Arrays:
-        found = dict(zip(self.places[k], payload, strict=True))
-        return [found[i] if i in found else jnp.zeros(s.shape, s.dtype) for i, s in enumerate(self.message)]
-
-    def _unpack(self, k: int, message: Arrays) -> Arrays:
-        return [message[i] for i in self.places[k]]
 
 
 def _sum_like(x: Any) -> jax.Array:

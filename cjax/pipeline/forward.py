@@ -1,5 +1,6 @@
 """A table of forwards alone: nothing is saved, and the results of every micro-batch come out."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cjax.pipeline.buffers import Arrays, Row, State, at, columns_of, put, union
+from cjax.pipeline.buffers import Arrays, Messages, Row, State, at, branch, columns_of, put, room, send
 from cjax.pipeline.partition import Partition
 from cjax.pipeline.table import Schedule
 from cjax.pipeline.wiring import wire
@@ -18,8 +19,9 @@ class Forward:
     """Runs a table of F; arguments as of `Executor`."""
 
     def __init__(self, stages: Stages, schedule: Schedule, part: Partition, axis: str, together: bool) -> None:
-        self._stages, self._schedule, self._part = stages, schedule, part
-        self._axis, self._together, self._wiring = axis, together, wire(schedule, part)
+        self.stages, self.part, self.axis, self.together = stages, part, axis, together
+        self.wiring, self.num_stages = wire(schedule, part), schedule.num_stages
+        self.num_ticks, self.num_microbatches = schedule.num_ticks, schedule.num_microbatches
 
     def __call__(self, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays]) -> Arrays:
         """The results of the loss, micro-batches first. Of all stages, one has them; the others have zeros.
@@ -29,81 +31,82 @@ class Forward:
           stacks: for each stack its weights, the stage's own rows of them.
           given: micro-batch -> all other inputs, as stored.
         """
-        stages, num_stacks = self._stages, len(self._part.rows)
-        once = [stages.once(k, shared, given(0)) for k in range(num_stacks)]
-        payloads = [jax.eval_shape(lambda: stages.enter(shared, given(0)))]
-        for k in range(num_stacks):
-            payloads.append(jax.eval_shape(lambda p, k=k: stages.leave(k, shared, given(0), p), payloads[k]))
+        return _Pass(self, shared, stacks, given).run()
+
+
+class _Pass:
+    """One run: what is alike in all ticks."""
+
+    def __init__(
+        self, forward: Forward, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays]
+    ) -> None:
+        self.of, self.stages, self.part = forward, forward.stages, forward.part
+        self.shared, self.stacks, self.given = shared, stacks, given
+        self.num_stacks = len(self.part.rows)
+        self.once = [self.stages.once(k, shared, given(0)) for k in range(self.num_stacks)]
+        payloads = [jax.eval_shape(lambda: self.stages.enter(shared, given(0)))]
+        for k in range(self.num_stacks):
+            leave = functools.partial(self.stages.leave, k, shared)
+            payloads.append(jax.eval_shape(lambda p, leave=leave: leave(given(0), p), payloads[k]))
         *payloads, results = payloads
-        results = results[: len(stages.cut.results())]
-        places, message = union(payloads)
-        stage = lax.axis_index(self._axis)
+        self.results = results[: len(self.stages.cut.results())]
+        self.messages = Messages(payloads)
 
-        def pack(k: int, payload: Arrays) -> Arrays:
-            found = dict(zip(places[k], payload, strict=True))
-            return [found[i] if i in found else jnp.zeros(s.shape, s.dtype) for i, s in enumerate(message)]
-
-        def choose(row: Row, name: str, k: int, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
-            own = (row["does"] == k + 1) & ((row[name] > 0) if name != "does" else True)
-            if not self._together:
-                return lax.cond(own, yes, no)
-            both = lambda: jax.tree.map(lambda a, b: jnp.where(own, a, b), yes(), no())  # noqa: E731
-            return lax.cond(row[f"any {name} {k}"] > 0, both, no)
-
-        def forward(k: int, row: Row, state: State) -> tuple[Arrays, Arrays]:
-            inputs = given(row["microbatch"])
-            beside = stages.beside(k, shared, inputs)
-            payload = [at(state["inbox"][i], row["reads"]) for i in places[k]]
-            if k == 0:
-                payload = choose(row, "starts", k, lambda: stages.enter(shared, inputs), lambda: payload)
-
-            def layer(payload: Arrays, i: Any) -> tuple[Arrays, None]:
-                ready = stages.ready(k, [at(w, row["row"] + i) for w in stacks[k]])
-                new = stages.layer(k, ready, once[k], beside, row["layer"] + i, payload)
-                if self._part.is_even(k):
-                    return new, None
-                return [jnp.where(i < row["count"], a, b) for a, b in zip(new, payload, strict=True)], None
-
-            payload, _ = lax.scan(layer, payload, jnp.arange(self._part.rows[k], dtype=jnp.int32))
-            if k + 1 < num_stacks:
-                return choose(
-                    row, "ends", k,
-                    lambda: pack(k + 1, stages.leave(k, shared, inputs, payload)), lambda: pack(k, payload),
-                ), state["results"]  # fmt: skip
-
-            def score() -> Arrays:
-                outs = stages.leave(k, shared, inputs, payload)[: len(results)]
-                return [put(room, x, row["microbatch"]) for room, x in zip(state["results"], outs, strict=True)]
-
-            return pack(k, payload), choose(row, "ends", k, score, lambda: state["results"])
-
-        def tick(state: State, rows: Any) -> tuple[State, None]:
-            row: Row = rows["op"]
-            sent, found = [jnp.zeros(s.shape, s.dtype) for s in message], state["results"]
-            for k in range(num_stacks):
-                now = state | {"results": found}
-                sent, found = choose(
-                    row, "does", k,
-                    lambda k=k, now=now: forward(k, row, now),
-                    lambda sent=sent, found=found: (sent, found),
-                )  # fmt: skip
-            arrived = {"F": sent}
-            for source, way in (("left", 1), ("right", -1)):
-                if source in rows["arrivals"]:
-                    num = self._schedule.num_stages
-                    pairs = [(i, (i + way) % num) for i in range(num)]
-                    arrived[source] = [lax.ppermute(x, self._axis, pairs) for x in sent]
-            inbox = state["inbox"]
-            for source, where in rows["arrivals"].items():
-                inbox = [put(box, x, where) for box, x in zip(inbox, arrived[source], strict=True)]
-            return {"inbox": inbox, "results": found}, None
-
-        columns = columns_of(dict(self._wiring.ops["F"]), num_stacks, self._together)
-        tables = {"op": columns, "arrivals": dict(self._wiring.arrivals)}
+    def run(self) -> Arrays:
+        of, stage = self.of, lax.axis_index(self.of.axis)
+        columns = columns_of(dict(of.wiring.ops["F"]), self.num_stacks, of.together)
+        tables = {"op": columns, "arrivals": dict(of.wiring.arrivals)}
         rows = jax.tree.map(lambda table: jnp.asarray(table)[:, stage], tables)
         start = {
-            "inbox": [jnp.zeros((self._wiring.num_messages + 1, *s.shape), s.dtype) for s in message],
-            "results": [jnp.zeros((self._schedule.num_microbatches, *s.shape), s.dtype) for s in results],
+            "inbox": room(self.messages.shapes, of.wiring.num_messages + 1),
+            "results": room(self.results, of.num_microbatches),
         }
-        final, _ = lax.scan(tick, start, rows, length=self._schedule.num_ticks)
+        final, _ = lax.scan(self._tick, start, rows, length=of.num_ticks)
         return final["results"]
+
+    def _tick(self, state: State, rows: Any) -> tuple[State, None]:
+        row: Row = rows["op"]
+        sent, results = self.messages.empty(), state["results"]
+        for k in range(self.num_stacks):
+            sent, results = branch(
+                row, "does", k, self.of.together,
+                functools.partial(self._forward, k, row, state["inbox"], results),
+                lambda sent=sent, results=results: (sent, results),
+            )  # fmt: skip
+        arrived = {"F": sent}
+        for source, way in (("left", 1), ("right", -1)):
+            if source in rows["arrivals"]:
+                arrived[source] = send(sent, way, self.of.axis, self.of.num_stages)
+        inbox = state["inbox"]
+        for source, places in rows["arrivals"].items():
+            inbox = [put(box, x, places) for box, x in zip(inbox, arrived[source], strict=True)]
+        return {"inbox": inbox, "results": results}, None
+
+    def _forward(self, k: int, row: Row, inbox: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:
+        """What a block hands on, and results with those of the micro-batch if it was the last."""
+        given, together = self.given(row["microbatch"]), self.of.together
+        beside = self.stages.beside(k, self.shared, given)
+        payload = self.messages.unpack(k, [at(box, row["reads"]) for box in inbox])
+        if k == 0:
+            payload = branch(
+                row, "starts", k, together, lambda: self.stages.enter(self.shared, given), lambda: payload
+            )
+
+        def layer(payload: Arrays, i: Any) -> tuple[Arrays, None]:
+            ready = self.stages.ready(k, [at(w, row["row"] + i) for w in self.stacks[k]])
+            new = self.stages.layer(k, ready, self.once[k], beside, row["layer"] + i, payload)
+            if self.part.is_even(k):
+                return new, None
+            return [jnp.where(i < row["count"], a, b) for a, b in zip(new, payload, strict=True)], None
+
+        payload, _ = lax.scan(layer, payload, jnp.arange(self.part.rows[k], dtype=jnp.int32))
+
+        def after() -> tuple[Arrays, Arrays]:
+            outs = self.stages.leave(k, self.shared, given, payload)
+            if k + 1 < self.num_stacks:
+                return self.messages.pack(k + 1, outs), results
+            outs = outs[: len(results)]
+            return handed, [put(x, out, row["microbatch"]) for x, out in zip(results, outs, strict=True)]
+
+        handed = self.messages.pack(k, payload)
+        return branch(row, "ends", k, together, after, lambda: (handed, results))

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cjax.mesh import compiler_options
 from cjax.program.state import Parts, Shelves, State, check_alive, check_fits, store_leaves
 
 PyTree = Any
@@ -34,7 +35,8 @@ def _loader(shelves: Shelves) -> Any:
     def load(stored: Any) -> list[PyTree]:
         return [shelf.load(arrays) for shelf, arrays in zip(shelves, stored, strict=True)]
 
-    return jax.jit(load, out_shardings=[shelf.leaf_shardings(shelves.mesh) for shelf in shelves])
+    placed = [shelf.leaf_shardings(shelves.mesh) for shelf in shelves]
+    return jax.jit(load, out_shardings=placed, compiler_options=compiler_options(shelves.mesh))
 
 
 def shapes_of(parts: Parts) -> dict[str, PyTree]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.gradients import Gradients, Line
-from cjax.mesh import BATCH_AXES
+from cjax.mesh import BATCH_AXES, compiler_options
 from cjax.plan import Plan
 from cjax.sharding.model import ModelStorage
 from cjax.sharding.optimizer import StoredOptimizer
@@ -191,5 +191,6 @@ def store_leaves(storage: Storage, tree: PyTree, mesh: Mesh) -> Arrays:
             return slot.store(jnp.stack(xs) if slot.is_stack else jnp.copy(xs[0]))
 
         placed = [jax.device_put(leaf, whole) for leaf, whole in zip(leaves, placement, strict=True)]
-        arrays.append(jax.jit(gather, out_shardings=sharding)(*placed))
+        gathered = jax.jit(gather, out_shardings=sharding, compiler_options=compiler_options(mesh))
+        arrays.append(gathered(*placed))
     return tuple(arrays)

@@ -21,7 +21,7 @@ def make_init(parts: Parts) -> Any:
     def init(key: jax.Array) -> State:
         return new_state(parts, *parts.init(key), key)
 
-    return jax.jit(init, out_shardings=parts.state_shardings)
+    return jax.jit(init, out_shardings=parts.state_shardings, compiler_options=compiler_options(parts.mesh))
 
 
 def make_adopt(parts: Parts) -> Any:
@@ -30,7 +30,10 @@ def make_adopt(parts: Parts) -> Any:
     def adopt(params: Arrays, frozen: Arrays, carried: Arrays, key: jax.Array) -> State:
         return new_state(parts, params, frozen, carried, key)
 
-    return jax.jit(adopt, out_shardings=parts.state_shardings, donate_argnums=(0, 1, 2))
+    return jax.jit(
+        adopt, out_shardings=parts.state_shardings, donate_argnums=(0, 1, 2),
+        compiler_options=compiler_options(parts.mesh),
+    )  # fmt: skip
 
 
 def new_state(parts: Parts, params: Arrays, frozen: Arrays, carried: Arrays, key: jax.Array) -> State:
@@ -85,7 +88,10 @@ def make_update(parts: Parts) -> Any:
         new, norm, finite = _updated(parts, state, grads, jnp.float32(0))
         return new, {"grad_norm": norm, "skipped": 1 - finite.astype(jnp.int32)}
 
-    return jax.jit(update, donate_argnums=0, out_shardings=(parts.state_shardings, parts.whole))
+    return jax.jit(
+        update, donate_argnums=0, out_shardings=(parts.state_shardings, parts.whole),
+        compiler_options=compiler_options(parts.mesh),
+    )  # fmt: skip
 
 
 def _gradients(parts: Parts, state: State, batch: PyTree) -> tuple[Evaluated, Arrays]:

@@ -45,29 +45,11 @@ def pick(
       mesh: the mesh.
     """
     entries = [axes_of_entry(e) for e in spec]
-    split = entries[dim]
-    size, shards = operand.shape[dim], math.prod(mesh.shape[a] for a in split)
-    operand = jnp.pad(operand, [(0, -size % shards if d == dim else 0) for d in range(operand.ndim)])
     numbers = eqn.params["dimension_numbers"]
     rows: list[tuple[str, ...]] = [()] * indices.ndim
     for d, at in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         rows[at] = entries[d]
-    params = eqn.params | {"mode": lax.GatherScatterMode.CLIP}
-    if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
-        indices = jnp.clip(indices, 0, size - 1)
-
-    def local(part: jax.Array, indices: jax.Array) -> list[jax.Array]:
-        first = lax.axis_index(split) * part.shape[dim]
-        mine = (indices >= first) & (indices < first + part.shape[dim])
-        found = eqn.primitive.bind(part, jnp.where(mine, indices - first, 0), **eqn.primitive.get_bind_params(params))
-        return [jnp.where(mine[..., 0], found, 0)]
-
-    (found,) = in_region(local, (operand, indices), (spec, _as_spec(rows)), (_as_spec(rows[:-1]),), mesh, (split,))
-    if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
-        return found
-    fill = eqn.params.get("fill_value")
-    fill = jnp.nan if fill is None and jnp.issubdtype(found.dtype, jnp.inexact) else fill or 0
-    return jnp.where(((indices >= 0) & (indices < size))[..., 0], found, jnp.asarray(fill, found.dtype))
+    return _found(eqn, operand, indices, spec, dim, _as_spec(rows), _as_spec(rows[:-1]), mesh)
 
 
 def find_rows(
@@ -85,12 +67,30 @@ def find_rows(
     """
     numbers = eqn.params["dimension_numbers"]
     (dim,) = numbers.collapsed_slice_dims
-    split, size = axes_of_entry(spec[dim]), table.shape[dim]
-    rows = _as_spec([tuple(a for a in axes_of_entry(e) if a not in split) for e in rows])
+    split = axes_of_entry(spec[dim])
+    out: list[tuple[str, ...]] = [tuple(a for a in axes_of_entry(e) if a not in split) for e in rows]
+    whole = _as_spec(out)
+    out = out[:-1]
+    for at in numbers.offset_dims:
+        out.insert(at, ())
+    return _found(eqn, table, indices, spec, dim, whole, _as_spec(out), mesh)
+
+
+def _found(
+    eqn: Any,
+    operand: jax.Array,
+    indices: jax.Array,
+    spec: PartitionSpec,
+    dim: int,
+    rows: PartitionSpec,
+    out: PartitionSpec,
+    mesh: Mesh,
+) -> jax.Array:
+    """The result, placed as `out`, of a gather at `indices`, placed as `rows`, of dim `dim`, which `spec` splits."""
+    split, size = axes_of_entry(spec[dim]), operand.shape[dim]
     shards = math.prod(mesh.shape[a] for a in split)
-    padded = jnp.pad(table, [(0, -n % shards if d == dim else 0) for d, n in enumerate(table.shape)])
-    fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
-    clipped = jnp.clip(indices, 0, size - 1)
+    padded = jnp.pad(operand, [(0, -size % shards if d == dim else 0) for d in range(operand.ndim)])
+    numbers = eqn.params["dimension_numbers"]
     params = eqn.params | {"mode": lax.GatherScatterMode.CLIP}
 
     def local(part: jax.Array, indices: jax.Array) -> list[jax.Array]:
@@ -99,11 +99,9 @@ def find_rows(
         found = eqn.primitive.bind(part, jnp.where(mine, indices - first, 0), **eqn.primitive.get_bind_params(params))
         return [jnp.where(_beside(mine[..., 0], numbers.offset_dims, found.ndim), found, 0)]
 
-    out: list[tuple[str, ...]] = [axes_of_entry(e) for e in rows[:-1]]
-    for at in numbers.offset_dims:
-        out.insert(at, ())
-    (found,) = in_region(local, (padded, clipped), (spec, rows), (_as_spec(out),), mesh, (split,))
-    if not fills:
+    clipped = jnp.clip(indices, 0, size - 1)
+    (found,) = in_region(local, (padded, clipped), (spec, rows), (out,), mesh, (split,))
+    if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return found
     fill = eqn.params.get("fill_value")
     fill = jnp.nan if fill is None and jnp.issubdtype(found.dtype, jnp.inexact) else fill or 0
