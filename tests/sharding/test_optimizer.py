@@ -9,6 +9,7 @@ import pytest
 from contract import assert_close, bytes_on_a_device, on_host
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from optimizers import OPTIMIZERS
 
 from cjax.mesh import build_mesh
 from cjax.sharding.optimizer import StoredOptimizer, store_optimizer
@@ -67,33 +68,9 @@ def prepare(optimizer: optax.GradientTransformation) -> tuple[StoredOptimizer, S
     return store_optimizer(optimizer, shape, storage, specs.__getitem__, mesh), storage, mesh
 
 
-def by_path(tree: PyTree) -> PyTree:
-    return jax.tree_util.tree_map_with_path(lambda path, _: "slow" if "layer_1" in str(path) else "fast", tree)
-
-
-def not_vectors(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x.ndim > 1, tree)
-
-
-OPTIMIZERS: dict[str, optax.GradientTransformation] = {
-    "sgd": optax.sgd(1e-2, momentum=0.9, nesterov=True),
-    "adamw": optax.adamw(1e-2, weight_decay=0.1),
-    "adamw, vectors not decayed": optax.adamw(1e-2, weight_decay=0.1, mask=not_vectors),
-    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
-    "muon": optax.contrib.muon(1e-2),
-    "lamb": optax.lamb(1e-2, weight_decay=0.1),
-    "lars": optax.lars(1e-2, weight_decay=0.1),
-    "adaptive clipping": optax.chain(optax.adaptive_grad_clip(0.1), optax.adam(1e-2)),
-    "global clipping": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
-    "labelled by path": optax.multi_transform({"fast": optax.adam(1e-1), "slow": optax.sgd(1e-3)}, by_path),
-    "schedule": optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)),
-    "every second step": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
-}
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_does_as_on_the_users_tree(name: str) -> None:
-    optimizer = OPTIMIZERS[name]
+    optimizer = OPTIMIZERS[name]()
     given, storage, mesh = prepare(optimizer)
     here = jax.jit(storage.store, out_shardings=storage.shardings(mesh))(params())
     opt = jax.jit(given.init, out_shardings=given.storage.shardings(mesh))(here)
