@@ -1,5 +1,6 @@
 """`parallelize`: a model, a loss and an optimizer become a `Program`. The composition of every room, in order."""
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -27,9 +28,10 @@ from cjax.gradients import (
     together,
 )
 from cjax.mesh import BATCH_AXES, PIPE, Device, build_mesh, resolve_devices
+from cjax.optim import LossScale
 from cjax.pipeline.execute import Executor
 from cjax.pipeline.table import Schedule
-from cjax.plan import Plan, require_supported
+from cjax.plan import Plan
 from cjax.planner.estimate import SLACK, Activations, state_bytes
 from cjax.planner.hardware import hardware_of
 from cjax.planner.search import first_fitting
@@ -41,7 +43,7 @@ from cjax.sharding.optimizer import store_optimizer
 from cjax.sharding.staged import StagedModel, stage_model
 from cjax.sharding.storage import Slot
 from cjax.trace.capture import Capture, capture
-from cjax.trace.combine import denominator, lift, loss_total
+from cjax.trace.combine import denominator, lift, loss_size, loss_total
 from cjax.trace.reading import Trace, trace_loss
 from cjax.trace.refine import refine
 from cjax.trace.refine_rules import whole
@@ -62,6 +64,8 @@ def parallelize(
     wrt: Any = None,
     devices: Sequence[Device] | str | None = None,
     schedule: Schedule | None = None,
+    loss_scale: LossScale | None = None,
+    measure_noise: bool = False,
 ) -> Program:
     """Lay a Flax model out over many devices.
 
@@ -74,6 +78,10 @@ def parallelize(
       wrt: what is trained: a regex on the path, `(path, leaf) -> bool`, or an NNX filter.
       devices: JAX devices, or text such as "h100:64" to compile for hardware that is not here.
       schedule: a table of your own for a plan with `pipeline`, from `cjax.pipeline`; as many stages and micro-batches.
+      loss_scale: how `precision=float16` scales the loss, if not as `cjax.optim.LossScale()` does.
+      measure_noise: whether steps also give `metrics["noise_scale"]`, the batch size in examples beyond which larger
+        ones are wasted, from the gradients of micro-batches or of data-parallel devices. Where there are the latter
+        alone, all gradients are reduced behind the backward pass rather than during it.
 
     >>> import flax.linen as nn, numpy as np
     >>> batch = {"x": np.ones((8, 3), "float32"), "y": np.zeros((8, 1), "float32")}
@@ -88,7 +96,13 @@ def parallelize(
     batch_shape = batch_structs(batch)
     captured = capture(model, loss, batch, wrt)
     found = resolve_devices(devices)
-    return compose(captured, optimizer, batch_shape, plan, found, schedule)
+    program = compose(captured, optimizer, batch_shape, plan, found, schedule, loss_scale, measure_noise)
+    if loss_scale is not None and program.plan.precision != "float16":
+        raise ValueError(
+            f"loss_scale is for float16, and the plan {str(program.plan)!r} computes in {program.plan.precision}, "
+            "whose range is float32's: leave loss_scale out, or write precision=float16."
+        )
+    return program
 
 
 def compose(
@@ -98,13 +112,17 @@ def compose(
     plan: Plan | str,
     devices: Sequence[Device],
     schedule: Schedule | None = None,
+    loss_scale: LossScale | None = None,
+    measure_noise: bool = False,
 ) -> Program:
     """From a captured model to a `Program`."""
     # A trace depends on the plan by the number of micro-batches alone: "auto" and every replan share it.
     read = functools.cache(functools.partial(trace_loss, captured, batch_shape, train=True))
 
     def again(plan: Plan | str, devices: Sequence[Device], schedule: Schedule | None = None) -> Parts:
-        return _compose(captured, optimizer, batch_shape, read, plan, devices, schedule, again)
+        parts = _compose(captured, optimizer, batch_shape, read, plan, devices, schedule, measure_noise, again)
+        scaling = (loss_scale or LossScale()) if parts.plan.precision == "float16" else None
+        return dataclasses.replace(parts, scaling=scaling)
 
     return Program(again(plan, devices, schedule))
 
@@ -117,6 +135,7 @@ def _compose(
     plan: Plan | str,
     devices: Sequence[Device],
     schedule: Schedule | None,
+    measure_noise: bool,
     again: Callable[..., Parts],
 ) -> Parts:
     """The parts of a program under one plan.
@@ -129,6 +148,7 @@ def _compose(
       plan: the plan.
       devices: what the plan is for.
       schedule: the user's own, of a pipeline.
+      measure_noise: whether gradients of parts of the batch are measured.
       again: `(plan, devices)` -> the parts under another plan.
     """
     plan, notes = _decide(captured, optimizer, batch_shape, read, plan, devices)
@@ -138,7 +158,7 @@ def _compose(
         if plan.microbatches > 1:
             error.add_note(f"The loss ran on one of {plan.microbatches} micro-batches of this batch; see microbatches.")
         raise
-    if plan.microbatches > 1:
+    if plan.microbatches > 1 or measure_noise or plan.reduce is not None:
         trace = lift(trace, lambda rows: _on_rows(captured, batch_shape, rows, trace, plan))
     mesh = build_mesh(plan.axis_sizes(), devices)
     if schedule is not None and plan.pipeline.size == 1:
@@ -148,7 +168,7 @@ def _compose(
         )
     line = arrange_stages(trace, plan, schedule) if plan.pipeline.size > 1 else None
     storage = store_model(captured, trace, plan, mesh, line.rows if line else {})
-    gradients, more = _gradients(captured, batch_shape, trace, storage, plan, mesh, line)
+    gradients, more, loss_size = _gradients(captured, batch_shape, trace, storage, plan, mesh, line, measure_noise)
     stored_optimizer = None
     if optimizer is not None:
         specs = storage.state_specs if plan.zero_stage else storage.used_specs
@@ -157,6 +177,7 @@ def _compose(
     return Parts(
         captured, plan, mesh, trace, storage, stored_optimizer, gradients, init, batch_shape,
         notes=(*notes, *storage.layout.notes, *more, *(line.notes if line else ())), compose=again, line=line,
+        loss_size=loss_size,
     )  # fmt: skip
 
 
@@ -193,7 +214,6 @@ def _decide(
         )
     if plan != "auto":
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
-        require_supported(plan)
         for rows in num_rows:
             if rows % plan.microbatches:
                 near = max(1, rows // plan.microbatches) * plan.microbatches
@@ -226,17 +246,19 @@ def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 def _gradients(
     captured: Capture, batch_shape: PyTree, trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh,
-    line: Line | None,
-) -> tuple[Gradients, tuple[str, ...]]:
-    """Gradients of a whole batch, and what there is to say about how they are reduced."""
-    if line is None and plan.microbatches == 1:
-        return plain(_as_loss(trace, place_loss(trace, storage, plan, mesh))), ()
+    line: Line | None, measures: bool,
+) -> tuple[Gradients, tuple[str, ...], int]:
+    """Gradients of a whole batch, what there is to say about how they are reduced, and how many numbers the loss of a
+    part adds up."""
     divide = functools.partial(denominator, trace.ratio)
     axes = tuple(a for a in BATCH_AXES if a in mesh.axis_names)
+    num_shards = math.prod(mesh.shape[a] for a in axes)
+    in_parts = plan.microbatches > 1 or line is not None
+    own_sums = measures or (plan.reduce is not None and num_shards > 1)  # each device's own are needed
     why = ""
     if plan.sequence.size > 1:
         why = "positions are split, so gradients are reduced once per micro-batch"
-    elif plan.microbatches > 1 and plan.zero_stage < 3 and math.prod(mesh.shape[a] for a in axes) > 1:
+    elif (plan.microbatches > 1 or own_sums) and plan.zero_stage < 3 and num_shards > 1:
         local = local_rows(captured, batch_shape, trace, storage, plan, mesh)
         if isinstance(local, LocalRows):
             reductions = _reductions(storage, plan, local.axes, mesh)
@@ -245,22 +267,44 @@ def _gradients(
                 stacks = line.stacks_of(local.trace)
                 assert stacks is not None, "the loss on other rows has other layers"
                 staged = stage_model(local.trace, stacks, storage, plan, mesh, local.layout, local.draw)
-                return _pipelined(staged, line, plan, local.axes, reductions, mesh, divide), more
-            run = place_loss(local.trace, storage, plan, mesh, local.layout, local.draw)
-            gradients = locally_accumulated(
-                _as_loss(local.trace, run), plan.microbatches, local.axes, reductions, mesh, divide
-            )
-            return gradients, more
+                gradients = _pipelined(staged, line, plan, local.axes, reductions, mesh, divide, measures)
+            else:
+                run = place_loss(local.trace, storage, plan, mesh, local.layout, local.draw)
+                gradients = locally_accumulated(
+                    _as_loss(local.trace, run), plan.microbatches, local.axes, reductions, mesh, divide, measures
+                )
+            return gradients, more, loss_size(local.trace)
         why = f"{local}, so gradients are reduced once per micro-batch"
+    if plan.reduce is not None and num_shards > 1:
+        reason = why.partition(", so")[0] or f"zero={plan.zero} reduces gradients during the backward pass"
+        instead = "leave `reduce` out" + (", or write zero=2" if plan.zero_stage == 3 else "")
+        raise ValueError(f"reduce={plan.reduce} needs each device's own sum of gradients, and {reason}: {instead}.")
+    if measures and (line is not None or not in_parts):
+        raise _cannot_measure(plan, num_shards, why)
+    notes = (why,) if why and in_parts else ()
     if line is not None:
         staged = stage_model(trace, line.stacks, storage, plan, mesh)
-        return _pipelined(staged, line, plan, (), (), mesh, divide), (why,) if why else ()
+        return _pipelined(staged, line, plan, (), (), mesh, divide), notes, loss_size(trace)
+    loss = _as_loss(trace, place_loss(trace, storage, plan, mesh))
+    if not in_parts:
+        return plain(loss), (), 1
 
     def constrain(parts: list[jax.Array]) -> list[jax.Array]:
         return [lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, axes))) for x in parts]
 
-    loss = _as_loss(trace, place_loss(trace, storage, plan, mesh))
-    return micro_batched(loss, plan.microbatches, constrain, divide), (why,) if why else ()
+    return micro_batched(loss, plan.microbatches, constrain, divide, measures), notes, loss_size(trace)
+
+
+def _cannot_measure(plan: Plan, num_shards: int, why: str) -> ValueError:
+    """Why there are no gradients of two batch sizes under a plan."""
+    if why:
+        reason = why.partition(", so")[0]
+    elif num_shards == 1:
+        reason = "no two devices see different examples"
+    else:
+        reason = f"zero={plan.zero} reduces gradients during the backward pass"
+    instead = "take a pipeline with data > 1" if plan.pipeline.size > 1 else "add microbatches=2"
+    return ValueError(f"measure_noise needs gradients of parts of the batch, and with {plan} {reason}: {instead}.")
 
 
 def _pipelined(
@@ -271,6 +315,7 @@ def _pipelined(
     reductions: Sequence[Reduction],
     mesh: Mesh,
     divide: Denominator,
+    measures: bool = False,
 ) -> Gradients:
     trace = staged.stages.cut.trace
 
@@ -281,7 +326,7 @@ def _pipelined(
     executor = Executor(
         staged.stages, line.schedule, line.part, staged.trained, PIPE, together(plan), total, staged.states
     )
-    return pipelined(staged, executor, plan.microbatches, axes, reductions, mesh, divide)
+    return pipelined(staged, executor, plan.microbatches, axes, reductions, mesh, divide, measures)
 
 
 def _reductions(storage: ModelStorage, plan: Plan, axes: tuple[str, ...], mesh: Mesh) -> list[Reduction]:
@@ -289,7 +334,8 @@ def _reductions(storage: ModelStorage, plan: Plan, axes: tuple[str, ...], mesh: 
     found = []
     for slot in storage.params.slots:
         state = storage.state_specs[slot.leaves[0]] if plan.zero_stage else slot.spec
-        found.append(reduction(slot.stored_shape, slot.stored_spec, slot.stacked(state), axes, mesh))
+        how = reduction(slot.stored_shape, slot.stored_spec, slot.stacked(state), axes, mesh)
+        found.append(dataclasses.replace(how, dtype=plan.reduce))
     return found
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from optimizers import OPTIMIZERS
 from plans import NUM_DEVICES, tensor_of
 from zoo import MODELS, Batch, Case, case, regression_batch
 from zoo_nnx import MLP as NNXMLP
@@ -178,6 +179,12 @@ def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
 OPTIMIZER = recording(optax.adamw(1e-2, weight_decay=1e-2, eps=1e-6))
 
 
+@functools.cache
+def optimizer_of(row: str | None) -> optax.GradientTransformation:
+    """A row of the table of optimizers; the one above for None."""
+    return OPTIMIZER if row is None else recording(OPTIMIZERS[row]())
+
+
 def program_of(name: str, plan: str, wide: bool, optimizer: optax.GradientTransformation | None = OPTIMIZER) -> Program:
     """The model under the plan, on as many of the virtual devices as it says (all by default)."""
     devices = jax.devices()[: 1 if plan.startswith("data=1 ") else NUM_DEVICES]
@@ -219,9 +226,9 @@ def trees(program: Program, state: Any) -> tuple[PyTree, PyTree, PyTree, PyTree]
     return params, frozen, carried, load(optimizer.storage, state._opt) if optimizer else ()
 
 
-def train(name: str, plan: str, wide: bool) -> Run:
+def train(name: str, plan: str, wide: bool, optimizer: str | None = None) -> Run:
     """The run under cjax. Fails if anything is compiled after the first step."""
-    program, (first, second) = program_of(name, plan, wide), subject(name, wide).batches
+    program, (first, second) = program_of(name, plan, wide, optimizer_of(optimizer)), subject(name, wide).batches
     state, steps = program.init(0), []
     params, carried = None, None
     for index in range(NUM_STEPS):
@@ -286,15 +293,15 @@ def author_initial(name: str, wide: bool) -> tuple[PyTree, PyTree, PyTree]:
 
 
 @functools.cache
-def author(name: str, parts: int, wide: bool) -> Run:
+def author(name: str, parts: int, wide: bool, optimizer: str | None = None) -> Run:
     """The run without cjax; `parts` micro-batches, each of every `parts`-th row."""
     if name in RATIOS and parts > 1:
-        return author(name, 1, wide)
-    case = subject(name, wide)
+        return author(name, 1, wide, optimizer)
+    case, tx = subject(name, wide), optimizer_of(optimizer)
     captured, key = case.captured, jax.random.key(0)
     state = author_initial(name, wide)
-    opt_state = OPTIMIZER.init(state[0])
-    backward, update = jax.jit(functools.partial(_part, captured, parts)), jax.jit(OPTIMIZER.update)
+    opt_state = tx.init(state[0])
+    backward, update = jax.jit(functools.partial(_part, captured, parts)), jax.jit(tx.update)
     steps = []
     for index in range(NUM_STEPS):
         params, frozen, carried = state

@@ -32,6 +32,9 @@ LOW = tuple(
         "tensor=2d:4",
         "tensor=3d:8",
     )
+) + tuple(
+    f"{layout} precision=float16"
+    for layout in ("zero=2", "data=4 tensor=2 microbatches=2", "tensor=2.5d:8/2", "zero=3 remat=block")
 )
 PLANS = (
     *LAYOUTS,

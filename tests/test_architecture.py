@@ -130,7 +130,7 @@ def may_import(importer: str, imported: str) -> bool:
         return False
     assert importer in FLOOR_OF, f"the design has no room {importer!r}"
     if imported in BESIDE:
-        return FLOOR_OF[importer] >= FLOOR_OF["train"]
+        return FLOOR_OF[importer] >= FLOOR_OF["program" if imported == "optim" else "train"]
     assert imported in FLOOR_OF, f"the design has no room {imported!r}"
     return FLOOR_OF[importer] >= FLOOR_OF[imported]
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import test_contract
+import test_optimizers
 import test_pipeline_plans
 import test_sequence_plans
+from optimizers import OPTAX, OPTIMIZERS, OURS
 from plans import LOW, tensor_of
 from test_contract import EXACT_PLANS, REFUSED
 from zoo import MODELS
@@ -43,7 +45,12 @@ KINDS: dict[str, dict[str, str]] = {
     "convolutional": {"linen_conv": "BatchNorm, Linen", "nnx_conv": "BatchNorm, NNX"},
     "LSTM, MLP": {"linen_lstm": "LSTM", "linen_mixer": "MLP-mixer", "nnx_mlp": "MLP for regression, NNX"},
 }
-MARKS = {"precision=bfloat16": "bfloat16", "remat=": "remat", "microbatches=": "micro-batches"}
+MARKS = {
+    "precision=bfloat16": "bfloat16",
+    "precision=float16": "float16",
+    "remat=": "remat",
+    "microbatches=": "micro-batches",
+}
 
 
 def family(plan: str) -> str:
@@ -74,7 +81,8 @@ def table() -> str:
     """In Markdown: a row for each kind of plan, a column for each kind of model, and what is checked of each pair."""
     missing = set(MODELS) ^ {name for models in KINDS.values() for name in models}
     assert not missing, f"models that tests/works.py and tests/zoo.py don't share: {sorted(missing)}"
-    tests = (test_contract.test_trains_as_its_author_would, test_contract.test_bfloat16_is_as_good_as_on_one_device)
+    trains, rounds = "test_trains_as_its_author_would", "test_low_precision_is_as_good_as_on_one_device"
+    tests = (getattr(test_contract, trains), getattr(test_contract, rounds))
     default = {pair for test in tests for pair in parametrized(test)}
     broken = set().union(*map(failing, tests))
     plans = [*EXACT_PLANS, *LOW]
@@ -91,7 +99,17 @@ def table() -> str:
         rows.append([_label(row, mine), *(f"{good} / {short}" for good, short in counts)])
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     models = [f"- **{kind}**: {'; '.join(phrases.values())}." for kind, phrases in KINDS.items()]
-    return "\n".join([*lines, "", _legend(plans), "", *_guarantees(), "", "The models:", "", *models]) + "\n"
+    parts = [*lines, "", _legend(plans), "", *_guarantees(), "", _optimizers(), "", "The models:", "", *models]
+    return "\n".join(parts) + "\n"
+
+
+def _optimizers() -> str:
+    ours, optax = (", ".join(name for name in table if "," not in name) for table in (OURS, OPTAX))
+    return (
+        f"{len(OPTIMIZERS)} optimizers under {len(test_optimizers.PLANS)} plans: given the same gradients, parameters "
+        "and every leaf of the state as on one device; whole steps as the model's author would take them; state in "
+        f"parts wherever its parameter's is. cjax's own: {ours}, with variants. optax's: {optax}, and others."
+    )
 
 
 def _label(row: str, plans: list[str]) -> str:

@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -17,10 +17,10 @@ from cjax.cli.devices import training_devices
 from cjax.data import TextData, text_data
 from cjax.mesh import initialize
 from cjax.models import GPT, generate, gpt, loss
+from cjax.optim import lamb, lars, weights_only
 from cjax.parallelize import parallelize
 from cjax.program import Program, State
 from cjax.train import fit
-from cjax.tree import path_name
 
 _VALIDATION_BATCHES = 8
 
@@ -44,7 +44,8 @@ class Train:
         seq: tokens per row.
         learning_rate: the highest, reached after the warm-up; it then falls to a tenth of it.
         warmup: steps; a tenth of all, but at most 1000, if not given.
-        weight_decay: of AdamW.
+        optimizer: adamw, lamb, lars, or sgd with momentum.
+        weight_decay: of kernels and embeddings.
         dropout: of the model.
         seed: of the weights, the dropout and the order of the data.
         folder: of the run; a new one below `runs` if not given.
@@ -67,6 +68,7 @@ class Train:
     seq: int = 128
     learning_rate: float = 2e-3
     warmup: int | None = None
+    optimizer: Literal["adamw", "lamb", "lars", "sgd"] = "adamw"
     weight_decay: float = 0.1
     dropout: float = 0.0
     seed: int = 0
@@ -164,15 +166,17 @@ class Train:
         schedule = optax.warmup_cosine_decay_schedule(
             0.0, self.learning_rate, warmup, max(self.steps, warmup + 1), self.learning_rate / 10
         )
-
-        def is_decayed(params: Any) -> Any:
-            matrices = ("kernel", "embedding")
-            return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path).endswith(matrices), params)
-
-        return optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.adamw(schedule, b2=0.95, weight_decay=self.weight_decay, mask=is_decayed),
-        )
+        decay = self.weight_decay
+        match self.optimizer:
+            case "adamw":
+                rule = optax.adamw(schedule, b2=0.95, weight_decay=decay, mask=weights_only)
+            case "lamb":
+                rule = lamb(schedule, b2=0.95, weight_decay=decay)
+            case "lars":
+                rule = lars(schedule, weight_decay=decay)
+            case "sgd":
+                rule = optax.chain(optax.add_decayed_weights(decay, weights_only), optax.sgd(schedule, momentum=0.9))
+        return optax.chain(optax.clip_by_global_norm(1.0), rule)
 
     def _remember(self, folder: Path) -> None:
         """Writes the options beside the run, so that its folder is all that a resume needs."""

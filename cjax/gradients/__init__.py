@@ -3,6 +3,7 @@
 from cjax.gradients.accumulated import (
     Denominator,
     Evaluated,
+    Graded,
     Gradients,
     Loss,
     Reduction,
@@ -18,6 +19,7 @@ from cjax.gradients.pipelined import forwarded, pipelined
 __all__ = [
     "Denominator",
     "Evaluated",
+    "Graded",
     "Gradients",
     "Line",
     "Loss",

@@ -6,6 +6,7 @@ lets every part see all devices, whose gradients are reduced part by part; `loca
 its own rows until the last part, and reduces once.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from cjax.sharding.region import raised_on_cpu
 from cjax.sharding.storage import axes_of_entry
 
 PyTree = Any
@@ -33,8 +35,22 @@ class Evaluated:
 
 jax.tree_util.register_dataclass(Evaluated, ["total", "weight", "aux", "carried"], [])
 
+@dataclass(frozen=True)
+class Graded:
+    """Results and gradients of a whole batch; `part_square`, where it is measured: the mean squared norm of the
+    gradients of its `num_parts` parts, each as large as if it were the batch."""
+
+    out: Evaluated
+    grads: Arrays
+    part_square: jax.Array | None = None
+    num_parts: int = 1
+
+
+jax.tree_util.register_dataclass(Graded, ["out", "grads", "part_square"], ["num_parts"])
+
+Scale = jax.Array | None  # what the loss is multiplied by before its derivative is taken, which is divided by it again
 Loss = Callable[[Arrays, Arrays, Arrays, PyTree, jax.Array, jax.Array], Evaluated]
-Gradients = Callable[[Arrays, Arrays, Arrays, PyTree, jax.Array], tuple[Evaluated, Arrays]]
+Gradients = Callable[[Arrays, Arrays, Arrays, PyTree, jax.Array, Scale], Graded]
 Denominator = Callable[[jax.Array], jax.Array]
 
 
@@ -48,20 +64,28 @@ def mean(total: jax.Array, weight: jax.Array | None) -> jax.Array:
 def plain(loss: Loss) -> Gradients:
     """Gradients of the loss of a whole batch."""
 
-    def gradients(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> Any:
+    def gradients(
+        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+    ) -> Graded:
         def scalar(params: Arrays) -> tuple[jax.Array, Evaluated]:
             out = loss(params, frozen, carried, batch, key, jnp.int32(0))
             weight = None if out.weight is None else lax.stop_gradient(out.weight)
-            return mean(out.total, weight), out
+            return scaled(mean(out.total, weight), scale), out
 
         (_, out), grads = jax.value_and_grad(scalar, has_aux=True)(params)
-        return out, grads
+        if scale is not None:
+            grads = jax.tree.map(lambda g: g / scale.astype(g.dtype), grads)
+        return Graded(out, grads)
 
     return gradients
 
 
 def micro_batched(
-    loss: Loss, num_microbatches: int, constrain: Callable[[PyTree], PyTree], denominator: Denominator
+    loss: Loss,
+    num_microbatches: int,
+    constrain: Callable[[PyTree], PyTree],
+    denominator: Denominator,
+    measures: bool = False,
 ) -> Gradients:
     """Gradients of a batch run in parts.
 
@@ -70,11 +94,15 @@ def micro_batched(
       num_microbatches: how many parts.
       constrain: placement of the batch after it was cut, part index first.
       denominator: what the sum of all totals is divided by, from the sum of all weights.
+      measures: whether the parts' gradients are measured too.
     """
+    parts = _Parts(loss, num_microbatches, constrain, measures)
 
-    def gradients(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> Any:
-        sums, grads = _sum_parts(loss, num_microbatches, constrain, params, frozen, carried, batch, key)
-        return averaged(sums, grads, num_microbatches, denominator)
+    def gradients(
+        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+    ) -> Graded:
+        sums, grads, square = parts.sum(params, frozen, carried, batch, key, scale)
+        return averaged(sums, grads, num_microbatches, denominator, scale, (square, num_microbatches))
 
     return gradients
 
@@ -84,13 +112,15 @@ class Reduction:
     """How the gradient of one stored array is reduced: from a sum on each device to one placed sum.
 
     `summed` is its placement before, the batch axes aside, and `placed` after. Over the axes `scatter`, each device
-    gets its part of dim `dim`; over all others that share the batch, every device the whole.
+    gets its part of dim `dim`; over all others that share the batch, every device the whole. Sums are in `dtype`; None:
+    the gradient's own.
     """
 
     summed: PartitionSpec
     placed: PartitionSpec
     dim: int
     scatter: tuple[str, ...]
+    dtype: str | None = None
 
 
 def reduction(
@@ -122,6 +152,7 @@ def locally_accumulated(
     reductions: Sequence[Reduction],
     mesh: Mesh,
     denominator: Denominator,
+    measures: bool = False,
 ) -> Gradients:
     """Gradients of a batch run in parts, each device on its own rows; reduced once, after the last part.
 
@@ -132,28 +163,31 @@ def locally_accumulated(
       reductions: of each stored array's gradient.
       mesh: the mesh.
       denominator: what the sum of all totals is divided by, from the sum of all weights.
+      measures: whether the gradients of the devices' parts are measured too.
     """
-    num_shards = 1
-    for axis in axes:
-        num_shards *= mesh.shape[axis]
+    num_shards = math.prod(mesh.shape[axis] for axis in axes)
+    parts = _Parts(loss, num_microbatches, lambda rows: rows, measures)
 
-    def inside(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> Any:
-        sums, grads = _sum_parts(loss, num_microbatches, lambda parts: parts, params, frozen, carried, batch, key)
-        totals = lax.psum((sums.total, sums.weight, sums.aux), axes)
+    def inside(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale) -> Any:
+        sums, grads, square = parts.sum(params, frozen, carried, batch, key, scale)
+        totals = lax.psum((sums.total, sums.weight, sums.aux, square), axes)
         return totals, sums.carried, tuple(g[None] for g in grads)  # a dim that tells the devices' sums apart
 
-    def gradients(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> Any:
+    def gradients(
+        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+    ) -> Graded:
         whole = PartitionSpec()
         rows = jax.tree.map(lambda leaf: PartitionSpec(axes) if leaf.ndim else whole, batch)
         # Without varying types: with them, the gradient of what all devices share would be summed at every part.
         run = jax.shard_map(
-            inside, mesh=mesh, in_specs=(whole, whole, whole, rows, whole), axis_names=set(axes), check_vma=False,
-            out_specs=(whole, whole, PartitionSpec(axes)),
+            inside, mesh=mesh, axis_names=set(axes), check_vma=False,
+            in_specs=(whole, whole, whole, rows, whole, whole), out_specs=(whole, whole, PartitionSpec(axes)),
         )  # fmt: skip
-        (total, weight, aux), carried, grads = run(params, frozen, carried, batch, key)
+        (total, weight, aux, square), carried, grads = run(params, frozen, carried, batch, key, scale)
         grads = reduced(grads, reductions, [axes] * len(grads), mesh)
         sums = Evaluated(total, weight, aux, carried)
-        return averaged(sums, grads, num_microbatches * num_shards, denominator)
+        num_parts = num_microbatches * num_shards
+        return averaged(sums, grads, num_parts, denominator, scale, (square, num_parts))
 
     return gradients
 
@@ -171,7 +205,7 @@ def reduced(
     """
 
     def reduce(grads: Arrays) -> Arrays:
-        return tuple(_reduce(g[0], how, over) for g, how, over in zip(grads, reductions, axes, strict=True))
+        return tuple(_reduce(g[0], how, over, mesh) for g, how, over in zip(grads, reductions, axes, strict=True))
 
     # Manual over all axes: the partitioner gathers what the others split before it scatters over some.
     before = tuple(PartitionSpec(over, *how.summed) for how, over in zip(reductions, axes, strict=True))
@@ -179,11 +213,13 @@ def reduced(
     return jax.shard_map(reduce, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)(grads)
 
 
-def _reduce(grad: jax.Array, how: Reduction, axes: tuple[str, ...]) -> jax.Array:
+def _reduce(grad: jax.Array, how: Reduction, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
+    kept = grad.dtype
+    grad = grad if how.dtype is None else raised_on_cpu(grad.astype(how.dtype), mesh)
     if how.scatter:
         grad = lax.psum_scatter(grad, how.scatter, scatter_dimension=how.dim, tiled=True)
     rest = tuple(axis for axis in axes if axis not in how.scatter)
-    return lax.psum(grad, rest) if rest else grad
+    return (lax.psum(grad, rest) if rest else grad).astype(kept)
 
 
 def cut_rows(leaf: jax.Array, num_microbatches: int) -> jax.Array:
@@ -192,52 +228,77 @@ def cut_rows(leaf: jax.Array, num_microbatches: int) -> jax.Array:
     return jnp.moveaxis(rows, 1, 0)
 
 
-def _sum_parts(
-    loss: Loss,
-    num_microbatches: int,
-    constrain: Callable[[PyTree], PyTree],
-    params: Arrays,
-    frozen: Arrays,
-    carried: Arrays,
-    batch: PyTree,
-    key: jax.Array,
-) -> tuple[Evaluated, Arrays]:
-    """All parts one after the other: what they give and their gradients, added up."""
-    leaves, treedef = jax.tree.flatten(batch)
-    parts = constrain([cut_rows(leaf, num_microbatches) for leaf in leaves if leaf.ndim])
+@dataclass(frozen=True)
+class _Parts:
+    """A loss on `num` parts of a batch, one after the other; arguments as for `micro_batched`."""
 
-    def one(sums: Any, x: Any) -> Any:
-        index, rows = x
-        old_grads, old, carried = sums
-        rows = iter(rows)
-        part = jax.tree.unflatten(treedef, [next(rows) if leaf.ndim else leaf for leaf in leaves])
+    loss: Loss
+    num: int
+    constrain: Callable[[PyTree], PyTree]
+    measures: bool
 
-        def scalar(params: Arrays) -> tuple[jax.Array, Evaluated]:
-            out = loss(params, frozen, carried, part, key, index)
-            return out.total, out
+    def sum(
+        self, params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+    ) -> tuple[Evaluated, Arrays, jax.Array | None]:
+        """What the parts give, their gradients, and these gradients' squared norms, each added up."""
+        leaves, treedef = jax.tree.flatten(batch)
+        parts = self.constrain([cut_rows(leaf, self.num) for leaf in leaves if leaf.ndim])
 
-        (_, out), grads = jax.value_and_grad(scalar, has_aux=True)(params)
-        new = (out.total, out.weight, out.aux)
-        grads, new = jax.tree.map(jnp.add, (old_grads, old), (grads, new))
-        return (grads, new, out.carried), None
+        def one(sums: Any, x: Any) -> Any:
+            index, rows = x
+            *old, carried = sums
+            rows = iter(rows)
+            part = jax.tree.unflatten(treedef, [next(rows) if leaf.ndim else leaf for leaf in leaves])
 
-    shape = jax.eval_shape(loss, params, frozen, carried, _first(leaves, parts, treedef), key, jnp.int32(0))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (params, (shape.total, shape.weight, shape.aux)))
-    (grads, (total, weight, aux), carried), _ = lax.scan(
-        one, (zeros[0], zeros[1], carried), (jnp.arange(num_microbatches, dtype=jnp.int32), parts)
-    )
-    return Evaluated(total, weight, aux, carried), grads
+            def scalar(params: Arrays) -> tuple[jax.Array, Evaluated]:
+                out = self.loss(params, frozen, carried, part, key, index)
+                return scaled(out.total, scale), out
+
+            (_, out), grads = jax.value_and_grad(scalar, has_aux=True)(params)
+            new = [grads, (out.total, out.weight, out.aux), square_of(grads) if self.measures else None]
+            return (*jax.tree.map(jnp.add, old, new), out.carried), None
+
+        shape = jax.eval_shape(self.loss, params, frozen, carried, _first(leaves, parts, treedef), key, jnp.int32(0))
+        sums = (params, (shape.total, shape.weight, shape.aux))
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
+        square = jnp.zeros((), jnp.float32) if self.measures else None
+        (grads, (total, weight, aux), square, carried), _ = lax.scan(
+            one, (*zeros, square, carried), (jnp.arange(self.num, dtype=jnp.int32), parts)
+        )
+        return Evaluated(total, weight, aux, carried), grads, square
 
 
-def averaged(sums: Evaluated, grads: Arrays, num_parts: int, denominator: Denominator) -> tuple[Evaluated, Arrays]:
-    """The loss and gradients of the whole from the sums over its parts."""
+def scaled(total: jax.Array, scale: Scale) -> jax.Array:
+    return total if scale is None else total * scale.astype(total.dtype)
+
+
+def square_of(grads: Arrays) -> jax.Array:
+    """The squared norm of all gradients together."""
+    return sum((jnp.sum(jnp.square(g)).astype(jnp.float32) for g in grads), jnp.zeros((), jnp.float32))
+
+
+def averaged(
+    sums: Evaluated,
+    grads: Arrays,
+    num_parts: int,
+    denominator: Denominator,
+    scale: Scale,
+    measured: tuple[jax.Array | None, int],
+) -> Graded:
+    """The loss and gradients of the whole from the sums over its parts; and how large a part's gradient is alone, from
+    the sum of squared norms that was `measured`, and of how many."""
     # Without a weight each part is a mean over equally many rows: their sum is over their number.
     weight = None if sums.weight is None else denominator(sums.weight)
-    divisor = num_parts if weight is None else jnp.where(weight == 0, 1, weight)
-    grads = jax.tree.map(lambda g: g / jnp.asarray(divisor, g.dtype), grads)
+    divisor = jnp.asarray(num_parts) if weight is None else jnp.where(weight == 0, 1, weight)
+    if scale is not None:
+        divisor = divisor * scale
+    grads = jax.tree.map(lambda g: g / divisor.astype(g.dtype), grads)
     total = sums.total / num_parts if weight is None else sums.total
     aux = [(t / num_parts if w is None else t, w) for t, w in sums.aux]
-    return Evaluated(total, weight, aux, sums.carried), grads
+    # A part's sum over its share of the divisor, so that the parts' mean is the whole.
+    square, parts = measured
+    part_square = None if square is None else square * parts / jnp.square(divisor.astype(jnp.float32))
+    return Graded(Evaluated(total, weight, aux, sums.carried), grads, part_square, parts)
 
 
 def _first(leaves: list[jax.Array], parts: list[jax.Array], treedef: Any) -> PyTree:

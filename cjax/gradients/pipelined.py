@@ -1,5 +1,6 @@
 """Gradients of a batch whose parts go through a pipeline of stages."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +13,14 @@ from cjax.gradients.accumulated import (
     Arrays,
     Denominator,
     Evaluated,
+    Graded,
     Gradients,
     Reduction,
+    Scale,
     averaged,
     cut_rows,
     reduced,
+    square_of,
 )
 from cjax.mesh import PIPE
 from cjax.pipeline.execute import Executor
@@ -98,6 +102,7 @@ def pipelined(
     reductions: Sequence[Reduction],
     mesh: Mesh,
     denominator: Denominator,
+    measures: bool = False,
 ) -> Gradients:
     """Gradients of a batch whose parts go through a pipeline.
 
@@ -110,15 +115,14 @@ def pipelined(
       reductions: of each stored array's gradient over these axes.
       mesh: the mesh.
       denominator: what the sum of all totals is divided by, from the sum of all weights.
+      measures: whether the gradients of the parts that `axes` make are measured too.
     """
-    num_shards = 1
-    for axis in axes:
-        num_shards *= mesh.shape[axis]
+    num_shards = math.prod(mesh.shape[axis] for axis in axes)
     shared = PartitionSpec((*axes, PIPE))
 
-    def inside(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> Any:
+    def inside(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale) -> Any:
         given, new = _inputs(model, num_microbatches, params, frozen, carried, batch, key)
-        results, own, stacks, states = executor(model.shared(params), model.stacks(params, frozen), given)
+        results, own, stacks, states = executor(model.shared(params), model.stacks(params, frozen), given, scale)
         totals = lax.psum(results, (*axes, PIPE))
         new = model.with_states(new, lax.psum(states, PIPE))
         grads = model.stored_gradients(own, stacks)
@@ -126,21 +130,32 @@ def pipelined(
         # A dim that tells the devices' sums apart.
         return totals, new, tuple(g[None] if some else g for g, some in zip(grads, lead, strict=True))
 
-    def gradients(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> Any:
+    def gradients(
+        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+    ) -> Graded:
         whole = PartitionSpec()
         batch_specs = jax.tree.map(lambda leaf: PartitionSpec(axes or None) if leaf.ndim else whole, batch)
         stack_grads = PartitionSpec(axes, PIPE) if axes else PartitionSpec(PIPE)
         run = jax.shard_map(
             inside, mesh=mesh, axis_names={*axes, PIPE}, check_vma=False,
-            in_specs=(model.stage_specs("params"), model.stage_specs("frozen"), whole, batch_specs, whole),
+            in_specs=(model.stage_specs("params"), model.stage_specs("frozen"), whole, batch_specs, whole, whole),
             out_specs=(whole, whole, tuple(stack_grads if is_stack else shared for is_stack in model.in_stacks)),
         )  # fmt: skip
-        (total, weight, aux), new, grads = run(params, frozen, carried, batch, key)
+        (total, weight, aux), new, grads = run(params, frozen, carried, batch, key, scale)
+        square = None
+        if measures:
+            # Each of the batch's shards apart; the stages' shares of what they all have belong together.
+            own = (
+                g if is_stack else g.reshape(num_shards, -1, *g.shape[1:]).sum(1)
+                for g, is_stack in zip(grads, model.in_stacks, strict=True)
+            )
+            square = square_of(tuple(own))
         if axes:
             over = [axes if is_stack else (*axes, PIPE) for is_stack in model.in_stacks]
             grads = reduced(grads, reductions, over, mesh)
         else:
             grads = tuple(g if is_stack else g.sum(0) for g, is_stack in zip(grads, model.in_stacks, strict=True))
-        return averaged(Evaluated(total, weight, aux, new), grads, num_microbatches * num_shards, denominator)
+        sums = Evaluated(total, weight, aux, new)
+        return averaged(sums, grads, num_microbatches * num_shards, denominator, scale, (square, num_shards))
 
     return gradients

@@ -57,7 +57,7 @@ class Executor:
         self._num_stacks = len(part.rows)
 
     def __call__(
-        self, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays]
+        self, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays], scale: jax.Array | None = None
     ) -> tuple[Any, Arrays, list[Arrays], Arrays]:
         """Results of the loss added up, gradients of `shared` and of the trained `stacks`, and the last `states`.
 
@@ -68,17 +68,23 @@ class Executor:
           shared: parameters that no stack has one each of, as stored.
           stacks: for each stack its weights, the stage's own rows of them.
           given: micro-batch -> all other inputs, as stored.
+          scale: what gradients are multiplied by; 1 if None.
         """
-        return _Run(self, shared, stacks, given).run()
+        return _Run(self, shared, stacks, given, scale).run()
 
 
 class _Run:
     """One run: what is alike in all ticks. Methods that take a state give it back changed."""
 
     def __init__(
-        self, executor: Executor, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays]
+        self,
+        executor: Executor,
+        shared: Arrays,
+        stacks: Sequence[Arrays],
+        given: Callable[[Any], Arrays],
+        scale: jax.Array | None,
     ) -> None:
-        e = executor
+        e, self.scale = executor, scale
         self.stages, self.part, self.wiring, self.split = e._stages, e._part, e._wiring, e._schedule.split
         self.axis, self.total, self.num_stacks, self.together = e._axis, e._total, e._num_stacks, e._together
         self.num_ticks, self.num_stages = e._schedule.num_ticks, e._schedule.num_stages
@@ -410,7 +416,7 @@ class _Run:
 
         out, pull, results = jax.vjp(of, self.shared, [payload[i] for i in real], has_aux=True)
         if k + 1 == self.num_stacks:
-            seed = jnp.ones_like(out)
+            seed = jnp.ones_like(out) if self.scale is None else self.scale.astype(out.dtype)
             results, new = results
             results = jax.tree.map(jnp.add, state["results"], results)
             state = self._with_states(state, "after", k, lambda j, x: new[j].astype(x.dtype))

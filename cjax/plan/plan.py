@@ -25,6 +25,8 @@ class Plan:
       microbatches: pieces of a batch that run one after another (gradient accumulation without a pipeline).
       zero: `Zero`, or a stage.
       precision: of matmuls and activations; master weights stay float32.
+      reduce: the dtype in which devices that saw different examples add up their gradients, each its own sum first and
+        all together once a step; None leaves it to the precision, and to when XLA reduces best.
       remat: what is recomputed in the backward pass: nothing, all but matmul outputs, or each block from its input.
       rules: dim -> mesh axis or axes (None: kept whole), where a dim is a found name or `path/of/parameter:number`.
 
@@ -43,6 +45,7 @@ class Plan:
     microbatches: int
     zero: Zero
     precision: Precision
+    reduce: Precision | None
     remat: Remat
     rules: Mapping[str, Axes]
 
@@ -57,11 +60,14 @@ class Plan:
         precision: Precision = "float32",
         remat: Remat = "none",
         rules: Mapping[str, Axes] = MappingProxyType({}),
+        reduce: Precision | None = None,
     ) -> None:
         tensor = tensor if isinstance(tensor, Tensor) else Tensor(tensor)
         sequence = sequence if isinstance(sequence, Sequence) else Sequence(sequence)
         pipeline = pipeline if isinstance(pipeline, Pipeline) else Pipeline(pipeline)
         check_choice("precision", precision, Precision)
+        if reduce is not None:
+            check_choice("reduce", reduce, Precision)
         check_choice("remat", remat, Remat)
         if sequence.mode == "gather" and tensor.axis_sizes().get("tensor", 1) == 1:
             raise ValueError(f"sequence=gather lives on the axis of tensor=N (1d), which tensor={tensor} has not")
@@ -75,6 +81,7 @@ class Plan:
             microbatches=whole("microbatches", microbatches),
             zero=zero if isinstance(zero, Zero) else Zero(zero),
             precision=precision,
+            reduce=reduce,
             remat=remat,
             rules=MappingProxyType({key: _check_rule(key, axes) for key, axes in sorted(rules.items())}),
         )
@@ -232,18 +239,6 @@ class Plan:
 
 
 _DEFAULT = Plan()
-
-
-def require_supported(plan: Plan) -> None:
-    """Raises ValueError for what a plan can say and this version can't do yet."""
-    missing = {
-        f"precision={plan.precision}": plan.precision == "float16",
-    }
-    if refused := [item for item, is_missing in missing.items() if is_missing]:
-        raise ValueError(
-            f"not yet in this version: {', '.join(refused)} (plan {str(plan)!r}); "
-            "there are data, tensor, sequence, pipeline, zero, microbatches, remat, and precision float32 and bfloat16"
-        )
 
 
 def _build(word: Word) -> Any:

@@ -8,13 +8,14 @@ from typing import Any, NoReturn, get_args
 
 from cjax.plan.parts import Precision, Remat, Schedule, SequenceMode, TensorMode
 
-NAMES = ("data", "tensor", "sequence", "pipeline", "microbatches", "zero", "precision", "remat", "rules")
+NAMES = ("data", "tensor", "sequence", "pipeline", "microbatches", "zero", "precision", "reduce", "remat", "rules")
 
 WORDS: dict[str, tuple[str, ...]] = {
     "tensor": get_args(TensorMode),
     "sequence": get_args(SequenceMode),
     "pipeline": get_args(Schedule),
     "precision": get_args(Precision),
+    "reduce": get_args(Precision),
     "remat": get_args(Remat),
 }
 
@@ -39,6 +40,7 @@ FOREIGN_NAMES = {
     **dict.fromkeys(("fp16", "half"), "precision=float16"),
     **dict.fromkeys(("fp32", "full_precision"), "precision=float32"),
     "dtype": "precision={value}",
+    **dict.fromkeys(("reduce_dtype", "grad_reduce", "communication_dtype"), "reduce={value}"),
     **dict.fromkeys(
         ("checkpoint", "checkpointing", "gradient_checkpointing", "activation_checkpointing", "recompute"),
         "remat=block",
@@ -59,6 +61,7 @@ EXAMPLES = {
     "microbatches": "microbatches=4",
     "rules": 'rules={"vocab":null}',
     "precision": "precision=bfloat16",
+    "reduce": "reduce=float32",
     "remat": "remat=block",
 }
 

@@ -39,7 +39,7 @@ class Activations:
         """Bytes a device, the batch split over the devices and the micro-batches."""
         if plan.remat not in self._kept:
             self._kept[plan.remat] = self._work_out(plan.remat)
-        half = 2 if plan.precision == "bfloat16" else 1
+        half = 1 if plan.precision == "float32" else 2
         return self._kept[plan.remat] // (num_devices * plan.microbatches * half)
 
     def _work_out(self, remat: str) -> int:

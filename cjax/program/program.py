@@ -33,12 +33,13 @@ class Program:
     Attributes:
       plan: the plan, every number filled in.
       mesh: the JAX mesh it runs on.
+      loss_scale: how the loss of `precision=float16` is scaled; None under any other.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._evaluate = Evaluator(parts)
-        self.plan, self.mesh = parts.plan, parts.mesh
+        self.plan, self.mesh, self.loss_scale = parts.plan, parts.mesh, parts.scaling
 
     def __repr__(self) -> str:
         return f"Program({str(self.plan)!r}, {self.mesh.size} x {self.mesh.devices.flat[0].device_kind})"
@@ -94,7 +95,7 @@ class Program:
 
         Returns:
           The next state, and metrics as scalar arrays: `loss`, `grad_norm`, `skipped` (1 if the step was not finite),
-          and the loss's own `aux`.
+          the loss's own `aux`, under float16 `loss_scale` (of this step), and `noise_scale` where it is measured.
 
         Raises:
           OutOfMemory: before the first step, when the plan does not fit its devices.

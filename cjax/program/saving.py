@@ -18,10 +18,8 @@ def arrays_of(state: State) -> dict[str, PyTree]:
     shelves = state._shelves
     stored = (state._params, state._frozen, state._opt, state._carried)
     trees = _loader(shelves)(stored)
-    return dict(zip(("params", "frozen", "opt_state", "carried"), trees, strict=True)) | {
-        "step": _copy(state.step),
-        "key": _copy(state._key),
-    }
+    small = {"step": state.step, "key": state._key, "loss_scale": state._scaling, "noise_scale": state._noise}
+    return dict(zip(("params", "frozen", "opt_state", "carried"), trees, strict=True)) | jax.tree.map(_copy, small)
 
 
 @jax.jit
@@ -47,7 +45,8 @@ def shapes_of(parts: Parts) -> dict[str, PyTree]:
 
     trees = [jax.tree.map(placed, shelf.leaf_shapes(), shelf.leaf_shardings(parts.mesh)) for shelf in parts.shelves]
     named = dict(zip(("params", "frozen", "opt_state", "carried"), trees, strict=True))
-    return named | {"step": parts.state_shape.step, "key": parts.state_shape._key}
+    shape = parts.state_shape
+    return named | {"step": shape.step, "key": shape._key, "loss_scale": shape._scaling, "noise_scale": shape._noise}
 
 
 def state_from(parts: Parts, arrays: dict[str, PyTree]) -> State:
@@ -61,5 +60,6 @@ def state_from(parts: Parts, arrays: dict[str, PyTree]) -> State:
         tree = check_fits(shelf, arrays[name], f"this state's {name} are")
         stored.append(store_leaves(shelf, tree, parts.mesh))
     params, frozen, opt, carried = stored
-    step, key = (_copy(jax.device_put(arrays[name], parts.whole)) for name in ("step", "key"))
-    return State(step, params, frozen, opt, carried, key, parts.shelves)
+    small = [arrays[name] for name in ("step", "key", "loss_scale", "noise_scale")]
+    step, key, scaling, noise = jax.tree.map(lambda x: _copy(jax.device_put(x, parts.whole)), small)
+    return State(step, params, frozen, opt, carried, key, scaling, noise, parts.shelves)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.gradients import Gradients, Line
 from cjax.mesh import BATCH_AXES, compiler_options
+from cjax.optim import LossScale, LossScaleState, NoiseState, init_noise
 from cjax.plan import Plan
 from cjax.sharding.model import ModelStorage
 from cjax.sharding.optimizer import StoredOptimizer
@@ -40,7 +41,7 @@ class Shelves:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "_params", "_frozen", "_opt", "_carried", "_key"],
+    data_fields=["step", "_params", "_frozen", "_opt", "_carried", "_key", "_scaling", "_noise"],
     meta_fields=["_shelves"],
 )
 @dataclass(frozen=True)
@@ -56,7 +57,23 @@ class State:
     _opt: Arrays
     _carried: Arrays
     _key: jax.Array
+    _scaling: LossScaleState  # kept under every precision, so that any plan can take the run over
+    _noise: NoiseState
     _shelves: Shelves
+
+    def find_opt_states(self, kind: type) -> list[Any]:
+        """The parts of the optimizer's state that are of a kind, such as `optax.ScaleByAdamState`, in the user's own
+        tree and as arrays of their own. Nothing else is loaded."""
+        check_alive(self)
+        treedef = self._shelves.opt.treedef
+
+        def is_one(node: Any) -> bool:
+            return isinstance(node, kind)
+
+        places = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+        found = [node for node in jax.tree.leaves(places, is_leaf=is_one) if is_one(node)]
+        arrays = iter(_leaf_loader(self._shelves, tuple(jax.tree.leaves(found)))(self._opt))
+        return jax.tree.map(lambda _: next(arrays), found)
 
     def __repr__(self) -> str:
         if self.step.is_deleted():
@@ -81,6 +98,8 @@ class Parts:
     notes: tuple[str, ...]
     compose: Callable[..., "Parts"]  # (plan, devices) -> the same model under another plan
     line: Line | None = None  # its way through the stages of a pipeline
+    scaling: LossScale | None = None  # of float16
+    loss_size: int = 1  # numbers that a part's loss adds up; its gradients are that much larger than a mean's
 
     @functools.cached_property
     def shelves(self) -> Shelves:
@@ -97,14 +116,16 @@ class Parts:
     def state_shardings(self) -> State:
         params, frozen, opt, carried = (shelf.shardings(self.mesh) for shelf in self.shelves)
         whole: Any = self.whole
-        return State(whole, params, frozen, opt, carried, whole, self.shelves)
+        scaling, noise = (jax.tree.map(lambda _: whole, part) for part in _fresh())
+        return State(whole, params, frozen, opt, carried, whole, scaling, noise, self.shelves)
 
     @functools.cached_property
     def state_shape(self) -> State:
         params, frozen, opt, carried = (shelf.shape() for shelf in self.shelves)
         key = jax.eval_shape(lambda: jax.random.key(0))
         step = jax.ShapeDtypeStruct((), jnp.int32)
-        shape = State(step, params, frozen, opt, carried, key, self.shelves)  # type: ignore[arg-type]
+        scaling, noise = jax.eval_shape(_fresh)
+        shape = State(step, params, frozen, opt, carried, key, scaling, noise, self.shelves)  # type: ignore[arg-type]
         return jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shape, self.state_shardings
         )
@@ -120,6 +141,29 @@ class Parts:
             shape,
             batch_shardings(self.mesh, shape),
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _leaf_loader(shelves: Shelves, indices: tuple[int, ...]) -> Any:
+    """Some leaves of the optimizer's state from its stored arrays; what is not asked for is not made."""
+    storage, mesh = shelves.opt, shelves.mesh
+    placed = jax.tree.leaves(storage.leaf_shardings(mesh))
+
+    def load(stored: Arrays) -> list[jax.Array]:
+        leaves = jax.tree.leaves(storage.load(stored))
+        return [jnp.copy(leaves[i]) for i in indices]  # or a step would take the array with its state
+
+    return jax.jit(load, out_shardings=[placed[i] for i in indices], compiler_options=compiler_options(mesh))
+
+
+def _fresh(scaling: LossScale | None = None) -> tuple[LossScaleState, NoiseState]:
+    return (scaling or LossScale()).init(), init_noise()
+
+
+def new_state(parts: Parts, params: Arrays, frozen: Arrays, carried: Arrays, key: jax.Array) -> State:
+    """The state before the first step."""
+    opt = parts.optimizer.init(params) if parts.optimizer else ()
+    return State(jnp.int32(0), params, frozen, opt, carried, key, *_fresh(parts.scaling), parts.shelves)
 
 
 def batch_shardings(mesh: Mesh, shape: PyTree) -> PyTree:

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cjax.gradients import Evaluated, mean
+from cjax.gradients import Evaluated, Graded, mean
 from cjax.mesh import compiler_options
-from cjax.program.state import Arrays, Parts, State
+from cjax.optim import count_skipped, measure_noise, noise_scale
+from cjax.program.state import Arrays, Parts, State, new_state
 
 PyTree = Any
 Metrics = dict[str, Any]
@@ -36,23 +37,26 @@ def make_adopt(parts: Parts) -> Any:
     )  # fmt: skip
 
 
-def new_state(parts: Parts, params: Arrays, frozen: Arrays, carried: Arrays, key: jax.Array) -> State:
-    opt = parts.optimizer.init(params) if parts.optimizer else ()
-    return State(jnp.int32(0), params, frozen, opt, carried, key, parts.shelves)
-
-
 def make_step(parts: Parts) -> Any:
     """`(state, batch) -> (state, metrics)`; gives up the state."""
 
     def step(state: State, batch: PyTree) -> tuple[State, Metrics]:
-        out, grads = _gradients(parts, state, batch)
-        loss = mean(out.total, out.weight)
-        new, norm, finite = _updated(parts, state, grads, loss)
+        graded = _gradients(parts, state, batch)
+        out, loss = graded.out, mean(graded.out.total, graded.out.weight)
+        new, norm, finite = _updated(parts, state, graded.grads, loss)
         carried = _keep_if(finite, out.carried, state._carried)
         metrics: Metrics = {"loss": loss, "grad_norm": norm, "skipped": 1 - finite.astype(jnp.int32)}
+        if parts.scaling is not None:
+            metrics["loss_scale"] = state._scaling.scale
+        noise = state._noise
+        if graded.part_square is not None:
+            rows = next(leaf.shape[0] for leaf in jax.tree.leaves(parts.batch_shape) if leaf.shape)
+            now = measure_noise(noise, graded.part_square, jnp.square(norm), graded.num_parts, rows)
+            noise = _keep_if(finite, now, noise)
+            metrics["noise_scale"] = noise_scale(noise)
         if parts.trace.aux_is_mean:
             metrics["aux"] = aux_means(parts, out)
-        return dataclasses.replace(new, _carried=carried), metrics
+        return dataclasses.replace(new, _carried=carried, _noise=noise), metrics
 
     shardings = parts.state_shardings
     return jax.jit(
@@ -65,8 +69,8 @@ def make_value_and_grad(parts: Parts) -> Any:
     """`(state, batch) -> (loss, stored gradients)`."""
 
     def value_and_grad(state: State, batch: PyTree) -> tuple[jax.Array, Arrays]:
-        out, grads = _gradients(parts, state, batch)
-        return mean(out.total, out.weight), grads
+        graded = _gradients(parts, state, batch)
+        return mean(graded.out.total, graded.out.weight), graded.grads
 
     storage = parts.storage
     slots = storage.params.slots
@@ -94,9 +98,10 @@ def make_update(parts: Parts) -> Any:
     )  # fmt: skip
 
 
-def _gradients(parts: Parts, state: State, batch: PyTree) -> tuple[Evaluated, Arrays]:
+def _gradients(parts: Parts, state: State, batch: PyTree) -> Graded:
     key = jax.random.fold_in(state._key, state.step)
-    return parts.gradients(state._params, state._frozen, state._carried, batch, key)
+    scale = None if parts.scaling is None else state._scaling.scale / parts.loss_size
+    return parts.gradients(state._params, state._frozen, state._carried, batch, key, scale)
 
 
 def _updated(parts: Parts, state: State, grads: Arrays, loss: jax.Array) -> tuple[State, jax.Array, jax.Array]:
@@ -114,7 +119,9 @@ def _updated(parts: Parts, state: State, grads: Arrays, loss: jax.Array) -> tupl
         params, opt = jax.lax.cond(finite, lambda: update(grads, old[1], old[0]), lambda: old)
     else:
         params, opt = _keep_if(finite, update(grads, old[1], old[0]), old)
-    return dataclasses.replace(state, step=state.step + 1, _params=params, _opt=opt), norm, finite
+    follow = count_skipped if parts.scaling is None else parts.scaling.adjust
+    scaling = follow(state._scaling, finite)
+    return dataclasses.replace(state, step=state.step + 1, _params=params, _opt=opt, _scaling=scaling), norm, finite
 
 
 def _keep_if(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:

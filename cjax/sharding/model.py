@@ -117,7 +117,8 @@ def make_placer(
     """The hooks that place a trace of this model; arguments as for `place_loss`."""
     # With one batch, stage 1 splits gradients too: a reduce-scatter moves half of what an all-reduce does, and the
     # update needs no more. With micro-batches, gradients of stages 1 and 2 are reduced once, after the last of them.
-    reduces_here = plan.zero_stage == 3 or (plan.zero_stage >= 1 and plan.microbatches == 1)
+    local = layout is not storage.layout  # each device adds up its own rows' gradients, and all reduce once
+    reduces_here = plan.zero_stage == 3 or (plan.zero_stage >= 1 and plan.microbatches == 1 and not local)
     gradient = storage.state_specs if reduces_here else storage.used_specs
     weights = {
         i: WeightPlacement(used, grad)

@@ -25,7 +25,7 @@ from cjax.sharding.lookup import find_rows, is_lookup, look_up, pick, picked_dim
 from cjax.sharding.sequence import attention_groups, is_attention
 from cjax.trace.dims import Scope
 from cjax.trace.groups import Changed, Group
-from cjax.trace.precision import LOW, MATMULS, Lowering, raised
+from cjax.trace.precision import LOWS, MATMULS, Lowering
 from cjax.trace.reading import Trace
 from cjax.trace.rewrite import Hooks, bind
 
@@ -84,7 +84,7 @@ class Placer(Hooks):
         sequence: SequencePlan = NO_SEQUENCE,
     ) -> None:
         self._trace, self._layout, self._mesh, self._weights = trace, layout, mesh, weights
-        self._lowering = Lowering(trace.closed) if precision == "bfloat16" else None
+        self._lowering = Lowering(trace.closed, LOWS[precision]) if precision in LOWS else None
         self._remat, self._gathers, self._draw, self._sequence = remat, gathers, draw, sequence
         self._products = GridProducts(trace.dims, layout, mesh, self._lowering)
         dims = trace.dims
@@ -99,10 +99,11 @@ class Placer(Hooks):
         placement = self._weights.get(leaf)
         if placement is None:
             return value
-        low = self._lowering is not None and leaf in self._rounded and value.dtype == "float32"
+        rounds = self._lowering is not None and leaf in self._rounded and value.dtype == "float32"
+        low = self._lowering.low if self._lowering is not None and rounds else None
         lead = len(placement.used) - value.ndim  # a layer of the author's own stack has lost its first dims
         used, gradient = (PartitionSpec(*spec[lead:]) for spec in (placement.used, placement.gradient))
-        if self._mesh.size == 1 and not low:
+        if self._mesh.size == 1 and low is None:
             return value
         # The gradient of a lookup in a split table is not made in any further parts but at the price of copies.
         summed = used if leaf in self._tables and any(used) else gradient
@@ -142,7 +143,7 @@ class Placer(Hooks):
         classes, dim = list(dims.of(operand, scope)), picked_dim(eqn)
         spec = self._layout.spec(classes, operand.aval.shape)
         if dim is not None and spec[dim] is not None:
-            value = raised(ins[0], operand) if self._lowering else ins[0]
+            value = self._lowering.raised(ins[0], operand) if self._lowering else ins[0]
             return pick(eqn, value, ins[1], spec, dim, self._mesh)
         rows = self._layout.spec(dims.of(indices, scope), indices.aval.shape)
         if grid is None:
@@ -175,9 +176,9 @@ class Placer(Hooks):
         """The result of an attention whose positions are split."""
         attention = group.of
         products = {node.var for node in (attention.query, attention.key, attention.value)}
-        if self._lowering is not None:
+        if (low := self._lowering) is not None:
             ins = [
-                x.astype(LOW) if var in products and var.aval.dtype == "float32" else raised(x, var)
+                x.astype(low.low) if var in products and var.aval.dtype == "float32" else low.raised(x, var)
                 for var, x in zip(group.ins, ins, strict=True)
             ]
         var = attention.query.var
@@ -218,20 +219,21 @@ class Placer(Hooks):
 
 @functools.cache
 def _ready(
-    mesh: Mesh, used: PartitionSpec, summed: PartitionSpec, gradient: PartitionSpec, low: bool
+    mesh: Mesh, used: PartitionSpec, summed: PartitionSpec, gradient: PartitionSpec, low: Any
 ) -> Callable[[jax.Array], jax.Array]:
     """A weight as it is used, whose gradient is summed in one placement and comes back, in float32, in another: that of
     the optimizer's state."""
 
     def make(value: jax.Array) -> jax.Array:
-        return constrained(value.astype(LOW) if low else value, mesh, used)  # rounded first: half the bytes to gather
+        rounded = value if low is None else value.astype(low)  # first, which leaves half the bytes to gather
+        return constrained(rounded, mesh, used)
 
     def forward(value: jax.Array) -> tuple[jax.Array, None]:
         return make(value), None  # not `ready(value)`: as one call it would be saved, copies and all
 
     def backward(_: None, gradient_: jax.Array) -> tuple[jax.Array]:
         gradient_ = gradient_ if summed == gradient else constrained(gradient_, mesh, summed)
-        return (constrained(gradient_.astype("float32") if low else gradient_, mesh, gradient),)
+        return (constrained(gradient_ if low is None else gradient_.astype("float32"), mesh, gradient),)
 
     ready = jax.custom_vjp(make)
     ready.defvjp(forward, backward)

@@ -1,5 +1,6 @@
 """How the results of parts of a batch make up those of the whole: a traced loss lifted to sums that can be added."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -66,6 +67,27 @@ def _lift_one(trace: Trace, two: Trace) -> Trace:
         raise ValueError(f"With one row in a micro-batch, {difference}. Use fewer micro-batches.") from None
     closed = jex.ClosedJaxpr(jaxpr.replace(outvars=[*sums, *jaxpr.outvars[1:]]), trace.closed.consts)
     return replace(trace, closed=closed, num_loss=2, ratio=lifted.ratio, results=lifted.results)
+
+
+def loss_size(trace: Trace) -> int:
+    """How many numbers the total of a lifted loss adds up, by the shapes of the trace; 1 for a mean."""
+    if not trace.has_weight:
+        return 1
+    jaxpr: Any = trace.closed.jaxpr
+    wanted, largest = {jaxpr.outvars[0]}, 1
+    for eqn in reversed(jaxpr.eqns):
+        if wanted.isdisjoint(eqn.outvars):
+            continue
+        inputs = [v for v in eqn.invars if not isinstance(v, jex.Literal)]
+        if eqn.primitive.name == "reduce_sum":
+            largest = max([largest, *(v.aval.size for v in inputs)])
+        elif all(v.aval.size == 1 for v in inputs):
+            wanted.update(inputs)
+        else:  # a loop, say, that adds up as it goes: over labels, which are whole numbers
+            labels = [trace.leaves[i] for i in trace.leaves_of("batch")]
+            sizes = [math.prod(x.shape) for x in labels if jnp.issubdtype(x.dtype, jnp.integer)]
+            largest = max([largest, *sizes])
+    return largest
 
 
 def loss_total(ratio: Lifted | None, total: jax.Array, weight: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
-"""bfloat16 for a float32 model: which equations compute low, decided on the trace.
+"""bfloat16 or float16 for a float32 model: which equations compute low, decided on the trace.
 
-Matmuls, convolutions and lookups in a table of weights take bfloat16 operands and store bfloat16 (the hardware sums in
-float32). What only moves or adds such values stays bfloat16, weights being rounded where they meet them. Everything
+Matmuls, convolutions and lookups in a table of weights take low operands and store low (the hardware sums in float32).
+What only moves or adds such values stays low, weights being rounded where they meet them. Everything
 else - exp, log, reductions, statistics, and all that comes after the last matmul - is float32. Values of dtypes other
 than float32 were chosen by the model's author and stay.
 """
@@ -9,13 +9,15 @@ than float32 were chosen by the model's author and stay.
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex
 
 from cjax.trace.dims import Scope
 from cjax.trace.rewrite import bind
 from cjax.trace.simplify import scan_counts
 
-LOW, HIGH = jnp.bfloat16, jnp.float32
+LOWS = {"bfloat16": jnp.dtype(jnp.bfloat16), "float16": jnp.dtype(jnp.float16)}
+HIGH = jnp.dtype(jnp.float32)
 
 MATMULS = frozenset(["dot_general", "conv_general_dilated"])
 MOVES = frozenset(
@@ -26,9 +28,10 @@ ADDS = frozenset(["add", "sub", "mul", "max", "min", "neg", "select_n", "add_any
 
 
 class Lowering:
-    """Evaluates equations in bfloat16 where the rules above allow."""
+    """Evaluates equations in the dtype `low` where the rules above allow."""
 
-    def __init__(self, closed: jex.ClosedJaxpr) -> None:
+    def __init__(self, closed: jex.ClosedJaxpr, low: Any) -> None:
+        self.low = low
         self._feeding: set[int] = set()
         self._mark(closed.jaxpr, [False] * len(closed.jaxpr.outvars))
 
@@ -55,37 +58,42 @@ class Lowering:
     def operands(self, eqn: Any, ins: list[Any]) -> tuple[list[Any], Any]:
         """Operands of a matmul as they are multiplied, and the dtype of its result."""
         if all(getattr(v.aval, "dtype", None) == HIGH for v in (*eqn.invars, *eqn.outvars)):
-            return [jnp.asarray(x).astype(LOW) for x in ins], jnp.dtype(LOW)
-        return [raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.outvars[0].aval.dtype
+            return [jnp.asarray(x).astype(self.low) for x in ins], self.low
+        return [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.outvars[0].aval.dtype
 
     def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
-        """The results of one equation; float32 results may come back as bfloat16."""
+        """The results of one equation; float32 results may come back low."""
         name = eqn.primitive.name
         if name in MATMULS:
             ins, dtype = self.operands(eqn, ins)
             params = eqn.primitive.get_bind_params(eqn.params)
-            return [eqn.primitive.bind(*ins, **(params | ({"preferred_element_type": LOW} if dtype == LOW else {})))]
+            stored = {"preferred_element_type": dtype} if dtype == self.low else {}
+            return [eqn.primitive.bind(*ins, **(params | stored))]
         floats = [i for i, v in enumerate(eqn.invars) if getattr(v.aval, "dtype", None) == HIGH]
         lowers = all(getattr(v.aval, "dtype", None) == HIGH for v in eqn.outvars)
         if lowers and floats and id(eqn) in self._feeding and self._stays_low(eqn, ins, floats, scope):
-            ins = [jnp.asarray(x).astype(LOW) if i in floats else x for i, x in enumerate(ins)]
+            ins = [jnp.asarray(x).astype(self.low) if i in floats else x for i, x in enumerate(ins)]
             return bind(eqn, ins)
-        return bind(eqn, [raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)])
+        return bind(eqn, [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)])
 
     def _stays_low(self, eqn: Any, ins: list[Any], floats: list[int], scope: Scope) -> bool:
         def is_low(i: int) -> bool:
-            return getattr(ins[i], "dtype", None) == LOW
+            return getattr(ins[i], "dtype", None) == self.low
 
         def is_weight(i: int) -> bool:
-            return isinstance(eqn.invars[i], jex.Literal) or eqn.invars[i] in scope.origin
+            var = eqn.invars[i]
+            return self._holds(var.val) if isinstance(var, jex.Literal) else var in scope.origin
 
         if eqn.primitive.name == "gather":
             return is_low(0) or is_weight(0)
         known = eqn.primitive.name in MOVES or eqn.primitive.name in ADDS
         return known and any(map(is_low, floats)) and all(is_low(i) or is_weight(i) for i in floats)
 
+    def _holds(self, number: Any) -> bool:
+        """Whether a literal is in range: a mask's -1e9 would be -inf in float16, a row of them NaN after softmax."""
+        return bool(np.all(np.abs(number) <= float(jnp.finfo(self.low).max)))
 
-def raised(value: Any, var: Any) -> Any:
-    """`value` in the dtype that the trace says it has."""
-    dtype = getattr(var.aval, "dtype", None)
-    return value.astype(dtype) if getattr(value, "dtype", None) == LOW and dtype != LOW else value
+    def raised(self, value: Any, var: Any) -> Any:
+        """`value` in the dtype that the trace says it has."""
+        dtype = getattr(var.aval, "dtype", None)
+        return value.astype(dtype) if getattr(value, "dtype", None) == self.low and dtype != self.low else value

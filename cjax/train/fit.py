@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +94,7 @@ def fit(
         checkpoint_every: steps between checkpoints; None writes one at the end.
         keep: how many checkpoints stay.
         on_nan: "stop" raises at the first step that is not finite; "skip" goes on without what it would have done.
+            Overflows of float16 are not meant, as long as the loss scale can still be lowered.
         log_every: steps between lines of metrics. Every step is watched, logged or not.
         tensorboard: also write TensorBoard's event files.
         resume_command: what to print as the way to go on.
@@ -253,10 +253,13 @@ class _Run:
         self.display.update(step, format_facts(shown))
 
     def _not_finite(self, step: int, metrics: Mapping[str, Any], state: State) -> None:
-        # JSON has no NaN; the line says in words what happened.
-        values = {name: value if math.isfinite(value) else str(value) for name, value in _scalars(metrics).items()}
-        self.record.write(step, values)
+        self.record.write(step, _scalars(metrics))
         what = f"step {step} was not finite (loss {metrics['loss']}, gradient norm {metrics['grad_norm']})"
+        scaling = self.program.loss_scale
+        if scaling is not None and metrics["loss_scale"] > scaling.minimum:
+            # How float16 finds its range: the next step has another factor, and no say of the user's is needed.
+            self.display.note(f"step {step} overflowed float16 with a loss scale of {metrics['loss_scale']:g}: skipped")
+            return
         if self.skip:
             self.display.note(f"{what}: skipped")
             return

@@ -1,9 +1,12 @@
 """The metrics of a run on disk: one JSON object a line, and TensorBoard's form where asked for."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import jax
 
 
 class Record:
@@ -40,6 +43,7 @@ class Record:
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """One line; `values` are numbers or trees of them."""
+        values = jax.tree.map(_in_words, dict(values))
         if self._file is not None:
             self._file.write(json.dumps({"step": step, **values}) + "\n")
         if self._board is not None:
@@ -52,6 +56,11 @@ class Record:
             self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def _in_words(value: Any) -> Any:
+    """JSON has no NaN and no infinity; a line says them in words."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -3,6 +3,8 @@ import re
 import signal
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from cjax import models
@@ -108,3 +110,16 @@ def test_a_folder_with_a_run_is_refused_and_left_alone(whole: Path, text: Path, 
     assert main(["train", "--data", str(text), "--steps", "1", "--folder", str(whole), *SMALL]) == 1
     assert "holds a run already" in capsys.readouterr().err
     assert before == {path.name: path.read_bytes() for path in whole.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "sgd"])
+def test_an_optimizer_is_chosen_by_name(name: str):
+    """Kernels are decayed and biases not, whatever the optimizer; the schedule begins at zero."""
+    options = ("--optimizer", name, "--weight-decay", "0.5", "--steps", "20", "--warmup", "1")
+    optimizer = Train.parse(options)._optimizer()
+    params = {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}
+    state, nothing = optimizer.init(params), jax.tree.map(jnp.zeros_like, params)
+    updates, state = optimizer.update(nothing, state, params)
+    assert all((u == 0).all() for u in jax.tree.leaves(updates))
+    updates, _ = optimizer.update(nothing, state, params)
+    assert (updates["kernel"] < 0).all() and (updates["bias"] == 0).all()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cjax.plan import Pipeline, Plan, Sequence, Tensor, Zero, require_supported
+from cjax.plan import Pipeline, Plan, Sequence, Tensor, Zero
 
 sizes = st.integers(1, 6)
 tensors = st.one_of(
@@ -165,18 +165,3 @@ def test_plans_are_frozen() -> None:
         plan.rules["vocab"] = "tensor"  # pyright: ignore
     with pytest.raises(AttributeError):
         plan.data = 3  # pyright: ignore
-
-
-@pytest.mark.parametrize("text", ["precision=float16", "pipeline=gpipe:2 precision=float16"])
-def test_not_yet(text: str) -> None:
-    with pytest.raises(ValueError, match="not yet in this version"):
-        require_supported(Plan.parse(text))
-
-
-def test_supported() -> None:
-    require_supported(
-        Plan.parse('data=2 tensor=4 zero=3/2 microbatches=4 precision=bfloat16 remat=dots rules={"a":null}')
-    )
-    texts = ["tensor=2d:4 sequence=ring:2", "tensor=2 sequence=gather", "tensor=2.5d:8/2 zero=1", "tensor=3d:8"]
-    for text in (*texts, "pipeline=4"):
-        require_supported(Plan.parse(text))

@@ -62,7 +62,6 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"plan": "tensor=2d:4 data=2", "model": Attention(3), "loss": word_loss, "batch": tokens()},
         ValueError, ["tensor=2d:4", "heads", "has 3", "2d:9"],
     ),
-    "not yet": ({"plan": "precision=float16"}, ValueError, ["not yet", "precision=float16", "pipeline"]),
     "typo": ({"plan": "tensro=2"}, ValueError, ["tensro=2\n", "^^^^^^", "did you mean tensor=2"]),
     "plan a number": ({"plan": 8}, TypeError, ["8, a int", '"data=4 tensor=2"', '"auto"']),
     "plan nothing": ({"plan": None}, TypeError, ["None", "cjax.Plan(...)"]),

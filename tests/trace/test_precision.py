@@ -21,7 +21,7 @@ LOW, HIGH = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 class Low(Hooks):
     def __init__(self, closed: jex.ClosedJaxpr) -> None:
-        self.equation = Lowering(closed).equation
+        self.equation = Lowering(closed, LOW).equation
 
 
 def lowered(function: Callable[..., Any], *args: Any, num_weights: int = 1) -> Callable[..., list[jax.Array]]:

@@ -46,6 +46,7 @@ class SmallProgram:
     plan = SimpleNamespace(precision="float32")
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     data_shard = (0, 1)
+    loss_scale = None
 
     def __init__(self, plan: str = "data=1") -> None:
         self.plan = type("P", (), {"precision": "float32", "__str__": lambda _: plan})()

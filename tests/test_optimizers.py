@@ -1,0 +1,286 @@
+"""Optimizers x plans: given the same gradients, the same parameters and the same state as on one device; whole steps as
+the model's author would take them; state in parts wherever its parameter's is."""
+
+import functools
+import math
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from contract import (
+    EXACT,
+    NUM_STEPS,
+    assert_close,
+    author,
+    author_initial,
+    bytes_on_a_device,
+    norm,
+    on_host,
+    program_of,
+    subject,
+    train,
+    trees,
+)
+from optimizers import OPTIMIZERS, OURS
+from plans import cover, num_parts
+
+import cjax
+from cjax.optim import ParamsEmaState, find_ema, lamb, params_ema
+from cjax.parallelize import compose
+from cjax.plan import Plan
+from cjax.program import Program
+from cjax.tree import leaf_names
+
+PyTree = Any
+ALL = os.environ.get("CJAX_TEST_ALL") == "1"
+# Each kind of plan once; where it matters to an optimizer how layers are kept, more.
+PLANS = (
+    "data=8",
+    "zero=1",
+    "zero=3/4",
+    "tensor=4",
+    "tensor=8 microbatches=2",
+    "data=4 tensor=2 zero=2",
+    "data=2 tensor=4 zero=3",
+    "tensor=2d:4",
+    "tensor=2.5d:8/2 zero=1",
+    "tensor=3d:8",
+    "data=2 sequence=all_to_all:4 zero=1",
+    "pipeline=1f1b:4 microbatches=4 zero=1",
+    "pipeline=zero_bubble:2 microbatches=4 tensor=2",
+)
+# Layers unrolled, in the author's own loop, packed, and with fewer heads for keys; four of each, of two kinds of Flax.
+MODELS = ("linen_tied", "linen_scan", "linen_packed_qkv", "nnx_llama", "nnx_decoder")
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def pairs(times: int) -> list[tuple[str, str]]:
+    names = list(OPTIMIZERS)
+    if ALL:
+        return [(name, plan) for name in names for plan in PLANS]
+    return cover(names, list(PLANS), times, traits={plan: frozenset(plan.split()) for plan in PLANS})
+
+
+def model_of(name: str, plan: str) -> str:
+    """Another model for each pair, the same in every run; a sequence is split where its length divides."""
+    if "sequence" in plan:
+        return "nnx_decoder"
+    return MODELS[(list(OPTIMIZERS).index(name) + 3 * PLANS.index(plan)) % len(MODELS)]
+
+
+# -- the same gradients -----------------------------------------------------------------------------------------------
+def gradients(params: PyTree, step: int) -> PyTree:
+    """Of sizes so different from leaf to leaf that whatever mixes their norms shows."""
+    rng = np.random.default_rng(step)
+    return jax.tree.map(lambda x: rng.standard_normal(x.shape) * 10 ** rng.uniform(-3, 3), params)
+
+
+@pytest.mark.parametrize(("name", "plan"), pairs(2))
+def test_does_with_the_same_gradients_as_on_one_device(name: str, plan: str) -> None:
+    with jax.enable_x64(True):
+        model, optimizer = model_of(name, plan), OPTIMIZERS[name]()
+        program = program_of(model, plan, wide=True, optimizer=optimizer)
+        state = program.init(0)
+        params = author_initial(model, wide=True)[0]
+        there, update = optimizer.init(params), jax.jit(optimizer.update)
+        for step in range(NUM_STEPS):
+            grads = gradients(params, step)
+            state = program.update(state, grads)
+            updates, there = update(grads, there, params)
+            params = optax.apply_updates(params, updates)
+        here = trees(program, state)
+        assert_close(here[0], on_host(params), EXACT, "parameter ")
+        assert jax.tree.structure(here[3]) == jax.tree.structure(there)
+        assert_leaves_close(here[3], on_host(there))
+        assert_in_parts(program, state)
+
+
+def assert_leaves_close(given: PyTree, wanted: PyTree) -> None:
+    """Each leaf by itself: counts beside moments, moments beside averages of parameters."""
+    for name, a, b in zip(leaf_names(wanted), jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
+        assert_close([a], [b], EXACT, f"state {name}")
+
+
+def assert_in_parts(program: Program, state: cjax.State) -> None:
+    """Bytes a device: what is like a parameter is split as Adam's moments are, whose bytes the contract asserts."""
+    parts = program._parts
+    assert parts.optimizer is not None
+    storage, specs = parts.storage, parts.storage.state_specs if parts.plan.zero_stage else parts.storage.used_specs
+    names, shapes = leaf_names(storage.params.leaf_shapes()), storage.params.leaf_shapes()
+    of_param = dict(zip(names, zip(specs, jax.tree.leaves(shapes), strict=False), strict=True))
+    expected = factors = 0.0
+    for name, leaf in zip(leaf_names(parts.optimizer.storage.leaf_shapes()),
+                          jax.tree.leaves(parts.optimizer.storage.leaf_shapes()), strict=True):  # fmt: skip
+        owner = next((p for p in names if name == p or name.endswith("/" + p)), None)
+        size = leaf.dtype.itemsize * math.prod(leaf.shape)
+        if owner is None or leaf.shape != of_param[owner][1].shape:
+            factors += size
+            continue
+        axes = [a for entry in of_param[owner][0] for a in ((entry,) if isinstance(entry, str) else entry or ())]
+        expected += size / math.prod(program.mesh.shape[a] for a in axes)
+    held = bytes_on_a_device(state._opt)
+    layers = 1.0
+    if parts.line is not None:  # rows of layers are spread over the stages as well
+        layers = 1 / parts.plan.pipeline.size
+    assert layers * expected <= held <= 1.1 * expected + factors, f"{held} bytes a device, {expected} expected"
+
+
+# -- whole steps ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("name", "plan"), pairs(1))
+def test_trains_as_its_author_would(name: str, plan: str) -> None:
+    """Parameters after three steps, but for those whose true gradient is zero: theirs is rounding, which an optimizer
+    that divides by its size makes as large as any."""
+    with jax.enable_x64(True):
+        model = model_of(name, plan)
+        here, there = train(model, plan, True, name), author(model, num_parts(plan), True, name)
+        sizes = [norm(leaf) for leaf in jax.tree.leaves(there.steps[0].grads)]
+        kept = [size > 1e-10 * norm(sizes) for size in sizes]
+        a, b = ([x for x, keep in zip(jax.tree.leaves(run.params), kept, strict=True) if keep] for run in (here, there))
+        assert sum(kept) >= 0.75 * len(kept)
+        assert_close(a, b, (1e-7, 0.0), "parameter ")
+
+
+# -- norms of what a parameter holds ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("plan", ["tensor=4 zero=1", "tensor=2d:4", "pipeline=1f1b:4 microbatches=4"])
+def test_packed_projections_are_layers_of_their_own(plan: str) -> None:
+    """Queries, keys and values in one kernel, each with its own ratio, split over devices or not."""
+    name = next(n for n in leaf_names(subject("linen_packed_qkv", False).captured.params_shape) if "qkv" in n.lower())
+    optimizer = lamb(1e-2, split={name.split("/")[-2] + "/kernel": (-1, 3)})
+    with jax.enable_x64(True):
+        program = program_of("linen_packed_qkv", plan, wide=True, optimizer=optimizer)
+        state, params = program.init(0), author_initial("linen_packed_qkv", wide=True)[0]
+        there = optimizer.init(params)
+        for step in range(2):
+            grads = gradients(params, step)
+            state = program.update(state, grads)
+            updates, there = optimizer.update(grads, there, params)
+            params = optax.apply_updates(params, updates)
+        assert_close(trees(program, state)[0], on_host(params), EXACT, "parameter ")
+        whole = lamb(1e-2)
+        updates, _ = whole.update(grads, whole.init(params), params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+
+# -- averages ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("plan", ["data=4 tensor=2 zero=1", "pipeline=1f1b:2 microbatches=2 zero=3"])
+def test_averaged_parameters_are_found_and_scored(plan: str) -> None:
+    optimizer = optax.chain(optax.sgd(0.3), params_ema(0.5))
+    program = program_of("nnx_decoder", plan, wide=False, optimizer=optimizer)
+    batch = subject("nnx_decoder", False).batches[0]
+    state = program.init(0)
+    seen = [on_host(program.params(state))]
+    for _ in range(3):
+        state, _ = program.step(state, batch)
+        seen.append(on_host(program.params(state)))
+    average = seen[0]
+    for params in seen[1:]:
+        average = jax.tree.map(lambda a, w: 0.5 * a + 0.5 * w, average, params)
+    found = find_ema(state)
+    assert_close(on_host(found), average, (1e-5, 1e-7), "average ")
+    scored = program.evaluate(state, batch, params=found)["loss"]
+    by_hand = program.evaluate(state, batch, params=jax.tree.map(jnp.asarray, average))["loss"]
+    assert abs(scored - by_hand) < 1e-4 and abs(scored - program.evaluate(state, batch)["loss"]) > 1e-4
+    program.step(state, batch)
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(found)), "what was found outlives the state"
+
+
+def test_states_are_found_by_kind() -> None:
+    program = program_of("nnx_mlp", "zero=1", wide=False, optimizer=optax.adam(1e-3))
+    state = program.init(0)
+    (moments,) = state.find_opt_states(optax.ScaleByAdamState)
+    assert jax.tree.structure(moments.mu) == jax.tree.structure(program.params(state))
+    assert state.find_opt_states(ParamsEmaState) == []
+    with pytest.raises(ValueError, match="holds no averages"):
+        find_ema(state)
+
+
+# -- noise ------------------------------------------------------------------------------------------------------------
+NOISY = [
+    ("linen_tied", "data=8", 8),
+    ("linen_masked_mean", "data=4 tensor=2 zero=2", 4),
+    ("linen_masked_mean", "data=2 tensor=4 microbatches=4", 8),
+    ("linen_tied", "zero=3 microbatches=2", 2),
+    ("linen_masked_mean", "tensor=8 microbatches=4", 4),
+    ("linen_tied", "data=4 pipeline=1f1b:2 microbatches=2 zero=1", 4),
+]
+
+
+@pytest.mark.parametrize(("name", "plan", "num_parts"), NOISY)
+def test_noise_is_measured_from_the_parts_that_a_plan_has(name: str, plan: str, num_parts: int) -> None:
+    """The gradients of the parts, each by itself on one device, give the same estimate; and nothing else changes."""
+    case = subject(name, False)
+    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batches[0])
+    make = functools.partial(
+        compose, case.captured, optax.sgd(1e-2), shape, Plan.parse(plan).resolve(8), jax.devices()[:8]
+    )
+    program, plain = make(measure_noise=True), make()
+    batch = case.batches[0]
+    state, metrics = program.step(program.init(0), batch)
+    _, without = plain.step(plain.init(0), batch)
+    np.testing.assert_allclose(metrics["loss"], without["loss"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], without["grad_norm"], rtol=1e-5)
+    assert "noise_scale" not in without
+    graded = jax.jit(lambda s, b: program._parts.gradients(s._params, s._frozen, s._carried, b, s._key, None))
+    found = graded(program.init(0), batch)
+    assert found.num_parts == num_parts
+    np.testing.assert_allclose(found.part_square, part_square(name, plan, num_parts), rtol=1e-4)
+    whole, rows = np.square(metrics["grad_norm"]), 16
+    signal = (num_parts * whole - found.part_square) / (num_parts - 1)
+    noise = rows * (found.part_square - whole) / (num_parts - 1)
+    wanted = noise / signal if signal > 0 else np.inf
+    np.testing.assert_allclose(metrics["noise_scale"], wanted, rtol=1e-3)
+
+
+def part_square(name: str, plan: str, num_parts: int) -> float:
+    """By the author's own loss: the mean squared norm of the parts' gradients, over an equal share of the weights."""
+    case = subject(name, False)
+    params, frozen, carried = author_initial(name, False)
+    batch, rows = case.batches[0], 16
+    shards = {"data=8": 8, "data=4": 4, "data=2": 2}.get(plan.split()[0], 1)
+    parts = num_parts // shards  # micro-batch i is every i-th row of what a device has
+    each = rows // shards
+    owners = [np.arange(d * each, (d + 1) * each)[i::parts] for d in range(shards) for i in range(parts)]
+
+    def total(params: PyTree, rows: Any) -> tuple[jax.Array, jax.Array]:
+        mine = jax.tree.map(lambda x: x[rows], batch)
+        loss, _, _ = case.captured.apply(params, frozen, carried, mine, jax.random.key(0), True)
+        if name != "linen_masked_mean":
+            return loss, jnp.ones(())
+        weight = mine["mask"][:, 1:].sum()
+        return loss * weight, weight
+
+    out = [jax.grad(total, has_aux=True)(params, rows) for rows in owners]
+    weights = sum(w for _, w in out)
+    return float(np.mean([np.square(norm(on_host(g)) * num_parts / weights) for g, _ in out]))
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("data=1", "no two devices see different examples: add microbatches=2"),
+        ("tensor=8", "no two devices see different examples: add microbatches=2"),
+        ("zero=3", "zero=3 reduces gradients during the backward pass: add microbatches=2"),
+        ("pipeline=4 microbatches=4 data=1", "no two devices .*: take a pipeline with data > 1"),
+    ],
+)
+def test_noise_needs_two_batch_sizes(plan: str, message: str) -> None:
+    case = subject("linen_tied", False)
+    devices = jax.devices()[: 1 if plan == "data=1" else 4 if "pipeline" in plan else 8]
+    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batches[0])
+    with pytest.raises(ValueError, match=message):
+        compose(case.captured, optax.sgd(1e-2), shape, plan, devices, measure_noise=True)
+
+
+# -- the table itself -------------------------------------------------------------------------------------------------
+def test_default_run_covers_every_optimizer_and_plan() -> None:
+    assert set(OURS) < set(OPTIMIZERS) and len(set(OPTIMIZERS) - set(OURS)) >= 10
+    for times in (1, 2):
+        chosen = pairs(times)
+        assert all(sum(p[0] == name for p in chosen) >= times for name in OPTIMIZERS)
+        assert all(sum(p[1] == plan for p in chosen) >= times for plan in PLANS)
+    assert {model_of(*pair) for pair in pairs(2)} == set(MODELS)
