@@ -1,5 +1,6 @@
 """LAMB against float64 written by hand, optax, and the numbers of those who have a rule of that name."""
 
+import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cjax.optim import lamb, scale_by_trust_ratio, weights_only
+from cjax.optim import lamb, lars, scale_by_trust_ratio, weights_only
 
 PyTree = Any
 PEERS = json.loads((Path(__file__).parent / "peers.json").read_text())
@@ -170,6 +171,35 @@ def test_descends_a_quadratic(preset: Any) -> None:
     for _ in range(300):
         params, state = step(params, state)
     assert loss(params) < 1e-3 * first
+
+
+@pytest.mark.parametrize("make", [lamb, functools.partial(lars, trust_coefficient=0.4)])
+def test_trains_a_small_model(make: Callable[[Any], optax.GradientTransformation]) -> None:
+    """Two layers learn a noisy XOR of signs, which no linear model can."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((512, 6)).astype(np.float32)
+    y = (x[:, 0] * x[:, 1] > 0).astype(np.float32)
+
+    def loss(params: PyTree) -> jax.Array:
+        hidden = jnp.tanh(x @ params["first"]["kernel"] + params["first"]["bias"])
+        logits = (hidden @ params["second"]["kernel"] + params["second"]["bias"])[:, 0]
+        return optax.sigmoid_binary_cross_entropy(logits, y).mean()
+
+    params: PyTree = {
+        "first": {"kernel": jnp.array(rng.standard_normal((6, 32)) / 6**0.5, jnp.float32), "bias": jnp.zeros(32)},
+        "second": {"kernel": jnp.array(rng.standard_normal((32, 1)) / 32**0.5, jnp.float32), "bias": jnp.zeros(1)},
+    }
+    tx = make(optax.warmup_cosine_decay_schedule(0.0, 0.05, 20, 300))
+
+    @jax.jit
+    def step(params: PyTree, state: PyTree) -> Any:
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(300):
+        params, state = step(params, state)
+    assert loss(params) < 0.2, "chance is 0.69"
 
 
 def test_layers_of_zeros_can_be_left() -> None:
