@@ -168,11 +168,11 @@ def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
     def init(params: PyTree) -> PyTree:
         return optimizer.init(params), jax.tree.map(jnp.zeros_like, params)
 
-    def update(grads: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        updates, inner = optimizer.update(grads, state[0], params)
+    def update(grads: PyTree, state: PyTree, params: PyTree | None = None, **more: Any) -> tuple[PyTree, PyTree]:
+        updates, inner = optax.with_extra_args_support(optimizer).update(grads, state[0], params, **more)
         return updates, (inner, grads)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 # A larger eps than Adam's: a gradient that is zero in exact arithmetic is noise, which Adam would make as large as any.
@@ -312,7 +312,7 @@ def author(name: str, parts: int, wide: bool, optimizer: str | None = None) -> R
             *out, carried = backward(params, frozen, carried, rows, step_key, part)
             outs.append(out)
         loss, aux, grads = _averaged(outs)
-        updates, opt_state = update(grads, opt_state, params)
+        updates, opt_state = update(grads, opt_state, params, value=loss)
         state = (optax.apply_updates(params, updates), frozen, carried)
         steps.append(Step(on_host(loss), on_host(aux), on_host(grads)))
     return Run(tuple(steps), on_host(state[0]), on_host(state[2]))

@@ -52,6 +52,7 @@ OPTAX: dict[str, Callable[[], Optimizer]] = {
     "global clipping": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
     "labelled by path": lambda: optax.multi_transform({"fast": optax.adam(1e-1), "slow": optax.sgd(1e-3)}, by_path),
     "schedule": lambda: optax.adam(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)),
+    "on a plateau": lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(factor=0.5, patience=1)),
     "every second step": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
 }
 

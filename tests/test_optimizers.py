@@ -89,17 +89,23 @@ def test_does_with_the_same_gradients_as_on_one_device(name: str, plan: str) -> 
         program = program_of(model, plan, wide=True, optimizer=optimizer)
         state = program.init(0)
         params = author_initial(model, wide=True)[0]
-        there, update = optimizer.init(params), jax.jit(optimizer.update)
+        there, update = optimizer.init(params), jax.jit(optax.with_extra_args_support(optimizer).update)
         for step in range(NUM_STEPS):
             grads = gradients(params, step)
-            state = program.update(state, grads)
-            updates, there = update(grads, there, params)
+            state = program.update(state, grads, 2.5)
+            updates, there = update(grads, there, params, value=jnp.float32(2.5))
             params = optax.apply_updates(params, updates)
         here = trees(program, state)
         assert_close(here[0], on_host(params), EXACT, "parameter ")
         assert jax.tree.structure(here[3]) == jax.tree.structure(there)
         assert_leaves_close(here[3], on_host(there))
         assert_in_parts(program, state)
+
+
+def test_an_optimizer_that_follows_the_loss_asks_for_it() -> None:
+    with pytest.raises(ValueError, match=r"program.update\(state, grads, loss\)"):
+        program = program_of("nnx_mlp", "data=8", wide=False, optimizer=OPTIMIZERS["on a plateau"]())
+        program.update(program.init(0), author_initial("nnx_mlp", False)[0])
 
 
 def assert_leaves_close(given: PyTree, wanted: PyTree) -> None:

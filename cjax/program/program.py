@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from cjax import checkpoint
 from cjax.audit import audit
@@ -141,11 +142,23 @@ class Program:
     def _value_and_grad(self) -> Any:
         return make_value_and_grad(self._parts)
 
-    def update(self, state: State, grads: PyTree) -> State:
-        """The state after the optimizer has taken `grads`, in the user's own tree. Gives up `state`."""
+    def update(self, state: State, grads: PyTree, loss: Any = None) -> State:
+        """The state after the optimizer has taken `grads`, in the user's own tree. Gives up `state`.
+
+        Args:
+          state: the state before.
+          grads: a tree like the parameters.
+          loss: for optimizers that follow it, such as `optax.contrib.reduce_on_plateau`; no others need it.
+        """
         self._must_train("update")
         state = self._own(state)
-        return self._update(state, self._stored_params(grads, "these gradients are"))[0]
+        assert self._parts.optimizer is not None
+        if loss is None and self._parts.optimizer.reads_loss:
+            raise ValueError(
+                "this optimizer follows the loss (optax calls it `value`): give it, program.update(state, grads, loss)"
+            )
+        grads = self._stored_params(grads, "these gradients are")
+        return self._update(state, grads, jnp.float32(0 if loss is None else loss))[0]
 
     def _stored_params(self, tree: PyTree, what: str) -> Any:
         storage = self._parts.storage.params

@@ -86,10 +86,10 @@ def make_value_and_grad(parts: Parts) -> Any:
 
 
 def make_update(parts: Parts) -> Any:
-    """`(state, stored gradients) -> (state, metrics)`; gives up the state."""
+    """`(state, stored gradients, loss) -> (state, metrics)`; gives up the state."""
 
-    def update(state: State, grads: Arrays) -> tuple[State, Metrics]:
-        new, norm, finite = _updated(parts, state, grads, jnp.float32(0))
+    def update(state: State, grads: Arrays, loss: jax.Array) -> tuple[State, Metrics]:
+        new, norm, finite = _updated(parts, state, grads, loss)
         return new, {"grad_norm": norm, "skipped": 1 - finite.astype(jnp.int32)}
 
     return jax.jit(
@@ -116,9 +116,9 @@ def _updated(parts: Parts, state: State, grads: Arrays, loss: jax.Array) -> tupl
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     if parts.mesh.devices.flat[0].platform == "cpu":
-        params, opt = jax.lax.cond(finite, lambda: update(grads, old[1], old[0]), lambda: old)
+        params, opt = jax.lax.cond(finite, lambda: update(grads, old[1], old[0], loss), lambda: old)
     else:
-        params, opt = _keep_if(finite, update(grads, old[1], old[0]), old)
+        params, opt = _keep_if(finite, update(grads, old[1], old[0], loss), old)
     follow = count_skipped if parts.scaling is None else parts.scaling.adjust
     scaling = follow(state._scaling, finite)
     return dataclasses.replace(state, step=state.step + 1, _params=params, _opt=opt, _scaling=scaling), norm, finite

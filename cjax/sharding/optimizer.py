@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.extend import core as jex
@@ -30,13 +31,15 @@ Arrays = tuple[jax.Array, ...]
 class StoredOptimizer:
     """An optimizer whose parameters and state are stored arrays.
 
-    `init(params) -> state` and `update(grads, state, params) -> (params, state)` take and return stored arrays;
-    `storage` maps the state to what `optimizer.init` would have returned.
+    `init(params) -> state` and `update(grads, state, params, loss) -> (params, state)` take and return stored arrays;
+    `storage` maps the state to what `optimizer.init` would have returned. `reads_loss`: whether an update depends on
+    it, as that of `optax.contrib.reduce_on_plateau` does.
     """
 
     storage: Storage
     init: Callable[[Arrays], Arrays]
-    update: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
+    update: Callable[[Arrays, Arrays, Arrays, jax.Array], tuple[Arrays, Arrays]]
+    reads_loss: bool
 
 
 def store_optimizer(
@@ -65,14 +68,18 @@ def store_optimizer(
     state_leaves = jax.tree.leaves(state_shape)
     groups = stackable(_stacks(owners, [s.layer_leaves for s in params.slots if s.is_stack]), state_leaves)
 
-    def step(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        updates, state = optimizer.update(grads, state, params)
+    more_args = optax.with_extra_args_support(optimizer)
+
+    def step(grads: PyTree, state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
+        updates, state = more_args.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state
 
-    closed = simplify(jax.make_jaxpr(step)(params_shape, state_shape, params_shape))
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    closed = simplify(jax.make_jaxpr(step)(params_shape, state_shape, params_shape, scalar))
+    reads_loss = any(closed.jaxpr.invars[-1] in eqn.invars for eqn in closed.jaxpr.eqns)
     forms = params.forms
     state_forms = _state_forms(closed, forms, params_shape, state_leaves, owners)
-    closed = refine(closed, [*forms, *state_forms, *forms], [*forms, *state_forms])
+    closed = refine(closed, [*forms, *state_forms, *forms, whole(())], [*forms, *state_forms])
     placements = _placements(closed, params_shape, state_leaves, owners, forms, state_forms, spec_of)
     rows_of = _state_rows(params, state_leaves, owners, groups)
     storage = make_storage(
@@ -82,7 +89,8 @@ def store_optimizer(
     num_params, num_state = len(jax.tree.leaves(params_shape)), len(state_leaves)
     run = vectorize(
         closed,
-        [*in_groups, *_offset(storage.groups, num_params), *_offset(params.groups, num_params + num_state)],
+        [*in_groups, *_offset(storage.groups, num_params), *_offset(params.groups, num_params + num_state),
+         (2 * num_params + num_state,)],
         [*in_groups, *_offset(storage.groups, num_params)],
     )
     run_init = vectorize(refine(simplify(first), forms, state_forms), in_groups, storage.groups)
@@ -98,14 +106,14 @@ def store_optimizer(
     def init(stored: Arrays) -> Arrays:
         return storage.pad(run_init(constrain(params.unpad(stored), local)))
 
-    def update(grads: Arrays, state: Arrays, stored: Arrays) -> tuple[Arrays, Arrays]:
+    def update(grads: Arrays, state: Arrays, stored: Arrays, loss: jax.Array) -> tuple[Arrays, Arrays]:
         # Each device updates its own part; whole parameters, if they are kept whole, are gathered at the very end.
         ins = [*constrain(params.unpad(grads), local), *storage.unpad(state), *constrain(params.unpad(stored), local)]
-        outs = run(ins)
+        outs = run([*ins, loss.astype(jnp.float32)])
         new_params = constrain(outs[: len(params.slots)], local)
         return params.pad(new_params), storage.pad(outs[len(params.slots) :])
 
-    return StoredOptimizer(storage, init, update)
+    return StoredOptimizer(storage, init, update, reads_loss)
 
 
 def _check_kind(optimizer: Any) -> None:

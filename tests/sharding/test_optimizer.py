@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,6 +19,7 @@ from cjax.sharding.storage import Storage, make_storage
 PyTree = Any
 MESH = {"data": 2, "tensor": 4}
 LAYERS = 3
+LOSS = jnp.float32(2.5)  # that never falls
 SHAPES = {"kernel": (24, 32), "bias": (32,), "cube": (4, 8, 24)}
 
 
@@ -78,13 +80,13 @@ def test_does_as_on_the_users_tree(name: str) -> None:
 
     @jax.jit
     def serial(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        updates, state = optimizer.update(grads, state, params)
+        updates, state = optax.with_extra_args_support(optimizer).update(grads, state, params, value=LOSS)
         return optax.apply_updates(params, updates), state
 
     update = jax.jit(given.update, out_shardings=(storage.shardings(mesh), given.storage.shardings(mesh)))
     for step in range(3):
         grads = gradients(step)
-        here, opt = update(storage.store(grads), opt, here)
+        here, opt = update(storage.store(grads), opt, here, LOSS)
         there, there_opt = serial(grads, there_opt, there)
     assert_close(storage.load(on_host(here)), on_host(there), (1e-5, 1e-7), "parameter ")
     state = given.storage.load(on_host(opt))
@@ -135,7 +137,7 @@ def test_update_is_local_under_zero() -> None:
 
     shardings = (storage.shardings(mesh), given.storage.shardings(mesh))
     compiled = jax.jit(given.update, out_shardings=shardings).lower(
-        placed(storage), placed(given.storage), placed(storage)
+        placed(storage), placed(given.storage), placed(storage), LOSS
     ).compile()  # fmt: skip
     text = compiled.as_text()
     assert not any(f" {kind}(" in text for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))

@@ -20,17 +20,19 @@ LOW, HIGH = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
 class Low(Hooks):
-    def __init__(self, closed: jex.ClosedJaxpr) -> None:
-        self.equation = Lowering(closed, LOW).equation
+    def __init__(self, closed: jex.ClosedJaxpr, low: Any) -> None:
+        self.equation = Lowering(closed, low).equation
 
 
-def lowered(function: Callable[..., Any], *args: Any, num_weights: int = 1) -> Callable[..., list[jax.Array]]:
+def lowered(
+    function: Callable[..., Any], *args: Any, num_weights: int = 1, low: Any = LOW
+) -> Callable[..., list[jax.Array]]:
     """`function` (of weights first) with its equations evaluated by the rules; results in the dtypes it declares."""
     closed = simplify(jax.make_jaxpr(function)(*args))
     outs = closed.jaxpr.outvars
     run = emit(
         closed, find_runs(closed), find_dims(closed, num_weights).top,
-        [(i,) for i in range(len(args))], [(i,) for i in range(len(outs))], Low(closed),
+        [(i,) for i in range(len(args))], [(i,) for i in range(len(outs))], Low(closed, low),
     )  # fmt: skip
     return lambda *args: run(args)
 
@@ -146,3 +148,21 @@ def test_error_is_that_of_eight_bits() -> None:
     (given,), wanted = lowered(model, w, x)(w, x), model(w, x)
     error = float(jnp.linalg.norm(given - wanted) / jnp.linalg.norm(wanted))
     assert 1e-5 < error < 2e-2
+
+
+def test_numbers_that_float16_cannot_hold_stay_float32() -> None:
+    def there_and_back(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (x @ w - 1e5 + 1e5) @ w
+
+    (given,) = lowered(there_and_back, W, X, low=jnp.dtype(jnp.float16))(W, X)
+    np.testing.assert_allclose(given, there_and_back(W, X), rtol=1e-2)
+
+
+def test_float16_is_stored_where_bfloat16_would_be() -> None:
+    def twice(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.exp((x @ w) @ w)
+
+    run = lowered(twice, W, X, low=jnp.dtype(jnp.float16))
+    eqns = [eqn for eqn in equations(jax.make_jaxpr(run)(W, X)) if eqn.primitive.name == "dot_general"]
+    assert [eqn.outvars[0].aval.dtype for eqn in eqns] == [jnp.dtype(jnp.float16)] * 2
+    assert run(W, X)[0].dtype == HIGH
