@@ -10,11 +10,11 @@ NEEDLESS = {
     "XLA schedules, fuses and overlaps": (
         *("broadcast_buffers", "ddp_bucket_cap_mb", "find_unused_parameters", "check_reduction"),
         *("gradient_as_bucket_view", "static_graph", "zero_bucket_size_in_m", "reduce_bucket_size_in_m"),
-        *("communication_dtype", "overlap_communication", "overlap_allgather", "overlap_p2p", "enable_metadata_cache"),
+        *("overlap_communication", "overlap_allgather", "overlap_p2p", "enable_metadata_cache"),
         *("enable_all_optimization", "enable_fused_normalization", "enable_flash_attention", "enable_jit_fused"),
         *("parallel_output", "scheduler_nodes", "dp_outside", "cudnn_benchmark", "cudnn_deterministic", "torch_ddp"),
         *("gradient_handler", "enable_async_reduce", "backend", "verbose", "logging", "shard_strategy", "cast_inputs"),
-        *("reduce_scatter_bucket_size_mb", "gradient_predivide_factor", "reuse_fp16_shard", "fp32_reduce_scatter"),
+        *("reduce_scatter_bucket_size_mb", "gradient_predivide_factor", "reuse_fp16_shard"),
     ),
     "parameters are sharded one by one, not in chunks": (
         *("chunk_config_dict", "chunk_init_device", "search_range_m", "hidden_dim", "min_chunk_size_m"),
@@ -30,7 +30,7 @@ ELSEWHERE = {
     **dict.fromkeys(("clip_grad_norm", "max_norm"), "clip in the optimizer: optax.clip_by_global_norm"),
     **dict.fromkeys(
         ("initial_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis"),
-        "loss scaling is part of the optimizer; precision=bfloat16 needs none",
+        "give parallelize loss_scale=cjax.optim.LossScale(initial=...); precision=bfloat16 needs none",
     ),
     **dict.fromkeys(("norm_type",), "clip in the optimizer, by any norm"),
     **dict.fromkeys(("cpu_offload", "offload_optim_frac", "offload_param_frac"), "plans don't offload"),
@@ -53,7 +53,7 @@ SCHEDULES = {"1f1b": "1f1b", "interleaved": "interleaved", "zbv": "zero_bubble"}
 def plan_text(given: Mapping[str, Any]) -> str:
     """The text of the plan that a Colossal-AI configuration asks for; see `Plan.from_colossal`."""
     config = _Config(given)
-    readers = (_data, _tensor, _sequence, _pipeline, _microbatches, _zero, _precision, _remat)
+    readers = (_data, _tensor, _sequence, _pipeline, _microbatches, _zero, _precision, _reduce, _remat)
     words = [reader(config) for reader in readers]
     config.finish()
     return " ".join(word for word in words if word)
@@ -207,6 +207,15 @@ def _precision(config: _Config) -> str:
         config.left.setdefault("fp16.precision", "fp16")
     precision = config.take("fp16.precision", "precision", "mixed_precision")
     return f"precision={config.word('precision', precision, PRECISIONS)}" if precision is not None else ""
+
+
+def _reduce(config: _Config) -> str:
+    dtype = config.take("communication_dtype")
+    if config.take("fp32_reduce_scatter"):
+        return "reduce=float32"
+    name = str(dtype).removeprefix("torch.")
+    known = PRECISIONS | {name: name for name in PRECISIONS.values()}
+    return "" if dtype is None else f"reduce={config.word('communication_dtype', name, known)}"
 
 
 def _remat(config: _Config) -> str:
