@@ -248,8 +248,8 @@ def _gradients(
     captured: Capture, batch_shape: PyTree, trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh,
     line: Line | None, measures: bool,
 ) -> tuple[Gradients, tuple[str, ...], int]:
-    """Gradients of a whole batch, what there is to say about how they are reduced, and how many numbers the loss of a
-    part adds up."""
+    """Gradients of a whole batch, what there is to say about how they are reduced, and what the sum over the losses of
+    all its parts is to their mean."""
     divide = functools.partial(denominator, trace.ratio)
     axes = tuple(a for a in BATCH_AXES if a in mesh.axis_names)
     num_shards = math.prod(mesh.shape[a] for a in axes)
@@ -273,7 +273,7 @@ def _gradients(
                 gradients = locally_accumulated(
                     _as_loss(local.trace, run), plan.microbatches, local.axes, reductions, mesh, divide, measures
                 )
-            return gradients, more, loss_size(local.trace)
+            return gradients, more, plan.microbatches * num_shards * loss_size(local.trace)
         why = f"{local}, so gradients are reduced once per micro-batch"
     if plan.reduce is not None and num_shards > 1:
         reason = why.partition(", so")[0] or f"zero={plan.zero} reduces gradients during the backward pass"
@@ -284,7 +284,7 @@ def _gradients(
     notes = (why,) if why and in_parts else ()
     if line is not None:
         staged = stage_model(trace, line.stacks, storage, plan, mesh)
-        return _pipelined(staged, line, plan, (), (), mesh, divide), notes, loss_size(trace)
+        return _pipelined(staged, line, plan, (), (), mesh, divide), notes, plan.microbatches * loss_size(trace)
     loss = _as_loss(trace, place_loss(trace, storage, plan, mesh))
     if not in_parts:
         return plain(loss), (), 1
@@ -292,7 +292,8 @@ def _gradients(
     def constrain(parts: list[jax.Array]) -> list[jax.Array]:
         return [lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, axes))) for x in parts]
 
-    return micro_batched(loss, plan.microbatches, constrain, divide, measures), notes, loss_size(trace)
+    num = plan.microbatches
+    return micro_batched(loss, num, constrain, divide, measures), notes, num * loss_size(trace)
 
 
 def _cannot_measure(plan: Plan, num_shards: int, why: str) -> ValueError:

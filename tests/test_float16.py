@@ -139,11 +139,12 @@ def masked(model: Any, batch: Any) -> jax.Array:
 
 
 def test_a_total_needs_no_other_scale_than_a_mean() -> None:
-    """The gradients of a total of tokens are as many times larger than those of their mean."""
+    """Gradients of a total of tokens are as many times larger than those of their mean, and so are those of a part."""
     plan, devices = "data=2 microbatches=4 precision=float16", jax.devices()[:2]
     program = cjax.parallelize(build, masked, optax.sgd(1.0), batch(), plan, devices=devices)
     _, metrics = program.step(program.init(0), batch())
-    assert program._parts.loss_size == ROWS // 8 * SEQ
+    assert program._parts.loss_size == ROWS * SEQ
+    assert make("data=2 microbatches=4", devices=devices)._parts.loss_size == 8
     assert metrics["skipped"] == 0
 
 

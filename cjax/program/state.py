@@ -99,7 +99,7 @@ class Parts:
     compose: Callable[..., "Parts"]  # (plan, devices) -> the same model under another plan
     line: Line | None = None  # its way through the stages of a pipeline
     scaling: LossScale | None = None  # of float16
-    loss_size: int = 1  # numbers that a part's loss adds up; its gradients are that much larger than a mean's
+    loss_size: int = 1  # the sum over the losses of all parts to their mean; gradients of parts are that much larger
 
     @functools.cached_property
     def shelves(self) -> Shelves:
