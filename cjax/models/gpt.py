@@ -1,13 +1,16 @@
-"""GPT-2's architecture, its sizes by name, its loss, and sampling from it."""
+"""GPT-2's architecture, its sizes by name, and its loss."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from cjax.models.cross_entropy import cross_entropy
+from cjax.models.past import Past, attend_causally, positions_of
+from cjax.models.sizes import check_counts, check_divides, check_length, check_rate, choose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +25,7 @@ class GPTConfig:
         context: the longest sequence, in tokens (learned positions).
         vocab_size: token ids run from 0 to `vocab_size - 1`.
         dropout: rate on the embeddings and on what each branch adds to the residual stream.
+        tied: the classifier is the token embedding, transposed; otherwise a matrix of its own.
 
     Raises:
         ValueError: sizes that can't be built, with the nearest that can.
@@ -34,19 +38,12 @@ class GPTConfig:
     context: int = 1024
     vocab_size: int = 50257
     dropout: float = 0.0
+    tied: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_heads", "embed_dim", "context", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"GPTConfig: {name} is {getattr(self, name)}; it must be at least 1")
-        if self.embed_dim % self.num_heads:
-            nearest = max(1, round(self.embed_dim / self.num_heads)) * self.num_heads
-            raise ValueError(
-                f"GPTConfig: embed_dim {self.embed_dim} does not divide into {self.num_heads} heads; "
-                f"write embed_dim={nearest}, or another num_heads"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"GPTConfig: dropout is {self.dropout}; it is a rate, at least 0 and below 1")
+        check_counts(self, "num_layers", "num_heads", "embed_dim", "context", "vocab_size")
+        check_divides(self, "embed_dim", "num_heads", "heads")
+        check_rate(self, "dropout")
 
     @property
     def head_dim(self) -> int:
@@ -54,11 +51,12 @@ class GPTConfig:
 
     @property
     def num_params(self) -> int:
-        """The number of trained values (the classifier is the token embedding, counted once)."""
+        """The number of trained values (a tied classifier is the token embedding, counted once)."""
         embed, mlp = self.embed_dim, self.mlp_dim or 4 * self.embed_dim
         attention = 4 * embed * embed + 4 * embed
         block = attention + 2 * embed * mlp + mlp + embed + 4 * embed
-        return self.num_layers * block + (self.vocab_size + self.context) * embed + 2 * embed
+        tables = (self.vocab_size * (1 if self.tied else 2) + self.context) * embed
+        return self.num_layers * block + tables + 2 * embed
 
 
 # GPT-2: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
@@ -86,12 +84,7 @@ def gpt(name: str, **overrides: Any) -> GPTConfig:
     >>> gpt("gpt2-xl", dropout=0.1).num_layers
     48
     """
-    if name not in presets:
-        raise ValueError(f"no GPT is called {name!r}; the names are {', '.join(presets)}")
-    fields = [field.name for field in dataclasses.fields(GPTConfig)]
-    if unknown := [field for field in overrides if field not in fields]:
-        raise ValueError(f"GPTConfig has no {', '.join(unknown)}; its fields are {', '.join(fields)}")
-    return dataclasses.replace(presets[name], **overrides)
+    return choose(presets, "GPT", name, overrides)
 
 
 class Attention(nnx.Module):
@@ -107,9 +100,8 @@ class Attention(nnx.Module):
             heads, config.embed_dim, axis=(-2, -1), kernel_init=_residual_init(config), rngs=rngs
         )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        mixed = jax.nn.dot_product_attention(self.query(x), self.key(x), self.value(x), is_causal=True)
-        return self.out(mixed)
+    def __call__(self, x: jax.Array, past: Past | None = None) -> jax.Array:
+        return self.out(attend_causally(self.query(x), self.key(x), self.value(x), past))
 
 
 class MLP(nnx.Module):
@@ -135,13 +127,13 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
         self.dropout = _dropout(config, rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def __call__(self, x: jax.Array, past: Past | None = None) -> jax.Array:
+        x = x + self.dropout(self.attention(self.attention_norm(x), past))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
 class GPT(nnx.Module):
-    """A decoder that predicts the next token. The classifier is the token embedding, transposed.
+    """A decoder that predicts the next token.
 
     Args:
         config: the sizes; see `gpt` for the known ones.
@@ -160,19 +152,31 @@ class GPT(nnx.Module):
         self.dropout = _dropout(config, rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = nnx.LayerNorm(config.embed_dim, epsilon=1e-5, rngs=rngs)
+        if not config.tied:
+            size = (config.embed_dim, config.vocab_size)
+            self.head = nnx.Linear(*size, use_bias=False, kernel_init=normal, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Tokens int[batch, sequence] to logits [batch, sequence, vocab] of the token after each."""
+        return self.classify(self.hidden(tokens))
+
+    def hidden(self, tokens: jax.Array, past: list[Past] | None = None) -> jax.Array:
+        """What the classifier sees: [batch, sequence, embed]. `past` (see `make_past`) holds earlier tokens."""
         length = tokens.shape[1]
-        if length > self.config.context:
-            raise ValueError(
-                f"a sequence of {length} tokens is longer than this model's context of {self.config.context}; "
-                f"cut it, or build the model with context={length}"
-            )
-        x = self.dropout(self.token_embed(tokens) + self.position_embed(jnp.arange(length)))
-        for block in self.blocks:
-            x = block(x)
-        return self.token_embed.attend(self.norm(x))
+        check_length(length, self.config.context)
+        x = self.dropout(self.token_embed(tokens) + self.position_embed(positions_of(length, past)))
+        for i, block in enumerate(self.blocks):
+            x = block(x, past[i] if past else None)
+        return self.norm(x)
+
+    def classify(self, hidden: jax.Array) -> jax.Array:
+        """Logits [..., vocab] of hidden states [..., embed]."""
+        return self.token_embed.attend(hidden) if self.config.tied else self.head(hidden)
+
+    def make_past(self, batch: int, room: int) -> list[Past]:
+        """An empty memory of up to `room` tokens for each layer."""
+        heads, dtype = (self.config.num_heads, self.config.head_dim), self.token_embed.embedding.dtype
+        return [Past.empty(batch, room, *heads, dtype) for _ in self.blocks]
 
 
 def _dropout(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
@@ -185,91 +189,21 @@ def _residual_init(config: GPTConfig) -> nnx.Initializer:
     return nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
 
 
-def loss(model: GPT, batch: Mapping[str, jax.Array]) -> jax.Array:
+def loss(model: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
     """Mean cross-entropy of the next token, in nats.
 
     Args:
         model: a GPT, or anything that maps int[batch, sequence] to logits [batch, sequence, vocab].
-        batch: `inputs` and `targets`, int[batch, sequence]; `targets[:, t]` is the token that follows `inputs[:, t]`.
-            They are two arrays, because a shift inside the loss would make neighbours in a split sequence communicate.
-    """
-    logits = model(batch["inputs"]).astype(jnp.float32)
-    # Not optax's form: its one-hot or gather over log-probabilities keeps a second [batch, sequence, vocab] array.
-    chosen = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
+        batch: `inputs` and `targets`, int[batch, sequence]; `targets[:, t]` is the token that follows `inputs[:, t]`,
+            or -100 where nothing is to be predicted. They are two arrays, because a shift inside the loss would make
+            neighbours in a split sequence communicate.
 
-
-def generate(
-    model: GPT,
-    tokens: jax.Array,
-    num_tokens: int,
-    key: jax.Array,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-) -> jax.Array:
-    """Continues each row of `tokens` by sampling; compiles once per shape.
-
-    There is no key-value cache: each new token runs the model over the whole window, which is as long as the text
-    and at most the model's context. Good for samples, not for serving.
-
-    Args:
-        model: a trained GPT; sampled in eval mode, and left as it was.
-        tokens: int[batch, length], length at least 1.
-        num_tokens: how many to add to each row.
-        key: randomness for the samples.
-        temperature: below 1 is bolder; 0 always takes the likeliest token.
-        top_k: sample among the k likeliest only.
-
-    Returns:
-        int32[batch, length + num_tokens], the given tokens first.
-
+    >>> tokens = jnp.arange(34).reshape(2, 17)
     >>> model = GPT(gpt("gpt-mini"), rngs=nnx.Rngs(0))
-    >>> generate(model, jnp.zeros([2, 3], jnp.int32), 5, jax.random.key(0)).shape
-    (2, 8)
+    >>> bool(5 < loss(model, {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}) < 6)
+    True
     """
-    if tokens.ndim != 2 or tokens.shape[1] == 0:
-        raise ValueError(f"generate needs tokens of shape [batch, length >= 1], not {list(tokens.shape)}")
-    if temperature < 0 or (top_k is not None and not 1 <= top_k <= model.config.vocab_size):
-        raise ValueError(
-            f"generate got temperature={temperature}, top_k={top_k}; "
-            f"it needs temperature >= 0 and 1 <= top_k <= {model.config.vocab_size}"
-        )
-    graph, state = nnx.split(model)
-    return _generate(graph, state, jnp.asarray(tokens, jnp.int32), key, num_tokens, float(temperature), top_k)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4, 5, 6))
-def _generate(
-    graph: nnx.GraphDef[GPT],
-    state: nnx.State,
-    tokens: jax.Array,
-    key: jax.Array,
-    num_tokens: int,
-    temperature: float,
-    top_k: int | None,
-) -> jax.Array:
-    model = nnx.merge(graph, state)
-    model.eval()
-    length = tokens.shape[1]
-    window = min(length + num_tokens, model.config.context)
-    text = jnp.pad(tokens, ((0, 0), (0, num_tokens)))
-
-    def add_token(position: jax.Array, text: jax.Array) -> jax.Array:
-        # What lies at or after `position` is not written yet; causality keeps it from the logits that are read.
-        start = jnp.maximum(position - window, 0)
-        logits = model(jax.lax.dynamic_slice_in_dim(text, start, window, axis=1))
-        logits = jax.lax.dynamic_index_in_dim(logits, position - 1 - start, axis=1, keepdims=False)
-        token = _sample(logits.astype(jnp.float32), jax.random.fold_in(key, position), temperature, top_k)
-        return jax.lax.dynamic_update_index_in_dim(text, token, position, axis=1)
-
-    return jax.lax.fori_loop(length, length + num_tokens, add_token, text)
-
-
-def _sample(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | None) -> jax.Array:
-    if temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if top_k is not None:
-        smallest_kept = jax.lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits < smallest_kept, -jnp.inf, logits)
-    return jax.random.categorical(key, logits / temperature, axis=-1).astype(jnp.int32)
+    if isinstance(model, GPT):
+        return cross_entropy(model.hidden(batch["inputs"]), batch["targets"], model.classify)
+    logits = model(batch["inputs"])
+    return cross_entropy(logits, batch["targets"], lambda logits: logits, chunk=logits.shape[1])

@@ -1,0 +1,191 @@
+"""Continuing texts with a trained decoder."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from cjax.models.gpt import GPT
+from cjax.models.llama import Llama
+from cjax.models.past import Past
+from cjax.models.t5 import T5
+
+Decoder = GPT | Llama | T5
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """How a token is chosen, and when a text ends."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    stop: tuple[int, ...]
+
+
+def generate(
+    model: Decoder,
+    tokens: jax.Array,
+    num_tokens: int,
+    key: jax.Array | None = None,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Sequence[int] = (),
+    present: jax.Array | None = None,
+) -> jax.Array:
+    """Continues each row of `tokens`, or answers it if the model is a T5; compiles once per shape.
+
+    Keys and values are computed once for each token, up to the model's context. Beyond it the window slides, and each
+    token costs a pass over the whole of it.
+
+    Args:
+        model: a trained GPT, Llama or T5; used in eval mode, and left as it was.
+        tokens: int[batch, length], length at least 1 and at most the context. A T5's encoder reads them.
+        num_tokens: how many to add to each row.
+        key: randomness for the samples; not needed at temperature 0.
+        temperature: below 1 is bolder; 0 always takes the likeliest token.
+        top_k: sample among the k likeliest only.
+        top_p: sample among the likeliest only, as few as have this probability together.
+        stop: tokens that end a text; the rest of its row repeats the one that did.
+        present: for a T5, [batch, length], 0 or False for padding.
+
+    Returns:
+        int32[batch, length + num_tokens], the given tokens first; of a T5 int32[batch, 1 + num_tokens], 0 first.
+
+    Raises:
+        ValueError: tokens or options that make no sense for this model.
+
+    >>> from cjax.models import gpt
+    >>> model = GPT(gpt("gpt-mini"), rngs=nnx.Rngs(0))
+    >>> generate(model, jnp.zeros([2, 3], jnp.int32), 5, jax.random.key(0)).shape
+    (2, 8)
+    """
+    choice = _Choice(float(temperature), top_k, None if top_p is None else float(top_p), tuple(map(int, stop)))
+    _check(model, tokens, key, choice, present)
+    graph, state = nnx.split(model)
+    key = jax.random.key(0) if key is None else key
+    return _generate(graph, state, jnp.asarray(tokens, jnp.int32), present, key, num_tokens, choice)
+
+
+def _check(
+    model: Decoder, tokens: jax.Array, key: jax.Array | None, choice: _Choice, present: jax.Array | None
+) -> None:
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise ValueError(f"generate needs tokens of shape [batch, length >= 1], not {list(tokens.shape)}")
+    if not isinstance(model, T5):
+        if tokens.shape[1] > model.config.context:
+            raise ValueError(
+                f"the prompt of {tokens.shape[1]} tokens is longer than this model's context of "
+                f"{model.config.context}; give its end: tokens[:, -{model.config.context}:]"
+            )
+        if present is not None:
+            raise ValueError("generate takes `present` for a T5 only; give other models prompts of one length")
+    if choice.temperature < 0 or (choice.top_k is not None and not 1 <= choice.top_k <= model.config.vocab_size):
+        raise ValueError(
+            f"generate got temperature={choice.temperature}, top_k={choice.top_k}; "
+            f"it needs temperature >= 0 and 1 <= top_k <= {model.config.vocab_size}"
+        )
+    if choice.top_p is not None and not 0 < choice.top_p <= 1:
+        raise ValueError(f"generate got top_p={choice.top_p}; it is a probability above 0, such as top_p=0.9")
+    if choice.temperature > 0 and key is None:
+        raise ValueError("generate samples at random: give it key=jax.random.key(0), or temperature=0")
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5, 6))
+def _generate(
+    graph: nnx.GraphDef[Decoder],
+    state: nnx.State,
+    tokens: jax.Array,
+    present: jax.Array | None,
+    key: jax.Array,
+    num_tokens: int,
+    choice: _Choice,
+) -> jax.Array:
+    model = nnx.merge(graph, state)
+    model.eval()
+    batch = tokens.shape[0]
+    if isinstance(model, T5):
+        source, start = model.remember(model.encode(tokens, present)), jnp.zeros([batch, 1], jnp.int32)
+        context = num_tokens + 1  # relative positions have no end
+
+        def run(new: jax.Array, past: list[Past] | None) -> jax.Array:
+            return model.decode(new, source, present, past)
+    else:
+        run, start, context = model.hidden, tokens, model.config.context
+
+    def choose(hidden: jax.Array, position: jax.Array | int, done: jax.Array, before: jax.Array) -> jax.Array:
+        logits = model.classify(hidden[:, -1:])[:, 0].astype(jnp.float32)
+        return jnp.where(done, before, _sample(logits, jax.random.fold_in(key, position), choice))
+
+    return _continue(run, choose, start, num_tokens, context, model.make_past, choice.stop)
+
+
+def _continue(
+    run: Callable[[jax.Array, list[Past] | None], jax.Array],
+    choose: Callable[..., jax.Array],
+    start: jax.Array,
+    num_tokens: int,
+    context: int,
+    make_past: Callable[[int, int], list[Past]],
+    stop: tuple[int, ...],
+) -> jax.Array:
+    """`start` with tokens added: from `run`, which gives hidden states, and `choose`, which picks by them."""
+    batch, length = start.shape
+    end = length + num_tokens
+    cached_end = min(end, context + 1)  # the last token of the context still chooses one without leaving the memory
+    text = jnp.pad(start, ((0, 0), (0, num_tokens)))
+    done = jnp.zeros([batch], bool)
+    if num_tokens == 0:
+        return text
+
+    def write(text: jax.Array, position: jax.Array | int, hidden: jax.Array, done: jax.Array) -> tuple:
+        before = jax.lax.dynamic_index_in_dim(text, position - 1, axis=1, keepdims=False)
+        token = choose(hidden, position, done, before)
+        done = done | jnp.isin(token, jnp.asarray(stop, jnp.int32))
+        return jax.lax.dynamic_update_index_in_dim(text, token, position, axis=1), done
+
+    def next_cached(carry: tuple) -> tuple:
+        position, text, done, past = carry
+        newest = jax.lax.dynamic_slice_in_dim(text, position - 1, 1, axis=1)
+        text, done = write(text, position, run(newest, past), done)
+        return position + 1, text, done, past
+
+    def next_sliding(carry: tuple) -> tuple:
+        position, text, done = carry
+        window = jax.lax.dynamic_slice_in_dim(text, position - context, context, axis=1)
+        text, done = write(text, position, run(window, None), done)
+        return position + 1, text, done
+
+    past = make_past(batch, min(end, context))
+    text, done = write(text, length, run(start, past), done)
+    position, text, done, _ = jax.lax.while_loop(
+        lambda carry: (carry[0] < cached_end) & ~carry[2].all(), next_cached, (length + 1, text, done, past)
+    )
+    if end > cached_end:
+        position, text, done = jax.lax.while_loop(
+            lambda carry: (carry[0] < end) & ~carry[2].all(), next_sliding, (position, text, done)
+        )
+    # All rows may have ended early: their last tokens fill what is left.
+    last = jax.lax.dynamic_slice_in_dim(text, position - 1, 1, axis=1)
+    return jnp.where(jnp.arange(end) < position, text, last)
+
+
+def _sample(logits: jax.Array, key: jax.Array, choice: _Choice) -> jax.Array:
+    if choice.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / choice.temperature
+    if choice.top_k is not None:
+        smallest_kept = jax.lax.top_k(logits, choice.top_k)[0][:, -1:]
+        logits = jnp.where(logits < smallest_kept, -jnp.inf, logits)
+    if choice.top_p is not None:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(ordered)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # together, of all that are likelier
+        smallest_kept = jnp.min(jnp.where(before < choice.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < smallest_kept, -jnp.inf, logits)
+    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
