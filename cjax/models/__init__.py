@@ -10,9 +10,10 @@ from cjax.models.t5 import T5, T5Config, t5
 from cjax.models.t5 import loss as t5_loss
 from cjax.models.vit import ViT, ViTConfig, vit
 from cjax.models.vit import loss as vit_loss
+from cjax.models.weights import config_of, load, readers, save
 
 __all__ = [
     "BERT", "GPT", "T5", "BERTConfig", "GPTConfig", "Llama", "LlamaConfig", "T5Config", "ViT", "ViTConfig", "bert",
-    "classes_loss", "cross_entropy", "generate", "gpt", "llama", "llama_loss", "loss", "masked_loss", "presets", "t5",
-    "t5_loss", "vit", "vit_loss",
+    "classes_loss", "config_of", "cross_entropy", "generate", "gpt", "llama", "llama_loss", "load", "loss",
+    "masked_loss", "presets", "readers", "save", "t5", "t5_loss", "vit", "vit_loss",
 ]  # fmt: skip

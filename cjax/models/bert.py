@@ -63,9 +63,13 @@ class BERTConfig:
             )
 
     @property
+    def mlp_width(self) -> int:
+        return self.mlp_dim or 4 * self.embed_dim
+
+    @property
     def num_params(self) -> int:
         """The number of trained values (a tied classifier of words is the token embedding, counted once)."""
-        embed, mlp, vocab = self.embed_dim, self.mlp_dim or 4 * self.embed_dim, self.vocab_size
+        embed, mlp, vocab = self.embed_dim, self.mlp_width, self.vocab_size
         dense = embed * embed + embed
         block = 4 * dense + 2 * embed * mlp + mlp + embed + 4 * embed
         total = self.num_layers * block + (vocab + self.context + self.num_types + 2) * embed
@@ -120,7 +124,7 @@ class MLP(nnx.Module):
     """Two linear layers with GELU between them."""
 
     def __init__(self, config: BERTConfig, *, rngs: nnx.Rngs):
-        mlp_dim = config.mlp_dim or 4 * config.embed_dim
+        mlp_dim = config.mlp_width
         self.up = _linear(config.embed_dim, mlp_dim, rngs)
         self.down = _linear(mlp_dim, config.embed_dim, rngs)
 
@@ -186,9 +190,9 @@ class BERT(nnx.Module):
         if config.pooling == "first":
             self.pooler = _linear(config.embed_dim, config.embed_dim, rngs)
         if config.head == "masked":
-            self.head = MaskedHead(config, rngs=rngs)
+            self.word_head = MaskedHead(config, rngs=rngs)
         elif config.head == "classes":
-            self.head = _linear(config.embed_dim, config.num_classes, rngs)
+            self.class_head = _linear(config.embed_dim, config.num_classes, rngs)
 
     def __call__(
         self, tokens: jax.Array, present: jax.Array | None = None, types: jax.Array | None = None
@@ -203,12 +207,10 @@ class BERT(nnx.Module):
         if self.config.head == "none":
             return self.hidden(tokens, present, types)
         if self.config.head == "masked":
-            return self.classify(self.head.transform(self.hidden(tokens, present, types)))
-        return self.head(self.dropout(self.pool(tokens, present, types)))
+            return self.classify(self.word_head.transform(self.hidden(tokens, present, types)))
+        return self.class_head(self.dropout(self.pool(tokens, present, types)))
 
-    def hidden(
-        self, tokens: jax.Array, present: jax.Array | None = None, types: jax.Array | None = None
-    ) -> jax.Array:
+    def hidden(self, tokens: jax.Array, present: jax.Array | None = None, types: jax.Array | None = None) -> jax.Array:
         """The encoder alone: [batch, sequence, embed]."""
         length = tokens.shape[1]
         check_length(length, self.config.context)
@@ -232,7 +234,7 @@ class BERT(nnx.Module):
 
     def classify(self, transformed: jax.Array) -> jax.Array:
         """Logits [..., vocab] of what the head "masked" has transformed."""
-        return self.head.classify(transformed, self.token_embed)
+        return self.word_head.classify(transformed, self.token_embed)
 
 
 def _linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
@@ -264,7 +266,7 @@ def masked_loss(model: BERT, batch: Mapping[str, jax.Array]) -> jax.Array:
     if model.config.head != "masked":
         raise ValueError(f"masked_loss needs a BERT with head='masked'; this one has head={model.config.head!r}")
     x = model.hidden(batch["inputs"], batch.get("present"), batch.get("types"))
-    return cross_entropy(model.head.transform(x), batch["targets"], model.classify)
+    return cross_entropy(model.word_head.transform(x), batch["targets"], model.classify)
 
 
 def classes_loss(model: BERT, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -116,7 +116,10 @@ def _generate(
         def run(new: jax.Array, past: list[Past] | None) -> jax.Array:
             return model.decode(new, source, present, past)
     else:
-        run, start, context = model.hidden, tokens, model.config.context
+        start, context = tokens, model.config.context
+
+        def run(new: jax.Array, past: list[Past] | None) -> jax.Array:
+            return model.hidden(new, past)
 
     def choose(hidden: jax.Array, position: jax.Array | int, done: jax.Array, before: jax.Array) -> jax.Array:
         logits = model.classify(hidden[:, -1:])[:, 0].astype(jnp.float32)

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from cjax.models.cross_entropy import cross_entropy
@@ -50,9 +49,13 @@ class GPTConfig:
         return self.embed_dim // self.num_heads
 
     @property
+    def mlp_width(self) -> int:
+        return self.mlp_dim or 4 * self.embed_dim
+
+    @property
     def num_params(self) -> int:
         """The number of trained values (a tied classifier is the token embedding, counted once)."""
-        embed, mlp = self.embed_dim, self.mlp_dim or 4 * self.embed_dim
+        embed, mlp = self.embed_dim, self.mlp_width
         attention = 4 * embed * embed + 4 * embed
         block = attention + 2 * embed * mlp + mlp + embed + 4 * embed
         tables = (self.vocab_size * (1 if self.tied else 2) + self.context) * embed
@@ -108,7 +111,7 @@ class MLP(nnx.Module):
     """Two linear layers with GPT-2's tanh form of GELU between them."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        mlp_dim = config.mlp_dim or 4 * config.embed_dim
+        mlp_dim = config.mlp_width
         normal = nnx.initializers.normal(0.02)
         self.up = nnx.Linear(config.embed_dim, mlp_dim, kernel_init=normal, rngs=rngs)
         self.down = nnx.Linear(mlp_dim, config.embed_dim, kernel_init=_residual_init(config), rngs=rngs)

@@ -60,9 +60,7 @@ def check_choice(config: Any, name: str, choices: tuple[Any, ...]) -> None:
     """Refuses a value that is none of `choices`."""
     value = getattr(config, name)
     if value not in choices:
-        raise ValueError(
-            f"{type(config).__name__}: {name} is {value!r}; write one of {', '.join(map(repr, choices))}"
-        )
+        raise ValueError(f"{type(config).__name__}: {name} is {value!r}; write one of {', '.join(map(repr, choices))}")
 
 
 def check_length(length: int, context: int, what: str = "tokens") -> None:

@@ -172,15 +172,18 @@ class MLP(nnx.Module):
     """Two linear layers with ReLU between them, or one gated by the GELU of another."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
-        self.up = _linear(config.embed_dim, config.mlp_dim, _normal(config), rngs)
-        self.down = _linear(config.mlp_dim, config.embed_dim, nnx.initializers.normal(config.mlp_dim**-0.5), rngs)
+        inner, outer = _normal(config), nnx.initializers.normal(config.mlp_dim**-0.5)
         if config.gated:
-            self.gate = _linear(config.embed_dim, config.mlp_dim, _normal(config), rngs)
+            self.gate = _linear(config.embed_dim, config.mlp_dim, inner, rngs)
+            self.linear = _linear(config.embed_dim, config.mlp_dim, inner, rngs)
+        else:
+            self.up = _linear(config.embed_dim, config.mlp_dim, inner, rngs)
+        self.down = _linear(config.mlp_dim, config.embed_dim, outer, rngs)
         self.dropout = _dropout(config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if hasattr(self, "gate"):
-            return self.down(self.dropout(jax.nn.gelu(self.gate(x), approximate=True) * self.up(x)))
+            return self.down(self.dropout(jax.nn.gelu(self.gate(x), approximate=True) * self.linear(x)))
         return self.down(self.dropout(jax.nn.relu(self.up(x))))
 
 

@@ -55,9 +55,13 @@ class ViTConfig:
         return (self.image_size // self.patch_size) ** 2
 
     @property
+    def mlp_width(self) -> int:
+        return self.mlp_dim or 4 * self.embed_dim
+
+    @property
     def num_params(self) -> int:
         """The number of trained values."""
-        embed, mlp = self.embed_dim, self.mlp_dim or 4 * self.embed_dim
+        embed, mlp = self.embed_dim, self.mlp_width
         block = 4 * embed * embed + 4 * embed + 2 * embed * mlp + mlp + embed + 4 * embed
         patches = self.num_channels * self.patch_size**2 * embed + embed + (self.num_patches + 2) * embed
         return self.num_layers * block + patches + 2 * embed + (embed + 1) * self.num_classes
@@ -109,7 +113,7 @@ class MLP(nnx.Module):
     """Two linear layers with GELU between them."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
-        mlp_dim = config.mlp_dim or 4 * config.embed_dim
+        mlp_dim = config.mlp_width
         normal = nnx.initializers.normal(0.02)
         self.up = nnx.Linear(config.embed_dim, mlp_dim, kernel_init=normal, rngs=rngs)
         self.down = nnx.Linear(mlp_dim, config.embed_dim, kernel_init=normal, rngs=rngs)
@@ -149,9 +153,7 @@ class ViT(nnx.Module):
         self.config = config
         normal = nnx.initializers.normal(0.02)
         patch = (config.patch_size, config.patch_size, config.num_channels)
-        self.patch_embed = nnx.LinearGeneral(
-            patch, config.embed_dim, axis=(-3, -2, -1), kernel_init=normal, rngs=rngs
-        )
+        self.patch_embed = nnx.LinearGeneral(patch, config.embed_dim, axis=(-3, -2, -1), kernel_init=normal, rngs=rngs)
         self.class_token = nnx.Param(jnp.zeros([config.embed_dim]))
         self.position_embed = nnx.Param(normal(rngs.params(), (1 + config.num_patches, config.embed_dim)))
         self.dropout = _dropout(config, rngs)
