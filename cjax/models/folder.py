@@ -18,13 +18,13 @@ def read_json(path: Path) -> dict[str, Any]:
         FileNotFoundError: no such folder or file, with what is there.
         ValueError: it is no JSON.
     """
+    if not path.exists():
+        raise FileNotFoundError(f"no such folder: {path}; give the folder that save_pretrained wrote")
     folder = path if path.is_dir() else path.parent
     file = folder / "config.json"
     if not file.is_file():
-        there = ", ".join(sorted(f.name for f in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
-        raise FileNotFoundError(
-            f"no config.json in {folder} (there: {there}); give the folder that save_pretrained wrote"
-        )
+        there = ", ".join(sorted(other.name for other in folder.iterdir())[:8]) or "nothing"
+        raise FileNotFoundError(f"no config.json in {folder}, but {there}; give the folder that save_pretrained wrote")
     try:
         return json.loads(file.read_text())
     except json.JSONDecodeError as error:

@@ -62,7 +62,6 @@ class LlamaConfig:
         check_divides(self, "num_heads", "num_kv_heads", "groups")
         if self.head_dim is None:
             check_divides(self, "embed_dim", "num_heads", "heads")
-            object.__setattr__(self, "head_dim", self.embed_dim // self.num_heads)
         if self.width % 2:
             raise ValueError(
                 f"LlamaConfig: head_dim is {self.width}, and rotary positions turn pairs of numbers; "
@@ -76,9 +75,8 @@ class LlamaConfig:
 
     @property
     def width(self) -> int:
-        """`head_dim`, which is a number once the config is made."""
-        assert self.head_dim is not None
-        return self.head_dim
+        """Of a head, whether it is given or not."""
+        return self.head_dim or self.embed_dim // self.num_heads
 
     @property
     def num_params(self) -> int:

@@ -56,9 +56,7 @@ class T5Config:
     tied: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_decoder_layers is None:
-            object.__setattr__(self, "num_decoder_layers", self.num_layers)
-        counts = ("num_layers", "num_decoder_layers", "num_heads", "head_dim", "embed_dim", "mlp_dim", "vocab_size")
+        counts = ("num_layers", "decoder_layers", "num_heads", "head_dim", "embed_dim", "mlp_dim", "vocab_size")
         check_counts(self, *counts)
         check_rate(self, "dropout")
         if self.num_buckets < 4 or self.num_buckets % 4 or self.max_distance <= self.num_buckets // 2:
@@ -69,9 +67,8 @@ class T5Config:
 
     @property
     def decoder_layers(self) -> int:
-        """`num_decoder_layers`, which is a number once the config is made."""
-        assert self.num_decoder_layers is not None
-        return self.num_decoder_layers
+        """Of the decoder, whether they are given or not."""
+        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
 
     @property
     def num_params(self) -> int:

@@ -248,7 +248,7 @@ _llama = Table(
     # The older form of rotary positions, which every version of transformers reads.
     write={
         "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
-        "hidden_size": "embed_dim", "intermediate_size": "mlp_dim", "head_dim": "head_dim",
+        "hidden_size": "embed_dim", "intermediate_size": "mlp_dim", "head_dim": "width",
         "max_position_embeddings": "context", "vocab_size": "vocab_size", "rms_norm_eps": "norm_epsilon",
         "tie_word_embeddings": "tied", "rope_theta": "rope_theta", "rope_scaling.factor": "rope_factor",
         "rope_scaling.low_freq_factor": "rope_low", "rope_scaling.high_freq_factor": "rope_high",
@@ -317,7 +317,7 @@ _t5 = Table(
         "gated": ("feed_forward_proj",), "tied": ("scale_decoder_outputs", "tie_word_embeddings"),
     },
     write={
-        "num_layers": "num_layers", "num_decoder_layers": "num_decoder_layers", "num_heads": "num_heads",
+        "num_layers": "num_layers", "num_decoder_layers": "decoder_layers", "num_heads": "num_heads",
         "d_kv": "head_dim", "d_model": "embed_dim", "d_ff": "mlp_dim", "vocab_size": "vocab_size",
         "relative_attention_num_buckets": "num_buckets", "relative_attention_max_distance": "max_distance",
         "layer_norm_epsilon": "norm_epsilon", "feed_forward_proj": "gated", "tie_word_embeddings": "tied",

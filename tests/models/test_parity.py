@@ -1,6 +1,6 @@
 """Our models beside transformers' on the CPU: logits, loss, every gradient, weights both ways, greedy texts.
 
-Needs torch and transformers, which the default suite does not: `pytest -m parity tests/models` where they are installed.
+Needs torch and transformers, which the default suite does not: `pytest -m parity tests/models` where they are.
 """
 
 import copy
@@ -123,7 +123,9 @@ CASES = {
     ),
     "bert-masked": Case("BertForMaskedLM", "BertConfig", BERT, masked_loss, masked),
     "bert-untied": Case("BertForMaskedLM", "BertConfig", BERT | dict(tie_word_embeddings=False), masked_loss, masked),
-    "bert-classes": Case("BertForSequenceClassification", "BertConfig", BERT | dict(num_labels=5), classes_loss, classes),
+    "bert-classes": Case(
+        "BertForSequenceClassification", "BertConfig", BERT | dict(num_labels=5), classes_loss, classes
+    ),
     "vit": Case("ViTForImageClassification", "ViTConfig", VIT, vit_loss, images),
     "vit-wide-patches": Case(
         "ViTForImageClassification", "ViTConfig", VIT | dict(patch_size=6, layer_norm_eps=1e-6), vit_loss, images
@@ -229,7 +231,7 @@ def test_they_read_what_we_save(pair: tuple[Case, Any, Any], tmp_path: Path):
     _, given = case.batch()
     wanted, found = theirs(**as_torch(given)).logits, again.eval()(**as_torch(given)).logits
     np.testing.assert_array_equal(found.detach().numpy(), wanted.detach().numpy())
-    assert dataclasses.asdict(load(tmp_path).config) == dataclasses.asdict(model.config)
+    assert load(tmp_path).config == model.config
 
 
 def test_greedy_texts_are_the_same(pair: tuple[Case, Any, Any]):
@@ -279,3 +281,54 @@ def test_minilm_embeds_sentences_as_transformers_does():
     np.testing.assert_array_equal(np.argsort(found @ found.T), np.argsort(wanted @ wanted.T))
     assert json.loads((minilm() / "config.json").read_text())["hidden_dropout_prob"] == 0.1  # and yet:
     assert model.config.dropout == 0
+
+
+GOLDEN = Path(__file__).parent / "golden"
+SMALL = {
+    "gpt2": dict(n_layer=1, n_embd=8, n_head=2, vocab_size=13, n_positions=8, bos_token_id=0, eos_token_id=0),
+    "bert-masked": BERT | dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=10,
+                               vocab_size=13, max_position_embeddings=8),
+    "vit": VIT | dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=10, image_size=8),
+    "t5-1.1": T5 | dict(num_layers=1, d_model=8, num_heads=2, d_kv=3, d_ff=10, vocab_size=13,
+                        feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "llama-3.1": LLAMA | dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=4, intermediate_size=10,
+                              vocab_size=13, rope_parameters=LLAMA3),
+}  # fmt: skip
+
+
+def golden_inputs(name: str) -> Arrays:
+    rng = np.random.default_rng(0)
+    if name == "vit":
+        return {"inputs": rng.normal(size=(2, 8, 8, 2)).astype(np.float32)}
+    names = ("inputs", "decoder_inputs") if name.startswith("t5") else ("inputs",)
+    return {each: rng.integers(0, 13, (2, 7)) for each in names}
+
+
+def their_logits(name: str, model: Any, inputs: Arrays) -> np.ndarray:
+    given = as_torch(inputs)
+    if name == "vit":
+        return model(pixel_values=given["inputs"].permute(0, 3, 1, 2)).logits.detach().numpy()
+    extra = {"decoder_input_ids": given["decoder_inputs"]} if "decoder_inputs" in given else {}
+    return model(input_ids=given["inputs"], **extra).logits.detach().numpy()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_golden_folders_are_what_transformers_says(name: str):
+    """The default suite has no transformers; it reads these. Delete a folder to have it written anew."""
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    case, folder = CASES[name], GOLDEN / name
+    kind = getattr(transformers, case.architecture)
+    if not folder.exists():
+        torch.manual_seed(0)
+        made = kind(getattr(transformers, case.config)(**SMALL[name])).eval()
+        with torch.no_grad():
+            for param in made.parameters():
+                param.add_(0.3 * torch.randn(param.shape))
+        made.save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        inputs = golden_inputs(name)
+        np.savez(folder / "expected.npz", **inputs, logits=their_logits(name, made, inputs))
+    found = np.load(folder / "expected.npz")
+    inputs = {each: found[each] for each in found if each != "logits"}
+    logits = their_logits(name, kind.from_pretrained(folder).eval(), inputs)
+    np.testing.assert_allclose(found["logits"], logits, atol=1e-5)

@@ -1,0 +1,127 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from models import by_hand as hand
+
+from cjax.models import GPT, T5, Llama, generate
+from cjax.models.gpt import GPTConfig
+from cjax.models.llama import LlamaConfig
+from cjax.models.t5 import T5Config
+
+VOCAB, CONTEXT = 29, 16
+MODELS = {
+    "gpt": lambda: GPT(GPTConfig(2, 3, 12, 20, CONTEXT, VOCAB), rngs=nnx.Rngs(0)),
+    "llama": lambda: Llama(
+        LlamaConfig(2, 4, 2, 16, 20, context=CONTEXT, vocab_size=VOCAB, rope_factor=4.0), rngs=nnx.Rngs(0)
+    ),
+    "t5": lambda: T5(T5Config(2, 2, 3, 4, 12, 20, VOCAB, num_buckets=8, max_distance=9), rngs=nnx.Rngs(0)),
+}
+
+
+def make(name: str) -> GPT | Llama | T5:
+    return hand.generic(MODELS[name]())
+
+
+def make_tokens(length: int, batch: int = 3) -> np.ndarray:
+    return np.random.default_rng(7).integers(0, VOCAB, (batch, length))
+
+
+def by_whole_passes(model, tokens: np.ndarray, num_tokens: int, present=None) -> np.ndarray:
+    """Greedy, without any memory."""
+    text = np.zeros([len(tokens), 1], int) if isinstance(model, T5) else tokens
+    whole = jax.jit(lambda text: model(jnp.asarray(tokens), text, present) if isinstance(model, T5) else model(text))
+    for _ in range(num_tokens):
+        window = text[:, -CONTEXT:]
+        later = CONTEXT - window.shape[1]  # one shape, so that it compiles once; nobody looks at what comes later
+        logits = whole(np.pad(window, ((0, 0), (0, later))))[:, window.shape[1] - 1]
+        text = np.concatenate([text, np.argmax(logits, -1)[:, None]], axis=1)
+    return text
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_texts_equal_whole_passes(name: str):
+    model, tokens = make(name), make_tokens(5)
+    made = generate(model, jnp.asarray(tokens), 9, temperature=0)
+    expected = by_whole_passes(model, tokens, 9)
+    assert len(np.unique(expected)) > 4
+    np.testing.assert_array_equal(made, expected)
+
+
+def test_a_text_longer_than_the_context_goes_on():
+    model, tokens = make("llama"), make_tokens(14)
+    np.testing.assert_array_equal(
+        generate(model, jnp.asarray(tokens), 5, temperature=0), by_whole_passes(model, tokens, 5)
+    )
+
+
+def test_padding_of_what_t5_reads_makes_no_difference():
+    model, tokens = make("t5"), make_tokens(6)
+    present = np.arange(6) < np.array([4, 6, 5])[:, None]
+    other = np.where(present, tokens, 1)
+    made = generate(model, jnp.asarray(tokens), 6, temperature=0, present=jnp.asarray(present))
+    np.testing.assert_array_equal(
+        made, generate(model, jnp.asarray(other), 6, temperature=0, present=jnp.asarray(present))
+    )
+    np.testing.assert_array_equal(made, by_whole_passes(model, tokens, 6, jnp.asarray(present)))
+
+
+def test_a_row_ends_at_a_stop_token_and_repeats_it():
+    model, tokens = make("gpt"), make_tokens(5)
+    free = np.asarray(generate(model, jnp.asarray(tokens), 9, temperature=0))
+    stop = [int(free[0, 7]), int(free[1, 9])]
+    made = np.asarray(generate(model, jnp.asarray(tokens), 9, temperature=0, stop=stop))
+    for row, wanted in zip(made, free, strict=True):
+        ends = [t for t in range(5, 14) if wanted[t] in stop]
+        end = ends[0] if ends else 13
+        np.testing.assert_array_equal(row[: end + 1], wanted[: end + 1])
+        assert (row[end:] == row[end]).all()
+    assert (made[0] != free[0]).any()
+    alone = generate(model, jnp.asarray(tokens[:1]), 9, temperature=0, stop=stop)  # the loop ends early
+    np.testing.assert_array_equal(alone, made[:1])
+
+
+def test_samples_have_the_probabilities_of_the_model():
+    """4,000 samples of one token, beside the softmax of the logits over what top_k and top_p keep."""
+    model, prompt = make("gpt"), make_tokens(3, batch=1)
+    tokens = jnp.asarray(np.repeat(prompt, 4000, axis=0))
+    logits = np.asarray(model(jnp.asarray(prompt)))[0, -1].astype(np.float64) / 2
+    likely = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    order = np.argsort(-likely)
+    for options, kept in (
+        ({}, order),
+        ({"top_k": 3}, order[:3]),
+        ({"top_p": 0.6}, order[: 1 + np.searchsorted(np.cumsum(likely[order]), 0.6)]),
+    ):
+        wanted = np.zeros(VOCAB)
+        wanted[kept] = likely[kept] / likely[kept].sum()
+        made = np.asarray(generate(model, tokens, 1, jax.random.key(0), temperature=2.0, **options))[:, -1]
+        found = np.bincount(made, minlength=VOCAB) / len(made)
+        assert (found[wanted == 0] == 0).all()
+        assert np.abs(found - wanted).max() < 0.04, options
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_tokens_are_no_change(name: str):
+    tokens = jnp.asarray(make_tokens(4))
+    start = jnp.zeros([3, 1], int) if name == "t5" else tokens
+    np.testing.assert_array_equal(generate(make(name), tokens, 0, temperature=0), start)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tokens": np.zeros([1, CONTEXT + 1], int)}, r"context of 16; give its end: tokens\[:, -16:\]"),
+        ({"tokens": np.zeros([4], int)}, "length >= 1"),
+        ({"temperature": -1}, "temperature >= 0"),
+        ({"top_k": 0, "key": jax.random.key(0)}, "top_k"),
+        ({"top_p": 0.0, "key": jax.random.key(0)}, "top_p=0.9"),
+        ({}, r"key=jax.random.key\(0\)"),
+        ({"temperature": 0, "present": np.ones([1, 2])}, "T5 only"),
+    ],
+)
+def test_bad_options_say_what_to_write(options: dict, message: str):
+    tokens = jnp.asarray(options.pop("tokens", np.zeros([1, 2], int)))
+    with pytest.raises(ValueError, match=message):
+        generate(make("gpt"), tokens, 3, **options)
