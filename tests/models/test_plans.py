@@ -1,0 +1,149 @@
+"""The models under cjax, which knows nothing of them: their dims are found, and each trains on eight devices."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import cjax
+from cjax.models import (
+    BERT,
+    GPT,
+    T5,
+    Llama,
+    ViT,
+    llama_loss,
+    load,
+    loss,
+    masked_loss,
+    readers,
+    save,
+    t5_loss,
+    vit_loss,
+)
+from cjax.models.bert import BERTConfig
+from cjax.models.gpt import GPTConfig
+from cjax.models.llama import LlamaConfig
+from cjax.models.t5 import T5Config
+from cjax.models.vit import ViTConfig
+from cjax.tree import leaf_names
+
+BATCH, LENGTH, SOURCE, VOCAB = 8, 12, 20, 64
+SIZES: dict[str, Any] = dict(num_layers=3, num_heads=4, embed_dim=40, vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiles_quickly(quick_compiles: None) -> None:
+    """Every test here compiles several programs."""
+
+
+def tokens(length: int = LENGTH, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, VOCAB, (BATCH, length)).astype(np.int32)
+
+
+def some(labels: np.ndarray) -> np.ndarray:
+    """Labels of which a fifth don't count."""
+    return np.where(np.random.default_rng(1).random(labels.shape) < 0.2, -100, labels).astype(np.int32)
+
+
+def present(length: int) -> np.ndarray:
+    return np.arange(length) < np.random.default_rng(2).integers(4, length + 1, BATCH)[:, None]
+
+
+def classes(number: int) -> np.ndarray:
+    return np.random.default_rng(3).integers(0, number, BATCH)
+
+
+def text(length: int = LENGTH) -> dict[str, np.ndarray]:
+    whole = tokens(length + 1)
+    return {"inputs": whole[:, :-1], "targets": some(whole[:, 1:])}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, its loss and a batch; what of its parameters `tensor` splits, and which runs of equal layers it has."""
+
+    kind: Callable[..., nnx.Module]
+    config: Any
+    loss: Callable[..., Any]
+    batch: Callable[[], dict[str, np.ndarray]]
+    split: str = "(query|key|value)/(kernel|bias)|out/kernel|(up|gate|linear)/(kernel|bias)|down/kernel|token_embed"
+    layers: dict[int, str] = dataclasses.field(default_factory=lambda: {3: "blocks/0"})
+
+
+CASES = {
+    "gpt": Case(GPT, GPTConfig(**SIZES, context=256), loss, lambda: text(256)),  # long enough for chunks of logits
+    "bert": Case(
+        BERT, BERTConfig(**SIZES, context=32), masked_loss, lambda: {**text(), "present": present(LENGTH)},
+        layers={3: "embed_norm"},  # each layer ends with a norm, and the one before the first looks like theirs
+    ),
+    "vit": Case(
+        ViT, ViTConfig(3, 4, 40, image_size=12, patch_size=4, num_classes=10), vit_loss,
+        lambda: {"images": np.random.default_rng(0).normal(size=(BATCH, 12, 12, 3)), "labels": classes(10)},
+    ),
+    "t5": Case(
+        T5, T5Config(**SIZES, num_decoder_layers=2, head_dim=6, mlp_dim=64, gated=True), t5_loss,
+        lambda: {**text(), "source": tokens(SOURCE, 4), "present": present(SOURCE)}, layers={3: "encoder/0", 2: "decoder/0"},
+    ),
+    "llama": Case(
+        Llama, LlamaConfig(**{**SIZES, "num_heads": 8}, num_kv_heads=4, head_dim=6, mlp_dim=64, context=32), llama_loss, text
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def program(name: str) -> cjax.Program:
+    case = CASES[name]
+    batch = jax.tree.map(jnp.asarray, case.batch())
+    build = lambda rngs: case.kind(case.config, rngs=rngs)  # noqa: E731
+    return cjax.parallelize(build, case.loss, optax.adam(1e-2), batch, plan="data=2 tensor=4")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_trains_on_eight_devices_as_on_one(name: str):
+    batch = jax.tree.map(jnp.asarray, CASES[name].batch())
+    state = program(name).init(0)
+    check = program(name).check(state, batch)
+    assert "agrees with one device" in str(check)
+    losses = []
+    for _ in range(4):
+        state, metrics = program(name).step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.1 and np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_large_parameters_are_split(name: str):
+    state = program(name).init(0)
+    params = program(name).params(state)
+    held = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+    wanted = {path for path in held if re.search(CASES[name].split, path)}
+    split = {path for path, leaf in held.items() if leaf.addressable_shards[0].data.size * 4 == leaf.size}
+    assert wanted and not wanted - split, f"whole: {sorted(wanted - split)}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_layers_are_found(name: str):
+    described = str(program(name).trace)
+    for number, stack in CASES[name].layers.items():
+        assert f"{number} x {stack} " in described, described
+
+
+def test_weights_in_a_folder_start_a_program(tmp_path: Path):
+    case = CASES["llama"]
+    model = case.kind(case.config, rngs=nnx.Rngs(5))
+    save(tmp_path, model)
+    state = program("llama").init(0, params=readers(tmp_path))
+    found, wanted = program("llama").params(state), nnx.state(load(tmp_path), nnx.Param)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(found), jax.tree.leaves(wanted))
+    kernel = jax.tree.leaves(found)[0]
+    assert len(kernel.sharding.device_set) == 8
