@@ -92,10 +92,12 @@ CASES = {
     ),
     "t5": Case(
         T5, T5Config(**SIZES, num_decoder_layers=2, head_dim=6, mlp_dim=64, gated=True), t5_loss,
-        lambda: {**text(), "source": tokens(SOURCE, 4), "present": present(SOURCE)}, layers={3: "encoder/0", 2: "decoder/0"},
+        lambda: {**text(), "source": tokens(SOURCE, 4), "present": present(SOURCE)},
+        layers={3: "encoder/0", 2: "decoder/0"},
     ),
     "llama": Case(
-        Llama, LlamaConfig(**{**SIZES, "num_heads": 8}, num_kv_heads=4, head_dim=6, mlp_dim=64, context=32), llama_loss, text
+        Llama, LlamaConfig(**{**SIZES, "num_heads": 8}, num_kv_heads=4, head_dim=6, mlp_dim=64, context=32),
+        llama_loss, text,
     ),
 }  # fmt: skip
 
