@@ -20,7 +20,8 @@ def cross_entropy(
         hidden: [batch, sequence, embed], what the classifier sees.
         labels: int[batch, sequence], from 0 to the number of classes - 1, or `IGNORED`. Others give NaN.
         classify: maps hidden [batch, positions, embed] to logits [batch, positions, classes].
-        chunk: at most this many positions of a row at a time.
+        chunk: at most this many positions of a row at a time. The whole length keeps all logits, and saves classifying
+            them again.
 
     >>> table = jnp.eye(4, 7)
     >>> loss = cross_entropy(jnp.zeros([2, 5, 4]), jnp.ones([2, 5], int), lambda hidden: hidden @ table, chunk=2)

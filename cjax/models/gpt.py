@@ -192,7 +192,7 @@ def _residual_init(config: GPTConfig) -> nnx.Initializer:
     return nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
 
 
-def loss(model: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+def loss(model: Any, batch: Mapping[str, jax.Array], *, chunk: int = 128) -> jax.Array:
     """Mean cross-entropy of the next token, in nats.
 
     Args:
@@ -200,6 +200,7 @@ def loss(model: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
         batch: `inputs` and `targets`, int[batch, sequence]; `targets[:, t]` is the token that follows `inputs[:, t]`,
             or -100 where nothing is to be predicted. They are two arrays, because a shift inside the loss would make
             neighbours in a split sequence communicate.
+        chunk: how many positions of a row are classified at a time; see `cross_entropy`.
 
     >>> tokens = jnp.arange(34).reshape(2, 17)
     >>> model = GPT(gpt("gpt-mini"), rngs=nnx.Rngs(0))
@@ -207,6 +208,6 @@ def loss(model: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
     True
     """
     if isinstance(model, GPT):
-        return cross_entropy(model.hidden(batch["inputs"]), batch["targets"], model.classify)
+        return cross_entropy(model.hidden(batch["inputs"]), batch["targets"], model.classify, chunk=chunk)
     logits = model(batch["inputs"])
     return cross_entropy(logits, batch["targets"], lambda logits: logits, chunk=logits.shape[1])

@@ -241,17 +241,18 @@ def _norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
 
 
-def loss(model: Llama, batch: Mapping[str, jax.Array]) -> jax.Array:
+def loss(model: Llama, batch: Mapping[str, jax.Array], *, chunk: int = 128) -> jax.Array:
     """Mean cross-entropy of the next token, in nats.
 
     Args:
         model: a Llama.
         batch: `inputs` and `targets`, int[batch, sequence]; `targets[:, t]` is the token that follows `inputs[:, t]`,
             or -100 where nothing is to be predicted, such as in a prompt.
+        chunk: how many positions of a row are classified at a time; see `cross_entropy`.
 
     >>> tokens = jnp.arange(34).reshape(2, 17)
     >>> model = Llama(llama("llama-mini"), rngs=nnx.Rngs(0))
     >>> bool(5 < loss(model, {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}) < 6)
     True
     """
-    return cross_entropy(model.hidden(batch["inputs"]), batch["targets"], model.classify)
+    return cross_entropy(model.hidden(batch["inputs"]), batch["targets"], model.classify, chunk=chunk)

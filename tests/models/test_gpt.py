@@ -89,13 +89,14 @@ def test_logits_equal_the_architecture_written_by_hand():
     np.testing.assert_allclose(model(tokens), reference_logits(model, np.asarray(tokens)), rtol=2e-4, atol=2e-4)
 
 
-def test_loss_is_the_mean_cross_entropy():
+@pytest.mark.parametrize("chunk", [4, 128])
+def test_loss_is_the_mean_cross_entropy(chunk: int):
     model, tokens = make_generic(), make_tokens(12)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     logits = reference_logits(model, np.asarray(batch["inputs"]))
     picked = np.take_along_axis(logits, np.asarray(batch["targets"])[..., None], -1)[..., 0]
     expected = (np.log(np.exp(logits).sum(-1)) - picked).mean()
-    np.testing.assert_allclose(loss(model, batch), expected, rtol=1e-5)
+    np.testing.assert_allclose(loss(model, batch, chunk=chunk), expected, rtol=1e-5)
 
 
 def test_starts_near_the_uniform_guess():
