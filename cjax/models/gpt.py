@@ -143,7 +143,7 @@ class GPT(nnx.Module):
         rngs: a `params` stream, and a `dropout` stream when `config.dropout` is not 0.
 
     >>> model = GPT(gpt("gpt-mini"), rngs=nnx.Rngs(0))
-    >>> model(jnp.zeros([2, 16], jnp.int32)).shape
+    >>> model(jax.numpy.zeros([2, 16], int)).shape
     (2, 16, 256)
     """
 
@@ -202,7 +202,7 @@ def loss(model: Any, batch: Mapping[str, jax.Array], *, chunk: int = 128) -> jax
             neighbours in a split sequence communicate.
         chunk: how many positions of a row are classified at a time; see `cross_entropy`.
 
-    >>> tokens = jnp.arange(34).reshape(2, 17)
+    >>> tokens = jax.numpy.arange(34).reshape(2, 17)
     >>> model = GPT(gpt("gpt-mini"), rngs=nnx.Rngs(0))
     >>> bool(5 < loss(model, {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}) < 6)
     True
