@@ -250,7 +250,7 @@ def _dropout(config: BERTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
-def masked_loss(model: BERT, batch: Mapping[str, jax.Array], *, chunk: int = 128) -> jax.Array:
+def masked_loss(model: BERT, batch: Mapping[str, jax.Array], *, chunk: int = 256) -> jax.Array:
     """Mean cross-entropy of the words that were masked, in nats.
 
     Args:

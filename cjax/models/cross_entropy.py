@@ -9,7 +9,7 @@ IGNORED = -100  # the label of positions that don't count, as in PyTorch and so 
 
 
 def cross_entropy(
-    hidden: jax.Array, labels: jax.Array, classify: Callable[[jax.Array], jax.Array], *, chunk: int = 128
+    hidden: jax.Array, labels: jax.Array, classify: Callable[[jax.Array], jax.Array], *, chunk: int = 256
 ) -> jax.Array:
     """Mean cross-entropy in nats over the labels that aren't `IGNORED`; 0 if there are none.
 
@@ -29,7 +29,7 @@ def cross_entropy(
     True
     """
     if chunk < 1:
-        raise ValueError(f"cross_entropy got chunk={chunk}; it needs at least 1 position at a time, such as chunk=128")
+        raise ValueError(f"cross_entropy got chunk={chunk}; it needs at least 1 position at a time, such as chunk=256")
     if hidden.shape[:2] != labels.shape:
         raise ValueError(
             f"cross_entropy needs one label for each position: hidden is {list(hidden.shape)}, so labels must be "

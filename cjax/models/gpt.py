@@ -192,7 +192,7 @@ def _residual_init(config: GPTConfig) -> nnx.Initializer:
     return nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
 
 
-def loss(model: Any, batch: Mapping[str, jax.Array], *, chunk: int = 128) -> jax.Array:
+def loss(model: Any, batch: Mapping[str, jax.Array], *, chunk: int = 256) -> jax.Array:
     """Mean cross-entropy of the next token, in nats.
 
     Args:

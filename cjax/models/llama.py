@@ -241,7 +241,7 @@ def _norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
 
 
-def loss(model: Llama, batch: Mapping[str, jax.Array], *, chunk: int = 128) -> jax.Array:
+def loss(model: Llama, batch: Mapping[str, jax.Array], *, chunk: int = 256) -> jax.Array:
     """Mean cross-entropy of the next token, in nats.
 
     Args:

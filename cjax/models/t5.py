@@ -330,7 +330,7 @@ def _dropout(config: T5Config, rngs: nnx.Rngs) -> nnx.Dropout:
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
-def loss(model: T5, batch: Mapping[str, jax.Array], *, chunk: int = 128) -> jax.Array:
+def loss(model: T5, batch: Mapping[str, jax.Array], *, chunk: int = 256) -> jax.Array:
     """Mean cross-entropy of the target's next token, in nats.
 
     Args:

@@ -83,7 +83,10 @@ def load(
     ]
     if problems:
         raise ValueError(f"what is in {path} has other sizes than you ask for:\n  " + "\n  ".join(problems))
-    fresh = _fresh(build, [name for name in wanted if name not in found])
+    missing = [name for name in wanted if name not in found]
+    if layers := [name for name in missing if isinstance(wanted[name][1], nnx.Param) and re.search(r"/\d+/", name)]:
+        raise ValueError(f"{path} has fewer layers than you ask for: {layers[0]} is in none of its files")
+    fresh = _fresh(build, missing)
     flat = []
     for name, (names, variable) in wanted.items():
         value = fresh[name] if name in fresh else _placed(found[name], variable.dtype, name, shardings)
@@ -164,14 +167,16 @@ def _open(path: Path) -> tuple[Table, Any, dict[str, Reader]]:
     json = read_json(path)
     table, configs = config_json.read(json, path)
     tensors = open_tensors(path)
-    matches = [(config, *_match(table, config, tensors)) for config in configs]
-    config, found, problems = next((match for match in matches if not match[2]), matches[0])
-    if problems:
-        raise ValueError(
-            f"the tensors in {path} are not those of the {table.kind.__name__} in its config.json:\n  "
-            + "\n  ".join(dict.fromkeys(problems))
-        )
-    return table, config, found
+    wrong: list[str] = []
+    for config in configs:
+        found, problems = _match(table, config, tensors)
+        if not problems:
+            return table, config, found
+        wrong = wrong or problems
+    raise ValueError(
+        f"the tensors in {path} are not those of the {table.kind.__name__} in its config.json:\n  "
+        + "\n  ".join(dict.fromkeys(wrong))
+    )
 
 
 def _match(table: Table, config: Any, tensors: dict[str, Any]) -> tuple[dict[str, Reader], list[str]]:

@@ -80,7 +80,7 @@ def test_a_label_out_of_range_gives_nan(label: int, chunk: int):
 
 def test_bad_arguments_say_what_is_needed():
     hidden, labels, table = make()
-    with pytest.raises(ValueError, match="chunk=128"):
+    with pytest.raises(ValueError, match="chunk=256"):
         loss_of(jnp.asarray(hidden), jnp.asarray(table), labels, 0)
     with pytest.raises(ValueError, match=r"must be \[3, 11\], not \[3, 10\]"):
         loss_of(jnp.asarray(hidden), jnp.asarray(table), labels[:, 1:], 4)

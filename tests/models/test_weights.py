@@ -194,6 +194,8 @@ def test_a_folder_of_another_kind_than_asked_for_is_refused(tmp_path: Path):
         load(tmp_path, width=3)
     with pytest.raises(ValueError, match=r"position_embed/embedding: \[8, 6\] given, \[9, 6\] needed"):
         load(tmp_path, context=9)
+    with pytest.raises(ValueError, match="fewer layers than you ask for: blocks/2/"):
+        load(tmp_path, num_layers=3)
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path):
