@@ -12,6 +12,9 @@ patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # And as cjax tells the compiler of its own steps (`cjax.mesh.compiler_options`), for what tests jit themselves: all
 # devices of a CPU must run collectives in the same order.
 in_order = "--xla_cpu_multi_thread_eigen=false --xla_cpu_enable_concurrency_optimized_scheduler=false"
+# A device that waits in a collective keeps a thread: with one for each device, those that wait can starve the others.
+os.environ.setdefault("NPROC", "32")
+os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"  # nor should the next step take threads from one that waits
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {patience} {in_order}".strip()
 cache_home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_home / "cjax" / "jax"))

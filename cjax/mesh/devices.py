@@ -51,6 +51,9 @@ def simulate(num_devices: int) -> list[Device]:
 
 
 def _set_num_cpu_devices(num_devices: int) -> bool:
+    # XLA sizes its pool of threads by this variable, or else by the machine's cores. On few cores, devices that wait
+    # for each other in a collective may then hold every thread that the last of them needs.
+    os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 4 * num_devices)))
     # JAX takes this setting only while no backend has started; its refusal is the public way to know that one has.
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
