@@ -18,10 +18,17 @@ from cjax.models.gpt import GPT, GPTConfig, loss
 from cjax.tree import leaf_names
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
+import large_batch  # noqa: E402
+import large_batch_data  # noqa: E402
 import pipeline_plots  # noqa: E402
 import pipeline_tables  # noqa: E402
 import plain_gpt  # noqa: E402
 import tensor_parallel_timed  # noqa: E402
+from large_batch_plots import write_plots as write_large_batch_plots  # noqa: E402
+from large_batch_recipes import RECIPES, schedule  # noqa: E402
+from large_batch_runs import with_microbatches  # noqa: E402
+from large_batch_tables import epochs_to  # noqa: E402
+from large_batch_tables import write_tables as write_large_batch_tables  # noqa: E402
 from pipeline_schedules import SizeOfStep, schedule_row  # noqa: E402
 from tensor_parallel_measure import Results, largest, measure  # noqa: E402
 from tensor_parallel_models import Case, elements_received, linears  # noqa: E402
@@ -177,3 +184,54 @@ def test_pipelines_are_measured_and_shown(tmp_path: Path) -> None:
     assert len(pictures) == 1 + len(pipeline_plots.SCHEDULES)
     assert len(pictures["memory-2.svg"].findall("{*}circle")) == 2
     assert len(pictures["gantt-zero_bubble-2.svg"].findall("{*}rect")) == 4 * 8 * 2 * 3
+
+
+def test_large_batches_are_trained_and_shown(tmp_path: Path) -> None:
+    large_batch.main(["--tiny", "--here", "--optimizers", "lamb", "--out", str(tmp_path)])
+    results = Results(tmp_path / "results.jsonl")
+    (images,), (masked,) = results.of("a"), results.of("b")
+    for row, steps in ((images, 8), (masked, 8)):
+        assert row["steps"] == steps and row["skipped"] == 0
+        assert row["test_loss"][-1] < row["test_loss"][0]
+    # A second batch size, as if it had been run: tables and pictures compare several.
+    for row in (images, masked):
+        results.get(row | {"batch": 128, "rate": float(f"{RECIPES['lamb'].rate_at(128):.4g}")}, dict)
+    text = write_large_batch_tables(results, tmp_path)
+    assert "| optimizer | 64" in text and "**Masked bytes of standard library, LAMB" in text
+    write_large_batch_plots(results, tmp_path)
+    pictures = {path.name: ElementTree.parse(path).getroot() for path in tmp_path.glob("*.svg")}
+    assert len(pictures) == 5  # accuracy by batch, curves of two batches, loss by batch and its curves
+    assert len(pictures["accuracy-stripes-4.svg"].findall("{*}circle")) == 2
+
+
+def test_every_batch_size_sees_the_same_samples() -> None:
+    source = large_batch_data.stripes(24)
+    few, many = (
+        np.concatenate([b["labels"] for b in large_batch_data.stream(source, batch, 96 // batch, seed=3)])
+        for batch in (4, 16)
+    )
+    np.testing.assert_array_equal(few, many)
+    np.testing.assert_array_equal(np.sort(few[:24]), np.sort(source.train["labels"]))  # an epoch has each once
+
+
+def test_rates_follow_the_batch() -> None:
+    assert RECIPES["sgd"].rate_at(1024) == pytest.approx(2 * RECIPES["sgd"].rate)
+    assert RECIPES["adam"].rate_at(2048) == pytest.approx(2 * RECIPES["adam"].rate)
+    assert RECIPES["lars"].rate_at(10**6) == RECIPES["lars"].most
+    rates = np.array([schedule(1.0, 8192, 40)(step) for step in range(41)])  # a tenth of the steps is warm-up
+    np.testing.assert_allclose(rates[[0, 3, 4, 40]], [0.25, 1.0, 1.0, 0.0], atol=1e-6)
+    assert with_microbatches("data=2", 60_000) == "data=2 microbatches=60"
+
+
+def test_masked_bytes_follow_berts_rule() -> None:
+    targets = np.full((200, 100), 65, np.int32)
+    found = large_batch_data.hide(targets, np.random.default_rng(0))
+    asked = found["hidden"] == 1
+    assert asked.mean() == pytest.approx(0.15, abs=0.01)
+    assert (found["inputs"][asked] == large_batch_data.HIDDEN).mean() == pytest.approx(0.8, abs=0.03)
+    np.testing.assert_array_equal(found["inputs"][~asked], targets[~asked])
+
+
+def test_epochs_to_a_target() -> None:
+    row = {"epochs": [1, 2, 3], "accuracy": [0.5, 0.9, 0.8]}
+    assert epochs_to(row, 0.85) == 2 and epochs_to(row, 0.95) is None
