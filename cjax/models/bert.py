@@ -250,14 +250,14 @@ def _dropout(config: BERTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
-def masked_loss(model: BERT, batch: Mapping[str, jax.Array], *, chunk: int = 256) -> jax.Array:
+def masked_loss(model: BERT, batch: Mapping[str, jax.Array], *, chunk: int | None = None) -> jax.Array:
     """Mean cross-entropy of the words that were masked, in nats.
 
     Args:
         model: a BERT with the head "masked".
         batch: `inputs` and `targets`, int[batch, sequence]; targets are -100 wherever nothing was masked. Optional are
             `present` and `types`, as the model takes them.
-        chunk: how many positions of a row are classified at a time; see `cross_entropy`.
+        chunk: how many positions of a row are classified at a time, all if None; see `cross_entropy`.
 
     >>> model = BERT(bert("bert-mini"), rngs=nnx.Rngs(0))
     >>> batch = {"inputs": jnp.zeros([2, 9], jnp.int32), "targets": jnp.full([2, 9], -100).at[1, 3].set(7)}

@@ -192,7 +192,7 @@ def _residual_init(config: GPTConfig) -> nnx.Initializer:
     return nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
 
 
-def loss(model: Any, batch: Mapping[str, jax.Array], *, chunk: int = 256) -> jax.Array:
+def loss(model: Any, batch: Mapping[str, jax.Array], *, chunk: int | None = None) -> jax.Array:
     """Mean cross-entropy of the next token, in nats.
 
     Args:
@@ -200,7 +200,7 @@ def loss(model: Any, batch: Mapping[str, jax.Array], *, chunk: int = 256) -> jax
         batch: `inputs` and `targets`, int[batch, sequence]; `targets[:, t]` is the token that follows `inputs[:, t]`,
             or -100 where nothing is to be predicted. They are two arrays, because a shift inside the loss would make
             neighbours in a split sequence communicate.
-        chunk: how many positions of a row are classified at a time; see `cross_entropy`.
+        chunk: how many positions of a row are classified at a time, all if None; see `cross_entropy`.
 
     >>> tokens = jax.numpy.arange(34).reshape(2, 17)
     >>> model = GPT(gpt("gpt-mini"), rngs=nnx.Rngs(0))
@@ -210,4 +210,4 @@ def loss(model: Any, batch: Mapping[str, jax.Array], *, chunk: int = 256) -> jax
     if isinstance(model, GPT):
         return cross_entropy(model.hidden(batch["inputs"]), batch["targets"], model.classify, chunk=chunk)
     logits = model(batch["inputs"])
-    return cross_entropy(logits, batch["targets"], lambda logits: logits, chunk=logits.shape[1])
+    return cross_entropy(logits, batch["targets"], lambda logits: logits)

@@ -241,14 +241,14 @@ def _norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
 
 
-def loss(model: Llama, batch: Mapping[str, jax.Array], *, chunk: int = 256) -> jax.Array:
+def loss(model: Llama, batch: Mapping[str, jax.Array], *, chunk: int | None = None) -> jax.Array:
     """Mean cross-entropy of the next token, in nats.
 
     Args:
         model: a Llama.
         batch: `inputs` and `targets`, int[batch, sequence]; `targets[:, t]` is the token that follows `inputs[:, t]`,
             or -100 where nothing is to be predicted, such as in a prompt.
-        chunk: how many positions of a row are classified at a time; see `cross_entropy`.
+        chunk: how many positions of a row are classified at a time, all if None; see `cross_entropy`.
 
     >>> tokens = jnp.arange(34).reshape(2, 17)
     >>> model = Llama(llama("llama-mini"), rngs=nnx.Rngs(0))

@@ -330,7 +330,7 @@ def _dropout(config: T5Config, rngs: nnx.Rngs) -> nnx.Dropout:
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
-def loss(model: T5, batch: Mapping[str, jax.Array], *, chunk: int = 256) -> jax.Array:
+def loss(model: T5, batch: Mapping[str, jax.Array], *, chunk: int | None = None) -> jax.Array:
     """Mean cross-entropy of the target's next token, in nats.
 
     Args:
@@ -338,7 +338,7 @@ def loss(model: T5, batch: Mapping[str, jax.Array], *, chunk: int = 256) -> jax.
         batch: `source` int[batch, source length]; `inputs` and `targets`, int[batch, target length]: `targets[:, t]`
             follows `inputs[:, t]`, or is -100 where nothing is to be predicted, and `inputs` begins with 0. Optional is
             `present`, 0 for padding of the source.
-        chunk: how many positions of a row are classified at a time; see `cross_entropy`.
+        chunk: how many positions of a row are classified at a time, all if None; see `cross_entropy`.
 
     >>> model = T5(t5("t5-mini"), rngs=nnx.Rngs(0))
     >>> text = jnp.arange(18).reshape(2, 9)
