@@ -4,6 +4,7 @@ the model's author would take them; state in parts wherever its parameter's is."
 import functools
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -61,11 +62,16 @@ MODELS = ("linen_tied", "linen_scan", "linen_packed_qkv", "nnx_llama", "nnx_deco
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
-def pairs(times: int) -> list[tuple[str, str]]:
-    names = list(OPTIMIZERS)
+# Of whole steps: what differs between optimizers is in the first table, what differs between plans in the contract.
+WHOLE = ("lamb", "lamb, as FusedLAMB", "lars", "lars, as Lars", "average of parameters", "adafactor", "muon", "prodigy",
+         "adaptive clipping", "labelled by path", "on a plateau")  # fmt: skip
+
+
+def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Every optimizer and every plan at least once; all of them in the full run."""
     if ALL:
-        return [(name, plan) for name in names for plan in PLANS]
-    return cover(names, list(PLANS), times, traits={plan: frozenset(plan.split()) for plan in PLANS})
+        return [(name, plan) for name in OPTIMIZERS for plan in PLANS]
+    return cover(names, list(PLANS), 1, traits={plan: frozenset(plan.split()) for plan in PLANS})
 
 
 def model_of(name: str, plan: str) -> str:
@@ -82,7 +88,7 @@ def gradients(params: PyTree, step: int) -> PyTree:
     return jax.tree.map(lambda x: rng.standard_normal(x.shape) * 10 ** rng.uniform(-3, 3), params)
 
 
-@pytest.mark.parametrize(("name", "plan"), pairs(2))
+@pytest.mark.parametrize(("name", "plan"), pairs(list(OPTIMIZERS)))
 def test_does_with_the_same_gradients_as_on_one_device(name: str, plan: str) -> None:
     with jax.enable_x64(True):
         model, optimizer = model_of(name, plan), OPTIMIZERS[name]()
@@ -139,7 +145,7 @@ def assert_in_parts(program: Program, state: cjax.State) -> None:
 
 
 # -- whole steps ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("name", "plan"), pairs(1))
+@pytest.mark.parametrize(("name", "plan"), pairs(WHOLE))
 def test_trains_as_its_author_would(name: str, plan: str) -> None:
     """Parameters after three steps, but for those whose true gradient is zero: theirs is rounding, which an optimizer
     that divides by its size makes as large as any."""
@@ -277,8 +283,7 @@ def test_noise_needs_two_batch_sizes(plan: str, message: str) -> None:
 # -- the table itself -------------------------------------------------------------------------------------------------
 def test_default_run_covers_every_optimizer_and_plan() -> None:
     assert set(OURS) < set(OPTIMIZERS) and len(set(OPTIMIZERS) - set(OURS)) >= 10
-    for times in (1, 2):
-        chosen = pairs(times)
-        assert all(sum(p[0] == name for p in chosen) >= times for name in OPTIMIZERS)
-        assert all(sum(p[1] == plan for p in chosen) >= times for plan in PLANS)
-    assert {model_of(*pair) for pair in pairs(2)} == set(MODELS)
+    for names in (list(OPTIMIZERS), WHOLE):
+        chosen = pairs(names)
+        assert {p[0] for p in chosen} >= set(names) and {p[1] for p in chosen} == set(PLANS)
+    assert {model_of(*pair) for pair in pairs(list(OPTIMIZERS))} == set(MODELS)
