@@ -17,7 +17,7 @@ from cjax.sharding.grid_products import GridProducts
 from cjax.sharding.layout import make_layout
 from cjax.trace.capture import capture
 from cjax.trace.groups import Group
-from cjax.trace.precision import Lowering
+from cjax.trace.precision import LOWS, Lowering
 from cjax.trace.reading import Trace, trace_loss
 
 MODES = ("2d:4", "2.5d:8/2", "3d:8")
@@ -28,7 +28,7 @@ def found_in(trace: Trace, tensor: str, low: bool = False) -> tuple[GridProducts
     """Of the equations outside of loops."""
     sizes = Plan.parse(f"tensor={tensor}").resolve(8).axis_sizes()
     mesh, layout = build_mesh(sizes, jax.devices()), make_layout(trace, sizes, {})
-    products = GridProducts(trace.dims, layout, mesh, Lowering(trace.closed) if low else None)
+    products = GridProducts(trace.dims, layout, mesh, Lowering(trace.closed, LOWS["bfloat16"]) if low else None)
     jaxpr = trace.closed.jaxpr
     return products, products.find(jaxpr.eqns, jaxpr.outvars, trace.dims.top)
 
