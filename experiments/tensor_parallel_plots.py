@@ -1,9 +1,9 @@
 """Pictures of `tensor_parallel.py`, made of the rows on disk: bars as SVG, written out."""
 
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 
+from charts import picture, text
 from tensor_parallel_measure import Results, Row
 from tensor_parallel_tables import about, by_case
 
@@ -41,30 +41,18 @@ def bars(title: str, groups: dict[str, dict[str, tuple[float, float | None]]], u
         for name, (height, line) in group.items():
             top, size = TOP + HEIGHT - height * scale, f'width="{BAR - 4}" height="{height * scale:.1f}"'
             drawn.append(f'<rect x="{x}" y="{top:.1f}" {size} fill="{COLORS.get(name, COLORS["other"])}"/>')
-            drawn.append(_text(x + BAR / 2 - 2, top - 4, f"{height:,.0f}" if height >= 100 else f"{height:.3g}", 10))
-            drawn.append(_text(x + BAR / 2 - 2, TOP + HEIGHT + 13, name, 10))
+            drawn.append(text(x + BAR / 2 - 2, top - 4, f"{height:,.0f}" if height >= 100 else f"{height:.3g}", 10))
+            drawn.append(text(x + BAR / 2 - 2, TOP + HEIGHT + 13, name, 10))
             if line is not None:
                 y = TOP + HEIGHT - line * scale
                 drawn.append(f'<path d="M{x - 1} {y:.1f}h{BAR - 2}" stroke="black" stroke-dasharray="3 2"/>')
             x += BAR
-        drawn.append(_text((start + x) / 2 - 2, TOP + HEIGHT + 30, label, 12))
+        drawn.append(text((start + x) / 2 - 2, TOP + HEIGHT + 30, label, 12))
         x += GAP
     width = max(x, LEFT + 7 * max(len(title), len(unit)))
     axis = f'<path d="M{LEFT - 6} {TOP}V{TOP + HEIGHT}H{x - GAP}" stroke="black" fill="none"/>'
-    head = [_text(LEFT - 6, 20, title, 13, "start"), _text(LEFT - 6, 38, unit, 11, "start")]
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{TOP + HEIGHT + 42}" '
-            'font-family="sans-serif">',
-            '<rect width="100%" height="100%" fill="white"/>',
-            *head, axis, *drawn,
-            "</svg>\n",
-        ]
-    )  # fmt: skip
-
-
-def _text(x: float, y: float, text: str, size: int, anchor: str = "middle") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>'
+    head = [text(LEFT - 6, 20, title, 13, "start"), text(LEFT - 6, 38, unit, 11, "start")]
+    return picture(width, TOP + HEIGHT + 42, [*head, axis, *drawn])
 
 
 def write_plots(results: Results, folder: Path) -> None:
@@ -80,16 +68,16 @@ def write_plots(results: Results, folder: Path) -> None:
             ),
         }
         for quantity, (unit, value) in quantities.items():
-            picture = bars(of, _grouped(rows, value), unit)
-            (folder / f"{quantity}-{stem}.svg").write_text(picture)
+            bar_chart = bars(of, _grouped(rows, value), unit)
+            (folder / f"{quantity}-{stem}.svg").write_text(bar_chart)
     for part, stem in (("b", "largest-batch"), ("c", "bert")):
         found: dict[str, list[Row]] = {}
         for row in results.of(f"{part}: largest"):
             found.setdefault(f"{row['name']}-{row['field']}", []).append(row)
         for name, rows in found.items():
             title = f"{rows[0]['name']}: largest {rows[0]['field']} that fits an 80 GB H100"
-            picture = bars(title, _grouped(rows, lambda r: (r["fits"], None)), rows[0]["field"])
-            (folder / f"{stem}-{name.lower()}.svg").write_text(picture)
+            bar_chart = bars(title, _grouped(rows, lambda r: (r["fits"], None)), rows[0]["field"])
+            (folder / f"{stem}-{name.lower()}.svg").write_text(bar_chart)
 
 
 def _grouped(

@@ -4,16 +4,33 @@ A row is a function, so that importing the table makes nothing. Trees are told a
 row suits every model of the zoo.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from cjax.optim import lamb, lars, params_ema, scale_by_trust_ratio
 
 PyTree = Any
 Optimizer = optax.GradientTransformation
+
+
+def run(tx: Optimizer, params: PyTree, grads: Iterable[PyTree]) -> PyTree:
+    """The parameters after a step for each of the gradients, by optax alone."""
+    state = tx.init(params)
+    for g in grads:
+        updates, state = tx.update(g, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def draw(seed: int, scale: float = 1.0) -> dict[str, np.ndarray]:
+    """A small tree, float64: a kernel, a bias, an embedding."""
+    rng = np.random.default_rng(seed)
+    shapes = {"kernel": (5, 7), "bias": (7,), "embedding": (3, 4, 6)}
+    return {name: scale * rng.standard_normal(shape) for name, shape in shapes.items()}
 
 
 def by_path(tree: PyTree) -> PyTree:

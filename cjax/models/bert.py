@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from cjax.models.cross_entropy import classification, cross_entropy
+from cjax.models.layers import MLP, NORMAL, Heads, dropout
 from cjax.models.sizes import check_choice, check_counts, check_divides, check_length, check_rate, choose
 
 
@@ -104,43 +105,23 @@ def bert(name: str, **overrides: Any) -> BERTConfig:
     return choose(presets, "BERT", name, overrides)
 
 
-class Attention(nnx.Module):
-    """Self-attention in both directions. The projections keep heads as a dimension of their own."""
-
-    def __init__(self, config: BERTConfig, *, rngs: nnx.Rngs):
-        heads = (config.num_heads, config.embed_dim // config.num_heads)
-        normal = nnx.initializers.normal(0.02)
-        self.query = nnx.LinearGeneral(config.embed_dim, heads, kernel_init=normal, rngs=rngs)
-        self.key = nnx.LinearGeneral(config.embed_dim, heads, kernel_init=normal, rngs=rngs)
-        self.value = nnx.LinearGeneral(config.embed_dim, heads, kernel_init=normal, rngs=rngs)
-        self.out = nnx.LinearGeneral(heads, config.embed_dim, axis=(-2, -1), kernel_init=normal, rngs=rngs)
+class Attention(Heads):
+    """Self-attention in both directions."""
 
     def __call__(self, x: jax.Array, present: jax.Array | None) -> jax.Array:
         mask = None if present is None else present[:, None, None, :].astype(bool)
-        return self.out(jax.nn.dot_product_attention(self.query(x), self.key(x), self.value(x), mask=mask))
-
-
-class MLP(nnx.Module):
-    """Two linear layers with GELU between them."""
-
-    def __init__(self, config: BERTConfig, *, rngs: nnx.Rngs):
-        mlp_dim = config.mlp_width
-        self.up = _linear(config.embed_dim, mlp_dim, rngs)
-        self.down = _linear(mlp_dim, config.embed_dim, rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(x), approximate=False))
+        return self.out(jax.nn.dot_product_attention(*self.project(x), mask=mask))
 
 
 class Block(nnx.Module):
     """One layer: attention and MLP, each added to the stream, which is normalised after it."""
 
     def __init__(self, config: BERTConfig, *, rngs: nnx.Rngs):
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(config.embed_dim, config.num_heads, rngs=rngs)
         self.attention_norm = _norm(config, rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = MLP(config.embed_dim, config.mlp_width, rngs=rngs)
         self.mlp_norm = _norm(config, rngs)
-        self.dropout = _dropout(config, rngs)
+        self.dropout = dropout(config.dropout, rngs)
 
     def __call__(self, x: jax.Array, present: jax.Array | None) -> jax.Array:
         x = self.attention_norm(x + self.dropout(self.attention(x, present)))
@@ -151,12 +132,11 @@ class MaskedHead(nnx.Module):
     """Which word stands at each position."""
 
     def __init__(self, config: BERTConfig, *, rngs: nnx.Rngs):
-        self.dense = _linear(config.embed_dim, config.embed_dim, rngs)
+        self.dense = nnx.Linear(config.embed_dim, config.embed_dim, kernel_init=NORMAL, rngs=rngs)
         self.norm = _norm(config, rngs)
         self.bias = nnx.Param(jnp.zeros([config.vocab_size]))
         if not config.tied:
-            normal = nnx.initializers.normal(0.02)
-            self.words = nnx.Linear(config.embed_dim, config.vocab_size, use_bias=False, kernel_init=normal, rngs=rngs)
+            self.words = nnx.Linear(config.embed_dim, config.vocab_size, use_bias=False, kernel_init=NORMAL, rngs=rngs)
 
     def transform(self, x: jax.Array) -> jax.Array:
         return self.norm(jax.nn.gelu(self.dense(x), approximate=False))
@@ -180,19 +160,18 @@ class BERT(nnx.Module):
 
     def __init__(self, config: BERTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        normal = nnx.initializers.normal(0.02)
-        self.token_embed = nnx.Embed(config.vocab_size, config.embed_dim, embedding_init=normal, rngs=rngs)
-        self.position_embed = nnx.Embed(config.context, config.embed_dim, embedding_init=normal, rngs=rngs)
-        self.type_embed = nnx.Embed(config.num_types, config.embed_dim, embedding_init=normal, rngs=rngs)
+        self.token_embed = nnx.Embed(config.vocab_size, config.embed_dim, embedding_init=NORMAL, rngs=rngs)
+        self.position_embed = nnx.Embed(config.context, config.embed_dim, embedding_init=NORMAL, rngs=rngs)
+        self.type_embed = nnx.Embed(config.num_types, config.embed_dim, embedding_init=NORMAL, rngs=rngs)
         self.embed_norm = _norm(config, rngs)
-        self.dropout = _dropout(config, rngs)
+        self.dropout = dropout(config.dropout, rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         if config.pooling == "first":
-            self.pooler = _linear(config.embed_dim, config.embed_dim, rngs)
+            self.pooler = nnx.Linear(config.embed_dim, config.embed_dim, kernel_init=NORMAL, rngs=rngs)
         if config.head == "masked":
             self.word_head = MaskedHead(config, rngs=rngs)
         elif config.head == "classes":
-            self.class_head = _linear(config.embed_dim, config.num_classes, rngs)
+            self.class_head = nnx.Linear(config.embed_dim, config.num_classes, kernel_init=NORMAL, rngs=rngs)
 
     def __call__(
         self, tokens: jax.Array, present: jax.Array | None = None, types: jax.Array | None = None
@@ -237,17 +216,8 @@ class BERT(nnx.Module):
         return self.word_head.classify(transformed, self.token_embed)
 
 
-def _linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(inputs, outputs, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
-
-
 def _norm(config: BERTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
-
-
-def _dropout(config: BERTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
-    # Without a stream the model has no random state to carry, and its loss is a plain function.
-    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
 def masked_loss(model: BERT, batch: Mapping[str, jax.Array], *, chunk: int | None = None) -> jax.Array:

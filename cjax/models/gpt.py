@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from cjax.models.cross_entropy import cross_entropy
+from cjax.models.layers import MLP, NORMAL, Heads, dropout
 from cjax.models.past import Past, attend_causally, positions_of
 from cjax.models.sizes import check_counts, check_divides, check_length, check_rate, choose
 
@@ -90,45 +91,24 @@ def gpt(name: str, **overrides: Any) -> GPTConfig:
     return choose(presets, "GPT", name, overrides)
 
 
-class Attention(nnx.Module):
-    """Causal self-attention. The projections keep heads as a dimension of their own: [embed, heads, head_dim]."""
-
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        heads = (config.num_heads, config.head_dim)
-        normal = nnx.initializers.normal(0.02)
-        self.query = nnx.LinearGeneral(config.embed_dim, heads, kernel_init=normal, rngs=rngs)
-        self.key = nnx.LinearGeneral(config.embed_dim, heads, kernel_init=normal, rngs=rngs)
-        self.value = nnx.LinearGeneral(config.embed_dim, heads, kernel_init=normal, rngs=rngs)
-        self.out = nnx.LinearGeneral(
-            heads, config.embed_dim, axis=(-2, -1), kernel_init=_residual_init(config), rngs=rngs
-        )
+class Attention(Heads):
+    """Causal self-attention."""
 
     def __call__(self, x: jax.Array, past: Past | None = None) -> jax.Array:
-        return self.out(attend_causally(self.query(x), self.key(x), self.value(x), past))
-
-
-class MLP(nnx.Module):
-    """Two linear layers with GPT-2's tanh form of GELU between them."""
-
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        mlp_dim = config.mlp_width
-        normal = nnx.initializers.normal(0.02)
-        self.up = nnx.Linear(config.embed_dim, mlp_dim, kernel_init=normal, rngs=rngs)
-        self.down = nnx.Linear(mlp_dim, config.embed_dim, kernel_init=_residual_init(config), rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(x), approximate=True))
+        return self.out(attend_causally(*self.project(x), past))
 
 
 class Block(nnx.Module):
     """One layer: attention and MLP, each on the normalised stream and added back to it."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        # 2 x num_layers branches are added to one stream: this keeps its variance independent of the depth.
+        branch = nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
         self.attention_norm = nnx.LayerNorm(config.embed_dim, epsilon=1e-5, rngs=rngs)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(config.embed_dim, config.num_heads, out_init=branch, rngs=rngs)
         self.mlp_norm = nnx.LayerNorm(config.embed_dim, epsilon=1e-5, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
-        self.dropout = _dropout(config, rngs)
+        self.mlp = MLP(config.embed_dim, config.mlp_width, approximate=True, out_init=branch, rngs=rngs)
+        self.dropout = dropout(config.dropout, rngs)
 
     def __call__(self, x: jax.Array, past: Past | None = None) -> jax.Array:
         x = x + self.dropout(self.attention(self.attention_norm(x), past))
@@ -149,15 +129,14 @@ class GPT(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        normal = nnx.initializers.normal(0.02)
-        self.token_embed = nnx.Embed(config.vocab_size, config.embed_dim, embedding_init=normal, rngs=rngs)
-        self.position_embed = nnx.Embed(config.context, config.embed_dim, embedding_init=normal, rngs=rngs)
-        self.dropout = _dropout(config, rngs)
+        self.token_embed = nnx.Embed(config.vocab_size, config.embed_dim, embedding_init=NORMAL, rngs=rngs)
+        self.position_embed = nnx.Embed(config.context, config.embed_dim, embedding_init=NORMAL, rngs=rngs)
+        self.dropout = dropout(config.dropout, rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = nnx.LayerNorm(config.embed_dim, epsilon=1e-5, rngs=rngs)
         if not config.tied:
             size = (config.embed_dim, config.vocab_size)
-            self.head = nnx.Linear(*size, use_bias=False, kernel_init=normal, rngs=rngs)
+            self.head = nnx.Linear(*size, use_bias=False, kernel_init=NORMAL, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Tokens int[batch, sequence] to logits [batch, sequence, vocab] of the token after each."""
@@ -180,16 +159,6 @@ class GPT(nnx.Module):
         """An empty memory of up to `room` tokens for each layer."""
         heads, dtype = (self.config.num_heads, self.config.head_dim), self.token_embed.embedding.dtype
         return [Past.empty(batch, room, *heads, dtype) for _ in self.blocks]
-
-
-def _dropout(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
-    # Without a stream the model has no random state to carry, and its loss is a plain function.
-    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
-
-
-def _residual_init(config: GPTConfig) -> nnx.Initializer:
-    # 2 x num_layers branches are added to one stream: this keeps its variance independent of the depth.
-    return nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
 
 
 def loss(model: Any, batch: Mapping[str, jax.Array], *, chunk: int | None = None) -> jax.Array:

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from cjax.models.cross_entropy import cross_entropy
+from cjax.models.layers import linear
 from cjax.models.past import Past, attend_causally, positions_of
 from cjax.models.sizes import check_counts, check_divides, check_length, choose
 
@@ -146,10 +147,10 @@ class Attention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         heads, kv_heads = (config.num_heads, config.width), (config.num_kv_heads, config.width)
-        self.query = _linear(config.embed_dim, heads, rngs)
-        self.key = _linear(config.embed_dim, kv_heads, rngs)
-        self.value = _linear(config.embed_dim, kv_heads, rngs)
-        self.out = _linear(heads, config.embed_dim, rngs)
+        self.query = linear(config.embed_dim, heads, rngs)
+        self.key = linear(config.embed_dim, kv_heads, rngs)
+        self.value = linear(config.embed_dim, kv_heads, rngs)
+        self.out = linear(heads, config.embed_dim, rngs)
 
     def __call__(self, x: jax.Array, angles: jax.Array, past: Past | None = None) -> jax.Array:
         query, key = rotate(self.query(x), angles), rotate(self.key(x), angles)
@@ -163,9 +164,9 @@ class MLP(nnx.Module):
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.gate = _linear(config.embed_dim, config.mlp_dim, rngs)
-        self.up = _linear(config.embed_dim, config.mlp_dim, rngs)
-        self.down = _linear(config.mlp_dim, config.embed_dim, rngs)
+        self.gate = linear(config.embed_dim, config.mlp_dim, rngs)
+        self.up = linear(config.embed_dim, config.mlp_dim, rngs)
+        self.down = linear(config.mlp_dim, config.embed_dim, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
@@ -204,7 +205,7 @@ class Llama(nnx.Module):
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = _norm(config, rngs)
         if not config.tied:
-            self.head = _linear(config.embed_dim, config.vocab_size, rngs)
+            self.head = linear(config.embed_dim, config.vocab_size, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Tokens int[batch, sequence] to logits [batch, sequence, vocab] of the token after each."""
@@ -229,12 +230,6 @@ class Llama(nnx.Module):
         """An empty memory of up to `room` tokens for each layer."""
         heads, dtype = (self.config.num_kv_heads, self.config.width), self.token_embed.embedding.dtype
         return [Past.empty(batch, room, *heads, dtype) for _ in self.blocks]
-
-
-def _linear(inputs: int | tuple[int, ...], outputs: int | tuple[int, ...], rngs: nnx.Rngs) -> nnx.LinearGeneral:
-    axis = tuple(range(-len(inputs), 0)) if isinstance(inputs, tuple) else -1
-    normal = nnx.initializers.normal(0.02)
-    return nnx.LinearGeneral(inputs, outputs, axis=axis, use_bias=False, kernel_init=normal, rngs=rngs)
 
 
 def _norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:

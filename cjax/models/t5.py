@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from cjax.models.cross_entropy import cross_entropy
+from cjax.models.layers import dropout, linear
 from cjax.models.past import Past, positions_of
 from cjax.models.sizes import check_counts, check_rate, choose
 
@@ -148,10 +149,10 @@ class Attention(nnx.Module):
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         heads = (config.num_heads, config.head_dim)
         normal, embed = nnx.initializers.normal, config.embed_dim
-        self.query = _linear(embed, heads, normal((embed * config.head_dim) ** -0.5), rngs)
-        self.key = _linear(embed, heads, normal(embed**-0.5), rngs)
-        self.value = _linear(embed, heads, normal(embed**-0.5), rngs)
-        self.out = _linear(heads, embed, normal((config.num_heads * config.head_dim) ** -0.5), rngs)
+        self.query = linear(embed, heads, rngs, normal((embed * config.head_dim) ** -0.5))
+        self.key = linear(embed, heads, rngs, normal(embed**-0.5))
+        self.value = linear(embed, heads, rngs, normal(embed**-0.5))
+        self.out = linear(heads, embed, rngs, normal((config.num_heads * config.head_dim) ** -0.5))
 
     def keys_values(self, x: jax.Array) -> KeyValues:
         return self.key(x), self.value(x)
@@ -171,12 +172,12 @@ class MLP(nnx.Module):
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         inner, outer = _normal(config), nnx.initializers.normal(config.mlp_dim**-0.5)
         if config.gated:
-            self.gate = _linear(config.embed_dim, config.mlp_dim, inner, rngs)
-            self.linear = _linear(config.embed_dim, config.mlp_dim, inner, rngs)
+            self.gate = linear(config.embed_dim, config.mlp_dim, rngs, inner)
+            self.linear = linear(config.embed_dim, config.mlp_dim, rngs, inner)
         else:
-            self.up = _linear(config.embed_dim, config.mlp_dim, inner, rngs)
-        self.down = _linear(config.mlp_dim, config.embed_dim, outer, rngs)
-        self.dropout = _dropout(config, rngs)
+            self.up = linear(config.embed_dim, config.mlp_dim, rngs, inner)
+        self.down = linear(config.mlp_dim, config.embed_dim, rngs, outer)
+        self.dropout = dropout(config.dropout, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if hasattr(self, "gate"):
@@ -190,7 +191,7 @@ class EncoderBlock(nnx.Module):
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.attention_norm, self.attention = _norm(config, rngs), Attention(config, rngs=rngs)
         self.mlp_norm, self.mlp = _norm(config, rngs), MLP(config, rngs=rngs)
-        self.dropout = _dropout(config, rngs)
+        self.dropout = dropout(config.dropout, rngs)
 
     def __call__(self, x: jax.Array, bias: jax.Array, mask: jax.Array | None) -> jax.Array:
         y = self.attention_norm(x)
@@ -205,7 +206,7 @@ class DecoderBlock(nnx.Module):
         self.attention_norm, self.attention = _norm(config, rngs), Attention(config, rngs=rngs)
         self.cross_norm, self.cross = _norm(config, rngs), Attention(config, rngs=rngs)
         self.mlp_norm, self.mlp = _norm(config, rngs), MLP(config, rngs=rngs)
-        self.dropout = _dropout(config, rngs)
+        self.dropout = dropout(config.dropout, rngs)
 
     def __call__(
         self,
@@ -243,7 +244,7 @@ class T5(nnx.Module):
         self.config = config
         unit = nnx.initializers.normal(1.0)
         self.token_embed = nnx.Embed(config.vocab_size, config.embed_dim, embedding_init=unit, rngs=rngs)
-        self.dropout = _dropout(config, rngs)
+        self.dropout = dropout(config.dropout, rngs)
         self.encoder_bias = RelativeBias(config, both_ways=True, rngs=rngs)
         self.encoder = nnx.List([EncoderBlock(config, rngs=rngs) for _ in range(config.num_layers)])
         self.encoder_norm = _norm(config, rngs)
@@ -251,7 +252,7 @@ class T5(nnx.Module):
         self.decoder = nnx.List([DecoderBlock(config, rngs=rngs) for _ in range(config.decoder_layers)])
         self.decoder_norm = _norm(config, rngs)
         if not config.tied:
-            self.head = _linear(config.embed_dim, config.vocab_size, unit, rngs)
+            self.head = linear(config.embed_dim, config.vocab_size, rngs, unit)
 
     def __call__(self, source: jax.Array, target: jax.Array, present: jax.Array | None = None) -> jax.Array:
         """Logits [batch, target length, vocab] of the token after each of `target`.
@@ -314,20 +315,8 @@ def _normal(config: T5Config) -> nnx.Initializer:
     return nnx.initializers.normal(config.embed_dim**-0.5)
 
 
-def _linear(
-    inputs: int | tuple[int, ...], outputs: int | tuple[int, ...], init: nnx.Initializer, rngs: nnx.Rngs
-) -> nnx.LinearGeneral:
-    axis = tuple(range(-len(inputs), 0)) if isinstance(inputs, tuple) else -1
-    return nnx.LinearGeneral(inputs, outputs, axis=axis, use_bias=False, kernel_init=init, rngs=rngs)
-
-
 def _norm(config: T5Config, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
-
-
-def _dropout(config: T5Config, rngs: nnx.Rngs) -> nnx.Dropout:
-    # Without a stream the model has no random state to carry, and its loss is a plain function.
-    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
 def loss(model: T5, batch: Mapping[str, jax.Array], *, chunk: int | None = None) -> jax.Array:

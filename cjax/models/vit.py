@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from cjax.models.cross_entropy import classification
+from cjax.models.layers import MLP, NORMAL, Heads, dropout
 from cjax.models.sizes import check_counts, check_divides, check_rate, choose
 
 
@@ -94,32 +95,11 @@ def vit(name: str, **overrides: Any) -> ViTConfig:
     return choose(presets, "ViT", name, overrides)
 
 
-class Attention(nnx.Module):
-    """Self-attention among patches. The projections keep heads as a dimension of their own."""
-
-    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
-        heads = (config.num_heads, config.embed_dim // config.num_heads)
-        normal = nnx.initializers.normal(0.02)
-        self.query = nnx.LinearGeneral(config.embed_dim, heads, kernel_init=normal, rngs=rngs)
-        self.key = nnx.LinearGeneral(config.embed_dim, heads, kernel_init=normal, rngs=rngs)
-        self.value = nnx.LinearGeneral(config.embed_dim, heads, kernel_init=normal, rngs=rngs)
-        self.out = nnx.LinearGeneral(heads, config.embed_dim, axis=(-2, -1), kernel_init=normal, rngs=rngs)
+class Attention(Heads):
+    """Self-attention among patches."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.out(jax.nn.dot_product_attention(self.query(x), self.key(x), self.value(x)))
-
-
-class MLP(nnx.Module):
-    """Two linear layers with GELU between them."""
-
-    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
-        mlp_dim = config.mlp_width
-        normal = nnx.initializers.normal(0.02)
-        self.up = nnx.Linear(config.embed_dim, mlp_dim, kernel_init=normal, rngs=rngs)
-        self.down = nnx.Linear(mlp_dim, config.embed_dim, kernel_init=normal, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(x), approximate=False))
+        return self.out(jax.nn.dot_product_attention(*self.project(x)))
 
 
 class Block(nnx.Module):
@@ -127,10 +107,10 @@ class Block(nnx.Module):
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.attention_norm = _norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(config.embed_dim, config.num_heads, rngs=rngs)
         self.mlp_norm = _norm(config, rngs)
-        self.mlp = MLP(config, rngs=rngs)
-        self.dropout = _dropout(config, rngs)
+        self.mlp = MLP(config.embed_dim, config.mlp_width, rngs=rngs)
+        self.dropout = dropout(config.dropout, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.dropout(self.attention(self.attention_norm(x)))
@@ -151,15 +131,14 @@ class ViT(nnx.Module):
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        normal = nnx.initializers.normal(0.02)
         patch = (config.patch_size, config.patch_size, config.num_channels)
-        self.patch_embed = nnx.LinearGeneral(patch, config.embed_dim, axis=(-3, -2, -1), kernel_init=normal, rngs=rngs)
+        self.patch_embed = nnx.LinearGeneral(patch, config.embed_dim, axis=(-3, -2, -1), kernel_init=NORMAL, rngs=rngs)
         self.class_token = nnx.Param(jnp.zeros([config.embed_dim]))
-        self.position_embed = nnx.Param(normal(rngs.params(), (1 + config.num_patches, config.embed_dim)))
-        self.dropout = _dropout(config, rngs)
+        self.position_embed = nnx.Param(NORMAL(rngs.params(), (1 + config.num_patches, config.embed_dim)))
+        self.dropout = dropout(config.dropout, rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = _norm(config, rngs)
-        self.head = nnx.Linear(config.embed_dim, config.num_classes, kernel_init=normal, rngs=rngs)
+        self.head = nnx.Linear(config.embed_dim, config.num_classes, kernel_init=NORMAL, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Images [batch, height, width, channels] to logits [batch, num_classes]."""
@@ -192,11 +171,6 @@ def cut(images: jax.Array, size: int) -> jax.Array:
 
 def _norm(config: ViTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
-
-
-def _dropout(config: ViTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
-    # Without a stream the model has no random state to carry, and its loss is a plain function.
-    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
 def loss(model: ViT, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -12,25 +12,12 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimizers import draw, run
 
 from cjax.optim import lars
 
 PyTree = Any
 PEERS = json.loads((Path(__file__).parent / "peers.json").read_text())
-SHAPES = {"kernel": (5, 7), "bias": (7,), "embedding": (3, 4, 6)}
-
-
-def draw(seed: int, scale: float = 1.0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return {name: scale * rng.standard_normal(shape) for name, shape in SHAPES.items()}
-
-
-def run(tx: optax.GradientTransformation, params: PyTree, grads: list[PyTree]) -> PyTree:
-    state = tx.init(params)
-    for g in grads:
-        updates, state = tx.update(g, state, params)
-        params = optax.apply_updates(params, updates)
-    return params
 
 
 def reference(params: PyTree, grads: list[PyTree], rate: Callable[[int], float], **rule: Any) -> PyTree:

@@ -1,0 +1,49 @@
+"""Layers that several of the models have alike."""
+
+import jax
+from flax import nnx
+
+NORMAL = nnx.initializers.normal(0.02)
+
+
+class Heads(nnx.Module):
+    """The projections of a self-attention. They keep heads as a dimension of their own: [embed, heads, head_dim]."""
+
+    def __init__(self, embed_dim: int, num_heads: int, *, out_init: nnx.Initializer = NORMAL, rngs: nnx.Rngs):
+        heads = (num_heads, embed_dim // num_heads)
+        self.query = nnx.LinearGeneral(embed_dim, heads, kernel_init=NORMAL, rngs=rngs)
+        self.key = nnx.LinearGeneral(embed_dim, heads, kernel_init=NORMAL, rngs=rngs)
+        self.value = nnx.LinearGeneral(embed_dim, heads, kernel_init=NORMAL, rngs=rngs)
+        self.out = nnx.LinearGeneral(heads, embed_dim, axis=(-2, -1), kernel_init=out_init, rngs=rngs)
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values [batch, sequence, heads, head_dim] of x [batch, sequence, embed]."""
+        return self.query(x), self.key(x), self.value(x)
+
+
+class MLP(nnx.Module):
+    """Two linear layers with GELU between them: the exact one, or its tanh form if `approximate`."""
+
+    def __init__(
+        self, embed_dim: int, mlp_dim: int, *, approximate: bool = False, out_init: nnx.Initializer = NORMAL,
+        rngs: nnx.Rngs,
+    ):  # fmt: skip
+        self.approximate = approximate
+        self.up = nnx.Linear(embed_dim, mlp_dim, kernel_init=NORMAL, rngs=rngs)
+        self.down = nnx.Linear(mlp_dim, embed_dim, kernel_init=out_init, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(x), approximate=self.approximate))
+
+
+def linear(
+    inputs: int | tuple[int, ...], outputs: int | tuple[int, ...], rngs: nnx.Rngs, init: nnx.Initializer = NORMAL
+) -> nnx.LinearGeneral:
+    """A matrix without a bias, of which either side may be several dimensions."""
+    axis = tuple(range(-len(inputs), 0)) if isinstance(inputs, tuple) else -1
+    return nnx.LinearGeneral(inputs, outputs, axis=axis, use_bias=False, kernel_init=init, rngs=rngs)
+
+
+def dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
+    # Without a stream the model has no random state to carry, and its loss is a plain function.
+    return nnx.Dropout(rate, rngs=rngs if rate else None)
