@@ -5,16 +5,18 @@ takes its rows of it. So the position of a run is the number of samples consumed
 processes there were, nor on the batch size before.
 """
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 Batch = dict[str, np.ndarray]
+Transform = Callable[[Mapping[str, np.ndarray], np.random.Generator], Mapping[str, np.ndarray]]
 
 
 class Source(Protocol):
-    """Samples by index: each a dict of arrays, of the same names, shapes and dtypes."""
+    """Samples by index: each a dict of arrays, of the same names, shapes and dtypes, at least behind a transform."""
 
     def __len__(self) -> int: ...
 
@@ -28,6 +30,7 @@ def batches(
     seed: int | None,
     start: int = 0,
     shard: tuple[int, int] = (0, 1),
+    transform: Transform | None = None,
 ) -> Iterator[Batch]:
     """The batches of `source`, from the global sample `start` on.
 
@@ -37,6 +40,8 @@ def batches(
         seed: shuffles, another way each epoch, without end. None reads once, in order, whole batches only.
         start: global samples already consumed, by all processes together.
         shard: `(index, count)`: this process yields rows `index * batch_size / count` and on of each batch.
+        transform: `(sample, rng) -> sample`, such as what masks words. The generator is made of the seed and of the
+            sample's place in the stream: the same for any number of processes and after a resume, another each epoch.
 
     Raises:
         ValueError: a source shorter than a batch, or a batch that does not split over the processes.
@@ -73,13 +78,32 @@ def batches(
     rows = batch_size // count
     first = start + index * rows
 
+    def sample(place: int) -> Mapping[str, np.ndarray]:
+        found = samples[place]
+        return found if transform is None else transform(found, np.random.default_rng([seed or 0, place]))
+
     def read(step: int) -> Batch:
         begin = first + step * batch_size
-        return _stack([samples[begin + row] for row in range(rows)])
+        return _stack([sample(begin + row) for row in range(rows)])
 
     stream = grain.MapDataset.range(max(num_batches, 0)).map(read)
     # One thread keeps order cheap; a few batches ahead hide a slow disk without holding much memory.
     return iter(stream.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+
+def whole_batches(
+    source: Source,
+    batch_size: int,
+    max_batches: int | None = None,
+    *,
+    shard: tuple[int, int] = (0, 1),
+    transform: Transform | None = None,
+) -> Iterator[Batch]:
+    """What is held out: read once, in order, at most `max_batches`; none if there is less than one."""
+    num_batches = len(source) // batch_size
+    if num_batches:
+        stream = batches(source, batch_size, seed=None, shard=shard, transform=transform)
+        yield from itertools.islice(stream, num_batches if max_batches is None else max_batches)
 
 
 def _stack(samples: list[Mapping[str, np.ndarray]]) -> Batch:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cjax.data.corpus import read_documents, read_token_file, standard_library
-from cjax.data.stream import Batch, batches
+from cjax.data.stream import Batch, batches, whole_batches
 from cjax.data.vocabulary import Bytes, Numbers, Vocabulary, read_bpe
 
 GPT2_VOCAB_SIZE = 50257
@@ -75,13 +75,7 @@ class TextData:
 
     def validation(self, max_batches: int | None = None) -> Iterator[Batch]:
         """This process's rows of the held-out text, once, in order, whole batches only; maybe none at all."""
-        source = Windows(self.held_out, self.sequence)
-        num_batches = len(source) // self.batch_size
-        if num_batches == 0:
-            return
-        stream = batches(source, self.batch_size, seed=None, shard=self.shard)
-        for _, batch in zip(range(num_batches if max_batches is None else max_batches), stream, strict=False):
-            yield batch
+        return whole_batches(Windows(self.held_out, self.sequence), self.batch_size, max_batches, shard=self.shard)
 
     @property
     def vocab_size(self) -> int:

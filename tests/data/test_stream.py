@@ -55,6 +55,29 @@ def test_processes_together_read_the_global_batch_in_order(count: int):
         np.testing.assert_array_equal(together, next(whole)["x"])
 
 
+def add_noise(sample, rng):
+    return {"x": sample["x"], "noise": rng.integers(1 << 40)}
+
+
+def noise(stream, count: int) -> np.ndarray:
+    return np.concatenate([batch["noise"] for batch in itertools.islice(stream, count)])
+
+
+def test_what_is_drawn_follows_the_place_in_the_stream_alone():
+    whole = noise(batches(source, 6, seed=5, transform=add_noise), 12)
+    np.testing.assert_array_equal(noise(batches(source, 6, seed=5, start=30, transform=add_noise), 7), whole[30:])
+    np.testing.assert_array_equal(noise(batches(source, 2, seed=5, start=30, transform=add_noise), 21), whole[30:])
+    parts = [noise(batches(source, 6, seed=5, shard=(i, 3), transform=add_noise), 12).reshape(12, 2) for i in range(3)]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1).ravel(), whole)
+
+
+def test_every_sample_of_every_epoch_and_seed_is_drawn_for_anew():
+    first, second = (noise(batches(source, 23, seed=seed, transform=add_noise), 3) for seed in (5, 6))
+    assert len(np.unique(np.concatenate([first, second]))) == 2 * 3 * 23
+    held_out = [noise(batches(source, 5, seed=None, transform=add_noise), 4) for _ in range(2)]
+    np.testing.assert_array_equal(*held_out)  # so that evaluations of one run can be compared
+
+
 def test_without_a_seed_it_is_read_once_in_order():
     assert rows(batches(source, 5, seed=None), 100) == list(range(20))
     assert rows(batches(source, 5, seed=None, start=10), 100) == list(range(10, 20))
