@@ -147,12 +147,7 @@ class ViT(nnx.Module):
     def hidden(self, images: jax.Array) -> jax.Array:
         """[batch, 1 + patches, embed]: the token of the class, then the patches row by row."""
         config = self.config
-        wanted = (config.image_size, config.image_size, config.num_channels)
-        if images.ndim != 4 or images.shape[1:] != wanted:
-            raise ValueError(
-                f"this ViT takes images [batch, {', '.join(map(str, wanted))}], not {list(images.shape)}; "
-                "resize them, or build the model with their image_size"
-            )
+        _check_images(images.shape, config)
         x = self.patch_embed(cut(images, config.patch_size))
         token = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (x.shape[0], 1, config.embed_dim))
         x = jnp.concatenate([token, x], axis=1)
@@ -167,6 +162,19 @@ def cut(images: jax.Array, size: int) -> jax.Array:
     batch, height, width, channels = images.shape
     grid = images.reshape(batch, height // size, size, width // size, size, channels)
     return jnp.swapaxes(grid, 2, 3).reshape(batch, -1, size, size, channels)
+
+
+def _check_images(shape: tuple[int, ...], config: ViTConfig) -> None:
+    wanted = (config.image_size, config.image_size, config.num_channels)
+    if len(shape) == 4 and shape[1:] == wanted:
+        return
+    if len(shape) == 3:
+        instead = "give grey images a channel: images[..., None]"
+    elif len(shape) == 4 and shape[1] == shape[2]:
+        instead = f"resize them, or build the model with image_size={shape[1]}, num_channels={shape[3]}"
+    else:
+        instead = f"make them {wanted[0]} x {wanted[1]}; all sides are of one length"
+    raise ValueError(f"this ViT takes images [batch, {', '.join(map(str, wanted))}], not {list(shape)}; {instead}")
 
 
 def _norm(config: ViTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:

@@ -66,7 +66,10 @@ def test_logits_and_loss_equal_the_architecture_written_by_hand():
         (lambda: ViTConfig(image_size=225), "image_size=224"),
         (lambda: ViTConfig(embed_dim=100, num_heads=12), "embed_dim=96"),
         (lambda: ViTConfig(num_classes=0), "at least 1"),
-        (lambda: make()(jnp.zeros([2, 6, 7, 2])), r"\[batch, 6, 6, 2\], not \[2, 6, 7, 2\]"),
+        (lambda: ViTConfig(image_size=28, patch_size=8), "write image_size=32, or another patch_size"),
+        (lambda: make()(jnp.zeros([2, 6, 7, 2])), r"\[batch, 6, 6, 2\], not \[2, 6, 7, 2\]; make them 6 x 6"),
+        (lambda: make()(jnp.zeros([2, 9, 9, 1])), "build the model with image_size=9, num_channels=1"),
+        (lambda: make()(jnp.zeros([2, 6, 6])), r"images\[..., None\]"),
         (lambda: loss(make(), {"images": jnp.zeros([2, 6, 6, 2]), "labels": jnp.zeros([3], int)}), r"must be \[2\]"),
     ],
 )
