@@ -9,12 +9,15 @@ NORMAL = nnx.initializers.normal(0.02)
 class Heads(nnx.Module):
     """The projections of a self-attention. They keep heads as a dimension of their own: [embed, heads, head_dim]."""
 
-    def __init__(self, embed_dim: int, num_heads: int, *, out_init: nnx.Initializer = NORMAL, rngs: nnx.Rngs):
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, init: nnx.Initializer = NORMAL,
+        out_init: nnx.Initializer | None = None, rngs: nnx.Rngs,
+    ):  # fmt: skip
         heads = (num_heads, embed_dim // num_heads)
-        self.query = nnx.LinearGeneral(embed_dim, heads, kernel_init=NORMAL, rngs=rngs)
-        self.key = nnx.LinearGeneral(embed_dim, heads, kernel_init=NORMAL, rngs=rngs)
-        self.value = nnx.LinearGeneral(embed_dim, heads, kernel_init=NORMAL, rngs=rngs)
-        self.out = nnx.LinearGeneral(heads, embed_dim, axis=(-2, -1), kernel_init=out_init, rngs=rngs)
+        self.query = nnx.LinearGeneral(embed_dim, heads, kernel_init=init, rngs=rngs)
+        self.key = nnx.LinearGeneral(embed_dim, heads, kernel_init=init, rngs=rngs)
+        self.value = nnx.LinearGeneral(embed_dim, heads, kernel_init=init, rngs=rngs)
+        self.out = nnx.LinearGeneral(heads, embed_dim, axis=(-2, -1), kernel_init=out_init or init, rngs=rngs)
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values [batch, sequence, heads, head_dim] of x [batch, sequence, embed]."""
@@ -25,12 +28,12 @@ class MLP(nnx.Module):
     """Two linear layers with GELU between them: the exact one, or its tanh form if `approximate`."""
 
     def __init__(
-        self, embed_dim: int, mlp_dim: int, *, approximate: bool = False, out_init: nnx.Initializer = NORMAL,
-        rngs: nnx.Rngs,
+        self, embed_dim: int, mlp_dim: int, *, approximate: bool = False, init: nnx.Initializer = NORMAL,
+        out_init: nnx.Initializer | None = None, rngs: nnx.Rngs,
     ):  # fmt: skip
         self.approximate = approximate
-        self.up = nnx.Linear(embed_dim, mlp_dim, kernel_init=NORMAL, rngs=rngs)
-        self.down = nnx.Linear(mlp_dim, embed_dim, kernel_init=out_init, rngs=rngs)
+        self.up = nnx.Linear(embed_dim, mlp_dim, kernel_init=init, rngs=rngs)
+        self.down = nnx.Linear(mlp_dim, embed_dim, kernel_init=out_init or init, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.gelu(self.up(x), approximate=self.approximate))

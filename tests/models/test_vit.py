@@ -31,6 +31,16 @@ def test_published_sizes():
     assert 1000 < vit("vit-g14").num_params / 1e6 < 1020
 
 
+@pytest.mark.parametrize("width", [32, 768])
+def test_a_fresh_model_has_signals_of_one_size_at_any_width(width: int):
+    # Of Xavier's, a product of a normalised stream is of the size of its input; of a fixed 0.02 that depends on width.
+    config = ViTConfig(1, 4, width, image_size=8, patch_size=2, num_channels=1, num_classes=3)
+    block = ViT(config, rngs=nnx.Rngs(0)).blocks[0]
+    x = jax.random.normal(jax.random.key(1), (2, 17, width))
+    np.testing.assert_allclose(jnp.std(block.attention.query(x)), 1, rtol=0.1)
+    np.testing.assert_allclose(jnp.std(block.mlp.up(x)), (2 / 5) ** 0.5, rtol=0.1)  # 2 / (1 + 4) of four times as wide
+
+
 def reference_logits(model: ViT, images: np.ndarray) -> np.ndarray:
     rows, size, epsilon = [], tiny.patch_size, tiny.norm_epsilon
     for image in images:
