@@ -80,10 +80,13 @@ class Dataset:
         )
 
     def validation(self, max_batches: int | None = None) -> Iterator[Batch]:
-        """This process's rows of what is held out, once, in order, whole batches only; maybe none at all."""
-        return whole_batches(
-            self.held_out, self.batch_size, max_batches, shard=self.shard, transform=self.transform
-        )  # fmt: skip
+        """This process's rows of what is held out, once, in order; the last batch may be smaller."""
+        options: dict[str, Any] = {"shard": self.shard, "transform": self.transform}
+        yield from whole_batches(self.held_out, self.batch_size, max_batches, **options)
+        whole, rest = divmod(len(self.held_out), self.batch_size)
+        rest -= rest % self.shard[1]  # every process has as many rows
+        if rest and (max_batches is None or whole < max_batches):
+            yield next(batches(self.held_out, rest, seed=None, start=whole * self.batch_size, **options))
 
     @property
     def identity(self) -> dict[str, Any]:

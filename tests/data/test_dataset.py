@@ -25,11 +25,21 @@ def test_processes_and_position(data: Dataset):
     np.testing.assert_array_equal(next(half.batches(start=24))["x"], whole[6]["x"][2:])
 
 
-def test_validation_is_the_same_each_time(data: Dataset):
-    (one,), (again,) = data.validation(), data.validation()
-    np.testing.assert_array_equal(one["x"], again["x"])
-    np.testing.assert_array_equal(np.floor(one["x"]), -np.arange(4))
-    assert list(dataclasses.replace(data, held_out=Rows({"x": np.zeros(3)})).validation()) == []
+def test_validation_is_all_that_is_held_out_and_the_same_each_time(data: Dataset):
+    first, again = list(data.validation()), list(data.validation())
+    assert [len(batch["x"]) for batch in first] == [4, 3]
+    np.testing.assert_array_equal(np.floor(np.concatenate([batch["x"] for batch in first])), -np.arange(7))
+    for one, two in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one["x"], two["x"])
+    assert [len(batch["x"]) for batch in data.validation(max_batches=1)] == [4]
+    assert list(dataclasses.replace(data, held_out=Rows({"x": np.zeros(0)})).validation()) == []
+
+
+def test_processes_validate_on_as_many_rows(data: Dataset):
+    parts = [list(dataclasses.replace(data, shard=(index, 2)).validation()) for index in range(2)]
+    whole = np.concatenate([batch["x"] for batch in data.validation()])
+    together = [np.concatenate([one["x"], two["x"]]) for one, two in zip(*parts, strict=True)]
+    np.testing.assert_array_equal(np.concatenate(together), whole[:6])
 
 
 def test_identity_tells_what_changes_the_stream(data: Dataset):
