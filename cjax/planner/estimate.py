@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cjax.plan import Plan
+from cjax.sharding.place import POLICIES
 from cjax.trace.reading import Trace
 from cjax.trace.rewrite import Hooks, emit
 
@@ -43,33 +44,34 @@ class Activations:
         return self._kept[plan.remat] // (num_devices * plan.microbatches * half)
 
     def _work_out(self, remat: str) -> int:
-        everything = _residual_bytes(self._trace)
+        kept = _residual_bytes(self._trace, remat)
         layers = sum(run.repeats for run in self._trace.runs)
-        if remat == "none" or not layers:
-            return everything
+        if not layers:
+            return kept
+        # While a layer's derivative is taken, all that it needs is there again.
         covered = sum(run.repeats * run.period for run in self._trace.runs) / max(1, len(self._trace.closed.jaxpr.eqns))
-        inside = int(everything * covered)
-        one_layer, outside = inside // layers, everything - inside
-        if remat == "block":
-            kept = sum(run.repeats * _size(c[1]) for run in self._trace.runs for c in run.carries)
-        else:
-            kept = sum(
-                _size(eqn.outvars[0])
-                for eqn in self._trace.closed.jaxpr.eqns
-                if eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0]
-            )
-        return min(everything, outside + kept + one_layer)
+        return kept + int(_residual_bytes(self._trace, None) * covered) // layers
 
 
-def _residual_bytes(trace: Trace) -> int:
-    """All that the derivative of the trace needs, weights and inputs aside; stacks of layers are traced once."""
+class _Remat(Hooks):
+    """A trace whose layers save what they do under a plan; everything if `remat` is None."""
+
+    def __init__(self, remat: str | None) -> None:
+        self._remat = remat
+
+    def layer(self, body: Any) -> Any:
+        return body if self._remat is None else jax.checkpoint(body, policy=POLICIES[self._remat], prevent_cse=False)
+
+
+def _residual_bytes(trace: Trace, remat: str | None) -> int:
+    """What is saved for the derivative of the trace, weights and inputs aside; stacks of layers are traced once."""
     closed, weights = trace.closed, set(trace.leaves_of("params"))
     place = {var: i for i, var in enumerate(closed.jaxpr.invars)}
     stacks = [tuple(place.get(var, -1) for var in group) for run in trace.runs for group in run.stacked]
     stacks = [group for group in stacks if weights.issuperset(group)]
     alone = set(range(len(trace.leaves))).difference(*stacks)
     groups = sorted([*stacks, *((i,) for i in alone)])
-    function = emit(closed, trace.runs, trace.dims.top, groups, [(0,)], Hooks())
+    function = emit(closed, trace.runs, trace.dims.top, groups, [(0,)], _Remat(remat))
     lead = [(len(group),) if len(group) > 1 else () for group in groups]
     leaves = [trace.leaves[group[0]] for group in groups]
     shapes = [jax.ShapeDtypeStruct((*n, *leaf.shape), leaf.dtype) for n, leaf in zip(lead, leaves, strict=True)]
@@ -83,10 +85,6 @@ def _residual_bytes(trace: Trace) -> int:
         return [x for x in jax.tree.leaves(derivative) if not any(x is arg for arg in args)]
 
     return sum(math.prod(x.shape) * _itemsize(x.dtype) for x in jax.eval_shape(saved, *shapes))
-
-
-def _size(var: Any) -> int:
-    return math.prod(var.aval.shape) * _itemsize(var.aval.dtype)
 
 
 def _itemsize(dtype: Any) -> int:

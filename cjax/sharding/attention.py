@@ -4,21 +4,17 @@ Lengths have to divide: a `ValueError` names the nearest ones that do. Rows whos
 they do at once; rows masked with large negative numbers throughout are means of the values, likewise.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 from jax.sharding import Mesh, PartitionSpec
 
 from cjax.sharding.exchange import Exchange
+from cjax.sharding.places import Places, split_axes
 from cjax.sharding.ring import MARGIN, Ring
-from cjax.sharding.score_blocks import lowest
-from cjax.sharding.storage import axes_of_entry
 from cjax.trace.attention import Attention
 from cjax.trace.groups import Changed
 from cjax.trace.score_bounds import bounds
@@ -54,7 +50,7 @@ def attend(
     """
     if mode not in ("ring", "all_to_all"):
         raise ValueError(f'Attention over a sequence axis is "ring" or "all_to_all", not {mode!r}.')
-    places = _Places(attention, mesh, axis, _split_axes(attention, axis, spec))
+    places = Places(attention, mesh, axis, split_axes(attention, axis, spec))
     given = dict(zip(attention.group.ins, ins, strict=True))
     operands = [given[node.var] for node in attention.operands]
     literals = {place: jnp.asarray(value) for place, value in changed.items() if place in places.literals}
@@ -63,98 +59,9 @@ def attend(
     return [_all_to_all(places, operands, literals)]
 
 
-def _split_axes(attention: Attention, axis: str, spec: PartitionSpec) -> dict[int, tuple[str, ...]]:
-    """Mesh axes of each label but the positions', for those that are not manual already."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    position = attention.label("query")
-    found = {}
-    for label, entry in zip(attention.query.labels, spec, strict=False):
-        axes = tuple(one for one in axes_of_entry(entry) if one not in manual)
-        if axes:
-            assert label, f"{spec} splits a dim of size 1 or one that is summed over"
-            found[label[0]] = axes
-    assert found.pop(position, None) == (axis,), f"{spec} does not split the positions over {axis!r}"
-    return found
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where the dims of an attention are; `axes_of` are the mesh axes of each label that is split, positions aside."""
-
-    attention: Attention
-    mesh: Mesh
-    axis: str
-    axes_of: Mapping[int, tuple[str, ...]]
-
-    def __post_init__(self) -> None:
-        assert self.size > 1, f"the axis {self.axis!r} splits nothing"
-        for role in ("query", "key"):
-            length = self.attention.sizes[self.attention.label(role)]
-            if length % self.size:
-                near = length // self.size * self.size
-                raise ValueError(
-                    f"{self.attention.where or 'An attention'} has {length} {role} positions, which can't be split "
-                    f"{self.size} ways over the axis {self.axis!r}. Lengths of {near or self.size} or "
-                    f"{near + self.size} can: pad the sequences, or change the size of {self.axis!r}."
-                )
-
-    @property
-    def size(self) -> int:
-        return self.mesh.shape[self.axis]
-
-    def low(self, operands: Sequence[jax.Array]) -> Any:
-        """What matmuls are computed in. CPUs have no kernels that sum bfloat16 in float32, and are given float32."""
-        found = lowest(operands)
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        return jnp.promote_types(found, jnp.float32) if on_cpu else found
-
-    @property
-    def literals(self) -> set[tuple[int, int]]:
-        """Where the region's equations have literals."""
-        eqns = [eqn for eqn, _ in self.attention.steps.values()]
-        return {(id(e), i) for e in eqns for i, atom in enumerate(e.invars) if isinstance(atom, jex.Literal)}
-
-    @property
-    def sizes(self) -> dict[int, int]:
-        """Of each label on a device."""
-        sizes = dict(self.attention.sizes)
-        for role in ("query", "key"):
-            sizes[self.attention.label(role)] //= self.size
-        for label, axes in self.axes_of.items():
-            sizes[label] //= math.prod(self.mesh.shape[one] for one in axes)
-        return sizes
-
-    def spec(self, node: Node, positions: Sequence[str] = ("query", "key")) -> PartitionSpec:
-        """Of a node, split over `axis` only where a dim is one of `positions`."""
-        axes_of: dict[int, tuple[str, ...]] = dict(self.axes_of)
-        axes_of |= {self.attention.label(role): (self.axis,) for role in positions}
-        entries = []
-        for label in node.labels:
-            if any(one in axes_of for one in label[1:]):
-                raise ValueError(f"{self.attention.where}: groups of heads are split, not the heads that they share")
-            entries.append(axes_of.get(label[0]) if label else None)
-        return PartitionSpec(*entries)
-
-    def whole(self, spec: PartitionSpec) -> tuple[str, ...]:
-        """The axes at work that `spec` does not split over."""
-        used = {one for entry in spec for one in axes_of_entry(entry)}
-        return tuple(one for one in sorted(self.axes) if one not in used)
-
-    @property
-    def axes(self) -> set[str]:
-        return {self.axis, *(one for axes in self.axes_of.values() for one in axes)}
-
-    def mapped(self, function: Callable[..., Any], ins: Any, outs: Any) -> Callable[..., Any]:
-        """`function` on each device's part."""
-        context = jax.sharding.get_abstract_mesh()
-        mesh = context if context.manual_axes else self.mesh
-        return jax.shard_map(
-            function, mesh=mesh, in_specs=ins, out_specs=outs, axis_names=self.axes, check_vma=False
-        )
-
-
-def _ring(places: _Places, operands: Sequence[Any], literals: Mapping[tuple[int, int], jax.Array]) -> jax.Array:
+def _ring(places: Places, operands: Sequence[Any], literals: Mapping[tuple[int, int], jax.Array]) -> jax.Array:
     attention = places.attention
+    assert places.axis is not None
     names = list(literals)
     ring = Ring(
         attention, places.axis, places.size, places.sizes, places.axes_of, _chunks(places, names), _wanted(attention),
@@ -207,8 +114,9 @@ def _ring(places: _Places, operands: Sequence[Any], literals: Mapping[tuple[int,
     return run(*operands[:3], _as_traced(attention, operands[3:]), list(literals.values()))
 
 
-def _all_to_all(places: _Places, operands: Sequence[Any], literals: Mapping[tuple[int, int], jax.Array]) -> jax.Array:
+def _all_to_all(places: Places, operands: Sequence[Any], literals: Mapping[tuple[int, int], jax.Array]) -> jax.Array:
     attention = places.attention
+    assert places.axis is not None
     names = list(literals)
     low = places.low(operands[:3])
     exchange = Exchange(attention, places.axis, places.size, places.sizes, places.axes_of, low)
@@ -230,7 +138,7 @@ def _as_traced(attention: Attention, leaves: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _chunks(places: _Places, changed: Sequence[tuple[int, int]]) -> np.ndarray:
+def _chunks(places: Places, changed: Sequence[tuple[int, int]]) -> np.ndarray:
     """Bounds of the logits by chunk: one chunk on a device, or two where a mask leaves later ones less to do."""
     attention, size = places.attention, places.size
     found = bounds(attention, size, size, changed)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cjax.mesh import DATA, DEPTH, SEQUENCE, ZERO
 from cjax.plan import Plan
+from cjax.sharding.fused import kernel_for
 from cjax.sharding.layout import Layout, make_layout
 from cjax.sharding.place import Draw, Placer, WeightPlacement
 from cjax.sharding.storage import Rows, Storage, make_storage, stackable
@@ -125,7 +126,9 @@ def make_placer(
         for i, (used, grad) in enumerate(zip(storage.used_specs, gradient, strict=True))
     }
     gathers = plan.zero_stage == 3 and math.prod(mesh.shape.values()) > 1
-    return Placer(trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence)
+    return Placer(
+        trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence, kernel_for(mesh)
+    )
 
 
 def place_loss(

@@ -19,10 +19,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
 from cjax.sharding.attention import attend
+from cjax.sharding.fused import Fused, Kernel, attend_fused, fused_groups
 from cjax.sharding.grid_products import GridProducts
 from cjax.sharding.layout import NO_SEQUENCE, Layout
 from cjax.sharding.lookup import find_rows, is_lookup, look_up, pick, picked_dim
-from cjax.sharding.sequence import attention_groups, is_attention
+from cjax.sharding.sequence import attention_groups
+from cjax.trace.attention import Attention
+from cjax.trace.backward import CHEAP
 from cjax.trace.dims import Scope
 from cjax.trace.groups import Changed, Group
 from cjax.trace.precision import LOWS, MATMULS, Lowering
@@ -35,17 +38,21 @@ Draw = Callable[[Any, list[Any]], list[Any] | None]
 PINNED = MATMULS | {"gather"}
 
 
-def keeps_all_but_copies(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Save for the backward pass whatever it needs, but no weight in the form it is used in: gathered or rounded.
+def keeps_results(primitive: Any, *operands: Any, **_: Any) -> bool:
+    """Save for the backward pass the results of matmuls, reductions, lookups and kernels, and make the rest again.
 
-    Those are results of a sharding constraint or a cast, cheap to make again from the weight that is kept anyway. Were
-    they saved, every layer's gathered weights would be alive at once, which is what ZeRO-3 is there to avoid.
+    What moves, rounds or combines numbers one by one is fused into whatever reads it, while saved it is most of a
+    layer's memory: in float32, several times over. Forms of a weight are such results too, gathered or rounded: saved,
+    every layer's gathered weights would be alive at once, which is what ZeRO-3 is there to avoid. A byte that says how
+    two numbers compare is worth its place: it may be all that is left of random bits.
     """
-    return primitive.name not in ("sharding_constraint", "convert_element_type")
+    if primitive.name in ("lt", "le", "gt", "ge"):
+        return jnp.issubdtype(operands[0].dtype, jnp.floating)
+    return primitive.name not in CHEAP
 
 
 POLICIES: Mapping[str, Callable[..., Any] | None] = {
-    "none": keeps_all_but_copies,
+    "none": keeps_results,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "block": None,
 }
@@ -82,10 +89,12 @@ class Placer(Hooks):
         gathers: bool = False,
         draw: Draw | None = None,
         sequence: SequencePlan = NO_SEQUENCE,
+        kernel: Kernel | None = None,
     ) -> None:
         self._trace, self._layout, self._mesh, self._weights = trace, layout, mesh, weights
         self._lowering = Lowering(trace.closed, LOWS[precision]) if precision in LOWS else None
         self._remat, self._gathers, self._draw, self._sequence = remat, gathers, draw, sequence
+        self._kernel: Kernel | None = kernel
         self._products = GridProducts(trace.dims, layout, mesh, self._lowering)
         dims = trace.dims
         products = [m.lhs_origin for m in dims.matmuls] + [m.rhs_origin for m in dims.matmuls]
@@ -163,29 +172,53 @@ class Placer(Hooks):
 
     def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
         groups = self._products.find(eqns, results, scope)
-        if self._sequence.size > 1:
-            groups += attention_groups(self._trace, eqns, results, scope)
+        if self._sequence.size > 1 or self._kernel is not None:
+            found = attention_groups(self._trace, eqns, results, scope)
+            groups += found if self._sequence.size > 1 else fused_groups([group.of for group in found])
         return groups
 
     def group(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
-        outs = self._attended(group, ins, changed, scope) if is_attention(group) else None
-        outs = outs or self._products.evaluate(group, ins, scope)
+        if isinstance(group.of, Attention):
+            outs = self._attended(group.of, ins, changed, scope)
+        elif isinstance(group.of, Fused):
+            outs = self._fused(group, ins, changed, scope)
+        else:
+            outs = self._products.evaluate(group, ins, scope)
         return [self._pin(var, out, scope) for var, out in zip(group.outs, outs, strict=True)]
 
-    def _attended(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+    def _attended(self, attention: Attention, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         """The result of an attention whose positions are split."""
-        attention = group.of
+        ins, spec = self._of_attention(attention, ins, scope)
+        return attend(
+            attention, ins, changed, mesh=self._mesh, mode=self._sequence.mode, axis=SEQUENCE, spec=spec
+        )  # fmt: skip
+
+    def _fused(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+        """The result of an attention by a kernel, or by the author's equations where the kernel doesn't take it."""
+        assert self._kernel is not None
+        given, spec = self._of_attention(group.of.attention, ins, scope)
+        outs = attend_fused(group.of, given, changed, mesh=self._mesh, spec=spec, kernel=self._kernel)
+        if not isinstance(outs, str):
+            return outs
+        values = dict(zip(group.ins, ins, strict=True))
+        for eqn in group.eqns:
+            read = [
+                changed.get((id(eqn), place), v.val) if isinstance(v, jex.Literal) else values[v]
+                for place, v in enumerate(eqn.invars)
+            ]
+            values.update(zip(eqn.outvars, self.equation(eqn, read, scope), strict=True))
+        return [values[var] for var in group.outs]
+
+    def _of_attention(self, attention: Attention, ins: list[Any], scope: Scope) -> tuple[list[Any], PartitionSpec]:
+        """Inputs in the dtypes to compute in, and the placement of the query."""
         products = {node.var for node in (attention.query, attention.key, attention.value)}
         if (low := self._lowering) is not None:
             ins = [
                 x.astype(low.low) if var in products and var.aval.dtype == "float32" else low.raised(x, var)
-                for var, x in zip(group.ins, ins, strict=True)
+                for var, x in zip(attention.group.ins, ins, strict=True)
             ]
         var = attention.query.var
-        spec = self._layout.spec(self._trace.dims.of(var, scope), var.aval.shape)
-        return attend(
-            attention, ins, changed, mesh=self._mesh, mode=self._sequence.mode, axis=SEQUENCE, spec=spec
-        )  # fmt: skip
+        return ins, self._layout.spec(self._trace.dims.of(var, scope), var.aval.shape)
 
     def carry(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
         return self._pin(var, value, scope)
@@ -196,8 +229,6 @@ class Placer(Hooks):
         return self.constrain(value, self._layout.spec(self._trace.dims.of(var, scope), value.shape))
 
     def layer(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        if self._remat == "none" and not self.remakes_weights:
-            return body
         # Inside a scan the loop itself keeps XLA from merging the second computation with the first.
         return jax.checkpoint(body, policy=POLICIES[self._remat], prevent_cse=False)
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cjax.trace.attention import Attention, find_attentions
+from cjax.trace.attention import find_attentions
 from cjax.trace.dims import Scope
 from cjax.trace.groups import Group
 from cjax.trace.reading import Trace
@@ -33,10 +33,6 @@ def attention_groups(trace: Trace, eqns: Sequence[Any], results: Sequence[Any], 
     """The attentions among the equations of a body, as groups of them."""
     attentions, _ = find_attentions(eqns, results, _before(trace, eqns), list(scope.origin))
     return [dataclasses.replace(attention.group, of=attention) for attention in attentions]
-
-
-def is_attention(group: Group) -> bool:
-    return isinstance(group.of, Attention)
 
 
 def _bodies(trace: Trace) -> Iterator[tuple[Sequence[Any], Sequence[Any], Scope]]:

@@ -25,7 +25,7 @@ Function = Callable[[Arrays, Arrays, Arrays], Arrays]  # weights, fixed, moving 
 
 # Made again in the backward pass, of what is saved: these move, round or combine numbers one by one, which a compiler
 # fuses into whatever reads them. Saved, their results would be most of a layer's memory.
-_CHEAP = frozenset(
+CHEAP = frozenset(
     {
         "abs", "add", "and", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "cos", "div",
         "dynamic_slice", "eq", "erf", "exp", "exp2", "expand_dims", "expm1", "ge", "gt", "integer_pow", "iota", "le",
@@ -215,7 +215,7 @@ def _roots(var: Any, known: set[Any], maker: Mapping[Any, Any]) -> list[Any]:
             continue
         seen.add(now)
         eqn = maker.get(now)
-        if eqn is not None and (eqn.primitive.name in _CHEAP or _is_key(now)):
+        if eqn is not None and (eqn.primitive.name in CHEAP or _is_key(now)):
             queue += variables(eqn)
         else:
             found[now] = None

@@ -104,9 +104,27 @@ def body(x: jax.Array) -> jax.Array:
     return jnp.sin(x)
 
 
-def test_without_remat_layers_are_left_alone() -> None:
-    assert placer().layer(body) is body
-    assert placer().whole(body) is body
+def test_layers_save_results_of_matmuls_and_make_the_rest_again() -> None:
+    def mlp(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (jax.nn.gelu(x @ w) @ w.T).sum()
+
+    def saved(function: Callable[..., Any]) -> list[tuple[int, ...]]:
+        found = saved_residuals(function, jnp.ones((8, 16)), jnp.ones((4, 8)))
+        return [aval.shape for aval, what in found if "argument" not in what]
+
+    assert saved(mlp).count((4, 16)) > 2, "gelu alone keeps several"
+    assert saved(placer().layer(mlp)).count((4, 16)) == 1
+    assert placer().whole(mlp) is mlp
+
+
+def test_of_dropout_one_byte_is_saved() -> None:
+    def dropped(w: jax.Array, x: jax.Array) -> jax.Array:
+        keep = jax.random.bernoulli(jax.random.key(0), 0.9, (4, 16))
+        return (jnp.where(keep, x @ w, 0.0) @ w.T).sum()
+
+    found = saved_residuals(placer().layer(dropped), jnp.ones((8, 16)), jnp.ones((4, 8)))
+    assert [aval.dtype for aval, what in found if aval.shape == (4, 16)].count(jnp.dtype(bool)) == 1
+    assert not any(aval.dtype == jnp.uint32 and aval.shape == (4, 16) for aval, _ in found)
 
 
 REMAKES: list[dict[str, Any]] = [{"gathers": True}, {"precision": "bfloat16"}, {"remat": "dots"}, {"remat": "block"}]

@@ -1,0 +1,67 @@
+"""Models whose attentions a fused kernel computes, on devices that have one: as their authors train them.
+
+The kernel here is plain JAX, so that what is checked is which attentions have a kernel's form, and what it is handed:
+bias, masks, groups of heads, parts of a mesh.
+"""
+
+from typing import Any
+
+import jax
+import pytest
+from contract import EXACT, assert_close, author, train
+from kernels import plain
+from plans import num_parts
+
+import cjax.sharding.model
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+CAUSAL, MASKED = {"causal": True, "bias": False}, {"causal": False, "bias": True}
+PAIRS = [
+    ("linen_tied", "data=8", CAUSAL),
+    ("linen_tied", "data=2 tensor=4 zero=3", CAUSAL),
+    ("linen_tied", "tensor=2d:4", CAUSAL),
+    ("linen_tied", "tensor=3d:8", CAUSAL),
+    ("linen_tied", "pipeline=1f1b:2 microbatches=4 tensor=2", CAUSAL),
+    ("linen_masked_mean", "zero=2 microbatches=2", CAUSAL),
+    ("linen_packed_qkv", "data=4 tensor=2", CAUSAL),
+    ("linen_moe_soft", "data=4 tensor=2 zero=1", CAUSAL),
+    ("nnx_llama", "zero=3", CAUSAL),
+    ("nnx_llama", "data=4 tensor=2 remat=dots", CAUSAL),
+    ("nnx_llama", "tensor=2 sequence=gather", CAUSAL),
+    ("nnx_llama", "tensor=4", CAUSAL),
+]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bool]]:
+    """What the kernel was asked."""
+    found = []
+
+    def kernel(*operands: Any, **options: Any) -> jax.Array:
+        found.append({"causal": options["causal"], "bias": operands[3] is not None})
+        return plain(*operands, **options)
+
+    monkeypatch.setattr(cjax.sharding.model, "kernel_for", lambda mesh: kernel)
+    return found
+
+
+@pytest.mark.parametrize(("name", "plan", "how"), PAIRS)
+def test_trains_as_its_author_would(name: str, plan: str, how: dict[str, bool], asked: list[dict[str, bool]]) -> None:
+    with jax.enable_x64(True):
+        given, wanted = train(name, plan, wide=True), author(name, num_parts(plan), wide=True)
+        for step, other in zip(given.steps, wanted.steps, strict=True):
+            assert_close(step.loss, other.loss, EXACT, "loss")
+            assert_close(step.grads, other.grads, EXACT, "gradient of ")
+        assert_close(given.params, wanted.params, EXACT, "parameter ")
+    assert how in asked
+
+
+def test_dropout_stays_with_the_author(asked: list[dict[str, bool]]) -> None:
+    train("linen_decoder", "data=8", wide=False)
+    assert not asked
+
+
+def test_cpus_have_no_kernel() -> None:
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+    assert cjax.sharding.model.kernel_for(mesh) is None
