@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from cjax.data import Masking, read_documents, standard_library
+from cjax.data import Masking, image_data, read_documents, standard_library
 
 Batch = dict[str, np.ndarray]
 VOCAB_SIZE = 257  # the bytes, and a token that hides one
 HIDDEN = 256
+MEAN, STD = 0.13, 0.31  # of MNIST's pixels
 
 
 @dataclass(frozen=True)
@@ -49,26 +50,15 @@ class Masked:
 
 
 def images(path: Path | None) -> Images:
-    """MNIST of an `.npz` file with x_train, y_train, x_test and y_test; without one scikit-learn's digits."""
-    if path is None:
-        return _digits()
-    with np.load(path) as file:
-        x, y, x_test, y_test = (file[name] for name in ("x_train", "y_train", "x_test", "y_test"))
-    return Images("mnist", (14, 14), 120, _scaled(x / 255, y), _scaled(x_test / 255, y_test))
-
-
-def _digits() -> Images:
-    try:
-        from sklearn.datasets import load_digits  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise ImportError(
-            "without --data mnist.npz this trains on scikit-learn's digits: pip install scikit-learn"
-        ) from error
-    found = load_digits()
-    order = np.random.default_rng(0).permutation(len(found.target))
-    x, y = found.images[order] / 16, found.target[order]
-    split = 1436  # four fifths, and even, as two devices share the whole set
-    return Images("digits", (4, 4), 100, _scaled(x[:split], y[:split]), _scaled(x[split:], y[split:]))
+    """MNIST of an `.npz` file; without one scikit-learn's digits, of which a fifth is held out."""
+    data = image_data(path, batch_size=1, channels=1, mean=MEAN, std=STD, held_out=0.2)
+    train, test = (
+        {"images": data.normalised(found["images"])[..., 0], "labels": found["labels"]}
+        for found in (data.train[:], data.held_out[:])
+    )
+    even = len(data.train) // 2 * 2  # as two devices share the whole set
+    train = {name: array[:even] for name, array in train.items()}
+    return Images(*(("digits", (4, 4), 100) if path is None else ("mnist", (14, 14), 120)), train, test)
 
 
 def stripes(num: int = 128) -> Images:
@@ -80,7 +70,7 @@ def stripes(num: int = 128) -> Images:
 
 
 def _scaled(x: np.ndarray, y: np.ndarray) -> Batch:
-    return {"images": ((x - 0.13) / 0.31).astype(np.float32), "labels": y.astype(np.int32)}
+    return {"images": ((x - MEAN) / STD).astype(np.float32), "labels": y.astype(np.int32)}
 
 
 def text(path: Path | None, length: int, num_test: int) -> Masked:
