@@ -2,6 +2,7 @@
 
 from cjax.data.corpus import read_documents, read_token_file, standard_library
 from cjax.data.dataset import Dataset, Rows, hold_out
+from cjax.data.image_arrays import ImageArrays
 from cjax.data.images import ImageData, image_data
 from cjax.data.labelled import Labelled, labelled_data, read_labelled
 from cjax.data.masking import Masking, masked_data
@@ -16,6 +17,7 @@ __all__ = [
     "BPE",
     "Bytes",
     "Dataset",
+    "ImageArrays",
     "ImageData",
     "Labelled",
     "Masking",
