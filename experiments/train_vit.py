@@ -5,10 +5,11 @@
     python experiments/train_vit.py --data PETS --size 64 --patch 8 --flip      # a folder, a sub-folder for each class
     python experiments/train_vit.py --data mnist.npz --plan "data=2 tensor=2 zero=1"       # on virtual devices
 
-4 layers of width 64, 0.14 million parameters; 16 patches of 7 x 7 pixels for MNIST, of 2 x 2 for digits. 8 epochs of
-MNIST in batches of 128 take about 5 minutes on 2 quiet CPU cores, 60 epochs of digits in batches of 32 about 1.
+4 layers of width 64, 0.14 million parameters; 16 patches of 7 x 7 pixels for MNIST, 4 of 4 x 4 for digits. 8 epochs of
+MNIST in batches of 128 take 4 to 5 minutes on 2 quiet CPU cores, 60 epochs of digits less than 1.
 
-Expected: above 98.5 % of MNIST's 10,000 test images right; of the tenth of digits that is held out, above 97 %.
+Expected: above 98.5 % of MNIST's 10,000 test images right (98.80 % in docs/results); of the 179
+digits that are held out, above 98 % (100, 99.4 and 98.3 % with seeds 0, 1 and 2).
 """
 
 import argparse
@@ -31,7 +32,7 @@ def config_of(data: ImageData, options: argparse.Namespace) -> ViTConfig:
     layers, embed = (1, 16) if options.tiny else (options.layers, options.width)
     return ViTConfig(
         num_layers=layers, num_heads=4, embed_dim=embed, mlp_dim=2 * embed, image_size=height,
-        patch_size=options.patch or max(1, height // 4), num_channels=channels, num_classes=data.num_classes,
+        patch_size=options.patch or max(4, height // 4), num_channels=channels, num_classes=data.num_classes,
         norm_epsilon=1e-6,
     )  # fmt: skip
 
@@ -74,7 +75,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", type=int, help="height and width to which the images of a folder are resized")
     parser.add_argument("--epochs", type=int, help="instead of --steps; 8 of a file or folder, 60 of digits")
     parser.add_argument("--batch", type=int, help="images of a step; 128, or 32 of digits")
-    parser.add_argument("--patch", type=int, help="height and width of a patch; a fourth of the image if not given")
+    parser.add_argument("--patch", type=int, help="height and width of a patch; a fourth of the image, at least 4")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--shift", type=int, help="pixels; 2, or 1 of digits")
