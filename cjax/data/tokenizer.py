@@ -80,9 +80,7 @@ class Tokenizer:
             goes_on = [name[0].isalnum() for name in names]
         else:
             raise ValueError("this vocabulary does not mark where words begin; mask tokens, not whole words")
-        found = np.array(goes_on)
-        found[list(self.special)] = False
-        return found
+        return np.array(goes_on)
 
     def need(self, *kinds: str) -> tuple[int, ...]:
         """The ids of special tokens.
