@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cjax.data import Masking, image_data, read_documents, standard_library
+from cjax.data import image_data, read_documents, standard_library
 
 Batch = dict[str, np.ndarray]
 VOCAB_SIZE = 257  # the bytes, and a token that hides one
@@ -91,12 +91,16 @@ def _pieces(data: np.ndarray, length: int) -> np.ndarray:
     return data[: len(data) // length * length].reshape(-1, length)
 
 
-def hide(pieces: np.ndarray, rng: np.random.Generator) -> Batch:
-    """Pieces with bytes hidden by BERT's rule, what they were, and which were hidden."""
-    make = Masking(mask=HIDDEN, vocab_size=256, length=pieces.shape[1])
-    made = [make({"tokens": piece}, rng) for piece in pieces]
-    inputs, targets = (np.stack([sample[name] for sample in made]) for name in ("inputs", "targets"))
-    return {"inputs": inputs, "targets": pieces, "hidden": (targets >= 0).astype(np.float32)}
+def hide(targets: np.ndarray, rng: np.random.Generator) -> Batch:
+    """BERT's rule: of 15 % of the positions the byte is asked for; of these 80 % show the mask, 10 % any byte.
+
+    Each byte by itself. `cjax.data.Masking` hides nearly as many in every piece, which on 16 bytes is another task: it
+    ends at 1.90 nats where this ends at 2.04, at batch 256.
+    """
+    asked, how = rng.random(targets.shape) < 0.15, rng.random(targets.shape)
+    shown = np.where(how < 0.8, HIDDEN, np.where(how < 0.9, rng.integers(0, 256, targets.shape), targets))
+    inputs = np.where(asked, shown, targets).astype(np.int32)
+    return {"inputs": inputs, "targets": targets, "hidden": asked.astype(np.float32)}
 
 
 def stream(source: Any, batch: int, num_steps: int, seed: int) -> Iterator[Batch]:
