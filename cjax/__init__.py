@@ -2,6 +2,7 @@
 
 from cjax.attention import attention as attention
 from cjax.audit import audit as audit
+from cjax.generate import generate as generate
 from cjax.mesh import initialize as initialize
 from cjax.mesh import simulate as simulate
 from cjax.parallelize import parallelize as parallelize

@@ -28,6 +28,7 @@ from cjax.gradients import (
     together,
 )
 from cjax.mesh import BATCH_AXES, PIPE, Device, build_mesh, resolve_devices
+from cjax.models.cross_entropy import all_at_once
 from cjax.optim import LossScale
 from cjax.pipeline.execute import Executor
 from cjax.pipeline.table import Schedule
@@ -116,22 +117,39 @@ def compose(
     measure_noise: bool = False,
 ) -> Program:
     """From a captured model to a `Program`."""
-    # A trace depends on the plan by the number of micro-batches alone: "auto" and every replan share it.
-    read = functools.cache(functools.partial(trace_loss, captured, batch_shape, train=True))
+    sources = _Source(captured, batch_shape), _Source(_at_once(captured), batch_shape)
 
     def again(plan: Plan | str, devices: Sequence[Device], schedule: Schedule | None = None) -> Parts:
-        parts = _compose(captured, optimizer, batch_shape, read, plan, devices, schedule, measure_noise, again)
+        parts = _compose(sources, optimizer, batch_shape, plan, devices, schedule, measure_noise, again)
         scaling = (loss_scale or LossScale()) if parts.plan.precision == "float16" else None
         return dataclasses.replace(parts, scaling=scaling)
 
     return Program(again(plan, devices, schedule))
 
 
+class _Source:
+    """A captured model and its traces. They depend on a plan by the number of micro-batches alone, so that "auto" and
+    every replan share them."""
+
+    def __init__(self, captured: Capture, batch_shape: PyTree) -> None:
+        self.captured = captured
+        self.read = functools.cache(functools.partial(trace_loss, captured, batch_shape, train=True))
+
+
+def _at_once(captured: Capture) -> Capture:
+    """The model without loops over parts of its logits."""
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        with all_at_once():
+            return captured.apply(*args, **kwargs)
+
+    return dataclasses.replace(captured, apply=apply)
+
+
 def _compose(
-    captured: Capture,
+    sources: tuple[_Source, _Source],
     optimizer: optax.GradientTransformation | None,
     batch_shape: PyTree,
-    read: Callable[[int], Trace],
     plan: Plan | str,
     devices: Sequence[Device],
     schedule: Schedule | None,
@@ -141,19 +159,20 @@ def _compose(
     """The parts of a program under one plan.
 
     Args:
-      captured: the user's model and loss.
+      sources: the user's model and loss, and the same for grids of devices.
       optimizer: what trains it, if anything does.
       batch_shape: the whole batch, as ShapeDtypeStructs.
-      read: the loss's trace, by the number of micro-batches.
       plan: the plan.
       devices: what the plan is for.
       schedule: the user's own, of a pipeline.
       measure_noise: whether gradients of parts of the batch are measured.
       again: `(plan, devices)` -> the parts under another plan.
     """
-    plan, notes = _decide(captured, optimizer, batch_shape, read, plan, devices)
+    plan, notes = _decide(sources[0].captured, optimizer, batch_shape, sources[0].read, plan, devices)
+    source = sources[plan.tensor.mode != "1d"]
+    captured = source.captured
     try:
-        trace = read(plan.microbatches)
+        trace = source.read(plan.microbatches)
     except Exception as error:  # from the author's own code, which may know the size of the whole batch by heart
         if plan.microbatches > 1:
             error.add_note(f"The loss ran on one of {plan.microbatches} micro-batches of this batch; see microbatches.")

@@ -18,6 +18,7 @@ import optax
 from optimizers import OPTIMIZERS
 from plans import NUM_DEVICES, tensor_of
 from zoo import MODELS, Batch, Case, case, regression_batch
+from zoo_cjax import ROWS
 from zoo_nnx import MLP as NNXMLP
 
 from cjax.parallelize import compose
@@ -31,8 +32,20 @@ PyTree = Any
 NUM_STEPS = 3
 # Losses that are ratios with a denominator of the batch's own: cjax sums both over micro-batches, so that their number
 # changes nothing, and the author's loop must be one over the whole batch.
-RATIOS = {"linen_masked_mean"}
+RATIOS = {"linen_masked_mean", "cjax_gpt", "cjax_bert", "cjax_t5", "cjax_llama"}
 EXACT, ROUNDED = (1e-9, 1e-12), (1e-5, 1e-7)  # of a leaf's norm, and of the norm of all leaves
+# What float64 comes to: the softmax of jax.nn.dot_product_attention is float32 throughout, whatever it is given.
+WIDE = dict.fromkeys(ROWS, (1e-5, 1e-7))
+
+
+def exactly(name: str) -> tuple[float, float]:
+    """How close losses and gradients of a model are in float64."""
+    return WIDE.get(name, EXACT)
+
+
+def after_updates(name: str) -> tuple[float, float]:
+    """And its parameters: Adam makes the noise of a gradient that is zero, a key's bias, larger."""
+    return (1e-5, 1e-5) if name in WIDE else EXACT
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -260,6 +273,11 @@ SPLIT: dict[str, dict[str, int]] = {
     "nnx_llama": {"(query|key|value)$": 1, "out$": 0, "gate|up": -1, "down": 0, "^embed": 0, "^head": -1},
     "nnx_conv": {"conv1|norm1": -1, "conv2/kernel": 2, "head": -1},
     "nnx_mlp": {"0/kernel": 0, "1/": -1, "2/kernel": 0},
+    "cjax_gpt": {**ATTENTION, **MLP, "^token_embed": 0},
+    "cjax_bert": {**ATTENTION, **MLP, "^token_embed": 0, "word_head/bias": 0},
+    "cjax_vit": {**ATTENTION, **MLP, "^head": -1},
+    "cjax_t5": {**ATTENTION, **MLP, "^token_embed": 0},
+    "cjax_llama": {**ATTENTION, "(gate|linear)/kernel": -1, "down/kernel": -2, "^token_embed": 0, "^head": -1},
 }
 
 
@@ -272,7 +290,7 @@ def split_dim(name: str, path: str, shape: tuple[int, ...], tensor: int) -> int 
 
 # Of a grid: both sides of these models' matrices are split, whatever matches their row of SPLIT and is no bias.
 GRID_SPLIT = [name for name in SPLIT if name not in ("linen_lstm", "nnx_conv", "nnx_mlp")]
-TIED = {"linen_tied", "nnx_scan"}
+TIED = {"linen_tied", "nnx_scan", "cjax_gpt", "cjax_bert", "cjax_t5"}
 
 
 def grid_parts(name: str, path: str, plan: str) -> int:

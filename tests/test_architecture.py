@@ -24,7 +24,7 @@ FLOORS = (
     ("program",),
     ("parallelize",),
     ("data",),
-    ("train",),
+    ("train", "generate"),
     ("cli",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -130,7 +130,7 @@ def may_import(importer: str, imported: str) -> bool:
         return False
     assert importer in FLOOR_OF, f"the design has no room {importer!r}"
     if imported in BESIDE:
-        return FLOOR_OF[importer] >= FLOOR_OF["program" if imported == "optim" else "train"]
+        return FLOOR_OF[importer] >= FLOOR_OF["program" if imported == "optim" else "parallelize"]
     assert imported in FLOOR_OF, f"the design has no room {imported!r}"
     return FLOOR_OF[importer] >= FLOOR_OF[imported]
 

@@ -38,6 +38,13 @@ KINDS: dict[str, dict[str, str]] = {
         "nnx_scan": "layers under `nnx.scan`",
         "nnx_llama": "Llama's kind: rotary positions, grouped queries, gated MLP",
     },
+    "`cjax.models`": {
+        "cjax_gpt": "GPT, some positions classified at a time",
+        "cjax_bert": "BERT with padding, words hidden",
+        "cjax_vit": "ViT",
+        "cjax_t5": "T5: relative positions, encoder and decoder of other depths",
+        "cjax_llama": "Llama with grouped queries",
+    },
     "mixture of experts": {
         "linen_moe_soft": "soft routing",
         "linen_moe_capacity": "experts with a capacity",

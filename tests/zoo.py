@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from zoo_cjax import ROWS, built
 from zoo_linen import (
     CLASSES,
     HEADS,
@@ -190,4 +191,8 @@ MODELS: dict[str, Case] = {
     "nnx_llama": case("nnx", builder(Llama), nnx_next_token, **TEXT4),
     "nnx_conv": case("nnx", lambda _: lambda rngs: NNXConvNet(rngs=rngs), nnx_classify_images, **IMAGES, couples=True),
     "nnx_mlp": case("nnx", lambda _: lambda rngs: MLP(rngs=rngs), squared_error, regression_batch),
+    **{
+        name: case("nnx", built(kind, config), loss, batch, blocks=blocks, heads=HEADS)
+        for name, (kind, config, loss, batch, blocks) in ROWS.items()
+    },
 }

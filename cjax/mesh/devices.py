@@ -136,7 +136,12 @@ def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
     With a pool of threads, a CPU device takes whatever operation is ready, collectives too; and two devices that wait
     for each other in different collectives wait for ever. So where there are several, each gets one thread, on which
     all of them keep the same order, and a schedule that needs the least memory: there is nothing to run beside.
+
+    For absent cards, matmuls are the vendor's: XLA's own are tuned by trying them, and untuned it refuses lengths that
+    its first guess does not divide (197, of a ViT).
     """
+    if is_compile_only(list(mesh.devices.flat)):
+        return {"xla_gpu_enable_triton_gemm": False}
     shared = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
     options = ("xla_cpu_multi_thread_eigen", "xla_cpu_enable_concurrency_optimized_scheduler")
     return dict.fromkeys(options, False) if shared else None

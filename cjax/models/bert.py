@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from cjax.models.cross_entropy import classification, cross_entropy
+from cjax.models.cross_entropy import CHUNK, classification, cross_entropy
 from cjax.models.layers import MLP, NORMAL, Heads, dropout
 from cjax.models.sizes import check_choice, check_counts, check_divides, check_length, check_rate, choose
 
@@ -220,7 +220,7 @@ def _norm(config: BERTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
 
 
-def masked_loss(model: BERT, batch: Mapping[str, jax.Array], *, chunk: int | None = None) -> jax.Array:
+def masked_loss(model: BERT, batch: Mapping[str, jax.Array], *, chunk: int | None = CHUNK) -> jax.Array:
     """Mean cross-entropy of the words that were masked, in nats.
 
     Args:

@@ -1,15 +1,31 @@
 """Cross-entropy of labels, without ever holding the logits of all positions."""
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 
 IGNORED = -100  # the label of positions that don't count, as in PyTorch and so in most prepared data
+CHUNK = 128  # positions of a row: at batch 8 enough rows of a matmul for a GPU, and an eighth of 1024 positions' logits
+
+_at_once = contextvars.ContextVar("at_once", default=False)
+
+
+@contextlib.contextmanager
+def all_at_once() -> Iterator[None]:
+    """Inside, `cross_entropy` makes all logits at once, whatever `chunk` says: a grid of devices splits them both ways
+    already, and each turn of a loop would send the classifier again."""
+    token = _at_once.set(True)
+    try:
+        yield
+    finally:
+        _at_once.reset(token)
 
 
 def cross_entropy(
-    hidden: jax.Array, labels: jax.Array, classify: Callable[[jax.Array], jax.Array], *, chunk: int | None = None
+    hidden: jax.Array, labels: jax.Array, classify: Callable[[jax.Array], jax.Array], *, chunk: int | None = CHUNK
 ) -> jax.Array:
     """Mean cross-entropy in nats over the labels that aren't `IGNORED`; 0 if there are none.
 
@@ -21,7 +37,6 @@ def cross_entropy(
         labels: int[batch, sequence], from 0 to the number of classes - 1, or `IGNORED`. Others give NaN.
         classify: maps hidden [batch, positions, embed] to logits [batch, positions, classes].
         chunk: at most this many positions of a row at a time; None keeps all logits, and saves classifying them again.
-            Under a plan with a grid or ZeRO-3 it costs transfers: the classifier's gradient is reduced chunk by chunk.
 
     >>> table = jnp.eye(4, 7)
     >>> loss = cross_entropy(jnp.zeros([2, 5, 4]), jnp.ones([2, 5], int), lambda hidden: hidden @ table, chunk=2)
@@ -37,7 +52,7 @@ def cross_entropy(
         )
     count = jnp.sum(labels != IGNORED)
     length = labels.shape[1]
-    num_chunks = 1 if chunk is None else -(-length // chunk)
+    num_chunks = 1 if chunk is None or _at_once.get() else -(-length // chunk)
     if num_chunks <= 1:
         total = _total(hidden, labels, classify)
     else:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from cjax.models.cross_entropy import cross_entropy
+from cjax.models.cross_entropy import CHUNK, cross_entropy
 from cjax.models.layers import MLP, NORMAL, Heads, dropout
 from cjax.models.past import Past, attend_causally, positions_of
 from cjax.models.sizes import check_counts, check_divides, check_length, check_rate, choose
@@ -161,7 +161,7 @@ class GPT(nnx.Module):
         return [Past.empty(batch, room, *heads, dtype) for _ in self.blocks]
 
 
-def loss(model: Any, batch: Mapping[str, jax.Array], *, chunk: int | None = None) -> jax.Array:
+def loss(model: Any, batch: Mapping[str, jax.Array], *, chunk: int | None = CHUNK) -> jax.Array:
     """Mean cross-entropy of the next token, in nats.
 
     Args:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from cjax.models.cross_entropy import cross_entropy
+from cjax.models.cross_entropy import CHUNK, cross_entropy
 from cjax.models.layers import linear
 from cjax.models.past import Past, attend_causally, positions_of
 from cjax.models.sizes import check_counts, check_divides, check_length, choose
@@ -236,7 +236,7 @@ def _norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
 
 
-def loss(model: Llama, batch: Mapping[str, jax.Array], *, chunk: int | None = None) -> jax.Array:
+def loss(model: Llama, batch: Mapping[str, jax.Array], *, chunk: int | None = CHUNK) -> jax.Array:
     """Mean cross-entropy of the next token, in nats.
 
     Args:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from cjax.models.cross_entropy import cross_entropy
+from cjax.models.cross_entropy import CHUNK, cross_entropy
 from cjax.models.layers import dropout, linear
 from cjax.models.past import Past, positions_of
 from cjax.models.sizes import check_counts, check_rate, choose
@@ -319,7 +319,7 @@ def _norm(config: T5Config, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
 
 
-def loss(model: T5, batch: Mapping[str, jax.Array], *, chunk: int | None = None) -> jax.Array:
+def loss(model: T5, batch: Mapping[str, jax.Array], *, chunk: int | None = CHUNK) -> jax.Array:
     """Mean cross-entropy of the target's next token, in nats.
 
     Args:

@@ -34,10 +34,23 @@ def cudnn(
     scale: float, causal: bool, window: int | None,
 ) -> jax.Array:  # fmt: skip
     """cuDNN's flash attention: of bfloat16 or float16, with sums in float32."""
-    return jax.nn.dot_product_attention(
-        query, key, value, bias=bias, scale=scale, is_causal=causal,
-        local_window_size=None if window is None else (window - 1, 0), implementation="cudnn",
+    lengths = query.shape[1], key.shape[1]
+    more = [length % 2 for length in lengths]  # JAX hands on no odd lengths, such as the 197 of a ViT
+    options: dict[str, Any] = {}
+    if any(more):
+        query, key, value = (
+            jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0)))
+            for x, extra in zip((query, key, value), (more[0], more[1], more[1]), strict=True)
+        )
+        bias = None if bias is None else jnp.pad(bias, ((0, 0), (0, 0), (0, more[0]), (0, more[1])))
+        names = ("query_seq_lengths", "key_value_seq_lengths")
+        options = {name: jnp.full(len(query), length, jnp.int32) for name, length in zip(names, lengths, strict=True)}
+    sides = None if window is None else (window - 1, 0)
+    mixed = jax.nn.dot_product_attention(
+        query, key, value, bias=bias, scale=scale, is_causal=causal, local_window_size=sides,
+        implementation="cudnn", **options,
     )  # fmt: skip
+    return mixed[:, : lengths[0]]
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ Draw = Callable[[Any, list[Any]], list[Any] | None]
 PINNED = MATMULS | {"gather"}
 
 
-def keeps_results(primitive: Any, *operands: Any, **_: Any) -> bool:
+def keeps_results(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Save for the backward pass the results of matmuls, reductions, lookups and kernels, and make the rest again.
 
     What moves, rounds or combines numbers one by one is fused into whatever reads it, while saved it is most of a
@@ -48,7 +48,15 @@ def keeps_results(primitive: Any, *operands: Any, **_: Any) -> bool:
     """
     if primitive.name in ("lt", "le", "gt", "ge"):
         return jnp.issubdtype(operands[0].dtype, jnp.floating)
-    return primitive.name not in CHEAP
+    return not _is_cheap(primitive.name, params)
+
+
+def _is_cheap(name: str, params: Mapping[str, Any]) -> bool:
+    """Whether a primitive, or all of what it calls, moves, rounds or combines numbers one by one."""
+    inner = params.get("call_jaxpr" if name == "custom_jvp_call" else "jaxpr")  # as jax.nn.relu has, one in the other
+    if name in ("custom_jvp_call", "jit") and inner is not None:
+        return all(_is_cheap(eqn.primitive.name, eqn.params) for eqn in inner.jaxpr.eqns)
+    return name in CHEAP
 
 
 POLICIES: Mapping[str, Callable[..., Any] | None] = {
@@ -100,6 +108,7 @@ class Placer(Hooks):
         products = [m.lhs_origin for m in dims.matmuls] + [m.rhs_origin for m in dims.matmuls]
         self._tables = {leaf for leaf, _, _ in dims.tables}
         self._rounded = {o for o in products if o is not None} | self._tables
+        self._looped = {o for m in dims.matmuls if m.looped for o in (m.lhs_origin, m.rhs_origin)}
 
     def constrain(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
         return constrained(value, self._mesh, spec)
@@ -115,7 +124,9 @@ class Placer(Hooks):
         if self._mesh.size == 1 and low is None:
             return value
         # The gradient of a lookup in a split table is not made in any further parts but at the price of copies.
-        summed = used if leaf in self._tables and any(used) else gradient
+        # And that of a loop is summed up whole: scattered at once, it would be reduced in each turn.
+        whole = leaf in self._looped or (leaf in self._tables and any(used))
+        summed = used if whole else gradient
         return _ready(self._mesh, used, summed, gradient, low)(value)
 
     def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:

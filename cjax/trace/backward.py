@@ -28,9 +28,9 @@ Function = Callable[[Arrays, Arrays, Arrays], Arrays]  # weights, fixed, moving 
 CHEAP = frozenset(
     {
         "abs", "add", "and", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "cos", "div",
-        "dynamic_slice", "eq", "erf", "exp", "exp2", "expand_dims", "expm1", "ge", "gt", "integer_pow", "iota", "le",
-        "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pow", "reshape", "rev",
-        "rsqrt", "select_n", "sharding_constraint", "sign", "sin", "slice", "sqrt", "square", "squeeze",
+        "dynamic_slice", "eq", "erf", "erfc", "exp", "exp2", "expand_dims", "expm1", "ge", "gt", "integer_pow", "iota",
+        "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pow", "reshape",
+        "rev", "rsqrt", "select_n", "sharding_constraint", "sign", "sin", "slice", "sqrt", "square", "squeeze",
         "stop_gradient", "sub", "tanh", "transpose",
     }
 )  # fmt: skip

@@ -20,8 +20,8 @@ class Node(NamedTuple):
 
 
 ELEMENTWISE = frozenset(
-    "abs add add_any and atan2 bitcast_convert_type clamp convert_element_type copy copy_p cos div eq erf exp exp2 "
-    "expm1 floor ceil ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow "
+    "abs add add_any and atan2 bitcast_convert_type clamp convert_element_type copy copy_p cos div eq erf erfc exp "
+    "exp2 expm1 floor ceil ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow "
     "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt "
     "square stop_gradient sub tanh xor".split()
 )

@@ -1,0 +1,171 @@
+"""The models of `bench_gpu.py` in PyTorch, as its users would tune them: scaled_dot_product_attention (its flash
+kernel), bfloat16 autocast with float32 weights, fused AdamW, TF32 for what is left in float32, torch.compile."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bench_models import Row
+from torch import nn
+
+Tensor = Any
+
+
+class Attention(nn.Module):
+    """Self-attention, with fewer heads of keys if `key_heads` says so, and rotary positions where they are given."""
+
+    def __init__(self, width: int, heads: int, head_dim: int, key_heads: int, causal: bool, bias: bool):
+        super().__init__()
+        self.heads, self.key_heads, self.head_dim, self.causal = heads, key_heads, head_dim, causal
+        self.qkv = nn.Linear(width, (heads + 2 * key_heads) * head_dim, bias=bias)
+        self.out = nn.Linear(heads * head_dim, width, bias=bias)
+
+    def forward(self, x: Tensor, rotary: Tensor | None) -> Tensor:
+        batch, length, _ = x.shape
+        sizes = [n * self.head_dim for n in (self.heads, self.key_heads, self.key_heads)]
+        q, k, v = (
+            part.view(batch, length, -1, self.head_dim).transpose(1, 2) for part in self.qkv(x).split(sizes, dim=-1)
+        )
+        if rotary is not None:
+            q, k = turned(q, rotary), turned(k, rotary)
+        grouped = self.key_heads != self.heads
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+def turned(x: Tensor, rotary: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = rotary
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """Two linear layers with `act` between them; gated by a third if `gated`."""
+
+    def __init__(self, width: int, inner: int, act: Callable[[Tensor], Tensor], gated: bool, bias: bool):
+        super().__init__()
+        self.act = act
+        self.up = nn.Linear(width, inner, bias=bias)
+        self.gate = nn.Linear(width, inner, bias=bias) if gated else None
+        self.down = nn.Linear(inner, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.act(self.up(x)) if self.gate is None else self.act(self.gate(x)) * self.up(x)
+        return self.down(inner)
+
+
+class Block(nn.Module):
+    """Norms before the branches, or after them, as in BERT."""
+
+    def __init__(self, attention: nn.Module, mlp: nn.Module, norm: Callable[[], nn.Module], after: bool):
+        super().__init__()
+        self.attention, self.mlp, self.after = attention, mlp, after
+        self.norm1, self.norm2 = norm(), norm()
+
+    def forward(self, x: Tensor, rotary: Tensor | None) -> Tensor:
+        if self.after:
+            x = self.norm1(x + self.attention(x, rotary))
+            return self.norm2(x + self.mlp(x))
+        x = x + self.attention(self.norm1(x), rotary)
+        return x + self.mlp(self.norm2(x))
+
+
+class Model(nn.Module):
+    """GPT, BERT, ViT or Llama of a row, and its loss."""
+
+    def __init__(self, row: Row):
+        super().__init__()
+        config, kind = row.config, row.kind
+        self.kind, width, llama = kind, config.embed_dim, kind == "llama"
+        head_dim = getattr(config, "head_dim", None) or width // config.num_heads
+        key_heads = config.num_kv_heads if llama else config.num_heads
+        epsilon = {"gpt": 1e-5, "bert": 1e-12, "vit": 1e-6, "llama": 1e-5}[kind]
+        act = F.silu if llama else (lambda x: F.gelu(x, approximate="tanh" if kind == "gpt" else "none"))
+        inner = config.mlp_dim or 4 * width
+
+        def norm() -> nn.Module:
+            return nn.RMSNorm(width, eps=epsilon) if llama else nn.LayerNorm(width, eps=epsilon)
+
+        def block() -> Block:
+            attention = Attention(width, config.num_heads, head_dim, key_heads, kind in ("gpt", "llama"), not llama)
+            return Block(attention, MLP(width, inner, act, llama, not llama), norm, kind == "bert")
+
+        self.blocks = nn.ModuleList([block() for _ in range(config.num_layers)])
+        self.norm = norm()
+        self.rotary: Tensor | None = None
+        if kind == "vit":
+            self.patches = nn.Conv2d(3, width, config.patch_size, config.patch_size)
+            self.first = nn.Parameter(torch.zeros(1, 1, width))
+            self.positions = nn.Parameter(torch.zeros(1, row.tokens, width))
+            self.head = nn.Linear(width, config.num_classes)
+            return
+        self.embed = nn.Embedding(config.vocab_size, width)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        if kind in ("gpt", "bert"):
+            self.positions = nn.Parameter(torch.zeros(row.seq, width))
+        if kind == "bert":
+            self.types = nn.Parameter(torch.zeros(width))
+            self.transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), norm())
+        if llama:
+            angles = torch.arange(row.seq)[:, None] * config.rope_theta ** (-torch.arange(0, head_dim, 2) / head_dim)
+            self.register_buffer("angles", angles.float(), persistent=False)
+        tied = getattr(config, "tied", True)
+        self.head = nn.Linear(width, config.vocab_size, bias=kind == "bert")
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        if self.kind == "vit":
+            x = self.patches(batch["images"].permute(0, 3, 1, 2)).flatten(2).transpose(1, 2)
+            x = torch.cat([self.first.expand(len(x), -1, -1), x], dim=1) + self.positions
+        else:
+            x = self.embed(batch["inputs"])
+            if self.kind in ("gpt", "bert"):
+                x = x + self.positions
+        rotary = None if self.kind != "llama" else (self.angles.cos(), self.angles.sin())
+        if self.kind == "bert":
+            x = self.norm(x + self.types)
+        for block in self.blocks:
+            x = block(x, rotary)
+        if self.kind == "vit":
+            return F.cross_entropy(self.head(self.norm(x)[:, 0]).float(), batch["labels"].long())
+        x = self.transform(x) if self.kind == "bert" else self.norm(x)
+        logits = self.head(x)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), batch["targets"].long().view(-1))
+
+
+def make_step(row: Row, batch: dict[str, Any], compiled: bool) -> tuple[Callable[[], float], Callable[[], int]]:
+    """(a step that gives its loss, peak bytes so far), on the GPU where there is one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(0)
+    model = Model(row).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-2, fused=device == "cuda")
+    given = {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
+    run = torch.compile(model) if compiled else model
+    low: Any = torch.autocast(device, torch.bfloat16) if device == "cuda" else contextlib.nullcontext()
+
+    def step() -> float:
+        with low:
+            loss = run(given)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def peak() -> int:
+        return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+    return step, peak
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def num_params(row: Row) -> int:
+    return sum(math.prod(p.shape) for p in Model(row).parameters())

@@ -1,0 +1,77 @@
+"""Greedy texts are the same tokens on one device and under every plan that generates."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from zoo_cjax import ROWS
+
+import cjax
+from cjax.models import GPT, T5
+
+PLANS = ["data=8", "zero=3", "zero=1/4", "tensor=8", "data=2 tensor=4", "data=4 tensor=2 zero=3", "tensor=2 zero=1"]
+NAMES = ["cjax_gpt", "cjax_llama", "cjax_t5"]
+PROMPT = np.random.default_rng(0).integers(0, 101, (8, 5)).astype(np.int32)
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+@functools.cache
+def program(name: str, plan: str = "data=1", num: int = 1) -> cjax.Program:
+    kind, config, loss, batch, _ = ROWS[name]
+    if kind is T5:
+        config = dataclasses.replace(config, tied=False)  # tied and untrained, it says the same whatever it reads
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
+    return cjax.parallelize(lambda rngs: kind(config, rngs=rngs), loss, None, shapes, plan, devices=jax.devices()[:num])
+
+
+@functools.cache
+def alone(name: str) -> np.ndarray:
+    one = program(name)
+    return np.asarray(cjax.generate(one.model(one.init(3)), PROMPT, 12, temperature=0))
+
+
+# Each model under three of the plans, and each plan with a model at least.
+PAIRS = [(name, plan) for i, name in enumerate(NAMES) for j, plan in enumerate(PLANS) if (i + j) % 3 == 0 or j == 4]
+
+
+@pytest.mark.parametrize(("name", "plan"), PAIRS)
+def test_greedy_texts_are_those_of_one_device(name: str, plan: str) -> None:
+    made = program(name, plan, 8)
+    found = cjax.generate(made, PROMPT, 12, temperature=0, state=made.init(3))
+    np.testing.assert_array_equal(found, alone(name))
+    assert len({tuple(row) for row in alone(name)}) > 1, "rows differ, so that mixing them up would show"
+
+
+def test_padding_travels_with_its_rows() -> None:
+    present = np.arange(5) < np.array([[5], [3], [2], [5], [4], [1], [5], [2]])
+    one, eight = program("cjax_t5"), program("cjax_t5", "data=2 tensor=4", 8)
+    options: dict[str, Any] = {"temperature": 0, "present": present}
+    found = cjax.generate(eight, PROMPT, 6, state=eight.init(3), **options)
+    np.testing.assert_array_equal(found, cjax.generate(one, PROMPT, 6, state=one.init(3), **options))
+
+
+@pytest.mark.parametrize("plan", ["tensor=2d:4", "tensor=2 sequence=ring:2", "pipeline=1f1b:2 microbatches=2"])
+def test_other_plans_say_what_to_write(plan: str) -> None:
+    made = program("cjax_gpt", plan, 8)
+    with pytest.raises(ValueError, match='program.replan\\("tensor=8"\\)'):
+        cjax.generate(made, PROMPT, 2, temperature=0, state=made.init(0))
+
+
+def test_what_cannot_be_said_is_refused() -> None:
+    made = program("cjax_gpt", "data=8", 8)
+    state = made.init(0)
+    with pytest.raises(ValueError, match="state=state"):
+        cjax.generate(made, PROMPT, 2, temperature=0)
+    with pytest.raises(ValueError, match="give 8 or 16"):
+        cjax.generate(made, np.concatenate([PROMPT, PROMPT[:1]]), 2, temperature=0, state=state)
+    model = made.model(state)
+    assert isinstance(model, GPT)
+    with pytest.raises(ValueError, match="leave it out"):
+        cjax.generate(model, PROMPT, 2, temperature=0, state=state)
+    with pytest.raises(TypeError, match="it continues texts"):
+        cjax.generate(program, PROMPT, 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="longer than this model's context"):
+        cjax.generate(model, np.zeros((2, 13), np.int32), 2, temperature=0)
