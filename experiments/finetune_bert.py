@@ -14,7 +14,8 @@ One epoch of 300 steps, 32 sentences of at most 48 tokens each, AdamW up to 1e-4
 About 5 minutes on 2 quiet CPU cores, and as long again for the plan.
 
 Expected: on the sentence polarity data (Pang and Lee, 2005) 86 to 87 % of what is held out is told rightly, 80 % after
-60 steps; chance is 50 %. Losses of the two plans are the same at every step, to the last digits of float32.
+60 steps; chance is 50 %. Losses of the two plans are within 1e-6 of each other at every step. Without --data 92 % after
+80 steps, of 146 docstrings held out.
 """
 
 import argparse
