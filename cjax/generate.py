@@ -69,7 +69,8 @@ def generate(
         )
     model = source.model(state)
     if not isinstance(model, Decoder):
-        raise TypeError(f"generate continues texts with a GPT, Llama or T5, and this program trains a {source.name}")
+        kind = type(model).__name__
+        raise TypeError(f"generate continues texts with a GPT, Llama or T5, and this program trains a {kind}")
     axes = tuple(axis for axis in BATCH_AXES if source.mesh.shape.get(axis, 1) > 1)
     rows, parts = len(tokens), source.mesh.size // plan.tensor.size
     if rows % parts:

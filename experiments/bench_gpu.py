@@ -10,12 +10,13 @@ are not counted. MFU is (6N + 12LHQT) flops a token over the card's peak (989 TF
 stands what cjax counts in the trace, and the floor: that arithmetic at the peak rate. On an H200 about 3 minutes a row.
 
 Expected without a GPU (`--check h100:1`, about 1 minute a row on 2 cores): every row has flash attention forwards and
-backwards, no matmul in float32, no whole logits, and a peak below state + 34sbh a layer + 10 %. No time has been
-measured on a GPU yet, so there are none to expect.
+backwards, no matmul in float32, no whole logits, and a peak below state + Megatron's formula (34sbh a layer of a GPT)
++ 10 %. No time has been measured on a GPU yet, so there are none to expect.
 """
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from bench_models import ROWS, TINY, Row
 
 import cjax
 
-PEAK = 989e12
+PEAK = 989e12  # of an H100 or H200 in bfloat16, flops a second
 WARM = 3
 GIB = 2**30
 SIDES = ("cjax", "torch")
@@ -100,7 +101,9 @@ def in_process(options: argparse.Namespace, name: str, side: str, batch: int) ->
     command += ["--plan", options.plan] + (["--tiny"] if options.tiny else [])
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or ["?"])[-1][:200]}
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        named = [each for each in lines if re.match(r"[\w.]*(Error|OutOfMemory)", each)]  # its message may be longer
+        return {"failed": (named or lines)[-1][:200]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -141,7 +144,7 @@ def check_all(options: argparse.Namespace, rows: dict[str, Row]) -> list[str]:
         problems += [f"{name}: {one}" for one in mine]
         print(
             f"{name:14} batch {batch:4}  peak {found.peak / GIB:6.2f} GiB (state and gradients {found.state / GIB:.2f} "
-            f"+ 34sbh {found.formula / GIB:.2f})  largest logits {found.largest / 1e6:.0f} M  float32 matmuls "
+            f"+ formula {found.formula / GIB:.2f})  largest logits {found.largest / 1e6:.0f} M  float32 matmuls "
             f"{found.float32}  {', '.join(found.kernels) or 'no kernel'}  {'; '.join(mine) or 'as it should be'}",
             flush=True,
         )

@@ -96,9 +96,17 @@ class Row:
         return batch * self.tokens * (6 * share * (config.num_params - looked_up) + share * attention)
 
     def activation_bytes(self, batch: int) -> int:
-        """What Megatron keeps of a batch without the scores: 34 s b h a layer (Korthikanti et al., 2022)."""
-        layers = self.config.num_layers * (2 if self.kind == "t5" else 1)
-        return 34 * self.tokens * batch * self.config.embed_dim * layers // (2 if self.kind == "t5" else 1)
+        """What Megatron keeps of a batch in 16 bits, scores aside (Korthikanti et al., 2022): 34 s b h a layer for a
+        GPT. By width h, that of all heads a, of those of keys k, and the MLP's f, it is s b (10 h + 4 a + 4 k + 4 f);
+        a gate is 2 f more, attention to another text 5 h + 4 a + 4 k."""
+        config = self.config
+        heads, width, inner = config.num_heads, config.embed_dim, config.mlp_dim or 4 * config.embed_dim
+        head_dim = getattr(config, "head_dim", None) or width // heads
+        both = 4 * head_dim * (heads + (getattr(config, "num_kv_heads", None) or heads))
+        layer = 10 * width + both + (6 if self.kind == "llama" else 4) * inner
+        if self.kind != "t5":
+            return batch * self.tokens * config.num_layers * layer
+        return batch * self.seq * (config.num_layers * layer + config.decoder_layers * (layer + 5 * width + both))
 
 
 ROWS: dict[str, Row] = {

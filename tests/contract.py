@@ -276,8 +276,8 @@ SPLIT: dict[str, dict[str, int]] = {
     "cjax_gpt": {**ATTENTION, **MLP, "^token_embed": 0},
     "cjax_bert": {**ATTENTION, **MLP, "^token_embed": 0, "word_head/bias": 0},
     "cjax_vit": {**ATTENTION, **MLP, "^head": -1},
-    "cjax_t5": {**ATTENTION, **MLP, "^token_embed": 0},
-    "cjax_llama": {**ATTENTION, "(gate|linear)/kernel": -1, "down/kernel": -2, "^token_embed": 0, "^head": -1},
+    "cjax_t5": {**ATTENTION, **MLP, "^token_embed": 0, "_bias/table": -1},
+    "cjax_llama": {**ATTENTION, "(gate|up)/kernel": -1, "down/kernel": -2, "^token_embed": 0, "^head": -1},
 }
 
 

@@ -59,6 +59,7 @@ def audit_text(text: str, mesh: Mesh | None = None, memory: Memory | None = None
         num_partners=reader.num_partners(),
         unknown_loops=reader.unknown_loops,
         uncounted=tuple(sorted(reader.uncounted)),
+        attention_kernels=tuple(sorted(reader.attention_kernels)),
     )
 
 

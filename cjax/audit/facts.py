@@ -114,6 +114,7 @@ class Audit:
         below a thousandth of the largest (a loss, a norm) aside.
       unknown_loops: loops of unknown length, counted as running once.
       uncounted: instructions that multiply matrices or move data in a way cjax cannot count.
+      attention_kernels: names of the fused attentions that are called.
     """
 
     collectives: tuple[Collective, ...]
@@ -124,6 +125,7 @@ class Audit:
     num_partners: int
     unknown_loops: int
     uncounted: tuple[str, ...]
+    attention_kernels: tuple[str, ...] = ()
 
     def select(
         self, kind: str | None = None, axes: Sequence[str] | None = None, min_bytes: float = 0

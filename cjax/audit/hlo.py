@@ -238,6 +238,11 @@ def matmul_flops(instruction: Instruction, operands: list[Shape]) -> float | Non
         return 2.0 * instruction.shapes[0].size * math.prod(operands[0].dims[dim] for dim in contracted)
     if instruction.opcode == "convolution":
         return _convolution_flops(instruction, operands[1], instruction.shapes[0])
+    if target.startswith("__cudnn$fmha") and len(operands[0].dims) == 4:
+        # Two products of all queries with all keys; five on the way back, since scores were not kept. As formulas of
+        # MFU have it, keys that a mask hides count.
+        (batch, queries, heads, width), keys = operands[0].dims, operands[1].dims[1]
+        return (10.0 if target.endswith("Backward") else 4.0) * batch * heads * queries * keys * width
     if target.startswith("__cudnn$conv"):
         # All three carry the labels of the forward convolution, but have its kernel and output in other places.
         if target.endswith("BackwardFilter"):

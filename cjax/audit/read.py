@@ -53,6 +53,7 @@ class Reader:
         self.exchanges: list[tuple[float, tuple[tuple[int, ...], ...]]] = []  # bytes received, and groups
         self.unknown_loops = 0
         self.uncounted: set[str] = set()
+        self.attention_kernels: set[str] = set()
 
     def work(self, computation: str) -> Work:
         if computation not in self.done:
@@ -129,6 +130,8 @@ class Reader:
         flops = hlo.matmul_flops(instruction, operands)
         work.flops += flops or 0.0
         target = instruction.attribute(r'custom_call_target="([^"]*)"') or ""
+        if "fmha" in target:
+            self.attention_kernels.add(target)
         if flops is None and re.search(r"gemm|matmul|conv[A-Z]|fmha|attention", target):
             self.uncounted.add(target)
         elif kind in _UNCOUNTED and "is_host_transfer=true" not in instruction.attributes:

@@ -24,6 +24,8 @@ from cjax.report import (
     TraceSummary,
     Transfer,
 )
+from cjax.sharding.fused import kernel_for
+from cjax.sharding.sequence import positions
 from cjax.sharding.storage import Slot, Storage, axes_of_entry
 from cjax.trace.cost import cost
 from cjax.trace.reading import Trace
@@ -53,10 +55,20 @@ def describe_step(parts: Parts, audit: Audit, hardware: Hardware) -> Report:
         flops=FlopCount(model_flops, matmul, recomputed if recomputed > 0.01 * matmul else 0.0, audit.flops),
         time=_time(parts, audit, hardware),
         shares=shares,
-        watch=[*parts.notes, *_padding(parts), *_unknown(parts.trace)],
+        watch=[*parts.notes, *_plain_attention(parts, audit), *_padding(parts), *_unknown(parts.trace)],
         chart=gantt(schedule, width=100) if schedule is not None else "",
         picture=gantt_svg(simulate(schedule)) if schedule is not None else "",
     )
+
+
+def _plain_attention(parts: Parts, audit: Audit) -> list[str]:
+    """That attention on a GPU is not by its fastest kernel, and what it would take."""
+    if kernel_for(parts.mesh) is None or audit.attention_kernels or not positions(parts.trace)[0]:
+        return []
+    return [
+        "attention is computed as it is written, not by cuDNN's flash kernel, which takes bfloat16 or float16, heads "
+        "of 8 to 128 in eights, no dropout of its weights, and cuDNN itself (pip install \"cjax[gpu]\", or cjax[aot])"
+    ]
 
 
 def _bytes(slot: Slot, spec: PartitionSpec, sizes: dict[str, int], whole: bool = False) -> int:

@@ -157,7 +157,11 @@ ENTRY %main (x: f32[16,65,65,64]) -> f32[16,32,32,128] {
   %a = bf16[128,64]{1,0} parameter(2)
   %b = bf16[64,32]{1,0} parameter(3)
   %c = (bf16[128,32]{1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
-  %m = (bf16[2,8]{1,0}, u8[0]{0}) custom-call(%a), custom_call_target="__cudnn$fmhaSoftmax"
+  %q = bf16[2,6,4,8]{3,2,1,0} parameter(4)
+  %w = bf16[2,10,2,8]{3,2,1,0} parameter(5)
+  %m = (bf16[2,6,4,8]{3,2,1,0}, u8[0]{0}) custom-call(%q, %w, %w), custom_call_target="__cudnn$fmhaSoftmax"
+  %n = (bf16[2,6,4,8]{3,2,1,0}, u8[0]{0}) custom-call(%q, %w, %w), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  %o = (bf16[128,32]{1,0}, u8[0]{0}) custom-call(%a, %b), custom_call_target="__some$attention"
   ROOT %r = f32[16,32,32,128]{3,2,1,0} get-tuple-element(%y), index=0
 }
 """  # noqa: E501
@@ -165,5 +169,7 @@ ENTRY %main (x: f32[16,65,65,64]) -> f32[16,32,32,128] {
 
 def test_flops_of_library_calls_and_those_it_cannot_count():
     facts = audit_text(LIBRARY_CALLS)
-    assert facts.flops == 3 * 2 * (16 * 32 * 32 * 128) * (64 * 9) + 2 * 128 * 32 * 64
-    assert facts.uncounted == ("__cudnn$fmhaSoftmax",) and "fmhaSoftmax" in str(facts)
+    products = 2 * 4 * 6 * 10 * 8  # of two examples' four heads, 6 queries and 10 keys of width 8
+    assert facts.flops == 3 * 2 * (16 * 32 * 32 * 128) * (64 * 9) + 2 * 128 * 32 * 64 + 2 * (2 + 5) * products
+    assert facts.uncounted == ("__some$attention",) and "__some$attention" in str(facts)
+    assert facts.attention_kernels == ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")
