@@ -11,10 +11,10 @@ STAMP := $(VENV)/.installed-$(EXTRAS)
 # worksteal keeps a file's tests together (shared compiled programs) until a worker runs dry.
 PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help setup train lint test test-all test-aot
+.PHONY: help setup train lint test test-all test-aot test-gpu
 
 help:
-	@echo "make train | test | test-all | test-aot | lint | setup (EXTRAS=test,gpu for NVIDIA GPUs)"
+	@echo "make train | test | test-all | test-aot | test-gpu | lint | setup (EXTRAS=test,gpu for NVIDIA GPUs)"
 
 setup: $(STAMP)
 
@@ -49,3 +49,8 @@ test-all: lint
 test-aot:
 	@$(MAKE) --no-print-directory setup EXTRAS=test,aot
 	$(PYTEST) -m aot
+
+# One process: two would share one GPU's memory.
+test-gpu:
+	@$(MAKE) --no-print-directory setup EXTRAS=test,gpu
+	CJAX_TEST_GPU=1 $(PYTHON) -m pytest -m gpu

@@ -1,4 +1,7 @@
-"""Eight virtual CPU devices for every test, and compiled programs kept between runs."""
+"""Eight virtual CPU devices for every test, and compiled programs kept between runs.
+
+With CJAX_TEST_GPU=1 (make test-gpu) the GPUs that are here come first, for tests marked `gpu`.
+"""
 
 import os
 from collections.abc import Iterator
@@ -6,7 +9,8 @@ from pathlib import Path
 
 # Environment, not only jax.config: tests that start a subprocess want the same platform and the same cache there.
 # A GPU plugin may be installed for compile-only tests; without this it would look for a GPU and complain.
-os.environ["JAX_PLATFORMS"] = "cpu"
+PLATFORMS = "cuda,cpu" if os.environ.get("CJAX_TEST_GPU") == "1" else "cpu"
+os.environ["JAX_PLATFORMS"] = PLATFORMS
 # Eight devices share few cores here: a collective that waits for a device which has had no turn yet is not a deadlock.
 patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # And as cjax tells the compiler of its own steps (`cjax.mesh.compiler_options`), for what tests jit themselves: all
@@ -27,14 +31,14 @@ from hypothesis import settings  # noqa: E402
 settings.register_profile("cjax", deadline=None)
 settings.load_profile("cjax")
 
-jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_platforms", PLATFORMS)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 # By default only programs that took a second to compile are kept; tests compile hundreds of small ones.
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-assert jax.device_count() == 8, f"tests need 8 virtual CPU devices, found {jax.device_count()}"
+assert jax.device_count("cpu") == 8, f"tests need 8 virtual CPU devices, found {jax.device_count('cpu')}"
 
 
 @pytest.fixture(scope="module")
