@@ -274,8 +274,8 @@ SPLIT: dict[str, dict[str, int]] = {
     "nnx_conv": {"conv1|norm1": -1, "conv2/kernel": 2, "head": -1},
     "nnx_mlp": {"0/kernel": 0, "1/": -1, "2/kernel": 0},
     "cjax_gpt": {**ATTENTION, **MLP, "^token_embed": 0},
-    "cjax_bert": {**ATTENTION, **MLP, "^token_embed": 0, "word_head/bias": 0},
-    "cjax_vit": {**ATTENTION, **MLP, "^head": -1},
+    "cjax_bert": {**ATTENTION, **MLP, "^(token|type)_embed": 0, "word_head/bias": 0},
+    "cjax_vit": {**ATTENTION, **MLP, "^patch_embed/kernel": 0, "^head": -1},
     "cjax_t5": {**ATTENTION, **MLP, "^token_embed": 0, "_bias/table": -1},
     "cjax_llama": {**ATTENTION, "(gate|up)/kernel": -1, "down/kernel": -2, "^token_embed": 0, "^head": -1},
 }
@@ -288,8 +288,9 @@ def split_dim(name: str, path: str, shape: tuple[int, ...], tensor: int) -> int 
     return found[0] if found and shape[found[0]] >= tensor > 1 else None
 
 
-# Of a grid: both sides of these models' matrices are split, whatever matches their row of SPLIT and is no bias.
-GRID_SPLIT = [name for name in SPLIT if name not in ("linen_lstm", "nnx_conv", "nnx_mlp")]
+# Of a grid: both sides of these models' matrices are split, whatever matches their row of SPLIT and is no bias. Of BERT
+# and T5 tables match that are no matrices there: two segments, a few distances.
+GRID_SPLIT = [name for name in SPLIT if name not in ("linen_lstm", "nnx_conv", "nnx_mlp", "cjax_bert", "cjax_t5")]
 TIED = {"linen_tied", "nnx_scan", "cjax_gpt", "cjax_bert", "cjax_t5"}
 
 
@@ -298,7 +299,7 @@ def grid_parts(name: str, path: str, plan: str) -> int:
     that is only looked up is gathered along one axis, and in 3d whole along another."""
     mode, side, _ = tensor_of(plan)
     matrix = not path.endswith("bias") and any(re.search(pattern, path) for pattern in SPLIT[name])
-    table = re.search("^[Ee]mbed", path) and name not in TIED
+    table = re.search("^(token_)?[Ee]mbed", path) and name not in TIED
     return side ** (1 if not matrix else 3 if mode == "3d" and not table else 2)
 
 

@@ -46,7 +46,8 @@ def everywhere(jaxpr: Any) -> tuple[int, list[str]]:
 COUNTS = {
     "linen_decoder": 4, "linen_encoder": 3, "linen_scan": 4, "linen_remat": 4, "linen_tied": 4, "linen_packed_qkv": 4,
     "linen_masked_mean": 3, "linen_encoder_decoder": 3 + 2 * 4, "linen_moe_soft": 3, "linen_moe_capacity": 3,
-    "linen_vit": 4, "nnx_decoder": 4, "nnx_encoder": 3, "nnx_scan": 4, "nnx_llama": 4,
+    "linen_vit": 4, "nnx_decoder": 4, "nnx_encoder": 3, "nnx_scan": 4, "nnx_llama": 4, "cjax_gpt": 4, "cjax_bert": 4,
+    "cjax_vit": 4, "cjax_t5": 3 + 2 * 2, "cjax_llama": 4,
 }  # fmt: skip
 
 
