@@ -186,7 +186,7 @@ def pairs() -> list[tuple[str, str]]:
     if ALL:
         return every_pair()
     able = [name for name in NAMES if fits(name, DEEPER[1])]
-    covers = (*cover(NAMES, LAYOUTS, 2), *cover(able, DEEPER, 1))
+    covers = (*cover(NAMES, LAYOUTS, 1), *cover(able, DEEPER, 1))
     return sorted({*(pair for pair in covers if fits(*pair)), *PARTICULAR})
 
 
