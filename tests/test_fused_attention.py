@@ -16,6 +16,7 @@ import cjax.sharding.model
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
+Asked = dict[str, bool]
 CAUSAL, MASKED = {"causal": True, "bias": False}, {"causal": False, "bias": True}
 PAIRS = [
     ("linen_tied", "data=8", CAUSAL),
@@ -29,7 +30,7 @@ PAIRS = [
     ("nnx_llama", "zero=3", CAUSAL),
     ("nnx_llama", "data=4 tensor=2 remat=dots", CAUSAL),
     ("nnx_llama", "tensor=2 sequence=gather", CAUSAL),
-    ("nnx_llama", "tensor=4", CAUSAL),
+    ("nnx_llama", "tensor=4", None),  # fewer heads of keys than devices: the author's equations
     ("cjax_gpt", "data=4 tensor=2", CAUSAL),
     ("cjax_bert", "zero=3", MASKED),
     ("cjax_bert", "pipeline=gpipe:2 microbatches=4", MASKED),
@@ -39,7 +40,7 @@ PAIRS = [
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bool]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     """What the kernel was asked."""
     found = []
 
@@ -52,17 +53,17 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bool]]:
 
 
 @pytest.mark.parametrize(("name", "plan", "how"), PAIRS)
-def test_trains_as_its_author_would(name: str, plan: str, how: dict[str, bool], asked: list[dict[str, bool]]) -> None:
+def test_trains_as_its_author_would(name: str, plan: str, how: Asked | None, asked: list[Asked]) -> None:
     with jax.enable_x64(True):
         given, wanted = train(name, plan, wide=True), author(name, num_parts(plan), wide=True)
         for step, other in zip(given.steps, wanted.steps, strict=True):
             assert_close(step.loss, other.loss, exactly(name), "loss")
             assert_close(step.grads, other.grads, exactly(name), "gradient of ")
         assert_close(given.params, wanted.params, after_updates(name), "parameter ")
-    assert how in asked
+    assert how in asked if how else not asked
 
 
-def test_dropout_stays_with_the_author(asked: list[dict[str, bool]]) -> None:
+def test_dropout_stays_with_the_author(asked: list[Asked]) -> None:
     train("linen_decoder", "data=8", wide=False)
     assert not asked
 
