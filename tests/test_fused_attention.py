@@ -63,6 +63,22 @@ def test_trains_as_its_author_would(name: str, plan: str, how: Asked | None, ask
     assert how in asked if how else not asked
 
 
+@pytest.mark.parametrize(
+    ("name", "plan"), [("linen_tied", "zero=3"), ("cjax_bert", "data=4 tensor=2"), ("linen_masked_mean", "tensor=2d:4")]
+)
+def test_where_the_kernel_refuses_its_authors_equations_are_left(
+    name: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernel(*operands: Any, **options: Any) -> jax.Array:
+        raise NotImplementedError("no such dtype")
+
+    monkeypatch.setattr(cjax.sharding.model, "kernel_for", lambda mesh: kernel)
+    with jax.enable_x64(True):
+        given, wanted = train(name, plan, wide=True), author(name, num_parts(plan), wide=True)
+        for step, other in zip(given.steps, wanted.steps, strict=True):
+            assert_close(step.grads, other.grads, exactly(name), "gradient of ")
+
+
 def test_dropout_stays_with_the_author(asked: list[Asked]) -> None:
     train("linen_decoder", "data=8", wide=False)
     assert not asked

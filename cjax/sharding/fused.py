@@ -14,7 +14,7 @@ from cjax.sharding.places import Places, split_axes
 from cjax.sharding.score_blocks import Block, lowest
 from cjax.sharding.storage import axes_of_entry
 from cjax.trace.attention import Attention
-from cjax.trace.groups import Changed, Group
+from cjax.trace.groups import Changed, Group, variables
 from cjax.trace.kernel_form import KernelForm, NoForm, kernel_form
 from cjax.trace.score_region import Node
 
@@ -67,13 +67,19 @@ def kernel_for(mesh: Mesh) -> Kernel | None:
 
 
 def fused_groups(attentions: Sequence[Attention]) -> list[Group]:
-    """Those that have a kernel's form, as groups."""
+    """Those that have a kernel's form, as groups. They read what the attention does, and what its equations do: if the
+    kernel refuses, these are evaluated as they stand, with a mask that other layers share and the kernel never sees."""
     found = []
     for attention in attentions:
         try:
-            found.append(replace(attention.group, of=Fused(attention, kernel_form(attention))))
+            fused = Fused(attention, kernel_form(attention))
         except NoForm:
             continue
+        eqns = attention.group.eqns
+        written = {var for eqn in eqns for var in eqn.outvars}
+        read = dict.fromkeys(var for eqn in eqns for var in variables(eqn) if var not in written)
+        ins = tuple(dict.fromkeys((*attention.group.ins, *read)))
+        found.append(replace(attention.group, ins=ins, of=fused))
     return found
 
 
@@ -84,7 +90,7 @@ def attend_fused(
 
     Args:
       fused: the attention and its form.
-      ins: values of the group's inputs, queries, keys and values in the dtype to compute in.
+      ins: values of `attention.group.ins`, queries, keys and values in the dtype to compute in.
       changed: literals that differ by layer.
       mesh: the mesh; keys, values, the result and what is added are split as the query is.
       spec: of the query.

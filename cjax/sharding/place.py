@@ -207,11 +207,12 @@ class Placer(Hooks):
     def _fused(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         """The result of an attention by a kernel, or by the author's equations where the kernel doesn't take it."""
         assert self._kernel is not None
-        given, spec = self._of_attention(group.of.attention, ins, scope)
+        values = dict(zip(group.ins, ins, strict=True))
+        attention = group.of.attention
+        given, spec = self._of_attention(attention, [values[var] for var in attention.group.ins], scope)
         outs = attend_fused(group.of, given, changed, mesh=self._mesh, spec=spec, kernel=self._kernel)
         if not isinstance(outs, str):
             return outs
-        values = dict(zip(group.ins, ins, strict=True))
         for eqn in group.eqns:
             read = [
                 changed.get((id(eqn), place), v.val) if isinstance(v, jex.Literal) else values[v]

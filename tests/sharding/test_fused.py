@@ -49,7 +49,8 @@ def by_kernel(function: Function, *args: Any) -> Any:
             values.update(zip(eqn.outvars, outs if eqn.primitive.multiple_results else [outs], strict=True))
         if not done and all(var in values for var in group.ins):
             spec = PartitionSpec(*[None] * len(attention.query.labels))
-            outs = attend_fused(group.of, [values[v] for v in group.ins], {}, mesh=mesh, spec=spec, kernel=plain)
+            given = [values[v] for v in attention.group.ins]
+            outs = attend_fused(group.of, given, {}, mesh=mesh, spec=spec, kernel=plain)
             assert not isinstance(outs, str), outs
             values.update(zip(group.outs, outs, strict=True))
             done = True
