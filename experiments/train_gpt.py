@@ -18,12 +18,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from training import Clock, adamw, devices_for, devices_of, make_parser
+from training import Clock, adamw, make_parser, run
 
-import cjax
 from cjax.data import TextData, text_data
 from cjax.models import GPT, GPTConfig, generate, loss
-from cjax.train import fit
 
 BATCH, CONTEXT = 12, 64
 PUBLISHED = 1.88
@@ -32,21 +30,11 @@ PUBLISHED = 1.88
 def train(data: TextData, config: GPTConfig, options: argparse.Namespace) -> tuple[GPT, float]:
     """The trained model, and its loss on all of the held-out text."""
     tx = adamw(options.rate, options.steps, warmup=options.steps // 20, end=options.rate / 10, b2=0.99)
-    devices = devices_for(options.plan, devices_of([options.plan], options.devices))
-    program = cjax.parallelize(
-        lambda rngs: GPT(config, rngs=rngs), loss, tx, next(data.batches()), options.plan, devices=devices
-    )
-    print(f"{config.num_params:,} parameters, plan {program.plan} on {len(devices)} x {devices[0].device_kind}")
-    result = fit(
-        program,
-        data,
-        steps=options.steps,
-        seed=options.seed,
-        folder=options.folder,
-        resume=options.resume,
-        evaluate_every=options.steps // 4,
-        log_every=50,
-    )
+    print(f"{config.num_params:,} parameters")
+    program, result = run(
+        lambda rngs: GPT(config, rngs=rngs), loss, tx, data, options,
+        steps=options.steps, evaluate_every=options.steps // 4,
+    )  # fmt: skip
     score = float(program.evaluate(result.state, data.validation())["loss"])
     return program.model(result.state), score
 

@@ -23,13 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from training import Clock, devices_for, devices_of, make_parser
+from training import Clock, make_parser, run
 
 import cjax
 from cjax.data import Dataset, Tokenizer, read_documents, read_tokenizer, span_data, standard_library, train_tokenizer
 from cjax.models import T5, T5Config, generate, t5, t5_loss
 from cjax.optim.schedules import cosine_annealing_warmup_lr
-from cjax.train import fit
 
 NUM_SENTINELS = 32
 
@@ -65,21 +64,11 @@ def train(data: Dataset, config: T5Config, options: argparse.Namespace) -> tuple
     schedule = cosine_annealing_warmup_lr(options.rate, options.steps, max(options.steps // 20, 1), options.rate / 20)
     # Rates are relative to the size of each parameter, as in the paper: embeddings, of size 1, need the larger steps.
     tx = optax.adafactor(schedule)
-    devices = devices_for(options.plan, devices_of([options.plan], options.devices))
-    program = cjax.parallelize(
-        lambda rngs: T5(config, rngs=rngs), t5_loss, tx, next(data.batches()), options.plan, devices=devices
-    )
-    print(f"{config.num_params:,} parameters, plan {program.plan} on {len(devices)} x {devices[0].device_kind}")
-    result = fit(
-        program,
-        dataclasses.replace(data, shard=program.data_shard),
-        steps=options.steps,
-        seed=options.seed,
-        folder=options.folder,
-        resume=options.resume,
-        evaluate_every=max(options.steps // 5, 1),
-        log_every=50,
-    )
+    print(f"{config.num_params:,} parameters")
+    program, result = run(
+        lambda rngs: T5(config, rngs=rngs), t5_loss, tx, data, options,
+        steps=options.steps, evaluate_every=options.steps // 5,
+    )  # fmt: skip
     return program.model(result.state), program.evaluate(result.state, data.validation(), score)
 
 

@@ -16,12 +16,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from training import Clock, adamw, devices_for, devices_of, make_parser
+from training import Clock, adamw, make_parser, run
 
-import cjax
 from cjax.data import ImageData, image_data
 from cjax.models import ViT, ViTConfig, vit_loss
-from cjax.train import fit
 
 
 def config_of(data: ImageData, options: argparse.Namespace) -> ViTConfig:
@@ -50,16 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> float:
         f"{len(data.train):,} images to train on, {len(data.held_out):,} held out, {list(data.image_shape)}, "
         f"{data.num_classes} classes; {config.num_params:,} parameters, {config.num_patches} patches an image"
     )
-    devices = devices_for(options.plan, devices_of([options.plan], options.devices))
     tx = adamw(options.rate, steps, warmup=steps // 20, decay=0.05)
-    program = cjax.parallelize(
-        lambda rngs: ViT(config, rngs=rngs), vit_loss, tx, next(data.batches()), options.plan, devices=devices
+    program, result = run(
+        lambda rngs: ViT(config, rngs=rngs), vit_loss, tx, data, options, steps=steps, evaluate_every=steps // 10
     )
-    print(f"plan {program.plan} on {len(devices)} x {devices[0].device_kind}, {steps} steps of {options.batch} images")
-    result = fit(
-        program, data, steps=steps, seed=options.seed, folder=options.folder, resume=options.resume,
-        evaluate_every=max(1, steps // 10), log_every=50,
-    )  # fmt: skip
     found = program.evaluate(result.state, data.validation())
     accuracy = float(found["aux"]["accuracy"])
     print(

@@ -1,8 +1,9 @@
-"""What `train_vit.py`, `train_gpt.py` and `finetune_llama.py` share: options, devices, and AdamW under a cosine."""
+"""What the scripts that train share: options, devices, AdamW under a cosine, and the run itself."""
 
 import argparse
+import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import cjax
 from cjax.cli.devices import training_devices
 from cjax.optim import weights_only
 from cjax.optim.schedules import cosine_annealing_warmup_lr
+from cjax.train import FitResult, fit
 
 
 def make_parser(description: str | None, *, steps: int, rate: float, plan: str = "data=1") -> argparse.ArgumentParser:
@@ -51,6 +53,22 @@ def adamw(
     return optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=b2, weight_decay=decay, mask=weights_only)
     )
+
+
+def run(
+    build: Callable[..., Any], loss: Callable[..., Any], tx: optax.GradientTransformation, data: Any,
+    options: argparse.Namespace, *, steps: int, evaluate_every: int,
+) -> tuple[cjax.Program, FitResult]:  # fmt: skip
+    """Trains a model under the options' plan, each process on its own rows of the data."""
+    devices = devices_for(options.plan, devices_of([options.plan], options.devices))
+    program = cjax.parallelize(build, loss, tx, next(data.batches()), options.plan, devices=devices)
+    where = f"{len(devices)} x {devices[0].device_kind}"
+    print(f"plan {program.plan} on {where}, {steps} steps of {data.batch_size} samples")
+    result = fit(
+        program, dataclasses.replace(data, shard=program.data_shard), steps=steps, seed=options.seed,
+        folder=options.folder, resume=options.resume, evaluate_every=max(1, evaluate_every), log_every=50,
+    )  # fmt: skip
+    return program, result
 
 
 class Clock:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from optimizers import OPTIMIZERS
-from plans import NUM_DEVICES, tensor_of
+from plans import NUM_DEVICES, num_parts, tensor_of
 from zoo import MODELS, Batch, Case, case, regression_batch
 from zoo_cjax import ROWS
 from zoo_nnx import MLP as NNXMLP
@@ -365,3 +365,18 @@ def _averaged(outs: list[Any]) -> tuple[Any, Any, Any]:
 
     aux = jax.tree.map(average, *auxes, is_leaf=lambda x: isinstance(x, Mean))
     return sum(totals) / weight, aux, jax.tree.map(lambda *g: sum(g) / weight, *grads)
+
+
+# -- the two side by side ---------------------------------------------------------------------------------------------
+def assert_trained_alike(name: str, plan: str) -> None:
+    """Loss, aux, every gradient and, after three steps, parameters, running statistics and random state, in float64."""
+    tolerance = exactly(name)
+    with jax.enable_x64(True):
+        given, wanted = train(name, plan, wide=True), author(name, num_parts(plan), wide=True)
+        for index, (step, other) in enumerate(zip(given.steps, wanted.steps, strict=True)):
+            where = f"step {index}, "
+            assert_close(step.loss, other.loss, tolerance, where + "loss")
+            assert_close(step.aux, other.aux, tolerance, where + "aux")
+            assert_close(step.grads, other.grads, tolerance, where + "gradient of ")
+        assert_close(given.params, wanted.params, after_updates(name), "parameter ")
+        assert_close(given.carried, wanted.carried, tolerance, "carried ")

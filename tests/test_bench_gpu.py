@@ -2,7 +2,6 @@
 an H100 must show: flash attention, logits never whole, no matmul in float32, memory within the formula."""
 
 import dataclasses
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def test_a_side_runs_in_a_process_of_its_own_and_says_why_it_failed(capsys: pyte
     assert results[0]["failed"] in capsys.readouterr().out
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+@pytest.mark.parity
 @pytest.mark.parametrize("name", [name for name in TINY if name != "t5"])
 def test_torchs_model_is_of_the_same_size(name: str) -> None:
     import bench_torch

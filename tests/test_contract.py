@@ -14,20 +14,17 @@ from contract import (
     ROUNDED,
     SPLIT,
     SUBJECTS,
-    Run,
-    after_updates,
     assert_close,
+    assert_trained_alike,
     author,
     author_initial,
     bytes_on_a_device,
-    exactly,
     grid_parts,
     norm,
     on_host,
     program_of,
     split_dim,
     subject,
-    train,
     trees,
 )
 from plans import (
@@ -81,23 +78,11 @@ def pairs(chosen: list[str] | tuple[str, ...], times: int) -> list[tuple[str, st
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
-def assert_same_run(given: Run, wanted: Run, name: str) -> None:
-    tolerance = exactly(name)
-    for index, (step, other) in enumerate(zip(given.steps, wanted.steps, strict=True)):
-        where = f"step {index}, "
-        assert_close(step.loss, other.loss, tolerance, where + "loss")
-        assert_close(step.aux, other.aux, tolerance, where + "aux")
-        assert_close(step.grads, other.grads, tolerance, where + "gradient of ")
-    assert_close(given.params, wanted.params, after_updates(name), "parameter ")
-    assert_close(given.carried, wanted.carried, tolerance, "carried ")
-
-
 # -- values -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "plan"), pairs(EXACT_PLANS, 2))
 def test_trains_as_its_author_would(name: str, plan: str) -> None:
     """Loss, aux, every gradient and, after three steps, parameters, running statistics and random state."""
-    with jax.enable_x64(True):
-        assert_same_run(train(name, plan, wide=True), author(name, num_parts(plan), wide=True), name)
+    assert_trained_alike(name, plan)
 
 
 SAMPLE = ["data=8", "tensor=8", "zero=3", "data=4 tensor=2 zero=2 microbatches=2", "tensor=3d:8"]

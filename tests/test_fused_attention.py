@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 import pytest
-from contract import after_updates, assert_close, author, exactly, train
+from contract import assert_trained_alike, train
 from kernels import plain
-from plans import num_parts
 
 import cjax.sharding.model
 
@@ -54,12 +53,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
 
 @pytest.mark.parametrize(("name", "plan", "how"), PAIRS)
 def test_trains_as_its_author_would(name: str, plan: str, how: Asked | None, asked: list[Asked]) -> None:
-    with jax.enable_x64(True):
-        given, wanted = train(name, plan, wide=True), author(name, num_parts(plan), wide=True)
-        for step, other in zip(given.steps, wanted.steps, strict=True):
-            assert_close(step.loss, other.loss, exactly(name), "loss")
-            assert_close(step.grads, other.grads, exactly(name), "gradient of ")
-        assert_close(given.params, wanted.params, after_updates(name), "parameter ")
+    assert_trained_alike(name, plan)
     assert how in asked if how else not asked
 
 
@@ -73,10 +67,7 @@ def test_where_the_kernel_refuses_its_authors_equations_are_left(
         raise NotImplementedError("no such dtype")
 
     monkeypatch.setattr(cjax.sharding.model, "kernel_for", lambda mesh: kernel)
-    with jax.enable_x64(True):
-        given, wanted = train(name, plan, wide=True), author(name, num_parts(plan), wide=True)
-        for step, other in zip(given.steps, wanted.steps, strict=True):
-            assert_close(step.grads, other.grads, exactly(name), "gradient of ")
+    assert_trained_alike(name, plan)
 
 
 def test_dropout_stays_with_the_author(asked: list[Asked]) -> None:

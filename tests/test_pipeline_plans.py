@@ -11,16 +11,13 @@ import optax
 import pytest
 from contract import (
     SUBJECTS,
-    after_updates,
-    assert_close,
+    assert_trained_alike,
     author,
     bytes_on_a_device,
-    exactly,
     norm,
     on_host,
     program_of,
     subject,
-    train,
     trees,
 )
 from flax import nnx
@@ -196,14 +193,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(("name", "plan"), pairs())
 def test_trains_as_its_author_would(name: str, plan: str) -> None:
     """Loss, aux, every gradient and, after three steps, parameters and random state."""
-    with jax.enable_x64(True):
-        given, wanted = train(name, plan, wide=True), author(name, num_parts(plan), wide=True)
-        for step, other in zip(given.steps, wanted.steps, strict=True):
-            assert_close(step.loss, other.loss, exactly(name), "loss")
-            assert_close(step.aux, other.aux, exactly(name), "aux")
-            assert_close(step.grads, other.grads, exactly(name), "gradient of ")
-        assert_close(given.params, wanted.params, after_updates(name), "parameter ")
-        assert_close(given.carried, wanted.carried, exactly(name), "carried ")
+    assert_trained_alike(name, plan)
 
 
 LOW = [

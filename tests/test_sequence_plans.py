@@ -6,8 +6,14 @@ import jax
 import numpy as np
 import optax
 import pytest
-from contract import after_updates, assert_close, author, exactly, norm, on_host, program_of, subject, train
-from plans import num_parts
+from contract import (
+    assert_trained_alike,
+    author,
+    norm,
+    on_host,
+    program_of,
+    subject,
+)
 from zoo import MODELS
 from zoo_linen import SEQ, LinenDecoder
 
@@ -47,12 +53,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
 def test_trains_as_its_author_would(name: str, plan: str) -> None:
-    with jax.enable_x64(True):
-        given, wanted = train(name, plan, wide=True), author(name, num_parts(plan), wide=True)
-        for step, other in zip(given.steps, wanted.steps, strict=True):
-            assert_close(step.loss, other.loss, exactly(name), "loss")
-            assert_close(step.grads, other.grads, exactly(name), "gradient of ")
-        assert_close(given.params, wanted.params, after_updates(name), "parameter ")
+    assert_trained_alike(name, plan)
 
 
 @pytest.mark.parametrize("mode", ["sequence=ring:4", "sequence=all_to_all:2", "tensor=2 sequence=gather"])
