@@ -28,6 +28,7 @@ from cjax.gradients import (
     together,
 )
 from cjax.mesh import BATCH_AXES, PIPE, Device, build_mesh, resolve_devices
+from cjax.models import readers
 from cjax.models.cross_entropy import all_at_once
 from cjax.optim import LossScale
 from cjax.pipeline.execute import Executor
@@ -195,8 +196,8 @@ def _compose(
     init = _as_init(captured, storage)
     return Parts(
         captured, plan, mesh, trace, storage, stored_optimizer, gradients, init, batch_shape,
-        notes=(*notes, *storage.layout.notes, *more, *(line.notes if line else ())), compose=again, line=line,
-        loss_size=loss_size,
+        notes=(*notes, *storage.layout.notes, *more, *(line.notes if line else ())), compose=again,
+        readers=readers, line=line, loss_size=loss_size,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ from training import Clock, adamw, devices_for, devices_of, make_parser
 
 import cjax
 from cjax.data import Bytes, TextData, read_tokenizer, text_data
-from cjax.models import Llama, LlamaConfig, config_of, llama_loss, load, readers, save
+from cjax.models import Llama, LlamaConfig, config_of, llama_loss, load, save
 from cjax.train import fit
 
 PLANS = ("data=1", "data=2 tensor=2 zero=1", "data=2 tensor=2d:4", "zero=3", "pipeline=1f1b:2 microbatches=4 data=2")
@@ -101,11 +101,11 @@ def finetune(base: Path, options: argparse.Namespace, devices: Sequence[Any]) ->
     """The Llama in `base` with trained adapters."""
     data, config = read_text(options), config_of(base)
     program = make_program(config, data, options, options.plan, devices)
-    state = program.init(options.seed, params=readers(base))
+    state = program.init(options.seed, params=base)
     plain = cjax.parallelize(
         lambda rngs: Llama(config, rngs=rngs), llama_loss, None, next(data.batches()), options.plan, devices=devices
     )
-    before, unadapted = score(program, state, data), score(plain, plain.init(params=readers(base)), data)
+    before, unadapted = score(program, state, data), score(plain, plain.init(params=base), data)
     weights = frozen(program, state)
     num_trained = sum(leaf.size for leaf in jax.tree.leaves(program.params(state)))
     memory = program.report().memory
@@ -139,7 +139,7 @@ def compare(base: Path, options: argparse.Namespace, devices: Sequence[Any]) -> 
     largest = 0.0
     for plan in options.compare:
         program = make_program(config, data, options, plan, devices_for(plan, devices))
-        state = program.init(options.seed, params=readers(base))
+        state = program.init(options.seed, params=base)
         found = []
         for _, batch in zip(range(options.compare_steps), data.batches(), strict=False):
             state, metrics = program.step(state, batch)

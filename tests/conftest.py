@@ -5,6 +5,7 @@ With CJAX_TEST_GPU=1 (make test-gpu) the GPUs that are here come first, for test
 
 import os
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 # Environment, not only jax.config: tests that start a subprocess want the same platform and the same cache there.
@@ -16,6 +17,10 @@ patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # And as cjax tells the compiler of its own steps (`cjax.mesh.compiler_options`), for what tests jit themselves: all
 # devices of a CPU must run collectives in the same order.
 in_order = "--xla_cpu_multi_thread_eigen=false --xla_cpu_enable_concurrency_optimized_scheduler=false"
+# XLA's newer generator of CPU code compiles a third longer. Only the full product runs with it, and jaxlib 0.11 and
+# later, which have no other.
+is_quick = os.environ.get("CJAX_TEST_ALL") != "1" and metadata.version("jaxlib").startswith("0.10.")
+in_order += " --xla_cpu_use_fusion_emitters=false" * is_quick
 # A device that waits in a collective keeps a thread: with one for each device, those that wait can starve the others.
 os.environ.setdefault("NPROC", "32")
 os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"  # nor should the next step take threads from one that waits
@@ -34,8 +39,9 @@ settings.load_profile("cjax")
 jax.config.update("jax_platforms", PLATFORMS)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-# By default only programs that took a second to compile are kept; tests compile hundreds of small ones.
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+# By default only programs that took a second to compile are kept; tests compile hundreds of small ones. The smallest of
+# all are compiled as soon as read.
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 assert jax.device_count("cpu") == 8, f"tests need 8 virtual CPU devices, found {jax.device_count('cpu')}"

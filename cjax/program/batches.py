@@ -10,14 +10,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.mesh import compiler_options
 from cjax.program.state import Parts
-from cjax.trace.indices import index_limits
+from cjax.trace.indices import Limits, index_limits
 from cjax.trace.reading import Trace
 from cjax.tree import leaf_names
 
 PyTree = Any
 
 
-def place_batch(parts: Parts, batch: PyTree, limits: dict[int, int]) -> PyTree:
+def place_batch(parts: Parts, batch: PyTree, limits: dict[int, Limits]) -> PyTree:
     """`batch`, ready for the step.
 
     With several processes a NumPy batch is this process's rows, and becomes its part of the global batch.
@@ -25,7 +25,7 @@ def place_batch(parts: Parts, batch: PyTree, limits: dict[int, int]) -> PyTree:
     Args:
       parts: of the program.
       batch: the user's arrays.
-      limits: for leaves that index a table, by position: the size of the table.
+      limits: for leaves that index a table, by position: what they may hold.
 
     Raises:
       ValueError: a batch of other leaves, shapes or dtypes than `parallelize` saw; an index outside its table.
@@ -151,25 +151,27 @@ def batch_structs(batch: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, structs)
 
 
-def table_sizes(trace: Trace) -> dict[int, int]:
-    """For leaves of the batch that index a table, by position: the size of the table."""
+def table_limits(trace: Trace) -> dict[int, Limits]:
+    """For leaves of the batch that index a table, by position: what they may hold."""
     batch = trace.leaves_of("batch")
     integers = [i for i in batch if np.issubdtype(trace.leaves[i].dtype, np.integer)]
-    return {i - batch[0]: size for i, size in index_limits(trace.closed, integers).items()}
+    return {i - batch[0]: limits for i, limits in index_limits(trace.closed, integers).items()}
 
 
-def check_indices(batch: PyTree, limits: dict[int, int]) -> None:
+def check_indices(batch: PyTree, limits: dict[int, Limits]) -> None:
     """Raises ValueError for an index outside its table; arrays that live on devices are not read."""
     leaves = jax.tree.leaves(batch) if limits else []
-    for i, size in limits.items():
-        leaf = leaves[i]
-        if not isinstance(leaf, np.ndarray) or not leaf.size:
+    for i, allowed in limits.items():
+        leaf, size, low, others = leaves[i], allowed.size, allowed.low, allowed.others
+        if not isinstance(leaf, np.ndarray) or not leaf.size or (leaf.min() >= low and leaf.max() < size):
             continue
-        low, high = int(leaf.min()), int(leaf.max())
-        if high >= size or low < -size:
-            bad = high if high >= size else low
-            where = tuple(int(i) for i in np.argwhere(leaf == bad)[0])
+        outside = ((leaf < low) | (leaf >= size)) & ~np.isin(leaf, list(others))
+        if outside.any():
+            where = tuple(int(n) for n in np.argwhere(outside)[0])
+            bad = int(leaf[where])
+            also = "".join(f", and {n}" for n in sorted(others))
+            room = f", or make the model with room for {max(bad, -bad - 1) + 1}" if bad >= 0 or low < 0 else ""
             raise ValueError(
                 f"batch {leaf_names(batch)[i]!r} holds {bad} at {list(where)}, outside a table of {size} rows (a "
-                f"vocabulary?). Check the tokenizer, or make the model with room for {max(bad, -bad - 1) + 1}."
+                f"vocabulary, or classes?), which are 0 to {size - 1}{also}. Check the tokenizer or the labels{room}."
             )

@@ -13,12 +13,13 @@ from cjax.gradients import forwarded, together
 from cjax.mesh import PIPE, compiler_options
 from cjax.pipeline.forward import Forward
 from cjax.pipeline.schedule import forward_only
-from cjax.program.batches import check_indices, check_tree, global_shape, join_processes, table_sizes
+from cjax.program.batches import check_indices, check_tree, global_shape, join_processes, table_limits
 from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
 from cjax.sharding.model import place_loss
 from cjax.sharding.staged import stage_model
 from cjax.trace.combine import denominator, lift, loss_total
+from cjax.trace.indices import Limits
 from cjax.trace.reading import Trace, trace_loss
 
 PyTree = Any
@@ -30,7 +31,7 @@ class Evaluator:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._compiled: dict[Any, tuple[Trace, Any, dict[int, int]]] = {}
+        self._compiled: dict[Any, tuple[Trace, Any, dict[int, Limits]]] = {}
 
     def __call__(self, state: State, batches: Iterable[PyTree], function: Function | None) -> PyTree:
         """The exact weighted mean over `batches`; arrays that `function` returns are joined along their rows."""
@@ -63,14 +64,14 @@ class Evaluator:
         run = self._compile(parts.batch_shape, None)[1]
         return run.lower(shape._params, shape._frozen, shape._carried, parts.with_batch(parts.batch_shape), shape._key)
 
-    def _compile(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any, dict[int, int]]:
+    def _compile(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any, dict[int, Limits]]:
         leaves, treedef = jax.tree.flatten(shape)
         key = (function, treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
         if key not in self._compiled:
             self._compiled[key] = self._make(shape, function)
         return self._compiled[key]
 
-    def _make(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any, dict[int, int]]:
+    def _make(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any, dict[int, Limits]]:
         parts = self._parts
         rows = next((leaf.shape[0] for leaf in jax.tree.leaves(shape) if leaf.shape), 1)
         trace, score = self._scored(shape, function, 1)
@@ -108,7 +109,7 @@ class Evaluator:
             out_shardings=parts.whole,
             compiler_options=compiler_options(parts.mesh),
         )
-        return trace, jitted, table_sizes(trace)
+        return trace, jitted, table_limits(trace)
 
     def _scored(self, shape: PyTree, function: Function | None, num_parts: int) -> tuple[Trace, Any]:
         """The trace of a batch, or of one of its micro-batches, and the results of the whole batch as it gives them."""

@@ -14,7 +14,7 @@ from cjax.audit import audit
 from cjax.mesh import Device, compile_lowered, is_compile_only, resolve_devices
 from cjax.plan import Plan
 from cjax.planner.hardware import hardware_of
-from cjax.program.batches import place_batch, table_sizes
+from cjax.program.batches import place_batch, table_limits
 from cjax.program.check import Check, compare_gradients
 from cjax.program.description import describe_step, describe_trace
 from cjax.program.evaluation import Evaluator
@@ -24,6 +24,7 @@ from cjax.program.starting import make_key, start
 from cjax.program.state import Parts, State, check_alive, check_fits, store_leaves
 from cjax.program.steps import make_init, make_step, make_update, make_value_and_grad
 from cjax.report import Candidate, Comparison, Report, TraceSummary
+from cjax.trace.indices import Limits
 
 PyTree = Any
 
@@ -62,9 +63,11 @@ class Program:
         Args:
           seed_or_key: an integer, or a JAX key.
           params: values to start from, whole or in part: a tree of arrays in the user's structure, `{path: array}`,
-            `{path: callable of an index}`, or the path of a safetensors file or folder.
+            `{path: callable of an index}`, or the path of a safetensors file or folder. A folder of transformers
+            fits the models of `cjax.models`. Of a file, each device reads its own part alone.
 
         Raises:
+          FileNotFoundError: no such file or folder.
           ValueError: unknown names or wrong shapes in `params`, all listed at once.
         """
         self._must_run("init")
@@ -130,8 +133,8 @@ class Program:
         return self._jitted_step.lower(parts.state_shape, parts.with_batch(parts.batch_shape))
 
     @functools.cached_property
-    def _limits(self) -> dict[int, int]:
-        return table_sizes(self._parts.trace)
+    def _limits(self) -> dict[int, Limits]:
+        return table_limits(self._parts.trace)
 
     def value_and_grad(self, state: State, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """The loss and its gradients, in the user's own tree; `state` stays valid."""

@@ -53,7 +53,7 @@ def _with_params(parts: Parts, state: State, params: Any) -> State:
     for tree in ("params", "frozen"):
         names, leaves = leaf_names(arrays[tree]), jax.tree.leaves(arrays[tree])
         wanted |= {name: (tree, i, leaf) for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))}
-    given = _named(params)
+    given = _named(parts, params, wanted)
     problems = [f"{name}: this model has no such parameter" for name in given if name not in wanted]
     values: dict[str, dict[int, Any]] = {"params": {}, "frozen": {}}
     for name, value in given.items():
@@ -85,10 +85,13 @@ def _with_params(parts: Parts, state: State, params: Any) -> State:
     return make_adopt(parts)(fresh._params, fresh._frozen, fresh._carried, fresh._key)
 
 
-def _named(params: Any) -> Mapping[str, Any]:
-    """`params` as `{path: value}`."""
+def _named(parts: Parts, params: Any, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`params` as `{path: value}`; a folder of another library's names goes through the tables of `cjax.models`."""
     if isinstance(params, str | Path):
-        return _read_safetensors(Path(params))
+        path = Path(params)
+        has_config = ((path if path.is_dir() else path.parent) / "config.json").is_file()
+        found = _read_safetensors(path, may_lack=has_config)
+        return parts.readers(path) if has_config and not found.keys() & wanted.keys() else found
     if isinstance(params, Mapping) and all(isinstance(k, str) and "/" in k for k in params):
         return params
     if jax.tree_util.all_leaves([params]):
@@ -98,14 +101,15 @@ def _named(params: Any) -> Mapping[str, Any]:
     return dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
 
 
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    """Each tensor as a callable of an index, so that a device reads its own part only."""
+def _read_safetensors(path: Path, may_lack: bool) -> dict[str, Any]:
+    """Each tensor as a callable of an index, so that a device reads its own part only; if it `may_lack`, a folder need
+    not have any."""
     try:
         import safetensors
     except ImportError as error:
         raise ImportError("reading safetensors needs: pip install 'cjax[weights]'") from error
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not files or not all(f.exists() for f in files):
+    if not (files or may_lack) or not all(f.exists() for f in files):
         raise FileNotFoundError(f"no safetensors file at {path}")
     found = {}
     for file in files:

@@ -1,8 +1,10 @@
 """The state of a training run, and the parts that a program is composed of."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ from cjax.optim import LossScale, LossScaleState, NoiseState, init_noise
 from cjax.plan import Plan
 from cjax.sharding.model import ModelStorage
 from cjax.sharding.optimizer import StoredOptimizer
-from cjax.sharding.storage import Storage
+from cjax.sharding.storage import Slot, Storage
 from cjax.trace.capture import Capture
 from cjax.trace.reading import Trace
 from cjax.tree import leaf_names
@@ -97,6 +99,7 @@ class Parts:
     batch_shape: PyTree
     notes: tuple[str, ...]
     compose: Callable[..., "Parts"]  # (plan, devices) -> the same model under another plan
+    readers: Callable[[Path], Mapping[str, Any]]  # of the weights in a folder of transformers
     line: Line | None = None  # its way through the stages of a pipeline
     scaling: LossScale | None = None  # of float16
     loss_size: int = 1  # the sum over the losses of all parts to their mean; gradients of parts are that much larger
@@ -230,11 +233,17 @@ def store_leaves(storage: Storage, tree: PyTree, mesh: Mesh) -> Arrays:
     placements = members(storage, storage.leaf_shardings(mesh))
     slots = zip(storage.slots, members(storage, tree), placements, storage.shardings(mesh), strict=True)
     for slot, leaves, placement, sharding in slots:
-
-        def gather(*xs: jax.Array, slot: Any = slot) -> jax.Array:
-            return slot.store(jnp.stack(xs) if slot.is_stack else jnp.copy(xs[0]))
-
         placed = [jax.device_put(leaf, whole) for leaf, whole in zip(leaves, placement, strict=True)]
-        gathered = jax.jit(gather, out_shardings=sharding, compiler_options=compiler_options(mesh))
-        arrays.append(gathered(*placed))
+        alike = dataclasses.replace(slot, leaves=tuple(range(len(slot.leaves))))
+        arrays.append(_gatherer(alike, sharding, mesh)(*placed))
     return tuple(arrays)
+
+
+@functools.lru_cache(maxsize=1024)
+def _gatherer(slot: Slot, sharding: NamedSharding, mesh: Mesh) -> Any:
+    """From a slot's leaves to its stored array: one program for all that are kept in the same way."""
+
+    def gather(*leaves: jax.Array) -> jax.Array:
+        return slot.store(jnp.stack(leaves) if slot.is_stack else jnp.copy(leaves[0]))
+
+    return jax.jit(gather, out_shardings=sharding, compiler_options=compiler_options(mesh))

@@ -26,7 +26,6 @@ from cjax.models import (
     load,
     loss,
     masked_loss,
-    readers,
     save,
     t5_loss,
     vit_loss,
@@ -141,6 +140,27 @@ def test_its_layers_are_found(name: str):
         assert f"{number} x {stack} " in described, described
 
 
+# name: leaf, how many rows its table has, and what may stand there besides
+INDICES = {
+    "gpt": ("targets", VOCAB, ", and -100"),
+    "bert": ("targets", VOCAB, ", and -100"),
+    "vit": ("labels", 10, ""),
+    "t5": ("source", VOCAB, ""),
+    "llama": ("inputs", VOCAB, ""),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_label_or_token_out_of_range_is_named(name: str):
+    batch, (leaf, size, also) = CASES[name].batch(), INDICES[name]
+    program(name).evaluate(program(name).init(0), batch)
+    where = (3, 2)[: batch[leaf].ndim]
+    batch[leaf][where] = size
+    said = re.escape(f"{leaf!r} holds {size} at {list(where)}, outside a table of {size} rows")
+    with pytest.raises(ValueError, match=rf"{said}.*which are 0 to {size - 1}{also}\."):
+        program(name).step(program(name).init(0), batch)
+
+
 @pytest.mark.parametrize("name", ["gpt", "t5", "llama"])
 def test_greedy_texts_do_not_depend_on_where_parameters_are(name: str):
     state = program(name).init(0)
@@ -157,8 +177,16 @@ def test_weights_in_a_folder_start_a_program(tmp_path: Path):
     case = CASES["llama"]
     model = case.kind(case.config, rngs=nnx.Rngs(5))
     save(tmp_path, model)
-    state = program("llama").init(0, params=readers(tmp_path))
+    state = program("llama").init(0, params=tmp_path)
     found, wanted = program("llama").params(state), nnx.state(load(tmp_path), nnx.Param)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(found), jax.tree.leaves(wanted))
     kernel = jax.tree.leaves(found)[0]
     assert len(kernel.sharding.device_set) == 8
+    save(tmp_path / "gpt", GPT(CASES["gpt"].config, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="position_embed/embedding: this model has no such parameter"):
+        program("llama").init(0, params=tmp_path / "gpt")
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "config.json").write_text((tmp_path / "config.json").read_text())
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="pickle"):
+        program("llama").init(0, params=tmp_path / "pickled")

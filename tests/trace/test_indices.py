@@ -5,11 +5,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from cjax.trace.indices import index_limits
+from cjax.models.cross_entropy import classification, cross_entropy
+from cjax.trace.indices import Limits, index_limits
 from cjax.trace.simplify import simplify
 
 
-def limits(function: Callable[..., Any], *shapes: tuple[int, ...]) -> dict[int, int]:
+def limits(function: Callable[..., Any], *shapes: tuple[int, ...]) -> dict[int, Limits]:
     """Of a function of indices [3, 2] and tables of these shapes."""
     structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return index_limits(simplify(jax.make_jaxpr(function)(jax.ShapeDtypeStruct((3, 2), jnp.int32), *structs)), [0])
@@ -30,7 +31,7 @@ LOOKUPS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_a_lookup_is_found(name: str) -> None:
     tables = [(7, 5) if name != "along an axis" else (7, 2), (9, 5)]
-    assert limits(LOOKUPS[name], *tables[: LOOKUPS[name].__code__.co_argcount - 1]) == {0: 7}
+    assert limits(LOOKUPS[name], *tables[: LOOKUPS[name].__code__.co_argcount - 1]) == {0: Limits(7, -7)}
 
 
 @pytest.mark.parametrize("num_classes", [7])
@@ -38,14 +39,48 @@ def test_labels_of_a_cross_entropy_are_indices(num_classes: int) -> None:
     def cross_entropy(i: Any, logits: Any) -> Any:
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), i[..., None], axis=-1)
 
-    assert limits(cross_entropy, (3, 2, num_classes)) == {0: num_classes}
+    assert limits(cross_entropy, (3, 2, num_classes)) == {0: Limits(num_classes, -num_classes)}
+
+
+REPLACED: dict[str, tuple[Callable[..., Any], Limits]] = {
+    "one number": (lambda i, t: t[jnp.where(i == -100, 0, i)], Limits(7, -7, frozenset([-100]))),
+    "all but it": (lambda i, t: t[jnp.where(i != -1, i, 3)], Limits(7, -7, frozenset([-1]))),
+    "two numbers": (lambda i, t: t[jnp.where(i == 9, 0, jnp.where(i == -9, 0, i))], Limits(7, -7, frozenset([9, -9]))),
+    "negative ones": (lambda i, t: t[jnp.where(i < 0, 0, i)], Limits(7, -(2**63))),
+    "negative ones, by what is outside": (lambda i, t: t[jnp.where(i >= 0, i, 7)], Limits(7, 0)),
+    "in one lookup of two": (lambda i, t: t[jnp.where(i == -9, 0, i)] + t[i], Limits(7, -7)),
+    "in a loop": (
+        lambda i, t: jax.lax.map(jax.checkpoint(lambda row: t[jnp.where(row == 8, 0, row)]), i),
+        Limits(7, -7, frozenset([8])),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_is_replaced_before_the_lookup_may_be_anything(name: str) -> None:
+    function, wanted = REPLACED[name]
+    assert limits(function, (7, 5)) == {0: wanted}
+
+
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_labels_of_our_own_losses(chunk: int | None) -> None:
+    def by_position(i: Any, hidden: Any, table: Any) -> Any:
+        return cross_entropy(hidden, i, lambda h: h @ table, chunk=chunk)
+
+    def by_example(i: Any, logits: Any) -> Any:
+        return classification(logits, i[:, 0])
+
+    assert limits(by_position, (3, 2, 5), (5, 7)) == {0: Limits(7, 0, frozenset([-100]))}
+    assert limits(by_example, (3, 7)) == {0: Limits(7, 0)}
 
 
 OTHERS: dict[str, Callable[..., Any]] = {
     "another index": lambda i, t: t[i + 2],  # positions that start at 2: limits of their own
     "one before": lambda i, t: t[i - 1],
     "made to fit": lambda i, t: t[jnp.clip(i, 0, 6)],
-    "padding replaced": lambda i, t: t[jnp.where(i == -100, 0, i)],
+    "replaced where another says so": lambda i, t: t[jnp.where(t[:3, :2] > 0, 0, i)],
+    "of which one number is left": lambda i, t: t[jnp.where(i == 3, i, 0)],
+    "carried through a loop": lambda i, t: jax.lax.scan(lambda c, _: (7 - c, t[c]), i, None, length=2)[1],
     "clipped by the lookup": lambda i, t: jnp.take(t, i, axis=0, mode="clip"),
     "only compared": lambda i, t: t * (i == 3).any(),
     "arithmetic": lambda i, t: t.sum() * i,
@@ -60,5 +95,5 @@ def test_what_is_no_lookup_of_the_index_itself_has_no_limit(name: str) -> None:
 
 def test_inputs_that_were_not_asked_for_have_none() -> None:
     closed = simplify(jax.make_jaxpr(lambda t, i, j: t[i] + t[j])(jnp.ones(7), jnp.zeros(3, int), jnp.zeros(3, int)))
-    assert index_limits(closed, [2]) == {2: 7}
+    assert index_limits(closed, [2]) == {2: Limits(7, -7)}
     assert index_limits(closed, []) == {}
