@@ -8,6 +8,8 @@ from typing import Any
 from jax import lax
 from jax.extend import core as jex
 
+from cjax.trace.simplify import scan_counts
+
 PASSES = frozenset(
     ["broadcast_in_dim", "convert_element_type", "copy", "pad", "reshape", "slice", "squeeze", "transpose"]
 )
@@ -128,7 +130,7 @@ def _enter(eqn: jex.JaxprEqn, found: list[Any], limits: dict[int, Limits]) -> No
     """Follows what is not carried from turn to turn into a loop, or all into a block that is made again."""
     body = eqn.params["jaxpr"]
     body = getattr(body, "jaxpr", body)
-    first = eqn.params.get("num_consts", 0)
-    carried = range(first, first + eqn.params.get("num_carry", 0))
+    num_consts, num_carry = scan_counts(eqn) if eqn.primitive.name == "scan" else (0, 0)
+    carried = range(num_consts, num_consts + num_carry)
     inside = zip(body.invars, found, strict=True)
     _walk(body, {v: each for i, (v, each) in enumerate(inside) if each is not None and i not in carried}, limits)
