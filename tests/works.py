@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import test_checkpoints
 import test_contract
 import test_optimizers
 import test_pipeline_plans
@@ -134,7 +135,7 @@ def _legend(plans: list[str]) -> str:
     return (
         f"{len(MODELS)} models under {len(plans)} plans on 8 virtual devices. The first number of a cell counts the "
         "pairs of a model and a plan that `make test-all` trains, the second those of every `make test`, which takes "
-        "each model and each plan at least twice, in low precision and in pipelines once. "
+        "each model and each plan at least once (in low precision each plan). "
         f"{len(REFUSED)} more plans must be refused, as 16 rows can't be shared that way. The last two rows have "
         "tables of their own: plans that suit a model's "
         "lengths and layers. What is checked:"
@@ -142,7 +143,7 @@ def _legend(plans: list[str]) -> str:
 
 
 def _guarantees() -> Iterable[str]:
-    for name, test in vars(test_contract).items():
+    for name, test in (*vars(test_contract).items(), *vars(test_checkpoints).items()):
         if name.startswith("test_") and any(mark.name == "parametrize" for mark in getattr(test, "pytestmark", ())):
             said = " ".join((test.__doc__ or "").split())
             yield f"- *{name.removeprefix('test_').replace('_', ' ')}*" + (f": {said}" if said else "")
