@@ -23,6 +23,8 @@ is_quick = os.environ.get("CJAX_TEST_ALL") != "1" and metadata.version("jaxlib")
 in_order += " --xla_cpu_use_fusion_emitters=false" * is_quick
 # A device that waits in a collective keeps a thread: with one for each device, those that wait can starve the others.
 os.environ.setdefault("NPROC", "32")
+# Compiling is most of what tests do, and optimizing most of that. Exponentials differ by 1e-9 then.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"  # nor should the next step take threads from one that waits
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {patience} {in_order}".strip()
 cache_home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
@@ -47,11 +49,11 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 assert jax.device_count("cpu") == 8, f"tests need 8 virtual CPU devices, found {jax.device_count('cpu')}"
 
 
-@pytest.fixture(scope="module")
-def quick_compiles() -> Iterator[None]:
-    """For modules that compile much and run little. XLA's own exponentials differ by 1e-9 without its optimizations, so
-    that runs which are compared must all be compiled in this way, or none."""
+@pytest.fixture(autouse=True, scope="module")
+def compiles_as_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With all of XLA's optimizations in modules that measure what it makes of a program for GPUs."""
+    marks = {mark.name for mark in request.node.iter_markers()}
     before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", before and not marks & {"aot", "gpu"})
     yield
     jax.config.update("jax_disable_most_optimizations", before)

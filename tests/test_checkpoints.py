@@ -53,9 +53,6 @@ def pairs() -> list[tuple[str, str]]:
     return sorted({pair for names, table in products for pair in cover(names[:: len(ANY) // len(table)], table, 1)})
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 def drawn(shapes: Any) -> Any:
     """Random bits for all that a state holds, so that no two elements are taken for each other."""
     rng = np.random.default_rng(0)

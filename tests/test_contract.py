@@ -80,9 +80,6 @@ def pairs(chosen: list[str] | tuple[str, ...], names: list[str]) -> list[tuple[s
     return cover(names, list(chosen), 1, [pair for pair in (*BROKEN, *TRANSFORMERS) if pair[1] in chosen])
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 # -- values -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "plan"), pairs(EXACT_PLANS, NAMES))
 def test_trains_as_its_author_would(name: str, plan: str) -> None:

@@ -16,7 +16,6 @@ from cjax.train import NotFiniteError, fit
 
 SIZES = GPTConfig(num_layers=4, num_heads=4, embed_dim=24, mlp_dim=40, context=12, vocab_size=37)
 ROWS, SEQ = 16, 10
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 PLANS = [
     "data=8",

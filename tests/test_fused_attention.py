@@ -13,8 +13,6 @@ from kernels import plain
 
 import cjax.sharding.model
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 Asked = dict[str, bool]
 CAUSAL, MASKED = {"causal": True, "bias": False}, {"causal": False, "bias": True}
 PAIRS = [

@@ -15,7 +15,6 @@ from cjax.models import GPT, T5
 PLANS = ["data=8", "zero=3", "zero=1/4", "tensor=8", "data=2 tensor=4", "data=4 tensor=2 zero=3", "tensor=2 zero=1"]
 NAMES = ["cjax_gpt", "cjax_llama", "cjax_t5"]
 PROMPT = np.random.default_rng(0).integers(0, 101, (8, 5)).astype(np.int32)
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @functools.cache

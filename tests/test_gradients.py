@@ -95,7 +95,6 @@ def program_of(name: str, plan: str, devices: Any = None) -> cjax.Program:
     return cjax.parallelize(model, loss, optax.sgd(0.5), batch(), plan, devices=devices)
 
 
-@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize(("name", "plan"), ROWS)
 def test_equals_one_device_at_the_same_microbatches(name: str, plan: str) -> None:
     """Two steps, dropout on: loss, aux, parameters, and the state that the second step starts from."""
@@ -149,7 +148,6 @@ def test_stage_2_says_what_waiting_costs() -> None:
     assert any(f"{params / 2**20:,.1f} MiB a device" in note for note in notes), notes
 
 
-@pytest.mark.usefixtures("quick_compiles")
 def test_parts_of_a_ratio_give_the_ratio_of_the_whole() -> None:
     """The mean over what counts, not the mean of the parts' means, with nothing counted in some part."""
     given = batch()

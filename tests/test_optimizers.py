@@ -59,9 +59,6 @@ PLANS = (
 # Layers unrolled, in the author's own loop, packed, and with fewer heads for keys; four of each, of two kinds of Flax.
 MODELS = ("linen_tied", "linen_scan", "linen_packed_qkv", "nnx_llama", "nnx_decoder")
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 # Of whole steps: what differs between optimizers is in the first table, what differs between plans in the contract.
 WHOLE = ("lamb", "lamb, as FusedLAMB", "lars", "lars, as Lars", "average of parameters", "adafactor", "muon", "prodigy",
          "adaptive clipping", "labelled by path", "on a plateau")  # fmt: skip

@@ -21,9 +21,6 @@ from cjax.program.steps import make_init
 ROWS = 16
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 class Net(nn.Module):
     """6 layers of 64: 25,345 parameters."""
 

@@ -13,7 +13,6 @@ import cjax
 from cjax.models.gpt import GPT, gpt
 from cjax.models.gpt import loss as gpt_loss
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 NAME = "linen_tied"
 
 

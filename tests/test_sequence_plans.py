@@ -48,9 +48,6 @@ PAIRS = [
 ]
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
 def test_trains_as_its_author_would(name: str, plan: str) -> None:
     assert_trained_alike(name, plan)

@@ -41,11 +41,6 @@ BATCH, LENGTH, SOURCE, VOCAB = 8, 12, 20, 64
 SIZES: dict[str, Any] = dict(num_layers=3, num_heads=4, embed_dim=40, vocab_size=VOCAB)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiles_quickly(quick_compiles: None) -> None:
-    """Every test here compiles several programs."""
-
-
 def tokens(length: int = LENGTH, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(1, VOCAB, (BATCH, length)).astype(np.int32)
 

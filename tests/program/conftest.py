@@ -12,11 +12,6 @@ import pytest
 import cjax
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiles_quickly(quick_compiles: None) -> None:
-    """Every module of this folder."""
-
-
 class Net(nn.Module):
     """Two layers: 5 -> 16 -> 3, named as Linen names them: Dense_1, then Dense_0."""
 

@@ -27,9 +27,6 @@ from cjax.trace.reading import Trace, trace_loss
 MODES = ("2d:4", "2.5d:8/2", "3d:8")
 
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
 def layout_of(trace: Trace, tensor: str, rules: Any = None) -> Layout:
     plan = Plan.parse(f"tensor={tensor}")
     return make_layout(trace, plan.resolve(plan.tensor.size).axis_sizes(), rules or {})
