@@ -1,0 +1,122 @@
+"""What each model's step moves between devices, in the program that XLA compiles for eight H100s."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import cjax
+from cjax.audit import Audit, audit
+from cjax.mesh import compile_lowered
+from cjax.models import BERT, GPT, T5, Llama, ViT, llama_loss, loss, masked_loss, t5_loss, vit_loss
+from cjax.models.bert import BERTConfig
+from cjax.models.gpt import GPTConfig
+from cjax.models.llama import LlamaConfig
+from cjax.models.t5 import T5Config
+from cjax.models.vit import ViTConfig
+from cjax.tree import leaf_names
+
+pytestmark = pytest.mark.aot
+
+LAYERS, DECODER_LAYERS, EMBED, VOCAB, SEQ, SOURCE, ROWS = 4, 3, 256, 1024, 128, 64, 16
+SIZES: dict[str, Any] = {"num_heads": 8, "embed_dim": EMBED, "mlp_dim": 1024}
+TEXT: dict[str, Any] = {**SIZES, "vocab_size": VOCAB, "num_layers": LAYERS}
+TOKENS = {name: jax.ShapeDtypeStruct((ROWS, SEQ), np.int32) for name in ("inputs", "targets")}
+IMAGES = {
+    "images": jax.ShapeDtypeStruct((ROWS, 176, 176, 3), np.float32),
+    "labels": jax.ShapeDtypeStruct((ROWS,), np.int32),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model; `reduced` are the lengths of [rows, length, embed] that 1d reduces in a step, with how often: Megatron's
+    two a layer each way, three of a decoder that reads an encoder, and one at each end."""
+
+    kind: Any
+    config: Any
+    loss: Any
+    batch: Any
+    reduced: dict[int, int]
+    more: int = 1  # gradients of its table but the first, which XLA reduces each: it is looked up, and multiplied
+
+
+CASES = {
+    "gpt": Case(GPT, GPTConfig(**TEXT, context=SEQ), loss, TOKENS, {SEQ: 4 * LAYERS + 2}),
+    # Two more a layer than Megatron: what comes after a norm is read by queries, keys, values and the residual, whose
+    # gradient is whole; XLA adds the three others to it one by one, each reduced on its own.
+    "bert": Case(BERT, BERTConfig(**TEXT, context=SEQ), masked_loss, TOKENS, {SEQ: 6 * LAYERS + 2}),
+    "vit": Case(
+        ViT, ViTConfig(LAYERS, 8, EMBED, mlp_dim=1024, image_size=176, patch_size=16, num_classes=1000), vit_loss,
+        IMAGES, {122: 4 * LAYERS, 121: 1}, more=0,
+    ),
+    "t5": Case(
+        T5, T5Config(**TEXT, num_decoder_layers=DECODER_LAYERS, head_dim=32), t5_loss,
+        {**TOKENS, "source": jax.ShapeDtypeStruct((ROWS, SOURCE), np.int32)},
+        {SOURCE: 4 * LAYERS + 2, SEQ: 6 * DECODER_LAYERS + 2}, more=2,
+    ),
+    "llama": Case(
+        Llama, LlamaConfig(**TEXT, num_kv_heads=8, head_dim=32, context=SEQ), llama_loss, TOKENS,
+        {SEQ: 4 * LAYERS + 2}, more=0,
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def compiled(name: str, plan: str) -> tuple[Audit, int]:
+    """What the step does, and how many bytes its parameters have."""
+    case = CASES[name]
+    build = lambda rngs: case.kind(case.config, rngs=rngs)  # noqa: E731
+    program = cjax.parallelize(build, case.loss, optax.adamw(1e-3), case.batch, plan, devices="h100:8")
+    facts = audit(compile_lowered(program.lower(), list(program.mesh.devices.flat)), program.mesh)
+    params: Any = program._parts.capture.params_shape
+    return facts, sum(4 * leaf.size for leaf in jax.tree.leaves(params))
+
+
+def bytes_of(name: str, pattern: str) -> int:
+    """Of the parameters whose path matches."""
+    case = CASES[name]
+    params = nnx.state(nnx.eval_shape(lambda: case.kind(case.config, rngs=nnx.Rngs(0))), nnx.Param)
+    named = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
+    return sum(4 * leaf.size for path, leaf in named if re.search(pattern, path))
+
+
+def received(whole: float, size: int, times: int = 1) -> float:
+    """Bytes a device receives when an array is reduced to, or gathered from, shards; an all-reduce is both."""
+    return times * whole * (size - 1) / size
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("plan", "tensor"), [("data=1 tensor=8", 8), ("data=2 tensor=4", 4)])
+def test_1d_reduces_streams_and_nothing_else(name: str, plan: str, tensor: int) -> None:
+    facts, _ = compiled(name, plan)
+    rows = ROWS * tensor // 8
+    wanted = sum(times * 4 * rows * length * EMBED for length, times in CASES[name].reduced.items())
+    assert facts.moved("all-reduce", ["tensor"]) == pytest.approx(received(wanted, tensor, 2), rel=0.02)
+    assert facts.moved(axes=["tensor"]) - facts.moved("all-reduce", ["tensor"]) < 0.01 * wanted
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_data_parallelism_reduces_each_gradient_once(name: str) -> None:
+    facts, whole = compiled(name, "data=8")
+    table = CASES[name].more * bytes_of(name, "token_embed")
+    assert facts.moved("all-reduce") == facts.moved()
+    assert 0.99 * received(whole, 8, 2) <= facts.moved() <= 1.01 * received(whole + table, 8, 2)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_scatters_gradients_and_gathers_weights(name: str, stage: int) -> None:
+    """Weights once in stage 1; in stage 3 those of layers again in the backward pass."""
+    facts, whole = compiled(name, f"zero={stage}")
+    table = CASES[name].more * bytes_of(name, "token_embed")
+    layers = bytes_of(name, r"(blocks|encoder|decoder)/\d") if stage == 3 else 0
+    assert 0.97 * received(whole, 8) <= facts.moved("reduce-scatter") <= 1.01 * received(whole + table, 8)
+    assert 0.97 * received(whole + layers, 8) <= facts.moved("all-gather") <= 1.01 * received(whole + layers + table, 8)
+    assert facts.moved("all-reduce") <= 0.05 * whole
