@@ -17,16 +17,16 @@ patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # And as cjax tells the compiler of its own steps (`cjax.mesh.compiler_options`), for what tests jit themselves: all
 # devices of a CPU must run collectives in the same order.
 in_order = "--xla_cpu_multi_thread_eigen=false --xla_cpu_enable_concurrency_optimized_scheduler=false"
+# Compiling is most of what tests do, and optimizing most of that. Exponentials differ by 1e-9 then.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # XLA's newer generator of CPU code compiles a third longer. Only the full product runs with it, and jaxlib 0.11 and
 # later, which have no other.
 is_quick = os.environ.get("CJAX_TEST_ALL") != "1" and metadata.version("jaxlib").startswith("0.10.")
-in_order += " --xla_cpu_use_fusion_emitters=false" * is_quick
+generator = "--xla_cpu_use_fusion_emitters=false" if is_quick else ""
 # A device that waits in a collective keeps a thread: with one for each device, those that wait can starve the others.
 os.environ.setdefault("NPROC", "32")
-# Compiling is most of what tests do, and optimizing most of that. Exponentials differ by 1e-9 then.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"  # nor should the next step take threads from one that waits
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {patience} {in_order}".strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {patience} {in_order} {generator}".strip()
 cache_home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_home / "cjax" / "jax"))
 
