@@ -46,7 +46,7 @@ from cjax.sharding.staged import StagedModel, stage_model
 from cjax.sharding.storage import Slot
 from cjax.trace.capture import Capture, capture
 from cjax.trace.combine import denominator, lift, loss_size, loss_total
-from cjax.trace.reading import Trace, trace_loss
+from cjax.trace.reading import Trace, trace_flat, trace_loss
 from cjax.trace.refine import refine
 from cjax.trace.refine_rules import whole
 from cjax.trace.simplify import simplify
@@ -179,7 +179,7 @@ def _compose(
             error.add_note(f"The loss ran on one of {plan.microbatches} micro-batches of this batch; see microbatches.")
         raise
     if plan.microbatches > 1 or measure_noise or plan.reduce is not None:
-        trace = lift(trace, lambda rows: _on_rows(captured, batch_shape, rows, trace, plan))
+        trace = _lifted(source, batch_shape, trace, plan)
     mesh = build_mesh(plan.axis_sizes(), devices)
     if schedule is not None and plan.pipeline.size == 1:
         raise ValueError(
@@ -201,11 +201,18 @@ def _compose(
     )  # fmt: skip
 
 
-def _on_rows(captured: Capture, batch_shape: PyTree, rows: int, like: Trace, plan: Plan) -> Trace:
-    """The loss on micro-batches of so many rows."""
-    num = rows * plan.microbatches
-    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]) if x.shape else (), x.dtype), batch_shape)
-    return trace_loss(captured, shape, plan.microbatches, train=True, forms=like.forms)
+def _lifted(source: _Source, batch_shape: PyTree, trace: Trace, plan: Plan) -> Trace:
+    """The loss of a micro-batch as something that adds up to that of the batch."""
+    num, captured = plan.microbatches, source.captured
+    num_rows = next((leaf.shape[0] for leaf in jax.tree.leaves(batch_shape) if leaf.shape), 1)
+
+    def again(rows: int) -> Any:
+        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((rows * num, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype)
+
+        return trace_flat(captured, jax.tree.map(shape, batch_shape), num, trace)
+
+    return lift(trace, again, num_rows, shares=True)
 
 
 def _check_optimizer(optimizer: Any) -> None:

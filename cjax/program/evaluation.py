@@ -20,7 +20,7 @@ from cjax.sharding.model import place_loss
 from cjax.sharding.staged import stage_model
 from cjax.trace.combine import denominator, lift, loss_total
 from cjax.trace.indices import Limits
-from cjax.trace.reading import Trace, trace_loss
+from cjax.trace.reading import Trace, trace_flat, trace_loss
 
 PyTree = Any
 Function = Callable[[Any, PyTree], PyTree]
@@ -116,17 +116,15 @@ class Evaluator:
         parts = self._parts
         call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
 
-        def traced(shape: PyTree) -> Trace:
-            return trace_loss(parts.capture, shape, num_parts, train=False, call=call, forms=parts.trace.forms)
+        def on_rows(rows: int) -> Any:
+            other = jax.tree.map(lambda leaf: _with_rows(leaf, rows * num_parts), shape)
+            return trace_flat(parts.capture, other, num_parts, trace, train=False)
 
-        def on_rows(rows: int) -> Trace:
-            return traced(jax.tree.map(lambda leaf: _with_rows(leaf, rows * num_parts), shape))
-
-        trace = traced(shape)
+        trace = trace_loss(parts.capture, shape, num_parts, train=False, call=call, forms=parts.trace.forms)
         if trace.num_loss == 1:
             # A ratio (a masked mean, say) adds up exactly as total and weight; what adds up in no way counts by rows.
             with contextlib.suppress(ValueError):
-                trace = lift(trace, on_rows)
+                trace = lift(trace, on_rows, 1)
         sizes = dict(parts.mesh.shape)
         layout, rows = parts.storage.layout, parts.trace.batch_class
         shards = math.prod(sizes[axis] for axis in layout.axes_of.get(rows, ())) if rows is not None else 1

@@ -1,7 +1,13 @@
-"""How the results of parts of a batch make up those of the whole: a traced loss lifted to sums that can be added."""
+"""How the results of parts of a batch make up those of the whole: a traced loss lifted to sums that can be added.
 
+A ratio alone becomes its total and its weight, which are added up. Where a loss adds means to ratios, or ratios with
+several weights, each denominator becomes an input: what it is for the whole batch, shared out among the parts. Then
+the parts' mean is the whole. That takes weights which follow from the batch alone, since they are needed first.
+"""
+
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from cjax.trace.examples import Value
+from cjax.trace.examples import Value, Weight
 from cjax.trace.mirror import Unlike, counterparts
-from cjax.trace.patterns import Lifted, follow, verdict
-from cjax.trace.reading import Trace
+from cjax.trace.patterns import APART, Divisions, Lifted, follow, verdict
+from cjax.trace.reading import Leaf, Shared, Trace
+from cjax.trace.twins import Twins
+
+Again = Callable[[int], jex.ClosedJaxpr]
 
 
-def lift(trace: Trace, again: Callable[[int], Trace] | None = None) -> Trace:
+def lift(trace: Trace, again: Again, num_rows: int, shares: bool = False) -> Trace:
     """`trace` with a loss that can be added up over parts of the batch, and what each result has to do with examples.
 
     A scalar that is a ratio with a denominator that depends on the batch becomes its total and weight; a part's total
@@ -23,8 +32,10 @@ def lift(trace: Trace, again: Callable[[int], Trace] | None = None) -> Trace:
 
     Args:
       trace: of a loss.
-      again: rows -> the trace of the same loss on so many. JAX takes short cuts past dims of size 1, so what a loss
-        does with examples is read off a trace of two where there is one.
+      again: rows -> the flat trace of the same loss on so many. What a loss does with the number of its rows is read
+        off two numbers; and since JAX takes short cuts past dims of size 1, never off one row.
+      num_rows: of the whole batch.
+      shares: whether denominators may become inputs (`Trace.shared`), to be given by the caller.
 
     Raises:
       ValueError: the loss is no mean, or its examples meet each other; the message says where, and what to write.
@@ -32,41 +43,164 @@ def lift(trace: Trace, again: Callable[[int], Trace] | None = None) -> Trace:
     batch = [i for i in trace.leaves_of("batch") if trace.leaves[i].shape]
     if not batch or not trace.num_loss:
         return trace
-    if again is not None and trace.leaves[batch[0]].shape[0] == 1:
-        return _lift_one(trace, again(2))
-    results = follow(trace.closed, set(batch), len(trace.leaves_of("params")))
-    found = verdict(results[0])
-    # The author of a `Mean` has said what its total is; only examples that meet can't be cut apart.
-    refused = results[0].kind == "pairs" if trace.has_weight else found.refused
-    if refused:
-        raise ValueError(found.reason)
-    if trace.has_weight or found.kind != "ratio":
+    rows = trace.leaves[batch[0]].shape[0]
+    if rows == 1:
+        two = replace(trace, closed=again(2))
+        return _lift_one(trace, two, _lift(two, again(max(4, num_rows)), shares))
+    return _lift(trace, again(num_rows if num_rows > rows else 2 * rows), shares)
+
+
+def _lift(trace: Trace, other: jex.ClosedJaxpr, shares: bool) -> Trace:
+    batch, num_params = set(trace.leaves_of("batch")), len(trace.leaves_of("params"))
+    divisions = Divisions()
+    results = follow(trace.closed, other, batch, num_params, divisions=divisions)
+    if trace.has_weight:
+        _check_mean(results)
         return replace(trace, results=tuple(results))
+    found = verdict(results[0])
+    if shares and (found.kind == "blend" or (found.kind == "ratio" and found.total is None)):
+        return _share(trace, other, divisions)
+    if found.refused:
+        raise ValueError(found.reason)
+    if found.kind == "blend":
+        raise ValueError("The loss adds means to ratios, or ratios with several weights.")
+    if found.kind != "ratio":
+        return replace(trace, results=tuple(results))
+    assert found.weight is not None
     jaxpr: Any = trace.closed.jaxpr
     loss, *rest = jaxpr.outvars
     total = loss if found.total is None else found.total
     sums = [replace(results[0], kind="sum"), Value("sum")]
     return replace(
         trace,
-        closed=jex.ClosedJaxpr(jaxpr.replace(outvars=[total, found.weight, *rest]), trace.closed.consts),
+        closed=jex.ClosedJaxpr(jaxpr.replace(outvars=[total, found.weight.atom, *rest]), trace.closed.consts),
         num_loss=2,
         ratio=found,
         results=(*sums, *results[1:]),
     )
 
 
-def _lift_one(trace: Trace, two: Trace) -> Trace:
+def _check_mean(results: Sequence[Value]) -> None:
+    """The total and the weight of a `Mean`, which its author says can be added up, must be such sums or means."""
+    kinds = set()
+    for value, name in zip(results[:2], ("total", "weight"), strict=True):
+        found = verdict(value, f"The {name} of the loss")
+        if found.refused and found.kind != "sum":
+            raise ValueError(found.reason)
+        if value.kind in ("mixed", "ratio"):
+            raise ValueError(
+                f"The {name} of the loss adds what grows with the examples to what does not: multiply a mean by the "
+                f"weight before it is added to a total, or write {APART}."
+            )
+        kinds |= {value.kind} - {"fixed"}
+    if kinds == {"sum", "mean"}:
+        raise ValueError(
+            "Of the loss's total and weight one is a sum over the examples and the other a mean: both must be sums, "
+            f"or both means, or write {APART}."
+        )
+
+
+def _share(trace: Trace, other: jex.ClosedJaxpr, divisions: Divisions) -> Trace:
+    """`trace` whose denominators are inputs behind the batch."""
+    weights = dict.fromkeys(weight for _, weight in divisions.found if weight.atom.aval.shape == ())
+    inputs = {weight: jex.Var(eqn.invars[1].aval) for eqn, weight in divisions.found if weight in weights}
+    given = {id(eqn): weight for eqn, weight in divisions.found if weight in inputs}
+    known = {at: Value("fixed", power=0 if weight.is_mean else 1) for at, weight in given.items()}
+    batch, num_params = set(trace.leaves_of("batch")), len(trace.leaves_of("params"))
+    results = follow(trace.closed, other, batch, num_params, shares=known)
+    found = verdict(results[0])
+    if found.kind != "mean":
+        raise ValueError(found.reason)
+    divisors = {at: inputs[weight] for at, weight in given.items()}
+    shared = Shared(_weights_alone(trace, list(inputs)), tuple(inputs), trace.closed, divisors)
+    return replace(_with_inputs(trace, shared), results=tuple(results))
+
+
+def _weights_alone(trace: Trace, weights: Sequence[Weight]) -> jex.ClosedJaxpr:
+    """What makes the weights: of the batch, the key and the micro-batch's index."""
+    jaxpr: Any = trace.closed.jaxpr
+    live, kept = {weight.atom for weight in weights}, []
+    for eqn in reversed(jaxpr.eqns):
+        if not live.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            live.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+    state = [i for kind in ("params", "frozen", "carried") for i in trace.leaves_of(kind)]
+    held = next((trace.leaves[i].name for i in state if jaxpr.invars[i] in live), None)
+    if held is not None:
+        raise ValueError(
+            f"The loss divides a sum by a weight that depends on {held}, and adds other means: micro-batches need such "
+            f"weights before they run, from the batch alone. Use microbatches=1, or write {APART}."
+        )
+    invars = [v for i, v in enumerate(jaxpr.invars) if i not in state]
+    alone = jaxpr.replace(invars=invars, outvars=[weight.atom for weight in weights], eqns=kept[::-1])
+    return jex.ClosedJaxpr(alone, trace.closed.consts)
+
+
+def _with_inputs(trace: Trace, shared: Shared) -> Trace:
+    """`trace` that divides by inputs where `shared` says so."""
+    jaxpr: Any = trace.closed.jaxpr
+    new = list(dict.fromkeys(shared.divisors.values()))
+    at = max(trace.leaves_of("batch")) + 1
+    eqns = []
+    for eqn in jaxpr.eqns:
+        divisor = shared.divisors.get(id(eqn))
+        eqns.append(eqn if divisor is None else eqn.replace(invars=[eqn.invars[0], divisor]))
+    leaves = [Leaf(f"denominator {i}", "batch", (), var.aval.dtype) for i, var in enumerate(new)]
+    trace.dims.top.ids.update((var, []) for var in new)
+    dims = copy.copy(trace.dims)
+    dims.inputs = [*dims.inputs[:at], *[()] * len(new), *dims.inputs[at:]]
+    closed = jaxpr.replace(invars=[*jaxpr.invars[:at], *new, *jaxpr.invars[at:]], eqns=eqns)
+    return replace(
+        trace,
+        closed=jex.ClosedJaxpr(closed, trace.closed.consts),
+        leaves=(*trace.leaves[:at], *leaves, *trace.leaves[at:]),
+        dims=dims,
+        shared=shared,
+    )
+
+
+def share_alike(trace: Trace, like: Trace) -> Trace:
+    """`trace`, of the loss of `like` on another number of rows, with the same denominators as inputs.
+
+    Raises:
+      Unlike: it divides otherwise.
+    """
+    if like.shared is None:
+        return trace
+    twins, divisors = Twins(like.shared.before, trace.closed), {}
+    for eqn in like.shared.before.jaxpr.eqns:
+        divisor = like.shared.divisors.get(id(eqn))
+        if divisor is None:
+            continue
+        twin = twins[eqn]
+        if twin is None:
+            raise Unlike("the loss divides otherwise for fewer rows")
+        divisors[id(twin)] = divisor
+    return _with_inputs(trace, replace(like.shared, before=trace.closed, divisors=divisors))
+
+
+def _lift_one(trace: Trace, two: Trace, lifted: Trace) -> Trace:
     """`trace`, of one row, lifted as that of two rows is."""
-    lifted = lift(two)
-    if lifted.ratio is None:
-        return replace(trace, results=lifted.results)
-    jaxpr, other, wanted = trace.closed.jaxpr, two.closed.jaxpr, lifted.closed.jaxpr.outvars[:2]
     try:
+        if lifted.shared is not None:
+            alone = replace(lifted.shared, closed=_weights_alone_of(trace, lifted))
+            return replace(share_alike(trace, replace(lifted, shared=alone)), results=lifted.results)
+        if lifted.ratio is None:
+            return replace(trace, results=lifted.results)
+        jaxpr, other, wanted = trace.closed.jaxpr, two.closed.jaxpr, lifted.closed.jaxpr.outvars[:2]
         sums = counterparts(wanted, other, jaxpr)
     except Unlike as difference:
         raise ValueError(f"With one row in a micro-batch, {difference}. Use fewer micro-batches.") from None
     closed = jex.ClosedJaxpr(jaxpr.replace(outvars=[*sums, *jaxpr.outvars[1:]]), trace.closed.consts)
     return replace(trace, closed=closed, num_loss=2, ratio=lifted.ratio, results=lifted.results)
+
+
+def _weights_alone_of(trace: Trace, lifted: Trace) -> jex.ClosedJaxpr:
+    """The weights of one row's trace, found by those of two rows'."""
+    assert lifted.shared is not None
+    atoms = counterparts([w.atom for w in lifted.shared.weights], lifted.shared.before.jaxpr, trace.closed.jaxpr)
+    weights = [replace(w, atom=atom) for w, atom in zip(lifted.shared.weights, atoms, strict=True)]
+    return _weights_alone(trace, weights)
 
 
 def loss_size(trace: Trace) -> int:
@@ -99,4 +233,15 @@ def loss_total(ratio: Lifted | None, total: jax.Array, weight: jax.Array) -> jax
 
 def denominator(ratio: Lifted | None, weight: jax.Array) -> jax.Array:
     """What a sum of totals is divided by, from the sum of the weights."""
-    return weight if ratio is None else jnp.maximum(weight, ratio.floor) + ratio.offset
+    if ratio is None:
+        return weight
+    assert ratio.weight is not None
+    return guarded(ratio.weight, weight)
+
+
+def guarded(weight: Weight, value: jax.Array) -> jax.Array:
+    """A weight of the whole batch as the loss divides by it."""
+    divisor = jnp.maximum(value, weight.floor) if weight.floor else value
+    if weight.zero is not None:
+        divisor = jnp.where(value == 0, weight.zero, divisor)
+    return divisor + weight.offset

@@ -13,7 +13,7 @@ from jax.extend import core as jex
 from cjax.trace.blocks import Run, find_runs
 from cjax.trace.capture import Capture, Mean
 from cjax.trace.dims import Dims, find_dims
-from cjax.trace.examples import Value
+from cjax.trace.examples import Value, Weight
 from cjax.trace.packed import packed_forms
 from cjax.trace.patterns import Lifted
 from cjax.trace.refine import refine
@@ -35,6 +35,16 @@ class Leaf:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Denominators that are inputs of a trace: those of the whole batch, each part given its share."""
+
+    closed: jex.ClosedJaxpr  # (batch, key, index) of a micro-batch -> its weights
+    weights: tuple[Weight, ...]  # how denominators follow from their sums, or means, over micro-batches
+    before: jex.ClosedJaxpr  # the trace before its divisions were by inputs
+    divisors: Mapping[int, Any]  # id of a division in it -> the input
+
+
+@dataclass(frozen=True)
 class Trace:
     """A loss, read. `print` it to see the dims found, the stacks of layers, and what was not understood."""
 
@@ -51,6 +61,7 @@ class Trace:
     aux_is_mean: tuple[bool, ...]
     results: tuple[Value, ...] = ()  # what each result has to do with the examples, once `lift` has found out
     ratio: Lifted | None = None  # of a loss that was one number, and now is its total and weight
+    shared: Shared | None = None  # of a loss that takes denominators behind its batch
 
     @property
     def has_weight(self) -> bool:
@@ -93,6 +104,7 @@ def trace_loss(
     train: bool,
     call: Callable[..., Any] | None = None,
     forms: Mapping[int, Form] | None = None,
+    once: frozenset[int] = frozenset(),
 ) -> Trace:
     """Trace the user's loss on one micro-batch and read it.
 
@@ -106,7 +118,35 @@ def trace_loss(
       train: whether to trace the loss as in training.
       call: `(model, batch, key, train) -> (None, results)` to trace in place of the loss; its results become aux.
       forms: of the weights, as an earlier trace of this model has them; found in this one if left out.
+      once: carried leaves that the last micro-batch alone updates, from what they were before the first.
     """
+    closed, leaves, num_loss, aux = _traced(capture, batch_shape, num_parts, train, call, once)
+    aux_leaves, aux_tree = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, Mean))
+    aux_is_mean = tuple(isinstance(x, Mean) for x in aux_leaves)
+    return _read(closed, leaves, capture.dim_names, num_loss, aux_tree, aux_is_mean, forms)
+
+
+def trace_flat(
+    capture: Capture,
+    batch_shape: PyTree,
+    num_parts: int,
+    like: Trace,
+    train: bool = True,
+    once: frozenset[int] = frozenset(),
+) -> jex.ClosedJaxpr:
+    """The equations of the trace of a loss on other rows than those of the trace `like`, and nothing read off them."""
+    closed, leaves, *_ = _traced(capture, batch_shape, num_parts, train, None, once)
+    closed = simplify(closed)
+    if not like.forms:
+        return closed
+    dims = find_dims(closed, sum(leaf.kind in ("params", "frozen") for leaf in leaves))
+    return _refined(closed, leaves, like.forms, dims)
+
+
+def _traced(
+    capture: Capture, batch_shape: PyTree, num_parts: int, train: bool, call: Any, once: frozenset[int]
+) -> tuple[jex.ClosedJaxpr, list[Leaf], int, PyTree]:
+    """A loss traced: its equations, its inputs, how many results are the loss, and the shape of its aux."""
 
     def function(params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Any, index: Any) -> Any:
         # One part draws the numbers that the author's own loop would; each of several draws its own.
@@ -116,7 +156,14 @@ def trace_loss(
             inner = capture.fold_carried(carried, index)
         given = {} if call is None else {"call": call}
         loss, aux, new = capture.apply(params, frozen, inner, batch, key, train, **given)
-        return loss, aux, capture.unfold(new, carried) if num_parts > 1 else new
+        if num_parts > 1:
+            new = capture.unfold(new, carried)
+        if once:
+            leaves, treedef = jax.tree.flatten(new)
+            pairs = zip(leaves, jax.tree.leaves(carried), strict=True)
+            last = index == num_parts - 1
+            new = treedef.unflatten([jnp.where(last, x, old) if i in once else x for i, (x, old) in enumerate(pairs)])
+        return loss, aux, new
 
     def part(leaf: Any) -> jax.ShapeDtypeStruct:
         shape = (leaf.shape[0] // num_parts, *leaf.shape[1:]) if leaf.shape else ()
@@ -136,9 +183,7 @@ def trace_loss(
     for kind, tree in trees.items():
         for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
             leaves.append(Leaf(name or kind, kind, tuple(leaf.shape), leaf.dtype))
-    aux_leaves, aux_tree = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, Mean))
-    aux_is_mean = tuple(isinstance(x, Mean) for x in aux_leaves)
-    return _read(closed, leaves, capture.dim_names, len(jax.tree.leaves(loss)), aux_tree, aux_is_mean, forms)
+    return closed, leaves, len(jax.tree.leaves(loss)), aux
 
 
 def _read(
@@ -156,8 +201,7 @@ def _read(
     forms = packed_forms(dims, num_weights) if forms is None else forms
     if forms:
         ins = [forms.get(i, whole(leaf.shape)) for i, leaf in enumerate(leaves)]
-        outs = [whole(atom.aval.shape) for atom in closed.jaxpr.outvars]
-        closed = refine(closed, ins, outs, dims)
+        closed = _refined(closed, leaves, forms, dims)
         dims = find_dims(closed, num_weights)
         given = {leaves[i].name: _part_names(form, given_names.get(leaves[i].name, ())) for i, form in forms.items()}
         given_names = {**given_names, **given}
@@ -177,6 +221,15 @@ def _read(
     return Trace(
         closed, tuple(leaves), forms, dims, runs, names, batch_class, stream, num_loss, aux_tree, aux_is_mean
     )
+
+
+def _refined(
+    closed: jex.ClosedJaxpr, leaves: Sequence[Leaf], forms: Mapping[int, Form], dims: Dims
+) -> jex.ClosedJaxpr:
+    """The equations on weights whose packed dims are taken apart."""
+    ins = [forms.get(i, whole(leaf.shape)) for i, leaf in enumerate(leaves)]
+    outs = [whole(atom.aval.shape) for atom in closed.jaxpr.outvars]
+    return refine(closed, ins, outs, dims)
 
 
 def _part_names(form: Form, given: Sequence[str | None]) -> list[str | None]:

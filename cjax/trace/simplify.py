@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from cjax.trace.fold import fold, literal
+from cjax.trace.tracebacks import is_fresh
 
 Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 
@@ -96,13 +97,13 @@ class _Flattener:
         """The variable that stands for an array constant; one for each array, however often it is inlined."""
         return self.consts.setdefault(id(const), (var, const))[0]
 
-    def walk(self, eqns: Sequence[JaxprEqn], env: dict[Var, Atom], stack: Any) -> None:
+    def walk(self, eqns: Sequence[JaxprEqn], env: dict[Var, Atom], stack: Any, traceback: Any = None) -> None:
         """Append the flat form of `eqns`; `env` maps their variables. `stack` is the caller's name stack, or None at
-        the top, where variables keep their identity."""
+        the top, where variables keep their identity; `traceback` the caller's, where theirs are of another call."""
         for eqn in eqns:
             invars = [atom if type(atom) is Literal else env.get(atom, atom) for atom in eqn.invars]
             name = eqn.primitive.name
-            if name in _INLINED and self._inline(eqn, invars, env, stack):
+            if name in _INLINED and self._inline(eqn, invars, env, stack, traceback):
                 continue
             folded = fold(eqn, invars)
             if folded is not None:
@@ -116,10 +117,10 @@ class _Flattener:
                 continue
             outvars = [Var(var.aval) for var in eqn.outvars]  # an inlined body may be inlined again
             env.update(zip(eqn.outvars, outvars, strict=True))
-            info = eqn.source_info.replace(name_stack=stack + eqn.source_info.name_stack)
+            info = eqn.source_info.replace(name_stack=stack + eqn.source_info.name_stack, traceback=traceback)
             self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params, source_info=info))
 
-    def _inline(self, eqn: JaxprEqn, invars: list[Atom], env: dict[Var, Atom], stack: Any) -> bool:
+    def _inline(self, eqn: JaxprEqn, invars: list[Atom], env: dict[Var, Atom], stack: Any, traceback: Any) -> bool:
         if any(hasattr(effect, "input") for effect in eqn.effects):
             return False  # effects on mutable operands name the call's own variables
         body = eqn.params[_INLINED[eqn.primitive.name]]
@@ -131,7 +132,9 @@ class _Flattener:
                 return False  # a body cannot grow operands for arrays, and JAX does not expect it to own any
             body_env[var] = atom or self.keep(const, Var(var.aval))
         names = eqn.source_info.name_stack
-        self.walk(jaxpr.eqns, body_env, names if stack is None else stack + names)
+        if traceback is None and not is_fresh(eqn, jaxpr):
+            traceback = eqn.source_info.traceback
+        self.walk(jaxpr.eqns, body_env, names if stack is None else stack + names, traceback)
         for outvar, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
             env[outvar] = _read(body_env, atom)
         return True

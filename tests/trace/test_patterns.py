@@ -11,6 +11,7 @@ from flax import linen as nn
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from cjax.trace.capture import capture
+from cjax.trace.combine import denominator
 from cjax.trace.patterns import lift_mean
 from cjax.trace.simplify import simplify
 
@@ -170,10 +171,16 @@ def trained_weights(p, b):
     return (weights * b["target"]).sum() / weights.sum()
 
 
-def trace(loss, data=DATA):
-    closed = simplify(jax.make_jaxpr(loss)(PARAMS, data))
+def half(data):
+    """The batch's first half."""
+    return {name: leaf[: len(leaf) // 2] if np.ndim(leaf) else leaf for name, leaf in data.items()}
+
+
+def trace(loss, data=DATA, other=None):
+    """A trace of the loss, and what two numbers of rows say of it."""
+    traces = [simplify(jax.make_jaxpr(loss)(PARAMS, each)) for each in (data, half(data) if other is None else other)]
     count = len(jax.tree.leaves(PARAMS))
-    return closed, lift_mean(closed, set(range(count, count + len(data))), count)
+    return traces[0], lift_mean(*traces, set(range(count, count + len(data))), count)
 
 
 def outputs(closed, atoms):
@@ -186,19 +193,19 @@ def combined(loss, data):
     pieces = []
     for first in range(2):
         micro = {name: leaf[first::2] if np.ndim(leaf) else leaf for name, leaf in data.items()}
-        closed, lifted = trace(loss, micro)
+        closed, lifted = trace(loss, micro, data)
         args = jax.tree.leaves((PARAMS, micro))
         value = jaxpr_as_fun(closed)(*args)[0]
         if lifted.kind == "mean":
             pieces.append((value, 1.0))
             continue
-        (weight,) = outputs(closed, [lifted.weight])(*args)
+        (weight,) = outputs(closed, [lifted.weight.atom])(*args)
         if lifted.total is not None:
             pieces.append((outputs(closed, [lifted.total])(*args)[0], weight))
         else:
-            pieces.append((value * (max(weight, lifted.floor) + lifted.offset), weight))
+            pieces.append((value * denominator(lifted, weight), weight))
     total, weight = (sum(part) for part in zip(*pieces, strict=True))
-    return total / (max(weight, lifted.floor) + lifted.offset)
+    return total / (denominator(lifted, weight) if lifted.kind == "ratio" else weight)
 
 
 MEANS = [mse, indexed, per_example_then_mean, flattened, time_major, accumulated_over_chunks, vmapped, in_remat]
@@ -260,45 +267,140 @@ def test_functions_of_all_examples_are_refused(loss):
     assert lifted.kind == "coupled" and lifted.refused
 
 
-def test_statistics_are_allowed_and_named():
-    for loss in (statistics, balanced):
-        _, lifted = trace(loss)
-        assert lifted.kind == "mean" and not lifted.refused
-        assert lifted.couplings
+def rolled(p, b):
+    return ((pooled(p, b) - jnp.roll(b["target"], 1, 0)) ** 2).mean()
 
 
-def test_the_module_is_named():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(1)(nn.BatchNorm(use_running_average=False)(nn.Dense(3)(x)))
+def flipped(p, b):
+    return ((pooled(p, b) - b["target"][::-1]) ** 2).mean()
 
-    variables = Net().init(jax.random.key(0), DATA["x"])
 
-    def loss(params, x):
-        return (Net().apply({**variables, "params": params}, x, mutable=["batch_stats"])[0] ** 2).mean()
+def ranked(p, b):
+    return (jnp.sort(pooled(p, b)) * b["target"]).mean()
 
-    closed = simplify(jax.make_jaxpr(loss)(variables["params"], DATA["x"]))
+
+def cumulated(p, b):
+    return jnp.tanh(jnp.cumsum(pooled(p, b))).mean()
+
+
+def against_the_first(p, b):
+    return ((pooled(p, b) - pooled(p, b)[0]) ** 2).mean()
+
+
+def variance(p, b):
+    return pooled(p, b).var()
+
+
+def by_row_number(p, b):
+    return (pooled(p, b) * jnp.arange(len(b["target"]))).mean()
+
+
+def by_row_numbers_made_before(p, b):
+    return (pooled(p, b) * np.linspace(0, 1, len(b["target"]))).mean()
+
+
+def by_row_numbers_added_up(p, b):
+    return (pooled(p, b) * jnp.cumsum(jnp.ones(len(b["target"])))).mean()
+
+
+def divided_by_heart(p, b):
+    return pooled(p, b).sum() / BATCH
+
+
+def scaled_by_the_number_of_rows(p, b):
+    return (pooled(p, b) * np.float32(np.log(len(b["target"])))).mean()
+
+
+def unbiased(p, b):
+    return (pooled(p, b) ** 2).sum() / (len(b["target"]) - 1)
+
+
+def advantages(p, b):
+    advantage = (b["target"] - b["target"].mean()) / (b["target"].std() + 1e-8)
+    return -(advantage * pooled(p, b)).mean()
+
+
+def moved_by_an_index(p, b):
+    n = len(b["target"])
+    rows = jnp.where(jnp.arange(n) == 0, n - 1, jnp.arange(n))
+    return (pooled(p, b) * b["target"][rows]).mean()
+
+
+def weights_cumulated(p, b):
+    shares = cross_entropies(p, b) * b["mask"] / b["mask"].sum()
+    return jnp.cumsum(shares, 1).mean()
+
+
+MEETING = [rolled, flipped, ranked, cumulated, against_the_first, variance, by_row_number, by_row_numbers_made_before]
+MEETING += [by_row_numbers_added_up, divided_by_heart, scaled_by_the_number_of_rows, unbiased, advantages]
+MEETING += [moved_by_an_index, weights_cumulated, statistics, balanced]
+
+
+@pytest.mark.parametrize("loss", MEETING, ids=lambda loss: loss.__name__)
+def test_losses_that_know_other_rows_are_refused(loss):
+    _, lifted = trace(loss)
+    assert lifted.refused, lifted
+    assert "loss=microbatch" in lifted.reason and "test_patterns.py" in lifted.reason or "constant" in lifted.reason
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.BatchNorm(use_running_average=False)(nn.Dense(3)(x)))
+
+
+def of_module(module, loss):
+    """The verdict on a loss of a Linen module's output."""
+    variables = module.init(jax.random.key(0), DATA["x"])
+
+    def traced(params, x):
+        return loss(module.apply({**variables, "params": params}, x, mutable=["batch_stats"])[0])
+
+    closed = [simplify(jax.make_jaxpr(traced)(variables["params"], DATA["x"][:n])) for n in (BATCH, MICRO)]
     count = len(jax.tree.leaves(variables["params"]))
-    lifted = lift_mean(closed, {count}, count)
+    return lift_mean(*closed, {count}, count)
+
+
+def test_statistics_inside_a_model_are_allowed_and_named():
+    lifted = of_module(Normed(), lambda y: (y**2).mean())
     assert lifted.kind == "mean"
-    assert lifted.couplings == ("Net/BatchNorm_0 (reduce_sum)",)
+    assert lifted.couplings == ("Normed/BatchNorm_0 (reduce_sum)",)
 
 
-def test_what_cannot_be_followed_is_unknown_not_refused():
+def test_statistics_around_a_model_are_refused():
+    jnp.roll(DATA["x"], 1, 0)  # JAX keeps its trace, with the place of whoever called it first
+    for loss in (lambda y: ((y - y.mean(0)) ** 2).mean(), lambda y: (y * jnp.roll(y, 1, 0)).mean()):
+        assert of_module(Normed(), loss).refused
+
+
+def test_what_cannot_be_followed_is_refused():
     def one_by_one(p, b):
         return jax.lax.scan(lambda c, x: (c + jnp.tanh(x @ p["v"]).sum(), None), 0.0, b["x"])[0] / BATCH
 
     _, lifted = trace(one_by_one)
-    assert lifted.kind == "unknown" and not lifted.refused and "scan" in lifted.reason
+    assert lifted.kind == "unknown" and lifted.refused and "scan" in lifted.reason
 
 
-def test_two_different_weights_are_unknown():
+@pytest.mark.parametrize("how", ["stack", "unstack"])
+def test_stack_and_unstack_keep_a_weight(how):
     def loss(p, b):
+        losses = cross_entropies(p, b)
+        if how == "stack":
+            losses = jnp.stack([losses, -losses], -1).sum(-1) + losses
+        else:
+            first, *rest = jnp.moveaxis(losses.reshape(*losses.shape[:-1], 2, 3), -2, 0)
+            losses = jnp.concatenate([first, *rest], -1)
+        return (losses * b["mask"]).sum() / b["mask"].sum()
+
+    assert trace(loss)[1].kind == "ratio"
+
+
+def test_ratios_and_means_blend():
+    def other_weight(p, b):
         return masked_by_where(p, b) + (cross_entropies(p, b) * (1 - b["mask"])).sum() / (1 - b["mask"]).sum()
 
-    _, lifted = trace(loss)
-    assert lifted.kind == "unknown" and "different weights" in lifted.reason
+    for loss in (other_weight, lambda p, b: masked_by_where(p, b) + 0.1 * (logits(p, b) ** 2).mean()):
+        assert trace(loss)[1].kind == "blend"
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
@@ -311,8 +413,12 @@ def test_the_zoo(name):
     def first(*args):
         return captured.apply(*args, True)[0]
 
-    closed = simplify(jax.make_jaxpr(first)(*trees, batch, jax.random.key(0)))
+    def traced(batch):
+        return simplify(jax.make_jaxpr(first)(*trees, batch, jax.random.key(0)))
+
+    twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * len(x), *x.shape[1:]), x.dtype), batch)
     before, count = len(jax.tree.leaves(trees)), len(jax.tree.leaves(batch))
-    lifted = lift_mean(closed, set(range(before, before + count)), len(jax.tree.leaves(trees[0])))
+    invars = set(range(before, before + count))
+    lifted = lift_mean(traced(batch), traced(twice), invars, len(jax.tree.leaves(trees[0])))
     assert lifted.kind == ("ratio" if name in RATIOS_OF_THE_ZOO else "mean"), lifted.reason
     assert bool(lifted.couplings) == case.couples

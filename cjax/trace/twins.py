@@ -1,0 +1,114 @@
+"""A loss traced for two numbers of rows, matched equation by equation, from the results back.
+
+What a loss does with the number of its rows shows in nothing but a comparison: in one trace the 8 of a division may be
+the batch or a width. An equation without a twin is one that another number of rows makes otherwise.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex
+
+# Parameters that say shapes. What they make has a shape of its own to look at.
+_SHAPES = frozenset({"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "length"})
+_PLAIN = (bool, int, float, str, np.number)
+
+
+class Twins:
+    """Which equation and which constant of `other` takes the place of one of `closed`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> one, two = (jax.make_jaxpr(lambda x: x.sum() / x.size)(jnp.ones(n)) for n in (2, 4))
+    >>> [str(eqn.invars[1]) for eqn in (one.eqns[1], Twins(one, two)[one.eqns[1]])]
+    ['2.0:f32[]', '4.0:f32[]']
+    """
+
+    def __init__(self, closed: jex.ClosedJaxpr, other: jex.ClosedJaxpr) -> None:
+        self._eqns: dict[int, tuple[Any, Any]] = {}
+        self._consts: dict[Any, Any] = {}
+        self._torn: set[int] = set()
+        self._bodies: set[tuple[int, int]] = set()
+        self._pair(closed, other)
+
+    def __getitem__(self, eqn: Any) -> Any | None:
+        if id(eqn) in self._torn:
+            return None
+        return self._eqns.get(id(eqn), (None, None))[1]
+
+    def const(self, var: Any) -> Any | None:
+        """The constant that takes the place of one that a variable stands for."""
+        return self._consts.get(var)
+
+    def _pair(self, closed: Any, other: Any) -> None:
+        jaxpr, twin = getattr(closed, "jaxpr", closed), getattr(other, "jaxpr", other)
+        if (id(jaxpr), id(twin)) in self._bodies:
+            return
+        self._bodies.add((id(jaxpr), id(twin)))
+        made, others = ({v: eqn for eqn in j.eqns for v in eqn.outvars} for j in (jaxpr, twin))
+        places = {v: i for i, v in enumerate(jaxpr.invars)}
+        other_places = {v: i for i, v in enumerate(twin.invars)}
+        consts = dict(zip(twin.constvars, getattr(other, "consts", ()), strict=False))
+        constvars = set(jaxpr.constvars)
+        seen: dict[Any, Any] = {}
+        left = _variables(zip(jaxpr.outvars, twin.outvars, strict=False))
+        while left:
+            a, b, eqn = left.pop()
+            if a in seen:
+                if seen[a] is not b and eqn is not None:
+                    self._torn.add(id(eqn))
+                continue
+            seen[a] = b
+            one, two = made.get(a), others.get(b)
+            if one is not None:
+                if two is not None and _alike(one, two) and one.outvars.index(a) == two.outvars.index(b):
+                    left += self._match(one, two)
+            elif a in constvars and b in consts:
+                self._consts[a] = consts[b]
+            elif places.get(a, -1) != other_places.get(b, -2) and eqn is not None:
+                self._torn.add(id(eqn))
+
+    def _match(self, eqn: Any, twin: Any) -> list[tuple[Any, Any, Any]]:
+        known = self._eqns.setdefault(id(eqn), (eqn, twin))[1]
+        if known is not twin:
+            self._torn.add(id(eqn))
+        for a, b in zip(bodies(eqn), bodies(twin), strict=False):
+            self._pair(a, b)
+        return _variables(zip(eqn.invars, twin.invars, strict=True), eqn)
+
+
+def _variables(pairs: Any, eqn: Any = None) -> list[tuple[Any, Any, Any]]:
+    literal = jex.Literal
+    return [(a, b, eqn) for a, b in pairs if not isinstance(a, literal) and not isinstance(b, literal)]
+
+
+def _alike(eqn: Any, twin: Any) -> bool:
+    """Whether two equations do the same, shapes and numbers aside."""
+    if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
+        return False
+    if len(eqn.outvars) != len(twin.outvars):
+        return False
+    for a, b in zip((*eqn.invars, *eqn.outvars), (*twin.invars, *twin.outvars), strict=True):
+        if isinstance(a, jex.Literal) != isinstance(b, jex.Literal):
+            return False
+        if len(getattr(a.aval, "shape", ())) != len(getattr(b.aval, "shape", ())):
+            return False
+    return all(_same(name, value, twin.params.get(name)) for name, value in eqn.params.items())
+
+
+def _same(name: str, a: Any, b: Any) -> bool:
+    if name in _SHAPES:
+        return True
+    if isinstance(a, _PLAIN) and isinstance(b, _PLAIN):
+        return a == b or (a != a and b != b)  # what a gather fills with is NaN
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(_same("", x, y) for x, y in zip(a, b, strict=True))
+    return True  # types, functions, bodies: what they hold is compared where it stands
+
+
+def bodies(eqn: Any) -> Iterator[Any]:
+    """The jaxprs that an equation holds, with their constants."""
+    for value in eqn.params.values():
+        for body in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(body, jex.ClosedJaxpr | jex.Jaxpr):
+                yield body
