@@ -25,6 +25,7 @@ from cjax.gradients import (
     pipelined,
     plain,
     reduction,
+    sharing,
     together,
 )
 from cjax.mesh import BATCH_AXES, PIPE, Device, build_mesh, resolve_devices
@@ -189,6 +190,7 @@ def _compose(
     line = arrange_stages(trace, plan, schedule) if plan.pipeline.size > 1 else None
     storage = store_model(captured, trace, plan, mesh, line.rows if line else {})
     gradients, more, loss_size = _gradients(captured, batch_shape, trace, storage, plan, mesh, line, measure_noise)
+    gradients = sharing(gradients, trace.shared, plan.microbatches, loss_size)
     stored_optimizer = None
     if optimizer is not None:
         specs = storage.state_specs if plan.zero_stage else storage.used_specs

@@ -12,6 +12,7 @@ from cjax.gradients.accumulated import (
     micro_batched,
     plain,
     reduction,
+    sharing,
 )
 from cjax.gradients.line import Line, arrange_stages, together
 from cjax.gradients.pipelined import forwarded, pipelined
@@ -32,5 +33,6 @@ __all__ = [
     "pipelined",
     "plain",
     "reduction",
+    "sharing",
     "together",
 ]

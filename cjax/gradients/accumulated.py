@@ -14,10 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core as jex
 from jax.sharding import Mesh, PartitionSpec
 
 from cjax.sharding.region import raised_on_cpu
 from cjax.sharding.storage import axes_of_entry
+from cjax.trace.combine import guarded
+from cjax.trace.reading import Shared
 
 PyTree = Any
 Arrays = tuple[jax.Array, ...]
@@ -34,6 +37,7 @@ class Evaluated:
 
 
 jax.tree_util.register_dataclass(Evaluated, ["total", "weight", "aux", "carried"], [])
+
 
 @dataclass(frozen=True)
 class Graded:
@@ -220,6 +224,42 @@ def _reduce(grad: jax.Array, how: Reduction, axes: tuple[str, ...], mesh: Mesh) 
         grad = lax.psum_scatter(grad, how.scatter, scatter_dimension=how.dim, tiled=True)
     rest = tuple(axis for axis in axes if axis not in how.scatter)
     return (lax.psum(grad, rest) if rest else grad).astype(kept)
+
+
+def sharing(gradients: Gradients, shared: Shared | None, num_microbatches: int, num_parts: int) -> Gradients:
+    """Gradients of a loss that divides by the weights of the whole batch, which are added up first.
+
+    Args:
+      gradients: of the loss, whose batch has the denominators behind it.
+      shared: what they are; None for any other loss.
+      num_microbatches: in how many parts the weights are made.
+      num_parts: in how many the loss is: each is given its share of a sum, so that their mean is the whole.
+    """
+    if shared is None:
+        return gradients
+    weights = jex.jaxpr_as_fun(shared.closed)
+    dtypes = [var.aval.dtype for var in dict.fromkeys(shared.divisors.values())]
+
+    def whole(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale) -> Graded:
+        leaves = jax.tree.leaves(batch)
+        parts = [cut_rows(leaf, num_microbatches) for leaf in leaves if leaf.ndim]
+
+        def one(sums: list[jax.Array], x: Any) -> Any:
+            index, rows = x
+            left = iter(rows)
+            part = [next(left) if leaf.ndim else leaf for leaf in leaves]
+            return [a + b for a, b in zip(sums, weights(*part, key, index), strict=True)], None
+
+        zeros = [jnp.zeros((), weight.atom.aval.dtype) for weight in shared.weights]
+        sums, _ = lax.scan(one, zeros, (jnp.arange(num_microbatches, dtype=jnp.int32), parts))
+        divisors = []
+        for weight, total, dtype in zip(shared.weights, sums, dtypes, strict=True):
+            value = total / num_microbatches if weight.is_mean else total
+            divisor = guarded(weight, value).astype(dtype)
+            divisors.append(divisor if weight.is_mean else divisor / num_parts)
+        return gradients(params, frozen, carried, [*leaves, *divisors], key, scale)
+
+    return whole
 
 
 def cut_rows(leaf: jax.Array, num_microbatches: int) -> jax.Array:

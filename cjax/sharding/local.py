@@ -23,6 +23,7 @@ from cjax.sharding.model import ModelStorage
 from cjax.sharding.random import draw_block
 from cjax.sharding.storage import axes_of_entry
 from cjax.trace.capture import Capture
+from cjax.trace.combine import share_alike
 from cjax.trace.examples import Value
 from cjax.trace.mirror import Draw, Mirror, Unlike, counterparts, drawing
 from cjax.trace.reading import Trace, trace_loss
@@ -76,7 +77,7 @@ def local_rows(
         return "a part of the model is split over the devices that share a batch"
     if not trace.results:
         return "the batch has no rows"
-    coupled = sorted({origin.partition(" (")[0] for value in trace.results for origin in value.couplings})
+    coupled = sorted({place.text.partition(" (")[0] for value in trace.results for place in value.couplings})
     if coupled:
         others = f" and {len(coupled) - 2} more places" if len(coupled) > 2 else ""
         verb = "looks" if len(coupled) == 1 else "look"
@@ -84,7 +85,8 @@ def local_rows(
     (rows,) = {trace.leaves[i].shape[0] for i in trace.leaves_of("batch") if trace.leaves[i].shape}
     try:
         if rows > num_shards:
-            mirror = Mirror(trace, _trace_rows(capture, batch_shape, rows // num_shards, trace).closed, num_shards)
+            fewer = share_alike(_trace_rows(capture, batch_shape, rows // num_shards, trace), trace)
+            mirror = Mirror(trace, fewer.closed, num_shards)
             found, layout, draws = mirror.trace, storage.layout, mirror.draws
         else:
             mirror, found, draws = _one_row(capture, batch_shape, trace, rows)
@@ -114,6 +116,8 @@ def _one_row(
     with rows is read off a trace of two instead."""
     if num_shards % 2:
         raise Unlike(f"one row on each of {num_shards} devices can't be compared with two")
+    if trace.shared is not None:
+        raise Unlike("the loss divides by weights of the whole batch, which one row on each device is not compared with")
     two = _trace_rows(capture, batch_shape, 2, trace)
     mirror = Mirror(trace, two.closed, num_shards // 2)
     found = _trace_rows(capture, batch_shape, 1, trace)

@@ -61,6 +61,10 @@ class Mirror:
         self._made: dict[Any, tuple[Any, int]] = {}
         self._scaled: dict[int, int] = {}  # equations that divide by the number of rows (-1) or multiply
         self._scales: dict[Any, int | None] = {}
+        # Denominators of the whole batch grow with it as the sums that they divide.
+        if trace.shared is not None:
+            weights, divisors = trace.shared.weights, dict.fromkeys(trace.shared.divisors.values())
+            self._scales.update((v, 0 if w.is_mean else 1) for v, w in zip(divisors, weights, strict=True))
         self.draws: dict[int, Draw] = {}  # by id of the part's equation
         if len(trace.closed.consts) != len(closed.consts) or not all(
             map(_same_array, trace.closed.consts, closed.consts)
@@ -238,7 +242,7 @@ class Mirror:
         return 1
 
     def _growth(self, atom: Any) -> int | None:
-        if isinstance(atom, jex.Literal) or atom not in self._made:
+        if isinstance(atom, jex.Literal) or (atom not in self._made and atom not in self._scales):
             return None
         if atom not in self._scales:
             self._scales[atom] = self._grown(*self._made[atom])
