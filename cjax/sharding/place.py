@@ -18,7 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
+from cjax.sharding.apart import Inside, evaluate_apart, evaluate_inside
 from cjax.sharding.attention import attend
+from cjax.sharding.faults import fault_of, holds_fault
 from cjax.sharding.fused import Fused, Kernel, attend_fused, fused_groups
 from cjax.sharding.grid_products import GridProducts
 from cjax.sharding.layout import NO_SEQUENCE, Layout
@@ -139,10 +141,27 @@ class Placer(Hooks):
         if found is not None:
             outs = [found]
         else:
-            outs = self._lowering.equation(eqn, ins, scope) if self._lowering else bind(eqn, ins)
+            ins, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
+            outs = self._evaluate(eqn, ins, scope, params)
         if eqn.primitive.name in PINNED:
             outs = [self._pin(var, out, scope) for var, out in zip(eqn.outvars, outs, strict=True)]
         return outs
+
+    def _evaluate(self, eqn: Any, ins: list[Any], scope: Scope, params: Mapping[str, Any] | None = None) -> list[Any]:
+        """The results of an equation: by XLA, or without it where it would get them wrong."""
+        params = eqn.params if params is None else params
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
+            return bind(eqn, ins, params)
+        if eqn.primitive.name in ("cond", "while") and holds_fault(eqn):
+            return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
+        if fault_of(eqn) is None and not holds_fault(eqn):
+            return bind(eqn, ins, params)
+        ins_, outs = (
+            [self._layout.spec(() if isinstance(v, jex.Literal) else self._trace.dims.of(v, scope), v.aval.shape) for v in some]
+            for some in (eqn.invars, eqn.outvars)
+        )
+        return evaluate_apart(eqn, ins, params, ins_, outs, self._mesh)
 
     def _off_grid(self, var: Any, value: Any, scope: Scope) -> Any:
         """A weight in a matmul that is left to the compiler, without the axis along which the grid splits weights: with
