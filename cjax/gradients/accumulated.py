@@ -314,7 +314,7 @@ def scaled(total: jax.Array, scale: Scale) -> jax.Array:
 
 def square_of(grads: Arrays) -> jax.Array:
     """The squared norm of all gradients together."""
-    return sum((jnp.sum(jnp.square(g)).astype(jnp.float32) for g in grads), jnp.zeros((), jnp.float32))
+    return sum((jnp.sum((g * g.conj()).real).astype(jnp.float32) for g in grads), jnp.zeros((), jnp.float32))
 
 
 def averaged(

@@ -108,9 +108,9 @@ def layer_norm(x: jax.Array, dim: Sequence[int]) -> jax.Array:
     x = jnp.asarray(x)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if not dim:
-        return jnp.sqrt(jnp.sum(jnp.square(x)))
+        return jnp.sqrt(jnp.sum((x * x.conj()).real))
     rows = _by_layer(x, dim)
-    return jnp.sqrt(jnp.sum(jnp.square(rows), axis=[i for i in range(rows.ndim) if i != dim[0]]))
+    return jnp.sqrt(jnp.sum((rows * rows.conj()).real, axis=[i for i in range(rows.ndim) if i != dim[0]]))
 
 
 def scale_layers(x: jax.Array, factor: jax.Array, dim: Sequence[int]) -> jax.Array:

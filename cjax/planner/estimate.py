@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cjax.plan import Plan
-from cjax.sharding.place import POLICIES
+from cjax.sharding.saved import checkpointed, has_complex
 from cjax.trace.reading import Trace
 from cjax.trace.rewrite import Hooks, emit
 
@@ -56,11 +56,11 @@ class Activations:
 class _Remat(Hooks):
     """A trace whose layers save what they do under a plan; everything if `remat` is None."""
 
-    def __init__(self, remat: str | None) -> None:
-        self._remat = remat
+    def __init__(self, remat: str | None, complexes: bool) -> None:
+        self._remat, self._complexes = remat, complexes
 
     def layer(self, body: Any) -> Any:
-        return body if self._remat is None else jax.checkpoint(body, policy=POLICIES[self._remat], prevent_cse=False)
+        return body if self._remat is None else checkpointed(body, self._remat, self._complexes)
 
 
 def _residual_bytes(trace: Trace, remat: str | None) -> int:
@@ -71,7 +71,7 @@ def _residual_bytes(trace: Trace, remat: str | None) -> int:
     stacks = [group for group in stacks if weights.issuperset(group)]
     alone = set(range(len(trace.leaves))).difference(*stacks)
     groups = sorted([*stacks, *((i,) for i in alone)])
-    function = emit(closed, trace.runs, trace.dims.top, groups, [(0,)], _Remat(remat))
+    function = emit(closed, trace.runs, trace.dims.top, groups, [(0,)], _Remat(remat, has_complex(closed.jaxpr)))
     lead = [(len(group),) if len(group) > 1 else () for group in groups]
     leaves = [trace.leaves[group[0]] for group in groups]
     shapes = [jax.ShapeDtypeStruct((*n, *leaf.shape), leaf.dtype) for n, leaf in zip(lead, leaves, strict=True)]

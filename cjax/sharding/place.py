@@ -18,14 +18,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
+from cjax.sharding.apart import Inside, evaluate_apart, evaluate_inside
 from cjax.sharding.attention import attend
+from cjax.sharding.faults import fault_of, holds_fault
 from cjax.sharding.fused import Fused, Kernel, attend_fused, fused_groups
 from cjax.sharding.grid_products import GridProducts
 from cjax.sharding.layout import NO_SEQUENCE, Layout
 from cjax.sharding.lookup import find_rows, is_lookup, look_up, pick, picked_dim
+from cjax.sharding.saved import checkpointed, has_complex, kept
 from cjax.sharding.sequence import attention_groups
 from cjax.trace.attention import Attention
-from cjax.trace.backward import CHEAP
 from cjax.trace.dims import Scope
 from cjax.trace.groups import Changed, Group
 from cjax.trace.precision import LOWS, MATMULS, Lowering
@@ -36,34 +38,6 @@ from cjax.trace.rewrite import Hooks, bind
 Draw = Callable[[Any, list[Any]], list[Any] | None]
 
 PINNED = MATMULS | {"gather"}
-
-
-def keeps_results(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """Save for the backward pass the results of matmuls, reductions, lookups and kernels, and make the rest again.
-
-    What moves, rounds or combines numbers one by one is fused into whatever reads it, while saved it is most of a
-    layer's memory: in float32, several times over. Forms of a weight are such results too, gathered or rounded: saved,
-    every layer's gathered weights would be alive at once, which is what ZeRO-3 is there to avoid. A byte that says how
-    two numbers compare is worth its place: it may be all that is left of random bits.
-    """
-    if primitive.name in ("lt", "le", "gt", "ge"):
-        return jnp.issubdtype(operands[0].dtype, jnp.floating)
-    return not _is_cheap(primitive.name, params)
-
-
-def _is_cheap(name: str, params: Mapping[str, Any]) -> bool:
-    """Whether a primitive, or all of what it calls, moves, rounds or combines numbers one by one."""
-    inner = params.get("call_jaxpr" if name == "custom_jvp_call" else "jaxpr")  # as jax.nn.relu has, one in the other
-    if name in ("custom_jvp_call", "jit") and inner is not None:
-        return all(_is_cheap(eqn.primitive.name, eqn.params) for eqn in inner.jaxpr.eqns)
-    return name in CHEAP
-
-
-POLICIES: Mapping[str, Callable[..., Any] | None] = {
-    "none": keeps_results,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "block": None,
-}
 
 
 @dataclass(frozen=True)
@@ -104,6 +78,7 @@ class Placer(Hooks):
         self._remat, self._gathers, self._draw, self._sequence = remat, gathers, draw, sequence
         self._kernel: Kernel | None = kernel
         self._products = GridProducts(trace.dims, layout, mesh, self._lowering)
+        self._has_complex = has_complex(trace.closed.jaxpr)
         dims = trace.dims
         products = [m.lhs_origin for m in dims.matmuls] + [m.rhs_origin for m in dims.matmuls]
         self._tables = {leaf for leaf, _, _ in dims.tables}
@@ -139,10 +114,27 @@ class Placer(Hooks):
         if found is not None:
             outs = [found]
         else:
-            outs = self._lowering.equation(eqn, ins, scope) if self._lowering else bind(eqn, ins)
+            ins, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
+            outs = kept(eqn, self._evaluate(eqn, ins, scope, params), self._remat)
         if eqn.primitive.name in PINNED:
             outs = [self._pin(var, out, scope) for var, out in zip(eqn.outvars, outs, strict=True)]
         return outs
+
+    def _evaluate(self, eqn: Any, ins: list[Any], scope: Scope, params: Mapping[str, Any] | None = None) -> list[Any]:
+        """The results of an equation: by XLA, or without it where it would get them wrong."""
+        params = eqn.params if params is None else params
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
+            return bind(eqn, ins, params)
+        if eqn.primitive.name in ("cond", "while") and holds_fault(eqn):
+            return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
+        if fault_of(eqn) is None and not holds_fault(eqn):
+            return bind(eqn, ins, params)
+        ins_, outs = (
+            [self._layout.spec(() if isinstance(v, jex.Literal) else self._trace.dims.of(v, scope), v.aval.shape) for v in some]
+            for some in (eqn.invars, eqn.outvars)
+        )
+        return evaluate_apart(eqn, ins, params, ins_, outs, self._mesh)
 
     def _off_grid(self, var: Any, value: Any, scope: Scope) -> Any:
         """A weight in a matmul that is left to the compiler, without the axis along which the grid splits weights: with
@@ -242,10 +234,10 @@ class Placer(Hooks):
 
     def layer(self, body: Callable[..., Any]) -> Callable[..., Any]:
         # Inside a scan the loop itself keeps XLA from merging the second computation with the first.
-        return jax.checkpoint(body, policy=POLICIES[self._remat], prevent_cse=False)
+        return checkpointed(body, self._remat, self._has_complex)
 
     def block(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        return body if self._remat == "none" else jax.checkpoint(body, policy=POLICIES[self._remat], prevent_cse=False)
+        return body if self._remat == "none" else checkpointed(body, self._remat, self._has_complex)
 
     @property
     def remakes_weights(self) -> bool:
@@ -257,7 +249,7 @@ class Placer(Hooks):
         loops = self._trace.runs or self._trace.dims.layer_carries
         if loops or not self.remakes_weights:
             return function
-        return jax.checkpoint(function, policy=POLICIES["none"])
+        return checkpointed(function, "none", self._has_complex, prevent_cse=True)
 
 
 @functools.cache

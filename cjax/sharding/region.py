@@ -23,6 +23,7 @@ def in_region(
     out_specs: Sequence[PartitionSpec],
     mesh: Mesh,
     sums: Sequence[tuple[str, ...]] = (),
+    alone: bool = False,
 ) -> list[jax.Array]:
     """The results of `function` on each device's parts.
 
@@ -34,6 +35,7 @@ def in_region(
       in_specs, out_specs: placements of operands and results; what a placement does not mention is alike on all.
       mesh: the mesh; in a manual region, the axes that are manual there are left out.
       sums: for each result the axes over which its parts are to be added up; none by default.
+      alone: leave no axis of the mesh to the compiler. Along those that nobody names, all devices do the same.
     """
     context = jax.sharding.get_abstract_mesh()
     manual = set(context.manual_axes)
@@ -47,30 +49,35 @@ def in_region(
     # Where devices hold the same result, each has a share in its gradient, or it would count once for each of them.
     split = [{a for entry in spec for a in axes_of_entry(entry)} for spec in partial]
     copies = [math.prod(mesh.shape[a] for a in axes if a not in those) for those in split]
+    over = {a for a in mesh.axis_names if a not in manual} if alone else set(axes)
 
     def run(inside: Any, args: Any, specs: Any, results: Any) -> Any:
-        if not axes:
+        if not over:
             return inside(*args)
         where = {} if manual else {"mesh": mesh}
         return jax.shard_map(
-            inside, in_specs=specs, out_specs=results, axis_names=set(axes), check_vma=False, **where
+            inside, in_specs=specs, out_specs=results, axis_names=over, check_vma=False, **where
         )(*args)  # fmt: skip
 
     def forward(*operands: jax.Array) -> list[jax.Array]:
         found = run(lambda *parts: [y[None] for y in function(*parts)], operands, ins, partial)
-        return [y.sum(0) for y in found]
+        return [y.sum(0) if axes else y[0] for y, axes in zip(found, summed, strict=True)]
 
     def backward(operands: tuple[jax.Array, ...], grads: list[jax.Array]) -> tuple[jax.Array | None, ...]:
+        there = [i for i, grad in enumerate(grads) if grad.dtype != jax.dtypes.float0]  # results that are no integers
+
         def inside(parts: tuple[jax.Array, ...], grads: list[jax.Array]) -> list[jax.Array]:
             def of(*some: jax.Array) -> list[jax.Array]:
                 whole = dict(zip(real, some, strict=True))
-                return function(*(whole.get(i, part) for i, part in enumerate(parts)))
+                results = function(*(whole.get(i, part) for i, part in enumerate(parts)))
+                return [results[i] for i in there]
 
             _, transposed = jax.vjp(of, *(parts[i] for i in real))
-            shares = [grad if n == 1 else grad / n for grad, n in zip(grads, copies, strict=True)]
+            shares = [grad / copies[i] if copies[i] > 1 else grad for i, grad in zip(there, grads, strict=True)]
             return [grad[None] for grad in transposed(shares)]
 
-        found = run(inside, (operands, grads), (ins, list(outs)), [_lead(axes, ins[i]) for i in real])
+        given, specs = [grads[i] for i in there], [outs[i] for i in there]
+        found = run(inside, (operands, given), (ins, specs), [_lead(axes, ins[i]) for i in real])
         by_operand = {i: grad.sum(0) for i, grad in zip(real, found, strict=True)}
         return tuple(by_operand.get(i) for i in range(len(operands)))
 

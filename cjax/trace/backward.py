@@ -26,11 +26,11 @@ Function = Callable[[Arrays, Arrays, Arrays], Arrays]  # weights, fixed, moving 
 # Made again in the backward pass, of what is saved: these move, round or combine numbers one by one, which a compiler
 # fuses into whatever reads them. Saved, their results would be most of a layer's memory.
 CHEAP = frozenset(
-    "abs add add_any and atan2 bitcast_convert_type broadcast_in_dim cbrt ceil clamp concatenate convert_element_type "
-    "copy cos cosh div dynamic_slice eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt integer_pow iota "
-    "is_finite le log log1p logistic lt max min mul ne neg not one_minus_square or pad polynomial pow reduce_precision "
-    "rem reshape rev round rsqrt select_n sharding_constraint sign sin sinh slice sqrt square squeeze stop_gradient "
-    "sub tan tanh transpose xor".split()
+    "abs add add_any and atan2 bitcast_convert_type broadcast_in_dim cbrt ceil clamp complex concatenate conj "
+    "convert_element_type copy cos cosh div dynamic_slice eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt "
+    "imag integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not one_minus_square or pad "
+    "polynomial pow real reduce_precision rem reshape rev round rsqrt select_n sharding_constraint sign sin sinh "
+    "slice sqrt square squeeze stop_gradient sub tan tanh transpose xor".split()
 )
 
 

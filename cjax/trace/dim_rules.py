@@ -292,8 +292,12 @@ def while_(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) 
 
 
 def cond(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    inner = scope.inner[id(eqn)] = Scope()
     for branch in eqn.params["branches"]:
-        scope.inner[id(eqn)], results = dims.call(branch.jaxpr, ins[1:], _origins(eqn, scope)[1:])
+        found, results = dims.call(branch.jaxpr, ins[1:], _origins(eqn, scope)[1:])
+        inner.ids.update(found.ids)
+        inner.origin.update(found.origin)
+        inner.inner.update(found.inner)
         for result, out in zip(results, outs, strict=True):
             dims.unite_all(result, out)
 

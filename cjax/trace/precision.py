@@ -13,7 +13,6 @@ import numpy as np
 from jax.extend import core as jex
 
 from cjax.trace.dims import Scope
-from cjax.trace.rewrite import bind
 from cjax.trace.simplify import scan_counts
 
 LOWS = {"bfloat16": jnp.dtype(jnp.bfloat16), "float16": jnp.dtype(jnp.float16)}
@@ -61,20 +60,18 @@ class Lowering:
             return [jnp.asarray(x).astype(self.low) for x in ins], self.low
         return [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.outvars[0].aval.dtype
 
-    def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
-        """The results of one equation; float32 results may come back low."""
+    def given(self, eqn: Any, ins: list[Any], scope: Scope) -> tuple[list[Any], dict[str, Any]]:
+        """Operands and parameters to evaluate one equation with; float32 results may come back low."""
         name = eqn.primitive.name
         if name in MATMULS:
             ins, dtype = self.operands(eqn, ins)
-            params = eqn.primitive.get_bind_params(eqn.params)
             stored = {"preferred_element_type": dtype} if dtype == self.low else {}
-            return [eqn.primitive.bind(*ins, **(params | stored))]
+            return ins, eqn.params | stored
         floats = [i for i, v in enumerate(eqn.invars) if getattr(v.aval, "dtype", None) == HIGH]
         lowers = all(getattr(v.aval, "dtype", None) == HIGH for v in eqn.outvars)
         if lowers and floats and id(eqn) in self._feeding and self._stays_low(eqn, ins, floats, scope):
-            ins = [jnp.asarray(x).astype(self.low) if i in floats else x for i, x in enumerate(ins)]
-            return bind(eqn, ins)
-        return bind(eqn, [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)])
+            return [jnp.asarray(x).astype(self.low) if i in floats else x for i, x in enumerate(ins)], eqn.params
+        return [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.params
 
     def _stays_low(self, eqn: Any, ins: list[Any], floats: list[int], scope: Scope) -> bool:
         def is_low(i: int) -> bool:

@@ -5,7 +5,7 @@ weight becomes ready for use, how an equation is evaluated (precision, a matmul 
 (sharding constraints). Nothing of this stays at run time: the outcome is one jaxpr, as if written by hand.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,9 +54,9 @@ class Hooks:
         return body
 
 
-def bind(eqn: Any, ins: Sequence[Any]) -> list[Any]:
-    """Evaluate one equation as it stands."""
-    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
+def bind(eqn: Any, ins: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
+    """Evaluate one equation as it stands, or with other parameters."""
+    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params if params is None else params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

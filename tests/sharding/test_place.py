@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from cjax.mesh import build_mesh
 from cjax.sharding.layout import make_layout
-from cjax.sharding.place import POLICIES, Placer, WeightPlacement
+from cjax.sharding.place import Placer, WeightPlacement
+from cjax.sharding.saved import POLICIES
 
 SIZES = {"data": 4, "tensor": 2}
 

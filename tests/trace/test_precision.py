@@ -11,9 +11,9 @@ from jax import lax
 from jax.extend import core as jex
 
 from cjax.trace.blocks import find_runs
-from cjax.trace.dims import find_dims
+from cjax.trace.dims import Scope, find_dims
 from cjax.trace.precision import Lowering
-from cjax.trace.rewrite import Hooks, emit
+from cjax.trace.rewrite import Hooks, bind, emit
 from cjax.trace.simplify import simplify
 
 LOW, HIGH = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -21,7 +21,10 @@ LOW, HIGH = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 class Low(Hooks):
     def __init__(self, closed: jex.ClosedJaxpr, low: Any) -> None:
-        self.equation = Lowering(closed, low).equation
+        self._lowering = Lowering(closed, low)
+
+    def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+        return bind(eqn, *self._lowering.given(eqn, ins, scope))
 
 
 def lowered(

@@ -1,0 +1,174 @@
+"""An operation that XLA's partitioner gets wrong, on each device's own parts: split along what it does one by one.
+
+A batch of convolutions, groups of channels, rows that are sorted or transformed: parts of such a dim need nothing of
+each other. In a region that is manual over every axis a device computes its parts of them, forward and backward, and
+nothing is left to partition; other dims are whole there.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from cjax.sharding.region import in_region
+from cjax.sharding.storage import axes_of_entry
+from cjax.trace.dims import Scope
+from cjax.trace.rewrite import Emitter, Env, Hooks, bind
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Dims that are split together: one of each operand and of each result, or None of those that all parts read.
+
+    Where no result has such a dim, what the parts make of it is added up.
+    """
+
+    ins: tuple[int | None, ...]
+    outs: tuple[int | None, ...]
+    count: int  # of what can be apart: rows, or groups
+    groups: str | None = None  # the parameter that says how many groups there are
+
+
+def evaluate_apart(
+    eqn: Any,
+    ins: Sequence[jax.Array],
+    params: Mapping[str, Any],
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Sequence[PartitionSpec],
+    mesh: Mesh,
+) -> list[jax.Array]:
+    """The results of an equation, computed on each device's own parts.
+
+    Args:
+      eqn: the equation.
+      ins: its operands.
+      params: its parameters.
+      in_specs, out_specs: where the layout has operands and results; a dim that needs all of its parts becomes whole.
+      mesh: the mesh.
+    """
+    ranks = [[len(v.aval.shape) for v in atoms] for atoms in (eqn.invars, eqn.outvars)]
+    entries: list[list[list[tuple[str, ...]]]] = [[[()] * rank for rank in some] for some in ranks]
+    local, used, summed = dict(params), set[str](), list[str]()
+    for lane in lanes(eqn):
+        axes = _axes(lane, in_specs, out_specs, used, mesh)
+        used.update(axes)
+        summed += axes if lane.outs == (None,) else ()
+        for found, dims in zip(entries, (lane.ins, lane.outs), strict=True):
+            for place, dim in enumerate(dims):
+                if dim is not None:
+                    found[place][dim] = axes
+        if lane.groups is not None:
+            local[lane.groups] = lane.count // math.prod(mesh.shape[a] for a in axes)
+
+    def function(*parts: jax.Array) -> list[jax.Array]:
+        return bind(eqn, parts, local)
+
+    specs = [[PartitionSpec(*(axes or None for axes in of)) for of in some] for some in entries]
+    return in_region(function, ins, *specs, mesh, [tuple(summed)] * len(eqn.outvars), alone=True)
+
+
+def _axes(
+    lane: Lane, ins: Sequence[PartitionSpec], outs: Sequence[PartitionSpec], used: set[str], mesh: Mesh
+) -> tuple[str, ...]:
+    """The axes that a lane goes over: those that a dim of it is on, as far as they divide it. What is to be added up is
+    split only where all operands are split already: a sum costs more than to bring an operand together."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    found = []
+    for specs, dims in ((outs, lane.outs), (ins, lane.ins)):
+        for spec, dim in zip(specs, dims, strict=True):
+            if dim is None:
+                continue
+            entry = axes_of_entry(spec[dim]) if dim < len(spec) else ()
+            axes = [a for a in entry if a not in used and a not in manual]
+            while axes and lane.count % math.prod(mesh.shape[a] for a in axes):
+                axes.pop()
+            found.append(tuple(axes))
+    if lane.outs == (None,) and len(set(found)) > 1:
+        return ()
+    return next((axes for axes in found if axes), ())
+
+
+class Inside(Hooks):
+    """The hooks within an equation that stays one, a conditional or an unbounded loop."""
+
+    def __init__(self, evaluate: Callable[[Any, list[Any], Scope], list[Any]]) -> None:
+        self._evaluate = evaluate
+
+    def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+        return self._evaluate(eqn, ins, scope)
+
+
+def evaluate_inside(eqn: Any, ins: Sequence[Any], scope: Scope, hooks: Hooks) -> list[Any]:
+    """The results of a conditional or an unbounded loop, whose equations are evaluated by `hooks`."""
+    emitter, inner, params = Emitter(hooks), scope.inner.get(id(eqn), Scope()), eqn.params
+
+    def function(body: Any) -> Callable[..., list[Any]]:
+        def run(*args: Any) -> list[Any]:
+            env = Env(inner)
+            env.values.update(zip(body.jaxpr.constvars, body.consts, strict=True))
+            env.values.update(zip(body.jaxpr.invars, args, strict=True))
+            emitter.body(body.jaxpr, env)
+            return [jnp.asarray(emitter.read(env, v), v.aval.dtype) for v in body.jaxpr.outvars]
+
+        return run
+
+    if eqn.primitive.name == "cond":
+        index, *rest = ins
+        return lax.switch(jnp.asarray(index, jnp.int32), [function(each) for each in params["branches"]], *rest)
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    asks, turn = function(params["cond_jaxpr"]), function(params["body_jaxpr"])
+    carried = [jnp.asarray(x) for x in ins[second:]]
+    return lax.while_loop(lambda c: asks(*ins[:first], *c)[0], lambda c: turn(*ins[first:second], *c), carried)
+
+
+def lanes(eqn: Any) -> list[Lane]:
+    """What an equation does one by one, in order of importance."""
+    return LANES.get(eqn.primitive.name, _nothing)(eqn)
+
+
+def _nothing(eqn: Any) -> list[Lane]:
+    return []
+
+
+def _convolution(eqn: Any) -> list[Lane]:
+    numbers, (x_var, w_var) = eqn.params["dimension_numbers"], eqn.invars
+    x, w, y = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    groups, batches = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
+    if batches > 1:
+        return [Lane((x[0], w[0]), (y[1],), batches, "batch_group_count")]
+    rows = Lane((x[0], None), (y[0],), x_var.aval.shape[x[0]])
+    if groups > 1:
+        return [rows, Lane((x[1], w[0]), (y[1],), groups, "feature_group_count")]
+    made = Lane((None, w[0]), (y[1],), w_var.aval.shape[w[0]])
+    read = Lane((x[1], w[1]), (None,), w_var.aval.shape[w[1]])
+    return [rows, made, read, *_untouched(eqn)]
+
+
+def _untouched(eqn: Any) -> list[Lane]:
+    """Lanes along which a convolution has a window of one and moves nothing."""
+    numbers, (x, w) = eqn.params["dimension_numbers"], eqn.invars
+    each = zip(*(eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation")), strict=True)
+    dims = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], each, strict=True)
+    return [
+        Lane((a, None), (c,), x.aval.shape[a])
+        for a, b, c, (stride, padding, dilation) in dims
+        if w.aval.shape[b] == 1 and stride == 1 and tuple(padding) == (0, 0) and dilation == 1
+    ]
+
+
+def _all_but(eqn: Any, dims: Sequence[int]) -> list[Lane]:
+    """Lanes of an equation whose operands and results all have the same dims, and which works along some of them."""
+    shape = eqn.invars[0].aval.shape
+    num_in, num_out = len(eqn.invars), len(eqn.outvars)
+    return [Lane((d,) * num_in, (d,) * num_out, n) for d, n in enumerate(shape) if d not in dims]
+
+
+LANES: Mapping[str, Callable[[Any], list[Lane]]] = {
+    "conv_general_dilated": _convolution,
+    "fft": lambda eqn: _all_but(eqn, range(eqn.invars[0].aval.ndim)[-len(eqn.params["fft_lengths"]) :]),
+}

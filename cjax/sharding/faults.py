@@ -1,0 +1,52 @@
+"""What XLA's partitioner gets wrong, as data: operations that cjax does not leave to it where they could be split.
+
+Each entry has been seen in the versions of JAX that it names, by `python tests/search/operations.py`, and has an example
+in `tests/search/test_operations.py` that tells when XLA has mended it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core as jex
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One of them: which equations, what XLA makes of them, in which versions of JAX, and what cjax does instead."""
+
+    name: str
+    primitives: frozenset[str]
+    what: str
+    versions: tuple[str, ...]
+    instead: str
+    concerns: Callable[[Any], bool] = lambda eqn: True
+
+
+FAULTS = (
+    Fault(
+        "convolutions",
+        frozenset(["conv_general_dilated"]),
+        "The gradient of the kernel, with groups or where positions or the window are split also the result, is as many "
+        "times too large as an axis has devices along which nothing of the convolution is split.",
+        ("0.10.2", "0.12.0.1"),
+        "computed on each device's own rows and channels, in a region that is manual over every axis",
+    ),
+)
+KNOWN = ("0.10.2", "0.12.0.1")  # versions of JAX whose XLA has been searched
+
+
+def fault_of(eqn: Any) -> Fault | None:
+    """The entry that an equation falls under."""
+    name = eqn.primitive.name
+    return next((each for each in FAULTS if name in each.primitives and each.concerns(eqn)), None)
+
+
+def holds_fault(eqn: Any) -> bool:
+    """Whether a jaxpr inside an equation has an operation that falls under an entry."""
+    return any(fault_of(inner) or holds_fault(inner) for body in _bodies(eqn) for inner in body.eqns)
+
+
+def _bodies(eqn: Any) -> Iterator[Any]:
+    for body in jex.jaxprs_in_params(eqn.params):
+        yield getattr(body, "jaxpr", body)
