@@ -226,27 +226,31 @@ class _Run:
     ) -> tuple[Arrays, State]:
         """What a stage does in a tick, or nothing: then its message is anything."""
 
-        def idle() -> tuple[Arrays, State]:
+        def idle(state: State) -> tuple[Arrays, State]:
             return self.messages.empty(), {name: state[name] for name in changes}
 
-        def busy(k: int, row: Row) -> tuple[Arrays, State]:
+        def busy(k: int, row: Row, state: State) -> tuple[Arrays, State]:
             message, new = run(k, row, state)
             return message, {name: new[name] for name in changes}
 
         # Only what an op changes comes out of the branches, or the compiler would copy the rest.
         if not self.together:
-            ways = [idle, *(functools.partial(busy, k, row) for k in range(self.num_stacks))]
-            turns = [self.wiring.turns(kind, "does", k, False) for k in range(self.num_stacks)]
+            numbers = range(self.num_stacks)
+            ways = [functools.partial(idle, state), *(functools.partial(busy, k, row, state) for k in numbers)]
+            turns = [self.wiring.turns(kind, "does", k, False) for k in numbers]
             with runs(sum(turns), self.num_ticks):
                 message, new = lax.switch(row["does"], ways)
             return message, state | new
-        message, _ = idle()
+        message, _ = idle(state)
         for k in range(self.num_stacks):
             mine = row["does"] == k + 1
             own = row | {"mine": mine, "slot": jnp.where(mine, row["slot"], self.wiring.slots[k])}
             own["end_slot"] = jnp.where(mine & (row["ends"] == 1), row["end_slot"], self.wiring.end_slots[k])
+            # Functions of this turn's own: JAX traces a function that it has seen no second time, so that one of all
+            # turns would give back the state as it was before the first of them.
+            ways = [functools.partial(busy, k, own, state), functools.partial(idle, state)]
             with runs(self.wiring.turns(kind, "does", k, True), self.num_ticks):
-                found, new = lax.cond(row[f"any does {k}"], functools.partial(busy, k, own), idle)
+                found, new = lax.cond(row[f"any does {k}"], *ways)
             message, state = _either(mine, found, message), state | new
         return message, state
 
