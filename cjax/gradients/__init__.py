@@ -13,7 +13,7 @@ from cjax.gradients.accumulated import (
     plain,
     reduction,
 )
-from cjax.gradients.line import Line, arrange_stages, together
+from cjax.gradients.line import Line, arrange_stages
 from cjax.gradients.pipelined import forwarded, pipelined
 
 __all__ = [
@@ -32,5 +32,4 @@ __all__ = [
     "pipelined",
     "plain",
     "reduction",
-    "together",
 ]
