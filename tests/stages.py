@@ -98,6 +98,20 @@ def from_its_own(h: jax.Array) -> jax.Array:
     return lax.dynamic_slice_in_dim(h, (h[0, 0] > 0).astype(int) * 3, HIDDEN // 2, -1)
 
 
+def by_table(dense: Any, x: jax.Array) -> jax.Array:
+    """A row of a weight for each position, by what it is."""
+    kernel = dense(HIDDEN)(jnp.eye(WIDTH))
+    return dense(WIDTH)(nn.tanh(dense(HIDDEN)(x) + kernel[jnp.argmax(x, -1)] + kernel[:, jnp.arange(HIDDEN)[::-1]][0]))
+
+
+def segments(dense: Any, x: jax.Array) -> jax.Array:
+    """Sums over positions of a kind, and back to each."""
+    h = nn.tanh(dense(HIDDEN)(x))
+    kind = jnp.argmax(x[..., :3], -1)
+    sums = jax.vmap(lambda h, kind: jax.ops.segment_sum(h, kind, 3)[kind])(h, kind)
+    return dense(WIDTH)(h + sums)
+
+
 def chosen(dense: Any, x: jax.Array) -> jax.Array:
     """By a weight, so that a stage may have a layer of one kind and the next stage one of the other."""
     h = nn.tanh(dense(HIDDEN)(x))
@@ -126,6 +140,9 @@ BODIES: dict[str, Body] = {
     "recurrent": moved(recurrent),
     "state_space": moved(state_space),
     "windows": moved(lambda h: nn.avg_pool(h, (3,), padding="SAME")),
+    "largest_near": moved(lambda h: nn.max_pool(h, (3,), padding="SAME")),
+    "by_table": by_table,
+    "segments": segments,
     "attention": attention,
     "experts": experts,
     "dispatched": dispatched,
