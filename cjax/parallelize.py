@@ -26,7 +26,6 @@ from cjax.gradients import (
     plain,
     reduction,
     sharing,
-    together,
 )
 from cjax.mesh import BATCH_AXES, PIPE, Device, build_mesh, resolve_devices
 from cjax.models import readers
@@ -353,9 +352,7 @@ def _pipelined(
         out = _sorted_results(trace, outs)
         return out.total, (out.total, out.weight, out.aux)
 
-    executor = Executor(
-        staged.stages, line.schedule, line.part, staged.trained, PIPE, together(plan), total, staged.states
-    )
+    executor = Executor(staged.stages, line.schedule, line.part, staged.trained, PIPE, total, staged.states)
     return pipelined(staged, executor, plan.microbatches, axes, reductions, mesh, divide, measures)
 
 

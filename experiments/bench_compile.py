@@ -33,7 +33,7 @@ from flax import nnx
 from cjax.mesh import compile_lowered, resolve_devices
 from cjax.models.gpt import GPT, GPTConfig, loss
 from cjax.parallelize import compose
-from cjax.program.steps import make_init
+from cjax.program.steps import make_init, make_step
 from cjax.trace.capture import capture
 
 DEPTHS = (4, 48)
@@ -117,7 +117,7 @@ def measure(
     program = compose(captured, OPTIMIZER, batch, plan, devices)
     times["compose"] = clock.read()
     parts = program._parts
-    traced = program._jitted_step.trace(parts.state_shape, parts.with_batch(batch))
+    traced = make_step(parts).trace(parts.state_shape, parts.with_batch(batch))
     times["trace"] = clock.read()
     lowered = traced.lower()
     times["lower"] = clock.read()

@@ -12,7 +12,18 @@ from cjax.planner.hardware import Hardware
 # Names that JAX's transformations and control flow put around an author's own.
 _WRAPPERS = re.compile(
     r"while|body|cond|scan|shard_map|closed_call|checkpoint|rematted_computation|eval_jaxpr|branch_\d+_fun"
+    r"|pipeline_ticks|(?:all_)?runs_\d+_of_\d+"
 )
+
+
+def author_module(op_name: str) -> str:
+    """The author's module in an operation's name, as JAX makes it; empty outside of any."""
+    # A transformation names what it transforms, `transpose(jvp(Block_0))`; inner jits are library functions' names.
+    # Instructions that XLA combined share a prefix: `Block_0/(up/dot_general:down/dot_general)`.
+    name = op_name.split("/(")[0] + "/" if ":" in op_name else op_name
+    parts = (part for part in name.split("/")[:-1] if not part.startswith(("jit(", "pjit(")))
+    parts = (re.sub(r"^(?:\w+\()+|\)+$", "", part) if "(" in part else part for part in parts)
+    return "/".join(part for part in parts if part and not _WRAPPERS.fullmatch(part))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +73,7 @@ class Collective:
     @property
     def module(self) -> str:
         """The author's module that asked for it, `Block_0/Attention_0`; empty outside of any."""
-        # A transformation names what it transforms, `transpose(jvp(Block_0))`; inner jits are library functions' names.
-        # Instructions that XLA combined share a prefix: `Block_0/(up/dot_general:down/dot_general)`.
-        name = self.op_name.split("/(")[0] + "/" if ":" in self.op_name else self.op_name
-        parts = (part for part in name.split("/")[:-1] if not part.startswith(("jit(", "pjit(")))
-        parts = (re.sub(r"^(?:\w+\()+|\)+$", "", part) if "(" in part else part for part in parts)
-        return "/".join(part for part in parts if part and not _WRAPPERS.fullmatch(part))
+        return author_module(self.op_name)
 
     def exposed_bytes(self, hardware: Hardware | None = None) -> float:
         """Bytes received in a step while the device has nothing else to do.

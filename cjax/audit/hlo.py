@@ -71,6 +71,11 @@ class Instruction:
         return tuple(int(number) for number in text.split(",")) if text else ()
 
     @property
+    def op_name(self) -> str:
+        """Where the author's program asked for it, as JAX names it."""
+        return self.attribute(r'op_name="((?:[^"\\]|\\.)*)"') or ""
+
+    @property
     def called(self) -> tuple[str, ...]:
         """The computations that run when this instruction does; of a `while`, condition and body."""
         if self.opcode not in _CALLERS:

@@ -13,7 +13,7 @@ from cjax.audit import hlo
 from cjax.audit.facts import Collective
 
 # Bytes a device receives in a group of n, for each byte it puts in.
-_RECEIVED = {
+RECEIVED = {
     "all-reduce": lambda n: 2 * (n - 1) / n,  # as a ring: reduce-scatter, then all-gather
     "all-gather": lambda n: n - 1,
     "reduce-scatter": lambda n: (n - 1) / n,
@@ -105,7 +105,7 @@ class Reader:
         """The work of one instruction, with all that it calls."""
         work = Work()
         kind = instruction.opcode.removesuffix("-start")
-        if kind in _RECEIVED:
+        if kind in RECEIVED:
             work.collectives += self._collective(instruction, kind, operands)
             return work
         if instruction.opcode == "while":
@@ -167,7 +167,7 @@ class Reader:
         groups = hlo.replica_groups(instruction, self.module.num_devices)
         if all(len(group) < 2 for group in groups):
             return []  # a group of one moves nothing
-        axes, along = _axes_of(groups, tuple(self.mesh.shape.items()) if self.mesh is not None else ())
+        axes, along = axes_of(groups, tuple(self.mesh.shape.items()) if self.mesh is not None else ())
         size = max(map(len, groups)) if kind != "collective-permute" else along or self.module.num_devices
         # A ragged exchange names its destination, offsets and sizes beside what goes in.
         into = operands[:1] if kind == "ragged-all-to-all" else operands
@@ -175,21 +175,21 @@ class Reader:
         if kind == "all-gather":
             dim = instruction.integers("dimensions")[0]
             shapes = [hlo.Shape(s.dtype, (*s.dims[:dim], s.dims[dim] * size, *s.dims[dim + 1 :])) for s in into]
-        received = _RECEIVED[kind](size) * sum(shape.bytes for shape in into)
+        received = RECEIVED[kind](size) * sum(shape.bytes for shape in into)
         self.exchanges.append((received, tuple(set(groups))))
         span = max(max(group) - min(group) for group in groups) + 1
-        name = instruction.attribute(r'op_name="((?:[^"\\]|\\.)*)"') or ""
+        name = instruction.op_name
         return [Collective(kind, axes, size, span, tuple(shapes), received, 1, name)]
 
 
 def _share_of_turns(instruction: hlo.Instruction) -> float:
     """How often a branch is taken, where its author has said so in the name of its scope: `runs_3_of_4`."""
-    found = re.findall(r"runs_(\d+)_of_(\d+)/\w+$", instruction.attribute(r'op_name="((?:[^"\\]|\\.)*)"') or "")
+    found = re.findall(r"runs_(\d+)_of_(\d+)/\w+$", instruction.op_name)
     return int(found[-1][0]) / int(found[-1][1]) if found else 1.0
 
 
 @functools.lru_cache(maxsize=1024)
-def _axes_of(
+def axes_of(
     groups: tuple[tuple[int, ...], ...], mesh_shape: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[str, ...], int]:
     """The mesh axes along which members of a group differ, and the number of devices along these axes."""

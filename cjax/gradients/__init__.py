@@ -14,7 +14,7 @@ from cjax.gradients.accumulated import (
     reduction,
     sharing,
 )
-from cjax.gradients.line import Line, arrange_stages, together
+from cjax.gradients.line import Line, arrange_stages
 from cjax.gradients.pipelined import forwarded, pipelined
 
 __all__ = [
@@ -34,5 +34,4 @@ __all__ = [
     "plain",
     "reduction",
     "sharing",
-    "together",
 ]

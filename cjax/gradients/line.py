@@ -25,11 +25,14 @@ class Line:
       stacks: of layers, in the trace.
       schedule: which stage does what when.
       part: the layers of each block.
+      together: whether stages have to do everything together, as far as the plan tells: positions and grids are moved
+        by permutes. Of other plans the compiled program tells.
     """
 
     stacks: tuple[Stack, ...]
     schedule: Schedule
     part: Partition
+    together: bool
 
     @property
     def rows(self) -> Mapping[tuple[int, ...], Rows]:
@@ -53,12 +56,6 @@ class Line:
         stacks = find_stacks(trace)
         same = [stack.weights for stack in stacks] == [stack.weights for stack in self.stacks]
         return stacks if same else None
-
-
-def together(plan: Plan) -> bool:
-    """Whether stages have to do everything together: positions and grids are moved by permutes, also by the compiler's
-    own."""
-    return plan.sequence != Sequence() or plan.tensor.mode != "1d"
 
 
 def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> Line:
@@ -102,7 +99,8 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
     if table is not None:
         _check_table(table, plan, len(stacks))
     lengths = [stack.length for stack in stacks]
-    return Line(stacks, schedule, partition(lengths, schedule.route, _head(trace, stacks[-1])))
+    together = plan.sequence != Sequence() or plan.tensor.mode != "1d"
+    return Line(stacks, schedule, partition(lengths, schedule.route, _head(trace, stacks[-1])), together)
 
 
 def _head(trace: Trace, last: Stack) -> float:

@@ -1,5 +1,6 @@
 """Gradients of a batch whose parts go through a pipeline of stages."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,9 +34,10 @@ PyTree = Any
 Run = Callable[[Arrays, Arrays, Arrays, PyTree, jax.Array], list[jax.Array]]
 
 
-def forwarded(model: StagedModel, forward: Forward, num_microbatches: int, mesh: Mesh) -> Run:
+def forwarded(model: StagedModel, forward: Forward, num_microbatches: int, mesh: Mesh, together: bool) -> Run:
     """Results of a loss whose micro-batches go through a pipeline forwards: `(params, frozen, carried, batch, key)`, as
-    stored -> the results, micro-batches first. All of them see the carried values as they are."""
+    stored -> the results, micro-batches first. All of them see the carried values as they are. `together` as of
+    `Executor`."""
 
     def inside(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
         rows = _rows(batch, num_microbatches)
@@ -43,7 +45,7 @@ def forwarded(model: StagedModel, forward: Forward, num_microbatches: int, mesh:
         def given(index: Any) -> list[Any]:
             return model.given(frozen, carried, rows(index), key, jnp.asarray(index, jnp.int32))
 
-        outs = forward(model.shared(params), model.stacks(params, frozen), given)
+        outs = forward(model.shared(params), model.stacks(params, frozen), given, together)
         return [_from_one(x) for x in outs]
 
     def run(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
@@ -104,7 +106,7 @@ def pipelined(
     denominator: Denominator,
     measures: bool = False,
 ) -> Gradients:
-    """Gradients of a batch whose parts go through a pipeline.
+    """Gradients of a batch whose parts go through a pipeline; the function takes also `together`, see `Executor`.
 
     Args:
       model: the loss in stages, of one part or of one device's rows of it.
@@ -120,9 +122,13 @@ def pipelined(
     num_shards = math.prod(mesh.shape[axis] for axis in axes)
     shared = PartitionSpec((*axes, PIPE))
 
-    def inside(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale) -> Any:
+    def inside(
+        together: bool, params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+    ) -> Any:
         given, new = _inputs(model, num_microbatches, params, frozen, carried, batch, key)
-        results, own, stacks, states = executor(model.shared(params), model.stacks(params, frozen), given, scale)
+        results, own, stacks, states = executor(
+            model.shared(params), model.stacks(params, frozen), given, scale, together
+        )
         totals = lax.psum(results, (*axes, PIPE))
         new = model.with_states(new, lax.psum(states, PIPE))
         grads = model.stored_gradients(own, stacks)
@@ -131,13 +137,14 @@ def pipelined(
         return totals, new, tuple(g[None] if some else g for g, some in zip(grads, lead, strict=True))
 
     def gradients(
-        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
-    ) -> Graded:
+        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale,
+        together: bool = False,
+    ) -> Graded:  # fmt: skip
         whole = PartitionSpec()
         batch_specs = jax.tree.map(lambda leaf: PartitionSpec(axes or None) if leaf.ndim else whole, batch)
         stack_grads = PartitionSpec(axes, PIPE) if axes else PartitionSpec(PIPE)
         run = jax.shard_map(
-            inside, mesh=mesh, axis_names={*axes, PIPE}, check_vma=False,
+            functools.partial(inside, together), mesh=mesh, axis_names={*axes, PIPE}, check_vma=False,
             in_specs=(model.stage_specs("params"), model.stage_specs("frozen"), whole, batch_specs, whole, whole),
             out_specs=(whole, whole, tuple(stack_grads if is_stack else shared for is_stack in model.in_stacks)),
         )  # fmt: skip

@@ -25,9 +25,15 @@ def columns_of(columns: dict[str, np.ndarray], num_stacks: int, together: bool) 
     return columns
 
 
-def runs(times: int, turns: int) -> Any:
-    """A scope that tells whoever reads the compiled program how often the branch in it is taken."""
-    return jax.named_scope(f"runs_{times}_of_{turns}")
+def ticks() -> Any:
+    """A scope that tells whoever reads the compiled program that stages go through the loop in it."""
+    return jax.named_scope("pipeline_ticks")
+
+
+def runs(times: int, turns: int, together: bool) -> Any:
+    """A scope that tells whoever reads the compiled program how often the branch in it is taken, and whether by all
+    stages whenever by any."""
+    return jax.named_scope(f"{'all_' if together else ''}runs_{times}_of_{turns}")
 
 
 def branch(

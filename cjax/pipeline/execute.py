@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cjax.pipeline.buffers import Arrays, Messages, Row, State, at, branch, columns_of, put, room, runs, send
+from cjax.pipeline.buffers import Arrays, Messages, Row, State, at, branch, columns_of, put, room, runs, send, ticks
 from cjax.pipeline.partition import Partition
 from cjax.pipeline.route import Kind
 from cjax.pipeline.table import Schedule
@@ -32,8 +32,6 @@ class Executor:
       part: which layers they hold.
       trained: for each stack, which of its weights are trained.
       axis: the mesh axis of the stages.
-      together: whether all stages take part in what any of them does in a tick, and those with nothing to do throw it
-        away. Needed where an op permutes over other axes: XLA may expect every device of the program at a permute.
       total: results of the loss -> (its total, results that are added up over micro-batches).
       states: carried values that are made of examples: their place among what is given, who makes them ("layers",
         "before" or "after" them), the stack, and which of its. Micro-batches make them one after the other.
@@ -46,18 +44,22 @@ class Executor:
         part: Partition,
         trained: Sequence[Sequence[bool]],
         axis: str,
-        together: bool,
         total: Callable[[Arrays], tuple[jax.Array, Any]],
         states: Sequence[tuple[int, str, int, int]] = (),
     ) -> None:
         self._stages, self._schedule, self._part, self._axis, self._total = stages, schedule, part, axis, total
-        self._together, self._states = together, list(states)
+        self._states = list(states)
         self._trained = [list(which) for which in trained]
         self._wiring = wire(schedule, part)
         self._num_stacks = len(part.rows)
 
     def __call__(
-        self, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays], scale: jax.Array | None = None
+        self,
+        shared: Arrays,
+        stacks: Sequence[Arrays],
+        given: Callable[[Any], Arrays],
+        scale: jax.Array | None = None,
+        together: bool = False,
     ) -> tuple[Any, Arrays, list[Arrays], Arrays]:
         """Results of the loss added up, gradients of `shared` and of the trained `stacks`, and the last `states`.
 
@@ -69,8 +71,11 @@ class Executor:
           stacks: for each stack its weights, the stage's own rows of them.
           given: micro-batch -> all other inputs, as stored.
           scale: what gradients are multiplied by; 1 if None.
+          together: whether all stages take part in what any of them does in a tick, and those with nothing to do throw
+            it away. Needed where an op permutes over other axes: XLA may expect every device of the program at a
+            permute.
         """
-        return _Run(self, shared, stacks, given, scale).run()
+        return _Run(self, shared, stacks, given, scale, together).run()
 
 
 class _Run:
@@ -83,10 +88,11 @@ class _Run:
         stacks: Sequence[Arrays],
         given: Callable[[Any], Arrays],
         scale: jax.Array | None,
+        together: bool,
     ) -> None:
-        e, self.scale = executor, scale
+        e, self.scale, self.together = executor, scale, together
         self.stages, self.part, self.wiring, self.split = e._stages, e._part, e._wiring, e._schedule.split
-        self.axis, self.total, self.num_stacks, self.together = e._axis, e._total, e._num_stacks, e._together
+        self.axis, self.total, self.num_stacks = e._axis, e._total, e._num_stacks
         self.num_ticks, self.num_stages = e._schedule.num_ticks, e._schedule.num_stages
         self.shared, self.given, self.which = shared, given, e._trained
         self.stacks, self.states = stacks, e._states
@@ -141,7 +147,8 @@ class _Run:
         ops = self.wiring.ops.items()
         tables = {kind: columns_of(dict(columns), self.num_stacks, self.together) for kind, columns in ops}
         rows = jax.tree.map(mine, {"ops": tables, "arrivals": dict(self.wiring.arrivals)})
-        state, _ = lax.scan(self._tick, self._empty(), rows, length=self.num_ticks)
+        with ticks():
+            state, _ = lax.scan(self._tick, self._empty(), rows, length=self.num_ticks)
         states = [self._share(stage, *of[1:], x) for of, x in zip(self.states, state["states"], strict=True)]
         return state["results"], self._gradients_of_shared(state), state["stacks"], states
 
@@ -226,35 +233,42 @@ class _Run:
     ) -> tuple[Arrays, State]:
         """What a stage does in a tick, or nothing: then its message is anything."""
 
-        def idle() -> tuple[Arrays, State]:
+        def idle(state: State) -> tuple[Arrays, State]:
             return self.messages.empty(), {name: state[name] for name in changes}
 
-        def busy(k: int, row: Row) -> tuple[Arrays, State]:
+        def busy(k: int, row: Row, state: State) -> tuple[Arrays, State]:
             message, new = run(k, row, state)
             return message, {name: new[name] for name in changes}
 
         # Only what an op changes comes out of the branches, or the compiler would copy the rest.
         if not self.together:
-            ways = [idle, *(functools.partial(busy, k, row) for k in range(self.num_stacks))]
-            turns = [self.wiring.turns(kind, "does", k, False) for k in range(self.num_stacks)]
-            with runs(sum(turns), self.num_ticks):
+            numbers = range(self.num_stacks)
+            ways = [functools.partial(idle, state), *(functools.partial(busy, k, row, state) for k in numbers)]
+            turns = [self.wiring.turns(kind, "does", k, False) for k in numbers]
+            with runs(sum(turns), self.num_ticks, False):
                 message, new = lax.switch(row["does"], ways)
             return message, state | new
-        message, _ = idle()
+        message, _ = idle(state)
         for k in range(self.num_stacks):
             mine = row["does"] == k + 1
             own = row | {"mine": mine, "slot": jnp.where(mine, row["slot"], self.wiring.slots[k])}
             own["end_slot"] = jnp.where(mine & (row["ends"] == 1), row["end_slot"], self.wiring.end_slots[k])
-            with runs(self.wiring.turns(kind, "does", k, True), self.num_ticks):
-                found, new = lax.cond(row[f"any does {k}"], functools.partial(busy, k, own), idle)
+            # Functions of this turn's own: JAX traces a function that it has seen no second time, so that one of all
+            # turns would give back the state as it was before the first of them.
+            ways = [functools.partial(busy, k, own, state), functools.partial(idle, state)]
+            with runs(self.wiring.turns(kind, "does", k, True), self.num_ticks, True):
+                found, new = lax.cond(row[f"any does {k}"], *ways)
             message, state = _either(mine, found, message), state | new
         return message, state
 
     def _if(self, kind: Kind, name: str, k: int, row: Row, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         """`yes()` where the row says that a block `starts` or `ends` stack `k`, `no()` elsewhere."""
-        times = [self.wiring.turns(kind, column, k, self.together) for column in (name, "does")]
-        with runs(*times):
+        with self._runs(kind, name, k):
             return branch(row, name, k, self.together, yes, no)
+
+    def _runs(self, kind: Kind, name: str, k: int) -> Any:
+        times, turns = (self.wiring.turns(kind, column, k, self.together) for column in (name, "does"))
+        return runs(times, turns, self.together)
 
     # -- ops --
     def _forward(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
@@ -288,11 +302,13 @@ class _Run:
                 lambda: [x for of, x in zip(self.states, state["states"], strict=True) if of[1] == "before"],
             )  # fmt: skip
             state = self._with_states(state, "before", 0, lambda j, x: new[j].astype(x.dtype))
-        ends = lax.cond(
-            row[f"any ends {k}"] if self.together else row["ends"] == 1,
-            lambda: [put(box, x, row["end_slot"]) for box, x in zip(state["ends"][k], payload, strict=True)],
-            lambda: state["ends"][k],
-        )
+        kept = state["ends"][k]
+        with self._runs("F", "ends", k):
+            ends = lax.cond(  # what is not a stage's own goes to a place of its own, which costs no copy of the others
+                row[f"any ends {k}"] if self.together else row["ends"] == 1,
+                lambda: [put(box, x, row["end_slot"]) for box, x in zip(kept, payload, strict=True)],
+                lambda: kept,
+            )
         state = state | {"ends": _replace(state["ends"], k, ends)}
         message = self.messages.pack(k, payload)
         if k + 1 < self.num_stacks:

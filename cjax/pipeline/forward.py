@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cjax.pipeline.buffers import Arrays, Messages, Row, State, at, branch, columns_of, put, room, send
+from cjax.pipeline.buffers import Arrays, Messages, Row, State, at, branch, columns_of, put, room, runs, send, ticks
 from cjax.pipeline.partition import Partition
 from cjax.pipeline.table import Schedule
 from cjax.pipeline.wiring import wire
@@ -18,29 +18,37 @@ from cjax.trace.stages import Stages
 class Forward:
     """Runs a table of F; arguments as of `Executor`."""
 
-    def __init__(self, stages: Stages, schedule: Schedule, part: Partition, axis: str, together: bool) -> None:
-        self.stages, self.part, self.axis, self.together = stages, part, axis, together
+    def __init__(self, stages: Stages, schedule: Schedule, part: Partition, axis: str) -> None:
+        self.stages, self.part, self.axis = stages, part, axis
         self.wiring, self.num_stages = wire(schedule, part), schedule.num_stages
         self.num_ticks, self.num_microbatches = schedule.num_ticks, schedule.num_microbatches
 
-    def __call__(self, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays]) -> Arrays:
+    def __call__(
+        self, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays], together: bool
+    ) -> Arrays:
         """The results of the loss, micro-batches first. Of all stages, one has them; the others have zeros.
 
         Args:
           shared: parameters that no stack has one each of, as stored.
           stacks: for each stack its weights, the stage's own rows of them.
           given: micro-batch -> all other inputs, as stored.
+          together: as of `Executor`.
         """
-        return _Pass(self, shared, stacks, given).run()
+        return _Pass(self, shared, stacks, given, together).run()
 
 
 class _Pass:
     """One run: what is alike in all ticks."""
 
     def __init__(
-        self, forward: Forward, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays]
+        self,
+        forward: Forward,
+        shared: Arrays,
+        stacks: Sequence[Arrays],
+        given: Callable[[Any], Arrays],
+        together: bool,
     ) -> None:
-        self.of, self.stages, self.part = forward, forward.stages, forward.part
+        self.of, self.stages, self.part, self.together = forward, forward.stages, forward.part, together
         self.shared, self.stacks, self.given = shared, stacks, given
         self.num_stacks = len(self.part.rows)
         self.once = [self.stages.once(k, shared, given(0)) for k in range(self.num_stacks)]
@@ -54,22 +62,23 @@ class _Pass:
 
     def run(self) -> Arrays:
         of, stage = self.of, lax.axis_index(self.of.axis)
-        columns = columns_of(dict(of.wiring.ops["F"]), self.num_stacks, of.together)
+        columns = columns_of(dict(of.wiring.ops["F"]), self.num_stacks, self.together)
         tables = {"op": columns, "arrivals": dict(of.wiring.arrivals)}
         rows = jax.tree.map(lambda table: jnp.asarray(table)[:, stage], tables)
         start = {
             "inbox": room(self.messages.shapes, of.wiring.num_messages + 1),
             "results": room(self.results, of.num_microbatches),
         }
-        final, _ = lax.scan(self._tick, start, rows, length=of.num_ticks)
+        with ticks():
+            final, _ = lax.scan(self._tick, start, rows, length=of.num_ticks)
         return final["results"]
 
     def _tick(self, state: State, rows: Any) -> tuple[State, None]:
         row: Row = rows["op"]
         sent, results = self.messages.empty(), state["results"]
         for k in range(self.num_stacks):
-            sent, results = branch(
-                row, "does", k, self.of.together,
+            sent, results = self._if(
+                "does", k, row,
                 functools.partial(self._forward, k, row, state["inbox"], results),
                 lambda sent=sent, results=results: (sent, results),
             )  # fmt: skip
@@ -82,15 +91,19 @@ class _Pass:
             inbox = [put(box, x, places) for box, x in zip(inbox, arrived[source], strict=True)]
         return {"inbox": inbox, "results": results}, None
 
+    def _if(self, name: str, k: int, row: Row, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+        """`yes()` where the row says that a stage `does` stack `k`, or that its block `starts` or `ends` it."""
+        times, does = (self.of.wiring.turns("F", column, k, self.together) for column in (name, "does"))
+        with runs(times, self.of.num_ticks if name == "does" else does, self.together):
+            return branch(row, name, k, self.together, yes, no)
+
     def _forward(self, k: int, row: Row, inbox: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:
         """What a block hands on, and results with those of the micro-batch if it was the last."""
-        given, together = self.given(row["microbatch"]), self.of.together
+        given = self.given(row["microbatch"])
         beside = self.stages.beside(k, self.shared, given)
         payload = self.messages.unpack(k, [at(box, row["reads"]) for box in inbox])
         if k == 0:
-            payload = branch(
-                row, "starts", k, together, lambda: self.stages.enter(self.shared, given), lambda: payload
-            )
+            payload = self._if("starts", k, row, lambda: self.stages.enter(self.shared, given), lambda: payload)
 
         def layer(payload: Arrays, i: Any) -> tuple[Arrays, None]:
             ready = self.stages.ready(k, [at(w, row["row"] + i) for w in self.stacks[k]])
@@ -109,4 +122,4 @@ class _Pass:
             return handed, [put(x, out, row["microbatch"]) for x, out in zip(results, outs, strict=True)]
 
         handed = self.messages.pack(k, payload)
-        return branch(row, "ends", k, together, after, lambda: (handed, results))
+        return self._if("ends", k, row, after, lambda: (handed, results))

@@ -1,6 +1,7 @@
 """A program's parts and its compiled step, as plain facts for a report."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,8 +32,8 @@ from cjax.trace.cost import cost
 from cjax.trace.reading import Trace
 
 
-def describe_step(parts: Parts, audit: Audit, hardware: Hardware) -> Report:
-    """The report of a compiled step."""
+def describe_step(parts: Parts, audit: Audit, hardware: Hardware, more: Sequence[str] = ()) -> Report:
+    """The report of a compiled step; `more` is what there is to say beside."""
     optimizer = parts.shelves.opt
     sizes = dict(parts.mesh.shape)
     memory = _memory(parts, audit, hardware)
@@ -55,7 +56,7 @@ def describe_step(parts: Parts, audit: Audit, hardware: Hardware) -> Report:
         flops=FlopCount(model_flops, matmul, recomputed if recomputed > 0.01 * matmul else 0.0, audit.flops),
         time=_time(parts, audit, hardware),
         shares=shares,
-        watch=[*parts.notes, *_plain_attention(parts, audit), *_padding(parts), *_unknown(parts.trace)],
+        watch=[*parts.notes, *more, *_plain_attention(parts, audit), *_padding(parts), *_unknown(parts.trace)],
         chart=gantt(schedule, width=100) if schedule is not None else "",
         picture=gantt_svg(simulate(schedule)) if schedule is not None else "",
     )

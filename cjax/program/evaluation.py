@@ -4,16 +4,18 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from cjax.gradients import forwarded, together
-from cjax.mesh import PIPE, compiler_options
+from cjax.gradients import forwarded
+from cjax.mesh import PIPE, compile_lowered, compiler_options
 from cjax.pipeline.forward import Forward
 from cjax.pipeline.schedule import forward_only
 from cjax.program.batches import check_indices, check_tree, global_shape, join_processes, table_limits
+from cjax.program.lockstep import Lockstep
 from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
 from cjax.sharding.model import place_loss
@@ -26,12 +28,23 @@ PyTree = Any
 Function = Callable[[Any, PyTree], PyTree]
 
 
+@dataclass(frozen=True)
+class _Scoring:
+    """How batches of one shape are scored: what was traced, what runs it, what its tables can look up, and whether the
+    stages of a pipeline go together."""
+
+    trace: Trace
+    run: Any
+    limits: dict[int, Limits]
+    together: bool
+
+
 class Evaluator:
     """Compiled evaluations of one program, by the shapes of the batch and the function."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._compiled: dict[Any, tuple[Trace, Any, dict[int, Limits]]] = {}
+    def __init__(self, parts: Parts, lockstep: Lockstep) -> None:
+        self._parts, self._lockstep = parts, lockstep
+        self._compiled: dict[Any, _Scoring] = {}
 
     def __call__(self, state: State, batches: Iterable[PyTree], function: Function | None) -> PyTree:
         """The exact weighted mean over `batches`; arrays that `function` returns are joined along their rows."""
@@ -41,13 +54,13 @@ class Evaluator:
             if function is None:
                 check_tree(batch, self._parts.batch_shape)
             shape = global_shape(batch)
-            trace, run, limits = self._compile(shape, function)
-            check_indices(batch, limits)
+            scoring = self._compile(shape, function)
+            check_indices(batch, scoring.limits)
             batch = join_processes(batch, batch_shardings(self._parts.mesh, shape))
-            outs = run(state._params, state._frozen, state._carried, batch, state._key)
+            outs = scoring.run(state._params, state._frozen, state._carried, batch, state._key)
             outs = [([total], None) if weight is None else (total, weight) for total, weight in outs]
             sums = outs if not sums else [_join(a, b) for a, b in zip(sums, outs, strict=True)]
-            tree = trace
+            tree = scoring.trace
         if tree is None:
             raise ValueError("evaluate got no batch; give at least one. (An iterator that was read before is empty.)")
         if tree.ratio is not None:
@@ -60,21 +73,45 @@ class Evaluator:
 
     def lower(self) -> jax.stages.Lowered:
         """The loss in evaluation mode on the batch that the program was made for, lowered."""
-        parts, shape = self._parts, self._parts.state_shape
-        run = self._compile(parts.batch_shape, None)[1]
-        return run.lower(shape._params, shape._frozen, shape._carried, parts.with_batch(parts.batch_shape), shape._key)
+        shape = self._parts.batch_shape
+        return self._lower(shape, self._jitted(shape, None, self._compile(shape, None).together)[1])
 
-    def _compile(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any, dict[int, Limits]]:
+    def compiled(self) -> jax.stages.Compiled:
+        """The same, compiled."""
+        run = self._compile(self._parts.batch_shape, None).run
+        if isinstance(run, jax.stages.Compiled):
+            return run
+        return compile_lowered(self._lower(self._parts.batch_shape, run), list(self._parts.mesh.devices.flat))
+
+    def _lower(self, batch_shape: PyTree, run: Any) -> jax.stages.Lowered:
+        parts, shape = self._parts, self._parts.state_shape
+        return run.lower(shape._params, shape._frozen, shape._carried, parts.with_batch(batch_shape), shape._key)
+
+    def _compile(self, shape: PyTree, function: Function | None) -> _Scoring:
         leaves, treedef = jax.tree.flatten(shape)
         key = (function, treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
         if key not in self._compiled:
             self._compiled[key] = self._make(shape, function)
         return self._compiled[key]
 
-    def _make(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any, dict[int, Limits]]:
+    def _make(self, shape: PyTree, function: Function | None) -> _Scoring:
+        lockstep, traces = Lockstep(self._parts, self._lockstep), list[Trace]()
+
+        def lower(together: bool) -> jax.stages.Lowered:
+            trace, run = self._jitted(shape, function, together)
+            traces.append(trace)
+            return self._lower(shape, run)
+
+        if lockstep.asks:
+            run = lockstep.compile(lower)
+            return _Scoring(traces[-1], run, table_limits(traces[-1]), lockstep.together)
+        trace, run = self._jitted(shape, function, lockstep.together)
+        return _Scoring(trace, run, table_limits(trace), lockstep.together)
+
+    def _jitted(self, shape: PyTree, function: Function | None, together: bool) -> tuple[Trace, Any]:
         parts = self._parts
         rows = next((leaf.shape[0] for leaf in jax.tree.leaves(shape) if leaf.shape), 1)
-        trace, score = self._scored(shape, function, 1)
+        trace, score = self._scored(shape, function, 1, together)
         pieces = [(slice(None), rows, score)]
         num_parts = parts.plan.microbatches
         if parts.line is not None and parts.line.stacks_of(trace) and 1 < num_parts <= rows:
@@ -86,7 +123,7 @@ class Evaluator:
                 if num_rows:
                     piece = jax.tree.map(lambda leaf, n=num_rows: _with_rows(leaf, n), shape)
                     num = num_parts if some.start == 0 else 1
-                    pieces.append((some, num_rows, self._scored(piece, function, num)[1]))
+                    pieces.append((some, num_rows, self._scored(piece, function, num, together)[1]))
 
         def run(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
             found: list[Any] = []
@@ -109,9 +146,9 @@ class Evaluator:
             out_shardings=parts.whole,
             compiler_options=compiler_options(parts.mesh),
         )
-        return trace, jitted, table_limits(trace)
+        return trace, jitted
 
-    def _scored(self, shape: PyTree, function: Function | None, num_parts: int) -> tuple[Trace, Any]:
+    def _scored(self, shape: PyTree, function: Function | None, num_parts: int, together: bool) -> tuple[Trace, Any]:
         """The trace of a batch, or of one of its micro-batches, and the results of the whole batch as it gives them."""
         parts = self._parts
         call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
@@ -142,8 +179,8 @@ class Evaluator:
             return trace, whole
         staged = stage_model(trace, stacks, parts.storage, parts.plan, parts.mesh, layout)
         schedule = forward_only(parts.line.schedule.route, num_parts)
-        forward = Forward(staged.stages, schedule, parts.line.part, PIPE, together(parts.plan))
-        through = forwarded(staged, forward, num_parts, parts.mesh)
+        forward = Forward(staged.stages, schedule, parts.line.part, PIPE)
+        through = forwarded(staged, forward, num_parts, parts.mesh, together)
         return trace, lambda *inputs: _put_together(trace, through(*inputs))
 
 

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 
 from cjax import checkpoint
 from cjax.audit import audit
-from cjax.mesh import Device, compile_lowered, is_compile_only, resolve_devices
+from cjax.mesh import Device, is_compile_only, resolve_devices
 from cjax.plan import Plan
 from cjax.planner.hardware import hardware_of
 from cjax.program.batches import place_batch, table_limits
 from cjax.program.check import Check, compare_gradients
 from cjax.program.description import describe_step, describe_trace
 from cjax.program.evaluation import Evaluator
+from cjax.program.lockstep import Lockstep
 from cjax.program.memory import OutOfMemory, alternatives
 from cjax.program.saving import arrays_of, shapes_of, state_from
 from cjax.program.starting import make_key, start
@@ -40,7 +41,8 @@ class Program:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._evaluate = Evaluator(parts)
+        self._lockstep = Lockstep(parts)
+        self._evaluate = Evaluator(parts, self._lockstep)
         self.plan, self.mesh, self.loss_scale = parts.plan, parts.mesh, parts.scaling
 
     def __repr__(self) -> str:
@@ -118,19 +120,25 @@ class Program:
         return compiled
 
     @functools.cached_property
-    def _jitted_step(self) -> Any:
-        return make_step(self._parts)
-
-    @functools.cached_property
     def _compiled(self) -> Any:
-        return compile_lowered(self.lower(), list(self.mesh.devices.flat))
+        if self._parts.optimizer is None:
+            return self._evaluate.compiled()
+        return self._lockstep.compile(self._lower_step)
+
+    def _lower_step(self, together: bool) -> jax.stages.Lowered:
+        return make_step(self._parts, together).lower(*self._inputs)
+
+    @property
+    def _inputs(self) -> tuple[Any, Any]:
+        return self._parts.state_shape, self._parts.with_batch(self._parts.batch_shape)
 
     def lower(self) -> jax.stages.Lowered:
         """The step, lowered for the plan's mesh: for anyone's tools. Without an optimizer, the evaluation."""
-        parts = self._parts
-        if parts.optimizer is None:
+        if self._parts.optimizer is None:
             return self._evaluate.lower()
-        return self._jitted_step.lower(parts.state_shape, parts.with_batch(parts.batch_shape))
+        if self._lockstep.asks and not self._lockstep.together:
+            _ = self._compiled  # tells which of two programs it is
+        return self._lower_step(self._lockstep.together)
 
     @functools.cached_property
     def _limits(self) -> dict[int, Limits]:
@@ -143,7 +151,9 @@ class Program:
 
     @functools.cached_property
     def _value_and_grad(self) -> Any:
-        return make_value_and_grad(self._parts)
+        if not self._lockstep.asks:
+            return make_value_and_grad(self._parts)
+        return self._lockstep.compile(lambda together: make_value_and_grad(self._parts, together).lower(*self._inputs))
 
     def update(self, state: State, grads: PyTree, loss: Any = None) -> State:
         """The state after the optimizer has taken `grads`, in the user's own tree. Gives up `state`.
@@ -281,7 +291,7 @@ class Program:
     @functools.cached_property
     def _report(self) -> Report:
         devices = list(self.mesh.devices.flat)
-        return describe_step(self._parts, audit(self._compiled, self.mesh), hardware_of(devices))
+        return describe_step(self._parts, audit(self._compiled, self.mesh), hardware_of(devices), self._lockstep.notes)
 
     def check(self, state: State, batch: PyTree) -> Check:
         """This plan against one device: the loss and every gradient, and which leaf is farthest off."""

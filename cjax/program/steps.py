@@ -37,11 +37,11 @@ def make_adopt(parts: Parts) -> Any:
     )  # fmt: skip
 
 
-def make_step(parts: Parts) -> Any:
-    """`(state, batch) -> (state, metrics)`; gives up the state."""
+def make_step(parts: Parts, together: bool = False) -> Any:
+    """`(state, batch) -> (state, metrics)`; gives up the state. `together` as in `cjax/program/lockstep.py`."""
 
     def step(state: State, batch: PyTree) -> tuple[State, Metrics]:
-        graded = _gradients(parts, state, batch)
+        graded = _gradients(parts, state, batch, together)
         out, loss = graded.out, mean(graded.out.total, graded.out.weight)
         new, norm, finite = _updated(parts, state, graded.grads, loss)
         carried = _keep_if(finite, out.carried, state._carried)
@@ -65,11 +65,11 @@ def make_step(parts: Parts) -> Any:
     )  # fmt: skip
 
 
-def make_value_and_grad(parts: Parts) -> Any:
+def make_value_and_grad(parts: Parts, together: bool = False) -> Any:
     """`(state, batch) -> (loss, stored gradients)`."""
 
     def value_and_grad(state: State, batch: PyTree) -> tuple[jax.Array, Arrays]:
-        graded = _gradients(parts, state, batch)
+        graded = _gradients(parts, state, batch, together)
         return mean(graded.out.total, graded.out.weight), graded.grads
 
     storage = parts.storage
@@ -98,10 +98,11 @@ def make_update(parts: Parts) -> Any:
     )  # fmt: skip
 
 
-def _gradients(parts: Parts, state: State, batch: PyTree) -> Graded:
+def _gradients(parts: Parts, state: State, batch: PyTree, together: bool) -> Graded:
     key = jax.random.fold_in(state._key, state.step)
     scale = None if parts.scaling is None else state._scaling.scale / parts.loss_size
-    return parts.gradients(state._params, state._frozen, state._carried, batch, key, scale)
+    more = {"together": True} if together else {}
+    return parts.gradients(state._params, state._frozen, state._carried, batch, key, scale, **more)
 
 
 def _updated(parts: Parts, state: State, grads: Arrays, loss: jax.Array) -> tuple[State, jax.Array, jax.Array]:

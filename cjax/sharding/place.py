@@ -23,6 +23,7 @@ from cjax.sharding.attention import attend
 from cjax.sharding.faults import fault_of, holds_fault
 from cjax.sharding.fused import Fused, Kernel, attend_fused, fused_groups
 from cjax.sharding.grid_products import GridProducts
+from cjax.sharding.indexed import evaluate_indexed
 from cjax.sharding.layout import NO_SEQUENCE, Layout
 from cjax.sharding.lookup import find_rows, is_lookup, look_up, pick, picked_dim
 from cjax.sharding.saved import checkpointed, has_complex, kept
@@ -108,6 +109,9 @@ class Placer(Hooks):
         drawn = self._draw(eqn, ins) if self._draw else None
         if drawn is not None:
             return drawn
+        indexed = self._indexed(eqn, ins, scope) if eqn.primitive.name != "gather" else None
+        if indexed is not None:
+            return indexed
         found = self._looked_up(eqn, ins, scope)
         if self._layout.grid is not None and eqn.primitive.name in MATMULS:
             ins = [self._off_grid(v, x, scope) for v, x in zip(eqn.invars, ins, strict=True)]
@@ -161,10 +165,10 @@ class Placer(Hooks):
         if grid is None:
             split = [d for d, axes in enumerate(spec) if axes]
             if not is_lookup(eqn) or split != list(numbers.collapsed_slice_dims):
-                return None
+                return next(iter(self._indexed(eqn, ins, scope) or ()), None)
             return find_rows(eqn, ins[0], ins[1], spec, rows, self._mesh)
         if scope.origin.get(operand) not in self._layout.weights or not is_lookup(eqn):
-            return None
+            return next(iter(self._indexed(eqn, ins, scope) or ()), None)
         (dim,) = numbers.collapsed_slice_dims
         rest = self._layout.spec([-1 if d == dim else c for d, c in enumerate(classes)], operand.aval.shape)
         spec = PartitionSpec(*(grid.weight if d == dim else axes for d, axes in enumerate(rest)))
@@ -172,6 +176,20 @@ class Placer(Hooks):
         out = self._layout.spec(dims.of(eqn.outvars[0], scope), eqn.outvars[0].aval.shape)
         behind = [axes for d, axes in enumerate(out) if d not in numbers.offset_dims]
         return look_up(eqn, ins[0], ins[1], spec, PartitionSpec(*behind, *rows[len(behind):]), self._mesh)
+
+    def _indexed(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any] | None:
+        """The results of a gather, a scatter or a sort in a stage of a pipeline: the compiler could stop the process."""
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if PIPE not in manual or all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
+            return None
+        specs = [
+            PartitionSpec()
+            if isinstance(v, jex.Literal)
+            else self._layout.spec(self._trace.dims.of(v, scope), v.aval.shape)
+            for v in eqn.invars
+        ]
+        given = [self._lowering.raised(x, v) if self._lowering else x for x, v in zip(ins, eqn.invars, strict=True)]
+        return evaluate_indexed(eqn, [jnp.asarray(x) for x in given], specs, self._mesh)
 
     def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
         groups = self._products.find(eqns, results, scope)

@@ -1,0 +1,88 @@
+"""Whether the stages of a pipeline may each take its own branches, or have to go through all of them together.
+
+XLA's partitioner decides what an operation on a split dim becomes: a slice, a concatenation or a gather may turn into
+a permute, at which it wants every device of the program. Only the compiled program tells. So it is compiled with
+branches that are each stage's own, and if any of these holds a collective that other stages would have to come to, once
+more with stages that go together.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from cjax.audit.stages import Wait, waits
+from cjax.mesh import PIPE, compile_lowered
+from cjax.program.state import Parts
+
+Lower = Callable[[bool], jax.stages.Lowered]
+MOST_NAMED = 3
+
+
+class Lockstep:
+    """What is known of the stages of one program.
+
+    Args:
+      parts: the program's.
+      known: what another program with these layers has found out.
+
+    Attributes:
+      together: whether stages go through all branches together.
+    """
+
+    def __init__(self, parts: Parts, known: "Lockstep | None" = None) -> None:
+        self._parts = parts
+        self.together = known.together if known else parts.line is not None and parts.line.together
+        self._found: Sequence[Wait] = ()
+        shape = parts.mesh.shape
+        self.asks = parts.line is not None and parts.mesh.size > shape[PIPE]  # a stage of one device has no collectives
+
+    def compile(self, lower: Lower) -> jax.stages.Compiled:
+        """The program that `lower` gives, for stages that go together or not, as it can run.
+
+        Raises:
+          ValueError: it can't, since the author's own branches hold what would have to be together.
+        """
+        if self.asks and not self.together:
+            compiled = self._compile(lower(False))
+            self._found = waits(compiled, self._parts.mesh, PIPE)
+            self.together = bool(self._found)
+            if not self.together:
+                return compiled
+        compiled = self._compile(lower(self.together))
+        if self.asks and (left := waits(compiled, self._parts.mesh, PIPE)):
+            raise self._never(left)
+        return compiled
+
+    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        return compile_lowered(lowered, list(self._parts.mesh.devices.flat))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know."""
+        line, plan = self._parts.line, self._parts.plan
+        if line is None or not self.together:
+            return ()
+        slower = line.schedule.split
+        costs = ": zero_bubble is no faster than 1f1b here" if slower else ""
+        what = "stages go through all branches of a tick together, since"
+        if self._found:
+            return (f"{what} XLA has put {_named(self._found)}{costs}",)
+        why = "positions are moved by permutes" if plan.sequence.size > 1 else "a grid is moved by permutes"
+        return (f"{what} {why}{costs}",) if slower else ()
+
+    def _never(self, left: Sequence[Wait]) -> ValueError:
+        plan = self._parts.plan
+        choices = ", ".join(dict.fromkeys(wait.choice for wait in left))
+        return ValueError(
+            f"pipeline={plan.pipeline}: in a tick each stage has another micro-batch, so that one takes a branch of "
+            f"this model ({choices}) which another does not, and XLA has put {_named(left)}, to which all stages would "
+            "have to come: they would wait for ever. Compute both sides and choose with jnp.where in the place of "
+            f"lax.cond or lax.while_loop, or leave pipeline, or what splits its stages, out of the plan {str(plan)!r}."
+        )
+
+
+def _named(found: Sequence[Wait]) -> str:
+    """`a collective-permute into Block/concatenate and 2 more`."""
+    places = list(dict.fromkeys(f"{wait.kind} for {wait.where}" for wait in found))
+    more = f" and {len(places) - MOST_NAMED} more" if len(places) > MOST_NAMED else ""
+    return ", ".join(places[:MOST_NAMED]) + more + " into them"
