@@ -81,6 +81,13 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "nnx class": ({"model": nnx.Linear}, TypeError, ["class Linear", "`lambda rngs: Linear(..., rngs=rngs)`"]),
     "no batch": ({"batch": None}, ValueError, ["no rows", "np.zeros((8, 5)"]),
     "no rows": ({"batch": rows(0)}, ValueError, ["no rows"]),
+    "a million million rows": (
+        {"batch": {"x": jax.ShapeDtypeStruct((10**12, 5), jnp.float32)}},
+        ValueError, ["1,000,000,000,000 rows", "one step"],
+    ),
+    "a device twice": (
+        {"plan": "data=2", "devices": [jax.devices("cpu")[3]] * 2}, ValueError, ["cpu:3 twice", "jax.devices()"],
+    ),
     "lists": ({"batch": [[1.0, 2.0], [3.0, 4.0]]}, ValueError, ["single numbers", "np.zeros"]),
     "words": ({"batch": {"x": np.array(["a"] * 8)}}, TypeError, ["'x'", "array of <U1", "ShapeDtypeStruct"]),
     "a loader": ({"batch": (rows() for _ in range(2))}, TypeError, ["a generator", "Give one batch"]),
