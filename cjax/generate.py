@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cjax.mesh import BATCH_AXES
+from cjax.mesh import BATCH_AXES, own_context
 from cjax.models.generation import Decoder
 from cjax.models.generation import generate as continued
 from cjax.program import Program, State
 
 
+@own_context
 def generate(
     source: Program | Decoder,
     tokens: Any,

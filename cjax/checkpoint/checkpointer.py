@@ -11,6 +11,7 @@ import jax
 from cjax.checkpoint.description import checkpoint_steps, place_of
 from cjax.checkpoint.replacing import prune, settle_all
 from cjax.checkpoint.storage import meet, restore, start_writing
+from cjax.mesh import own_context
 from cjax.tree import PyTree
 
 
@@ -39,6 +40,7 @@ class Checkpointer:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
 
+    @own_context
     def save(self, step: int, tree: PyTree, meta: Mapping[str, Any], wait: bool = False) -> None:
         """Writes a checkpoint; returns when the arrays may be donated, which is before they are on disk.
 
@@ -63,7 +65,8 @@ class Checkpointer:
             self.wait()
 
     def _finish(self, finish: Callable[[], None]) -> None:
-        finish()
+        with jax.transfer_guard("allow"):  # a thread of its own has the guard that JAX was configured with
+            finish()
         if self._keep is not None and jax.process_index() == 0:
             prune(self.folder, self._keep)
 

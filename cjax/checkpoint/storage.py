@@ -30,9 +30,11 @@ from cjax.checkpoint.description import (
     write_description,
 )
 from cjax.checkpoint.replacing import is_part, located, put_in_place, settle
+from cjax.mesh import own_context
 from cjax.tree import PyTree, leaf_names
 
 
+@own_context
 def save(path: str | Path, tree: PyTree, meta: Mapping[str, Any]) -> None:
     """Writes one checkpoint to the folder `path`; returns when it is on disk. An older one there is replaced.
 
@@ -86,6 +88,7 @@ def _finish_writing(writer: ocp.AsyncCheckpointer, unfinished: Path, summary: Su
             put_in_place(unfinished, summary.path)
 
 
+@own_context
 def restore(path: str | Path, abstract: PyTree, ignore: Sequence[str] = ()) -> tuple[PyTree, dict[str, Any]]:
     """Reads a checkpoint onto the placement that `abstract` asks for; each device receives its own part alone.
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.mesh import compiler_options
@@ -196,7 +197,7 @@ def check_on_devices(batch: PyTree, placed: PyTree, limits: dict[int, Limits], m
     """
     leaves, there = (jax.tree.leaves(batch), jax.tree.leaves(placed)) if limits else ([], [])
     arrays = {i: leaves[i] for i in limits if isinstance(leaves[i], jax.Array) and leaves[i].size}
-    new = [i for i, leaf in arrays.items() if not isinstance(leaf, jax.core.Tracer) and not _is_good(leaf, limits[i])]
+    new = [i for i, leaf in arrays.items() if not isinstance(leaf, core.Tracer) and not _is_good(leaf, limits[i])]
     if not new:
         return
     looked = _looker(tuple(limits[i] for i in new), mesh)([there[i] for i in new])
