@@ -276,7 +276,9 @@ class Program:
 
     @own_context
     def compare(self, plans: Iterable[Plan | str]) -> Comparison:
-        """Several plans side by side, each compiled; one that is refused, or fails to compile, is a row with its reason."""
+        """Several plans side by side, each compiled; one that is refused or doesn't compile is a row that says why."""
+        if isinstance(plans, str | Plan):
+            raise TypeError(f"compare takes several plans: compare([{str(plans)!r}, ...])")
         rows = []
         for plan in plans:
             outcome = self._try(str(plan))

@@ -122,6 +122,31 @@ def test_compare_keeps_a_row_for_what_is_refused() -> None:
     assert "8 are here" in str(table.candidates[0].reason)
 
 
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK"), AssertionError(), TypeError("x")])
+def test_compare_goes_on_behind_a_plan_that_does_not_compile(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: cjax.Program) -> Any:
+        raise error
+
+    monkeypatch.setattr(cjax.Program, "report", fail)
+    table = make().compare(["data=8", "data=3"])
+    assert [row.report for row in table.candidates] == [None, None]
+    assert type(error).__name__ in table.candidates[0].reason and str(error) in table.candidates[0].reason
+    assert "8 are here" in table.candidates[1].reason
+    assert "RET_CHECK" in str(table) or "RET_CHECK" not in str(error)
+    assert 'compare(["data=8", ...])' in refusal(lambda: make().compare("data=8"), TypeError).replace("'", '"')
+
+
+def test_compare_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: cjax.Program) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cjax.Program, "report", fail)
+    with pytest.raises(KeyboardInterrupt):
+        make().compare(["data=8"])
+
+
 def test_a_model_may_be_given_as_shapes_alone() -> None:
     batch = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in rows().items()}
     program = make(cjax.Plan(data=4, tensor=2), batch=batch, model=Net())
