@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cjax.mesh import BATCH_AXES
-from cjax.models.generation import Decoder
+from cjax.mesh import BATCH_AXES, own_context
+from cjax.models.generation import Decoder, read_prompt
 from cjax.models.generation import generate as continued
 from cjax.program import Program, State
 
 
+@own_context
 def generate(
     source: Program | Decoder,
     tokens: Any,
@@ -71,6 +72,7 @@ def generate(
     if not isinstance(model, Decoder):
         kind = type(model).__name__
         raise TypeError(f"generate continues texts with a GPT, Llama or T5, and this program trains a {kind}")
+    tokens = read_prompt(tokens, model.config.vocab_size)
     axes = tuple(axis for axis in BATCH_AXES if source.mesh.shape.get(axis, 1) > 1)
     rows, parts = len(tokens), source.mesh.size // plan.tensor.size
     if rows % parts:

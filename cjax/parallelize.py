@@ -27,7 +27,7 @@ from cjax.gradients import (
     reduction,
     sharing,
 )
-from cjax.mesh import BATCH_AXES, PIPE, Device, build_mesh, resolve_devices
+from cjax.mesh import BATCH_AXES, PIPE, Device, build_mesh, own_context, resolve_devices
 from cjax.models import readers
 from cjax.models.cross_entropy import all_at_once
 from cjax.optim import LossScale
@@ -56,6 +56,7 @@ PyTree = Any
 Arrays = tuple[jax.Array, ...]
 
 
+@own_context
 def parallelize(
     model: Any,
     loss: Any,
@@ -255,7 +256,9 @@ def _decide(
     params = sum(_bytes(leaf) for leaf in jax.tree.leaves(captured.params_shape))
     state = 0
     if optimizer is not None:
-        state = sum(_bytes(leaf) for leaf in jax.tree.leaves(jax.eval_shape(optimizer.init, captured.params_shape)))
+        with jax.numpy_dtype_promotion("standard"):  # of optax: see store_optimizer
+            made = jax.eval_shape(optimizer.init, captured.params_shape)
+        state = sum(_bytes(leaf) for leaf in jax.tree.leaves(made))
     limit, num = hardware_of(devices).memory, len(devices)
 
     def estimate(plan: Plan) -> int:

@@ -74,3 +74,35 @@ def test_what_cannot_be_said_is_refused() -> None:
         cjax.generate(program, PROMPT, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="longer than this model's context"):
         cjax.generate(model, np.zeros((2, 13), np.int32), 2, temperature=0)
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "out of the vocabulary": (np.where(PROMPT == PROMPT[2, 3], 101, PROMPT), r"holds 101 at .*0 to 100"),
+    "negative": (np.where(np.arange(5) == 4, -1, PROMPT), r"holds -1 at \[0, 4\]"),
+    "floats": (PROMPT.astype(np.float32), r"not float32\[8, 5\]"),
+    "one text": (PROMPT[0], r"not int32\[5\]"),
+    "empty": (PROMPT[:, :0], r"not int32\[8, 0\]"),
+    "a list": (["hello"], "as integers.*tokenizer"),
+    "on the devices": (jax.numpy.asarray(PROMPT + 200), "outside this model's vocabulary of 101"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_prompt_that_is_none_is_refused(name: str) -> None:
+    tokens, said = WRONG[name]
+    made = program("cjax_gpt")
+    state = made.init(0)
+    with pytest.raises(ValueError, match=said):
+        cjax.generate(made, tokens, 2, temperature=0, state=state)
+    with pytest.raises(ValueError, match=said):
+        cjax.generate(made.model(state), tokens, 2, temperature=0)
+
+
+def test_numbers_that_make_no_sense_are_refused() -> None:
+    model = program("cjax_gpt").model(program("cjax_gpt").init(0))
+    for num in (-3, 2.5, "3", True):
+        with pytest.raises(ValueError, match="num_tokens="):
+            cjax.generate(model, PROMPT, num, temperature=0)  # type: ignore[arg-type]
+    for options in ({"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": 0, "stop": [101]}):
+        with pytest.raises(ValueError, match="generate got"):
+            cjax.generate(model, PROMPT, 2, jax.random.key(0), **options)  # type: ignore[arg-type]

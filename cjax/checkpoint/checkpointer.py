@@ -2,15 +2,16 @@
 
 import concurrent.futures
 import errno
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from cjax.checkpoint.description import checkpoint_steps
+from cjax.checkpoint.description import checkpoint_steps, place_of
+from cjax.checkpoint.replacing import prune, settle_all
 from cjax.checkpoint.storage import meet, restore, start_writing
+from cjax.mesh import own_context
 from cjax.tree import PyTree
 
 
@@ -39,6 +40,7 @@ class Checkpointer:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None
 
+    @own_context
     def save(self, step: int, tree: PyTree, meta: Mapping[str, Any], wait: bool = False) -> None:
         """Writes a checkpoint; returns when the arrays may be donated, which is before they are on disk.
 
@@ -53,6 +55,8 @@ class Checkpointer:
         """
         self.wait()
         try:
+            if jax.process_index() == 0:
+                settle_all(self.folder)
             finish = start_writing(self.folder / str(step), step, tree, meta)
         except OSError as error:
             raise self._with_last(error) from error
@@ -61,10 +65,10 @@ class Checkpointer:
             self.wait()
 
     def _finish(self, finish: Callable[[], None]) -> None:
-        finish()
+        with jax.transfer_guard("allow"):  # a thread of its own has the guard that JAX was configured with
+            finish()
         if self._keep is not None and jax.process_index() == 0:
-            for step in checkpoint_steps(self.folder)[: -self._keep]:
-                shutil.rmtree(self.folder / str(step))
+            prune(self.folder, self._keep)
 
     def wait(self) -> None:
         """Returns when the last checkpoint is on disk.
@@ -84,8 +88,11 @@ class Checkpointer:
 
     def _with_last(self, error: OSError) -> OSError:
         last = self.latest()
-        intact = "there is no earlier one" if last is None else f"the last whole one is {self.folder / str(last)}"
-        return OSError(error.errno or errno.EIO, f"{error.strerror or error}; {intact}")
+        whole = "there is no earlier one" if last is None else f"the last whole one is {self._place(last)}"
+        return OSError(error.errno or errno.EIO, f"{error.strerror or error}; {whole}")
+
+    def _place(self, step: int) -> Path:
+        return place_of(self.folder / str(step))
 
     def latest(self) -> int | None:
         """The last step that has a whole checkpoint; None before the first."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 FILE_NAME = "checkpoint.json"
-UNFINISHED = ".unfinished"
+UNFINISHED, REPLACED, REMOVED = ".unfinished", ".replaced", ".removed"  # see `replacing`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,15 @@ class Summary:
 
 
 def describe(path: Path, step: int, arrays: Mapping[str, ArrayInfo], meta: Mapping[str, Any]) -> Summary:
-    """The description of a checkpoint that is about to be written; `files` are added when they are there."""
+    """The description of a checkpoint that is about to be written; `files` are added when they are there.
+
+    Raises:
+        ValueError: `meta` can't be kept as JSON.
+    """
+    try:
+        json.dumps(meta)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`meta` is kept as JSON, which this is not ({error}): {meta!r:.200}") from error
     versions = {"cjax": _version("cjax"), "jax": _version("jax"), **meta}
     return Summary(path, step, str(meta.get("plan", "")), arrays, versions, {})
 
@@ -94,19 +102,48 @@ def read_description(path: Path) -> Summary:
     """
     file = path / FILE_NAME
     if not file.is_file():
-        raise FileNotFoundError(f"there is no checkpoint in {path}{_nearby(path)}")
-    try:
-        outer = json.loads(file.read_bytes())
-        content = outer["content"]
-        intact = zlib.crc32(json.dumps(content).encode()) == outer["crc32"]
-    except (ValueError, KeyError, TypeError):  # whatever a changed byte can make of JSON; the answer is the same
-        intact, content = False, {}
-    if not intact:
+        if path.is_dir() and any(entry.name != FILE_NAME for entry in path.iterdir()):
+            what = (
+                f"{path} holds no whole checkpoint: {FILE_NAME} is missing, so it is a part of one, or something else"
+            )
+        else:
+            what = f"there is no checkpoint in {path}"
+        raise FileNotFoundError(f"{what}{_nearby(path)}")
+    content = _content(file)
+    if content is None:
         raise ValueError(f"{file} is damaged; this checkpoint can't be trusted{_nearby(path)}")
     arrays = {name: ArrayInfo(tuple(shape), dtype, size) for name, (shape, dtype, size) in content["arrays"].items()}
     files = {name: (size, crc) for name, (size, crc) in content["files"].items()}
     meta = content["meta"]
     return Summary(path, content["step"], str(meta.get("plan", "")), arrays, meta, files)
+
+
+def _content(file: Path) -> dict[str, Any] | None:
+    """What a description says; None if it is damaged."""
+    try:
+        outer = json.loads(file.read_bytes())
+        content = outer["content"]
+        return content if zlib.crc32(json.dumps(content).encode()) == outer["crc32"] else None
+    except (ValueError, KeyError, TypeError, RecursionError):  # whatever a changed byte can make of JSON
+        return None
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a folder holds a checkpoint to the last file. Their bytes are not read; `check_files` does."""
+    content = _content(path / FILE_NAME) if (path / FILE_NAME).is_file() else None
+    if content is None:
+        return False
+    files = ((path / name, size) for name, (size, _) in content["files"].items())
+    return all(file.is_file() and file.stat().st_size == size for file, size in files)
+
+
+def place_of(path: Path) -> Path:
+    """The folder that holds the checkpoint called `path`: itself, or, where it was being replaced when its process was
+    killed, the new one if that is whole, or else the old one."""
+    if (path / FILE_NAME).is_file():
+        return path
+    aside = (path.with_name(path.name + ending) for ending in (UNFINISHED, REPLACED))
+    return next((other for other in aside if is_whole(other)), path)
 
 
 def check_same(summary: Summary, wanted: Mapping[str, ArrayInfo], ignore: Sequence[str]) -> None:
@@ -152,7 +189,10 @@ def check_files(summary: Summary, part: int = 0, num_parts: int = 1) -> None:
 
 def checkpoint_steps(folder: Path) -> list[int]:
     """The steps that have a whole checkpoint in `folder`, in order."""
-    found = (file.parent.name for file in folder.glob(f"*/{FILE_NAME}"))
+    found = {file.parent.name for file in folder.glob(f"*/{FILE_NAME}")}
+    # The old one went aside, so the new one was whole. One that is whole without that never had its name.
+    aside = {name.removesuffix(REPLACED) for name in (file.name for file in folder.glob(f"*{REPLACED}"))}
+    found |= {name for name in aside if place_of(folder / name).exists()}
     return sorted(int(name) for name in found if name.isdecimal())
 
 
@@ -166,14 +206,16 @@ def inspect(path: str | Path) -> Summary:
     path = Path(path).absolute()
     for folder in (path, path / "checkpoints"):
         if steps := checkpoint_steps(folder):
-            return read_description(folder / str(steps[-1]))
-    return read_description(path)
+            return read_description(place_of(folder / str(steps[-1])))
+    return read_description(place_of(path))
 
 
 def _nearby(path: Path) -> str:
     """The end of a message: what else could be restored."""
-    others = sorted((file.parent for file in path.parent.glob(f"*/{FILE_NAME}")), key=lambda p: (len(p.name), p.name))
-    names = ", ".join(other.name for other in others if other != path)
+    found = (file.parent.name for file in path.parent.glob(f"*/{FILE_NAME}"))
+    others = {name.removesuffix(REPLACED).removesuffix(UNFINISHED) for name in found if not name.endswith(REMOVED)}
+    whole = (name for name in others if (place_of(path.parent / name) / FILE_NAME).is_file() and name != path.name)
+    names = ", ".join(sorted(whole, key=lambda name: (len(name), name)))
     text = f"; in {path.parent} there is also: {names}" if names else f"; there is no other in {path.parent}"
     if path.with_name(path.name + UNFINISHED).exists():
         text += " (the writing of this one was cut off)"

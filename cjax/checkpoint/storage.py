@@ -1,12 +1,12 @@
 """One checkpoint, to and from a folder: `arrays`, in Orbax's form, beside the description.
 
 It is written under another name, and renamed when the last byte is there: a folder with the final name is whole.
+`replacing` has what happens to the one that had the name before.
 """
 
 import contextlib
 import errno
 import functools
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,9 +29,12 @@ from cjax.checkpoint.description import (
     read_description,
     write_description,
 )
+from cjax.checkpoint.replacing import is_part, located, put_in_place, settle
+from cjax.mesh import own_context
 from cjax.tree import PyTree, leaf_names
 
 
+@own_context
 def save(path: str | Path, tree: PyTree, meta: Mapping[str, Any]) -> None:
     """Writes one checkpoint to the folder `path`; returns when it is on disk. An older one there is replaced.
 
@@ -45,7 +48,7 @@ def save(path: str | Path, tree: PyTree, meta: Mapping[str, Any]) -> None:
         OSError: it could not be written; what was there before still is.
     """
     path = Path(path).absolute()
-    if path.exists() and not (path / FILE_NAME).is_file():
+    if path.exists() and not (path / FILE_NAME).is_file() and not is_part(path):
         raise FileExistsError(f"{path} exists and holds no checkpoint; name another folder")
     finish = start_writing(path, int(meta.get("step", 0)), tree, meta)
     try:
@@ -69,7 +72,7 @@ def start_writing(path: Path, step: int, tree: PyTree, meta: Mapping[str, Any]) 
     unfinished = path.with_name(path.name + UNFINISHED)
     with _explained(summary):
         if jax.process_index() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            settle(path)
             unfinished.mkdir(parents=True)
         meet()
         writer = ocp.AsyncCheckpointer(_handler())
@@ -82,13 +85,10 @@ def _finish_writing(writer: ocp.AsyncCheckpointer, unfinished: Path, summary: Su
         writer.wait_until_finished()
         if jax.process_index() == 0:
             write_description(unfinished, summary)
-            replaced = summary.path.with_name(summary.path.name + ".replaced")
-            if summary.path.exists():
-                os.replace(summary.path, replaced)
-            os.replace(unfinished, summary.path)
-            shutil.rmtree(replaced, ignore_errors=True)
+            put_in_place(unfinished, summary.path)
 
 
+@own_context
 def restore(path: str | Path, abstract: PyTree, ignore: Sequence[str] = ()) -> tuple[PyTree, dict[str, Any]]:
     """Reads a checkpoint onto the placement that `abstract` asks for; each device receives its own part alone.
 
@@ -105,7 +105,7 @@ def restore(path: str | Path, abstract: PyTree, ignore: Sequence[str] = ()) -> t
         FileNotFoundError: no checkpoint there, with those that are nearby.
         ValueError: it is of another model (every name, shape and dtype that differs), or damaged (every file).
     """
-    summary = read_description(Path(path).absolute())
+    summary = read_description(located(Path(path).absolute()))
     leaves, treedef = jax.tree.flatten(abstract)
     wanted = dict(zip(_unique_names(abstract), leaves, strict=True))
     infos = {name: _info(leaf) for name, leaf in wanted.items()}
@@ -143,6 +143,8 @@ def _explained(summary: Summary) -> Iterator[None]:
     """Turns what a full or broken disk raises, deep inside, into one OSError that says what it takes."""
     try:
         yield
+    except FileExistsError:  # says itself what is in the way
+        raise
     except (OSError, ValueError, RuntimeError) as error:  # tensorstore raises ValueError for errors of the disk
         place = next(folder for folder in summary.path.parents if folder.exists())
         free = shutil.disk_usage(place).free

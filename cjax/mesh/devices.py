@@ -86,6 +86,16 @@ def resolve_devices(devices: Sequence[Device] | str | None = None) -> list[Devic
         found = list(devices) if isinstance(devices, Iterable) else []
         if not found or not all(isinstance(device, jax.Device) for device in found):
             raise ValueError(f'devices must be JAX devices or text such as "h100:64", not {devices!r}.')
+        if twice := sorted({str(device) for device in found if found.count(device) > 1}):
+            raise ValueError(
+                f"devices holds {', '.join(twice)} twice, and a device has one part of the work: give each once, as "
+                "jax.devices() does. (Virtual CPU devices, to try a plan with: cjax.simulate(8).)"
+            )
+        if len(platforms := sorted({device.platform for device in found})) > 1:
+            raise ValueError(
+                f"devices are of {' and '.join(platforms)}, and a program runs on one kind: give "
+                f"jax.devices({platforms[-1]!r})."
+            )
         return found
     match = re.fullmatch(r"\s*(\w+)\s*:\s*(\d+)\s*", devices)
     kinds = ["cpu", *CARDS]

@@ -2,11 +2,15 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import core
 
 from cjax.models.gpt import GPT
 from cjax.models.llama import Llama
@@ -65,18 +69,47 @@ def generate(
     >>> generate(model, jnp.zeros([2, 3], jnp.int32), 5, jax.random.key(0)).shape
     (2, 8)
     """
+    tokens = read_prompt(tokens, model.config.vocab_size)
+    check_num_tokens(num_tokens)
     choice = _Choice(float(temperature), top_k, None if top_p is None else float(top_p), tuple(map(int, stop)))
     _check(model, tokens, key, choice, present)
     graph, state = nnx.split(model)
     key = jax.random.key(0) if key is None else key
-    return _generate(graph, state, jnp.asarray(tokens, jnp.int32), present, key, num_tokens, choice)
+    return _generate(graph, state, jnp.asarray(tokens, jnp.int32), present, key, int(num_tokens), choice)
 
 
-def _check(
-    model: Decoder, tokens: jax.Array, key: jax.Array | None, choice: _Choice, present: jax.Array | None
-) -> None:
-    if tokens.ndim != 2 or tokens.shape[1] == 0:
-        raise ValueError(f"generate needs tokens of shape [batch, length >= 1], not {list(tokens.shape)}")
+def read_prompt(tokens: Any, vocab_size: int) -> jax.Array | np.ndarray:
+    """`tokens` as an array.
+
+    Raises:
+        ValueError: not rows of whole numbers, or one outside the vocabulary.
+    """
+    array = tokens if hasattr(tokens, "dtype") else np.asarray(tokens)
+    if array.dtype.kind not in "iu" or array.ndim != 2 or 0 in array.shape:
+        raise ValueError(
+            f"generate needs tokens as integers of shape [batch, length >= 1], not {array.dtype}{list(array.shape)}. "
+            "A text goes through the tokenizer of the model first: np.array([tokenizer.encode(text)])."
+        )
+    if isinstance(array, jax.Array) and (isinstance(array, core.Tracer) or not array.is_fully_addressable):
+        return array
+    held = np.asarray(jax.device_get(array))
+    outside = (held < 0) | (held >= vocab_size)
+    if outside.any():
+        where = tuple(int(n) for n in np.argwhere(outside)[0])
+        raise ValueError(
+            f"the prompt holds {int(held[where])} at {list(where)}, outside this model's vocabulary of {vocab_size}, "
+            f"whose tokens are 0 to {vocab_size - 1}: take the tokenizer that the model was trained with."
+        )
+    return array
+
+
+def check_num_tokens(num_tokens: Any) -> None:
+    """Raises ValueError unless this is a number of tokens to add."""
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int | np.integer) or num_tokens < 0:
+        raise ValueError(f"generate got num_tokens={num_tokens!r}; it adds a whole number of tokens, such as 20")
+
+
+def _check(model: Decoder, tokens: Any, key: jax.Array | None, choice: _Choice, present: jax.Array | None) -> None:
     if not isinstance(model, T5):
         if tokens.shape[1] > model.config.context:
             raise ValueError(
@@ -85,13 +118,25 @@ def _check(
             )
         if present is not None:
             raise ValueError("generate takes `present` for a T5 only; give other models prompts of one length")
-    if choice.temperature < 0 or (choice.top_k is not None and not 1 <= choice.top_k <= model.config.vocab_size):
+    if not 0 <= choice.temperature < math.inf or (
+        choice.top_k is not None and not 1 <= choice.top_k <= model.config.vocab_size
+    ):
         raise ValueError(
             f"generate got temperature={choice.temperature}, top_k={choice.top_k}; "
-            f"it needs temperature >= 0 and 1 <= top_k <= {model.config.vocab_size}"
+            f"it needs a finite temperature >= 0 and 1 <= top_k <= {model.config.vocab_size}"
         )
     if choice.top_p is not None and not 0 < choice.top_p <= 1:
         raise ValueError(f"generate got top_p={choice.top_p}; it is a probability above 0, such as top_p=0.9")
+    if outside := [token for token in choice.stop if not 0 <= token < model.config.vocab_size]:
+        raise ValueError(
+            f"generate got stop={list(choice.stop)}, and {outside[0]} is no token: the vocabulary's are 0 to "
+            f"{model.config.vocab_size - 1}"
+        )
+    if present is not None and jnp.shape(present) != tokens.shape:
+        raise ValueError(
+            f"`present` is of shape {list(jnp.shape(present))}; it says of each token whether it counts: "
+            f"{list(tokens.shape)}"
+        )
     if choice.temperature > 0 and key is None:
         raise ValueError("generate samples at random: give it key=jax.random.key(0), or temperature=0")
 

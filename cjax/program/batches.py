@@ -1,11 +1,14 @@
 """A batch as the user gives it: checked against what was promised, and placed on the mesh."""
 
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.mesh import compiler_options
@@ -44,7 +47,9 @@ def place_batch(parts: Parts, batch: PyTree, limits: dict[int, Limits]) -> PyTre
                 "like this. (A last batch with fewer rows: drop it, or give it to evaluate, which takes any number.)"
             )
     check_indices(batch, limits)
-    return join_processes(batch, parts.batch_shardings)
+    placed = join_processes(batch, parts.batch_shardings)
+    check_on_devices(batch, placed, limits, parts.mesh)
+    return placed
 
 
 def check_tree(batch: PyTree, wanted: PyTree) -> None:
@@ -142,6 +147,11 @@ def batch_structs(batch: PyTree) -> PyTree:
     if not rows or 0 in rows.values():
         why = ": all its leaves are single numbers" if structs and not rows else ""
         raise ValueError(f"this batch has no rows{why}. {write}")
+    if (most := max(rows.values())) >= 2**31:
+        raise ValueError(
+            f"this batch has {most:,} rows; an array of JAX has at most {2**31 - 1:,} of them. Give the rows of one "
+            "step; what an epoch has is the loader's to know."
+        )
     if len(set(rows.values())) > 1:
         counts = ", ".join(f"{name} {count}" for name, count in rows.items())
         raise ValueError(
@@ -159,19 +169,95 @@ def table_limits(trace: Trace) -> dict[int, Limits]:
 
 
 def check_indices(batch: PyTree, limits: dict[int, Limits]) -> None:
-    """Raises ValueError for an index outside its table; arrays that live on devices are not read."""
+    """Raises ValueError for an index outside its table, in what the host holds; `check_on_devices` has the rest."""
     leaves = jax.tree.leaves(batch) if limits else []
     for i, allowed in limits.items():
-        leaf, size, low, others = leaves[i], allowed.size, allowed.low, allowed.others
-        if not isinstance(leaf, np.ndarray) or not leaf.size or (leaf.min() >= low and leaf.max() < size):
+        if isinstance(leaves[i], jax.Array):
             continue
-        outside = ((leaf < low) | (leaf >= size)) & ~np.isin(leaf, list(others))
+        leaf = np.asarray(leaves[i])
+        if not leaf.size or (leaf.min() >= allowed.least and leaf.max() < allowed.size):
+            continue
+        outside = ((leaf < allowed.least) | (leaf >= allowed.size)) & ~np.isin(leaf, list(allowed.others))
         if outside.any():
             where = tuple(int(n) for n in np.argwhere(outside)[0])
-            bad = int(leaf[where])
-            also = "".join(f", and {n}" for n in sorted(others))
-            room = f", or make the model with room for {max(bad, -bad - 1) + 1}" if bad >= 0 or low < 0 else ""
-            raise ValueError(
-                f"batch {leaf_names(batch)[i]!r} holds {bad} at {list(where)}, outside a table of {size} rows (a "
-                f"vocabulary, or classes?), which are 0 to {size - 1}{also}. Check the tokenizer or the labels{room}."
-            )
+            raise _outside(leaf_names(batch)[i], int(leaf[where]), where, allowed)
+
+
+def check_on_devices(batch: PyTree, placed: PyTree, limits: dict[int, Limits], mesh: Mesh) -> None:
+    """Raises ValueError for an index outside its table, in arrays that live on devices already.
+
+    They are looked at where they are, and two numbers of each come to the host. An array that was found to be good is
+    not looked at again.
+
+    Args:
+      batch: the user's.
+      placed: the same, on the mesh.
+      limits: for leaves that index a table, by position: what they may hold.
+      mesh: of the program.
+    """
+    leaves, there = (jax.tree.leaves(batch), jax.tree.leaves(placed)) if limits else ([], [])
+    arrays = {i: leaves[i] for i in limits if isinstance(leaves[i], jax.Array) and leaves[i].size}
+    new = [i for i, leaf in arrays.items() if not isinstance(leaf, core.Tracer) and not _is_good(leaf, limits[i])]
+    if not new:
+        return
+    looked = _looker(tuple(limits[i] for i in new), mesh)([there[i] for i in new])
+    for i, (place, bad) in zip(new, jax.device_get(looked), strict=True):
+        if place < leaves[i].size:
+            where = tuple(int(n) for n in np.unravel_index(place, leaves[i].shape))
+            raise _outside(leaf_names(batch)[i], int(bad), where, limits[i])
+        _good[id(leaves[i]), limits[i]] = weakref.ref(leaves[i])
+
+
+# By identity: arrays never change. References are weak, so that nothing is kept for having been looked at.
+_good: dict[tuple[int, Limits], weakref.ref[jax.Array]] = {}
+
+
+def _is_good(leaf: jax.Array, limits: Limits) -> bool:
+    if len(_good) > 1024:
+        for key in [key for key, known in _good.items() if known() is None]:
+            del _good[key]
+    known = _good.get((id(leaf), limits))
+    return known is not None and known() is leaf
+
+
+@functools.lru_cache(maxsize=64)
+def _looker(limits: tuple[Limits, ...], mesh: Mesh) -> Any:
+    """Of arrays, the place of the first index that is outside of each one's limits, counted through all of its rows,
+    and the index; without one the place is behind the end. Plain reductions, since rows are on many devices."""
+
+    def look(arrays: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+        found = []
+        for array, allowed in zip(arrays, limits, strict=True):
+            held = jnp.iinfo(array.dtype)
+            outside = jnp.zeros(array.shape, bool)
+            if allowed.least > held.min:
+                outside |= array < allowed.least
+            if allowed.size <= held.max:
+                outside |= array >= allowed.size
+            for other in allowed.others:
+                if held.min <= other <= held.max:
+                    outside &= array != other
+            places = jnp.arange(array.size).reshape(array.shape)
+            place = jnp.where(outside, places, array.size).min()
+            found.append((place, jnp.where(places == place, array, held.min).max()))
+        return found
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(look, out_shardings=whole, compiler_options=compiler_options(mesh))
+
+
+def _outside(name: str, bad: int, where: tuple[int, ...], allowed: Limits) -> ValueError:
+    size, others = allowed.size, sorted(n for n in allowed.others if not 0 <= n < allowed.size)
+    also = "".join(f", and {n}" for n in others)
+    if bad >= 0:
+        advice = f"Check the tokenizer or the labels, or make the model with room for {bad + 1}."
+    else:
+        advice = (
+            "Check the tokenizer or the labels. A negative number would count from the table's end"
+            + (f", where there is no room for {-bad}" if -bad > size else "")
+            + "; where a mask hides it, write 0 there, or replace it in the loss: jnp.where(labels < 0, 0, labels)."
+        )
+    return ValueError(
+        f"batch {name!r} holds {bad} at {list(where)}, outside a table of {size} rows (a vocabulary, or classes?), "
+        f"which are 0 to {size - 1}{also}. {advice}"
+    )

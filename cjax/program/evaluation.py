@@ -14,7 +14,7 @@ from cjax.gradients import forwarded
 from cjax.mesh import PIPE, compile_lowered, compiler_options
 from cjax.pipeline.forward import Forward
 from cjax.pipeline.schedule import forward_only
-from cjax.program.batches import check_indices, check_tree, global_shape, join_processes, table_limits
+from cjax.program.batches import check_indices, check_on_devices, check_tree, global_shape, join_processes, table_limits
 from cjax.program.lockstep import Lockstep
 from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
@@ -56,8 +56,9 @@ class Evaluator:
             shape = global_shape(batch)
             scoring = self._compile(shape, function)
             check_indices(batch, scoring.limits)
-            batch = join_processes(batch, batch_shardings(self._parts.mesh, shape))
-            outs = scoring.run(state._params, state._frozen, state._carried, batch, state._key)
+            placed = join_processes(batch, batch_shardings(self._parts.mesh, shape))
+            check_on_devices(batch, placed, scoring.limits, self._parts.mesh)
+            outs = scoring.run(state._params, state._frozen, state._carried, placed, state._key)
             outs = [([total], None) if weight is None else (total, weight) for total, weight in outs]
             sums = outs if not sums else [_join(a, b) for a, b in zip(sums, outs, strict=True)]
             tree = scoring.trace
@@ -235,5 +236,3 @@ def _value(total: Any, weight: Any) -> Any:
     if weight is None:
         return total[0] if len(total) == 1 else jnp.concatenate(total)
     return total / weight
-
-

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from cjax import checkpoint
 from cjax.audit import audit
-from cjax.mesh import Device, is_compile_only, resolve_devices
+from cjax.mesh import Device, is_compile_only, not_nan, own_context, resolve_devices
 from cjax.plan import Plan
 from cjax.planner.hardware import hardware_of
 from cjax.program.batches import place_batch, table_limits
@@ -59,6 +59,7 @@ class Program:
         return jax.process_index(), jax.process_count()
 
     # -- state --------------------------------------------------------------------------------------------------
+    @own_context
     def init(self, seed_or_key: int | jax.Array = 0, params: Any = None) -> State:
         """A fresh state, each array born where it lives.
 
@@ -79,10 +80,12 @@ class Program:
     def _init(self) -> Any:
         return make_init(self._parts)
 
+    @own_context
     def params(self, state: State) -> PyTree:
         """The trained parameters, in the user's own tree."""
         return self._load(state)["params"]
 
+    @own_context
     def model(self, state: State) -> Any:
         """The user's own model, trained."""
         trees = self._load(state)
@@ -92,6 +95,8 @@ class Program:
         return arrays_of(state)
 
     # -- training -----------------------------------------------------------------------------------------------
+    @not_nan
+    @own_context
     def step(self, state: State, batch: PyTree) -> tuple[State, dict[str, Any]]:
         """One step of training. Gives up `state`; a step that is not finite leaves everything but its number as it was.
 
@@ -132,6 +137,7 @@ class Program:
     def _inputs(self) -> tuple[Any, Any]:
         return self._parts.state_shape, self._parts.with_batch(self._parts.batch_shape)
 
+    @own_context
     def lower(self) -> jax.stages.Lowered:
         """The step, lowered for the plan's mesh: for anyone's tools. Without an optimizer, the evaluation."""
         if self._parts.optimizer is None:
@@ -144,6 +150,8 @@ class Program:
     def _limits(self) -> dict[int, Limits]:
         return table_limits(self._parts.trace)
 
+    @not_nan
+    @own_context
     def value_and_grad(self, state: State, batch: PyTree) -> tuple[jax.Array, PyTree]:
         """The loss and its gradients, in the user's own tree; `state` stays valid."""
         loss, grads = self._value_and_grad(self._own(state), place_batch(self._parts, batch, self._limits))
@@ -155,6 +163,7 @@ class Program:
             return make_value_and_grad(self._parts)
         return self._lockstep.compile(lambda together: make_value_and_grad(self._parts, together).lower(*self._inputs))
 
+    @own_context
     def update(self, state: State, grads: PyTree, loss: Any = None) -> State:
         """The state after the optimizer has taken `grads`, in the user's own tree. Gives up `state`.
 
@@ -181,6 +190,8 @@ class Program:
     def _update(self) -> Any:
         return make_update(self._parts)
 
+    @not_nan
+    @own_context
     def evaluate(
         self, state: State, batch: PyTree | Iterable[PyTree], fn: Callable[..., Any] | None = None, params: Any = None
     ) -> Any:
@@ -217,14 +228,17 @@ class Program:
         return jax.tree.structure(self._parts.batch_shape)
 
     # -- keeping ------------------------------------------------------------------------------------------------
+    @own_context
     def save(self, path: str | Path, state: State) -> None:
         """Write a checkpoint of logical arrays, from which any plan can go on."""
         checkpoint.save(path, arrays_of(state), self.meta(state))
 
+    @own_context
     def meta(self, state: State) -> dict[str, Any]:
         """What a checkpoint says of itself beside its arrays."""
         return {"plan": str(self.plan), "num_devices": self.mesh.size, "step": int(state.step)}
 
+    @own_context
     def restore(self, source: str | Path | State) -> State:
         """The state of a checkpoint, or of a live state of any plan of this model, laid out by this plan.
 
@@ -242,14 +256,17 @@ class Program:
             raise TypeError(f"restore takes the path of a checkpoint or a state, not a {type(source).__name__}.")
         return state_from(self._parts, arrays)
 
+    @own_context
     def abstract_state(self) -> PyTree:
         """The logical arrays of a state as placed ShapeDtypeStructs: what `cjax.checkpoint.restore` takes."""
         return shapes_of(self._parts)
 
+    @own_context
     def from_arrays(self, arrays: PyTree) -> State:
         """A state from logical arrays in the structure of `abstract_state`."""
         return state_from(self._parts, arrays)
 
+    @own_context
     def to_arrays(self, state: State) -> PyTree:
         """The logical arrays of a state: what `cjax.checkpoint.save` takes."""
         return arrays_of(state)
@@ -261,13 +278,17 @@ class Program:
         return state
 
     # -- plans --------------------------------------------------------------------------------------------------
+    @own_context
     def replan(self, plan: Plan | str, devices: Sequence[Device] | str | None = None) -> "Program":
         """The same model and loss under another plan, or on other devices."""
         found = list(self.mesh.devices.flat) if devices is None else resolve_devices(devices)
         return Program(self._parts.compose(plan, found))
 
+    @own_context
     def compare(self, plans: Iterable[Plan | str]) -> Comparison:
-        """Several plans side by side, each compiled; a refused one is a row with its reason."""
+        """Several plans side by side, each compiled; one that is refused or doesn't compile is a row that says why."""
+        if isinstance(plans, str | Plan):
+            raise TypeError(f"compare takes several plans: compare([{str(plans)!r}, ...])")
         rows = []
         for plan in plans:
             outcome = self._try(str(plan))
@@ -281,9 +302,12 @@ class Program:
     def _try(self, plan: str) -> Report | str:
         try:
             return self.replan(plan).report()
-        except ValueError as error:
-            return str(error)
+        except Exception as error:
+            # Whatever it is, XLA's own errors included: a plan that can't be had is a row, and the others are too.
+            text = str(error).strip() or type(error).__name__
+            return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
+    @own_context
     def report(self) -> Report:
         """What the step needs, splits, moves and takes; compiles once, for `step` as well."""
         return self._report
@@ -293,6 +317,7 @@ class Program:
         devices = list(self.mesh.devices.flat)
         return describe_step(self._parts, audit(self._compiled, self.mesh), hardware_of(devices), self._lockstep.notes)
 
+    @own_context
     def check(self, state: State, batch: PyTree) -> Check:
         """This plan against one device: the loss and every gradient, and which leaf is farthest off."""
         alone = dataclasses.replace(Plan(), microbatches=self.plan.microbatches, precision=self.plan.precision)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cjax.program.saving import arrays_of, state_from
+from cjax.program.sound import loses, not_finite
 from cjax.program.state import Parts, State, store_leaves
 from cjax.program.steps import make_adopt
 from cjax.tree import leaf_names
@@ -61,8 +62,11 @@ def _with_params(parts: Parts, state: State, params: Any) -> State:
             continue
         tree, i, leaf = wanted[name]
         shape = tuple(getattr(value, "shape", leaf.shape if callable(value) else np.shape(value)))
+        dtype = leaf.dtype if callable(value) else getattr(value, "dtype", np.asarray(value).dtype)
         if shape != leaf.shape:
             problems.append(f"{name}: {list(shape)} given, {list(leaf.shape)} needed")
+        elif loses(dtype, leaf.dtype):
+            problems.append(f"{name}: {dtype} given, {leaf.dtype} needed")
         elif callable(value):
             reader: Any = value
             try:
@@ -70,17 +74,22 @@ def _with_params(parts: Parts, state: State, params: Any) -> State:
             except ValueError as error:
                 problems.append(f"{name}: a callable gives the part of {list(leaf.shape)} at its index; {error}")
                 continue
+            if loses(array.dtype, leaf.dtype):
+                problems.append(f"{name}: {array.dtype} given, {leaf.dtype} needed")
             values[tree][i] = array.astype(leaf.dtype)
         else:
-            values[tree][i] = jax.device_put(jnp.asarray(value, leaf.dtype), leaf.sharding)
+            with np.errstate(over="ignore"):  # what is too large is infinite then, and told below
+                values[tree][i] = jax.device_put(jnp.asarray(value, leaf.dtype), leaf.sharding)
+    replaced = {name: values[tree][i] for name, (tree, i, _) in wanted.items() if i in values[tree]}
+    problems += not_finite(replaced, parts.mesh)
     if problems:
         known = ", ".join(list(wanted)[:4])
         raise ValueError(
             "params do not fit this model:\n  " + "\n  ".join(problems) + f"\nIts names are such as {known}."
         )
-    for tree, replaced in values.items():
+    for tree, new in values.items():
         leaves, treedef = jax.tree.flatten(arrays[tree])
-        arrays[tree] = jax.tree.unflatten(treedef, [replaced.get(i, leaf) for i, leaf in enumerate(leaves)])
+        arrays[tree] = jax.tree.unflatten(treedef, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
     fresh = state_from(parts, arrays)
     return make_adopt(parts)(fresh._params, fresh._frozen, fresh._carried, fresh._key)
 

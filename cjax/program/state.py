@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.gradients import Gradients, Line
-from cjax.mesh import BATCH_AXES, compiler_options
+from cjax.mesh import BATCH_AXES, compiler_options, own_context
 from cjax.optim import LossScale, LossScaleState, NoiseState, init_noise
 from cjax.plan import Plan
 from cjax.sharding.model import ModelStorage
@@ -63,6 +63,7 @@ class State:
     _noise: NoiseState
     _shelves: Shelves
 
+    @own_context
     def find_opt_states(self, kind: type) -> list[Any]:
         """The parts of the optimizer's state that are of a kind, such as `optax.ScaleByAdamState`, in the user's own
         tree and as arrays of their own. Nothing else is loaded."""
@@ -119,7 +120,7 @@ class Parts:
     def state_shardings(self) -> State:
         params, frozen, opt, carried = (shelf.shardings(self.mesh) for shelf in self.shelves)
         whole: Any = self.whole
-        scaling, noise = (jax.tree.map(lambda _: whole, part) for part in _fresh())
+        scaling, noise = (jax.tree.map(lambda _: whole, part) for part in jax.eval_shape(_fresh))
         return State(whole, params, frozen, opt, carried, whole, scaling, noise, self.shelves)
 
     @functools.cached_property

@@ -63,7 +63,8 @@ def store_optimizer(
       TypeError: `optimizer` is something else.
     """
     _check_kind(optimizer)
-    first, state_shape = jax.make_jaxpr(optimizer.init, return_shape=True)(params_shape)
+    with jax.numpy_dtype_promotion("standard"):  # optax adds integers to floats, as `strict` does not allow
+        first, state_shape = jax.make_jaxpr(optimizer.init, return_shape=True)(params_shape)
     owners = _owners(leaf_names(params_shape), leaf_names(state_shape))
     state_leaves = jax.tree.leaves(state_shape)
     groups = stackable(_stacks(owners, [s.layer_leaves for s in params.slots if s.is_stack]), state_leaves)
@@ -75,7 +76,8 @@ def store_optimizer(
         return optax.apply_updates(params, updates), state
 
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    closed = simplify(jax.make_jaxpr(step)(params_shape, state_shape, params_shape, scalar))
+    with jax.numpy_dtype_promotion("standard"):
+        closed = simplify(jax.make_jaxpr(step)(params_shape, state_shape, params_shape, scalar))
     reads_loss = any(closed.jaxpr.invars[-1] in eqn.invars for eqn in closed.jaxpr.eqns)
     forms = params.forms
     state_forms = _state_forms(closed, forms, params_shape, state_leaves, owners)

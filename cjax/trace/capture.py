@@ -204,6 +204,10 @@ def _capture_linen(model: nn.Module, call: Callable[..., Any], batch: PyTree, wr
     )  # fmt: skip
 
 
+def _unplaced(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=shape.weak_type)
+
+
 def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) -> Capture:
     trained = nnx_parts.param_filter(wrt)
     graphdef: Any = None
@@ -233,7 +237,8 @@ def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) 
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(initial)):
             raise TypeError("This model holds shapes, not weights. Pass the builder: `lambda rngs: Net(rngs=rngs)`.")
         held = initial
-        init, shapes = lambda key: held, jax.eval_shape(lambda trees: trees, initial)
+        # Without a placement: weights that were made under a mesh are typed by it, and are here on the program's.
+        init, shapes = lambda key: held, jax.tree.map(_unplaced, jax.eval_shape(lambda trees: trees, initial))
     else:
         init, shapes = replayed(make, batch)
     params_shape, frozen_shape, carried_shape = shapes

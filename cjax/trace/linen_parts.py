@@ -1,6 +1,8 @@
 """What is particular to Flax Linen: sown collections, random streams, boxes around parameters, nested mappings."""
 
+import contextvars
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,25 +22,41 @@ EVAL_HINT = (
 )
 
 
+_watchers: contextvars.ContextVar[tuple[set[str], ...]] = contextvars.ContextVar("sown", default=())
+_lock = threading.Lock()
+_num_watching = 0
+_sow: Any = None  # Flax's own, while it is watched; None while it is not
+
+
 @contextmanager
 def sown_collections() -> Iterator[set[str]]:
-    """The collections that are sown into while this is open.
+    """The collections that are sown into while this is open, in this thread.
 
     After init they look like any other collection, but carried from step to step they would grow or add up, and Flax
-    offers no way to tell them apart: so `sow` is watched. Only names are added, so threads can't disturb each other.
+    offers no way to tell them apart: so `sow` is watched. The first to come puts the watch there and the last to go
+    takes it away, in whatever order they do.
     """
+    global _num_watching, _sow
     sown = {"intermediates"}
-    sow = nn.Module.sow
-
-    def watched(self: nn.Module, col: str, *args: Any, **kwargs: Any) -> bool:
-        sown.add(col)
-        return sow(self, col, *args, **kwargs)
-
-    nn.Module.sow = watched  # type: ignore[method-assign]
+    with _lock:
+        if _sow is None:
+            _sow, nn.Module.sow = nn.Module.sow, _watched  # type: ignore[method-assign]
+        _num_watching += 1
+    _watchers.set((*_watchers.get(), sown))
     try:
         yield sown
     finally:
-        nn.Module.sow = sow  # type: ignore[method-assign]
+        with _lock:
+            _num_watching -= 1
+            if _num_watching == 0 and nn.Module.sow is _watched:  # or else somebody has put another around it
+                nn.Module.sow, _sow = _sow, None  # type: ignore[method-assign]
+        _watchers.set(tuple(each for each in _watchers.get() if each is not sown))
+
+
+def _watched(self: nn.Module, col: str, *args: Any, **kwargs: Any) -> bool:
+    for sown in _watchers.get():
+        sown.add(col)
+    return (_sow or nn.Module.sow)(self, col, *args, **kwargs)  # the last may have gone while this was on its way
 
 
 def missing_stream(error: InvalidRngError, known: list[str], train: bool) -> str:

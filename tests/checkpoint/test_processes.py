@@ -20,7 +20,9 @@ import sys
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from cjax.checkpoint import Checkpointer
+import os
+from cjax.checkpoint import Checkpointer, restore, save
+from cjax.checkpoint.storage import meet
 
 address, index, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_num_cpu_devices", 2)
@@ -43,6 +45,15 @@ with Checkpointer(folder, keep=1) as checkpoints:
     restored, _ = checkpoints.restore(None, shape)
     assert checkpoints.latest() == 2
     np.testing.assert_array_equal(restored["w"].addressable_shards[0].data, value)
+same = folder + "/same"
+for _ in range(2):
+    save(same, tree, {})
+if index == 0:
+    os.rename(same, same + ".replaced")  # as if killed before the new one took the name
+meet()
+np.testing.assert_array_equal(restore(same, shape)[0]["w"].addressable_shards[0].data, value)
+meet()
+save(same, tree, {})
 """
 
 
@@ -62,7 +73,7 @@ def test_two_processes_write_and_one_reads(tmp_path: Path):
     ]
     errors = [process.communicate(timeout=120)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
-    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "same"]
     assert inspect(tmp_path).meta["num_processes"] == 2 and inspect(tmp_path).meta["num_devices"] == 4
     sharding = NamedSharding(make_mesh(8), P("a"))
     shape = {

@@ -156,3 +156,9 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path):
     assert_same(restore(tmp_path / "c", abstract(state))[0], state)
     save(tmp_path / "c", large, {})  # what was left behind is in nobody's way
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_meta_that_is_no_json_is_refused_before_anything_is_written(tmp_path: Path):
+    with pytest.raises(ValueError, match="`meta` is kept as JSON.*set"):
+        save(tmp_path / "c", {"w": np.ones(3)}, {"plan": {1, 2}})
+    assert not list(tmp_path.iterdir())

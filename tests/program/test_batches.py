@@ -3,12 +3,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import cjax
 from cjax.program.batches import batch_structs, global_shape
 
-from .conftest import Net, assert_same, loss, make, on_host, refusal, rows, tokens
+from .conftest import Net, Words, assert_same, loss, make, on_host, refusal, rows, tokens
 
 X, Y = rows()["x"], rows()["y"]
 
@@ -121,17 +122,51 @@ def test_structs_are_of_what_jax_makes_of_it() -> None:
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("leaf", "token"), [("x", 24), ("y", 77), ("x", -25)])
-def test_tokens_outside_the_vocabulary_are_named(words: cjax.Program, leaf: str, token: int) -> None:
+@pytest.mark.parametrize("place", ["numpy", "jax", "one device"])
+@pytest.mark.parametrize(("leaf", "token"), [("x", 24), ("y", 77), ("x", -25), ("x", -1), ("y", -1)])
+def test_tokens_outside_the_vocabulary_are_named(words: cjax.Program, leaf: str, token: int, place: str) -> None:
     batch = tokens()
     batch[leaf] = batch[leaf].copy()
     batch[leaf][2, 1] = token
+    batch = jax.tree.map(PLACES[place], batch)
     state = words.init(0)
     for call in (words.step, words.value_and_grad, words.evaluate):
         message = refusal(lambda call=call: call(state, batch))
         assert f"{leaf!r} holds {token} at [2, 1]" in message and "table of 24 rows" in message
-        assert f"room for {token + 1 if token > 0 else -token}" in message and "tokenizer" in message
+        assert ("room for" in message) == (token >= 0 or token < -24) and "tokenizer" in message
+        assert "jnp.where(labels < 0, 0, labels)" in message if token < 0 else f"room for {token + 1}" in message
     words.params(state)
+
+
+def test_an_array_on_the_devices_is_looked_at_once_and_stays_there(
+    words: cjax.Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, fetched = words.init(0), []
+    monkeypatch.setattr(jax, "device_get", lambda tree, get=jax.device_get: fetched.append(tree) or get(tree))
+    batch = jax.tree.map(jnp.asarray, tokens())
+    for _ in range(3):
+        words.value_and_grad(state, batch)
+    assert len(fetched) == 1 and sum(x.size for x in jax.tree.leaves(fetched)) == 4
+    words.value_and_grad(state, jax.tree.map(jnp.asarray, tokens()))
+    assert len(fetched) == 2
+
+
+def masked_word_loss(model: Any, batch: Any) -> Any:
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+    return (losses * (batch["y"] >= 0)).sum() / jnp.maximum((batch["y"] >= 0).sum(), 1)
+
+
+def test_negative_labels_that_the_loss_masks_are_taken() -> None:
+    program = make("data=4 tensor=2", model=Words(), loss=masked_word_loss, batch=tokens(), optimizer=None)
+    batch = tokens()
+    batch["y"] = np.where(np.arange(32).reshape(8, 4) % 3 == 0, -1, batch["y"])
+    state = program.init(0)
+    wanted = masked_word_loss(program.model(state), batch)
+    for place in ("numpy", "jax"):
+        placed = jax.tree.map(PLACES[place], batch)
+        assert_same(program.evaluate(state, placed)["loss"], wanted, 1e-5)
+    batch["x"] = np.where(batch["y"] < 0, -1, batch["x"])
+    assert "'x' holds -1 at [0, 0]" in refusal(lambda: program.evaluate(state, batch))
 
 
 def test_tokens_inside_it_are_taken_in_any_width(words: cjax.Program) -> None:

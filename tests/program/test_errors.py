@@ -81,6 +81,13 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "nnx class": ({"model": nnx.Linear}, TypeError, ["class Linear", "`lambda rngs: Linear(..., rngs=rngs)`"]),
     "no batch": ({"batch": None}, ValueError, ["no rows", "np.zeros((8, 5)"]),
     "no rows": ({"batch": rows(0)}, ValueError, ["no rows"]),
+    "a million million rows": (
+        {"batch": {"x": jax.ShapeDtypeStruct((10**12, 5), jnp.float32)}},
+        ValueError, ["1,000,000,000,000 rows", "one step"],
+    ),
+    "a device twice": (
+        {"plan": "data=2", "devices": [jax.devices("cpu")[3]] * 2}, ValueError, ["cpu:3 twice", "jax.devices()"],
+    ),
     "lists": ({"batch": [[1.0, 2.0], [3.0, 4.0]]}, ValueError, ["single numbers", "np.zeros"]),
     "words": ({"batch": {"x": np.array(["a"] * 8)}}, TypeError, ["'x'", "array of <U1", "ShapeDtypeStruct"]),
     "a loader": ({"batch": (rows() for _ in range(2))}, TypeError, ["a generator", "Give one batch"]),
@@ -113,6 +120,31 @@ def test_compare_keeps_a_row_for_what_is_refused() -> None:
     table = make().compare(["data=3", "microbatches=3"])
     assert [row.report for row in table.candidates] == [None, None]
     assert "8 are here" in str(table.candidates[0].reason)
+
+
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK"), AssertionError(), TypeError("x")])
+def test_compare_goes_on_behind_a_plan_that_does_not_compile(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: cjax.Program) -> Any:
+        raise error
+
+    monkeypatch.setattr(cjax.Program, "report", fail)
+    table = make().compare(["data=8", "data=3"])
+    assert [row.report for row in table.candidates] == [None, None]
+    assert type(error).__name__ in table.candidates[0].reason and str(error) in table.candidates[0].reason
+    assert "8 are here" in table.candidates[1].reason
+    assert "RET_CHECK" in str(table) or "RET_CHECK" not in str(error)
+    assert 'compare(["data=8", ...])' in refusal(lambda: make().compare("data=8"), TypeError).replace("'", '"')
+
+
+def test_compare_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: cjax.Program) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cjax.Program, "report", fail)
+    with pytest.raises(KeyboardInterrupt):
+        make().compare(["data=8"])
 
 
 def test_a_model_may_be_given_as_shapes_alone() -> None:

@@ -97,6 +97,22 @@ def test_everything_wrong_is_listed_at_once(program: cjax.Program) -> None:
     assert "not a tree" not in message and "a int" in refusal(lambda: program.init(0, params=3), TypeError)
 
 
+SOUND: dict[str, tuple[Any, str]] = {
+    "nan": (np.where(KERNEL == 7, np.nan, KERNEL), "Dense_0/kernel: 1 of 48 are NaN"),
+    "infinite": (np.where(KERNEL > 40, np.inf, KERNEL), "Dense_0/kernel: 7 of 48 are infinite"),
+    "too large for float32": (KERNEL.astype(np.float64) * 1e300, "are infinite (as float32)"),
+    "complex": (KERNEL * 1j, "Dense_0/kernel: complex64 given, float32 needed"),
+    "text": (np.full((16, 3), "a"), "Dense_0/kernel: <U1 given, float32 needed"),
+    "a callable's": (lambda index: np.full((16, 3), np.nan, np.float32)[index], "48 of 48 are NaN"),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_values_that_are_no_numbers_are_refused(program: cjax.Program, name: str) -> None:
+    value, said = SOUND[name]
+    assert said in refusal(lambda: program.init(0, params={"Dense_0/kernel": value}))
+
+
 def test_optimizers_that_copy_parameters_start_from_the_given_ones() -> None:
     program = make("data=8 zero=1", optimizer=optax.contrib.schedule_free_adamw(1e-2))
     arrays = program.to_arrays(program.init(0, params={"Dense_0/kernel": KERNEL}))
@@ -133,6 +149,8 @@ def test_files_that_do_not_fit_or_are_cut_are_named(program: cjax.Program, tmp_p
     safetensors.numpy.save_file({"Dense_0.kernel": KERNEL[:2], "head.bias": KERNEL}, file)
     message = refusal(lambda: program.init(0, params=file))
     assert "head/bias: this model has no such" in message and "[2, 3] given, [16, 3] needed" in message
+    safetensors.numpy.save_file({"Dense_0.kernel": np.where(KERNEL > 45, np.nan, KERNEL)}, file)
+    assert "Dense_0/kernel: 2 of 48 are NaN" in refusal(lambda: program.init(0, params=file))
     file.write_bytes(file.read_bytes()[:-20])
     message = refusal(lambda: program.init(0, params=file))
     assert str(file) in message and "download it again" in message

@@ -97,3 +97,34 @@ def test_inputs_that_were_not_asked_for_have_none() -> None:
     closed = simplify(jax.make_jaxpr(lambda t, i, j: t[i] + t[j])(jnp.ones(7), jnp.zeros(3, int), jnp.zeros(3, int)))
     assert index_limits(closed, [2]) == {2: Limits(7, -7)}
     assert index_limits(closed, []) == {}
+
+
+# -- negative ones ---------------------------------------------------------------------------------------------------
+def masked(i: Any, t: Any, mask: Any) -> Any:
+    return (jnp.take_along_axis(t, i, axis=0) * mask).sum()
+
+
+LEAST: dict[str, tuple[Callable[..., Any], int]] = {
+    "a token": (lambda i, t: t[i], 0),
+    "its padding is 0": (lambda i, t: t[i] * (i != 0)[..., None], 0),
+    "a label, masked": (lambda i, t: masked(i, t[:, :2], i >= 0), -7),
+    "by what is above -1": (lambda i, t: masked(i, t[:, :2], (i > -1).astype(jnp.float32)), -7),
+    "by what is below 0": (lambda i, t: jnp.where((i < 0).reshape(-1), 0, t[i].sum(-1).reshape(-1)), -7),
+    "by what is above a class": (lambda i, t: masked(i, t[:, :2], i >= 3), 0),
+    "in a loop": (lambda i, t: jax.lax.map(lambda row: masked(row[None], t[:, :2], row[None] >= 0), i), -7),
+    "in a branch": (lambda i, t: t[i].sum() + jax.lax.cond(t[0, 0] > 0, lambda i: (i < 0).sum(), lambda i: 0, i), -7),
+    "counted": (lambda i, t: (t[i], i >= 0), -7),
+    "replaced": (lambda i, t: t[jnp.where(i < 0, 0, i)], -(2**63)),
+    "one number replaced": (lambda i, t: t[jnp.where(i == -100, 0, i)], 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_negative_ones_are_for_those_who_look_for_them(name: str) -> None:
+    function, least = LEAST[name]
+    assert limits(function, (7, 5))[0].least == least
+
+
+def test_a_number_that_the_author_tells_apart_may_be() -> None:
+    found = limits(lambda i, t: masked(i, t[:, :2], i != -1), (7, 5))[0]
+    assert (found.least, found.others) == (0, {-1})
