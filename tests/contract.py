@@ -267,7 +267,7 @@ SPLIT: dict[str, dict[str, int]] = {
     "linen_tied": {**BLOCK, "^Embed": 0},
     "linen_encoder": {**BLOCK, "^Embed": 0, "^Dense_1": -1, "^Dense_0/kernel": 0},
     "linen_encoder_decoder": {**BLOCK, "^Embed": 0, "^Dense_0": -1},
-    "linen_lstm": {"^Embed": 0, "^Dense_0": -1},
+    "linen_lstm": {"^Embed": -1, "LSTM.*kernel": 0, "^Dense_0/kernel": 0},
     "nnx_decoder": {**ATTENTION, **MLP, "^embed": 0, "^head": -1},
     "nnx_scan": {**ATTENTION, **MLP, "^embed": 0},
     "nnx_llama": {"(query|key|value)$": 1, "out$": 0, "gate|up": -1, "down": 0, "^embed": 0, "^head": -1},

@@ -6,15 +6,16 @@ is split and how follows for every tensor from the classes of its dims, and for 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jax.sharding import PartitionSpec
 
-from cjax.mesh import BATCH_AXES, SEQUENCE, TENSOR
+from cjax.mesh import BATCH_AXES, PIPE, SEQUENCE, TENSOR
 from cjax.plan import Axes
 from cjax.plan import Sequence as SequencePlan
 from cjax.sharding import grid as grids
 from cjax.sharding.grid import Grid
+from cjax.sharding.kept import kept_whole
 from cjax.sharding.one_d import choose, whole_heads
 from cjax.sharding.sequence import positions
 from cjax.trace.reading import Trace
@@ -103,8 +104,9 @@ def make_layout(
         size = axis_sizes.get(TENSOR, 1)
         split, notes = choose(trace, size, taken, str(size)) if size > 1 else ([], [])
         axes_of.update({c: (TENSOR,) for c in split})
-    if (size > 1 or grid) and not split and not any(set(axes) - set(BATCH_AXES) for axes in ruled.values()):
-        name = grid.mode if grid else size
+    name = grid.mode if grid else str(size)
+    nothing = (size > 1 or grid) and not split and not any(set(axes) - set(BATCH_AXES) for axes in ruled.values())
+    if nothing:
         notes.append(f"tensor={name} splits nothing in this model: every device of the axis does the same work")
     places, why = _positions(trace, axis_sizes, sequence)
     axes_of.update({c: axes for c, axes in places.items() if c not in axes_of})
@@ -112,9 +114,15 @@ def make_layout(
     notes += why
     whole = frozenset((c, n) for c in axes_of for n in whole_heads(trace, c, size))
     weights = _grid_weights(trace, grid, axes_of) if grid is not None else {}
-    return Layout(
+    layout = Layout(
         axes_of, dict(axis_sizes), tuple(notes), whole, trace.batch_class, grid, weights, frozenset(places)
     )  # fmt: skip
+    if size == 1 or nothing:
+        return layout
+    leaves = [*trace.leaves_of("params"), *trace.leaves_of("frozen")]
+    specs = {i: layout.weight_spec(i, trace.classes_of(i), trace.leaves[i].shape) for i in leaves}
+    axes = tuple(a for a in axis_sizes if a not in (*BATCH_AXES, SEQUENCE, PIPE))
+    return replace(layout, notes=(*notes, *kept_whole(trace, specs, axes, size, name, set(ruled))))
 
 
 def _positions(
@@ -242,5 +250,3 @@ def _rules(trace: Trace, axis_sizes: Mapping[str, int], rules: Mapping[str, Axes
                 f"dim, such as '{trace.leaves[0].name}:0'; print(program.trace) lists both."
             )
     return found
-
-

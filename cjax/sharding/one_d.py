@@ -7,15 +7,13 @@ those the one that moves the least.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cjax.sharding.independent import best_set
 from cjax.trace.dims import Dims, Matmul
 from cjax.trace.reading import Trace
-
-MAX_CHOICES = 12  # classes tried in all combinations; models with more keep their smallest weights whole
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,8 @@ def choose(trace: Trace, size: int, excluded: set[int], tensor: str) -> tuple[li
       ValueError: heads that the axis does not divide.
     """
     dims = trace.dims
-    products, between = _products(trace)
-    forbidden = set(excluded)
-    for m in between:
-        forbidden |= {dims.class_of(d) for d in m.contracted}
-    forbidden |= {dims.class_of(d) for d in dims.packed} | trace.part_classes
+    products, between = find_products(trace)
+    forbidden = set(excluded) | whole_classes(trace, between).keys()
     heads = {dims.class_of(d) for m in between if m.contracted for d in m.batched}
     heads -= {c for product in products for c in product.batched}  # experts, each with weights of its own
     notes, candidates = [], []
@@ -72,14 +67,7 @@ def choose(trace: Trace, size: int, excluded: set[int], tensor: str) -> tuple[li
             notes.append(blocked)
         else:
             candidates.append(c)
-    candidates = candidates[:MAX_CHOICES]
-    best: tuple[tuple[float, float, int], list[int]] = ((0.0, 0.0, 0), [])
-    for count in range(1, len(candidates) + 1):
-        for chosen in itertools.combinations(candidates, count):
-            score = _score(products, between, dims, frozenset(chosen))
-            if score is not None and (score[0], score[1], -count) > best[0]:
-                best = ((score[0], score[1], -count), list(chosen))
-    chosen = best[1]
+    chosen = _best(products, between, dims, candidates)
     for d, parts in sorted(dims.packed.items()):
         c = dims.class_of(d)
         if c in work and not any(c in p.weight and set(p.weight) & {*chosen, *excluded} for p in products):
@@ -87,17 +75,31 @@ def choose(trace: Trace, size: int, excluded: set[int], tensor: str) -> tuple[li
     return chosen, sorted(set(notes)) + _small_heads(trace, [c for c in chosen if c in heads], size)
 
 
-def _products(trace: Trace) -> tuple[list[Product], list[Matmul]]:
+def whole_classes(trace: Trace, between: Sequence[Matmul]) -> dict[int, str]:
+    """Classes that are never split, and why.
+
+    Args:
+      trace: the model.
+      between: its matmuls of activations.
+    """
+    dims = trace.dims
+    found = {dims.class_of(d): "is summed over between two activations" for m in between for d in m.contracted}
+    found |= dict.fromkeys(trace.part_classes, "counts the tensors packed in it")
+    return found | {dims.class_of(d): "packs several tensors" for d in dims.packed}
+
+
+def find_products(trace: Trace) -> tuple[list[Product], list[Matmul]]:
     """The weight matmuls, equal ones merged, and the matmuls between activations."""
     dims = trace.dims
     merged: dict[tuple[object, ...], Product] = {}
     between = []
     tables = [_lookup(trace, leaf, dim, rows) for leaf, dim, rows in dims.tables]
     for m in (*dims.matmuls, *(t for t in tables if t is not None)):
-        if m.lhs_origin is None and m.rhs_origin is None:
+        weight = m.weight
+        if weight is None:
             between.append(m)
             continue
-        weight, other = (m.lhs, m.rhs) if m.rhs_origin is None else (m.rhs, m.lhs)
+        other = m.rhs if weight is m.lhs else m.lhs
 
         def elements(ids: Sequence[int]) -> int:
             return math.prod(dims.size[d] for d in ids)
@@ -134,25 +136,24 @@ def _lookup(trace: Trace, leaf: int, dim: int, rows: Sequence[int]) -> Matmul | 
     return Matmul((*rows, dim), tuple(table), (dim,), (), (*rows, *rest), None, leaf, ((len(rows),), (0,)))
 
 
-def _score(
-    products: Sequence[Product], between: Sequence[Matmul], dims: Dims, chosen: frozenset[int]
-) -> tuple[float, float] | None:
-    """(arithmetic split, minus elements moved), or None where a weight would be split twice."""
-    split, moved = 0.0, 0.0
+def _best(products: Sequence[Product], between: Sequence[Matmul], dims: Dims, candidates: Sequence[int]) -> list[int]:
+    """The candidates that split the most arithmetic, of these sets the one that moves the least, then the smallest;
+    none where a weight would be split along two classes.
+
+    One class may be on both sides of a weight, as the state of a recurrent cell is: the weight is split along the side
+    that it sums over, and what it makes is added up and split again.
+    """
+    worth = {c: [0, 0, -1] for c in candidates}
     for p in products:
-        hits = [c for c in p.weight if c in chosen]
-        if len(hits) > 1:
-            return None
-        if hits:
-            split += p.work
-            if hits[0] in p.contracted:
-                moved += p.moved_out
-            elif hits[0] not in p.batched:
-                moved += p.moved_in
+        for c in set(p.weight) & worth.keys():
+            worth[c][0] += p.work
+            worth[c][1] -= p.moved_out if c in p.contracted else 0 if c in p.batched else p.moved_in
+            worth[c][1] -= p.moved_in if p.weight.count(c) > 1 else 0
+    shared = []
     for m in between:
-        if any(dims.class_of(d) in chosen for d in m.batched):
-            split += math.prod(dims.size[d] for d in (*m.out, *m.contracted))
-    return split, -moved
+        batched = {dims.class_of(d) for d in m.batched}
+        shared.append((batched, (math.prod(dims.size[d] for d in (*m.out, *m.contracted)), 0, 0)))
+    return best_set({c: tuple(w) for c, w in worth.items()}, [p.weight for p in products], shared)
 
 
 def blocked_by(trace: Trace, c: int, size: int, forbidden: set[int], is_heads: bool, tensor: str) -> str | None:

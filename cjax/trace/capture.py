@@ -224,11 +224,11 @@ def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) 
         return params, frozen, carried
 
     def make(key: Key, batch: PyTree) -> Trees:
-        # The author's axis names are read, not applied: there is no mesh yet.
-        with nnx.use_eager_sharding(False), nnx_parts.quick_attribute_errors(key):
+        with nnx_parts.without_eager_sharding(), nnx_parts.quick_attribute_errors(key):
             built = model(rngs=nnx.Rngs(key))
         if not isinstance(built, nnx.Module):
             raise TypeError(f"The builder returned a {type(built).__name__}, not a flax.nnx module.")
+        nnx_parts.forget_eager_sharding(built)
         return split(built)
 
     initial = None

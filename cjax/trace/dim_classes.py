@@ -7,6 +7,8 @@ from typing import Any
 
 from jax.extend import core as jex
 
+from cjax.trace.sources import GIVEN, follow
+
 Ids = list[int]
 
 
@@ -27,6 +29,14 @@ class Matmul:
     contracting: tuple[tuple[int, ...], tuple[int, ...]]  # positions in lhs and rhs
     is_conv: bool = False
     looped: bool = False
+    weights: tuple[bool, bool] = (False, False)  # whether an operand is a weight or a function of weights
+
+    @property
+    def weight(self) -> tuple[int, ...] | None:
+        """The operand that is a weight, or a function of weights; None if both are activations."""
+        if self.lhs_origin is not None or self.rhs_origin is not None:  # a weight itself comes before a function
+            return self.lhs if self.rhs_origin is None else self.rhs
+        return self.rhs if self.weights[1] else self.lhs if self.weights[0] else None
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,7 @@ class Scope:
 
     ids: dict[Any, Ids] = field(default_factory=dict)
     origin: dict[Any, int] = field(default_factory=dict)
+    source: dict[Any, str] = field(default_factory=dict)  # of what the batch has no part in; see `cjax.trace.sources`
     inner: dict[int, "Scope"] = field(default_factory=dict)
 
 
@@ -153,10 +164,15 @@ class Dims:
             outs = [self.ids_of(v, scope) for v in eqn.outvars]
             if self._rule(eqn)(self, eqn, ins, outs, scope) is False:
                 self.unknown[eqn.primitive.name] += 1
+            follow(eqn, scope.source)
 
-    def call(self, jaxpr: jex.Jaxpr, ins: Sequence[Ids], origins: Sequence[int | None]) -> tuple[Scope, list[Ids]]:
+    def call(
+        self, jaxpr: jex.Jaxpr, ins: Sequence[Ids], origins: Sequence[int | None], sources: Sequence[str | None]
+    ) -> tuple[Scope, list[Ids]]:
         """Read a nested jaxpr with its arguments' dims given; returns its scope and its results' dims."""
         scope = Scope(ids=dict(zip(jaxpr.invars, ins, strict=True)))
         scope.origin = {v: o for v, o in zip(jaxpr.invars, origins, strict=True) if o is not None}
+        scope.source = {v: s for v, s in zip(jaxpr.invars, sources, strict=True) if s is not None}
+        scope.source.update(dict.fromkeys(jaxpr.constvars, GIVEN))
         self.run(jaxpr, scope)
         return scope, [self.ids_of(v, scope) for v in jaxpr.outvars]

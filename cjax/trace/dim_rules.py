@@ -11,6 +11,7 @@ from jax.extend import core as jex
 
 from cjax.trace.dim_classes import Cut, Dims, Ids, Matmul, Scope
 from cjax.trace.simplify import scan_counts
+from cjax.trace.sources import GIVEN, WEIGHT
 
 # Results that hold the same numbers as their first operand: a weight stays a weight through them.
 KEEPS_ORIGIN = frozenset(
@@ -156,9 +157,19 @@ def dot_general(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Sc
     origin = [None if isinstance(v, jex.Literal) else scope.origin.get(v) for v in eqn.invars]
     contracted, batched = tuple(lhs[i] for i in lc), tuple(lhs[i] for i in lb)
     numbers = (tuple(lc), tuple(rc))
+    out, weights = tuple(outs[0]), _are_weights(eqn, scope)
     dims.matmuls.append(
-        Matmul(tuple(lhs), tuple(rhs), contracted, batched, tuple(outs[0]), origin[0], origin[1], numbers)
+        Matmul(tuple(lhs), tuple(rhs), contracted, batched, out, origin[0], origin[1], numbers, weights=weights)
     )
+
+
+def _are_weights(eqn: Any, scope: Scope) -> tuple[bool, bool]:
+    first, second = (not isinstance(v, jex.Literal) and _is_weight(v, scope) for v in eqn.invars)
+    return first, second
+
+
+def _is_weight(var: Any, scope: Scope) -> bool:
+    return var in scope.origin or scope.source.get(var) == WEIGHT
 
 
 def conv(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
@@ -174,8 +185,9 @@ def conv(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) ->
         channels = (rhs[w[1]], rhs[w[0]])  # the window's own dims are never split
         contracting = ((x[1],), (0,))
         out = tuple(outs[0])
+        left, right, weights = origin[0], origin[1], _are_weights(eqn, scope)
         dims.matmuls.append(
-            Matmul(tuple(lhs), channels, channels[:1], (), out, origin[0], origin[1], contracting, is_conv=True)
+            Matmul(tuple(lhs), channels, channels[:1], (), out, left, right, contracting, True, weights=weights)
         )
     elif dims.size[lhs[x[1]]] == dims.size[outs[0][y[1]]]:
         dims.unite(lhs[x[1]], outs[0][y[1]])  # depthwise: the channel goes straight through
@@ -244,6 +256,10 @@ def _origins(eqn: Any, scope: Scope) -> list[int | None]:
     return [None if isinstance(v, jex.Literal) else scope.origin.get(v) for v in eqn.invars]
 
 
+def _sources(eqn: Any, scope: Scope) -> list[str | None]:
+    return [GIVEN if isinstance(v, jex.Literal) else scope.source.get(v) for v in eqn.invars]
+
+
 def call(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
     inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
     if inner is None:
@@ -251,7 +267,7 @@ def call(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) ->
     jaxpr = getattr(inner, "jaxpr", inner)
     if len(jaxpr.invars) != len(ins):
         return False
-    scope.inner[id(eqn)], results = dims.call(jaxpr, ins, _origins(eqn, scope))
+    scope.inner[id(eqn)], results = dims.call(jaxpr, ins, _origins(eqn, scope), _sources(eqn, scope))
     for result, out in zip(results, outs, strict=True):
         dims.unite_all(result, out)
 
@@ -262,7 +278,9 @@ def scan(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) ->
     first_x = num_consts + num_carry
     inner = [ids if i < first_x else ids[1:] for i, ids in enumerate(ins)]
     origins, before = _origins(eqn, scope), len(dims.matmuls)
-    scope.inner[id(eqn)], results = dims.call(jaxpr, inner, origins)
+    sources = _sources(eqn, scope)
+    sources[num_consts:first_x] = [None] * num_carry  # the next turn's may be made of the batch
+    scope.inner[id(eqn)], results = dims.call(jaxpr, inner, origins, sources)
     shared = {o for o in origins[:first_x] if o is not None}
     for index, m in enumerate(dims.matmuls[before:], before):
         if {m.lhs_origin, m.rhs_origin} & shared:
@@ -284,7 +302,10 @@ def while_(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) 
     skipped = eqn.params["cond_nconsts"]
     body = eqn.params["body_jaxpr"].jaxpr
     origins = _origins(eqn, scope)[skipped:]
-    scope.inner[id(eqn)], results = dims.call(body, ins[skipped:], origins)
+    sources = _sources(eqn, scope)[skipped:]
+    num_consts = eqn.params["body_nconsts"]
+    sources[num_consts:] = [None] * (len(sources) - num_consts)
+    scope.inner[id(eqn)], results = dims.call(body, ins[skipped:], origins, sources)
     carries = ins[skipped + eqn.params["body_nconsts"] :]
     for result, carry, out in zip(results, carries, outs, strict=True):
         dims.unite_all(result, out)
@@ -294,9 +315,10 @@ def while_(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) 
 def cond(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     inner = scope.inner[id(eqn)] = Scope()
     for branch in eqn.params["branches"]:
-        found, results = dims.call(branch.jaxpr, ins[1:], _origins(eqn, scope)[1:])
+        found, results = dims.call(branch.jaxpr, ins[1:], _origins(eqn, scope)[1:], _sources(eqn, scope)[1:])
         inner.ids.update(found.ids)
         inner.origin.update(found.origin)
+        inner.source.update(found.source)
         inner.inner.update(found.inner)
         for result, out in zip(results, outs, strict=True):
             dims.unite_all(result, out)

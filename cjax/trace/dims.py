@@ -10,7 +10,7 @@ blocks of the one are blocks of the other; `Dims.splits` remembers the sizes, so
 can be divided.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from jax.extend import core as jex
@@ -21,14 +21,16 @@ from cjax.trace.dim_classes import Ids
 from cjax.trace.dim_classes import Matmul as Matmul
 from cjax.trace.dim_classes import Scope as Scope
 from cjax.trace.dim_classes import Split as Split
+from cjax.trace.sources import GIVEN, WEIGHT
 
 
-def find_dims(closed: jex.ClosedJaxpr, num_weights: int = 0) -> Dims:
+def find_dims(closed: jex.ClosedJaxpr, num_weights: int = 0, given: Collection[int] = ()) -> Dims:
     """Find the dims of a flat trace whose first `num_weights` inputs are parameters.
 
     Args:
       closed: a flat trace (`cjax.trace.simplify`).
       num_weights: how many of its leading inputs are weights; matmuls and lookups remember them as operands.
+      given: inputs that are neither weights nor made of the batch: random keys, the state that a model carries.
 
     >>> import jax, jax.numpy as jnp
     >>> dims = find_dims(jax.make_jaxpr(jnp.dot)(jnp.ones((4, 3)), jnp.ones((3, 5))))
@@ -40,6 +42,10 @@ def find_dims(closed: jex.ClosedJaxpr, num_weights: int = 0) -> Dims:
         dims.ids_of(var, dims.top)
         if index < num_weights:
             dims.top.origin[var] = index
+            dims.top.source[var] = WEIGHT
+        elif index in given:
+            dims.top.source[var] = GIVEN
+    dims.top.source.update(dict.fromkeys(closed.jaxpr.constvars, GIVEN))
     dims.run(closed.jaxpr, dims.top)
     # Ids, not classes: a class may hold dims of several sizes (query heads and key-value heads), an id has its own.
     dims.inputs = [tuple(dims.ids_of(var, dims.top)) for var in closed.jaxpr.invars]

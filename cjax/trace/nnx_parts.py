@@ -42,6 +42,28 @@ def quick_attribute_errors(tracers: PyTree) -> Iterator[None]:
             del kind.sharding  # type: ignore[misc]
 
 
+NOT_YET = 0  # as false as False, which an author may have written
+
+
+@contextmanager
+def without_eager_sharding() -> Iterator[None]:
+    """The author's axis names are read, not applied, while a model is built: there is no mesh yet."""
+    with nnx.use_eager_sharding(NOT_YET):
+        yield
+
+
+def forget_eager_sharding(model: nnx.Module) -> None:
+    """Undoes what `without_eager_sharding` left in the metadata of a model, which is part of the structure of its trees:
+    the author's own jitted functions would refuse them, or compile again."""
+    own = nnx.using_eager_sharding()
+    for _, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Variable):
+            metadata = variable.get_metadata()
+            if metadata.get("eager_sharding") is NOT_YET:
+                metadata["eager_sharding"] = own
+                variable.update_from_state(type(variable).from_metadata(variable.get_raw_value(), metadata))
+
+
 def param_filter(wrt: Any) -> Any:
     """What `nnx.split` takes. A regex or a plain function chooses among the nnx.Param; a filter speaks for itself."""
     if wrt is None:

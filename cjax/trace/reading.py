@@ -197,14 +197,15 @@ def _read(
 ) -> Trace:
     closed = simplify(closed)
     num_weights = sum(leaf.kind in ("params", "frozen") for leaf in leaves)
-    dims = find_dims(closed, num_weights)
+    given = {i for i, leaf in enumerate(leaves) if leaf.kind in ("carried", "key", "index")}
+    dims = find_dims(closed, num_weights, given)
     forms = packed_forms(dims, num_weights) if forms is None else forms
     if forms:
         ins = [forms.get(i, whole(leaf.shape)) for i, leaf in enumerate(leaves)]
         closed = _refined(closed, leaves, forms, dims)
-        dims = find_dims(closed, num_weights)
-        given = {leaves[i].name: _part_names(form, given_names.get(leaves[i].name, ())) for i, form in forms.items()}
-        given_names = {**given_names, **given}
+        dims = find_dims(closed, num_weights, given)
+        names = {leaves[i].name: _part_names(form, given_names.get(leaves[i].name, ())) for i, form in forms.items()}
+        given_names = {**given_names, **names}
         leaves = [replace(leaf, shape=expand(leaf.shape, form)) for leaf, form in zip(leaves, ins, strict=True)]
     runs = find_runs(closed)
     for run in runs:
@@ -266,12 +267,13 @@ def _names(
                 name(dim, text)
     if batch_class is not None:
         name(batch_class, "batch")
-    weighted = [m for m in dims.matmuls if (m.lhs_origin is None) != (m.rhs_origin is None)]
-    between = [m for m in dims.matmuls if m.lhs_origin is None and m.rhs_origin is None]
+    weighted = [m for m in dims.matmuls if m.weights[0] != m.weights[1]]
+    between = [m for m in dims.matmuls if not any(m.weights)]
     roles: collections.Counter[int] = collections.Counter()
     contracted, free = set(), set()
     for m in weighted:
-        weight = m.rhs if m.lhs_origin is None else m.lhs
+        weight = m.weight
+        assert weight is not None
         roles.update({dims.class_of(d) for d in weight})
         inside = {dims.class_of(d) for d in m.contracted}
         contracted |= inside

@@ -65,7 +65,8 @@ def test_key_value_heads_fewer_than_the_axis_stay_whole_with_a_note() -> None:
     found = specs(trace, layout)
     assert found["blocks/0/query"] == P(None, "tensor", None)
     assert found["blocks/0/key"] == P(None, None, None)
-    assert layout.notes == ("2 key-value heads on 4 devices: each is kept by 2 of them",)
+    assert layout.notes[0] == "2 key-value heads on 4 devices: each is kept by 2 of them"
+    assert "blocks/*/key 3.3 % (embed 40 is what layers hand on, heads 2 is less than 4" in layout.notes[1]
     assert not layout_of(trace, 2).notes
 
 

@@ -6,7 +6,6 @@ import pytest
 from contract import trace_of
 from flax import nnx
 
-from cjax.sharding import one_d
 from cjax.sharding.one_d import blocked_by, choose, undivided, whole_heads
 from cjax.trace.capture import capture
 from cjax.trace.reading import Trace, trace_loss
@@ -64,12 +63,6 @@ def test_what_has_its_place_already_is_left_there() -> None:
 def test_dims_smaller_than_the_axis_are_left_whole() -> None:
     assert names(bottle(64, 16), 128) == set()
     assert names(bottle(64, 16), 64) != set()
-
-
-def test_choices_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heaviest classes come first; the others stay whole."""
-    monkeypatch.setattr(one_d, "MAX_CHOICES", 1)
-    assert len(names(trace_of("nnx_decoder"))) == 1
 
 
 def test_a_table_of_positions_does_not_count_as_a_matmul() -> None:

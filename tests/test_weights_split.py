@@ -1,0 +1,149 @@
+"""Weights that do not go into a matmul as they are: split by the tensor axis all the same, equal to one device, or said
+to be whole. A weight kept whole passes every test of values, so bytes are asserted beside them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from contract import EXACT, assert_close, bytes_on_a_device, on_host, widened
+from flax import nnx
+
+from cjax.parallelize import compose
+from cjax.program import Program
+from cjax.trace.capture import Capture, capture
+
+Form = Callable[..., jax.Array]
+
+
+def standardised(w: jax.Array) -> jax.Array:
+    axes = tuple(range(w.ndim - 1))
+    return (w - w.mean(axes, keepdims=True)) / jnp.sqrt(w.var(axes, keepdims=True) + 1e-5)
+
+
+FORMS: dict[str, Form] = {
+    "scaled": lambda w: 0.5 * w,
+    "through a function": jnp.tanh,
+    "rounded": lambda w: w.astype(jnp.bfloat16).astype(w.dtype),
+    "normalised": lambda w: w / jnp.linalg.norm(w, axis=0),
+    "standardised": standardised,
+    "transposed twice": lambda w: (w.T * 2).T,
+    "clipped": lambda w: jnp.clip(w, -0.1, 0.1) + jnp.where(w > 0, w, 0.0),
+    "beside another product": lambda w: w + 0.1 * (w @ w.T @ w),
+}
+
+
+class Functional(nn.Module):
+    """Two layers whose kernels go through a function, and one weight norm's own gain."""
+
+    form: Form
+    wide: int = 64
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for features in (self.wide, x.shape[-1]):
+            shape = (x.shape[-1], features)
+            kernel = self.param(f"kernel_{features}", nn.initializers.lecun_normal(), shape)
+            gain = self.param(f"gain_{features}", nn.initializers.normal(1.0), (features,))
+            x = jnp.tanh(x @ (gain * self.form(kernel)))
+        return x
+
+
+class Standardised(nnx.Module):
+    """Convolutions of standardised kernels, as of big transfer."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Conv(3, 16, (3, 3), rngs=rngs)
+        self.second = nnx.Conv(16, 8, (3, 3), rngs=rngs)
+        self.head = nnx.Linear(8, 16, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in (self.first, self.second):
+            kernel = layer.kernel[...]
+            x = jax.lax.conv_general_dilated(
+                x, standardised(kernel), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            x = nnx.gelu(x + layer.bias[...])
+        return self.head(x.mean((1, 2)))
+
+
+class Recurrent(nn.Module):
+    cell: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(24)(nn.RNN(self.cell)(x))
+
+
+ROWS = np.random.RandomState(0).randn(8, 12).astype("float32")
+WORDS = np.random.RandomState(0).randn(8, 5, 12).astype("float32")
+PICTURES = np.random.RandomState(0).randn(8, 6, 6, 3).astype("float32")
+# What a device holds of the parameters under tensor=4: a quarter, and the vectors that no matmul splits.
+MODELS: dict[str, tuple[Any, np.ndarray, float]] = {
+    **{name: (Functional(form), ROWS, 0.27) for name, form in FORMS.items()},
+    "nnx standardised convolutions": (lambda rngs: Standardised(rngs), PICTURES, 0.29),
+    "LSTM": (Recurrent(nn.LSTMCell(16, param_dtype=jnp.float64)), WORDS, 0.27),
+    "optimized LSTM": (Recurrent(nn.OptimizedLSTMCell(16, param_dtype=jnp.float64)), WORDS, 0.31),
+    "GRU": (Recurrent(nn.GRUCell(16, param_dtype=jnp.float64)), WORDS, 0.28),
+    "nnx LSTM": (lambda rngs: NNXRecurrent(rngs), WORDS, 0.29),
+}
+
+
+class NNXRecurrent(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.cells = nnx.RNN(nnx.LSTMCell(12, 16, param_dtype=jnp.float64, rngs=rngs), rngs=rngs)
+        self.head = nnx.Linear(16, 24, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.cells(x))
+
+
+def loss(model: Any, x: jax.Array) -> jax.Array:
+    return jnp.square(model(x) - 0.3).mean()
+
+
+def captured(model: Any, x: np.ndarray) -> Capture:
+    """The model with parameters in float64."""
+    found = capture(model, loss, x)
+    return dataclasses.replace(
+        found,
+        init=lambda key: widened(found.init(key)),
+        params_shape=widened(found.params_shape),
+        carried_shape=widened(found.carried_shape),
+    )
+
+
+def program_of(model: Any, x: np.ndarray, plan: str) -> Program:
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return compose(captured(model, x), optax.sgd(0.1), shape, plan, jax.devices()[: 8 if "data" in plan else 4])
+
+
+def whole_notes(program: Program) -> list[str]:
+    return [note for note in program._parts.notes if "whole on every device" in note]
+
+
+FEW = ["standardised", "nnx standardised convolutions", "optimized LSTM", "GRU"]
+PAIRS = [(name, "tensor=4") for name in MODELS]
+PAIRS += [(name, plan) for name in FEW for plan in ("data=2 tensor=4 zero=3", "tensor=2d:4 data=2")]
+
+
+@pytest.mark.parametrize(("name", "plan"), PAIRS)
+def test_equal_to_one_device_and_split(name: str, plan: str) -> None:
+    model, x, share = MODELS[name]
+    with jax.enable_x64(True):
+        x = x.astype("float64")
+        program, author, key = program_of(model, x, plan), captured(model, x), jax.random.key(0)
+        state = program.init(0)
+        given = on_host(program.value_and_grad(state, x))
+        params, frozen, carried = author.init(key)
+        wanted = jax.jit(jax.value_and_grad(lambda p: author.apply(p, frozen, carried, x, key, True)[0]))(params)
+        assert_close(given, on_host(wanted), EXACT)
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    if plan == "tensor=4":
+        assert bytes_on_a_device(state._params) <= share * total
+        assert not whole_notes(program)
