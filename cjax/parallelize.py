@@ -38,7 +38,7 @@ from cjax.planner.estimate import SLACK, Activations, state_bytes
 from cjax.planner.hardware import hardware_of
 from cjax.planner.search import first_fitting
 from cjax.program import Parts, Program
-from cjax.program.batches import batch_structs
+from cjax.program.batches import batch_structs, with_rows
 from cjax.sharding.local import LocalRows, local_rows
 from cjax.sharding.model import ModelStorage, place_loss, store_model
 from cjax.sharding.optimizer import store_optimizer
@@ -118,10 +118,16 @@ def compose(
     measure_noise: bool = False,
 ) -> Program:
     """From a captured model to a `Program`."""
-    sources = _Source(captured, batch_shape), _Source(_at_once(captured), batch_shape)
+    @functools.cache
+    def sources(num_rows: int | None) -> tuple[PyTree, tuple[_Source, _Source]]:
+        shape = batch_shape if num_rows is None else with_rows(batch_shape, num_rows)
+        return shape, (_Source(captured, shape), _Source(_at_once(captured), shape))
 
-    def again(plan: Plan | str, devices: Sequence[Device], schedule: Schedule | None = None) -> Parts:
-        parts = _compose(sources, optimizer, batch_shape, plan, devices, schedule, measure_noise, again)
+    def again(
+        plan: Plan | str, devices: Sequence[Device], schedule: Schedule | None = None, num_rows: int | None = None
+    ) -> Parts:
+        shape, both = sources(num_rows)
+        parts = _compose(both, optimizer, shape, plan, devices, schedule, measure_noise, again)
         scaling = (loss_scale or LossScale()) if parts.plan.precision == "float16" else None
         return dataclasses.replace(parts, scaling=scaling)
 
@@ -167,7 +173,7 @@ def _compose(
       devices: what the plan is for.
       schedule: the user's own, of a pipeline.
       measure_noise: whether gradients of parts of the batch are measured.
-      again: `(plan, devices)` -> the parts under another plan.
+      again: `(plan, devices, schedule, num_rows)` -> the parts under another plan, or for other batches.
     """
     plan, notes = _decide(sources[0].captured, optimizer, batch_shape, sources[0].read, plan, devices)
     source = sources[plan.tensor.mode != "1d"]
@@ -203,8 +209,7 @@ def _compose(
 
 def _on_rows(captured: Capture, batch_shape: PyTree, rows: int, like: Trace, plan: Plan) -> Trace:
     """The loss on micro-batches of so many rows."""
-    num = rows * plan.microbatches
-    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]) if x.shape else (), x.dtype), batch_shape)
+    shape = with_rows(batch_shape, rows * plan.microbatches)
     return trace_loss(captured, shape, plan.microbatches, train=True, forms=like.forms)
 
 

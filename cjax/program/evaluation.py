@@ -13,7 +13,7 @@ from cjax.gradients import forwarded, together
 from cjax.mesh import PIPE, compiler_options
 from cjax.pipeline.forward import Forward
 from cjax.pipeline.schedule import forward_only
-from cjax.program.batches import check_indices, check_tree, global_shape, join_processes, table_limits
+from cjax.program.batches import check_indices, check_tree, global_shape, join_processes, table_limits, with_rows
 from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
 from cjax.sharding.model import place_loss
@@ -84,7 +84,7 @@ class Evaluator:
             for some in (slice(0, whole), slice(whole, rows)):
                 num_rows = some.stop - some.start
                 if num_rows:
-                    piece = jax.tree.map(lambda leaf, n=num_rows: _with_rows(leaf, n), shape)
+                    piece = with_rows(shape, num_rows)
                     num = num_parts if some.start == 0 else 1
                     pieces.append((some, num_rows, self._scored(piece, function, num)[1]))
 
@@ -120,7 +120,7 @@ class Evaluator:
             return trace_loss(parts.capture, shape, num_parts, train=False, call=call, forms=parts.trace.forms)
 
         def on_rows(rows: int) -> Trace:
-            return traced(jax.tree.map(lambda leaf: _with_rows(leaf, rows * num_parts), shape))
+            return traced(with_rows(shape, rows * num_parts))
 
         trace = traced(shape)
         if trace.num_loss == 1:
@@ -147,10 +147,6 @@ class Evaluator:
         forward = Forward(staged.stages, schedule, parts.line.part, PIPE, together(parts.plan))
         through = forwarded(staged, forward, num_parts, parts.mesh)
         return trace, lambda *inputs: _put_together(trace, through(*inputs))
-
-
-def _with_rows(leaf: Any, num: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((num, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype)
 
 
 def _put_together(trace: Trace, outs: list[jax.Array]) -> list[jax.Array]:

@@ -15,7 +15,7 @@ from cjax.mesh import Device, compile_lowered, is_compile_only, resolve_devices
 from cjax.plan import Plan
 from cjax.planner.hardware import hardware_of
 from cjax.program.batches import place_batch, table_limits
-from cjax.program.check import Check, compare_gradients
+from cjax.program.check import Check
 from cjax.program.description import describe_step, describe_trace
 from cjax.program.evaluation import Evaluator
 from cjax.program.memory import OutOfMemory, alternatives
@@ -23,6 +23,7 @@ from cjax.program.saving import arrays_of, shapes_of, state_from
 from cjax.program.starting import make_key, start
 from cjax.program.state import Parts, State, check_alive, check_fits, store_leaves
 from cjax.program.steps import make_init, make_step, make_update, make_value_and_grad
+from cjax.program.verify import check_plan
 from cjax.report import Candidate, Comparison, Report, TraceSummary
 from cjax.trace.indices import Limits
 
@@ -136,10 +137,23 @@ class Program:
     def _limits(self) -> dict[int, Limits]:
         return table_limits(self._parts.trace)
 
-    def value_and_grad(self, state: State, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        """The loss and its gradients, in the user's own tree; `state` stays valid."""
-        loss, grads = self._value_and_grad(self._own(state), place_batch(self._parts, batch, self._limits))
+    def value_and_grad(self, state: State, batch: PyTree, params: PyTree = None) -> tuple[jax.Array, PyTree]:
+        """The loss and its gradients, in the user's own tree; `state` stays valid.
+
+        Args:
+          state: what the loss reads: parameters, running statistics, random numbers.
+          batch: as for `step`.
+          params: the user's tree of parameters in place of the state's: gradients at another point.
+        """
+        state = self._with_params(self._own(state), params)
+        stored = (state._params, state._frozen, state._carried, state._key, state.step, state._scaling)
+        loss, _, grads, _ = self._value_and_grad(*stored, place_batch(self._parts, batch, self._limits))
         return loss, self._parts.storage.params.load(grads)
+
+    def _with_params(self, state: State, params: PyTree | None) -> State:
+        if params is None:
+            return state
+        return dataclasses.replace(state, _params=self._stored_params(params, "these params are"))
 
     @functools.cached_property
     def _value_and_grad(self) -> Any:
@@ -185,9 +199,7 @@ class Program:
         Returns:
           `{"loss": ...}` with `aux` if the loss has it, or what `fn` returns, averaged.
         """
-        state = self._own(state)
-        if params is not None:
-            state = dataclasses.replace(state, _params=self._stored_params(params, "these params are"))
+        state = self._with_params(self._own(state), params)
         return self._evaluate(state, [batch] if self._is_one(batch) else batch, fn)
 
     def _is_one(self, batch: Any) -> bool:
@@ -284,12 +296,16 @@ class Program:
         return describe_step(self._parts, audit(self._compiled, self.mesh), hardware_of(devices))
 
     def check(self, state: State, batch: PyTree) -> Check:
-        """This plan against one device: the loss and every gradient, and which leaf is farthest off."""
-        alone = dataclasses.replace(Plan(), microbatches=self.plan.microbatches, precision=self.plan.precision)
-        reference = self.replan(alone, list(self.mesh.devices.flat)[:1])
-        mine = self.value_and_grad(state, batch)
-        theirs = reference.value_and_grad(reference.restore(state), batch)
-        return compare_gradients(str(self.plan), mine, theirs)
+        """This plan against the author's own loss on one device: loss, aux, every gradient, and what is farthest off.
+
+        Compared is with the undivided batch, but for losses that differ between micro-batches by contract (dropout,
+        BatchNorm). `.ok` says whether all agree to rounding, `.wrong` what does not.
+
+        Raises:
+          MemoryError: the model does not fit one device.
+        """
+        self._must_run("check")
+        return check_plan(self._parts, self._own(state), batch)
 
     def _must_train(self, what: str) -> None:
         self._must_run(what)

@@ -98,7 +98,7 @@ class Parts:
     init: Callable[[jax.Array], tuple[Arrays, Arrays, Arrays]]
     batch_shape: PyTree
     notes: tuple[str, ...]
-    compose: Callable[..., "Parts"]  # (plan, devices) -> the same model under another plan
+    compose: Callable[..., "Parts"]  # (plan, devices, schedule, num_rows) -> under another plan
     readers: Callable[[Path], Mapping[str, Any]]  # of the weights in a folder of transformers
     line: Line | None = None  # its way through the stages of a pipeline
     scaling: LossScale | None = None  # of float16

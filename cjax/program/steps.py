@@ -9,11 +9,12 @@ import optax
 
 from cjax.gradients import Evaluated, Graded, mean
 from cjax.mesh import compiler_options
-from cjax.optim import count_skipped, measure_noise, noise_scale
+from cjax.optim import LossScaleState, count_skipped, measure_noise, noise_scale
 from cjax.program.state import Arrays, Parts, State, new_state
 
 PyTree = Any
 Metrics = dict[str, Any]
+Trees = tuple[Arrays, Arrays, Arrays]  # params, frozen, carried
 
 
 def make_init(parts: Parts) -> Any:
@@ -41,7 +42,8 @@ def make_step(parts: Parts) -> Any:
     """`(state, batch) -> (state, metrics)`; gives up the state."""
 
     def step(state: State, batch: PyTree) -> tuple[State, Metrics]:
-        graded = _gradients(parts, state, batch)
+        trees = (state._params, state._frozen, state._carried)
+        graded = _gradients(parts, trees, jax.random.fold_in(state._key, state.step), state._scaling, batch)
         out, loss = graded.out, mean(graded.out.total, graded.out.weight)
         new, norm, finite = _updated(parts, state, graded.grads, loss)
         carried = _keep_if(finite, out.carried, state._carried)
@@ -66,21 +68,29 @@ def make_step(parts: Parts) -> Any:
 
 
 def make_value_and_grad(parts: Parts) -> Any:
-    """`(state, batch) -> (loss, stored gradients)`."""
+    """`(params, frozen, carried, key, step, scaling, batch) -> (loss, aux, stored gradients, stored carried)`.
 
-    def value_and_grad(state: State, batch: PyTree) -> tuple[jax.Array, Arrays]:
-        graded = _gradients(parts, state, batch)
-        return mean(graded.out.total, graded.out.weight), graded.grads
+    It takes what it reads of a state, so that nobody needs an optimizer's state to ask for gradients.
+    """
 
-    storage = parts.storage
+    def value_and_grad(
+        params: Arrays, frozen: Arrays, carried: Arrays, key: jax.Array, step: jax.Array, scaling: Any, batch: PyTree
+    ) -> tuple[jax.Array, PyTree, Arrays, Arrays]:
+        graded = _gradients(parts, (params, frozen, carried), jax.random.fold_in(key, step), scaling, batch)
+        out = graded.out
+        return mean(out.total, out.weight), aux_means(parts, out), graded.grads, out.carried
+
+    storage, whole = parts.storage, parts.whole
     slots = storage.params.slots
     if parts.plan.zero_stage >= 2:
         slots = tuple(dataclasses.replace(s, spec=storage.state_specs[s.leaves[0]]) for s in slots)
     placed = dataclasses.replace(storage.params, slots=slots)
+    given = parts.state_shardings
+    trees = (given._params, given._frozen, given._carried)
     return jax.jit(
         value_and_grad,
-        in_shardings=(parts.state_shardings, parts.batch_shardings),
-        out_shardings=(parts.whole, placed.shardings(parts.mesh)),
+        in_shardings=(*trees, whole, whole, given._scaling, parts.batch_shardings),
+        out_shardings=(whole, whole, placed.shardings(parts.mesh), given._carried),
         compiler_options=compiler_options(parts.mesh),
     )
 
@@ -98,10 +108,10 @@ def make_update(parts: Parts) -> Any:
     )  # fmt: skip
 
 
-def _gradients(parts: Parts, state: State, batch: PyTree) -> Graded:
-    key = jax.random.fold_in(state._key, state.step)
-    scale = None if parts.scaling is None else state._scaling.scale / parts.loss_size
-    return parts.gradients(state._params, state._frozen, state._carried, batch, key, scale)
+def _gradients(parts: Parts, trees: Trees, key: jax.Array, scaling: LossScaleState, batch: PyTree) -> Graded:
+    scale = None if parts.scaling is None else scaling.scale / parts.loss_size
+    params, frozen, carried = trees
+    return parts.gradients(params, frozen, carried, batch, key, scale)
 
 
 def _updated(parts: Parts, state: State, grads: Arrays, loss: jax.Array) -> tuple[State, jax.Array, jax.Array]:
