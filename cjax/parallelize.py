@@ -68,6 +68,7 @@ def parallelize(
     schedule: Schedule | None = None,
     loss_scale: LossScale | None = None,
     measure_noise: bool = False,
+    verify: bool = False,
 ) -> Program:
     """Lay a Flax model out over many devices.
 
@@ -84,6 +85,9 @@ def parallelize(
       measure_noise: whether steps also give `metrics["noise_scale"]`, the batch size in examples beyond which larger
         ones are wasted, from the gradients of micro-batches or of data-parallel devices. Where there are the latter
         alone, all gradients are reduced behind the backward pass rather than during it.
+      verify: whether the plan is checked before the first step, on a few rows of its batch against the loss as you
+        wrote it on one device; a plan that computes something else raises `cjax.MismatchError`. A model that does not
+        fit one device is not checked, and `program.verified` and the report say so.
 
     >>> import flax.linen as nn, numpy as np
     >>> batch = {"x": np.ones((8, 3), "float32"), "y": np.zeros((8, 1), "float32")}
@@ -98,7 +102,7 @@ def parallelize(
     batch_shape = batch_structs(batch)
     captured = capture(model, loss, batch, wrt)
     found = resolve_devices(devices)
-    program = compose(captured, optimizer, batch_shape, plan, found, schedule, loss_scale, measure_noise)
+    program = compose(captured, optimizer, batch_shape, plan, found, schedule, loss_scale, measure_noise, verify)
     if loss_scale is not None and program.plan.precision != "float16":
         raise ValueError(
             f"loss_scale is for float16, and the plan {str(program.plan)!r} computes in {program.plan.precision}, "
@@ -116,6 +120,7 @@ def compose(
     schedule: Schedule | None = None,
     loss_scale: LossScale | None = None,
     measure_noise: bool = False,
+    verify: bool = False,
 ) -> Program:
     """From a captured model to a `Program`."""
     @functools.cache
@@ -129,7 +134,7 @@ def compose(
         shape, both = sources(num_rows)
         parts = _compose(both, optimizer, shape, plan, devices, schedule, measure_noise, again)
         scaling = (loss_scale or LossScale()) if parts.plan.precision == "float16" else None
-        return dataclasses.replace(parts, scaling=scaling)
+        return dataclasses.replace(parts, scaling=scaling, verifies=verify)
 
     return Program(again(plan, devices, schedule))
 

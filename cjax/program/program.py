@@ -23,7 +23,7 @@ from cjax.program.saving import arrays_of, shapes_of, state_from
 from cjax.program.starting import make_key, start
 from cjax.program.state import Parts, State, check_alive, check_fits, store_leaves
 from cjax.program.steps import make_init, make_step, make_update, make_value_and_grad
-from cjax.program.verify import check_plan
+from cjax.program.verify import check_plan, told, verify
 from cjax.report import Candidate, Comparison, Report, TraceSummary
 from cjax.trace.indices import Limits
 
@@ -37,12 +37,14 @@ class Program:
       plan: the plan, every number filled in.
       mesh: the JAX mesh it runs on.
       loss_scale: how the loss of `precision=float16` is scaled; None under any other.
+      verified: under `verify=True`, from the first step on: the check that the plan passed, or why there was none.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._evaluate = Evaluator(parts)
         self.plan, self.mesh, self.loss_scale = parts.plan, parts.mesh, parts.scaling
+        self.verified: Check | str | None = None
 
     def __repr__(self) -> str:
         return f"Program({str(self.plan)!r}, {self.mesh.size} x {self.mesh.devices.flat[0].device_kind})"
@@ -104,11 +106,13 @@ class Program:
 
         Raises:
           OutOfMemory: before the first step, when the plan does not fit its devices.
+          MismatchError: before the first step, under `verify=True`, when the plan computes something else.
           ValueError: a batch of another shape or dtype, or with tokens outside the vocabulary.
         """
         self._must_train("step")
-        state, batch = self._own(state), place_batch(self._parts, batch, self._limits)
-        return self._step(state, batch)  # compiles at first, when all that was given is known to be good
+        placed = place_batch(self._parts, batch, self._limits)
+        self._verify(self._own(state), batch)
+        return self._step(state, placed)  # compiles at first, when all that was given is known to be good
 
     @functools.cached_property
     def _step(self) -> Any:
@@ -145,9 +149,11 @@ class Program:
           batch: as for `step`.
           params: the user's tree of parameters in place of the state's: gradients at another point.
         """
-        state = self._with_params(self._own(state), params)
+        placed = place_batch(self._parts, batch, self._limits)
+        self._verify(self._own(state), batch)
+        state = self._with_params(state, params)
         stored = (state._params, state._frozen, state._carried, state._key, state.step, state._scaling)
-        loss, _, grads, _ = self._value_and_grad(*stored, place_batch(self._parts, batch, self._limits))
+        loss, _, grads, _ = self._value_and_grad(*stored, placed)
         return loss, self._parts.storage.params.load(grads)
 
     def _with_params(self, state: State, params: PyTree | None) -> State:
@@ -288,7 +294,9 @@ class Program:
 
     def report(self) -> Report:
         """What the step needs, splits, moves and takes; compiles once, for `step` as well."""
-        return self._report
+        if self.verified is None:
+            return self._report
+        return dataclasses.replace(self._report, watch=[*self._report.watch, told(self.verified)])
 
     @functools.cached_property
     def _report(self) -> Report:
@@ -305,7 +313,12 @@ class Program:
           MemoryError: the model does not fit one device.
         """
         self._must_run("check")
+        place_batch(self._parts, batch, self._limits)
         return check_plan(self._parts, self._own(state), batch)
+
+    def _verify(self, state: State, batch: PyTree) -> None:
+        if self._parts.verifies and self.verified is None:
+            self.verified = verify(self._parts, state, batch)
 
     def _must_train(self, what: str) -> None:
         self._must_run(what)

@@ -103,6 +103,7 @@ class Parts:
     line: Line | None = None  # its way through the stages of a pipeline
     scaling: LossScale | None = None  # of float16
     loss_size: int = 1  # the sum over the losses of all parts to their mean; gradients of parts are that much larger
+    verifies: bool = False  # whether the plan is checked before the first step
 
     @functools.cached_property
     def shelves(self) -> Shelves:

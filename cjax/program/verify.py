@@ -178,6 +178,11 @@ def verify(parts: Parts, state: State, batch: PyTree) -> Check | str:
     return check
 
 
+def told(found: Check | str) -> str:
+    """What a report says of `verify`."""
+    return found if isinstance(found, str) else f"verified: {found}"
+
+
 def _checked(parts: Parts, state: State, batch: PyTree) -> Check:
     few, rows = _on_few_rows(parts, batch)
     return check_plan(few, state, rows)
