@@ -169,3 +169,27 @@ def test_rounding_excuses_what_it_does_and_no_factor() -> None:
     assert compare("p", *outcomes(near, right), shaken, 4).ok
     wild = Outcome(1.0, {}, {"w": -right})
     assert not compare("p", *outcomes(far, right), wild, 2).ok
+
+
+class Deep(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for _ in range(2):
+            x = x + nn.Dense(5)(nn.relu(x))
+        return x
+
+
+def contrast(model: Any, batch: Any) -> jax.Array:
+    z = model(batch["x"])
+    return jnp.square(z @ z.T - jnp.eye(len(z))).mean()
+
+
+def test_plans_that_share_a_trace_do_not_share_derivatives_traced_within_a_mesh() -> None:
+    """relu's, which is custom, is traced in the pipeline's region first."""
+    program = make("pipeline=gpipe:2 data=1", model=Deep(), loss=contrast, devices=jax.devices()[:2])
+    state = program.init(0)
+    loss, grads = program.value_and_grad(state, rows())
+    other = program.replan("tensor=2")
+    given = other.value_and_grad(other.restore(state), rows())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), given, (loss, grads))
+    assert program.check(state, rows()).ok
