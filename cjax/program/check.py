@@ -100,7 +100,9 @@ class Check:
     def __str__(self) -> str:
         losses = f"loss {self.loss[0]:.7g} against {self.loss[1]:.7g}"
         if self.ok:
-            worst = f"worst is {self.worst}, at {self.error:.2g} of what rounding allows"
+            kind = self.differences[0].kind if self.differences else "gradient"
+            what = f"gradient {self.worst}" if kind == "gradient" else self.worst
+            worst = f"worst {what}, at {self.error:.2g} of what rounding allows"
             verdict = f"agrees with {self.reference}; {losses}; {worst}"
         else:
             first, others = self.wrong[0], len(self.wrong) - 1

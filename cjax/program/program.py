@@ -18,6 +18,7 @@ from cjax.program.batches import place_batch, table_limits
 from cjax.program.check import Check
 from cjax.program.description import describe_step, describe_trace
 from cjax.program.evaluation import Evaluator
+from cjax.program.exchange import adopted, differentiable
 from cjax.program.memory import OutOfMemory, alternatives
 from cjax.program.saving import arrays_of, shapes_of, state_from
 from cjax.program.starting import make_key, start
@@ -92,6 +93,22 @@ class Program:
     def _load(self, state: State) -> dict[str, PyTree]:
         return arrays_of(state)
 
+    def adopt(self, state: State, source: State | PyTree) -> State:
+        """`state` with parameters from elsewhere; its optimizer's state, step and random numbers stay.
+
+        It shares arrays with `state`, so that a step gives up both.
+
+        Args:
+          state: of this program.
+          source: a state of another program of this model, such as one with another `wrt`: what that one trains, and
+            its running state, take the place of this one's. Or parameters by name, trained here or frozen: a tree in
+            the user's structure, or `{path: array}`.
+
+        Raises:
+          ValueError: parameters that this model has not, or of other shapes.
+        """
+        return adopted(self._parts, self._own(state), source)
+
     # -- training -----------------------------------------------------------------------------------------------
     def step(self, state: State, batch: PyTree) -> tuple[State, dict[str, Any]]:
         """One step of training. Gives up `state`; a step that is not finite leaves everything but its number as it was.
@@ -164,6 +181,19 @@ class Program:
     @functools.cached_property
     def _value_and_grad(self) -> Any:
         return make_value_and_grad(self._parts)
+
+    def loss(self, state: State, batch: PyTree, params: PyTree = None) -> jax.Array:
+        """The loss of training, as a number that `jax.grad` and `jax.vjp` differentiate in `params`.
+
+        It costs what its gradients cost, and stands outside of `jax.jit`, since it is a compiled program of its own.
+
+        Args:
+          state: as for `value_and_grad`.
+          batch: as for `step`.
+          params: the user's tree of parameters; the state's if left out.
+        """
+        params = self.params(state) if params is None else params
+        return differentiable(lambda params: self.value_and_grad(state, batch, params))(params)
 
     def update(self, state: State, grads: PyTree, loss: Any = None) -> State:
         """The state after the optimizer has taken `grads`, in the user's own tree. Gives up `state`.
@@ -255,11 +285,17 @@ class Program:
         return shapes_of(self._parts)
 
     def from_arrays(self, arrays: PyTree) -> State:
-        """A state from logical arrays in the structure of `abstract_state`."""
+        """A state from logical arrays in the structure of `abstract_state`: a dict of `params`, `frozen`, `opt_state`,
+        `carried`, `step`, `key`, `loss_scale` and `noise_scale`, the trees the user's own. Whatever was changed in what
+        `to_arrays` gave is the new state.
+
+        Raises:
+          ValueError: arrays of another model; every missing, unexpected or differently shaped leaf is listed.
+        """
         return state_from(self._parts, arrays)
 
     def to_arrays(self, state: State) -> PyTree:
-        """The logical arrays of a state: what `cjax.checkpoint.save` takes."""
+        """The logical arrays of a state, which outlive it: what `from_arrays` and `cjax.checkpoint.save` take."""
         return arrays_of(state)
 
     def _own(self, state: State) -> State:

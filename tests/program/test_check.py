@@ -86,7 +86,8 @@ def test_what_micro_batches_have_of_their_own_is_compared_with_theirs(model: nn.
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_low_precision_is_no_alarm_and_no_excuse(precision: str) -> None:
-    scale = cjax.optim.LossScale(initial=2.0**32) if precision == "float16" else None  # overflows: looked at scaled less
+    # A factor that overflows: looked at with a smaller one.
+    scale = cjax.optim.LossScale(initial=2.0**32) if precision == "float16" else None
     program = make(f"data=8 precision={precision}", loss_scale=scale)
     state = program.init(0)
     found = program.check(state, rows())
