@@ -11,6 +11,7 @@ from cjax.plan import Plan as Plan
 from cjax.plan import Sequence as Sequence
 from cjax.plan import Tensor as Tensor
 from cjax.plan import Zero as Zero
+from cjax.program import MismatchError as MismatchError
 from cjax.program import OutOfMemory as OutOfMemory
 from cjax.program import Program as Program
 from cjax.program import State as State

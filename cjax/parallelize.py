@@ -38,7 +38,7 @@ from cjax.planner.estimate import SLACK, Activations, state_bytes
 from cjax.planner.hardware import hardware_of
 from cjax.planner.search import first_fitting
 from cjax.program import Parts, Program
-from cjax.program.batches import batch_structs
+from cjax.program.batches import batch_structs, with_rows
 from cjax.sharding.local import LocalRows, local_rows
 from cjax.sharding.model import ModelStorage, place_loss, store_model
 from cjax.sharding.optimizer import store_optimizer
@@ -69,6 +69,7 @@ def parallelize(
     schedule: Schedule | None = None,
     loss_scale: LossScale | None = None,
     measure_noise: bool = False,
+    verify: bool = False,
 ) -> Program:
     """Lay a Flax model out over many devices.
 
@@ -85,6 +86,9 @@ def parallelize(
       measure_noise: whether steps also give `metrics["noise_scale"]`, the batch size in examples beyond which larger
         ones are wasted, from the gradients of micro-batches or of data-parallel devices. Where there are the latter
         alone, all gradients are reduced behind the backward pass rather than during it.
+      verify: whether the plan is checked before the first step, on a few rows of its batch against the loss as you
+        wrote it on one device; a plan that computes something else raises `cjax.MismatchError`. A model that does not
+        fit one device is not checked, and `program.verified` and the report say so.
 
     >>> import flax.linen as nn, numpy as np
     >>> batch = {"x": np.ones((8, 3), "float32"), "y": np.zeros((8, 1), "float32")}
@@ -99,7 +103,7 @@ def parallelize(
     batch_shape = batch_structs(batch)
     captured = capture(model, loss, batch, wrt)
     found = resolve_devices(devices)
-    program = compose(captured, optimizer, batch_shape, plan, found, schedule, loss_scale, measure_noise)
+    program = compose(captured, optimizer, batch_shape, plan, found, schedule, loss_scale, measure_noise, verify)
     if loss_scale is not None and program.plan.precision != "float16":
         raise ValueError(
             f"loss_scale is for float16, and the plan {str(program.plan)!r} computes in {program.plan.precision}, "
@@ -117,14 +121,21 @@ def compose(
     schedule: Schedule | None = None,
     loss_scale: LossScale | None = None,
     measure_noise: bool = False,
+    verify: bool = False,
 ) -> Program:
     """From a captured model to a `Program`."""
-    sources = _Source(captured, batch_shape), _Source(_at_once(captured), batch_shape)
+    @functools.cache
+    def sources(num_rows: int | None) -> tuple[PyTree, tuple[_Source, _Source]]:
+        shape = batch_shape if num_rows is None else with_rows(batch_shape, num_rows)
+        return shape, (_Source(captured, shape), _Source(_at_once(captured), shape))
 
-    def again(plan: Plan | str, devices: Sequence[Device], schedule: Schedule | None = None) -> Parts:
-        parts = _compose(sources, optimizer, batch_shape, plan, devices, schedule, measure_noise, again)
+    def again(
+        plan: Plan | str, devices: Sequence[Device], schedule: Schedule | None = None, num_rows: int | None = None
+    ) -> Parts:
+        shape, both = sources(num_rows)
+        parts = _compose(both, optimizer, shape, plan, devices, schedule, measure_noise, again)
         scaling = (loss_scale or LossScale()) if parts.plan.precision == "float16" else None
-        return dataclasses.replace(parts, scaling=scaling)
+        return dataclasses.replace(parts, scaling=scaling, verifies=verify)
 
     return Program(again(plan, devices, schedule))
 
@@ -168,7 +179,7 @@ def _compose(
       devices: what the plan is for.
       schedule: the user's own, of a pipeline.
       measure_noise: whether gradients of parts of the batch are measured.
-      again: `(plan, devices)` -> the parts under another plan.
+      again: `(plan, devices, schedule, num_rows)` -> the parts under another plan, or for other batches.
     """
     plan, notes = _decide(sources[0].captured, optimizer, batch_shape, sources[0].read, plan, devices)
     source = sources[plan.tensor.mode != "1d"]
@@ -209,10 +220,7 @@ def _lifted(source: _Source, batch_shape: PyTree, trace: Trace, plan: Plan) -> T
     num_rows = next((leaf.shape[0] for leaf in jax.tree.leaves(batch_shape) if leaf.shape), 1)
 
     def again(rows: int) -> Any:
-        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((rows * num, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype)
-
-        return trace_flat(captured, jax.tree.map(shape, batch_shape), num, trace)
+        return trace_flat(captured, with_rows(batch_shape, rows * num), num, trace)
 
     return lift(trace, again, num_rows, shares=True)
 

@@ -50,6 +50,7 @@ class Train:
         seed: of the weights, the dropout and the order of the data.
         folder: of the run; a new one below `runs` if not given.
         resume: the folder of a run to go on with; options given beside it replace those of the run.
+        verify: check the plan before the first step against one device, and refuse to train if it computes otherwise.
         on_nan: what to do at a step that is not finite.
         checkpoint_every: steps between checkpoints.
         evaluate_every: steps between evaluations on held-out text.
@@ -74,6 +75,7 @@ class Train:
     seed: int = 0
     folder: str | None = None
     resume: str | None = None
+    verify: bool = False
     on_nan: Literal["stop", "skip"] = "stop"
     checkpoint_every: int = 100
     evaluate_every: int = 100
@@ -106,6 +108,7 @@ class Train:
             {"inputs": shape, "targets": shape},
             plan=self.plan or ("tensor=2 zero=1" if len(devices) % 2 == 0 else "zero=1"),
             devices=devices,
+            verify=self.verify,
         )
         data = dataclasses.replace(data, shard=program.data_shard)
         self._remember(folder)

@@ -237,29 +237,38 @@ def sharing(gradients: Gradients, shared: Shared | None, num_microbatches: int, 
     """
     if shared is None:
         return gradients
-    weights = jex.jaxpr_as_fun(shared.closed)
-    dtypes = [var.aval.dtype for var in dict.fromkeys(shared.divisors.values())]
 
-    def whole(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale) -> Graded:
-        leaves = jax.tree.leaves(batch)
-        parts = [cut_rows(leaf, num_microbatches) for leaf in leaves if leaf.ndim]
-
-        def one(sums: list[jax.Array], x: Any) -> Any:
-            index, rows = x
-            left = iter(rows)
-            part = [next(left) if leaf.ndim else leaf for leaf in leaves]
-            return [a + b for a, b in zip(sums, weights(*part, key, index), strict=True)], None
-
-        zeros = [jnp.zeros((), weight.atom.aval.dtype) for weight in shared.weights]
-        sums, _ = lax.scan(one, zeros, (jnp.arange(num_microbatches, dtype=jnp.int32), parts))
-        divisors = []
-        for weight, total, dtype in zip(shared.weights, sums, dtypes, strict=True):
-            value = total / num_microbatches if weight.is_mean else total
-            divisor = guarded(weight, value).astype(dtype)
-            divisors.append(divisor if weight.is_mean else divisor / num_parts)
-        return gradients(params, frozen, carried, [*leaves, *divisors], key, scale)
+    def whole(
+        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale, **more: Any
+    ) -> Graded:
+        batch = [*jax.tree.leaves(batch), *divisors(shared, batch, key, num_microbatches, num_parts)]
+        return gradients(params, frozen, carried, batch, key, scale, **more)
 
     return whole
+
+
+def divisors(
+    shared: Shared, batch: PyTree, key: jax.Array, num_microbatches: int, num_parts: int
+) -> list[jax.Array]:
+    """What each of `num_parts` parts of a batch divides by, whose weights are made a micro-batch at a time."""
+    weights, leaves = jex.jaxpr_as_fun(shared.closed), jax.tree.leaves(batch)
+    parts = [cut_rows(leaf, num_microbatches) for leaf in leaves if leaf.ndim]
+
+    def one(sums: list[jax.Array], x: Any) -> Any:
+        index, rows = x
+        left = iter(rows)
+        part = [next(left) if leaf.ndim else leaf for leaf in leaves]
+        return [a + b for a, b in zip(sums, weights(*part, key, index), strict=True)], None
+
+    zeros = [jnp.zeros((), weight.atom.aval.dtype) for weight in shared.weights]
+    sums, _ = lax.scan(one, zeros, (jnp.arange(num_microbatches, dtype=jnp.int32), parts))
+    dtypes = [var.aval.dtype for var in dict.fromkeys(shared.divisors.values())]
+    found = []
+    for weight, total, dtype in zip(shared.weights, sums, dtypes, strict=True):
+        value = total / num_microbatches if weight.is_mean else total
+        divisor = guarded(weight, value).astype(dtype)
+        found.append(divisor if weight.is_mean else divisor / num_parts)
+    return found
 
 
 def cut_rows(leaf: jax.Array, num_microbatches: int) -> jax.Array:

@@ -120,6 +120,11 @@ def global_shape(batch: PyTree) -> PyTree:
     return jax.tree.map(shape, batch)
 
 
+def with_rows(shape: PyTree, num: int) -> PyTree:
+    """ShapeDtypeStructs of a batch like `shape`, of so many rows."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]) if x.shape else (), x.dtype), shape)
+
+
 def batch_structs(batch: PyTree) -> PyTree:
     """ShapeDtypeStructs of the batch that `parallelize` is given, in the dtypes that JAX will make of it.
 

@@ -14,7 +14,15 @@ from cjax.gradients import forwarded
 from cjax.mesh import PIPE, compile_lowered, compiler_options
 from cjax.pipeline.forward import Forward
 from cjax.pipeline.schedule import forward_only
-from cjax.program.batches import check_indices, check_on_devices, check_tree, global_shape, join_processes, table_limits
+from cjax.program.batches import (
+    check_indices,
+    check_on_devices,
+    check_tree,
+    global_shape,
+    join_processes,
+    table_limits,
+    with_rows,
+)
 from cjax.program.lockstep import Lockstep
 from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
@@ -122,7 +130,7 @@ class Evaluator:
             for some in (slice(0, whole), slice(whole, rows)):
                 num_rows = some.stop - some.start
                 if num_rows:
-                    piece = jax.tree.map(lambda leaf, n=num_rows: _with_rows(leaf, n), shape)
+                    piece = with_rows(shape, num_rows)
                     num = num_parts if some.start == 0 else 1
                     pieces.append((some, num_rows, self._scored(piece, function, num, together)[1]))
 
@@ -155,8 +163,7 @@ class Evaluator:
         call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
 
         def on_rows(rows: int) -> Any:
-            other = jax.tree.map(lambda leaf: _with_rows(leaf, rows * num_parts), shape)
-            return trace_flat(parts.capture, other, num_parts, trace, train=False)
+            return trace_flat(parts.capture, with_rows(shape, rows * num_parts), num_parts, trace, train=False)
 
         trace = trace_loss(parts.capture, shape, num_parts, train=False, call=call, forms=parts.trace.forms)
         if trace.num_loss == 1:
@@ -183,10 +190,6 @@ class Evaluator:
         forward = Forward(staged.stages, schedule, parts.line.part, PIPE)
         through = forwarded(staged, forward, num_parts, parts.mesh, together)
         return trace, lambda *inputs: _put_together(trace, through(*inputs))
-
-
-def _with_rows(leaf: Any, num: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((num, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype)
 
 
 def _put_together(trace: Trace, outs: list[jax.Array]) -> list[jax.Array]:

@@ -7,12 +7,14 @@ more with stages that go together.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from cjax.audit.stages import Wait, waits
 from cjax.mesh import PIPE, compile_lowered
 from cjax.program.state import Parts
+from cjax.program.steps import gradient_inputs, make_value_and_grad
 
 Lower = Callable[[bool], jax.stages.Lowered]
 MOST_NAMED = 3
@@ -55,6 +57,14 @@ class Lockstep:
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         return compile_lowered(lowered, list(self._parts.mesh.devices.flat))
+
+    def gradients(self) -> Callable[..., Any]:
+        """`(*gradient_inputs(state), batch) -> (loss, aux, stored gradients, stored carried)`, compiled as it can run."""
+        parts = self._parts
+        if not self.asks:
+            return make_value_and_grad(parts)
+        inputs = (*gradient_inputs(parts.state_shape), parts.with_batch(parts.batch_shape))
+        return self.compile(lambda together: make_value_and_grad(parts, together).lower(*inputs))
 
     @property
     def notes(self) -> tuple[str, ...]:

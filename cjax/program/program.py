@@ -15,15 +15,17 @@ from cjax.mesh import Device, is_compile_only, not_nan, own_context, resolve_dev
 from cjax.plan import Plan
 from cjax.planner.hardware import hardware_of
 from cjax.program.batches import place_batch, table_limits
-from cjax.program.check import Check, compare_gradients
+from cjax.program.check import Check
 from cjax.program.description import describe_step, describe_trace
 from cjax.program.evaluation import Evaluator
+from cjax.program.exchange import adopted, differentiable
 from cjax.program.lockstep import Lockstep
 from cjax.program.memory import OutOfMemory, alternatives
 from cjax.program.saving import arrays_of, shapes_of, state_from
 from cjax.program.starting import make_key, start
 from cjax.program.state import Parts, State, check_alive, check_fits, store_leaves
-from cjax.program.steps import make_init, make_step, make_update, make_value_and_grad
+from cjax.program.steps import gradient_inputs, make_init, make_step, make_update
+from cjax.program.verify import check_plan, told, verify
 from cjax.report import Candidate, Comparison, Report, TraceSummary
 from cjax.trace.indices import Limits
 
@@ -37,6 +39,7 @@ class Program:
       plan: the plan, every number filled in.
       mesh: the JAX mesh it runs on.
       loss_scale: how the loss of `precision=float16` is scaled; None under any other.
+      verified: under `verify=True`, from the first step on: the check that the plan passed, or why there was none.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -44,6 +47,7 @@ class Program:
         self._lockstep = Lockstep(parts)
         self._evaluate = Evaluator(parts, self._lockstep)
         self.plan, self.mesh, self.loss_scale = parts.plan, parts.mesh, parts.scaling
+        self.verified: Check | str | None = None
 
     def __repr__(self) -> str:
         return f"Program({str(self.plan)!r}, {self.mesh.size} x {self.mesh.devices.flat[0].device_kind})"
@@ -94,6 +98,22 @@ class Program:
     def _load(self, state: State) -> dict[str, PyTree]:
         return arrays_of(state)
 
+    def adopt(self, state: State, source: State | PyTree) -> State:
+        """`state` with parameters from elsewhere; its optimizer's state, step and random numbers stay.
+
+        It shares arrays with `state`, so that a step gives up both.
+
+        Args:
+          state: of this program.
+          source: a state of another program of this model, such as one with another `wrt`: what that one trains, and
+            its running state, take the place of this one's. Or parameters by name, trained here or frozen: a tree in
+            the user's structure, or `{path: array}`.
+
+        Raises:
+          ValueError: parameters that this model has not, or of other shapes.
+        """
+        return adopted(self._parts, self._own(state), source)
+
     # -- training -----------------------------------------------------------------------------------------------
     @not_nan
     @own_context
@@ -110,11 +130,13 @@ class Program:
 
         Raises:
           OutOfMemory: before the first step, when the plan does not fit its devices.
+          MismatchError: before the first step, under `verify=True`, when the plan computes something else.
           ValueError: a batch of another shape or dtype, or with tokens outside the vocabulary.
         """
         self._must_train("step")
-        state, batch = self._own(state), place_batch(self._parts, batch, self._limits)
-        return self._step(state, batch)  # compiles at first, when all that was given is known to be good
+        placed = place_batch(self._parts, batch, self._limits)
+        self._verify(self._own(state), batch)
+        return self._step(state, placed)  # compiles at first, when all that was given is known to be good
 
     @functools.cached_property
     def _step(self) -> Any:
@@ -152,16 +174,41 @@ class Program:
 
     @not_nan
     @own_context
-    def value_and_grad(self, state: State, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        """The loss and its gradients, in the user's own tree; `state` stays valid."""
-        loss, grads = self._value_and_grad(self._own(state), place_batch(self._parts, batch, self._limits))
+    def value_and_grad(self, state: State, batch: PyTree, params: PyTree = None) -> tuple[jax.Array, PyTree]:
+        """The loss and its gradients, in the user's own tree; `state` stays valid.
+
+        Args:
+          state: what the loss reads: parameters, running statistics, random numbers.
+          batch: as for `step`.
+          params: the user's tree of parameters in place of the state's: gradients at another point.
+        """
+        placed = place_batch(self._parts, batch, self._limits)
+        self._verify(self._own(state), batch)
+        stored = gradient_inputs(self._with_params(state, params))
+        loss, _, grads, _ = self._value_and_grad(*stored, placed)
         return loss, self._parts.storage.params.load(grads)
+
+    def _with_params(self, state: State, params: PyTree | None) -> State:
+        if params is None:
+            return state
+        return dataclasses.replace(state, _params=self._stored_params(params, "these params are"))
 
     @functools.cached_property
     def _value_and_grad(self) -> Any:
-        if not self._lockstep.asks:
-            return make_value_and_grad(self._parts)
-        return self._lockstep.compile(lambda together: make_value_and_grad(self._parts, together).lower(*self._inputs))
+        return self._lockstep.gradients()
+
+    def loss(self, state: State, batch: PyTree, params: PyTree = None) -> jax.Array:
+        """The loss of training, as a number that `jax.grad` and `jax.vjp` differentiate in `params`.
+
+        It costs what its gradients cost, and stands outside of `jax.jit`, since it is a compiled program of its own.
+
+        Args:
+          state: as for `value_and_grad`.
+          batch: as for `step`.
+          params: the user's tree of parameters; the state's if left out.
+        """
+        params = self.params(state) if params is None else params
+        return differentiable(lambda params: self.value_and_grad(state, batch, params))(params)
 
     @own_context
     def update(self, state: State, grads: PyTree, loss: Any = None) -> State:
@@ -206,9 +253,7 @@ class Program:
         Returns:
           `{"loss": ...}` with `aux` if the loss has it, or what `fn` returns, averaged.
         """
-        state = self._own(state)
-        if params is not None:
-            state = dataclasses.replace(state, _params=self._stored_params(params, "these params are"))
+        state = self._with_params(self._own(state), params)
         return self._evaluate(state, [batch] if self._is_one(batch) else batch, fn)
 
     def _is_one(self, batch: Any) -> bool:
@@ -263,12 +308,18 @@ class Program:
 
     @own_context
     def from_arrays(self, arrays: PyTree) -> State:
-        """A state from logical arrays in the structure of `abstract_state`."""
+        """A state from logical arrays in the structure of `abstract_state`: a dict of `params`, `frozen`, `opt_state`,
+        `carried`, `step`, `key`, `loss_scale` and `noise_scale`, the trees the user's own. Whatever was changed in what
+        `to_arrays` gave is the new state.
+
+        Raises:
+          ValueError: arrays of another model; every missing, unexpected or differently shaped leaf is listed.
+        """
         return state_from(self._parts, arrays)
 
     @own_context
     def to_arrays(self, state: State) -> PyTree:
-        """The logical arrays of a state: what `cjax.checkpoint.save` takes."""
+        """The logical arrays of a state, which outlive it: what `from_arrays` and `cjax.checkpoint.save` take."""
         return arrays_of(state)
 
     def _own(self, state: State) -> State:
@@ -310,7 +361,9 @@ class Program:
     @own_context
     def report(self) -> Report:
         """What the step needs, splits, moves and takes; compiles once, for `step` as well."""
-        return self._report
+        if self.verified is None:
+            return self._report
+        return dataclasses.replace(self._report, watch=[*self._report.watch, told(self.verified)])
 
     @functools.cached_property
     def _report(self) -> Report:
@@ -319,12 +372,21 @@ class Program:
 
     @own_context
     def check(self, state: State, batch: PyTree) -> Check:
-        """This plan against one device: the loss and every gradient, and which leaf is farthest off."""
-        alone = dataclasses.replace(Plan(), microbatches=self.plan.microbatches, precision=self.plan.precision)
-        reference = self.replan(alone, list(self.mesh.devices.flat)[:1])
-        mine = self.value_and_grad(state, batch)
-        theirs = reference.value_and_grad(reference.restore(state), batch)
-        return compare_gradients(str(self.plan), mine, theirs)
+        """This plan against the author's own loss on one device: loss, aux, every gradient, and what is farthest off.
+
+        Compared is with the undivided batch, but for losses that differ between micro-batches by contract (dropout,
+        BatchNorm). `.ok` says whether all agree to rounding, `.wrong` what does not.
+
+        Raises:
+          MemoryError: the model does not fit one device.
+        """
+        self._must_run("check")
+        place_batch(self._parts, batch, self._limits)
+        return check_plan(self._parts, self._own(state), batch)
+
+    def _verify(self, state: State, batch: PyTree) -> None:
+        if self._parts.verifies and self.verified is None:
+            self.verified = verify(self._parts, state, batch)
 
     def _must_train(self, what: str) -> None:
         self._must_run(what)

@@ -99,11 +99,12 @@ class Parts:
     init: Callable[[jax.Array], tuple[Arrays, Arrays, Arrays]]
     batch_shape: PyTree
     notes: tuple[str, ...]
-    compose: Callable[..., "Parts"]  # (plan, devices) -> the same model under another plan
+    compose: Callable[..., "Parts"]  # (plan, devices, schedule, num_rows) -> under another plan
     readers: Callable[[Path], Mapping[str, Any]]  # of the weights in a folder of transformers
     line: Line | None = None  # its way through the stages of a pipeline
     scaling: LossScale | None = None  # of float16
     loss_size: int = 1  # the sum over the losses of all parts to their mean; gradients of parts are that much larger
+    verifies: bool = False  # whether the plan is checked before the first step
 
     @functools.cached_property
     def shelves(self) -> Shelves:

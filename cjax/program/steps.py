@@ -9,7 +9,7 @@ import optax
 
 from cjax.gradients import Evaluated, Graded, mean
 from cjax.mesh import compiler_options
-from cjax.optim import count_skipped, measure_noise, noise_scale
+from cjax.optim import LossScaleState, count_skipped, measure_noise, noise_scale
 from cjax.program.state import Arrays, Parts, State, new_state
 
 PyTree = Any
@@ -41,7 +41,7 @@ def make_step(parts: Parts, together: bool = False) -> Any:
     """`(state, batch) -> (state, metrics)`; gives up the state. `together` as in `cjax/program/lockstep.py`."""
 
     def step(state: State, batch: PyTree) -> tuple[State, Metrics]:
-        graded = _gradients(parts, state, batch, together)
+        graded = _gradients(parts, *gradient_inputs(state), batch, together)
         out, loss = graded.out, mean(graded.out.total, graded.out.weight)
         new, norm, finite = _updated(parts, state, graded.grads, loss)
         carried = _keep_if(finite, out.carried, state._carried)
@@ -65,22 +65,30 @@ def make_step(parts: Parts, together: bool = False) -> Any:
     )  # fmt: skip
 
 
+def gradient_inputs(state: State) -> tuple[Arrays, Arrays, Arrays, jax.Array, jax.Array, LossScaleState]:
+    """What gradients read of a state, so that nobody needs an optimizer's state to ask for them."""
+    return state._params, state._frozen, state._carried, state._key, state.step, state._scaling
+
+
 def make_value_and_grad(parts: Parts, together: bool = False) -> Any:
-    """`(state, batch) -> (loss, stored gradients)`."""
+    """`(*gradient_inputs(state), batch) -> (loss, aux, stored gradients, stored carried)`."""
 
-    def value_and_grad(state: State, batch: PyTree) -> tuple[jax.Array, Arrays]:
-        graded = _gradients(parts, state, batch, together)
-        return mean(graded.out.total, graded.out.weight), graded.grads
+    def value_and_grad(*inputs: Any) -> tuple[jax.Array, PyTree, Arrays, Arrays]:
+        graded = _gradients(parts, *inputs, together)
+        out = graded.out
+        return mean(out.total, out.weight), aux_means(parts, out), graded.grads, out.carried
 
-    storage = parts.storage
+    storage, whole = parts.storage, parts.whole
     slots = storage.params.slots
     if parts.plan.zero_stage >= 2:
         slots = tuple(dataclasses.replace(s, spec=storage.state_specs[s.leaves[0]]) for s in slots)
     placed = dataclasses.replace(storage.params, slots=slots)
+    given = parts.state_shardings
+    trees = (given._params, given._frozen, given._carried)
     return jax.jit(
         value_and_grad,
-        in_shardings=(parts.state_shardings, parts.batch_shardings),
-        out_shardings=(parts.whole, placed.shardings(parts.mesh)),
+        in_shardings=(*trees, whole, whole, given._scaling, parts.batch_shardings),
+        out_shardings=(whole, whole, placed.shardings(parts.mesh), given._carried),
         compiler_options=compiler_options(parts.mesh),
     )
 
@@ -98,11 +106,14 @@ def make_update(parts: Parts) -> Any:
     )  # fmt: skip
 
 
-def _gradients(parts: Parts, state: State, batch: PyTree, together: bool) -> Graded:
-    key = jax.random.fold_in(state._key, state.step)
-    scale = None if parts.scaling is None else state._scaling.scale / parts.loss_size
+def _gradients(
+    parts: Parts, params: Arrays, frozen: Arrays, carried: Arrays, key: jax.Array, step: jax.Array,
+    scaling: LossScaleState, batch: PyTree, together: bool,
+) -> Graded:
+    key = jax.random.fold_in(key, step)
+    scale = None if parts.scaling is None else scaling.scale / parts.loss_size
     more = {"together": True} if together else {}
-    return parts.gradients(state._params, state._frozen, state._carried, batch, key, scale, **more)
+    return parts.gradients(params, frozen, carried, batch, key, scale, **more)
 
 
 def _updated(parts: Parts, state: State, grads: Arrays, loss: jax.Array) -> tuple[State, jax.Array, jax.Array]:

@@ -7,8 +7,10 @@ of thousands of equations, and binding each again would cost more than tracing t
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.linear_util import wrap_init
 
 from cjax.trace.fold import fold, literal
 from cjax.trace.tracebacks import is_fresh
@@ -26,6 +28,8 @@ _INLINED = {
 }
 REMAT_NAMES = frozenset({"checkpoint", "remat", "remat2"})
 _HIGHER_ORDER = REMAT_NAMES | {"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call"}
+_DERIVATIVES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 _SEEDING = frozenset({"random_fold_in", "random_seed"})
 
 
@@ -150,7 +154,24 @@ class _Flattener:
                         new["prevent_cse"] = (*params["prevent_cse"], *(False for _ in seeds))
             elif key == "branches":
                 new[key] = tuple(self._flatten_body(branch, False)[0] for branch in value)
+            elif key in _DERIVATIVES:
+                new[key] = self._without_mesh(value)
         return invars, new
+
+    def _without_mesh(self, thunk: Any) -> Any:
+        """A custom derivative that is traced as the rest of the trace was: with no mesh around it.
+
+        JAX traces it where it is first differentiated, and keeps that. Plans share a trace, so that what the first of
+        them traced within its pipeline or ring would carry that one's mesh into the next plan's program.
+        """
+        if id(thunk) not in self.memo:
+
+            def traced(*zeros: bool) -> Any:
+                with jax.sharding.use_abstract_mesh(_NO_MESH):
+                    return thunk.call_wrapped(*zeros)
+
+            self.memo[id(thunk)] = wrap_init(traced, debug_info=thunk.debug_info), ()
+        return self.memo[id(thunk)][0]
 
     def _flatten_body(self, body: Any, is_remat: bool) -> tuple[Any, tuple[Literal, ...]]:
         if id(body) not in self.memo:

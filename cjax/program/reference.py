@@ -1,0 +1,215 @@
+"""The author's own model and loss on one device: plain JAX, with nothing of a plan in it.
+
+No trace is read or emitted again here, no layer stacked and nothing placed, so that a fault in any of these shows. A
+loss that is the same on a batch as over its micro-batches is taken of the whole batch. Where it can't be, since
+micro-batches draw their own random numbers or see their own statistics, the batch is cut as the plan cuts it.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+from cjax.gradients import divisors
+from cjax.program.check import Outcome
+from cjax.program.state import Parts
+from cjax.trace.capture import Mean
+from cjax.trace.combine import denominator
+from cjax.trace.counters import depends
+
+PyTree = Any
+Inputs = tuple[PyTree, PyTree, PyTree, PyTree, jax.Array]  # params, frozen, carried, batch, key
+
+
+@dataclass(frozen=True)
+class Reference:
+    """How to compute it for one program.
+
+    Attributes:
+      parts: of the program.
+      num: micro-batches that the batch is cut into; 1: it is not.
+      why: why it is cut, or nothing.
+    """
+
+    parts: Parts
+    num: int
+    why: str
+
+    def compiled(self, inputs: Inputs) -> tuple[Callable[..., Any], int, int]:
+        """The gradients of the batch, or of a micro-batch, compiled for where the inputs are.
+
+        Returns:
+          The function, the bytes of the narrowest numbers it computes in, and the bytes it needs on the device.
+        """
+        *trees, batch, key = inputs
+        rows = batch if self.num == 1 else self._rows(batch, 0)
+        graded = functools.partial(_graded, self.parts, self.num)
+        traced = jax.jit(graded).trace(*trees, rows, key, jnp.int32(0), self._divisors(batch, key))
+        compiled = traced.lower().compile()
+        memory = compiled.memory_analysis()
+        size = 0
+        if memory is not None:
+            size = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+        return compiled, narrowest(traced.jaxpr.jaxpr), size
+
+    def __call__(self, run: Callable[..., Any], inputs: Inputs) -> Outcome:
+        """The outcome by `run`, as `compiled` gives it."""
+        params, frozen, carried, batch, key = inputs
+        if self.num == 1:
+            total, weight, aux, grads, new, _ = run(params, frozen, carried, batch, key, jnp.int32(0), [])
+            return _outcome(total, weight, aux, grads, new)
+        outs, divide_by = [], self._divisors(batch, key)
+        for index in range(self.num):
+            rows = self._rows(batch, index)
+            *out, carried, share = run(params, frozen, carried, rows, key, jnp.int32(index), divide_by)
+            outs.append((*out, share))
+        totals, weights, auxes, grads, shares = zip(*outs, strict=True)
+        ratio = self.parts.trace.ratio
+        if ratio is None:
+            weight = sum(weights)
+        else:
+            # Each part is a mean already: as much of the whole as its own denominator is.
+            weight = denominator(ratio, functools.reduce(jnp.add, shares))
+        aux = jax.tree.map(_averaged, *auxes, is_leaf=lambda x: isinstance(x, Mean))
+        return _outcome(sum(totals), weight, aux, jax.tree.map(lambda *g: sum(g), *grads), carried)
+
+    def _divisors(self, batch: PyTree, key: jax.Array) -> list[jax.Array]:
+        """What each micro-batch divides by, where that is of the whole batch."""
+        shared = self.parts.trace.shared
+        return [] if self.num == 1 or shared is None else divisors(shared, batch, key, self.num, self.num)
+
+    def _rows(self, batch: PyTree, index: int) -> PyTree:
+        return jax.tree.map(lambda x: x[index :: self.num] if np.ndim(x) else x, batch)
+
+
+def reference_of(parts: Parts) -> Reference:
+    """What the results of this program are to be compared with."""
+    num, trace = parts.plan.microbatches, parts.trace
+    if num == 1:
+        return Reference(parts, 1, "")
+    loss = trace.closed.jaxpr.outvars[0]
+    if trace.results and trace.results[0].couplings:
+        return Reference(parts, num, f"examples meet at {', '.join(sorted({place.text for place in trace.results[0].couplings}))}")
+    if "index" in _kinds_of(parts, [loss]):
+        return Reference(parts, num, "each draws its own random numbers")
+    return Reference(parts, 1, "")
+
+
+def own_meaning(parts: Parts) -> list[bool]:
+    """For each leaf of aux, whether it is what it is of the whole batch; a sum, say, is averaged over micro-batches."""
+    trace = parts.trace
+    position, found = trace.num_loss, []
+    for is_mean in trace.aux_is_mean:
+        value = trace.results[position] if trace.results else None
+        found.append(value is None or is_mean or (value.kind in ("mean", "fixed") and not value.couplings))
+        position += 2 if is_mean else 1
+    return found
+
+
+def _kinds_of(parts: Parts, wanted: Sequence[Any]) -> frozenset[str]:
+    """Which kinds of inputs of the trace these results are made of."""
+    jaxpr: Any = parts.trace.closed.jaxpr
+    on = {var: frozenset({leaf.kind}) for var, leaf in zip(jaxpr.invars, parts.trace.leaves, strict=True)}
+    depends(jaxpr.eqns, on, lambda eqn, kinds: kinds)
+    return frozenset().union(*(on.get(v, frozenset()) for v in wanted if not isinstance(v, jex.Literal)))
+
+
+def _graded(
+    parts: Parts, num: int, params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Any, index: Any,
+    divide_by: list[jax.Array],
+) -> Any:
+    """Of one of `num` parts: total, weight, aux, gradients of the total, carried state, and its share of a ratio."""
+    capture, trace = parts.capture, parts.trace
+
+    def scalar(params: PyTree) -> tuple[jax.Array, Any]:
+        inner, inner_key = carried, key
+        if num > 1:
+            inner, inner_key = capture.fold_carried(carried, index), jax.random.fold_in(key, index)
+        value, aux, new = capture.apply(params, frozen, inner, batch, inner_key, True)
+        new = capture.unfold(new, carried) if num > 1 else new
+        share = jnp.ones(())
+        if divide_by:
+            value = _traced(parts, params, frozen, carried, [*jax.tree.leaves(batch), *divide_by], key, index)[0]
+        if isinstance(value, Mean):
+            total, weight = value.total, jax.lax.stop_gradient(value.weight)
+        else:
+            total, weight = value, jnp.ones_like(value)
+            if num > 1 and trace.ratio is not None:
+                share = _share(parts, params, frozen, carried, batch, key, index)
+                total = value * denominator(trace.ratio, share)
+        return total, (weight, aux, new, share)
+
+    (total, (weight, aux, new, share)), grads = jax.value_and_grad(scalar, has_aux=True)(params)
+    return total, weight, aux, grads, new, share
+
+
+def _share(parts: Parts, *inputs: Any) -> jax.Array:
+    """The weight that was found in a loss that is a ratio: how much of the whole a micro-batch is."""
+    return jax.lax.stop_gradient(_traced(parts, *inputs)[1])
+
+
+def _traced(parts: Parts, *inputs: Any) -> list[jax.Array]:
+    """The results of the loss as it was lifted, by its equations as they stand."""
+    shaped = [
+        x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.reshape(x, leaf.shape)
+        for x, leaf in zip(jax.tree.leaves(inputs), parts.trace.leaves, strict=True)
+    ]
+    return jex.jaxpr_as_fun(parts.trace.closed)(*shaped)
+
+
+def _averaged(*parts: Any) -> Any:
+    if isinstance(parts[0], Mean):
+        return Mean(sum(part.total for part in parts), sum(part.weight for part in parts))
+    return sum(jnp.asarray(part, jnp.result_type(float)) for part in parts) / len(parts)
+
+
+def _outcome(total: Any, weight: Any, aux: PyTree, grads: PyTree, carried: PyTree) -> Outcome:
+    def value(total: Any, weight: Any) -> np.ndarray:
+        total, weight = np.asarray(total), np.asarray(weight)
+        return np.zeros_like(total) if weight == 0 else total / weight
+
+    def divided(leaf: jax.Array) -> np.ndarray:
+        array, by = np.asarray(leaf), np.asarray(weight)
+        return array if by == 1 else array / (1 if by == 0 else by)
+
+    numbers = jax.tree.map(
+        lambda x: value(x.total, x.weight) if isinstance(x, Mean) else np.asarray(x),
+        aux,
+        is_leaf=lambda x: isinstance(x, Mean),
+    )
+    return Outcome(float(value(total, weight)), numbers, jax.tree.map(divided, grads), carried)
+
+
+def perturbed(params: PyTree, itemsize: int) -> PyTree:
+    """Parameters off by as much as numbers of so many bytes are rounded: what that does, rounding may do."""
+    step = {8: 2.0**-52, 4: 2.0**-23, 2: 2.0**-8}[itemsize]
+    rng = np.random.default_rng(0)
+
+    def moved(leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return leaf
+        array = np.asarray(leaf)
+        sign = rng.integers(0, 2, array.shape) * 2 - 1
+        wide = np.complex128 if np.iscomplexobj(array) else np.float64
+        return jax.device_put((array.astype(wide) * (1 + step * sign)).astype(array.dtype), leaf.sharding)
+
+    return jax.tree.map(moved, params)
+
+
+def narrowest(jaxpr: Any) -> int:
+    """Bytes of the narrowest floating point numbers in a jaxpr, those of complex numbers being half their own."""
+    found = 8
+    for eqn in jaxpr.eqns:
+        for inner in jex.jaxprs_in_params(eqn.params):
+            found = min(found, narrowest(inner))
+        for var in eqn.outvars:
+            dtype = getattr(var.aval, "dtype", None)
+            if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+                size = np.dtype(dtype).itemsize // (2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1)
+                found = min(found, size)
+    return max(found, 2)

@@ -1,0 +1,226 @@
+"""A plan against the author's own computation, and no training under one that is wrong."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from cjax.mesh import compiler_options
+from cjax.plan import Pipeline, Plan, Sequence, Tensor
+from cjax.planner.hardware import hardware_of
+from cjax.program.batches import place_batch, table_limits
+from cjax.program.check import Check, Outcome, compare, on_host
+from cjax.program.lockstep import Lockstep
+from cjax.program.reference import Inputs, Reference, own_meaning, perturbed, reference_of
+from cjax.program.state import Arrays, Parts, State, store_leaves
+from cjax.sharding.storage import Storage
+
+PyTree = Any
+
+
+class MismatchError(RuntimeError):
+    """A plan that computes other gradients than the author's model does on one device.
+
+    Attributes:
+      check: what is off, and by how much.
+      agreed: plans that were tried instead, and agree.
+    """
+
+    def __init__(self, check: Check, agreed: tuple[str, ...]) -> None:
+        self.check, self.agreed = check, agreed
+        lines = "\n".join(f"  {each}" for each in check.wrong[:5])
+        more = f"\n  and {len(check.wrong) - 5} more" if len(check.wrong) > 5 else ""
+        instead = "No other plan that was tried agrees either; microbatches=1 and one device are what you can trust."
+        if agreed:
+            instead = "These agree: " + "; ".join(f'plan="{plan}"' for plan in agreed) + "."
+        super().__init__(
+            f"plan {check.plan!r} does not compute what this model computes on {check.reference}:\n{lines}{more}\n"
+            f"Nothing was trained. {instead} Please report the plan, the model and this message to the authors of cjax."
+        )
+
+
+class DoesNotFit(MemoryError):
+    """The model is too large for the one device that it would be compared on."""
+
+
+def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
+    """The plan against the author's code on the first of its devices.
+
+    Args:
+      parts: of the program.
+      state: of a program of this model, under any plan.
+      batch: of the shapes that the program was made for.
+
+    Raises:
+      DoesNotFit: the model is too large for one device.
+      ValueError: there are several processes.
+    """
+    if jax.process_count() > 1:
+        raise ValueError(
+            "check compares with one device, and of several processes none has the whole batch. Check the plan on as "
+            "many virtual devices of one process: cjax run --devices N script.py."
+        )
+    device, plan = parts.mesh.devices.flat[0], parts.plan
+    given, trees = jax.tree.map(np.asarray, batch), model_trees(state)
+    held = sum(x.nbytes for x in jax.tree.leaves(trees[:1])), _bytes_on(device, state)
+    _must_fit(parts, 2 * held[0] + held[1])  # before anything is compiled for it
+    here = jax.sharding.SingleDeviceSharding(device)
+    inputs: Inputs = jax.device_put((*trees, given, jax.random.fold_in(state._key, state.step)), here)
+    reference = reference_of(parts)
+    run, itemsize, size = reference.compiled(inputs)
+    _must_fit(parts, size + held[1])
+    theirs = reference(run, inputs)
+    itemsize = min(itemsize, _BYTES[plan.precision], _BYTES[plan.reduce or "float64"])
+    if plan.precision == "float32":
+        rounded = reference(run, (perturbed(inputs[0], itemsize), *inputs[1:]))
+    else:
+        alone = Plan(precision=plan.precision, microbatches=reference.num)
+        rounded = outcome(parts.compose(alone, [device]), state, trees, given)
+    mine = outcome(parts, state, trees, given)
+    theirs = dataclasses.replace(theirs, **_incomparable(parts, reference, theirs, inputs, itemsize))
+    where = "one device"
+    if reference.num > 1:
+        where += f" in the same {reference.num} micro-batches ({reference.why})"
+    params, grads = on_host(trees[0]), on_host(theirs.grads)
+    scale = sum(float(np.sum(np.abs(params[name] * grad))) for name, grad in grads.items())
+    return compare(str(plan), mine, theirs, rounded, itemsize, scale, where)
+
+
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def _incomparable(
+    parts: Parts, reference: Reference, theirs: Outcome, inputs: Inputs, itemsize: int
+) -> dict[str, PyTree]:
+    """What a plan need not have in common with the undivided batch, or takes from its parts by contract."""
+    if itemsize == 2:  # aux counts decisions, mostly, and of these rounding changes whole ones
+        changes: dict[str, PyTree] = {"aux": {}}
+    else:
+        own = own_meaning(parts)
+        changes = {}
+        if parts.plan.microbatches > reference.num and not all(own):
+            cut = Reference(parts, parts.plan.microbatches, "")
+            averaged = jax.tree.leaves(cut(cut.compiled(inputs)[0], inputs).aux)
+            leaves, treedef = jax.tree.flatten(theirs.aux)
+            chosen = [a if is_own else b for is_own, a, b in zip(own, leaves, averaged, strict=True)]
+            changes = {"aux": treedef.unflatten(chosen)}
+    if parts.plan.microbatches > reference.num:  # statistics take the micro-batches in order
+        changes["carried"] = None
+    return changes
+
+
+def model_trees(state: State) -> tuple[PyTree, PyTree, PyTree]:
+    """params, frozen and carried of a state in the user's trees. The optimizer's state is left where it is."""
+    shelves = state._shelves
+
+    def load(shelf: Storage, stored: Arrays) -> PyTree:
+        placed = shelf.leaf_shardings(shelves.mesh)
+        return jax.jit(shelf.load, out_shardings=placed, compiler_options=compiler_options(shelves.mesh))(stored)
+
+    return (
+        load(shelves.params, state._params),
+        load(shelves.frozen, state._frozen),
+        load(shelves.carried, state._carried),
+    )
+
+
+def outcome(parts: Parts, state: State, trees: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> Outcome:
+    """What these parts compute from a state of any plan, of which `trees` are the user's own."""
+    storage = parts.storage
+    stored: Any = (state._params, state._frozen, state._carried)
+    if state._shelves is not parts.shelves:
+        shelves = (storage.params, storage.frozen, storage.carried)
+        stored = [store_leaves(shelf, tree, parts.mesh) for shelf, tree in zip(shelves, trees, strict=True)]
+    run, placed = Lockstep(parts).gradients(), place_batch(parts, batch, table_limits(parts.trace))
+    key, step, scaling = jax.device_put((state._key, state.step, state._scaling), parts.whole)
+    for _ in range(8):
+        loss, aux, grads, carried = run(*stored, key, step, scaling, placed)
+        norms = [float(jax.numpy.abs(g).max()) for g in grads if g.size] if parts.scaling else []
+        if np.isfinite(norms).all():
+            break
+        # A step would be skipped and the factor lowered; what is asked here is whether its gradients are right.
+        scaling = scaling._replace(scale=scaling.scale / 16)
+    return Outcome(float(loss), aux, storage.params.load(grads), storage.carried.load(carried))
+
+
+def _bytes_on(device: Any, tree: PyTree) -> int:
+    leaves = [x for x in jax.tree.leaves(tree) if not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    return sum(s.data.nbytes for x in leaves for s in x.addressable_shards if s.device == device)
+
+
+def _must_fit(parts: Parts, size: int) -> None:
+    device = hardware_of(list(parts.mesh.devices.flat))
+    limit = device.memory * (parts.mesh.size if device.name == "cpu" else 1)  # virtual devices share one memory
+    if size > limit:
+        raise DoesNotFit(
+            f"the model does not fit one device, where it would be compared: it needs {size / 2**30:.3g} GiB, and a "
+            f"{device.name} has {limit / 2**30:.3g}. Check a smaller model of the same kind."
+        )
+
+
+# -- before the first step --------------------------------------------------------------------------------------------
+def verify(parts: Parts, state: State, batch: PyTree) -> Check | str:
+    """The check of a plan on few rows of a batch; or why there is none.
+
+    Raises:
+      MismatchError: the plan computes something else.
+    """
+    if jax.process_count() > 1:
+        return "not verified: several processes train it, and none has the whole batch"
+    try:
+        check = _checked(parts, state, batch)
+    except DoesNotFit as error:
+        return f"not verified: {error}"
+    if not check.ok:
+        raise MismatchError(check, _that_agree(parts, state, batch))
+    return check
+
+
+def told(found: Check | str) -> str:
+    """What a report says of `verify`."""
+    return found if isinstance(found, str) else f"verified: {found}"
+
+
+def _checked(parts: Parts, state: State, batch: PyTree) -> Check:
+    few, rows = _on_few_rows(parts, batch)
+    return check_plan(few, state, rows)
+
+
+def _on_few_rows(parts: Parts, batch: PyTree) -> tuple[Parts, PyTree]:
+    """The program for as few rows as its plan allows, two for each part: of a single one JAX makes other programs."""
+    layout, rows = parts.storage.layout, next(x.shape[0] for x in jax.tree.leaves(parts.batch_shape) if x.shape)
+    axes = layout.axes_of.get(parts.trace.batch_class, ()) if parts.trace.batch_class is not None else ()
+    shards = math.prod(parts.mesh.shape[axis] for axis in axes)
+    num = 2 * parts.plan.microbatches * shards
+    if num >= rows:
+        return parts, batch
+    devices = list(parts.mesh.devices.flat)
+    try:
+        few = parts.compose(parts.plan, devices, parts.line.schedule if parts.line else None, num)
+    except Exception:  # the author's loss may know the number of rows by heart; then all of them are compared
+        return parts, batch
+    return few, jax.tree.map(lambda x: x[:num] if np.ndim(x) else x, batch)
+
+
+def _that_agree(parts: Parts, state: State, batch: PyTree) -> tuple[str, ...]:
+    """Up to two simpler plans for the same devices that compute the right thing."""
+    plan, found = dataclasses.replace(parts.plan, data=-1), []
+    simpler = [
+        dataclasses.replace(plan, pipeline=Pipeline()),
+        dataclasses.replace(plan, tensor=Tensor(), sequence=Sequence(), rules={}),
+        Plan(zero=plan.zero, precision=plan.precision),
+        Plan(precision=plan.precision),
+    ]
+    devices = list(parts.mesh.devices.flat)
+    for candidate in dict.fromkeys(simpler):
+        if len(found) == 2 or candidate == plan:
+            continue
+        try:
+            agrees = _checked(parts.compose(candidate, devices), state, batch).ok
+        except ValueError:  # the rows or the model can't be shared like that
+            continue
+        if agrees:
+            found.append(str(candidate))
+    return tuple(found)

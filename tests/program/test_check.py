@@ -1,0 +1,196 @@
+"""What `check` and `verify=True` find, and what they let pass: faults are planted where cjax could have them."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cjax
+from cjax.program import verify
+from cjax.program.check import Outcome, compare
+
+from .conftest import make, rows
+
+composition = importlib.import_module("cjax.parallelize")
+PARTS = "data=4 tensor=2 microbatches=2"
+
+
+def masked(model: Any, batch: Any) -> jax.Array:
+    """A mean over some rows: its micro-batches are not worth the same."""
+    counts = batch["y"][:, 0] > 0.3
+    return (jnp.square(model(batch["x"])).sum(-1) * counts).sum() / counts.sum()
+
+
+class Drop(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, train: bool) -> Any:
+        return nn.Dense(3)(nn.Dropout(0.5, deterministic=not train)(nn.Dense(16)(x)))
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, train: bool) -> Any:
+        return nn.Dense(3)(nn.BatchNorm(use_running_average=not train)(nn.Dense(16)(x)))
+
+
+def masked_in_training(model: Any, batch: Any, train: bool) -> Any:
+    value = masked(lambda x: model(x, train), batch)
+    return value, {"largest": batch["y"].max()}
+
+
+def with_fault(program: cjax.Program, factor: float) -> cjax.Program:
+    """The program with one gradient that is so many times too large."""
+
+    def gradients(*args: Any) -> Any:
+        graded = program._parts.gradients(*args)
+        first, *rest = graded.grads
+        return dataclasses.replace(graded, grads=(first * factor, *rest))
+
+    return cjax.Program(dataclasses.replace(program._parts, gradients=gradients))
+
+
+def test_a_wrong_factor_is_found_and_named(program: cjax.Program) -> None:
+    state = program.init(0)
+    wrong = with_fault(program, 2.0)
+    found = wrong.check(wrong.restore(state), rows())
+    assert not found.ok and found.worst == "Dense_0/bias" and [each.name for each in found.wrong] == ["Dense_0/bias"]
+    assert found.wrong[0].factor == pytest.approx(2) and found.error > 1e3
+    assert "DIFFERS from one device" in str(found) and "2 times as large" in str(found)
+
+
+def test_the_reference_is_the_undivided_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches on one device would lose the weight of this mean too, and agree."""
+    right = make(PARTS, loss=masked)
+    found = right.check(right.init(0), rows())
+    assert found.ok and found.reference == "one device", str(found)
+    monkeypatch.setattr(composition, "lift", lambda trace, again: trace)
+    wrong = make(PARTS, loss=masked)
+    found = wrong.check(wrong.init(0), rows())
+    assert not found.ok and "loss" in [each.name for each in found.wrong]
+    assert found.loss[0] != pytest.approx(found.loss[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("model", [Drop(), Normed()], ids=["dropout", "batch norm"])
+def test_what_micro_batches_have_of_their_own_is_compared_with_theirs(model: nn.Module) -> None:
+    program = make(PARTS, model=model, loss=masked_in_training)
+    found = program.check(program.init(0), rows())
+    assert found.ok and "in the same 2 micro-batches" in str(found), str(found)
+    assert {each.name for each in found.differences} >= {"loss", "aux/largest", "Dense_0/kernel"}
+    assert ("BatchNorm_0" in found.reference) == isinstance(model, Normed)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_low_precision_is_no_alarm_and_no_excuse(precision: str) -> None:
+    # A factor that overflows: looked at with a smaller one.
+    scale = cjax.optim.LossScale(initial=2.0**32) if precision == "float16" else None
+    program = make(f"data=8 precision={precision}", loss_scale=scale)
+    state = program.init(0)
+    found = program.check(state, rows())
+    assert found.ok and found.error > 1e-3, str(found)
+    wrong = with_fault(program, 1.5)
+    assert wrong.check(wrong.restore(state), rows()).worst == "Dense_0/bias"
+
+
+def test_a_plan_is_verified_before_the_first_step_on_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, check = [], verify.check_plan
+    monkeypatch.setattr(verify, "check_plan", lambda *args: seen.append(args) or check(*args))
+    program = make("data=4 tensor=2", batch=rows(32), verify=True)
+    state, _ = program.step(program.init(0), rows(32))
+    program.step(state, rows(32))
+    assert isinstance(program.verified, cjax.program.Check) and program.verified.ok
+    assert [jax.tree.leaves(args[2])[0].shape[0] for args in seen] == [8]
+    assert "verified: data=4 tensor=2: agrees with one device" in str(program.report())
+
+
+def test_a_plan_that_computes_otherwise_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = composition._gradients
+
+    def faulty(captured: Any, shape: Any, trace: Any, storage: Any, plan: Any, *rest: Any) -> Any:
+        gradients, *more = true(captured, shape, trace, storage, plan, *rest)
+
+        def doubled(*args: Any) -> Any:
+            graded = gradients(*args)
+            return dataclasses.replace(graded, grads=(graded.grads[0] * 2, *graded.grads[1:]))
+
+        return (doubled if plan.tensor.size > 1 else gradients, *more)
+
+    monkeypatch.setattr(composition, "_gradients", faulty)
+    program = make("data=4 tensor=2", verify=True)
+    state = program.init(0)
+    for call in (program.step, program.value_and_grad):
+        with pytest.raises(cjax.MismatchError) as raised:
+            call(state, rows())
+        assert not [said for said in ("Dense_0/bias", "2 times", 'plan="data=-1"') if said not in str(raised.value)]
+    assert raised.value.agreed == ("data=-1",) and int(state.step) == 0
+
+
+def test_a_model_too_large_for_one_device_is_trained_unverified_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = dataclasses.replace(verify.hardware_of(jax.devices()), memory=20)
+    monkeypatch.setattr(verify, "hardware_of", lambda devices: small)
+    program = make("data=8", verify=True)
+    state = program.init(0)
+    program.step(state, rows())
+    assert isinstance(program.verified, str) and "does not fit one device" in str(program.report())
+    with pytest.raises(MemoryError, match="does not fit one device"):
+        program.check(program.init(0), rows())
+
+
+def test_gradients_at_other_parameters(program: cjax.Program) -> None:
+    state, other = program.init(0), program.params(program.init(1))
+    given = program.value_and_grad(state, rows(), params=other)
+    wanted = program.value_and_grad(program.init(1), rows())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), given, wanted)
+    with pytest.raises(ValueError, match="these params are of another model"):
+        program.value_and_grad(state, rows(), params={"w": np.ones(3)})
+
+
+def outcomes(*grads: Any, loss: float = 1.0) -> list[Outcome]:
+    return [Outcome(loss, {}, {"w": np.asarray(each)}) for each in grads]
+
+
+def test_numbers_that_are_not_finite_or_not_real_are_compared_too() -> None:
+    right, wrong = np.array([1 + 1j, 2.0]), np.array([1 - 1j, 2.0])
+    assert compare("p", *outcomes(right, right), None, 4).ok
+    assert compare("p", *outcomes(wrong, right), None, 4).worst == "w"
+    nan = np.array([np.nan, 2.0])
+    assert not compare("p", *outcomes(nan, right), None, 4).ok
+    assert not compare("p", *outcomes(nan, nan, loss=float("nan")), None, 4).ok
+
+
+def test_rounding_excuses_what_it_does_and_no_factor() -> None:
+    right = np.ones(100)
+    near, far = right * (1 + 1e-4), right * 1.5
+    shaken = Outcome(1.0, {}, {"w": right * (1 + 1e-4)})
+    assert not compare("p", *outcomes(near, right), None, 4).ok
+    assert compare("p", *outcomes(near, right), shaken, 4).ok
+    wild = Outcome(1.0, {}, {"w": -right})
+    assert not compare("p", *outcomes(far, right), wild, 2).ok
+
+
+class Deep(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for _ in range(2):
+            x = x + nn.Dense(5)(nn.relu(x))
+        return x
+
+
+def contrast(model: Any, batch: Any) -> jax.Array:
+    z = model(batch["x"])
+    return jnp.square(z @ z.T - jnp.eye(len(z))).mean()
+
+
+def test_plans_that_share_a_trace_do_not_share_derivatives_traced_within_a_mesh() -> None:
+    """relu's, which is custom, is traced in the pipeline's region first."""
+    program = make("pipeline=gpipe:2 data=1", model=Deep(), loss=contrast, devices=jax.devices()[:2])
+    state = program.init(0)
+    loss, grads = program.value_and_grad(state, rows())
+    other = program.replan("tensor=2")
+    given = other.value_and_grad(other.restore(state), rows())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), given, (loss, grads))
+    assert program.check(state, rows()).ok
