@@ -63,6 +63,6 @@ def _linen(stranger: Stranger) -> Any:
 def _nnx(stranger: Stranger) -> Any:
     def loss(params: PyTree, carried: PyTree, batch: PyTree) -> Any:
         graph = nnx.split(stranger.model, nnx.Param, ...)[0]
-        return stranger.loss(nnx.merge(graph, params, carried), batch)
+        return stranger.loss(nnx.merge(graph, params, carried, copy=True), batch)
 
     return loss

@@ -207,7 +207,8 @@ def dinov2() -> Stranger:
 
 
 def beit() -> Stranger:
-    return classified("BeitForImageClassification", **VISION, **STILL, drop_path_rate=0.0, use_relative_position_bias=True)
+    kind = {"drop_path_rate": 0.0, "use_relative_position_bias": True}
+    return classified("BeitForImageClassification", **VISION, **STILL, **kind)
 
 
 def regnet() -> Stranger:

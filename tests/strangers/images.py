@@ -15,7 +15,7 @@ def picture_loss(model: Any, batch: Any) -> Any:
     return cross_entropy(model(batch["images"]), batch["labels"])
 
 
-# -- ConvNeXt (Liu et al., 2022). NNX ----------------------------------------------------------------------------------
+# -- ConvNeXt (Liu et al., 2022). NNX ---------------------------------------------------------------------------------
 class NextBlock(nnx.Module):
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         self.depthwise = nnx.Conv(width, width, (5, 5), feature_group_count=width, rngs=rngs)
@@ -50,7 +50,7 @@ def convnext() -> Stranger:
     return Stranger(wide(NextNet(nnx.Rngs(0))), picture_loss, pictures())
 
 
-# -- Big Transfer's ResNet (Kolesnikov et al., 2020): weights standardised, groups normed -------------------------------
+# -- Big Transfer's ResNet (Kolesnikov et al., 2020): weights standardised, groups normed -----------------------------
 class StandardisedConv(nn.Module):
     width: int
     size: int = 3
@@ -84,7 +84,7 @@ def big_transfer() -> Stranger:
     return Stranger(Standardised(), picture_loss, pictures(8))
 
 
-# -- EfficientNet (Tan and Le, 2019): depthwise between wide and narrow, channels weighed, BatchNorm --------------------
+# -- EfficientNet (Tan and Le, 2019): depthwise between wide and narrow, channels weighed, BatchNorm ------------------
 class Inverted(nn.Module):
     width: int
     stride: int = 1
@@ -114,7 +114,7 @@ def efficientnet() -> Stranger:
     return Stranger(Efficient(), picture_loss, pictures(), apart=True)
 
 
-# -- MLP-Mixer (Tolstikhin et al., 2021) -------------------------------------------------------------------------------
+# -- MLP-Mixer (Tolstikhin et al., 2021) ------------------------------------------------------------------------------
 class Mixer(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -131,7 +131,7 @@ def mixer() -> Stranger:
     return Stranger(Mixer(), picture_loss, pictures())
 
 
-# -- Swin (Liu et al., 2021): attention in windows that every second layer shifts. NNX ----------------------------------
+# -- Swin (Liu et al., 2021): attention in windows that every second layer shifts. NNX --------------------------------
 class WindowBlock(nnx.Module):
     def __init__(self, width: int, heads: int, window: int, shift: int, rngs: nnx.Rngs) -> None:
         self.heads, self.window, self.shift = heads, window, shift
@@ -191,7 +191,7 @@ def swin() -> Stranger:
     return Stranger(wide(Windows(nnx.Rngs(0))), picture_loss, pictures())
 
 
-# -- Switch Transformer (Fedus et al., 2022): each word to one expert, experts with a capacity --------------------------
+# -- Switch Transformer (Fedus et al., 2022): each word to one expert, experts with a capacity ------------------------
 class Switch(nn.Module):
     experts: int = 4
     hidden: int = 40
@@ -233,7 +233,7 @@ def switch_transformer() -> Stranger:
     return Stranger(SwitchDecoder(), loss, tokens(), apart=True)
 
 
-# -- generators --------------------------------------------------------------------------------------------------------
+# -- generators -------------------------------------------------------------------------------------------------------
 class Autoencoder(nnx.Module):
     """Kingma and Welling, 2014. NNX. The noise comes with the batch."""
 

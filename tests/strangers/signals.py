@@ -1,4 +1,4 @@
-"""Kinds that no package brings, written anew: state spaces, recurrences, sound, graphs, fields, players. Linen but for two."""
+"""Kinds that no package brings, written anew: state spaces, recurrences, sound, graphs, fields, a player."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def series_loss(model: Any, batch: Any) -> Any:
     return cross_entropy(model(batch["waves"]), batch["labels"])
 
 
-# -- S4D: a diagonal state space as a long convolution (Gu et al., 2022) ------------------------------------------------
+# -- S4D: a diagonal state space as a long convolution (Gu et al., 2022) ----------------------------------------------
 class DiagonalConvolution(nn.Module):
     states: int = 8
 
@@ -30,7 +30,9 @@ class DiagonalConvolution(nn.Module):
         width, length = x.shape[-1], x.shape[-2]
         shape = (width, self.states)
         decay = self.param("decay", nn.initializers.constant(-0.7), shape)
-        turn = self.param("turn", lambda key, shape: jnp.pi * jnp.broadcast_to(jnp.arange(shape[1]), shape) * 1.0, shape)
+        turn = self.param(
+            "turn", lambda key, shape: jnp.pi * jnp.broadcast_to(jnp.arange(shape[1]), shape) * 1.0, shape
+        )
         out = self.param("out", nn.initializers.normal(0.5), (2, *shape))
         pace = jnp.exp(self.param("pace", nn.initializers.constant(-2.0), (width, 1)))
         direct = self.param("direct", nn.initializers.ones, (width,))
@@ -60,7 +62,7 @@ def s4d() -> Stranger:
     return Stranger(S4D(), series_loss, series())
 
 
-# -- S5: one state space of many inputs, as a parallel scan (Smith et al., 2023). NNX -----------------------------------
+# -- S5: one state space of many inputs, as a parallel scan (Smith et al., 2023). NNX ---------------------------------
 class StateSpace(nnx.Module):
     def __init__(self, width: int, states: int, rngs: nnx.Rngs) -> None:
         key = rngs.params
@@ -105,7 +107,7 @@ def s5() -> Stranger:
     return Stranger(wide(S5(nnx.Rngs(0))), series_loss, series())
 
 
-# -- sound: dilated convolutions in a stack with skips, and recurrent CTC -----------------------------------------------
+# -- sound: dilated convolutions in a stack with skips, and recurrent CTC ---------------------------------------------
 class WaveNet(nn.Module):
     width: int = 16
     depth: int = 4
@@ -136,7 +138,8 @@ class Listener(nnx.Module):
         self.enter = nnx.Conv(5, width, (3,), strides=2, rngs=rngs)
         self.layers = nnx.List(
             nnx.Bidirectional(
-                nnx.RNN(nnx.GRUCell(size, width, param_dtype=float, rngs=rngs)), nnx.RNN(nnx.GRUCell(size, width, param_dtype=float, rngs=rngs))
+                nnx.RNN(nnx.GRUCell(size, width, param_dtype=float, rngs=rngs)),
+                nnx.RNN(nnx.GRUCell(size, width, param_dtype=float, rngs=rngs)),
             )
             for size in (width, 2 * width)
         )
@@ -163,7 +166,7 @@ def gru_speech() -> Stranger:
     return Stranger(wide(Listener(nnx.Rngs(0))), loss, {"waves": batch["waves"], **letters})
 
 
-# -- words: an LSTM reads, an LSTM writes ------------------------------------------------------------------------------
+# -- words: an LSTM reads, an LSTM writes -----------------------------------------------------------------------------
 class Translator(nn.Module):
     width: int = 24
 
@@ -187,7 +190,7 @@ def lstm_translator() -> Stranger:
     return Stranger(Translator(), loss, sentence_pairs())
 
 
-# -- graphs: messages along edges, each row a graph of its own ----------------------------------------------------------
+# -- graphs: messages along edges, each row a graph of its own --------------------------------------------------------
 class GraphNet(nn.Module):
     width: int = 16
     depth: int = 3
@@ -222,7 +225,7 @@ def graph_net() -> Stranger:
     return Stranger(GraphNet(), loss, batch)
 
 
-# -- fields: Fourier's operator, and light along rays -------------------------------------------------------------------
+# -- fields: Fourier's operator, and light along rays -----------------------------------------------------------------
 class FourierOperator(nn.Module):
     """Li et al., 2021: a linear map of the lowest frequencies beside one of the points."""
 
@@ -290,7 +293,7 @@ def radiance_field() -> Stranger:
     return Stranger(Radiance(), loss, batch)
 
 
-# -- a player ----------------------------------------------------------------------------------------------------------
+# -- a player ---------------------------------------------------------------------------------------------------------
 class ActorCritic(nn.Module):
     width: int = 32
 

@@ -82,7 +82,9 @@ class Subject:
             initial=captured.initial and author.widened(captured.initial),
         )
         narrow = author.narrow_floats(stranger, trees[0], trees[2])
-        return Subject(stranger, captured, trees, ROUNDED if narrow else EXACT, {})
+        found = Subject(stranger, captured, trees, ROUNDED if narrow else EXACT, {})
+        found.author(1)
+        return found
 
     def author(self, parts: int) -> tuple[np.ndarray, PyTree]:
         parts = parts if self.stranger.apart else 1
