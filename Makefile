@@ -11,10 +11,10 @@ STAMP := $(VENV)/.installed-$(EXTRAS)
 # worksteal keeps a file's tests together (shared compiled programs) until a worker runs dry.
 PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help setup train lint test test-all test-aot test-gpu
+.PHONY: help setup train lint test test-all test-aot test-gpu test-strangers
 
 help:
-	@echo "make train | test | test-all | test-aot | test-gpu | lint | setup (EXTRAS=test,gpu for NVIDIA GPUs)"
+	@echo "make train | test | test-all | test-aot | test-gpu | test-strangers | lint | setup (EXTRAS=test,gpu for NVIDIA GPUs)"
 
 setup: $(STAMP)
 
@@ -54,3 +54,17 @@ test-aot:
 test-gpu:
 	@$(MAKE) --no-print-directory setup EXTRAS=test,gpu
 	CJAX_TEST_GPU=1 $(PYTHON) -m pytest -m gpu
+
+# In an environment of its own, since transformers and others pin what cjax does not. RUN takes options, such as
+# RUN='--models bert,vit --plans 2,7 --again'; what was run with this cjax before is not run again.
+STRANGERS := .venv-strangers
+ASKED := tests/strangers/requirements.txt tests/strangers/requirements-alone.txt
+RUN ?= --table
+test-strangers: $(STRANGERS)/.installed
+	PYTHONPATH=.:tests $(STRANGERS)/bin/python -m strangers.run $(RUN)
+
+$(STRANGERS)/.installed: pyproject.toml $(ASKED)
+	@$(MAKE) --no-print-directory setup VENV=$(STRANGERS)
+	$(STRANGERS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/strangers/requirements.txt
+	$(STRANGERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/strangers/requirements-alone.txt
+	@touch $@

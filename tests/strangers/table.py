@@ -1,0 +1,76 @@
+"""docs/strangers.md, from what was kept."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from strangers.plans import NUM_DEVICES, PLANS
+from strangers.rows import ROWS
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "strangers.md"
+MARKS = {"equal": "="}  # what is neither that nor refused is written out: WRONG, CRASH, HANG
+Results = Mapping[tuple[str, str], Mapping[str, Any]]
+
+HEAD = """# Strangers
+
+Models that nobody here wrote, at tiny sizes with random weights, each under {number} plans on {devices} virtual \
+devices. `make test-strangers` installs them into an environment of its own, runs every pair in a process that may \
+hang or be aborted without harm, and writes this page. {said}
+
+A pair is **=** when one step gives the loss and every gradient that the model's author gets from plain Flax and JAX \
+on one device, in float64: to 1e-9 of each gradient's norm, or to 1e-5 where the author fixed a precision below \
+float64 somewhere in the model ([design.md](design.md), numerical contracts). Where examples meet inside the model \
+(BatchNorm, experts with a capacity), the author's micro-batches are batches of their own. It is **no** when cjax \
+refuses and says why; the numbers are those of the reasons below. A cell is empty where nothing was run.
+
+No code of cjax knows any of these models by name.
+
+"""
+
+
+def summary(results: Results) -> str:
+    counts: dict[str, int] = {}
+    for line in results.values():
+        counts[line["outcome"]] = counts.get(line["outcome"], 0) + 1
+    return f"{len(results)} pairs: " + ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
+
+
+def write(results: Results) -> None:
+    PAGE.write_text(page(results))
+
+
+def page(results: Results) -> str:
+    reasons = _reasons(results)
+    said = f"This one is of {summary(results)}."
+    lines = [HEAD.format(number=len(PLANS), devices=NUM_DEVICES, said=said)]
+    lines += [f"{number}. `{plan}`\n" for number, plan in enumerate(PLANS, 1)]
+    numbers = " | ".join(str(number) for number, _ in enumerate(PLANS, 1))
+    lines.append(f"\n| model | from | what it has | {numbers} |\n")
+    lines.append("| --- " * (3 + len(PLANS)) + "|\n")
+    for row in ROWS:
+        cells = " | ".join(_cell(results.get((row.name, plan)), reasons) for plan in PLANS)
+        lines.append(f"| {row.name} | {row.source} | {row.what} | {cells} |\n")
+    if reasons:
+        lines.append("\n## Why plans were refused\n\n")
+        lines += [f"{number}. {reason}\n" for reason, number in reasons.items()]
+    return "".join(lines)
+
+
+def _reasons(results: Results) -> dict[str, int]:
+    """The reasons of refusals in the order of the table, each once."""
+    ordered = [results.get((row.name, plan)) for row in ROWS for plan in PLANS]
+    said = dict.fromkeys(_reason(line) for line in ordered if line and line["outcome"] == "refused")
+    return {reason: number for number, reason in enumerate(said, 1)}
+
+
+def _reason(line: Mapping[str, Any]) -> str:
+    """The first paragraph on one line: what follows are suggestions."""
+    return " ".join(line["why"].split("\n\n")[0].split()).replace("|", "\\|")
+
+
+def _cell(line: Mapping[str, Any] | None, reasons: Mapping[str, int]) -> str:
+    if line is None:
+        return ""
+    if line["outcome"] == "refused":
+        return f"no ({reasons[_reason(line)]})"
+    return MARKS.get(line["outcome"], line["outcome"])
