@@ -11,10 +11,10 @@ STAMP := $(VENV)/.installed-$(EXTRAS)
 # worksteal keeps a file's tests together (shared compiled programs) until a worker runs dry.
 PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help setup train lint test test-all test-aot test-gpu
+.PHONY: help setup train lint test test-all test-aot test-gpu search
 
 help:
-	@echo "make train | test | test-all | test-aot | test-gpu | lint | setup (EXTRAS=test,gpu for NVIDIA GPUs)"
+	@echo "make train | test | test-all | test-aot | test-gpu | search | lint | setup (EXTRAS=test,gpu for NVIDIA GPUs)"
 
 setup: $(STAMP)
 
@@ -54,3 +54,9 @@ test-aot:
 test-gpu:
 	@$(MAKE) --no-print-directory setup EXTRAS=test,gpu
 	CJAX_TEST_GPU=1 $(PYTHON) -m pytest -m gpu
+
+# Random models under random plans, from where the last log in docs/results stopped; what fails becomes a row of
+# tests/search/kept.json, which `make test` runs.
+PAIRS ?= 500
+search: setup
+	$(PYTHON) tests/search/run.py --pairs $(PAIRS) --jobs $(JOBS)
