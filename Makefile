@@ -11,10 +11,10 @@ STAMP := $(VENV)/.installed-$(EXTRAS)
 # worksteal keeps a file's tests together (shared compiled programs) until a worker runs dry.
 PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help setup train lint test test-all test-aot test-gpu test-strangers
+.PHONY: help setup train lint test test-all test-aot test-gpu test-strangers search
 
 help:
-	@echo "make train | test | test-all | test-aot | test-gpu | test-strangers | lint | setup (EXTRAS=test,gpu for NVIDIA GPUs)"
+	@echo "make train | test | test-all | test-aot | test-gpu | test-strangers | search | lint | setup (EXTRAS=test,gpu for NVIDIA GPUs)"
 
 setup: $(STAMP)
 
@@ -68,3 +68,9 @@ $(STRANGERS)/.installed: pyproject.toml $(ASKED)
 	$(STRANGERS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/strangers/requirements.txt
 	$(STRANGERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/strangers/requirements-alone.txt
 	@touch $@
+
+# Random models under random plans, from where the last log in docs/results stopped; what fails becomes a row of
+# tests/search/kept.json, which `make test` runs.
+PAIRS ?= 500
+search: setup
+	$(PYTHON) tests/search/run.py --pairs $(PAIRS) --jobs $(JOBS)

@@ -1,0 +1,178 @@
+"""A model of a spec trained by its author: plain Flax, JAX and optax on one device. Nothing of cjax is read here.
+
+What cjax promises of random numbers and micro-batches is written out again: step i has key `fold_in(key, i)`, micro-batch
+j of several folds j into it (NNX: into the keys that the model carries), and holds rows j, j+m, j+2m, ...
+"""
+
+import dataclasses
+import functools
+import re
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx, traverse_util
+from search.models import Spec, Total, batch_of, loss_of, model_of, traits, wrt_of
+
+PyTree = Any
+Flat = dict[str, Any]
+NUM_STEPS = 3
+SGD = optax.sgd(0.05, momentum=0.9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Loss, aux and gradients of each step, and what the model has become."""
+
+    steps: list[tuple[Any, PyTree, Flat]]
+    params: Flat
+    carried: Flat
+
+
+@dataclasses.dataclass(frozen=True)
+class Author:
+    """First values by path, and `apply(params, frozen, carried, batch, key, part) -> (loss, aux, carried)`."""
+
+    params: Flat
+    frozen: Flat
+    carried: Flat
+    apply: Callable[..., tuple[Any, PyTree, Flat]]
+
+
+def is_trained(spec: Spec) -> Callable[[str], bool]:
+    pattern = wrt_of(spec)
+    return lambda path: pattern is None or re.search(pattern, path) is not None
+
+
+def with_aux(result: Any) -> tuple[Any, PyTree]:
+    return result if isinstance(result, tuple) else (result, {})
+
+
+def linen_author(spec: Spec, loss: Callable[..., Any], batch: PyTree) -> Author:
+    model, trained = model_of(spec), is_trained(spec)
+    init = nn.init(lambda bound, batch: loss(bound, batch, True), model, mutable=True)
+    variables = dict(jax.jit(lambda key, batch: init({"params": key}, batch))(jax.random.key(0), batch))
+    flat = traverse_util.flatten_dict(variables.pop("params"), sep="/")
+
+    def apply(params: Flat, frozen: Flat, carried: Flat, batch: PyTree, key: Any, part: Any) -> Any:
+        key = key if part is None else jax.random.fold_in(key, part)
+        rngs = {"dropout": jax.random.fold_in(key, zlib.crc32(b"dropout"))}
+        held = traverse_util.unflatten_dict(carried, sep="/")
+        run = nn.apply(lambda bound, batch: with_aux(loss(bound, batch, True)), model, mutable=list(held))
+        trees = {"params": traverse_util.unflatten_dict(params | frozen, sep="/"), **held}
+        (value, aux), updated = run(trees, batch, rngs=rngs)
+        return value, aux, traverse_util.flatten_dict(dict(updated), sep="/")
+
+    carried = traverse_util.flatten_dict(variables, sep="/")
+    return Author(*(_among(flat, trained, yes) for yes in (True, False)), carried, apply)
+
+
+def _among(flat: Flat, trained: Callable[[str], bool], wanted: bool) -> Flat:
+    return {path: leaf for path, leaf in flat.items() if trained(path) == wanted}
+
+
+def by_path(state: Any) -> Flat:
+    return {"/".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(state)}
+
+
+def nnx_author(spec: Spec, loss: Callable[..., Any], batch: PyTree) -> Author:
+    made: Any = None
+
+    def make(key: Any) -> tuple[Flat, Flat]:
+        nonlocal made
+        model = model_of(spec)(nnx.Rngs(key))
+        params, rest = nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
+        made = nnx.split(model)
+        return by_path(params), by_path(rest)
+
+    flat, carried = jax.jit(make)(jax.random.key(0))
+    definition, state = made
+    keys = [  # in which random streams are
+        "/".join(map(str, path)) for path, variable in nnx.to_flat_state(state) if isinstance(variable, nnx.RngKey)
+    ]
+
+    def apply(params: Flat, frozen: Flat, carried: Flat, batch: PyTree, key: Any, part: Any) -> Any:
+        values = params | frozen | carried
+        if part is not None:
+            values |= {path: _folded(values[path], part) for path in keys}
+        leaves = [(path, variable.replace(values["/".join(map(str, path))])) for path, variable in nnx.to_flat_state(state)]
+        model = nnx.merge(definition, nnx.from_flat_state(leaves))
+        value, aux = with_aux(loss(model, batch))
+        new = by_path(nnx.state(model, nnx.Not(nnx.Param)))
+        return value, aux, new | {path: carried[path] for path in keys}
+
+    trained = is_trained(spec)
+    return Author(*(_among(flat, trained, yes) for yes in (True, False)), carried, apply)
+
+
+def _folded(keys: Any, part: Any) -> Any:
+    return jax.vmap(lambda key: jax.random.fold_in(key, part))(keys.reshape(-1)).reshape(keys.shape)
+
+
+class Reference:
+    """All that plans of one model are compared with; runs are made when they are asked for, once."""
+
+    def __init__(self, spec: Spec, steps: int = NUM_STEPS) -> None:
+        self.spec, self.num_steps = spec, steps
+        self.batches = batch_of(spec, 0), batch_of(spec, 1)
+        make = {"linen": linen_author, "nnx": nnx_author}[spec["flavour"]]
+        # A ratio is taken apart as cjax promises to: its two sums, each over all micro-batches.
+        loss = loss_of(spec | {"loss": "total"} if spec["loss"] == "masked" else spec)
+        self.author = make(spec, loss, self.batches[0])
+
+    def parts_of(self, microbatches: int) -> int:
+        """In how many parts the reference must be computed: in one where their number must not matter."""
+        kinds = traits(self.spec)
+        return microbatches if any(kind.couples or kind.random or kind.state for kind in kinds) else 1
+
+    def run(self, microbatches: int) -> Run:
+        return self._run(self.parts_of(microbatches))
+
+    @functools.cache  # noqa: B019
+    def _run(self, parts: int) -> Run:
+        author, key = self.author, jax.random.key(0)
+        params, carried, state = author.params, author.carried, SGD.init(author.params)
+        step = jax.jit(functools.partial(self._step, parts))
+        steps = []
+        for index in range(self.num_steps):
+            batch = self.batches[index % 2]
+            loss, aux, grads, params, carried, state = step(
+                params, carried, state, batch, jax.random.fold_in(key, index)
+            )
+            steps.append(on_host((loss, aux, grads)))
+        return Run(steps, on_host(params), on_host(carried))
+
+    def _step(self, parts: int, params: Flat, carried: Flat, state: PyTree, batch: PyTree, key: Any) -> Any:
+        outs = []
+        for part in range(parts):
+            rows = jax.tree.map(lambda x, part=part: x[part::parts], batch)
+
+            def total(params: Flat, rows: PyTree = rows, part: int = part, carried: Flat = carried) -> Any:
+                value, aux, new = self.author.apply(
+                    params, self.author.frozen, carried, rows, key, part if parts > 1 else None
+                )
+                value = value if isinstance(value, Total) else Total(value, jnp.ones_like(value))
+                return value.total, (value.weight, aux, new)
+
+            (value, (weight, aux, carried)), grads = jax.value_and_grad(total, has_aux=True)(params)
+            outs.append((value, weight, aux, grads))
+        values, weights, auxes, grads = zip(*outs, strict=True)
+        weight = sum(weights)
+        grads = jax.tree.map(lambda *g: sum(g) / weight, *grads)
+        aux = jax.tree.map(lambda *a: sum(a) / parts, *auxes)
+        updates, state = SGD.update(grads, state, params)
+        return sum(values) / weight, aux, grads, optax.apply_updates(params, updates), carried, state
+
+
+def is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def on_host(tree: PyTree) -> PyTree:
+    """The leaves as NumPy arrays, random keys as their bits."""
+    return jax.tree.map(lambda leaf: np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf), tree)

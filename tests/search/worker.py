@@ -1,0 +1,59 @@
+"""A process that takes models and plans as lines of JSON and answers what came of each pair; run.py starts it.
+
+It may hang, abort or be killed at any time: what it began, it says before it begins.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+FLAGS = (
+    # As cjax tells the compiler of its own steps, for what is jitted here; and a collective that some device never
+    # reaches ends the process after half a minute.
+    "--xla_cpu_multi_thread_eigen=false --xla_cpu_enable_concurrency_optimized_scheduler=false "
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20 --xla_cpu_collective_call_terminate_timeout_seconds=30"
+)
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",
+    "JAX_ENABLE_X64": "1",
+    "JAX_NUM_CPU_DEVICES": "8",
+    "NPROC": "32",
+    "XLA_FLAGS": FLAGS,
+}
+
+
+def serve() -> None:
+    # Answers go where nobody else prints.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    sys.path.insert(0, str(TESTS))
+    import jax
+    from search.pairs import Outcome, Pairs
+
+    def answer(**what: object) -> None:
+        answers.write(json.dumps(what) + "\n")
+
+    answer(jax=jax.__version__)
+    for line in sys.stdin:
+        job = json.loads(line)
+        answer(began="model")
+        try:
+            pairs = Pairs(job["spec"])
+        except Exception as error:
+            answer(model=f"{type(error).__name__}: {error}"[:600])
+            continue
+        for number, plan in enumerate(job["plans"]):
+            answer(began=plan)
+            outcome: Outcome = pairs.outcome(plan, own_init=job.get("own_init", 0) == number)
+            answer(plan=plan, kind=outcome.kind, what=outcome.what)
+        answer(done=True)
+        del pairs
+        jax.clear_caches()
+
+
+if __name__ == "__main__":
+    serve()
