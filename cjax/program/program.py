@@ -285,7 +285,7 @@ class Program:
 
     def check(self, state: State, batch: PyTree) -> Check:
         """This plan against one device: the loss and every gradient, and which leaf is farthest off."""
-        alone = dataclasses.replace(Plan(), microbatches=self.plan.microbatches, precision=self.plan.precision)
+        alone = dataclasses.replace(Plan(), microbatches=self.plan.microbatches, precision=self.plan.precision, loss=self.plan.loss)
         reference = self.replan(alone, list(self.mesh.devices.flat)[:1])
         mine = self.value_and_grad(state, batch)
         theirs = reference.value_and_grad(reference.restore(state), batch)
