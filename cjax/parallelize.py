@@ -190,7 +190,6 @@ def _compose(
     line = arrange_stages(trace, plan, schedule) if plan.pipeline.size > 1 else None
     storage = store_model(captured, trace, plan, mesh, line.rows if line else {})
     gradients, more, loss_size = _gradients(captured, batch_shape, trace, storage, plan, mesh, line, measure_noise)
-    gradients = sharing(gradients, trace.shared, plan.microbatches, loss_size)
     stored_optimizer = None
     if optimizer is not None:
         specs = storage.state_specs if plan.zero_stage else storage.used_specs
@@ -287,6 +286,7 @@ def _gradients(
     """Gradients of a whole batch, what there is to say about how they are reduced, and what the sum over the losses of
     all its parts is to their mean."""
     divide = functools.partial(denominator, trace.ratio)
+    num = plan.microbatches
     axes = tuple(a for a in BATCH_AXES if a in mesh.axis_names)
     num_shards = math.prod(mesh.shape[a] for a in axes)
     in_parts = plan.microbatches > 1 or line is not None
@@ -307,10 +307,10 @@ def _gradients(
             else:
                 run = place_loss(local.trace, storage, plan, mesh, local.layout, local.draw)
                 gradients = locally_accumulated(
-                    _as_loss(local.trace, run, plan.microbatches * num_shards), plan.microbatches, local.axes, reductions,
-                    mesh, divide, measures,
+                    _as_loss(local.trace, run, num * num_shards), num, local.axes, reductions, mesh, divide, measures
                 )
-            return gradients, more, plan.microbatches * num_shards * loss_size(local.trace)
+            gradients = sharing(gradients, trace.shared, num, num * num_shards)
+            return gradients, more, num * num_shards * loss_size(local.trace)
         why = f"{local}, so gradients are reduced once per micro-batch"
     if plan.reduce is not None and num_shards > 1:
         reason = why.partition(", so")[0] or f"zero={plan.zero} reduces gradients during the backward pass"
@@ -321,16 +321,17 @@ def _gradients(
     notes = (why,) if why and in_parts else ()
     if line is not None:
         staged = stage_model(trace, line.stacks, storage, plan, mesh)
-        return _pipelined(staged, line, plan, (), (), mesh, divide), notes, plan.microbatches * loss_size(trace)
-    loss = _as_loss(trace, place_loss(trace, storage, plan, mesh), plan.microbatches)
+        gradients = _pipelined(staged, line, plan, (), (), mesh, divide)
+        return sharing(gradients, trace.shared, num, num), notes, num * loss_size(trace)
+    loss = _as_loss(trace, place_loss(trace, storage, plan, mesh), num)
     if not in_parts:
-        return plain(loss), (), 1
+        return sharing(plain(loss), trace.shared, 1, 1), (), 1
 
     def constrain(parts: list[jax.Array]) -> list[jax.Array]:
         return [lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, axes))) for x in parts]
 
-    num = plan.microbatches
-    return micro_batched(loss, num, constrain, divide, measures), notes, num * loss_size(trace)
+    gradients = micro_batched(loss, num, constrain, divide, measures)
+    return sharing(gradients, trace.shared, num, num), notes, num * loss_size(trace)
 
 
 def _cannot_measure(plan: Plan, num_shards: int, why: str) -> ValueError:
