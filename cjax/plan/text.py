@@ -8,7 +8,10 @@ from typing import Any, NoReturn, get_args
 
 from cjax.plan.parts import LossOf, Precision, Remat, Schedule, SequenceMode, TensorMode
 
-NAMES = ("data", "tensor", "sequence", "pipeline", "microbatches", "loss", "zero", "precision", "reduce", "remat", "rules")
+NAMES = (
+    *("data", "tensor", "sequence", "pipeline", "microbatches", "loss"),
+    *("zero", "precision", "reduce", "remat", "rules"),
+)
 
 WORDS: dict[str, tuple[str, ...]] = {
     "tensor": get_args(TensorMode),

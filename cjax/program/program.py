@@ -285,7 +285,8 @@ class Program:
 
     def check(self, state: State, batch: PyTree) -> Check:
         """This plan against one device: the loss and every gradient, and which leaf is farthest off."""
-        alone = dataclasses.replace(Plan(), microbatches=self.plan.microbatches, precision=self.plan.precision, loss=self.plan.loss)
+        plan = self.plan
+        alone = dataclasses.replace(Plan(), microbatches=plan.microbatches, loss=plan.loss, precision=plan.precision)
         reference = self.replan(alone, list(self.mesh.devices.flat)[:1])
         mine = self.value_and_grad(state, batch)
         theirs = reference.value_and_grad(reference.restore(state), batch)

@@ -117,7 +117,7 @@ def _one_row(
     if num_shards % 2:
         raise Unlike(f"one row on each of {num_shards} devices can't be compared with two")
     if trace.shared is not None:
-        raise Unlike("the loss divides by weights of the whole batch, which one row on each device is not compared with")
+        raise Unlike("the loss divides by weights of the whole batch, and each device has one row of a micro-batch")
     two = _trace_rows(capture, batch_shape, 2, trace)
     mirror = Mirror(trace, two.closed, num_shards // 2)
     found = replace(_trace_rows(capture, batch_shape, 1, trace), aux_sums=trace.aux_sums)

@@ -60,7 +60,8 @@ def _lift(trace: Trace, other: jex.ClosedJaxpr, shares: bool, apart: bool) -> Tr
         return replace(trace, results=tuple(results))
     found = verdict(results[0])
     needs = not trace.has_weight and (found.kind == "blend" or (found.kind == "ratio" and found.total is None))
-    if shares and (needs or any(verdict(value).kind in ("blend", "ratio") for _, _, value in _plain_aux(trace, results))):
+    needs = needs or any(value.kind == "ratio" for _, _, value in _plain_aux(trace, results))
+    if shares and needs:
         return _share(trace, other, divisions)
     if shares:
         trace = _with_aux(trace, results)
@@ -231,7 +232,8 @@ def _lift_one(trace: Trace, two: Trace, lifted: Trace) -> Trace:
     except Unlike as difference:
         raise ValueError(f"With one row in a micro-batch, {difference}. Use fewer micro-batches.") from None
     closed = jex.ClosedJaxpr(jaxpr.replace(outvars=[*sums, *jaxpr.outvars[1:]]), trace.closed.consts)
-    return replace(trace, closed=closed, num_loss=2, ratio=lifted.ratio, results=lifted.results, aux_sums=lifted.aux_sums)
+    results, aux_sums = lifted.results, lifted.aux_sums
+    return replace(trace, closed=closed, num_loss=2, ratio=lifted.ratio, results=results, aux_sums=aux_sums)
 
 
 def _weights_alone_of(trace: Trace, lifted: Trace) -> jex.ClosedJaxpr:

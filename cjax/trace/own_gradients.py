@@ -53,8 +53,9 @@ def judged(context: Context, results: Sequence[Value], grads: Sequence[Value] | 
     if not kinds <= set(_POWER) or grads is None:
         return list(results)  # refused anyway, or without gradients
     power = {_POWER[kind] for kind in kinds}
-    atoms = zip(context.values, context.eqn.invars, strict=True)
-    floats = [value for value, atom in atoms if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
+    atoms: Any = context.eqn.invars
+    pairs = zip(context.values, atoms, strict=True)
+    floats = [value for value, atom in pairs if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
     pairs = zip(floats, grads, strict=True)
     if len(power) == 1 and all(_is_right(value, grad, next(iter(power))) for value, grad in pairs):
         return list(results)

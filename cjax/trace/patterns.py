@@ -228,7 +228,7 @@ class _Reader:
         """The results of an equation with a derivative of its own, which is read as the loss is."""
         if context.twin is None or not any(value.kind == "rows" for value in context.values):
             return results
-        eqn = context.eqn
+        eqn: Any = context.eqn
         rule = eqn.params.get("jvp_jaxpr_fun") or eqn.params.get("bwd")
         shapes = tuple(atom.aval.shape for atom in (*eqn.invars, *context.twin.invars))
         known = tuple(value.layout if value.kind == "rows" else value.kind for value in (*context.values, *results))
