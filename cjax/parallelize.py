@@ -45,7 +45,7 @@ from cjax.sharding.optimizer import store_optimizer
 from cjax.sharding.staged import StagedModel, stage_model
 from cjax.sharding.storage import Slot
 from cjax.trace.capture import Capture, capture
-from cjax.trace.combine import denominator, lift, loss_size, loss_total
+from cjax.trace.combine import counters, denominator, lift, loss_size, loss_total
 from cjax.trace.reading import Trace, trace_flat, trace_loss
 from cjax.trace.refine import refine
 from cjax.trace.refine_rules import whole
@@ -201,7 +201,6 @@ def _compose(
     line = arrange_stages(trace, plan, schedule) if plan.pipeline.size > 1 else None
     storage = store_model(captured, trace, plan, mesh, line.rows if line else {})
     gradients, more, loss_size = _gradients(captured, batch_shape, trace, storage, plan, mesh, line, measure_noise)
-    gradients = sharing(gradients, trace.shared, plan.microbatches, loss_size)
     stored_optimizer = None
     if optimizer is not None:
         specs = storage.state_specs if plan.zero_stage else storage.used_specs
@@ -222,6 +221,13 @@ def _lifted(source: _Source, batch_shape: PyTree, trace: Trace, plan: Plan) -> T
     def again(rows: int) -> Any:
         return trace_flat(captured, with_rows(batch_shape, rows * num), num, trace)
 
+    lifted = lift(trace, again, num_rows, shares=True, apart=plan.loss == "microbatch")
+    if num == 1 or plan.loss == "microbatch":
+        return lifted
+    once = counters(lifted, captured.random)
+    if not once:
+        return lifted
+    trace = source.read(num, once=once)
     return lift(trace, again, num_rows, shares=True)
 
 
@@ -290,6 +296,7 @@ def _gradients(
     """Gradients of a whole batch, what there is to say about how they are reduced, and what the sum over the losses of
     all its parts is to their mean."""
     divide = functools.partial(denominator, trace.ratio)
+    num = plan.microbatches
     axes = tuple(a for a in BATCH_AXES if a in mesh.axis_names)
     num_shards = math.prod(mesh.shape[a] for a in axes)
     in_parts = plan.microbatches > 1 or line is not None
@@ -306,13 +313,14 @@ def _gradients(
                 stacks = line.stacks_of(local.trace)
                 assert stacks is not None, "the loss on other rows has other layers"
                 staged = stage_model(local.trace, stacks, storage, plan, mesh, local.layout, local.draw)
-                gradients = _pipelined(staged, line, plan, local.axes, reductions, mesh, divide, measures)
+                gradients = _pipelined(staged, line, plan, local.axes, reductions, mesh, divide, measures, num_shards)
             else:
                 run = place_loss(local.trace, storage, plan, mesh, local.layout, local.draw)
                 gradients = locally_accumulated(
-                    _as_loss(local.trace, run), plan.microbatches, local.axes, reductions, mesh, divide, measures
+                    _as_loss(local.trace, run, num * num_shards), num, local.axes, reductions, mesh, divide, measures
                 )
-            return gradients, more, plan.microbatches * num_shards * loss_size(local.trace)
+            gradients = sharing(gradients, trace.shared, num, num * num_shards)
+            return gradients, more, num * num_shards * loss_size(local.trace)
         why = f"{local}, so gradients are reduced once per micro-batch"
     if plan.reduce is not None and num_shards > 1:
         reason = why.partition(", so")[0] or f"zero={plan.zero} reduces gradients during the backward pass"
@@ -323,16 +331,17 @@ def _gradients(
     notes = (why,) if why and in_parts else ()
     if line is not None:
         staged = stage_model(trace, line.stacks, storage, plan, mesh)
-        return _pipelined(staged, line, plan, (), (), mesh, divide), notes, plan.microbatches * loss_size(trace)
-    loss = _as_loss(trace, place_loss(trace, storage, plan, mesh))
+        gradients = _pipelined(staged, line, plan, (), (), mesh, divide)
+        return sharing(gradients, trace.shared, num, num), notes, num * loss_size(trace)
+    loss = _as_loss(trace, place_loss(trace, storage, plan, mesh), num)
     if not in_parts:
-        return plain(loss), (), 1
+        return sharing(plain(loss), trace.shared, 1, 1), (), 1
 
     def constrain(parts: list[jax.Array]) -> list[jax.Array]:
         return [lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, axes))) for x in parts]
 
-    num = plan.microbatches
-    return micro_batched(loss, num, constrain, divide, measures), notes, num * loss_size(trace)
+    gradients = micro_batched(loss, num, constrain, divide, measures)
+    return sharing(gradients, trace.shared, num, num), notes, num * loss_size(trace)
 
 
 def _cannot_measure(plan: Plan, num_shards: int, why: str) -> ValueError:
@@ -356,11 +365,12 @@ def _pipelined(
     mesh: Mesh,
     divide: Denominator,
     measures: bool = False,
+    num_shards: int = 1,
 ) -> Gradients:
     trace = staged.stages.cut.trace
 
     def total(outs: list[jax.Array]) -> Any:
-        out = _sorted_results(trace, outs)
+        out = _sorted_results(trace, outs, plan.microbatches * num_shards)
         return out.total, (out.total, out.weight, out.aux)
 
     executor = Executor(staged.stages, line.schedule, line.part, staged.trained, PIPE, total, staged.states)
@@ -390,21 +400,26 @@ def _cost_of_waiting(reductions: Sequence[Reduction], storage: ModelStorage, pla
     )
 
 
-def _as_loss(trace: Trace, run: Any) -> Loss:
-    """The results of a trace, sorted."""
+def _as_loss(trace: Trace, run: Any, num_parts: int) -> Loss:
+    """The results of a trace, sorted, for one of several parts."""
 
     def loss(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: Any, index: Any) -> Evaluated:
-        return _sorted_results(trace, run(params, frozen, carried, jax.tree.leaves(batch), key, index))
+        return _sorted_results(trace, run(params, frozen, carried, jax.tree.leaves(batch), key, index), num_parts)
 
     return loss
 
 
-def _sorted_results(trace: Trace, results: Sequence[jax.Array]) -> Evaluated:
+def _sorted_results(trace: Trace, results: Sequence[jax.Array], num_parts: int) -> Evaluated:
+    """The results of one of `num_parts` parts; what of aux is a sum is made as large as if all parts had as much, since
+    the parts' mean is taken."""
     outs = iter(results)
     total = next(outs)
     weight = next(outs) if trace.has_weight else None
     total = total if weight is None else loss_total(trace.ratio, total, weight)
-    aux = [(next(outs), next(outs) if is_mean else None) for is_mean in trace.aux_is_mean]
+    aux = []
+    for i, is_mean in enumerate(trace.aux_is_mean):
+        value = next(outs)
+        aux.append((value * num_parts if i in trace.aux_sums else value, next(outs) if is_mean else None))
     return Evaluated(total, weight, aux, tuple(outs))
 
 

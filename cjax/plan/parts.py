@@ -10,6 +10,7 @@ SequenceMode = Literal["ring", "all_to_all", "gather"]
 Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble"]
 Precision = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "dots", "block"]
+LossOf = Literal["batch", "microbatch"]
 
 
 @dataclass(frozen=True)

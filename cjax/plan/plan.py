@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cjax.plan.colossal import plan_text
-from cjax.plan.parts import Pipeline, Precision, Remat, Sequence, Tensor, Zero, check_choice, store, whole
+from cjax.plan.parts import LossOf, Pipeline, Precision, Remat, Sequence, Tensor, Zero, check_choice, store, whole
 from cjax.plan.text import Word, choice, number, sized, split, underline
 
 Axes = str | tuple[str, ...] | None
@@ -23,6 +23,8 @@ class Plan:
       sequence: `Sequence`, or a number for ring.
       pipeline: `Pipeline`, or a number for 1f1b.
       microbatches: pieces of a batch that run one after another (gradient accumulation without a pipeline).
+      loss: what the loss is of. By default of the batch, however many micro-batches it runs in, and a loss for which
+        that can't be shown is refused; "microbatch": each is a batch of its own, whose losses are averaged.
       zero: `Zero`, or a stage.
       precision: of matmuls and activations; master weights stay float32.
       reduce: the dtype in which devices that saw different examples add up their gradients, each its own sum first and
@@ -43,6 +45,7 @@ class Plan:
     sequence: Sequence
     pipeline: Pipeline
     microbatches: int
+    loss: LossOf
     zero: Zero
     precision: Precision
     reduce: Precision | None
@@ -61,10 +64,12 @@ class Plan:
         remat: Remat = "none",
         rules: Mapping[str, Axes] = MappingProxyType({}),
         reduce: Precision | None = None,
+        loss: LossOf = "batch",
     ) -> None:
         tensor = tensor if isinstance(tensor, Tensor) else Tensor(tensor)
         sequence = sequence if isinstance(sequence, Sequence) else Sequence(sequence)
         pipeline = pipeline if isinstance(pipeline, Pipeline) else Pipeline(pipeline)
+        check_choice("loss", loss, LossOf)
         check_choice("precision", precision, Precision)
         if reduce is not None:
             check_choice("reduce", reduce, Precision)
@@ -79,6 +84,7 @@ class Plan:
             sequence=Sequence() if sequence.size == 1 and sequence.mode != "gather" else sequence,
             pipeline=Pipeline() if pipeline.size == 1 else pipeline,
             microbatches=whole("microbatches", microbatches),
+            loss=loss,
             zero=zero if isinstance(zero, Zero) else Zero(zero),
             precision=precision,
             reduce=reduce,

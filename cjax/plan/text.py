@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn, get_args
 
-from cjax.plan.parts import Precision, Remat, Schedule, SequenceMode, TensorMode
+from cjax.plan.parts import LossOf, Precision, Remat, Schedule, SequenceMode, TensorMode
 
-NAMES = ("data", "tensor", "sequence", "pipeline", "microbatches", "zero", "precision", "reduce", "remat", "rules")
+NAMES = (
+    *("data", "tensor", "sequence", "pipeline", "microbatches", "loss"),
+    *("zero", "precision", "reduce", "remat", "rules"),
+)
 
 WORDS: dict[str, tuple[str, ...]] = {
     "tensor": get_args(TensorMode),
     "sequence": get_args(SequenceMode),
     "pipeline": get_args(Schedule),
+    "loss": get_args(LossOf),
     "precision": get_args(Precision),
     "reduce": get_args(Precision),
     "remat": get_args(Remat),
@@ -59,6 +63,7 @@ EXAMPLES = {
     "zero": "zero=1 or zero=3/8",
     "data": "data=2",
     "microbatches": "microbatches=4",
+    "loss": "loss=microbatch",
     "rules": 'rules={"vocab":null}',
     "precision": "precision=bfloat16",
     "reduce": "reduce=float32",

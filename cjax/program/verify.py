@@ -76,7 +76,7 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
     if plan.precision == "float32":
         rounded = reference(run, (perturbed(inputs[0], itemsize), *inputs[1:]))
     else:
-        alone = Plan(precision=plan.precision, microbatches=reference.num)
+        alone = Plan(precision=plan.precision, microbatches=reference.num, loss=plan.loss)
         rounded = outcome(parts.compose(alone, [device]), state, trees, given)
     mine = outcome(parts, state, trees, given)
     theirs = dataclasses.replace(theirs, **_incomparable(parts, reference, theirs, inputs, itemsize))

@@ -104,7 +104,7 @@ def _trace_rows(capture: Capture, batch_shape: PyTree, rows: int, like: Trace) -
         lambda leaf: jax.ShapeDtypeStruct((2 * rows, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype), batch_shape
     )
     try:
-        return trace_loss(capture, shape, 2, train=True, forms=like.forms)
+        return trace_loss(capture, shape, 2, train=True, forms=like.forms, once=like.once)
     except (TypeError, ValueError) as error:
         raise Unlike(f"the model can't be traced on {rows} rows ({str(error).splitlines()[0]})") from error
 
@@ -117,10 +117,10 @@ def _one_row(
     if num_shards % 2:
         raise Unlike(f"one row on each of {num_shards} devices can't be compared with two")
     if trace.shared is not None:
-        raise Unlike("the loss divides by weights of the whole batch, which one row on each device is not compared with")
+        raise Unlike("the loss divides by weights of the whole batch, and each device has one row of a micro-batch")
     two = _trace_rows(capture, batch_shape, 2, trace)
     mirror = Mirror(trace, two.closed, num_shards // 2)
-    found = _trace_rows(capture, batch_shape, 1, trace)
+    found = replace(_trace_rows(capture, batch_shape, 1, trace), aux_sums=trace.aux_sums)
     if trace.ratio is not None:
         jaxpr: Any = found.closed.jaxpr
         sums = counterparts(mirror.trace.closed.jaxpr.outvars[:2], two.closed.jaxpr, jaxpr)
@@ -156,9 +156,10 @@ def _require_sums(trace: Trace, mirror: Mirror) -> None:
     results = iter(enumerate(trace.results))
     pairs = [("the loss", trace.has_weight)] if trace.num_loss else []
     pairs += [("a value of aux", is_mean) for is_mean in trace.aux_is_mean]
-    for what, has_weight in pairs:
+    sums = {i + bool(trace.num_loss) for i in trace.aux_sums}
+    for i, (what, has_weight) in enumerate(pairs):
         total = _growth(what, *next(results), mirror)
-        weight = _growth(what, *next(results), mirror) if has_weight else 0
+        weight = _growth(what, *next(results), mirror) if has_weight else int(i in sums)
         if trace.ratio is not None and trace.ratio.total is None and what == "the loss":
             # Such a total is the ratio itself, to be multiplied by its weight: 0/0 where a device's rows count nothing.
             raise Unlike("the loss adds more to its ratio, whose weight may be zero on one device's rows")

@@ -47,6 +47,7 @@ class Capture:
     frozen_shape: PyTree
     carried_shape: PyTree
     initial: Trees | None
+    random: tuple[bool, ...]  # of each carried leaf, whether it is a random stream's: each micro-batch draws its own
     dim_names: dict[str, tuple[str | None, ...]]
     name: str = "model"  # what the author calls it
 
@@ -200,6 +201,7 @@ def _capture_linen(model: nn.Module, call: Callable[..., Any], batch: PyTree, wr
         kind="linen", name=type(model).__name__, init=init, apply=apply, rebuild=rebuild,
         fold_carried=lambda carried, index: carried, unfold=lambda new_carried, carried: new_carried,
         params_shape=params_shape, frozen_shape=frozen_shape, carried_shape=carried_shape, initial=None,
+        random=(False,) * len(jax.tree.leaves(carried_shape)),
         dim_names=_names(linen_parts.box_names(params_shape) | linen_parts.box_names(frozen_shape)),
     )  # fmt: skip
 
@@ -276,5 +278,6 @@ def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) 
         rebuild=lambda *trees: nnx.merge(definition, *trees, copy=True),
         fold_carried=nnx_parts.fold_keys, unfold=nnx_parts.restore_keys,
         params_shape=params_shape, frozen_shape=frozen_shape, carried_shape=carried_shape, initial=initial,
+        random=tuple(nnx_parts.random_leaves(carried_shape)),
         dim_names=_names(nnx_parts.metadata_names(params_shape) | nnx_parts.metadata_names(frozen_shape)),
     )  # fmt: skip

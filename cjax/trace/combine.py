@@ -20,11 +20,12 @@ from cjax.trace.mirror import Unlike, counterparts
 from cjax.trace.patterns import APART, Divisions, Lifted, follow, verdict
 from cjax.trace.reading import Leaf, Shared, Trace
 from cjax.trace.twins import Twins
+from cjax.tree import leaf_names
 
 Again = Callable[[int], jex.ClosedJaxpr]
 
 
-def lift(trace: Trace, again: Again, num_rows: int, shares: bool = False) -> Trace:
+def lift(trace: Trace, again: Again, num_rows: int, shares: bool = False, apart: bool = False) -> Trace:
     """`trace` with a loss that can be added up over parts of the batch, and what each result has to do with examples.
 
     A scalar that is a ratio with a denominator that depends on the batch becomes its total and weight; a part's total
@@ -36,6 +37,7 @@ def lift(trace: Trace, again: Again, num_rows: int, shares: bool = False) -> Tra
         off two numbers; and since JAX takes short cuts past dims of size 1, never off one row.
       num_rows: of the whole batch.
       shares: whether denominators may become inputs (`Trace.shared`), to be given by the caller.
+      apart: whether each part is a batch of its own, so that nothing is refused.
 
     Raises:
       ValueError: the loss is no mean, or its examples meet each other; the message says where, and what to write.
@@ -46,20 +48,26 @@ def lift(trace: Trace, again: Again, num_rows: int, shares: bool = False) -> Tra
     rows = trace.leaves[batch[0]].shape[0]
     if rows == 1:
         two = replace(trace, closed=again(2))
-        return _lift_one(trace, two, _lift(two, again(max(4, num_rows)), shares))
-    return _lift(trace, again(num_rows if num_rows > rows else 2 * rows), shares)
+        return _lift_one(trace, two, _lift(two, again(max(4, num_rows)), shares, apart))
+    return _lift(trace, again(num_rows if num_rows > rows else 2 * rows), shares, apart)
 
 
-def _lift(trace: Trace, other: jex.ClosedJaxpr, shares: bool) -> Trace:
+def _lift(trace: Trace, other: jex.ClosedJaxpr, shares: bool, apart: bool) -> Trace:
     batch, num_params = set(trace.leaves_of("batch")), len(trace.leaves_of("params"))
     divisions = Divisions()
     results = follow(trace.closed, other, batch, num_params, divisions=divisions)
+    if apart:
+        return replace(trace, results=tuple(results))
+    found = verdict(results[0])
+    needs = not trace.has_weight and (found.kind == "blend" or (found.kind == "ratio" and found.total is None))
+    needs = needs or any(value.kind == "ratio" for _, _, value in _plain_aux(trace, results))
+    if shares and needs:
+        return _share(trace, other, divisions)
+    if shares:
+        trace = _with_aux(trace, results)
     if trace.has_weight:
         _check_mean(results)
         return replace(trace, results=tuple(results))
-    found = verdict(results[0])
-    if shares and (found.kind == "blend" or (found.kind == "ratio" and found.total is None)):
-        return _share(trace, other, divisions)
     if found.refused:
         raise ValueError(found.reason)
     if found.kind == "blend":
@@ -78,6 +86,33 @@ def _lift(trace: Trace, other: jex.ClosedJaxpr, shares: bool) -> Trace:
         ratio=found,
         results=(*sums, *results[1:]),
     )
+
+
+def _plain_aux(trace: Trace, results: Sequence[Value]) -> list[tuple[int, str, Value]]:
+    """Which value of aux, what it is called, and what is known of it, those aside that are a `Mean`."""
+    names = leaf_names(trace.aux_tree.unflatten(list(range(trace.aux_tree.num_leaves))))
+    left, found = iter(results[trace.num_loss :]), []
+    for i, (name, is_mean) in enumerate(zip(names, trace.aux_is_mean, strict=True)):
+        value = next(left)
+        if is_mean:
+            next(left)
+        else:
+            found.append((i, name, value))
+    return found
+
+
+def _with_aux(trace: Trace, results: Sequence[Value]) -> Trace:
+    """`trace` that knows which values of aux are sums; what is neither that nor a mean is refused."""
+    sums = set()
+    for i, name, value in _plain_aux(trace, results):
+        found = verdict(value, f"Aux value {name!r}")
+        if found.refused and value.kind != "sum":
+            raise ValueError(found.reason)
+        if value.kind == "sum":
+            if found.kind != "sum":
+                raise ValueError(found.reason)
+            sums.add(i)
+    return replace(trace, aux_sums=frozenset(sums))
 
 
 def _check_mean(results: Sequence[Value]) -> None:
@@ -108,9 +143,13 @@ def _share(trace: Trace, other: jex.ClosedJaxpr, divisions: Divisions) -> Trace:
     known = {at: Value("fixed", power=0 if weight.is_mean else 1) for at, weight in given.items()}
     batch, num_params = set(trace.leaves_of("batch")), len(trace.leaves_of("params"))
     results = follow(trace.closed, other, batch, num_params, shares=known)
-    found = verdict(results[0])
-    if found.kind != "mean":
-        raise ValueError(found.reason)
+    if trace.has_weight:
+        _check_mean(results)
+    else:
+        found = verdict(results[0])
+        if found.kind != "mean":
+            raise ValueError(found.reason)
+    trace = _with_aux(trace, results)
     divisors = {at: inputs[weight] for at, weight in given.items()}
     shared = Shared(_weights_alone(trace, list(inputs)), tuple(inputs), trace.closed, divisors)
     return replace(_with_inputs(trace, shared), results=tuple(results))
@@ -184,15 +223,17 @@ def _lift_one(trace: Trace, two: Trace, lifted: Trace) -> Trace:
     try:
         if lifted.shared is not None:
             alone = replace(lifted.shared, closed=_weights_alone_of(trace, lifted))
-            return replace(share_alike(trace, replace(lifted, shared=alone)), results=lifted.results)
+            made = share_alike(trace, replace(lifted, shared=alone))
+            return replace(made, results=lifted.results, aux_sums=lifted.aux_sums)
         if lifted.ratio is None:
-            return replace(trace, results=lifted.results)
+            return replace(trace, results=lifted.results, aux_sums=lifted.aux_sums)
         jaxpr, other, wanted = trace.closed.jaxpr, two.closed.jaxpr, lifted.closed.jaxpr.outvars[:2]
         sums = counterparts(wanted, other, jaxpr)
     except Unlike as difference:
         raise ValueError(f"With one row in a micro-batch, {difference}. Use fewer micro-batches.") from None
     closed = jex.ClosedJaxpr(jaxpr.replace(outvars=[*sums, *jaxpr.outvars[1:]]), trace.closed.consts)
-    return replace(trace, closed=closed, num_loss=2, ratio=lifted.ratio, results=lifted.results)
+    results, aux_sums = lifted.results, lifted.aux_sums
+    return replace(trace, closed=closed, num_loss=2, ratio=lifted.ratio, results=results, aux_sums=aux_sums)
 
 
 def _weights_alone_of(trace: Trace, lifted: Trace) -> jex.ClosedJaxpr:
@@ -201,6 +242,42 @@ def _weights_alone_of(trace: Trace, lifted: Trace) -> jex.ClosedJaxpr:
     atoms = counterparts([w.atom for w in lifted.shared.weights], lifted.shared.before.jaxpr, trace.closed.jaxpr)
     weights = [replace(w, atom=atom) for w, atom in zip(lifted.shared.weights, atoms, strict=True)]
     return _weights_alone(trace, weights)
+
+
+def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
+    """Which carried leaves of a lifted trace change, and not by what the examples are: step counters, averages of
+    weights. However many micro-batches there are, they are to change once. Random streams (`random`) aside.
+
+    Raises:
+      ValueError: what is made of examples depends on one: either way it would not be as with the whole batch.
+    """
+    carried = trace.leaves_of("carried")
+    if not trace.results or not carried:
+        return frozenset()
+    jaxpr: Any = trace.closed.jaxpr
+    made = list(zip(carried, jaxpr.outvars[-len(carried) :], trace.results[-len(carried) :], strict=True))
+    changes = [jaxpr.invars[i] is not var for i, var, _ in made]
+    fixed = [value.kind == "fixed" and not value.taints and not value.power for _, _, value in made]
+    once = {n for n, drawn in enumerate(random) if changes[n] and fixed[n] and not drawn}
+    reads = {jaxpr.invars[carried[n]] for n in once}
+    for n, (i, var, _) in enumerate(made):
+        if changes[n] and n not in once and not random[n] and not reads.isdisjoint(_sources(jaxpr, var)):
+            names = " and ".join(trace.leaves[carried[k]].name for k in sorted(once))
+            raise ValueError(
+                f"The model makes {trace.leaves[i].name} of the examples and of {names}, which changes at every call: "
+                "with micro-batches neither would be as the whole batch leaves it. Use microbatches=1, or write "
+                f"{APART}."
+            )
+    return frozenset(once)
+
+
+def _sources(jaxpr: Any, var: Any) -> set[Any]:
+    """All variables that one is made of."""
+    live = {var}
+    for eqn in reversed(jaxpr.eqns):
+        if not live.isdisjoint(eqn.outvars):
+            live.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+    return live
 
 
 def loss_size(trace: Trace) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from cjax.trace.examples import FIXED, Atom, Context, Place, Value, Weight, power_of
 
@@ -314,12 +315,17 @@ def reduction(context: Context) -> Value:
     return context.sum(1 + value.power, Weight(context.out))
 
 
+def _count(eqn: Any) -> int:
+    """How many elements a reduction brings together in each of its result."""
+    return math.prod(eqn.invars[0].aval.shape) // max(1, math.prod(eqn.outvars[0].aval.shape))
+
+
 def _fixed_reduction(context: Context, value: Value, is_sum: bool, grows: bool) -> Value:
     if value.const is not None and value.twin is not None and context.twin is not None:
-        counts = [math.prod(eqn.invars[0].aval.shape) // max(1, math.prod(eqn.outvars[0].aval.shape))
-                  for eqn in (context.eqn, context.twin)]  # type: ignore[attr-defined]  # fmt: skip
-        const, twin = (number * count if is_sum else number
-                       for number, count in zip((value.const, value.twin), counts, strict=True))  # fmt: skip
+        const, twin = (
+            number * _count(eqn) if is_sum else number
+            for number, eqn in ((value.const, context.eqn), (value.twin, context.twin))
+        )
         power = power_of(const, twin, context.ratio)
         if power is not None and (is_sum or context.name in ("reduce_max", "reduce_min")):
             return context.make(FIXED, const=const, twin=twin, power=power)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from cjax.trace.examples import FIXED, Context, Value, Weight
 
@@ -318,10 +319,10 @@ def scatter(context: Context) -> Value:
     return context.sum(1 + updates.power) if adds and not context.grows(0) else context.aggregate()
 
 
-def _scattered_by_row(context: Context, numbers: object) -> Value | None:
+def _scattered_by_row(context: Context, numbers: Any) -> Value | None:
     """`x.at[arange(batch), ...]`: row i of the updates goes to row i."""
     operand, indices, updates = context.values
-    targets = getattr(numbers, "scatter_dims_to_operand_dims")
+    targets = numbers.scatter_dims_to_operand_dims
     counted = indices.dim if indices.kind == "rows" else indices.iota
     for column in indices.columns:
         target = targets[column]
@@ -379,8 +380,8 @@ RULES: dict[str, Callable[[Context], Value]] = {
     "top_k": along("dimension"),
     "approx_top_k": along("reduction_dimension"),
     **{f"cum{kind}": along("axis") for kind in ("sum", "prod", "max", "min", "logsumexp")},
-    **{name: scatter for name in ("scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-sub")},
-    **{name: scatter for name in ("scatter-min", "scatter_min", "scatter-max", "scatter_max")},
+    **{f"scatter{kind}": scatter for kind in ("", "-add", "_add", "-sub", "-mul", "_mul")},
+    **{f"scatter{kind}": scatter for kind in ("-min", "_min", "-max", "_max")},
     **{f"reduce_window{kind}": window for kind in ("", "_sum", "_max", "_min")},
     "select_and_gather_add": window,
     **{name: moved(_leading(2)) for name in (*_LINALG, "tridiagonal")},

@@ -118,6 +118,14 @@ def rng_key_leaves(state: PyTree) -> list[bool]:
     return is_key
 
 
+def random_leaves(state: PyTree) -> list[bool]:
+    """For every leaf of `state`, whether it is a random key or counts what was drawn from one."""
+    is_random: list[bool] = []
+    for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nnx.Variable)):
+        is_random += [isinstance(node, nnx.RngState)] * len(jax.tree.leaves(node))
+    return is_random
+
+
 def fold_keys(state: PyTree, index: Any) -> PyTree:
     """`state` with `index` folded into every random key: each one of an array (a scanned stack has one per layer)."""
 

@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from cjax.trace.example_arithmetic import ELEMENTWISE, elementwise, reduction
 from cjax.trace.example_rules import RULES
 from cjax.trace.examples import FIXED, LOST, Atom, Context, Place, Value, Weight, constant, growing, is_literal
+from cjax.trace.own_gradients import backward, judged, operands
 from cjax.trace.simplify import REMAT_NAMES, scan_counts
 from cjax.trace.tracebacks import is_fresh
 from cjax.trace.twins import Twins
@@ -157,6 +158,7 @@ class _Reader:
     ratio: float  # how many times as many rows there are here
     shares: dict[Any, Value]
     divisions: Divisions
+    gradients: dict[Any, Any] = field(default_factory=dict)
 
     def consts(self, closed: Any) -> list[Value]:
         """The values of a trace's constants."""
@@ -211,14 +213,34 @@ class _Reader:
             return [elementwise(replace(context, values=[value])) for value in context.values]
         if name in _CONTROL:
             return _CONTROL[name](self, context)
-        if name in REMAT_NAMES or name in ("custom_jvp_call", "custom_vjp_call"):
-            return self.call(context, eqn.params["jaxpr"] if name in REMAT_NAMES else eqn.params["call_jaxpr"])
+        if name in REMAT_NAMES:
+            return self.call(context, eqn.params["jaxpr"])
+        if name in ("custom_jvp_call", "custom_vjp_call"):
+            return self._with_gradient(context, self.call(context, eqn.params["call_jaxpr"]))
         value = self._checked(context, _rule(context))
         own = value.weight is not None and context.eqn.outvars and value.weight.atom is context.out
         if own and len(eqn.outvars) > 1:
             assert value.weight is not None
             return [replace(value, weight=replace(value.weight, atom=var)) for var in eqn.outvars]
         return [value] * len(eqn.outvars)
+
+    def _with_gradient(self, context: Context, results: list[Value]) -> list[Value]:
+        """The results of an equation with a derivative of its own, which is read as the loss is."""
+        if context.twin is None or not any(value.kind == "rows" for value in context.values):
+            return results
+        eqn: Any = context.eqn
+        rule = eqn.params.get("jvp_jaxpr_fun") or eqn.params.get("bwd")
+        shapes = tuple(atom.aval.shape for atom in (*eqn.invars, *context.twin.invars))
+        known = tuple(value.layout if value.kind == "rows" else value.kind for value in (*context.values, *results))
+        key = (id(getattr(rule, "f", rule)), shapes, known)  # of the author's function, which all its calls share
+        if key not in self.gradients:
+            closed, other = backward(eqn), backward(context.twin)
+            grads = None
+            if closed is not None and other is not None:
+                reader = replace(self, twins=Twins(closed, other), shares={}, divisions=Divisions())
+                grads = reader.read(closed, [*reader.consts(closed), *operands(context, results)], None)
+            self.gradients[key] = grads, rule  # which lives as long, so that no other gets its id
+        return judged(context, results, self.gradients[key][0])
 
     def _checked(self, context: Context, value: Value) -> Value:
         """What a rule says of a result, and what no rule may forget."""

@@ -62,6 +62,8 @@ class Trace:
     results: tuple[Value, ...] = ()  # what each result has to do with the examples, once `lift` has found out
     ratio: Lifted | None = None  # of a loss that was one number, and now is its total and weight
     shared: Shared | None = None  # of a loss that takes denominators behind its batch
+    aux_sums: frozenset[int] = frozenset()  # which of aux grow with the examples, once `lift` has found out
+    once: frozenset[int] = frozenset()  # carried leaves that the last micro-batch alone updates
 
     @property
     def has_weight(self) -> bool:
@@ -123,7 +125,8 @@ def trace_loss(
     closed, leaves, num_loss, aux = _traced(capture, batch_shape, num_parts, train, call, once)
     aux_leaves, aux_tree = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, Mean))
     aux_is_mean = tuple(isinstance(x, Mean) for x in aux_leaves)
-    return _read(closed, leaves, capture.dim_names, num_loss, aux_tree, aux_is_mean, forms)
+    trace = _read(closed, leaves, capture.dim_names, num_loss, aux_tree, aux_is_mean, forms)
+    return replace(trace, once=once)
 
 
 def trace_flat(
@@ -132,10 +135,9 @@ def trace_flat(
     num_parts: int,
     like: Trace,
     train: bool = True,
-    once: frozenset[int] = frozenset(),
 ) -> jex.ClosedJaxpr:
     """The equations of the trace of a loss on other rows than those of the trace `like`, and nothing read off them."""
-    closed, leaves, *_ = _traced(capture, batch_shape, num_parts, train, None, once)
+    closed, leaves, *_ = _traced(capture, batch_shape, num_parts, train, None, like.once)
     closed = simplify(closed)
     if not like.forms:
         return closed

@@ -422,3 +422,46 @@ def test_the_zoo(name):
     lifted = lift_mean(traced(batch), traced(twice), invars, len(jax.tree.leaves(trees[0])))
     assert lifted.kind == ("ratio" if name in RATIOS_OF_THE_ZOO else "mean"), lifted.reason
     assert bool(lifted.couplings) == case.couples
+
+
+def by_hand(backward):
+    """tanh with a gradient of its author's own."""
+
+    @jax.custom_vjp
+    def tanh(x):
+        return jnp.tanh(x)
+
+    tanh.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (backward(x, g),))
+    return lambda p, b: tanh(pooled(p, b)).mean()
+
+
+def test_a_gradient_by_hand_may_not_know_the_rows():
+    assert trace(by_hand(lambda x, g: g * (1 - jnp.tanh(x) ** 2)))[1].kind == "mean"
+    for backward in (
+        lambda x, g: g / x.shape[0],
+        lambda x, g: g - g.mean(),
+        lambda x, g: g[::-1],
+        lambda x, g: g / jnp.linalg.norm(x),
+        lambda x, g: jnp.full_like(x, 1 / np.sqrt(len(x))),
+    ):
+        _, lifted = trace(by_hand(backward))
+        assert lifted.refused and "its author's own" in lifted.reason
+
+
+def test_a_derivative_by_hand_may_not_know_the_rows():
+    @jax.custom_jvp
+    def tanh(x):
+        return jnp.tanh(x)
+
+    tanh.defjvps(lambda t, y, x: t / len(x))
+    assert trace(lambda p, b: tanh(pooled(p, b)).mean())[1].refused
+    assert trace(lambda p, b: jax.nn.relu(pooled(p, b)).mean())[1].kind == "mean"
+
+
+def test_a_loss_with_a_gradient_by_hand_is_a_mean_if_its_gradient_is():
+    @jax.custom_vjp
+    def mean_square(x):
+        return (x**2).mean()
+
+    mean_square.defvjp(lambda x: ((x**2).mean(), x), lambda x, g: (g * 2 * x / x.size,))
+    assert trace(lambda p, b: mean_square(pooled(p, b)))[1].kind == "mean"
