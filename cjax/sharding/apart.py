@@ -183,4 +183,5 @@ LANES: Mapping[str, Callable[[Any], list[Lane]]] = {
     "conv_general_dilated": _convolution,
     **dict.fromkeys(WINDOWED, _windows),
     "fft": lambda eqn: _all_but(eqn, range(eqn.invars[0].aval.ndim)[-len(eqn.params["fft_lengths"]) :]),
+    "sort": lambda eqn: _all_but(eqn, [eqn.params["dimension"]]),
 }

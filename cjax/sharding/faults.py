@@ -51,6 +51,13 @@ FAULTS = (
         ("0.10.2", "0.12.0.1"),
         "computed on each device's own part of the other dims",
     ),
+    Fault(
+        "sorting",
+        frozenset(["sort"]),
+        "XLA stops the process at the gather of its gradient where two axes split other dims.",
+        ("0.10.2",),
+        "computed on each device's own part of the other dims",
+    ),
 )
 KNOWN = ("0.10.2", "0.12.0.1")  # versions of JAX whose XLA has been searched
 
