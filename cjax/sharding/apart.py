@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from cjax.sharding.faults import WINDOWED
 from cjax.sharding.region import in_region
 from cjax.sharding.storage import axes_of_entry
 from cjax.trace.dims import Scope
 from cjax.trace.rewrite import Emitter, Env, Hooks, bind
-
 
 @dataclass(frozen=True)
 class Lane:
@@ -168,7 +168,20 @@ def _all_but(eqn: Any, dims: Sequence[int]) -> list[Lane]:
     return [Lane((d,) * num_in, (d,) * num_out, n) for d, n in enumerate(shape) if d not in dims]
 
 
+def _windows(eqn: Any) -> list[Lane]:
+    """Dims in which windows are of one and nothing moves."""
+    sizes, p = eqn.params["window_dimensions"], eqn.params
+    rank, ones = len(sizes), (1,) * len(sizes)
+    each = zip(sizes, p["window_strides"], p["padding"], p.get("base_dilation", ones), strict=True)
+    still = [d for d, (n, stride, pad, base) in enumerate(each) if (n, stride, tuple(pad), base) == (1, 1, (0, 0), 1)]
+    ins, outs = ([len(v.aval.shape) == rank for v in some] for some in (eqn.invars, eqn.outvars))
+    count = eqn.outvars[0].aval.shape
+    return [Lane(tuple(d if has else None for has in ins), (d,) * len(outs), count[d]) for d in still]
+
+
 LANES: Mapping[str, Callable[[Any], list[Lane]]] = {
     "conv_general_dilated": _convolution,
+    **dict.fromkeys(WINDOWED, _windows),
     "fft": lambda eqn: _all_but(eqn, range(eqn.invars[0].aval.ndim)[-len(eqn.params["fft_lengths"]) :]),
+    "sort": lambda eqn: _all_but(eqn, [eqn.params["dimension"]]),
 }

@@ -23,6 +23,10 @@ class Fault:
     concerns: Callable[[Any], bool] = lambda eqn: True
 
 
+WINDOWED = frozenset(
+    ["reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_gather_add",
+     "select_and_scatter_add"]
+)  # fmt: skip
 FAULTS = (
     Fault(
         "convolutions",
@@ -31,6 +35,28 @@ FAULTS = (
         "times too large as an axis has devices along which nothing of the convolution is split.",
         ("0.10.2", "0.12.0.1"),
         "computed on each device's own rows and channels, in a region that is manual over every axis",
+    ),
+    Fault(
+        "Fourier transforms",
+        frozenset(["fft"]),
+        "Where dims are split, transformed ones or others, XLA's compiler ends with a RET_CHECK or stops the process.",
+        ("0.10.2", "0.12.0.1"),
+        "computed on each device's own rows, the transformed dims whole",
+    ),
+    Fault(
+        "windows",
+        WINDOWED,
+        "Where the dim that windows move along is split, gradients of sums lack what other devices have of a window, or "
+        "XLA's verifier refuses the program.",
+        ("0.10.2", "0.12.0.1"),
+        "computed on each device's own part of the other dims",
+    ),
+    Fault(
+        "sorting",
+        frozenset(["sort"]),
+        "XLA stops the process at the gather of its gradient where two axes split other dims.",
+        ("0.10.2",),
+        "computed on each device's own part of the other dims",
     ),
 )
 KNOWN = ("0.10.2", "0.12.0.1")  # versions of JAX whose XLA has been searched

@@ -23,15 +23,18 @@ from typing import Any
 if __name__ == "__main__":
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "NPROC": "32"}
     os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"
-    sys.path[:0] = [str(Path(__file__).parent.parent.parent), str(Path(__file__).parent)]
+    os.environ["XLA_FLAGS"] = (
+        "--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false "
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+    )
+    sys.path[:0] = [str(Path(__file__).parent.parent.parent), str(Path(__file__).parent.parent)]
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 from jax.sharding import PartitionSpec as P
-from table import OPERATIONS, Operation
+from search.operation_table import OPERATIONS, Operation
 
 from cjax.mesh import build_mesh
 from cjax.sharding.layout import Layout
@@ -43,7 +46,7 @@ from cjax.trace.reading import Leaf, Trace
 from cjax.trace.rewrite import Hooks, emit
 from cjax.trace.simplify import simplify
 
-MESHES = ({"data": 2, "tensor": 4}, {"data": 4, "tensor": 2}, {"data": 2, "row": 2, "col": 2}, {"data": 8})
+MESHES = ({"data": 2, "tensor": 4}, {"data": 2, "row": 2, "col": 2}, {"data": 4, "tensor": 2}, {"data": 8})
 GRADIENTS = ("as it is", "whole", "zero")  # how the gradient of an operand is wanted
 TOLERANCE = 1e-9
 
@@ -94,12 +97,12 @@ class Traced:
 
         return run
 
-    def cases(self, limit: int) -> Iterator[Case]:
+    def cases(self, limit: int, meshes: int = len(MESHES)) -> Iterator[Case]:
         """Up to `limit` placements for each mesh, always the same."""
         found = sorted({c for classes, shape in zip(self.classes, self.shapes, strict=True)
                         for c, n in zip(classes, shape, strict=True) if n > 1})
         rng = random.Random(self.operation.name)
-        for sizes in MESHES:
+        for sizes in MESHES[:meshes]:
             choices = [choice for choice in itertools.product([None, *found], repeat=len(sizes)) if any(c is not None for c in choice)]
             rng.shuffle(choices)
             for choice in choices[:limit]:
@@ -160,14 +163,14 @@ def described(traced: Traced, case: Case) -> str:
     return f"{mesh} {text[0]} -> {text[1]}{' placed' if case.pins else ''}, gradients {case.gradient}"
 
 
-def work(names: Sequence[str], limit: int, avoids: bool, start: int) -> None:
+def work(names: Sequence[str], limit: int, meshes: int, avoids: bool, start: int) -> None:
     """In a process of its own: one line of JSON before each case, and one with what is wrong with it."""
     jax.config.update("jax_enable_x64", True)
     for operation in OPERATIONS:
         if operation.name not in names:
             continue
         traced = Traced(operation)
-        for at, case in enumerate(traced.cases(limit)):
+        for at, case in enumerate(traced.cases(limit, meshes)):
             if at >= start:
                 print(json.dumps(["try", operation.name, at, described(traced, case)]), flush=True)
                 print(json.dumps(["done", operation.name, at, traced.fault(case, avoids)]), flush=True)
@@ -175,11 +178,11 @@ def work(names: Sequence[str], limit: int, avoids: bool, start: int) -> None:
         print(json.dumps(["end", operation.name, 0, None]), flush=True)
 
 
-def search(names: Sequence[str], limit: int, avoids: bool) -> Iterator[tuple[str, str, str | None]]:
+def search(names: Sequence[str], limit: int, meshes: int, avoids: bool) -> Iterator[tuple[str, str, str | None]]:
     """(operation, placement, what is wrong) of each case."""
     left, start = list(names), 0
     while left:
-        command = [sys.executable, __file__, "--work", json.dumps([left, limit, avoids, start])]
+        command = [sys.executable, __file__, "--work", json.dumps([left, limit, meshes, avoids, start])]
         errors = tempfile.TemporaryFile("w+")
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert process.stdout is not None
@@ -193,6 +196,7 @@ def search(names: Sequence[str], limit: int, avoids: bool) -> Iterator[tuple[str
                 yield name, tried[2], what
                 tried = None
             else:
+                print(f"  {name}", file=sys.stderr, flush=True)
                 left.remove(name)
                 start = 0
         if process.wait() == 0:
@@ -209,17 +213,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="operations whose name has this in it")
     parser.add_argument("--limit", type=int, default=12, help="placements for each mesh")
+    parser.add_argument("--first", default=OPERATIONS[0].name, help="the operation to begin with")
+    parser.add_argument("--meshes", type=int, default=len(MESHES), help="how many of the meshes")
     parser.add_argument("--by", choices=("xla", "cjax", "both"), default="both")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
         work(*json.loads(args.work))
         return
-    names = [each.name for each in OPERATIONS if args.only in each.name]
-    print(f"JAX {jax.__version__}, {len(names)} operations, up to {args.limit} placements on each of {len(MESHES)} meshes")
+    names = [each.name for each in OPERATIONS]
+    names = [name for name in names[names.index(args.first) :] if args.only in name]
+    print(f"JAX {jax.__version__}, {len(names)} operations, up to {args.limit} placements on each of {args.meshes} meshes")
     for by in ("xla", "cjax") if args.by == "both" else (args.by,):
         count, wrong = 0, 0
-        for name, placement, what in search(names, args.limit, by == "cjax"):
+        for name, placement, what in search(names, args.limit, args.meshes, by == "cjax"):
             count += 1
             if what is not None:
                 wrong += 1
