@@ -54,7 +54,7 @@ class Lockstep:
         return compiled
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        return compile_lowered(lowered, list(self._parts.mesh.devices.flat))
+        return compile_lowered(lowered, list(self._parts.mesh.devices.flat), named=self.asks)
 
     @property
     def notes(self) -> tuple[str, ...]:

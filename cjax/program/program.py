@@ -152,7 +152,7 @@ class Program:
     @functools.cached_property
     def _value_and_grad(self) -> Any:
         if not self._lockstep.asks:
-            return make_value_and_grad(self._parts)
+            return make_value_and_grad(self._parts, self._lockstep.together)
         return self._lockstep.compile(lambda together: make_value_and_grad(self._parts, together).lower(*self._inputs))
 
     def update(self, state: State, grads: PyTree, loss: Any = None) -> State:
