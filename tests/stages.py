@@ -1,5 +1,7 @@
-"""Layers that move what lies along split dims, for pipelines: each has what an XLA partitioner permutes, gathers or
-gives up on. Run as a script, it says of each pair of a layer and a plan how far it is from one device."""
+"""Models for pipelines: layers that move what lies along split dims, so that XLA's partitioner permutes, gathers or
+gives up, and two stacks of layers. Run as a script, it says of pairs of a model and a plan how far they are from one
+device: python tests/stages.py "rolled:pipeline=1f1b:2 microbatches=4 tensor=2" ..., all layers by default.
+"""
 
 import sys
 from collections.abc import Callable
@@ -36,7 +38,8 @@ def rotated(h: jax.Array) -> jax.Array:
     heads = h.reshape(*h.shape[:-1], 4, HIDDEN // 4)
     a, b = jnp.split(heads, 2, -1)
     angles = jnp.arange(LENGTH)[:, None, None] * jnp.arange(1.0, a.shape[-1] + 1)
-    return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)], -1).reshape(h.shape)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).reshape(h.shape)
 
 
 def by_size(h: jax.Array) -> jax.Array:
@@ -150,45 +153,103 @@ BODIES: dict[str, Body] = {
 }
 
 
+def dense(width: int) -> nn.Dense:
+    return nn.Dense(width, param_dtype=jnp.float64)
+
+
 class Net(nn.Module):
+    """Four layers of one kind."""
+
     body: str
-    depth: int = 4
-    dtype: Any = jnp.float64
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        def dense(width: int) -> nn.Dense:
-            return nn.Dense(width, param_dtype=self.dtype)
-
         x = dense(WIDTH)(x)
-        for _ in range(self.depth):
+        for _ in range(4):
             x = x + BODIES[self.body](dense, x)
         return dense(1)(x)[..., 0]
 
 
-def error(body: str, plan: str) -> tuple[float, cjax.Program]:
-    """How far the loss and the gradients are from those of one device, and of evaluation from the loss."""
-    x = np.random.RandomState(0).randn(ROWS, LENGTH, 8)
+class Experts(nn.Module):
+    """Equal experts side by side, which are a stack as well, in front of layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = dense(WIDTH)(x)
+        ys = jnp.stack([dense(WIDTH)(nn.relu(dense(HIDDEN)(x))) for _ in range(5)])
+        x = x + ys[jnp.argmax(x[..., :5], -1), jnp.arange(x.shape[0])[:, None], jnp.arange(x.shape[1])]
+        for _ in range(4):
+            x = x + dense(WIDTH)(nn.tanh(dense(HIDDEN)(x)))
+        return dense(1)(x)[..., 0]
+
+
+class Between(nn.Module):
+    """Two stacks, with weights between them, one of which is read in front of the first as well."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.normal(1.0), (WIDTH,), jnp.float64)
+        x = dense(WIDTH)(x) * scale
+        early = jnp.tanh(x)
+        for _ in range(4):
+            x = x + dense(WIDTH)(nn.tanh(dense(HIDDEN)(x)))
+        x = dense(WIDTH)(x * scale) + early
+        for _ in range(4):
+            x = x + dense(WIDTH)(nn.silu(dense(HIDDEN)(x)) * x.mean(-1, keepdims=True))
+        return dense(1)(x)[..., 0]
+
+
+class EncoderDecoder(nn.Module):
+    """Each layer of the second stack reads what the first has made."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def attended(x: jax.Array, others: jax.Array) -> jax.Array:
+            q, k, v = dense(WIDTH)(x), dense(WIDTH)(others), dense(WIDTH)(others)
+            return dense(WIDTH)(jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) / 4) @ v)
+
+        made, x = dense(WIDTH)(x), dense(WIDTH)(jnp.flip(x, 1))
+        for _ in range(4):
+            made = made + attended(made, made)
+            made = made + dense(WIDTH)(nn.tanh(dense(HIDDEN)(made)))
+        made = made * nn.sigmoid(dense(WIDTH)(made))
+        for _ in range(4):
+            x = x + attended(x, x)
+            x = x + attended(x, made)
+            x = x + dense(WIDTH)(nn.tanh(dense(HIDDEN)(x)))
+        return dense(1)(x)[..., 0]
+
+
+MODELS: dict[str, nn.Module] = {name: Net(name) for name in BODIES}
+MODELS |= {"side_by_side": Experts(), "between": Between(), "encoder_decoder": EncoderDecoder()}
+
+
+def error(name: str, plan: str, together: bool = False) -> tuple[float, cjax.Program]:
+    """How far off one device's the loss, its gradients and its evaluation are; stages may be told to go together."""
+    model, x = MODELS[name], np.random.RandomState(0).randn(ROWS, LENGTH, 8)
 
     def loss(model: Any, x: jax.Array) -> jax.Array:
         return (model(x) ** 2).mean()
 
-    program = cjax.parallelize(Net(body), loss, optax.sgd(0.1), x, plan)
+    program = cjax.parallelize(model, loss, optax.sgd(0.1), x, plan)
+    program._lockstep.together |= together
     state = program.init(0)
     params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), program.params(state))
     value, grads = program.value_and_grad(state, x)
-    wanted, others = jax.jit(jax.value_and_grad(lambda p: loss(Net(body).bind({"params": p}), x)))(params)
+    wanted, others = jax.jit(jax.value_and_grad(lambda p: loss(model.bind({"params": p}), x)))(params)
     scored = program.evaluate(state, x)["loss"]
-    whole = float(optax.global_norm(others))
-    off = max(float(np.linalg.norm(np.asarray(a) - b)) for a, b in zip(*map(jax.tree.leaves, (grads, others)), strict=True))
-    return max(abs(float(value - wanted)), abs(float(scored - wanted)), off / whole), program
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(others), strict=True)
+    off = max(float(np.linalg.norm(np.asarray(a) - b)) for a, b in pairs) / float(optax.tree.norm(others))
+    return max(abs(float(value - wanted)), abs(float(scored - wanted)), off), program
 
 
 if __name__ == "__main__":
+    cjax.simulate(8)
     jax.config.update("jax_enable_x64", True)
-    for body, plan in (case.split(":", 1) for case in sys.argv[1:]):
+    every = [f"{name}:pipeline=zero_bubble:2 microbatches=4 data=2 tensor=2" for name in MODELS]
+    for name, plan in (case.split(":", 1) for case in sys.argv[1:] or every):
         try:
-            off, program = error(body, plan)
-            print(f"{body}:{plan}: {off:.1e} together={program._lockstep.together}", flush=True)
+            off, program = error(name, plan.removesuffix(" together"), plan.endswith(" together"))
+            print(f"{name}:{plan}: {off:.1e} together={program._lockstep.together}", flush=True)
         except ValueError as given:
-            print(f"{body}:{plan}: refused: {given}"[:600], flush=True)
+            print(f"{name}:{plan}: refused: {given}", flush=True)

@@ -162,14 +162,24 @@ def is_compile_only(devices: Sequence[Device]) -> bool:
     return devices[0].client.runtime_type == "compile_only_runtime"
 
 
-def compile_lowered(lowered: jax.stages.Lowered, devices: Sequence[Device]) -> jax.stages.Compiled:
+def compile_lowered(
+    lowered: jax.stages.Lowered, devices: Sequence[Device], named: bool = False
+) -> jax.stages.Compiled:
     """Compiles a lowered program for the devices it was lowered for, which may be absent.
+
+    With `named`, the operations of what comes back have the names that this program gives them: JAX's persistent
+    compilation cache takes programs that differ in nothing but names for one.
 
     JAX writes programs for absent devices to its persistent compilation cache and then fails to read them back, with a
     warning each time; so for these the cache is off.
     """
     if not is_compile_only(devices) or not jax.config.values["jax_enable_compilation_cache"]:
-        return lowered.compile()
+        before = jax.config.values["jax_compilation_cache_include_metadata_in_key"]
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", before or named)
+        try:
+            return lowered.compile()
+        finally:
+            jax.config.update("jax_compilation_cache_include_metadata_in_key", before)
     # JAX decides at the first compilation whether it caches, for the whole process: each reset makes it decide anew.
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()

@@ -56,13 +56,13 @@ class Lockstep:
         return compiled
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        return compile_lowered(lowered, list(self._parts.mesh.devices.flat))
+        return compile_lowered(lowered, list(self._parts.mesh.devices.flat), named=self.asks)
 
     def gradients(self) -> Callable[..., Any]:
         """`(*gradient_inputs(state), batch) -> (loss, aux, stored gradients, stored carried)`, compiled as it can run."""
         parts = self._parts
         if not self.asks:
-            return make_value_and_grad(parts)
+            return make_value_and_grad(parts, self.together)
         inputs = (*gradient_inputs(parts.state_shape), parts.with_batch(parts.batch_shape))
         return self.compile(lambda together: make_value_and_grad(parts, together).lower(*inputs))
 

@@ -183,7 +183,8 @@ class Program:
           params: the user's tree of parameters in place of the state's: gradients at another point.
         """
         placed = place_batch(self._parts, batch, self._limits)
-        self._verify(self._own(state), batch)
+        state = self._own(state)
+        self._verify(state, batch)
         stored = gradient_inputs(self._with_params(state, params))
         loss, _, grads, _ = self._value_and_grad(*stored, placed)
         return loss, self._parts.storage.params.load(grads)

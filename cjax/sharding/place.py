@@ -178,9 +178,11 @@ class Placer(Hooks):
         return look_up(eqn, ins[0], ins[1], spec, PartitionSpec(*behind, *rows[len(behind):]), self._mesh)
 
     def _indexed(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any] | None:
-        """The results of a gather, a scatter or a sort in a stage of a pipeline: the compiler could stop the process."""
+        """The results of a gather, a scatter or a sort where some axes are manual, and of the others the compiler could
+        take several: it could stop the process."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        if PIPE not in manual or all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
+        left = [axis for axis, size in self._mesh.shape.items() if size > 1 and axis not in manual]
+        if not manual or len(left) < (1 if PIPE in manual else 2):
             return None
         specs = [
             PartitionSpec()
