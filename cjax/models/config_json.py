@@ -71,7 +71,7 @@ def _wrong_kind(table: Table, field: str, value: Any) -> str | None:
     if type(value) in kinds or (float in kinds and type(value) is int):
         return None
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
-    return f"{' or '.join(names.get(kind, kind.__name__) for kind in kinds)} is needed"
+    return f"{' or '.join(str(names.get(kind, kind)) for kind in kinds)} is needed"
 
 
 def architecture(table: Table, config: Any) -> str:
