@@ -1,5 +1,9 @@
 """cjax: any Flax model, trained on many devices, in any combination of parallelism, from one call."""
 
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from cjax.attention import attention as attention
 from cjax.audit import audit as audit
 from cjax.generate import generate as generate
@@ -16,3 +20,24 @@ from cjax.program import OutOfMemory as OutOfMemory
 from cjax.program import Program as Program
 from cjax.program import State as State
 from cjax.trace.loss import Mean as Mean
+
+if _TYPE_CHECKING:
+    from cjax import checkpoint as checkpoint
+    from cjax import data as data
+    from cjax import models as models
+    from cjax import optim as optim
+    from cjax import pipeline as pipeline
+    from cjax import train as train
+
+# Imported when they are first asked for: what only some runs need should not slow down `import cjax`.
+_ROOMS = ("checkpoint", "data", "models", "optim", "pipeline", "train")
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _ROOMS:
+        return _importlib.import_module(f"cjax.{name}")
+    raise AttributeError(f"module 'cjax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*(name for name in globals() if not name.startswith("_")), *_ROOMS})

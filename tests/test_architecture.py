@@ -1,9 +1,11 @@
 """Who may look at whom, and how large a room may grow: the house's rules, read off the syntax trees."""
 
 import ast
+import os
 import statistics
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -201,6 +203,29 @@ def test_import_starts_no_backend() -> None:
     code = "import jax, cjax; jax.config.update('jax_num_cpu_devices', 3); assert jax.device_count() == 3"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_rooms_are_there_after_import_and_loaded_when_asked_for() -> None:
+    code = (
+        "import sys, cjax; assert not {'cjax.data', 'cjax.train', 'grain'} & sys.modules.keys()\n"
+        "assert {'data', 'train', 'models', 'optim', 'pipeline', 'parallelize'} <= set(dir(cjax))\n"
+        "assert cjax.train.fit and cjax.data.text_data and cjax.models.GPT and cjax.optim.lamb and cjax.pipeline\n"
+        "assert not hasattr(cjax, 'trian')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_folder_above_a_clone_does_not_hide_it(tmp_path: Path) -> None:
+    """Python takes a folder named cjax for a package without code, and a finder of setuptools comes too late to say
+    better. With `package-dir` said, setuptools writes a path in its place."""
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert setuptools["package-dir"] == {"": "."}
+    (tmp_path / "cjax").mkdir()
+    code = f"import sys; sys.path.append({str(ROOT)!r}); import cjax; print(cjax.__file__, cjax.simulate)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found.stdout.startswith(str(HOUSE / "__init__.py")), found.stderr
 
 
 def test_programs_over_several_devices_say_how_they_are_compiled() -> None:

@@ -1,8 +1,6 @@
 """`cjax plan`."""
 
 import dataclasses
-import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,8 @@ import tyro
 
 from cjax.cards import CARDS
 from cjax.cli.devices import training_devices
+from cjax.cli.options import check_counts
+from cjax.cli.users import load_users, with_lines
 from cjax.models import GPT, gpt, loss
 from cjax.parallelize import parallelize
 
@@ -41,8 +41,9 @@ class PlanCommand:
         return tyro.cli(PlanCommand, args=arguments, prog="cjax plan")
 
     def run(self) -> int:
+        check_counts(self, {"batch": 1, "seq": 1})
         kind, _, number = self.target.rpartition(":")
-        if kind not in ("cpu", *CARDS) or not number.isdecimal():
+        if kind not in ("cpu", *CARDS) or not number.isdecimal() or int(number) < 1:
             kinds = ", ".join(CARDS)
             raise ValueError(f"--target {self.target}: write one of {kinds} or cpu, and a number, as h100:64")
         if kind == "cpu":
@@ -51,7 +52,12 @@ class PlanCommand:
             # Compiling needs XLA's GPU compiler and no GPU; JAX should not look for one.
             jax.config.update("jax_platforms", "cpu")
             devices = self.target
-        parts = self._user_parts() if ".py:" in self.model else self._built_in(int(number))
+        if ".py:" not in self.model:
+            return self._compare(self._built_in(int(number)), devices)
+        parts = self._user_parts()
+        return with_lines(Path(self.model.rpartition(":")[0]), lambda: self._compare(parts, devices))
+
+    def _compare(self, parts: tuple[Any, Any, Any, Any], devices: Any) -> int:
         plans = self.plan or ("auto",)
         if len(plans) == 1:
             print(parallelize(*parts, plan=plans[0], devices=devices).report())
@@ -71,19 +77,7 @@ class PlanCommand:
         file, _, name = self.model.rpartition(":")
         if self.batch is not None or self.seq is not None:
             raise ValueError("--batch and --seq are for built-in models; yours brings its own batch")
-        path = Path(file)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if not path.is_file() or spec is None or spec.loader is None:
-            raise FileNotFoundError(f"there is no Python file {file}")
-        module = importlib.util.module_from_spec(spec)
-        # Where Python would look for what the file imports, were it run as a script.
-        sys.path.insert(0, str(path.parent.absolute()))
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
-        function = getattr(module, name, None)
-        if not callable(function):
-            raise ValueError(f"{file} has no function {name}")
-        parts = function()
+        parts = with_lines(Path(file), load_users(Path(file), name))
         if not isinstance(parts, tuple) or len(parts) != 4:
             what = f"a {type(parts).__name__}" + (f" of {len(parts)}" if isinstance(parts, tuple) else "")
             raise ValueError(f"{self.model} returned {what}; it should return (model, loss, optimizer, batch)")

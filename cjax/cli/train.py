@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import signal
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import optax
 import tyro
 
 from cjax.cli.devices import training_devices
+from cjax.cli.options import check_counts, flag
 from cjax.data import TextData, text_data
 from cjax.mesh import initialize
 from cjax.models import GPT, generate, gpt, loss
@@ -92,9 +94,10 @@ class Train:
         file = Path(options.resume) / "options.json"
         if not file.is_file():
             raise FileNotFoundError(f"{options.resume} is not the folder of a run: there is no {file}")
-        return tyro.cli(Train, args=arguments, prog="cjax train", default=Train(**json.loads(file.read_text())))
+        return tyro.cli(Train, args=arguments, prog="cjax train", default=_read_options(file))
 
     def run(self) -> int:
+        self._check()
         initialize()
         devices = training_devices(self.devices)
         folder = self._folder()
@@ -142,6 +145,24 @@ class Train:
             (folder / "sample.txt").write_text(text)
             say(f"a sample ({folder / 'sample.txt'}):\n\n{text}")
         return 0
+
+    def _check(self) -> None:
+        """Refuses numbers that make no sense before anything is built, and so before hours of training."""
+        at_least = {
+            "steps": 1, "batch": 1, "seq": 1, "warmup": 0, "seed": 0, "checkpoint_every": 1, "evaluate_every": 1,
+            "log_every": 1, "sample": 0,
+        }  # fmt: skip
+        check_counts(self, at_least)
+        fine = {
+            "learning_rate": (0 < self.learning_rate < math.inf, "above 0, such as 2e-3"),
+            "weight_decay": (0 <= self.weight_decay < math.inf, "at least 0, such as 0.1"),
+            "dropout": (0 <= self.dropout < 1, "a rate, at least 0 and below 1, such as 0.1"),
+        }
+        for name, (is_fine, needed) in fine.items():
+            if not is_fine:
+                raise ValueError(f"{flag(name)} {getattr(self, name)}: it is {needed}")
+        if self.seed >= 2**32:
+            raise ValueError(f"--seed {self.seed}: it is below 2**32, such as 0")
 
     def _folder(self) -> Path:
         if self.resume is not None:
@@ -198,3 +219,23 @@ class Train:
         model = program.model(state)
         made = generate(model, jax.numpy.asarray(prompt), self.sample, jax.random.key(self.seed), temperature=0.8)
         return data.decode(np.asarray(made[0]))
+
+
+def _read_options(file: Path) -> Train:
+    """The options of the run of `file`.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    known = [field.name for field in dataclasses.fields(Train)]
+    try:
+        found = json.loads(file.read_bytes())
+        if not isinstance(found, dict) or (unknown := [name for name in found if name not in known]):
+            what = f"options that are none: {', '.join(unknown)}" if isinstance(found, dict) else "no options"
+            raise ValueError(f"it holds {what}")
+        return Train(**found)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file} is not what a run leaves of its options ({error}); start again with another --folder, or write "
+            "{} into it for those that are usual"
+        ) from error

@@ -156,6 +156,8 @@ def _load(path: Path) -> Mapping[str, np.ndarray]:
         for name in file.files:
             try:
                 arrays[name] = file[name]
+            except (zipfile.BadZipFile, EOFError, OSError) as error:
+                raise ValueError(f"{path} is damaged: {name} can't be read ({error}); copy it again") from error
             except ValueError as error:
                 raise ValueError(
                     f"{name} in {path} is an array of objects, as images of different sizes make it; all must be of "

@@ -6,6 +6,7 @@ import json
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 Column = str | int
 _NOT_DATA = ("readme", "license", "licence", ".", "_")
@@ -69,9 +70,12 @@ def read_class_files(path: str | Path, encoding: str = "utf-8") -> dict[str, lis
     if path.is_dir():
         contents = {file: file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
     else:
-        with zipfile.ZipFile(path) as archive:
-            names = sorted(entry.filename for entry in archive.infolist() if not entry.is_dir())
-            contents = {path / name: archive.read(name) for name in names}
+        try:
+            with zipfile.ZipFile(path) as archive:
+                names = sorted(entry.filename for entry in archive.infolist() if not entry.is_dir())
+                contents = {path / name: archive.read(name) for name in names}
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{path} is no folder, and no whole .zip file ({error})") from error
     found: dict[str, list[str]] = {}
     for file, content in contents.items():
         if file.name.lower().startswith(_NOT_DATA):
@@ -102,6 +106,8 @@ def refuse_lines(path: Path, wrong: Sequence[tuple[int, str]]) -> None:
 def _decode(path: Path, content: bytes, encoding: str) -> str:
     try:
         return content.decode(encoding).removeprefix("\ufeff").replace("\r\n", "\n")
+    except LookupError as error:
+        raise ValueError(f"{path}: {error}; name its encoding, such as encoding=\"utf-8\"") from error
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ValueError(
@@ -122,7 +128,7 @@ def _objects(path: Path, text: str, columns: Sequence[Column]) -> Iterator[tuple
     for number, line in enumerate(text.rstrip("\n").split("\n"), 1):
         try:
             found = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is no JSON ({error})") from error
         if not isinstance(found, dict):
             raise ValueError(f"{path}, line {number} is no JSON object, such as {{{', '.join(map(repr, columns))}}}")
@@ -130,10 +136,18 @@ def _objects(path: Path, text: str, columns: Sequence[Column]) -> Iterator[tuple
         yield number, [None if field is None else str(field) for field in fields]
 
 
+def _csv_records(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
+    try:
+        for record in reader:
+            yield reader.line_num, record
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {reader.line_num} is no CSV ({error})") from error
+
+
 def _fields(path: Path, text: str, columns: Sequence[Column]) -> Iterator[tuple[int, list[str | None]]]:
     if path.suffix == ".csv":
         reader = csv.reader(io.StringIO(text, newline=""))
-        records = ((reader.line_num, record) for record in reader)
+        records = _csv_records(path, reader)
     else:
         records = ((number, line.split("\t")) for number, line in enumerate(text.rstrip("\n").split("\n"), 1))
     places = [name for name in columns if isinstance(name, int)]

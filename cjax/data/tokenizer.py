@@ -190,7 +190,10 @@ def _from_json(file: Path) -> Any:
 
 
 def _word_piece(file: Path, lowercase: bool) -> Any:
-    names = file.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    try:
+        names = file.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8 ({error}); copy or download it again") from error
     if missing := [name for name in _BERT if name not in names]:
         raise ValueError(f"{file} lacks {', '.join(missing)}; BERT's vocab.txt has one token on each line, these too")
     if len(set(names)) < len(names):

@@ -44,6 +44,10 @@ class BPE:
     Args:
         vocab: path of `vocab.json`.
         merges: path of `merges.txt`.
+
+    Raises:
+        FileNotFoundError: one of them is not there.
+        ValueError: they are something else, or damaged.
     """
 
     def __init__(self, vocab: str | Path, merges: str | Path):
@@ -57,7 +61,15 @@ class BPE:
                     f"there is no vocabulary file {path}; GPT-2's two are published as vocab.json and merges.txt. "
                     "Without them, train on bytes."
                 )
-        self._tokenizer = ByteLevelBPETokenizer(str(vocab), str(merges))
+        try:
+            self._tokenizer = ByteLevelBPETokenizer(str(vocab), str(merges))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(
+                f"{vocab} and {merges} are no byte-pair encoding that the tokenizers package can read ({error}); copy "
+                "or download them again"
+            ) from error
+        if not self.size:
+            raise ValueError(f"{vocab} holds no token; it should hold the number of each, as {{\"the\": 262, ...}}")
         self._end_of_text = self._tokenizer.token_to_id("<|endoftext|>")
 
     @property
@@ -86,6 +98,8 @@ class Numbers:
     """
 
     def __init__(self, size: int):
+        if size < 1:
+            raise ValueError(f"a vocabulary of {size} tokens has none; its size is their number, such as 50257")
         self.size = size
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:

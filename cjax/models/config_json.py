@@ -1,7 +1,9 @@
 """config.json to the sizes of our models and back, as the tables say."""
 
 import dataclasses
-from collections.abc import Mapping
+import re
+import typing
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ def read(json: Mapping[str, Any], path: Path) -> tuple[Table, list[Any]]:
         raise ValueError(f"{path} is of another architecture, {model_type!r}; there are {known}")
     problems = []
     names = json.get("architectures") or list(table.architectures)[:1]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path}: architectures is {names!r}; it should be a list of names")
     implied = next((table.architectures[name] for name in names if name in table.architectures), None)
     if implied is None:
         problems.append(f"architectures is {', '.join(names)}; one of {', '.join(table.architectures)} is needed")
@@ -40,7 +44,34 @@ def read(json: Mapping[str, Any], path: Path) -> tuple[Table, list[Any]]:
         key, value = next(((k, v) for k, v in found if v is not _ABSENT and v is not None), ("", _ABSENT))
         if value is not _ABSENT:
             fields[field] = _value(table, key, value)
+            if problem := _wrong_kind(table, field, fields[field]):
+                problems.append(f"{key} is {value!r:.80}; {problem}")
+    if problems:
+        raise ValueError(f"{path} says of its {table.kind.__name__} what can't be:\n  " + "\n  ".join(problems))
     return table, [table.config(**{**fields, **more}) for more in implied]
+
+
+def check_layers(table: Table, config: Any, json: Mapping[str, Any], names: Collection[str], path: Path) -> None:
+    """Raises ValueError if there are more layers than tensors: to build them would take for ever."""
+    layers = [int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)]
+    for field, keys in table.read.items():
+        if field.endswith("layers") and (number := getattr(config, field)) > max(len(names), 1):
+            key = next((key for key in keys if _look_up(json, key) == number), keys[0])
+            there = f"of layers 0 to {max(layers)}" if layers else "none of them of a layer"
+            raise ValueError(
+                f"config.json in {path} says {key}={number:,}, and its files hold {len(names)} tensors, {there}: "
+                f"write {key}={max(layers, default=0) + 1} if these are the model's, or copy the folder again."
+            )
+
+
+def _wrong_kind(table: Table, field: str, value: Any) -> str | None:
+    """What is needed instead, if a value of config.json can't be that of our field."""
+    hint = typing.get_type_hints(table.config)[field]
+    kinds = typing.get_args(hint) or (hint,)
+    if type(value) in kinds or (float in kinds and type(value) is int):
+        return None
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
+    return f"{' or '.join(str(names.get(kind, kind)) for kind in kinds)} is needed"
 
 
 def architecture(table: Table, config: Any) -> str:
@@ -88,4 +119,4 @@ def _look_up(json: Mapping[str, Any], key: str) -> Any:
 def _value(table: Table, key: str, value: Any) -> Any:
     if isinstance(value, Mapping):  # labels by number: what counts is how many
         return len(value)
-    return table.values.get(key, {}).get(value, value)
+    return value if isinstance(value, list) else table.values.get(key, {}).get(value, value)

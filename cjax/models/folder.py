@@ -25,10 +25,22 @@ def read_json(path: Path) -> dict[str, Any]:
     if not file.is_file():
         there = ", ".join(sorted(other.name for other in folder.iterdir())[:8]) or "nothing"
         raise FileNotFoundError(f"no config.json in {folder}, but {there}; give the folder that save_pretrained wrote")
+    return parse_json(file)
+
+
+def parse_json(file: Path) -> dict[str, Any]:
+    """The object that a file of JSON holds.
+
+    Raises:
+        ValueError: it is no JSON, or no object.
+    """
     try:
-        return json.loads(file.read_text())
-    except json.JSONDecodeError as error:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:  # ValueError also of bytes that are no text
         raise ValueError(f"{file} is no JSON ({error}); copy or download it again.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds a {type(found).__name__}, and should an object {{...}}; copy it again.")
+    return found
 
 
 def open_tensors(path: Path) -> dict[str, Any]:
@@ -58,7 +70,13 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if (path / _INDEX).is_file():
-        files = sorted({path / name for name in json.loads((path / _INDEX).read_text())["weight_map"].values()})
+        weight_map = parse_json(path / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(
+                f"{path / _INDEX} should say of each tensor in which file it is, as "
+                '{"weight_map": {"name": "model-00001-of-00002.safetensors", ...}}; copy or download it again.'
+            )
+        files = sorted({path / name for name in weight_map.values()})
         if missing := [file.name for file in files if not file.is_file()]:
             raise FileNotFoundError(f"{path} lacks {', '.join(missing)}, which {_INDEX} names; copy them too.")
         return files

@@ -69,13 +69,13 @@ def generate(
     >>> generate(model, jnp.zeros([2, 3], jnp.int32), 5, jax.random.key(0)).shape
     (2, 8)
     """
-    tokens = read_prompt(tokens, model.config.vocab_size)
+    prompt = read_prompt(tokens, model.config.vocab_size)
     check_num_tokens(num_tokens)
     choice = _Choice(float(temperature), top_k, None if top_p is None else float(top_p), tuple(map(int, stop)))
-    _check(model, tokens, key, choice, present)
+    _check(model, prompt, key, choice, present)
     graph, state = nnx.split(model)
     key = jax.random.key(0) if key is None else key
-    return _generate(graph, state, jnp.asarray(tokens, jnp.int32), present, key, int(num_tokens), choice)
+    return _generate(graph, state, jnp.asarray(prompt, jnp.int32), present, key, int(num_tokens), choice)
 
 
 def read_prompt(tokens: Any, vocab_size: int) -> jax.Array | np.ndarray:

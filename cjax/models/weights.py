@@ -30,7 +30,10 @@ class Reader:
         self._row, self.shape, self._stored = row, shape, stored
 
     def __call__(self, index: Any) -> np.ndarray:
-        return layout.read(layout.parse(self._row.dims), self._row.part, self.shape, index, self._stored)
+        part = layout.read(layout.parse(self._row.dims), self._row.part, self.shape, index, self._stored)
+        if np.isnan(part).any():
+            raise ValueError(f"{self._row.theirs} holds NaN: its file is damaged, or its training had failed")
+        return part
 
     def __repr__(self) -> str:
         return f"Reader({self._row.theirs}, shape={list(self.shape)})"
@@ -169,6 +172,7 @@ def _open(path: Path) -> tuple[Table, Any, dict[str, Reader]]:
     tensors = open_tensors(path)
     wrong: list[str] = []
     for config in configs:
+        config_json.check_layers(table, config, json, tensors, path)
         found, problems = _match(table, config, tensors)
         if not problems:
             return table, config, found

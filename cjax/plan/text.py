@@ -118,6 +118,8 @@ def _value_end(text: str, name: str, start: int, place: int) -> int:
         problem, stop = "no '{'", plain.end()
     except json.JSONDecodeError as error:
         problem, stop = error.msg, len(text)
+    except RecursionError:
+        problem, stop = "too many brackets inside each other", len(text)
     raise ValueError(underline(text, start, stop, f"rules are JSON, as in {EXAMPLES['rules']}: {problem}"))
 
 

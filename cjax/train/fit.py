@@ -105,11 +105,11 @@ def fit(
         FileNotFoundError: `resume` is True, and there is no checkpoint.
         OSError: a checkpoint could not be written; it says which one is whole.
     """
-    if steps < 0 or log_every < 1 or on_nan not in ("stop", "skip"):
-        raise ValueError(
-            f"fit got steps={steps}, log_every={log_every}, on_nan={on_nan!r}; it needs steps >= 0, log_every >= 1 "
-            'and on_nan "stop" or "skip"'
-        )
+    _check_counts(steps=(steps, 0), log_every=(log_every, 1), samples=(samples, 0))
+    every = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "keep": keep}
+    _check_counts(**{name: (number, 1) for name, number in every.items() if number is not None})
+    if on_nan not in ("stop", "skip"):
+        raise ValueError(f'fit got on_nan={on_nan!r}; it needs on_nan "stop" or "skip"')
     folder = None if folder is None else Path(folder).absolute()
     if resume and (folder is None or state is not None):
         raise ValueError("resume=True continues the run of a folder: give folder=..., and no state")
@@ -153,6 +153,12 @@ def fit(
             display.note(f"stopped by {ended} after step {run.step}; {how}")
         metrics = None if folder is None else folder / "metrics.jsonl"
         return FitResult(state, run.step, run.stream.samples, run.loss, metrics, _latest(checkpoints), ended)
+
+
+def _check_counts(**counts: tuple[Any, int]) -> None:
+    for name, (number, least) in counts.items():
+        if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < least:
+            raise ValueError(f"fit got {name}={number!r}; it needs {name} >= {least}, a whole number")
 
 
 def _resume(program: Program, data: Any, checkpoints: Checkpointer, notes: list[str]) -> tuple[State, int]:

@@ -36,7 +36,7 @@ class Record:
                 raise ImportError('tensorboard=True needs its writer: pip install "cjax[log]"') from error
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         path = folder / "metrics.jsonl"
-        kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
+        kept = [line for line in _whole_lines(path) if _step_of(path, line) <= step]
         path.write_text("".join(line + "\n" for line in kept))
         # One line at a time: whoever follows the file, or is left with it after a crash, sees whole lines.
         self._file = open(path, "a", buffering=1)
@@ -61,6 +61,16 @@ class Record:
 def _in_words(value: Any) -> Any:
     """JSON has no NaN and no infinity; a line says them in words."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _step_of(path: Path, line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} holds a line that is no metrics of a step, {line[:80]!r}: remove it, or move the file away; the "
+            "run goes on without it"
+        ) from error
 
 
 def _whole_lines(path: Path) -> list[str]:

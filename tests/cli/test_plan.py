@@ -33,6 +33,17 @@ def make():
 
 def wrong():
     return 1, 2
+
+
+def fails():
+    raise KeyError("width")
+
+
+def fails_later():
+    def loss(model, batch):
+        return jnp.mean(model(batch["x"]) @ jnp.ones((3, 3)))
+
+    return (make()[0], loss, *make()[2:])
 """
 
 
@@ -71,9 +82,23 @@ def test_one_plan_is_reported_in_full(capsys, monkeypatch):
         (["FILE:nothing", "--target", "cpu:8"], "has no function nothing"),
         (["FILE:wrong", "--target", "cpu:8"], r"returned a tuple of 2; it should return \(model, loss"),
         (["FILE:make", "--target", "cpu:8", "--batch", "3"], "yours brings its own batch"),
+        (["gpt-mini", "--target", "cpu:8", "--batch", "0"], "--batch 0: it is a whole number, at least 1"),
+        (["gpt-mini", "--target", "cpu:8", "--seq", "-3"], "--seq -3: it is"),
+        (["gpt-mini", "--target", "cpu:0"], "write one of .* and a number"),
+        (["FILE:fails", "--target", "cpu:8"], 'net.py", line 31, in fails\n    raise KeyError.*\nKeyError: .width'),
+        (["FILE:fails_later", "--target", "cpu:8"], r'net.py", line 36, in loss\n    return (?s:.*)\n\w*Error: '),
     ],
 )
 def test_what_cannot_be_planned_is_refused(file: str, capsys, arguments: list[str], message: str, monkeypatch):
     monkeypatch.delenv("CJAX_TRACEBACK", raising=False)
     assert main(["plan", *(argument.replace("FILE", file) for argument in arguments)]) == 1
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("line", "said"), [("def make(:", "line 2"), ("import not_there", "line 2, in <module>")])
+def test_a_file_that_cannot_be_imported_shows_where(line: str, said: str, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.delenv("CJAX_TRACEBACK", raising=False)
+    (tmp_path / "broken.py").write_text(f"\n{line}\n")
+    assert main(["plan", f"{tmp_path}/broken.py:make", "--target", "cpu:8"]) == 1
+    text = capsys.readouterr().err
+    assert f'broken.py", {said}' in text and line in text

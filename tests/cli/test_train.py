@@ -95,6 +95,20 @@ def test_the_options_of_a_run_are_those_of_its_resume_unless_typed_again(whole: 
         (["--seq", "300"], "context of 64"),
         (["--resume", "nowhere"], "nowhere is not the folder of a run"),
         (["--batch", "10000000"], "Take a smaller batch"),
+        (["--learning-rate", "-1"], "--learning-rate -1.0: it is above 0"),
+        (["--learning-rate", "nan"], "--learning-rate nan: it is above 0"),
+        (["--learning-rate", "0"], "--learning-rate 0.0: it is above 0"),
+        (["--weight-decay", "-0.1"], "--weight-decay -0.1: it is at least 0"),
+        (["--dropout", "1"], "--dropout 1.0: it is a rate"),
+        (["--checkpoint-every", "0"], "--checkpoint-every 0: it is a whole number, at least 1"),
+        (["--evaluate-every", "-2"], "--evaluate-every -2: it is"),
+        (["--log-every", "0"], "--log-every 0: it is"),
+        (["--sample", "-3"], "--sample -3: it is a whole number, at least 0"),
+        (["--steps", "0"], "--steps 0: it is"),
+        (["--seq", "0"], "--seq 0: it is"),
+        (["--warmup", "-1"], "--warmup -1: it is"),
+        (["--seed", "-1"], "--seed -1: it is"),
+        (["--seed", "4294967296"], "--seed 4294967296: it is below"),
     ],
 )
 def test_mistakes_end_in_one_message(arguments: list[str], message: str, tmp_path: Path, capsys, monkeypatch):
@@ -123,3 +137,11 @@ def test_an_optimizer_is_chosen_by_name(name: str):
     assert all((u == 0).all() for u in jax.tree.leaves(updates))
     updates, _ = optimizer.update(nothing, state, params)
     assert (updates["kernel"] < 0).all() and (updates["bias"] == 0).all()
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", '{"step": 3}', '{"batch": ', "\x00"], ids=range(5))
+def test_options_of_a_run_that_are_none_are_named(content: str, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.delenv("CJAX_TRACEBACK", raising=False)
+    (tmp_path / "options.json").write_text(content)
+    assert main(["train", "--resume", str(tmp_path)]) == 1
+    assert "options.json is not what a run leaves of its options" in capsys.readouterr().err

@@ -86,3 +86,18 @@ def test_classes_that_cannot_be(tmp_path: Path):
     write(tmp_path / "b", "x")
     with pytest.raises(ValueError, match="two files named b"):
         read_class_files(tmp_path)
+
+
+def test_files_that_are_broken_are_named(tmp_path: Path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="a.jsonl, line 1 is no JSON"):
+        read_columns(file, ("a",))
+    file = tmp_path / "a.csv"
+    file.write_text("a,b\n" + "x" * 200_000 + ",1\n")
+    with pytest.raises(ValueError, match="a.csv, line 2 is no CSV"):
+        read_columns(file, ("a", "b"))
+    with pytest.raises(ValueError, match="no folder, and no whole .zip"):
+        read_class_files(file)
+    with pytest.raises(ValueError, match="unknown encoding: nothing"):
+        read_columns(file, ("a",), "nothing")

@@ -63,3 +63,17 @@ def test_missing_vocabulary_files_are_named(tmp_path: Path):
         read_bpe(tmp_path)
     with pytest.raises(FileNotFoundError, match="no vocabulary file .*merges.txt"):
         BPE(tmp_path / "vocab.json", tmp_path / "merges.txt")
+
+
+@pytest.mark.parametrize(
+    ("vocab", "merges"), [("{", "#version: 0.2\n"), ("[" * 9999, "a b\n"), ('{"a": 0}', "a b c\n")]
+)
+def test_files_that_are_no_vocabulary_are_named(vocab: str, merges: str, tmp_path: Path):
+    (tmp_path / "vocab.json").write_text(vocab)
+    (tmp_path / "merges.txt").write_text(merges)
+    with pytest.raises(ValueError, match="vocab.json and .*merges.txt are no byte-pair encoding"):
+        read_bpe(tmp_path)
+    (tmp_path / "vocab.json").write_text('{"a": "x"}')
+    (tmp_path / "merges.txt").write_text("")
+    with pytest.raises(ValueError, match="vocab.json holds no token"):
+        read_bpe(tmp_path)

@@ -246,3 +246,58 @@ def test_saving_refuses_what_it_would_spoil_or_cannot_say(tmp_path: Path):
     mean = BERT(BERTConfig(**TEXT, head="classes", pooling="mean"), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="transformers has no BERT with head='classes', pooling='mean'"):
         save(tmp_path / "other", mean)
+
+
+def deep() -> str:
+    return "[" * 100_000
+
+
+BROKEN_CONFIGS: dict[str, tuple[str | bytes, str]] = {
+    "deep": (deep(), "config.json is no JSON"),
+    "no text": (b"\xff\xfe\x00", "config.json is no JSON"),
+    "a list": ("[]", "holds a list"),
+    "names that are none": ('{"model_type": "gpt2", "architectures": 3}', "architectures is 3"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_CONFIGS)
+def test_a_config_that_is_none_is_named(name: str, tmp_path: Path):
+    content, said = BROKEN_CONFIGS[name]
+    save(tmp_path, make("gpt"))
+    (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=said):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_layer": 1_000_000}, "n_layer=1,000,000, and its files hold .* tensors, of layers 0 to 1: write n_layer=2"),
+        ({"n_layer": "2"}, "n_layer is '2'; a whole number is needed"),
+        ({"n_layer": 2.5}, "n_layer is 2.5; a whole number"),
+        ({"n_embd": True}, "n_embd is True; a whole number"),
+        ({"n_head": [4]}, r"n_head is \[4\]"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; true or false"),
+        ({"n_layer": -1}, "num_layers is -1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_at_once(changes: dict, said: str, tmp_path: Path):
+    save(tmp_path, make("gpt"))
+    with pytest.raises(ValueError, match=said):
+        load(edit(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("content", [deep(), "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "[1]", "\x00"])
+def test_an_index_that_is_none_is_named(content: str, tmp_path: Path):
+    save(tmp_path, make("gpt"), max_bytes=700)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match="model.safetensors.index.json.*again"):
+        load(tmp_path)
+
+
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path):
+    def change(tensors):
+        tensors["transformer.h.1.mlp.c_fc.bias"][3] = np.nan
+
+    with pytest.raises(ValueError, match="h.1.mlp.c_fc.bias holds NaN"):
+        load(damage(tmp_path, change))

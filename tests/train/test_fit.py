@@ -186,6 +186,11 @@ def test_evaluation_is_recorded(tmp_path: Path, program: SmallProgram):
     [
         (dict(steps=-1), ValueError, "steps >= 0"),
         (dict(log_every=0), ValueError, "log_every >= 1"),
+        (dict(checkpoint_every=0), ValueError, "checkpoint_every=0; it needs checkpoint_every >= 1"),
+        (dict(evaluate_every=-1), ValueError, "evaluate_every >= 1"),
+        (dict(steps=2.5), ValueError, "steps=2.5; it needs steps >= 0, a whole number"),
+        (dict(samples=-8), ValueError, "samples >= 0"),
+        (dict(keep=0), ValueError, "keep >= 1"),
         (dict(on_nan="ignore"), ValueError, '"stop" or "skip"'),
         (dict(resume=True), ValueError, "give folder="),
         (dict(data=7), TypeError, "fit needs something with batches"),
