@@ -14,6 +14,7 @@ from cjax.mesh import PIPE, compiler_options
 from cjax.pipeline.forward import Forward
 from cjax.pipeline.schedule import forward_only
 from cjax.program.batches import check_indices, check_tree, global_shape, join_processes, table_limits
+from cjax.program.same import function_key
 from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
 from cjax.sharding.model import place_loss
@@ -26,8 +27,11 @@ PyTree = Any
 Function = Callable[[Any, PyTree], PyTree]
 
 
+KEPT = 32  # compiled evaluations of one program; the one that was not used for longest makes room
+
+
 class Evaluator:
-    """Compiled evaluations of one program, by the shapes of the batch and the function."""
+    """Compiled evaluations of one program, by the shapes of the batch and the function (`cjax.program.same`)."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -66,10 +70,13 @@ class Evaluator:
 
     def _compile(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any, dict[int, Limits]]:
         leaves, treedef = jax.tree.flatten(shape)
-        key = (function, treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
-        if key not in self._compiled:
-            self._compiled[key] = self._make(shape, function)
-        return self._compiled[key]
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        key = (None if function is None else function_key(function), treedef, shapes)
+        found = self._compiled.pop(key, None) or self._make(shape, function)
+        self._compiled[key] = found  # the last used is last
+        while len(self._compiled) > KEPT:
+            del self._compiled[next(iter(self._compiled))]
+        return found
 
     def _make(self, shape: PyTree, function: Function | None) -> tuple[Trace, Any, dict[int, Limits]]:
         parts = self._parts
