@@ -123,8 +123,10 @@ class Evaluator:
         parts = self._parts
         call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
 
+        forms, pairs = parts.trace.forms, parts.trace.pairs
+
         def traced(shape: PyTree) -> Trace:
-            return trace_loss(parts.capture, shape, num_parts, train=False, call=call, forms=parts.trace.forms)
+            return trace_loss(parts.capture, shape, num_parts, train=False, call=call, forms=forms, pairs=pairs)
 
         def on_rows(rows: int) -> Trace:
             return traced(jax.tree.map(lambda leaf: _with_rows(leaf, rows * num_parts), shape))

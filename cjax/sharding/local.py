@@ -102,7 +102,7 @@ def _trace_rows(capture: Capture, batch_shape: PyTree, rows: int, like: Trace) -
         lambda leaf: jax.ShapeDtypeStruct((2 * rows, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype), batch_shape
     )
     try:
-        return trace_loss(capture, shape, 2, train=True, forms=like.forms)
+        return trace_loss(capture, shape, 2, train=True, forms=like.forms, pairs=like.pairs)
     except (TypeError, ValueError) as error:
         raise Unlike(f"the model can't be traced on {rows} rows ({str(error).splitlines()[0]})") from error
 
