@@ -141,12 +141,16 @@ def compose(
 
 
 class _Source:
-    """A captured model and its traces. They depend on a plan by the number of micro-batches alone, so that "auto" and
-    every replan share them."""
+    """A captured model and its traces. They depend on a plan by the number of micro-batches, and by whether layers that
+    are one weight each are taken in pairs, so that "auto" and every replan share them."""
 
     def __init__(self, captured: Capture, batch_shape: PyTree) -> None:
         self.captured = captured
-        self.read = functools.cache(functools.partial(trace_loss, captured, batch_shape, train=True))
+        self._read = functools.cache(functools.partial(trace_loss, captured, batch_shape, train=True))
+
+    def read(self, microbatches: int, pairs: bool = False, once: frozenset[int] = frozenset()) -> Trace:
+        trace = self._read(microbatches, once=once)
+        return self._read(microbatches, once=once, pairs=True) if pairs and trace.is_chain else trace
 
 
 def _at_once(captured: Capture) -> Capture:
@@ -185,7 +189,9 @@ def _compose(
     source = sources[plan.tensor.mode != "1d"]
     captured = source.captured
     try:
-        trace = source.read(plan.microbatches)
+        # Stages of a pipeline are made of whole layers; a grid splits both sides of a weight as it is.
+        in_pairs = plan.tensor.mode == "1d" and plan.tensor.size > 1 and plan.pipeline.size == 1
+        trace = source.read(plan.microbatches, in_pairs)
     except Exception as error:  # from the author's own code, which may know the size of the whole batch by heart
         if plan.microbatches > 1:
             error.add_note(f"The loss ran on one of {plan.microbatches} micro-batches of this batch; see microbatches.")
@@ -227,7 +233,7 @@ def _lifted(source: _Source, batch_shape: PyTree, trace: Trace, plan: Plan) -> T
     once = counters(lifted, captured.random)
     if not once:
         return lifted
-    trace = source.read(num, once=once)
+    trace = source.read(num, trace.pairs, once)
     return lift(trace, again, num_rows, shares=True)
 
 

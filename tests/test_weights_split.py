@@ -2,6 +2,7 @@
 to be whole. A weight kept whole passes every test of values, so bytes are asserted beside them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from contract import EXACT, assert_close, bytes_on_a_device, on_host, widened
 from flax import nnx
 
+import cjax
 from cjax.parallelize import compose
 from cjax.program import Program
 from cjax.trace.capture import Capture, capture
@@ -80,6 +82,64 @@ class Recurrent(nn.Module):
         return nn.Dense(24)(nn.RNN(self.cell)(x))
 
 
+class Square(nn.Module):
+    """Layers of one weight each: what one hands on is what its weight makes."""
+
+    num: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(self.num):
+            x = jnp.tanh(nn.Dense(x.shape[-1])(x))
+        return x
+
+
+class Residual(nn.Module):
+    """Blocks of two equal convolutions, or of three with a narrow middle, wider from stage to stage."""
+
+    middle: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        conv = functools.partial(nn.Conv, use_bias=False)
+        for features in (8, 8, 16, 16):
+            skip = x if x.shape[-1] == features else conv(features, (1, 1))(x)
+            for kernel in ((1, 1), (3, 3)) if self.middle else ((3, 3),):
+                x = nn.relu(nn.GroupNorm(2)(conv(8 if self.middle else features, kernel)(x)))
+            x = nn.relu(skip + nn.GroupNorm(2)(conv(features, (1, 1) if self.middle else (3, 3))(x)))
+        return nn.Dense(12)(x.mean((1, 2)))
+
+
+class Deep(nn.Module):
+    """Convolutions down and up again with skips, of more different widths than could all be tried together."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kept = []
+        for features in (4, 8):
+            for _ in range(2):
+                x = nn.relu(nn.Conv(features, (3, 3))(x))
+            kept.append(x)
+            x = nn.max_pool(x, (2, 2), (2, 2))
+        for features, skip in ((8, kept[1]), (4, kept[0])):
+            x = jax.image.resize(x, (*skip.shape[:3], x.shape[3]), "nearest")
+            x = jnp.concatenate([nn.Conv(features, (2, 2))(x), skip], -1)
+            for _ in range(2):
+                x = nn.relu(nn.Conv(features, (3, 3))(x))
+        return nn.Conv(3, (1, 1))(x)
+
+
+class Flat(nn.Module):
+    """Equal convolutions, whose result a wide classifier reads as one row."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for features in (8, 8):
+            x = nn.relu(nn.Conv(features, (3, 3))(x))
+        x = nn.max_pool(x, (3, 3), (3, 3)).reshape(x.shape[0], -1)
+        return nn.Dense(4)(nn.relu(nn.Dense(32)(nn.relu(nn.Dense(32)(x)))))
+
+
 ROWS = np.random.RandomState(0).randn(8, 12).astype("float32")
 WORDS = np.random.RandomState(0).randn(8, 5, 12).astype("float32")
 PICTURES = np.random.RandomState(0).randn(8, 6, 6, 3).astype("float32")
@@ -90,6 +150,11 @@ MODELS: dict[str, tuple[Any, np.ndarray, float]] = {
     "LSTM": (Recurrent(nn.LSTMCell(16, param_dtype=jnp.float64)), WORDS, 0.27),
     "optimized LSTM": (Recurrent(nn.OptimizedLSTMCell(16, param_dtype=jnp.float64)), WORDS, 0.31),
     "GRU": (Recurrent(nn.GRUCell(16, param_dtype=jnp.float64)), WORDS, 0.28),
+    "five square layers": (Square(5), ROWS, 0.34),
+    "two equal convolutions": (Residual(False), PICTURES, 0.28),
+    "three convolutions": (Residual(True), PICTURES, 0.33),
+    "down and up": (Deep(), PICTURES, 0.30),
+    "a flat classifier": (Flat(), PICTURES, 0.28),
     "nnx LSTM": (lambda rngs: NNXRecurrent(rngs), WORDS, 0.29),
 }
 
@@ -127,9 +192,20 @@ def whole_notes(program: Program) -> list[str]:
     return [note for note in program._parts.notes if "whole on every device" in note]
 
 
-FEW = ["standardised", "nnx standardised convolutions", "optimized LSTM", "GRU"]
+FEW = [
+    "standardised",
+    "three convolutions",
+    "five square layers",
+    "nnx standardised convolutions",
+    "optimized LSTM",
+    "GRU",
+]
 PAIRS = [(name, "tensor=4") for name in MODELS]
 PAIRS += [(name, plan) for name in FEW for plan in ("data=2 tensor=4 zero=3", "tensor=2d:4 data=2")]
+PAIRS += [
+    ("five square layers", "data=2 tensor=4 microbatches=2"),
+    ("down and up", "data=2 tensor=4 precision=float32"),
+]
 
 
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
@@ -147,3 +223,15 @@ def test_equal_to_one_device_and_split(name: str, plan: str) -> None:
     if plan == "tensor=4":
         assert bytes_on_a_device(state._params) <= share * total
         assert not whole_notes(program)
+
+
+def test_layers_taken_in_pairs_are_the_same_model_under_any_plan() -> None:
+    """Scored in pairs, taken over by a plan that has a layer for each turn of its loop, and by stages of a pipeline."""
+    program = cjax.parallelize(Square(4), loss, optax.sgd(0.1), ROWS, "tensor=4", devices=jax.devices()[:4])
+    assert program._parts.trace.pairs
+    state = program.init(0)
+    wanted = float(program.evaluate(state, ROWS)["loss"])
+    for plan in ("data=4", "pipeline=gpipe:4 microbatches=2"):
+        other = program.replan(plan)
+        assert not other._parts.trace.pairs and other._parts.trace.runs[0].repeats == 4
+        np.testing.assert_allclose(other.evaluate(other.restore(state), ROWS)["loss"], wanted, rtol=1e-6)

@@ -24,6 +24,7 @@ from cjax.program.batches import (
     with_rows,
 )
 from cjax.program.lockstep import Lockstep
+from cjax.program.same import function_key
 from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
 from cjax.sharding.model import place_loss
@@ -34,6 +35,9 @@ from cjax.trace.reading import Trace, trace_flat, trace_loss
 
 PyTree = Any
 Function = Callable[[Any, PyTree], PyTree]
+
+
+KEPT = 32  # compiled evaluations of one program; the one that was not used for longest makes room
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class _Scoring:
 
 
 class Evaluator:
-    """Compiled evaluations of one program, by the shapes of the batch and the function."""
+    """Compiled evaluations of one program, by the shapes of the batch and the function (`cjax.program.same`)."""
 
     def __init__(self, parts: Parts, lockstep: Lockstep) -> None:
         self._parts, self._lockstep = parts, lockstep
@@ -98,10 +102,13 @@ class Evaluator:
 
     def _compile(self, shape: PyTree, function: Function | None) -> _Scoring:
         leaves, treedef = jax.tree.flatten(shape)
-        key = (function, treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
-        if key not in self._compiled:
-            self._compiled[key] = self._make(shape, function)
-        return self._compiled[key]
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        key = (None if function is None else function_key(function), treedef, shapes)
+        found = self._compiled.pop(key, None) or self._make(shape, function)
+        self._compiled[key] = found  # the last used is last
+        while len(self._compiled) > KEPT:
+            del self._compiled[next(iter(self._compiled))]
+        return found
 
     def _make(self, shape: PyTree, function: Function | None) -> _Scoring:
         lockstep, traces = Lockstep(self._parts, self._lockstep), list[Trace]()
@@ -162,10 +169,13 @@ class Evaluator:
         parts = self._parts
         call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
 
+        forms, pairs = parts.trace.forms, parts.trace.pairs
+
         def on_rows(rows: int) -> Any:
             return trace_flat(parts.capture, with_rows(shape, rows * num_parts), num_parts, trace, train=False)
 
-        trace = trace_loss(parts.capture, shape, num_parts, train=False, call=call, forms=parts.trace.forms)
+
+        trace = trace_loss(parts.capture, shape, num_parts, train=False, call=call, forms=forms, pairs=pairs)
         if trace.num_loss == 1:
             # A ratio (a masked mean, say) adds up exactly as total and weight; what adds up in no way counts by rows.
             with contextlib.suppress(ValueError):

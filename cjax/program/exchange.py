@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from cjax.program.saving import MODEL, trees_of
 from cjax.program.state import Parts, State, check_alive, check_fits, store_leaves
-from cjax.program.verify import model_trees
 from cjax.tree import leaf_names
 
 PyTree = Any
@@ -20,12 +20,12 @@ def adopted(parts: Parts, state: State, source: Any) -> State:
       ValueError: parameters that this model has not, or of other shapes.
     """
     shelves = {"_params": parts.shelves.params, "_frozen": parts.shelves.frozen}
-    own = dict(zip(shelves, model_trees(state)[:2], strict=True))
+    own = dict(zip(shelves, trees_of(state, *MODEL[:2]).values(), strict=True))
     known = {name for tree in own.values() for name in leaf_names(tree)}
     changes: dict[str, Any] = {}
     if isinstance(source, State):
         check_alive(source)
-        given, _, carried = model_trees(source)
+        given, carried = trees_of(source, "params", "carried").values()
         tree = check_fits(parts.shelves.carried, carried, "this state's carried values are")
         changes["_carried"] = store_leaves(parts.shelves.carried, tree, parts.mesh)
     else:

@@ -21,10 +21,10 @@ from cjax.program.evaluation import Evaluator
 from cjax.program.exchange import adopted, differentiable
 from cjax.program.lockstep import Lockstep
 from cjax.program.memory import OutOfMemory, alternatives
-from cjax.program.saving import arrays_of, shapes_of, state_from
-from cjax.program.starting import make_key, start
+from cjax.program.saving import arrays_of, shapes_of, state_from, trees_of
+from cjax.program.starting import Starter, make_key
 from cjax.program.state import Parts, State, check_alive, check_fits, store_leaves
-from cjax.program.steps import gradient_inputs, make_init, make_step, make_update
+from cjax.program.steps import gradient_inputs, make_step, make_update
 from cjax.program.verify import check_plan, told, verify
 from cjax.report import Candidate, Comparison, Report, TraceSummary
 from cjax.trace.indices import Limits
@@ -45,7 +45,7 @@ class Program:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._lockstep = Lockstep(parts)
-        self._evaluate = Evaluator(parts, self._lockstep)
+        self._start, self._evaluate = Starter(parts), Evaluator(parts, self._lockstep)
         self.plan, self.mesh, self.loss_scale = parts.plan, parts.mesh, parts.scaling
         self.verified: Check | str | None = None
 
@@ -78,25 +78,18 @@ class Program:
           ValueError: unknown names or wrong shapes in `params`, all listed at once.
         """
         self._must_run("init")
-        return start(self._parts, self._init, make_key(seed_or_key), params)
-
-    @functools.cached_property
-    def _init(self) -> Any:
-        return make_init(self._parts)
+        return self._start(make_key(seed_or_key), params)
 
     @own_context
     def params(self, state: State) -> PyTree:
         """The trained parameters, in the user's own tree."""
-        return self._load(state)["params"]
+        return trees_of(state, "params")["params"]
 
     @own_context
     def model(self, state: State) -> Any:
         """The user's own model, trained."""
-        trees = self._load(state)
-        return self._parts.capture.rebuild(trees["params"], trees["frozen"], trees["carried"])
-
-    def _load(self, state: State) -> dict[str, PyTree]:
-        return arrays_of(state)
+        trees = trees_of(state, "params", "frozen", "carried")
+        return self._parts.capture.rebuild(*trees.values())
 
     def adopt(self, state: State, source: State | PyTree) -> State:
         """`state` with parameters from elsewhere; its optimizer's state, step and random numbers stay.

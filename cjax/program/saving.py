@@ -12,14 +12,23 @@ from cjax.program.state import Parts, Shelves, State, check_alive, check_fits, s
 PyTree = Any
 
 
+TREES = ("params", "frozen", "opt_state", "carried")
+MODEL = ("params", "frozen", "carried")
+
+
 def arrays_of(state: State) -> dict[str, PyTree]:
     """The logical arrays of a state, whatever plan it belongs to: fresh ones, which outlive it."""
-    check_alive(state)
-    shelves = state._shelves
-    stored = (state._params, state._frozen, state._opt, state._carried)
-    trees = _loader(shelves)(stored)
     small = {"step": state.step, "key": state._key, "loss_scale": state._scaling, "noise_scale": state._noise}
-    return dict(zip(("params", "frozen", "opt_state", "carried"), trees, strict=True)) | jax.tree.map(_copy, small)
+    return trees_of(state, *TREES) | jax.tree.map(_copy, small)
+
+
+def trees_of(state: State, *names: str) -> dict[str, PyTree]:
+    """Some of the trees of a state: "params", "frozen", "opt_state", "carried". The others are not copied."""
+    check_alive(state)
+    every = (state._params, state._frozen, state._opt, state._carried)
+    stored: dict[str, Any] = dict(zip(TREES, every, strict=True))
+    trees = _loader(state._shelves, names)([stored[name] for name in names])
+    return dict(zip(names, trees, strict=True))
 
 
 @jax.jit
@@ -29,11 +38,14 @@ def _copy(array: jax.Array) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=64)
-def _loader(shelves: Shelves) -> Any:
-    def load(stored: Any) -> list[PyTree]:
-        return [shelf.load(arrays) for shelf, arrays in zip(shelves, stored, strict=True)]
+def _loader(shelves: Shelves, names: tuple[str, ...]) -> Any:
+    by_name: dict[str, Any] = dict(zip(TREES, shelves, strict=True))
+    chosen = [by_name[name] for name in names]
 
-    placed = [shelf.leaf_shardings(shelves.mesh) for shelf in shelves]
+    def load(stored: Any) -> list[PyTree]:
+        return [shelf.load(arrays) for shelf, arrays in zip(chosen, stored, strict=True)]
+
+    placed = [shelf.leaf_shardings(shelves.mesh) for shelf in chosen]
     return jax.jit(load, out_shardings=placed, compiler_options=compiler_options(shelves.mesh))
 
 
@@ -44,7 +56,7 @@ def shapes_of(parts: Parts) -> dict[str, PyTree]:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
     trees = [jax.tree.map(placed, shelf.leaf_shapes(), shelf.leaf_shardings(parts.mesh)) for shelf in parts.shelves]
-    named = dict(zip(("params", "frozen", "opt_state", "carried"), trees, strict=True))
+    named = dict(zip(TREES, trees, strict=True))
     shape = parts.state_shape
     return named | {"step": shape.step, "key": shape._key, "loss_scale": shape._scaling, "noise_scale": shape._noise}
 
@@ -56,7 +68,7 @@ def state_from(parts: Parts, arrays: dict[str, PyTree]) -> State:
       ValueError: arrays of another model.
     """
     stored = []
-    for name, shelf in zip(("params", "frozen", "opt_state", "carried"), parts.shelves, strict=True):
+    for name, shelf in zip(TREES, parts.shelves, strict=True):
         tree = check_fits(shelf, arrays[name], f"this state's {name} are")
         stored.append(store_leaves(shelf, tree, parts.mesh))
     params, frozen, opt, carried = stored

@@ -1,14 +1,14 @@
 """Values that are given for parameters: whether numbers can be made of them, and whether they are ones."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cjax.mesh import compiler_options
+PyTree = Any
 
 
 def loses(given: Any, needed: Any) -> bool:
@@ -22,21 +22,35 @@ def _rank(dtype: Any) -> int:
     return next((rank for rank, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), len(kinds))
 
 
-def not_finite(arrays: Mapping[str, jax.Array], mesh: Mesh) -> list[str]:
-    """What is wrong with arrays that hold NaN or infinity, by name. Each is looked at where it is, all at once."""
-    floats = {name: array for name, array in arrays.items() if jnp.issubdtype(array.dtype, jnp.inexact)}
-    if not floats:
-        return []
+class Sound:
+    """What is wrong with the values of one parameter, looked at part by part on their way to the devices.
 
-    def count(arrays: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-        return [(jnp.isnan(array).sum(), jnp.isinf(array).sum()) for array in arrays]
+    Args:
+      dtype: of the parameter.
+    """
 
-    whole = NamedSharding(mesh, PartitionSpec())
-    counts = jax.jit(count, out_shardings=whole, compiler_options=compiler_options(mesh))(list(floats.values()))
-    problems = []
-    for (name, array), found in zip(floats.items(), jax.device_get(counts), strict=True):
-        kinds = zip(found, ("NaN", "infinite"), strict=True)
-        told = [f"{int(num):,} of {array.size:,} are {kind}" for num, kind in kinds if num]
-        if told:
-            problems.append(f"{name}: {' and '.join(told)} (as {array.dtype})")
-    return problems
+    def __init__(self, dtype: Any) -> None:
+        self._dtype = np.dtype(dtype)
+        self._given: Any = None
+        self._counts: dict[str, tuple[int, int]] = {}  # NaN and infinite, by part: devices may share one
+
+    def look(self, index: Any, values: Any) -> Any:
+        """`values` of one part in the parameter's dtype. One that is too large for it is infinite."""
+        if loses(values.dtype, self._dtype):
+            self._given = values.dtype
+            return np.zeros(values.shape, self._dtype)
+        with np.errstate(over="ignore"):
+            values = values.astype(self._dtype)
+        if jnp.issubdtype(self._dtype, jnp.inexact):
+            of: Any = jnp if isinstance(values, jax.Array) else np
+            self._counts[str(index)] = int(of.isnan(values).sum()), int(of.isinf(values).sum())
+        return values
+
+    def problems(self, shape: Sequence[int]) -> list[str]:
+        """What was found, for a parameter of this shape."""
+        if self._given is not None:
+            return [f"{self._given} given, {self._dtype} needed"]
+        sums = [sum(counts) for counts in zip(*self._counts.values(), strict=True)]
+        size = math.prod(shape)
+        told = [f"{num:,} of {size:,} are {kind}" for num, kind in zip(sums, ("NaN", "infinite"), strict=False) if num]
+        return [f"{' and '.join(told)} (as {self._dtype})"] if told else []

@@ -1,32 +1,64 @@
 """The first state of a program: the author's init, weights a model already holds, or weights given from outside."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from cjax.program.saving import arrays_of, state_from
-from cjax.program.sound import loses, not_finite
-from cjax.program.state import Parts, State, store_leaves
-from cjax.program.steps import make_adopt
+from cjax.program.sound import Sound, loses
+from cjax.program.state import Parts, State, load_slot, members, store_slot
+from cjax.program.steps import make_adopt, make_init, make_trees
 from cjax.tree import leaf_names
 
 PyTree = Any
 
 
-def start(parts: Parts, init: Any, key: jax.Array, params: Any) -> State:
-    """A fresh state; `params` (see `Program.init`) replace the parameters they name."""
-    initial = parts.capture.initial
-    if initial is None:
-        state = init(key)
-    else:
-        shelves = list(parts.shelves)
-        stored = [store_leaves(shelves[i], tree, parts.mesh) for i, tree in zip((0, 1, 3), initial, strict=True)]
-        state = make_adopt(parts)(*stored, jax.device_put(key, parts.whole))
-    return state if params is None else _with_params(parts, state, params)
+class Starter:
+    """First states of one program; each of its functions is compiled once."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._init, self._trees, self._adopt = make_init(parts), make_trees(parts), make_adopt(parts)
+
+    def __call__(self, key: jax.Array, params: Any) -> State:
+        """A fresh state; `params` (see `Program.init`) replace the parameters they name.
+
+        The optimizer's state is made last, of the values that it starts from, and given values take the place of the
+        model's own one slot at a time: beside the state, no more than one slot is held.
+        """
+        parts, initial = self._parts, self._parts.capture.initial
+        if initial is None and params is None:
+            return self._init(key)
+        given = {} if params is None else _given(parts, params)
+        shelves = (parts.shelves.params, parts.shelves.frozen, parts.shelves.carried)
+        stored: list[list[Any]] = [[None] * len(shelf.slots) for shelf in shelves]
+        if initial is None:
+            stored = [list(arrays) for arrays in self._trees(key)]
+        problems: list[str] = []
+        for tree, (shelf, arrays) in enumerate(zip(shelves, stored, strict=True)):
+            placements = members(shelf, shelf.leaf_shardings(parts.mesh))
+            own = members(shelf, initial[tree]) if initial is not None else None
+            for place, (slot, placed) in enumerate(zip(shelf.slots, placements, strict=True)):
+                values = [given.get((tree, leaf)) for leaf in slot.leaves]
+                if own is None and not any(values):
+                    continue
+                old, arrays[place] = arrays[place], None
+                if own is not None:
+                    leaves = own[place]
+                else:
+                    leaves = values if all(values) else load_slot(slot, old, placed, parts.mesh)
+                del old
+                leaves = [
+                    leaf if value is None else value.placed(sharding, problems)
+                    for leaf, value, sharding in zip(leaves, values, placed, strict=True)
+                ]
+                if not problems:
+                    arrays[place] = store_slot(slot, leaves, placed, parts.mesh)
+        _raise(problems, parts)
+        return self._adopt(*map(tuple, stored), jax.device_put(key, parts.whole))
 
 
 def make_key(seed_or_key: Any) -> jax.Array:
@@ -47,51 +79,75 @@ def make_key(seed_or_key: Any) -> jax.Array:
     return seed_or_key
 
 
-def _with_params(parts: Parts, state: State, params: Any) -> State:
-    """Optimizer state starts from the given values too, for transformations that copy parameters."""
-    arrays = arrays_of(state)
-    wanted: dict[str, Any] = {}
-    for tree in ("params", "frozen"):
-        names, leaves = leaf_names(arrays[tree]), jax.tree.leaves(arrays[tree])
-        wanted |= {name: (tree, i, leaf) for i, (name, leaf) in enumerate(zip(names, leaves, strict=True))}
+@dataclass(frozen=True)
+class _Value:
+    """A given value of one parameter: an array, or a callable of an index."""
+
+    name: str
+    value: Any
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def placed(self, sharding: Any, problems: list[str]) -> Any:
+        """The value on its devices; what it holds, and what a callable gives, may be `problems`."""
+        sound, reader = Sound(self.dtype), self.value
+        if isinstance(reader, jax.Array):
+            array = jax.device_put(reader.astype(self.dtype), sharding)
+            sound.look((), array)
+        elif not callable(reader):
+            array = jax.device_put(sound.look((), np.asarray(reader)), sharding)
+        else:
+            try:
+                array = jax.make_array_from_callback(
+                    self.shape, sharding, lambda index: sound.look(index, np.asarray(reader(index)))
+                )
+            except ValueError as error:
+                problems.append(f"{self.name}: a callable gives the part of {list(self.shape)} at its index; {error}")
+                return None
+        problems += [f"{self.name}: {text}" for text in sound.problems(self.shape)]
+        return array
+
+
+def _given(parts: Parts, params: Any) -> dict[tuple[int, int], _Value]:
+    """The given values by tree (params, frozen) and leaf; what does not fit is listed at once."""
+    wanted = _wanted(parts)
     given = _named(parts, params, wanted)
     problems = [f"{name}: this model has no such parameter" for name in given if name not in wanted]
-    values: dict[str, dict[int, Any]] = {"params": {}, "frozen": {}}
-    for name, value in given.items():
-        if name not in wanted:
-            continue
-        tree, i, leaf = wanted[name]
+    values = {}
+    for name in [name for name in given if name in wanted]:
+        value, (tree, i, leaf, _) = given[name], wanted[name]
         shape = tuple(getattr(value, "shape", leaf.shape if callable(value) else np.shape(value)))
         dtype = leaf.dtype if callable(value) else getattr(value, "dtype", np.asarray(value).dtype)
         if shape != leaf.shape:
             problems.append(f"{name}: {list(shape)} given, {list(leaf.shape)} needed")
-        elif loses(dtype, leaf.dtype):
+        elif not callable(value) and loses(dtype, leaf.dtype):
             problems.append(f"{name}: {dtype} given, {leaf.dtype} needed")
-        elif callable(value):
-            reader: Any = value
-            try:
-                array = jax.make_array_from_callback(leaf.shape, leaf.sharding, reader)
-            except ValueError as error:
-                problems.append(f"{name}: a callable gives the part of {list(leaf.shape)} at its index; {error}")
-                continue
-            if loses(array.dtype, leaf.dtype):
-                problems.append(f"{name}: {array.dtype} given, {leaf.dtype} needed")
-            values[tree][i] = array.astype(leaf.dtype)
         else:
-            with np.errstate(over="ignore"):  # what is too large is infinite then, and told below
-                values[tree][i] = jax.device_put(jnp.asarray(value, leaf.dtype), leaf.sharding)
-    replaced = {name: values[tree][i] for name, (tree, i, _) in wanted.items() if i in values[tree]}
-    problems += not_finite(replaced, parts.mesh)
+            values[tree, i] = _Value(name, value, leaf.shape, leaf.dtype)
     if problems:
-        known = ", ".join(list(wanted)[:4])
+        for tree, i, _, sharding in wanted.values():
+            if (tree, i) in values and callable(values[tree, i].value):
+                values[tree, i].placed(sharding, problems)
+    _raise(problems, parts)
+    return values
+
+
+def _wanted(parts: Parts) -> dict[str, tuple[int, int, Any, Any]]:
+    """Parameters by name: tree, leaf, shape and placement."""
+    found = {}
+    for tree, shelf in enumerate((parts.shelves.params, parts.shelves.frozen)):
+        shapes, placed = shelf.leaf_shapes(), jax.tree.leaves(shelf.leaf_shardings(parts.mesh))
+        for i, (name, leaf) in enumerate(zip(leaf_names(shapes), jax.tree.leaves(shapes), strict=True)):
+            found[name] = (tree, i, leaf, placed[i])
+    return found
+
+
+def _raise(problems: list[str], parts: Parts) -> None:
+    if problems:
+        known = ", ".join(list(_wanted(parts))[:4])
         raise ValueError(
             "params do not fit this model:\n  " + "\n  ".join(problems) + f"\nIts names are such as {known}."
         )
-    for tree, new in values.items():
-        leaves, treedef = jax.tree.flatten(arrays[tree])
-        arrays[tree] = jax.tree.unflatten(treedef, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
-    fresh = state_from(parts, arrays)
-    return make_adopt(parts)(fresh._params, fresh._frozen, fresh._carried, fresh._key)
 
 
 def _named(parts: Parts, params: Any, wanted: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -231,14 +231,25 @@ def check_fits(storage: Storage, tree: PyTree, what: str) -> PyTree:
 
 def store_leaves(storage: Storage, tree: PyTree, mesh: Mesh) -> Arrays:
     """Stored arrays of a concrete tree, slot by slot, so that one slot is the most that exists twice."""
-    arrays = []
     placements = members(storage, storage.leaf_shardings(mesh))
-    slots = zip(storage.slots, members(storage, tree), placements, storage.shardings(mesh), strict=True)
-    for slot, leaves, placement, sharding in slots:
-        placed = [jax.device_put(leaf, whole) for leaf, whole in zip(leaves, placement, strict=True)]
-        alike = dataclasses.replace(slot, leaves=tuple(range(len(slot.leaves))))
-        arrays.append(_gatherer(alike, sharding, mesh)(*placed))
-    return tuple(arrays)
+    slots = zip(storage.slots, members(storage, tree), placements, strict=True)
+    return tuple(store_slot(slot, leaves, placed, mesh) for slot, leaves, placed in slots)
+
+
+def store_slot(slot: Slot, leaves: Sequence[Any], placed: Sequence[NamedSharding], mesh: Mesh) -> jax.Array:
+    """The stored array of a slot, which shares no memory with the leaves; `placed` says where these are first."""
+    arrays = [jax.device_put(leaf, sharding) for leaf, sharding in zip(leaves, placed, strict=True)]
+    return _gatherer(_alike(slot), NamedSharding(mesh, slot.stored_spec), mesh)(*arrays)
+
+
+def load_slot(slot: Slot, array: jax.Array, placed: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:
+    """The leaves of a slot, in the user's shapes."""
+    return _scatterer(_alike(slot), tuple(placed), mesh)(array)
+
+
+def _alike(slot: Slot) -> Slot:
+    """`slot` without the names of its leaves: slots that are kept in the same way are equal."""
+    return dataclasses.replace(slot, leaves=tuple(range(len(slot.leaves))))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -249,3 +260,14 @@ def _gatherer(slot: Slot, sharding: NamedSharding, mesh: Mesh) -> Any:
         return slot.store(jnp.stack(leaves) if slot.is_stack else jnp.copy(leaves[0]))
 
     return jax.jit(gather, out_shardings=sharding, compiler_options=compiler_options(mesh))
+
+
+@functools.lru_cache(maxsize=1024)
+def _scatterer(slot: Slot, placed: tuple[NamedSharding, ...], mesh: Mesh) -> Any:
+    """From a slot's stored array to its leaves."""
+
+    def scatter(stored: jax.Array) -> list[jax.Array]:
+        array = slot.load(stored)
+        return [array[i] for i in range(len(slot.leaves))] if slot.is_stack else [array]
+
+    return jax.jit(scatter, out_shardings=list(placed), compiler_options=compiler_options(mesh))

@@ -25,6 +25,15 @@ def make_init(parts: Parts) -> Any:
     return jax.jit(init, out_shardings=parts.state_shardings, compiler_options=compiler_options(parts.mesh))
 
 
+def make_trees(parts: Parts) -> Any:
+    """`key -> stored (params, frozen, carried)`: what the model's own init makes, without the optimizer's state."""
+    placed = parts.state_shardings
+    return jax.jit(
+        parts.init, out_shardings=(placed._params, placed._frozen, placed._carried),
+        compiler_options=compiler_options(parts.mesh),
+    )  # fmt: skip
+
+
 def make_adopt(parts: Parts) -> Any:
     """`(params, frozen, carried, key) -> State` from stored arrays."""
 

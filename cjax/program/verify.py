@@ -7,15 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from cjax.mesh import compiler_options
 from cjax.plan import Pipeline, Plan, Sequence, Tensor
 from cjax.planner.hardware import hardware_of
 from cjax.program.batches import place_batch, table_limits
 from cjax.program.check import Check, Outcome, compare, on_host
 from cjax.program.lockstep import Lockstep
 from cjax.program.reference import Inputs, Reference, own_meaning, perturbed, reference_of
-from cjax.program.state import Arrays, Parts, State, store_leaves
-from cjax.sharding.storage import Storage
+from cjax.program.saving import MODEL, trees_of
+from cjax.program.state import Parts, State, store_leaves
 
 PyTree = Any
 
@@ -63,7 +62,7 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
             "many virtual devices of one process: cjax run --devices N script.py."
         )
     device, plan = parts.mesh.devices.flat[0], parts.plan
-    given, trees = jax.tree.map(np.asarray, batch), model_trees(state)
+    given, trees = jax.tree.map(np.asarray, batch), list(trees_of(state, *MODEL).values())
     held = sum(x.nbytes for x in jax.tree.leaves(trees[:1])), _bytes_on(device, state)
     _must_fit(parts, 2 * held[0] + held[1])  # before anything is compiled for it
     here = jax.sharding.SingleDeviceSharding(device)
@@ -109,21 +108,6 @@ def _incomparable(
     if parts.plan.microbatches > reference.num:  # statistics take the micro-batches in order
         changes["carried"] = None
     return changes
-
-
-def model_trees(state: State) -> tuple[PyTree, PyTree, PyTree]:
-    """params, frozen and carried of a state in the user's trees. The optimizer's state is left where it is."""
-    shelves = state._shelves
-
-    def load(shelf: Storage, stored: Arrays) -> PyTree:
-        placed = shelf.leaf_shardings(shelves.mesh)
-        return jax.jit(shelf.load, out_shardings=placed, compiler_options=compiler_options(shelves.mesh))(stored)
-
-    return (
-        load(shelves.params, state._params),
-        load(shelves.frozen, state._frozen),
-        load(shelves.carried, state._carried),
-    )
 
 
 def outcome(parts: Parts, state: State, trees: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> Outcome:

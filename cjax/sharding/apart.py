@@ -21,6 +21,7 @@ from cjax.sharding.storage import axes_of_entry
 from cjax.trace.dims import Scope
 from cjax.trace.rewrite import Emitter, Env, Hooks, bind
 
+
 @dataclass(frozen=True)
 class Lane:
     """Dims that are split together: one of each operand and of each result, or None of those that all parts read.

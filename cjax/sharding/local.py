@@ -104,7 +104,9 @@ def _trace_rows(capture: Capture, batch_shape: PyTree, rows: int, like: Trace) -
         lambda leaf: jax.ShapeDtypeStruct((2 * rows, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype), batch_shape
     )
     try:
-        return trace_loss(capture, shape, 2, train=True, forms=like.forms, once=like.once)
+        return trace_loss(
+            capture, shape, 2, train=True, forms=like.forms, once=like.once, pairs=like.pairs
+        )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise Unlike(f"the model can't be traced on {rows} rows ({str(error).splitlines()[0]})") from error
 

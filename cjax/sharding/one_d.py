@@ -137,23 +137,30 @@ def _lookup(trace: Trace, leaf: int, dim: int, rows: Sequence[int]) -> Matmul | 
 
 
 def _best(products: Sequence[Product], between: Sequence[Matmul], dims: Dims, candidates: Sequence[int]) -> list[int]:
-    """The candidates that split the most arithmetic, of these sets the one that moves the least, then the smallest;
-    none where a weight would be split along two classes.
+    """The candidates that split the most arithmetic, of these sets the one that moves the least, then the smallest.
 
-    One class may be on both sides of a weight, as the state of a recurrent cell is: the weight is split along the side
-    that it sums over, and what it makes is added up and split again.
+    At first none where a weight would be split along two classes. What is left whole then, one of three convolutions
+    in a row, comes after: between two classes that are split, what is made along the one is added up into parts along
+    the other. One class may be on both sides of a weight in the same way, as the state of a recurrent cell is.
     """
+    shared = []
+    for m in between:
+        batched = {dims.class_of(d) for d in m.batched}
+        shared.append((batched, (math.prod(dims.size[d] for d in (*m.out, *m.contracted)), 0, 0)))
+    chosen = best_set(_worth(products, candidates), [p.weight for p in products], shared)
+    left = [p for p in products if not set(p.weight) & set(chosen)]
+    return chosen + best_set(_worth(left, [c for c in candidates if c not in chosen]), [p.weight for p in left], [])
+
+
+def _worth(products: Sequence[Product], candidates: Sequence[int]) -> dict[int, tuple[int, int, int]]:
+    """By class: the arithmetic that it splits, minus the elements that it moves, and minus one."""
     worth = {c: [0, 0, -1] for c in candidates}
     for p in products:
         for c in set(p.weight) & worth.keys():
             worth[c][0] += p.work
             worth[c][1] -= p.moved_out if c in p.contracted else 0 if c in p.batched else p.moved_in
             worth[c][1] -= p.moved_in if p.weight.count(c) > 1 else 0
-    shared = []
-    for m in between:
-        batched = {dims.class_of(d) for d in m.batched}
-        shared.append((batched, (math.prod(dims.size[d] for d in (*m.out, *m.contracted)), 0, 0)))
-    return best_set({c: tuple(w) for c, w in worth.items()}, [p.weight for p in products], shared)
+    return {c: (split, moved, count) for c, (split, moved, count) in worth.items()}
 
 
 def blocked_by(trace: Trace, c: int, size: int, forbidden: set[int], is_heads: bool, tensor: str) -> str | None:

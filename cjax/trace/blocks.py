@@ -66,6 +66,11 @@ def find_runs(closed: jex.ClosedJaxpr) -> tuple[Run, ...]:
     return tuple(sorted(runs, key=lambda run: run.start))
 
 
+def paired(closed: jex.ClosedJaxpr, run: Run) -> Run | None:
+    """The same stretch with two layers to a repeat; None if that leaves no two repeats. An odd last layer stays out."""
+    return _read(run.start, 2 * run.period, run.repeats // 2, _Context(closed)) if run.repeats >= 4 else None
+
+
 class _Context:
     """Where each variable of the trace is made, and where it is last read."""
 
@@ -183,9 +188,7 @@ def _read(start: int, period: int, repeats: int, context: _Context) -> Run | Non
             outputs.append(group)
         elif later[-1] and id(group[-1]) not in handed_on:
             last_only.append(group)
-    return Run(
-        start, period, repeats, tuple(stacked), crossing, tuple(outputs), tuple(last_only), literals, template
-    )
+    return Run(start, period, repeats, tuple(stacked), crossing, tuple(outputs), tuple(last_only), literals, template)
 
 
 def _groups(eqns: Sequence[Any], start: int, period: int, repeats: int) -> list[tuple[Any, ...]]:

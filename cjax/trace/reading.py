@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from cjax.trace.blocks import Run, find_runs
+from cjax.trace.blocks import Run, find_runs, paired
 from cjax.trace.capture import Capture, Mean
 from cjax.trace.dims import Dims, find_dims
 from cjax.trace.examples import Value, Weight
@@ -64,6 +64,8 @@ class Trace:
     shared: Shared | None = None  # of a loss that takes denominators behind its batch
     aux_sums: frozenset[int] = frozenset()  # which of aux grow with the examples, once `lift` has found out
     once: frozenset[int] = frozenset()  # carried leaves that the last micro-batch alone updates
+    is_chain: bool = False  # whether one weight leads from layer to layer in some stack, with nothing in between
+    pairs: bool = False  # whether such layers were taken two by two
 
     @property
     def has_weight(self) -> bool:
@@ -107,6 +109,7 @@ def trace_loss(
     call: Callable[..., Any] | None = None,
     forms: Mapping[int, Form] | None = None,
     once: frozenset[int] = frozenset(),
+    pairs: bool = False,
 ) -> Trace:
     """Trace the user's loss on one micro-batch and read it.
 
@@ -121,11 +124,12 @@ def trace_loss(
       call: `(model, batch, key, train) -> (None, results)` to trace in place of the loss; its results become aux.
       forms: of the weights, as an earlier trace of this model has them; found in this one if left out.
       once: carried leaves that the last micro-batch alone updates, from what they were before the first.
+      pairs: whether layers that are one weight each are taken two by two, so that what lies between two can be split.
     """
     closed, leaves, num_loss, aux = _traced(capture, batch_shape, num_parts, train, call, once)
     aux_leaves, aux_tree = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, Mean))
     aux_is_mean = tuple(isinstance(x, Mean) for x in aux_leaves)
-    trace = _read(closed, leaves, capture.dim_names, num_loss, aux_tree, aux_is_mean, forms)
+    trace = _read(closed, leaves, capture.dim_names, num_loss, aux_tree, aux_is_mean, forms, pairs)
     return replace(trace, once=once)
 
 
@@ -196,6 +200,7 @@ def _read(
     aux_tree: Any,
     aux_is_mean: tuple[bool, ...],
     forms: Mapping[int, Form] | None,
+    pairs: bool,
 ) -> Trace:
     closed = simplify(closed)
     num_weights = sum(leaf.kind in ("params", "frozen") for leaf in leaves)
@@ -210,6 +215,10 @@ def _read(
         given_names = {**given_names, **names}
         leaves = [replace(leaf, shape=expand(leaf.shape, form)) for leaf, form in zip(leaves, ins, strict=True)]
     runs = find_runs(closed)
+    is_chain = any(_is_chain(run, dims) for run in runs)
+    if pairs and is_chain:
+        found = [paired(closed, run) if _is_chain(run, dims) else run for run in runs]
+        runs = tuple(run for run in found if run is not None)
     for run in runs:
         for group in (*run.corresponding(closed.jaxpr.eqns), *run.stacked):
             for var in group[1:]:
@@ -222,8 +231,20 @@ def _read(
     stream = _stream(dims, runs, batch_class)
     names = _names(dims, leaves, given_names, batch_class, stream)
     return Trace(
-        closed, tuple(leaves), forms, dims, runs, names, batch_class, stream, num_loss, aux_tree, aux_is_mean
-    )
+        closed, tuple(leaves), forms, dims, runs, names, batch_class, stream, num_loss, aux_tree, aux_is_mean,
+        is_chain=is_chain, pairs=pairs,
+    )  # fmt: skip
+
+
+def _is_chain(run: Run, dims: Dims) -> bool:
+    """Whether one weight makes what a layer hands on of what it was handed: two equal convolutions of a block, or a
+    plain stack of square layers. As repeats of a loop, all their dims are one, which no axis can split."""
+    weights = [{dims.class_of(d) for d in m.weight or ()} for m in dims.matmuls]
+    for _, read, written, _ in run.carries:
+        ends = [(a, b) for a, b in zip(dims.of(read), dims.of(written), strict=True) if a != b]
+        if any(a in weight and b in weight for a, b in ends for weight in weights):
+            return True
+    return False
 
 
 def _refined(
