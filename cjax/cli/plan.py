@@ -1,10 +1,7 @@
 """`cjax plan`."""
 
 import dataclasses
-import importlib.util
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +10,7 @@ import tyro
 
 from cjax.cards import CARDS
 from cjax.cli.devices import training_devices
+from cjax.cli.user_file import user_parts
 from cjax.models import GPT, gpt, loss
 from cjax.parallelize import parallelize
 
@@ -51,7 +49,12 @@ class PlanCommand:
             # Compiling needs XLA's GPU compiler and no GPU; JAX should not look for one.
             jax.config.update("jax_platforms", "cpu")
             devices = self.target
-        parts = self._user_parts() if ".py:" in self.model else self._built_in(int(number))
+        if ".py:" in self.model:
+            if self.batch is not None or self.seq is not None:
+                raise ValueError("--batch and --seq are for built-in models; yours brings its own batch")
+            parts = user_parts(self.model)
+        else:
+            parts = self._built_in(int(number))
         plans = self.plan or ("auto",)
         if len(plans) == 1:
             print(parallelize(*parts, plan=plans[0], devices=devices).report())
@@ -66,25 +69,3 @@ class PlanCommand:
         shape = (self.batch or num_devices, self.seq or config.context)
         tokens = jax.ShapeDtypeStruct(shape, "int32")
         return lambda rngs: GPT(config, rngs=rngs), loss, optax.adamw(1e-3), {"inputs": tokens, "targets": tokens}
-
-    def _user_parts(self) -> tuple[Any, Any, Any, Any]:
-        file, _, name = self.model.rpartition(":")
-        if self.batch is not None or self.seq is not None:
-            raise ValueError("--batch and --seq are for built-in models; yours brings its own batch")
-        path = Path(file)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if not path.is_file() or spec is None or spec.loader is None:
-            raise FileNotFoundError(f"there is no Python file {file}")
-        module = importlib.util.module_from_spec(spec)
-        # Where Python would look for what the file imports, were it run as a script.
-        sys.path.insert(0, str(path.parent.absolute()))
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
-        function = getattr(module, name, None)
-        if not callable(function):
-            raise ValueError(f"{file} has no function {name}")
-        parts = function()
-        if not isinstance(parts, tuple) or len(parts) != 4:
-            what = f"a {type(parts).__name__}" + (f" of {len(parts)}" if isinstance(parts, tuple) else "")
-            raise ValueError(f"{self.model} returned {what}; it should return (model, loss, optimizer, batch)")
-        return parts
