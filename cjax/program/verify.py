@@ -12,7 +12,7 @@ from cjax.plan import Pipeline, Plan, Sequence, Tensor
 from cjax.planner.hardware import hardware_of
 from cjax.program.batches import place_batch, table_limits
 from cjax.program.check import Check, Outcome, compare, on_host
-from cjax.program.reference import Inputs, Reference, own_meaning, perturbed, reference_of
+from cjax.program.reference import Inputs, perturbed, reference_of
 from cjax.program.state import Arrays, Parts, State, store_leaves
 from cjax.program.steps import make_value_and_grad
 from cjax.sharding.storage import Storage
@@ -79,7 +79,10 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
         alone = Plan(precision=plan.precision, microbatches=reference.num)
         rounded = outcome(parts.compose(alone, [device]), state, trees, given)
     mine = outcome(parts, state, trees, given)
-    theirs = dataclasses.replace(theirs, **_incomparable(parts, reference, theirs, inputs, itemsize))
+    if itemsize == 2:  # aux counts decisions, mostly, and of these rounding changes whole ones
+        theirs = dataclasses.replace(theirs, aux={})
+    if plan.microbatches > reference.num:  # statistics take the micro-batches in order
+        theirs = dataclasses.replace(theirs, carried=None)
     where = "one device"
     if reference.num > 1:
         where += f" in the same {reference.num} micro-batches ({reference.why})"
@@ -89,26 +92,6 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
 
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def _incomparable(
-    parts: Parts, reference: Reference, theirs: Outcome, inputs: Inputs, itemsize: int
-) -> dict[str, PyTree]:
-    """What a plan need not have in common with the undivided batch, or takes from its parts by contract."""
-    if itemsize == 2:  # aux counts decisions, mostly, and of these rounding changes whole ones
-        changes: dict[str, PyTree] = {"aux": {}}
-    else:
-        own = own_meaning(parts)
-        changes = {}
-        if parts.plan.microbatches > reference.num and not all(own):
-            cut = Reference(parts, parts.plan.microbatches, "")
-            averaged = jax.tree.leaves(cut(cut.compiled(inputs)[0], inputs).aux)
-            leaves, treedef = jax.tree.flatten(theirs.aux)
-            chosen = [a if is_own else b for is_own, a, b in zip(own, leaves, averaged, strict=True)]
-            changes = {"aux": treedef.unflatten(chosen)}
-    if parts.plan.microbatches > reference.num:  # statistics take the micro-batches in order
-        changes["carried"] = None
-    return changes
 
 
 def model_trees(state: State) -> tuple[PyTree, PyTree, PyTree]:
