@@ -72,7 +72,7 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
     run, itemsize, size = reference.compiled(inputs)
     _must_fit(parts, size + held[1])
     theirs = reference(run, inputs)
-    itemsize = min(itemsize, _BYTES[plan.precision], _BYTES[plan.reduce or "float64"])
+    itemsize = min(itemsize, _BYTES.get(plan.precision, 8), _BYTES.get(plan.reduce or "", 8))
     if plan.precision == "float32":
         rounded = reference(run, (perturbed(inputs[0], itemsize), *inputs[1:]))
     else:
@@ -91,7 +91,7 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
     return compare(str(plan), mine, theirs, rounded, itemsize, scale, where)
 
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_BYTES = {"bfloat16": 2, "float16": 2}  # float32 leaves a model its own numbers, which may be wider
 
 
 def model_trees(state: State) -> tuple[PyTree, PyTree, PyTree]:
