@@ -1,4 +1,4 @@
-"""The command line: `cjax train | plan | run | check | inspect`."""
+"""The command line: `cjax train | plan | run | check | check-model | inspect`."""
 
 from cjax.cli.main import main
 

@@ -1,9 +1,17 @@
 """The commands by name."""
 
 from cjax.cli.check import Check
+from cjax.cli.check_model import CheckModel
 from cjax.cli.inspect import Inspect
 from cjax.cli.plan import PlanCommand
 from cjax.cli.run import Run
 from cjax.cli.train import Train
 
-COMMANDS = {"train": Train, "plan": PlanCommand, "run": Run, "check": Check, "inspect": Inspect}
+COMMANDS = {
+    "train": Train,
+    "plan": PlanCommand,
+    "run": Run,
+    "check": Check,
+    "check-model": CheckModel,
+    "inspect": Inspect,
+}

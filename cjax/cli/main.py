@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: cjax COMMAND ...\n")
         for name, command in COMMANDS.items():
-            print(f"  {name:8} {(command.__doc__ or '').splitlines()[0]}")
+            print(f"  {name:11} {(command.__doc__ or '').splitlines()[0]}")
         print("\ncjax COMMAND --help says more.")
         return 0 if arguments else 2
     name = arguments[0]

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import tyro
 from cjax.cards import CARDS
 from cjax.cli.devices import training_devices
 from cjax.cli.options import check_counts
-from cjax.cli.users import load_users, with_lines
+from cjax.cli.users import user_parts, with_lines
 from cjax.models import GPT, gpt, loss
 from cjax.parallelize import parallelize
 
@@ -54,7 +53,9 @@ class PlanCommand:
             devices = self.target
         if ".py:" not in self.model:
             return self._compare(self._built_in(int(number)), devices)
-        parts = self._user_parts()
+        if self.batch is not None or self.seq is not None:
+            raise ValueError("--batch and --seq are for built-in models; yours brings its own batch")
+        parts = user_parts(self.model)
         return with_lines(Path(self.model.rpartition(":")[0]), lambda: self._compare(parts, devices))
 
     def _compare(self, parts: tuple[Any, Any, Any, Any], devices: Any) -> int:
@@ -72,13 +73,3 @@ class PlanCommand:
         shape = (self.batch or num_devices, self.seq or config.context)
         tokens = jax.ShapeDtypeStruct(shape, "int32")
         return lambda rngs: GPT(config, rngs=rngs), loss, optax.adamw(1e-3), {"inputs": tokens, "targets": tokens}
-
-    def _user_parts(self) -> tuple[Any, Any, Any, Any]:
-        file, _, name = self.model.rpartition(":")
-        if self.batch is not None or self.seq is not None:
-            raise ValueError("--batch and --seq are for built-in models; yours brings its own batch")
-        parts = with_lines(Path(file), load_users(Path(file), name))
-        if not isinstance(parts, tuple) or len(parts) != 4:
-            what = f"a {type(parts).__name__}" + (f" of {len(parts)}" if isinstance(parts, tuple) else "")
-            raise ValueError(f"{self.model} returned {what}; it should return (model, loss, optimizer, batch)")
-        return parts

@@ -14,6 +14,22 @@ class UsersError(RuntimeError):
     """What the user's own code raised; the text names its lines."""
 
 
+def user_parts(text: str) -> tuple[Any, Any, Any, Any]:
+    """What the function `file.py:function` returns: (model, loss, optimizer, batch).
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no such function in it, or one that returns something else.
+        UsersError: it raises.
+    """
+    file, _, name = text.rpartition(":")
+    parts = with_lines(Path(file), load_users(Path(file), name))
+    if not isinstance(parts, tuple) or len(parts) != 4:
+        what = f"a {type(parts).__name__}" + (f" of {len(parts)}" if isinstance(parts, tuple) else "")
+        raise ValueError(f"{text} returned {what}; it should return (model, loss, optimizer, batch)")
+    return parts
+
+
 def load_users(path: Path, name: str) -> Callable[[], Any]:
     """The function `name` of the file `path`.
 

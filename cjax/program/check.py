@@ -93,6 +93,11 @@ class Check:
         return self.error <= 1
 
     @property
+    def is_close(self) -> bool:
+        """The same as `ok`."""
+        return self.ok
+
+    @property
     def wrong(self) -> Sequence[Difference]:
         """What is farther off than rounding explains, worst first."""
         return [each for each in self.differences if each.error > 1]

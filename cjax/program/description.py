@@ -29,7 +29,8 @@ from cjax.sharding.fused import kernel_for
 from cjax.sharding.sequence import positions
 from cjax.sharding.storage import Slot, Storage, axes_of_entry
 from cjax.trace.cost import cost
-from cjax.trace.reading import Trace
+from cjax.trace.covered import PRIMITIVES, TESTED
+from cjax.trace.reading import Trace, primitives
 
 
 def describe_step(parts: Parts, audit: Audit, hardware: Hardware, more: Sequence[str] = ()) -> Report:
@@ -56,7 +57,14 @@ def describe_step(parts: Parts, audit: Audit, hardware: Hardware, more: Sequence
         flops=FlopCount(model_flops, matmul, recomputed if recomputed > 0.01 * matmul else 0.0, audit.flops),
         time=_time(parts, audit, hardware),
         shares=shares,
-        watch=[*parts.notes, *more, *_plain_attention(parts, audit), *_padding(parts), *_unknown(parts.trace)],
+        watch=[
+            *parts.notes,
+            *more,
+            *_plain_attention(parts, audit),
+            *_padding(parts),
+            *_unknown(parts.trace),
+            *uncovered(parts.trace),
+        ],
         chart=gantt(schedule, width=100) if schedule is not None else "",
         picture=gantt_svg(simulate(schedule)) if schedule is not None else "",
     )
@@ -174,6 +182,21 @@ def _unknown(trace: Trace) -> list[str]:
         return []
     names = ", ".join(sorted(trace.dims.unknown))
     return [f"{count} unknown primitive{'s' if count > 1 else ''}: {names}"]
+
+
+def uncovered(trace: Trace) -> list[str]:
+    """What in this program no test of cjax has run: primitives, and JAX itself."""
+    said, known = [], frozenset().union(*PRIMITIVES.values())
+    new = sorted(primitives(trace) - known)
+    if new:
+        said.append(f"no test of cjax has run {', '.join(new)}: check this plan with program.check, or verify=True")
+    version = ".".join(jax.__version__.split(".")[:2])
+    if version not in TESTED:
+        said.append(
+            f"JAX {jax.__version__} is not one that cjax was tested with ({', '.join(TESTED)}): check this plan with "
+            "program.check, or verify=True"
+        )
+    return said
 
 
 def describe_trace(trace: Trace, model: str) -> TraceSummary:

@@ -94,21 +94,10 @@ def reference_of(parts: Parts) -> Reference:
         return Reference(parts, 1, "")
     loss = trace.closed.jaxpr.outvars[0]
     if trace.results and trace.results[0].couplings:
-        return Reference(parts, num, f"examples meet at {', '.join(sorted({place.text for place in trace.results[0].couplings}))}")
+        return Reference(parts, num, f"examples meet at {', '.join(sorted(map(str, trace.results[0].couplings)))}")
     if "index" in _kinds_of(parts, [loss]):
         return Reference(parts, num, "each draws its own random numbers")
     return Reference(parts, 1, "")
-
-
-def own_meaning(parts: Parts) -> list[bool]:
-    """For each leaf of aux, whether it is what it is of the whole batch; a sum, say, is averaged over micro-batches."""
-    trace = parts.trace
-    position, found = trace.num_loss, []
-    for is_mean in trace.aux_is_mean:
-        value = trace.results[position] if trace.results else None
-        found.append(value is None or is_mean or (value.kind in ("mean", "fixed") and not value.couplings))
-        position += 2 if is_mean else 1
-    return found
 
 
 def _kinds_of(parts: Parts, wanted: Sequence[Any]) -> frozenset[str]:

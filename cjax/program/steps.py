@@ -82,8 +82,10 @@ def gradient_inputs(state: State) -> tuple[Arrays, Arrays, Arrays, jax.Array, ja
 def make_value_and_grad(parts: Parts, together: bool = False) -> Any:
     """`(*gradient_inputs(state), batch) -> (loss, aux, stored gradients, stored carried)`."""
 
-    def value_and_grad(*inputs: Any) -> tuple[jax.Array, PyTree, Arrays, Arrays]:
-        graded = _gradients(parts, *inputs, together)
+    def value_and_grad(
+        params: Arrays, frozen: Arrays, carried: Arrays, key: jax.Array, step: jax.Array, scaling: Any, batch: PyTree
+    ) -> tuple[jax.Array, PyTree, Arrays, Arrays]:
+        graded = _gradients(parts, params, frozen, carried, key, step, scaling, batch, together)
         out = graded.out
         return mean(out.total, out.weight), aux_means(parts, out), graded.grads, out.carried
 

@@ -12,7 +12,7 @@ from cjax.planner.hardware import hardware_of
 from cjax.program.batches import place_batch, table_limits
 from cjax.program.check import Check, Outcome, compare, on_host
 from cjax.program.lockstep import Lockstep
-from cjax.program.reference import Inputs, Reference, own_meaning, perturbed, reference_of
+from cjax.program.reference import Inputs, perturbed, reference_of
 from cjax.program.saving import MODEL, trees_of
 from cjax.program.state import Parts, State, store_leaves
 
@@ -62,7 +62,8 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
             "many virtual devices of one process: cjax run --devices N script.py."
         )
     device, plan = parts.mesh.devices.flat[0], parts.plan
-    given, trees = jax.tree.map(np.asarray, batch), list(trees_of(state, *MODEL).values())
+    given, (params, frozen, carried) = jax.tree.map(np.asarray, batch), trees_of(state, *MODEL).values()
+    trees = params, frozen, carried
     held = sum(x.nbytes for x in jax.tree.leaves(trees[:1])), _bytes_on(device, state)
     _must_fit(parts, 2 * held[0] + held[1])  # before anything is compiled for it
     here = jax.sharding.SingleDeviceSharding(device)
@@ -71,14 +72,17 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
     run, itemsize, size = reference.compiled(inputs)
     _must_fit(parts, size + held[1])
     theirs = reference(run, inputs)
-    itemsize = min(itemsize, _BYTES[plan.precision], _BYTES[plan.reduce or "float64"])
+    itemsize = min(itemsize, _BYTES.get(plan.precision, 8), _BYTES.get(plan.reduce or "", 8))
     if plan.precision == "float32":
         rounded = reference(run, (perturbed(inputs[0], itemsize), *inputs[1:]))
     else:
         alone = Plan(precision=plan.precision, microbatches=reference.num, loss=plan.loss)
         rounded = outcome(parts.compose(alone, [device]), state, trees, given)
     mine = outcome(parts, state, trees, given)
-    theirs = dataclasses.replace(theirs, **_incomparable(parts, reference, theirs, inputs, itemsize))
+    if itemsize == 2:  # aux counts decisions, mostly, and of these rounding changes whole ones
+        theirs = dataclasses.replace(theirs, aux={})
+    if plan.microbatches > reference.num:  # statistics take the micro-batches in order
+        theirs = dataclasses.replace(theirs, carried=None)
     where = "one device"
     if reference.num > 1:
         where += f" in the same {reference.num} micro-batches ({reference.why})"
@@ -87,27 +91,7 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
     return compare(str(plan), mine, theirs, rounded, itemsize, scale, where)
 
 
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def _incomparable(
-    parts: Parts, reference: Reference, theirs: Outcome, inputs: Inputs, itemsize: int
-) -> dict[str, PyTree]:
-    """What a plan need not have in common with the undivided batch, or takes from its parts by contract."""
-    if itemsize == 2:  # aux counts decisions, mostly, and of these rounding changes whole ones
-        changes: dict[str, PyTree] = {"aux": {}}
-    else:
-        own = own_meaning(parts)
-        changes = {}
-        if parts.plan.microbatches > reference.num and not all(own):
-            cut = Reference(parts, parts.plan.microbatches, "")
-            averaged = jax.tree.leaves(cut(cut.compiled(inputs)[0], inputs).aux)
-            leaves, treedef = jax.tree.flatten(theirs.aux)
-            chosen = [a if is_own else b for is_own, a, b in zip(own, leaves, averaged, strict=True)]
-            changes = {"aux": treedef.unflatten(chosen)}
-    if parts.plan.microbatches > reference.num:  # statistics take the micro-batches in order
-        changes["carried"] = None
-    return changes
+_BYTES = {"bfloat16": 2, "float16": 2}  # float32 leaves a model its own numbers, which may be wider
 
 
 def outcome(parts: Parts, state: State, trees: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> Outcome:

@@ -101,6 +101,16 @@ class Trace:
         return tuple(self.dims.class_of(d) for d in self.dims.inputs[leaf])
 
 
+def primitives(trace: Trace) -> frozenset[str]:
+    """The names of all primitives in a trace, those inside loops and custom derivatives too."""
+
+    def inside(jaxpr: Any) -> set[str]:
+        found = {eqn.primitive.name for eqn in jaxpr.eqns}
+        return found.union(*(inside(body) for eqn in jaxpr.eqns for body in jex.jaxprs_in_params(eqn.params)))
+
+    return frozenset(inside(trace.closed.jaxpr))
+
+
 def trace_loss(
     capture: Capture,
     batch_shape: PyTree,

@@ -18,12 +18,12 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 def test_help_names_every_command(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for name in ("train", "plan", "run", "check", "inspect"):
+    for name in ("train", "plan", "run", "check", "check-model", "inspect"):
         assert f"  {name} " in text
     assert main([]) == 2
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "run", "check", "inspect"])
+@pytest.mark.parametrize("command", ["train", "plan", "run", "check", "check-model", "inspect"])
 def test_each_command_explains_its_options(command: str, capsys):
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
@@ -42,7 +42,7 @@ def test_a_mistyped_command_is_guessed(capsys):
     assert main(["trian"]) == 2
     assert "did you mean cjax train?" in capsys.readouterr().err
     assert main(["xyz"]) == 2
-    assert "there are train, plan, run, check, inspect" in capsys.readouterr().err
+    assert "there are train, plan, run, check, check-model, inspect" in capsys.readouterr().err
 
 
 def test_a_mistake_is_one_message_and_the_traceback_on_request(tmp_path, capsys, monkeypatch):
