@@ -85,13 +85,10 @@ def causal(name: str, *extra: str, config: dict[str, Any]) -> Stranger:
 
 def classified(name: str, **config: Any) -> Stranger:
     def loss(model: Any, batch: Any) -> Any:
-        return cross_entropy(model(batch["images"], deterministic=False).logits, batch["labels"])
+        out = model(batch["images"], deterministic=False, return_dict=True)
+        return cross_entropy(out.logits, batch["labels"])
 
-    batch = pictures()
-    # transformers' images have their channels in front.
-    return Stranger(
-        module(name, num_labels=CLASSES, **config), loss, {**batch, "images": batch["images"].transpose(0, 3, 1, 2)}
-    )
+    return Stranger(module(name, num_labels=CLASSES, **config), loss, pictures())
 
 
 # -- encoders ---------------------------------------------------------------------------------------------------------
@@ -225,15 +222,14 @@ def clip() -> Stranger:
     """Pictures and sentences of one batch are told from each other."""
 
     def loss(model: Any, batch: Any) -> Any:
-        out = model(batch["ids"], batch["images"], batch["mask"], positions(batch["ids"]))
+        out = model(batch["ids"], batch["images"], batch["mask"], positions(batch["ids"]), return_dict=True)
         pairs = jnp.arange(batch["ids"].shape[0])
         return (cross_entropy(out.logits_per_text, pairs) + cross_entropy(out.logits_per_image, pairs)) / 2
 
     text = {**TEXT, "projection_dim": 16}
     vision = {**VISION, "projection_dim": 16}
     model = module("CLIPModel", text_config=text, vision_config=vision, projection_dim=16)
-    images = pictures()["images"].transpose(0, 3, 1, 2)
-    return Stranger(model, loss, {**tokens(), "images": images})
+    return Stranger(model, loss, {**tokens(), "images": pictures()["images"]})
 
 
 WAVES: dict[str, Any] = {
@@ -257,7 +253,7 @@ def wav2vec2() -> Stranger:
     """Speech, with CTC as its loss."""
 
     def loss(model: Any, batch: Any) -> Any:
-        logits = model(batch["waves"], batch["mask"]).logits
+        logits = model(batch["waves"], batch["mask"], return_dict=True).logits
         silent = jnp.zeros(logits.shape[:2], logits.dtype)
         return optax.ctc_loss(logits, silent, batch["letters"], batch["no letter"]).mean()
 
@@ -282,10 +278,8 @@ def speech_encoder_decoder() -> Stranger:
     encoder = transformers.Wav2Vec2Config(**{**WAVES, "add_adapter": True, "num_adapter_layers": 1})
     decoder = transformers.BertConfig(**TEXT, is_decoder=True, add_cross_attention=True)
     config = transformers.SpeechEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
-    made = transformers.FlaxSpeechEncoderDecoderModel(
-        config, input_shape=((1, 76), (1, 8)), dtype=jnp.float64, _do_init=False
-    )
+    model = transformers.FlaxSpeechEncoderDecoderModel.module_class(config, dtype=jnp.float64)
     pairs = sentence_pairs()
     kept = {name: pairs[name] for name in ("target", "target_mask", "labels")}
     waves = {"waves": random().normal(size=(ROWS, 76)).astype("float32"), "mask": np.ones((ROWS, 76), "int32")}
-    return Stranger(made.module, loss, {**kept, **waves})
+    return Stranger(model, loss, {**kept, **waves})

@@ -56,7 +56,13 @@ def tunix_gemma() -> Stranger:
 def mamba2() -> Stranger:
     module = importlib.import_module("mamba2_jax")
     config = module.Mamba2Config(
-        vocab_size=VOCAB, hidden_size=32, state_size=8, head_dim=16, chunk_size=6, num_hidden_layers=2
+        vocab_size=VOCAB,
+        hidden_size=32,
+        state_size=8,
+        head_dim=16,
+        chunk_size=6,
+        num_hidden_layers=2,
+        residual_in_fp32=False,
     )
     model = module.Mamba2ForCausalLM(config, rngs=nnx.Rngs(0))
     return Stranger(wide(model), lambda model, batch: next_words(model(batch["ids"])["logits"], batch), tokens())
@@ -65,7 +71,13 @@ def mamba2() -> Stranger:
 def mamba3() -> Stranger:
     module = importlib.import_module("mamba3_jax")
     config = module.Mamba3Config(
-        vocab_size=VOCAB, hidden_size=32, state_size=8, head_dim=16, chunk_size=6, num_hidden_layers=2
+        vocab_size=VOCAB,
+        hidden_size=32,
+        state_size=8,
+        head_dim=16,
+        chunk_size=6,
+        num_hidden_layers=2,
+        residual_in_fp32=False,
     )
     model = module.Mamba3ForCausalLM(config, rngs=nnx.Rngs(0))
     return Stranger(wide(model), lambda model, batch: next_words(model(batch["ids"])["logits"], batch), tokens())

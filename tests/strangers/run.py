@@ -1,7 +1,7 @@
 """Runs strangers under plans and keeps what came out: python -m strangers.run [--models a,b] [--plans 1,2] [--table]
 
 Each stranger is a process, which is ended and started again at the next plan when it hangs or is aborted. What is kept
-is known by the cjax it was run with, and not run again with the same.
+is known by the cjax and the stranger that it was run with, and not run again with the same.
 """
 
 import argparse
@@ -27,6 +27,7 @@ HERE = Path(__file__).parent
 STORE = HERE.parent.parent / ".strangers" / "results.jsonl"
 # Of a device that waits for another: XLA ends the process and says so.
 PATIENCE = 90
+JUDGES = ("author", "common", "worker")
 
 
 def main() -> None:
@@ -58,21 +59,23 @@ def arguments() -> argparse.Namespace:
 
 # -- what is kept -----------------------------------------------------------------------------------------------------
 @functools.cache
-def version() -> str:
-    """This cjax, by what its files say, and the JAX it runs on."""
-    house = Path(cjax.__file__).parent
-    text = b"".join(path.read_bytes() for path in sorted(house.rglob("*.py")))
+def version(name: str) -> str:
+    """This cjax and this stranger, by what their files say, and the JAX they run on."""
+    house, module = Path(cjax.__file__).parent, BY_NAME[name].make.split(":")[0]
+    files = [*sorted(house.rglob("*.py")), HERE / f"{module}.py", *(HERE / f"{part}.py" for part in JUDGES)]
+    text = b"".join(path.read_bytes() for path in files)
     return f"{hashlib.sha256(text).hexdigest()[:12]} jax {metadata.version('jax')}"
 
 
 def results() -> dict[tuple[str, str], dict[str, Any]]:
-    """The last outcome of each pair with this version."""
-    lines = map(json.loads, STORE.read_text().splitlines()) if STORE.exists() else []
-    return {(line["model"], line["plan"]): line for line in lines if line["version"] == version()}
+    """The last outcome of each pair that is of these versions."""
+    lines = [json.loads(line) for line in STORE.read_text().splitlines()] if STORE.exists() else []
+    known = [line for line in lines if line["model"] in BY_NAME]
+    return {(line["model"], line["plan"]): line for line in known if line["version"] == version(line["model"])}
 
 
 def keep(name: str, plan: str, outcome: str, why: str, seconds: float) -> None:
-    line = {"model": name, "plan": plan, "outcome": outcome, "why": why, "seconds": seconds, "version": version()}
+    line = {"model": name, "plan": plan, "outcome": outcome, "why": why, "seconds": seconds, "version": version(name)}
     STORE.parent.mkdir(exist_ok=True)
     with STORE.open("a") as file:
         file.write(json.dumps(line) + "\n")

@@ -69,7 +69,7 @@ class Subject:
     @staticmethod
     def of(made: Stranger) -> "Subject":
         stranger = dataclasses.replace(made, batch=author.widened(made.batch))
-        captured = capture(stranger.model, stranger.loss, made.batch)
+        captured = capture(stranger.model, stranger.loss, stranger.batch)
         params, *others = author.widened(captured.initial or jax.jit(captured.init)(jax.random.key(0)))
         trees = (author.unsettled(params), *others)
         init = captured.init
