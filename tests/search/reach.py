@@ -17,27 +17,31 @@ from search.models import WIDE, Recorder
 
 # What no model of the generator has, and why.
 UNREACHED = {
-    "collectives, which models under cjax do not write: cjax does": (
+    "collectives and how values vary over devices: models leave these to cjax": (
         "all_gather all_gather_invariant all_gather_reduced all_to_all axis_index core_pmap mpmd_map pbroadcast pcast "
-        "pgather pmap ppermute preduced_reduced preduced_sum psum psum_invariant psum_scatter reduce_scatter reduced_vary "
-        "reduced_vary_cast shard_map unreduced_psum unreduced_psum_scatter unreduced_reduce_scatter vary_unreduced_cast "
-        "xla_pmap pvary ragged_all_to_all psend precv unreduced_all_gather ppermute_invariant pmin pmax"
+        "pgather pmap ppermute ppermute_invariant preduced preduced_reduced preduced_sum psend precv psum pmax pmin "
+        "psum_invariant psum_scatter pvary ragged_all_to_all reduce_scatter reduced_vary_cast reduced_vary_cast_p "
+        "shard_map unreduced_all_gather unreduced_psum unreduced_psum_scatter unreduced_reduce_scatter "
+        "vary_unreduced_cast vary_unreduced_cast_p xla_pmap"
     ),
-    "placements and memories, which are cjax's to choose": (
-        "device_put mesh_cast reshard sharding_constraint auto_axes explicit_axes pjit_sharding layout_constraint "
-        "with_layout_constraint copy_p transfer"
+    "placements, which are cjax's to choose": (
+        "auto_axes device_put explicit_axes inspect_sharding layout_constraint mesh_cast reshard sharding_constraint"
     ),
-    "references and kernels: mutable arrays, Pallas": (
-        "addupdate broadcast_to get swap accum_grad_in_ref freeze mutable_array new_ref run_state ref_get ref_set "
-        "pallas_call core_map empty_ref empty_ref_p array_ref full_ref"
+    "mutable arrays and kernels in Pallas": (
+        "accum_grad_in_ref addupdate array_ref broadcast_to core_map empty_ref free_ref freeze full_ref get new_ref "
+        "mutable_array pallas_call ref_get ref_set run_state swap"
     ),
-    "what JAX makes of others, for itself": (
-        "box_get box_set call_hi_primitive custom_vmap_call dce_sink eq_to eval_jaxpr from_edtype le_to mulhi new_box "
-        "remat_opt reduce_window select_and_gather_add stage tie to_edtype log_extend log_read new_log check debug_print "
-        "inspect_sharding get_variable new_variable set_variable free_ref preduced reduced_vary_cast_p "
-        "vary_unreduced_cast_p"
+    "derivatives forwards alone: of a maximum over windows, of a sum that is a function of the author's": (
+        "reduce_window select_and_gather_add"
     ),
-    "host callbacks and foreign functions": "ffi_call io_callback pure_callback outside_call debug_callback tpu_custom_call",
+    "integers alone, or types and boxes that JAX keeps for itself": (
+        "box_get box_set call_hi_primitive check custom_vmap_call dce_sink debug_print eq_to eval_jaxpr from_edtype "
+        "get_variable le_to log_extend log_read mulhi new_box new_log new_variable remat_opt set_variable stage tie "
+        "to_edtype"
+    ),
+    "host callbacks and foreign functions": (
+        "debug_callback ffi_call io_callback outside_call pure_callback tpu_custom_call"
+    ),
 }
 
 

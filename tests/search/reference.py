@@ -1,7 +1,7 @@
 """A model of a spec trained by its author: plain Flax, JAX and optax on one device. Nothing of cjax is read here.
 
-What cjax promises of random numbers and micro-batches is written out again: step i has key `fold_in(key, i)`, micro-batch
-j of several folds j into it (NNX: into the keys that the model carries), and holds rows j, j+m, j+2m, ...
+What cjax promises of random numbers and micro-batches is written out again: step i has key `fold_in(key, i)`,
+micro-batch j of several folds j into it (NNX: into the keys that the model carries), and holds rows j, j+m, j+2m, ...
 """
 
 import dataclasses
@@ -100,7 +100,8 @@ def nnx_author(spec: Spec, loss: Callable[..., Any], batch: PyTree) -> Author:
         values = params | frozen | carried
         if part is not None:
             values |= {path: _folded(values[path], part) for path in keys}
-        leaves = [(path, variable.replace(values["/".join(map(str, path))])) for path, variable in nnx.to_flat_state(state)]
+        flat = nnx.to_flat_state(state)
+        leaves = [(path, variable.replace(values["/".join(map(str, path))])) for path, variable in flat]
         model = nnx.merge(definition, nnx.from_flat_state(leaves))
         value, aux = with_aux(loss(model, batch))
         new = by_path(nnx.state(model, nnx.Not(nnx.Param)))

@@ -10,6 +10,7 @@ import copy
 import datetime
 import json
 import re
+import signal
 import sys
 import threading
 import time
@@ -108,6 +109,10 @@ class Search:
     def done(self) -> bool:
         return sum(self.counts.values()) >= self.args.pairs or time.time() > self.until
 
+    def stop(self) -> None:
+        """Ends behind the models that are under way."""
+        self.until = 0.0
+
     def work(self) -> None:
         process = Process()
         while not self.done():
@@ -119,6 +124,8 @@ class Search:
             with self.lock:
                 self.jax = process.jax
                 self.seeds.add(seed)
+                if len(self.seeds) % 10 == 0:
+                    self._say(f"{(time.time() - self.start) / 60:.0f} minutes: {dict(self.counts)}")
         process.close()
 
     def _count(self, process: Process, row: Row) -> None:
@@ -180,6 +187,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="by default a file of today in docs/results")
     args = parser.parse_args()
     search = Search(args)
+    signal.signal(signal.SIGTERM, lambda *_: search.stop())
     threads = [threading.Thread(target=search.work) for _ in range(args.jobs)]
     for thread in threads:
         thread.start()

@@ -109,9 +109,10 @@ class Planted:
 
 def test_failures_are_shrunk() -> None:
     sort = {"op": "sort", "config": {"axis": -1, "how": "sort"}, "wrap": "raw"}
-    spec = models.draw(3) | {"parts": [models.draw_part(np.random.default_rng(0), ["mlp"]), {
-        "stack": [sort, {"op": "one_hot", "config": {"vocab": 5}, "wrap": "raw"}], "times": 3, "how": "scan"}]}  # fmt: skip
-    row = {"spec": spec, "plan": "tensor=2d:4 zero=3 microbatches=2", "kind": "wrong", "what": "step 0, gradient of x: off"}
+    stack = [sort, {"op": "one_hot", "config": {"vocab": 5}, "wrap": "raw"}]
+    parts = [models.draw_part(np.random.default_rng(0), ["mlp"]), {"stack": stack, "times": 3, "how": "scan"}]
+    row = {"spec": models.draw(3) | {"parts": parts}, "plan": "tensor=2d:4 zero=3 microbatches=2"}
+    row |= {"kind": "wrong", "what": "step 0, gradient of x: off"}
     small = shrink(Planted(), row, 50)  # type: ignore[arg-type]
     assert [part["op"] for part in models.parts_of(small["spec"])] == ["sort"] and small["plan"] == "tensor=2"
     assert alike(row, [small | {"id": "1"}]) and not alike(row, [small | {"plan": "tensor=2 sequence=ring:2"}])
