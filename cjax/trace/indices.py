@@ -132,12 +132,11 @@ def _walk(
             known[eqn.outvars[0]] = result
         elif name not in ENTERED:
             told.update(each for each in found if isinstance(each, _Compared))
-            if any(
-                True for _ in jex.jaxprs_in_params(eqn.params)
-            ):  # which is not followed, and may tell anything from anything
+            if any(True for _ in jex.jaxprs_in_params(eqn.params)):  # not followed: it may tell anything from anything
                 inputs = {each.input for each in found if isinstance(each, _Index)}
                 told.update(_Compared(i, True, 0, False, True) for i in inputs)
-    told.update(each for v in jaxpr.outvars if isinstance(each := known.get(v), _Compared))
+    results = [known.get(v) for v in jaxpr.outvars if not isinstance(v, jex.Literal)]
+    told.update(each for each in results if isinstance(each, _Compared))
 
 
 def _compared(name: str, index: int, number: int) -> _Compared | None:
