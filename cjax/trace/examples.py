@@ -93,7 +93,8 @@ class Context:
     batch: int
     twin: JaxprEqn | None
     ratio: float  # how many times as many rows this trace has
-    inside: bool | None = None  # the equation around it is in the model; None: its own traceback is not to be trusted
+    inside: bool = False  # the equation around it is in the model
+    is_top: bool = False  # there is none around it
 
     @property
     def name(self) -> str:
@@ -101,7 +102,7 @@ class Context:
 
     @property
     def is_inside(self) -> bool:
-        return self.inside is True or (self.inside is False and in_model(self.eqn.source_info.traceback))
+        return self.inside or in_model(self.eqn.source_info.traceback)
 
     @property
     def where(self) -> str:
