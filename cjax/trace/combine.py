@@ -101,6 +101,14 @@ def _plain_aux(trace: Trace, results: Sequence[Value]) -> list[tuple[int, str, V
     return found
 
 
+def averages(trace: Trace) -> bool:
+    """Whether a loss that was lifted, and what of aux is no `Mean`, is for the whole as the parts' sums and means say;
+    True where there is no loss."""
+    if not trace.num_loss:
+        return True
+    return bool(trace.results) and all(value.kind in ("mean", "fixed") for _, _, value in _plain_aux(trace, trace.results))
+
+
 def _with_aux(trace: Trace, results: Sequence[Value]) -> Trace:
     """`trace` that knows which values of aux are sums; what is neither that nor a mean is refused."""
     sums = set()
