@@ -181,7 +181,8 @@ class _Reader:
                 context.values.append(value)
             if id(eqn) in self.shares:
                 context.values[1] = self.shares[id(eqn)]
-            env.update(zip(eqn.outvars, self.results(context), strict=True))
+            results = [context.traced(value) for value in self.results(context)]
+            env.update(zip(eqn.outvars, results, strict=True))
         atoms = jaxpr.outvars
         others = [None] * len(atoms) if twins is None else twins
         end = Place("its end")
