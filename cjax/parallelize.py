@@ -194,7 +194,7 @@ def _compose(
         trace = source.read(plan.microbatches, in_pairs)
     except Exception as error:  # from the author's own code, which may know the size of the whole batch by heart
         if plan.microbatches > 1:
-            error.add_note(f"The loss ran on one of {plan.microbatches} micro-batches of this batch; see microbatches.")
+            _blame_rows(source, plan.microbatches, error)
         raise
     if plan.microbatches > 1 or measure_noise or plan.reduce is not None:
         trace = _lifted(source, batch_shape, trace, plan)
@@ -217,6 +217,20 @@ def _compose(
         notes=(*notes, *storage.layout.notes, *more, *(line.notes if line else ())), compose=again,
         readers=readers, line=line, loss_size=loss_size,
     )  # fmt: skip
+
+
+def _blame_rows(source: _Source, num: int, error: Exception) -> None:
+    """Raises ValueError if `error`, of a loss on a micro-batch, does not come with the whole batch."""
+    try:
+        source.read(1)
+    except Exception:  # it comes with any number of rows: the author's own, and for him to see as it is
+        error.add_note(f"The loss ran on one of {num} micro-batches of this batch; see microbatches.")
+        return
+    raise ValueError(
+        f"The loss runs on the whole batch and not on one of {num} micro-batches of it: {str(error).splitlines()[0]} "
+        "It, or a leaf of the batch, knows how many rows the batch has. Take the number from the batch that it is "
+        "given (x.shape[0]), give each example a row of its own in every leaf, or use microbatches=1."
+    ) from error
 
 
 def _lifted(source: _Source, batch_shape: PyTree, trace: Trace, plan: Plan) -> Trace:

@@ -29,7 +29,7 @@ from cjax.program.state import Arrays, Parts, State, batch_shardings
 from cjax.sharding.layout import make_layout
 from cjax.sharding.model import place_loss
 from cjax.sharding.staged import stage_model
-from cjax.trace.combine import denominator, lift, loss_total
+from cjax.trace.combine import averages, denominator, lift, loss_total
 from cjax.trace.indices import Limits
 from cjax.trace.reading import Trace, trace_flat, trace_loss
 
@@ -130,7 +130,7 @@ class Evaluator:
         trace, score = self._scored(shape, function, 1, together)
         pieces = [(slice(None), rows, score)]
         num_parts = parts.plan.microbatches
-        if parts.line is not None and parts.line.stacks_of(trace) and 1 < num_parts <= rows:
+        if parts.line is not None and parts.line.stacks_of(trace) and 1 < num_parts <= rows and averages(trace):
             # Whole micro-batches through the pipeline together, the rows that are left over behind them.
             whole = rows - rows % num_parts
             pieces = []

@@ -101,6 +101,15 @@ def _plain_aux(trace: Trace, results: Sequence[Value]) -> list[tuple[int, str, V
     return found
 
 
+def averages(trace: Trace) -> bool:
+    """Whether a loss that was lifted, and what of aux is no `Mean`, is for the whole as the parts' sums and means say;
+    True where there is no loss."""
+    if not trace.num_loss:
+        return True
+    aux = [value for _, _, value in _plain_aux(trace, trace.results)] if trace.results else []
+    return bool(trace.results) and all(value.kind in ("mean", "fixed") for value in aux)
+
+
 def _with_aux(trace: Trace, results: Sequence[Value]) -> Trace:
     """`trace` that knows which values of aux are sums; what is neither that nor a mean is refused."""
     sums = set()
@@ -127,11 +136,11 @@ def _check_mean(results: Sequence[Value]) -> None:
                 f"The {name} of the loss adds what grows with the examples to what does not: multiply a mean by the "
                 f"weight before it is added to a total, or write {APART}."
             )
-        kinds |= {value.kind} - {"fixed"}
+        kinds.add(("mean", "sum")[bool(value.power)] if value.kind == "fixed" else value.kind)
     if kinds == {"sum", "mean"}:
         raise ValueError(
-            "Of the loss's total and weight one is a sum over the examples and the other a mean: both must be sums, "
-            f"or both means, or write {APART}."
+            "Of the loss's total and weight one is a sum over the examples and the other a mean, or a number that does "
+            f"not grow with them: both must grow, or neither, or write {APART}."
         )
 
 
@@ -259,6 +268,13 @@ def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
     changes = [jaxpr.invars[i] is not var for i, var, _ in made]
     fixed = [value.kind == "fixed" and not value.taints and not value.power for _, _, value in made]
     once = {n for n, drawn in enumerate(random) if changes[n] and fixed[n] and not drawn}
+    for n, (i, var, value) in enumerate(made):
+        by_row = value.kind == "fixed" and n not in once and changes[n] and not random[n]
+        if by_row and not _adds(jaxpr, var, jaxpr.invars[i]):
+            raise ValueError(
+                f"The model makes {trace.leaves[i].name} of the number of examples: micro-batches have fewer. Use "
+                f"microbatches=1, or write {APART}."
+            )
     reads = {jaxpr.invars[carried[n]] for n in once}
     for n, (i, var, _) in enumerate(made):
         if changes[n] and n not in once and not random[n] and not reads.isdisjoint(_sources(jaxpr, var)):
@@ -271,8 +287,18 @@ def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
     return frozenset(once)
 
 
+def _adds(jaxpr: Any, var: Any, old: Any) -> bool:
+    """Whether a variable is the old one and a number: added part by part, such numbers are as added at once."""
+    eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
+    if eqn is None or eqn.primitive.name not in ("add", "add_any"):
+        return False
+    return any(a is old and isinstance(b, jex.Literal) for a, b in (eqn.invars, eqn.invars[::-1]))
+
+
 def _sources(jaxpr: Any, var: Any) -> set[Any]:
     """All variables that one is made of."""
+    if isinstance(var, jex.Literal):
+        return set()
     live = {var}
     for eqn in reversed(jaxpr.eqns):
         if not live.isdisjoint(eqn.outvars):

@@ -68,12 +68,17 @@ class Value:
     weight: Weight | None = None  # of a ratio or inverse; of rows that were divided by it; of a sum: itself
     total: Atom | None = None
     blended: bool = False  # of a ratio: a mean, or a ratio with another weight, was added
-    origin: Place | None = None  # where the examples came together, or where they were lost from sight
+    origin: Place | None = None  # where examples came together, were lost from sight, or rows scaled by all of them
     couplings: frozenset[Place] = frozenset()  # where rows saw other rows, or how many there are
     taints: frozenset[Place] = frozenset()  # of fixed: where it came to differ by row, or by the number of rows
     iota: int | None = None  # counts rows along this dim
     columns: frozenset[int] = frozenset()  # entries of the last dim that count rows: indices of gather and scatter
     test: str = ""  # of a comparison with zero: which
+
+    @property
+    def is_scaled(self) -> bool:
+        """By the number of rows, or by a weight."""
+        return self.kind in ("rows", "fixed") and bool(self.power or self.weight)
 
     @property
     def layout(self) -> tuple[int, int, int]:
@@ -93,7 +98,8 @@ class Context:
     batch: int
     twin: JaxprEqn | None
     ratio: float  # how many times as many rows this trace has
-    inside: bool | None = None  # the equation around it is in the model; None: its own traceback is not to be trusted
+    inside: bool = False  # the equation around it is in the model
+    is_top: bool = False  # there is none around it
 
     @property
     def name(self) -> str:
@@ -101,7 +107,7 @@ class Context:
 
     @property
     def is_inside(self) -> bool:
-        return self.inside is True or (self.inside is False and in_model(self.eqn.source_info.traceback))
+        return self.inside or in_model(self.eqn.source_info.traceback)
 
     @property
     def where(self) -> str:
@@ -157,8 +163,17 @@ class Context:
         return here if origin is None else Place(origin.text, origin.inside and here.inside)
 
     def meeting(self, value: Value) -> Value:
-        """`value`, whose examples meet here."""
-        return replace(value, couplings=value.couplings | {self.here})
+        """`value`, whose examples meet here; in the model if what they were scaled by is too."""
+        here, scaled = self.here, [v.origin for v in self.values if v.is_scaled and v.origin is not None]
+        outside = next((origin for origin in scaled if not origin.inside), here)
+        return replace(value, couplings=value.couplings | {outside})
+
+    def traced(self, value: Value) -> Value:
+        """`value`, if it is scaled by what all examples decide, with a note of where that began."""
+        if not value.is_scaled:
+            return value
+        origins = [v.origin for v in self.values if v.is_scaled and v.origin is not None]
+        return replace(value, origin=next((o for o in origins if not o.inside), origins[0] if origins else self.here))
 
     def aggregate(self) -> Value:
         """A function of all examples that is no sum, made here."""

@@ -15,7 +15,6 @@ from cjax.trace.example_rules import RULES
 from cjax.trace.examples import FIXED, LOST, Atom, Context, Place, Value, Weight, constant, growing, is_literal
 from cjax.trace.own_gradients import backward, judged, operands
 from cjax.trace.simplify import REMAT_NAMES, scan_counts
-from cjax.trace.tracebacks import is_fresh
 from cjax.trace.twins import Twins
 
 APART = "loss=microbatch, if each micro-batch may be a batch of its own"
@@ -169,20 +168,21 @@ class _Reader:
             for var, const in zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False)
         ]
 
-    def read(self, closed: Any, values: Sequence[Value], inside: bool | None, twins: Any = None) -> list[Value]:
+    def read(self, closed: Any, values: Sequence[Value], inside: bool, twins: Any = None) -> list[Value]:
         """The values of a jaxpr's results, from those of its constants and inputs."""
         jaxpr = getattr(closed, "jaxpr", closed)
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
         for eqn in jaxpr.eqns:
             twin = self.twins[eqn]
-            context = Context(eqn, [], self.batch, twin, self.ratio, inside)
+            context = Context(eqn, [], self.batch, twin, self.ratio, inside, twins is not None)
             others = [None] * len(eqn.invars) if twin is None else twin.invars
             for atom, other in zip(eqn.invars, others, strict=True):
                 value = self._literal(atom, other, context) if is_literal(atom) else env[atom]
                 context.values.append(value)
             if id(eqn) in self.shares:
                 context.values[1] = self.shares[id(eqn)]
-            env.update(zip(eqn.outvars, self.results(context), strict=True))
+            results = [context.traced(value) for value in self.results(context)]
+            env.update(zip(eqn.outvars, results, strict=True))
         atoms = jaxpr.outvars
         others = [None] * len(atoms) if twins is None else twins
         end = Place("its end")
@@ -238,14 +238,14 @@ class _Reader:
             grads = None
             if closed is not None and other is not None:
                 reader = replace(self, twins=Twins(closed, other), shares={}, divisions=Divisions())
-                grads = reader.read(closed, [*reader.consts(closed), *operands(context, results)], None)
+                grads = reader.read(closed, [*reader.consts(closed), *operands(context, results)], False)
             self.gradients[key] = grads, rule  # which lives as long, so that no other gets its id
         return judged(context, results, self.gradients[key][0])
 
     def _checked(self, context: Context, value: Value) -> Value:
         """What a rule says of a result, and what no rule may forget."""
         values = context.values
-        if value.kind in ("ratio", "inverse", "rows") and context.inside is False and context.name == "div":
+        if value.kind in ("ratio", "inverse", "rows") and context.is_top and context.name == "div":
             divisor = values[1]
             if value.weight is not None and divisor.weight == value.weight:
                 self.divisions.found.append((context.eqn, value.weight))
@@ -288,11 +288,8 @@ class _Reader:
     def call(self, context: Context, body: Any, values: Sequence[Value] | None = None) -> list[Value]:
         """The results of an equation with a body that runs once."""
         jaxpr = body.jaxpr if hasattr(body, "jaxpr") else body
-        inside: bool | None = context.is_inside
-        if not inside and not (context.inside is False and is_fresh(context.eqn, jaxpr)):
-            inside = None
         given = context.values if values is None else values
-        inner = self.read(body, [*self.consts(body), *given], inside)
+        inner = self.read(body, [*self.consts(body), *given], context.is_inside)
         results = []
         prefix = str(context.eqn.source_info.name_stack)
         for value, outvar in zip(inner, context.eqn.outvars, strict=True):

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.linear_util import wrap_init
 
 from cjax.trace.fold import fold, literal
-from cjax.trace.tracebacks import is_fresh
+from cjax.trace.tracebacks import in_model, is_jax_alone
 
 Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 
@@ -103,7 +103,7 @@ class _Flattener:
 
     def walk(self, eqns: Sequence[JaxprEqn], env: dict[Var, Atom], stack: Any, traceback: Any = None) -> None:
         """Append the flat form of `eqns`; `env` maps their variables. `stack` is the caller's name stack, or None at
-        the top, where variables keep their identity; `traceback` the caller's, where theirs are of another call."""
+        the top, where variables keep their identity; `traceback` the caller's: theirs end where they are called."""
         for eqn in eqns:
             invars = [atom if type(atom) is Literal else env.get(atom, atom) for atom in eqn.invars]
             name = eqn.primitive.name
@@ -121,7 +121,9 @@ class _Flattener:
                 continue
             outvars = [Var(var.aval) for var in eqn.outvars]  # an inlined body may be inlined again
             env.update(zip(eqn.outvars, outvars, strict=True))
-            info = eqn.source_info.replace(name_stack=stack + eqn.source_info.name_stack, traceback=traceback)
+            own = eqn.source_info.traceback
+            told = own if traceback is None or not (in_model(traceback) or is_jax_alone(own)) else traceback
+            info = eqn.source_info.replace(name_stack=stack + eqn.source_info.name_stack, traceback=told)
             self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params, source_info=info))
 
     def _inline(self, eqn: JaxprEqn, invars: list[Atom], env: dict[Var, Atom], stack: Any, traceback: Any) -> bool:
@@ -136,8 +138,9 @@ class _Flattener:
                 return False  # a body cannot grow operands for arrays, and JAX does not expect it to own any
             body_env[var] = atom or self.keep(const, Var(var.aval))
         names = eqn.source_info.name_stack
-        if traceback is None and not is_fresh(eqn, jaxpr):
-            traceback = eqn.source_info.traceback
+        own = eqn.source_info.traceback
+        if traceback is None or not (in_model(traceback) or is_jax_alone(own)):
+            traceback = own
         self.walk(jaxpr.eqns, body_env, names if stack is None else stack + names, traceback)
         for outvar, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
             env[outvar] = _read(body_env, atom)

@@ -1,9 +1,11 @@
 """Who wrote an equation: the place in the user's code, and whether a module's method or the loss around it did.
 
-Name stacks say it for Linen alone. A traceback says it for both, but JAX keeps the traces of jitted functions (which
-most of `jax.numpy` is) and hands them out again elsewhere: their tracebacks are of whoever came first.
+Name stacks say it for Linen alone. A traceback says it for both, as far out as the function that was traced: that of an
+equation within a jitted function (which most of `jax.numpy` is) ends there, and its caller's goes on.
 """
 
+import functools
+import linecache
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +15,38 @@ from flax import nnx
 
 _JAX = str(Path(jax.__file__).parent)
 _LOSS = "loss_caller.<locals>.call"  # of cjax.trace.loss: what is further out is no part of the user's loss
+_SHOWN = 80  # characters of a line of code
 
 
-def is_fresh(call: Any, body: Any) -> bool:
-    """Whether the equations of `body`, which the equation `call` calls, were traced by this very line of code."""
-    first = next((eqn.source_info.traceback for eqn in body.eqns if eqn.source_info.traceback is not None), None)
-    if first is None or call.source_info.traceback is None:
-        return False
-    outer, inner = _user_frames(call.source_info.traceback), _user_frames(first)
-    return len(outer) <= len(inner) and inner[len(inner) - len(outer) :] == outer
-
-
-def _user_frames(traceback: Any) -> list[tuple[Any, int]]:
-    codes, lines = traceback.raw_frames()
-    return [(c, line) for c, line in zip(codes, lines, strict=True) if not c.co_filename.startswith(_JAX)]
+def is_jax_alone(traceback: Any) -> bool:
+    """Whether no line of a traceback is the user's, or another library's."""
+    return traceback is None or all(code.co_filename.startswith(_JAX) for code in traceback.raw_frames()[0])
 
 
 def in_model(traceback: Any) -> bool:
     """Whether a method of a Flax module was running, called by the loss."""
     if traceback is None:
         return False
-    modules = _module_names()
     for code in traceback.raw_frames()[0]:
         if code.co_qualname == _LOSS:
             return False
-        *owner, _ = code.co_qualname.split(".")
-        if any(".".join(owner[: i + 1]) in modules for i in range(len(owner))):
+        if _is_method(code):
             return True
     return False
 
 
-def _module_names() -> set[str]:
-    """The names of all classes of modules that there are now; the user may write more at any time."""
+@functools.lru_cache(maxsize=10_000)
+def _is_method(code: Any) -> bool:
+    """Whether a function that runs is a method of a module, or was made in one."""
+    *owner, _ = code.co_qualname.split(".")
+    if not owner:
+        return False
     names, left = set(), [nn.Module, nnx.Module]
     while left:
         cls = left.pop()
         names.add(cls.__qualname__)
         left += cls.__subclasses__()
-    return names
+    return any(".".join(owner[: i + 1]) in names for i in range(len(owner)))
 
 
 def place(traceback: Any) -> str:
@@ -63,4 +59,9 @@ def place(traceback: Any) -> str:
         *owner, method = frame.function_name.split(".")
         if method == "__call__" and owner:
             return owner[-1]
-    return f"{Path(frames[0].file_name).name}:{frames[0].line_num}" if frames else "the loss"
+    if not frames:
+        return "the loss"
+    file, line = frames[0].file_name, frames[0].line_num
+    code = linecache.getline(file, line).strip()
+    shown = code if len(code) <= _SHOWN else f"{code[:_SHOWN]}..."
+    return f"{Path(file).name}:{line}" + (f" `{shown}`" if shown else "")

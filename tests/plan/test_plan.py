@@ -38,6 +38,7 @@ def plans(draw: st.DrawFn) -> Plan:
         sequence=draw(st.sampled_from(sequences)),
         pipeline=draw(pipelines),
         microbatches=draw(st.integers(1, 64)),
+        loss=draw(st.sampled_from(["batch", "microbatch"])),
         zero=draw(zeros),
         precision=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
         remat=draw(st.sampled_from(["none", "dots", "block"])),

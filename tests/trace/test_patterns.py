@@ -349,12 +349,12 @@ class Normed(nn.Module):
         return nn.Dense(1)(nn.BatchNorm(use_running_average=False)(nn.Dense(3)(x)))
 
 
-def of_module(module, loss):
+def of_module(module, loss, inputs=lambda x: x):
     """The verdict on a loss of a Linen module's output."""
     variables = module.init(jax.random.key(0), DATA["x"])
 
     def traced(params, x):
-        return loss(module.apply({**variables, "params": params}, x, mutable=["batch_stats"])[0])
+        return loss(module.apply({**variables, "params": params}, inputs(x), mutable=["batch_stats"])[0])
 
     closed = [simplify(jax.make_jaxpr(traced)(variables["params"], DATA["x"][:n])) for n in (BATCH, MICRO)]
     count = len(jax.tree.leaves(variables["params"]))
@@ -371,6 +371,8 @@ def test_statistics_around_a_model_are_refused():
     jnp.roll(DATA["x"], 1, 0)  # JAX keeps its trace, with the place of whoever called it first
     for loss in (lambda y: ((y - y.mean(0)) ** 2).mean(), lambda y: (y * jnp.roll(y, 1, 0)).mean()):
         assert of_module(Normed(), loss).refused
+    for inputs in (lambda x: x / len(x), lambda x: x / jnp.abs(DATA["mask"][: len(x)]).sum(), lambda x: x - x.mean(0)):
+        assert of_module(nn.Dense(1), lambda y: (y**2).mean(), inputs).refused
 
 
 def test_what_cannot_be_followed_is_refused():
