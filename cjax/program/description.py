@@ -24,6 +24,7 @@ from cjax.report import (
     TraceSummary,
     Transfer,
 )
+from cjax.sharding.apart import brought_together
 from cjax.sharding.fused import kernel_for
 from cjax.sharding.sequence import positions
 from cjax.sharding.storage import Slot, Storage, axes_of_entry
@@ -55,7 +56,7 @@ def describe_step(parts: Parts, audit: Audit, hardware: Hardware) -> Report:
         flops=FlopCount(model_flops, matmul, recomputed if recomputed > 0.01 * matmul else 0.0, audit.flops),
         time=_time(parts, audit, hardware),
         shares=shares,
-        watch=[*parts.notes, *_plain_attention(parts, audit), *_padding(parts), *_unknown(parts.trace)],
+        watch=[*parts.notes, *_plain_attention(parts, audit), *_padding(parts), *_unknown(parts.trace), *_apart(parts)],
         chart=gantt(schedule, width=100) if schedule is not None else "",
         picture=gantt_svg(simulate(schedule)) if schedule is not None else "",
     )
@@ -173,6 +174,11 @@ def _unknown(trace: Trace) -> list[str]:
         return []
     names = ", ".join(sorted(trace.dims.unknown))
     return [f"{count} unknown primitive{'s' if count > 1 else ''}: {names}"]
+
+
+def _apart(parts: Parts) -> list[str]:
+    """What is not left to XLA's partitioner, where that costs."""
+    return brought_together(parts.trace, parts.storage.layout) if parts.mesh.size > 1 else []
 
 
 def describe_trace(trace: Trace, model: str) -> TraceSummary:
