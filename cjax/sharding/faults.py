@@ -55,7 +55,7 @@ FAULTS = (
         "sorting",
         frozenset(["sort"]),
         "XLA stops the process at the gather of its gradient where two axes split other dims.",
-        ("0.10.2",),
+        ("0.10.2", "0.12.0.1"),
         "computed on each device's own part of the other dims",
     ),
     Fault(

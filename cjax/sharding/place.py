@@ -122,7 +122,7 @@ class Placer(Hooks):
 
     def _evaluate(self, eqn: Any, ins: list[Any], scope: Scope, params: Mapping[str, Any] | None = None) -> list[Any]:
         """The results of an equation: by XLA, or without it where it would get them wrong."""
-        params = eqn.params if params is None else params
+        params = params or eqn.params
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
             return bind(eqn, ins, params)

@@ -198,28 +198,31 @@ def search(names: Sequence[str], limit: int, meshes: int, avoids: bool) -> Itera
     left, start = list(names), 0
     while left:
         command = [sys.executable, __file__, "--work", json.dumps([left, limit, meshes, avoids, start])]
-        errors = tempfile.TemporaryFile("w+")
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert process.stdout is not None
-        tried = None
-        for line in process.stdout:
-            kind, name, at, what = json.loads(line)
-            if kind == "try":
-                tried = (name, at, what)
-            elif kind == "done":
-                assert tried is not None
-                yield name, tried[2], what
-                tried = None
-            else:
-                print(f"  {name}", file=sys.stderr, flush=True)
-                left.remove(name)
-                start = 0
-        if process.wait() == 0:
+        tried: tuple[str, int, str] | None = None
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        ):
+            for line in process.stdout or ():
+                kind, name, at, what = json.loads(line)
+                if kind == "try":
+                    tried = (name, at, what)
+                elif kind == "done":
+                    assert tried is not None
+                    yield name, tried[2], what
+                    tried = None
+                else:
+                    print(f"  {name}", file=sys.stderr, flush=True)
+                    left.remove(name)
+                    start = 0
+            status = process.wait()
+            errors.seek(0)
+            said = errors.read()[-3000:]
+        if status == 0:
             return
         if tried is None:
-            errors.seek(0)
-            raise RuntimeError(errors.read()[-3000:])
-        yield tried[0], tried[2], f"XLA stops the process ({process.returncode})"
+            raise RuntimeError(said)
+        yield tried[0], tried[2], f"XLA stops the process ({status})"
         left = left[left.index(tried[0]) :]
         start = tried[1] + 1
 
