@@ -25,6 +25,7 @@ from cjax.report import (
     TraceSummary,
     Transfer,
 )
+from cjax.sharding.apart import brought_together
 from cjax.sharding.fused import kernel_for
 from cjax.sharding.sequence import positions
 from cjax.sharding.storage import Slot, Storage, axes_of_entry
@@ -63,6 +64,7 @@ def describe_step(parts: Parts, audit: Audit, hardware: Hardware, more: Sequence
             *_plain_attention(parts, audit),
             *_padding(parts),
             *_unknown(parts.trace),
+            *_apart(parts),
             *uncovered(parts.trace),
         ],
         chart=gantt(schedule, width=100) if schedule is not None else "",
@@ -197,6 +199,11 @@ def uncovered(trace: Trace) -> list[str]:
             "program.check, or verify=True"
         )
     return said
+
+
+def _apart(parts: Parts) -> list[str]:
+    """What is not left to XLA's partitioner, where that costs."""
+    return brought_together(parts.trace, parts.storage.layout) if parts.mesh.size > 1 else []
 
 
 def describe_trace(trace: Trace, model: str) -> TraceSummary:

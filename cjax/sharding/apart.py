@@ -13,12 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core as jex
 from jax.sharding import Mesh, PartitionSpec
 
-from cjax.sharding.faults import WINDOWED
+from cjax.sharding.faults import WINDOWED, fault_of
+from cjax.sharding.layout import Layout
 from cjax.sharding.region import in_region
 from cjax.sharding.storage import axes_of_entry
-from cjax.trace.dims import Scope
+from cjax.trace.dims import Dims, Scope
+from cjax.trace.reading import Trace
 from cjax.trace.rewrite import Emitter, Env, Hooks, bind
 
 
@@ -35,28 +38,37 @@ class Lane:
     groups: str | None = None  # the parameter that says how many groups there are
 
 
-def evaluate_apart(
+@dataclass(frozen=True)
+class Parts:
+    """How an equation is computed apart: placements of operands and results, the parameters that each device has, and
+    over which axes results are added up."""
+
+    ins: list[PartitionSpec]
+    outs: list[PartitionSpec]
+    params: dict[str, Any]
+    sums: tuple[str, ...]
+
+
+def apart(
     eqn: Any,
-    ins: Sequence[jax.Array],
     params: Mapping[str, Any],
     in_specs: Sequence[PartitionSpec],
     out_specs: Sequence[PartitionSpec],
-    mesh: Mesh,
-) -> list[jax.Array]:
-    """The results of an equation, computed on each device's own parts.
+    sizes: Mapping[str, int],
+) -> Parts:
+    """How an equation is to be computed apart.
 
     Args:
       eqn: the equation.
-      ins: its operands.
       params: its parameters.
       in_specs, out_specs: where the layout has operands and results; a dim that needs all of its parts becomes whole.
-      mesh: the mesh.
+      sizes: of the axes that are there to split by.
     """
-    ranks = [[len(v.aval.shape) for v in atoms] for atoms in (eqn.invars, eqn.outvars)]
-    entries: list[list[list[tuple[str, ...]]]] = [[[()] * rank for rank in some] for some in ranks]
+    shapes = [[v.aval.shape for v in atoms] for atoms in (eqn.invars, eqn.outvars)]
+    entries: list[list[list[tuple[str, ...]]]] = [[[()] * len(shape) for shape in some] for some in shapes]
     local, used, summed = dict(params), set[str](), list[str]()
     for lane in lanes(eqn):
-        axes = _axes(lane, in_specs, out_specs, used, mesh)
+        axes = _axes(lane, in_specs, out_specs, used, sizes)
         used.update(axes)
         summed += axes if lane.outs == (None,) else ()
         for found, dims in zip(entries, (lane.ins, lane.outs), strict=True):
@@ -64,34 +76,75 @@ def evaluate_apart(
                 if dim is not None:
                     found[place][dim] = axes
         if lane.groups is not None:
-            local[lane.groups] = lane.count // math.prod(mesh.shape[a] for a in axes)
-
-    def function(*parts: jax.Array) -> list[jax.Array]:
-        return bind(eqn, parts, local)
-
-    specs = [[PartitionSpec(*(axes or None for axes in of)) for of in some] for some in entries]
-    return in_region(function, ins, *specs, mesh, [tuple(summed)] * len(eqn.outvars), alone=True)
+            local[lane.groups] = lane.count // math.prod(sizes[a] for a in axes)
+    ins, outs = ([PartitionSpec(*(axes or None for axes in of)) for of in some] for some in entries)
+    return Parts(ins, outs, local, tuple(summed))
 
 
 def _axes(
-    lane: Lane, ins: Sequence[PartitionSpec], outs: Sequence[PartitionSpec], used: set[str], mesh: Mesh
+    lane: Lane, ins: Sequence[PartitionSpec], outs: Sequence[PartitionSpec], used: set[str], sizes: Mapping[str, int]
 ) -> tuple[str, ...]:
     """The axes that a lane goes over: those that a dim of it is on, as far as they divide it. What is to be added up is
     split only where all operands are split already: a sum costs more than to bring an operand together."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
     found = []
     for specs, dims in ((outs, lane.outs), (ins, lane.ins)):
         for spec, dim in zip(specs, dims, strict=True):
             if dim is None:
                 continue
             entry = axes_of_entry(spec[dim]) if dim < len(spec) else ()
-            axes = [a for a in entry if a not in used and a not in manual]
-            while axes and lane.count % math.prod(mesh.shape[a] for a in axes):
+            axes = [a for a in entry if a not in used and a in sizes]
+            while axes and lane.count % math.prod(sizes[a] for a in axes):
                 axes.pop()
             found.append(tuple(axes))
     if lane.outs == (None,) and len(set(found)) > 1:
         return ()
     return next((axes for axes in found if axes), ())
+
+
+def evaluate_apart(eqn: Any, ins: Sequence[jax.Array], parts: Parts, mesh: Mesh) -> list[jax.Array]:
+    """The results of an equation, computed on each device's own parts.
+
+    Args:
+      eqn: the equation.
+      ins: its operands.
+      parts: how it is split, over axes of the mesh that are not manual already.
+      mesh: the mesh.
+    """
+
+    def function(*operands: jax.Array) -> list[jax.Array]:
+        return bind(eqn, operands, parts.params)
+
+    return in_region(function, ins, parts.ins, parts.outs, mesh, [parts.sums] * len(eqn.outvars), alone=True)
+
+
+def placements(atoms: Sequence[Any], layout: Layout, dims: Dims, scope: Scope) -> list[PartitionSpec]:
+    """Where the layout has these variables; literals are whole."""
+    classes = [() if isinstance(v, jex.Literal) else dims.of(v, scope) for v in atoms]
+    return [layout.spec(c, v.aval.shape[: len(c)]) for c, v in zip(classes, atoms, strict=True)]
+
+
+def brought_together(trace: Trace, layout: Layout) -> list[str]:
+    """What is computed apart at a price: dims that are split, and are whole in such an operation."""
+    found: dict[str, None] = {}
+
+    def walk(jaxpr: Any, scope: Scope) -> None:
+        for eqn in jaxpr.eqns:
+            fault = fault_of(eqn)
+            if fault is not None:
+                ins, outs = (placements(some, layout, trace.dims, scope) for some in (eqn.invars, eqn.outvars))
+                parts = apart(eqn, eqn.params, ins, outs, layout.axis_sizes)
+                for var, spec, part in zip(eqn.invars, ins, parts.ins, strict=True):
+                    for d, entry in enumerate(spec):
+                        lost = set(axes_of_entry(entry)) - set(axes_of_entry(part[d]))
+                        if lost:
+                            name = trace.names.get(trace.dims.of(var, scope)[d], "a dim")
+                            over = ", ".join(sorted(lost))
+                            found[f"{fault.name} bring {name} together, which is split over {over}"] = None
+            for body in jex.jaxprs_in_params(eqn.params) if id(eqn) in scope.inner else ():
+                walk(getattr(body, "jaxpr", body), scope.inner[id(eqn)])
+
+    walk(trace.closed.jaxpr, trace.dims.top)
+    return list(found)
 
 
 class Inside(Hooks):
@@ -180,9 +233,33 @@ def _windows(eqn: Any) -> list[Lane]:
     return [Lane(tuple(d if has else None for has in ins), (d,) * len(outs), count[d]) for d in still]
 
 
+def _scatter(eqn: Any) -> list[Lane]:
+    """Dims of windows that are as wide as the operand, and rows that are looked up each in its own."""
+    numbers = eqn.params["dimension_numbers"]
+    shape, updates = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    kept = [d for d in range(len(shape)) if d not in gone]
+    found = [
+        Lane((d, None, at), (d,), shape[d])
+        for d, at in zip(kept, numbers.update_window_dims, strict=True)
+        if shape[d] == updates[at]
+    ]
+    rows = [d for d in range(len(updates)) if d not in numbers.update_window_dims]  # in the order of the indices' dims
+    batching = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    return found + [Lane((d, at, rows[at]), (d,), shape[d]) for d, at in batching]
+
+
+def _pad(eqn: Any) -> list[Lane]:
+    shape = eqn.invars[0].aval.shape
+    padding = eqn.params["padding_config"]
+    return [Lane((d, None), (d,), n) for d, n in enumerate(shape) if tuple(padding[d]) == (0, 0, 0)]
+
+
 LANES: Mapping[str, Callable[[Any], list[Lane]]] = {
     "conv_general_dilated": _convolution,
     **dict.fromkeys(WINDOWED, _windows),
     "fft": lambda eqn: _all_but(eqn, range(eqn.invars[0].aval.ndim)[-len(eqn.params["fft_lengths"]) :]),
+    **dict.fromkeys(("scatter_max", "scatter_min", "scatter-max", "scatter-min"), _scatter),
+    "pad": _pad,
     "sort": lambda eqn: _all_but(eqn, [eqn.params["dimension"]]),
 }

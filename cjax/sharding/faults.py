@@ -1,7 +1,7 @@
 """What XLA's partitioner gets wrong, as data: operations that cjax does not leave to it where they could be split.
 
-Each entry has been seen in the versions of JAX that it names, by `python tests/search/operations.py`, and has an example
-in `tests/search/test_operations.py` that tells when XLA has mended it.
+Each entry has been seen in the versions of JAX that it names, by `python tests/search/operations.py`, and has an
+example in `tests/search/test_operations.py` that tells when XLA has mended it.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,8 +31,8 @@ FAULTS = (
     Fault(
         "convolutions",
         frozenset(["conv_general_dilated"]),
-        "The gradient of the kernel, with groups or where positions or the window are split also the result, is as many "
-        "times too large as an axis has devices along which nothing of the convolution is split.",
+        "The gradient of the kernel, with groups or where positions or the window are split also the result, is as "
+        "many times too large as an axis has devices along which nothing of the convolution is split.",
         ("0.10.2", "0.12.0.1"),
         "computed on each device's own rows and channels, in a region that is manual over every axis",
     ),
@@ -46,8 +46,8 @@ FAULTS = (
     Fault(
         "windows",
         WINDOWED,
-        "Where the dim that windows move along is split, gradients of sums lack what other devices have of a window, or "
-        "XLA's verifier refuses the program.",
+        "Where the dim that windows move along is split, gradients of sums lack what other devices have of a window, "
+        "or XLA's verifier refuses the program.",
         ("0.10.2", "0.12.0.1"),
         "computed on each device's own part of the other dims",
     ),
@@ -55,8 +55,23 @@ FAULTS = (
         "sorting",
         frozenset(["sort"]),
         "XLA stops the process at the gather of its gradient where two axes split other dims.",
+        ("0.10.2", "0.12.0.1"),
+        "computed on each device's own part of the other dims",
+    ),
+    Fault(
+        "scattered extremes",
+        frozenset(["scatter_max", "scatter_min", "scatter-max", "scatter-min"]),
+        "Where an axis that does not divide the updates splits them, the result is of a row too many.",
+        ("0.10.2",),
+        "computed on each device's own part of the dims that are not looked up",
+    ),
+    Fault(
+        "padding between elements",
+        frozenset(["pad"]),
+        "XLA's verifier refuses the program where the padded dim is split.",
         ("0.10.2",),
         "computed on each device's own part of the other dims",
+        lambda eqn: any(interior for _, _, interior in eqn.params["padding_config"]),
     ),
 )
 KNOWN = ("0.10.2", "0.12.0.1")  # versions of JAX whose XLA has been searched

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
-from cjax.sharding.apart import Inside, evaluate_apart, evaluate_inside
+from cjax.sharding.apart import Inside, apart, evaluate_apart, evaluate_inside, placements
 from cjax.sharding.attention import attend
 from cjax.sharding.faults import fault_of, holds_fault
 from cjax.sharding.fused import Fused, Kernel, attend_fused, fused_groups
@@ -126,7 +126,7 @@ class Placer(Hooks):
 
     def _evaluate(self, eqn: Any, ins: list[Any], scope: Scope, params: Mapping[str, Any] | None = None) -> list[Any]:
         """The results of an equation: by XLA, or without it where it would get them wrong."""
-        params = eqn.params if params is None else params
+        params = params or eqn.params
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
             return bind(eqn, ins, params)
@@ -134,11 +134,10 @@ class Placer(Hooks):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
         if fault_of(eqn) is None and not holds_fault(eqn):
             return bind(eqn, ins, params)
-        ins_, outs = (
-            [self._layout.spec(() if isinstance(v, jex.Literal) else self._trace.dims.of(v, scope), v.aval.shape) for v in some]
-            for some in (eqn.invars, eqn.outvars)
-        )
-        return evaluate_apart(eqn, ins, params, ins_, outs, self._mesh)
+        atoms, dims = (eqn.invars, eqn.outvars), self._trace.dims
+        in_specs, out_specs = (placements(some, self._layout, dims, scope) for some in atoms)
+        sizes = {axis: size for axis, size in self._mesh.shape.items() if axis not in manual}
+        return evaluate_apart(eqn, ins, apart(eqn, params, in_specs, out_specs, sizes), self._mesh)
 
     def _off_grid(self, var: Any, value: Any, scope: Scope) -> Any:
         """A weight in a matmul that is left to the compiler, without the axis along which the grid splits weights: with

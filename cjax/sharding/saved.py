@@ -91,7 +91,9 @@ def kept(eqn: Any, outs: list[Any], remat: str) -> list[Any]:
     ]
 
 
-def checkpointed(body: Callable[..., Any], remat: str, complexes: bool, prevent_cse: bool = False) -> Callable[..., Any]:
+def checkpointed(
+    body: Callable[..., Any], remat: str, complexes: bool, prevent_cse: bool = False
+) -> Callable[..., Any]:
     """`jax.checkpoint` of a function of arrays.
 
     Args:

@@ -3,7 +3,7 @@ can be asked for. What the partitioner must do differs with groups, dilation, wi
 each of those has rows of its own."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -94,7 +94,7 @@ CONVOLUTIONS = [
     conv("conv complex", (8, 6, 16), (3, 16, 8)),
     conv("conv complex depthwise", (8, 6, 16), (3, 1, 16), feature_group_count=16),
 ]  # fmt: skip
-CONVOLUTIONS[-2:] = [Operation(o.name, o.function, o.shapes, ((0, "complex"), (1, "complex"))) for o in CONVOLUTIONS[-2:]]
+CONVOLUTIONS[-2:] = [replace(each, draws=((0, "complex"), (1, "complex"))) for each in CONVOLUTIONS[-2:]]
 
 
 # -- windows, orders, running sums ------------------------------------------------------------------------------------
@@ -183,7 +183,8 @@ PLACES = [
     op("dynamic slice", lambda x, i: lax.dynamic_slice_in_dim(x, i, 4, 0), X3, (), x1=4),
     op("dynamic slice channels", lambda x, i: lax.dynamic_slice_in_dim(x, i, 8, 2), X3, (), x1=8),
     op("dynamic update", lambda x, u, i: lax.dynamic_update_slice_in_dim(x, u, i, 0), X3, (2, 6, 16), (), x2=6),
-    op("dynamic update channels", lambda x, u, i: lax.dynamic_update_slice_in_dim(x, u, i, 2), X3, (8, 6, 4), (), x2=12),
+    op("dynamic update channels", lambda x, u, i: lax.dynamic_update_slice_in_dim(x, u, i, 2),
+       X3, (8, 6, 4), (), x2=12),
     op("slice rows", lambda x: x[2:7], X3),
     op("slice channels", lambda x: x[..., 3:11], X3),
     op("slice strided", lambda x: x[::2, 1::2, ::3], X3),
@@ -231,12 +232,12 @@ MATRICES = [
     op("rfft2", lambda x: jnp.fft.rfft2(x, axes=(1, 2)), X3),
     op("fft2", lambda x: jnp.fft.fft2(x, axes=(1, 2)).real, X3),
     op("fftn", lambda x: jnp.fft.fftn(x), X3, x0="complex"),
-    op("long convolution", lambda x, k: jnp.fft.irfft(jnp.fft.rfft(x, 12, axis=1) * jnp.fft.rfft(k, 12, axis=0), 12, axis=1),
-       X3, (6, 16)),
+    op("long convolution", lambda x, k: jnp.fft.irfft(
+        jnp.fft.rfft(x, 12, axis=1) * jnp.fft.rfft(k, 12, axis=0), 12, axis=1), X3, (6, 16)),
     op("cholesky", lambda x: jnp.linalg.cholesky(definite(x)), M3),
     op("cholesky of one", lambda x: jnp.linalg.cholesky(definite(x)), (8, 8)),
-    op("triangular solve", lambda a, b: lax.linalg.triangular_solve(jnp.tril(definite(a)), b, left_side=True, lower=True),
-       M3, (8, 6, 16)),
+    op("triangular solve", lambda a, b: lax.linalg.triangular_solve(
+        jnp.tril(definite(a)), b, left_side=True, lower=True), M3, (8, 6, 16)),
     op("triangular solve right", lambda a, b: lax.linalg.triangular_solve(
         jnp.tril(definite(a)), b, left_side=False, lower=True, transpose_a=True), M3, (8, 16, 6)),
     op("triangular solve of one", lambda a, b: jax.scipy.linalg.solve_triangular(jnp.tril(definite(a)), b, lower=True),

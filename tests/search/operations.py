@@ -37,11 +37,12 @@ from jax.sharding import PartitionSpec as P
 from search.operation_table import OPERATIONS, Operation
 
 from cjax.mesh import build_mesh
+from cjax.sharding.faults import fault_of, holds_fault
 from cjax.sharding.layout import Layout
-from cjax.sharding.place import Placer, WeightPlacement, constrained
+from cjax.sharding.place import Placer, constrained
 from cjax.sharding.storage import axes_of_entry
 from cjax.sharding.zero import shard_over
-from cjax.trace.dims import Scope, find_dims
+from cjax.trace.dims import find_dims
 from cjax.trace.reading import Leaf, Trace
 from cjax.trace.rewrite import Hooks, emit
 from cjax.trace.simplify import simplify
@@ -53,7 +54,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Case:
-    """One operation on one mesh: axes by class of dims, whether results are placed too, and how gradients are wanted."""
+    """An operation on a mesh: axes by class of dims, whether results are placed too, and how gradients are wanted."""
 
     sizes: Mapping[str, int]
     axes_of: Mapping[int, tuple[str, ...]]
@@ -66,7 +67,11 @@ class Traced:
 
     def __init__(self, operation: Operation) -> None:
         self.operation, self.operands = operation, operation.operands()
-        self.closed: Any = simplify(jax.make_jaxpr(lambda *xs: jax.tree.leaves(operation.function(*xs)))(*self.operands))
+
+        def function(*operands: Any) -> list[Any]:
+            return jax.tree.leaves(operation.function(*operands))
+
+        self.closed: Any = simplify(jax.make_jaxpr(function)(*self.operands))
         self.dims = find_dims(self.closed, len(self.operands))
         atoms = [*self.closed.jaxpr.invars, *self.closed.jaxpr.outvars]
         self.classes = [() if isinstance(v, jex.Literal) else self.dims.of(v) for v in atoms]
@@ -74,7 +79,13 @@ class Traced:
         self.real = [i for i, x in enumerate(self.operands) if np.issubdtype(x.dtype, np.inexact)]
         rng = np.random.default_rng(3)
         self.weights = [rng.standard_normal(v.aval.shape) for v in self.closed.jaxpr.outvars]
-        self.wanted = [np.asarray(x) for x in jax.jit(self.results(lambda xs: jax.tree.leaves(operation.function(*xs))))(*self.operands)]
+        alone = jax.jit(self.results(lambda operands: function(*operands)))
+        self.wanted = [np.asarray(x) for x in alone(*self.operands)]
+
+    @property
+    def has_fault(self) -> bool:
+        """Whether cjax has any of it done otherwise than by XLA."""
+        return any(fault_of(eqn) or holds_fault(eqn) for eqn in self.closed.jaxpr.eqns)
 
     def results(self, evaluate: Any, after: Any = lambda i, x: x) -> Any:
         """Of an evaluation, its results and all gradients of a scalar made of them."""
@@ -99,11 +110,11 @@ class Traced:
 
     def cases(self, limit: int, meshes: int = len(MESHES)) -> Iterator[Case]:
         """Up to `limit` placements for each mesh, always the same."""
-        found = sorted({c for classes, shape in zip(self.classes, self.shapes, strict=True)
-                        for c, n in zip(classes, shape, strict=True) if n > 1})
+        pairs = [zip(classes, shape, strict=True) for classes, shape in zip(self.classes, self.shapes, strict=True)]
+        found = sorted({c for some in pairs for c, size in some if size > 1})
         rng = random.Random(self.operation.name)
         for sizes in MESHES[:meshes]:
-            choices = [choice for choice in itertools.product([None, *found], repeat=len(sizes)) if any(c is not None for c in choice)]
+            choices = [c for c in itertools.product([None, *found], repeat=len(sizes)) if set(c) != {None}]
             rng.shuffle(choices)
             for choice in choices[:limit]:
                 axes_of: dict[int, tuple[str, ...]] = {}
@@ -121,7 +132,8 @@ class Traced:
         trace = Trace(self.closed, leaves, {}, self.dims, (), {}, None, frozenset(), 0, None, ())
         hooks: Hooks = Placer(trace, layout, mesh, {}) if avoids else Hooks()
         groups = [(i,) for i in range(len(self.operands))]
-        run = emit(self.closed, (), self.dims.top, groups, [(i,) for i in range(len(self.closed.jaxpr.outvars))], hooks)
+        results = [(i,) for i in range(len(self.closed.jaxpr.outvars))]
+        run = emit(self.closed, (), self.dims.top, groups, results, hooks)
 
         def evaluate(operands: list[Any]) -> list[Any]:
             placed = [constrained(x, mesh, spec) if x.ndim else x for x, spec in zip(operands, specs, strict=False)]
@@ -147,9 +159,10 @@ class Traced:
             return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
         names = [f"result {i}" for i in range(len(self.closed.jaxpr.outvars))] + [f"gradient {i}" for i in self.real]
         for name, a, b in zip(names, found, self.wanted, strict=True):
-            off = np.linalg.norm((a - b).ravel().astype(complex)) / max(np.linalg.norm(b.ravel().astype(complex)), 1e-300)
+            a, b = a.ravel().astype(complex), b.ravel().astype(complex)
+            off = np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-300)
             if not off <= TOLERANCE:
-                ratio = (a * b.conj()).sum() / (b * b.conj()).sum() if np.linalg.norm(b) else np.nan
+                ratio = np.vdot(b, a) / np.vdot(b, b) if np.linalg.norm(b) else np.nan
                 return f"{name} is off by {off:.2g} (ratio {ratio.real:.4g})"
         return None
 
@@ -157,8 +170,8 @@ class Traced:
 def described(traced: Traced, case: Case) -> str:
     layout = Layout(case.axes_of, dict(case.sizes))
     specs = [layout.spec(c, s) for c, s in zip(traced.classes, traced.shapes, strict=True)]
-    n = len(traced.operands)
-    text = [" ".join(",".join("+".join(axes_of_entry(e)) or "-" for e in spec) or "()" for spec in some) for some in (specs[:n], specs[n:])]
+    words = [",".join("+".join(axes_of_entry(entry)) or "-" for entry in spec) or "()" for spec in specs]
+    text = " ".join(words[: len(traced.operands)]), " ".join(words[len(traced.operands) :])
     mesh = "x".join(f"{axis}={size}" for axis, size in case.sizes.items())
     return f"{mesh} {text[0]} -> {text[1]}{' placed' if case.pins else ''}, gradients {case.gradient}"
 
@@ -170,6 +183,8 @@ def work(names: Sequence[str], limit: int, meshes: int, avoids: bool, start: int
         if operation.name not in names:
             continue
         traced = Traced(operation)
+        if avoids and not traced.has_fault:
+            continue  # XLA does it alone
         for at, case in enumerate(traced.cases(limit, meshes)):
             if at >= start:
                 print(json.dumps(["try", operation.name, at, described(traced, case)]), flush=True)
@@ -183,28 +198,31 @@ def search(names: Sequence[str], limit: int, meshes: int, avoids: bool) -> Itera
     left, start = list(names), 0
     while left:
         command = [sys.executable, __file__, "--work", json.dumps([left, limit, meshes, avoids, start])]
-        errors = tempfile.TemporaryFile("w+")
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        assert process.stdout is not None
-        tried = None
-        for line in process.stdout:
-            kind, name, at, what = json.loads(line)
-            if kind == "try":
-                tried = (name, at, what)
-            elif kind == "done":
-                assert tried is not None
-                yield name, tried[2], what
-                tried = None
-            else:
-                print(f"  {name}", file=sys.stderr, flush=True)
-                left.remove(name)
-                start = 0
-        if process.wait() == 0:
+        tried: tuple[str, int, str] | None = None
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        ):
+            for line in process.stdout or ():
+                kind, name, at, what = json.loads(line)
+                if kind == "try":
+                    tried = (name, at, what)
+                elif kind == "done":
+                    assert tried is not None
+                    yield name, tried[2], what
+                    tried = None
+                else:
+                    print(f"  {name}", file=sys.stderr, flush=True)
+                    left.remove(name)
+                    start = 0
+            status = process.wait()
+            errors.seek(0)
+            said = errors.read()[-3000:]
+        if status == 0:
             return
         if tried is None:
-            errors.seek(0)
-            raise RuntimeError(errors.read()[-3000:])
-        yield tried[0], tried[2], f"XLA stops the process ({process.returncode})"
+            raise RuntimeError(said)
+        yield tried[0], tried[2], f"XLA stops the process ({status})"
         left = left[left.index(tried[0]) :]
         start = tried[1] + 1
 
@@ -223,7 +241,7 @@ def main() -> None:
         return
     names = [each.name for each in OPERATIONS]
     names = [name for name in names[names.index(args.first) :] if args.only in name]
-    print(f"JAX {jax.__version__}, {len(names)} operations, up to {args.limit} placements on each of {args.meshes} meshes")
+    print(f"JAX {jax.__version__}, {len(names)} operations, up to {args.limit} placements on {args.meshes} meshes each")
     for by in ("xla", "cjax") if args.by == "both" else (args.by,):
         count, wrong = 0, 0
         for name, placement, what in search(names, args.limit, args.meshes, by == "cjax"):

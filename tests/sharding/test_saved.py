@@ -121,10 +121,10 @@ def compared(model: Any, plan: str, tolerance: float) -> None:
 @pytest.mark.parametrize(
     ("plan", "tolerance"),
     [
-        ("data=8", 1e-5),
-        ("data=4 tensor=2 zero=3 remat=dots", 1e-5),
-        ("data=4 tensor=2 microbatches=2 zero=2 remat=block", 1e-5),
-        ("data=2 tensor=2 pipeline=1f1b:2 microbatches=4", 1e-5),
+        ("data=8", 3e-5),
+        ("data=4 tensor=2 zero=3 remat=dots", 3e-5),
+        ("data=4 tensor=2 microbatches=2 zero=2 remat=block", 3e-5),
+        ("data=2 tensor=2 pipeline=1f1b:2 microbatches=4", 3e-5),
     ],
 )
 def test_complex_parameters_in_layers(plan: str, tolerance: float) -> None:
@@ -134,7 +134,8 @@ def test_complex_parameters_in_layers(plan: str, tolerance: float) -> None:
 def test_complex_numbers_stay_what_they_are_under_bfloat16() -> None:
     errors = []
     for plan, devices in (("data=8", jax.devices()), ("data=1", jax.devices()[:1])):
-        program = cjax.parallelize(Linen(), loss, optax.adam(1e-2), BATCH, f"{plan} precision=bfloat16", devices=devices)
+        plan = f"{plan} precision=bfloat16"
+        program = cjax.parallelize(Linen(), loss, optax.adam(1e-2), BATCH, plan, devices=devices)
         state = program.init(0)
         params = jax.tree.map(np.asarray, program.params(state))
         wanted = jax.jit(jax.grad(lambda p: loss(Linen().bind({"params": p}), BATCH)))(params)
@@ -145,11 +146,11 @@ def test_complex_numbers_stay_what_they_are_under_bfloat16() -> None:
 
 
 def test_complex_numbers_made_of_real_parameters() -> None:
-    compared(Linen(paired=True), "data=4 tensor=2 zero=1", 1e-5)
+    compared(Linen(paired=True), "data=4 tensor=2 zero=1", 3e-5)
 
 
 def test_complex_parameters_of_an_nnx_model() -> None:
-    compared(lambda rngs: Stack(rngs), "data=2 tensor=2 pipeline=gpipe:2 microbatches=2", 1e-5)
+    compared(lambda rngs: Stack(rngs), "data=2 tensor=2 pipeline=gpipe:2 microbatches=2", 3e-5)
 
 
 def test_a_checkpoint_saves_no_complex_numbers() -> None:
