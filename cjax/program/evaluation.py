@@ -42,13 +42,13 @@ KEPT = 32  # compiled evaluations of one program; the one that was not used for 
 
 @dataclass(frozen=True)
 class _Scoring:
-    """How batches of one shape are scored: what was traced, what runs it, what its tables can look up, and whether the
-    stages of a pipeline go together."""
+    """How batches of one shape are scored: what was traced, what runs it, what its tables can look up, and what is
+    known of the stages of a pipeline."""
 
     trace: Trace
     run: Any
     limits: dict[int, Limits]
-    together: bool
+    lockstep: Lockstep
 
 
 class Evaluator:
@@ -87,7 +87,12 @@ class Evaluator:
     def lower(self) -> jax.stages.Lowered:
         """The loss in evaluation mode on the batch that the program was made for, lowered."""
         shape = self._parts.batch_shape
-        return self._lower(shape, self._jitted(shape, None, self._compile(shape, None).together)[1])
+        return self._lower(shape, self._jitted(shape, None, self._compile(shape, None).lockstep.together)[1])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the same."""
+        return self._compile(self._parts.batch_shape, None).lockstep.notes
 
     def compiled(self) -> jax.stages.Compiled:
         """The same, compiled."""
@@ -120,9 +125,9 @@ class Evaluator:
 
         if lockstep.asks:
             run = lockstep.compile(lower)
-            return _Scoring(traces[-1], run, table_limits(traces[-1]), lockstep.together)
+            return _Scoring(traces[-1], run, table_limits(traces[-1]), lockstep)
         trace, run = self._jitted(shape, function, lockstep.together)
-        return _Scoring(trace, run, table_limits(trace), lockstep.together)
+        return _Scoring(trace, run, table_limits(trace), lockstep)
 
     def _jitted(self, shape: PyTree, function: Function | None, together: bool) -> tuple[Trace, Any]:
         parts = self._parts

@@ -361,8 +361,9 @@ class Program:
 
     @functools.cached_property
     def _report(self) -> Report:
-        devices = list(self.mesh.devices.flat)
-        return describe_step(self._parts, audit(self._compiled, self.mesh), hardware_of(devices), self._lockstep.notes)
+        facts, hardware = audit(self._compiled, self.mesh), hardware_of(list(self.mesh.devices.flat))
+        notes = self._evaluate.notes if self._parts.optimizer is None else self._lockstep.notes
+        return describe_step(self._parts, facts, hardware, notes)
 
     @own_context
     def check(self, state: State, batch: PyTree) -> Check:
