@@ -96,6 +96,7 @@ def parallelize(
     ['grad_norm', 'loss', 'skipped']
     """
     _check_optimizer(optimizer)
+    _check_kinds(schedule, loss_scale, measure_noise)
     batch_shape = batch_structs(batch)
     captured = capture(model, loss, batch, wrt)
     found = resolve_devices(devices)
@@ -207,6 +208,15 @@ def _on_rows(captured: Capture, batch_shape: PyTree, rows: int, like: Trace, pla
     num = rows * plan.microbatches
     shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]) if x.shape else (), x.dtype), batch_shape)
     return trace_loss(captured, shape, plan.microbatches, train=True, forms=like.forms)
+
+
+def _check_kinds(schedule: Any, loss_scale: Any, measure_noise: Any) -> None:
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise TypeError(f"`schedule` is {schedule!r}; give one of cjax.pipeline, or write the kind in the plan.")
+    if loss_scale is not None and not isinstance(loss_scale, LossScale):
+        raise TypeError(f"`loss_scale` is {loss_scale!r}; write cjax.optim.LossScale(initial=2.0**15).")
+    if not isinstance(measure_noise, bool):
+        raise TypeError(f"`measure_noise` is {measure_noise!r}; write True or False.")
 
 
 def _check_optimizer(optimizer: Any) -> None:
