@@ -100,6 +100,7 @@ def parallelize(
     ['grad_norm', 'loss', 'skipped']
     """
     _check_optimizer(optimizer)
+    _check_kinds(schedule, loss_scale, measure_noise)
     batch_shape = batch_structs(batch)
     captured = capture(model, loss, batch, wrt)
     found = resolve_devices(devices)
@@ -249,6 +250,15 @@ def _lifted(source: _Source, batch_shape: PyTree, trace: Trace, plan: Plan) -> T
         return lifted
     trace = source.read(num, trace.pairs, once)
     return lift(trace, again, num_rows, shares=True)
+
+
+def _check_kinds(schedule: Any, loss_scale: Any, measure_noise: Any) -> None:
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise TypeError(f"`schedule` is {schedule!r}; give one of cjax.pipeline, or write the kind in the plan.")
+    if loss_scale is not None and not isinstance(loss_scale, LossScale):
+        raise TypeError(f"`loss_scale` is {loss_scale!r}; write cjax.optim.LossScale(initial=2.0**15).")
+    if not isinstance(measure_noise, bool):
+        raise TypeError(f"`measure_noise` is {measure_noise!r}; write True or False.")
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from cjax.checkpoint.description import checkpoint_steps, place_of
 from cjax.checkpoint.replacing import prune, settle_all
@@ -33,8 +34,8 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str | Path, keep: int | None = 3):
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep is {keep}; at least one checkpoint must stay")
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep is {keep!r}; at least one checkpoint must stay: write keep=1, or None for all")
         self.folder = Path(folder).absolute()
         self._keep = keep
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
@@ -45,7 +46,7 @@ class Checkpointer:
         """Writes a checkpoint; returns when the arrays may be donated, which is before they are on disk.
 
         Args:
-            step: its name.
+            step: its name, at least 0.
             tree: arrays, sharded or not, random keys and numbers, in any containers.
             meta: what else to keep, in JSON's types; `plan` is shown by `inspect`.
             wait: return when it is on disk.
@@ -53,11 +54,13 @@ class Checkpointer:
         Raises:
             OSError: this or the previous one could not be written: a full disk, say. Earlier ones are whole.
         """
+        if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+            raise ValueError(f"a checkpoint is named by its step, a whole number of at least 0, not {step!r}")
         self.wait()
         try:
             if jax.process_index() == 0:
                 settle_all(self.folder)
-            finish = start_writing(self.folder / str(step), step, tree, meta)
+            finish = start_writing(self.folder / str(step), int(step), tree, meta)
         except OSError as error:
             raise self._with_last(error) from error
         self._pending = self._thread.submit(self._finish, finish)

@@ -47,6 +47,8 @@ def save(path: str | Path, tree: PyTree, meta: Mapping[str, Any]) -> None:
         FileExistsError: `path` holds something else.
         OSError: it could not be written; what was there before still is.
     """
+    if not isinstance(meta, Mapping) or not str(meta.get("step", 0)).isdecimal():
+        raise ValueError(f"`meta` is {meta!r:.80}; it is a dict, whose step, if it has one, is a whole number")
     path = Path(path).absolute()
     if path.exists() and not (path / FILE_NAME).is_file() and not is_part(path):
         raise FileExistsError(f"{path} exists and holds no checkpoint; name another folder")
@@ -65,6 +67,11 @@ def start_writing(path: Path, step: int, tree: PyTree, meta: Mapping[str, Any]) 
     """
     leaves = dict(zip(_unique_names(tree), jax.tree.leaves(tree), strict=True))
     infos = {name: _info(leaf) for name, leaf in leaves.items()}
+    unfit = [f"{name} {info}" for name, info in infos.items() if not _is_number(_storage_shape(leaves[name]).dtype)]
+    if unfit:
+        raise ValueError(f"a checkpoint holds arrays of numbers, not {', '.join(unfit)}; `meta` takes anything else")
+    if not any(info.num_bytes for info in infos.values()):
+        raise ValueError("there is no array in this tree to be saved; give one such as {\"params\": params}")
     devices = {"num_devices": jax.device_count(), "num_processes": jax.process_count()}
     summary = describe(path, step, infos, {**devices, **meta})
     # Orbax refuses arrays without elements; their shape, in the description, is all there is to know.
@@ -162,6 +169,10 @@ def _unique_names(tree: PyTree) -> tuple[str, ...]:
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"these names stand for several arrays, so they can't be stored by name: {', '.join(twice)}")
     return names
+
+
+def _is_number(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, np.bool_) or jnp.issubdtype(dtype, np.number)
 
 
 def _is_key(leaf: Any) -> bool:

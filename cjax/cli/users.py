@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +75,8 @@ def with_lines(path: Path, call: Callable[[], R]) -> R:
 
 
 def _is_in(file: str, folder: Path) -> bool:
-    place, ours = Path(file).resolve(), Path(__file__).parent.parent
-    if not place.is_relative_to(folder) or place.is_relative_to(ours):
+    place = Path(file).resolve()
+    others = Path(__file__).parent.parent, Path(sysconfig.get_path("stdlib")).resolve()  # cjax's and Python's own
+    if not place.is_relative_to(folder) or any(place.is_relative_to(other) for other in others):
         return False
     return "site-packages" not in place.relative_to(folder).parts

@@ -54,10 +54,11 @@ def batches(
     """
     grain = _grain()
     index, count = shard
-    if batch_size < 1 or start < 0 or not 0 <= index < count:
+    whole = all(isinstance(number, int | np.integer) for number in (batch_size, start, index, count))
+    if not whole or batch_size < 1 or start < 0 or not 0 <= index < count:
         raise ValueError(
             f"batches got batch_size={batch_size}, start={start}, shard={shard}; "
-            "it needs batch_size >= 1, start >= 0 and 0 <= index < count"
+            "it needs batch_size >= 1, start >= 0 and 0 <= index < count, whole numbers"
         )
     if batch_size % count:
         below = batch_size // count * count

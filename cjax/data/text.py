@@ -57,8 +57,10 @@ class TextData:
     shard: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
-        if self.sequence < 1 or self.batch_size < 1:
-            raise ValueError(f"sequence is {self.sequence}, batch_size {self.batch_size}; both must be at least 1")
+        counts = (self.sequence, self.batch_size)
+        if not all(isinstance(number, int | np.integer) and number > 0 for number in counts):
+            given = f"sequence is {self.sequence}, batch_size {self.batch_size}"
+            raise ValueError(f"{given}; both must be at least 1, and whole numbers")
         needed = self.batch_size * self.sequence + 1
         if len(self.train) < needed:
             raise ValueError(

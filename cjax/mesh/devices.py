@@ -15,6 +15,8 @@ from cjax.cards import CARDS
 from cjax.mesh.axes import Device
 from cjax.mesh.launch import check_joined
 
+_MOST_VIRTUAL = 4096
+
 
 def simulate(num_devices: int) -> list[Device]:
     """Replaces the devices of this process by `num_devices` virtual CPU devices; works in a running notebook too.
@@ -28,8 +30,15 @@ def simulate(num_devices: int) -> list[Device]:
     >>> len(simulate(8))
     8
     """
+    if isinstance(num_devices, bool) or not isinstance(num_devices, int):
+        raise TypeError(f"simulate takes a number of devices, such as 8, not {num_devices!r}.")
     if num_devices < 1:
         raise ValueError(f"simulate needs at least one device, not {num_devices}.")
+    if num_devices > _MOST_VIRTUAL:
+        raise ValueError(
+            f"simulate({num_devices}): each virtual device has threads of its own, and {_MOST_VIRTUAL} are the most "
+            'that any machine can have; to compile for more, give parallelize devices="h100:" and their number.'
+        )
     if not _set_num_cpu_devices(num_devices):
         if jax.default_backend() == "cpu" and jax.device_count() == num_devices:
             return jax.devices()
@@ -106,7 +115,9 @@ def resolve_devices(devices: Sequence[Device] | str | None = None) -> list[Devic
     name, num_devices = match[1].lower(), int(match[2])
     if name == "cpu":
         found = jax.devices("cpu")
-        if not 1 <= num_devices <= len(found):
+        if num_devices < 1:
+            raise ValueError(f"{devices!r} is no device at all; {len(found)} CPU device(s) here: \"cpu:{len(found)}\".")
+        if num_devices > len(found):
             raise ValueError(f"{devices!r}: {len(found)} CPU device(s) here. Type first: cjax.simulate({num_devices})")
         return found[:num_devices]
     return _compile_only_devices(name, num_devices)

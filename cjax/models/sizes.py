@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import numpy as np
+
 Config = TypeVar("Config")
 
 
@@ -34,8 +36,11 @@ def change(config: Any, overrides: Mapping[str, Any]) -> Any:
 def check_counts(config: Any, *names: str) -> None:
     """Refuses a field below 1."""
     for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{type(config).__name__}: {name} is {getattr(config, name)}; it must be at least 1")
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise ValueError(f"{type(config).__name__}: {name} is {value!r}; it must be a whole number")
+        if value < 1:
+            raise ValueError(f"{type(config).__name__}: {name} is {value}; it must be at least 1")
 
 
 def check_divides(config: Any, whole: str, parts: str, noun: str) -> None:

@@ -39,6 +39,11 @@ def place_batch(parts: Parts, batch: PyTree, limits: dict[int, Limits]) -> PyTre
     for i, (leaf, shape) in enumerate(zip(leaves, wanted, strict=True)):
         local = num_processes > 1 and not isinstance(leaf, jax.Array) and shape.shape
         rows = (shape.shape[0] // num_processes, *shape.shape[1:]) if local else shape.shape
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"batch {leaf_names(parts.batch_shape)[i]!r} is a shape without numbers; parallelize takes those, and "
+                "what runs takes arrays of that shape"
+            )
         # Not `np.asarray` of what has a dtype: that would fetch an array from its devices at each step.
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
         if np.shape(leaf) != tuple(rows) or dtype != jax.dtypes.canonicalize_dtype(shape.dtype):

@@ -32,6 +32,7 @@ from cjax.sharding.staged import stage_model
 from cjax.trace.combine import averages, denominator, lift, loss_total
 from cjax.trace.indices import Limits
 from cjax.trace.reading import Trace, trace_flat, trace_loss
+from cjax.tree import leaf_names
 
 PyTree = Any
 Function = Callable[[Any, PyTree], PyTree]
@@ -66,6 +67,7 @@ class Evaluator:
             if function is None:
                 check_tree(batch, self._parts.batch_shape)
             shape = global_shape(batch)
+            _check_rows(shape, function)
             scoring = self._compile(shape, function)
             check_indices(batch, scoring.limits)
             placed = join_processes(batch, batch_shardings(self._parts.mesh, shape))
@@ -205,6 +207,16 @@ class Evaluator:
         forward = Forward(staged.stages, schedule, parts.line.part, PIPE)
         through = forwarded(staged, forward, num_parts, parts.mesh, together)
         return trace, lambda *inputs: _put_together(trace, through(*inputs))
+
+
+def _check_rows(shape: PyTree, function: Function | None) -> None:
+    rows = dict.fromkeys(leaf.shape[0] for leaf in jax.tree.leaves(shape) if leaf.shape)
+    if 0 in rows:
+        raise ValueError("evaluate got a batch without rows, which has no mean; leave it out.")
+    if function is None and len(rows) > 1:
+        names = zip(leaf_names(shape), jax.tree.leaves(shape), strict=True)
+        counts = ", ".join(f"{name} {leaf.shape[0]}" for name, leaf in names if leaf.shape)
+        raise ValueError(f"the first dim of every leaf of a batch counts its examples, and these differ: {counts}.")
 
 
 def _put_together(trace: Trace, outs: list[jax.Array]) -> list[jax.Array]:

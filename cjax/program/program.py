@@ -247,6 +247,8 @@ class Program:
         Returns:
           `{"loss": ...}` with `aux` if the loss has it, or what `fn` returns, averaged.
         """
+        if fn is not None and not callable(fn):
+            raise TypeError(f"`fn` is a {type(fn).__name__}; give a function `fn(model, batch)`, or leave it out.")
         state = self._with_params(self._own(state), params)
         return self._evaluate(state, [batch] if self._is_one(batch) else batch, fn)
 
@@ -254,6 +256,8 @@ class Program:
         """Whether this is a batch, rather than several; one for `fn` may be of another structure."""
         if isinstance(batch, Iterator):
             return False
+        if batch is None:
+            raise TypeError("evaluate takes a batch or an iterable of batches, not None.")
         if isinstance(batch, Mapping) or hasattr(batch, "shape"):
             return True
         if not jax.tree_util.all_leaves([batch]):
@@ -270,6 +274,9 @@ class Program:
     @own_context
     def save(self, path: str | Path, state: State) -> None:
         """Write a checkpoint of logical arrays, from which any plan can go on."""
+        check_alive(state)
+        if not isinstance(path, str | Path) or not str(path):
+            raise TypeError(f"save takes the path of a folder, not {path!r}: program.save(\"runs/mine\", state)")
         checkpoint.save(path, arrays_of(state), self.meta(state))
 
     @own_context
@@ -332,8 +339,9 @@ class Program:
     @own_context
     def compare(self, plans: Iterable[Plan | str]) -> Comparison:
         """Several plans side by side, each compiled; one that is refused or doesn't compile is a row that says why."""
-        if isinstance(plans, str | Plan):
-            raise TypeError(f"compare takes several plans: compare([{str(plans)!r}, ...])")
+        if isinstance(plans, str | Plan) or not isinstance(plans, Iterable):
+            first = str(plans) if isinstance(plans, str | Plan) else "data=8"
+            raise TypeError(f"compare takes several plans: compare([{first!r}, ...])")
         rows = []
         for plan in plans:
             outcome = self._try(str(plan))

@@ -1,6 +1,7 @@
 """A state as logical arrays in the user's own trees, and back."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -67,6 +68,14 @@ def state_from(parts: Parts, arrays: dict[str, PyTree]) -> State:
     Raises:
       ValueError: arrays of another model.
     """
+    needed = ("params", "frozen", "opt_state", "carried", "step", "key", "loss_scale", "noise_scale")
+    if not isinstance(arrays, Mapping) or not all(name in arrays for name in needed):
+        kind = f"a {type(arrays).__name__}"
+        given = f"{kind} of {', '.join(map(str, arrays)) or 'nothing'}" if isinstance(arrays, Mapping) else kind
+        raise ValueError(
+            f"a state is made of {', '.join(needed)}, and this is {given}: give what program.to_arrays(state) gave, or "
+            "cjax.checkpoint.restore(path, program.abstract_state())[0]"
+        )
     stored = []
     for name, shelf in zip(TREES, parts.shelves, strict=True):
         tree = check_fits(shelf, arrays[name], f"this state's {name} are")

@@ -65,6 +65,8 @@ def make_key(seed_or_key: Any) -> jax.Array:
     """A typed key, from a seed or a key of either form."""
     default = jax.eval_shape(lambda: jax.random.key(0)).dtype
     if isinstance(seed_or_key, int | np.integer):
+        if not -(2**63) <= seed_or_key < 2**63:
+            raise ValueError(f"init({seed_or_key}): a seed has 64 bits at most; write a smaller one, such as init(0).")
         return jax.random.key(seed_or_key)
     dtype, shape = getattr(seed_or_key, "dtype", None), np.shape(seed_or_key)
     if dtype == np.uint32 and len(shape) == 1:
@@ -175,7 +177,8 @@ def _read_safetensors(path: Path, may_lack: bool) -> dict[str, Any]:
         raise ImportError("reading safetensors needs: pip install 'cjax[weights]'") from error
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not (files or may_lack) or not all(f.exists() for f in files):
-        raise FileNotFoundError(f"no safetensors file at {path}")
+        what = " (it is a checkpoint: program.restore(path))" if (path / "checkpoint.json").is_file() else ""
+        raise FileNotFoundError(f"no safetensors file at {path}{what}")
     found = {}
     for file in files:
         try:

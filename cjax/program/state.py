@@ -68,6 +68,8 @@ class State:
         """The parts of the optimizer's state that are of a kind, such as `optax.ScaleByAdamState`, in the user's own
         tree and as arrays of their own. Nothing else is loaded."""
         check_alive(self)
+        if not isinstance(kind, type):
+            raise TypeError(f"find_opt_states takes a class, such as optax.ScaleByAdamState, not {kind!r}")
         treedef = self._shelves.opt.treedef
 
         def is_one(node: Any) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from cjax.tree import PyTree
 
@@ -42,7 +43,7 @@ class Stream:
             skipped += self._rows(batch)
 
     def _rows(self, batch: PyTree) -> int:
-        rows = next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim), 1)
+        rows = next((np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)), 1)
         return rows * self._num_processes
 
 
