@@ -192,14 +192,7 @@ def whole_notes(program: Program) -> list[str]:
     return [note for note in program._parts.notes if "whole on every device" in note]
 
 
-FEW = [
-    "standardised",
-    "three convolutions",
-    "five square layers",
-    "nnx standardised convolutions",
-    "optimized LSTM",
-    "GRU",
-]
+FEW = ["standardised", "three convolutions", "optimized LSTM", "GRU"]
 PAIRS = [(name, "tensor=4") for name in MODELS]
 PAIRS += [(name, plan) for name in FEW for plan in ("data=2 tensor=4 zero=3", "tensor=2d:4 data=2")]
 PAIRS += [

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from cjax.sharding.one_d import find_products, whole_classes
+from cjax.sharding.one_d import FEW, find_products, whole_classes
 from cjax.sharding.storage import axes_of_entry
 from cjax.trace.reading import Trace
 
-SHARE = 0.05  # of all bytes of parameters: less than that is biases, norms and tables of positions
 NAMED = 4  # kinds of weights that a note names
 
 
@@ -37,7 +36,7 @@ def kept_whole(
             kept += bytes_
             reason = _reason(trace, leaf, why)
             whole.setdefault((re.sub(r"\d+", "*", trace.leaves[leaf].name), reason), []).append(bytes_)
-    if kept <= SHARE * total:
+    if kept <= FEW * total:
         return []
     kinds = sorted(whole.items(), key=lambda item: -sum(item[1]))
     said = [f"{name} {100 * sum(sizes) / total:.2g} % ({reason})" for (name, reason), sizes in kinds[:NAMED]]

@@ -15,6 +15,8 @@ from cjax.sharding.independent import best_set
 from cjax.trace.dims import Dims, Matmul
 from cjax.trace.reading import Trace
 
+FEW = 0.05  # of all weights: as much may stay whole without a word
+
 
 @dataclass(frozen=True)
 class Product:
@@ -23,6 +25,7 @@ class Product:
     weight: tuple[int, ...]
     contracted: frozenset[int]
     batched: frozenset[int]
+    size: int  # elements of the weights
     work: int  # multiply-adds
     moved_in: int  # elements of the activation read, all-reduced in the backward pass if a free dim is split
     moved_out: int  # elements of the result, all-reduced in the forward pass if a contracted dim is split
@@ -99,7 +102,7 @@ def find_products(trace: Trace) -> tuple[list[Product], list[Matmul]]:
         if weight is None:
             between.append(m)
             continue
-        other = m.rhs if weight is m.lhs else m.lhs
+        other, leaf = (m.rhs, m.lhs_origin) if weight is m.lhs else (m.lhs, m.rhs_origin)
 
         def elements(ids: Sequence[int]) -> int:
             return math.prod(dims.size[d] for d in ids)
@@ -108,6 +111,7 @@ def find_products(trace: Trace) -> tuple[list[Product], list[Matmul]]:
             tuple(dims.class_of(d) for d in weight),
             frozenset(dims.class_of(d) for d in m.contracted),
             frozenset(dims.class_of(d) for d in m.batched),
+            elements(weight) if leaf is None else math.prod(trace.leaves[leaf].shape),  # with a convolution's window
             elements(m.out) * elements(m.contracted),
             elements(other),
             elements(m.out),
@@ -117,6 +121,7 @@ def find_products(trace: Trace) -> tuple[list[Product], list[Matmul]]:
         if old is not None:
             product = dataclasses.replace(
                 product,
+                size=product.size + old.size,
                 work=product.work + old.work,
                 moved_in=product.moved_in + old.moved_in,
                 moved_out=product.moved_out + old.moved_out,
@@ -149,6 +154,8 @@ def _best(products: Sequence[Product], between: Sequence[Matmul], dims: Dims, ca
         shared.append((batched, (math.prod(dims.size[d] for d in (*m.out, *m.contracted)), 0, 0)))
     chosen = best_set(_worth(products, candidates), [p.weight for p in products], shared)
     left = [p for p in products if not set(p.weight) & set(chosen)]
+    if sum(p.size for p in left) <= FEW * sum(p.size for p in products):
+        return chosen
     return chosen + best_set(_worth(left, [c for c in candidates if c not in chosen]), [p.weight for p in left], [])
 
 

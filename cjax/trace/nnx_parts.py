@@ -53,8 +53,8 @@ def without_eager_sharding() -> Iterator[None]:
 
 
 def forget_eager_sharding(model: nnx.Module) -> None:
-    """Undoes what `without_eager_sharding` left in the metadata of a model, which is part of the structure of its trees:
-    the author's own jitted functions would refuse them, or compile again."""
+    """Undoes what `without_eager_sharding` left in the metadata of a model. That is part of the structure of its trees,
+    and the author's own jitted functions would refuse them, or compile again."""
     own = nnx.using_eager_sharding()
     for _, variable in nnx.iter_graph(model):
         if isinstance(variable, nnx.Variable):
