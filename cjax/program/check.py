@@ -62,7 +62,9 @@ class Difference:
     def __str__(self) -> str:
         what = {"gradient": "gradient of ", "carried": "state "}.get(self.kind, "") + self.name
         text = f"{what} is off by {self.off:.2g} where rounding allows {self.allowed:.2g} (norm {self.norm:.3g})"
-        return text + (f", {self.factor:.4g} times as large" if self.factor is not None and self.error > 1 else "")
+        if self.factor is None or self.error <= 1:
+            return text
+        return text + (f", {self.factor:.4g} times as large" if abs(self.factor) > 1e-6 else ": it is zero")
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,9 @@ class Program:
         """
         self._must_train("step")
         placed = place_batch(self._parts, batch, self._limits)
-        self._verify(self._own(state), batch)
-        return self._step(state, placed)  # compiles at first, when all that was given is known to be good
+        state, run = self._own(state), self._step
+        self._verify(state, batch)
+        return run(state, placed)  # compiles at first, when all that was given is known to be good
 
     @functools.cached_property
     def _step(self) -> Any:

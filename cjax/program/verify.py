@@ -187,7 +187,7 @@ def _that_agree(parts: Parts, state: State, batch: PyTree) -> tuple[str, ...]:
             continue
         try:
             agrees = _checked(parts.compose(candidate, devices), state, batch).ok
-        except ValueError:  # the rows or the model can't be shared like that
+        except Exception:  # refused, or broken in a way of its own: it is no advice
             continue
         if agrees:
             found.append(str(candidate))

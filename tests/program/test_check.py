@@ -157,6 +157,7 @@ def test_numbers_that_are_not_finite_or_not_real_are_compared_too() -> None:
     right, wrong = np.array([1 + 1j, 2.0]), np.array([1 - 1j, 2.0])
     assert compare("p", *outcomes(right, right), None, 4).ok
     assert compare("p", *outcomes(wrong, right), None, 4).worst == "w"
+    assert "it is zero" in str(compare("p", *outcomes(0 * right, right), None, 4))
     nan = np.array([np.nan, 2.0])
     assert not compare("p", *outcomes(nan, right), None, 4).ok
     assert not compare("p", *outcomes(nan, nan, loss=float("nan")), None, 4).ok
