@@ -13,10 +13,10 @@ PyTree = Any
 
 
 def widened(tree: PyTree) -> PyTree:
-    """float64 in the place of float32; of random keys and whole numbers nothing."""
+    """float64 in the place of float32, where JAX is told to have it."""
 
     def widen(leaf: Any) -> Any:
-        if leaf.dtype != jnp.float32:
+        if leaf.dtype != jnp.float32 or not jax.config.jax_enable_x64:
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, jnp.float64)

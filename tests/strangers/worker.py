@@ -43,6 +43,7 @@ def say(**line: Any) -> None:
 def main(name: str, plans: list[str]) -> None:
     warnings.simplefilter("ignore")
     say(phase="author")
+    jax.config.update("jax_enable_x64", BY_NAME[name].wide)
     module, function = BY_NAME[name].make.split(":")
     made: Stranger = getattr(importlib.import_module(f"strangers.{module}"), function)()
     subject = Subject.of(made)
@@ -152,5 +153,4 @@ def judged(error: Exception) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_enable_x64", True)
     main(sys.argv[1], sys.argv[2:])
