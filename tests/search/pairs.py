@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from search.models import Spec, loss_of, model_of, parts_of, wrt_of
 from search.plans import num_parts
-from search.reference import SGD, Flat, Reference, is_key, on_host
+from search.reference import SGD, Diverged, Flat, Reference, is_key, on_host
 
 import cjax
 from cjax.program.state import State
@@ -31,7 +31,8 @@ ROUNDED = (2e-4, 1e-5)
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """`kind` is equal, refused, wrong or error (run.py adds abort and hang); `what` says how, or why."""
+    """`kind` is equal, refused, wrong, error, or model where there is nothing to compare with (processes.py adds abort
+    and hang); `what` says how, or why."""
 
     kind: str
     what: str = ""
@@ -124,6 +125,8 @@ class Pairs:
         """Never raises but for what is no Exception."""
         try:
             return self._outcome(plan, own_init)
+        except Diverged as error:
+            return Outcome("model", str(error))
         except Wrong as error:
             return Outcome("wrong", str(error))
         except ValueError as error:
@@ -134,8 +137,8 @@ class Pairs:
             return Outcome("error", told(error))
 
     def _outcome(self, plan: str, own_init: bool) -> Outcome:
-        program = self.first.replan(plan, jax.devices())
         wanted = self.reference.run(num_parts(plan))
+        program = self.first.replan(plan, jax.devices())
         if own_init:
             state = program.init(0)
             for (name, tree), kept in zip(self._trees(program, state).items(), (*self.held, None), strict=True):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 from search.worker import ENVIRONMENT
 
 WORKER = Path(__file__).parent / "worker.py"
-PATIENCE = 300  # seconds for one pair, on a machine that has other things to do
+PATIENCE = 60  # seconds in which a process that says nothing must have had something to compute
+AT_MOST = 1200  # seconds for one pair
 MODELS_PER_PROCESS = 25  # JAX keeps much of what it compiled
 
 
@@ -83,11 +85,29 @@ class Process:
         lines.put(None)
 
     def _read(self) -> str | None:
-        """The next answer, or None where the process is dead or has taken too long."""
-        try:
-            return self._lines.get(timeout=self.patience)
-        except queue.Empty:
-            return None
+        """The next answer, or None where the process is dead, waits for ever or has taken too long."""
+        for _ in range(int(AT_MOST // self.patience)):
+            before = self._computed()
+            try:
+                return self._lines.get(timeout=self.patience)
+            except queue.Empty:
+                # A process that has no turn, on a machine with much to do, does not hang.
+                if self._computed() - before < 0.1 and not self._wants_to():
+                    return None
+        return None
+
+    def _wants_to(self) -> bool:
+        """Whether some thread of the process waits for nothing but its turn."""
+        stats = Path(f"/proc/{self._process.pid}/task").glob("*/stat")
+        return any(stat.read_text().rpartition(")")[2].split()[0] in "RD" for stat in stats)
+
+    def _computed(self) -> float:
+        """Seconds of its own that the process has had; all that pass where the system does not tell."""
+        stat = Path(f"/proc/{self._process.pid}/stat")
+        if not stat.exists():
+            return time.monotonic()
+        fields = stat.read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _post_mortem(self) -> tuple[str, str]:
         late = self._process.poll() is None and not self._ended()
@@ -97,7 +117,7 @@ class Process:
         text = self._errors.read()
         self._process = None
         if late:
-            return "hang", f"nothing for {self.patience:.0f} seconds"
+            return "hang", f"nothing for {self.patience:.0f} seconds, and nothing computed"
         if "Termination timeout" in text:
             found = re.search(r"Termination timeout for `([\w -]+?) Rendezvous", text)
             return "hang", f"devices wait for ever at different collectives ({found[1] if found else 'unknown'})"

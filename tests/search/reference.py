@@ -22,7 +22,8 @@ from search.models import Spec, Total, batch_of, loss_of, model_of, traits, wrt_
 PyTree = Any
 Flat = dict[str, Any]
 NUM_STEPS = 3
-SGD = optax.sgd(0.05, momentum=0.9)
+SGD = optax.sgd(0.01, momentum=0.9)
+TOO_LARGE = 1e6  # of a loss: training diverges, and rounding with it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +116,10 @@ def _folded(keys: Any, part: Any) -> Any:
     return jax.vmap(lambda key: jax.random.fold_in(key, part))(keys.reshape(-1)).reshape(keys.shape)
 
 
+class Diverged(Exception):
+    """The author's own training does not go well, so that there is nothing to compare with."""
+
+
 class Reference:
     """All that plans of one model are compared with; runs are made when they are asked for, once."""
 
@@ -146,6 +151,8 @@ class Reference:
                 params, carried, state, batch, jax.random.fold_in(key, index)
             )
             steps.append(on_host((loss, aux, grads)))
+            if not abs(float(loss)) < TOO_LARGE:
+                raise Diverged(f"loss {float(loss)} in step {index}")
         return Run(steps, on_host(params), on_host(carried))
 
     def _step(self, parts: int, params: Flat, carried: Flat, state: PyTree, batch: PyTree, key: Any) -> Any:
