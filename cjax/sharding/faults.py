@@ -62,7 +62,7 @@ FAULTS = (
         "scattered extremes",
         frozenset(["scatter_max", "scatter_min", "scatter-max", "scatter-min"]),
         "Where an axis that does not divide the updates splits them, the result is of a row too many.",
-        ("0.10.2",),
+        ("0.10.2", "0.12.0.1"),
         "computed on each device's own part of the dims that are not looked up",
     ),
     Fault(
