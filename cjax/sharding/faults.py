@@ -69,7 +69,7 @@ FAULTS = (
         "padding between elements",
         frozenset(["pad"]),
         "XLA's verifier refuses the program where the padded dim is split.",
-        ("0.10.2",),
+        ("0.10.2", "0.12.0.1"),
         "computed on each device's own part of the other dims",
         lambda eqn: any(interior for _, _, interior in eqn.params["padding_config"]),
     ),
