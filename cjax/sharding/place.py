@@ -126,18 +126,18 @@ class Placer(Hooks):
 
     def _evaluate(self, eqn: Any, ins: list[Any], scope: Scope, params: Mapping[str, Any] | None = None) -> list[Any]:
         """The results of an equation: by XLA, or without it where it would get them wrong."""
-        params = params or eqn.params
+        given: Mapping[str, Any] = params or eqn.params
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
-            return bind(eqn, ins, params)
+            return bind(eqn, ins, given)
         if eqn.primitive.name in ("cond", "while") and holds_fault(eqn):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
         if fault_of(eqn) is None and not holds_fault(eqn):
-            return bind(eqn, ins, params)
+            return bind(eqn, ins, given)
         atoms, dims = (eqn.invars, eqn.outvars), self._trace.dims
         in_specs, out_specs = (placements(some, self._layout, dims, scope) for some in atoms)
         sizes = {axis: size for axis, size in self._mesh.shape.items() if axis not in manual}
-        return evaluate_apart(eqn, ins, apart(eqn, params, in_specs, out_specs, sizes), self._mesh)
+        return evaluate_apart(eqn, ins, apart(eqn, given, in_specs, out_specs, sizes), self._mesh)
 
     def _off_grid(self, var: Any, value: Any, scope: Scope) -> Any:
         """A weight in a matmul that is left to the compiler, without the axis along which the grid splits weights: with
