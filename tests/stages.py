@@ -228,7 +228,7 @@ def error(name: str, plan: str, together: bool = False) -> tuple[float, cjax.Pro
     """How far off one device's the loss, its gradients and its evaluation are; stages may be told to go together."""
     model, x = MODELS[name], np.random.RandomState(0).randn(ROWS, LENGTH, 8)
 
-    def loss(model: Any, x: jax.Array) -> jax.Array:
+    def loss(model: Any, x: Any) -> jax.Array:
         return (model(x) ** 2).mean()
 
     program = cjax.parallelize(model, loss, optax.sgd(0.1), x, plan)
