@@ -137,7 +137,8 @@ def _walk(
             ):  # which is not followed, and may tell anything from anything
                 inputs = {each.input for each in found if isinstance(each, _Index)}
                 told.update(_Compared(i, True, 0, False, True) for i in inputs)
-    told.update(each for v in jaxpr.outvars if isinstance(each := known.get(v), _Compared))
+    outs = [known.get(v) for v in jaxpr.outvars if not isinstance(v, jex.Literal)]
+    told.update(each for each in outs if isinstance(each, _Compared))
 
 
 def _compared(name: str, index: int, number: int) -> _Compared | None:
