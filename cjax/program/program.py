@@ -91,6 +91,7 @@ class Program:
         trees = trees_of(state, "params", "frozen", "carried")
         return self._parts.capture.rebuild(*trees.values())
 
+    @own_context
     def adopt(self, state: State, source: State | PyTree) -> State:
         """`state` with parameters from elsewhere; its optimizer's state, step and random numbers stay.
 

@@ -135,8 +135,8 @@ def _walk(
             if any(True for _ in jex.jaxprs_in_params(eqn.params)):  # not followed: it may tell anything from anything
                 inputs = {each.input for each in found if isinstance(each, _Index)}
                 told.update(_Compared(i, True, 0, False, True) for i in inputs)
-    results = [known.get(v) for v in jaxpr.outvars if not isinstance(v, jex.Literal)]
-    told.update(each for each in results if isinstance(each, _Compared))
+    outs = [known.get(v) for v in jaxpr.outvars if not isinstance(v, jex.Literal)]
+    told.update(each for each in outs if isinstance(each, _Compared))
 
 
 def _compared(name: str, index: int, number: int) -> _Compared | None:

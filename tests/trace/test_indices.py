@@ -113,7 +113,7 @@ LEAST: dict[str, tuple[Callable[..., Any], int]] = {
     "by what is above a class": (lambda i, t: masked(i, t[:, :2], i >= 3), 0),
     "in a loop": (lambda i, t: jax.lax.map(lambda row: masked(row[None], t[:, :2], row[None] >= 0), i), -7),
     "in a branch": (lambda i, t: t[i].sum() + jax.lax.cond(t[0, 0] > 0, lambda i: (i < 0).sum(), lambda i: 0, i), -7),
-    "counted": (lambda i, t: (t[i], i >= 0), -7),
+    "counted": (lambda i, t: (t[i], i >= 0, 1.0), -7),
     "replaced": (lambda i, t: t[jnp.where(i < 0, 0, i)], -(2**63)),
     "one number replaced": (lambda i, t: t[jnp.where(i == -100, 0, i)], 0),
 }  # fmt: skip
