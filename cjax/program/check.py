@@ -15,8 +15,8 @@ PyTree = Any
 # in. The second is for leaves that are zero in exact arithmetic, such as the gradient of an attention key's bias.
 # Rounding in another order stays below both in float32 up to 12 layers; what more it does is measured (see `NOISE`).
 TOLERANCES = {8: (1e-9, 1e-12), 4: (1e-5, 1e-7), 2: (1e-2, 1e-4)}
-# How much more than the measured effect of rounding is rounding's, too. The effect is measured once, and small leaves
-# may be lucky in that.
+# How much more than the measured effect of rounding is rounding's, too. The effect is measured once or twice, and small
+# leaves may be lucky in that.
 NOISE = 4.0
 # Measured rounding excuses no more than this part of a leaf, so that a factor of 1.5 is found in any precision.
 MOST = 0.3
@@ -122,7 +122,7 @@ def compare(
     plan: str,
     mine: Outcome,
     theirs: Outcome,
-    rounded: Outcome | None,
+    rounded: Sequence[Outcome],
     itemsize: int,
     scale: float = 0.0,
     reference: str = "one device",
@@ -133,7 +133,8 @@ def compare(
       plan: of `mine`.
       mine: under the plan.
       theirs: on one device. What is None in it is not compared.
-      rounded: on one device, and rounded otherwise: its distance from `theirs` shows what rounding does to this model.
+      rounded: on one device, and rounded otherwise: how far these are from `theirs` shows what rounding does to this
+        model.
       itemsize: bytes of the narrowest numbers that the author's code computes in.
       scale: how far the loss may move, were every parameter changed by its own size: a loss whose terms cancel is small
         beside what its rounding is measured by.
@@ -143,12 +144,12 @@ def compare(
     found = []
     for kind in ("gradient", "carried", "aux", "loss"):
         rows = {"gradient": _grads, "carried": _carried, "aux": _aux, "loss": _loss}[kind]
-        a, b, c = rows(mine), rows(theirs), rows(rounded) if rounded is not None else {}
+        a, b, others = rows(mine), rows(theirs), [rows(other) for other in rounded]
         floor = 0.1 * relative * scale if kind == "loss" else 0.0
         if kind in ("gradient", "carried"):
             floor = of_all * float(np.sqrt(sum(np.linalg.norm(x) ** 2 for x in b.values())))
         for name, wanted in b.items():
-            found.append(_difference(name, kind, a[name], wanted, c.get(name), (relative, floor)))
+            found.append(_difference(name, kind, a[name], wanted, [c[name] for c in others], (relative, floor)))
     if not np.isfinite(theirs.loss):
         found = [Difference("loss", "loss", float("nan"), float("nan"), 0.0), *found]
     found.sort(key=lambda each: -each.error)
@@ -156,12 +157,17 @@ def compare(
 
 
 def _difference(
-    name: str, kind: str, given: np.ndarray, wanted: np.ndarray, rounded: np.ndarray | None, rule: tuple[float, float]
+    name: str,
+    kind: str,
+    given: np.ndarray,
+    wanted: np.ndarray,
+    rounded: Sequence[np.ndarray],
+    rule: tuple[float, float],
 ) -> Difference:
     (relative, floor), norm = rule, float(np.linalg.norm(wanted))
     same = np.array_equal(np.isfinite(given), np.isfinite(wanted))
     off = float(np.linalg.norm(given - wanted)) if same else float("inf")
-    noise = 0.0 if rounded is None else NOISE * float(np.linalg.norm(rounded - wanted))
+    noise = NOISE * max([float(np.linalg.norm(other - wanted)) for other in rounded], default=0.0)
     if not np.isfinite(noise):
         noise = 0.0
     allowed = max(relative * norm + floor, min(noise, MOST * norm + 1e3 * floor))

@@ -73,11 +73,10 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
     _must_fit(parts, size + held[1])
     theirs = reference(run, inputs)
     itemsize = min(itemsize, _BYTES.get(plan.precision, 8), _BYTES.get(plan.reduce or "", 8))
-    if plan.precision == "float32":
-        rounded = reference(run, (perturbed(inputs[0], itemsize), *inputs[1:]))
-    else:
+    rounded = [reference(run, (perturbed(inputs[0], itemsize), *inputs[1:]))]
+    if plan.precision != "float32":  # and decisions, such as a router's, may fall otherwise in either
         alone = Plan(precision=plan.precision, microbatches=reference.num, loss=plan.loss)
-        rounded = outcome(parts.compose(alone, [device]), state, trees, given)
+        rounded.append(outcome(parts.compose(alone, [device]), state, trees, given))
     mine = outcome(parts, state, trees, given)
     if itemsize == 2:  # aux counts decisions, mostly, and of these rounding changes whole ones
         theirs = dataclasses.replace(theirs, aux={})

@@ -155,22 +155,22 @@ def outcomes(*grads: Any, loss: float = 1.0) -> list[Outcome]:
 
 def test_numbers_that_are_not_finite_or_not_real_are_compared_too() -> None:
     right, wrong = np.array([1 + 1j, 2.0]), np.array([1 - 1j, 2.0])
-    assert compare("p", *outcomes(right, right), None, 4).ok
-    assert compare("p", *outcomes(wrong, right), None, 4).worst == "w"
-    assert "it is zero" in str(compare("p", *outcomes(0 * right, right), None, 4))
+    assert compare("p", *outcomes(right, right), (), 4).ok
+    assert compare("p", *outcomes(wrong, right), (), 4).worst == "w"
+    assert "it is zero" in str(compare("p", *outcomes(0 * right, right), (), 4))
     nan = np.array([np.nan, 2.0])
-    assert not compare("p", *outcomes(nan, right), None, 4).ok
-    assert not compare("p", *outcomes(nan, nan, loss=float("nan")), None, 4).ok
+    assert not compare("p", *outcomes(nan, right), (), 4).ok
+    assert not compare("p", *outcomes(nan, nan, loss=float("nan")), (), 4).ok
 
 
 def test_rounding_excuses_what_it_does_and_no_factor() -> None:
     right = np.ones(100)
     near, far = right * (1 + 1e-4), right * 1.5
     shaken = Outcome(1.0, {}, {"w": right * (1 + 1e-4)})
-    assert not compare("p", *outcomes(near, right), None, 4).ok
-    assert compare("p", *outcomes(near, right), shaken, 4).ok
+    assert not compare("p", *outcomes(near, right), (), 4).ok
+    assert compare("p", *outcomes(near, right), [shaken], 4).ok
     wild = Outcome(1.0, {}, {"w": -right})
-    assert not compare("p", *outcomes(far, right), wild, 2).ok
+    assert not compare("p", *outcomes(far, right), [wild], 2).ok
 
 
 class Deep(nn.Module):
