@@ -108,7 +108,7 @@ def griffin() -> Stranger:
 
 # -- others -----------------------------------------------------------------------------------------------------------
 def nano_moe() -> Stranger:
-    """Experts are stacked and gathered; the loss that balances them is a product of means over all tokens."""
+    """Experts are stacked and gathered; what balances them is a product of means over all tokens, inside the model."""
     submodule("nano_moe", "config")
     config = submodule("nano_moe", "config").NanoMoEConfig(
         vocab_size=VOCAB, n_layers=2, n_heads=4, d_model=32, d_ff=48, n_experts=4, block_size=16, dropout_rate=0.0
@@ -116,9 +116,9 @@ def nano_moe() -> Stranger:
 
     def loss(model: Any, batch: Any) -> Any:
         logits, balance = model(batch["ids"])
-        return next_words(logits, batch) + config.aux_loss_coeff * balance
+        return cross_entropy(logits[:, :-1], batch["ids"][:, 1:]) + config.aux_loss_coeff * balance
 
-    return Stranger(submodule("nano_moe", "model").NanoMoE(config), loss, tokens())
+    return Stranger(submodule("nano_moe", "model").NanoMoE(config), loss, tokens(), apart=True)
 
 
 def differential() -> Stranger:
@@ -144,7 +144,7 @@ def latent_experts() -> Stranger:
         out = model(batch["ids"])
         return cross_entropy(out.logits[:, :-1], batch["ids"][:, 1:]) + 0.1 * out.aux_loss
 
-    return Stranger(wide(model.Transformer(config, rngs=nnx.Rngs(0))), loss, tokens())
+    return Stranger(wide(model.Transformer(config, rngs=nnx.Rngs(0))), loss, tokens(), apart=True)
 
 
 def diffusion_unet() -> Stranger:
