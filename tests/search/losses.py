@@ -268,7 +268,7 @@ def verdict(recipe: Recipe, batch, reasons: list | None = None) -> str:
     try:
         loss, grads, aux, params = under(recipe, batch)
     except ValueError as error:
-        expected = ("Use microbatches=1", "loss=microbatch", "Use fewer micro-batches", "adds means to ratios")
+        expected = ("se microbatches=1", "loss=microbatch", "Use fewer micro-batches", "adds means to ratios")
         if reasons is not None:
             reasons.append(str(error))
         return "refused" if any(words in str(error) for words in expected) else f"error: {error}"
