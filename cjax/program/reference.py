@@ -76,6 +76,9 @@ class Reference:
             # Each part is a mean already: as much of the whole as its own denominator is.
             weight = denominator(ratio, functools.reduce(jnp.add, shares))
         aux = jax.tree.map(_averaged, *auxes, is_leaf=lambda x: isinstance(x, Mean))
+        leaves, treedef = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, Mean))
+        sums = self.parts.trace.aux_sums
+        aux = treedef.unflatten([leaf * self.num if i in sums else leaf for i, leaf in enumerate(leaves)])
         return _outcome(sum(totals), weight, aux, jax.tree.map(lambda *g: sum(g), *grads), carried)
 
     def _divisors(self, batch: PyTree, key: jax.Array) -> list[jax.Array]:
@@ -93,6 +96,8 @@ def reference_of(parts: Parts) -> Reference:
     if num == 1:
         return Reference(parts, 1, "")
     loss = trace.closed.jaxpr.outvars[0]
+    if parts.plan.loss == "microbatch":
+        return Reference(parts, num, "loss=microbatch")
     if trace.results and trace.results[0].couplings:
         return Reference(parts, num, f"examples meet at {', '.join(sorted(map(str, trace.results[0].couplings)))}")
     if "index" in _kinds_of(parts, [loss]):

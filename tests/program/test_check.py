@@ -195,3 +195,24 @@ def test_plans_that_share_a_trace_do_not_share_derivatives_traced_within_a_mesh(
     given = other.value_and_grad(other.restore(state), rows())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), given, (loss, grads))
     assert program.check(state, rows()).ok
+
+
+def blended(model: Any, batch: Any, train: bool) -> Any:
+    """A masked mean beside a mean, whose micro-batches divide by weights of the whole batch; and a sum."""
+    value, _ = masked_in_training(model, batch, train)
+    return value + jnp.square(model(batch["x"], train)).mean(), {"sum": batch["y"].sum()}
+
+
+def test_means_and_ratios_that_are_put_together() -> None:
+    program = make(PARTS, model=Drop(), loss=blended)
+    found = program.check(program.init(0), rows())
+    assert found.ok and "in the same 2 micro-batches" in str(found), str(found)
+    plain = make(PARTS, model=Drop(), loss=lambda model, batch: blended(model, batch, False))
+    found = plain.check(plain.init(0), rows())
+    assert found.ok and found.reference == "one device", str(found)
+
+
+def test_micro_batches_that_are_batches_of_their_own() -> None:
+    program = make(f"{PARTS} loss=microbatch", loss=contrast)
+    found = program.check(program.init(0), rows())
+    assert found.ok and "(loss=microbatch)" in found.reference, str(found)
