@@ -59,7 +59,7 @@ test-gpu:
 # RUN='--models bert,vit --plans 2,7 --again'; what was run with this cjax before is not run again.
 STRANGERS := .venv-strangers
 ASKED := tests/strangers/requirements.txt tests/strangers/requirements-alone.txt
-RUN ?= --table
+RUN ?= --table --jobs $(JOBS)
 test-strangers: $(STRANGERS)/.installed
 	PYTHONPATH=.:tests $(STRANGERS)/bin/python -m strangers.run $(RUN)
 

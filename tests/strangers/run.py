@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent import futures
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,10 @@ def main() -> None:
     if unknown:
         sys.exit(f"No stranger is called {', '.join(unknown)}. There are: {', '.join(BY_NAME)}.")
     plans = [PLANS[int(number) - 1] for number in options.plans.split(",")] if options.plans else list(PLANS)
-    for name in names:
-        kept = {} if options.again else results()
-        left = [plan for plan in plans if (name, plan) not in kept]
-        if left:
-            run(name, left, options.seconds)
+    kept = {} if options.again else results()
+    left = {name: [plan for plan in plans if (name, plan) not in kept] for name in names}
+    with futures.ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(lambda name: run(name, left[name], options.seconds), names))
     if options.table:
         table.write(results())
     print(table.summary({pair: line for pair, line in results().items() if pair[0] in names and pair[1] in plans}))
@@ -53,6 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--plans", help=f"numbers from 1 to {len(PLANS)}, with commas; all by default")
     parser.add_argument("--again", action="store_true", help="also what was run with this cjax before")
     parser.add_argument("--seconds", type=int, default=300, help="how long a pair may take before it is ended")
+    parser.add_argument("--jobs", type=int, default=1, help="how many strangers at a time")
     parser.add_argument("--table", action="store_true", help="write docs/strangers.md")
     return parser.parse_args()
 
