@@ -230,7 +230,8 @@ class _Reader:
             return results
         eqn: Any = context.eqn
         rule = eqn.params.get("jvp_jaxpr_fun") or eqn.params.get("bwd")
-        shapes = tuple(atom.aval.shape for atom in (*eqn.invars, *context.twin.invars))
+        atoms: list[Any] = [*eqn.invars, *context.twin.invars]
+        shapes = tuple(atom.aval.shape for atom in atoms)
         known = tuple(value.layout if value.kind == "rows" else value.kind for value in (*context.values, *results))
         key = (id(getattr(rule, "f", rule)), shapes, known)  # of the author's function, which all its calls share
         if key not in self.gradients:
