@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from cjax.trace.examples import FIXED, Context, Place, Value
+from cjax.trace.linear import is_linear
 from cjax.trace.rewrite import bind
 from cjax.trace.simplify import simplify
 
@@ -47,8 +48,15 @@ def _plain(value: Value) -> Value:
     return Value("rows", *value.layout) if value.kind == "rows" else FIXED
 
 
-def judged(context: Context, results: Sequence[Value], grads: Sequence[Value] | None) -> list[Value]:
-    """`results`, with a note if their gradients are not those of so many examples each on its own."""
+def scales(closed: jex.ClosedJaxpr, num_operands: int) -> bool:
+    """Whether what `backward` gives grows with the gradients that it is handed, as any derivative does."""
+    return is_linear(closed, [i >= num_operands for i in range(len(closed.jaxpr.invars))])
+
+
+def judged(
+    context: Context, results: Sequence[Value], grads: Sequence[Value] | None, is_scaled: bool
+) -> list[Value]:
+    """`results`, with a note if their gradients are not those of so many examples each on its own, or do not scale."""
     kinds = {value.kind for value in results}
     if not kinds <= set(_POWER) or grads is None:
         return list(results)  # refused anyway, or without gradients
@@ -57,7 +65,7 @@ def judged(context: Context, results: Sequence[Value], grads: Sequence[Value] | 
     pairs = zip(context.values, atoms, strict=True)
     floats = [value for value, atom in pairs if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
     pairs = zip(floats, grads, strict=True)
-    if len(power) == 1 and all(_is_right(value, grad, next(iter(power))) for value, grad in pairs):
+    if is_scaled and len(power) == 1 and all(_is_right(value, grad, next(iter(power))) for value, grad in pairs):
         return list(results)
     note = Place(f"{context.where}, whose gradient is its author's own")
     return [replace(value, couplings=value.couplings | {note}) for value in results]

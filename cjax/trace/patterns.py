@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from cjax.trace.example_arithmetic import ELEMENTWISE, elementwise, reduction
 from cjax.trace.example_rules import RULES
 from cjax.trace.examples import FIXED, LOST, Atom, Context, Place, Value, Weight, constant, growing, is_literal
-from cjax.trace.own_gradients import backward, judged, operands
+from cjax.trace.own_gradients import backward, judged, operands, scales
 from cjax.trace.simplify import REMAT_NAMES, scan_counts
 from cjax.trace.twins import Twins
 
@@ -158,6 +158,7 @@ class _Reader:
     shares: dict[Any, Value]
     divisions: Divisions
     gradients: dict[Any, Any] = field(default_factory=dict)
+    is_gradient: bool = False  # whether what is read is such a derivative itself, of which none is taken
 
     def consts(self, closed: Any) -> list[Value]:
         """The values of a trace's constants."""
@@ -226,7 +227,7 @@ class _Reader:
 
     def _with_gradient(self, context: Context, results: list[Value]) -> list[Value]:
         """The results of an equation with a derivative of its own, which is read as the loss is."""
-        if context.twin is None or not any(value.kind == "rows" for value in context.values):
+        if self.is_gradient or context.twin is None or not any(value.kind == "rows" for value in context.values):
             return results
         eqn: Any = context.eqn
         rule = eqn.params.get("jvp_jaxpr_fun") or eqn.params.get("bwd")
@@ -236,12 +237,13 @@ class _Reader:
         key = (id(getattr(rule, "f", rule)), shapes, known)  # of the author's function, which all its calls share
         if key not in self.gradients:
             closed, other = backward(eqn), backward(context.twin)
-            grads = None
+            grads, is_scaled = None, True
             if closed is not None and other is not None:
-                reader = replace(self, twins=Twins(closed, other), shares={}, divisions=Divisions())
+                reader = replace(self, twins=Twins(closed, other), shares={}, divisions=Divisions(), is_gradient=True)
                 grads = reader.read(closed, [*reader.consts(closed), *operands(context, results)], False)
-            self.gradients[key] = grads, rule  # which lives as long, so that no other gets its id
-        return judged(context, results, self.gradients[key][0])
+                is_scaled = scales(closed, len(eqn.invars))
+            self.gradients[key] = grads, is_scaled, rule  # which lives as long, so that no other gets its id
+        return judged(context, results, *self.gradients[key][:2])
 
     def _checked(self, context: Context, value: Value) -> Value:
         """What a rule says of a result, and what no rule may forget."""
