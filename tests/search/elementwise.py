@@ -56,6 +56,10 @@ def counted(x: jax.Array) -> jax.Array:
     return lax.stop_gradient(jnp.floor(4 * x)).astype(jnp.uint32)
 
 
+def mixed_bits(x: jax.Array, y: jax.Array) -> jax.Array:
+    return ((y ^ 5) << 1 & 6) | lax.shift_right_arithmetic(x & 7, jnp.uint32(1))
+
+
 BINARY: dict[str, tuple[str, Callable[[jax.Array, jax.Array], jax.Array]]] = {
     **{name: ("all", getattr(lax, name)) for name in "add sub mul max min atan2".split()},
     **{name: ("positive", getattr(lax, name)) for name in "div pow rem".split()},
@@ -72,7 +76,7 @@ BINARY: dict[str, tuple[str, Callable[[jax.Array, jax.Array], jax.Array]]] = {
     "xlogy": ("positive", jax.scipy.special.xlogy),
     "complex": ("all", lambda x, y: jnp.real(lax.complex(x, y) * lax.conj(lax.complex(y, x))) + abs(x + 1j * y)),
     "nextafter": ("all", lambda x, y: x + lax.nextafter(*map(lax.stop_gradient, (x, y)))),
-    "xor": ("all", lambda x, y: x + ((counted(y) ^ 5) << 1 & 6).astype(x.dtype)),
+    "xor": ("all", lambda x, y: x + mixed_bits(counted(x), counted(y)).astype(x.dtype)),
     "bits": ("all", lambda x, y: x * (lax.bitcast_convert_type(counted(y), jnp.int32) & 1).astype(x.dtype) + y),
     "lerp": ("all", lambda x, y: lax.fma(x, y, y) if hasattr(lax, "fma") else x * y + y),
 }

@@ -201,7 +201,8 @@ class Pairs:
         return found
 
     def _check_bytes(self, program: cjax.Program, state: State) -> None:
-        """Every device holds as much as any other, and with ZeRO its part of each leaf that divides."""
+        """Every device holds as much as any other, and with ZeRO its part of each leaf that divides; layers
+        that the author scans over are not counted as a dim."""
         held: dict[Any, int] = {}
         for leaf in jax.tree.leaves((state._params, state._opt)):
             for shard in leaf.addressable_shards:
@@ -212,9 +213,17 @@ class Pairs:
         if plan.tensor_size > 1 or plan.pipeline.size > 1 or plan.sequence.size > 1 or not held:
             return
         group = plan.zero_group
-        leaves = list(self.held[0].values())
-        whole = sum(leaf.nbytes for leaf in leaves)
-        parts = sum(leaf.nbytes // (group if any(n % group == 0 for n in leaf.shape) else 1) for leaf in leaves)
+        scanned = tuple(
+            f"stack_{i}/" if self.spec["flavour"] == "linen" else f"parts/{i}/"
+            for i, part in enumerate(self.spec["parts"]) if part.get("how") == "scan"
+        )  # fmt: skip
+
+        def divides(name: str, shape: tuple[int, ...]) -> bool:
+            return any(n % group == 0 for n in (shape[1:] if name.startswith(scanned) else shape))
+
+        leaves = self.held[0].items()
+        whole = sum(leaf.nbytes for _, leaf in leaves)
+        parts = sum(leaf.nbytes // (group if divides(name, leaf.shape) else 1) for name, leaf in leaves)
         wanted = (parts if plan.zero_stage == 3 else whole) + 2 * (parts if plan.zero_stage else whole)
         if next(iter(held.values())) > wanted:
             raise Wrong(f"bytes: a device holds {next(iter(held.values()))}, at most {wanted} by formula")

@@ -1,5 +1,6 @@
 """Pairs of models and plans in processes of their own, so that one that hangs or aborts is only one more row."""
 
+import contextlib
 import json
 import os
 import queue
@@ -28,6 +29,7 @@ class Process:
         self.patience, self.jax = patience, ""
         self._process: Any = None
         self._errors: Any = None
+        self._listener: Any = None
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._served = 0
 
@@ -73,7 +75,10 @@ class Process:
             [sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
             text=True, env=os.environ | ENVIRONMENT,
         )  # fmt: skip
-        threading.Thread(target=self._listen, args=(self._process.stdout, self._lines), daemon=True).start()
+        self._listener = threading.Thread(
+            target=self._listen, args=(self._process.stdout, self._lines), daemon=True
+        )  # fmt: skip
+        self._listener.start()
         first = self._read()
         assert first is not None, self._post_mortem()
         self.jax = json.loads(first)["jax"]
@@ -115,7 +120,7 @@ class Process:
         self._process.wait()
         self._errors.seek(0)
         text = self._errors.read()
-        self._process = None
+        self._release()
         if late:
             return "hang", f"nothing for {self.patience:.0f} seconds, and nothing computed"
         if "Termination timeout" in text:
@@ -135,5 +140,12 @@ class Process:
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
-            self._process = None
+            self._release()
+
+    def _release(self) -> None:
+        self._process.wait()
+        self._listener.join()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            with contextlib.suppress(BrokenPipeError):  # what was written to a process that is dead
+                stream.close()
+        self._process = None

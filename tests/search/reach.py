@@ -25,7 +25,8 @@ UNREACHED = {
         "vary_unreduced_cast vary_unreduced_cast_p xla_pmap"
     ),
     "placements, which are cjax's to choose": (
-        "auto_axes device_put explicit_axes inspect_sharding layout_constraint mesh_cast reshard sharding_constraint"
+        "auto_axes device_put explicit_axes inspect_sharding layout_constraint mesh_cast pbroadcast_dynamic relayout "
+        "reshard sharding_constraint with_memory_space_constraint"
     ),
     "mutable arrays and kernels in Pallas": (
         "accum_grad_in_ref addupdate array_ref broadcast_to core_map empty_ref free_ref freeze full_ref get new_ref "
@@ -36,8 +37,8 @@ UNREACHED = {
     ),
     "integers alone, or types and boxes that JAX keeps for itself": (
         "box_get box_set call_hi_primitive check custom_vmap_call dce_sink debug_print eq_to eval_jaxpr from_edtype "
-        "get_variable le_to log_extend log_read mulhi new_box new_log new_variable remat_opt set_variable stage tie "
-        "to_edtype"
+        "get_variable le_to log_extend log_read lt_to mulhi new_box new_log new_variable remat_opt set_variable stage "
+        "tie to_edtype"
     ),
     "host callbacks and foreign functions": (
         "debug_callback ffi_call io_callback outside_call pure_callback tpu_custom_call"

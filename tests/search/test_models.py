@@ -116,7 +116,9 @@ def test_failures_are_shrunk() -> None:
     row |= {"kind": "wrong", "what": "step 0, gradient of x: off"}
     small = shrink(Planted(), row, 50)  # type: ignore[arg-type]
     assert [part["op"] for part in models.parts_of(small["spec"])] == ["sort"] and small["plan"] == "tensor=2"
-    assert alike(row, [small | {"id": "1"}]) and not alike(row, [small | {"plan": "tensor=2 sequence=ring:2"}])
+    other = row | {"plan": "tensor=4 zero=1"}
+    assert alike(other, [small]) and not alike(row, [small]), "a grid is another kind of plan"
+    assert not alike(other, [small | {"plan": "tensor=2 sequence=ring:2"}])
     assert signature(row) == "wrong: gradient"
 
 
