@@ -48,10 +48,14 @@ def test_a_page_says_what_was_run() -> None:
     name, (first, second, third) = ROWS[0].name, PLANS[:3]
     lines = {
         (name, first): {"outcome": "equal", "why": ""},
-        (name, second): {"outcome": "refused", "why": "It cannot be.\nAny | of these:\n\n  plan=..."},
+        (name, second): {
+            "outcome": "refused",
+            "why": "tensor=2d:4 | 12 rows\ncannot be. Any of these works:\n  plan=...",
+        },
         (name, third): {"outcome": "HANG", "why": "in step"},
+        (name, PLANS[4]): {"outcome": "refused", "why": "tensor=2d:4 | 7 rows cannot be.\nTake 8"},
     }
     text = table.page(lines)
     (row,) = (line for line in text.splitlines() if line.startswith(f"| {name} "))
-    assert cells(row)[3:7] == ["=", "no (1)", "HANG", ""]
-    assert "1. It cannot be. Any \\| of these:\n" in text and "3 pairs: 1 HANG, 1 equal, 1 refused" in text
+    assert cells(row)[3:7] == ["=", "no (1)", "HANG", ""] and cells(row)[7] == "no (1)"
+    assert text.endswith("1. tensor=2d:N \\| N rows cannot be\n") and "4 pairs: 1 HANG, 1 equal, 2 refused" in text

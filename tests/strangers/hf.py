@@ -208,6 +208,11 @@ def beit() -> Stranger:
     return classified("BeitForImageClassification", **VISION, **STILL, **kind)
 
 
+def resnet() -> Stranger:
+    sizes = {"embedding_size": 8, "hidden_sizes": [16, 24], "depths": [2, 2], "layer_type": "basic"}
+    return apart(classified("ResNetForImageClassification", **sizes))
+
+
 def regnet() -> Stranger:
     sizes = {"embedding_size": 8, "hidden_sizes": [16, 24], "depths": [2, 2], "groups_width": 8}
     return apart(classified("RegNetForImageClassification", **sizes))

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from strangers.common import CLASSES, ROWS, VOCAB, Stranger, cross_entropy, next_words, pictures, random, tokens, wide
+from strangers.common import ROWS, VOCAB, Stranger, cross_entropy, next_words, random, tokens, wide
 
 
 def submodule(package: str, name: str) -> Any:
@@ -174,26 +174,3 @@ def diffusion_unet() -> Stranger:
         "text": rng.normal(size=(ROWS, 6, 16)).astype("float32"),
     }
     return Stranger(model, loss, batch)
-
-
-def resnet18() -> Stranger:
-    """The first classes of a ResNet 18, with BatchNorm of its author's own."""
-    module = submodule("flaxmodels", "resnet.resnet")
-    model = module.ResNet18(output="logits", pretrained=None, normalize=False, num_classes=CLASSES, dtype=jnp.float64)
-
-    def loss(model: Any, batch: Any) -> Any:
-        return cross_entropy(model(batch["images"], train=True), batch["labels"])
-
-    return Stranger(model, loss, pictures(32), apart=True)
-
-
-def vgg16() -> Stranger:
-    """Without its head: means of the last features are classified."""
-    module = submodule("flaxmodels", "vgg.vgg")
-    model = module.VGG(output="activations", pretrained=None, include_head=False, dtype=jnp.float64)
-
-    def loss(model: Any, batch: Any) -> Any:
-        features = model(batch["images"], train=False)["relu5_3"]
-        return jnp.mean((features.mean((1, 2)).mean(-1) - batch["labels"]) ** 2)
-
-    return Stranger(model, loss, pictures(32))

@@ -47,6 +47,7 @@ ROWS = [
         vit="pictures",
         dinov2="pictures, layers scaled",
         beit="relative positions in pictures",
+        resnet="BatchNorm",
         regnet="grouped convolutions, squeeze and excitation",
         clip="pictures and words of one batch, told apart",
         wav2vec2="sound, CTC",
@@ -70,7 +71,6 @@ ROWS = [
         latent_experts="latent attention, latent experts",
     ),
     *_rows("diffusers 0.35", "packages", diffusion_unet="noise in pictures, cross-attention"),
-    *_rows("flaxmodels", "packages", resnet18="BatchNorm of its own", vgg16="plain convolutions"),
     *_rows(
         WRITTEN,
         "signals",

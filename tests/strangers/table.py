@@ -1,5 +1,6 @@
 """docs/strangers.md, from what was kept."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,9 @@ def _reasons(results: Results) -> dict[str, int]:
 
 
 def _reason(line: Mapping[str, Any]) -> str:
-    """The first paragraph on one line: what follows are suggestions."""
-    return " ".join(line["why"].split("\n\n")[0].split()).replace("|", "\\|")
+    """The first sentence on one line, its numbers left out: what follows are suggestions, and differ by model."""
+    sentence = re.split(r"(?<=[.:!?])\s*\n|(?<=\.)\s", line["why"], maxsplit=1)[0]
+    return re.sub(r"(?<![\w.])\d+(?!\w|\.\d)", "N", " ".join(sentence.split()).rstrip(".:")).replace("|", "\\|")
 
 
 def _cell(line: Mapping[str, Any] | None, reasons: Mapping[str, int]) -> str:
