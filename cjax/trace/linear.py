@@ -14,8 +14,8 @@ from cjax.trace.simplify import scan_counts
 
 # Linear in all operands together.
 _TOGETHER = frozenset(
-    "add add_any broadcast_in_dim complex concatenate conj convert_element_type copy copy_p cumsum expand_dims fft imag "
-    "name neg optimization_barrier pad psum real reduce_precision reduce_sum reduce_window_sum reshape rev "
+    "add add_any broadcast_in_dim complex concatenate conj convert_element_type copy copy_p cumsum expand_dims fft "
+    "imag name neg optimization_barrier pad psum real reduce_precision reduce_sum reduce_window_sum reshape rev "
     "sharding_constraint slice split squeeze stack sub transpose unstack".split()
 )
 # Linear in one of their operands, or in either: which ones, while the others are given.
