@@ -292,6 +292,17 @@ class NNXLayer(nnx.Module):
         return x
 
 
+def scanned_layers(part: Spec, shape: tuple[int, ...], rngs: nnx.Rngs) -> NNXLayer:
+    """Layers in one module, each of its arrays with a first dim of all."""
+
+    @nnx.split_rngs(splits=part["times"])
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs: nnx.Rngs) -> NNXLayer:
+        return NNXLayer(part["stack"], shape, rngs)
+
+    return make(rngs)
+
+
 class NNXNet(nnx.Module):
     def __init__(self, spec: Spec, rngs: nnx.Rngs) -> None:
         self.spec = nnx.static(Frozen(spec))
@@ -303,13 +314,7 @@ class NNXNet(nnx.Module):
             if "stack" not in part:
                 parts.append(NNXBlock(part, shape, rngs))
             elif part["how"] == "scan":
-
-                @nnx.split_rngs(splits=part["times"])
-                @nnx.vmap(in_axes=(0,), out_axes=0)
-                def make(rngs: nnx.Rngs, part: Spec = part) -> NNXLayer:
-                    return NNXLayer(part["stack"], shape, rngs)
-
-                parts.append(make(rngs))
+                parts.append(scanned_layers(part, shape, rngs))
             else:
                 times = 1 if part["how"] == "shared" else part["times"]
                 parts.append(nnx.List([NNXLayer(part["stack"], shape, rngs) for _ in range(times)]))

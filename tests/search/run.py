@@ -132,7 +132,7 @@ class Search:
         kind = row["kind"]
         with self.lock:
             if kind == "model":
-                self.bad_models[f"seed {row['seed']}: {row['what'][:150]}"] += 1
+                self.bad_models[f"seed {row['seed']}: {' '.join(row['what'].split())[:150]}"] += 1
                 return
             self.counts[kind] += 1
             if kind == "refused":
