@@ -214,7 +214,8 @@ def constant(value: Any, other: Any, ratio: float, here: Place) -> Value:
     """What is known of a constant and its twin (None: it has none)."""
     a, b = _plain(value), _plain(other)
     if a is None:
-        return FIXED if b is None or other is None else replace(FIXED, taints=frozenset({here}))
+        alike = other is None or (b is None and _alike(value, other))
+        return FIXED if alike else replace(FIXED, taints=frozenset({here}))
     first = None if a.size == 0 or (a != a.flat[0]).any() else float(a.flat[0])
     if b is not None and a.shape == b.shape and np.array_equal(a, b, equal_nan=True):
         return replace(FIXED, const=first, twin=first)
@@ -236,12 +237,20 @@ def _plain(value: Any) -> np.ndarray | None:
     if value is None or (hasattr(value, "dtype") and not isinstance(value.dtype, np.dtype)):
         return None
     array = np.asarray(value)
+    if array.dtype.kind == "c":
+        return None
     if array.dtype.kind not in "iufb":  # bfloat16 and its kin among them
         try:
             array = array.astype(np.float32)
         except (TypeError, ValueError):
             return None
     return array
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Whether constants that are no real numbers, complex ones or keys, are the same, as far as that can be asked."""
+    numbers = [np.asarray(x) for x in (value, other) if isinstance(getattr(x, "dtype", None), np.dtype)]
+    return len(numbers) < 2 or np.array_equal(*numbers)
 
 
 def is_literal(atom: Atom) -> bool:

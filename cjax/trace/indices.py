@@ -87,7 +87,7 @@ def index_limits(closed: jex.ClosedJaxpr, inputs: Sequence[int]) -> dict[int, Li
 
     >>> import jax, jax.numpy as jnp
     >>> index_limits(jax.make_jaxpr(lambda t, i: t[i])(jnp.ones(7), jnp.zeros(3, int)), [1])
-    {1: Limits(size=7, low=-7, others=frozenset())}
+    {1: Limits(size=7, low=-7, others=frozenset(), tells_negative=False)}
     """
     limits: dict[int, Limits] = {}
     told: set[_Compared] = set()

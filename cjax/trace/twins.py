@@ -20,8 +20,8 @@ class Twins:
 
     >>> import jax, jax.numpy as jnp
     >>> one, two = (jax.make_jaxpr(lambda x: x.sum() / x.size)(jnp.ones(n)) for n in (2, 4))
-    >>> [str(eqn.invars[1]) for eqn in (one.eqns[1], Twins(one, two)[one.eqns[1]])]
-    ['2.0:f32[]', '4.0:f32[]']
+    >>> [float(eqn.invars[1].val) for eqn in (one.eqns[1], Twins(one, two)[one.eqns[1]])]
+    [2.0, 4.0]
     """
 
     def __init__(self, closed: jex.ClosedJaxpr, other: jex.ClosedJaxpr) -> None:

@@ -3,6 +3,8 @@
 from search import arrays, control, layers
 from search.registry import BLOCKS, Block
 
-assert {run.run.__module__ for run in BLOCKS.values()} == {part.__name__ for part in (arrays, control, layers)}
+assert {run.run.__module__.rpartition(".")[2] for run in BLOCKS.values()} == {
+    part.__name__.rpartition(".")[2] for part in (arrays, control, layers)
+}
 
 __all__ = ["BLOCKS", "Block"]

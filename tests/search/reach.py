@@ -19,6 +19,7 @@ from search.models import WIDE, Recorder
 UNREACHED = {
     "collectives and how values vary over devices: models leave these to cjax": (
         "all_gather all_gather_invariant all_gather_reduced all_to_all axis_index core_pmap mpmd_map pbroadcast pcast "
+        "global_array_to_host_local_array host_local_array_to_global_array "
         "pgather pmap ppermute ppermute_invariant preduced preduced_reduced preduced_sum psend precv psum pmax pmin "
         "psum_invariant psum_scatter pvary ragged_all_to_all reduce_scatter reduced_vary_cast reduced_vary_cast_p "
         "shard_map unreduced_all_gather unreduced_psum unreduced_psum_scatter unreduced_reduce_scatter "

@@ -46,7 +46,7 @@ COVER = (
 
 def covering() -> list[tuple[Any, tuple[str, ...]]]:
     """Every block once, three to a model, with plans in turns."""
-    rng, names = np.random.default_rng(0), list(BLOCKS)
+    rng, names = np.random.default_rng(0), sorted(BLOCKS)
     order = [names[i] for i in rng.permutation(len(names))]
     found = []
     for number, start in enumerate(range(0, len(order), 3)):
