@@ -65,7 +65,6 @@ BINARY: dict[str, tuple[str, Callable[[jax.Array, jax.Array], jax.Array]]] = {
     **{name: ("positive", getattr(lax, name)) for name in "div pow rem".split()},
     "igamma": ("positive", lambda a, x: lax.igamma(lax.stop_gradient(a), x)),
     "igammac": ("positive", lambda a, x: lax.igammac(lax.stop_gradient(a), x)),
-    "zeta": ("above one", lambda x, q: lax.zeta(lax.stop_gradient(x), q)),
     "polygamma": ("positive", lambda m, x: lax.polygamma(jnp.ones_like(m), x)),
     "betainc": ("positive", lambda a, x: lax.betainc(*map(lax.stop_gradient, (a, a + 1)), x / (1 + x))),
     "logaddexp": ("all", jnp.logaddexp),

@@ -36,6 +36,7 @@ UNREACHED = {
     "derivatives forwards alone: of a maximum over windows, of a sum that is a function of the author's": (
         "reduce_window select_and_gather_add"
     ),
+    "no derivative in one operand, which JAX asks for wherever it does not see that this one is fixed": "zeta",
     "integers alone, or types and boxes that JAX keeps for itself": (
         "box_get box_set call_hi_primitive check custom_vmap_call dce_sink debug_print eq_to eval_jaxpr from_edtype "
         "get_variable le_to log_extend log_read lt_to mulhi new_box new_log new_variable remat_opt set_variable stage "
