@@ -354,7 +354,7 @@ RULES: dict[str, Any] = {
     "while": while_,
     "cond": cond,
 }
-for _name in ("pad", "dynamic_slice", "dynamic_update_slice", "rev", "select_and_gather_add"):
+for _name in ("pad", "dynamic_slice", "dynamic_update_slice", "rev", "select_and_gather_add", "tile"):
     RULES[_name] = same_rank
 for _name in ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"):
     RULES[_name] = window

@@ -366,6 +366,7 @@ RULES: dict[str, Callable[[Context], Value]] = {
     "slice": moved(_whole),
     "dynamic_slice": moved(_whole),
     "pad": moved(_whole),
+    "tile": moved(_whole),
     "rev": moved(_untouched("dimensions")),
     "split": moved(_untouched("axis")),
     "stack": stack,

@@ -249,8 +249,9 @@ def _plain(value: Any) -> np.ndarray | None:
 
 def _alike(value: Any, other: Any) -> bool:
     """Whether constants that are no real numbers, complex ones or keys, are the same, as far as that can be asked."""
-    numbers = [np.asarray(x) for x in (value, other) if isinstance(getattr(x, "dtype", None), np.dtype)]
-    return len(numbers) < 2 or np.array_equal(*numbers)
+    if not all(isinstance(getattr(x, "dtype", None), np.dtype) for x in (value, other)):
+        return True
+    return np.array_equal(np.asarray(value), np.asarray(other))
 
 
 def is_literal(atom: Atom) -> bool:

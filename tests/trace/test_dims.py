@@ -75,6 +75,7 @@ TABLE: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "slice": (lambda x: x[:, 1:3], ((4, 5),), "ab->ac"),
     "split": (lambda x: jnp.split(x, 3, 1), ((4, 15),), "ab->ac,ac,ac"),
     "pad": (lambda x: jnp.pad(x, ((0, 0), (1, 1))), ((4, 3),), "ab->ac"),
+    "tile": (lambda x: jnp.tile(x, (1, 2)), ((4, 3),), "ab->ac"),
     "dynamic_slice": (lambda x, i: lax.dynamic_slice_in_dim(x, i, 2, 1), ((4, 5), ints()), "ab,->ac"),
     "dynamic_update_slice": (lambda x, y: x.at[:, :2].set(y), ((4, 5), (4, 2)), "ab,ac->ab"),
     "reverse": (lambda x: x[::-1], ((4, 3),), "ab->ab"),

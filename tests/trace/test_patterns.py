@@ -383,12 +383,14 @@ def test_what_cannot_be_followed_is_refused():
     assert lifted.kind == "unknown" and lifted.refused and "scan" in lifted.reason
 
 
-@pytest.mark.parametrize("how", ["stack", "unstack"])
-def test_stack_and_unstack_keep_a_weight(how):
+@pytest.mark.parametrize("how", ["stack", "unstack", "tile"])
+def test_stack_unstack_and_tile_keep_a_weight(how):
     def loss(p, b):
         losses = cross_entropies(p, b)
         if how == "stack":
             losses = jnp.stack([losses, -losses], -1).sum(-1) + losses
+        elif how == "tile":
+            losses = jnp.tile(losses, (1, 2))[:, : losses.shape[1]]
         else:
             first, *rest = jnp.moveaxis(losses.reshape(*losses.shape[:-1], 2, 3), -2, 0)
             losses = jnp.concatenate([first, *rest], -1)
