@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout as DeviceLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.extend import core as jex
 from jax.sharding import Mesh, PartitionSpec
 
@@ -112,9 +114,17 @@ def evaluate_apart(eqn: Any, ins: Sequence[jax.Array], parts: Parts, mesh: Mesh)
     """
 
     def function(*operands: jax.Array) -> list[jax.Array]:
-        return bind(eqn, operands, parts.params)
+        if eqn.primitive.name != "fft":
+            return bind(eqn, operands, parts.params)
+        return [row_major(y) for y in bind(eqn, [row_major(x) for x in operands], parts.params)]
 
     return in_region(function, ins, parts.ins, parts.outs, mesh, [parts.sums] * len(eqn.outvars), alone=True)
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """`x`, its last dim the one that is contiguous: XLA's transform on CPUs stops at any other layout, and XLA gives
+    its operand one where what stands around a region is transposed."""
+    return with_layout_constraint(x, DeviceLayout(tuple(range(x.ndim))))
 
 
 def placements(atoms: Sequence[Any], layout: Layout, dims: Dims, scope: Scope) -> list[PartitionSpec]:
