@@ -39,18 +39,18 @@ from cjax.planner.hardware import hardware_of
 from cjax.planner.search import first_fitting
 from cjax.program import Parts, Program
 from cjax.program.batches import batch_structs, with_rows
-from cjax.sharding.local import LocalRows, local_rows
-from cjax.sharding.model import ModelStorage, place_loss, store_model
-from cjax.sharding.optimizer import store_optimizer
-from cjax.sharding.staged import StagedModel, stage_model
-from cjax.sharding.storage import Slot
-from cjax.trace.capture import Capture, capture
-from cjax.trace.combine import counters, denominator, lift, loss_size, loss_total
+from cjax.sharding.place.local import LocalRows, local_rows
+from cjax.sharding.place.model import ModelStorage, place_loss, store_model
+from cjax.sharding.place.staged import StagedModel, stage_model
+from cjax.sharding.storage.optimizer import store_optimizer
+from cjax.sharding.storage.storage import Slot
+from cjax.trace.author.capture import Capture, capture
+from cjax.trace.dims.refine import refine
+from cjax.trace.dims.refine_rules import whole
+from cjax.trace.jaxpr.simplify import simplify
+from cjax.trace.layers.vectorize import vectorize
+from cjax.trace.microbatches.combine import counters, denominator, lift, loss_size, loss_total
 from cjax.trace.reading import Trace, trace_flat, trace_loss
-from cjax.trace.refine import refine
-from cjax.trace.refine_rules import whole
-from cjax.trace.simplify import simplify
-from cjax.trace.vectorize import vectorize
 
 PyTree = Any
 Arrays = tuple[jax.Array, ...]

@@ -34,7 +34,7 @@ from cjax.mesh import compile_lowered, resolve_devices
 from cjax.models.gpt import GPT, GPTConfig, loss
 from cjax.parallelize import compose
 from cjax.program.steps import make_init, make_step
-from cjax.trace.capture import capture
+from cjax.trace.author.capture import capture
 
 DEPTHS = (4, 48)
 HEADS, EMBED, VOCAB, SEQ, BATCH = 4, 32, 64, 16, 8

@@ -24,8 +24,8 @@ from zoo_nnx import MLP as NNXMLP
 from cjax.parallelize import compose
 from cjax.plan import Plan
 from cjax.program import Program
-from cjax.sharding.storage import Storage
-from cjax.trace.capture import Capture, Mean, capture
+from cjax.sharding.storage.storage import Storage
+from cjax.trace.author.capture import Capture, Mean, capture
 from cjax.trace.reading import Trace, trace_loss
 
 PyTree = Any

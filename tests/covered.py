@@ -1,4 +1,4 @@
-"""Writes cjax/trace/covered.py: which primitives the suite has run, under this JAX: `python tests/covered.py`.
+"""Writes cjax/trace/jaxpr/covered.py: which primitives the suite has run, under this JAX: `python tests/covered.py`.
 
 Under each JAX that is supported in turn, since each has primitives of its own. What the list says is what a report
 leaves out under `watch`, so that nothing may stand in it which no test has compared with one device.
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from contract import SUBJECTS, trace_of
 
-from cjax.trace.covered import PRIMITIVES
+from cjax.trace.jaxpr.covered import PRIMITIVES
 from cjax.trace.reading import primitives
 
 FILE = Path(__file__).parent.parent / "cjax" / "trace" / "covered.py"

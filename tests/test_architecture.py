@@ -30,9 +30,22 @@ FLOORS = (
     ("cli",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# The same within a room: its folders, lowest first; "" is what stands in the room itself.
+SUBROOMS = {
+    "trace": (("jaxpr",), ("author",), ("dims", "layers"), ("emit",), ("examples",), ("",),
+              ("attention", "stages", "microbatches")),
+    "sharding": (("storage",), ("products",), ("layout", "attention"), ("apart",), ("place",)),
+    "models": (("",), ("transformers",)),
+    "data": (("",), ("text", "images"), ("tasks",)),
+}  # fmt: skip
+SUBFLOOR_OF = {
+    (room, folder): floor for room, floors in SUBROOMS.items() for floor, names in enumerate(floors) for folder in names
+}
+LEAVES = ("tree", "cards", "models/past", "sharding/apart/faults")  # import nothing of the house
 # Stand beside the house: import nothing of it, may be imported by its top floors.
 BESIDE = ("models", "optim", "attention")
-STRANGERS = ({"sharding", "pipeline"},)  # never import each other in either direction
+# Never import each other in either direction.
+STRANGERS = ({"sharding", "pipeline"}, {"trace", "mesh"}, {"trace", "plan"})
 FRONT_DOORS = ("__init__", "__main__")
 
 MAX_FILE_LINES = 500
@@ -52,9 +65,16 @@ MODULES = {module_name(path): path for path in FILES}
 
 
 def room_of(module: str) -> str:
-    """`cjax.trace.dims` lives in `trace`; the package itself is its front door, `__init__`."""
+    """`cjax.trace.dims.find` lives in `trace`; the package itself is its front door, `__init__`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
+
+
+def folder_of(module: str) -> str:
+    """`cjax.trace.dims.find` lives in the folder `dims` of its room; what stands in a room itself, in ""."""
+    path = MODULES.get(module)
+    parts = path.relative_to(HOUSE).parts[:-1] if path else ()
+    return parts[1] if len(parts) > 1 else ""
 
 
 def imported_names(node: ast.stmt, importer: Path) -> list[str]:
@@ -124,6 +144,15 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
+def may_import_within(room: str, importer: str, imported: str) -> bool:
+    """Whether a module of folder `importer` of a room may import one of folder `imported`."""
+    if room not in SUBROOMS or importer == imported:
+        return True
+    for folder in (importer, imported):
+        assert (room, folder) in SUBFLOOR_OF, f"the design has no folder {folder!r} in {room}"
+    return SUBFLOOR_OF[room, importer] > SUBFLOOR_OF[room, imported]
+
+
 def may_import(importer: str, imported: str) -> bool:
     """Whether a module of room `importer` may import a module of room `imported`."""
     if importer in FRONT_DOORS or importer == imported:
@@ -145,6 +174,12 @@ def test_the_rules_themselves() -> None:
     assert not may_import("mesh", "__init__") and may_import("cli", "models")
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
     assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert may_import_within("trace", "attention", "jaxpr") and not may_import_within("trace", "jaxpr", "attention")
+    assert may_import_within("trace", "", "dims") and not may_import_within("trace", "dims", "")
+    assert not may_import_within("trace", "stages", "attention") and may_import_within("trace", "dims", "dims")
+    with pytest.raises(AssertionError, match="no folder 'drawer'"):
+        may_import_within("trace", "drawer", "dims")
+    assert not may_import("trace", "mesh"), "what a model is depends on no mesh"
     inside = ast.parse("from ..trace import dims\nfrom . import layout\nimport cjax.plan").body
     names = [name for node in inside for name in imported_names(node, HOUSE / "sharding" / "place.py")]
     assert names == ["cjax.trace.dims", "cjax.sharding.layout", "cjax.plan"]
@@ -156,6 +191,20 @@ def test_rooms_are_those_of_the_design() -> None:
     assert not unknown, f"rooms that the design does not have: {sorted(unknown)}; see docs/design.md"
 
 
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_leaves_are_leaves(leaf: str) -> None:
+    path = HOUSE / f"{leaf}.py"
+    assert path in FILES and not [target for _, target, _ in house_imports(path)]
+
+
+def test_no_folder_is_forgotten() -> None:
+    folders = {(room_of(module), folder_of(module)) for module in MODULES}
+    known = {room: {folder for floor in floors for folder in floor} for room, floors in SUBROOMS.items()}
+    assert not {(room, folder) for room, folder in folders if folder and folder not in known.get(room, set())}
+    empty = {(room, folder) for room, names in known.items() for folder in names} - folders
+    assert not empty, f"folders of the design that are not there: {empty}"
+
+
 def test_no_drawer() -> None:
     drawers = [str(path) for path in FILES if path.stem in ("utils", "util", "helpers", "common", "misc")]
     assert not drawers, f"a drawer for everything is a room for nothing: {drawers}"
@@ -164,8 +213,13 @@ def test_no_drawer() -> None:
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_imports_point_down(path: Path) -> None:
     module = module_name(path)
+    if path.name == "__init__.py" and folder_of(module):
+        assert not list(house_imports(path)), f"{path} is the front of a folder, and has a sentence to say, no more"
     for line, target, inside_function in house_imports(path):
         where = f"{path.relative_to(ROOT)}:{line}"
+        if room_of(module) == room_of(target) and path.name != "__init__.py":
+            within = may_import_within(room_of(module), folder_of(module), folder_of(target))
+            assert within, f"{where} imports {target}, whose folder is above or beside its own"
         assert may_import(room_of(module), room_of(target)), f"{where} imports {target}, which is above or beside it"
         assert not inside_function, f"{where} imports {target} inside a function: a dodged cycle, move the room instead"
 
@@ -175,13 +229,20 @@ def test_no_cycles() -> None:
     assert not cycle, " -> ".join(cycle)
 
 
-@pytest.mark.parametrize("folder", ["cjax", "experiments", "tests"])
-def test_nobody_imports_experiments(folder: str) -> None:
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = imported_names(node, path)
-                assert all(name.split(".")[0] != "experiments" for name in names), f"{path}:{node.lineno}"
+def imports_of_experiments(text: str, path: Path) -> list[int]:
+    """Lines that import experiments, by their folder's name or as the modules that they are when they run."""
+    statements = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    found = {node.lineno: imported_names(node, path) for node in statements}
+    return [line for line, names in found.items() if any(name.split(".")[0] == "experiments" for name in names)]
+
+
+def test_nobody_imports_experiments() -> None:
+    planted = "import experiments\ndef f():\n    from experiments import training\n    import experiments.charts\n"
+    assert imports_of_experiments(planted, HOUSE / "cards.py") == [1, 3, 4]
+    for folder in ("cjax", "experiments", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            lines = imports_of_experiments(path.read_text(), path)
+            assert not lines, f"{path}:{lines}"
 
 
 def test_files_stay_small() -> None:

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from cjax.attention import attention
-from cjax.trace.attention import find_attentions
-from cjax.trace.simplify import simplify
+from cjax.trace.attention.find import find_attentions
+from cjax.trace.jaxpr.simplify import simplify
 
 B, Q, K, H, D, V = 2, 7, 9, 6, 4, 5
 

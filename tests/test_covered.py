@@ -13,7 +13,7 @@ from flax import nnx
 
 import cjax
 from cjax.program import description
-from cjax.trace.covered import PRIMITIVES, TESTED
+from cjax.trace.jaxpr.covered import PRIMITIVES, TESTED
 
 MODELS = ["linen_tied", "nnx_conv", "nnx_mlp"]
 

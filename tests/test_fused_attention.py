@@ -11,7 +11,7 @@ import pytest
 from contract import assert_trained_alike, train
 from kernels import plain
 
-import cjax.sharding.model
+import cjax.sharding.place.model
 
 Asked = dict[str, bool]
 CAUSAL, MASKED = {"causal": True, "bias": False}, {"causal": False, "bias": True}
@@ -45,7 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         found.append({"causal": options["causal"], "bias": operands[3] is not None})
         return plain(*operands, **options)
 
-    monkeypatch.setattr(cjax.sharding.model, "kernel_for", lambda mesh: kernel)
+    monkeypatch.setattr(cjax.sharding.place.model, "kernel_for", lambda mesh: kernel)
     return found
 
 
@@ -64,7 +64,7 @@ def test_where_the_kernel_refuses_its_authors_equations_are_left(
     def kernel(*operands: Any, **options: Any) -> jax.Array:
         raise NotImplementedError("no such dtype")
 
-    monkeypatch.setattr(cjax.sharding.model, "kernel_for", lambda mesh: kernel)
+    monkeypatch.setattr(cjax.sharding.place.model, "kernel_for", lambda mesh: kernel)
     assert_trained_alike(name, plan)
 
 
@@ -75,4 +75,4 @@ def test_dropout_stays_with_the_author(asked: list[Asked]) -> None:
 
 def test_cpus_have_no_kernel() -> None:
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
-    assert cjax.sharding.model.kernel_for(mesh) is None
+    assert cjax.sharding.place.model.kernel_for(mesh) is None

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import cjax
-import cjax.sharding.model
+import cjax.sharding.place.model
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
 from bench_models import TINY, Row  # noqa: E402
@@ -67,7 +67,7 @@ def test_the_kernel_is_used_and_rounds_no_more(name: str, precision: str, monkey
     fused = program(name, plan, gpu())
     assert cjax.audit(fused.lower().compile()).attention_kernels
     _, by_kernel = gradients(fused, name)
-    monkeypatch.setattr(cjax.sharding.model, "kernel_for", lambda mesh: None)
+    monkeypatch.setattr(cjax.sharding.place.model, "kernel_for", lambda mesh: None)
     _, as_written = gradients(program(name, plan, gpu()), name)
     assert apart(by_kernel, wanted) < 1.5 * apart(as_written, wanted)
 

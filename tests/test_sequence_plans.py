@@ -18,8 +18,8 @@ from zoo import MODELS
 from zoo_linen import SEQ, LinenDecoder
 
 import cjax
-from cjax.sharding.sequence import positions
-from cjax.trace.capture import capture
+from cjax.trace.attention.positions import positions
+from cjax.trace.author.capture import capture
 from cjax.trace.reading import trace_loss
 
 # Every model with attentions that 2 divides, and every mode, alone and with all that it can be combined with.

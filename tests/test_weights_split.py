@@ -18,7 +18,7 @@ from flax import nnx
 import cjax
 from cjax.parallelize import compose
 from cjax.program import Program
-from cjax.trace.capture import Capture, capture
+from cjax.trace.author.capture import Capture, capture
 
 Form = Callable[..., jax.Array]
 

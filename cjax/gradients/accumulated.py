@@ -17,9 +17,9 @@ from jax import lax
 from jax.extend import core as jex
 from jax.sharding import Mesh, PartitionSpec
 
-from cjax.sharding.region import raised_on_cpu
-from cjax.sharding.storage import axes_of_entry
-from cjax.trace.combine import guarded
+from cjax.sharding.products.region import raised_on_cpu
+from cjax.sharding.storage.storage import axes_of_entry
+from cjax.trace.microbatches.combine import guarded
 from cjax.trace.reading import Shared
 
 PyTree = Any

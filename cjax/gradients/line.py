@@ -9,10 +9,10 @@ from cjax.pipeline.schedule import build
 from cjax.pipeline.simulate import simulate
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan, Sequence
-from cjax.sharding.storage import Rows
-from cjax.trace.cost import equation_cost
+from cjax.sharding.storage.storage import Rows
+from cjax.trace.jaxpr.cost import equation_cost
 from cjax.trace.reading import Trace
-from cjax.trace.stacks import Stack, find_stacks, reads_states
+from cjax.trace.stages.stacks import Stack, find_stacks, reads_states
 
 MUCH_IDLE = 0.3  # of a step, with what comes before and after the layers left out
 

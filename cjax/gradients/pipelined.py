@@ -26,7 +26,7 @@ from cjax.gradients.accumulated import (
 from cjax.mesh import PIPE
 from cjax.pipeline.execute import Executor
 from cjax.pipeline.forward import Forward
-from cjax.sharding.staged import StagedModel
+from cjax.sharding.place.staged import StagedModel
 
 PyTree = Any
 

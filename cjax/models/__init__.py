@@ -8,9 +8,9 @@ from cjax.models.llama import Llama, LlamaConfig, llama
 from cjax.models.llama import loss as llama_loss
 from cjax.models.t5 import T5, T5Config, t5
 from cjax.models.t5 import loss as t5_loss
+from cjax.models.transformers.weights import config_of, load, readers, save
 from cjax.models.vit import ViT, ViTConfig, vit
 from cjax.models.vit import loss as vit_loss
-from cjax.models.weights import config_of, load, readers, save
 
 __all__ = [
     "BERT", "GPT", "T5", "BERTConfig", "GPTConfig", "Llama", "LlamaConfig", "T5Config", "ViT", "ViTConfig", "bert",

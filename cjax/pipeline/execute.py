@@ -19,8 +19,8 @@ from cjax.pipeline.partition import Partition
 from cjax.pipeline.route import Kind
 from cjax.pipeline.table import Schedule
 from cjax.pipeline.wiring import wire
-from cjax.trace.backward import Derivative, is_real
-from cjax.trace.stages import Stages
+from cjax.trace.emit.backward import Derivative, is_real
+from cjax.trace.stages.stages import Stages
 
 
 class Executor:

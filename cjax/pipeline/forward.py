@@ -12,7 +12,7 @@ from cjax.pipeline.buffers import Arrays, Messages, Row, State, at, branch, colu
 from cjax.pipeline.partition import Partition
 from cjax.pipeline.table import Schedule
 from cjax.pipeline.wiring import wire
-from cjax.trace.stages import Stages
+from cjax.trace.stages.stages import Stages
 
 
 class Forward:

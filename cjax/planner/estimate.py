@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from cjax.plan import Plan
-from cjax.sharding.saved import checkpointed, has_complex
+from cjax.sharding.place.saved import checkpointed, has_complex
+from cjax.trace.emit.emit import Hooks, emit
 from cjax.trace.reading import Trace
-from cjax.trace.rewrite import Hooks, emit
 
 SLACK = 1.15  # buffers of the compiler beside what the arithmetic sees: seen between 1.02 and 1.12 on the GPU compile
 

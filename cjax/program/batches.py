@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.mesh import compiler_options
 from cjax.program.state import Parts
-from cjax.trace.indices import Limits, index_limits
+from cjax.trace.dims.tables import Limits, index_limits
 from cjax.trace.reading import Trace
 from cjax.tree import leaf_names
 

@@ -25,12 +25,12 @@ from cjax.report import (
     TraceSummary,
     Transfer,
 )
-from cjax.sharding.apart import brought_together
-from cjax.sharding.fused import kernel_for
-from cjax.sharding.sequence import positions
-from cjax.sharding.storage import Slot, Storage, axes_of_entry
-from cjax.trace.cost import cost
-from cjax.trace.covered import PRIMITIVES, TESTED
+from cjax.sharding.apart.apart import brought_together
+from cjax.sharding.attention.kernel import kernel_for
+from cjax.sharding.storage.storage import Slot, Storage, axes_of_entry
+from cjax.trace.attention.positions import positions
+from cjax.trace.jaxpr.cost import cost
+from cjax.trace.jaxpr.covered import PRIMITIVES, TESTED
 from cjax.trace.reading import Trace, primitives
 
 

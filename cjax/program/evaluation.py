@@ -26,11 +26,11 @@ from cjax.program.batches import (
 from cjax.program.lockstep import Lockstep
 from cjax.program.same import function_key
 from cjax.program.state import Arrays, Parts, State, batch_shardings
-from cjax.sharding.layout import make_layout
-from cjax.sharding.model import place_loss
-from cjax.sharding.staged import stage_model
-from cjax.trace.combine import averages, denominator, lift, loss_total
-from cjax.trace.indices import Limits
+from cjax.sharding.layout.layout import make_layout
+from cjax.sharding.place.model import place_loss
+from cjax.sharding.place.staged import stage_model
+from cjax.trace.dims.tables import Limits
+from cjax.trace.microbatches.combine import averages, denominator, lift, loss_total
 from cjax.trace.reading import Trace, trace_flat, trace_loss
 from cjax.tree import leaf_names
 

@@ -27,7 +27,7 @@ from cjax.program.state import Parts, State, check_alive, check_fits, store_leav
 from cjax.program.steps import gradient_inputs, make_step, make_update
 from cjax.program.verify import check_plan, told, verify
 from cjax.report import Candidate, Comparison, Report, TraceSummary
-from cjax.trace.indices import Limits
+from cjax.trace.dims.tables import Limits
 
 PyTree = Any
 

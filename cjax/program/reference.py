@@ -18,9 +18,9 @@ from jax.extend import core as jex
 from cjax.gradients import divisors
 from cjax.program.check import Outcome
 from cjax.program.state import Parts
-from cjax.trace.capture import Mean
-from cjax.trace.combine import denominator
-from cjax.trace.counters import depends
+from cjax.trace.author.capture import Mean
+from cjax.trace.microbatches.combine import denominator
+from cjax.trace.stages.counters import depends
 
 PyTree = Any
 Inputs = tuple[PyTree, PyTree, PyTree, PyTree, jax.Array]  # params, frozen, carried, batch, key

@@ -16,10 +16,10 @@ from cjax.gradients import Gradients, Line
 from cjax.mesh import BATCH_AXES, compiler_options, own_context
 from cjax.optim import LossScale, LossScaleState, NoiseState, init_noise
 from cjax.plan import Plan
-from cjax.sharding.model import ModelStorage
-from cjax.sharding.optimizer import StoredOptimizer
-from cjax.sharding.storage import Slot, Storage
-from cjax.trace.capture import Capture
+from cjax.sharding.place.model import ModelStorage
+from cjax.sharding.storage.optimizer import StoredOptimizer
+from cjax.sharding.storage.storage import Slot, Storage
+from cjax.trace.author.capture import Capture
 from cjax.trace.reading import Trace
 from cjax.tree import leaf_names
 

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from cjax.trace.blocks import Run, find_runs, paired
-from cjax.trace.capture import Capture, Mean
-from cjax.trace.dims import Dims, find_dims
-from cjax.trace.examples import Value, Weight
-from cjax.trace.packed import packed_forms
-from cjax.trace.patterns import Lifted
-from cjax.trace.refine import refine
-from cjax.trace.refine_rules import Form, expand, whole
-from cjax.trace.simplify import simplify
+from cjax.trace.author.capture import Capture, Mean
+from cjax.trace.dims.find import Dims, find_dims
+from cjax.trace.dims.packed import packed_forms
+from cjax.trace.dims.refine import refine
+from cjax.trace.dims.refine_rules import Form, expand, whole
+from cjax.trace.examples.values import Value, Weight
+from cjax.trace.examples.verdict import Lifted
+from cjax.trace.jaxpr.simplify import simplify
+from cjax.trace.layers.repeats import Run, find_runs, paired
 from cjax.tree import leaf_names
 
 PyTree = Any

@@ -7,7 +7,7 @@ import pytest
 
 from cjax.plan import Plan
 from cjax.planner.estimate import Activations, state_bytes
-from cjax.trace.capture import capture
+from cjax.trace.author.capture import capture
 from cjax.trace.reading import Trace, trace_loss
 
 ROWS, WIDTH, HIDDEN = 16, 32, 64

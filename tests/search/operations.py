@@ -37,15 +37,15 @@ from jax.sharding import PartitionSpec as P
 from search.operation_table import OPERATIONS, Operation
 
 from cjax.mesh import build_mesh
-from cjax.sharding.faults import fault_of, holds_fault
-from cjax.sharding.layout import Layout
-from cjax.sharding.place import Placer, constrained
-from cjax.sharding.storage import axes_of_entry
-from cjax.sharding.zero import shard_over
-from cjax.trace.dims import find_dims
+from cjax.sharding.apart.faults import fault_of, holds_fault
+from cjax.sharding.layout.layout import Layout
+from cjax.sharding.layout.zero import shard_over
+from cjax.sharding.place.place import Placer, constrained
+from cjax.sharding.storage.storage import axes_of_entry
+from cjax.trace.dims.find import find_dims
+from cjax.trace.emit.emit import Hooks, emit
+from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.reading import Leaf, Trace
-from cjax.trace.rewrite import Hooks, emit
-from cjax.trace.simplify import simplify
 
 MESHES = ({"data": 2, "tensor": 4}, {"data": 2, "row": 2, "col": 2}, {"data": 4, "tensor": 2}, {"data": 8})
 GRADIENTS = ("as it is", "whole", "zero")  # how the gradient of an operand is wanted

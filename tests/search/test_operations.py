@@ -8,7 +8,7 @@ import pytest
 from search.operation_table import OPERATIONS
 from search.operations import Case, Traced, search
 
-from cjax.sharding.faults import FAULTS, KNOWN
+from cjax.sharding.apart.faults import FAULTS, KNOWN
 
 BY_NAME = {each.name: each for each in OPERATIONS}
 TWO = {"data": 2, "tensor": 4}
@@ -79,8 +79,8 @@ RIGHT = [
 
 
 MENDED = (
-    "XLA of JAX {} does {!r} right: look whether cjax/sharding/faults.py, which knows {}, may leave it to XLA there "
-    "(python tests/search/operations.py --by xla)"
+    "XLA of JAX {} does {!r} right: look whether cjax/sharding/apart/faults.py, which knows {}, may leave it to XLA "
+    "there (python tests/search/operations.py --by xla)"
 )
 
 

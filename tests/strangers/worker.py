@@ -27,7 +27,7 @@ import cjax
 from cjax.parallelize import compose
 from cjax.plan import Plan
 from cjax.program.batches import batch_structs
-from cjax.trace.capture import Capture, capture
+from cjax.trace.author.capture import Capture, capture
 
 PyTree = Any
 RATE = 1024.0  # so large that gradients are read off new weights without rounding

@@ -10,7 +10,7 @@ import pytest
 from contract import trace_of
 from zoo import MODELS
 
-from cjax.trace.capture import capture
+from cjax.trace.author.capture import capture
 from cjax.trace.reading import trace_loss
 
 LINEN_ATTENTION = {

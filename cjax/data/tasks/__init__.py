@@ -1,0 +1,1 @@
+"""What a model learns from text: hidden words, classes, pairs, missing spans."""

@@ -1,0 +1,1 @@
+"""Text: where it comes from, its tokens, and rows of them."""

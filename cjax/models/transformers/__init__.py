@@ -1,0 +1,1 @@
+"""Folders of weights as Hugging Face's transformers reads and writes them."""

@@ -1,0 +1,1 @@
+"""Operations that XLA's partitioner gets wrong, done on each device's own parts."""

@@ -1,0 +1,275 @@
+"""An operation that XLA's partitioner gets wrong, on each device's own parts: split along what it does one by one.
+
+A batch of convolutions, groups of channels, rows that are sorted or transformed: parts of such a dim need nothing of
+each other. In a region that is manual over every axis a device computes its parts of them, forward and backward, and
+nothing is left to partition; other dims are whole there.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout as DeviceLayout
+from jax.experimental.layout import with_layout_constraint
+from jax.extend import core as jex
+from jax.sharding import Mesh, PartitionSpec
+
+from cjax.sharding.apart.faults import WINDOWED, fault_of
+from cjax.sharding.layout.layout import Layout
+from cjax.sharding.products.region import in_region
+from cjax.sharding.storage.storage import axes_of_entry
+from cjax.trace.dims.find import Dims, Scope
+from cjax.trace.emit.emit import Emitter, Env, Hooks, bind
+from cjax.trace.reading import Trace
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Dims that are split together: one of each operand and of each result, or None of those that all parts read.
+
+    Where no result has such a dim, what the parts make of it is added up.
+    """
+
+    ins: tuple[int | None, ...]
+    outs: tuple[int | None, ...]
+    count: int  # of what can be apart: rows, or groups
+    groups: str | None = None  # the parameter that says how many groups there are
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How an equation is computed apart: placements of operands and results, the parameters that each device has, and
+    over which axes results are added up."""
+
+    ins: list[PartitionSpec]
+    outs: list[PartitionSpec]
+    params: dict[str, Any]
+    sums: tuple[str, ...]
+
+
+def apart(
+    eqn: Any,
+    params: Mapping[str, Any],
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Sequence[PartitionSpec],
+    sizes: Mapping[str, int],
+) -> Parts:
+    """How an equation is to be computed apart.
+
+    Args:
+      eqn: the equation.
+      params: its parameters.
+      in_specs, out_specs: where the layout has operands and results; a dim that needs all of its parts becomes whole.
+      sizes: of the axes that are there to split by.
+    """
+    shapes = [[v.aval.shape for v in atoms] for atoms in (eqn.invars, eqn.outvars)]
+    entries: list[list[list[tuple[str, ...]]]] = [[[()] * len(shape) for shape in some] for some in shapes]
+    local, used, summed = dict(params), set[str](), list[str]()
+    for lane in lanes(eqn):
+        axes = _axes(lane, in_specs, out_specs, used, sizes)
+        used.update(axes)
+        summed += axes if lane.outs == (None,) else ()
+        for found, dims in zip(entries, (lane.ins, lane.outs), strict=True):
+            for place, dim in enumerate(dims):
+                if dim is not None:
+                    found[place][dim] = axes
+        if lane.groups is not None:
+            local[lane.groups] = lane.count // math.prod(sizes[a] for a in axes)
+    ins, outs = ([PartitionSpec(*(axes or None for axes in of)) for of in some] for some in entries)
+    return Parts(ins, outs, local, tuple(summed))
+
+
+def _axes(
+    lane: Lane, ins: Sequence[PartitionSpec], outs: Sequence[PartitionSpec], used: set[str], sizes: Mapping[str, int]
+) -> tuple[str, ...]:
+    """The axes that a lane goes over: those that a dim of it is on, as far as they divide it. What is to be added up is
+    split only where all operands are split already: a sum costs more than to bring an operand together."""
+    found = []
+    for specs, dims in ((outs, lane.outs), (ins, lane.ins)):
+        for spec, dim in zip(specs, dims, strict=True):
+            if dim is None:
+                continue
+            entry = axes_of_entry(spec[dim]) if dim < len(spec) else ()
+            axes = [a for a in entry if a not in used and a in sizes]
+            while axes and lane.count % math.prod(sizes[a] for a in axes):
+                axes.pop()
+            found.append(tuple(axes))
+    if lane.outs == (None,) and len(set(found)) > 1:
+        return ()
+    return next((axes for axes in found if axes), ())
+
+
+def evaluate_apart(eqn: Any, ins: Sequence[jax.Array], parts: Parts, mesh: Mesh) -> list[jax.Array]:
+    """The results of an equation, computed on each device's own parts.
+
+    Args:
+      eqn: the equation.
+      ins: its operands.
+      parts: how it is split, over axes of the mesh that are not manual already.
+      mesh: the mesh.
+    """
+
+    def function(*operands: jax.Array) -> list[jax.Array]:
+        if eqn.primitive.name != "fft":
+            return bind(eqn, operands, parts.params)
+        return [row_major(y) for y in bind(eqn, [row_major(x) for x in operands], parts.params)]
+
+    return in_region(function, ins, parts.ins, parts.outs, mesh, [parts.sums] * len(eqn.outvars), alone=True)
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """`x`, its last dim the one that is contiguous: XLA's transform on CPUs stops at any other layout, and XLA gives
+    its operand one where what stands around a region is transposed."""
+    return with_layout_constraint(x, DeviceLayout(tuple(range(x.ndim))))
+
+
+def placements(atoms: Sequence[Any], layout: Layout, dims: Dims, scope: Scope) -> list[PartitionSpec]:
+    """Where the layout has these variables; literals are whole."""
+    classes = [() if isinstance(v, jex.Literal) else dims.of(v, scope) for v in atoms]
+    return [layout.spec(c, v.aval.shape[: len(c)]) for c, v in zip(classes, atoms, strict=True)]
+
+
+def brought_together(trace: Trace, layout: Layout) -> list[str]:
+    """What is computed apart at a price: dims that are split, and are whole in such an operation."""
+    found: dict[str, None] = {}
+
+    def walk(jaxpr: Any, scope: Scope) -> None:
+        for eqn in jaxpr.eqns:
+            fault = fault_of(eqn)
+            if fault is not None:
+                ins, outs = (placements(some, layout, trace.dims, scope) for some in (eqn.invars, eqn.outvars))
+                parts = apart(eqn, eqn.params, ins, outs, layout.axis_sizes)
+                for var, spec, part in zip(eqn.invars, ins, parts.ins, strict=True):
+                    for d, entry in enumerate(spec):
+                        lost = set(axes_of_entry(entry)) - set(axes_of_entry(part[d]))
+                        if lost:
+                            name = trace.names.get(trace.dims.of(var, scope)[d], "a dim")
+                            over = ", ".join(sorted(lost))
+                            found[f"{fault.name} bring {name} together, which is split over {over}"] = None
+            for body in jex.jaxprs_in_params(eqn.params) if id(eqn) in scope.inner else ():
+                walk(getattr(body, "jaxpr", body), scope.inner[id(eqn)])
+
+    walk(trace.closed.jaxpr, trace.dims.top)
+    return list(found)
+
+
+class Inside(Hooks):
+    """The hooks within an equation that stays one, a conditional or an unbounded loop."""
+
+    def __init__(self, evaluate: Callable[[Any, list[Any], Scope], list[Any]]) -> None:
+        self._evaluate = evaluate
+
+    def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+        return self._evaluate(eqn, ins, scope)
+
+
+def evaluate_inside(eqn: Any, ins: Sequence[Any], scope: Scope, hooks: Hooks) -> list[Any]:
+    """The results of a conditional or an unbounded loop, whose equations are evaluated by `hooks`."""
+    emitter, inner, params = Emitter(hooks), scope.inner.get(id(eqn), Scope()), eqn.params
+
+    def function(body: Any) -> Callable[..., list[Any]]:
+        def run(*args: Any) -> list[Any]:
+            env = Env(inner)
+            env.values.update(zip(body.jaxpr.constvars, body.consts, strict=True))
+            env.values.update(zip(body.jaxpr.invars, args, strict=True))
+            emitter.body(body.jaxpr, env)
+            return [jnp.asarray(emitter.read(env, v), v.aval.dtype) for v in body.jaxpr.outvars]
+
+        return run
+
+    if eqn.primitive.name == "cond":
+        index, *rest = ins
+        return lax.switch(jnp.asarray(index, jnp.int32), [function(each) for each in params["branches"]], *rest)
+    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    asks, turn = function(params["cond_jaxpr"]), function(params["body_jaxpr"])
+    carried = [jnp.asarray(x) for x in ins[second:]]
+    return lax.while_loop(lambda c: asks(*ins[:first], *c)[0], lambda c: turn(*ins[first:second], *c), carried)
+
+
+def lanes(eqn: Any) -> list[Lane]:
+    """What an equation does one by one, in order of importance."""
+    return LANES.get(eqn.primitive.name, _nothing)(eqn)
+
+
+def _nothing(eqn: Any) -> list[Lane]:
+    return []
+
+
+def _convolution(eqn: Any) -> list[Lane]:
+    numbers, (x_var, w_var) = eqn.params["dimension_numbers"], eqn.invars
+    x, w, y = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    groups, batches = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
+    if batches > 1:
+        return [Lane((x[0], w[0]), (y[1],), batches, "batch_group_count")]
+    rows = Lane((x[0], None), (y[0],), x_var.aval.shape[x[0]])
+    if groups > 1:
+        return [rows, Lane((x[1], w[0]), (y[1],), groups, "feature_group_count")]
+    made = Lane((None, w[0]), (y[1],), w_var.aval.shape[w[0]])
+    read = Lane((x[1], w[1]), (None,), w_var.aval.shape[w[1]])
+    return [rows, made, read, *_untouched(eqn)]
+
+
+def _untouched(eqn: Any) -> list[Lane]:
+    """Lanes along which a convolution has a window of one and moves nothing."""
+    numbers, (x, w) = eqn.params["dimension_numbers"], eqn.invars
+    each = zip(*(eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation")), strict=True)
+    dims = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], each, strict=True)
+    return [
+        Lane((a, None), (c,), x.aval.shape[a])
+        for a, b, c, (stride, padding, dilation) in dims
+        if w.aval.shape[b] == 1 and stride == 1 and tuple(padding) == (0, 0) and dilation == 1
+    ]
+
+
+def _all_but(eqn: Any, dims: Sequence[int]) -> list[Lane]:
+    """Lanes of an equation whose operands and results all have the same dims, and which works along some of them."""
+    shape = eqn.invars[0].aval.shape
+    num_in, num_out = len(eqn.invars), len(eqn.outvars)
+    return [Lane((d,) * num_in, (d,) * num_out, n) for d, n in enumerate(shape) if d not in dims]
+
+
+def _windows(eqn: Any) -> list[Lane]:
+    """Dims in which windows are of one and nothing moves."""
+    sizes, p = eqn.params["window_dimensions"], eqn.params
+    rank, ones = len(sizes), (1,) * len(sizes)
+    each = zip(sizes, p["window_strides"], p["padding"], p.get("base_dilation", ones), strict=True)
+    still = [d for d, (n, stride, pad, base) in enumerate(each) if (n, stride, tuple(pad), base) == (1, 1, (0, 0), 1)]
+    ins, outs = ([len(v.aval.shape) == rank for v in some] for some in (eqn.invars, eqn.outvars))
+    count = eqn.outvars[0].aval.shape
+    return [Lane(tuple(d if has else None for has in ins), (d,) * len(outs), count[d]) for d in still]
+
+
+def _scatter(eqn: Any) -> list[Lane]:
+    """Dims of windows that are as wide as the operand, and rows that are looked up each in its own."""
+    numbers = eqn.params["dimension_numbers"]
+    shape, updates = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    kept = [d for d in range(len(shape)) if d not in gone]
+    found = [
+        Lane((d, None, at), (d,), shape[d])
+        for d, at in zip(kept, numbers.update_window_dims, strict=True)
+        if shape[d] == updates[at]
+    ]
+    rows = [d for d in range(len(updates)) if d not in numbers.update_window_dims]  # in the order of the indices' dims
+    batching = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    return found + [Lane((d, at, rows[at]), (d,), shape[d]) for d, at in batching]
+
+
+def _pad(eqn: Any) -> list[Lane]:
+    shape = eqn.invars[0].aval.shape
+    padding = eqn.params["padding_config"]
+    return [Lane((d, None), (d,), n) for d, n in enumerate(shape) if tuple(padding[d]) == (0, 0, 0)]
+
+
+LANES: Mapping[str, Callable[[Any], list[Lane]]] = {
+    "conv_general_dilated": _convolution,
+    **dict.fromkeys(WINDOWED, _windows),
+    "fft": lambda eqn: _all_but(eqn, range(eqn.invars[0].aval.ndim)[-len(eqn.params["fft_lengths"]) :]),
+    **dict.fromkeys(("scatter_max", "scatter_min", "scatter-max", "scatter-min"), _scatter),
+    "pad": _pad,
+    "sort": lambda eqn: _all_but(eqn, [eqn.params["dimension"]]),
+}

@@ -1,0 +1,1 @@
+"""Attention over split positions or heads: rings, exchanges, fused kernels."""

@@ -1,0 +1,217 @@
+"""The equations of an attention on one block of its score matrix.
+
+Rows of statistics (maxima, sums, divisors) are kept in one order of dims: the labels of the scores, key left out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from string import ascii_letters
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cjax.sharding.attention.random import draw_block
+from cjax.trace.attention.find import Attention
+from cjax.trace.attention.labels import MOVES, Labels, Node
+from cjax.trace.emit.emit import bind
+from cjax.trace.jaxpr.groups import Changed
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of the scores: how many indices of each label it has, and the first of them.
+
+    Labels without a start begin at 0. Matmuls take their operands in `low`.
+    """
+
+    attention: Attention
+    sizes: Mapping[int, int]
+    starts: Mapping[int, Any]
+    changed: Changed
+    low: Any
+
+    def shape(self, node: Node) -> tuple[int, ...]:
+        """Of a node on this block."""
+        dims = zip(node.labels, node.var.aval.shape, strict=True)
+        return tuple(int(np.prod([self.sizes[one] for one in label])) if label else size for label, size in dims)
+
+    def start(self, label: Sequence[int]) -> Any:
+        """The block's first index in a dim that is made of these labels."""
+        first, stride = 0, 1
+        for one in reversed(label):
+            first = first + self.starts.get(one, 0) * stride
+            stride *= self.attention.sizes[one]
+        return first
+
+    def evaluate(self, node: Node, given: dict[Node, Any]) -> Any:
+        """A node's value from those of the scores and leaves, or of whatever `given` has on the way."""
+        if node not in given:
+            eqn, read = self.attention.steps[node]
+            ins = [
+                self.changed.get((id(eqn), place), atom.val) if below is None else self.evaluate(below, given)
+                for place, (atom, below) in enumerate(zip(eqn.invars, read, strict=True))
+            ]
+            given[node] = self._apply(eqn, node, ins)
+        return given[node]
+
+    def _apply(self, eqn: Any, node: Node, ins: list[Any]) -> Any:
+        shape = self.shape(node)
+        match eqn.primitive.name:
+            case "iota":
+                dim = eqn.params["dimension"]
+                return lax.broadcasted_iota(node.var.aval.dtype, shape, dim) + jnp.asarray(
+                    self.start(node.labels[dim]), node.var.aval.dtype
+                )
+            case "random_bits":
+                starts = [self.start(label) for label in node.labels]
+                return draw_block(eqn, ins[0], node.var.aval.shape, shape, starts)
+            case "broadcast_in_dim":
+                return lax.broadcast_in_dim(ins[0], shape, eqn.params["broadcast_dimensions"])
+            case "reshape":
+                return lax.reshape(ins[0], shape)
+        return bind(eqn, ins)[0]
+
+    # --- rows ---
+
+    @property
+    def row_labels(self) -> list[int]:
+        key = self.attention.label("key")
+        return [one for one in sorted(self.attention.sizes) if one != key and one in self.attention.roles]
+
+    def rows(self, value: jax.Array, labels: Labels) -> jax.Array:
+        """Statistics with dims as `labels` says, as rows; dims without a label are of size 1."""
+        flat = [one for label in labels for one in label]
+        value = value.reshape([self.sizes[one] for one in flat])
+        return value.transpose([flat.index(one) for one in self.row_labels])
+
+    def spread(self, rows: jax.Array, labels: Labels) -> jax.Array:
+        """Rows as they broadcast against a value with dims as `labels` says."""
+        key = self.attention.label("key")
+        flat = [one for label in labels for one in label if one != key]
+        rows = rows.transpose([self.row_labels.index(one) for one in flat])
+        return rows.reshape(
+            [int(np.prod([self.sizes[one] for one in label])) if label and label != (key,) else 1 for label in labels]
+        )
+
+    def reduce(self, how: Any, value: jax.Array, labels: Labels) -> jax.Array:
+        """Rows of `how` (jnp.max, jnp.sum) over keys."""
+        dim = labels.index((self.attention.label("key"),))
+        return self.rows(how(value, axis=dim), tuple(label for at, label in enumerate(labels) if at != dim))
+
+    # --- the parts of an attention ---
+
+    def logits(self, query: jax.Array, key: jax.Array, leaves: Sequence[Any]) -> tuple[Any, Any, dict[Node, Any]]:
+        """Logits, what their maximum is taken of, and all that was evaluated."""
+        attention = self.attention
+        eqn = attention.scores_eqn
+        operands = (key, query) if attention.key_first else (query, key)
+        scores = _multiply(_Product(eqn, self.low, attention.scores.var.aval.dtype), *operands)
+        given = dict(zip(attention.leaves, leaves, strict=True)) | {attention.scores: scores}
+        return self.evaluate(attention.logits, given), self.evaluate(attention.masked, given), given
+
+    def terms(self, exps: jax.Array, given: dict[Node, Any]) -> jax.Array:
+        """What is summed over keys, as rows of sums."""
+        attention = self.attention
+        if attention.terms == attention.exps:
+            return self.reduce(jnp.sum, exps, attention.exps.labels)
+        terms = self.evaluate(attention.terms, given | {attention.exps: exps.astype(attention.exps.var.aval.dtype)})
+        return self.reduce(jnp.sum, terms.astype(exps.dtype), attention.terms.labels)
+
+    def mix(self, exps: jax.Array, divisor: jax.Array | None, value: jax.Array, given: dict[Node, Any]) -> jax.Array:
+        """Weights times values; without a divisor, exponentials in their place."""
+        attention = self.attention
+        numerator, weights = attention.numerator, attention.weights
+        if numerator != attention.exps:
+            known = given | {attention.exps: exps.astype(attention.exps.var.aval.dtype)}
+            exps = self.evaluate(numerator, known).astype(exps.dtype)
+        if divisor is not None:
+            exps = self.divide(exps, divisor, numerator.labels)
+        dropped = self.evaluate(attention.dropped, given | {weights: exps.astype(weights.var.aval.dtype)})
+        eqn = attention.out_eqn
+        first = eqn.invars[0] is attention.dropped.var
+        how = _Product(eqn, self.low, accumulated(attention))
+        return _multiply(how, *((dropped, value) if first else (value, dropped)))
+
+    def divisor(self, sums: jax.Array) -> jax.Array:
+        """What exponentials are divided by (or multiplied with), as rows."""
+        attention = self.attention
+        node: Any = attention.divisor
+        while node in attention.steps and attention.steps[node][0].primitive.name in MOVES:
+            node = attention.steps[node][1][0]
+        if node == attention.total:
+            return sums
+        total = self.spread(sums, attention.total.labels).astype(attention.total.var.aval.dtype)
+        divisor = self.evaluate(attention.divisor, {attention.total: total})
+        return self.rows(divisor.astype(sums.dtype), attention.divisor.labels)
+
+    def divide(self, value: jax.Array, divisor: jax.Array, labels: Labels) -> jax.Array:
+        """A value with dims as `labels` says by its rows' divisor."""
+        divisor = self.spread(divisor, labels)
+        return value * divisor if self.attention.multiplies else value / divisor
+
+
+def lowest(arrays: Sequence[jax.Array]) -> Any:
+    """The lowest of their dtypes."""
+    return min((x.dtype for x in arrays), key=lambda dtype: jnp.finfo(dtype).bits)
+
+
+def accumulated(attention: Attention) -> Any:
+    """The dtype of sums: float32, or float64 where the model has it."""
+    return jnp.promote_types(attention.out.var.aval.dtype, jnp.float32)
+
+
+class _Product(NamedTuple):
+    """A matmul by its equation, of operands rounded to `low`, with sums in `dtype`."""
+
+    eqn: Any
+    low: Any
+    dtype: Any
+
+    @property
+    def precision(self) -> Any:
+        """As its author asked, unless it names a dtype that is not there."""
+        return self.eqn.params["precision"] if self.low == self.eqn.invars[0].aval.dtype else None
+
+    @property
+    def letters(self) -> tuple[str, str, str]:
+        """Its dims, as `einsum` names them: left, right, result."""
+        (contract, batch) = self.eqn.params["dimension_numbers"]
+        ndims = [len(atom.aval.shape) for atom in self.eqn.invars]
+        names = [list(ascii_letters[: ndims[0]]), list(ascii_letters[ndims[0] : sum(ndims)])]
+        for left, right in [*zip(*contract, strict=True), *zip(*batch, strict=True)]:
+            names[1][right] = names[0][left]
+        shared = [names[0][dim] for dim in batch[0]]
+        free = [[one for one in names[side] if one not in names[1 - side]] for side in (0, 1)]
+        return "".join(names[0]), "".join(names[1]), "".join(shared + free[0] + free[1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(how: _Product, left: jax.Array, right: jax.Array) -> jax.Array:
+    params = {"preferred_element_type": jnp.dtype(how.dtype), "precision": how.precision}
+    params = how.eqn.primitive.get_bind_params(how.eqn.params) | params
+    return how.eqn.primitive.bind(left.astype(how.low), right.astype(how.low), **params)
+
+
+def _multiply_forward(how: _Product, left: jax.Array, right: jax.Array) -> Any:
+    return _multiply(how, left, right), (left, right)
+
+
+def _multiply_backward(how: _Product, kept: Any, gradient: jax.Array) -> Any:
+    """Products in `low` as well, but sums in the operands' own dtype: those of several blocks are yet to be added."""
+    names = how.letters
+    gradient = gradient.astype(how.low)
+
+    def product(side: int) -> jax.Array:
+        rule = f"{names[2]},{names[1 - side]}->{names[side]}"
+        other = kept[1 - side].astype(how.low)
+        options = {"precision": how.precision, "preferred_element_type": kept[side].dtype}
+        return jnp.einsum(rule, gradient, other, **options)
+
+    return product(0), product(1)
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)

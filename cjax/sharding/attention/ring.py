@@ -1,0 +1,318 @@
+"""Ring attention: each device keeps its queries, and keys and values go round.
+
+A device sees one block of scores at a time. Softmax statistics are carried on from block to block, and the backward
+pass makes each block again from queries, keys, values and the statistics, with gradients of keys and values travelling
+along with them. Of a causal mask, each device gets an early and a late chunk (zigzag), so that all have as much to do.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cjax.sharding.attention.blocks import Block, accumulated
+from cjax.sharding.attention.zigzag import from_zigzag, to_zigzag
+from cjax.trace.attention.find import Attention
+from cjax.trace.attention.labels import Node
+from cjax.trace.jaxpr.groups import Changed
+
+# exp(-MARGIN) is zero in float64. A block whose logits are all that far below each row's maximum adds nothing to it.
+MARGIN = 1000.0
+
+State = tuple[jax.Array, jax.Array, jax.Array]  # maxima and sums as rows, and values mixed with exponentials
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One device's part of an attention; all methods run where `axis` is manual.
+
+    Args:
+      attention: what is computed.
+      axis: the mesh axis that queries and keys are split over.
+      size: of that axis.
+      sizes: of each label on a device.
+      axes_of: the mesh axes that split other labels, whose first index is not 0 on every device.
+      bounds: of the logits of each chunk of queries and keys; twice as many chunks as devices mean zigzag order.
+      differentiable: for each leaf, whether its gradient is wanted.
+      low: the dtype that matmuls take their operands in.
+    """
+
+    attention: Attention
+    axis: str
+    size: int
+    sizes: Mapping[int, int]
+    axes_of: Mapping[int, tuple[str, ...]]
+    bounds: np.ndarray
+    differentiable: tuple[bool, ...]
+    low: Any
+
+    @property
+    def num_parts(self) -> int:
+        return self.bounds.shape[0] // self.size
+
+    def forward(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, leaves: Sequence[Any], changed: Changed
+    ) -> tuple[jax.Array, list[jax.Array], jax.Array, jax.Array]:
+        """The result, the operands in the ring's order, and each row's maximum and sum."""
+        query, key, value = self._in_order([query, key, value], self.attention.operands)
+        leaves = self._in_order(leaves, self.attention.leaves)
+        states = [self._empty(part, query, value) for part in range(self.num_parts)]
+
+        def visit(states: list[State], keys: Any, source: Any) -> list[State]:
+            for part in range(self.num_parts):
+                for other in range(self.num_parts):
+                    states = [*states]
+                    states[part] = self._absorb(states[part], part, other, source, query, keys, leaves, changed)
+            return states
+
+        def turn(carry: Any, step: Any) -> Any:
+            states, keys = carry
+            coming = self._pass_on(keys)
+            return (visit(states, keys, self._source(step)), coming), None
+
+        keys = (key, value)
+        (states, keys), _ = lax.scan(turn, (states, keys), jnp.arange(self.size - 1))
+        states = visit(states, keys, self._source(self.size - 1))
+        block = self._block(0, 0, 0, changed)
+        outs = [block.divide(mixed, block.divisor(sums), self.attention.out.labels) for _, sums, mixed in states]
+        out = self._from_zigzag(self._join(outs, self.attention.out, "query").astype(value.dtype), "query")
+        rows = self.row_node
+        maxima, sums = (self._join([state[i] for state in states], rows, "query") for i in (0, 1))
+        return out, [query, key, value], maxima, sums
+
+    def backward(
+        self, moved: Sequence[jax.Array], leaves: Sequence[Any], changed: Changed,
+        out: jax.Array, maxima: jax.Array, sums: jax.Array, gradient: jax.Array,
+    ) -> tuple[Any, Any, Any, list[Any]]:  # fmt: skip
+        """Gradients of query, key, value and leaves (None for those that have none), from what `forward` returned."""
+        query, key, value = moved
+        leaves = self._in_order(leaves, self.attention.leaves)
+        dtype, rows = accumulated(self.attention), self.row_node
+        block = self._block(0, 0, 0, changed, whole=True)
+        dims = tuple(dim for dim, label in enumerate(self.attention.out.labels) if not label)
+        spent = jnp.sum(gradient.astype(dtype) * out.astype(dtype), axis=dims, keepdims=True)
+        spent = self._exchange(block.rows(spent, self.attention.out.labels), self._dim(rows, "query"), True)
+        gradient = self._exchange(gradient, self._dim(self.attention.out, "query"), True).astype(dtype)
+
+        def visit(grads: Any, keys: Any, d_keys: Any, source: Any) -> Any:
+            for part in range(self.num_parts):
+                for other in range(self.num_parts):
+                    given = (gradient, maxima, sums, spent)
+                    grads, d_keys = self._backward_block(
+                        grads, d_keys, part, other, source, query, keys, leaves, changed, given
+                    )
+            return grads, d_keys
+
+        def zeros(values: Any) -> Any:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), values)
+
+        wanted = [leaf if wanted else None for leaf, wanted in zip(leaves, self.differentiable, strict=True)]
+        keys = (key, value)
+        coming = self._pass_on(keys)
+        grads, d_keys = visit((zeros(query), zeros(wanted)), keys, zeros(keys), self._source(0))
+
+        def turn(carry: Any, step: Any) -> Any:
+            grads, keys, d_keys = carry
+            coming, d_coming = self._pass_on(keys), self._pass_on(d_keys)
+            grads, d_keys = visit(grads, keys, zeros(keys), self._source(step))
+            return (grads, coming, jax.tree.map(jnp.add, d_keys, d_coming)), None
+
+        (grads, keys, d_keys), _ = lax.scan(turn, (grads, coming, d_keys), jnp.arange(1, self.size - 1))
+        d_coming = self._pass_on(d_keys)
+        grads, d_keys = visit(grads, keys, zeros(keys), self._source(self.size - 1))
+        d_key, d_value = self._pass_on(jax.tree.map(jnp.add, d_keys, d_coming))
+        return self._home(grads, d_key, d_value, query, key, value)
+
+    # --- one block ---
+
+    def _absorb(
+        self, state: State, part: int, other: int, source: Any, query: Any, keys: Any, leaves: Any, changed: Changed
+    ) -> State:
+        block = self._block(part, other, source, changed)
+
+        def compute() -> State:
+            operands = self._operands(part, other, source, query, keys, leaves)
+            logits, masked, given = block.logits(operands[0], operands[1], operands[3])
+            maxima, sums, mixed = state
+            new = jnp.maximum(maxima, block.reduce(jnp.max, masked, self.attention.masked.labels).astype(maxima.dtype))
+            exps = self._exps(block, logits, new)
+            # Rows that saw nothing but -inf have sums of 0, which must not meet an infinite scale.
+            scale = jnp.where(maxima == -jnp.inf, 0.0, jnp.exp(maxima - _finite(new)))
+            mixed = mixed * block.spread(scale, self.attention.out.labels)
+            return new, sums * scale + block.terms(exps, given), mixed + block.mix(exps, None, operands[2], given)
+
+        return self._unless_empty(part, other, source, state[0], compute, lambda: state)
+
+    def _backward_block(
+        self, grads: Any, d_keys: Any, part: int, other: int, source: Any,
+        query: Any, keys: Any, leaves: Any, changed: Changed, given: Any,
+    ) -> Any:  # fmt: skip
+        block = self._block(part, other, source, changed)
+        gradient, maxima, sums, spent = given
+        maxima, sums, spent = (self._part(rows, self.row_node, "query", part) for rows in (maxima, sums, spent))
+        mine = self._part(gradient, self.attention.out, "query", part)
+
+        def compute() -> Any:
+            operands = self._operands(part, other, source, query, keys, leaves)
+            divisor, slope = jax.jvp(block.divisor, (sums,), (jnp.ones_like(sums),))
+            d_sums = spent * slope / divisor * (1 if self.attention.multiplies else -1)
+
+            def mixed(query: Any, key: Any, value: Any, wanted: Any) -> Any:
+                full = [mine if mine is not None else leaf for mine, leaf in zip(wanted, operands[3], strict=True)]
+                logits, _, known = block.logits(query, key, full)
+                exps = self._exps(block, logits, maxima)
+                return block.mix(exps, divisor, value, known), block.terms(exps, known)
+
+            wanted = [leaf if want else None for leaf, want in zip(operands[3], self.differentiable, strict=True)]
+            _, pull = jax.vjp(mixed, *(x.astype(mine.dtype) for x in operands[:3]), wanted)
+            d_query, d_key, d_value, d_leaves = pull((mine, d_sums))
+            (sum_query, sum_leaves), (sum_key, sum_value) = grads, d_keys
+            attention = self.attention
+            sum_query = self._add(sum_query, d_query, attention.query, {"query": part})
+            sum_key = self._add(sum_key, d_key, attention.key, {"key": other})
+            sum_value = self._add(sum_value, d_value, attention.value, {"key": other})
+            where = {"query": part, "key": self._chunk(source, other)}
+            sum_leaves = [
+                None if want is None else self._add(total, want, node, where)
+                for total, want, node in zip(sum_leaves, d_leaves, attention.leaves, strict=True)
+            ]
+            return (sum_query, sum_leaves), (sum_key, sum_value)
+
+        return self._unless_empty(part, other, source, maxima, compute, lambda: (grads, d_keys))
+
+    def _exps(self, block: Block, logits: jax.Array, maxima: jax.Array) -> jax.Array:
+        return jnp.exp(logits.astype(maxima.dtype) - block.spread(_finite(maxima), self.attention.logits.labels))
+
+    def _unless_empty(
+        self, part: int, other: int, source: Any, maxima: jax.Array, compute: Callable[[], Any], skip: Callable[[], Any]
+    ) -> Any:
+        """Compute, unless no logit of this block can be near its row's maximum."""
+        if not (self.bounds < -MARGIN).any():
+            return compute()
+        mine = self._chunk(lax.axis_index(self.axis), part)
+        bound = jnp.asarray(self.bounds, maxima.dtype)[mine, self._chunk(source, other)]
+        return lax.cond(jnp.all(maxima > bound + MARGIN), skip, compute)
+
+    # --- where things are ---
+
+    def _source(self, step: Any) -> Any:
+        """Whose keys are here after so many turns."""
+        return (lax.axis_index(self.axis) - step) % self.size
+
+    def _chunk(self, device: Any, part: int) -> Any:
+        """Which chunk of the sequence is a device's first or second."""
+        return device if part == 0 else 2 * self.size - 1 - device
+
+    def _block(self, part: int, other: int, source: Any, changed: Changed, whole: bool = False) -> Block:
+        attention = self.attention
+        sizes, starts = dict(self.sizes), {}
+        for label, axes in self.axes_of.items():
+            starts[label] = lax.axis_index(axes) * sizes[label]
+        for role, device, at in (("query", lax.axis_index(self.axis), part), ("key", source, other)):
+            label = attention.label(role)
+            if not whole:
+                sizes[label] //= self.num_parts
+            starts[label] = self._chunk(device, at) * sizes[label]
+        return Block(attention, sizes, starts, changed, self.low)
+
+    @property
+    def row_node(self) -> Node:
+        """Rows of statistics, as if a variable were in their order."""
+        key = self.attention.label("key")
+        return Node(None, tuple((one,) for one in sorted(self.attention.roles) if one != key))
+
+    def _dim(self, node: Node, role: str) -> int | None:
+        label = (self.attention.label(role),)
+        return node.labels.index(label) if label in node.labels else None
+
+    def _part(self, value: Any, node: Node, role: str, part: Any) -> Any:
+        """One chunk of what is here, or of the whole where all of it is."""
+        dim = self._dim(node, role)
+        if dim is None:
+            return value
+        rows = self.sizes[self.attention.label(role)] // self.num_parts
+        return lax.dynamic_slice_in_dim(value, part * rows, rows, axis=dim)
+
+    def _operands(self, part: int, other: int, source: Any, query: Any, keys: Any, leaves: Sequence[Any]) -> Any:
+        attention = self.attention
+        chunk = self._chunk(source, other)
+        return (
+            self._part(query, attention.query, "query", part),
+            self._part(keys[0], attention.key, "key", other),
+            self._part(keys[1], attention.value, "key", other),
+            [
+                self._part(self._part(leaf, node, "query", part), node, "key", chunk)
+                for leaf, node in zip(leaves, attention.leaves, strict=True)
+            ],
+        )
+
+    def _add(self, total: jax.Array, new: jax.Array, node: Node, at: Mapping[str, Any]) -> jax.Array:
+        """`total` with `new` added to the chunk that it belongs to."""
+        starts: list[Any] = [0] * total.ndim
+        for role, part in at.items():
+            dim = self._dim(node, role)
+            if dim is not None:
+                starts[dim] = part * new.shape[dim]
+        starts = [jnp.asarray(start, jnp.int32) for start in starts]
+        old = lax.dynamic_slice(total, starts, new.shape)
+        return lax.dynamic_update_slice(total, old + new.astype(total.dtype), starts)
+
+    def _empty(self, part: int, query: jax.Array, value: jax.Array) -> State:
+        attention, dtype = self.attention, accumulated(self.attention)
+        block = self._block(part, 0, 0, {})
+        rows = [block.sizes[one] for one in block.row_labels]
+        sizes = zip(attention.out.labels, attention.out.var.aval.shape, strict=True)
+        mixed = [int(np.prod([block.sizes[one] for one in label])) if label else size for label, size in sizes]
+        return jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros(mixed, dtype)
+
+    def _join(self, parts: Sequence[jax.Array], node: Node, role: str) -> jax.Array:
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=self._dim(node, role))
+
+    # --- on the way ---
+
+    def _pass_on(self, values: Any) -> Any:
+        ring = [(device, (device + 1) % self.size) for device in range(self.size)]
+        return jax.tree.map(lambda value: lax.ppermute(value, self.axis, ring), values)
+
+    def _in_order(self, values: Sequence[Any], nodes: Sequence[Node]) -> list[Any]:
+        """Operands in the ring's order. Of leaves, keys' positions are all here, and stay as they are."""
+        found = []
+        for value, node in zip(values, nodes, strict=False):
+            dim = self._dim(node, "query")
+            if dim is None and any(node is one for one in self.attention.operands[1:3]):
+                dim = self._dim(node, "key")
+            found.append(self._exchange(value, dim, True))
+        return found
+
+    def _from_zigzag(self, value: jax.Array, role: str) -> jax.Array:
+        return self._exchange(value, self._dim(self.attention.out, role), False)
+
+    def _home(self, grads: Any, d_key: Any, d_value: Any, query: Any, key: Any, value: Any) -> Any:
+        """Gradients in the sequence's own order, and in the operands' dtypes."""
+        attention = self.attention
+        d_query, d_leaves = grads
+        back = [
+            None if grad is None else self._exchange(grad, self._dim(node, "query"), False)
+            for grad, node in zip(d_leaves, attention.leaves, strict=True)
+        ]
+        return (
+            self._exchange(d_query.astype(query.dtype), self._dim(attention.query, "query"), False),
+            self._exchange(d_key.astype(key.dtype), self._dim(attention.key, "key"), False),
+            self._exchange(d_value.astype(value.dtype), self._dim(attention.value, "key"), False),
+            back,
+        )
+
+    def _exchange(self, value: jax.Array, dim: int | None, zigzag: bool) -> jax.Array:
+        """From the sequence's order to chunks `i` and `2 * size - 1 - i` on device `i`, or back."""
+        if dim is None or self.num_parts == 1:
+            return value
+        return (to_zigzag if zigzag else from_zigzag)(value, dim, self.axis, self.size)
+
+
+def _finite(maxima: jax.Array) -> jax.Array:
+    """Maxima to subtract: rows of nothing but -inf have none, and come to 0/0 as they do at once."""
+    return jnp.where(maxima == -jnp.inf, 0.0, maxima)

@@ -1,0 +1,167 @@
+"""An attention computed with its sequence split over a mesh axis: in a ring, or with heads in place of positions.
+
+Lengths have to divide: a `ValueError` names the nearest ones that do. Rows whose logits are all -inf come to NaN, as
+they do at once; rows masked with large negative numbers throughout are means of the values, likewise.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from cjax.sharding.attention.all_to_all import Exchange
+from cjax.sharding.attention.ring import MARGIN, Ring
+from cjax.sharding.attention.where import Places, split_axes
+from cjax.trace.attention.bounds import bounds
+from cjax.trace.attention.find import Attention
+from cjax.trace.attention.labels import Node
+from cjax.trace.jaxpr.groups import Changed
+
+
+def attend(
+    attention: Attention,
+    ins: Sequence[Any],
+    changed: Changed,
+    *,
+    mesh: Mesh,
+    mode: str,
+    axis: str,
+    spec: PartitionSpec,
+) -> list[jax.Array]:
+    """The results of an attention's group, its sequence split over `axis`.
+
+    Everything else follows the query: keys, values, the result and the region's inputs are split over the mesh axes
+    that split the same dims of the query. Inside a `shard_map` the axes that are manual there count as split already.
+
+    Args:
+      attention: what `find_attentions` found.
+      ins: values of `attention.group.ins`.
+      changed: literals that differ by layer.
+      mesh: the mesh.
+      mode: "ring" or "all_to_all".
+      axis: the mesh axis for positions, of queries and keys alike.
+      spec: of `attention.query`, with `axis` at the dim of positions.
+
+    Raises:
+      ValueError: when the query's or the key's length, or for all_to_all the heads, can't be split.
+    """
+    if mode not in ("ring", "all_to_all"):
+        raise ValueError(f'Attention over a sequence axis is "ring" or "all_to_all", not {mode!r}.')
+    places = Places(attention, mesh, axis, split_axes(attention, axis, spec))
+    given = dict(zip(attention.group.ins, ins, strict=True))
+    operands = [given[node.var] for node in attention.operands]
+    literals = {place: jnp.asarray(value) for place, value in changed.items() if place in places.literals}
+    if mode == "ring":
+        return [_ring(places, operands, literals)]
+    return [_all_to_all(places, operands, literals)]
+
+
+def _ring(places: Places, operands: Sequence[Any], literals: Mapping[tuple[int, int], jax.Array]) -> jax.Array:
+    attention = places.attention
+    assert places.axis is not None
+    names = list(literals)
+    ring = Ring(
+        attention, places.axis, places.size, places.sizes, places.axes_of, _chunks(places, names), _wanted(attention),
+        places.low(operands[:3]),
+    )  # fmt: skip
+    leaves = [places.spec(node, ["query"]) for node in attention.leaves]
+    products = [places.spec(node) for node in attention.operands[:3]]
+    specs = (*products, leaves, [PartitionSpec()] * len(names))
+    out, rows = places.spec(attention.out), places.spec(ring.row_node)
+    kept = (products, leaves, specs[-1], out, rows, rows)
+
+    def forward(query: Any, key: Any, value: Any, leaves: Any, changed: Any) -> Any:
+        return ring.forward(query, key, value, leaves, dict(zip(names, changed, strict=True)))
+
+    def backward(kept: Any, gradient: Any) -> Any:
+        moved, given, changed, result, maxima, sums = kept
+        named = dict(zip(names, changed, strict=True))
+        found = ring.backward(moved, given, named, result, maxima, sums, gradient)
+
+        def whole(grad: Any, spec: PartitionSpec) -> Any:
+            return None if grad is None else jax.lax.psum(grad, places.whole(spec))
+
+        *grads, of_leaves = found
+        return [whole(*pair) for pair in zip(grads, products, strict=True)], [
+            whole(*pair) for pair in zip(of_leaves, leaves, strict=True)
+        ]
+
+    wanted = [spec if want else None for spec, want in zip(leaves, ring.differentiable, strict=True)]
+
+    mapped = places.mapped(forward, specs, (out, products, rows, rows))
+
+    @jax.custom_vjp
+    def run(*args: Any) -> jax.Array:
+        return mapped(*args)[0]
+
+    def run_forward(*args: Any) -> tuple[jax.Array, Any]:
+        result, moved, maxima, sums = mapped(*args)
+        # Whatever is there anyway is not kept a second time, as a copy that went through the ring.
+        return result, (moved if ring.num_parts > 1 else list(args[:3]), *args[3:], result, maxima, sums)
+
+    def run_backward(kept_values: Any, gradient: jax.Array) -> Any:
+        grads, of_leaves = places.mapped(backward, (kept, out), (products, wanted))(kept_values, gradient)
+        given = [
+            None if grad is None else grad.astype(node.var.aval.dtype)
+            for grad, node in zip(of_leaves, attention.leaves, strict=True)
+        ]
+        return (*grads, given, [None] * len(names))
+
+    run.defvjp(run_forward, run_backward)
+    return run(*operands[:3], _as_traced(attention, operands[3:]), list(literals.values()))
+
+
+def _all_to_all(places: Places, operands: Sequence[Any], literals: Mapping[tuple[int, int], jax.Array]) -> jax.Array:
+    attention = places.attention
+    assert places.axis is not None
+    names = list(literals)
+    low = places.low(operands[:3])
+    exchange = Exchange(attention, places.axis, places.size, places.sizes, places.axes_of, low)
+    leaves = [places.spec(node, []) for node in attention.leaves]
+    specs = (*(places.spec(node) for node in attention.operands[:3]), leaves, [PartitionSpec()] * len(names))
+
+    def forward(query: Any, key: Any, value: Any, leaves: Any, changed: Any) -> Any:
+        return exchange.forward(query, key, value, leaves, dict(zip(names, changed, strict=True)))
+
+    run = places.mapped(forward, specs, places.spec(attention.out))
+    return run(*operands[:3], _as_traced(attention, operands[3:]), list(literals.values()))
+
+
+def _as_traced(attention: Attention, leaves: Sequence[Any]) -> list[Any]:
+    """Leaves in the dtypes that the trace says they have, whatever they are computed in."""
+    return [
+        leaf if leaf.dtype == node.var.aval.dtype else leaf.astype(node.var.aval.dtype)
+        for leaf, node in zip(map(jnp.asarray, leaves), attention.leaves, strict=True)
+    ]
+
+
+def _chunks(places: Places, changed: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Bounds of the logits by chunk: one chunk on a device, or two where a mask leaves later ones less to do."""
+    attention, size = places.attention, places.size
+    found = bounds(attention, size, size, changed)
+    halves = all(attention.sizes[attention.label(role)] % (2 * size) == 0 for role in ("query", "key"))
+    if halves and (found < -MARGIN).any():
+        return bounds(attention, 2 * size, 2 * size, changed)
+    return found
+
+
+def _wanted(attention: Attention) -> tuple[bool, ...]:
+    """For each leaf, whether any way from it to the result can carry a gradient."""
+    able: dict[Node, bool] = {}
+
+    def reach(node: Node) -> None:
+        if able.get(node) or not jnp.issubdtype(node.var.aval.dtype, jnp.inexact):
+            return
+        able[node] = True
+        step = attention.steps.get(node)
+        if step is not None and step[0].primitive.name != "stop_gradient":
+            for below in step[1]:
+                if below is not None:
+                    reach(below)
+
+    for node in (attention.logits, attention.terms, attention.numerator, attention.divisor, attention.dropped):
+        reach(node)
+    return tuple(able.get(leaf, False) for leaf in attention.leaves)

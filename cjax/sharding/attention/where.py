@@ -1,0 +1,132 @@
+"""Where the dims of an attention are on a mesh."""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+from jax.sharding import Mesh, PartitionSpec
+
+from cjax.sharding.attention.blocks import lowest
+from cjax.sharding.storage.storage import axes_of_entry
+from cjax.trace.attention.find import Attention
+from cjax.trace.attention.labels import Node
+
+
+def split_axes(attention: Attention, axis: str | None, spec: PartitionSpec) -> dict[int, tuple[str, ...]]:
+    """Mesh axes of each label but the positions', for those that are not manual already.
+
+    Args:
+      attention: whose labels.
+      axis: what splits the positions; None if nothing does.
+      spec: of `attention.query`.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    position = attention.label("query")
+    found = {}
+    for label, entry in zip(attention.query.labels, spec, strict=False):
+        axes = tuple(one for one in axes_of_entry(entry) if one not in manual)
+        if axes:
+            assert label, f"{spec} splits a dim of size 1 or one that is summed over"
+            found[label[0]] = axes
+    wanted = None if axis is None else (axis,)
+    assert found.pop(position, None) == wanted, f"{spec} does not split the positions over {axis!r}"
+    return found
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the dims of an attention are.
+
+    Args:
+      attention: whose dims.
+      mesh: the mesh.
+      axis: what splits the positions; None if nothing does.
+      axes_of: mesh axes of each other label that is split.
+    """
+
+    attention: Attention
+    mesh: Mesh
+    axis: str | None
+    axes_of: Mapping[int, tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        assert self.axis is None or self.size > 1, f"the axis {self.axis!r} splits nothing"
+        for role in ("query", "key"):
+            length = self.attention.sizes[self.attention.label(role)]
+            if length % self.size:
+                near = length // self.size * self.size
+                raise ValueError(
+                    f"{self.attention.where or 'An attention'} has {length} {role} positions, which can't be split "
+                    f"{self.size} ways over the axis {self.axis!r}. Lengths of {near or self.size} or "
+                    f"{near + self.size} can: pad the sequences, or change the size of {self.axis!r}."
+                )
+
+    @property
+    def size(self) -> int:
+        return 1 if self.axis is None else self.mesh.shape[self.axis]
+
+    def low(self, operands: Sequence[jax.Array]) -> Any:
+        """What matmuls are computed in. CPUs have no kernels that sum bfloat16 in float32, and are given float32."""
+        found = lowest(operands)
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        return jnp.promote_types(found, jnp.float32) if on_cpu else found
+
+    @property
+    def literals(self) -> set[tuple[int, int]]:
+        """Where the region's equations have literals."""
+        eqns = [eqn for eqn, _ in self.attention.steps.values()]
+        return {(id(e), i) for e in eqns for i, atom in enumerate(e.invars) if isinstance(atom, jex.Literal)}
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Of each label on a device."""
+        sizes = dict(self.attention.sizes)
+        for role in ("query", "key"):
+            sizes[self.attention.label(role)] //= self.size
+        for label, axes in self.axes_of.items():
+            sizes[label] //= math.prod(self.mesh.shape[one] for one in axes)
+        return sizes
+
+    def spec(self, node: Node, positions: Sequence[str] = ("query", "key")) -> PartitionSpec:
+        """Of a node, split over `axis` only where a dim is one of `positions`."""
+        axes_of: dict[int, tuple[str, ...]] = dict(self.axes_of)
+        if self.axis is not None:
+            axes_of |= {self.attention.label(role): (self.axis,) for role in positions}
+        entries = []
+        for label in node.labels:
+            if any(one in axes_of for one in label[1:]):
+                raise ValueError(f"{self.attention.where}: groups of heads are split, not the heads that they share")
+            entries.append(axes_of.get(label[0]) if label else None)
+        return PartitionSpec(*entries)
+
+    def whole(self, spec: PartitionSpec) -> tuple[str, ...]:
+        """The axes at work that `spec` does not split over."""
+        used = {one for entry in spec for one in axes_of_entry(entry)}
+        return tuple(one for one in sorted(self.axes) if one not in used)
+
+    @property
+    def axes(self) -> set[str]:
+        return {*filter(None, [self.axis]), *(one for axes in self.axes_of.values() for one in axes)}
+
+    @property
+    def starts(self) -> dict[int, Any]:
+        """The first index of each label that is split, positions aside; where `axes` are manual."""
+        return {label: lax.axis_index(axes) * self.sizes[label] for label, axes in self.axes_of.items()}
+
+    def mapped(
+        self, function: Callable[..., Any], ins: Any, outs: Any, axes: Collection[str] | None = None
+    ) -> Callable[..., Any]:
+        """`function` on each device's part, manual over the axes at work, or over `axes`."""
+        axes = self.axes if axes is None else axes
+        if not axes:
+            return function
+        context = jax.sharding.get_abstract_mesh()
+        mesh = context if context.manual_axes else self.mesh
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=ins, out_specs=outs, axis_names=set(axes), check_vma=False
+        )

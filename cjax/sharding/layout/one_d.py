@@ -1,0 +1,234 @@
+"""1D tensor parallelism (Megatron, Shoeybi et al., 2019): which classes of dims to split over one axis.
+
+Classes are split such that no weight is split twice: heads, ffn and vocabulary of a transformer. A class that a weight
+contracts costs one all-reduce of that matmul's result; a class that two activations contract (head_dim, the keys'
+sequence) is never split. Among the sets of classes allowed, the one is taken that splits the most arithmetic, and among
+those the one that moves the least.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cjax.sharding.layout.independent import best_set
+from cjax.trace.dims.find import Dims, Matmul
+from cjax.trace.reading import Trace
+
+FEW = 0.05  # of all weights: as much may stay whole without a word
+
+
+@dataclass(frozen=True)
+class Product:
+    """All matmuls of one kind: classes of the weight, those it contracts, and sizes."""
+
+    weight: tuple[int, ...]
+    contracted: frozenset[int]
+    batched: frozenset[int]
+    size: int  # elements of the weights
+    work: int  # multiply-adds
+    moved_in: int  # elements of the activation read, all-reduced in the backward pass if a free dim is split
+    moved_out: int  # elements of the result, all-reduced in the forward pass if a contracted dim is split
+
+
+def choose(trace: Trace, size: int, excluded: set[int], tensor: str) -> tuple[list[int], list[str]]:
+    """The classes to split `size` ways, and what there is to say about others.
+
+    Args:
+      trace: the model.
+      size: of the axis.
+      excluded: classes that have their place already.
+      tensor: as the plan writes it, for messages.
+
+    Raises:
+      ValueError: heads that the axis does not divide.
+    """
+    dims = trace.dims
+    products, between = find_products(trace)
+    forbidden = set(excluded) | whole_classes(trace, between).keys()
+    heads = {dims.class_of(d) for m in between if m.contracted for d in m.batched}
+    heads -= {c for product in products for c in product.batched}  # experts, each with weights of its own
+    notes, candidates = [], []
+    work: dict[int, int] = {}
+    sizes: dict[int, set[int]] = {}
+    for ids in dims.inputs:
+        for d in ids:
+            sizes.setdefault(dims.class_of(d), {0}).add(dims.size[d])
+    for product in products:
+        for c in product.weight:
+            work[c] = work.get(c, 0) + product.work
+    for c in sorted(work, key=lambda c: (-work[c], c)):
+        if c in forbidden or c in trace.stream:
+            continue
+        largest = max(sizes.get(c, {0}))
+        if largest < size:
+            if c in heads and largest > 1:
+                raise undivided(trace, c, largest, tensor)
+            continue
+        blocked = blocked_by(trace, c, size, forbidden, c in heads, tensor)
+        if blocked:
+            notes.append(blocked)
+        else:
+            candidates.append(c)
+    chosen = _best(products, between, dims, candidates)
+    for d, parts in sorted(dims.packed.items()):
+        c = dims.class_of(d)
+        if c in work and not any(c in p.weight and set(p.weight) & {*chosen, *excluded} for p in products):
+            notes.append(f"{trace.names.get(c, '?')} ({dims.size[d]}) packs {parts} tensors in one and is kept whole")
+    return chosen, sorted(set(notes)) + _small_heads(trace, [c for c in chosen if c in heads], size)
+
+
+def whole_classes(trace: Trace, between: Sequence[Matmul]) -> dict[int, str]:
+    """Classes that are never split, and why.
+
+    Args:
+      trace: the model.
+      between: its matmuls of activations.
+    """
+    dims = trace.dims
+    found = {dims.class_of(d): "is summed over between two activations" for m in between for d in m.contracted}
+    found |= dict.fromkeys(trace.part_classes, "counts the tensors packed in it")
+    return found | {dims.class_of(d): "packs several tensors" for d in dims.packed}
+
+
+def find_products(trace: Trace) -> tuple[list[Product], list[Matmul]]:
+    """The weight matmuls, equal ones merged, and the matmuls between activations."""
+    dims = trace.dims
+    merged: dict[tuple[object, ...], Product] = {}
+    between = []
+    tables = [_lookup(trace, leaf, dim, rows) for leaf, dim, rows in dims.tables]
+    for m in (*dims.matmuls, *(t for t in tables if t is not None)):
+        weight = m.weight
+        if weight is None:
+            between.append(m)
+            continue
+        other, leaf = (m.rhs, m.lhs_origin) if weight is m.lhs else (m.lhs, m.rhs_origin)
+
+        def elements(ids: Sequence[int]) -> int:
+            return math.prod(dims.size[d] for d in ids)
+
+        product = Product(
+            tuple(dims.class_of(d) for d in weight),
+            frozenset(dims.class_of(d) for d in m.contracted),
+            frozenset(dims.class_of(d) for d in m.batched),
+            elements(weight) if leaf is None else math.prod(trace.leaves[leaf].shape),  # with a convolution's window
+            elements(m.out) * elements(m.contracted),
+            elements(other),
+            elements(m.out),
+        )
+        key = (product.weight, product.contracted)
+        old = merged.get(key)
+        if old is not None:
+            product = dataclasses.replace(
+                product,
+                size=product.size + old.size,
+                work=product.work + old.work,
+                moved_in=product.moved_in + old.moved_in,
+                moved_out=product.moved_out + old.moved_out,
+            )
+        merged[key] = product
+    return list(merged.values()), between
+
+
+def _lookup(trace: Trace, leaf: int, dim: int, rows: Sequence[int]) -> Matmul | None:
+    """A table looked up by the batch's own tokens, as the one-hot matmul it stands for. Tables of positions, which do
+    not grow with the batch, are cheaper whole: their result would be all-reduced for nothing."""
+    dims = trace.dims
+    if trace.batch_class not in [dims.class_of(d) for d in rows]:
+        return None
+    table = dims.inputs[leaf][-2:]  # behind the layer dim of an author's own stack
+    rest = [d for d in table if dims.class_of(d) != dims.class_of(dim)]
+    return Matmul((*rows, dim), tuple(table), (dim,), (), (*rows, *rest), None, leaf, ((len(rows),), (0,)))
+
+
+def _best(products: Sequence[Product], between: Sequence[Matmul], dims: Dims, candidates: Sequence[int]) -> list[int]:
+    """The candidates that split the most arithmetic, of these sets the one that moves the least, then the smallest.
+
+    At first none where a weight would be split along two classes. What is left whole then, one of three convolutions
+    in a row, comes after: between two classes that are split, what is made along the one is added up into parts along
+    the other. One class may be on both sides of a weight in the same way, as the state of a recurrent cell is.
+    """
+    shared = []
+    for m in between:
+        batched = {dims.class_of(d) for d in m.batched}
+        shared.append((batched, (math.prod(dims.size[d] for d in (*m.out, *m.contracted)), 0, 0)))
+    chosen = best_set(_worth(products, candidates), [p.weight for p in products], shared)
+    left = [p for p in products if not set(p.weight) & set(chosen)]
+    if sum(p.size for p in left) <= FEW * sum(p.size for p in products):
+        return chosen
+    return chosen + best_set(_worth(left, [c for c in candidates if c not in chosen]), [p.weight for p in left], [])
+
+
+def _worth(products: Sequence[Product], candidates: Sequence[int]) -> dict[int, tuple[int, int, int]]:
+    """By class: the arithmetic that it splits, minus the elements that it moves, and minus one."""
+    worth = {c: [0, 0, -1] for c in candidates}
+    for p in products:
+        for c in set(p.weight) & worth.keys():
+            worth[c][0] += p.work
+            worth[c][1] -= p.moved_out if c in p.contracted else 0 if c in p.batched else p.moved_in
+            worth[c][1] -= p.moved_in if p.weight.count(c) > 1 else 0
+    return {c: (split, moved, count) for c, (split, moved, count) in worth.items()}
+
+
+def blocked_by(trace: Trace, c: int, size: int, forbidden: set[int], is_heads: bool, tensor: str) -> str | None:
+    """Why class `c` can't be split `size` ways, if so. Heads that don't divide are the user's to change: refused."""
+    dims = trace.dims
+    name = trace.names.get(c, "?")
+    for s in dims.splits:
+        if dims.class_of(s.whole) != c or s.major_size % size == 0:
+            continue
+        minor = s.minor[0]
+        grouped = size % s.major_size == 0 and dims.size[minor] % (size // s.major_size) == 0
+        if grouped and dims.class_of(minor) not in forbidden:
+            continue  # key-value heads fewer than the axis: each serves a group of devices
+        if s.size in whole_heads(trace, c, size):
+            continue
+        if is_heads:
+            raise undivided(trace, c, s.major_size, tensor)
+        return f"{name} ({s.size} = {s.major_size} x {s.size // s.major_size}) is kept whole: {size} does not divide it"
+    if is_heads:
+        counts = {dims.size[d] for m in dims.matmuls for d in m.batched if dims.class_of(d) == c}
+        count = max(counts, default=size)
+        if count % size and count > 1 and not any(s for s in dims.splits if dims.class_of(s.whole) == c):
+            raise undivided(trace, c, count, tensor)
+    return None
+
+
+def whole_heads(trace: Trace, c: int, size: int) -> set[int]:
+    """Sizes of dims [heads * head_dim] of class `c` whose heads are too few for the axis, beside others that are not:
+    key-value heads, each of which serves a group of devices, so that every device keeps them."""
+    splits = [s for s in trace.dims.splits if trace.dims.class_of(s.whole) == c]
+    most = max((s.major_size for s in splits), default=0)
+    if most % size:
+        return set()
+    return {s.size for s in splits if s.major_size < size and size % s.major_size == 0 and s.size != most}
+
+
+def undivided(trace: Trace, c: int, count: int, tensor: str) -> ValueError:
+    divisors = [d for d in range(1, count + 1) if count % d == 0]
+    mode, _, size = tensor.rpartition(":")
+    depth = int(size.partition("/")[2] or 1)
+    part = f"/{depth}" if depth > 1 else ""
+    power = {"": 1, "3d": 3}.get(mode, 2)
+    works = [f"{mode}:{depth * d**power}{part}" if mode and d > 1 else str(d) for d in divisors]
+    return ValueError(
+        f"tensor={tensor} can't split {trace.names.get(c, '?')}: this model has {count}. "
+        f"Write a tensor size that divides it: {', '.join(works)}."
+    )
+
+
+def _small_heads(trace: Trace, chosen: Sequence[int], size: int) -> list[str]:
+    counts = {}
+    for leaf, ids in zip(trace.leaves, trace.dims.inputs, strict=True):
+        for d in ids if leaf.kind == "params" else ():
+            c = trace.dims.class_of(d)
+            if c in chosen and 1 < trace.dims.size[d] < size:
+                counts[trace.dims.size[d]] = trace.names.get(c, "?")
+    for s in trace.dims.splits:
+        c = trace.dims.class_of(s.whole)
+        if c in chosen and s.size in whole_heads(trace, c, size):
+            counts[s.major_size] = trace.names.get(c, "?")
+    return [
+        f"{count} key-value {name} on {size} devices: each is kept by {size // count} of them"
+        for count, name in sorted(counts.items())
+    ]

@@ -1,0 +1,181 @@
+"""A traced loss laid out on a mesh: where its arrays are kept, and the loss as a function of what is kept."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from cjax.mesh import DATA, DEPTH, SEQUENCE, ZERO
+from cjax.plan import Plan
+from cjax.sharding.attention.kernel import kernel_for
+from cjax.sharding.layout.layout import Layout, make_layout
+from cjax.sharding.layout.zero import shard_over
+from cjax.sharding.place.place import Draw, Placer, WeightPlacement
+from cjax.sharding.storage.storage import Rows, Storage, make_storage, stackable
+from cjax.trace.author.capture import Capture
+from cjax.trace.emit.emit import emit
+from cjax.trace.reading import Trace
+
+PyTree = Any
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class ModelStorage:
+    """How the three trees of a model are kept, and where the optimizer's part of each parameter lives."""
+
+    params: Storage
+    frozen: Storage
+    carried: Storage
+    used_specs: tuple[PartitionSpec, ...]  # of every weight (params, then frozen): as the layout has it
+    state_specs: tuple[PartitionSpec, ...]  # likewise, and over the data axis where ZeRO asks for it
+    layout: Layout
+
+    @property
+    def num_params(self) -> int:
+        return sum(len(slot.leaves) for slot in self.params.slots)
+
+
+def store_model(
+    capture: Capture, trace: Trace, plan: Plan, mesh: Mesh, rows: Mapping[tuple[int, ...], Rows] = MappingProxyType({})
+) -> ModelStorage:
+    """Decide where each array of the model lives.
+
+    Args:
+      capture: the user's model and loss.
+      trace: of the loss.
+      plan: the plan.
+      mesh: the mesh.
+      rows: for weights that stages of a pipeline have their own of, how layers are spread over these: by the leaves of
+        all layers in order, or the one leaf that holds them all.
+
+    Raises:
+      ValueError: what the plan asks for does not divide; see `make_layout`.
+    """
+    axis_sizes = dict(mesh.shape)
+    layout = make_layout(trace, axis_sizes, plan.rules, sequence=plan.sequence)
+    weights = [*trace.leaves_of("params"), *trace.leaves_of("frozen")]
+    used = tuple(_in_rows(i, layout.weight_spec(i, trace.classes_of(i), trace.leaves[i].shape), rows) for i in weights)
+    axes = (ZERO,) if axis_sizes.get(ZERO, 1) > 1 else (DATA, *(a for a in (SEQUENCE, DEPTH) if a in axis_sizes))
+    axes = tuple(a for a in axes if axis_sizes.get(a, 1) > 1)
+    layer_dims = {trace.dims.class_of(d) for d in trace.dims.layers}
+
+    def state_spec(leaf: int, spec: PartitionSpec) -> PartitionSpec:
+        shape, classes = trace.leaves[leaf].shape, trace.classes_of(leaf)
+        lead = next((k for k, c in enumerate(classes) if c not in layer_dims), len(classes))
+        # The layers of the author's own stack stay together: a loop over a split dim would gather at each turn.
+        inner = shard_over(PartitionSpec(*spec[lead:]), shape[lead:], axes, axis_sizes)
+        return PartitionSpec(*spec[:lead], *inner)
+
+    state = tuple(state_spec(i, spec) for i, spec in zip(weights, used, strict=True)) if plan.zero_stage else used
+    kept = state if plan.zero_stage == 3 else used
+    stacks = [*rows, *(group for run in trace.runs for group in _stacked_inputs(trace, run.stacked))]
+    rows_of = {group[0]: found for group, found in rows.items()}
+    num_params, num_frozen = len(trace.leaves_of("params")), len(trace.leaves_of("frozen"))
+
+    def storage(tree: PyTree, start: int, spec_of: Callable[[int], PartitionSpec]) -> Storage:
+        leaves = jax.tree.leaves(tree)
+        groups = [tuple(i - start for i in g) for g in stacks if all(start <= i < start + len(leaves) for i in g)]
+        groups = stackable(groups, leaves)
+        return make_storage(
+            tree, groups, spec_of, axis_sizes, lambda i: trace.form_of(start + i), lambda i: rows_of.get(start + i)
+        )
+
+    def carried_spec(i: int) -> PartitionSpec:
+        leaf = trace.leaves[num_params + num_frozen + i]
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return PartitionSpec(*[None] * len(leaf.shape))
+        return layout.spec(trace.classes_of(num_params + num_frozen + i), leaf.shape)
+
+    return ModelStorage(
+        storage(capture.params_shape, 0, kept.__getitem__),
+        storage(capture.frozen_shape, num_params, lambda i: kept[num_params + i]),
+        storage(capture.carried_shape, num_params + num_frozen, carried_spec),
+        used,
+        state,
+        layout,
+    )
+
+
+def _in_rows(leaf: int, spec: PartitionSpec, rows: Mapping[tuple[int, ...], Rows]) -> PartitionSpec:
+    """The placement of a leaf that holds all layers: its first dim goes over the stages."""
+    return PartitionSpec(rows[leaf,].axis, *spec[1:]) if (leaf,) in rows else spec
+
+
+def _stacked_inputs(trace: Trace, stacked: Sequence[tuple[Any, ...]]) -> list[tuple[int, ...]]:
+    index = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
+    return [tuple(index[v] for v in group) for group in stacked if all(v in index for v in group)]
+
+
+def make_placer(
+    trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh, layout: Layout, draw: Draw | None = None
+) -> Placer:
+    """The hooks that place a trace of this model; arguments as for `place_loss`."""
+    # With one batch, stage 1 splits gradients too: a reduce-scatter moves half of what an all-reduce does, and the
+    # update needs no more. With micro-batches, gradients of stages 1 and 2 are reduced once, after the last of them.
+    local = layout is not storage.layout  # each device adds up its own rows' gradients, and all reduce once
+    reduces_here = plan.zero_stage == 3 or (plan.zero_stage >= 1 and plan.microbatches == 1 and not local)
+    gradient = storage.state_specs if reduces_here else storage.used_specs
+    weights = {
+        i: WeightPlacement(used, grad)
+        for i, (used, grad) in enumerate(zip(storage.used_specs, gradient, strict=True))
+    }
+    gathers = plan.zero_stage == 3 and math.prod(mesh.shape.values()) > 1
+    return Placer(
+        trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence, kernel_for(mesh)
+    )
+
+
+def place_loss(
+    trace: Trace,
+    storage: ModelStorage,
+    plan: Plan,
+    mesh: Mesh,
+    layout: Layout | None = None,
+    draw: Draw | None = None,
+) -> Callable[..., list[jax.Array]]:
+    """The loss as a function of stored arrays: `(params, frozen, carried, batch leaves, key, index) -> results`.
+
+    Results are the trace's, the new carried values as stored.
+
+    Args:
+      trace: of a loss of this model; its batch may differ from the one that decided the storage.
+      storage: where the model's arrays are kept.
+      plan: precision, remat and ZeRO stage.
+      mesh: the mesh.
+      layout: of this trace, if it is not the one that decided the storage.
+      draw: how random numbers are drawn, if the trace is of some devices' rows (`cjax.sharding.place.local`).
+    """
+    layout = layout or storage.layout
+    placer = make_placer(trace, storage, plan, mesh, layout, draw)
+    sizes = [len(trace.leaves_of(kind)) for kind in ("params", "frozen", "carried", "batch")]
+    groups: list[tuple[int, ...]] = []
+    offset = 0
+    for part, size in zip((storage.params, storage.frozen, storage.carried), sizes, strict=False):
+        groups += [tuple(i + offset for i in group) for group in part.layer_groups]
+        offset += size
+    groups += [(i,) for i in range(offset, len(trace.leaves))]
+    num_results = len(trace.closed.jaxpr.outvars) - sizes[2]
+    out_groups = [(i,) for i in range(num_results)]
+    out_groups += [tuple(i + num_results for i in group) for group in storage.carried.groups]
+    run = placer.whole(emit(trace.closed, trace.runs, trace.dims.top, groups, out_groups, placer))
+    batch_leaves = trace.leaves_of("batch")
+
+    def loss(
+        params: Arrays, frozen: Arrays, carried: Arrays, batch: Sequence[jax.Array], key: jax.Array, index: jax.Array
+    ) -> list[jax.Array]:
+        batch = [
+            placer.constrain(x, layout.spec(trace.classes_of(i), x.shape)) if x.ndim else x
+            for i, x in zip(batch_leaves, batch, strict=True)
+        ]
+        trees = ((storage.params, params), (storage.frozen, frozen), (storage.carried, carried))
+        stored = [array for tree, arrays in trees for array in tree.in_layer_order(arrays)]
+        outs = run([*stored, *batch, key, index])
+        return [*outs[:num_results], *storage.carried.pad(outs[num_results:])]
+
+    return loss

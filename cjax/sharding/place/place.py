@@ -1,0 +1,299 @@
+"""A layout applied to a trace: constraints on the tensors that matter, weights made ready for use, remat.
+
+GSPMD fills in the rest. What is pinned: results of matmuls, convolutions and lookups, and what is handed from layer to
+layer. A weight is gathered where it is used, never saved for the backward pass in that form, and its gradient is
+reduced to the placement that its optimizer state has.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cjax.mesh import PIPE, SEQUENCE
+from cjax.plan import Sequence as SequencePlan
+from cjax.sharding.apart.apart import Inside, apart, evaluate_apart, evaluate_inside, placements
+from cjax.sharding.apart.faults import fault_of, holds_fault
+from cjax.sharding.apart.indexed import evaluate_indexed
+from cjax.sharding.attention.kernel import Fused, Kernel, attend_fused, fused_groups
+from cjax.sharding.attention.split import attend
+from cjax.sharding.layout.layout import NO_SEQUENCE, Layout
+from cjax.sharding.place.grid_products import GridProducts
+from cjax.sharding.place.saved import checkpointed, has_complex, kept
+from cjax.sharding.products.lookup import find_rows, is_lookup, look_up, pick, picked_dim
+from cjax.trace.attention.find import Attention
+from cjax.trace.attention.positions import attention_groups
+from cjax.trace.dims.find import Scope
+from cjax.trace.emit.emit import Hooks, bind
+from cjax.trace.emit.precision import LOWS, MATMULS, Lowering
+from cjax.trace.jaxpr.compared import compared, extreme
+from cjax.trace.jaxpr.groups import Changed, Group
+from cjax.trace.reading import Trace
+
+# Evaluates an equation that draws random numbers for other rows than its own; None for all other equations.
+Draw = Callable[[Any, list[Any]], list[Any] | None]
+
+PINNED = MATMULS | {"gather"}
+
+
+@dataclass(frozen=True)
+class WeightPlacement:
+    """Placements of one weight: as used, and as its gradient leaves the backward pass."""
+
+    used: PartitionSpec
+    gradient: PartitionSpec
+
+
+def constrained(value: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """`value` placed as `spec` says; where some axes of the mesh are manual, on what is left of it."""
+    context = jax.sharding.get_abstract_mesh()
+    manual = context.manual_axes
+    if all(size == 1 or axis in manual for axis, size in mesh.shape.items()):
+        return value
+    return lax.with_sharding_constraint(value, NamedSharding(context if manual else mesh, spec))
+
+
+class Placer(Hooks):
+    """The hooks that place a trace on a mesh."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        layout: Layout,
+        mesh: Mesh,
+        weights: Mapping[int, WeightPlacement],
+        precision: str = "float32",
+        remat: str = "none",
+        gathers: bool = False,
+        draw: Draw | None = None,
+        sequence: SequencePlan = NO_SEQUENCE,
+        kernel: Kernel | None = None,
+    ) -> None:
+        self._trace, self._layout, self._mesh, self._weights = trace, layout, mesh, weights
+        self._lowering = Lowering(trace.closed, LOWS[precision]) if precision in LOWS else None
+        self._remat, self._gathers, self._draw, self._sequence = remat, gathers, draw, sequence
+        self._kernel: Kernel | None = kernel
+        self._products = GridProducts(trace.dims, layout, mesh, self._lowering)
+        self._has_complex = has_complex(trace.closed.jaxpr)
+        dims = trace.dims
+        products = [m.lhs_origin for m in dims.matmuls] + [m.rhs_origin for m in dims.matmuls]
+        self._tables = {leaf for leaf, _, _ in dims.tables}
+        self._rounded = {o for o in products if o is not None} | self._tables
+        self._compared = compared(trace.closed.jaxpr)
+        self._looped = {o for m in dims.matmuls if m.looped for o in (m.lhs_origin, m.rhs_origin)}
+
+    def constrain(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return constrained(value, self._mesh, spec)
+
+    def weight(self, leaf: int, value: jax.Array) -> jax.Array:
+        placement = self._weights.get(leaf)
+        if placement is None:
+            return value
+        rounds = self._lowering is not None and leaf in self._rounded and value.dtype == "float32"
+        low = self._lowering.low if self._lowering is not None and rounds else None
+        lead = len(placement.used) - value.ndim  # a layer of the author's own stack has lost its first dims
+        used, gradient = (PartitionSpec(*spec[lead:]) for spec in (placement.used, placement.gradient))
+        if self._mesh.size == 1 and low is None:
+            return value
+        # The gradient of a lookup in a split table is not made in any further parts but at the price of copies.
+        # And that of a loop is summed up whole: scattered at once, it would be reduced in each turn.
+        whole = leaf in self._looped or (leaf in self._tables and any(used))
+        summed = used if whole else gradient
+        return _ready(self._mesh, used, summed, gradient, low)(value)
+
+    def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+        drawn = self._draw(eqn, ins) if self._draw else None
+        if drawn is not None:
+            return drawn
+        indexed = self._indexed(eqn, ins, scope) if eqn.primitive.name != "gather" else None
+        if indexed is not None:
+            return indexed
+        found = self._looked_up(eqn, ins, scope)
+        if self._layout.grid is not None and eqn.primitive.name in MATMULS:
+            ins = [self._off_grid(v, x, scope) for v, x in zip(eqn.invars, ins, strict=True)]
+        if found is not None:
+            outs = [found]
+        else:
+            ins, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
+            if id(eqn) in self._compared:
+                outs = [extreme(jnp.asarray(ins[0]), tuple(params["axes"]), eqn.primitive.name)]
+            else:
+                outs = kept(eqn, self._evaluate(eqn, ins, scope, params), self._remat)
+        if eqn.primitive.name in PINNED:
+            outs = [self._pin(var, out, scope) for var, out in zip(eqn.outvars, outs, strict=True)]
+        return outs
+
+    def _evaluate(self, eqn: Any, ins: list[Any], scope: Scope, params: Mapping[str, Any] | None = None) -> list[Any]:
+        """The results of an equation: by XLA, or without it where it would get them wrong."""
+        given: Mapping[str, Any] = params or eqn.params
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
+            return bind(eqn, ins, given)
+        if eqn.primitive.name in ("cond", "while") and holds_fault(eqn):
+            return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
+        if fault_of(eqn) is None and not holds_fault(eqn):
+            return bind(eqn, ins, given)
+        atoms, dims = (eqn.invars, eqn.outvars), self._trace.dims
+        in_specs, out_specs = (placements(some, self._layout, dims, scope) for some in atoms)
+        sizes = {axis: size for axis, size in self._mesh.shape.items() if axis not in manual}
+        return evaluate_apart(eqn, ins, apart(eqn, given, in_specs, out_specs, sizes), self._mesh)
+
+    def _off_grid(self, var: Any, value: Any, scope: Scope) -> Any:
+        """A weight in a matmul that is left to the compiler, without the axis along which the grid splits weights: with
+        the batch on that axis too, XLA's partitioner has been seen to sum gradients over the wrong devices."""
+        if isinstance(var, jex.Literal) or scope.origin.get(var) not in self._layout.weights:
+            return value
+        return self.constrain(value, self._layout.spec(self._trace.dims.of(var, scope), value.shape))
+
+    def _looked_up(self, eqn: Any, ins: list[Any], scope: Scope) -> jax.Array | None:
+        """The result of a gather from what a grid splits, or a stage of a pipeline: the compiler's own would move more,
+        or stop the process."""
+        grid = self._layout.grid
+        if eqn.primitive.name != "gather" or any(isinstance(v, jex.Literal) for v in eqn.invars):
+            return None
+        if grid is None and PIPE not in jax.sharding.get_abstract_mesh().manual_axes:
+            return None
+        numbers, (operand, indices), dims = eqn.params["dimension_numbers"], eqn.invars, self._trace.dims
+        classes, dim = list(dims.of(operand, scope)), picked_dim(eqn)
+        spec = self._layout.spec(classes, operand.aval.shape)
+        if dim is not None and spec[dim] is not None:
+            value = self._lowering.raised(ins[0], operand) if self._lowering else ins[0]
+            return pick(eqn, value, ins[1], spec, dim, self._mesh)
+        rows = self._layout.spec(dims.of(indices, scope), indices.aval.shape)
+        if grid is None:
+            split = [d for d, axes in enumerate(spec) if axes]
+            if not is_lookup(eqn) or split != list(numbers.collapsed_slice_dims):
+                return next(iter(self._indexed(eqn, ins, scope) or ()), None)
+            return find_rows(eqn, ins[0], ins[1], spec, rows, self._mesh)
+        if scope.origin.get(operand) not in self._layout.weights or not is_lookup(eqn):
+            return next(iter(self._indexed(eqn, ins, scope) or ()), None)
+        (dim,) = numbers.collapsed_slice_dims
+        rest = self._layout.spec([-1 if d == dim else c for d, c in enumerate(classes)], operand.aval.shape)
+        spec = PartitionSpec(*(grid.weight if d == dim else axes for d, axes in enumerate(rest)))
+        # As the result will be: features on one axis leave the batch the others.
+        out = self._layout.spec(dims.of(eqn.outvars[0], scope), eqn.outvars[0].aval.shape)
+        behind = [axes for d, axes in enumerate(out) if d not in numbers.offset_dims]
+        return look_up(eqn, ins[0], ins[1], spec, PartitionSpec(*behind, *rows[len(behind):]), self._mesh)
+
+    def _indexed(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any] | None:
+        """The results of a gather, a scatter or a sort where some axes are manual, and of the others the compiler could
+        take several: it could stop the process."""
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        left = [axis for axis, size in self._mesh.shape.items() if size > 1 and axis not in manual]
+        if not manual or len(left) < (1 if PIPE in manual else 2):
+            return None
+        specs = [
+            PartitionSpec()
+            if isinstance(v, jex.Literal)
+            else self._layout.spec(self._trace.dims.of(v, scope), v.aval.shape)
+            for v in eqn.invars
+        ]
+        given = [self._lowering.raised(x, v) if self._lowering else x for x, v in zip(ins, eqn.invars, strict=True)]
+        return evaluate_indexed(eqn, [jnp.asarray(x) for x in given], specs, self._mesh)
+
+    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
+        groups = self._products.find(eqns, results, scope)
+        if self._sequence.size > 1 or self._kernel is not None:
+            found = attention_groups(self._trace, eqns, results, scope)
+            groups += found if self._sequence.size > 1 else fused_groups([group.of for group in found])
+        return groups
+
+    def group(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+        if isinstance(group.of, Attention):
+            outs = self._attended(group.of, ins, changed, scope)
+        elif isinstance(group.of, Fused):
+            outs = self._fused(group, ins, changed, scope)
+        else:
+            outs = self._products.evaluate(group, ins, scope)
+        return [self._pin(var, out, scope) for var, out in zip(group.outs, outs, strict=True)]
+
+    def _attended(self, attention: Attention, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+        """The result of an attention whose positions are split."""
+        ins, spec = self._of_attention(attention, ins, scope)
+        return attend(
+            attention, ins, changed, mesh=self._mesh, mode=self._sequence.mode, axis=SEQUENCE, spec=spec
+        )  # fmt: skip
+
+    def _fused(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+        """The result of an attention by a kernel, or by the author's equations where the kernel doesn't take it."""
+        assert self._kernel is not None
+        values = dict(zip(group.ins, ins, strict=True))
+        attention = group.of.attention
+        given, spec = self._of_attention(attention, [values[var] for var in attention.group.ins], scope)
+        outs = attend_fused(group.of, given, changed, mesh=self._mesh, spec=spec, kernel=self._kernel)
+        if not isinstance(outs, str):
+            return outs
+        for eqn in group.eqns:
+            read = [
+                changed.get((id(eqn), place), v.val) if isinstance(v, jex.Literal) else values[v]
+                for place, v in enumerate(eqn.invars)
+            ]
+            values.update(zip(eqn.outvars, self.equation(eqn, read, scope), strict=True))
+        return [values[var] for var in group.outs]
+
+    def _of_attention(self, attention: Attention, ins: list[Any], scope: Scope) -> tuple[list[Any], PartitionSpec]:
+        """Inputs in the dtypes to compute in, and the placement of the query."""
+        products = {node.var for node in (attention.query, attention.key, attention.value)}
+        if (low := self._lowering) is not None:
+            ins = [
+                x.astype(low.low) if var in products and var.aval.dtype == "float32" else low.raised(x, var)
+                for var, x in zip(attention.group.ins, ins, strict=True)
+            ]
+        var = attention.query.var
+        return ins, self._layout.spec(self._trace.dims.of(var, scope), var.aval.shape)
+
+    def carry(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
+        return self._pin(var, value, scope)
+
+    def _pin(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
+        if value.ndim == 0 or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return value
+        return self.constrain(value, self._layout.spec(self._trace.dims.of(var, scope), value.shape))
+
+    def layer(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        # Inside a scan the loop itself keeps XLA from merging the second computation with the first.
+        return checkpointed(body, self._remat, self._has_complex)
+
+    def block(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        return body if self._remat == "none" else checkpointed(body, self._remat, self._has_complex)
+
+    @property
+    def remakes_weights(self) -> bool:
+        """Whether weights in use differ from weights kept, and so are made again in the backward pass."""
+        return self._gathers or self._lowering is not None
+
+    def whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The whole loss, where no loop over layers does it layer by layer."""
+        loops = self._trace.runs or self._trace.dims.layer_carries
+        if loops or not self.remakes_weights:
+            return function
+        return checkpointed(function, "none", self._has_complex, prevent_cse=True)
+
+
+@functools.cache
+def _ready(
+    mesh: Mesh, used: PartitionSpec, summed: PartitionSpec, gradient: PartitionSpec, low: Any
+) -> Callable[[jax.Array], jax.Array]:
+    """A weight as it is used, whose gradient is summed in one placement and comes back, in float32, in another: that of
+    the optimizer's state."""
+
+    def make(value: jax.Array) -> jax.Array:
+        rounded = value if low is None else value.astype(low)  # first, which leaves half the bytes to gather
+        return constrained(rounded, mesh, used)
+
+    def forward(value: jax.Array) -> tuple[jax.Array, None]:
+        return make(value), None  # not `ready(value)`: as one call it would be saved, copies and all
+
+    def backward(_: None, gradient_: jax.Array) -> tuple[jax.Array]:
+        gradient_ = gradient_ if summed == gradient else constrained(gradient_, mesh, summed)
+        return (constrained(gradient_ if low is None else gradient_.astype("float32"), mesh, gradient),)
+
+    ready = jax.custom_vjp(make)
+    ready.defvjp(forward, backward)
+    return ready

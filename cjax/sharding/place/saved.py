@@ -1,0 +1,122 @@
+"""What a layer saves for its backward pass, and what it makes again."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jex
+
+from cjax.trace.emit.backward import CHEAP
+
+KEPT = "cjax.kept"
+# Of complex numbers, but real.
+_REAL = frozenset(["abs", "eq", "imag", "is_finite", "ne", "real"])
+
+
+def keeps_results(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Save for the backward pass the results of matmuls, reductions, lookups and kernels, and make the rest again.
+
+    What moves, rounds or combines numbers one by one is fused into whatever reads it, while saved it is most of a
+    layer's memory: in float32, several times over. Forms of a weight are such results too, gathered or rounded: saved,
+    every layer's gathered weights would be alive at once, which is what ZeRO-3 is there to avoid. A byte that says how
+    two numbers compare is worth its place: it may be all that is left of random bits.
+    """
+    if primitive.name in ("lt", "le", "gt", "ge"):
+        return jnp.issubdtype(operands[0].dtype, jnp.floating)
+    return not _is_cheap(primitive.name, params)
+
+
+def _is_cheap(name: str, params: Mapping[str, Any]) -> bool:
+    """Whether a primitive, or all of what it calls, moves, rounds or combines numbers one by one."""
+    inner = params.get("call_jaxpr" if name == "custom_jvp_call" else "jaxpr")  # as jax.nn.relu has, one in the other
+    if name in ("custom_jvp_call", "jit") and inner is not None:
+        return all(_is_cheap(eqn.primitive.name, eqn.params) for eqn in inner.jaxpr.eqns)
+    return name in CHEAP
+
+
+def _of_real_numbers(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """`policy` for real results. JAX rounds what is saved, and can't round complex numbers: `kept` takes them apart."""
+
+    def saves(primitive: Any, *operands: Any, **params: Any) -> bool:
+        if primitive.name == "name" and params["name"] == KEPT:
+            return True
+        return bool(policy(primitive, *operands, **params)) and not _makes_complex(primitive.name, operands, params)
+
+    return saves
+
+
+def _makes_complex(name: str, operands: Any, params: Mapping[str, Any]) -> bool:
+    if name == "fft":
+        return params["fft_type"] != jax.lax.FftType.IRFFT
+    inner = [getattr(body, "jaxpr", body) for body in jex.jaxprs_in_params(dict(params))]
+    if inner:
+        return any(is_complex(v.aval) for body in inner for v in body.outvars)
+    return name in ("complex", "eig") or (name not in _REAL and any(map(is_complex, operands)))
+
+
+def is_complex(array: Any) -> bool:
+    """Whether an array, or what stands for one, is of complex numbers."""
+    return bool(jnp.issubdtype(getattr(array, "dtype", jnp.float32), jnp.complexfloating))
+
+
+def has_complex(jaxpr: Any) -> bool:
+    """Whether a jaxpr, or one inside it, computes with complex numbers."""
+    inputs = any(is_complex(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))
+    return inputs or any(
+        any(is_complex(v.aval) for v in eqn.outvars)
+        or any(has_complex(getattr(body, "jaxpr", body)) for body in jex.jaxprs_in_params(eqn.params))
+        for eqn in jaxpr.eqns
+    )
+
+
+POLICIES: Mapping[str, Callable[..., Any] | None] = {
+    "none": _of_real_numbers(keeps_results),
+    "dots": _of_real_numbers(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "block": None,
+}
+
+
+def kept(eqn: Any, outs: list[Any], remat: str) -> list[Any]:
+    """The results of an equation, complex ones as two real numbers each where layers save such results."""
+    wanted = {"none": keeps_results, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}.get(remat)
+    operands = [v.aval for v in eqn.invars]
+    if not any(map(is_complex, outs)) or wanted is None or not wanted(eqn.primitive, *operands, **eqn.params):
+        return outs
+    return [
+        lax.complex(checkpoint_name(out.real, KEPT), checkpoint_name(out.imag, KEPT)) if is_complex(out) else out
+        for out in outs
+    ]
+
+
+def checkpointed(
+    body: Callable[..., Any], remat: str, complexes: bool, prevent_cse: bool = False
+) -> Callable[..., Any]:
+    """`jax.checkpoint` of a function of arrays.
+
+    Args:
+      body: the function.
+      remat: what it saves, of `POLICIES`.
+      complexes: whether it reads or makes complex numbers; they cross its border as two real numbers each.
+      prevent_cse: as JAX has it.
+    """
+    policy = POLICIES[remat]
+    if not complexes:
+        return jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)
+
+    def run(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(body, return_shape=True)(*args)  # constants are what it reads of outside
+        inputs = [*closed.consts, *jax.tree.leaves(args)]
+        split = [(x.real, x.imag) if is_complex(x) else (x,) for x in map(jnp.asarray, inputs)]
+
+        def inside(*parts: Any) -> Any:
+            whole = [lax.complex(*x) if len(x) == 2 else x[0] for x in parts]
+            consts, given = whole[: len(closed.consts)], whole[len(closed.consts) :]
+            return jex.jaxpr_as_fun(jex.ClosedJaxpr(closed.jaxpr, consts))(*given)
+
+        outs = jax.checkpoint(inside, policy=policy, prevent_cse=prevent_cse)(*split)
+        return jax.tree.unflatten(jax.tree.structure(shape), outs)
+
+    return run

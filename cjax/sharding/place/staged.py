@@ -1,0 +1,172 @@
+"""A traced loss laid out on a mesh and cut into stages: which stored array is whose, in the order that stages take."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from cjax.plan import Plan
+from cjax.sharding.layout.layout import Layout
+from cjax.sharding.place.model import ModelStorage, make_placer
+from cjax.sharding.place.place import Draw, Placer
+from cjax.sharding.storage.storage import Slot, Storage
+from cjax.trace.reading import Trace
+from cjax.trace.stages.stacks import Stack, cut, widened
+from cjax.trace.stages.stages import Stages
+
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class StagedModel:
+    """A model whose stored arrays are those of `storage` and whose loss is computed by `stages`."""
+
+    stages: Stages
+    storage: ModelStorage
+    placer: Placer
+    layout: Layout
+
+    @functools.cached_property
+    def trained(self) -> list[list[bool]]:
+        """For each stack, which of its weights are trained."""
+        return [[kind == "params" for kind, _ in found] for found in self._found]
+
+    @functools.cached_property
+    def in_stacks(self) -> tuple[bool, ...]:
+        """For each stored parameter, whether a stack has one each of it."""
+        mine = {at for found in self._found for kind, at in found if kind == "params"}
+        return tuple(at in mine for at in range(len(self.storage.params.slots)))
+
+    @functools.cached_property
+    def states(self) -> list[tuple[int, str, int, int]]:
+        """Carried values that are made of examples: their place among `given`, who makes them ("layers" of a stack,
+        "before" or "after" the stacks), the stack, and which of its."""
+        states, stacks = self.stages.cut.states, self.stages.cut.stacks
+        whose = {group: ("layers", k, j) for k, of in enumerate(states.layers) for j, (_, group) in enumerate(of)}
+        whose |= {(i,): ("before", 0, j) for j, i in enumerate(states.before)}
+        whose |= {(i,): ("after", len(stacks) - 1, j) for j, i in enumerate(states.after)}
+        first, groups = self._num_frozen, self.storage.carried.layer_groups
+        assert set(whose) <= set(groups), "state of layers is kept in other groups than their weights"
+        return [(first + at, *whose[group]) for at, group in enumerate(groups) if group in whose]
+
+    @property
+    def _num_frozen(self) -> int:
+        """How many stored frozen arrays are in no stack; they come first among what is given."""
+        mine = {at for found in self._found for kind, at in found if kind == "frozen"}
+        return len(self.storage.frozen.slots) - len(mine)
+
+    def stage_specs(self, kind: str) -> tuple[PartitionSpec, ...]:
+        """Over the pipe axis alone, the placement of the stored arrays of "params" or "frozen"."""
+        storage: Storage = getattr(self.storage, kind)
+        mine = {at for found in self._found for k, at in found if k == kind}
+        return tuple(
+            PartitionSpec(slot.rows.axis) if at in mine and slot.rows else PartitionSpec()
+            for at, slot in enumerate(storage.slots)
+        )
+
+    def shared(self, params: Arrays) -> list[jax.Array]:
+        """Parameters that no stack has one each of, without padding."""
+        slots = zip(self.storage.params.slots, params, self.in_stacks, strict=True)
+        return [slot.in_layer_order(slot.unpad(x)) for slot, x, is_stack in slots if not is_stack]
+
+    def stacks(self, params: Arrays, frozen: Arrays) -> list[list[jax.Array]]:
+        """For each stack its weights: a stage's own rows, without other padding."""
+        arrays = {"params": params, "frozen": frozen}
+        return [
+            [_trim(getattr(self.storage, kind).slots[at], arrays[kind][at]) for kind, at in found]
+            for found in self._found
+        ]
+
+    def given(self, frozen: Arrays, carried: Arrays, batch: Sequence[Any], key: Any, index: Any) -> list[Any]:
+        """What stages read that is not trained, from stored arrays and a micro-batch's leaves."""
+        trace = self.stages.cut.trace
+        rows = [
+            self.placer.constrain(x, self.layout.spec(trace.classes_of(i), x.shape)) if x.ndim else x
+            for i, x in zip(trace.leaves_of("batch"), batch, strict=True)
+        ]
+        mine = {at for found in self._found for kind, at in found if kind == "frozen"}
+        slots = enumerate(zip(self.storage.frozen.slots, frozen, strict=True))
+        whole = [slot.in_layer_order(slot.unpad(x)) for at, (slot, x) in slots if at not in mine]
+        return [*whole, *self.storage.carried.in_layer_order(carried), *rows, key, index]
+
+    def next_carried(
+        self, params: Arrays, frozen: Arrays, carried: Arrays, batch: Sequence[Any], key: Any, index: Any
+    ) -> Arrays:
+        """The stored carried values after a micro-batch."""
+        given = self.given(frozen, carried, batch, key, index)
+        found = self.stages.next_carried(self.shared(params), given, self.storage.carried.layer_groups)
+        return self.storage.carried.pad(found)
+
+    def with_states(self, carried: Arrays, states: Sequence[jax.Array]) -> Arrays:
+        """Stored carried values, of which some are replaced by `states`."""
+        first, slots = self._num_frozen, self.storage.carried.slots
+        found = {place - first: x for (place, *_), x in zip(self.states, states, strict=True)}
+        kept = enumerate(zip(slots, carried, strict=True))
+        return tuple(slot.pad(found[at]) if at in found else x for at, (slot, x) in kept)
+
+    def stored_gradients(self, shared: Sequence[jax.Array], stacks: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        """Gradients in the order and the shapes of stored parameters."""
+        others, found = iter(shared), {}
+        for of_stack, arrays in zip(self._found, stacks, strict=True):
+            mine = [at for kind, at in of_stack if kind == "params"]
+            found.update(zip(mine, arrays, strict=True))
+        slots = self.storage.params.slots
+        return [
+            _fill(slot, found[at]) if at in found else slot.pad(next(others)) for at, slot in enumerate(slots)
+        ]
+
+    @functools.cached_property
+    def _found(self) -> list[list[tuple[str, int]]]:
+        """For each stack, the stored arrays of its weights."""
+        num_params = self.storage.num_params
+        places: dict[tuple[int, ...], tuple[str, int]] = {}
+        for kind, offset in (("params", 0), ("frozen", num_params)):
+            for at, slot in enumerate(getattr(self.storage, kind).slots):
+                places[tuple(leaf + offset for leaf in slot.layer_leaves)] = kind, at
+        return [[places[group] for group in stack.weights] for stack in self.stages.cut.stacks]
+
+
+def stage_model(
+    trace: Trace,
+    stacks: Sequence[Stack],
+    storage: ModelStorage,
+    plan: Plan,
+    mesh: Mesh,
+    layout: Layout | None = None,
+    draw: Draw | None = None,
+) -> StagedModel:
+    """The loss of a trace in stages, cut at its stacks of layers; other arguments as for `place_loss`."""
+    layout = layout or storage.layout
+    placer = make_placer(trace, storage, plan, mesh, layout, draw)
+    stacks = [widened(stack, trace, placer) for stack in stacks]
+    mine = {group for stack in stacks for group in stack.weights}
+    num_params = storage.num_params
+    offsets: Mapping[str, int] = {
+        "params": 0, "frozen": num_params, "carried": num_params + len(trace.leaves_of("frozen"))
+    }  # fmt: skip
+    groups = {
+        kind: [tuple(leaf + offset for leaf in group) for group in getattr(storage, kind).layer_groups]
+        for kind, offset in offsets.items()
+    }
+    trained = [group for group in groups["params"] if group not in mine]
+    given = [group for group in groups["frozen"] if group not in mine] + groups["carried"]
+    given += [(i,) for kind in ("batch", "key", "index") for i in trace.leaves_of(kind)]
+    return StagedModel(Stages(cut(trace, stacks), placer, trained, given), storage, placer, layout)
+
+
+def _trim(slot: Slot, rows: jax.Array) -> jax.Array:
+    """Rows of layers without the padding of their other dims."""
+    shape = slot.shape if slot.is_stack else slot.shape[1:]
+    return rows[(slice(None), *(slice(0, n) for n in shape))] if rows.shape[1:] != shape else rows
+
+
+def _fill(slot: Slot, rows: jax.Array) -> jax.Array:
+    """The reverse of `_trim`."""
+    padded = slot.padded if slot.is_stack else slot.padded[1:]
+    if rows.shape[1:] == padded:
+        return rows
+    return jnp.pad(rows, [(0, 0)] + [(0, p - n) for n, p in zip(rows.shape[1:], padded, strict=True)])

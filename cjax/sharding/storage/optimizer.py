@@ -1,0 +1,245 @@
+"""An optax transformation on stored arrays, though it sees the user's own tree: one leaf per layer, logical shapes.
+
+Its `init` and `update` are traced once on the user's tree; the traces are then evaluated on stacks of layers
+(`cjax.trace.layers.vectorize`), where each layer keeps its own norms, ratios and factors.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.extend import core as jex
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cjax.sharding.storage.storage import Rows, Storage, make_storage, stackable
+from cjax.trace.dims.find import Dims, find_dims
+from cjax.trace.dims.refine import refine
+from cjax.trace.dims.refine_rules import Form, expand, whole
+from cjax.trace.jaxpr.simplify import simplify
+from cjax.trace.layers.vectorize import vectorize
+from cjax.tree import leaf_names
+
+PyTree = Any
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True)
+class StoredOptimizer:
+    """An optimizer whose parameters and state are stored arrays.
+
+    `init(params) -> state` and `update(grads, state, params, loss) -> (params, state)` take and return stored arrays;
+    `storage` maps the state to what `optimizer.init` would have returned. `reads_loss`: whether an update depends on
+    it, as that of `optax.contrib.reduce_on_plateau` does.
+    """
+
+    storage: Storage
+    init: Callable[[Arrays], Arrays]
+    update: Callable[[Arrays, Arrays, Arrays, jax.Array], tuple[Arrays, Arrays]]
+    reads_loss: bool
+
+
+def store_optimizer(
+    optimizer: optax.GradientTransformation,
+    params_shape: PyTree,
+    params: Storage,
+    spec_of: Callable[[int], PartitionSpec],
+    mesh: Mesh,
+) -> StoredOptimizer:
+    """Trace an optimizer and decide where its state lives.
+
+    Args:
+      optimizer: any optax transformation.
+      params_shape: the user's tree of parameters, as ShapeDtypeStructs.
+      params: how they are stored.
+      spec_of: placement of the optimizer's part of a parameter, by its index: like the parameter, and over the data
+        axis under ZeRO.
+      mesh: the mesh.
+
+    Raises:
+      TypeError: `optimizer` is something else.
+    """
+    _check_kind(optimizer)
+    with jax.numpy_dtype_promotion("standard"):  # optax adds integers to floats, as `strict` does not allow
+        first, state_shape = jax.make_jaxpr(optimizer.init, return_shape=True)(params_shape)
+    owners = _owners(leaf_names(params_shape), leaf_names(state_shape))
+    state_leaves = jax.tree.leaves(state_shape)
+    groups = stackable(_stacks(owners, [s.layer_leaves for s in params.slots if s.is_stack]), state_leaves)
+
+    more_args = optax.with_extra_args_support(optimizer)
+
+    def step(grads: PyTree, state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
+        updates, state = more_args.update(grads, state, params, value=loss)
+        return optax.apply_updates(params, updates), state
+
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        closed = simplify(jax.make_jaxpr(step)(params_shape, state_shape, params_shape, scalar))
+    reads_loss = any(closed.jaxpr.invars[-1] in eqn.invars for eqn in closed.jaxpr.eqns)
+    forms = params.forms
+    state_forms = _state_forms(closed, forms, params_shape, state_leaves, owners)
+    closed = refine(closed, [*forms, *state_forms, *forms, whole(())], [*forms, *state_forms])
+    placements = _placements(closed, params_shape, state_leaves, owners, forms, state_forms, spec_of)
+    rows_of = _state_rows(params, state_leaves, owners, groups)
+    storage = make_storage(
+        state_shape, groups, placements.__getitem__, mesh.shape, state_forms.__getitem__, rows_of.get
+    )
+    in_groups = _offset(params.groups, 0)
+    num_params, num_state = len(jax.tree.leaves(params_shape)), len(state_leaves)
+    run = vectorize(
+        closed,
+        [*in_groups, *_offset(storage.groups, num_params), *_offset(params.groups, num_params + num_state),
+         (2 * num_params + num_state,)],
+        [*in_groups, *_offset(storage.groups, num_params)],
+    )
+    run_init = vectorize(refine(simplify(first), forms, state_forms), in_groups, storage.groups)
+    local = tuple(slot.stacked(spec_of(slot.leaves[0])) for slot in params.slots)
+
+    def constrain(arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> list[jax.Array]:
+        if mesh.size == 1:
+            return list(arrays)
+        return [
+            lax.with_sharding_constraint(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)
+        ]
+
+    def init(stored: Arrays) -> Arrays:
+        return storage.pad(run_init(constrain(params.unpad(stored), local)))
+
+    def update(grads: Arrays, state: Arrays, stored: Arrays, loss: jax.Array) -> tuple[Arrays, Arrays]:
+        # Each device updates its own part; whole parameters, if they are kept whole, are gathered at the very end.
+        ins = [*constrain(params.unpad(grads), local), *storage.unpad(state), *constrain(params.unpad(stored), local)]
+        outs = run([*ins, loss.astype(jnp.float32)])
+        new_params = constrain(outs[: len(params.slots)], local)
+        return params.pad(new_params), storage.pad(outs[len(params.slots) :])
+
+    return StoredOptimizer(storage, init, update, reads_loss)
+
+
+def _check_kind(optimizer: Any) -> None:
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise TypeError(f"optimizer is {optimizer!r}; give an optax transformation, such as optax.adamw(1e-3).")
+
+
+def _offset(groups: Sequence[tuple[int, ...]], by: int) -> list[tuple[int, ...]]:
+    return [tuple(i + by for i in group) for group in groups]
+
+
+def _owners(param_names: Sequence[str], state_names: Sequence[str]) -> list[tuple[str, int] | None]:
+    """For each state leaf, (what it is, the parameter it belongs to): its path ends with the parameter's."""
+    index = {name: i for i, name in enumerate(param_names) if name}
+    owners: list[tuple[str, int] | None] = []
+    for name in state_names:
+        parts = name.split("/")
+        suffixes = ("/".join(parts[k:]) for k in range(len(parts)))
+        match = next((s for s in suffixes if s in index), None)
+        owners.append(None if match is None else (name[: len(name) - len(match)], index[match]))
+    return owners
+
+
+def _stacks(
+    owners: Sequence[tuple[str, int] | None], param_groups: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    by_owner = {owner: leaf for leaf, owner in enumerate(owners) if owner is not None}
+    kinds = sorted({owner[0] for owner in owners if owner is not None})
+    stacks = []
+    for group in param_groups:
+        for kind in kinds:
+            members = [by_owner.get((kind, i)) for i in group]
+            if all(m is not None for m in members):
+                stacks.append(tuple(m for m in members if m is not None))
+    return stacks
+
+
+def _state_rows(
+    params: Storage,
+    state_leaves: Sequence[Any],
+    owners: Sequence[tuple[str, int] | None],
+    groups: Sequence[tuple[int, ...]],
+) -> dict[int, Rows]:
+    """The rows of state whose parameter's layers are spread over the stages of a pipeline, by its first leaf."""
+    slots = {leaf: slot for slot in params.slots for leaf in slot.leaves if slot.rows is not None}
+    found: dict[int, Rows] = {}
+    stacked = {group[0] for group in groups}
+    for i, (leaf, owner) in enumerate(zip(state_leaves, owners, strict=True)):
+        slot = slots.get(owner[1]) if owner else None
+        if slot is None or slot.rows is None:
+            continue
+        holds_all = not slot.is_stack and leaf.shape[:1] == slot.shape[:1]
+        if i in stacked if slot.is_stack else holds_all:
+            found[i] = slot.rows
+    return found
+
+
+def _state_forms(
+    closed: jex.ClosedJaxpr,
+    forms: Sequence[Form],
+    params_shape: PyTree,
+    state_leaves: Sequence[Any],
+    owners: Sequence[tuple[str, int] | None],
+) -> list[Form]:
+    """State of a parameter with packed dims is taken apart as it is: were it whole, each update would gather both."""
+    leaves = jax.tree.leaves(params_shape)
+    state_forms = [whole(leaf.shape) for leaf in state_leaves]
+    if not any(max(form, default=1) > 1 for form in forms):
+        return state_forms
+    dims = find_dims(closed)
+    for i, (leaf, owner) in enumerate(zip(state_leaves, owners, strict=True)):
+        if owner is None or max(forms[owner[1]], default=1) == 1:
+            continue
+        shape, form = leaves[owner[1]].shape, forms[owner[1]]
+        if tuple(leaf.shape) == tuple(shape):
+            state_forms[i] = form
+            continue
+        keys = zip(dims.inputs[owner[1]], shape, strict=True)
+        parts = {(dims.class_of(d), n): num for (d, n), num in zip(keys, form, strict=True)}
+        own = zip(dims.inputs[len(leaves) + i], leaf.shape, strict=True)
+        state_forms[i] = tuple(parts.get((dims.class_of(d), n), 1) for d, n in own)
+    return state_forms
+
+
+def _placements(
+    closed: jex.ClosedJaxpr,
+    params_shape: PyTree,
+    state_leaves: Sequence[Any],
+    owners: Sequence[tuple[str, int] | None],
+    forms: Sequence[Form],
+    state_forms: Sequence[Form],
+    spec_of: Callable[[int], PartitionSpec],
+) -> list[PartitionSpec]:
+    """State of a parameter's shape lies as the parameter does; factors of it by the dims they have in common."""
+    shapes = [expand(leaf.shape, form) for leaf, form in zip(jax.tree.leaves(params_shape), forms, strict=True)]
+    dims: Dims | None = None
+    specs = []
+    for leaf, form, owner in zip(state_leaves, state_forms, owners, strict=True):
+        shape = expand(leaf.shape, form)
+        if owner is None or not shape:
+            specs.append(PartitionSpec(*[None] * len(shape)))
+        elif shape == shapes[owner[1]]:
+            specs.append(spec_of(owner[1]))
+        else:
+            dims = dims or find_dims(closed)
+            own = dims.inputs[len(shapes) + len(specs)]
+            param = owner[1]
+            specs.append(_shared_dims(dims, own, dims.inputs[param], spec_of(param), shape, shapes[param]))
+    return specs
+
+
+def _shared_dims(
+    dims: Dims,
+    own: Sequence[int],
+    param: Sequence[int],
+    spec: PartitionSpec,
+    shape: Sequence[int],
+    param_shape: Sequence[int],
+) -> PartitionSpec:
+    entry_of = {
+        (dims.class_of(d), n): entry for d, n, entry in zip(param, param_shape, [*spec], strict=False) if entry
+    }
+    used: list[Any] = []
+    for d, n in zip(own, shape, strict=True):
+        entry = entry_of.get((dims.class_of(d), n))
+        used.append(None if entry in used else entry)
+    return PartitionSpec(*used)

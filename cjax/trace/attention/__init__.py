@@ -1,0 +1,1 @@
+"""Attentions found in a trace: their products, softmax, masks and positions."""

@@ -1,0 +1,145 @@
+"""How large the logits of a block can be, whatever the queries and keys: which blocks a mask leaves empty.
+
+Interval arithmetic on the region's equations. Positions are known, values are not, so `where(i >= j, scores, -1e9)` is
+exactly -1e9 in a block where all i are smaller than all j, and can be anything in the others.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex
+
+from cjax.trace.attention.find import Attention
+from cjax.trace.attention.labels import MOVES, Node
+
+Interval = tuple[float, float]
+ANY: Interval = (-math.inf, math.inf)
+
+
+def bounds(attention: Attention, num_queries: int, num_keys: int, changed: Collection[tuple[int, int]]) -> np.ndarray:
+    """The largest that logits can be in each block, [num_queries, num_keys]; infinite where nothing is known.
+
+    Args:
+      attention: whose logits.
+      num_queries, num_keys: how many equal blocks each position is cut into.
+      changed: literals (equation's id, operand) whose value is not known.
+    """
+    query, key = attention.label("query"), attention.label("key")
+    steps = {**attention.sources, **attention.steps}
+    if not any(eqn.primitive.name == "iota" for eqn, _ in steps.values()):
+        return np.full((num_queries, num_keys), math.inf)
+    found = np.empty((num_queries, num_keys))
+    rows, cols = attention.sizes[query] // num_queries, attention.sizes[key] // num_keys
+    for i in range(num_queries):
+        for j in range(num_keys):
+            spans = {one: (0, size - 1) for one, size in attention.sizes.items()}
+            spans |= {query: (i * rows, i * rows + rows - 1), key: (j * cols, j * cols + cols - 1)}
+            found[i, j] = max(_interval(node, steps, spans, changed, {}) for node in _logits(attention))[1]
+    return found
+
+
+def _logits(attention: Attention) -> set[Node]:
+    return {attention.logits, attention.masked}
+
+
+def _interval(
+    node: Node,
+    steps: Mapping[Node, Any],
+    spans: Mapping[int, tuple[int, int]],
+    changed: Collection[tuple[int, int]],
+    memo: dict[Node, Interval],
+) -> Interval:
+    if node in memo:
+        return memo[node]
+    found = ANY
+    if node in steps:
+        eqn, read = steps[node]
+        name = eqn.primitive.name
+        if name == "iota":
+            label = node.labels[eqn.params["dimension"]]
+            if len(label) == 1:
+                found = spans[label[0]]
+        elif name in MOVES or name in _RULES:
+            ins = []
+            for place, (atom, below) in enumerate(zip(eqn.invars, read, strict=True)):
+                if below is not None:
+                    ins.append(_interval(below, steps, spans, changed, memo))
+                else:
+                    ins.append(_literal(atom) if (id(eqn), place) not in changed else ANY)
+            found = ins[0] if name in MOVES else _RULES[name](*ins)
+            found = _as_stored(eqn, found)
+    memo[node] = found if not any(map(math.isnan, found)) else ANY
+    return memo[node]
+
+
+def _literal(atom: jex.Literal) -> Interval:
+    if np.ndim(atom.val) == 0 and np.asarray(atom.val).dtype.kind in "iubf" or isinstance(atom.val, float):
+        return (float(atom.val), float(atom.val))
+    return ANY
+
+
+def _as_stored(eqn: Any, found: Interval) -> Interval:
+    """An interval after rounding; all there is where integers might wrap around."""
+    dtype = eqn.outvars[0].aval.dtype
+    if dtype.kind in "iub":
+        wraps = dtype.kind == "u" or max(map(abs, found)) >= 2.0 ** (8 * dtype.itemsize - 1)
+        truncates = any(getattr(atom.aval, "dtype", dtype).kind not in "iub" for atom in eqn.invars)
+        return ANY if dtype.kind != "b" and (wraps or truncates and eqn.primitive.name in MOVES) else found
+    slack = 2.0**-20 if dtype.itemsize >= 4 else 2.0**-7
+    return (found[0] - slack * abs(found[0]), found[1] + slack * abs(found[1]))
+
+
+def _compare(yes: Callable[[Interval, Interval], bool], no: Callable[[Interval, Interval], bool]) -> Callable:
+    return lambda x, y: (1.0, 1.0) if yes(x, y) else (0.0, 0.0) if no(x, y) else (0.0, 1.0)
+
+
+def _product(x: Interval, y: Interval) -> Interval:
+    corners = [a * b for a in x for b in y]
+    return (min(corners), max(corners)) if not any(map(math.isnan, corners)) else ANY
+
+
+def _choice(which: Interval, *cases: Interval) -> Interval:
+    if which[0] == which[1] and which[0] in range(len(cases)):
+        return cases[int(which[0])]
+    return (min(case[0] for case in cases), max(case[1] for case in cases))
+
+
+def _absolute(x: Interval) -> Interval:
+    return (0.0 if x[0] <= 0 <= x[1] else min(map(abs, x)), max(map(abs, x)))
+
+
+def _both(how: Callable[[float, float], float]) -> Callable[[Interval, Interval], Interval]:
+    return lambda x, y: (how(x[0], y[0]), how(x[1], y[1]))
+
+
+_at_least = _compare(lambda x, y: x[0] >= y[1], lambda x, y: x[1] < y[0])
+_above = _compare(lambda x, y: x[0] > y[1], lambda x, y: x[1] <= y[0])
+_equal = _compare(lambda x, y: x[0] == x[1] == y[0] == y[1], lambda x, y: x[1] < y[0] or y[1] < x[0])
+
+_RULES: dict[str, Callable[..., Interval]] = {
+    "add": _both(operator.add),
+    "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
+    "mul": _product,
+    "neg": lambda x: (-x[1], -x[0]),
+    "abs": _absolute,
+    "max": _both(max),
+    "min": _both(min),
+    "ge": _at_least,
+    "gt": _above,
+    "le": lambda x, y: _at_least(y, x),
+    "lt": lambda x, y: _above(y, x),
+    "eq": _equal,
+    "ne": lambda x, y: tuple(1.0 - end for end in reversed(_equal(x, y))),
+    # Of booleans; in other integers these are bits, of which nothing is known.
+    "and": lambda x, y: _both(min)(x, y) if _is_truth(x) and _is_truth(y) else ANY,
+    "or": lambda x, y: _both(max)(x, y) if _is_truth(x) and _is_truth(y) else ANY,
+    "not": lambda x: (1.0 - x[1], 1.0 - x[0]) if _is_truth(x) else ANY,
+    "select_n": _choice,
+}
+
+
+def _is_truth(x: Interval) -> bool:
+    return 0 <= x[0] <= x[1] <= 1

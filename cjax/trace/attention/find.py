@@ -1,0 +1,330 @@
+"""Attention in a trace: a matmul of queries and keys, a softmax over the keys, a matmul with values.
+
+What stands between the scores and the softmax is not matched against any list of masks and biases. It is a *region*:
+all equations that lead to the logits and see both positions. They can be evaluated again on any block of the score
+matrix, from inputs that have one of the two positions, or none, or come from outside at full size and are sliced.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend import core as jex
+
+from cjax.trace.attention.labels import MOVES, Labels, Node, incoming
+from cjax.trace.attention.walk import Index, Miss, Other, Walk
+from cjax.trace.jaxpr.groups import Group, make_group
+
+Steps = Mapping[Node, tuple[Any, tuple[Node | None, ...]]]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """`out = rest(numerator(exp(logits - max)) / divisor(sum(terms(exp(logits - max))))) @ value`, in equations.
+
+    Each field from `query` to `out` is a `Node`: a variable and which labels its dims are. A label is a dim of the
+    scores; `sizes` and `roles` ("batch", "heads", "query" or "key") describe it.
+
+    Args:
+      query, key, value, out: the operands and the result.
+      scores: the product of query and key.
+      logits: what is exponentiated, the maximum aside; made of scores by the region.
+      masked: what the maximum is taken of.
+      exps: the exponentials.
+      terms: what is summed, linear in `exps`.
+      total: the sums.
+      divisor: what `numerator` is divided by (or, if `multiplies`, multiplied with); made of `total`.
+      numerator: linear in `exps`.
+      weights: the softmax.
+      dropped: what is multiplied with `value`, linear in `weights`.
+      leaves: the region's inputs.
+      key_first: whether `scores_eqn` has keys on its left.
+      steps: for each node that can be evaluated, the equation and the nodes it reads (None for a literal).
+      sources: the same for integer leaves, as far as they are made in the trace: for bounds on them.
+      group: the equations that this stands for; its inputs are all that `query`, `key`, `value` and `leaves` need.
+    """
+
+    query: Node
+    key: Node
+    value: Node
+    out: Node
+    scores: Node
+    logits: Node
+    masked: Node
+    exps: Node
+    terms: Node
+    total: Node
+    divisor: Node
+    multiplies: bool
+    numerator: Node
+    weights: Node
+    dropped: Node
+    leaves: tuple[Node, ...]
+    steps: Steps
+    sources: Steps
+    sizes: Mapping[int, int]
+    roles: Mapping[int, str]
+    scores_eqn: Any
+    key_first: bool
+    out_eqn: Any
+    group: Group
+
+    @property
+    def eqns(self) -> tuple[Any, ...]:
+        """The equations that this stands for, in order."""
+        return self.group.eqns
+
+    @property
+    def operands(self) -> tuple[Node, ...]:
+        """All that it reads: query, key, value and the region's inputs. One variable may stand there more than once."""
+        return (self.query, self.key, self.value, *self.leaves)
+
+    @property
+    def where(self) -> str:
+        """The module it belongs to, as far as names say."""
+        names = str(self.scores_eqn.source_info.name_stack).split("/")
+        return "/".join(name for name in names if "->" not in name)
+
+    def label(self, role: str) -> int:
+        """The one label of the query's or the key's position."""
+        (found,) = (label for label, of in self.roles.items() if of == role)
+        return found
+
+    def dims_of(self, var: Any) -> tuple[str | None, ...]:
+        """What each dim of an operand or the result is: batch, heads, query, key, depth, or None for neither."""
+        nodes = (self.query, self.key, self.value, self.out)
+        node = next(node for node in (*nodes, *self.leaves) if node.var is var)
+        depth = "depth" if node in nodes else None
+        shape = var.aval.shape
+        found = zip(node.labels, shape, strict=True)
+        return tuple(self.roles[label[0]] if label else (depth if size > 1 else None) for label, size in found)
+
+
+def find_attentions(
+    eqns: Sequence[Any], results: Sequence[Any], before: Sequence[Any] = (), weights: Sequence[Any] = ()
+) -> tuple[list[Attention], list[str]]:
+    """The attentions in a list of equations, and for what looks like one and is not, why.
+
+    Args:
+      eqns: a flat trace's equations, or those of one layer.
+      results: variables read after the last of them.
+      before: earlier equations whose results may be made again, block by block: of a mask that all layers share. For
+        one layer of several that are rolled into a loop, those before the first layer and no others.
+      weights: variables that are trained; a product with one is not a matrix of scores.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from cjax.trace.jaxpr.simplify import simplify
+    >>> x = jnp.ones((2, 6, 3, 4))
+    >>> trace = simplify(jax.make_jaxpr(jax.nn.dot_product_attention)(x, x, x)).jaxpr
+    >>> (found,), _ = find_attentions(trace.eqns, trace.outvars)
+    >>> found.dims_of(found.query.var)
+    ('batch', 'query', 'heads', None, 'depth')
+    """
+    trace = Index(eqns, results, before)
+    known = set(weights)
+    found: list[Attention] = []
+    reasons: list[str] = []
+    taken: set[int] = set()
+    for eqn in eqns:
+        if eqn.primitive.name != "dot_general" or any(trace.origin(atom) in known for atom in eqn.invars):
+            continue
+        try:
+            attention = _find(trace, eqn)
+        except Other:
+            continue
+        except Miss as miss:
+            where = str(eqn.source_info.name_stack)
+            reasons.append(f"the softmax{' in ' + where if where else ''} is no attention: {miss}")
+            continue
+        if taken.isdisjoint(map(id, attention.eqns)):
+            found.append(attention)
+            taken.update(map(id, attention.eqns))
+    return found, reasons
+
+
+def _find(trace: Index, eqn: Any) -> Attention:
+    walk = Walk(trace, eqn)
+    walk.walk()
+    return _Builder(walk).attention()
+
+
+@dataclass
+class _Builder:
+    """An attention from a walk that got through."""
+
+    walk: Walk
+    steps: dict[Node, tuple[Any, tuple[Node | None, ...]]] = field(default_factory=dict)
+    sources: dict[Node, tuple[Any, tuple[Node | None, ...]]] = field(default_factory=dict)
+    leaves: dict[Node, None] = field(default_factory=dict)
+    positions: tuple[int, int] = (-1, -1)
+
+    def attention(self) -> Attention:
+        """What was found, with all that it takes to evaluate it by blocks."""
+        walk, parts = self.walk, self.walk.parts
+        final = parts["final"]
+        query, key = self._products()
+        value, out = self._output(final)
+        self.positions = (parts["query"], parts["key"])
+        names = ("logits", "exps", "terms", "total", "numerator", "weights", "dropped")
+        variables = {name: parts[name] for name in names} | {"scores": walk.start.outvars[0]}
+        variables["masked"] = parts.get("masked", parts["logits"])
+        nodes = {name: Node(var, walk.labels[var]) for name, var in variables.items()}
+        division = parts["division"]
+        read = incoming(division, walk.labels[parts["weights"]], walk.sizes)
+        assert read is not None
+        divisor = read[[walk.kinds[v] for v in division.invars].index("sum")]
+        nodes["divisor"] = Node(parts["divisor"], tuple(of if of != (parts["key"],) else () for of in divisor))
+        if not walk.takes_maximum and not self._is_total(nodes["divisor"], nodes["total"]):
+            raise Miss("its divisor is more than the sum of its exponentials, from which no maximum was taken off")
+        stops = {nodes[name] for name in ("scores", "exps", "total", "weights")}
+        for name in ("logits", "masked", "terms", "numerator", "divisor", "dropped"):
+            self._demand(nodes[name], stops)
+        leaves = tuple(self.leaves)
+        return Attention(
+            query=query, key=key, value=value, out=out, **nodes, leaves=leaves, steps=self.steps, sources=self.sources,
+            sizes=walk.sizes, roles=self._roles(query), multiplies=division.primitive.name == "mul",
+            scores_eqn=walk.start, key_first=bool(parts["key_side"] == 0), out_eqn=final,
+            group=self._group([query, key, value, *leaves]),
+        )  # fmt: skip
+
+    def _products(self) -> tuple[Node, Node]:
+        """Queries and keys. Of the dims that only queries have, one is their position."""
+        walk, parts = self.walk, self.walk.parts
+        (contract, batch) = walk.start.params["dimension_numbers"]
+        shapes = [atom.aval.shape for atom in walk.start.invars]
+        labels: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in shapes]
+        free: list[list[int]] = []
+        label = len(batch[0])
+        for side, shape in enumerate(shapes):
+            for place, dim in enumerate(batch[side]):
+                labels[side][dim] = (place,) if shape[dim] > 1 else ()
+            mine = [dim for dim in range(len(shape)) if dim not in (*contract[side], *batch[side])]
+            for dim in mine:
+                labels[side][dim] = (label,) if shape[dim] > 1 else ()
+                label += 1
+            free.append([labels[side][dim][0] for dim in mine if shape[dim] > 1])
+        key = parts["key"]
+        if key not in free[0] + free[1]:
+            raise Miss("it is no softmax over a dim that only one operand has")
+        side = parts["key_side"] = 0 if key in free[0] else 1
+        if free[side] != [key]:
+            raise Miss("keys have heads that queries do not have")
+        (_, batched) = parts["final"].params["dimension_numbers"]
+        place = 0 if parts["final"].invars[0] is parts["dropped"] else 1
+        shared = {label for dim in batched[place] for label in walk.labels[parts["dropped"]][dim]}
+        candidates = [label for label in free[1 - side] if label not in shared]
+        if not candidates:
+            raise Miss("each query has values of its own")
+        sizes = walk.sizes
+        # Positions and grouped heads are told apart by size: as many queries as keys, or else more than groups.
+        parts["query"] = max(candidates, key=lambda one: (sizes[one] == sizes[key], sizes[one]))
+        nodes = [Node(atom, tuple(of)) for atom, of in zip(walk.start.invars, labels, strict=True)]
+        if any(isinstance(node.var, jex.Literal) for node in nodes):
+            raise Other
+        return nodes[1 - side], nodes[side]
+
+    def _output(self, final: Any) -> tuple[Node, Node]:
+        """Values, and what the attention comes to."""
+        walk, parts = self.walk, self.walk.parts
+        (contract, batch) = final.params["dimension_numbers"]
+        side = 0 if final.invars[0] is parts["dropped"] else 1
+        known = walk.labels[parts["dropped"]]
+        if [known[dim] for dim in contract[side] if known[dim]] != [(parts["key"],)]:
+            raise Miss("its weights are summed over more than keys")
+        value = final.invars[1 - side]
+        if isinstance(value, jex.Literal) or value in walk.kinds:
+            raise Miss("its values are weights or depend on scores")
+        labels: list[tuple[int, ...]] = [()] * len(value.aval.shape)
+        pairs = [*zip(contract[side], contract[1 - side], strict=True), *zip(batch[side], batch[1 - side], strict=True)]
+        for mine, other in pairs:
+            labels[other] = known[mine]
+        free = [
+            [of[dim] for dim in range(len(of)) if dim not in (*contract[place], *batch[place])]
+            for place, of in ((0, known if side == 0 else labels), (1, labels if side == 0 else known))
+        ]
+        made = tuple([known[dim] for dim in batch[side]] + free[0] + free[1])
+        return Node(value, tuple(labels)), Node(final.outvars[0], made)
+
+    def _demand(self, node: Node, stops: set[Node]) -> None:
+        """Remember how to evaluate a node on a block, down to `stops` and leaves."""
+        if node in stops or node in self.steps or node in self.leaves:
+            return
+        eqn = self.walk.trace.writer.get(node.var)
+        on_spine = node.var in self.walk.kinds
+        seen = {one for label in node.labels for one in label}
+        if any(len(label) > 1 and not set(label).isdisjoint(self.positions) for label in node.labels):
+            raise Miss("positions are merged with another dim")
+        below = None
+        if eqn is not None and len(eqn.outvars) == 1 and (on_spine or seen.issuperset(self.positions)):
+            below = incoming(eqn, node.labels, self.walk.sizes)
+        if below is None:
+            if on_spine:
+                raise Miss(f"`{eqn.primitive.name if eqn else 'its input'}` can't be evaluated on a part of it")
+            self.leaves[node] = None
+            self._trace_back(node)
+            return
+        self.steps[node] = (eqn, _reads(eqn, below))
+        for each in self.steps[node][1]:
+            if each is not None:
+                self._demand(each, stops)
+
+    def _is_total(self, divisor: Node, total: Node) -> bool:
+        """Whether a divisor is nothing but the sums."""
+        var = divisor.var
+        while var is not total.var and self.walk.trace.writer[var].primitive.name in MOVES:
+            var = self.walk.trace.writer[var].invars[0]
+        return var is total.var
+
+    def _trace_back(self, node: Node) -> None:
+        """Remember where an integer or boolean leaf comes from."""
+        eqn = self.walk.trace.writer.get(node.var)
+        whole = getattr(node.var.aval.dtype, "kind", "key") in "iub"  # keys have dtypes of their own
+        if node in self.sources or eqn is None or len(eqn.outvars) != 1 or not whole:
+            return
+        below = incoming(eqn, node.labels, self.walk.sizes)
+        if below is None:
+            return
+        self.sources[node] = (eqn, _reads(eqn, below))
+        for each in self.sources[node][1]:
+            if each is not None:
+                self._trace_back(each)
+
+    def _roles(self, query: Node) -> dict[int, str]:
+        """Dims before the queries' position are batch, but the last of several; groups and those after it are heads."""
+        position, key = self.positions
+        roles = {position: "query", key: "key"}
+        order = [label[0] for label in query.labels if label]
+        at = order.index(position)
+        (_, (batch, _)) = self.walk.start.params["dimension_numbers"]
+        grouped = [one for one in order if one >= len(batch) and one != position]
+        ahead = [one for one in order[:at] if one not in grouped]
+        heads = set(order[at + 1 :]) | set(grouped)
+        if not order[at + 1 :] and len(ahead) > 1:
+            heads.add(ahead[-1])
+        for one in order:
+            roles.setdefault(one, "heads" if one in heads else "batch")
+        return roles
+
+    def _group(self, operands: Sequence[Node]) -> Group:
+        """The equations that nobody else needs, with the operands as inputs."""
+        trace = self.walk.trace
+        members = {id(eqn): eqn for eqn in (self.walk.start, *self.walk.spine)}
+        inside = {id(eqn): eqn for eqn, _ in self.steps.values() if id(eqn) in trace.place}
+        kept = trace.results | {node.var for node in operands}
+        for eqn in sorted(inside.values(), key=lambda eqn: -trace.place[id(eqn)]):
+            (var,) = eqn.outvars
+            if var not in kept and all(id(reader) in members for reader in trace.readers[var]):
+                members[id(eqn)] = eqn
+        group = make_group(list(members.values()), trace.eqns, list(trace.results), None)
+        if group is None:
+            raise Miss("something beside it depends on it and is read by it")
+        (out,) = self.walk.parts["final"].outvars
+        if group.outs != (out,):
+            raise Miss("its scores or weights are read elsewhere as well (sown, or returned)")
+        ins = tuple(dict.fromkeys(node.var for node in operands))
+        return Group(group.eqns, ins, group.outs, None)
+
+
+def _reads(eqn: Any, labels: Sequence[Labels]) -> tuple[Node | None, ...]:
+    pairs = zip(eqn.invars, labels, strict=True)
+    return tuple(None if isinstance(atom, jex.Literal) else Node(atom, of) for atom, of in pairs)

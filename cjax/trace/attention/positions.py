@@ -1,0 +1,66 @@
+"""The sequence of a trace: the positions of its attentions, and its attentions as groups of equations."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cjax.trace.attention.find import find_attentions
+from cjax.trace.dims.find import Scope
+from cjax.trace.emit.emit import layer_of
+from cjax.trace.jaxpr.groups import Group
+from cjax.trace.reading import Trace
+
+
+def positions(trace: Trace) -> tuple[dict[int, int], list[str]]:
+    """Classes of the dims that are positions in an attention, each with its length; and why what looks like an
+    attention is none."""
+    found: dict[int, int] = {}
+    reasons: list[str] = []
+    for eqns, results, scope in _bodies(trace):
+        attentions, why = find_attentions(eqns, results, _before(trace, eqns), list(scope.origin))
+        reasons += why
+        for attention in attentions:
+            for node in (attention.query, attention.key):
+                roles, classes = attention.dims_of(node.var), trace.dims.of(node.var, scope)
+                sizes = node.var.aval.shape
+                found |= {
+                    c: n for c, role, n in zip(classes, roles, sizes, strict=True) if role in ("query", "key")
+                }
+    return found, list(dict.fromkeys(reasons))
+
+
+def attention_groups(trace: Trace, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
+    """The attentions among the equations of a body, as groups of them."""
+    attentions, _ = find_attentions(eqns, results, _before(trace, eqns), list(scope.origin))
+    return [dataclasses.replace(attention.group, of=attention) for attention in attentions]
+
+
+def _bodies(trace: Trace) -> Iterator[tuple[Sequence[Any], Sequence[Any], Scope]]:
+    """Lists of equations as they are evaluated: what is between stacks of layers, a layer of each, bodies of loops."""
+    top = trace.closed.jaxpr
+    index = 0
+    waiting: list[tuple[Sequence[Any], Sequence[Any], Scope]] = []
+    rest = [*top.outvars, *(v for eqn in top.eqns for v in eqn.invars)]
+    for run in trace.runs:
+        waiting += [(top.eqns[index : run.start], rest, trace.dims.top), (*layer_of(top.eqns, run), trace.dims.top)]
+        index = run.stop
+    waiting.append((top.eqns[index:], top.outvars, trace.dims.top))
+    while waiting:
+        eqns, results, scope = waiting.pop(0)
+        yield eqns, results, scope
+        for eqn in eqns:
+            inner = eqn.params.get("jaxpr")
+            if inner is not None and id(eqn) in scope.inner:
+                inner = getattr(inner, "jaxpr", inner)
+                waiting.append((inner.eqns, inner.outvars, scope.inner[id(eqn)]))
+
+
+def _before(trace: Trace, eqns: Sequence[Any]) -> list[Any]:
+    """The equations evaluated before, whose values are there for all layers: not those of other stacks."""
+    top = trace.closed.jaxpr.eqns
+    first = next((i for i, eqn in enumerate(top) if eqns and eqn is eqns[0]), None)
+    if first is None:
+        return []
+    first = next((run.start for run in trace.runs if run.start <= first < run.stop), first)
+    inside = {i for run in trace.runs for i in range(run.start, run.stop)}
+    return [eqn for i, eqn in enumerate(top[:first]) if i not in inside]

@@ -1,0 +1,197 @@
+"""From a matmul's result to the softmax made of it, and on to what that is multiplied with."""
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex
+
+from cjax.trace.attention.labels import MOVES, Labels, outgoing
+from cjax.trace.jaxpr.groups import variables
+
+MAX_SPINE = 200  # equations from scores to output; a longer way is no attention
+LINEAR = frozenset(
+    ["broadcast_in_dim", "convert_element_type", "copy", "div", "mul", "neg", "reduce_precision", "reshape", "select_n"]
+    + ["squeeze", "stop_gradient", "transpose"]
+)  # what may happen to weights that are scaled only later: it must not matter when
+
+
+class Miss(Exception):
+    """A softmax on its way from a matmul to another that is no attention, and why."""
+
+
+class Other(Exception):
+    """Something else than attention."""
+
+
+class Index:
+    """Who writes and who reads what, in a list of equations."""
+
+    def __init__(self, eqns: Sequence[Any], results: Sequence[Any], before: Sequence[Any]) -> None:
+        self.eqns = eqns
+        self.results = {v for v in results if not isinstance(v, jex.Literal)}
+        self.place = {id(eqn): place for place, eqn in enumerate(eqns)}
+        self.writer = {var: eqn for eqn in (*before, *eqns) for var in eqn.outvars}
+        self.readers: dict[Any, list[Any]] = {}
+        for eqn in eqns:
+            for var in dict.fromkeys(variables(eqn)):
+                self.readers.setdefault(var, []).append(eqn)
+
+    def origin(self, atom: Any) -> Any:
+        """The variable that an operand is a mere form of."""
+        while not isinstance(atom, jex.Literal) and atom in self.writer:
+            eqn = self.writer[atom]
+            if eqn.primitive.name not in ("convert_element_type", "copy", "reshape", "squeeze", "transpose"):
+                break
+            atom = eqn.invars[0]
+        return None if isinstance(atom, jex.Literal) else atom
+
+    def is_zero(self, atom: Any) -> bool:
+        while not isinstance(atom, jex.Literal):
+            eqn = self.writer.get(atom)
+            if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+                return False
+            atom = eqn.invars[0]
+        return np.ndim(atom.val) == 0 and atom.val == 0
+
+
+@dataclass
+class Walk:
+    """One try: from a matmul's result on, equation by equation."""
+
+    trace: Index
+    start: Any
+    kinds: dict[Any, str] = field(default_factory=dict)
+    labels: dict[Any, Labels] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)  # variables, by the names they have in Attention
+    spine: list[Any] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+
+    def walk(self) -> None:
+        """Follow the scores to their product with values, and find what each variable on the way is.
+
+        Raises:
+          Miss, Other: when they do not get there as an attention's do.
+        """
+        scores = self.start.outvars[0]
+        shape = scores.aval.shape
+        self.sizes = {label: size for label, size in enumerate(shape) if size > 1}
+        self._mark(scores, "logits", tuple((label,) if size > 1 else () for label, size in enumerate(shape)))
+        for eqn in self._dependents(scores):
+            self.spine.append(eqn)
+            self._step(eqn)
+        if "final" not in self.parts:
+            raise Miss("its weights multiply nothing") if "weights" in self.parts else Other
+        if "key" not in self.parts or "weights" not in self.parts:
+            raise Other
+
+    def _mark(self, var: Any, kind: str, labels: Labels) -> None:
+        self.kinds[var], self.labels[var] = kind, labels
+
+    def _dependents(self, scores: Any) -> Iterator[Any]:
+        """Equations that depend on the scores, in order, as far as results have been marked."""
+        waiting: list[tuple[int, Any]] = []
+        seen: set[int] = set()
+        news = [scores]
+        for _ in range(MAX_SPINE):
+            for var in news:
+                for eqn in self.trace.readers.get(var, ()):
+                    if id(eqn) not in seen:
+                        seen.add(id(eqn))
+                        heapq.heappush(waiting, (self.trace.place[id(eqn)], eqn))
+            if not waiting:
+                return
+            _, eqn = heapq.heappop(waiting)
+            yield eqn
+            news = [var for var in eqn.outvars if var in self.kinds]
+        raise Other
+
+    def _step(self, eqn: Any) -> None:
+        """What one equation on the way makes of what it reads."""
+        name = eqn.primitive.name
+        ins = {i: v for i, v in enumerate(eqn.invars) if not isinstance(v, jex.Literal) and v in self.kinds}
+        kinds = {self.kinds[v] for v in ins.values()}
+        first = next(iter(ins.values()))
+        (out, *_) = eqn.outvars
+        if name == "dot_general":
+            if kinds != {"weights"} or len(ins) != 1 or "final" in self.parts:
+                raise self._unlike(name)
+            self.parts |= {"final": eqn, "dropped": first}
+            return
+        if name in ("reduce_max", "reduce_sum"):
+            self._reduce(eqn, first, kinds)
+            return
+        labels = outgoing(eqn, {i: self.labels[v] for i, v in ins.items()}, self.sizes)
+        if labels is None:
+            raise self._unlike(name)
+        if name == "exp" and kinds <= {"logits", "shifted"}:
+            self._once("exps", out)
+            self.parts.setdefault("logits", first)
+            return self._mark(out, "exp", labels)
+        if kinds == {"logits", "max"} and name == "sub" and self.kinds[eqn.invars[0]] == "logits":
+            self._once("logits", eqn.invars[0])
+            return self._mark(out, "shifted", labels)
+        if kinds == {"exp", "sum"} and (name == "mul" or name == "div" and self.kinds[eqn.invars[0]] == "exp"):
+            self._once("weights", out)
+            divisor, numerator = sorted(eqn.invars, key=lambda v: self.kinds[v] == "exp")
+            self.parts |= {"divisor": divisor, "numerator": numerator, "division": eqn}
+            return self._mark(out, "weights", labels)
+        if len(kinds) > 1 or kinds == {"shifted"} and name not in ("convert_element_type", "reshape"):
+            raise self._unlike(name)
+        (kind,) = kinds
+        if kind in ("exp", "weights"):
+            self._require_linear(eqn, ins)
+        self._mark(out, kind, labels)
+
+    def _reduce(self, eqn: Any, operand: Any, kinds: set[str]) -> None:
+        """The maximum or the sum over keys: by it, the keys are known."""
+        which = {"reduce_max": ("logits", "masked", "max"), "reduce_sum": ("exp", "terms", "sum")}
+        kind, part, result = which[eqn.primitive.name]
+        axes = [int(axis) for axis in eqn.params["axes"]]
+        labels = self.labels[operand]
+        over = [labels[axis] for axis in axes if labels[axis]]
+        if kinds != {kind} or len(over) != 1 or len(over[0]) != 1:
+            raise self._unlike(eqn.primitive.name)
+        if self.parts.setdefault("key", over[0][0]) != over[0][0]:
+            raise Other
+        self._once(part, operand)
+        if part == "terms":
+            self.parts["total"] = eqn.outvars[0]
+        self._mark(eqn.outvars[0], result, tuple(label for dim, label in enumerate(labels) if dim not in axes))
+
+    @property
+    def takes_maximum(self) -> bool:
+        """Whether exponents are taken relative to their row's maximum (or to 0, where that is not finite)."""
+        return "masked" in self.parts and all(
+            self._keeps_maximum(eqn) for eqn in self.spine if self.kinds.get(eqn.outvars[0]) == "max"
+        )
+
+    def _keeps_maximum(self, eqn: Any) -> bool:
+        name = eqn.primitive.name
+        if name == "max":
+            return any(isinstance(atom, jex.Literal) and atom.val == -np.inf for atom in eqn.invars)
+        if name == "select_n":
+            return all(self.trace.is_zero(v) or self.kinds.get(v) == "max" for v in eqn.invars[1:])
+        return name in MOVES or name in ("reduce_max", "is_finite", "eq", "ne")
+
+    def _once(self, part: str, var: Any) -> None:
+        if part in self.parts:
+            raise self._unlike(part)
+        self.parts[part] = var
+
+    def _unlike(self, name: str) -> Exception:
+        if "weights" not in self.parts:
+            return Other()
+        return Miss(f"its weights go through `{name}`, which is neither dropout nor a product with values")
+
+    def _require_linear(self, eqn: Any, ins: Mapping[int, Any]) -> None:
+        name = eqn.primitive.name
+        linear = name in LINEAR and len(ins) == 1
+        if name == "div":
+            linear = linear and 0 in ins
+        if name == "select_n":
+            linear = 0 not in ins and all(self.trace.is_zero(v) for i, v in enumerate(eqn.invars) if i and i not in ins)
+        if not linear:
+            raise self._unlike(name)

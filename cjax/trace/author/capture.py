@@ -1,0 +1,284 @@
+"""Linen and NNX models become pure functions over the user's own trees. This file and its *_parts know Flax."""
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core import DenyList
+from flax.errors import InvalidRngError, ModifyScopeVariableError
+
+from cjax.trace.author import linen as linen_parts
+from cjax.trace.author import nnx as nnx_parts
+from cjax.trace.author.loss import Mean as Mean
+from cjax.trace.author.loss import loss_caller
+from cjax.trace.author.replay import replayed, trace_live
+from cjax.trace.author.trained import check_trained, matcher
+from cjax.tree import leaf_names, path_name
+
+PyTree = Any
+Key = jax.Array
+Trees = tuple[PyTree, PyTree, PyTree]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A user's model and loss as pure functions over the user's own trees.
+
+    `params` is what the optimizer sees, `frozen` are parameters that are not trained, `carried` is the rest of the
+    model's state (running statistics, caches, NNX random streams).
+    """
+
+    kind: str  # "linen" | "nnx"
+    init: Callable[[Key], Trees]
+    # apply(params, frozen, carried, batch, key, train) -> (scalar | Mean, aux, new_carried); given
+    # `call(model, batch, key, train) -> (value, aux)`, that instead of the user's loss.
+    apply: Callable[..., tuple[Any, PyTree, PyTree]]
+    rebuild: Callable[[PyTree, PyTree, PyTree], Any]
+    # Micro-batch i draws other random numbers than micro-batch j: `fold_carried` folds its index into the keys that
+    # the model carries, `unfold(new_carried, carried)` puts the unfolded keys back.
+    fold_carried: Callable[[PyTree, Any], PyTree]
+    unfold: Callable[[PyTree, PyTree], PyTree]
+    params_shape: PyTree
+    frozen_shape: PyTree
+    carried_shape: PyTree
+    initial: Trees | None
+    random: tuple[bool, ...]  # of each carried leaf, whether it is a random stream's: each micro-batch draws its own
+    dim_names: dict[str, tuple[str | None, ...]]
+    name: str = "model"  # what the author calls it
+
+
+def capture(model: Any, loss: Callable[..., Any], batch: PyTree, wrt: Any = None) -> Capture:
+    """Takes a Flax model and a loss apart into pure functions and shapes, without allocating any parameter.
+
+    Args:
+        model: a `flax.linen.Module`, a `flax.nnx.Module` that holds its weights, or a builder
+            `lambda rngs: Net(rngs=rngs)`.
+        loss: `loss(model, batch[, key][, train])`, returning a scalar mean, a `Mean`, or `(either, aux)`.
+        batch: pytree of arrays or `jax.ShapeDtypeStruct`s, global shapes. Values are read only by parameters whose
+            initializers look at the data.
+        wrt: what is trained: a regex searched in the leaf's path, `(path, leaf) -> bool`, or, for NNX, a filter such
+            as `nnx.LoRAParam`. By default all of Linen's "params", all of `nnx.Param`.
+
+    Raises:
+        TypeError: `model` is not one of the three, or `loss` does not take (model, batch).
+        ValueError: nothing is trained, or the initial values need a batch that is not there.
+
+    >>> captured = capture(nn.Dense(3), lambda model, x: model(x).mean(), jax.ShapeDtypeStruct((2, 5), jnp.float32))
+    >>> captured.params_shape["kernel"].shape
+    (5, 3)
+    """
+    call = loss_caller(loss)
+    _check_model(model)
+    if isinstance(model, nn.Module):
+        return _capture_linen(model, call, batch, wrt)
+    return _capture_nnx(model, call, batch, wrt)
+
+
+def _check_model(model: Any) -> None:
+    write = "Pass a flax.linen module, a flax.nnx module, or a builder such as `lambda rngs: Net(rngs=rngs)`"
+    name = type(model).__name__
+    if isinstance(model, nn.Module):
+        if model.scope is not None:
+            raise TypeError(f"This {name} is already bound to variables. Pass the unbound module: `model.unbind()[0]`.")
+    elif isinstance(model, nnx.Module):
+        pass
+    elif isinstance(model, type):
+        hint = f"`{model.__name__}(...)`"
+        if issubclass(model, nnx.Module):
+            hint = f"`lambda rngs: {model.__name__}(..., rngs=rngs)`"
+        raise TypeError(f"`model` is the class {model.__name__}, not a model. Pass {hint}.")
+    elif hasattr(model, "apply_fn") and hasattr(model, "params"):
+        raise TypeError(
+            f"`model` is a {name}: cjax makes and holds the state itself. Pass the module it was made from."
+        )
+    elif isinstance(model, nnx.Optimizer):
+        raise TypeError(
+            "`model` is an nnx.Optimizer: pass the nnx.Module, and the optax transformation as `optimizer`."
+        )
+    elif any(base.__module__.startswith("torch.") for base in type(model).__mro__):
+        raise TypeError(f"`model` is a PyTorch module ({name}): cjax trains Flax models. {write}.")
+    elif not callable(model):
+        raise TypeError(f"`model` is a {name}. {write}.")
+    elif list(_parameters(model)) != ["rngs"]:
+        wanted = ", ".join(_parameters(model))
+        raise TypeError(f"`model` is a function of ({wanted}); a builder takes one argument, named rngs. {write}.")
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of `function` that a caller must give."""
+    parameters = inspect.signature(function).parameters
+    return {
+        name: p
+        for name, p in parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+
+
+def _read_back(carried: PyTree, after: PyTree, known: tuple[str, ...] = ()) -> PyTree:
+    """The values of `after` in the structure and the dtypes of `carried`. Leaves named in `known` are passed over."""
+    values = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(after)[0]}
+    for name in known:
+        values.pop(name, None)
+    leaves = []
+    for name, old in zip(leaf_names(carried), jax.tree.leaves(carried), strict=True):
+        if name not in values:
+            raise ValueError(
+                f"The loss removed {name} from the model's state: a training step must keep its structure."
+            )
+        new = jnp.asarray(values.pop(name))
+        if new.shape != old.shape:
+            raise ValueError(
+                f"The loss changed the shape of {name} from {old.shape} to {new.shape}: "
+                "a training step must keep the shapes of the model's state."
+            )
+        # A statistic computed in another precision goes back to the state's own: each new dtype would be a compile.
+        leaves.append(new if new.dtype == old.dtype else new.astype(old.dtype))
+    if values:
+        raise ValueError(
+            f"The loss added {', '.join(values)} to the model's state, which must keep its structure. "
+            "Create them in the constructor, or take them out again inside the loss (NNX: `nnx.pop(model, ...)`)."
+        )
+    return jax.tree.unflatten(jax.tree.structure(carried), leaves)
+
+
+def _names(annotations: Mapping[str, Iterable[Any]]) -> dict[str, tuple[str | None, ...]]:
+    """The author's names for dims. A dim that was given several mesh axes has no name of its own."""
+    return {
+        leaf: tuple(name if isinstance(name, str) else None for name in names) for leaf, names in annotations.items()
+    }
+
+
+def _capture_linen(model: nn.Module, call: Callable[..., Any], batch: PyTree, wrt: Any) -> Capture:
+    matches = matcher(wrt)
+
+    def make(key: Key, batch: PyTree) -> Trees:
+        init = nn.init(lambda bound, batch: call(bound, batch, key, True), model, mutable=True)
+        with linen_parts.sown_collections() as sown:
+            variables = dict(init({"params": key}, batch))
+        params = variables.pop("params", {})
+        carried = {name: tree for name, tree in variables.items() if name not in sown}
+        trained = linen_parts.prune(params, lambda path, leaf: matches(path, leaf))
+        return trained, linen_parts.prune(params, lambda path, leaf: not matches(path, leaf)), carried
+
+    init, (params_shape, frozen_shape, carried_shape) = replayed(make, batch)
+    check_trained(wrt, params_shape, frozen_shape)
+    # Asked for before it is missed: most models know this stream only, and a model may look whether it is there.
+    streams: dict[bool, list[str]] = {True: ["dropout"], False: []}
+
+    def apply(
+        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, train: bool, call: Any = call
+    ) -> tuple[Any, PyTree, PyTree]:
+        variables = linen_parts.unbox({"params": linen_parts.join(params, frozen), **carried})
+        fixed = ["params"] if train else ["params", *carried]
+        run = nn.apply(lambda bound, batch: call(bound, batch, key, train), model, mutable=DenyList(fixed))
+        while True:
+            rngs = {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in streams[train]}
+            try:
+                (value, aux), updated = run(variables, batch, rngs=rngs)
+                break
+            except InvalidRngError as error:
+                # The aborted attempt leaves only dead equations in the trace, and happens once for each stream.
+                streams[train].append(linen_parts.missing_stream(error, streams[train], train))
+            except ModifyScopeVariableError as error:
+                if train:
+                    raise
+                what = "The loss updates the model's statistics during evaluation."
+                raise ValueError(f"{what} {linen_parts.EVAL_HINT}") from error
+        if not train:
+            return value, aux, carried
+        kept = {name: updated.get(name, tree) for name, tree in variables.items() if name in carried}
+        return value, aux, _read_back(carried, kept)
+
+    def rebuild(params: PyTree, frozen: PyTree, carried: PyTree) -> nn.Module:
+        return model.bind(linen_parts.unbox({"params": linen_parts.join(params, frozen), **carried}))
+
+    return Capture(
+        kind="linen", name=type(model).__name__, init=init, apply=apply, rebuild=rebuild,
+        fold_carried=lambda carried, index: carried, unfold=lambda new_carried, carried: new_carried,
+        params_shape=params_shape, frozen_shape=frozen_shape, carried_shape=carried_shape, initial=None,
+        random=(False,) * len(jax.tree.leaves(carried_shape)),
+        dim_names=_names(linen_parts.box_names(params_shape) | linen_parts.box_names(frozen_shape)),
+    )  # fmt: skip
+
+
+def _unplaced(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=shape.weak_type)
+
+
+def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) -> Capture:
+    trained = nnx_parts.param_filter(wrt)
+    graphdef: Any = None
+    name = ""
+
+    def split(model: nnx.Module) -> Trees:
+        nonlocal graphdef, name
+        name = type(model).__name__
+        # What was sown before is not state. `merge` makes new Variables, so the user's own model keeps it.
+        model = nnx.merge(*nnx.split(model), copy=True)
+        nnx.pop(model, nnx.Intermediate)
+        graphdef, *states = nnx.split(model, trained, nnx.Param, ...)
+        params, frozen, carried = states
+        return params, frozen, carried
+
+    def make(key: Key, batch: PyTree) -> Trees:
+        with nnx_parts.without_eager_sharding(), nnx_parts.quick_attribute_errors(key):
+            built = model(rngs=nnx.Rngs(key))
+        if not isinstance(built, nnx.Module):
+            raise TypeError(f"The builder returned a {type(built).__name__}, not a flax.nnx module.")
+        nnx_parts.forget_eager_sharding(built)
+        return split(built)
+
+    initial = None
+    if isinstance(model, nnx.Module):
+        initial = split(model)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(initial)):
+            raise TypeError("This model holds shapes, not weights. Pass the builder: `lambda rngs: Net(rngs=rngs)`.")
+        held = initial
+        # Without a placement: weights that were made under a mesh are typed by it, and are here on the program's.
+        init, shapes = lambda key: held, jax.tree.map(_unplaced, jax.eval_shape(lambda trees: trees, initial))
+    else:
+        init, shapes = replayed(make, batch)
+    params_shape, frozen_shape, carried_shape = shapes
+    definition: Any = graphdef
+    check_trained(wrt, params_shape, frozen_shape)
+
+    def apply(
+        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, train: bool, call: Any = call
+    ) -> tuple[Any, PyTree, PyTree]:
+        if not train:
+            return *score(params, frozen, carried, batch, key, call), carried
+        model = nnx.merge(definition, params, frozen, carried, copy=True)
+        nnx_parts.set_train(model)
+        with nnx_parts.quick_attribute_errors((carried, batch)):
+            value, aux = call(model, batch, key, True)
+        state = nnx.state(model, nnx.Not(nnx.Intermediate))
+        return value, aux, _read_back(carried, state, known=leaf_names(params) + leaf_names(frozen))
+
+    def score(
+        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, call: Any
+    ) -> tuple[Any, PyTree]:
+        leaves, treedef = jax.tree.flatten(carried)
+
+        def evaluate(*leaves: Any) -> tuple[Any, PyTree]:
+            model = nnx.merge(definition, params, frozen, treedef.unflatten(leaves), copy=True)
+            nnx_parts.set_eval(model)
+            return call(model, batch, key, False)
+
+        replay = trace_live(evaluate, leaves)
+        nnx_parts.check_not_random(replay.used, carried)
+        return replay(*leaves)
+
+    return Capture(
+        kind="nnx", name=name, init=init, apply=apply,
+        rebuild=lambda *trees: nnx.merge(definition, *trees, copy=True),
+        fold_carried=nnx_parts.fold_keys, unfold=nnx_parts.restore_keys,
+        params_shape=params_shape, frozen_shape=frozen_shape, carried_shape=carried_shape, initial=initial,
+        random=tuple(nnx_parts.random_leaves(carried_shape)),
+        dim_names=_names(nnx_parts.metadata_names(params_shape) | nnx_parts.metadata_names(frozen_shape)),
+    )  # fmt: skip

@@ -1,0 +1,156 @@
+"""What is particular to Flax NNX: filters, modes of modules, random keys that models carry, names in metadata."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import core
+
+from cjax.trace.author.trained import is_path_rule, matcher
+from cjax.tree import leaf_names
+
+PyTree = Any
+Key = jax.Array
+
+EVAL_HINT = (
+    "although the model is in eval mode. Don't pass deterministic=False or use_running_average=False, or let them "
+    "depend on `train`: `def loss(model, batch, train)`."
+)
+
+
+@contextmanager
+def quick_attribute_errors(tracers: PyTree) -> Iterator[None]:
+    """Keeps tracing linear in the number of random draws and statistics, where JAX makes it quadratic.
+
+    NNX asks each new value of a Variable for its `sharding`. Up to JAX 0.11 a tracer answers with an AttributeError
+    whose text, which nobody reads, takes a search through the whole trace (9 s for the constructor of 48 layers).
+    """
+    kinds = {type(leaf) for leaf in jax.tree.leaves(tracers) if isinstance(leaf, core.Tracer)}
+    slow = [kind for kind in kinds if "sharding" not in vars(kind)] if jax.__version_info__ < (0, 12) else []
+
+    def sharding(self: Any) -> Any:
+        raise AttributeError("A tracer has no sharding: see `jax.typeof(x).sharding`.")
+
+    for kind in slow:
+        kind.sharding = property(sharding)  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        for kind in slow:
+            del kind.sharding  # type: ignore[misc]
+
+
+NOT_YET = 0  # as false as False, which an author may have written
+
+
+@contextmanager
+def without_eager_sharding() -> Iterator[None]:
+    """The author's axis names are read, not applied, while a model is built: there is no mesh yet."""
+    with nnx.use_eager_sharding(NOT_YET):
+        yield
+
+
+def forget_eager_sharding(model: nnx.Module) -> None:
+    """Undoes what `without_eager_sharding` left in the metadata of a model. That is part of the structure of its trees,
+    and the author's own jitted functions would refuse them, or compile again."""
+    own = nnx.using_eager_sharding()
+    for _, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Variable):
+            metadata = variable.get_metadata()
+            if metadata.get("eager_sharding") is NOT_YET:
+                metadata["eager_sharding"] = own
+                variable.update_from_state(type(variable).from_metadata(variable.get_raw_value(), metadata))
+
+
+def param_filter(wrt: Any) -> Any:
+    """What `nnx.split` takes. A regex or a plain function chooses among the nnx.Param; a filter speaks for itself."""
+    if wrt is None:
+        return nnx.Param
+    if is_path_rule(wrt):
+        matches = matcher(wrt)
+
+        def among_params(path: tuple[Any, ...], variable: Any) -> bool:
+            return isinstance(variable, nnx.Param) and matches("/".join(map(str, path)), variable.get_value())
+
+        return among_params
+    return nnx.filterlib.to_predicate(wrt)
+
+
+def set_train(model: nnx.Module) -> None:
+    """Puts those modules into training mode whose author left the mode open; a mode that was chosen stays."""
+    for _, module in nnx.iter_modules(model):
+        if getattr(module, "deterministic", False) is None:
+            module.deterministic = False  # type: ignore[attr-defined]
+
+
+def set_eval(model: nnx.Module) -> None:
+    """Puts `model` in evaluation mode, in which updating statistics is an error."""
+    model.eval()
+
+    def refuse(variable: Any, value: Any) -> Any:
+        raise ValueError(f"The loss updates statistics (a {type(variable).__name__}) during evaluation, {EVAL_HINT}")
+
+    for _, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.BatchStat):
+            variable.set_metadata(on_set_value=refuse)
+
+
+def check_not_random(used: list[bool], carried: PyTree) -> None:
+    """Raises if what was computed from `carried` (used: which of its leaves mattered) depends on random numbers.
+
+    Whether the streams have advanced is not the question: `nnx.split_rngs` draws for dropout that is switched off.
+    """
+    for name, is_used, is_key in zip(leaf_names(carried), used, rng_key_leaves(carried), strict=True):
+        if is_used and is_key:
+            raise ValueError(
+                f"The loss depends on random numbers (dropout?) from {name} during evaluation, {EVAL_HINT} "
+                "For randomness that belongs to the score, use `def loss(model, batch, key)`."
+            )
+
+
+def rng_key_leaves(state: PyTree) -> list[bool]:
+    """For every leaf of `state`, whether it is a random key."""
+    is_key: list[bool] = []
+    for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nnx.Variable)):
+        is_key += [isinstance(node, nnx.RngKey)] * len(jax.tree.leaves(node))
+    return is_key
+
+
+def random_leaves(state: PyTree) -> list[bool]:
+    """For every leaf of `state`, whether it is a random key or counts what was drawn from one."""
+    is_random: list[bool] = []
+    for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nnx.Variable)):
+        is_random += [isinstance(node, nnx.RngState)] * len(jax.tree.leaves(node))
+    return is_random
+
+
+def fold_keys(state: PyTree, index: Any) -> PyTree:
+    """`state` with `index` folded into every random key: each one of an array (a scanned stack has one per layer)."""
+
+    def fold(keys: Key) -> Key:
+        return jax.vmap(lambda key: jax.random.fold_in(key, index))(keys.reshape(-1)).reshape(keys.shape)
+
+    leaves, treedef = jax.tree.flatten(state)
+    return treedef.unflatten([fold(x) if key else x for x, key in zip(leaves, rng_key_leaves(state), strict=True)])
+
+
+def restore_keys(state: PyTree, original: PyTree) -> PyTree:
+    """`state` with the random keys of `original`."""
+    leaves, treedef = jax.tree.flatten(state)
+    pairs = zip(leaves, jax.tree.leaves(original), rng_key_leaves(state), strict=True)
+    return treedef.unflatten([old if key else new for new, old, key in pairs])
+
+
+def metadata_names(state: PyTree) -> dict[str, tuple[Any, ...]]:
+    """The author's axis names; Flax has called them three things."""
+    names = {}
+    for path, variable in nnx.to_flat_state(state):
+        metadata = variable.get_metadata()
+        for spelling in ("out_sharding", "sharding", "sharding_names"):
+            spec = metadata.get(spelling)
+            if spec:
+                names["/".join(map(str, path))] = tuple(getattr(spec, "spec", spec))
+                break
+    return names

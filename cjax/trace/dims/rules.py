@@ -1,0 +1,367 @@
+"""How each primitive relates the dims of its operands and results.
+
+A rule is `rule(dims, eqn, ins, outs, scope)`: `ins` and `outs` are one list of dim ids per operand and result. It
+unites ids and may return False to say that it could not relate anything, which the trace then reports.
+"""
+
+import dataclasses
+from typing import Any
+
+from jax.extend import core as jex
+
+from cjax.trace.dims.classes import Cut, Dims, Ids, Matmul, Scope
+from cjax.trace.jaxpr.simplify import scan_counts
+from cjax.trace.jaxpr.sources import GIVEN, WEIGHT
+
+# Results that hold the same numbers as their first operand: a weight stays a weight through them.
+KEEPS_ORIGIN = frozenset(
+    ["reshape", "transpose", "convert_element_type", "broadcast_in_dim", "squeeze", "copy", "slice", "dynamic_slice"]
+)
+
+
+def elementwise(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
+    shaped = [ids for ids in ins if ids]
+    if any(len(ids) != len(out) for ids in shaped for out in outs):
+        return False
+    for out in outs:
+        for ids in shaped:
+            dims.unite_all(ids, out)
+
+
+def nothing(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    """For primitives that make fresh dims: iota, random seeds, constants."""
+
+
+def reduction(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    axes = eqn.params["axes"]
+    for ids in ins:
+        kept = [d for i, d in enumerate(ids) if i not in axes]
+        for out in outs:
+            if len(kept) == len(out):
+                dims.unite_all(kept, out)
+
+
+def broadcast_in_dim(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    dims.unite_all(ins[0], [outs[0][d] for d in eqn.params["broadcast_dimensions"]])
+
+
+def transpose(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    dims.unite_all([ins[0][d] for d in eqn.params["permutation"]], outs[0])
+
+
+def squeeze(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    gone = eqn.params["dimensions"]
+    dims.unite_all([d for i, d in enumerate(ins[0]) if i not in gone], outs[0])
+
+
+def reshape(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
+    if eqn.params.get("dimensions") is not None:
+        return False
+    before, after = list(ins[0]), list(outs[0])
+    while before and after:
+        a, b = before.pop(0), after.pop(0)
+        if dims.size[a] == dims.size[b]:
+            dims.unite(a, b)
+            continue
+        if dims.size[a] == 1:
+            after.insert(0, b)
+            continue
+        if dims.size[b] == 1:
+            before.insert(0, a)
+            continue
+        left, right, x, y = [a], [b], dims.size[a], dims.size[b]
+        while x != y:
+            if x < y:
+                left.append(before.pop(0))
+                x *= dims.size[left[-1]]
+            else:
+                right.append(after.pop(0))
+                y *= dims.size[right[-1]]
+        if len(left) == 1:
+            dims.factor(left[0], right)
+        elif len(right) == 1:
+            dims.factor(right[0], left)
+        else:  # [a, b] -> [c, d] with no common factor: only the leading blocks can agree
+            merged = dims.new(x)
+            dims.factor(merged, left)
+            dims.factor(merged, right)
+
+
+def concatenate(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    for ids in ins:
+        for position, (a, b) in enumerate(zip(ids, outs[0], strict=True)):
+            if position != eqn.params["dimension"]:
+                dims.unite(a, b)
+            else:
+                dims.joined.append(a)
+
+
+def same_rank(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    """Slices, pads, updates: a dim that keeps its size is the same dim."""
+    for out in outs:
+        for ids in ins:
+            if len(ids) == len(out):
+                dims.unite_all(ids, out)
+
+
+def slice_(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    dims.unite_all(ins[0], outs[0])
+    starts, strides = eqn.params["start_indices"], eqn.params["strides"]
+    for position, (a, b) in enumerate(zip(ins[0], outs[0], strict=True)):
+        whole, part = dims.size[a], dims.size[b]
+        if part == whole:
+            continue
+        even = 0 < part and whole % part == 0 and starts[position] % part == 0
+        parts = whole // part if even and (strides is None or strides[position] == 1) else 0
+        dims.cuts.append(Cut(a, b, parts))
+        if parts and part > 1:
+            dims.packed[a] = parts
+
+
+def split(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    axis = eqn.params["axis"]
+    for out in outs:
+        dims.unite_all([d for i, d in enumerate(ins[0]) if i != axis], [d for i, d in enumerate(out) if i != axis])
+    sizes = [dims.size[out[axis]] for out in outs]
+    if len(sizes) > 1:
+        even = len(set(sizes)) == 1
+        dims.cuts += [Cut(ins[0][axis], out[axis], len(sizes) if even else 0) for out in outs]
+        dims.packed[ins[0][axis]] = len(sizes)
+    if len(set(sizes)) == 1:
+        for out in outs[1:]:
+            dims.unite(outs[0][axis], out[axis])
+
+
+def unstack(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    axis = eqn.params["axis"]
+    for out in outs:
+        dims.unite_all([d for i, d in enumerate(ins[0]) if i != axis], out)
+    dims.cuts += [Cut(ins[0][axis], dims.new(1), len(outs)) for _ in outs]
+
+
+def stack(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    axis = eqn.params["axis"]
+    for ids in ins:
+        dims.unite_all(ids, [d for i, d in enumerate(outs[0]) if i != axis])
+
+
+def dot_general(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    lhs, rhs = ins
+    dims.unite_all([lhs[i] for i in lc], [rhs[i] for i in rc])
+    dims.unite_all([lhs[i] for i in lb], [rhs[i] for i in rb])
+    out = [lhs[i] for i in lb]
+    out += [d for i, d in enumerate(lhs) if i not in lc and i not in lb]
+    out += [d for i, d in enumerate(rhs) if i not in rc and i not in rb]
+    dims.unite_all(out, outs[0])
+    origin = [None if isinstance(v, jex.Literal) else scope.origin.get(v) for v in eqn.invars]
+    contracted, batched = tuple(lhs[i] for i in lc), tuple(lhs[i] for i in lb)
+    numbers = (tuple(lc), tuple(rc))
+    out, weights = tuple(outs[0]), _are_weights(eqn, scope)
+    dims.matmuls.append(
+        Matmul(tuple(lhs), tuple(rhs), contracted, batched, out, origin[0], origin[1], numbers, weights=weights)
+    )
+
+
+def _are_weights(eqn: Any, scope: Scope) -> tuple[bool, bool]:
+    first, second = (not isinstance(v, jex.Literal) and _is_weight(v, scope) for v in eqn.invars)
+    return first, second
+
+
+def _is_weight(var: Any, scope: Scope) -> bool:
+    return var in scope.origin or scope.source.get(var) == WEIGHT
+
+
+def conv(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    numbers = eqn.params["dimension_numbers"]
+    lhs, rhs = ins
+    x, w, y = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    dims.unite(lhs[x[0]], outs[0][y[0]])
+    dims.unite_all([rhs[w[0]]], [outs[0][y[1]]])
+    grouped = eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1
+    if not grouped:
+        dims.unite(lhs[x[1]], rhs[w[1]])
+        origin = [None if isinstance(v, jex.Literal) else scope.origin.get(v) for v in eqn.invars]
+        channels = (rhs[w[1]], rhs[w[0]])  # the window's own dims are never split
+        contracting = ((x[1],), (0,))
+        out = tuple(outs[0])
+        left, right, weights = origin[0], origin[1], _are_weights(eqn, scope)
+        dims.matmuls.append(
+            Matmul(tuple(lhs), channels, channels[:1], (), out, left, right, contracting, True, weights=weights)
+        )
+    elif dims.size[lhs[x[1]]] == dims.size[outs[0][y[1]]]:
+        dims.unite(lhs[x[1]], outs[0][y[1]])  # depthwise: the channel goes straight through
+
+
+def window(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    sizes = eqn.params["window_dimensions"]
+    for ids in ins:
+        if len(ids) == len(outs[0]):
+            for size, a, b in zip(sizes, ids, outs[0], strict=True):
+                if size == 1:
+                    dims.unite_all([a], [b])
+
+
+def gather(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    operand, indices = ins[0], ins[1]
+    out = outs[0]
+    kept = [i for i in range(len(operand)) if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+    for position, i in zip(numbers.offset_dims, kept, strict=True):
+        if sizes[i] == dims.size[operand[i]]:
+            dims.unite(out[position], operand[i])
+    looked_up = [out[i] for i in range(len(out)) if i not in numbers.offset_dims]
+    dims.unite_all(looked_up, indices[:-1])
+    for i, k in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+        dims.unite_all([operand[i]], [indices[k]])
+    source = eqn.invars[0]
+    if not isinstance(source, jex.Literal) and source in scope.origin and numbers.collapsed_slice_dims:
+        dims.tables.append((scope.origin[source], operand[numbers.collapsed_slice_dims[0]], tuple(looked_up)))
+
+
+def scatter(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    numbers = eqn.params["dimension_numbers"]
+    operand, indices, updates = ins
+    dims.unite_all(operand, outs[0])
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    kept = [i for i in range(len(operand)) if i not in gone]
+    dims.unite_all([updates[p] for p in numbers.update_window_dims], [operand[i] for i in kept])
+    rest = [d for i, d in enumerate(updates) if i not in numbers.update_window_dims]
+    dims.unite_all(rest, indices[:-1])
+    for i, k in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+        dims.unite_all([operand[i]], [indices[k]])
+
+
+def top_k(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    for out in outs:
+        dims.unite_all(ins[0], out)
+        dims.unite_all(outs[0], out)
+
+
+def sort(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    for ids in (*ins, *outs):
+        dims.unite_all(ins[0], ids)
+
+
+def leading(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    """Random keys: a result has the dims of its operand first, and fresh ones behind."""
+    for ids in ins:
+        for out in outs:
+            shared = min(len(ids), len(out))
+            dims.unite_all(ids[:shared], out[:shared])
+
+
+# -- equations that hold jaxprs ---------------------------------------------------------------------------------
+def _origins(eqn: Any, scope: Scope) -> list[int | None]:
+    return [None if isinstance(v, jex.Literal) else scope.origin.get(v) for v in eqn.invars]
+
+
+def _sources(eqn: Any, scope: Scope) -> list[str | None]:
+    return [GIVEN if isinstance(v, jex.Literal) else scope.source.get(v) for v in eqn.invars]
+
+
+def call(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
+    inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
+    if inner is None:
+        return False
+    jaxpr = getattr(inner, "jaxpr", inner)
+    if len(jaxpr.invars) != len(ins):
+        return False
+    scope.inner[id(eqn)], results = dims.call(jaxpr, ins, _origins(eqn, scope), _sources(eqn, scope))
+    for result, out in zip(results, outs, strict=True):
+        dims.unite_all(result, out)
+
+
+def scan(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    jaxpr = eqn.params["jaxpr"].jaxpr
+    num_consts, num_carry = scan_counts(eqn)
+    first_x = num_consts + num_carry
+    inner = [ids if i < first_x else ids[1:] for i, ids in enumerate(ins)]
+    origins, before = _origins(eqn, scope), len(dims.matmuls)
+    sources = _sources(eqn, scope)
+    sources[num_consts:first_x] = [None] * num_carry  # the next turn's may be made of the batch
+    scope.inner[id(eqn)], results = dims.call(jaxpr, inner, origins, sources)
+    shared = {o for o in origins[:first_x] if o is not None}
+    for index, m in enumerate(dims.matmuls[before:], before):
+        if {m.lhs_origin, m.rhs_origin} & shared:
+            dims.matmuls[index] = dataclasses.replace(m, looped=True)
+    for i, (result, out) in enumerate(zip(results, outs, strict=True)):
+        dims.unite_all(result, out if i < num_carry else out[1:])
+        if i < num_carry:
+            dims.unite_all(result, ins[num_consts + i])
+    if any(origin is not None for origin in origins[first_x:]):
+        stacks = zip(ins[first_x:], origins[first_x:], strict=True)
+        dims.layers += [ids[0] for ids, origin in stacks if origin is not None]
+        dims.layer_carries += [tuple(ids) for ids in ins[num_consts:first_x]]
+    loops = [ids[0] for ids in (*ins[first_x:], *outs[num_carry:])]
+    for loop in loops[1:]:
+        dims.unite(loops[0], loop)
+
+
+def while_(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    skipped = eqn.params["cond_nconsts"]
+    body = eqn.params["body_jaxpr"].jaxpr
+    origins = _origins(eqn, scope)[skipped:]
+    sources = _sources(eqn, scope)[skipped:]
+    num_consts = eqn.params["body_nconsts"]
+    sources[num_consts:] = [None] * (len(sources) - num_consts)
+    scope.inner[id(eqn)], results = dims.call(body, ins[skipped:], origins, sources)
+    carries = ins[skipped + eqn.params["body_nconsts"] :]
+    for result, carry, out in zip(results, carries, outs, strict=True):
+        dims.unite_all(result, out)
+        dims.unite_all(carry, out)
+
+
+def cond(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    inner = scope.inner[id(eqn)] = Scope()
+    for branch in eqn.params["branches"]:
+        found, results = dims.call(branch.jaxpr, ins[1:], _origins(eqn, scope)[1:], _sources(eqn, scope)[1:])
+        inner.ids.update(found.ids)
+        inner.origin.update(found.origin)
+        inner.source.update(found.source)
+        inner.inner.update(found.inner)
+        for result, out in zip(results, outs, strict=True):
+            dims.unite_all(result, out)
+
+
+RULES: dict[str, Any] = {
+    "broadcast_in_dim": broadcast_in_dim,
+    "reshape": reshape,
+    "transpose": transpose,
+    "squeeze": squeeze,
+    "concatenate": concatenate,
+    "slice": slice_,
+    "split": split,
+    "stack": stack,
+    "unstack": unstack,
+    "dot_general": dot_general,
+    "conv_general_dilated": conv,
+    "gather": gather,
+    "iota": nothing,
+    "rng_uniform": nothing,
+    "random_seed": leading,
+    "random_wrap": leading,
+    "random_unwrap": leading,
+    "random_bits": leading,
+    "random_split": leading,
+    "random_fold_in": elementwise,
+    "rng_bit_generator": nothing,
+    "argmax": reduction,
+    "argmin": reduction,
+    "sort": sort,
+    "top_k": top_k,
+    "scan": scan,
+    "while": while_,
+    "cond": cond,
+}
+for _name in ("pad", "dynamic_slice", "dynamic_update_slice", "rev", "select_and_gather_add", "tile"):
+    RULES[_name] = same_rank
+for _name in ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"):
+    RULES[_name] = window
+for _name in ("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_max", "scatter_min"):
+    RULES[_name] = scatter
+for _name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
+    RULES[_name] = elementwise
+for _name in ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call",
+              "custom_vjp_call", "custom_vjp_call_jaxpr"):  # fmt: skip
+    RULES[_name] = call

@@ -1,0 +1,183 @@
+"""Which inputs of a trace index a table, and how large it is: so that a token outside the vocabulary, or a label that
+is no class, is named before it turns into NaN or a wrong row on the devices."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend import core as jex
+
+from cjax.trace.jaxpr.simplify import scan_counts
+
+PASSES = frozenset(
+    ["broadcast_in_dim", "convert_element_type", "copy", "pad", "reshape", "slice", "squeeze", "transpose"]
+)
+ENTERED = frozenset(["checkpoint", "jit", "pjit", "remat2", "scan"])  # bodies that take the equation's own inputs
+COMPARES = frozenset(["eq", "ne", "lt", "ge"])
+# Comparisons of an input with a number that tell negative ones from the rest, by the largest number that does.
+TELL_NEGATIVE = {"lt": 1, "ge": 1, "gt": 0, "le": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What an index may be: `least` <= index < `size`, or one of `others`, which something else replaces.
+
+    Attributes:
+      size: of the smallest table.
+      low: the least that the lookup itself takes. NumPy's rule counts negative numbers from the table's end.
+      others: numbers outside of that which something else replaces, or that the author tells apart elsewhere.
+      tells_negative: whether the author tells negative numbers from others somewhere, as a mask of labels does.
+    """
+
+    size: int
+    low: int
+    others: frozenset[int] = frozenset()
+    tells_negative: bool = False
+
+    @property
+    def least(self) -> int:
+        """The least that is meant. A table's last rows are no one's token -1: where nothing in the loss looks for
+        negative numbers, one is a mistake, and would read a wrong row."""
+        return 0 if -self.size <= self.low < 0 and not self.tells_negative else self.low
+
+    def join(self, other: "Limits") -> "Limits":
+        """What satisfies two lookups."""
+        return Limits(min(self.size, other.size), max(self.low, other.low), self.others & other.others)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Index:
+    """An input's own values; `shifted` if a number was added to them, which is another index, unless NumPy's rule for
+    negative ones chooses between the two."""
+
+    input: int
+    shifted: bool = False
+    others: frozenset[int] = frozenset()
+    for_negative: int | None = None
+
+    def limits(self, size: int) -> Limits:
+        low = -size
+        if self.for_negative is not None:
+            low = -(2**63) if 0 <= self.for_negative < size else 0
+        return Limits(size, low, self.others)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compared:
+    """Where an input's values are equal to a number, or less than it; or not, if `negated`."""
+
+    input: int
+    less: bool
+    number: int
+    negated: bool
+    tells_negative: bool = False
+    or_equal: bool = False  # less than or equal to it
+
+
+def index_limits(closed: jex.ClosedJaxpr, inputs: Sequence[int]) -> dict[int, Limits]:
+    """For each of `inputs` that is looked up unchanged, the size of the smallest table it is looked up in.
+
+    A lookup whose author asks for indices to be clipped takes any. An index that is first compared with a number and
+    then replaced, as a label of -100 often is, may be that number; loops over an input are followed.
+
+    Args:
+      closed: a flat trace.
+      inputs: positions among its inputs, of integer arrays.
+
+    >>> import jax, jax.numpy as jnp
+    >>> index_limits(jax.make_jaxpr(lambda t, i: t[i])(jnp.ones(7), jnp.zeros(3, int)), [1])
+    {1: Limits(size=7, low=-7, others=frozenset(), tells_negative=False)}
+    """
+    limits: dict[int, Limits] = {}
+    told: set[_Compared] = set()
+    _walk(closed.jaxpr, {closed.jaxpr.invars[i]: _Index(i) for i in inputs}, limits, told)
+    return {i: _as_told(found, [each for each in told if each.input == i]) for i, found in limits.items()}
+
+
+def _as_told(limits: Limits, told: Sequence["_Compared"]) -> Limits:
+    """With what the author's other comparisons of this input say of negative numbers that the lookup takes."""
+    equal = {each.number for each in told if not each.less and limits.low <= each.number < 0}
+    return dataclasses.replace(
+        limits, others=limits.others | equal, tells_negative=any(each.less and each.tells_negative for each in told)
+    )
+
+
+def _walk(
+    jaxpr: jex.Jaxpr,
+    known: dict[Any, _Index | _Compared | int],
+    limits: dict[int, Limits],
+    told: set[_Compared],
+) -> None:
+    """Adds to `limits` what the equations of `jaxpr` look up, and to `told` the comparisons that something else than a
+    lookup reads; `known` are its variables, and gets more of them."""
+    for eqn in jaxpr.eqns:
+        found = [_constant(v) if isinstance(v, jex.Literal) else known.get(v) for v in eqn.invars]
+        name, result = eqn.primitive.name, None
+        if name in PASSES:
+            result = found[0]
+        elif name == "select_n" and len(found) == 3:
+            result = _selected(*found)
+        elif name == "gather":
+            _look_up(eqn, found[1], limits)
+        elif name in ENTERED:
+            _enter(eqn, found, limits, told)
+        elif isinstance(index := found[0] if found else None, _Index):
+            second: Any = eqn.invars[-1].aval
+            if name == "add" and not second.shape:
+                result = dataclasses.replace(index, shifted=True)
+            elif not index.shifted and len(found) == 2 and isinstance(number := found[1], int):
+                result = _compared(name, index.input, number)
+        if result is not None:
+            known[eqn.outvars[0]] = result
+        elif name not in ENTERED:
+            told.update(each for each in found if isinstance(each, _Compared))
+            if any(True for _ in jex.jaxprs_in_params(eqn.params)):  # not followed: it may tell anything from anything
+                inputs = {each.input for each in found if isinstance(each, _Index)}
+                told.update(_Compared(i, True, 0, False, True) for i in inputs)
+    outs = [known.get(v) for v in jaxpr.outvars if not isinstance(v, jex.Literal)]
+    told.update(each for each in outs if isinstance(each, _Compared))
+
+
+def _compared(name: str, index: int, number: int) -> _Compared | None:
+    tells = number <= TELL_NEGATIVE.get(name, number - 1)
+    if name in COMPARES:
+        return _Compared(index, name in ("lt", "ge"), number, name in ("ne", "ge"), tells)
+    return _Compared(index, True, number, name == "gt", tells, or_equal=True) if name in TELL_NEGATIVE else None
+
+
+def _constant(literal: Any) -> int | None:
+    return int(literal.val) if literal.aval.dtype.kind in "iu" and not literal.aval.shape else None
+
+
+def _selected(condition: Any, if_false: Any, if_true: Any) -> _Index | None:
+    if isinstance(if_false, _Index) and isinstance(if_true, _Index):
+        # i < 0 ? i + size : i is NumPy's negative index
+        return min(if_false, if_true, key=lambda case: case.shifted) if if_false.input == if_true.input else None
+    if not isinstance(condition, _Compared) or condition.or_equal:
+        return None
+    replaced, index = (if_false, if_true) if condition.negated else (if_true, if_false)
+    if not (isinstance(index, _Index) and isinstance(replaced, int) and index.input == condition.input):
+        return None
+    if not condition.less:
+        return dataclasses.replace(index, others=index.others | {condition.number})
+    return dataclasses.replace(index, for_negative=replaced) if condition.number == 0 else None
+
+
+def _look_up(eqn: jex.JaxprEqn, index: Any, limits: dict[int, Limits]) -> None:
+    dims = eqn.params["dimension_numbers"].collapsed_slice_dims
+    clips = eqn.params["mode"] == lax.GatherScatterMode.CLIP
+    if isinstance(index, _Index) and not index.shifted and len(dims) == 1 and not clips:
+        table: Any = eqn.invars[0].aval
+        found = index.limits(table.shape[dims[0]])
+        limits[index.input] = found.join(limits[index.input]) if index.input in limits else found
+
+
+def _enter(eqn: jex.JaxprEqn, found: list[Any], limits: dict[int, Limits], told: set[_Compared]) -> None:
+    """Follows what is not carried from turn to turn into a loop, or all into a block that is made again."""
+    body = eqn.params["jaxpr"]
+    body = getattr(body, "jaxpr", body)
+    num_consts, num_carry = scan_counts(eqn) if eqn.primitive.name == "scan" else (0, 0)
+    carried = range(num_consts, num_consts + num_carry)
+    inside = zip(body.invars, found, strict=True)
+    _walk(body, {v: each for i, (v, each) in enumerate(inside) if each is not None and i not in carried}, limits, told)

@@ -1,0 +1,310 @@
+"""Re-emit a flat trace, with stacks of layers rolled into scans and hooks at every equation.
+
+`emit` evaluates a trace again under whatever transformation is running (jit, grad). The caller's `Hooks` say how a
+weight becomes ready for use, how an equation is evaluated (precision, a matmul of our own) and where its results live
+(sharding constraints). Nothing of this stays at run time: the outcome is one jaxpr, as if written by hand.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+
+from cjax.trace.dims.find import Scope
+from cjax.trace.jaxpr.groups import Changed, Group, arrange, variables
+from cjax.trace.jaxpr.simplify import REMAT_NAMES, scan_counts
+from cjax.trace.layers.repeats import Run
+
+Policy = Callable[..., Any]
+
+
+class Hooks:
+    """What happens at each equation; this one changes nothing."""
+
+    def weight(self, leaf: int, value: jax.Array) -> jax.Array:
+        """Input `leaf`, or one layer of it, is about to be used."""
+        return value
+
+    def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+        """The results of one equation."""
+        return bind(eqn, ins)
+
+    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
+        """Which of these equations to evaluate together; `results` are variables read after the last of them."""
+        return []
+
+    def group(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+        """The results of a group, of which some literals may be `changed`."""
+        raise AssertionError("whoever makes groups evaluates them")
+
+    def carry(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
+        """A value enters, or is handed on within, a stack of layers."""
+        return value
+
+    def layer(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """The body of a stack of layers: the place for remat."""
+        return body
+
+    def block(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """One layer whose weights are ready for use: the place for remat, where no loop is around it."""
+        return body
+
+
+def bind(eqn: Any, ins: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
+    """Evaluate one equation as it stands, or with other parameters."""
+    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params if params is None else params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def layer_of(eqns: Sequence[Any], run: Run) -> tuple[Sequence[Any], list[Any]]:
+    """The equations of the layer that stands for all of a stack, and the variables of it that are read afterwards."""
+    t = run.template
+    results = [written for _, _, written, _ in run.carries]
+    results += [group[t] for group in (*run.last_only, *run.outputs)]
+    return eqns[run.start + t * run.period : run.start + (t + 1) * run.period], results
+
+
+@dataclass
+class Weight:
+    """An input not used yet: a whole leaf, or layer `index` of a stacked array."""
+
+    leaf: int
+    value: jax.Array
+    index: int | None = None
+
+
+@dataclass
+class Env:
+    """What the variables of a trace, or of a body in it, stand for."""
+
+    scope: Scope
+    values: dict[Any, Any] = field(default_factory=dict)
+    stacks: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    def give(self, leaves: Sequence[int], variables: Sequence[Any], value: Any) -> None:
+        """Inputs of the trace as they are stored: one as it is, several stacked on dim 0."""
+        if len(leaves) == 1:
+            self.values[variables[0]] = Weight(leaves[0], value)
+            return
+        self.stacks[tuple(variables)] = Weight(leaves[0], value)
+        for index, (leaf, var) in enumerate(zip(leaves, variables, strict=True)):
+            self.values[var] = Weight(leaf, value, index)
+
+
+def emit(
+    closed: jex.ClosedJaxpr,
+    runs: Sequence[Run],
+    scope: Scope,
+    in_groups: Sequence[tuple[int, ...]],
+    out_groups: Sequence[tuple[int, ...]],
+    hooks: Hooks,
+) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
+    """A function from stored inputs to stored outputs that computes the trace.
+
+    Args:
+      closed: a flat trace.
+      runs: its stacks of layers, each evaluated as one `lax.scan`.
+      scope: the dims of its variables, handed to the hooks.
+      in_groups: partition of the inputs. A group of one is given as it is; a longer one stacked on a new dim 0.
+      out_groups: partition of the results, likewise.
+      hooks: what to do at weights, equations and results.
+    """
+    emitter = Emitter(hooks)
+    invars, outvars = closed.jaxpr.invars, closed.jaxpr.outvars
+
+    def run(stored: Sequence[jax.Array]) -> list[jax.Array]:
+        env = Env(scope)
+        env.values.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        for group, value in zip(in_groups, stored, strict=True):
+            env.give(group, [invars[i] for i in group], value)
+        emitter.body(closed.jaxpr, env, runs)
+        return [emitter.collect(env, tuple(outvars[i] for i in group)) for group in out_groups]
+
+    return run
+
+
+class Emitter:
+    """Evaluates a trace, or parts of one."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+
+    def read(self, env: Env, atom: Any) -> Any:
+        if isinstance(atom, jex.Literal):
+            return atom.val
+        value = env.values[atom]
+        if isinstance(value, Weight):
+            array = value.value if value.index is None else value.value[value.index]
+            value = env.values[atom] = self.hooks.weight(value.leaf, array)
+        return value
+
+    def raw(self, env: Env, atom: Any) -> Any:
+        """The value as it is stored, for a loop that will take it apart itself."""
+        if not isinstance(atom, jex.Literal):
+            value = env.values[atom]
+            if isinstance(value, Weight) and value.index is None:
+                return value.value
+        return self.read(env, atom)
+
+    def collect(self, env: Env, group: tuple[Any, ...]) -> Any:
+        """One output group: an array that is there already, or its members stacked."""
+        if len(group) == 1:
+            return jnp.asarray(self.raw(env, group[0]))
+        if group in env.stacks:
+            stack = env.stacks[group]
+            return stack.value if isinstance(stack, Weight) else stack
+        return jnp.stack([self.read(env, var) for var in group])
+
+    def body(self, jaxpr: Any, env: Env, runs: Sequence[Run] = ()) -> None:
+        index = 0
+        for run in runs:
+            self.stretch(jaxpr, index, run.start, env)
+            self.roll(jaxpr.eqns, run, env)
+            index = run.stop
+        self.stretch(jaxpr, index, len(jaxpr.eqns), env)
+
+    def stretch(self, jaxpr: Any, start: int, stop: int, env: Env) -> None:
+        later = [var for eqn in jaxpr.eqns[stop:] for var in variables(eqn)]
+        self.evaluate(jaxpr.eqns[start:stop], [*later, *jaxpr.outvars], env, {})
+
+    def evaluate(self, eqns: Sequence[Any], results: Sequence[Any], env: Env, changed: Changed) -> None:
+        """All of `eqns`, of which `results` are read afterwards and some literals `changed`."""
+        for item in arrange(eqns, self.hooks.groups(eqns, results, env.scope)):
+            if not isinstance(item, Group):
+                self.step(item, env, changed)
+                continue
+            with jax.named_scope(str(item.eqns[0].source_info.name_stack)):
+                outs = self.hooks.group(item, [self.read(env, var) for var in item.ins], changed, env.scope)
+            env.values.update(zip(item.outs, outs, strict=True))
+
+    def step(self, eqn: Any, env: Env, changed: Changed) -> None:
+        with jax.named_scope(str(eqn.source_info.name_stack)):
+            name = eqn.primitive.name
+            if name == "scan":
+                outs = self.scan(eqn, env)
+            else:
+                places = enumerate(eqn.invars)
+                ins = [changed[id(eqn), i] if (id(eqn), i) in changed else self.read(env, v) for i, v in places]
+                inside = name in REMAT_NAMES
+                outs = self.remat(eqn, env, ins) if inside else self.hooks.equation(eqn, ins, env.scope)
+        env.values.update(zip(eqn.outvars, outs, strict=True))
+
+    def roll(self, eqns: Sequence[Any], run: Run, env: Env) -> None:
+        """A stack of unrolled layers as one scan over its weights."""
+        t = run.template
+        xs, leaves = [], []
+        for group in run.stacked:
+            stack = env.stacks.get(group)
+            if stack is None:
+                stack = jnp.stack([self.read(env, var) for var in group])
+            leaves.append(stack.leaf if isinstance(stack, Weight) else None)
+            xs.append(stack.value if isinstance(stack, Weight) else stack)
+        literals = [jnp.asarray(values) for values in run.literals.values()]
+        carried = [initial for initial, _, _, _ in run.carries]
+        # A result of the last layer alone travels as a carry: as a stacked output it would be kept for every layer.
+        initial = [self.hooks.carry(var, self.read(env, var), env.scope) for var in carried]
+        empty = [jnp.zeros(g[0].aval.shape, g[0].aval.dtype) for g in run.last_only]
+
+        def layer(carry: Any, x: Any) -> Any:
+            arrays, values = x
+            inner = Env(env.scope, dict(env.values), env.stacks)
+            for group, leaf, value in zip(run.stacked, leaves, arrays, strict=True):
+                inner.values[group[t]] = value if leaf is None else Weight(leaf, value)
+            new, tail, outs = self.layer(eqns, run, inner, carry[0], values)
+            return (new, tail), outs
+
+        (final, tail), outs = lax.scan(self.hooks.layer(layer), (initial, empty), (xs, literals), length=run.repeats)
+        for group, value in zip(run.outputs, outs, strict=True):
+            env.stacks[group] = value
+            env.values.update((var, value[i]) for i, var in enumerate(group))
+        for (*_, last), value in zip(run.carries, final, strict=True):
+            env.values[last] = value
+        for group, value in zip(run.last_only, tail, strict=True):
+            env.values[group[-1]] = value
+
+    def layer(
+        self, eqns: Sequence[Any], run: Run, env: Env, carry: Sequence[Any], literals: Sequence[Any]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """One layer of a stack: what it hands on, what only the last one's is read of, what all of them give.
+
+        Args:
+          eqns: the trace's.
+          run: the stack.
+          env: with what the layer reads of outside, its weights included.
+          carry: what it is handed.
+          literals: of this layer.
+        """
+        t = run.template
+        layer_eqns, results = layer_of(eqns, run)
+        env.values.update(zip([read for _, read, _, _ in run.carries], carry, strict=True))
+        changed = {
+            (id(layer_eqns[at]), place): value for (at, place), value in zip(run.literals, literals, strict=True)
+        }
+        self.evaluate(layer_eqns, results, env, changed)
+        new = [self.read(env, written) for _, _, written, _ in run.carries]
+        new = [value.astype(old.dtype) for value, old in zip(new, carry, strict=True)]
+        new = [self.hooks.carry(first, x, env.scope) for (first, *_), x in zip(run.carries, new, strict=True)]
+        tail = [self.read(env, g[t]).astype(g[t].aval.dtype) for g in run.last_only]
+        return new, tail, [self.read(env, g[t]) for g in run.outputs]
+
+    def scan(self, eqn: Any, env: Env) -> list[Any]:
+        """A loop that the author wrote: its layers' weights stay stacked, and are made ready one layer at a time."""
+        num_consts, num_carry = scan_counts(eqn)
+        scope = env.scope.inner[id(eqn)]
+        first_x = num_consts + num_carry
+        consts = [self.read(env, atom) for atom in eqn.invars[:num_consts]]
+        carried = eqn.params["jaxpr"].jaxpr.invars[num_consts:first_x]
+        initial = [
+            self.hooks.carry(var, jnp.asarray(self.read(env, atom)), scope)
+            for var, atom in zip(carried, eqn.invars[num_consts:first_x], strict=True)
+        ]
+        xs = [self.raw(env, atom) for atom in eqn.invars[first_x:]]
+        sources = [None if isinstance(a, jex.Literal) else env.values[a] for a in eqn.invars[first_x:]]
+
+        def body(carry: Any, x: Any) -> Any:
+            given = [
+                Weight(source.leaf, value) if isinstance(source, Weight) and source.index is None else value
+                for source, value in zip(sources, x, strict=True)
+            ]
+            return self.turn(eqn, scope, consts, carry, given)
+
+        layered, p = any(isinstance(source, Weight) for source in sources), eqn.params
+        final, outs = lax.scan(
+            self.hooks.layer(body) if layered else body,
+            initial, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
+        )  # fmt: skip
+        return [*final, *outs]
+
+    def turn(
+        self, eqn: Any, scope: Scope, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """One turn of a loop that the author wrote: what it hands on, and what it gives."""
+        inner, num_carry = eqn.params["jaxpr"], len(carry)
+        carried = inner.jaxpr.invars[len(consts) : len(consts) + num_carry]
+        env = Env(scope)
+        env.values.update(zip(inner.jaxpr.constvars, inner.consts, strict=True))
+        env.values.update(zip(inner.jaxpr.invars, (*consts, *carry, *xs), strict=True))
+        self.body(inner.jaxpr, env)
+        outs = [jnp.asarray(self.read(env, atom)) for atom in inner.jaxpr.outvars]
+        new = [
+            self.hooks.carry(var, out.astype(old.dtype), scope)
+            for var, out, old in zip(carried, outs, carry, strict=False)
+        ]
+        return new, outs[num_carry:]
+
+    def remat(self, eqn: Any, env: Env, ins: list[Any]) -> list[Any]:
+        """The author's `jax.checkpoint`, around the re-emitted inside."""
+        inner = eqn.params["jaxpr"]
+        scope = env.scope.inner[id(eqn)]
+
+        def inside(*args: Any) -> list[Any]:
+            local = Env(scope)
+            local.values.update(zip(inner.invars, args, strict=True))
+            self.body(inner, local)
+            return [self.read(local, atom) for atom in inner.outvars]
+
+        return jax.checkpoint(inside, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*ins)

@@ -1,0 +1,96 @@
+"""bfloat16 or float16 for a float32 model: which equations compute low, decided on the trace.
+
+Matmuls, convolutions and lookups in a table of weights take low operands and store low (the hardware sums in float32).
+What only moves or adds such values stays low, weights being rounded where they meet them. Everything
+else - exp, log, reductions, statistics, and all that comes after the last matmul - is float32. Values of dtypes other
+than float32 were chosen by the model's author and stay.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+from cjax.trace.dims.find import Scope
+from cjax.trace.jaxpr.simplify import scan_counts
+
+LOWS = {"bfloat16": jnp.dtype(jnp.bfloat16), "float16": jnp.dtype(jnp.float16)}
+HIGH = jnp.dtype(jnp.float32)
+
+MATMULS = frozenset(["dot_general", "conv_general_dilated"])
+MOVES = frozenset(
+    ["reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice", "concatenate", "pad", "gather",
+     "copy", "rev", "split", "dynamic_update_slice", "expand_dims", "optimization_barrier", "stop_gradient"]
+)  # fmt: skip
+ADDS = frozenset(["add", "sub", "mul", "max", "min", "neg", "select_n", "add_any"])
+
+
+class Lowering:
+    """Evaluates equations in the dtype `low` where the rules above allow."""
+
+    def __init__(self, closed: jex.ClosedJaxpr, low: Any) -> None:
+        self.low = low
+        self._feeding: set[int] = set()
+        self._mark(closed.jaxpr, [False] * len(closed.jaxpr.outvars))
+
+    def _mark(self, jaxpr: Any, wanted: list[bool]) -> list[bool]:
+        """Remember the equations whose results a later matmul reads, however far on; returns which inputs it does."""
+        live = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and not isinstance(v, jex.Literal)}
+        for eqn in reversed(jaxpr.eqns):
+            feeds = [v in live for v in eqn.outvars]
+            if any(feeds):
+                self._feeding.add(id(eqn))
+            inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("scan", "checkpoint", "remat2", "remat") else None
+            if inner is not None:
+                reads = self._mark(getattr(inner, "jaxpr", inner), feeds)
+                if eqn.primitive.name == "scan":  # what one turn hands on, the next may multiply
+                    first, num_carry = scan_counts(eqn)
+                    carried = reads[first : first + num_carry]
+                    again = [f or c for f, c in zip(feeds, carried, strict=False)] + feeds[len(carried) :]
+                    reads = self._mark(inner.jaxpr, again)
+                live.update(v for v, r in zip(eqn.invars, reads, strict=True) if r and not isinstance(v, jex.Literal))
+            elif any(feeds) or eqn.primitive.name in MATMULS:
+                live.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+        return [v in live for v in jaxpr.invars]
+
+    def operands(self, eqn: Any, ins: list[Any]) -> tuple[list[Any], Any]:
+        """Operands of a matmul as they are multiplied, and the dtype of its result."""
+        if all(getattr(v.aval, "dtype", None) == HIGH for v in (*eqn.invars, *eqn.outvars)):
+            return [jnp.asarray(x).astype(self.low) for x in ins], self.low
+        return [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.outvars[0].aval.dtype
+
+    def given(self, eqn: Any, ins: list[Any], scope: Scope) -> tuple[list[Any], dict[str, Any]]:
+        """Operands and parameters to evaluate one equation with; float32 results may come back low."""
+        name = eqn.primitive.name
+        if name in MATMULS:
+            ins, dtype = self.operands(eqn, ins)
+            stored = {"preferred_element_type": dtype} if dtype == self.low else {}
+            return ins, eqn.params | stored
+        floats = [i for i, v in enumerate(eqn.invars) if getattr(v.aval, "dtype", None) == HIGH]
+        lowers = all(getattr(v.aval, "dtype", None) == HIGH for v in eqn.outvars)
+        if lowers and floats and id(eqn) in self._feeding and self._stays_low(eqn, ins, floats, scope):
+            return [jnp.asarray(x).astype(self.low) if i in floats else x for i, x in enumerate(ins)], eqn.params
+        return [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.params
+
+    def _stays_low(self, eqn: Any, ins: list[Any], floats: list[int], scope: Scope) -> bool:
+        def is_low(i: int) -> bool:
+            return getattr(ins[i], "dtype", None) == self.low
+
+        def is_weight(i: int) -> bool:
+            var = eqn.invars[i]
+            return self._holds(var.val) if isinstance(var, jex.Literal) else var in scope.origin
+
+        if eqn.primitive.name == "gather":
+            return is_low(0) or is_weight(0)
+        known = eqn.primitive.name in MOVES or eqn.primitive.name in ADDS
+        return known and any(map(is_low, floats)) and all(is_low(i) or is_weight(i) for i in floats)
+
+    def _holds(self, number: Any) -> bool:
+        """Whether a literal is in range: a mask's -1e9 would be -inf in float16, a row of them NaN after softmax."""
+        return bool(np.all(np.abs(number) <= float(jnp.finfo(self.low).max)))
+
+    def raised(self, value: Any, var: Any) -> Any:
+        """`value` in the dtype that the trace says it has."""
+        dtype = getattr(var.aval, "dtype", None)
+        return value.astype(dtype) if getattr(value, "dtype", None) == self.low and dtype != self.low else value

@@ -1,0 +1,392 @@
+"""Where the examples' dim goes when dims are rearranged, contracted, gathered or windowed."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cjax.trace.examples.values import FIXED, Context, Value, Weight
+
+
+def reshape(context: Context) -> Value:
+    value = context.values[0]
+    if value.kind != "rows":
+        return _not_rows(context, _reshaped_dim(context, value.iota))
+    old, new = context.shape(0), context.out.aval.shape
+    left = math.prod(old[: value.dim]) * value.outer
+    before = 1
+    for dim, size in enumerate(new):
+        outer = left // before
+        if left % before == 0 and before * size >= left * context.batch and size % (outer * context.batch) == 0:
+            return context.moved(value, dim, outer, size // (outer * context.batch))
+        before *= size
+    return context.unknown()
+
+
+def _reshaped_dim(context: Context, dim: int | None) -> int | None:
+    """Where a dim is after size-one dims came or went."""
+    if dim is None:
+        return None
+    sizes = [size for size in context.shape(0) if size != 1]
+    if sizes != [size for size in context.out.aval.shape if size != 1] or context.shape(0)[dim] == 1:
+        return None
+    nth = sum(size != 1 for size in context.shape(0)[:dim])
+    return [i for i, size in enumerate(context.out.aval.shape) if size != 1][nth]
+
+
+def _not_rows(context: Context, iota: int | None = None) -> Value:
+    """Moving elements about keeps a sum a sum."""
+    value = context.values[0]
+    if value.kind == "fixed":
+        return context.make(FIXED, const=value.const, twin=value.twin, power=value.power, iota=iota)
+    if value.kind in ("sum", "mean"):
+        return context.make(value, weight=Weight(context.out, is_mean=value.kind == "mean"))
+    return context.make(value, total=None, test="")
+
+
+def moved(destination: Callable[[Context, int], int | None]) -> Callable[[Context], Value]:
+    """The rule of a primitive that moves whole dims: where does this one go? None if it does not survive."""
+
+    def rule(context: Context) -> Value:
+        value = context.values[0]
+        if any(v.kind != "fixed" for v in context.values[1:]):
+            return context.unknown()
+        if value.kind != "rows":
+            iota = None if value.iota is None else destination(context, value.iota)
+            if value.kind != "fixed" and len(context.values) > 1 and context.name == "pad":
+                return context.aggregate()
+            return _not_rows(context, iota)
+        dim = destination(context, value.dim)
+        if dim is None:
+            return context.unknown()
+        if context.name in _NOT_LINEAR or (context.name == "pad" and context.values[1].const != 0):
+            return context.rows(dim, value.outer, value.inner)
+        return context.moved(value, dim, value.outer, value.inner)
+
+    return rule
+
+
+def _squeezed(context: Context, dim: int) -> int | None:
+    gone = context.eqn.params["dimensions"]
+    return None if dim in gone else dim - sum(other < dim for other in gone)
+
+
+def _whole(context: Context, dim: int) -> int | None:
+    """The dim itself, if all of it is still there."""
+    return dim if context.out.aval.shape[dim] == context.shape(0)[dim] else None
+
+
+def _untouched(parameter: str) -> Callable[[Context, int], int | None]:
+    def destination(context: Context, dim: int) -> int | None:
+        named = context.eqn.params[parameter]
+        return None if dim in (named if isinstance(named, Sequence) else (named,)) else dim
+
+    return destination
+
+
+def _leading(num_trailing: int) -> Callable[[Context, int], int | None]:
+    return lambda context, dim: dim if dim < len(context.shape(0)) - num_trailing else None
+
+
+def along(parameter: str) -> Callable[[Context], Value]:
+    """Cumulative sums and sorts: along the examples' dim, rows see the examples before them."""
+
+    def rule(context: Context) -> Value:
+        named = context.eqn.params.get(parameter, context.eqn.params.get("axis", len(context.shape(0)) - 1))
+        named = named if isinstance(named, Sequence) else (named,)
+        rows = [value for value in context.values if value.kind == "rows"]
+        if not rows:
+            return context.make(FIXED) if not context.kinds() else context.aggregate()
+        if len({row.layout for row in rows}) > 1:
+            return context.pairs()
+        if rows[0].dim not in named:
+            return context.coupled(rows[0])
+        if context.name.startswith("cum"):
+            return context.meeting(context.rows(*rows[0].layout))
+        return context.aggregate()
+
+    return rule
+
+
+def concatenate(context: Context) -> Value:
+    dim = context.eqn.params["dimension"]
+    rows = [value for value in context.values if value.kind == "rows"]
+    sizes = [context.shape(operand)[dim] for operand in range(len(context.values))]
+    columns: frozenset[int] = frozenset()
+    if dim == len(context.out.aval.shape) - 1 and set(sizes) == {1}:
+        columns = frozenset(i for i, value in enumerate(context.values) if value.iota is not None)
+    if not rows:
+        if context.kinds():
+            return context.aggregate()
+        iotas = {value.iota for value in context.values} - {None}
+        return context.make(FIXED, columns=columns, iota=iotas.pop() if columns and len(iotas) == 1 else None)
+    if len({(row.dim, row.inner) for row in rows}) > 1:
+        return context.pairs()
+    row = rows[0]
+    if any(value.kind not in ("rows", "fixed") for value in context.values):
+        return context.coupled(row)
+    if len({value.layout for value in rows}) > 1 and dim != row.dim:
+        return context.pairs()
+    if dim != row.dim:
+        counted = {value.iota for value in context.values} - {None}
+        columns = columns if counted == {row.dim} else frozenset()
+        made = context.make(Value("rows", *row.layout, columns=columns), ignoring=tuple(columns))
+        # Numbers of rows do no harm as indices; in any other use they tell.
+        return replace(_alike(context, made), taints=frozenset().union(*(context.values[i].taints for i in columns)))
+    if len(rows) < len(context.values):
+        return context.unknown()
+    return _alike(context, context.rows(row.dim, sum(value.outer for value in rows), row.inner))
+
+
+def dot_general(context: Context) -> Value:
+    x, y = context.values
+    (contracting, batch_dims) = context.eqn.params["dimension_numbers"]
+    kinds = context.kinds()
+    if "rows" not in kinds:
+        others = [value for value in context.values if value.kind != "fixed"]
+        plain = not any(value.power for value in context.values) and not any(map(context.grows, (0, 1)))
+        if len(others) == 1 and others[0].kind in ("sum", "mean") and plain:
+            return context.make(others[0], weight=None)
+        return context.aggregate() if others else context.make(FIXED)
+    places = [
+        _dot_place(value, context.shape(side), contracting, batch_dims, side, len(context.shape(0)))
+        for side, value in enumerate(context.values)
+    ]
+    if x.kind == y.kind == "rows":
+        if places[0] != places[1] or x.layout[1:] != y.layout[1:]:
+            return context.pairs()
+        if places[0][0] == "contracted":
+            return context.sum(1 + x.power + y.power)
+        return _product(context, context.rows(places[0][1], x.outer, x.inner))
+    side = 0 if x.kind == "rows" else 1
+    row, other, (place, dim) = context.values[side], context.values[1 - side], places[side]
+    if place == "contracted":
+        return context.sum(1 + x.power + y.power) if other.kind == "fixed" else context.aggregate()
+    made = _product(context, context.coupled(row, dim=dim))
+    if side == 0 and context.grows(1) & set(contracting[1]):
+        return context.unknown()
+    return made
+
+
+def _product(context: Context, made: Value) -> Value:
+    """What a product of rows, or of rows and what is fixed, keeps of how they were scaled."""
+    weights = [value.weight for value in context.values if value.kind == "rows" and value.weight]
+    power = sum(value.power for value in context.values if value.kind in ("rows", "fixed"))
+    return replace(made, power=power, weight=weights[0] if len(weights) == 1 else None)
+
+
+def _alike(context: Context, made: Value) -> Value:
+    """What joined rows keep of how they were scaled: all in one way, or they are not."""
+    weights = {value.weight for value in context.values if value.const != 0}
+    powers = {value.power for value in context.values if value.const != 0}
+    if len(weights) > 1 or len(powers) > 1:
+        return context.meeting(made)
+    return replace(made, weight=weights.pop(), power=powers.pop()) if weights else made
+
+
+def _dot_place(
+    value: Value, shape: tuple[int, ...], contracting: Sequence, batch_dims: Sequence, side: int, lhs_rank: int
+) -> tuple[str, int]:
+    """Whether an operand's examples are contracted, batched or free, and at which dim: of both operands together for
+    contracted and batched ones, of the result for free and batched ones."""
+    if value.kind != "rows":
+        return "none", 0
+    if value.dim in contracting[side]:
+        return "contracted", list(contracting[side]).index(value.dim)
+    if value.dim in batch_dims[side]:
+        return "batched", list(batch_dims[side]).index(value.dim)
+    gone = {*contracting[side], *batch_dims[side]}
+    nth = sum(dim not in gone for dim in range(value.dim))
+    if side == 1:
+        nth += lhs_rank - len(contracting[0]) - len(batch_dims[0])
+    return ("free", "free of the other")[side], len(batch_dims[0]) + nth
+
+
+def stack(context: Context) -> Value:
+    """`stack`: a dim more, along which the operands lie one behind the other."""
+    axis, rows = context.eqn.params["axis"], [value for value in context.values if value.kind == "rows"]
+    if not rows:
+        return context.aggregate() if context.kinds() else context.make(FIXED)
+    if len({value.layout for value in rows}) > 1:
+        return context.pairs()
+    dim = rows[0].dim + (axis <= rows[0].dim)
+    made = context.coupled(rows[0], dim=dim)
+    return made if len(rows) < len(context.values) and made.couplings else _alike(context, made)
+
+
+def _unstacked(context: Context, dim: int) -> int | None:
+    axis = context.eqn.params["axis"]
+    return None if dim == axis else dim - (axis < dim)
+
+
+def convolution(context: Context) -> Value:
+    x, kernel = context.values
+    numbers = context.eqn.params["dimension_numbers"]
+    if x.kind != "rows" or kernel.kind == "rows" or x.dim != numbers.lhs_spec[0]:
+        return context.unknown() if "rows" in context.kinds() else context.aggregate()
+    if context.eqn.params["batch_group_count"] != 1:
+        return context.unknown()
+    return context.coupled(x, dim=numbers.out_spec[0])
+
+
+def window(context: Context) -> Value:
+    """Pooling: fine as long as no window reaches another example."""
+    rows = [value for value in context.values if value.kind == "rows"]
+    if not rows:
+        return context.aggregate()
+    if len({row.layout for row in rows}) > 1:
+        return context.pairs()
+    params = context.eqn.params
+    if params["window_dimensions"][rows[0].dim] != 1 or params["window_strides"][rows[0].dim] != 1:
+        return context.meeting(context.coupled(rows[0]))
+    return context.coupled(rows[0])
+
+
+def gather(context: Context) -> Value:
+    operand, indices = context.values
+    numbers = context.eqn.params["dimension_numbers"]
+    rank = len(context.out.aval.shape)
+    index_dims = [dim for dim in range(rank) if dim not in numbers.offset_dims]  # in the result, of indices' own dims
+    if indices.kind == "rows" and indices.dim >= len(index_dims):
+        return context.unknown()
+    if "rows" not in context.kinds():
+        if indices.kind == "fixed" and operand.kind in ("sum", "mean"):
+            return context.make(operand, weight=None)
+        return context.aggregate() if context.kinds() else context.make(FIXED)
+    if operand.kind != "rows":
+        return context.coupled(indices, dim=index_dims[indices.dim], columns=frozenset())
+    if operand.dim in numbers.operand_batching_dims:
+        paired = numbers.start_indices_batching_dims[list(numbers.operand_batching_dims).index(operand.dim)]
+        if indices.kind == "rows" and (indices.dim != paired or indices.layout[1:] != operand.layout[1:]):
+            return context.pairs()
+        return context.coupled(operand, dim=index_dims[paired])
+    if operand.dim in numbers.start_index_map:
+        counted = _own_rows(context, operand, indices, list(numbers.start_index_map).index(operand.dim))
+        if counted is not None:  # x[arange(batch), ...]: each row its own
+            return context.coupled(operand, ignoring=(1,), dim=index_dims[counted])
+        return context.aggregate() if indices.kind != "fixed" else context.unknown()
+    if context.eqn.params["slice_sizes"][operand.dim] != context.shape(0)[operand.dim]:
+        return context.unknown()
+    if indices.kind == "rows":
+        return context.pairs()
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    nth = sum(dim not in gone for dim in range(operand.dim))
+    return context.coupled(operand, dim=numbers.offset_dims[nth])
+
+
+def _own_rows(context: Context, operand: Value, indices: Value, column: int) -> int | None:
+    """The dim of `indices` that counts rows, if in this column row i names row i."""
+    columns = indices.columns
+    if indices.iota is not None and context.shape(1)[-1] == 1:
+        columns = frozenset({0})
+    counted = indices.dim if indices.kind == "rows" else indices.iota
+    if column not in columns or counted is None or counted >= len(context.shape(1)) - 1:
+        return None
+    if context.shape(1)[counted] != context.shape(0)[operand.dim] or operand.outer != 1 or operand.inner != 1:
+        return None
+    return counted
+
+
+def scatter(context: Context) -> Value:
+    operand, indices, updates = context.values
+    numbers = context.eqn.params["dimension_numbers"]
+    rows = [value for value in context.values if value.kind == "rows"]
+    if not rows:
+        return context.aggregate() if context.kinds() else context.make(FIXED)
+    if len({value.layout[1:] for value in rows}) > 1:
+        return context.pairs()
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window_dims = [dim for dim in range(len(context.shape(0))) if dim not in gone]
+    dim = operand.dim if operand.kind == "rows" else None
+    window_of = dict(zip(window_dims, numbers.update_window_dims, strict=True))
+    if updates.kind == "rows" and updates.dim in numbers.update_window_dims:
+        there = window_dims[list(numbers.update_window_dims).index(updates.dim)]
+        if dim not in (None, there):
+            return context.pairs()
+        dim = there
+    if dim is not None and dim in window_of and dim not in numbers.scatter_dims_to_operand_dims:
+        if context.shape(2)[window_of[dim]] != context.shape(0)[dim]:
+            return context.unknown()
+        return context.pairs() if indices.kind == "rows" else context.coupled(rows[0], dim=dim)
+    if numbers.operand_batching_dims and indices.kind in ("rows", "fixed"):
+        for target, source in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+            if (operand.kind == "rows" and operand.dim == target) or (indices.kind == "rows" and indices.dim == source):
+                return context.coupled(rows[0], dim=target)
+    made = _scattered_by_row(context, numbers)
+    if made is not None:
+        return made
+    adds = context.name in ("scatter-add", "scatter_add", "scatter-sub") and operand.const == 0
+    return context.sum(1 + updates.power) if adds and not context.grows(0) else context.aggregate()
+
+
+def _scattered_by_row(context: Context, numbers: Any) -> Value | None:
+    """`x.at[arange(batch), ...]`: row i of the updates goes to row i."""
+    operand, indices, updates = context.values
+    targets = numbers.scatter_dims_to_operand_dims
+    counted = indices.dim if indices.kind == "rows" else indices.iota
+    for column in indices.columns:
+        target = targets[column]
+        own = updates.kind == "fixed" or updates.dim == counted
+        own = own and (operand.kind == "fixed" or operand.dim == target)
+        if own and counted is not None and context.shape(1)[counted] == context.shape(0)[target] == context.batch:
+            row = next(value for value in context.values if value.kind == "rows")
+            return context.coupled(row, ignoring=(1,), dim=target, columns=frozenset())
+    return None
+
+
+def update_slice(context: Context) -> Value:
+    """`dynamic_update_slice`: both keep the examples' dim whole."""
+    rows = [value for value in context.values[:2] if value.kind == "rows"]
+    if len(rows) == 0 or len({row.layout for row in rows}) > 1 or any(v.kind != "fixed" for v in context.values[2:]):
+        return (context.aggregate() if context.kinds() else context.make(FIXED)) if not rows else context.unknown()
+    dim = rows[0].dim
+    return context.coupled(rows[0]) if context.shape(0)[dim] == context.shape(1)[dim] else context.unknown()
+
+
+# What these make of a row that was divided by a weight is not divided by it.
+_LINALG = ("cholesky", "qr", "svd", "eigh", "lu", "schur", "eig", "geqrf", "geqp3", "householder_product", "hessenberg")
+_NOT_LINEAR = frozenset(_LINALG) | {"tridiagonal", "bitcast_convert_type"}
+
+
+def solve(context: Context) -> Value:
+    """Systems of equations, one for each element of the leading dims."""
+    rows = [value for value in context.values if value.kind == "rows"]
+    if not rows:
+        return context.aggregate() if context.kinds() else context.make(FIXED)
+    if len({row.layout for row in rows}) > 1:
+        return context.pairs()
+    return context.coupled(rows[0]) if rows[0].dim < len(context.shape(0)) - 2 else context.unknown()
+
+
+RULES: dict[str, Callable[[Context], Value]] = {
+    "reshape": reshape,
+    "broadcast_in_dim": moved(lambda context, dim: context.eqn.params["broadcast_dimensions"][dim]),
+    "transpose": moved(lambda context, dim: list(context.eqn.params["permutation"]).index(dim)),
+    "squeeze": moved(_squeezed),
+    "slice": moved(_whole),
+    "dynamic_slice": moved(_whole),
+    "pad": moved(_whole),
+    "tile": moved(_whole),
+    "rev": moved(_untouched("dimensions")),
+    "split": moved(_untouched("axis")),
+    "stack": stack,
+    "unstack": moved(_unstacked),
+    "fft": moved(lambda context, dim: _leading(len(context.eqn.params["fft_lengths"]))(context, dim)),
+    "dynamic_update_slice": update_slice,
+    "concatenate": concatenate,
+    "dot_general": dot_general,
+    "conv_general_dilated": convolution,
+    "gather": gather,
+    "sort": along("dimension"),
+    "top_k": along("dimension"),
+    "approx_top_k": along("reduction_dimension"),
+    **{f"cum{kind}": along("axis") for kind in ("sum", "prod", "max", "min", "logsumexp")},
+    **{f"scatter{kind}": scatter for kind in ("", "-add", "_add", "-sub", "-mul", "_mul")},
+    **{f"scatter{kind}": scatter for kind in ("-min", "_min", "-max", "_max")},
+    **{f"reduce_window{kind}": window for kind in ("", "_sum", "_max", "_min")},
+    "select_and_gather_add": window,
+    **{name: moved(_leading(2)) for name in (*_LINALG, "tridiagonal")},
+    "triangular_solve": solve,
+    **{f"random_{name}": moved(lambda context, dim: dim) for name in ("wrap", "unwrap", "seed", "bits", "split")},
+    "bitcast_convert_type": moved(lambda context, dim: dim),
+}

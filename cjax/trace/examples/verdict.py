@@ -1,0 +1,455 @@
+"""How a loss is made of its examples, read off its trace: may micro-batches be averaged, and with what weight?
+
+What cannot be followed is refused. A rule that says too little costs a refusal; one that says too much, a wrong number.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+from cjax.trace.examples.arithmetic import ELEMENTWISE, elementwise, reduction
+from cjax.trace.examples.own_gradients import backward, judged, operands, scales
+from cjax.trace.examples.rules import RULES
+from cjax.trace.examples.values import FIXED, LOST, Atom, Context, Place, Value, Weight, constant, growing, is_literal
+from cjax.trace.jaxpr.simplify import REMAT_NAMES, scan_counts
+from cjax.trace.jaxpr.twins import Twins
+
+APART = "loss=microbatch, if each micro-batch may be a batch of its own"
+
+
+@dataclass(frozen=True)
+class Lifted:
+    """How the losses of micro-batches give the loss of the batch.
+
+    kind is one of
+      mean     their average is it
+      ratio    it is `total / weight` with totals and weights added up; where `total` is None, take each micro-batch's
+               loss times its own weight for it
+      blend    ratios and means, or ratios with several weights, added up: their average is it once the denominators are
+               those of the whole batch
+      sum      the loss grows with the batch
+      coupled  the loss is no sum over examples
+      unknown  the trace could not be followed
+    of which the last three are refused. `reason` says it to people. `couplings` name where examples see statistics of
+    the batch inside the model (BatchNorm, expert capacity): each micro-batch then has its own, which is reported.
+    """
+
+    kind: str
+    reason: str
+    total: Atom | None = None
+    weight: Weight | None = None
+    couplings: tuple[str, ...] = ()
+
+    @property
+    def refused(self) -> bool:
+        return self.kind in ("sum", "coupled", "unknown")
+
+
+@dataclass
+class Divisions:
+    """The divisions by weights found at the top of a trace: (equation, weight)."""
+
+    found: list[tuple[Any, Weight]] = field(default_factory=list)
+
+
+def lift_mean(closed: ClosedJaxpr, other: ClosedJaxpr, batch_invars: set[int], num_params_invars: int) -> Lifted:
+    """How micro-batches of a loss combine; the loss is the first result of a flat trace.
+
+    Args:
+        closed: the trace. Its first `num_params_invars` inputs are trained: a weight must not depend on them.
+        other: the trace of the same loss on another number of rows.
+        batch_invars: positions of the inputs that are the batch; dim 0 of those that are no scalars is the batch.
+
+    >>> import jax, jax.numpy as jnp
+    >>> traces = [jax.make_jaxpr(lambda w, x: ((x * w) ** 2).mean())(2.0, jnp.ones((n, 3))) for n in (4, 8)]
+    >>> lift_mean(*traces, {1}, 1).kind
+    'mean'
+    """
+    return verdict(follow(closed, other, batch_invars, num_params_invars)[0])
+
+
+def follow(
+    closed: ClosedJaxpr,
+    other: ClosedJaxpr,
+    batch_invars: set[int],
+    num_params_invars: int,
+    shares: dict[Any, Value] | None = None,
+    divisions: Divisions | None = None,
+) -> list[Value]:
+    """What each result of a flat trace has to do with the examples; arguments as for `lift_mean`.
+
+    Args:
+        shares: what is known of operands of divisions that stand for denominators of the whole batch, by equation id.
+        divisions: where to note divisions by weights.
+    """
+    jaxpr: Any = closed.jaxpr
+    sizes = [{j.invars[i].aval.shape[0] for i in batch_invars if j.invars[i].aval.shape} for j in (jaxpr, other.jaxpr)]
+    assert all(len(found) == 1 for found in sizes), f"leaves of the batch differ in dim 0: {sizes}"
+    (batch,), (others,) = sizes
+    values = []
+    for position, var in enumerate(jaxpr.invars):
+        if position in batch_invars and var.aval.shape:
+            values.append(Value("rows"))
+        else:
+            values.append(replace(FIXED, trained=position < num_params_invars))
+    reader = _Reader(Twins(closed, other), batch, batch / others, shares or {}, divisions or Divisions())
+    twins = other.jaxpr.outvars
+    return reader.read(closed, [*reader.consts(closed), *values], False, twins)
+
+
+def verdict(loss: Value, what: str = "The loss") -> Lifted:
+    """What micro-batches of a loss are allowed, and how they combine."""
+    couplings = tuple(sorted(str(place) for place in loss.couplings))
+    instead = f"Use microbatches=1, return cjax.Mean(total, weight), or write {APART}."
+    outside = sorted(place for place in (*loss.couplings, *loss.taints) if not place.inside or place in loss.taints)
+    if loss.kind not in LOST and outside:
+        reason = (
+            f"{what} looks at the examples together, or at how many there are, at {outside[0]}: on a micro-batch it "
+            f"would be another number. {instead}"
+        )
+        return Lifted("coupled", reason, couplings=couplings)
+    match loss.kind:
+        case "fixed" if not loss.power:
+            return Lifted("mean", "does not depend on the batch")
+        case "mean":
+            return Lifted("mean", "a mean over the examples", couplings=couplings)
+        case "ratio" if loss.weight is not None and loss.weight.atom.aval.shape == ():
+            total = loss.total if loss.total is not None and loss.total.aval.shape == () else None
+            guarded = loss.weight.is_guarded and (loss.weight.offset or loss.weight.floor > 1e-20)
+            kind = "blend" if loss.blended or (total is None and guarded) else "ratio"
+            reason = f"a sum over a weight that depends on the batch, at {loss.origin}"
+            return Lifted(kind, reason, total, loss.weight, couplings)
+        case "sum" | "mixed" | "fixed":
+            reason = (
+                f"{what} is a sum over the examples ({loss.origin}), not a mean: it would change with the number of "
+                "micro-batches. Take .mean(), divide by the number of examples in the batch it is given "
+                f"(x.shape[0]), return cjax.Mean(total, weight), or write {APART}."
+            )
+            return Lifted("sum", reason, couplings=couplings)
+        case "pairs":
+            reason = (
+                f"Examples of the batch meet each other at {loss.origin}: a micro-batch would see fewer of them. "
+                f"Use microbatches=1, or write {APART}."
+            )
+            return Lifted("coupled", reason, couplings=couplings)
+        case "unknown":
+            reason = (
+                f"{what} can't be followed beyond {loss.origin}, which may let examples of the batch meet each other. "
+                f"Use microbatches=1, or write {APART}."
+            )
+            return Lifted("unknown", reason, couplings=couplings)
+    reason = (
+        f"{what} is no mean over the examples: what was brought together at {loss.origin or 'its end'} goes "
+        f"through another function. {instead}"
+    )
+    return Lifted("coupled", reason, couplings=couplings)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the equations of a trace beside those of its twin."""
+
+    twins: Twins
+    batch: int
+    ratio: float  # how many times as many rows there are here
+    shares: dict[Any, Value]
+    divisions: Divisions
+    gradients: dict[Any, Any] = field(default_factory=dict)
+    is_gradient: bool = False  # whether what is read is such a derivative itself, of which none is taken
+
+    def consts(self, closed: Any) -> list[Value]:
+        """The values of a trace's constants."""
+        jaxpr = getattr(closed, "jaxpr", closed)
+        here = Place("a constant array of the loss that is made for one number of rows")
+        return [
+            constant(const, self.twins.const(var), self.ratio, here)
+            for var, const in zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False)
+        ]
+
+    def read(self, closed: Any, values: Sequence[Value], inside: bool, twins: Any = None) -> list[Value]:
+        """The values of a jaxpr's results, from those of its constants and inputs."""
+        jaxpr = getattr(closed, "jaxpr", closed)
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+        for eqn in jaxpr.eqns:
+            twin = self.twins[eqn]
+            context = Context(eqn, [], self.batch, twin, self.ratio, inside, twins is not None)
+            others = [None] * len(eqn.invars) if twin is None else twin.invars
+            for atom, other in zip(eqn.invars, others, strict=True):
+                value = self._literal(atom, other, context) if is_literal(atom) else env[atom]
+                context.values.append(value)
+            if id(eqn) in self.shares:
+                context.values[1] = self.shares[id(eqn)]
+            results = [context.traced(value) for value in self.results(context)]
+            env.update(zip(eqn.outvars, results, strict=True))
+        atoms = jaxpr.outvars
+        others = [None] * len(atoms) if twins is None else twins
+        end = Place("its end")
+        return [
+            self._constant(atom, other, end) if is_literal(atom) else env[atom]
+            for atom, other in zip(atoms, others, strict=False)
+        ]
+
+    def _literal(self, atom: Any, other: Any, context: Context) -> Value:
+        if other is None or not is_literal(other):
+            return self._constant(atom, None, context)
+        return self._constant(atom, other, context)
+
+    def _constant(self, atom: Any, other: Any, context: Any) -> Value:
+        twin = np.asarray(other.val) if other is not None and is_literal(other) else None
+        value = np.asarray(atom.val)
+        if twin is not None and np.array_equal(value, twin):
+            return constant(value, twin, self.ratio, Place(""))
+        return constant(value, twin, self.ratio, context if isinstance(context, Place) else context.here)
+
+    def results(self, context: Context) -> list[Value]:
+        eqn, name = context.eqn, context.name
+        for kind in LOST:
+            lost = next((value for value in context.values if value.kind == kind), None)
+            if lost is not None:
+                return [context.make(lost)] * len(eqn.outvars)
+        if name == "optimization_barrier":
+            return [elementwise(replace(context, values=[value])) for value in context.values]
+        if name in _CONTROL:
+            return _CONTROL[name](self, context)
+        if name in REMAT_NAMES:
+            return self.call(context, eqn.params["jaxpr"])
+        if name in ("custom_jvp_call", "custom_vjp_call"):
+            return self._with_gradient(context, self.call(context, eqn.params["call_jaxpr"]))
+        value = self._checked(context, _rule(context))
+        own = value.weight is not None and context.eqn.outvars and value.weight.atom is context.out
+        if own and len(eqn.outvars) > 1:
+            assert value.weight is not None
+            return [replace(value, weight=replace(value.weight, atom=var)) for var in eqn.outvars]
+        return [value] * len(eqn.outvars)
+
+    def _with_gradient(self, context: Context, results: list[Value]) -> list[Value]:
+        """The results of an equation with a derivative of its own, which is read as the loss is."""
+        if self.is_gradient or context.twin is None or not any(value.kind == "rows" for value in context.values):
+            return results
+        eqn: Any = context.eqn
+        rule = eqn.params.get("jvp_jaxpr_fun") or eqn.params.get("bwd")
+        atoms: list[Any] = [*eqn.invars, *context.twin.invars]
+        shapes = tuple(atom.aval.shape for atom in atoms)
+        known = tuple(value.layout if value.kind == "rows" else value.kind for value in (*context.values, *results))
+        key = (id(getattr(rule, "f", rule)), shapes, known)  # of the author's function, which all its calls share
+        if key not in self.gradients:
+            closed, other = backward(eqn), backward(context.twin)
+            grads, is_scaled = None, True
+            if closed is not None and other is not None:
+                reader = replace(self, twins=Twins(closed, other), shares={}, divisions=Divisions(), is_gradient=True)
+                grads = reader.read(closed, [*reader.consts(closed), *operands(context, results)], False)
+                is_scaled = scales(closed, len(eqn.invars))
+            self.gradients[key] = grads, is_scaled, rule  # which lives as long, so that no other gets its id
+        return judged(context, results, *self.gradients[key][:2])
+
+    def _checked(self, context: Context, value: Value) -> Value:
+        """What a rule says of a result, and what no rule may forget."""
+        values = context.values
+        if value.kind in ("ratio", "inverse", "rows") and context.is_top and context.name == "div":
+            divisor = values[1]
+            if value.weight is not None and divisor.weight == value.weight:
+                self.divisions.found.append((context.eqn, value.weight))
+        if value.kind == "fixed":
+            return self._checked_fixed(context, value)
+        if context.twin is None:
+            value = context.meeting(value)
+        if value.kind in ("rows", "sum", "mean", "aggregate") and value.weight is None:
+            if any(v.kind == "rows" and v.weight is not None for v in values):
+                value = context.meeting(value)
+        scales = any(v.power for v in values if v.kind in ("rows", "fixed"))
+        if scales and value.kind == "rows" and not value.power and context.name not in _POWERS:
+            value = context.meeting(value)
+        return value
+
+    def _checked_fixed(self, context: Context, value: Value) -> Value:
+        """What is fixed must not come to differ by row, or by the number of rows, without a note of it."""
+        eqn, twin, name = context.eqn, context.twin, context.name
+        if value.const is not None or not eqn.outvars:
+            return value
+        if twin is None:
+            return replace(value, taints=value.taints | {context.here})
+        made = set().union(*(growing(a, b) for a, b in zip(eqn.outvars, twin.outvars, strict=True)))
+        grows = bool(made) or any(map(context.grows, range(len(context.values))))
+        if name == "random_bits" and made and value.kind == "fixed":
+            dim = min(made)
+            if len(made) == 1 and context.out.aval.shape[dim] == self.batch:
+                return replace(context.make(Value("rows", dim)), trained=value.trained)
+        product = name == "dot_general" and not any(
+            context.grows(side) & set(eqn.params["dimension_numbers"][0][side]) for side in (0, 1)
+        )
+        looks_up = name == "gather" and not context.grows(0)
+        goes_by_element = name in ELEMENTWISE or name in _MOVES or name.startswith(("reduce_", "arg"))
+        goes_by_element = goes_by_element or product or looks_up
+        scales = any(v.power for v in context.values) and not value.power and name not in _POWERS
+        if scales or name == "iota" and made or (grows and not goes_by_element and name != "iota"):
+            return replace(value, taints=value.taints | {context.here})
+        return value
+
+    def call(self, context: Context, body: Any, values: Sequence[Value] | None = None) -> list[Value]:
+        """The results of an equation with a body that runs once."""
+        jaxpr = body.jaxpr if hasattr(body, "jaxpr") else body
+        given = context.values if values is None else values
+        inner = self.read(body, [*self.consts(body), *given], context.is_inside)
+        results = []
+        prefix = str(context.eqn.source_info.name_stack)
+        for value, outvar in zip(inner, context.eqn.outvars, strict=True):
+            if value.kind in ("sum", "mean"):
+                value = replace(value, weight=Weight(outvar, is_mean=value.kind == "mean"))
+            elif value.weight is not None:
+                value = _outside(context, value, jaxpr)
+            if value.origin and not value.origin.text.startswith(prefix):
+                value = replace(value, origin=Place(f"{prefix}/{value.origin}", value.origin.inside))
+            value = replace(value, total=None)
+            results.append(_noted(context, value) if context.twin is None else value)
+        return results
+
+
+# What moves whole dims about, or draws numbers that are random anyway.
+_MOVES = frozenset(
+    {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "split", "stack", "unstack"}
+    | {"bitcast_convert_type", "rng_bit_generator", "rng_uniform", "empty"}
+    | {f"random_{name}" for name in ("bits", "seed", "wrap", "unwrap", "split")}
+)
+# Rules that say how their results grow with the number of rows.
+_POWERS = frozenset(
+    {"mul", "div", "add", "sub", "add_any", "select_n", "neg", "reduce_sum", "dot_general", "concatenate", "stack"}
+)
+
+
+def _rule(context: Context) -> Value:
+    name = context.name
+    if name == "iota":
+        return replace(FIXED, iota=context.eqn.params["dimension"])
+    if name in RULES:
+        return RULES[name](context)
+    if name.startswith(("reduce_", "arg")) and "axes" in context.eqn.params:
+        return reduction(context)
+    shape = getattr(context.out.aval, "shape", None) if context.eqn.outvars else None
+    aligned = all(_broadcasts(getattr(atom.aval, "shape", ()), shape) for atom in context.eqn.invars)
+    if aligned and name in ELEMENTWISE:
+        return elementwise(context)
+    return context.unknown() if context.kinds() else context.make(FIXED)
+
+
+def _noted(context: Context, value: Value) -> Value:
+    """A value that comes about otherwise with another number of rows."""
+    if value.kind == "fixed":
+        return replace(value, taints=value.taints | {context.here})
+    return context.meeting(value)
+
+
+def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...] | None) -> bool:
+    if shape == () or shape == result:
+        return True
+    if result is None or len(shape) != len(result):
+        return False
+    return all(size in (1, whole) for size, whole in zip(shape, result, strict=True))
+
+
+def _outside(context: Context, value: Value, jaxpr: Any) -> Value:
+    """A ratio's weight, which is a variable of the body, named by the equation's own variables."""
+    assert value.weight is not None
+    names = dict(zip(jaxpr.invars, context.eqn.invars, strict=False))
+    results = zip(jaxpr.outvars, context.eqn.outvars, strict=True)
+    names.update((inner, outer) for inner, outer in results if type(inner) is not Literal)
+    if value.weight.atom in names:
+        return replace(value, weight=replace(value.weight, atom=names[value.weight.atom]))
+    return context.make(Value("unknown", origin=Place(f"{context.where}, which hides the loss's weight")))
+
+
+def _join(context: Context, x: Value, y: Value) -> Value:
+    """What is known of a value that is either of two, as after a branch or another turn of a loop."""
+    both = replace(context, values=[x, y])
+    kinds = both.kinds()
+    for kind in LOST:
+        if kind in kinds:
+            return both.make(next(value for value in (x, y) if value.kind == kind))
+    if not kinds:
+        if x.power != y.power:
+            return both.make(FIXED, taints=frozenset({both.here}))
+        same = x.const == y.const and x.twin == y.twin
+        return both.make(FIXED, const=x.const if same else None, twin=x.twin if same else None, power=x.power)
+    if "rows" in kinds:
+        rows = [value for value in (x, y) if value.kind == "rows"]
+        if len({row.layout for row in rows}) > 1:
+            return both.unknown()
+        alike = len({(row.weight, row.power) for row in rows}) == 1 and not any(v.weight for v in (x, y))
+        made = replace(both.coupled(rows[0]), power=rows[0].power)
+        return made if alike and (len(rows) == 2 or not rows[0].power) else both.meeting(made)
+    first = x if x.kind != "fixed" else y
+    if kinds == {"mean"} or (kinds == {"sum"} and _adds_to(x, y)):
+        return both.make(Value(first.kind, origin=first.origin))
+    return both.make(first) if len(kinds) == 1 and x.kind == y.kind and x.weight == y.weight else both.aggregate()
+
+
+def _adds_to(x: Value, y: Value) -> bool:
+    """Whether a value that is either of two is a sum over examples: both are, or one is zero."""
+    return all(value.kind == "sum" or value.const == 0 for value in (x, y))
+
+
+def _loop(
+    reader: _Reader, context: Context, body: Any, before: list[Value], carry: list[Value], after: list[Value]
+) -> list[Value]:
+    """A body's results once what it hands on has settled."""
+    for _ in range(8):
+        results = reader.call(context, body, [*before, *carry, *after])
+        joined = [_join(context, old, new) for old, new in zip(carry, results[: len(carry)], strict=True)]
+        if joined == carry:
+            return results
+        carry = joined
+    return [context.unknown()] * len(context.eqn.outvars)
+
+
+def _scan(reader: _Reader, context: Context) -> list[Value]:
+    num_consts, num_carry = scan_counts(context.eqn)
+    consts, carry = context.values[:num_consts], context.values[num_consts : num_consts + num_carry]
+    xs = []
+    for value in context.values[num_consts + num_carry :]:
+        if value.kind == "rows" and value.dim == 0:
+            return [context.unknown()] * len(context.eqn.outvars)  # one example after the other
+        xs.append(replace(value, dim=value.dim - 1, iota=None, columns=frozenset(), const=None, twin=None))
+    results = _loop(reader, context, context.eqn.params["jaxpr"], consts, [replace(c, iota=None) for c in carry], xs)
+    stacked = [replace(value, dim=value.dim + 1, const=None, twin=None, iota=None) for value in results[num_carry:]]
+    results = [*results[:num_carry], *stacked]
+    twin, length = context.twin, context.eqn.params["length"]
+    as_long = twin is not None and twin.params["length"] == length
+    return results if as_long else [_noted(context, value) for value in results]
+
+
+def _while(reader: _Reader, context: Context) -> list[Value]:
+    params = context.eqn.params
+    cond_consts = context.values[: params["cond_nconsts"]]
+    rest = context.values[params["cond_nconsts"] :]
+    body_consts, carry = rest[: params["body_nconsts"]], rest[params["body_nconsts"] :]
+    carry = [replace(c, const=None, twin=None, iota=None) for c in carry]
+    results = _loop(reader, context, params["body_jaxpr"], body_consts, carry, [])
+    condition = params["cond_jaxpr"]
+    (goes_on,) = reader.read(condition, [*reader.consts(condition), *cond_consts, *results], context.inside)
+    return _conditioned(context, goes_on, results)
+
+
+def _cond(reader: _Reader, context: Context) -> list[Value]:
+    index, *operands = context.values
+    results = reader.call(context, context.eqn.params["branches"][0], operands)
+    for branch in context.eqn.params["branches"][1:]:
+        others = reader.call(context, branch, operands)
+        results = [_join(context, one, other) for one, other in zip(results, others, strict=True)]
+    return _conditioned(context, index, results)
+
+
+def _conditioned(context: Context, condition: Value, results: list[Value]) -> list[Value]:
+    """Results that came about under a condition: one that the batch decides couples its examples."""
+    if condition.kind == "fixed" and not condition.taints and not condition.power:
+        return results
+    return [
+        replace(value, couplings=value.couplings | {context.joined(condition.origin)} | condition.couplings)
+        if value.kind == "rows"
+        else context.aggregate()
+        for value in results
+    ]
+
+
+_CONTROL = {"scan": _scan, "while": _while, "cond": _cond}

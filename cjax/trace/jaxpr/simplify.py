@@ -1,0 +1,208 @@
+"""A trace made flat: calls inlined, scalar arithmetic on literals folded, dead equations dropped.
+
+Everything else in `cjax.trace` reads flat traces. Flattening is substitution, never re-tracing: a deep model has tens
+of thousands of equations, and binding each again would cost more than tracing the model did.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.linear_util import wrap_init
+
+from cjax.trace.jaxpr.fold import fold, literal
+from cjax.trace.jaxpr.tracebacks import in_model, is_jax_alone
+
+Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
+
+# JAX 0.10 says closed_call and core_call for what 0.12 calls eval_jaxpr; older jit prints as pjit.
+_INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+}
+REMAT_NAMES = frozenset({"checkpoint", "remat", "remat2"})
+_HIGHER_ORDER = REMAT_NAMES | {"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call"}
+_DERIVATIVES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+_SEEDING = frozenset({"random_fold_in", "random_seed"})
+
+
+def simplify(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The flat form of a trace: same inputs, same outputs, same values.
+
+    Calls (`jit` and its kin) are inlined at every depth, with the module names of their callers in front of their own;
+    scalar equations on literals are evaluated; scalar constants become literals; equations that nothing needs are
+    dropped. `scan`, `while`, `cond`, remat and custom derivatives stay equations with flat bodies. Integers that seed
+    random numbers inside remat become operands of it, so that blocks that differ in nothing else are equal.
+
+    >>> import jax
+    >>> inner = jax.jit(lambda x: x * (1.0 + 1.0))
+    >>> [e.primitive.name for e in simplify(jax.make_jaxpr(lambda x: inner(inner(x)))(1.0)).eqns]
+    ['mul', 'mul']
+    """
+    with np.errstate(all="ignore"):  # folded integers wrap around, as they do on the device
+        return _close(_Flattener(hoist=True), closed.jaxpr, closed.consts)
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a `scan` equation are constants and how many are carries, on every supported JAX."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # JAX 0.12 describes the operands as a tree
+    return len(list(consts)), len(list(carry))
+
+
+def _close(flattener: "_Flattener", jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
+    env: dict[Var, Atom] = {}
+    for var, const in zip(jaxpr.constvars, consts, strict=True):
+        env[var] = literal(const, var.aval) or flattener.keep(const, var)
+    flattener.walk(jaxpr.eqns, env, None)
+    outvars = [_read(env, atom) for atom in jaxpr.outvars]
+    eqns = _drop_dead(flattener.eqns, outvars)
+    needed = {atom for eqn in eqns for atom in eqn.invars if type(atom) is not Literal}
+    needed.update(atom for atom in outvars if type(atom) is not Literal)
+    kept = [(var, const) for var, const in flattener.consts.values() if var in needed]
+    flat = jaxpr.replace(constvars=[var for var, _ in kept], outvars=outvars, eqns=eqns)
+    return ClosedJaxpr(flat, [const for _, const in kept])
+
+
+def _read(env: dict[Var, Atom], atom: Atom) -> Atom:
+    return atom if type(atom) is Literal else env.get(atom, atom)
+
+
+def _drop_dead(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> list[JaxprEqn]:
+    live = {atom for atom in outvars if type(atom) is not Literal}
+    kept = []
+    for eqn in reversed(eqns):
+        if eqn.effects or not live.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            live.update([atom for atom in eqn.invars if type(atom) is not Literal])
+    kept.reverse()
+    return kept
+
+
+class _Flattener:
+    """Collects the flat equations of one jaxpr, and the constants they use."""
+
+    def __init__(self, hoist: bool, memo: dict[int, tuple[Any, tuple[Literal, ...]]] | None = None):
+        self.hoist = hoist
+        self.eqns: list[JaxprEqn] = []
+        self.consts: dict[int, tuple[Var, Any]] = {}
+        # Bodies by identity: layers that share one cached body go on sharing it.
+        self.memo: dict[int, tuple[Any, tuple[Literal, ...]]] = {} if memo is None else memo
+
+    def keep(self, const: Any, var: Var) -> Var:
+        """The variable that stands for an array constant; one for each array, however often it is inlined."""
+        return self.consts.setdefault(id(const), (var, const))[0]
+
+    def walk(self, eqns: Sequence[JaxprEqn], env: dict[Var, Atom], stack: Any, traceback: Any = None) -> None:
+        """Append the flat form of `eqns`; `env` maps their variables. `stack` is the caller's name stack, or None at
+        the top, where variables keep their identity; `traceback` the caller's: theirs end where they are called."""
+        for eqn in eqns:
+            invars = [atom if type(atom) is Literal else env.get(atom, atom) for atom in eqn.invars]
+            name = eqn.primitive.name
+            if name in _INLINED and self._inline(eqn, invars, env, stack, traceback):
+                continue
+            folded = fold(eqn, invars)
+            if folded is not None:
+                env[eqn.outvars[0]] = folded
+                continue
+            params = eqn.params
+            if name in _HIGHER_ORDER:
+                invars, params = self._flatten_bodies(name, invars, params)
+            if stack is None:
+                self.eqns.append(eqn.replace(invars=invars, params=params))
+                continue
+            outvars = [Var(var.aval) for var in eqn.outvars]  # an inlined body may be inlined again
+            env.update(zip(eqn.outvars, outvars, strict=True))
+            own = eqn.source_info.traceback
+            told = own if traceback is None or not (in_model(traceback) or is_jax_alone(own)) else traceback
+            info = eqn.source_info.replace(name_stack=stack + eqn.source_info.name_stack, traceback=told)
+            self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params, source_info=info))
+
+    def _inline(self, eqn: JaxprEqn, invars: list[Atom], env: dict[Var, Atom], stack: Any, traceback: Any) -> bool:
+        if any(hasattr(effect, "input") for effect in eqn.effects):
+            return False  # effects on mutable operands name the call's own variables
+        body = eqn.params[_INLINED[eqn.primitive.name]]
+        jaxpr = body.jaxpr if hasattr(body, "jaxpr") else body
+        body_env: dict[Var, Atom] = dict(zip(jaxpr.invars, invars, strict=True))
+        for var, const in zip(jaxpr.constvars, getattr(body, "consts", ()), strict=True):
+            atom = literal(const, var.aval)
+            if atom is None and not self.hoist:
+                return False  # a body cannot grow operands for arrays, and JAX does not expect it to own any
+            body_env[var] = atom or self.keep(const, Var(var.aval))
+        names = eqn.source_info.name_stack
+        own = eqn.source_info.traceback
+        if traceback is None or not (in_model(traceback) or is_jax_alone(own)):
+            traceback = own
+        self.walk(jaxpr.eqns, body_env, names if stack is None else stack + names, traceback)
+        for outvar, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
+            env[outvar] = _read(body_env, atom)
+        return True
+
+    def _flatten_bodies(self, name: str, invars: list[Atom], params: dict[str, Any]) -> tuple[list[Atom], dict]:
+        new = dict(params)
+        for key, value in params.items():
+            if isinstance(value, Jaxpr | ClosedJaxpr):
+                new[key], seeds = self._flatten_body(value, name in REMAT_NAMES)
+                if seeds:
+                    invars = [*invars, *seeds]
+                    if isinstance(params.get("prevent_cse"), tuple):
+                        new["prevent_cse"] = (*params["prevent_cse"], *(False for _ in seeds))
+            elif key == "branches":
+                new[key] = tuple(self._flatten_body(branch, False)[0] for branch in value)
+            elif key in _DERIVATIVES:
+                new[key] = self._without_mesh(value)
+        return invars, new
+
+    def _without_mesh(self, thunk: Any) -> Any:
+        """A custom derivative that is traced as the rest of the trace was: with no mesh around it.
+
+        JAX traces it where it is first differentiated, and keeps that. Plans share a trace, so that what the first of
+        them traced within its pipeline or ring would carry that one's mesh into the next plan's program.
+        """
+        if id(thunk) not in self.memo:
+
+            def traced(*zeros: bool) -> Any:
+                with jax.sharding.use_abstract_mesh(_NO_MESH):
+                    return thunk.call_wrapped(*zeros)
+
+            self.memo[id(thunk)] = wrap_init(traced, debug_info=thunk.debug_info), ()
+        return self.memo[id(thunk)][0]
+
+    def _flatten_body(self, body: Any, is_remat: bool) -> tuple[Any, tuple[Literal, ...]]:
+        if id(body) not in self.memo:
+            flattener = _Flattener(hoist=False, memo=self.memo)
+            if is_remat:  # its jaxpr is an open one, which may grow operands
+                env: dict[Var, Atom] = {}
+                flattener.walk(body.eqns, env, None)
+                outvars = [_read(env, atom) for atom in body.outvars]
+                eqns, seeds = _seeds_as_operands(_drop_dead(flattener.eqns, outvars))
+                flat = body.replace(invars=[*body.invars, *seeds], outvars=outvars, eqns=eqns)
+                self.memo[id(body)] = flat, tuple(seeds.values())
+            else:
+                self.memo[id(body)] = _close(flattener, body.jaxpr, body.consts), ()
+        return self.memo[id(body)]
+
+
+def _seeds_as_operands(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Literal]]:
+    """Replace the integer literals that seed random numbers by new variables. Linen folds a hash of the module's path
+    into its keys: the one thing in which two layers' bodies differ."""
+    seeds: dict[Var, Literal] = {}
+    new: list[JaxprEqn] = []
+    for eqn in eqns:
+        if eqn.primitive.name in _SEEDING or eqn.primitive.name in REMAT_NAMES:
+            invars: list[Atom] = list(eqn.invars)
+            for position, atom in enumerate(invars):
+                if type(atom) is Literal and np.shape(atom.val) == () and np.asarray(atom.val).dtype.kind in "iu":
+                    invars[position] = var = Var(atom.aval)
+                    seeds[var] = atom
+            eqn = eqn.replace(invars=invars)
+        new.append(eqn)
+    return new, seeds

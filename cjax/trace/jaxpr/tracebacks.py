@@ -1,0 +1,67 @@
+"""Who wrote an equation: the place in the user's code, and whether a module's method or the loss around it did.
+
+Name stacks say it for Linen alone. A traceback says it for both, as far out as the function that was traced: that of an
+equation within a jitted function (which most of `jax.numpy` is) ends there, and its caller's goes on.
+"""
+
+import functools
+import linecache
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+
+_JAX = str(Path(jax.__file__).parent)
+_LOSS = "loss_caller.<locals>.call"  # of cjax.trace.author.loss: what is further out is no part of the user's loss
+_SHOWN = 80  # characters of a line of code
+
+
+def is_jax_alone(traceback: Any) -> bool:
+    """Whether no line of a traceback is the user's, or another library's."""
+    return traceback is None or all(code.co_filename.startswith(_JAX) for code in traceback.raw_frames()[0])
+
+
+def in_model(traceback: Any) -> bool:
+    """Whether a method of a Flax module was running, called by the loss."""
+    if traceback is None:
+        return False
+    for code in traceback.raw_frames()[0]:
+        if code.co_qualname == _LOSS:
+            return False
+        if _is_method(code):
+            return True
+    return False
+
+
+@functools.lru_cache(maxsize=10_000)
+def _is_method(code: Any) -> bool:
+    """Whether a function that runs is a method of a module, or was made in one."""
+    *owner, _ = code.co_qualname.split(".")
+    if not owner:
+        return False
+    names, left = set(), [nn.Module, nnx.Module]
+    while left:
+        cls = left.pop()
+        names.add(cls.__qualname__)
+        left += cls.__subclasses__()
+    return any(".".join(owner[: i + 1]) in names for i in range(len(owner)))
+
+
+def place(traceback: Any) -> str:
+    """Who wrote an equation without a name stack, as NNX's are: the innermost module called, or the line of code."""
+    frames = [] if traceback is None else list(traceback.frames)
+    frames = [frame for frame in frames if not Path(frame.file_name).is_relative_to(_JAX)]
+    for frame in frames:
+        if frame.function_name == _LOSS:
+            break
+        *owner, method = frame.function_name.split(".")
+        if method == "__call__" and owner:
+            return owner[-1]
+    if not frames:
+        return "the loss"
+    file, line = frames[0].file_name, frames[0].line_num
+    code = linecache.getline(file, line).strip()
+    shown = code if len(code) <= _SHOWN else f"{code[:_SHOWN]}..."
+    return f"{Path(file).name}:{line}" + (f" `{shown}`" if shown else "")

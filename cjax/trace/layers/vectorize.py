@@ -1,0 +1,244 @@
+"""Rolled evaluation: a trace on the user's leaves, evaluated once for each group of corresponding leaves.
+
+A model's init and an optimizer's update are written for one leaf per layer; cjax stores corresponding leaves stacked.
+Unstacking, updating and restacking would take twice the memory, and compile time would grow with depth.
+"""
+
+import functools
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from cjax.trace.layers.grouping import Atom, Grouping, Node, One, Operand, Source, Stack, Take, Whole
+
+
+def vectorize(
+    closed: ClosedJaxpr, in_groups: Sequence[tuple[int, ...]], out_groups: Sequence[tuple[int, ...]]
+) -> Callable[[Sequence[Any]], list[Any]]:
+    """A function of stored inputs that returns stored outputs, from a flat trace of the function on single leaves.
+
+    `in_groups` and `out_groups` are partitions of the positions of inputs and outputs. A group of one is stored as it
+    is, a larger one as one array with its members, in the order given, along a new dim 0. The function can be traced;
+    how many equations that gives does not depend on the sizes of the groups, but for what the trace does with members
+    one by one. Sums over all leaves (a global norm) are reductions of stacks, which round in another order.
+
+    >>> import jax
+    >>> from cjax.trace.jaxpr.simplify import simplify
+    >>> closed = simplify(jax.make_jaxpr(lambda a, b: (a + 1, b + 1))(1.0, 2.0))
+    >>> vectorize(closed, [(0, 1)], [(0, 1)])([jax.numpy.array([1.0, 2.0])])
+    [Array([2., 3.], dtype=float32)]
+    """
+    jaxpr = closed.jaxpr
+    assert sorted(i for group in in_groups for i in group) == list(range(len(jaxpr.invars))), in_groups
+    assert sorted(i for group in out_groups for i in group) == list(range(len(jaxpr.outvars))), out_groups
+    grouping = Grouping(jaxpr, in_groups, out_groups)
+    steps = _schedule(grouping)
+    invars: list[Var] = list(jaxpr.invars)
+
+    def evaluate(stored: Sequence[Any]) -> list[Any]:
+        values = _Values(grouping)
+        values.one.update(zip(jaxpr.constvars, closed.consts, strict=True))
+        for slot, (group, value) in enumerate(zip(in_groups, stored, strict=True)):
+            first, *others = group
+            if others:
+                values.stacked["input", slot, 0] = value
+            else:
+                values.one[invars[first]] = value
+        for node, operands in steps:
+            _evaluate(node, operands, values)
+        return [values.out(atoms) for atoms in grouping.outs]
+
+    return evaluate
+
+
+class _Values:
+    """What has been evaluated: single values, and stacks."""
+
+    def __init__(self, grouping: Grouping):
+        self.grouping = grouping
+        self.one: dict[Var, Any] = {}
+        self.stacked: dict[Source, Any] = {}
+
+    def read(self, operand: Operand) -> Any:
+        match operand:
+            case One(atom):
+                return self.single(atom)
+            case Whole(source):
+                return self.stacked[source]
+            case Take(source, indices):
+                return self.stacked[source][np.array(indices)]
+            case Stack(atoms):
+                if all(type(atom) is Literal for atom in atoms):
+                    return np.array([np.asarray(atom.val) for atom in atoms], dtype=atoms[0].aval.dtype)
+                return jnp.stack([self.single(atom) for atom in atoms])
+
+    def single(self, atom: Atom) -> Any:
+        if type(atom) is Literal:
+            return atom.val
+        if atom not in self.one:
+            source, position = self.grouping.member[atom]
+            self.one[atom] = jax.lax.index_in_dim(self.stacked[source], position, keepdims=False)
+        return self.one[atom]
+
+    def out(self, atoms: tuple[Atom, ...]) -> Any:
+        operand = self.grouping.resolve(atoms)
+        value = self.read(operand)
+        if not isinstance(value, jax.Array):
+            value = jnp.asarray(value, dtype=atoms[0].aval.dtype)
+        shared = isinstance(operand, One) and len(atoms) > 1
+        return jnp.broadcast_to(value, (len(atoms), *value.shape)) if shared else value
+
+
+def _operands(grouping: Grouping, node: Node) -> list[Operand]:
+    kind, number = node
+    if kind == "group":
+        rows = [grouping.operands(index) for index in grouping.groups[number]]
+        return [grouping.resolve(atoms) for atoms in zip(*rows, strict=True)]
+    atoms = grouping.chains.get(number, grouping.operands(number))
+    alone = 0 if number in grouping.chains else 1 if grouping.eqns[number].primitive.name == "cond" else len(atoms)
+    stacks = grouping.together(atoms[alone:])
+    return [
+        *(One(atom) for atom in atoms[:alone]),
+        *(grouping.resolve(tuple(atoms[alone:][position] for position in group)) for group in stacks),
+    ]
+
+
+def _needs(grouping: Grouping, operand: Operand) -> set[Node]:
+    match operand:
+        case One(atom):
+            nodes = {grouping.node(atom)}
+        case Whole(source) | Take(source, _):
+            nodes = {grouping.node_of(source)}
+        case Stack(atoms):
+            nodes = {grouping.node(atom) for atom in atoms}
+    return {node for node in nodes if node is not None}
+
+
+def _schedule(grouping: Grouping) -> list[tuple[Node, list[Operand]]]:
+    """The order of evaluation, that of the program as far as groups allow.
+
+    Members that depend on each other (a chain of keys) cannot be evaluated at once: their groups are dissolved.
+    """
+    while True:
+        operands: dict[Node, list[Operand]] = {}
+        needs: dict[Node, set[Node]] = {}
+        wanted = [node for atoms in grouping.outs for node in _needs(grouping, grouping.resolve(atoms))]
+        wanted += [("equation", index) for index, eqn in enumerate(grouping.eqns) if eqn.effects]
+        while wanted:
+            node = wanted.pop()
+            if node not in needs:
+                operands[node] = _operands(grouping, node)
+                needs[node] = {need for operand in operands[node] for need in _needs(grouping, operand)}
+                wanted.extend(needs[node])
+        order = _order(grouping, needs)
+        if len(order) == len(needs):
+            return [(node, operands[node]) for node in order]
+        for kind, number in _cycle(needs, set(order)):
+            if kind == "group":
+                grouping.dissolve(number)
+
+
+def _order(grouping: Grouping, needs: dict[Node, set[Node]]) -> list[Node]:
+    users: dict[Node, list[Node]] = {}
+    for node, before in needs.items():
+        for need in before:
+            users.setdefault(need, []).append(node)
+    # A group can start when its last member could.
+    place = {node: max(grouping.groups[node[1]]) if node[0] == "group" else node[1] for node in needs}
+    missing = {node: len(before) for node, before in needs.items()}
+    ready = [(place[node], node) for node, count in missing.items() if count == 0]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        order.append(node)
+        for user in users.get(node, ()):
+            missing[user] -= 1
+            if missing[user] == 0:
+                heapq.heappush(ready, (place[user], user))
+    return order
+
+
+def _cycle(needs: dict[Node, set[Node]], done: set[Node]) -> list[Node]:
+    """Some cycle among the nodes that could not be ordered: each waits for another of them."""
+    path: list[Node] = [next(node for node in needs if node not in done)]
+    visited = {path[0]: 0}
+    while True:
+        node = min(need for need in needs[path[-1]] if need not in done)
+        if node in visited:
+            return path[visited[node] :]
+        visited[node] = len(path)
+        path.append(node)
+
+
+def _evaluate(node: Node, operands: list[Operand], values: _Values) -> None:
+    kind, number = node
+    grouping = values.grouping
+    eqn = grouping.eqns[number]
+    args = [values.read(operand) for operand in operands]
+    with jax.named_scope(str(eqn.source_info.name_stack) or "update"), eqn.ctx.manager:
+        if kind == "group":
+            batched = [not isinstance(operand, One) for operand in operands]
+            for result, value in enumerate(_map_members(eqn, args, batched)):
+                values.stacked["group", number, result] = value
+        elif eqn.primitive.name == "cond":
+            _evaluate_cond(number, args, values)
+        elif number in grouping.chains:
+            _evaluate_chain(number, operands, args, values)
+        else:
+            values.one.update(zip(eqn.outvars, _bind(eqn, args), strict=True))
+
+
+def _bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    results = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _map_members(eqn: JaxprEqn, args: list[Any], batched: list[bool]) -> list[Any]:
+    if not _same_bits_batched(eqn):
+        mapped = [arg for arg, is_batched in zip(args, batched, strict=True) if is_batched]
+
+        def member(row: list[Any]) -> list[Any]:
+            rows = iter(row)
+            return _bind(eqn, [next(rows) if b else arg for arg, b in zip(args, batched, strict=True)])
+
+        return jax.lax.map(member, [jnp.asarray(arg) if isinstance(arg, np.ndarray) else arg for arg in mapped])
+    return jax.vmap(lambda *row: _bind(eqn, row), in_axes=[0 if b else None for b in batched])(*args)
+
+
+def _same_bits_batched(eqn: JaxprEqn) -> bool:
+    """Only threefry draws the same bits for a batch of keys as for each of them; JAX's rbg uses the first key."""
+    dtypes: list[Any] = [getattr(atom.aval, "dtype", None) for atom in eqn.invars]
+    keys = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jax.dtypes.prng_key)]
+    return all(dtype.name == "key<fry>" for dtype in keys)
+
+
+def _evaluate_cond(number: int, args: list[Any], values: _Values) -> None:
+    grouping = values.grouping
+    eqn = grouping.eqns[number]
+    in_groups = grouping.together(grouping.operands(number)[1:])
+    stacked = grouping.branch_outs.get(number, [])
+    rest = [i for i in range(len(eqn.outvars)) if all(i not in group for group in stacked)]
+    out_groups = [*stacked, *((i,) for i in rest)]
+    branches = [vectorize(branch, in_groups, out_groups) for branch in eqn.params["branches"]]
+    results = jax.lax.switch(args[0], branches, args[1:])
+    for n in range(len(stacked)):
+        values.stacked["branch", number, n] = results[n]
+    values.one.update(zip([eqn.outvars[i] for i in rest], results[len(stacked) :], strict=True))
+
+
+_REDUCTIONS = {"add": jnp.sum, "max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}
+
+
+def _evaluate_chain(number: int, operands: list[Operand], args: list[Any], values: _Values) -> None:
+    """Adds up all terms of a chain; the members of a stack in one reduction."""
+    eqn = values.grouping.eqns[number]
+    reduce = _REDUCTIONS[eqn.primitive.name]
+    terms = [reduce(arg, axis=0) if isinstance(op, Whole) else arg for op, arg in zip(operands, args, strict=True)]
+    total = functools.reduce(lambda total, term: _bind(eqn, [*total, term]), terms[1:], terms[:1])
+    values.one.update(zip(eqn.outvars, total, strict=True))

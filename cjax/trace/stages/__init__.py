@@ -1,0 +1,1 @@
+"""A trace cut into what a pipeline runs: before, layers, after, and what crosses between."""

@@ -1,0 +1,327 @@
+"""A trace cut at its stacks of layers: which values cross from one part to another, and who can make them himself.
+
+A pipeline runs the layers of a stack on different devices, and for each micro-batch at other times. Of what a layer
+reads beside what it is handed, three kinds need not travel with it: what depends on no micro-batch is made *once*;
+what depends on the micro-batch but on no parameter (masks, random keys) is made again *beside* each layer that reads
+it; only what depends on both *travels*, and its gradient travels back.
+"""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from jax.extend import core as jex
+
+from cjax.trace.emit.emit import Hooks, layer_of
+from cjax.trace.jaxpr.cost import cost, equation_cost
+from cjax.trace.jaxpr.groups import variables
+from cjax.trace.jaxpr.simplify import scan_counts
+from cjax.trace.layers.repeats import Run
+from cjax.trace.reading import Trace
+from cjax.trace.stages.counters import depends
+
+# A value, or the values of all layers that are stacked on a new dim 0.
+Entry = tuple[Any, ...]
+MOVES = frozenset({"batch", "key", "carried"})  # differ from micro-batch to micro-batch
+MADE_OF = frozenset({"params", "batch", "stack"})  # what a counter does not depend on
+NONE: frozenset[str] = frozenset()
+LEAST_SHARE = 0.1  # of the arithmetic of the dearest stack; a cheaper one stays where it is
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of layers among the equations of a trace: a `Run`, or a loop that the author wrote.
+
+    `weights` are the inputs of the trace that layers have one each of: the leaves of all layers in order, or the one
+    leaf that holds them all on its dim 0. `reads` is all else that a layer reads from outside, as entries; `xs` names
+    the variable inside of a layer and the entry it is a layer's part of, weights included.
+    """
+
+    start: int
+    stop: int
+    length: int
+    of: Any  # the Run, or the scan equation
+    weights: tuple[tuple[int, ...], ...]
+    reads: tuple[Entry, ...]
+    xs: tuple[tuple[Any, Entry], ...]
+    initial: tuple[Any, ...]
+    final: tuple[Any, ...]
+    outputs: tuple[Entry, ...]  # that layers give, one each; empty where nobody reads them
+    last_only: tuple[Any, ...]  # None where nobody reads it
+    flops: int
+    layered: bool  # whether layers have weights of their own, be they kept apart or not
+
+    @property
+    def is_run(self) -> bool:
+        return isinstance(self.of, Run)
+
+
+@dataclass(frozen=True)
+class States:
+    """Carried values that are made of examples, such as the running averages of a BatchNorm, by who makes them.
+
+    Each is a tuple of carried values, counted from 0: one for each layer, or one alone. `layers` has for each stack the
+    place among its layers' outputs and the values; `before` and `after` are made outside of the stacks.
+    """
+
+    layers: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @property
+    def every(self) -> set[int]:
+        return {i for of in self.layers for _, group in of for i in group} | {*self.before, *self.after}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stacks of a trace in order, and for each what its layers read: see the module."""
+
+    trace: Trace
+    stacks: tuple[Stack, ...]
+    once: tuple[tuple[Entry, ...], ...]
+    learned: tuple[tuple[bool, ...], ...]  # which of `once` depend on parameters
+    beside: tuple[tuple[Entry, ...], ...]
+    travels: tuple[tuple[Entry, ...], ...]  # also what is only read after the stack
+    states: "States"
+
+    @functools.cached_property
+    def items(self) -> tuple[Any, ...]:
+        """What is evaluated outside of the stacks, in order: equations, and runs too cheap to be cut at."""
+        return tuple(_items(self.trace, self.stacks))
+
+    def results(self) -> list[Any]:
+        """The variables that are results of the loss, new carried values aside."""
+        outvars: Any = self.trace.closed.jaxpr.outvars
+        return list(outvars[: len(outvars) - len(self.trace.leaves_of("carried"))])
+
+    def needed(self, targets: Iterable[Any], known: Iterable[Any]) -> list[Any]:
+        """The items that compute `targets`, from `known` and the inputs."""
+        live = {v for v in targets if not isinstance(v, jex.Literal)} - set(known)
+        known, found = set(known), []
+        for item in reversed(self.items):
+            if live & set(writes(item, self.trace)):
+                found.append(item)
+                live |= set(reads(item, self.trace)) - known
+        return found[::-1]
+
+
+def find_stacks(trace: Trace) -> tuple[Stack, ...]:
+    """All stacks of layers with weights of their own, in order; empty if there is none."""
+    eqns = trace.closed.jaxpr.eqns
+    index: dict[Any, int] = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
+    weights = {*trace.leaves_of("params"), *trace.leaves_of("frozen")}
+    found = [_of_run(trace, run, index, weights) for run in trace.runs]
+    inside = [range(run.start, run.stop) for run in trace.runs]
+    for at, eqn in enumerate(eqns):
+        if eqn.primitive.name == "scan" and not any(at in places for places in inside):
+            found.append(_of_scan(trace, eqn, at, index, weights))
+    found = [stack for stack in found if stack.layered and stack.initial]
+    most = max((stack.flops for stack in found), default=0)
+    return tuple(sorted((s for s in found if s.flops >= LEAST_SHARE * most), key=lambda stack: stack.start))
+
+
+def cut(trace: Trace, stacks: Sequence[Stack]) -> Cut:
+    """Say what crosses the borders of the stacks."""
+    on_what, states = _depends(trace, stacks), find_states(trace, stacks)
+    made = _made(trace, stacks)
+    outside = _items(trace, stacks)
+    maker = {var: item for item in outside for var in writes(item, trace)}
+
+    def kind(entry: Entry) -> str:
+        on = frozenset().union(*(on_what.get(v, frozenset()) for v in entry))
+        if "stack" in on or ("params" in on and on & MOVES):
+            return "travels"
+        return "beside" if on & MOVES else "once"
+
+    once = [tuple(e for e in stack.reads if kind(e) == "once") for stack in stacks]
+    beside = [tuple(e for e in stack.reads if kind(e) == "beside") for stack in stacks]
+    travels: list[tuple[Entry, ...]] = []
+    used: set[Any] = set()
+    outvars: Any = trace.closed.jaxpr.outvars
+    num_results = len(outvars) - len(trace.leaves_of("carried"))
+    targets = [*outvars[:num_results], *(outvars[num_results + i] for i in states.after)]
+    for k in reversed(range(len(stacks))):
+        mine = {v for e in (stacks[k].final, stacks[k].last_only, *stacks[k].outputs) for v in e}
+        wanted = dict.fromkeys(e for e in stacks[k].reads if kind(e) == "travels")
+        seen: set[Any] = set()
+        queue = [v for v in targets if not isinstance(v, jex.Literal)]
+        while queue:
+            var = queue.pop()
+            if var in mine:
+                used.add(var)
+            if var in seen or var in mine or var not in made:
+                continue
+            seen.add(var)
+            if kind((var,)) == "travels" and made[var] < stacks[k].start:
+                wanted[(var,)] = None
+            else:
+                assert var in maker, var
+                queue += reads(maker[var], trace)
+        travels.append(tuple(wanted))
+        targets = [*stacks[k].initial, *(v for entry in wanted for v in entry)]
+    learned = [tuple(any("params" in on_what.get(v, ()) for v in entry) for entry in entries) for entries in once]
+    kept = [
+        replace(
+            stack,
+            outputs=tuple(entry if used & set(entry) else () for entry in stack.outputs),
+            last_only=tuple(var if var in used else None for var in stack.last_only),
+        )
+        for stack in stacks
+    ]
+    return Cut(trace, tuple(kept), tuple(once), tuple(learned), tuple(beside), tuple(travels[::-1]), states)
+
+
+def widened(stack: Stack, trace: Trace, hooks: Hooks) -> Stack:
+    """`stack` with all that its layers read as these hooks evaluate them: an attention may be read from where its masks
+    are made, not from the masks."""
+    if not isinstance(stack.of, Run):
+        return stack
+    eqns, results = layer_of(trace.closed.jaxpr.eqns, stack.of)
+    own = {inner for inner, _ in stack.xs} | {read for _, read, _, _ in stack.of.carries}
+    own |= {var for eqn in eqns for var in eqn.outvars} | {entry[0] for entry in stack.reads if len(entry) == 1}
+    groups = hooks.groups(eqns, results, trace.dims.top)
+    more = dict.fromkeys((v,) for group in groups for v in group.ins if v not in own)
+    return replace(stack, reads=(*stack.reads, *more))
+
+
+def find_states(trace: Trace, stacks: Sequence[Stack]) -> States:
+    """Carried values that are made of examples."""
+    new, on = _new_carried(trace), _depends(trace, stacks)
+    mine = {var: i for i, var in enumerate(new) if not isinstance(var, jex.Literal) and on.get(var, NONE) & MADE_OF}
+    layers = tuple(
+        tuple((j, tuple(mine[v] for v in entry)) for j, entry in enumerate(stack.outputs) if set(entry) <= set(mine))
+        for stack in stacks
+    )
+    inside = {i for of in layers for _, group in of for i in group}
+    outside = {i: "stack" in on[var] for var, i in mine.items() if i not in inside}
+    return States(
+        layers, tuple(i for i, late in outside.items() if not late), tuple(i for i, late in outside.items() if late)
+    )
+
+
+def reads_states(trace: Trace, stacks: Sequence[Stack]) -> list[str]:
+    """Names of carried values that are made of examples and decide about results: no micro-batch could start before the
+    one in front of it is through."""
+    states = find_states(trace, stacks).every
+    names = [trace.leaves[i].name for i in trace.leaves_of("carried")]
+    on = _depends(trace, stacks, {i: f"state {i}" for i in states})
+    outvars: Any = trace.closed.jaxpr.outvars
+    results = outvars[: len(outvars) - len(names)]
+    found = frozenset().union(*(on.get(v, NONE) for v in results if not isinstance(v, jex.Literal)))
+    return [names[i] for i in sorted(states) if f"state {i}" in found]
+
+
+def _new_carried(trace: Trace) -> list[Any]:
+    outvars: Any = trace.closed.jaxpr.outvars
+    return list(outvars[len(outvars) - len(trace.leaves_of("carried")) :])
+
+
+def reads(item: Any, trace: Trace) -> list[Any]:
+    """The variables from outside that an equation or a run reads."""
+    if not isinstance(item, Run):
+        return variables(item)
+    eqns = trace.closed.jaxpr.eqns[item.start : item.stop]
+    written = {var for eqn in eqns for var in eqn.outvars}
+    return list(dict.fromkeys(v for eqn in eqns for v in variables(eqn) if v not in written))
+
+
+def writes(item: Any, trace: Trace) -> list[Any]:
+    eqns = trace.closed.jaxpr.eqns[item.start : item.stop] if isinstance(item, Run) else (item,)
+    return [var for eqn in eqns for var in eqn.outvars]
+
+
+def _items(trace: Trace, stacks: Sequence[Stack]) -> list[Any]:
+    starts: dict[int, Any] = {stack.start: stack for stack in stacks}
+    starts |= {run.start: run for run in trace.runs if run.start not in starts}
+    items: list[Any] = []
+    at = 0
+    while at < len(trace.closed.jaxpr.eqns):
+        found = starts.get(at)
+        if not isinstance(found, Stack):
+            items.append(found or trace.closed.jaxpr.eqns[at])
+        at = found.stop if found else at + 1
+    return items
+
+
+def _made(trace: Trace, stacks: Sequence[Stack]) -> dict[Any, int]:
+    """The number of the equation that makes each variable; for results of a stack its last."""
+    made = {var: at for at, eqn in enumerate(trace.closed.jaxpr.eqns) for var in eqn.outvars}
+    for stack in stacks:
+        made.update({v: stack.stop - 1 for v in made if stack.start <= made[v] < stack.stop})
+    return made
+
+
+def _depends(
+    trace: Trace, stacks: Sequence[Stack], named: Mapping[int, str] = MappingProxyType({})
+) -> dict[Any, frozenset[str]]:
+    """The kinds of inputs that each variable depends on; "stack" if on what layers have made of examples. Some carried
+    values may have names of their own."""
+    kinds = {"index": "key"}
+    own = {trace.leaves_of("carried")[i]: name for i, name in named.items()}
+    on = {
+        var: frozenset({own.get(i, kinds.get(leaf.kind, leaf.kind))})
+        for i, (var, leaf) in enumerate(zip(trace.closed.jaxpr.invars, trace.leaves, strict=True))
+    }
+    eqns = trace.closed.jaxpr.eqns
+    inside = {id(eqn) for stack in stacks for eqn in eqns[stack.start : stack.stop]}
+
+    def mark(eqn: Any, kinds: frozenset[str]) -> frozenset[str]:
+        return kinds | {"stack"} if id(eqn) in inside and kinds & {"batch", "params", "frozen"} else kinds
+
+    depends(eqns, on, mark)
+    return on
+
+
+def _of_run(trace: Trace, run: Run, index: dict[Any, int], weights: set[int]) -> Stack:
+    eqns = trace.closed.jaxpr.eqns[run.start : run.stop]
+    t = run.template
+    layer = trace.closed.jaxpr.eqns[run.start + t * run.period : run.start + (t + 1) * run.period]
+    own = {group[t] for group in run.stacked} | {read for _, read, _, _ in run.carries}
+    own |= {var for eqn in layer for var in eqn.outvars}
+    shared = dict.fromkeys(v for eqn in layer for v in variables(eqn) if v not in own)
+    elsewhere = _read_elsewhere(trace, run)
+    kinds = [{trace.leaves[index[v]].kind if index.get(v, -1) in weights else "" for v in g} for g in run.stacked]
+    alike = [kind in ({"params"}, {"frozen"}) for kind in kinds]
+    groups = [g for g, fits in zip(run.stacked, alike, strict=True) if fits and not elsewhere & set(g)]
+    others = [g for g in run.stacked if g not in groups]
+    return Stack(
+        run.start, run.stop, run.repeats, run, tuple(tuple(index[v] for v in g) for g in groups),
+        (*((v,) for v in shared), *others), tuple((g[t], g) for g in run.stacked),
+        tuple(first for first, *_ in run.carries), tuple(last for *_, last in run.carries),
+        run.outputs, tuple(group[-1] for group in run.last_only), sum(equation_cost(eqn).matmul_flops for eqn in eqns),
+        any("" not in kind for kind in kinds),
+    )  # fmt: skip
+
+
+def _read_elsewhere(trace: Trace, run: Run) -> set[Any]:
+    """Variables that are read outside of a run too, or by another layer than their own: tied weights."""
+    jaxpr = trace.closed.jaxpr
+    eqns = [*jaxpr.eqns[: run.start], *jaxpr.eqns[run.stop :]]
+    found = {v for eqn in eqns for v in variables(eqn)} | {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
+    counts: dict[Any, int] = {}
+    for group in run.stacked:
+        for var in group:
+            counts[var] = counts.get(var, 0) + 1
+    return found | {var for var, count in counts.items() if count > 1}
+
+
+def _of_scan(trace: Trace, eqn: Any, at: int, index: dict[Any, int], weights: set[int]) -> Stack:
+    num_consts, num_carry = scan_counts(eqn)
+    first_x = num_consts + num_carry
+    body = eqn.params["jaxpr"].jaxpr
+    pairs = list(zip(body.invars[first_x:], eqn.invars[first_x:], strict=True))
+    readers = [v for other in trace.closed.jaxpr.eqns for v in variables(other)]
+    leaves = {v: (index[v],) for _, v in pairs if index.get(v, -1) in weights and readers.count(v) == 1}
+    xs = tuple((inner, (outer,)) for inner, outer in pairs)
+    others = [(v,) for _, v in pairs if v not in leaves]
+    shared = dict.fromkeys(v for v in eqn.invars[:num_consts] if not isinstance(v, jex.Literal))
+    flops = cost(eqn.params["jaxpr"]).matmul_flops * eqn.params["length"]
+    usable = not eqn.params["reverse"]
+    return Stack(
+        at, at + 1, eqn.params["length"], eqn, tuple(leaves.values()) if usable else (),
+        (*((v,) for v in shared), *others), xs, tuple(eqn.invars[num_consts:first_x]), tuple(eqn.outvars[:num_carry]),
+        tuple((v,) for v in eqn.outvars[num_carry:]), (), flops, bool(leaves) and usable,
+    )  # fmt: skip

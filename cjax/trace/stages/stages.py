@@ -1,0 +1,243 @@
+"""What a pipeline runs, as functions: what comes before the first layer, one layer, what comes after the last."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from cjax.trace.emit.emit import Emitter, Env, Hooks
+from cjax.trace.layers.repeats import Run
+from cjax.trace.stages.counters import evaluate, narrowed
+from cjax.trace.stages.stacks import Cut, Entry, Stack, writes
+from cjax.trace.stages.stacks import reads as item_reads
+
+Arrays = list[Any]
+
+
+class Stages:
+    """The parts of a trace that was cut at its stacks.
+
+    Inputs are given as they are stored, in groups of one or stacked: `trained` (parameters that no stack has one each
+    of), and `given` (all other inputs but the weights of the stacks: frozen weights, carried values, a micro-batch, a
+    key, an index). What a stack is handed is its payload: a list of arrays, alike before and after each layer.
+
+    Args:
+      cut: the trace and its stacks.
+      hooks: what happens at weights, equations and results.
+      trained: groups of inputs.
+      given: groups of inputs.
+    """
+
+    def __init__(
+        self, cut: Cut, hooks: Hooks, trained: Sequence[tuple[int, ...]], given: Sequence[tuple[int, ...]]
+    ) -> None:
+        self.cut, self.hooks = cut, hooks
+        self._emitter = Emitter(hooks)
+        self._groups = (*trained, *given)
+        self._num_trained = len(trained)
+
+    # -- around the stacks --
+    def enter(self, trained: Arrays, given: Arrays) -> Arrays:
+        """The payload of the first stack's first layer."""
+        env = self._env(trained, given)
+        self._compute(self._sources(0), (), env)
+        return self._payload(0, env)
+
+    def leave(self, k: int, trained: Arrays, given: Arrays, payload: Arrays) -> Arrays:
+        """From what the last layer of stack `k` hands on: the next stack's payload, or the results of the loss and
+        behind them the new values of what is carried and made of examples there."""
+        env = self._env(trained, given)
+        known = self._restore(k, payload, env)
+        if k + 1 < len(self.cut.stacks):
+            self._compute(self._sources(k + 1), known, env)
+            return self._payload(k + 1, env)
+        results = [*self.cut.results(), *self._new(self.cut.states.after)]
+        self._compute(results, known, env)
+        return [jnp.asarray(self._emitter.read(env, atom)) for atom in results]
+
+    def states_before(self, trained: Arrays, given: Arrays) -> Arrays:
+        """New values of what is carried and made of examples before the first layer."""
+        env, atoms = self._env(trained, given), self._new(self.cut.states.before)
+        self._compute(atoms, (), env)
+        return [jnp.asarray(self._emitter.read(env, atom)) for atom in atoms]
+
+    def _new(self, carried: Sequence[int]) -> list[Any]:
+        outvars: Any = self.cut.trace.closed.jaxpr.outvars
+        return [outvars[len(self.cut.results()) + i] for i in carried]
+
+    def once(self, k: int, trained: Arrays, given: Arrays) -> Arrays:
+        """What layers of stack `k` read that depends on no micro-batch, weights ready for use."""
+        return self._entries(self.cut.once[k], trained, given)
+
+    def beside(self, k: int, trained: Arrays, given: Arrays) -> Arrays:
+        """What layers of stack `k` read that depends on the micro-batch, and on no parameter."""
+        return self._entries(self.cut.beside[k], trained, given)
+
+    def next_carried(self, trained: Arrays, given: Arrays, groups: Sequence[tuple[int, ...]]) -> Arrays:
+        """New carried values, in these groups: those that need no layer, such as the state of random numbers."""
+        env = self._env(trained, given)
+        targets: Any = self.cut.trace.closed.jaxpr.outvars[len(self.cut.results()) :]
+        old: Any = [self.cut.trace.closed.jaxpr.invars[i] for i in self.cut.trace.leaves_of("carried")]
+        states = self.cut.states.every
+        items = narrowed(self.cut.trace.closed.jaxpr.eqns, [v for i, v in enumerate(targets) if i not in states])
+        evaluate(items, lambda atom: self._emitter.read(env, atom), env.values.update)
+        now = [old[i] if i in states else v for i, v in enumerate(targets)]  # what is made of examples stays for now
+        return [self._emitter.collect(env, tuple(now[i] for i in group)) for group in groups]
+
+    # -- in a stack --
+    def ready(self, k: int, weights: Arrays) -> Arrays:
+        """One layer's weights of stack `k`, ready for use."""
+        groups = self.cut.stacks[k].weights
+        return [self.hooks.weight(group[0], w) for group, w in zip(groups, weights, strict=True)]
+
+    def layer(
+        self, k: int, ready: Arrays, once: Arrays, beside: Arrays, index: Any, payload: Arrays, states: bool = False
+    ) -> Arrays:
+        """What one layer of stack `k` hands on, or the new values of what it carries and makes of examples.
+
+        Args:
+          k: the stack.
+          ready: the layer's weights.
+          once, beside: what `once` and `beside` returned.
+          index: which layer it is.
+          payload: what it is handed.
+          states: which of both.
+        """
+        stack, cut = self.cut.stacks[k], self.cut
+        carry, outputs, last, travels = self._split(k, payload)
+        values: dict[Entry, Any] = dict(zip(cut.once[k], once, strict=True))
+        values.update(zip(cut.beside[k], beside, strict=True))
+        values.update(zip(cut.travels[k], travels, strict=True))
+        invars: Any = cut.trace.closed.jaxpr.invars
+        own = {tuple(invars[i] for i in g): w for g, w in zip(stack.weights, ready, strict=True)}
+        xs = {
+            inner: own[entry] if entry in own else lax.dynamic_index_in_dim(values[entry], index, keepdims=False)
+            for inner, entry in stack.xs
+        }
+        if isinstance(stack.of, Run):
+            env = Env(cut.trace.dims.top, {entry[0]: value for entry, value in values.items() if len(entry) == 1})
+            env.values.update(xs)
+            literals = [jnp.asarray(numbers)[index] for numbers in stack.of.literals.values()]
+            carry, last, outs = self._emitter.layer(cut.trace.closed.jaxpr.eqns, stack.of, env, carry, literals)
+        else:
+            scope = cut.trace.dims.top.inner[id(stack.of)]
+            consts = stack.of.invars[: len(stack.of.invars) - len(stack.xs) - len(carry)]
+            read = [atom.val if hasattr(atom, "val") else values[(atom,)] for atom in consts]
+            last = []
+            carry, outs = self._emitter.turn(stack.of, scope, read, carry, list(xs.values()))
+        if states:
+            return [outs[j] for j, _ in cut.states.layers[k]]
+        outs = [out for entry, out in zip(stack.outputs, outs, strict=True) if entry]
+        last = [out for var, out in zip(stack.last_only, last, strict=True) if var is not None]
+        outputs = [
+            lax.dynamic_update_index_in_dim(whole, out.astype(whole.dtype), index, 0)
+            for whole, out in zip(outputs, outs, strict=True)
+        ]
+        return [*carry, *outputs, *last, *travels]
+
+    # -- payloads --
+    def _sources(self, k: int) -> list[Any]:
+        return [*self.cut.stacks[k].initial, *(v for entry in self.cut.travels[k] for v in entry)]
+
+    def _payload(self, k: int, env: Env) -> Arrays:
+        stack = self.cut.stacks[k]
+        scope = env.scope if stack.is_run else env.scope.inner[id(stack.of)]
+        names = stack.initial if stack.is_run else self._carried(stack)
+        carry = [
+            self.hooks.carry(name, jnp.asarray(self._emitter.read(env, atom)), scope)
+            for name, atom in zip(names, stack.initial, strict=True)
+        ]
+        lead = (stack.length,) if stack.is_run else ()
+        avals = [entry[0].aval for entry in stack.outputs if entry]
+        outputs = [jnp.zeros((*lead, *aval.shape), aval.dtype) for aval in avals]
+        last = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in stack.last_only if var is not None]
+        return [*carry, *outputs, *last, *(self._read(env, entry) for entry in self.cut.travels[k])]
+
+    def _carried(self, stack: Stack) -> Sequence[Any]:
+        inner, num_xs = stack.of.params["jaxpr"].jaxpr.invars, len(stack.xs)
+        return inner[len(inner) - num_xs - len(stack.initial) : len(inner) - num_xs]
+
+    def _split(self, k: int, payload: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
+        stack = self.cut.stacks[k]
+        a = len(stack.initial)
+        b = a + sum(map(bool, stack.outputs))
+        c = b + sum(var is not None for var in stack.last_only)
+        return payload[:a], payload[a:b], payload[b:c], payload[c:]
+
+    def _restore(self, k: int, payload: Arrays, env: Env) -> list[Any]:
+        """Into `env`, what the payload stands for after the last layer; the variables that are there now."""
+        stack = self.cut.stacks[k]
+        carry, outputs, last, travels = self._split(k, payload)
+        kept = [entry for entry in stack.outputs if entry]
+        known = dict(zip(stack.final, carry, strict=True))
+        known |= dict(zip([var for var in stack.last_only if var is not None], last, strict=True))
+        for entry, value in zip((*kept, *self.cut.travels[k]), (*outputs, *travels), strict=True):
+            stacked = len(entry) > 1 or (stack.is_run and entry in kept)
+            if stacked:
+                env.stacks[entry] = value
+                known |= {var: value[i] for i, var in enumerate(entry)}
+            else:
+                known |= dict.fromkeys(entry, value)
+        env.values.update(known)
+        return list(known)
+
+    # -- evaluation --
+    def _env(self, trained: Arrays, given: Arrays) -> Env:
+        closed: Any = self.cut.trace.closed
+        env = Env(self.cut.trace.dims.top)
+        env.values.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        for group, value in zip(self._groups, (*trained, *given), strict=True):
+            env.give(group, [closed.jaxpr.invars[i] for i in group], value)
+        return env
+
+    def _compute(self, targets: Sequence[Any], known: Sequence[Any], env: Env) -> None:
+        """Into `env`, the values of `targets`, from inputs and from what is known of others."""
+        cut, eqns = self.cut, self.cut.trace.closed.jaxpr.eqns
+        wanted = list(targets)
+        while True:
+            pieces = self._pieces(cut.needed(wanted, known), targets)
+            made = {v for item, _ in pieces for each in item for v in writes(each, cut.trace)} | set(env.values)
+            read = [
+                v
+                for item, results in pieces
+                if not isinstance(item[0], Run)
+                for group in self.hooks.groups(item, results, env.scope)
+                for v in group.ins
+            ]
+            if made.issuperset(read):
+                break
+            wanted += [v for v in read if v not in made]
+        for item, results in pieces:
+            if isinstance(item[0], Run):
+                self._emitter.roll(eqns, item[0], env)
+            else:
+                self._emitter.evaluate(item, results, env, {})
+
+    def _pieces(self, items: Sequence[Any], targets: Sequence[Any]) -> list[tuple[list[Any], list[Any]]]:
+        """Stretches of equations and single runs, each with what is read afterwards."""
+        pieces: list[list[Any]] = []
+        for item in items:
+            if pieces and not isinstance(item, Run) and not isinstance(pieces[-1][0], Run):
+                pieces[-1].append(item)
+            else:
+                pieces.append([item])
+        later: list[Any] = list(targets)
+        found = []
+        for piece in reversed(pieces):
+            found.append((piece, list(later)))
+            later += [v for item in piece for v in item_reads(item, self.cut.trace)]
+        return found[::-1]
+
+    def _entries(self, entries: Sequence[Entry], trained: Arrays, given: Arrays) -> Arrays:
+        env = self._env(trained, given)
+        self._compute([v for entry in entries for v in entry], (), env)
+        return [self._read(env, entry) for entry in entries]
+
+    def _read(self, env: Env, entry: Entry) -> jax.Array:
+        if len(entry) > 1:
+            return jnp.stack([jnp.asarray(self._emitter.read(env, v)) for v in entry])
+        return jnp.asarray(self._emitter.read(env, next(iter(entry))))
+
+

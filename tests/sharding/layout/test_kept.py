@@ -1,0 +1,56 @@
+"""What is said of weights that the tensor axis leaves whole."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from cjax.sharding.layout.layout import Layout, make_layout
+from cjax.trace.author.capture import capture
+from cjax.trace.reading import trace_loss
+
+
+class Layers(nn.Module):
+    """Two kernels that are halves put side by side, and an ordinary layer of so many features."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i in range(2):
+            half = self.param(f"half_{i}", nn.initializers.lecun_normal(), (x.shape[-1], 32))
+            x = jnp.tanh(x @ jnp.concatenate([half, -half], -1))[:, :8]
+        return nn.Dense(self.features)(nn.relu(nn.Dense(self.features)(x)))
+
+
+def layout_of(model: Any, axes: dict[str, int], rules: dict[str, Any] | None = None) -> Layout:
+    batch = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    captured = capture(model, lambda model, x: (model(x) ** 2).mean(), batch)
+    return make_layout(trace_loss(captured, batch, 1, train=True), {"data": 1, **axes}, rules or {})
+
+
+def said(layout: Layout) -> list[str]:
+    return [note for note in layout.notes if "whole on every device" in note]
+
+
+def test_few_bytes_are_not_worth_a_word() -> None:
+    """Biases and norms, which are a twentieth of anything large at most."""
+    assert not said(layout_of(nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(64)]), {"tensor": 4}))
+    assert not said(layout_of(Layers(512), {"tensor": 4}))
+
+
+def test_weights_that_are_left_whole_are_named_with_their_share_and_why() -> None:
+    why = "half_* 78 % (embed 8 is what layers hand on, dim 32 is put end to end with others)"
+    for axes, tensor in (({"tensor": 4}, "4"), ({"row": 2, "col": 2}, "2d:4")):
+        (note,) = said(layout_of(Layers(8), axes))
+        assert note.startswith(f"tensor={tensor} leaves 7") and why in note
+
+
+def test_of_a_plan_without_tensor_parallelism_nothing_is_said() -> None:
+    assert not layout_of(Layers(8), {"tensor": 1}).notes
+
+
+def test_what_rules_keep_whole_is_named_as_the_users_own_choice() -> None:
+    layout = layout_of(nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(8)]), {"tensor": 4}, {"layers_0/kernel:1": None})
+    assert "ffn 64 as `rules` says" in said(layout)[0]

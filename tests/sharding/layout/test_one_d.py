@@ -1,0 +1,99 @@
+"""The choice of classes that one axis splits: what it weighs, and its words. `test_layout` has what comes of it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from contract import trace_of
+from flax import nnx
+
+from cjax.sharding.layout.one_d import blocked_by, choose, undivided, whole_heads
+from cjax.trace.author.capture import capture
+from cjax.trace.reading import Trace, trace_loss
+
+
+def names(trace: Trace, size: int = 4, excluded: set[int] | None = None) -> set[str]:
+    chosen, _ = choose(trace, size, {trace.batch_class or 0} | (excluded or set()), str(size))
+    return {trace.names.get(c, "?") for c in chosen}
+
+
+def class_named(trace: Trace, name: str) -> int:
+    return next(c for c, other in trace.names.items() if other == name)
+
+
+class Bottle(nnx.Module):
+    """Wide, narrow, wide: [in, wide] [wide, narrow] [narrow, wide] [wide, 1]."""
+
+    def __init__(self, wide: int, narrow: int, *, rngs: nnx.Rngs):
+        sizes = [(6, wide), (wide, narrow), (narrow, wide), (wide, 1)]
+        self.layers = nnx.List([nnx.Linear(i, o, rngs=rngs) for i, o in sizes])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = nnx.tanh(layer(x))
+        return x
+
+
+def bottle(wide: int, narrow: int) -> Trace:
+    batch = jax.ShapeDtypeStruct((8, 6), jnp.float32)
+    captured = capture(lambda rngs: Bottle(wide, narrow, rngs=rngs), lambda model, x: model(x).mean(), batch)
+    return trace_loss(captured, batch, 1, train=True)
+
+
+# -- what is chosen ---------------------------------------------------------------------------------------------------
+def test_a_transformer_is_split_by_heads_ffn_and_vocabulary() -> None:
+    found = names(trace_of("nnx_decoder"))
+    assert found == {"heads", "ffn", "vocab", "vocab_2"}
+
+
+def test_no_weight_is_split_twice_and_the_sums_are_of_the_narrow() -> None:
+    """Of two classes beside each other one can be split; both wide ones leave results of the narrow one to be added."""
+    trace = bottle(64, 16)
+    chosen, _ = choose(trace, 4, {trace.batch_class or 0}, "4")
+    sizes = {max(trace.dims.size[d] for ids in trace.dims.inputs for d in ids if trace.dims.class_of(d) == c)
+             for c in chosen}  # fmt: skip
+    assert sizes == {64}
+
+
+def test_what_has_its_place_already_is_left_there() -> None:
+    trace = trace_of("nnx_decoder")
+    assert "ffn" not in names(trace, excluded={class_named(trace, "ffn")})
+    assert "heads" in names(trace, excluded={class_named(trace, "ffn")})
+
+
+def test_dims_smaller_than_the_axis_are_left_whole() -> None:
+    assert names(bottle(64, 16), 128) == set()
+    assert names(bottle(64, 16), 64) != set()
+
+
+def test_a_table_of_positions_does_not_count_as_a_matmul() -> None:
+    """It would be split along its rows otherwise, and what is looked up added up over the axis."""
+    trace = trace_of("linen_decoder")
+    positions = next(i for i, leaf in enumerate(trace.leaves) if leaf.name == "positions/embedding")
+    chosen, _ = choose(trace, 4, {trace.batch_class or 0}, "4")
+    assert not set(trace.classes_of(positions)) & set(chosen)
+
+
+# -- heads ------------------------------------------------------------------------------------------------------------
+def test_flat_key_value_heads_too_few_for_the_axis() -> None:
+    trace = trace_of("nnx_llama")
+    heads = class_named(trace, "heads")
+    assert whole_heads(trace, heads, 2) == set()
+    assert blocked_by(trace, heads, 2, set(), True, "2") is None
+
+
+@pytest.mark.parametrize(
+    ("tensor", "count", "sizes"),
+    [
+        ("4", 6, "1, 2, 3, 6"),
+        ("2d:16", 6, "1, 2d:4, 2d:9, 2d:36"),
+        ("2.5d:16", 3, "1, 2.5d:9"),
+        ("2.5d:32/2", 6, "1, 2.5d:8/2, 2.5d:18/2, 2.5d:72/2"),
+        ("3d:64", 6, "1, 3d:8, 3d:27, 3d:216"),
+    ],
+)
+def test_words_for_heads_that_do_not_divide_name_plans_of_the_same_mode(tensor: str, count: int, sizes: str) -> None:
+    trace = trace_of("nnx_decoder")
+    said = str(undivided(trace, class_named(trace, "heads"), count, tensor))
+    assert said == (
+        f"tensor={tensor} can't split heads: this model has {count}. Write a tensor size that divides it: {sizes}."
+    )

@@ -1,0 +1,155 @@
+"""What the placer asks of XLA: read off the jaxpr that comes out."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from contract import trace_of
+from jax._src.ad_checkpoint import saved_residuals
+from jax.extend import core as jex
+from jax.sharding import PartitionSpec as P
+
+from cjax.mesh import build_mesh
+from cjax.sharding.layout.layout import make_layout
+from cjax.sharding.place.place import Placer, WeightPlacement
+from cjax.sharding.place.saved import POLICIES
+
+SIZES = {"data": 4, "tensor": 2}
+
+
+def placer(placement: WeightPlacement | None = None, **kwargs: Any) -> Placer:
+    """Of the NNX decoder's trace; input 0 is placed as given."""
+    trace = trace_of("nnx_decoder")
+    mesh = build_mesh(SIZES, jax.devices())
+    weights = {} if placement is None else {0: placement}
+    return Placer(trace, make_layout(trace, SIZES, {}), mesh, weights, **kwargs)
+
+
+def constraints(function: Callable[..., Any], *args: Any) -> list[tuple[P, str]]:
+    """Spec and dtype of each sharding constraint, in order."""
+
+    def walk(jaxpr: Any) -> Iterator[Any]:
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            yield eqn
+            for inner in jex.jaxprs_in_params(eqn.params):
+                yield from walk(inner)
+
+    eqns = [e for e in walk(jax.make_jaxpr(function)(*args)) if e.primitive.name == "sharding_constraint"]
+    return [(e.params["sharding"].spec, str(e.outvars[0].aval.dtype)) for e in eqns]
+
+
+WHOLE, PART = P(None, None), P("data", None)
+
+
+def test_a_weight_is_used_as_laid_out_and_its_gradient_leaves_in_parts() -> None:
+    place = placer(WeightPlacement(WHOLE, PART))
+    grad = jax.grad(lambda w: (place.weight(0, w) ** 2).sum())
+    assert constraints(grad, jnp.ones((8, 8))) == [(WHOLE, "float32"), (PART, "float32")]
+
+
+def test_low_precision_rounds_before_it_gathers_and_sums_in_float32() -> None:
+    leaf = next(iter(sorted(placer(precision="bfloat16")._rounded)))
+    trace = trace_of("nnx_decoder")
+    mesh = build_mesh(SIZES, jax.devices())
+    place = Placer(
+        trace, make_layout(trace, SIZES, {}), mesh, {leaf: WeightPlacement(WHOLE, PART)}, precision="bfloat16"
+    )
+    grad = jax.grad(lambda w: (place.weight(leaf, w).astype(jnp.float32) ** 2).sum())
+    assert constraints(grad, jnp.ones((8, 8))) == [(WHOLE, "bfloat16"), (PART, "float32")]
+
+
+def test_only_weights_of_matmuls_and_lookups_are_rounded() -> None:
+    trace, place = trace_of("nnx_decoder"), placer(precision="bfloat16")
+    rounded = {trace.leaves[i].name.split("/")[-1] for i in place._rounded}
+    assert rounded == {"kernel", "embedding"}
+
+
+def test_a_layer_of_an_authors_stack_has_lost_its_first_dim() -> None:
+    place = placer(WeightPlacement(P(None, "tensor", None), P(None, "tensor", "data")))
+    assert constraints(lambda w: place.weight(0, w), jnp.ones((8, 8))) == [(P("tensor", None), "float32")]
+
+
+def test_one_device_is_left_alone() -> None:
+    trace = trace_of("nnx_decoder")
+    sizes = {"data": 1, "tensor": 1}
+    mesh, weights = build_mesh(sizes, jax.devices()[:1]), {0: WeightPlacement(WHOLE, WHOLE)}
+    alone = Placer(trace, make_layout(trace, sizes, {}), mesh, weights)
+    assert not constraints(lambda w: alone.weight(0, w), jnp.ones((8, 8)))
+    assert not constraints(lambda w: alone.constrain(w, WHOLE), jnp.ones((8, 8)))
+
+
+def test_results_of_matmuls_are_pinned_and_of_the_rest_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, place = trace_of("nnx_decoder"), placer()
+    pinned: list[str] = []
+    monkeypatch.setattr(Placer, "constrain", lambda self, value, spec: pinned.append(name) or value)
+    for eqn in trace.closed.jaxpr.eqns:
+        name = eqn.primitive.name
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+        jax.eval_shape(lambda *a, eqn=eqn: place.equation(eqn, list(a), trace.dims.top), *shapes)
+    assert set(pinned) == {"dot_general", "gather"}
+
+
+def test_activations_lie_by_their_dims() -> None:
+    trace, place = trace_of("nnx_decoder"), placer()
+    dots = [eqn for eqn in trace.closed.jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    up = next(eqn for eqn in dots if eqn.outvars[0].aval.shape == (16, 12, 64))
+    args = [jnp.zeros(v.aval.shape) for v in up.invars]
+    found = constraints(lambda *a: place.equation(up, list(a), trace.dims.top), *args)
+    assert found == [(P("data", None, "tensor"), "float32")]
+
+
+# -- remat ------------------------------------------------------------------------------------------------------------
+def body(x: jax.Array) -> jax.Array:
+    return jnp.sin(x)
+
+
+def test_layers_save_results_of_matmuls_and_make_the_rest_again() -> None:
+    def mlp(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (jax.nn.gelu(x @ w) @ w.T).sum()
+
+    def saved(function: Callable[..., Any]) -> list[tuple[int, ...]]:
+        found = saved_residuals(function, jnp.ones((8, 16)), jnp.ones((4, 8)))
+        return [aval.shape for aval, what in found if "argument" not in what]
+
+    assert saved(mlp).count((4, 16)) > 2, "gelu alone keeps several"
+    assert saved(placer().layer(mlp)).count((4, 16)) == 1
+    assert placer().whole(mlp) is mlp
+
+
+def test_of_dropout_one_byte_is_saved() -> None:
+    def dropped(w: jax.Array, x: jax.Array) -> jax.Array:
+        keep = jax.random.bernoulli(jax.random.key(0), 0.9, (4, 16))
+        return (jnp.where(keep, x @ w, 0.0) @ w.T).sum()
+
+    found = saved_residuals(placer().layer(dropped), jnp.ones((8, 16)), jnp.ones((4, 8)))
+    assert [aval.dtype for aval, what in found if aval.shape == (4, 16)].count(jnp.dtype(bool)) == 1
+    assert not any(aval.dtype == jnp.uint32 and aval.shape == (4, 16) for aval, _ in found)
+
+
+REMAKES: list[dict[str, Any]] = [{"gathers": True}, {"precision": "bfloat16"}, {"remat": "dots"}, {"remat": "block"}]
+
+
+@pytest.mark.parametrize("kwargs", REMAKES)
+def test_what_is_made_again_is_checkpointed(kwargs: dict[str, Any]) -> None:
+    place = placer(**kwargs)
+    assert place.layer(body) is not body
+    assert place.whole(body) is body, "the loop over layers does it"
+
+
+def test_gathered_weights_are_not_saved() -> None:
+    """Saved for the backward pass are activations and the weight as it is kept, not as it is used."""
+    place = placer(WeightPlacement(WHOLE, PART), gathers=True)
+
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ place.weight(0, w)).sum()
+
+    def saved(function: Callable[..., Any]) -> list[tuple[int, ...]]:
+        found = saved_residuals(function, jnp.ones((8, 8)), jnp.ones((4, 8)))
+        return [aval.shape for aval, what in found if "argument" not in what]
+
+    assert (8, 8) in saved(layer)
+    assert (8, 8) not in saved(jax.checkpoint(layer, policy=POLICIES["none"]))
+    assert (4, 8) in saved(jax.checkpoint(layer, policy=POLICIES["none"])), "activations still are"
+    assert not saved(jax.checkpoint(layer, policy=POLICIES["block"]))

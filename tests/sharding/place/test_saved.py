@@ -1,0 +1,168 @@
+"""Complex numbers in layers: what is saved of them for the backward pass, and models that are made of them."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax._src.ad_checkpoint import saved_residuals
+
+import cjax
+from cjax.sharding.place.saved import checkpointed, has_complex
+
+ROWS, LENGTH, WIDTH, STATE = 16, 6, 8, 4
+
+
+def scanned(decay: jax.Array, inputs: jax.Array) -> jax.Array:
+    """A diagonal linear recurrence over positions."""
+
+    def joined(p: Any, q: Any) -> Any:
+        return p[0] * q[0], q[0] * p[1] + q[1]
+
+    return jax.lax.associative_scan(joined, (jnp.broadcast_to(decay, inputs.shape), inputs), axis=1)[1]
+
+
+def complex_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    a, b = jax.random.split(key)
+    return 0.3 * jax.lax.complex(jax.random.normal(a, shape), jax.random.normal(b, shape))
+
+
+class StateSpace(nn.Module):
+    """A layer as S5 has it; its matrices are complex parameters, or pairs of real ones."""
+
+    paired: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def matrix(name: str, shape: tuple[int, int]) -> jax.Array:
+            if not self.paired:
+                return self.param(name, complex_normal, shape)
+            pair = self.param(name, nn.initializers.normal(0.3), (*shape, 2))
+            return pair[..., 0] + 1j * pair[..., 1]
+
+        decay = self.param("decay", nn.initializers.normal(), (STATE,))
+        turn = self.param("turn", nn.initializers.normal(), (STATE,))
+        states = scanned(jnp.exp(-jnp.exp(decay) + 1j * turn), nn.LayerNorm()(x) @ matrix("B", (WIDTH, STATE)))
+        return x + nn.Dense(WIDTH)(nn.gelu(2 * (states @ matrix("C", (STATE, WIDTH))).real))
+
+
+class Linen(nn.Module):
+    paired: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        turns = jnp.exp(1j * jnp.arange(LENGTH))[:, None]  # read by all layers, as rotary tables are
+        for _ in range(4):
+            x = StateSpace(self.paired)(x) + (x * turns).real
+        return nn.Dense(4)(x)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.decay = nnx.Param(jax.random.normal(rngs.params(), (STATE,)))
+        self.b = nnx.Param(complex_normal(rngs.params(), (WIDTH, STATE)))
+        self.c = nnx.Param(complex_normal(rngs.params(), (STATE, WIDTH)))
+        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        states = scanned(jnp.exp(-jnp.exp(self.decay[...]) + 1j), x @ self.b[...])
+        return x + self.out(jnp.tanh((states @ self.c[...]).real))
+
+
+class Stack(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([Layer(rngs) for _ in range(4)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def loss(model: Any, batch: Any) -> jax.Array:
+    return (jnp.sin(model(batch["x"])) ** 2 * batch["w"].real).mean()
+
+
+BATCH = {
+    "x": np.random.default_rng(0).standard_normal((ROWS, LENGTH, WIDTH)).astype(np.float32),
+    "w": (1 + 1j * np.arange(ROWS).reshape(ROWS, 1, 1)).astype(np.complex64),
+}
+
+
+def distance(found: Any, wanted: Any) -> float:
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return max(float(np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(b)) for a, b in pairs)
+
+
+def compared(model: Any, plan: str, tolerance: float) -> None:
+    """A step of Adam under a plan, beside one on one device: gradients, their norm, and new parameters."""
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+    program = cjax.parallelize(model, loss, optimizer, BATCH, plan)
+    state = program.init(0)
+    params = jax.tree.map(np.asarray, program.params(state))
+    if isinstance(model, nn.Module):
+        graded = jax.jit(jax.grad(lambda p: loss(model.bind({"params": p}), BATCH)))
+    else:
+        graph, _, rest = nnx.split(nnx.eval_shape(lambda: model(nnx.Rngs(0))), nnx.Param, ...)
+        graded = jax.jit(jax.grad(lambda p: loss(nnx.merge(graph, p, rest), BATCH)))
+    wanted = graded(params)
+    _, found = program.value_and_grad(state, BATCH)
+    assert distance(found, wanted) < tolerance
+    updates, _ = optimizer.update(wanted, optimizer.init(params), params)
+    state, metrics = program.step(state, BATCH)
+    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(wanted)), rel=tolerance)
+    assert distance(program.params(state), optax.apply_updates(params, updates)) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("plan", "tolerance"),
+    [
+        ("data=8", 3e-5),
+        ("data=4 tensor=2 zero=3 remat=dots", 3e-5),
+        ("data=4 tensor=2 microbatches=2 zero=2 remat=block", 3e-5),
+        ("data=2 tensor=2 pipeline=1f1b:2 microbatches=4", 3e-5),
+    ],
+)
+def test_complex_parameters_in_layers(plan: str, tolerance: float) -> None:
+    compared(Linen(), plan, tolerance)
+
+
+def test_complex_numbers_stay_what_they_are_under_bfloat16() -> None:
+    errors = []
+    for plan, devices in (("data=8", jax.devices()), ("data=1", jax.devices()[:1])):
+        plan = f"{plan} precision=bfloat16"
+        program = cjax.parallelize(Linen(), loss, optax.adam(1e-2), BATCH, plan, devices=devices)
+        state = program.init(0)
+        params = jax.tree.map(np.asarray, program.params(state))
+        wanted = jax.jit(jax.grad(lambda p: loss(Linen().bind({"params": p}), BATCH)))(params)
+        found = jax.tree.map(np.asarray, program.value_and_grad(state, BATCH)[1])
+        assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, params)
+        errors.append(float(optax.tree.norm(jax.tree.map(lambda a, b: a - b, found, wanted))))
+    assert 0 < errors[0] < 1.5 * errors[1], "of rounding, what one device has"
+
+
+def test_complex_numbers_made_of_real_parameters() -> None:
+    compared(Linen(paired=True), "data=4 tensor=2 zero=1", 3e-5)
+
+
+def test_complex_parameters_of_an_nnx_model() -> None:
+    compared(lambda rngs: Stack(rngs), "data=2 tensor=2 pipeline=gpipe:2 microbatches=2", 3e-5)
+
+
+def test_a_checkpoint_saves_no_complex_numbers() -> None:
+    table = jnp.exp(1j * jnp.arange(4.0))
+
+    def layer(x: jax.Array) -> jax.Array:
+        return jnp.sin((x * table) @ table)
+
+    x = jnp.ones((8, 4), jnp.complex64)
+    body = checkpointed(layer, "none", has_complex(jax.make_jaxpr(layer)(x).jaxpr))
+    saved = [aval.dtype for aval, _ in saved_residuals(lambda x: body(x).real.sum(), x)]
+    assert saved and not any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in saved)
+    np.testing.assert_allclose(
+        jax.grad(lambda x: body(x).real.sum())(x), jax.grad(lambda x: layer(x).real.sum())(x), rtol=1e-5
+    )

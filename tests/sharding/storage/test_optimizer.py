@@ -1,0 +1,144 @@
+"""Any optax transformation, on stacked, padded and split storage, does what it does on the user's own tree."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from contract import assert_close, bytes_on_a_device, on_host
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from optimizers import OPTIMIZERS
+
+from cjax.mesh import build_mesh
+from cjax.sharding.storage.optimizer import StoredOptimizer, store_optimizer
+from cjax.sharding.storage.storage import Storage, make_storage
+
+PyTree = Any
+MESH = {"data": 2, "tensor": 4}
+LAYERS = 3
+LOSS = jnp.float32(2.5)  # that never falls
+SHAPES = {"kernel": (24, 32), "bias": (32,), "cube": (4, 8, 24)}
+
+
+def params() -> PyTree:
+    """An embedding that the tensor axis pads, and three layers."""
+    rng = np.random.default_rng(0)
+
+    def draw(shape: tuple[int, ...]) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    layers = {f"layer_{i}": {name: (i + 1) * draw(shape) for name, shape in SHAPES.items()} for i in range(LAYERS)}
+    return {"embed": draw((101, 24)), "head": {"kernel": draw((24, 7))}, **layers}
+
+
+def gradients(step: int) -> PyTree:
+    rng = np.random.default_rng(step + 1)
+
+    # Layers of very different size: what mixes their norms shows.
+    def draw(x: np.ndarray) -> np.ndarray:
+        return (rng.standard_normal(x.shape) * 10 ** rng.uniform(-3, 3)).astype(np.float32)
+
+    return jax.tree.map(draw, params())
+
+
+def placement(name: str, shape: tuple[int, ...], zero: bool) -> P:
+    if name == "embed":
+        return P("tensor", "data" if zero else None)
+    if name.startswith("layer") and name.endswith("kernel"):
+        return P("data" if zero else None, "tensor")
+    return P(*[None] * len(shape))
+
+
+def stored(zero: bool = True) -> tuple[Storage, list[P]]:
+    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params())
+    names = ["/".join(str(k.key) for k in path) for path, _ in jax.tree_util.tree_flatten_with_path(shape)[0]]
+    leaves = jax.tree.leaves(shape)
+    groups = [
+        tuple(i for i, name in enumerate(names) if name.startswith("layer") and name.endswith(part)) for part in SHAPES
+    ]
+    specs = [placement(name, leaf.shape, zero) for name, leaf in zip(names, leaves, strict=True)]
+    return make_storage(shape, groups, specs.__getitem__, MESH, lambda i: None), specs
+
+
+def prepare(optimizer: optax.GradientTransformation) -> tuple[StoredOptimizer, Storage, Any]:
+    mesh = build_mesh(MESH, jax.devices())
+    storage, specs = stored()
+    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params())
+    return store_optimizer(optimizer, shape, storage, specs.__getitem__, mesh), storage, mesh
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_does_as_on_the_users_tree(name: str) -> None:
+    optimizer = OPTIMIZERS[name]()
+    given, storage, mesh = prepare(optimizer)
+    here = jax.jit(storage.store, out_shardings=storage.shardings(mesh))(params())
+    opt = jax.jit(given.init, out_shardings=given.storage.shardings(mesh))(here)
+    there, there_opt = params(), optimizer.init(params())
+
+    @jax.jit
+    def serial(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = optax.with_extra_args_support(optimizer).update(grads, state, params, value=LOSS)
+        return optax.apply_updates(params, updates), state
+
+    update = jax.jit(given.update, out_shardings=(storage.shardings(mesh), given.storage.shardings(mesh)))
+    for step in range(3):
+        grads = gradients(step)
+        here, opt = update(storage.store(grads), opt, here, LOSS)
+        there, there_opt = serial(grads, there_opt, there)
+    assert_close(storage.load(on_host(here)), on_host(there), (1e-5, 1e-7), "parameter ")
+    state = given.storage.load(on_host(opt))
+    assert jax.tree.structure(state) == jax.tree.structure(there_opt)
+    assert_close(jax.tree.leaves(state), jax.tree.leaves(on_host(there_opt)), (1e-4, 1e-6), "state ")
+
+
+def test_state_lies_where_its_parameter_does() -> None:
+    given, storage, mesh = prepare(optax.adam(1e-3))
+    embed = next(slot for slot in storage.slots if slot.shape == (101, 24))
+    moments = [slot for slot in given.storage.slots if slot.shape == (101, 24)]
+    assert [slot.spec for slot in moments] == [embed.spec] * 2 and moments[0].padded == (104, 24)
+    stacks = [slot for slot in given.storage.slots if slot.shape == (24, 32)]
+    assert [len(slot.leaves) for slot in stacks] == [LAYERS] * 2, "moments of layers are stacked as the layers are"
+    assert {slot.spec for slot in stacks} == {P("data", "tensor")}
+
+
+def test_state_is_held_in_parts() -> None:
+    given, storage, mesh = prepare(optax.adam(1e-3))
+    here = jax.jit(storage.store, out_shardings=storage.shardings(mesh))(params())
+    opt = jax.jit(given.init, out_shardings=given.storage.shardings(mesh))(here)
+    split = 104 * 24 + LAYERS * 24 * 32
+    whole = 24 * 7 + LAYERS * (32 + 4 * 8 * 24)
+    assert bytes_on_a_device(opt) == 2 * 4 * (split // 8 + whole) + 4
+
+
+def test_factors_of_a_parameter_are_split_as_the_dims_they_share() -> None:
+    """Adafactor keeps a row and a column of each matrix: each has one of its dims."""
+    given, _, mesh = prepare(optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=None))
+    found = {(slot.shape, len(slot.leaves)): slot.spec for slot in given.storage.slots}
+    assert found[(101,), 1] == P("tensor")
+    assert {found.get(((24,), 1)), found.get(((24,), LAYERS))} <= {P("data"), None}
+    assert found[(32,), LAYERS] in (P("tensor"), P(None))
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(TypeError, match="give an optax transformation"):
+        prepare("adam")  # type: ignore[arg-type]
+
+
+def test_update_is_local_under_zero() -> None:
+    """No gather inside the update: gradients come in parts, parameters are gathered behind it, if at all."""
+    given, storage, mesh = prepare(optax.adamw(1e-3))
+
+    def placed(storage: Storage) -> list[jax.ShapeDtypeStruct]:
+        shapes = zip(storage.shape(), storage.shardings(mesh), strict=True)
+        return [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s, sharding in shapes]
+
+    shardings = (storage.shardings(mesh), given.storage.shardings(mesh))
+    compiled = jax.jit(given.update, out_shardings=shardings).lower(
+        placed(storage), placed(given.storage), placed(storage), LOSS
+    ).compile()  # fmt: skip
+    text = compiled.as_text()
+    assert not any(f" {kind}(" in text for kind in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+    assert isinstance(jax.tree.leaves(compiled.output_shardings)[0], NamedSharding)

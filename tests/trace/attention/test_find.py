@@ -1,0 +1,240 @@
+"""Attention found in traces, and what it is said to be made of."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from zoo import MODELS
+
+from cjax.trace.attention.bounds import bounds
+from cjax.trace.attention.find import Attention, find_attentions
+from cjax.trace.author.capture import capture
+from cjax.trace.jaxpr.simplify import REMAT_NAMES, simplify
+from cjax.trace.reading import trace_loss
+
+B, S, H, D = 2, 12, 6, 5
+Q = jnp.ones((B, S, H, D))
+FEW = jnp.ones((B, S, 3, D))
+
+
+def found_in(function: Any, *args: Any, **options: Any) -> tuple[list[Attention], list[str]]:
+    jaxpr = simplify(jax.make_jaxpr(function)(*args)).jaxpr
+    return find_attentions(jaxpr.eqns, jaxpr.outvars, **options)
+
+
+def only(function: Any, *args: Any) -> Attention:
+    (found,), reasons = found_in(function, *args)
+    assert not reasons
+    return found
+
+
+def everywhere(jaxpr: Any) -> tuple[int, list[str]]:
+    found, reasons = find_attentions(jaxpr.eqns, jaxpr.outvars, weights=jaxpr.invars)
+    count = len(found)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" or eqn.primitive.name in REMAT_NAMES:
+            inner = eqn.params["jaxpr"]
+            more, others = everywhere(getattr(inner, "jaxpr", inner))
+            count, reasons = count + more * eqn.params.get("length", 1), reasons + others
+    return count, reasons
+
+
+COUNTS = {
+    "linen_decoder": 4, "linen_encoder": 3, "linen_scan": 4, "linen_remat": 4, "linen_tied": 4, "linen_packed_qkv": 4,
+    "linen_masked_mean": 3, "linen_encoder_decoder": 3 + 2 * 4, "linen_moe_soft": 3, "linen_moe_capacity": 3,
+    "linen_vit": 4, "nnx_decoder": 4, "nnx_encoder": 3, "nnx_scan": 4, "nnx_llama": 4, "cjax_gpt": 4, "cjax_bert": 4,
+    "cjax_vit": 4, "cjax_t5": 3 + 2 * 2, "cjax_llama": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str) -> None:
+    model, loss, batch = MODELS[name].make()
+    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    trace = trace_loss(capture(model, loss, batch), shape, 1, train=True)
+    count, reasons = everywhere(trace.closed.jaxpr)
+    assert count == COUNTS.get(name, 0)
+    assert not reasons
+
+
+def test_dims() -> None:
+    found = only(lambda q, k, v, b: jax.nn.dot_product_attention(q, k, v, bias=b), Q, FEW, FEW, jnp.ones((1, H, S, S)))
+    assert found.dims_of(found.query.var) == ("batch", "query", "heads", "heads", "depth")
+    assert found.dims_of(found.key.var) == ("batch", "key", "heads", "depth")
+    assert found.dims_of(found.value.var) == ("batch", "key", "heads", "depth")
+    assert sorted(filter(None, found.dims_of(found.out.var))) == ["batch", "depth", "heads", "heads", "query"]
+    (bias,) = found.leaves
+    assert found.dims_of(bias.var) == (None, "heads", "heads", "query", "key") or found.dims_of(bias.var) == (
+        None, "heads", "query", "key",
+    )  # fmt: skip
+
+    def heads_first(q: Any, k: Any, v: Any) -> Any:
+        return jax.nn.softmax(q @ k.transpose(0, 1, 3, 2)) @ v
+
+    x = jnp.ones((B, H, S, D))
+    found = only(heads_first, x, x, x)
+    assert found.dims_of(found.query.var) == ("batch", "heads", "query", "depth")
+    found = only(heads_first, jnp.ones((B, H, 7, D)), x, x)
+    assert found.sizes[found.label("query")] == 7 and found.sizes[found.label("key")] == S
+
+
+def test_masks_by_position_need_no_input() -> None:
+    found = only(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), Q, Q, Q)
+    assert found.leaves == ()
+    assert len(found.group.ins) == 3
+
+
+def test_one_variable_in_two_places() -> None:
+    """Tokens' segments are read along queries and along keys; the values are the keys."""
+
+    def function(x: Any, ids: Any) -> Any:
+        scores = jnp.einsum("bqhd,bkhd->bhqk", x, x)
+        seen = (ids[:, :, None] == ids[:, None, :])[:, None]
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen, scores, -1e9)), x)
+
+    found = only(function, Q, jnp.ones((B, S), int))
+    assert {node.labels for node in found.leaves} and len(found.leaves) == 2
+    assert len(found.group.ins) == 3 and len(found.operands) == 5
+
+
+def test_a_mask_made_before_the_layer_is_made_again() -> None:
+    def function(q: Any, k: Any, v: Any) -> Any:
+        mask = nn.make_causal_mask(jnp.ones((B, S)))
+        for _ in range(2):
+            q = nn.dot_product_attention(q, k, v, mask=mask)
+        return q
+
+    jaxpr = simplify(jax.make_jaxpr(function)(Q, Q, Q)).jaxpr
+    cut = [eqn.primitive.name for eqn in jaxpr.eqns].index("dot_general")
+    before, eqns = jaxpr.eqns[:cut], jaxpr.eqns[cut:]
+    square = (B, 1, S, S)
+    found, _ = find_attentions(eqns, jaxpr.outvars)
+    assert len(found) == 2 and all(square in [n.var.aval.shape for n in one.leaves] for one in found)
+    found, _ = find_attentions(eqns, jaxpr.outvars, before=before)
+    assert len(found) == 2 and all(n.var.aval.size <= B * S for one in found for n in one.leaves)
+
+
+def test_sown_weights() -> None:
+    layer = nn.MultiHeadDotProductAttention(2, qkv_features=8)
+    x = jnp.ones((B, S, 8))
+    params = {"params": layer.init(jax.random.key(0), x)["params"]}
+
+    def function(x: Any, sow: bool) -> Any:
+        return layer.apply(params, x, sow_weights=sow, mutable=["intermediates"])
+
+    assert len(found_in(lambda x: function(x, False), x)[0]) == 1
+    found, (reason,) = found_in(lambda x: function(x, True), x)
+    assert not found and "read elsewhere as well (sown" in reason
+
+    def loss(x: Any) -> Any:  # a penalty on the weights is a use of them too
+        out, state = function(x, True)
+        return out.sum() + sum((leaf**2).sum() for leaf in jax.tree.leaves(state))
+
+    found, (reason,) = found_in(loss, x)
+    assert not found and "neither dropout nor a product with values" in reason
+
+
+def test_what_is_no_attention() -> None:
+    def router(x: Any, w: Any, values: Any) -> Any:
+        return jnp.einsum("bse,bsed->bsd", jax.nn.softmax(x @ w), values)
+
+    args = (jnp.ones((B, S, D)), jnp.ones((D, 4)), jnp.ones((B, S, 4, 7)))
+    found, (reason,) = found_in(router, *args)
+    assert not found and "values of its own" in reason
+    jaxpr = simplify(jax.make_jaxpr(router)(*args)).jaxpr
+    assert find_attentions(jaxpr.eqns, jaxpr.outvars, weights=[jaxpr.invars[1]]) == ([], [])
+
+    def added(q: Any, k: Any, v: Any) -> Any:  # "softmax1", without a maximum: the one would have to be scaled
+        exps = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", exps / (1 + exps.sum(-1, keepdims=True)), v)
+
+    found, (reason,) = found_in(added, Q, Q, Q)
+    assert not found and "no maximum" in reason
+
+    def squared(q: Any, k: Any, v: Any) -> Any:
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)) ** 2, v)
+
+    found, (reason,) = found_in(squared, Q, Q, Q)
+    assert not found and "neither dropout" in reason
+    assert found_in(lambda x: jax.nn.log_softmax(x @ x.T).sum(), jnp.ones((4, 3))) == ([], [])
+    assert found_in(lambda x, w: jax.nn.gelu(x @ w) @ w.T, jnp.ones((4, 3)), jnp.ones((3, 5))) == ([], [])
+
+
+def test_layers_of_flax_and_jax() -> None:
+    mask = jnp.ones((B, 1, S, S), bool)
+    key = jax.random.key(0)
+    options: dict[str, Any] = {"dropout_rng": key, "dropout_rate": 0.1}
+    for function in (
+        lambda q, k, v: nn.dot_product_attention(q, k, v, mask=mask, broadcast_dropout=False, **options),
+        lambda q, k, v: nn.dot_product_attention(q, k, v, bias=jnp.ones((H, S, S)), force_fp32_for_softmax=True),
+        lambda q, k, v: nnx.dot_product_attention(q, k, v, mask=mask, is_causal=True),
+        lambda q, k, v: nnx.dot_product_attention(q, k, v, mask=mask, **options),
+        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, local_window_size=4),
+    ):
+        only(function, Q, Q, Q)
+        only(function, *(x.astype(jnp.bfloat16) for x in (Q, Q, Q)))
+    only(lambda q, k, v: nnx.dot_product_attention(q, k, v, mask=mask, **options), Q, FEW, FEW)
+    only(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, bias=jnp.ones((1, H, S, S))), Q, FEW, FEW)
+
+
+# --- bounds ---
+
+
+def masked_by(mask: Any, low: float = -1e9) -> Any:
+    def function(q: Any, k: Any, v: Any) -> Any:
+        i, j = jnp.arange(S)[:, None], jnp.arange(S)[None, :]
+        scores = jnp.where(mask(i, j), jnp.einsum("bqhd,bkhd->bhqk", q, k), low)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda i, j: i >= j,
+        lambda i, j: j < i,
+        lambda i, j: ~(j > i),
+        lambda i, j: i + 3 > j,
+        lambda i, j: (i >= j) & (i - j < 4),
+        lambda i, j: abs(i - j) <= 2,
+        lambda i, j: (i == j) | (j == 0),
+        lambda i, j: i // 4 == j // 4,  # not followed: never empty
+        lambda i, j: jnp.minimum(i, 5) >= 2 * j - i,
+    ],
+)
+@pytest.mark.parametrize("num", [2, 3, 6])
+def test_blocks_that_bounds_call_empty_are_empty(mask: Any, num: int) -> None:
+    found = only(masked_by(mask), Q, Q, Q)
+    above = bounds(found, num, num, ())
+    seen = np.asarray(mask(np.arange(S)[:, None], np.arange(S)[None, :]))
+    some = seen.reshape(num, S // num, num, S // num).any((1, 3))
+    assert not some[above < np.inf].any()
+    np.testing.assert_allclose(above[above < np.inf], -1e9, rtol=1e-5)
+
+
+def test_bounds_of_a_causal_mask_are_tight() -> None:
+    for function in (
+        masked_by(lambda i, j: i >= j),
+        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
+        lambda q, k, v: nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(jnp.ones((B, S)))),
+    ):
+        above = bounds(only(function, Q, Q, Q), 4, 4, ())
+        np.testing.assert_array_equal(above < -1000, np.arange(4)[:, None] < np.arange(4))
+    assert np.isinf(bounds(only(nn.dot_product_attention, Q, Q, Q), 4, 4, ())).all()
+
+
+def test_a_literal_that_differs_by_layer_bounds_nothing() -> None:
+    found = only(masked_by(lambda i, j: i - 1 >= j), Q, Q, Q)
+    literals = [
+        (id(eqn), at)
+        for eqn, _ in {**found.steps, **found.sources}.values()
+        for at, atom in enumerate(eqn.invars)
+        if hasattr(atom, "val") and np.ndim(atom.val) == 0 and atom.val == 1
+    ]
+    assert literals
+    assert (bounds(found, 4, 4, ()) < 0).any() and not (bounds(found, 4, 4, literals) < 0).any()

@@ -1,0 +1,70 @@
+"""A derivative taken apart gives what `jax.vjp` gives, and saves little; weights wait for the second half."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cjax.trace.emit.backward import Derivative
+
+ROWS, WIDTH, HIDDEN = 6, 4, 10
+RNG = np.random.default_rng(0)
+WEIGHTS = [RNG.normal(size=s).astype(np.float32) for s in ((WIDTH, HIDDEN), (HIDDEN,), (HIDDEN, WIDTH), (WIDTH,))]
+FIXED = [RNG.random((ROWS, 1)) > 0.3, np.int32(2)]
+MOVING = [RNG.normal(size=(ROWS, WIDTH)).astype(np.float32), np.int32(5)]
+
+
+def layer(weights: Any, fixed: Any, moving: Any) -> Any:
+    up, bias, down, scale = weights
+    mask, index = fixed
+    x, count = moving
+    normed = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-3) * scale
+    hidden = jax.nn.gelu(normed.astype(jnp.bfloat16).astype(jnp.float32) @ up + bias)
+    return [x + jnp.where(mask, hidden @ down, 0) * index, count + 1]
+
+
+def wanted(gradient: Any) -> Any:
+    out, pull = jax.vjp(lambda w, x: layer(w, FIXED, [x, MOVING[1]])[0], WEIGHTS, MOVING[0])
+    return out, *pull(gradient)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_both_ways_give_the_gradients(remat: bool) -> None:
+    derivative = Derivative(jax.checkpoint(layer) if remat else layer, WEIGHTS, FIXED, MOVING)
+    gradient = RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    out, weights, moving = wanted(gradient)
+    given, saved = derivative.forward(WEIGHTS, FIXED, MOVING)
+    np.testing.assert_allclose(given[0], out, rtol=1e-6)
+    assert given[1] == 6
+    assert [(s.shape, s.dtype) for s in derivative.saved] == [(s.shape, s.dtype) for s in saved]
+    whole = derivative.both(WEIGHTS, FIXED, saved, [gradient, np.int32(0)])
+    first, crossing = derivative.backward(WEIGHTS, FIXED, saved, [gradient, np.int32(0)])
+    second = derivative.weight_gradients(WEIGHTS, FIXED, saved, crossing)
+    for of_moving, of_weights in (whole, (first, second)):
+        np.testing.assert_allclose(of_moving[0], moving, rtol=1e-5, atol=1e-6)
+        for a, b in zip(of_weights, weights, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def products(function: Any, *args: Any) -> int:
+    return str(jax.make_jaxpr(function)(*args)).count("dot_general")
+
+
+def test_each_half_multiplies_its_own_matrices() -> None:
+    derivative = Derivative(layer, WEIGHTS, FIXED, MOVING)
+    _, saved = derivative.forward(WEIGHTS, FIXED, MOVING)
+    gradient = [np.ones((ROWS, WIDTH), np.float32), np.int32(0)]
+    assert products(lambda s, g: derivative.backward(WEIGHTS, FIXED, s, g), saved, gradient) == 2
+    _, crossing = derivative.backward(WEIGHTS, FIXED, saved, gradient)
+    assert products(lambda s, c: derivative.weight_gradients(WEIGHTS, FIXED, s, c), saved, crossing) == 2
+    assert products(lambda s, g: derivative.both(WEIGHTS, FIXED, s, g), saved, gradient) == 4
+
+
+def test_saves_what_was_handed_in_and_results_of_matmuls_and_reductions() -> None:
+    """Of the hidden width, one array: not the gelu's own steps, nor a weight, nor a rounded copy of one."""
+    shapes = [s.shape for s in Derivative(layer, WEIGHTS, FIXED, MOVING).saved]
+    assert shapes.count((ROWS, HIDDEN)) == 1 and shapes.count((ROWS, WIDTH)) == 1
+    assert not {w.shape for w in WEIGHTS} & set(shapes)
+    assert sum(len(shape) > 1 and shape[1] > 1 for shape in shapes) == 2, shapes

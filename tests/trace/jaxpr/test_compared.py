@@ -1,0 +1,54 @@
+"""Largest elements: the derivative is JAX's own, and goes somewhere however often XLA makes the elements again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import cjax
+from cjax.trace.jaxpr import compared
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 2), (0, 1, 2), ()])
+@pytest.mark.parametrize("name", ["reduce_max", "reduce_min"])
+def test_ties_share_the_derivative_as_in_jax(axes: tuple[int, ...], name: str) -> None:
+    x = jnp.asarray(np.random.default_rng(0).integers(0, 3, (3, 4, 5)), jnp.float32)
+    plain = jnp.max if name == "reduce_max" else jnp.min
+
+    def graded(function):
+        return jax.grad(lambda x: (function(x) ** 2).sum())(x)
+
+    np.testing.assert_array_equal(
+        graded(lambda x: compared.extreme(x, axes, name)), graded(lambda x: plain(x, axes))
+    )
+
+
+def test_where_none_is_equal_the_first_of_the_largest_counts() -> None:
+    x = jnp.asarray([[1.0, 3.0, 3.0], [2.0, 0.0, -1.0]])
+    assert compared._first(x, (1,), "reduce_max").tolist() == [[False, True, False], [True, False, False]]
+    assert compared._first(x, (0, 1), "reduce_min").tolist() == [[False] * 3, [False, False, True]]
+
+
+class Line(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(4)(x)
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_elements_that_are_made_twice(rows: int) -> None:
+    """One row a device: XLA makes v + v**2 for the largest and for the comparison, in two ways."""
+
+    def loss(model, batch):
+        v = jnp.square(model(batch)).mean(-1)
+        return (v + v**2).max(1).mean()
+
+    x = np.random.RandomState(0).randn(rows, 3, 5).astype("float32")
+    program = cjax.parallelize(Line(), loss, optax.sgd(1.0), x, "data=2", devices=jax.devices()[:2])
+    state = program.init(0)
+    params = jax.tree.map(np.asarray, program.params(state))
+    grads = program.value_and_grad(state, x)[1]
+    want = jax.grad(lambda p: loss(Line().bind({"params": p}), x))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads, want)
