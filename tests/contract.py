@@ -21,12 +21,13 @@ from zoo import MODELS, Batch, Case, case, regression_batch
 from zoo_cjax import ROWS
 from zoo_nnx import MLP as NNXMLP
 
-from cjax.parallelize import compose
 from cjax.plan import Plan
-from cjax.program import Program
+from cjax.program import Given, Program
+from cjax.program.compose import compose
 from cjax.sharding.storage.storage import Storage
 from cjax.trace.author.capture import Capture, Mean, capture
-from cjax.trace.reading import Trace, trace_loss
+from cjax.trace.reading import Trace
+from cjax.trace.source import Source
 
 PyTree = Any
 NUM_STEPS = 3
@@ -172,7 +173,7 @@ def batch_shape(name: str, wide: bool = False) -> PyTree:
 
 @functools.cache
 def trace_of(name: str, parts: int = 1) -> Trace:
-    return trace_loss(subject(name, False).captured, batch_shape(name), parts, train=True)
+    return Source(subject(name, False).captured, batch_shape(name)).read(parts)
 
 
 def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -202,7 +203,8 @@ def program_of(name: str, plan: str, wide: bool, optimizer: optax.GradientTransf
     """The model under the plan, on as many of the virtual devices as it says (all by default)."""
     devices = jax.devices()[: 1 if plan.startswith("data=1 ") else NUM_DEVICES]
     resolved = Plan.parse(plan).resolve(len(devices))
-    return compose(subject(name, wide).captured, optimizer, batch_shape(name, wide), resolved, devices)
+    given = Given(Source(subject(name, wide).captured, batch_shape(name, wide)), optimizer)
+    return Program(compose(given, resolved, devices))
 
 
 @dataclasses.dataclass(frozen=True)

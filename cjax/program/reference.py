@@ -17,7 +17,7 @@ from jax.extend import core as jex
 
 from cjax.gradients import divisors
 from cjax.program.check import Outcome
-from cjax.program.state import Parts
+from cjax.program.parts import Parts
 from cjax.trace.author.capture import Mean
 from cjax.trace.microbatches.combine import denominator
 from cjax.trace.stages.counters import depends

@@ -17,9 +17,9 @@ from cjax.mesh import build_mesh
 from cjax.sharding.place.local import LocalRows, local_rows
 from cjax.sharding.place.model import store_model
 from cjax.trace.author.capture import capture
-from cjax.trace.microbatches.combine import lift
 from cjax.trace.microbatches.mirror import Draw
-from cjax.trace.reading import trace_flat, trace_loss
+from cjax.trace.microbatches.part import read_part
+from cjax.trace.source import Source
 
 BATCH, IN, CLASSES, PARTS = 32, 6, 5, 2
 
@@ -113,19 +113,14 @@ def test_waits_only_where_examples_meet_in_sums(name: str, num_devices: int) -> 
     captured = capture(net, loss, batch())
     plan = cjax.Plan.parse(f"microbatches={PARTS}").resolve(num_devices)
     shape = jax.eval_shape(lambda: batch())
-    trace = trace_loss(captured, shape, PARTS, train=True)
-
-    def again(rows: int) -> Any:
-        other = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows * PARTS, *x.shape[1:]), x.dtype), shape)
-        return trace_flat(captured, other, PARTS, trace)
-
+    source = Source(captured, shape)
     if reason is not None and reason.startswith("refused: "):
-        pytest.raises(ValueError, lift, trace, again, BATCH, shares=True).match(reason.removeprefix("refused: "))
+        pytest.raises(ValueError, read_part, source, PARTS).match(reason.removeprefix("refused: "))
         return
-    trace = lift(trace, again, BATCH, shares=True)
+    trace = read_part(source, PARTS)
     mesh = jax.sharding.AbstractMesh((num_devices, 1), ("data", "tensor"))
     storage = store_model(captured, trace, plan, mesh)  # type: ignore[arg-type]
-    found = local_rows(captured, shape, trace, storage, plan, mesh)  # type: ignore[arg-type]
+    found = local_rows(source, trace, storage, plan, mesh)  # type: ignore[arg-type]
     if reason is None:
         assert isinstance(found, LocalRows), found
         rows = BATCH // PARTS // num_devices
