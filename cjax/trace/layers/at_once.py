@@ -65,7 +65,7 @@ class _Turns:
         consts = zip(body.jaxpr.invars, scan.invars[: self._num_consts], strict=False)
         weights = {var for var, atom in consts if type(atom) is Literal or atom in of_weights}
         self._adding = [self._addition(i) for i in range(self._num_carry)]
-        adding = {id(added) for added, _ in self._adding}
+        adding = {id(eqn) for eqn, _ in self._adding}
         self._made = [eqn for eqn in self._eqns if id(eqn) not in adding]
         for eqn in self._made:
             if not self._own.isdisjoint(_variables(eqn)):
@@ -78,20 +78,20 @@ class _Turns:
             and not body.effects
             and len(self._outs) == self._num_carry
             and bool(products)
-            and all(added is not None and term in self._own for added, term in self._adding)
+            and all(term is not None and term in self._own for _, term in self._adding)
             and not any(_is_apart(eqn) for eqn in self._made)
             and not any(set(self._carries) & set(_variables(eqn)) for eqn in self._made)
             and all(self._is_of_weight(eqn, weights) for eqn in products)
         )
 
     def _addition(self, carry: int) -> tuple[JaxprEqn | None, Any]:
-        """The equation that adds to a carry, and what it adds."""
-        old, new, shape = self._carries[carry], self._outs[carry], _struct(self._carries[carry]).shape
+        """The equation that adds to a carry, and what it adds; nothing where the carry changes otherwise."""
+        old, new = self._carries[carry], self._outs[carry]
         for eqn in self._eqns:
             if any(new is var for var in eqn.outvars) and eqn.primitive.name == "add":
-                other = [atom for atom in eqn.invars if atom is not old]
-                if len(other) == 1 and type(other[0]) is Var and _struct(other[0]).shape == shape:
-                    return eqn, other[0]
+                terms = [atom for atom in eqn.invars if atom is not old]
+                if len(terms) == 1 and type(terms[0]) is Var and _struct(terms[0]).shape == _struct(old).shape:
+                    return eqn, terms[0]
         return None, None
 
     def _is_of_weight(self, eqn: JaxprEqn, weights: set[Any]) -> bool:
@@ -113,16 +113,16 @@ class _Turns:
             if id(eqn) not in summed:
                 self._append(eqn, [type(a) is not Literal and a in self._own for a in eqn.invars], env, eqns)
         results = []
-        for (added, term), carry in zip(self._adding, self._carries, strict=True):
-            assert added is not None
+        for (adding, term), carry in zip(self._adding, self._carries, strict=True):
+            assert adding is not None
             last = sums.get(term)
-            of, axes = (last.invars[0], tuple(last.params["axes"])) if last is not None else (term, ())
+            of, axes = (term, ()) if last is None else (last.invars[0], tuple(last.params["axes"]))
             axes = (0, *(axis + 1 for axis in axes))
 
             def total(old: Any, terms: Any, axes: tuple[int, ...] = axes) -> list[Any]:
                 return [lax.add(old, lax.reduce(terms, np.zeros((), terms.dtype), lax.add, axes))]
 
-            results += _traced(total, [env[carry], env[of]], added, self._scan, eqns)
+            results += _traced(total, [env[carry], env[of]], adding, self._scan, eqns)
         return results
 
     def _is_read_once(self, var: Any) -> bool:
@@ -140,29 +140,33 @@ class _Turns:
 
 
 def _written_out(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
-    """The equations of a body, those that a checkpoint holds among them, and what results."""
+    """The equations of a body, those that a checkpoint holds among them, and what results. What makes a number of
+    JAX's out of one of Python's, the same in bits, is left out."""
     eqns: list[JaxprEqn] = []
     env: dict[Any, Atom] = {}
     for eqn in jaxpr.eqns:
         ins = [_read(env, atom) for atom in eqn.invars]
-        if eqn.primitive.name not in REMAT_NAMES:
+        if eqn.primitive.name == "convert_element_type" and _struct(ins[0]).dtype == _struct(eqn.outvars[0]).dtype:
+            env[eqn.outvars[0]] = ins[0]
+        elif eqn.primitive.name not in REMAT_NAMES:
             eqns.append(eqn.replace(invars=ins))
-            continue
-        body = eqn.params["jaxpr"]
-        inner: dict[Any, Atom] = dict(zip(body.invars, ins, strict=True))
-        for each in body.eqns:
-            outs = [Var(var.aval) for var in each.outvars]
-            names = eqn.source_info.name_stack + each.source_info.name_stack
-            eqns.append(
-                each.replace(
-                    invars=[_read(inner, atom) for atom in each.invars],
-                    outvars=outs,
-                    source_info=each.source_info.replace(name_stack=names),
-                )
-            )
-            inner.update(zip(each.outvars, outs, strict=True))
-        env.update((var, _read(inner, atom)) for var, atom in zip(eqn.outvars, body.outvars, strict=True))
+        else:
+            inner, outs = _written_out(eqn.params["jaxpr"])
+            known: dict[Any, Atom] = dict(zip(eqn.params["jaxpr"].invars, ins, strict=True))
+            for each in inner:
+                eqns.append(_renamed(each, known, eqn))
+            env.update((var, _read(known, atom)) for var, atom in zip(eqn.outvars, outs, strict=True))
     return eqns, [_read(env, atom) for atom in jaxpr.outvars]
+
+
+def _renamed(eqn: JaxprEqn, known: dict[Any, Atom], around: JaxprEqn) -> JaxprEqn:
+    """An equation of the body of another, as it stands outside; what it makes gets new variables, since bodies are
+    shared."""
+    outs = [Var(var.aval) for var in eqn.outvars]
+    info = eqn.source_info.replace(name_stack=around.source_info.name_stack + eqn.source_info.name_stack)
+    ins = [_read(known, atom) for atom in eqn.invars]
+    known.update(zip(eqn.outvars, outs, strict=True))
+    return eqn.replace(invars=ins, outvars=outs, source_info=info)
 
 
 def _traced(
