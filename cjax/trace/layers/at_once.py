@@ -4,10 +4,13 @@ An author who never wants to hold the logits of all positions classifies some of
 up their losses. A grid of devices has no use for that: it splits the logits both ways already, while the product in
 each turn would send the classifier again. So under a grid such a loop is one pass over all its turns.
 
-Only what is the same either way is taken: turns that see nothing of each other but the sum, and whose every product is
-with weights, so that nothing grows by more than the number of turns (scores of a part of the queries would).
+Only what is the same either way is taken, in numbers and but for the turns' own values in memory: turns that see
+nothing but weights, single numbers and a part of their own, and nothing of each other but the sum; whose every product
+is with a weight. What looks at all rows in each turn, scores of a part of the queries say, stays in its loop: all at
+once is what its author avoided.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 from cjax.trace.jaxpr.simplify import REMAT_NAMES, scan_counts, simplify
 
@@ -62,8 +65,9 @@ class _Turns:
         self._eqns, self._outs = _written_out(body.jaxpr)
         self._jaxpr, first_x = body.jaxpr, self._num_consts + self._num_carry
         self._carries, self._own = body.jaxpr.invars[self._num_consts : first_x], set(body.jaxpr.invars[first_x:])
-        consts = zip(body.jaxpr.invars, scan.invars[: self._num_consts], strict=False)
+        consts = list(zip(body.jaxpr.invars, scan.invars[: self._num_consts], strict=False))
         weights = {var for var, atom in consts if type(atom) is Literal or atom in of_weights}
+        sees_rows = any(var not in weights and math.prod(_struct(var).shape) > 1 for var, _ in consts)
         self._adding = [self._addition(i) for i in range(self._num_carry)]
         adding = {id(eqn) for eqn, _ in self._adding}
         self._made = [eqn for eqn in self._eqns if id(eqn) not in adding]
@@ -74,7 +78,8 @@ class _Turns:
                 weights.update(eqn.outvars)
         products = [eqn for eqn in self._made if eqn.primitive.name in _PRODUCTS]
         self.add_up = (
-            not body.consts
+            not sees_rows
+            and not body.consts
             and not body.effects
             and len(self._outs) == self._num_carry
             and bool(products)
@@ -192,9 +197,13 @@ def _struct(atom: Atom) -> jax.ShapeDtypeStruct:
 
 
 def _is_apart(eqn: JaxprEqn) -> bool:
+    """Whether an equation is of another kind for all turns, or holds a product that nobody has looked at."""
     dtypes: list[Any] = [getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars)]
     draws = any(dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in dtypes)
-    return draws or bool(eqn.effects) or eqn.primitive.name in _APART
+    if draws or eqn.effects or eqn.primitive.name in _APART:
+        return True
+    inside = [each for body in jaxprs_in_params(eqn.params) for each in body.eqns]
+    return any(each.primitive.name in _PRODUCTS or _is_apart(each) for each in inside)
 
 
 def _variables(eqn: JaxprEqn) -> list[Any]:

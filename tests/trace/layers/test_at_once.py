@@ -33,6 +33,14 @@ def clipped(x: jax.Array) -> jax.Array:
 clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.5, 0.5),))
 
 
+@jax.custom_jvp
+def hidden(x: jax.Array) -> jax.Array:
+    return x @ x.T @ x
+
+
+hidden.defjvp(lambda primals, tangents: (hidden(*primals), tangents[0]))
+
+
 def with_two_sums(w: Any, x: Any) -> Any:
     def turn(sums: Any, part: Any) -> Any:
         y = part @ w
@@ -63,7 +71,13 @@ KEPT: dict[str, Callable[[Any, Any], Any]] = {
                                                              0.0, x)[0],
     "a sum that turns read": lambda w, x: lax.scan(lambda t, part: (t + (part @ w).sum() * t, None), 1.0, x)[0],
     "results of each turn": lambda w, x: jnp.sum(lax.scan(lambda t, part: (t + (part @ w).sum(), part @ w), 0.0, x)[1]),
-    "scores of a part of the queries": lambda w, x: summed(lambda w, part: (part @ w @ (x.reshape(-1, IN) @ w).T).sum())(w, x),
+    "scores of a part of the queries": lambda w, x: summed(
+        lambda w, part: (part @ w @ (x.reshape(-1, IN) @ w).T).sum()
+    )(w, x),
+    "distances to all rows": lambda w, x: summed(
+        lambda w, part: jnp.abs(jnp.outer(part @ w[:, 0], jnp.ones(TURNS * ROWS)) - x.reshape(-1, IN)[:, 0]).sum()
+    )(w, x),
+    "a product that a derivative by hand hides": summed(lambda w, part: (hidden(part) @ w).sum()),
     "a branch": summed(lambda w, part: lax.cond(part.sum() > 0, lambda: (part @ w).sum(), lambda: 0.0)),
     "random numbers": lambda w, x: summed(
         lambda w, i: (jax.random.normal(jax.random.fold_in(jax.random.key(0), i), (ROWS, IN)) @ w).sum()
