@@ -67,8 +67,9 @@ TAKEN: dict[str, Callable[[Any, Any], Any]] = {
 }
 KEPT: dict[str, Callable[[Any, Any], Any]] = {
     "no product": summed(lambda w, part: jnp.square(part).sum() + w.sum()),
-    "turns that depend on each other": lambda w, x: lax.scan(lambda t, part: (jnp.tanh(t + (part @ w).sum()), None),
-                                                             0.0, x)[0],
+    "turns that depend on each other": lambda w, x: lax.scan(
+        lambda t, part: (jnp.tanh(t + (part @ w).sum()), None), jnp.float32(0), x
+    )[0],
     "a sum that turns read": lambda w, x: lax.scan(lambda t, part: (t + (part @ w).sum() * t, None), 1.0, x)[0],
     "results of each turn": lambda w, x: jnp.sum(lax.scan(lambda t, part: (t + (part @ w).sum(), part @ w), 0.0, x)[1]),
     "scores of a part of the queries": lambda w, x: summed(
