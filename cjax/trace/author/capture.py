@@ -137,6 +137,11 @@ def _read_back(carried: PyTree, after: PyTree, known: tuple[str, ...] = ()) -> P
                 f"The loss changed the shape of {name} from {old.shape} to {new.shape}: "
                 "a training step must keep the shapes of the model's state."
             )
+        if new.dtype != old.dtype and _kind(new.dtype) != _kind(old.dtype):
+            raise ValueError(
+                f"The loss changed the dtype of {name} from {old.dtype} to {new.dtype}: a training step must keep what "
+                f"the model's state is made of. Create it with the dtype that it is given later, {new.dtype}."
+            )
         # A statistic computed in another precision goes back to the state's own: each new dtype would be a compile.
         leaves.append(new if new.dtype == old.dtype else new.astype(old.dtype))
     if values:
@@ -145,6 +150,12 @@ def _read_back(carried: PyTree, after: PyTree, known: tuple[str, ...] = ()) -> P
             "Create them in the constructor, or take them out again inside the loss (NNX: `nnx.pop(model, ...)`)."
         )
     return jax.tree.unflatten(jax.tree.structure(carried), leaves)
+
+
+def _kind(dtype: Any) -> Any:
+    """What numbers of any precision are: whole, real, complex, true or false, or keys of one kind."""
+    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
+    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype)
 
 
 def _names(annotations: Mapping[str, Iterable[Any]]) -> dict[str, tuple[str | None, ...]]:

@@ -26,7 +26,8 @@ _REARRANGES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims"
 _INDEXING = _REARRANGES | {"convert_element_type", "concatenate", "add", "sub", "lt", "ge", "select_n", "transpose"}
 _INDEXED = frozenset(["gather", "scatter", "scatter-add", "scatter_add"])
 _DRAWS = frozenset(["random_bits", "random_split"])
-_OPAQUE = frozenset(["rng_bit_generator", "rng_uniform"])
+# Gamma variates split their key among all elements in order.
+_OPAQUE = frozenset(["rng_bit_generator", "rng_uniform", "random_gamma"])
 _BODIES = REMAT_NAMES | {"scan", "custom_jvp_call", "custom_vjp_call"}
 
 
