@@ -86,7 +86,7 @@ def alike(row: Row, kept: list[Row]) -> Row | None:
     words = set(plans.kind(row["plan"]).split())
     for other in kept:
         same = other["kind"] == row["kind"] and (row["kind"] == "wrong" or signature(other) == signature(row))
-        if same and ops(other["spec"]) <= ops(row["spec"]) and set(plans.kind(other["plan"]).split()) <= words:
+        if same and ops(other["spec"]) <= ops(row["spec"]) and set(plans.kind(other["plan"]).split()) - {"data"} <= words:
             return other
     return None
 
