@@ -86,7 +86,8 @@ def alike(row: Row, kept: list[Row]) -> Row | None:
     words = set(plans.kind(row["plan"]).split())
     for other in kept:
         same = other["kind"] == row["kind"] and (row["kind"] == "wrong" or signature(other) == signature(row))
-        if same and ops(other["spec"]) <= ops(row["spec"]) and set(plans.kind(other["plan"]).split()) - {"data"} <= words:
+        fewer = set(plans.kind(other["plan"]).split()) - {"data"} <= words
+        if same and fewer and ops(other["spec"]) <= ops(row["spec"]):
             return other
     return None
 
