@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
+from cjax.jax_compat.jaxprs import new_var
 from cjax.trace.examples.values import Value, Weight
 from cjax.trace.examples.verdict import APART, Divisions, Lifted, follow, verdict
 from cjax.trace.jaxpr.twins import Twins
@@ -147,7 +148,7 @@ def _check_mean(results: Sequence[Value]) -> None:
 def _share(trace: Trace, other: jex.ClosedJaxpr, divisions: Divisions) -> Trace:
     """`trace` whose denominators are inputs behind the batch."""
     weights = dict.fromkeys(weight for _, weight in divisions.found if weight.atom.aval.shape == ())
-    inputs = {weight: jex.Var(eqn.invars[1].aval) for eqn, weight in divisions.found if weight in weights}
+    inputs = {weight: new_var(eqn.invars[1].aval) for eqn, weight in divisions.found if weight in weights}
     given = {id(eqn): weight for eqn, weight in divisions.found if weight in inputs}
     known = {at: Value("fixed", power=0 if weight.is_mean else 1) for at, weight in given.items()}
     batch, num_params = set(trace.leaves_of("batch")), len(trace.leaves_of("params"))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
+from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.simplify import REMAT_NAMES
 from cjax.trace.layers.repeats import Run
@@ -312,7 +313,7 @@ def _same_array(a: Any, b: Any) -> bool:
 
 
 def _where(eqn: Any) -> str:
-    return f"{eqn.source_info.name_stack or 'the loss itself'} ({eqn.primitive.name})"
+    return f"{name_stack(eqn) or 'the loss itself'} ({eqn.primitive.name})"
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
