@@ -330,6 +330,7 @@ def author(name: str, parts: int, wide: bool, optimizer: str | None = None) -> R
         outs = []
         for part in range(parts):
             rows = jax.tree.map(lambda x, part=part: x[part::parts] if np.ndim(x) else x, batch)
+            carried = _streams_of(state[2], carried, captured.random)
             *out, carried = backward(params, frozen, carried, rows, step_key, part)
             outs.append(out)
         loss, aux, grads = _averaged(outs)
@@ -337,6 +338,13 @@ def author(name: str, parts: int, wide: bool, optimizer: str | None = None) -> R
         state = (optax.apply_updates(params, updates), frozen, carried)
         steps.append(Step(on_host(loss), on_host(aux), on_host(grads)))
     return Run(tuple(steps), on_host(state[0]), on_host(state[2]))
+
+
+def _streams_of(first: PyTree, now: PyTree, random: tuple[bool, ...]) -> PyTree:
+    """`now` with random streams as they were in `first`: each micro-batch of a step draws from where the step began."""
+    leaves, treedef = jax.tree.flatten(now)
+    pairs = zip(jax.tree.leaves(first), leaves, random, strict=True)
+    return treedef.unflatten([old if drawn else new for old, new, drawn in pairs])
 
 
 def _part(captured: Capture, parts: int, params: PyTree, *rest: Any) -> tuple[Any, ...]:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
+from cjax.jax_compat.functions import author_function
+from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.examples.arithmetic import ELEMENTWISE, elementwise, reduction
 from cjax.trace.examples.own_gradients import backward, judged, operands, scales
 from cjax.trace.examples.rules import RULES
@@ -234,7 +236,7 @@ class _Reader:
         atoms: list[Any] = [*eqn.invars, *context.twin.invars]
         shapes = tuple(atom.aval.shape for atom in atoms)
         known = tuple(value.layout if value.kind == "rows" else value.kind for value in (*context.values, *results))
-        key = (id(getattr(rule, "f", rule)), shapes, known)  # of the author's function, which all its calls share
+        key = (id(author_function(rule)), shapes, known)  # of the author's function, which all its calls share
         if key not in self.gradients:
             closed, other = backward(eqn), backward(context.twin)
             grads, is_scaled = None, True
@@ -294,7 +296,7 @@ class _Reader:
         given = context.values if values is None else values
         inner = self.read(body, [*self.consts(body), *given], context.is_inside)
         results = []
-        prefix = str(context.eqn.source_info.name_stack)
+        prefix = str(name_stack(context.eqn))
         for value, outvar in zip(inner, context.eqn.outvars, strict=True):
             if value.kind in ("sum", "mean"):
                 value = replace(value, weight=Weight(outvar, is_mean=value.kind == "mean"))

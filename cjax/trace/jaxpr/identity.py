@@ -10,6 +10,9 @@ import jax.core
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from cjax.jax_compat.functions import is_machinery, is_wrapped, wrapped_parts
+from cjax.jax_compat.jaxprs import context_key
+
 Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 _FUNCTIONS = types.FunctionType | types.MethodType | functools.partial
 
@@ -59,7 +62,7 @@ def equation_key(eqn: JaxprEqn) -> Hashable:
     """
     operands = tuple((atom.aval, type(atom) is Literal) for atom in eqn.invars)
     params = tuple((name, _value_key(value)) for name, value in sorted(eqn.params.items()))
-    return (eqn.primitive, params, operands, tuple(var.aval for var in eqn.outvars), eqn.ctx)
+    return (eqn.primitive, params, operands, tuple(var.aval for var in eqn.outvars), context_key(eqn))
 
 
 def _value_key(value: Any) -> Hashable:
@@ -74,7 +77,7 @@ def _value_key(value: Any) -> Hashable:
             return tuple((_value_key(name), _value_key(part)) for name, part in value.items())
         case np.ndarray() | np.generic():
             return (value.shape, value.dtype, value.tobytes())
-    if isinstance(value, _FUNCTIONS) or hasattr(value, "transforms"):
+    if isinstance(value, _FUNCTIONS) or is_wrapped(value):
         return _callable_key(value, set())
     try:
         hash(value)
@@ -110,8 +113,8 @@ def _callable_key(function: Any, seen: set[int]) -> Hashable:
     seen = {*seen, id(function)}
     if isinstance(function, functools.partial):
         return tuple(_closed_over(part, seen) for part in (function.func, function.args, function.keywords))
-    if hasattr(function, "transforms") and hasattr(function, "f"):  # JAX's WrappedFun
-        return (_closed_over(function.f, seen), _closed_over(function.transforms, seen))
+    if is_wrapped(function):
+        return tuple(_closed_over(part, seen) for part in wrapped_parts(function))
     if isinstance(function, types.MethodType):
         return (_closed_over(function.__func__, seen), _Identity(function.__self__))
     cells = tuple(_cell(cell, seen) for cell in function.__closure__ or ())
@@ -128,10 +131,10 @@ def _cell(cell: Any, seen: set[int]) -> Hashable:
 def _closed_over(value: Any, seen: set[int]) -> Hashable:
     if isinstance(value, tuple | list):
         return tuple(_closed_over(part, seen) for part in value)
-    if isinstance(value, _FUNCTIONS) or hasattr(value, "transforms"):
+    if isinstance(value, _FUNCTIONS) or is_wrapped(value):
         return _callable_key(value, seen)
     if isinstance(value, jax.core.Tracer):
         return _Identity(value)
-    if type(value) in (object, dict) or (type(value).__module__.startswith("jax._src") and not hasattr(value, "eqns")):
+    if type(value) in (object, dict) or is_machinery(value):
         return type(value) if not isinstance(value, jax.core.AbstractValue) else value
     return _value_key(value)

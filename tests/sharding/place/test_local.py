@@ -71,6 +71,11 @@ def per_row_noise(model: Any, batch: Any, key: Any) -> jax.Array:
     return losses(model, {**batch, "x": batch["x"] + noise}).mean()
 
 
+def gamma_noise(model: Any, batch: Any, key: Any) -> jax.Array:
+    """One key, split among all elements in order."""
+    return losses(model, {**batch, "x": batch["x"] * jax.random.gamma(key, jnp.ones(batch["x"].shape))}).mean()
+
+
 CASES: dict[str, tuple[Callable[..., Any], Net, str | None]] = {
     "a mean": (mean, Net(), None),
     "dropout": (mean, Net(rate=0.5), None),
@@ -80,6 +85,7 @@ CASES: dict[str, tuple[Callable[..., Any], Net, str | None]] = {
     ),
     "labels by the number of the row": (by_index, Net(), None),
     "keys split among the rows": (per_row_noise, Net(), None),
+    "one key for all gamma variates": (gamma_noise, Net(), r"random_gamma\) draws for each row in an order of its own"),
     "a Mean with the number of rows": (lambda m, b: cjax.Mean(losses(m, b).sum(), b["y"].shape[0]), Net(), None),
     "aux that averages": (lambda m, b: (mean(m, b), {"mask": b["mask"].mean()}), Net(), None),
     "aux that adds up": (lambda m, b: (mean(m, b), cjax.Mean(b["x"].sum(), b["mask"].sum())), Net(), None),
