@@ -61,7 +61,7 @@ COLOSSAL: tuple[dict[str, Any], ...] = (
 
 def rows(*lines: Iterable[str]) -> str:
     """A table of Markdown, its head first."""
-    head, *body = (["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines])
+    head, *body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
     return "\n".join([head, "|" + " --- |" * (head.count(" | ") + 1), *body]) + "\n"
 
 
@@ -81,7 +81,9 @@ def words_elsewhere() -> str:
 
 def values() -> str:
     """The words that each name of a plan takes."""
-    return rows(("name", "takes"), *((f"`{name}`", ", ".join(f"`{w}`" for w in words)) for name, words in WORDS.items()))
+    return rows(
+        ("name", "takes"), *((f"`{name}`", ", ".join(f"`{w}`" for w in words)) for name, words in WORDS.items())
+    )
 
 
 def commands() -> str:
