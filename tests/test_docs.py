@@ -205,7 +205,7 @@ def texts(tree: ast.AST) -> list[str]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            found.append("".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values))
+            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.append(node.value)
     return found
