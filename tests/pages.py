@@ -5,6 +5,7 @@ and tells what is stale.
 """
 
 import dataclasses
+import importlib
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -145,15 +146,22 @@ def absent_cards() -> str:
 
 def reference() -> str:
     """The public names: of `cjax`, then of its rooms."""
-    parts = ["## cjax\n", *(f"::: cjax.{name}\n" for name in FRONT)]
+    parts = ["## cjax\n", *(f"::: {place_of('cjax', name)}\n" for name in FRONT)]
     for room, title in ROOMS.items():
-        parts += [f"## {title}: {room}\n", *(f"::: {room}.{name}\n" for name in public_names(room))]
+        names = public_names(room)
+        parts += [f"## {title}: {room}\n", *(f"::: {place_of(room, name)}\n" for name in names)]
     return "\n".join(parts)
+
+
+def place_of(room: str, name: str) -> str:
+    """Where the parser finds a room's name: in its own file, if a file or room of that name would be found first."""
+    value = getattr(sys.modules[room], name)
+    return f"{value.__module__}.{name}" if f"{room}.{name}" in sys.modules else f"{room}.{name}"
 
 
 def public_names(room: str) -> list[str]:
     """What users may call of a room, classes and functions alone."""
-    module = sys.modules.get(room) or __import__(room, fromlist=["_"])
+    module = importlib.import_module(room)
     names = getattr(module, "__all__", None) or [name for name, value in vars(module).items() if _is_own(value)]
     return sorted(name for name in names if callable(getattr(module, name)) and not name.startswith("_"))
 

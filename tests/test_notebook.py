@@ -110,7 +110,7 @@ def number(text: str) -> float:
     return float(text.partition("Array(")[2].partition(",")[0])
 
 
-# -- docs/pipelines_and_reports.ipynb -----------------------------------------------------------------------------------
+# -- docs/pipelines_and_reports.ipynb ---------------------------------------------------------------------------------
 def test_schedules_are_told_apart(run: Run) -> None:
     lines = output(run("pipelines_and_reports"), "for schedule in").splitlines()
     waits = [float(line.partition("waits")[2].partition("%")[0]) for line in lines]
@@ -127,7 +127,7 @@ def test_the_pipelines_report_is_drawn_and_its_plan_is_right(run: Run) -> None:
     assert "needs 8 layers for 8 stages" in output(cells, "# More stages")
 
 
-# -- docs/real_weights_and_lora.ipynb -----------------------------------------------------------------------------------
+# -- docs/real_weights_and_lora.ipynb ---------------------------------------------------------------------------------
 def test_adapters_learn_and_the_rest_stays(run: Run) -> None:
     cells = run("real_weights_and_lora")
     assert "config.json" in output(cells, "import os") and "parameters are trained" in output(cells, "program = cjax")
@@ -149,7 +149,7 @@ def learned(text: str) -> bool:
     return last < first - 0.2
 
 
-# -- all of them --------------------------------------------------------------------------------------------------------
+# -- all of them ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_is_kept_without_outputs(path: Path) -> None:
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
