@@ -11,10 +11,10 @@ STAMP := $(VENV)/.installed-$(EXTRAS)
 # worksteal keeps a file's tests together (shared compiled programs) until a worker runs dry.
 PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help setup train lint test test-all test-aot test-gpu test-strangers search
+.PHONY: help setup train lint docs test test-all test-aot test-gpu test-strangers search
 
 help:
-	@echo "make train | test | test-all | test-aot | test-gpu | test-strangers | search | lint | setup (EXTRAS=test,gpu for NVIDIA GPUs)"
+	@echo "make train | test | test-all | test-aot | test-gpu | test-strangers | search | docs | lint | setup (EXTRAS=test,gpu for NVIDIA GPUs)"
 
 setup: $(STAMP)
 
@@ -36,6 +36,10 @@ train: setup
 lint: setup
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m pyright --pythonpath $(PYTHON)
+
+# The site, in build/site. Material's word about MkDocs 2, which is not asked for, is no warning of ours.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 test: lint
 	$(PYTEST)

@@ -29,6 +29,8 @@ if _TYPE_CHECKING:
     from cjax import pipeline as pipeline
     from cjax import train as train
 
+__version__ = "0.1.0"
+
 # Imported when they are first asked for: what only some runs need should not slow down `import cjax`.
 _ROOMS = ("checkpoint", "data", "models", "optim", "pipeline", "train")
 

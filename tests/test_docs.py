@@ -1,22 +1,29 @@
 """What README.md and docs/ say is true: snippets run, commands exist, links resolve, generated parts are fresh."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import snippets
 
+import cjax
 import cjax.report as report
 from cjax.cli import main
+from cjax.plan import Plan
+from cjax.plan.text import NAMES as PLAN_NAMES
+from cjax.plan.text import WORDS as PLAN_WORDS
 
 ROOT = Path(__file__).parent.parent
 HOUSE = ROOT / "cjax"
-README, DESIGN = ROOT / "README.md", ROOT / "docs" / "design.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+README, DESIGN = ROOT / "README.md", DOCS / "design.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 # Places of one machine, and hosts of registries: pages are read elsewhere.
 PLACES = r"(?<![\w.~-])/(?:work|tmp|home|root|opt|usr|mnt|var|Users)\b"
@@ -31,11 +38,28 @@ def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
 
 
 # -- snippets ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def pages_with(kind: str) -> list[Any]:
+    """Pages that show something to be run: alone, or (`aot`) with GPUs that are not here."""
+    found = []
+    for page in PAGES:
+        needs = {block.needs for block, _ in snippets.snippets(page.read_text())}
+        if (None if kind == "alone" else kind) in needs:
+            found.append(pytest.param(page, id=str(page.relative_to(ROOT))))
+    return found
+
+
+@pytest.mark.parametrize("page", pages_with("alone"))
 def test_snippets_do_what_they_say(page: Path, tmp_path: Path) -> None:
-    if not snippets.snippets(page.read_text()):
-        return
     done = run(str(ROOT / "tests" / "snippets.py"), str(page), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("page", pages_with("aot"))
+def test_snippets_for_gpus_that_are_not_here_do_what_they_say(page: Path, tmp_path: Path) -> None:
+    """With all of XLA's optimizations, as a user's."""
+    command = [str(ROOT / "tests" / "snippets.py"), str(page), "--with", "aot"]
+    done = run(*command, cwd=tmp_path, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -46,6 +70,7 @@ def test_snippets_do_what_they_say(page: Path, tmp_path: Path) -> None:
         ("```python\nx = 1\n```\n```text\nValueError: no\n```\n", "raises nothing"),
         ("```python\n1 / 0\n```\n", "ZeroDivisionError"),
         ("```python\n1 / 0\n```\n```text\nZeroDivisionError: ...else\n```\n", "division by zero"),
+        ("```console\ncjax inspect nowhere\n```\n```text\nstep\n```\n", "there is no checkpoint"),
     ],
 )
 def test_a_false_snippet_is_seen(text: str, said: str) -> None:
@@ -58,9 +83,9 @@ def test_text_is_expected_only_right_behind_its_snippet() -> None:
     assert [wanted for _, wanted in snippets.snippets(text)] == [None]
 
 
-def test_needs_are_modules() -> None:
+def test_needs_are_extras() -> None:
     needed = {block.needs for page in PAGES for block in snippets.fenced(page.read_text())} - {None}
-    assert needed <= set(snippets.MODULES)
+    assert needed == set(snippets.EXTRAS)
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
@@ -85,7 +110,7 @@ def test_make_targets_exist() -> None:
 
 
 def test_cjax_commands_and_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in console_lines("cjax"):
+    for words in (words for words in console_lines("cjax") if words[1] != "--help"):
         with pytest.raises(SystemExit) as ended:
             main([words[1], "--help"])
         shown = capsys.readouterr().out
@@ -96,22 +121,25 @@ def test_cjax_commands_and_options_exist(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_extras_are_those_of_the_project() -> None:
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-    section = README.read_text().partition("## Installing")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", section, re.M)) == extras
+    assert set(re.findall(r"^\| `(\w+)` \|", (DOCS / "installing.md").read_text(), re.M)) == extras
     for words in console_lines("pip"):
         assert set(re.findall(r"\[([\w,]+)\]", words[-1])[0].split(",")) <= extras
 
 
 # -- what must not go stale -------------------------------------------------------------------------------------------
-def test_the_table_of_what_works_is_fresh() -> None:
-    done = run(str(ROOT / "tests" / "works.py"), "--check", cwd=ROOT)
+def test_parts_that_are_read_off_the_code_are_fresh() -> None:
+    done = run(str(ROOT / "tests" / "pages.py"), "--check", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_readme_is_short() -> None:
+    assert len(README.read_bytes()) < 7000
+
+
 def test_the_report_explained_is_one_that_is_printed() -> None:
-    """Its labels and its tables' heads, in their order."""
-    text = README.read_text()
-    (block,) = [b for b in snippets.fenced(text) if text[: b.start].endswith("<!-- report -->\n")]
+    """Its labels and its tables' heads, in their order; its numbers are a test marked aot."""
+    text = (DOCS / "reports.md").read_text()
+    block, shown = next((b, wanted) for b, wanted in snippets.snippets(text) if b.language == "console")
     row = report.ParamRow("w", (4, 4), "float32", ("in", "out"), ((), ("tensor",)), 64, 32)
     made = str(
         report.Report(
@@ -124,9 +152,75 @@ def test_the_report_explained_is_one_that_is_printed() -> None:
             time=report.StepTime(1.0),
         )
     )
-    assert labels(block.body) == labels(made)
+    assert shown is not None and labels(shown) == labels(made)
     explained = text[block.stop :].partition("\n## ")[0]
     assert [name for name in labels(made) if f"**{name}**" not in explained] == []
+
+
+def test_the_readme_shows_the_head_of_the_report_explained() -> None:
+    shown = [
+        next(wanted for block, wanted in snippets.snippets(page.read_text()) if block.language == "console")
+        for page in (README, DOCS / "reports.md")
+    ]
+    head = str(shown[0]).removesuffix("...\n")
+    assert head.count("\n") >= 6 and str(shown[1]).startswith(head)
+
+
+def plans_in(text: str) -> list[str]:
+    """What stands in a page between backticks and begins as a plan does."""
+    found = re.findall(rf"`((?:{'|'.join(PLAN_NAMES)})=[^`]+)`", re.sub(snippets.FENCE, "", text))
+    return [plan for plan in found if not re.search(r"=N\b|:N\b|/N\b|=\.\.\.|cjax\.", plan)]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/plans.md", "docs/coming-from.md", "docs/installing.md"])
+def test_plans_in_pages_are_plans(page: str) -> None:
+    text = (ROOT / page).read_text().partition("<!-- elsewhere: written")[0]
+    for plan in plans_in(text):
+        if plan != "sequence=gather":  # which lives on the axis of a tensor=N beside it
+            Plan.parse(plan)
+
+
+def test_every_word_of_a_plan_is_explained() -> None:
+    """Each name, and each word that a name takes, has a row of the table, or is named in one."""
+    table = (DOCS / "plans.md").read_text().partition("## All words")[2].partition("\n## ")[0]
+    table = table.partition("<!-- words: written")[0]
+    for name in PLAN_NAMES:
+        assert re.search(rf"^\| `[^`]*\b{name}=", table, re.M), f"docs/plans.md has no row for {name}"
+        for word in PLAN_WORDS.get(name, ()):
+            shown = {"1d": r"tensor=2`", "float32": r"`float32`"}.get(word, rf"=(?:{re.escape(word)})\b|`{word}`")
+            assert re.search(shown, table), f"docs/plans.md does not say what {name}={word} is"
+
+
+def test_errors_that_are_only_named_are_the_codes_own() -> None:
+    """Those of the last table of docs/troubleshooting.md; the others are raised."""
+    table = (DOCS / "troubleshooting.md").read_text().partition("## Also met")[2]
+    named = re.findall(r"^\| `([^`]+)`", table, re.M)
+    said = [text for path in HOUSE.rglob("*.py") for text in texts(ast.parse(path.read_text()))]
+    assert len(named) > 5
+    assert [name for name in named if not any(name in text for text in said)] == []
+
+
+def texts(tree: ast.AST) -> list[str]:
+    """What strings of a module say, with points for what is put into them."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """Those of `cjax` itself, and of the rooms that come with it; what they hold is read off them."""
+    listed = set(re.findall(r"^::: ([\w.]+)$", (DOCS / "api.md").read_text(), re.M))
+    for name in dir(cjax):
+        value = getattr(cjax, name)
+        if isinstance(value, type(cjax)):
+            assert name not in cjax._ROOMS or any(each.startswith(f"cjax.{name}.") for each in listed), name
+        else:
+            places = {f"cjax.{name}", f"{value.__module__}.{name}"}
+            assert places & listed, f"cjax.{name} is not in docs/api.md: add it to FRONT of tests/pages.py"
 
 
 def labels(text: str) -> list[str]:

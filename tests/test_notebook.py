@@ -1,10 +1,11 @@
-"""docs/your_own_model.ipynb runs from its first cell to its last, in the Python that runs the tests."""
+"""The notebooks of docs/ run from their first cell to their last, in the Python that runs the tests."""
 
+import functools
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
-NOTEBOOK = ROOT / "docs" / "your_own_model.ipynb"
+NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
 # Not ours: the event loops and sockets of the kernel's client.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -21,10 +22,8 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What each code cell shows, by the cell's first line."""
-    folder = tmp_path_factory.mktemp("notebook")
+def execute(notebook: Any, folder: Path) -> None:
+    """Runs all cells in `folder`, in a kernel of its own."""
     # A kernel of its own name: `python3` may be another Python's.
     kernel = folder / "kernels" / "this_python" / "kernel.json"
     kernel.parent.mkdir(parents=True)
@@ -36,13 +35,32 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
         patch.setenv("IPYTHONDIR", str(folder / "ipython"))
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # quicker compilation; nothing here is about speed
-        notebook = nbformat.read(NOTEBOOK, as_version=4)
-        client = NotebookClient(
-            notebook, timeout=300, kernel_name="this_python", resources={"metadata": {"path": str(folder)}}
-        )
-        client.execute()
-        assert os.listdir(folder / "checkpoint")
-        yield {cell.source.splitlines()[0]: shown(cell) for cell in notebook.cells if cell.cell_type == "code"}
+        place = {"metadata": {"path": str(folder)}}
+        NotebookClient(notebook, timeout=300, kernel_name="this_python", resources=place).execute()
+
+
+Run = Callable[[str], dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """What each code cell of a notebook shows, by the cell's first line."""
+
+    @functools.cache
+    def run(name: str) -> dict[str, str]:
+        notebook = nbformat.read(ROOT / "docs" / f"{name}.ipynb", as_version=4)
+        folder = tmp_path_factory.mktemp(name)
+        execute(notebook, folder)
+        assert name != "your_own_model" or os.listdir(folder / "checkpoint")
+        return {cell.source.splitlines()[0]: shown(cell) for cell in notebook.cells if cell.cell_type == "code"}
+
+    yield run
+
+
+@pytest.fixture
+def executed(run: Run) -> dict[str, str]:
+    """docs/your_own_model.ipynb."""
+    return run("your_own_model")
 
 
 def shown(cell: Any) -> str:
@@ -92,6 +110,58 @@ def number(text: str) -> float:
     return float(text.partition("Array(")[2].partition(",")[0])
 
 
-def test_is_kept_without_outputs() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    assert not [cell for cell in notebook.cells if cell.cell_type == "code" and (cell.outputs or cell.execution_count)]
+# -- docs/pipelines_and_reports.ipynb ---------------------------------------------------------------------------------
+def test_schedules_are_told_apart(run: Run) -> None:
+    lines = output(run("pipelines_and_reports"), "for schedule in").splitlines()
+    waits = [float(line.partition("waits")[2].partition("%")[0]) for line in lines]
+    assert len(waits) == 4 and waits[2] < waits[1] == waits[0] and waits[3] < waits[1]
+
+
+def test_the_pipelines_report_is_drawn_and_its_plan_is_right(run: Run) -> None:
+    cells = run("pipelines_and_reports")
+    report = output(cells, "program = cjax.parallelize")
+    assert "over pipe" in report and "1f1b: 2 stages, 4 micro-batches" in report
+    assert "'pipe':" in output(cells, "print(report.memory)")
+    trained = output(cells, "state = program.init")
+    assert "agrees with one device" in trained and learned(trained)
+    assert "needs 8 layers for 8 stages" in output(cells, "# More stages")
+
+
+# -- docs/real_weights_and_lora.ipynb ---------------------------------------------------------------------------------
+def test_adapters_learn_and_the_rest_stays(run: Run) -> None:
+    cells = run("real_weights_and_lora")
+    assert "config.json" in output(cells, "import os") and "parameters are trained" in output(cells, "program = cjax")
+    assert learned(output(cells, "losses = []"))
+    checked = output(cells, "print(program.check")
+    assert "agrees with one device" in checked and "unchanged: True" in checked
+
+
+def test_merged_weights_give_the_same(run: Run) -> None:
+    cells = run("real_weights_and_lora")
+    adapted, merged = map(float, re.findall(r"\d+\.\d+", output(cells, "plain = Llama")))
+    assert adapted == pytest.approx(merged, rel=1e-5)
+    assert output(cells, "written = ").startswith("b")
+
+
+def learned(text: str) -> bool:
+    """Whether `loss a at first, b after` fell."""
+    first, last = map(float, re.findall(r"loss ([\d.]+) at first, ([\d.]+) after", text)[0])
+    return last < first - 0.2
+
+
+# -- all of them ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_is_kept_without_outputs(path: Path) -> None:
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    assert not [cell for cell in cells if cell.outputs or cell.execution_count]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_begins_with_how_to_install(path: Path) -> None:
+    first = next(cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code").source
+    extras = set(re.findall(r'%pip install .*"\.\.\[([\w,]+)\]"', first)[0].split(","))
+    assert "notebook" in extras and "import cjax" in first and "cjax.simulate(8)" in first
+
+
+def test_each_is_run() -> None:
+    assert {path.stem for path in NOTEBOOKS} == {"your_own_model", "pipelines_and_reports", "real_weights_and_lora"}

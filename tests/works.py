@@ -1,9 +1,6 @@
-"""The table of what works, read off the contract's own tables: `python tests/works.py` writes it into README.md."""
+"""The tables of what works, read off the contract's own; tests/pages.py writes them into README.md and docs/."""
 
-import re
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import test_checkpoints
@@ -15,10 +12,6 @@ from optimizers import OPTAX, OPTIMIZERS, OURS
 from plans import LOW, tensor_of
 from test_contract import EXACT_PLANS, REFUSED
 from zoo import MODELS
-
-README = Path(__file__).parent.parent / "README.md"
-BEGIN, END = "<!-- works: written by tests/works.py -->\n", "<!-- end of works -->"
-COMMAND = "python tests/works.py"
 
 # The kinds of models, and what is particular to each of the kind.
 KINDS: dict[str, dict[str, str]] = {
@@ -61,6 +54,9 @@ MARKS = {
 }
 
 
+EVERY = [*EXACT_PLANS, *LOW]
+
+
 def family(plan: str) -> str:
     """The row of a plan."""
     if tensor_of(plan)[0] != "1d":
@@ -85,30 +81,59 @@ def failing(test: Any) -> set[tuple[str, str]]:
     return {tuple(pair.values) for pair in mark.args[1] if getattr(pair, "marks", ())}
 
 
-def table() -> str:
-    """In Markdown: a row for each kind of plan, a column for each kind of model, and what is checked of each pair."""
+def counted() -> list[tuple[str, list[str], list[tuple[int, int, int]]]]:
+    """Each kind of plan, its plans, and for each kind of model how many pairs there are, how many of them train in the
+    full product, and how many run by default."""
     missing = set(MODELS) ^ {name for models in KINDS.values() for name in models}
     assert not missing, f"models that tests/works.py and tests/zoo.py don't share: {sorted(missing)}"
     trains, rounds = "test_trains_as_its_author_would", "test_low_precision_is_as_good_as_on_one_device"
     tests = (getattr(test_contract, trains), getattr(test_contract, rounds))
     default = {pair for test in tests for pair in parametrized(test)}
     broken = set().union(*map(failing, tests))
-    plans = [*EXACT_PLANS, *LOW]
-    rows = [["plans", *KINDS], ["---"] * (len(KINDS) + 1)]
-    for row in dict.fromkeys(map(family, plans)):
-        mine = [plan for plan in plans if family(plan) == row]
-        rows.append([_label(row, mine), *(_cell(list(models), mine, default, broken) for models in KINDS.values())])
-    for row, every, default in (
+    found = []
+    for row in dict.fromkeys(map(family, EVERY)):
+        mine = [plan for plan in EVERY if family(plan) == row]
+        pairs = [{(model, plan) for model in models for plan in mine} for models in KINDS.values()]
+        found.append((row, mine, [(len(some), len(some - broken), len(some & default)) for some in pairs]))
+    for row, every, few in (
         ("sequence parallelism", test_sequence_plans.PAIRS, test_sequence_plans.PAIRS),
         ("pipelines", test_pipeline_plans.every_pair(), test_pipeline_plans.pairs()),
     ):
         mine = list(dict.fromkeys(plan for _, plan in every))
-        counts = [[sum(name in models for name, _ in some) for some in (every, default)] for models in KINDS.values()]
-        rows.append([_label(row, mine), *(f"{good} / {short}" for good, short in counts)])
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
+        counts = [[sum(name in models for name, _ in some) for some in (every, few)] for models in KINDS.values()]
+        found.append((row, mine, [(good, good, short) for good, short in counts]))
+    return found
+
+
+def marks() -> str:
+    """In Markdown: a row for each kind of plan, a column for each kind of model, and whether the pairs train."""
+    rows = [["plans", *KINDS], ["---"] * (len(KINDS) + 1)]
+    for row, mine, cells in counted():
+        rows.append([f"**{row}**, such as `{mine[0]}`", *map(_mark, cells)])
+    return _lines(rows) + "\n"
+
+
+def _mark(cell: tuple[int, int, int]) -> str:
+    every, good, _ = cell
+    return "" if not every else "✓" if good == every else f"{good} of {every}"
+
+
+def table() -> str:
+    """In Markdown: a row for each kind of plan, a column for each kind of model, and what is checked of each pair."""
+    rows = [["plans", *KINDS], ["---"] * (len(KINDS) + 1)]
+    for row, mine, cells in counted():
+        rows.append([_label(row, mine), *(f"{_count(*cell)} / {cell[2]}" for cell in cells)])
     models = [f"- **{kind}**: {'; '.join(phrases.values())}." for kind, phrases in KINDS.items()]
-    parts = [*lines, "", _legend(plans), "", *_guarantees(), "", _optimizers(), "", "The models:", "", *models]
+    parts = [_lines(rows), "", _legend(EVERY), "", *_guarantees(), "", _optimizers(), "", "The models:", "", *models]
     return "\n".join(parts) + "\n"
+
+
+def _lines(rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _count(every: int, good: int, _: int) -> str:
+    return f"{good} of {every}" if good < every else f"{good}"
 
 
 def _optimizers() -> str:
@@ -123,12 +148,6 @@ def _optimizers() -> str:
 def _label(row: str, plans: list[str]) -> str:
     shown = ", ".join(f"`{plan}`" for plan in plans[:3])
     return f"**{row}**: {shown}" + (f" and {len(plans) - 3} more" if len(plans) > 3 else "")
-
-
-def _cell(models: list[str], plans: list[str], default: set[tuple[str, str]], broken: set[tuple[str, str]]) -> str:
-    pairs = {(model, plan) for model in models for plan in plans}
-    good, short = len(pairs - broken), len(pairs & default)
-    return f"{good}{f' of {len(pairs)}' if good < len(pairs) else ''} / {short}"
 
 
 def _legend(plans: list[str]) -> str:
@@ -147,18 +166,3 @@ def _guarantees() -> Iterable[str]:
         if name.startswith("test_") and any(mark.name == "parametrize" for mark in getattr(test, "pytestmark", ())):
             said = " ".join((test.__doc__ or "").split())
             yield f"- *{name.removeprefix('test_').replace('_', ' ')}*" + (f": {said}" if said else "")
-
-
-def written(text: str) -> str:
-    """`text` of the README with the table in place."""
-    assert BEGIN in text and END in text, f"README.md has lost its marker {BEGIN.strip()} or {END}"
-    new = BEGIN + "\n" + table() + "\n" + END
-    return re.sub(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: new, text, flags=re.DOTALL)
-
-
-if __name__ == "__main__":
-    old = README.read_text()
-    new = written(old)
-    if "--check" in sys.argv:
-        sys.exit(f"README.md's table of what works is stale; type: {COMMAND}" if new != old else 0)
-    README.write_text(new)
