@@ -1,10 +1,16 @@
 """Derivatives by hand within equations: JAX wraps the author's functions, anew in every trace."""
 
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
+import jax
 from jax.extend.linear_util import WrappedFun, wrap_init
+
+_JAX = str(Path(jax.__file__).parent)
+_BOOKKEEPING = ("Store", "EqualStore", "InitialResultPaths", "TraceTag")
 
 
 def is_wrapped(value: Any) -> bool:
@@ -17,26 +23,49 @@ def is_wrapped(value: Any) -> bool:
     return isinstance(value, WrappedFun)
 
 
-def wrapped_parts(wrapped: Any) -> tuple[Any, Any]:
-    """The function within and what JAX does around it: together, all that a wrapped function computes.
+def parts(function: Any) -> tuple[Any, ...]:
+    """All that decides what a wrapped function computes, or a `jax.custom_jvp` or `jax.custom_vjp`: the function
+    within, what JAX does around it, the author's rules.
 
-    Private: the fields `f` and `transforms` of the class. What else it has are caches, stores and names.
+    Private: the fields. What else they have are caches, stores and names.
     Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
     Public instead: as for `is_wrapped`.
     """
-    assert not wrapped.params, "JAX gives a rule arguments by name, which nobody has seen it do"
-    return wrapped.f, wrapped.transforms
+    if is_wrapped(function):
+        return function.f, function.transforms, function.params
+    rules = (function.jvp,) if isinstance(function, jax.custom_jvp) else (function.fwd, function.bwd)
+    return function.fun, *rules, tuple(function.nondiff_argnums), function.symbolic_zeros
 
 
-def author_function(rule: Any) -> Any:
-    """The function within, if a rule is a wrapped one. Of `bwd` it is the author's, which all equations share; of rules
-    that JAX remembers results of (`jvp_jaxpr_fun`), one for each equation.
+def closed_over(function: types.FunctionType) -> list[Any]:
+    """What the cells of a function hold, or `types.CellType` for one that nothing was stored in yet.
 
-    Private: the field `f` of the class.
+    JAX remembers what a rule gave in a dict of the function around it. That fills as derivatives are taken, and says
+    nothing of what the function does: it is left out.
+
+    Private: that functions of JAX's close over no other dict, nor over an object to tell an entry that is not there.
     Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
     Public instead: as for `is_wrapped`.
     """
-    return rule.f if is_wrapped(rule) else rule
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:
+            found.append(types.CellType)
+    is_jax_own = function.__code__.co_filename.startswith(_JAX)
+    return [value for value in found if not (is_jax_own and type(value) in (dict, object))]
+
+
+def given_as_static(value: Any) -> tuple[bool, Any]:
+    """Whether a value is a box around an argument that is not differentiated (`nondiff_argnums`), and what is in it.
+
+    Private: the two classes of boxes, by name.
+    Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
+    Public instead: as for `is_wrapped`.
+    """
+    is_box = type(value).__module__.startswith("jax._src") and type(value).__name__ in ("Hashable", "Unhashable")
+    return is_box, value.val if is_box else value
 
 
 def called_within(wrapped: Any, context: Callable[[], AbstractContextManager[Any]]) -> Any:
@@ -54,11 +83,14 @@ def called_within(wrapped: Any, context: Callable[[], AbstractContextManager[Any
     return wrap_init(call, debug_info=wrapped.debug_info)
 
 
-def is_machinery(value: Any) -> bool:
-    """Whether a value is of a class that JAX keeps to itself, and no jaxpr: a cache, a store, a description.
+def is_bookkeeping(value: Any) -> bool:
+    """Whether a value is one that JAX makes anew in each trace and that decides nothing about results: a trace, its
+    tag, a store for the structure of a result.
 
-    Private: where JAX's modules are; jaxprs are told by their equations.
+    Private: these classes, by name. One that is not known here has its own identity, so that a new JAX may make
+    layers unequal that are equal, and none equal that are not.
     Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
-    Public instead: as for `is_wrapped`: what a derivative closes over would not be looked through.
+    Public instead: as for `is_wrapped`.
     """
-    return type(value).__module__.startswith("jax._src") and not hasattr(value, "eqns")
+    name = type(value).__name__
+    return type(value).__module__.startswith("jax._src") and (name in _BOOKKEEPING or name.endswith("Trace"))

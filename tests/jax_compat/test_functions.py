@@ -1,5 +1,7 @@
 """Derivatives by hand, as JAX keeps them among the parameters of equations."""
 
+import functools
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
-from cjax.jax_compat.functions import author_function, called_within, is_machinery, is_wrapped, wrapped_parts
+from cjax.jax_compat.functions import called_within, closed_over, given_as_static, is_bookkeeping, is_wrapped, parts
 
 
 @jax.custom_vjp
@@ -43,16 +45,9 @@ def equation(function: Any) -> JaxprEqn:
 def test_rules_are_wrapped_functions(function: Any, name: str) -> None:
     rule = equation(function).params[name]
     assert is_wrapped(rule)
-    function, transforms = wrapped_parts(rule)
-    assert callable(function) and isinstance(transforms, tuple)
-    assert not any(map(is_wrapped, (function, _by_jvp, jnp.ones(2), None, equation(by_jvp))))
-
-
-def test_all_equations_of_a_derivative_share_its_author_s_function() -> None:
-    first, second = (eqn.params["bwd"] for eqn in jax.make_jaxpr(lambda x: by_vjp(by_vjp(x)))(3.0).eqns)
-    assert first is not second and author_function(first) is author_function(second)
-    assert author_function(first).__code__.co_filename == __file__
-    assert author_function(_by_jvp) is _by_jvp and author_function(None) is None
+    inside, transforms, params = parts(rule)
+    assert callable(inside) and isinstance(transforms, tuple) and params == ()
+    assert not any(map(is_wrapped, (inside, _by_jvp, jnp.ones(2), None, equation(by_jvp))))
 
 
 @pytest.mark.parametrize("function, name", CASES[::2])
@@ -74,8 +69,57 @@ def test_a_derivative_is_traced_within_a_context(function: Any, name: str) -> No
     assert jax.grad(lambda x: run(x)[0])(3.0) == 30.0 and opened == [name]
 
 
-def test_caches_and_stores_are_machinery_and_what_is_traced_is_not() -> None:
-    eqn = equation(by_vjp)
-    assert all(map(is_machinery, (eqn.params["bwd"], eqn.primitive, eqn.outvars[0], by_jvp)))
-    for value in (eqn.params["call_jaxpr"], eqn.params["call_jaxpr"].jaxpr, np.ones(2), 3, "text", _by_jvp, object()):
-        assert not is_machinery(value), value
+def test_all_of_a_derivative_is_among_its_parts() -> None:
+    assert parts(by_jvp) == (by_jvp.fun, _by_jvp, (), False)
+    fun, fwd, bwd, static, zeros = parts(by_vjp)
+    assert (fun, fwd, bwd) == (by_vjp.fun, by_vjp.fwd, by_vjp.bwd) and (static, zeros) == ((), False)
+    assert bwd in parts(equation(by_vjp).params["bwd"])
+
+
+def everything(value: Any) -> list[Any]:
+    """What a rule closes over, at any depth."""
+    boxed, value = given_as_static(value)
+    if isinstance(value, tuple | list):
+        inside = list(value)
+    elif isinstance(value, types.FunctionType):
+        inside = closed_over(value)
+    else:
+        inside = list(parts(value)) if is_wrapped(value) else []
+    return [value, *(each for part in inside for each in everything(part))]
+
+
+@pytest.mark.parametrize("function, name", CASES)
+def test_what_jax_keeps_for_itself_is_told_from_what_decides(function: Any, name: str) -> None:
+    found = everything(equation(function).params[name])
+    opened = [value for value in found if not (isinstance(value, tuple) or is_wrapped(value))]
+    jaxs = [value for value in opened if type(value).__module__.startswith("jax._src")]
+    assert any(map(is_bookkeeping, jaxs)), "JAX keeps nothing of its own in rules any more"
+    left = {type(value) for value in jaxs if not is_bookkeeping(value)}
+    assert left <= {jax.core.ShapedArray}, "is it bookkeeping? Otherwise layers are equal only if it is"
+    assert not any(type(value) in (dict, object) for value in found)
+    for value in (np.ones(2), jnp.ones(2), 3, by_jvp, jnp.float32, jax.random.key(0), object()):
+        assert not is_bookkeeping(value), value
+
+
+def test_memories_of_jax_are_left_out_and_an_author_s_dicts_are_not() -> None:
+    how = {"scale": 3.0}
+    assert closed_over(lambda: how) == [how]
+    rule = parts(equation(by_jvp).params["jvp_jaxpr_fun"])[0]
+    cells = [cell.cell_contents for cell in rule.__closure__]
+    assert {dict, object} <= set(map(type, cells)) and len(closed_over(rule)) == len(cells) - 2
+    if how:
+        empty = closed_over(lambda: late)  # noqa: F821
+        assert empty == [types.CellType]
+    late = how  # noqa: F841
+
+
+def test_arguments_that_are_not_differentiated_are_taken_out_of_their_boxes() -> None:
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+    def scaled(x: Any, scale: Any) -> Any:
+        return x
+
+    scaled.defvjp(lambda x, scale: (x, None), lambda scale, _, g: (g * scale,))
+    eqn = equation(lambda x: scaled(x, 31.0))
+    for name in RULES[by_vjp]:
+        assert any(type(value) is float and value == 31.0 for value in everything(eqn.params[name])), name
+    assert given_as_static(31.0) == (False, 31.0)
