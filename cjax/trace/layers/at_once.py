@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
+from cjax.jax_compat.jaxprs import called_from, name_stack, new_var, place_of, traceback_of
 from cjax.trace.jaxpr.simplify import REMAT_NAMES, scan_counts, simplify
 
 Atom = Var | Literal
@@ -167,11 +168,11 @@ def _written_out(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
 def _renamed(eqn: JaxprEqn, known: dict[Any, Atom], around: JaxprEqn) -> JaxprEqn:
     """An equation of the body of another, as it stands outside; what it makes gets new variables, since bodies are
     shared."""
-    outs = [Var(var.aval) for var in eqn.outvars]
-    info = eqn.source_info.replace(name_stack=around.source_info.name_stack + eqn.source_info.name_stack)
+    outs = [new_var(var.aval) for var in eqn.outvars]
+    place = called_from(eqn, name_stack(around), traceback_of(eqn))
     ins = [_read(known, atom) for atom in eqn.invars]
     known.update(zip(eqn.outvars, outs, strict=True))
-    return eqn.replace(invars=ins, outvars=outs, source_info=info)
+    return eqn.replace(invars=ins, outvars=outs, **place)
 
 
 def _traced(
@@ -182,11 +183,11 @@ def _traced(
     closed = jax.make_jaxpr(function)(*shapes)
     env: dict[Any, Atom] = dict(zip(closed.jaxpr.invars, atoms, strict=True))
     assert not closed.consts
-    info = near.source_info.replace(name_stack=scan.source_info.name_stack + near.source_info.name_stack)
+    place = place_of(near) | called_from(near, name_stack(scan), traceback_of(near))
     for eqn in closed.jaxpr.eqns:
-        outs = [Var(var.aval) for var in eqn.outvars]
+        outs = [new_var(var.aval) for var in eqn.outvars]
         ins = [_read(env, atom) for atom in eqn.invars]
-        eqns.append(eqn.replace(invars=ins, outvars=outs, source_info=info, ctx=near.ctx))
+        eqns.append(eqn.replace(invars=ins, outvars=outs, **place))
         env.update(zip(eqn.outvars, outs, strict=True))
     return [_read(env, atom) for atom in closed.jaxpr.outvars]
 
