@@ -44,11 +44,9 @@ docs: setup
 test: lint
 	$(PYTEST)
 
-# The log is kept with the code, so it names versions instead of this machine's folders.
+# The full product of all tables, part by part: goes on where it was stopped; the log is kept with the code.
 test-all: lint
-	@mkdir -p docs/results
-	{ $(PYTHON) -c 'import flax, jax, platform; print("Python", platform.python_version(), "JAX", jax.__version__, "Flax", flax.__version__)'; \
-	  CJAX_TEST_ALL=1 $(PYTEST) --no-header; } 2>&1 | tee docs/results/test-all-$$(date +%F).log
+	$(PYTHON) tests/parts.py --jobs $(JOBS)
 
 test-aot:
 	@$(MAKE) --no-print-directory setup EXTRAS=test,aot

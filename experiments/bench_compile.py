@@ -32,9 +32,11 @@ from flax import nnx
 
 from cjax.mesh import compile_lowered, resolve_devices
 from cjax.models.gpt import GPT, GPTConfig, loss
-from cjax.parallelize import compose
+from cjax.program import Given
+from cjax.program.compose import compose
 from cjax.program.steps import make_init, make_step
 from cjax.trace.author.capture import capture
+from cjax.trace.source import Source
 
 DEPTHS = (4, 48)
 HEADS, EMBED, VOCAB, SEQ, BATCH = 4, 32, 64, 16, 8
@@ -114,9 +116,8 @@ def measure(
     clock = Clock()
     captured = capture(make(num_layers), loss, batch)
     times["capture"] = clock.read()
-    program = compose(captured, OPTIMIZER, batch, plan, devices)
+    parts = compose(Given(Source(captured, batch), OPTIMIZER), plan, devices)
     times["compose"] = clock.read()
-    parts = program._parts
     traced = make_step(parts).trace(parts.state_shape, parts.with_batch(batch))
     times["trace"] = clock.read()
     lowered = traced.lower()

@@ -21,12 +21,13 @@ from zoo import MODELS, Batch, Case, case, regression_batch
 from zoo_cjax import ROWS
 from zoo_nnx import MLP as NNXMLP
 
-from cjax.parallelize import compose
 from cjax.plan import Plan
-from cjax.program import Program
+from cjax.program import Given, Program
+from cjax.program.compose import compose
 from cjax.sharding.storage.storage import Storage
 from cjax.trace.author.capture import Capture, Mean, capture
-from cjax.trace.reading import Trace, trace_loss
+from cjax.trace.reading import Trace
+from cjax.trace.source import Source
 
 PyTree = Any
 NUM_STEPS = 3
@@ -172,7 +173,7 @@ def batch_shape(name: str, wide: bool = False) -> PyTree:
 
 @functools.cache
 def trace_of(name: str, parts: int = 1) -> Trace:
-    return trace_loss(subject(name, False).captured, batch_shape(name), parts, train=True)
+    return Source(subject(name, False).captured, batch_shape(name)).read(parts)
 
 
 def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -202,7 +203,8 @@ def program_of(name: str, plan: str, wide: bool, optimizer: optax.GradientTransf
     """The model under the plan, on as many of the virtual devices as it says (all by default)."""
     devices = jax.devices()[: 1 if plan.startswith("data=1 ") else NUM_DEVICES]
     resolved = Plan.parse(plan).resolve(len(devices))
-    return compose(subject(name, wide).captured, optimizer, batch_shape(name, wide), resolved, devices)
+    given = Given(Source(subject(name, wide).captured, batch_shape(name, wide)), optimizer)
+    return Program(compose(given, resolved, devices))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,6 +330,7 @@ def author(name: str, parts: int, wide: bool, optimizer: str | None = None) -> R
         outs = []
         for part in range(parts):
             rows = jax.tree.map(lambda x, part=part: x[part::parts] if np.ndim(x) else x, batch)
+            carried = _streams_of(state[2], carried, captured.random)
             *out, carried = backward(params, frozen, carried, rows, step_key, part)
             outs.append(out)
         loss, aux, grads = _averaged(outs)
@@ -335,6 +338,13 @@ def author(name: str, parts: int, wide: bool, optimizer: str | None = None) -> R
         state = (optax.apply_updates(params, updates), frozen, carried)
         steps.append(Step(on_host(loss), on_host(aux), on_host(grads)))
     return Run(tuple(steps), on_host(state[0]), on_host(state[2]))
+
+
+def _streams_of(first: PyTree, now: PyTree, random: tuple[bool, ...]) -> PyTree:
+    """`now` with random streams as they were in `first`: each micro-batch of a step draws from where the step began."""
+    leaves, treedef = jax.tree.flatten(now)
+    pairs = zip(jax.tree.leaves(first), leaves, random, strict=True)
+    return treedef.unflatten([old if drawn else new for old, new, drawn in pairs])
 
 
 def _part(captured: Capture, parts: int, params: PyTree, *rest: Any) -> tuple[Any, ...]:

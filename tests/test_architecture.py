@@ -5,6 +5,7 @@ import os
 import statistics
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ HOUSE = ROOT / "cjax"
 
 # Lowest first. A room may import rooms of its own floor (as long as no cycle comes of it) and of the floors below.
 FLOORS = (
-    ("tree", "cards", "plan"),
+    ("jax_compat", "tree", "cards", "plan"),
     ("mesh",),
     ("trace",),
     ("sharding", "pipeline"),
@@ -41,12 +42,25 @@ SUBROOMS = {
 SUBFLOOR_OF = {
     (room, folder): floor for room, floors in SUBROOMS.items() for floor, names in enumerate(floors) for folder in names
 }
-LEAVES = ("tree", "cards", "models/past", "sharding/apart/faults")  # import nothing of the house
+LEAVES = ("jax_compat", "tree", "cards", "models/past", "sharding/apart/faults")  # import nothing of the house
 # Stand beside the house: import nothing of it, may be imported by its top floors.
 BESIDE = ("models", "optim", "attention")
 # Never import each other in either direction.
 STRANGERS = ({"sharding", "pipeline"}, {"trace", "mesh"}, {"trace", "plan"})
 FRONT_DOORS = ("__init__", "__main__")
+# The one room that may use what JAX and Flax promise to nobody. `jax.extend.core` is not of that.
+PRIVATE_ROOM = "jax_compat"
+PRIVATE_MODULES = ("jaxlib", "jax.interpreters", "jax.extend", "jax.experimental.compilation_cache")
+PUBLIC_MODULES = ("jax.extend.core",)
+# Names of fields, methods and parameters that JAX documents of no class; the house calls nothing of its own so.
+PRIVATE_NAMES = {
+    "call_wrapped", "client", "ctx", "debug_info", "f_transformed", "ft_in", "ft_out", "raw_frames", "runtime_type",
+    "source_info", "transforms",
+}  # fmt: skip
+PRIVATE_TEXT = ("jax._src", "key<fry>")
+PRIVATE_CONSTRUCTORS = {"Var", "Literal", "JaxprEqn", "new_jaxpr_eqn", "wrap_init", "WrappedFun"}
+OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}
+PATCHED = ("jax", "flax", "optax", "orbax")  # whose classes nobody changes
 
 MAX_FILE_LINES = 500
 MAX_MEDIAN_FILE_LINES = 200
@@ -193,8 +207,8 @@ def test_rooms_are_those_of_the_design() -> None:
 
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_leaves_are_leaves(leaf: str) -> None:
-    path = HOUSE / f"{leaf}.py"
-    assert path in FILES and not [target for _, target, _ in house_imports(path)]
+    files = [path for path in FILES if path == HOUSE / f"{leaf}.py" or path.is_relative_to(HOUSE / leaf)]
+    assert files and not [(path.name, target) for path in files for _, target, _ in house_imports(path)]
 
 
 def test_no_folder_is_forgotten() -> None:
@@ -243,6 +257,130 @@ def test_nobody_imports_experiments() -> None:
         for path in sorted((ROOT / folder).rglob("*.py")):
             lines = imports_of_experiments(path.read_text(), path)
             assert not lines, f"{path}:{lines}"
+
+
+def dotted(node: ast.AST) -> str:
+    """`nn.Module.sow` as text; "" for what is no such chain of names."""
+    if isinstance(node, ast.Attribute):
+        owner = dotted(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def own_private_names(text: str) -> set[str]:
+    """Names with an underscore in front that the house itself gives to functions, classes and fields."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
+            found.add(node.attr)
+    return {name for name in found if name.startswith("_")}
+
+
+def is_private_import(name: str) -> bool:
+    if name.split(".")[0] == "cjax" or any(f"{name}.".startswith(f"{module}.") for module in PUBLIC_MODULES):
+        return False
+    has_underscore = any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+    return has_underscore or any(f"{name}.".startswith(f"{module}.") for module in PRIVATE_MODULES)
+
+
+def private_names(node: ast.AST, own: set[str]) -> Iterator[str]:
+    """What a node itself names that is private to somebody else; `own` are the house's names with an underscore."""
+    match node:
+        case ast.Attribute(attr=name):
+            is_own = name in own or name.startswith("__") or name in OF_NAMED_TUPLES
+            if name in PRIVATE_NAMES or (name.startswith("_") and not is_own):
+                yield name
+        case ast.keyword(arg=str(name)) if name in PRIVATE_NAMES:
+            yield name
+        case ast.Constant(value=str(text)) if text in PRIVATE_NAMES or any(part in text for part in PRIVATE_TEXT):
+            yield text
+        case ast.Call(func=function) if dotted(function).rpartition(".")[2] in PRIVATE_CONSTRUCTORS:
+            yield dotted(function)
+
+
+def private_uses(text: str, path: Path, own: set[str]) -> list[tuple[int, str]]:
+    """Lines that touch what JAX and Flax keep to themselves, and what they touch."""
+    nodes = list(ast.walk(ast.parse(text)))
+    docstrings = {
+        id(node.value) for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    foreign: dict[str, str] = {}
+    found: list[tuple[int, str]] = []
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = imported_names(node, path)
+            found += [(node.lineno, name) for name in names if is_private_import(name)]
+            for alias, name in zip(node.names, names, strict=True):
+                foreign[alias.asname or alias.name.split(".")[0]] = name
+        elif id(node) not in docstrings:
+            found += [(getattr(node, "lineno", 0), name) for name in private_names(node, own)]
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            if foreign.get(dotted(node).split(".")[0], "").split(".")[0] in PATCHED:
+                found.append((node.lineno, dotted(node)))
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "from jax._src import core",
+        "import jax._src.core",
+        "from jaxlib import xla_client",
+        "from jax.interpreters import partial_eval",
+        "from jax.extend.random import threefry2x32_p",
+        "import jax.extend.backend",
+        "from flax.nnx import _private",
+        "def f():\n    from jax import _src",
+        "eqn.ctx",
+        "eqn.replace(source_info=1)",
+        "rule.call_wrapped()",
+        "hasattr(value, 'transforms')",
+        "eqn.params['ft_in']",
+        "dtype.name == 'key<fry>'",
+        "type(value).__module__.startswith('jax._src')",
+        "tracer._trace",
+        "from jax.extend import core as jex\njex.Var(aval)",
+        "from jax.extend.core import Literal\nLiteral(1, aval)",
+        "import flax.linen as nn\nnn.Module.sow = watch",
+        "traceback.raw_frames()",
+        "device.client.runtime_type",
+    ],
+)
+def test_private_uses_are_seen(planted: str) -> None:
+    assert private_uses(f'"""jax._src is private."""\n{planted}\n', HOUSE / "cards.py", {"_own"})
+
+
+def test_public_uses_are_none() -> None:
+    text = """
+        'Says jax._src and key<fry>.'
+        from cjax.plan import _own
+        from jax.extend import core as jex
+        from typing import Literal
+        import jax
+        def f(eqn: jex.JaxprEqn, kind: Literal["a"]) -> None:
+            'Not `jax._src`.'
+            match eqn:
+                case jex.Literal(): return
+            self._own, eqn.params["jaxpr"], eqn.primitive.name, type(eqn) is jex.Var, state._replace(x=1), f.__code__
+            self.value = jax.config.jax_enable_x64
+    """
+    assert not private_uses(textwrap.dedent(text), HOUSE / "cards.py", {"_own"})
+
+
+def test_private_jax_is_in_one_room() -> None:
+    """See `cjax/jax_compat`: each such use is a function there, with a test that a new JAX has to pass."""
+    own = set().union(*(own_private_names(path.read_text()) for path in FILES))
+    found = {
+        str(path.relative_to(ROOT)): uses
+        for path in FILES
+        if not path.is_relative_to(HOUSE / PRIVATE_ROOM) and (uses := private_uses(path.read_text(), path, own))
+    }
+    assert not found, f"private to JAX or Flax, and not in cjax/{PRIVATE_ROOM}: {found}"
 
 
 def test_files_stay_small() -> None:

@@ -93,6 +93,31 @@ def test_what_a_model_counts_moves_once_a_step() -> None:
     assert found[3][1] == 4  # each micro-batch a batch of its own
 
 
+class Drawing(nnx.Module):
+    """Counts its calls, and draws."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear, self.drop = nnx.Linear(6, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.calls, self.mean = nnx.Variable(jnp.zeros(())), nnx.Variable(jnp.zeros(4))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls[...] = self.calls[...] + 1
+        y = self.drop(self.linear(x))
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * y.mean((0, 1))
+        return y / self.calls[...]
+
+
+def test_what_was_drawn_is_counted_once_a_step() -> None:
+    """As many numbers of each stream whatever the plan; each micro-batch has its own by its index."""
+    for plan in ("data=1", "data=1 microbatches=2", "data=2 microbatches=4"):
+        program = run(plan, square, lambda rngs: Drawing(rngs))
+        state, _ = program.step(program.init(0), BATCH)
+        model = program.model(state)
+        assert (int(model.drop.rngs.count[...]), float(model.calls[...])) == (1, 1)
+        found = program.check(program.restore(state), BATCH)
+        assert found.ok and ("micro-batches" in found.reference) == ("microbatches" in plan), str(found)
+
+
 class Corrected(nnx.Module):
     """A running mean of examples that knows how often it was updated."""
 

@@ -367,3 +367,18 @@ def test_evaluates_batches_of_any_size(name: str, plan: str, function: Any) -> N
 def test_refuses_what_no_pipeline_can_be(name: str, plan: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         program_of(name, plan, wide=False)
+
+
+def test_layers_whose_weights_are_all_tied_have_a_name() -> None:
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            layer = nn.Dense(8, name="layer", use_bias=False)
+            x = jnp.tanh(2 * jnp.sin(layer(nn.Dense(8)(x))))
+            x = jnp.tanh(2 * jnp.sin(layer(x)))
+            return nn.Dense(3)(nn.Dense(8, use_bias=False)(x))
+
+    x = np.ones((16, 4), np.float32)
+    with pytest.raises(ValueError, match=r"needs 4 layers for 4 stages, and the stack of 'layer/kernel' has 2"):
+        cjax.parallelize(Tied(), lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1), x,
+                         "pipeline=gpipe:4 microbatches=2")  # fmt: skip

@@ -16,9 +16,10 @@ from contract import EXACT, assert_close, bytes_on_a_device, on_host, widened
 from flax import nnx
 
 import cjax
-from cjax.parallelize import compose
-from cjax.program import Program
+from cjax.program import Given, Program
+from cjax.program.compose import compose
 from cjax.trace.author.capture import Capture, capture
+from cjax.trace.source import Source
 
 Form = Callable[..., jax.Array]
 
@@ -185,7 +186,8 @@ def captured(model: Any, x: np.ndarray) -> Capture:
 
 def program_of(model: Any, x: np.ndarray, plan: str) -> Program:
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return compose(captured(model, x), optax.sgd(0.1), shape, plan, jax.devices()[: 8 if "data" in plan else 4])
+    given = Given(Source(captured(model, x), shape), optax.sgd(0.1))
+    return Program(compose(given, plan, jax.devices()[: 8 if "data" in plan else 4]))
 
 
 def whole_notes(program: Program) -> list[str]:

@@ -1,12 +1,12 @@
 """The devices that a command runs on, before JAX has started any."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from cjax.cards import CARDS
+from cjax.jax_compat.backends import without_plugin_failures
 from cjax.mesh import resolve_devices, simulate
 
 # Where Linux shows accelerators: NVIDIA's, AMD's, and TPUs in both of their forms.
@@ -21,13 +21,8 @@ def quiet_devices() -> list[Any]:
     """
     if any(True for pattern in _ACCELERATOR_FILES for _ in Path("/dev").glob(pattern)):
         return resolve_devices()
-    logger = logging.getLogger("jax._src.xla_bridge")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
+    with without_plugin_failures():
         return resolve_devices()
-    finally:
-        logger.setLevel(level)
 
 
 def training_devices(text: str | None, default_virtual: int = 8) -> list[Any]:

@@ -1,39 +1,12 @@
 """The one seam between a model and its training: parameters and a batch in, loss and gradients out."""
 
-from cjax.gradients.accumulated import (
-    Denominator,
-    Evaluated,
-    Graded,
-    Gradients,
-    Loss,
-    Reduction,
-    divisors,
-    locally_accumulated,
-    mean,
-    micro_batched,
-    plain,
-    reduction,
-    sharing,
-)
+from cjax.gradients.accumulated import Evaluated, Graded, Gradients, divisors, mean, reduction
+from cjax.gradients.build import Built, build_gradients
+from cjax.gradients.choose import Choice, LaidOut, Reason, choose
 from cjax.gradients.line import Line, arrange_stages
-from cjax.gradients.pipelined import forwarded, pipelined
+from cjax.gradients.pipelined import forwarded
 
 __all__ = [
-    "Denominator",
-    "Evaluated",
-    "Graded",
-    "Gradients",
-    "Line",
-    "Loss",
-    "Reduction",
-    "arrange_stages",
-    "divisors",
-    "forwarded",
-    "locally_accumulated",
-    "mean",
-    "micro_batched",
-    "pipelined",
-    "plain",
-    "reduction",
-    "sharing",
-]
+    "Built", "Choice", "Evaluated", "Graded", "Gradients", "LaidOut", "Line", "Reason", "arrange_stages",
+    "build_gradients", "choose", "divisors", "forwarded", "mean", "reduction",
+]  # fmt: skip

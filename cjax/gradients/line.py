@@ -136,7 +136,14 @@ def _check_table(table: Schedule, plan: Plan, num_stacks: int) -> None:
 
 
 def _named(trace: Trace, stack: Stack) -> str:
-    return f"the stack of {trace.leaves[stack.weights[0][0]].name!r}"
+    """By its largest weight; layers whose weights are all read elsewhere too have none in `stack.weights`."""
+    names = {
+        var: leaf.name
+        for var, leaf in zip(trace.closed.jaxpr.invars, trace.leaves, strict=True)
+        if leaf.kind in ("params", "frozen")
+    }
+    first = max((group[0] for _, group in stack.xs if set(group) <= set(names)), key=lambda var: var.aval.size)
+    return f"the stack of {names[first]!r}"
 
 
 def _found(trace: Trace) -> str:

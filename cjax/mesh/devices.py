@@ -1,17 +1,20 @@
 """The devices of a run: those that are here, virtual ones, and cards that are absent and only compiled for."""
 
-import importlib.metadata
 import os
 import re
 from collections.abc import Iterable, Sequence
 
 import jax
-import jax.extend.backend
-from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from cjax.cards import CARDS
+from cjax.jax_compat.backends import (
+    absent_gpus,
+    clear_backends,
+    names_in_cache_key,
+    only_compiles,
+    without_compilation_cache,
+)
 from cjax.mesh.axes import Device
 from cjax.mesh.launch import check_joined
 
@@ -52,7 +55,7 @@ def simulate(num_devices: int) -> list[Device]:
                 f"is made (in a notebook: in the first cell)\n  import cjax; cjax.simulate({num_devices})\n"
                 "or delete those arrays (del name; a notebook's Out keeps results too) and type it again."
             )
-        jax.extend.backend.clear_backends()
+        clear_backends()
         done = _set_num_cpu_devices(num_devices)
         assert done, "JAX refuses jax_num_cpu_devices although its backends were cleared"
     jax.config.update("jax_platforms", "cpu")
@@ -125,30 +128,15 @@ def resolve_devices(devices: Sequence[Device] | str | None = None) -> list[Devic
 
 def _compile_only_devices(name: str, num_devices: int) -> list[Device]:
     card = CARDS[name]
-    description = dict(platform="cuda", target_config=card.xla_target(), topology=card.xla_topology(num_devices))
-    # The compiler plugin refuses to register where CUDA's libraries are missing, though compiling needs none of them.
-    before = os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    topology = card.xla_topology(num_devices)
     try:
-        try:
-            return list(topologies.get_topology_desc(**description).devices)
-        except NotImplementedError:
-            # JAX looked for plugins when its first backend started, under the check, and does not look again.
-            for plugin in importlib.metadata.entry_points(group="jax_plugins"):
-                if "cuda" in plugin.name:
-                    plugin.load().initialize()
-            return list(topologies.get_topology_desc(**description).devices)
+        return absent_gpus(card.xla_target(), topology)
     except NotImplementedError as error:
         raise RuntimeError(
             f'devices="{name}:{num_devices}" compiles with XLA\'s GPU compiler, which is not installed (or not for JAX '
             f"{jax.__version__}). Type\n  pip install 'cjax[aot]'\nand if that changes nothing, start Python with\n"
             "  JAX_PLATFORMS=cpu"
         ) from error
-    finally:
-        if before is None:
-            del os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"]
-        else:
-            os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = before
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
@@ -170,7 +158,7 @@ def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
 
 def is_compile_only(devices: Sequence[Device]) -> bool:
     """Whether programs for these devices can be compiled but not run, as for `"h100:64"`."""
-    return devices[0].client.runtime_type == "compile_only_runtime"
+    return only_compiles(devices[0])
 
 
 def compile_lowered(
@@ -184,21 +172,9 @@ def compile_lowered(
     JAX writes programs for absent devices to its persistent compilation cache and then fails to read them back, with a
     warning each time; so for these the cache is off.
     """
-    if not is_compile_only(devices) or not jax.config.values["jax_enable_compilation_cache"]:
-        before = jax.config.values["jax_compilation_cache_include_metadata_in_key"]
-        jax.config.update("jax_compilation_cache_include_metadata_in_key", before or named)
-        try:
-            return lowered.compile()
-        finally:
-            jax.config.update("jax_compilation_cache_include_metadata_in_key", before)
-    # JAX decides at the first compilation whether it caches, for the whole process: each reset makes it decide anew.
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    try:
+    is_cached = not is_compile_only(devices) or not jax.config.values["jax_enable_compilation_cache"]
+    with names_in_cache_key(named) if is_cached else without_compilation_cache():
         return lowered.compile()
-    finally:
-        jax.config.update("jax_enable_compilation_cache", True)
-        compilation_cache.reset_cache()
 
 
 def _check_xla_flags() -> None:

@@ -1,27 +1,12 @@
 """Cross-entropy of labels, without ever holding the logits of all positions."""
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 IGNORED = -100  # the label of positions that don't count, as in PyTorch and so in most prepared data
 CHUNK = 128  # positions of a row: at batch 8 enough rows of a matmul for a GPU, and an eighth of 1024 positions' logits
-
-_at_once = contextvars.ContextVar("at_once", default=False)
-
-
-@contextlib.contextmanager
-def all_at_once() -> Iterator[None]:
-    """Inside, `cross_entropy` makes all logits at once, whatever `chunk` says: a grid of devices splits them both ways
-    already, and each turn of a loop would send the classifier again."""
-    token = _at_once.set(True)
-    try:
-        yield
-    finally:
-        _at_once.reset(token)
 
 
 def cross_entropy(
@@ -52,7 +37,7 @@ def cross_entropy(
         )
     count = jnp.sum(labels != IGNORED)
     length = labels.shape[1]
-    num_chunks = 1 if chunk is None or _at_once.get() else -(-length // chunk)
+    num_chunks = 1 if chunk is None else -(-length // chunk)
     if num_chunks <= 1:
         total = _total(hidden, labels, classify)
     else:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cjax.cards import Card, card_of_kind
+from cjax.jax_compat.backends import is_of_this_process
 from cjax.mesh import Device, is_compile_only
 
 # What the CUDA context, NCCL's buffers and the allocator's slack take of a card before a program gets any.
@@ -99,7 +100,7 @@ def _memory(devices: Sequence[Device], card: Card | None) -> int:
     if is_compile_only(devices):
         assert card is not None, "compile-only devices are made from a card"
         return card.memory - _RESERVED_ON_CARD
-    local = [device for device in devices if device.process_index == device.client.process_index()]
+    local = [device for device in devices if is_of_this_process(device)]
     if not local:
         raise ValueError("None of the given devices belongs to this process.")
     if local[0].platform == "cpu":

@@ -12,7 +12,7 @@ from jax import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.mesh import compiler_options
-from cjax.program.state import Parts
+from cjax.program.parts import Parts
 from cjax.trace.dims.tables import Limits, index_limits
 from cjax.trace.reading import Trace
 from cjax.tree import leaf_names
@@ -124,11 +124,6 @@ def global_shape(batch: PyTree) -> PyTree:
         return jax.ShapeDtypeStruct(rows, jax.dtypes.canonicalize_dtype(dtype))
 
     return jax.tree.map(shape, batch)
-
-
-def with_rows(shape: PyTree, num: int) -> PyTree:
-    """ShapeDtypeStructs of a batch like `shape`, of so many rows."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]) if x.shape else (), x.dtype), shape)
 
 
 def batch_structs(batch: PyTree) -> PyTree:

@@ -13,7 +13,7 @@ from cjax.audit import Audit
 from cjax.pipeline.gantt import gantt, gantt_svg
 from cjax.pipeline.simulate import simulate
 from cjax.planner.hardware import Hardware
-from cjax.program.state import Parts
+from cjax.program.parts import Parts
 from cjax.report import (
     BlockRow,
     DimRow,

@@ -21,32 +21,43 @@ from cjax.program.batches import (
     global_shape,
     join_processes,
     table_limits,
-    with_rows,
 )
 from cjax.program.lockstep import Lockstep
+from cjax.program.parts import Parts, batch_shardings
 from cjax.program.same import function_key
-from cjax.program.state import Arrays, Parts, State, batch_shardings
+from cjax.program.state import Arrays, State
 from cjax.sharding.layout.layout import make_layout
 from cjax.sharding.place.model import place_loss
 from cjax.sharding.place.staged import stage_model
 from cjax.trace.dims.tables import Limits
 from cjax.trace.microbatches.combine import averages, denominator, lift, loss_total
-from cjax.trace.reading import Trace, trace_flat, trace_loss
+from cjax.trace.reading import Trace
+from cjax.trace.source import Source
 from cjax.tree import leaf_names
 
 PyTree = Any
 Function = Callable[[Any, PyTree], PyTree]
+Score = Callable[..., list[jax.Array]]
 
 
 KEPT = 32  # compiled evaluations of one program; the one that was not used for longest makes room
 
 
 @dataclass(frozen=True)
-class _Scoring:
-    """How batches of one shape are scored: what was traced, what runs it, what its tables can look up, and what is
-    known of the stages of a pipeline."""
+class _Subject:
+    """What is scored: batches of one shape, what is called in the place of the loss, and the trace of a whole one."""
 
+    source: Source
+    call: Any
     trace: Trace
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """How batches of one shape are scored: what runs it, what its tables can look up, and what is known of the stages
+    of a pipeline."""
+
+    subject: _Subject
     run: Any
     limits: dict[int, Limits]
     lockstep: Lockstep
@@ -75,7 +86,7 @@ class Evaluator:
             outs = scoring.run(state._params, state._frozen, state._carried, placed, state._key)
             outs = [([total], None) if weight is None else (total, weight) for total, weight in outs]
             sums = outs if not sums else [_join(a, b) for a, b in zip(sums, outs, strict=True)]
-            tree = scoring.trace
+            tree = scoring.subject.trace
         if tree is None:
             raise ValueError("evaluate got no batch; give at least one. (An iterator that was read before is empty.)")
         if tree.ratio is not None:
@@ -89,7 +100,8 @@ class Evaluator:
     def lower(self) -> jax.stages.Lowered:
         """The loss in evaluation mode on the batch that the program was made for, lowered."""
         shape = self._parts.batch_shape
-        return self._lower(shape, self._jitted(shape, None, self._compile(shape, None).lockstep.together)[1])
+        scoring = self._compile(shape, None)
+        return self._lower(shape, self._jitted(scoring.subject, scoring.lockstep.together))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -118,24 +130,22 @@ class Evaluator:
         return found
 
     def _make(self, shape: PyTree, function: Function | None) -> _Scoring:
-        lockstep, traces = Lockstep(self._parts, self._lockstep), list[Trace]()
-
-        def lower(together: bool) -> jax.stages.Lowered:
-            trace, run = self._jitted(shape, function, together)
-            traces.append(trace)
-            return self._lower(shape, run)
-
+        lockstep, subject = Lockstep(self._parts, self._lockstep), self._subject(shape, function)
         if lockstep.asks:
-            run = lockstep.compile(lower)
-            return _Scoring(traces[-1], run, table_limits(traces[-1]), lockstep)
-        trace, run = self._jitted(shape, function, lockstep.together)
-        return _Scoring(trace, run, table_limits(trace), lockstep)
+            run = lockstep.compile(lambda together: self._lower(shape, self._jitted(subject, together)))
+        else:
+            run = self._jitted(subject, lockstep.together)
+        return _Scoring(subject, run, table_limits(subject.trace), lockstep)
 
-    def _jitted(self, shape: PyTree, function: Function | None, together: bool) -> tuple[Trace, Any]:
-        parts = self._parts
-        rows = next((leaf.shape[0] for leaf in jax.tree.leaves(shape) if leaf.shape), 1)
-        trace, score = self._scored(shape, function, 1, together)
-        pieces = [(slice(None), rows, score)]
+    def _subject(self, shape: PyTree, function: Function | None) -> _Subject:
+        call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
+        source = Source(self._parts.capture, shape)
+        return _Subject(source, call, _scored_trace(self._parts, source, call, 1))
+
+    def _jitted(self, subject: _Subject, together: bool) -> Any:
+        parts, trace, shape = self._parts, subject.trace, subject.source.batch_shape
+        rows = subject.source.num_rows
+        pieces = [(slice(None), rows, self._scored(subject.source, trace, 1, together))]
         num_parts = parts.plan.microbatches
         if parts.line is not None and parts.line.stacks_of(trace) and 1 < num_parts <= rows and averages(trace):
             # Whole micro-batches through the pipeline together, the rows that are left over behind them.
@@ -144,9 +154,9 @@ class Evaluator:
             for some in (slice(0, whole), slice(whole, rows)):
                 num_rows = some.stop - some.start
                 if num_rows:
-                    piece = with_rows(shape, num_rows)
-                    num = num_parts if some.start == 0 else 1
-                    pieces.append((some, num_rows, self._scored(piece, function, num, together)[1]))
+                    piece, num = subject.source.on_rows(num_rows), num_parts if some.start == 0 else 1
+                    of_piece = _scored_trace(parts, piece, subject.call, num)
+                    pieces.append((some, num_rows, self._scored(piece, of_piece, num, together)))
 
         def run(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
             found: list[Any] = []
@@ -157,7 +167,7 @@ class Evaluator:
             return [(jnp.concatenate(total) if weight is None else total, weight) for total, weight in found]
 
         shardings = parts.state_shardings
-        jitted = jax.jit(
+        return jax.jit(
             run,
             in_shardings=(
                 shardings._params,
@@ -169,24 +179,10 @@ class Evaluator:
             out_shardings=parts.whole,
             compiler_options=compiler_options(parts.mesh),
         )
-        return trace, jitted
 
-    def _scored(self, shape: PyTree, function: Function | None, num_parts: int, together: bool) -> tuple[Trace, Any]:
-        """The trace of a batch, or of one of its micro-batches, and the results of the whole batch as it gives them."""
+    def _scored(self, source: Source, trace: Trace, num_parts: int, together: bool) -> Score:
+        """The results of a whole batch, as the trace of one of its micro-batches gives them."""
         parts = self._parts
-        call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
-
-        forms, pairs = parts.trace.forms, parts.trace.pairs
-
-        def on_rows(rows: int) -> Any:
-            return trace_flat(parts.capture, with_rows(shape, rows * num_parts), num_parts, trace, train=False)
-
-
-        trace = trace_loss(parts.capture, shape, num_parts, train=False, call=call, forms=forms, pairs=pairs)
-        if trace.num_loss == 1:
-            # A ratio (a masked mean, say) adds up exactly as total and weight; what adds up in no way counts by rows.
-            with contextlib.suppress(ValueError):
-                trace = lift(trace, on_rows, 1)
         sizes = dict(parts.mesh.shape)
         layout, rows = parts.storage.layout, parts.trace.batch_class
         shards = math.prod(sizes[axis] for axis in layout.axes_of.get(rows, ())) if rows is not None else 1
@@ -201,12 +197,26 @@ class Evaluator:
             def whole(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
                 return loss(params, frozen, carried, jax.tree.leaves(batch), key, jnp.int32(0))[:num_results]
 
-            return trace, whole
+            return whole
         staged = stage_model(trace, stacks, parts.storage, parts.plan, parts.mesh, layout)
         schedule = forward_only(parts.line.schedule.route, num_parts)
         forward = Forward(staged.stages, schedule, parts.line.part, PIPE)
         through = forwarded(staged, forward, num_parts, parts.mesh, together)
-        return trace, lambda *inputs: _put_together(trace, through(*inputs))
+        return lambda *inputs: _put_together(trace, through(*inputs))
+
+
+def _scored_trace(parts: Parts, source: Source, call: Any, num_parts: int) -> Trace:
+    """The loss in evaluation mode, or what is called in its place, on one of `num_parts` parts of a batch, read as the
+    program's own trace was."""
+    like = parts.trace
+    trace = source.read(
+        num_parts, train=False, call=call, forms=like.forms, pairs=like.pairs, at_once=like.at_once
+    )
+    if trace.num_loss == 1:
+        # A ratio (a masked mean, say) adds up exactly as total and weight; what adds up in no way counts by rows.
+        with contextlib.suppress(ValueError):
+            return lift(trace, lambda rows: source.flat(rows, trace, num_parts, train=False), 1)
+    return trace
 
 
 def _check_rows(shape: PyTree, function: Function | None) -> None:

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 
+from cjax.program.keep import check_fits, store_leaves
+from cjax.program.parts import Parts
 from cjax.program.saving import MODEL, trees_of
-from cjax.program.state import Parts, State, check_alive, check_fits, store_leaves
+from cjax.program.state import State, check_alive
 from cjax.tree import leaf_names
 
 PyTree = Any

@@ -13,7 +13,7 @@ import jax
 
 from cjax.audit.stages import Wait, waits
 from cjax.mesh import PIPE, compile_lowered
-from cjax.program.state import Parts
+from cjax.program.parts import Parts
 from cjax.program.steps import gradient_inputs, make_value_and_grad
 
 Lower = Callable[[bool], jax.stages.Lowered]

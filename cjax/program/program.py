@@ -16,14 +16,17 @@ from cjax.plan import Plan
 from cjax.planner.hardware import hardware_of
 from cjax.program.batches import place_batch, table_limits
 from cjax.program.check import Check
+from cjax.program.compose import compose
 from cjax.program.description import describe_step, describe_trace
 from cjax.program.evaluation import Evaluator
 from cjax.program.exchange import adopted, differentiable
+from cjax.program.keep import check_fits, store_leaves
 from cjax.program.lockstep import Lockstep
 from cjax.program.memory import OutOfMemory, alternatives
+from cjax.program.parts import Parts
 from cjax.program.saving import arrays_of, shapes_of, state_from, trees_of
 from cjax.program.starting import Starter, make_key
-from cjax.program.state import Parts, State, check_alive, check_fits, store_leaves
+from cjax.program.state import State, check_alive
 from cjax.program.steps import gradient_inputs, make_step, make_update
 from cjax.program.verify import check_plan, told, verify
 from cjax.report import Candidate, Comparison, Report, TraceSummary
@@ -336,7 +339,7 @@ class Program:
     def replan(self, plan: Plan | str, devices: Sequence[Device] | str | None = None) -> "Program":
         """The same model and loss under another plan, or on other devices."""
         found = list(self.mesh.devices.flat) if devices is None else resolve_devices(devices)
-        return Program(self._parts.compose(plan, found))
+        return Program(compose(self._parts.given, plan, found))
 
     @own_context
     def compare(self, plans: Iterable[Plan | str]) -> Comparison:
@@ -390,7 +393,7 @@ class Program:
         return check_plan(self._parts, self._own(state), batch)
 
     def _verify(self, state: State, batch: PyTree) -> None:
-        if self._parts.verifies and self.verified is None:
+        if self._parts.given.verifies and self.verified is None:
             self.verified = verify(self._parts, state, batch)
 
     def _must_train(self, what: str) -> None:

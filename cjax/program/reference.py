@@ -17,7 +17,7 @@ from jax.extend import core as jex
 
 from cjax.gradients import divisors
 from cjax.program.check import Outcome
-from cjax.program.state import Parts
+from cjax.program.parts import Parts
 from cjax.trace.author.capture import Mean
 from cjax.trace.microbatches.combine import denominator
 from cjax.trace.stages.counters import depends
@@ -63,10 +63,13 @@ class Reference:
         if self.num == 1:
             total, weight, aux, grads, new, _ = run(params, frozen, carried, batch, key, jnp.int32(0), [])
             return _outcome(total, weight, aux, grads, new)
-        outs, divide_by = [], self._divisors(batch, key)
+        outs, divide_by, once, new = [], self._divisors(batch, key), self.parts.trace.once, carried
         for index in range(self.num):
             rows = self._rows(batch, index)
-            *out, carried, share = run(params, frozen, carried, rows, key, jnp.int32(index), divide_by)
+            leaves, treedef = jax.tree.flatten(new)
+            old = jax.tree.leaves(carried)
+            before = treedef.unflatten([old[i] if i in once else leaf for i, leaf in enumerate(leaves)])
+            *out, new, share = run(params, frozen, before, rows, key, jnp.int32(index), divide_by)
             outs.append((*out, share))
         totals, weights, auxes, grads, shares = zip(*outs, strict=True)
         ratio = self.parts.trace.ratio
@@ -79,7 +82,7 @@ class Reference:
         leaves, treedef = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, Mean))
         sums = self.parts.trace.aux_sums
         aux = treedef.unflatten([leaf * self.num if i in sums else leaf for i, leaf in enumerate(leaves)])
-        return _outcome(sum(totals), weight, aux, jax.tree.map(lambda *g: sum(g), *grads), carried)
+        return _outcome(sum(totals), weight, aux, jax.tree.map(lambda *g: sum(g), *grads), new)
 
     def _divisors(self, batch: PyTree, key: jax.Array) -> list[jax.Array]:
         """What each micro-batch divides by, where that is of the whole batch."""

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from cjax.mesh import compiler_options
-from cjax.program.state import Parts, Shelves, State, check_alive, check_fits, store_leaves
+from cjax.program.keep import check_fits, store_leaves
+from cjax.program.parts import Parts
+from cjax.program.state import Shelves, State, check_alive
 
 PyTree = Any
 

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from cjax.program.keep import load_slot, members, store_slot
+from cjax.program.parts import Parts
 from cjax.program.sound import Sound, loses
-from cjax.program.state import Parts, State, load_slot, members, store_slot
+from cjax.program.state import State
 from cjax.program.steps import make_adopt, make_init, make_trees
 from cjax.tree import leaf_names
 
@@ -158,7 +160,8 @@ def _named(parts: Parts, params: Any, wanted: Mapping[str, Any]) -> Mapping[str,
         path = Path(params)
         has_config = ((path if path.is_dir() else path.parent) / "config.json").is_file()
         found = _read_safetensors(path, may_lack=has_config)
-        return parts.readers(path) if has_config and not found.keys() & wanted.keys() else found
+        readers = parts.given.readers
+        return readers(path) if readers and has_config and not found.keys() & wanted.keys() else found
     if isinstance(params, Mapping) and all(isinstance(k, str) and "/" in k for k in params):
         return params
     if jax.tree_util.all_leaves([params]):

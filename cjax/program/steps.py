@@ -10,7 +10,8 @@ import optax
 from cjax.gradients import Evaluated, Graded, mean
 from cjax.mesh import compiler_options
 from cjax.optim import LossScaleState, count_skipped, measure_noise, noise_scale
-from cjax.program.state import Arrays, Parts, State, new_state
+from cjax.program.parts import Parts, new_state
+from cjax.program.state import Arrays, State
 
 PyTree = Any
 Metrics = dict[str, Any]

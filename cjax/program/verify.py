@@ -11,10 +11,13 @@ from cjax.plan import Pipeline, Plan, Sequence, Tensor
 from cjax.planner.hardware import hardware_of
 from cjax.program.batches import place_batch, table_limits
 from cjax.program.check import Check, Outcome, compare, on_host
+from cjax.program.compose import compose
+from cjax.program.keep import store_leaves
 from cjax.program.lockstep import Lockstep
+from cjax.program.parts import Parts
 from cjax.program.reference import Inputs, perturbed, reference_of
 from cjax.program.saving import MODEL, trees_of
-from cjax.program.state import Parts, State, store_leaves
+from cjax.program.state import State
 
 PyTree = Any
 
@@ -76,7 +79,7 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
     rounded = [reference(run, (perturbed(inputs[0], itemsize), *inputs[1:]))]
     if plan.precision != "float32":  # and decisions, such as a router's, may fall otherwise in either
         alone = Plan(precision=plan.precision, microbatches=reference.num, loss=plan.loss)
-        rounded.append(outcome(parts.compose(alone, [device]), state, trees, given))
+        rounded.append(outcome(compose(parts.given, alone, [device]), state, trees, given))
     mine = outcome(parts, state, trees, given)
     if itemsize == 2:  # aux counts decisions, mostly, and of these rounding changes whole ones
         theirs = dataclasses.replace(theirs, aux={})
@@ -165,7 +168,7 @@ def _on_few_rows(parts: Parts, batch: PyTree) -> tuple[Parts, PyTree]:
         return parts, batch
     devices = list(parts.mesh.devices.flat)
     try:
-        few = parts.compose(parts.plan, devices, parts.line.schedule if parts.line else None, num)
+        few = compose(parts.given, parts.plan, devices, parts.line.schedule if parts.line else None, num)
     except Exception:  # the author's loss may know the number of rows by heart; then all of them are compared
         return parts, batch
     return few, jax.tree.map(lambda x: x[:num] if np.ndim(x) else x, batch)
@@ -185,7 +188,7 @@ def _that_agree(parts: Parts, state: State, batch: PyTree) -> tuple[str, ...]:
         if len(found) == 2 or candidate == plan:
             continue
         try:
-            agrees = _checked(parts.compose(candidate, devices), state, batch).ok
+            agrees = _checked(compose(parts.given, candidate, devices), state, batch).ok
         except Exception:  # refused, or broken in a way of its own: it is no advice
             continue
         if agrees:

@@ -18,6 +18,7 @@ from cjax.trace.dims.refine_rules import Form, expand, whole
 from cjax.trace.examples.values import Value, Weight
 from cjax.trace.examples.verdict import Lifted
 from cjax.trace.jaxpr.simplify import simplify
+from cjax.trace.layers.at_once import all_at_once
 from cjax.trace.layers.repeats import Run, find_runs, paired
 from cjax.tree import leaf_names
 
@@ -66,6 +67,7 @@ class Trace:
     once: frozenset[int] = frozenset()  # carried leaves that the last micro-batch alone updates
     is_chain: bool = False  # whether one weight leads from layer to layer in some stack, with nothing in between
     pairs: bool = False  # whether such layers were taken two by two
+    at_once: bool = False  # whether loops that add up over parts of the examples are evaluated at once
 
     @property
     def has_weight(self) -> bool:
@@ -111,58 +113,42 @@ def primitives(trace: Trace) -> frozenset[str]:
     return frozenset(inside(trace.closed.jaxpr))
 
 
-def trace_loss(
+@dataclass(frozen=True)
+class Traced:
+    """A loss on some rows, as its author's Python made it: equations that nobody has read yet.
+
+    Args:
+      closed: from the leaves of params, frozen, carried and batch, a random key and a micro-batch's index to the total
+        of the loss, its weight if it has one, the leaves of aux, and new carried values.
+      leaves: its inputs.
+      num_loss: results that are the loss.
+      aux: the shape of the author's aux, `Mean`s as they are.
+    """
+
+    closed: jex.ClosedJaxpr
+    leaves: tuple[Leaf, ...]
+    num_loss: int
+    aux: PyTree
+
+
+def trace_part(
     capture: Capture,
-    batch_shape: PyTree,
+    part_shape: PyTree,
     num_parts: int,
     train: bool,
     call: Callable[..., Any] | None = None,
-    forms: Mapping[int, Form] | None = None,
     once: frozenset[int] = frozenset(),
-    pairs: bool = False,
-) -> Trace:
-    """Trace the user's loss on one micro-batch and read it.
-
-    The inputs of the trace are the leaves of params, frozen, carried and batch, a random key, and the micro-batch's
-    index; its results are the total of the loss, its weight if it has one, the leaves of aux, and new carried values.
+) -> Traced:
+    """Run the user's Python on one micro-batch.
 
     Args:
       capture: the user's model and loss.
-      batch_shape: the whole batch, as ShapeDtypeStructs.
-      num_parts: number of micro-batches that the batch is cut into.
+      part_shape: the micro-batch, as ShapeDtypeStructs.
+      num_parts: into how many the batch is cut; each of several draws random numbers of its own.
       train: whether to trace the loss as in training.
       call: `(model, batch, key, train) -> (None, results)` to trace in place of the loss; its results become aux.
-      forms: of the weights, as an earlier trace of this model has them; found in this one if left out.
       once: carried leaves that the last micro-batch alone updates, from what they were before the first.
-      pairs: whether layers that are one weight each are taken two by two, so that what lies between two can be split.
     """
-    closed, leaves, num_loss, aux = _traced(capture, batch_shape, num_parts, train, call, once)
-    aux_leaves, aux_tree = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, Mean))
-    aux_is_mean = tuple(isinstance(x, Mean) for x in aux_leaves)
-    trace = _read(closed, leaves, capture.dim_names, num_loss, aux_tree, aux_is_mean, forms, pairs)
-    return replace(trace, once=once)
-
-
-def trace_flat(
-    capture: Capture,
-    batch_shape: PyTree,
-    num_parts: int,
-    like: Trace,
-    train: bool = True,
-) -> jex.ClosedJaxpr:
-    """The equations of the trace of a loss on other rows than those of the trace `like`, and nothing read off them."""
-    closed, leaves, *_ = _traced(capture, batch_shape, num_parts, train, None, like.once)
-    closed = simplify(closed)
-    if not like.forms:
-        return closed
-    dims = find_dims(closed, sum(leaf.kind in ("params", "frozen") for leaf in leaves))
-    return _refined(closed, leaves, like.forms, dims)
-
-
-def _traced(
-    capture: Capture, batch_shape: PyTree, num_parts: int, train: bool, call: Any, once: frozenset[int]
-) -> tuple[jex.ClosedJaxpr, list[Leaf], int, PyTree]:
-    """A loss traced: its equations, its inputs, how many results are the loss, and the shape of its aux."""
 
     def function(params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Any, index: Any) -> Any:
         # One part draws the numbers that the author's own loop would; each of several draws its own.
@@ -181,17 +167,12 @@ def _traced(
             new = treedef.unflatten([jnp.where(last, x, old) if i in once else x for i, (x, old) in enumerate(pairs)])
         return loss, aux, new
 
-    def part(leaf: Any) -> jax.ShapeDtypeStruct:
-        shape = (leaf.shape[0] // num_parts, *leaf.shape[1:]) if leaf.shape else ()
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-    key_shape = jax.eval_shape(lambda: jax.random.key(0))
     trees = {
         "params": capture.params_shape,
         "frozen": capture.frozen_shape,
         "carried": capture.carried_shape,
-        "batch": jax.tree.map(part, batch_shape),
-        "key": key_shape,
+        "batch": part_shape,
+        "key": jax.eval_shape(lambda: jax.random.key(0)),
         "index": jax.ShapeDtypeStruct((), jnp.int32),
     }
     closed, (loss, aux, _) = jax.make_jaxpr(function, return_shape=True)(*trees.values())
@@ -199,21 +180,45 @@ def _traced(
     for kind, tree in trees.items():
         for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
             leaves.append(Leaf(name or kind, kind, tuple(leaf.shape), leaf.dtype))
-    return closed, leaves, len(jax.tree.leaves(loss)), aux
+    return Traced(closed, tuple(leaves), len(jax.tree.leaves(loss)), aux)
 
 
-def _read(
-    closed: jex.ClosedJaxpr,
-    leaves: Sequence[Leaf],
+def flattened(traced: Traced, like: Trace) -> jex.ClosedJaxpr:
+    """The equations of a loss on other rows than those of the trace `like`, in its form, and nothing read off them."""
+    closed, num_weights = simplify(traced.closed), sum(leaf.kind in ("params", "frozen") for leaf in traced.leaves)
+    if like.at_once:
+        closed = all_at_once(closed, num_weights)
+    if not like.forms:
+        return closed
+    dims = find_dims(closed, num_weights)
+    return _refined(closed, traced.leaves, like.forms, dims)
+
+
+def read(
+    traced: Traced,
     given_names: Mapping[str, Sequence[str | None]],
-    num_loss: int,
-    aux_tree: Any,
-    aux_is_mean: tuple[bool, ...],
-    forms: Mapping[int, Form] | None,
-    pairs: bool,
+    forms: Mapping[int, Form] | None = None,
+    pairs: bool = False,
+    at_once: bool = False,
+    once: frozenset[int] = frozenset(),
 ) -> Trace:
-    closed = simplify(closed)
+    """What a loss is made of.
+
+    Args:
+      traced: the loss on one micro-batch.
+      given_names: the author's own names for dims, by the path of a weight.
+      forms: of the weights, as an earlier trace of this model has them; found in this one if left out.
+      pairs: whether layers that are one weight each are taken two by two, so that what lies between two can be split.
+      at_once: whether loops that add up over parts of the examples, each with products of its own, are evaluated at
+        once: see `all_at_once`.
+      once: carried leaves that it updates in the last micro-batch alone.
+    """
+    closed, leaves = simplify(traced.closed), list(traced.leaves)
+    aux_leaves, aux_tree = jax.tree.flatten(traced.aux, is_leaf=lambda x: isinstance(x, Mean))
+    aux_is_mean = tuple(isinstance(x, Mean) for x in aux_leaves)
     num_weights = sum(leaf.kind in ("params", "frozen") for leaf in leaves)
+    if at_once:
+        closed = all_at_once(closed, num_weights)
     given = {i for i, leaf in enumerate(leaves) if leaf.kind in ("carried", "key", "index")}
     dims = find_dims(closed, num_weights, given)
     forms = packed_forms(dims, num_weights) if forms is None else forms
@@ -241,8 +246,8 @@ def _read(
     stream = _stream(dims, runs, batch_class)
     names = _names(dims, leaves, given_names, batch_class, stream)
     return Trace(
-        closed, tuple(leaves), forms, dims, runs, names, batch_class, stream, num_loss, aux_tree, aux_is_mean,
-        is_chain=is_chain, pairs=pairs,
+        closed, tuple(leaves), forms, dims, runs, names, batch_class, stream, traced.num_loss, aux_tree, aux_is_mean,
+        once=once, is_chain=is_chain, pairs=pairs, at_once=at_once,
     )  # fmt: skip
 
 

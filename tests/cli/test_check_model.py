@@ -8,27 +8,28 @@ from cjax.cli.check_model import cover
 # A model, and three faults: a gradient doubled under tensor parallelism, a crash and a hang of the process on
 # micro-batches.
 FILE = """
-import dataclasses, importlib, os, time
+import dataclasses, os, time
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 
-composition = importlib.import_module("cjax.parallelize")
-true = composition._gradients
+from cjax.program import compose as composition
+
+true = composition.build_gradients
 
 
-def faulty(captured, shape, trace, storage, plan, *rest):
-    gradients, *more = true(captured, shape, trace, storage, plan, *rest)
+def faulty(loss, *rest):
+    built = true(loss, *rest)
 
     def doubled(*args):
-        graded = gradients(*args)
+        graded = built.gradients(*args)
         return dataclasses.replace(graded, grads=(graded.grads[0] * 2, *graded.grads[1:]))
 
-    return (doubled if plan.tensor.size > 1 else gradients, *more)
+    return dataclasses.replace(built, gradients=doubled) if loss.plan.tensor.size > 1 else built
 
 
-composition._gradients = faulty
+composition.build_gradients = faulty
 
 
 def loss(model, batch):

@@ -1,7 +1,6 @@
 """What `check` and `verify=True` find, and what they let pass: faults are planted where cjax could have them."""
 
 import dataclasses
-import importlib
 from typing import Any
 
 import flax.linen as nn
@@ -11,12 +10,13 @@ import numpy as np
 import pytest
 
 import cjax
+from cjax.program import compose as composition
 from cjax.program import verify
 from cjax.program.check import Outcome, compare
+from cjax.trace.microbatches import part
 
 from .conftest import make, rows
 
-composition = importlib.import_module("cjax.parallelize")
 PARTS = "data=4 tensor=2 microbatches=2"
 
 
@@ -68,7 +68,7 @@ def test_the_reference_is_the_undivided_batch(monkeypatch: pytest.MonkeyPatch) -
     right = make(PARTS, loss=masked)
     found = right.check(right.init(0), rows())
     assert found.ok and found.reference == "one device", str(found)
-    monkeypatch.setattr(composition, "lift", lambda trace, *_, **__: trace)
+    monkeypatch.setattr(part, "lift", lambda trace, *_, **__: trace)
     wrong = make(PARTS, loss=masked)
     found = wrong.check(wrong.init(0), rows())
     assert not found.ok and "loss" in [each.name for each in found.wrong]
@@ -108,18 +108,18 @@ def test_a_plan_is_verified_before_the_first_step_on_few_rows(monkeypatch: pytes
 
 
 def test_a_plan_that_computes_otherwise_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    true = composition._gradients
+    true = composition.build_gradients
 
-    def faulty(captured: Any, shape: Any, trace: Any, storage: Any, plan: Any, *rest: Any) -> Any:
-        gradients, *more = true(captured, shape, trace, storage, plan, *rest)
+    def faulty(loss: Any, *rest: Any) -> Any:
+        built = true(loss, *rest)
 
         def doubled(*args: Any) -> Any:
-            graded = gradients(*args)
+            graded = built.gradients(*args)
             return dataclasses.replace(graded, grads=(graded.grads[0] * 2, *graded.grads[1:]))
 
-        return (doubled if plan.tensor.size > 1 else gradients, *more)
+        return dataclasses.replace(built, gradients=doubled) if loss.plan.tensor.size > 1 else built
 
-    monkeypatch.setattr(composition, "_gradients", faulty)
+    monkeypatch.setattr(composition, "build_gradients", faulty)
     program = make("data=4 tensor=2", verify=True)
     state = program.init(0)
     for call in (program.step, program.value_and_grad):

@@ -29,7 +29,7 @@ def recurrent(m: Any, x: jax.Array, hidden: int, reverse: bool, unroll: int, how
     return jnp.swapaxes(out, 0, 1) @ m.param("down", (hidden, width))
 
 
-@block(kind=("lstm", "gru"), hidden=(2, 3, 8))
+@block(kind=("lstm", "gru"), hidden=(2, 3, 8), packs=True)
 def flax_recurrent(m: Any, x: jax.Array, kind: str, hidden: int) -> jax.Array:
     return m.layer("down", "dense", m.layer("cell", kind, x, features=hidden), features=x.shape[-1])
 
@@ -164,8 +164,9 @@ def custom(m: Any, x: jax.Array, how: str) -> jax.Array:
     if how == "name":
         named = jax.checkpoint_policies.save_only_these_names("kept")
         return jax.checkpoint(lambda v: jnp.sin(checkpoint_name(jnp.tanh(v), "kept")), policy=named)(y)
-    if how == "linear":
-        return jax.custom_derivatives.linear_call(lambda scale, v: v * scale, lambda scale, v: v * scale, w[0], y)
+    if how == "linear":  # JAX differentiates it by what it is linear in alone
+        scale = lax.stop_gradient(w[0])
+        return jax.custom_derivatives.linear_call(lambda scale, v: v * scale, lambda scale, v: v * scale, scale, y)
     return {"reversed": reversed_gradient, "straight": straight_through, "jvp": own_softplus}[how](y)
 
 

@@ -181,7 +181,7 @@ def flax_attention(m: Any, x: jax.Array, heads: int, causal: bool) -> jax.Array:
     return m.layer("attention", "attention", x, heads=heads, mask=mask)
 
 
-@block(heads=(1, 2, 3, 4, 6), size=(1, 2, 3), order=("qkv", "heads"))
+@block(heads=(1, 2, 3, 4, 6), size=(1, 2, 3), order=("qkv", "heads"), packs=True)
 def packed_attention(m: Any, x: jax.Array, heads: int, size: int, order: str) -> jax.Array:
     rows, length, width = x.shape
     packed = x @ m.param("packed", (width, 3 * heads * size))

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from search.models import Spec, loss_of, model_of, parts_of, wrt_of
+from search.models import Spec, loss_of, model_of, parts_of, traits, wrt_of
 from search.plans import num_parts
-from search.reference import SGD, Diverged, Flat, Reference, is_key, on_host
+from search.reference import SGD, Diverged, Flat, Reference, Run, is_key, on_host
 
 import cjax
 from cjax.program.state import State
@@ -25,6 +25,7 @@ HOUSE = Path(cjax.__file__).parent
 # Of a leaf's norm, and of the norm of all: far above what rounding costs in float64, far below what is wrong.
 TOLERANCE = (1e-7, 1e-9)
 SINGLE = 1e-5  # statistics that Flax keeps in float32
+SMALL = 1024  # elements of a parameter, below which ZeRO pads nothing
 # NNX's attention without dropout is jax.nn.dot_product_attention, whose softmax is float32 whatever it is given.
 ROUNDED = (2e-4, 1e-5)
 
@@ -124,9 +125,11 @@ class Pairs:
     def outcome(self, plan: str, own_init: bool = False) -> Outcome:
         """Never raises but for what is no Exception."""
         try:
-            return self._outcome(plan, own_init)
-        except Diverged as error:
-            return Outcome("model", str(error))
+            wanted = self.reference.run(num_parts(plan))
+        except Exception as error:
+            return Outcome("model", str(error) if isinstance(error, Diverged) else told(error))
+        try:
+            return self._outcome(plan, wanted, own_init)
         except Wrong as error:
             return Outcome("wrong", str(error))
         except ValueError as error:
@@ -136,8 +139,7 @@ class Pairs:
         except Exception as error:
             return Outcome("error", told(error))
 
-    def _outcome(self, plan: str, own_init: bool) -> Outcome:
-        wanted = self.reference.run(num_parts(plan))
+    def _outcome(self, plan: str, wanted: Run, own_init: bool) -> Outcome:
         program = self.first.replan(plan, jax.devices())
         if own_init:
             state = program.init(0)
@@ -202,7 +204,8 @@ class Pairs:
 
     def _check_bytes(self, program: cjax.Program, state: State) -> None:
         """Every device holds as much as any other, and with ZeRO its part of each leaf that divides; layers
-        that the author scans over are not counted as a dim."""
+        that the author scans over are not counted as a dim, nor is what packs several tensors, as long as it is small
+        enough to stay whole."""
         held: dict[Any, int] = {}
         for leaf in jax.tree.leaves((state._params, state._opt)):
             for shard in leaf.addressable_shards:
@@ -218,8 +221,12 @@ class Pairs:
             for i, part in enumerate(self.spec["parts"]) if part.get("how") == "scan"
         )  # fmt: skip
 
+        packs = any(kind.packs for kind in traits(self.spec))
+
         def divides(name: str, shape: tuple[int, ...]) -> bool:
-            return any(n % group == 0 for n in (shape[1:] if name.startswith(scanned) else shape))
+            dims = shape[1:] if name.startswith(scanned) else shape
+            dims = dims[:-1] if packs and np.prod(dims) < SMALL else dims
+            return any(n % group == 0 for n in dims)
 
         leaves = self.held[0].items()
         whole = sum(leaf.nbytes for _, leaf in leaves)

@@ -1,7 +1,8 @@
 """A model of a spec trained by its author: plain Flax, JAX and optax on one device. Nothing of cjax is read here.
 
 What cjax promises of random numbers and micro-batches is written out again: step i has key `fold_in(key, i)`,
-micro-batch j of several folds j into it (NNX: into the keys that the model carries), and holds rows j, j+m, j+2m, ...
+micro-batch j of several folds j into it (NNX: into the keys that the model carries, and counts of what was drawn move
+once a step), and holds rows j, j+m, j+2m, ... What a model carries keeps its first dtype.
 """
 
 import dataclasses
@@ -37,12 +38,14 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Author:
-    """First values by path, and `apply(params, frozen, carried, batch, key, part) -> (loss, aux, carried)`."""
+    """First values by path, and `apply(params, frozen, carried, batch, key, part) -> (loss, aux, carried)`; `streams`
+    names what is carried of random streams."""
 
     params: Flat
     frozen: Flat
     carried: Flat
     apply: Callable[..., tuple[Any, PyTree, Flat]]
+    streams: tuple[str, ...] = ()
 
 
 def is_trained(spec: Spec) -> Callable[[str], bool]:
@@ -93,9 +96,12 @@ def nnx_author(spec: Spec, loss: Callable[..., Any], batch: PyTree) -> Author:
 
     flat, carried = jax.jit(make)(jax.random.key(0))
     definition, state = made
-    keys = [  # in which random streams are
-        "/".join(map(str, path)) for path, variable in nnx.to_flat_state(state) if isinstance(variable, nnx.RngKey)
-    ]
+    streams = {
+        "/".join(map(str, path)): isinstance(variable, nnx.RngKey)
+        for path, variable in nnx.to_flat_state(state)
+        if isinstance(variable, nnx.RngState)
+    }
+    keys = [path for path, holds_key in streams.items() if holds_key]
 
     def apply(params: Flat, frozen: Flat, carried: Flat, batch: PyTree, key: Any, part: Any) -> Any:
         values = params | frozen | carried
@@ -109,7 +115,7 @@ def nnx_author(spec: Spec, loss: Callable[..., Any], batch: PyTree) -> Author:
         return value, aux, new | {path: carried[path] for path in keys}
 
     trained = is_trained(spec)
-    return Author(*(_among(flat, trained, yes) for yes in (True, False)), carried, apply)
+    return Author(*(_among(flat, trained, yes) for yes in (True, False)), carried, apply, tuple(streams))
 
 
 def _folded(keys: Any, part: Any) -> Any:
@@ -156,8 +162,9 @@ class Reference:
         return Run(steps, on_host(params), on_host(carried))
 
     def _step(self, parts: int, params: Flat, carried: Flat, state: PyTree, batch: PyTree, key: Any) -> Any:
-        outs = []
+        outs, first = [], carried
         for part in range(parts):
+            carried = carried | {path: first[path] for path in self.author.streams}
             rows = jax.tree.map(lambda x, part=part: x[part::parts], batch)
 
             def total(params: Flat, rows: PyTree = rows, part: int = part, carried: Flat = carried) -> Any:
@@ -167,7 +174,8 @@ class Reference:
                 value = value if isinstance(value, Total) else Total(value, jnp.ones_like(value))
                 return value.total, (value.weight, aux, new)
 
-            (value, (weight, aux, carried)), grads = jax.value_and_grad(total, has_aux=True)(params)
+            (value, (weight, aux, new)), grads = jax.value_and_grad(total, has_aux=True)(params)
+            carried = {path: leaf if is_key(leaf) else leaf.astype(first[path].dtype) for path, leaf in new.items()}
             outs.append((value, weight, aux, grads))
         values, weights, auxes, grads = zip(*outs, strict=True)
         weight = sum(weights)

@@ -26,6 +26,7 @@ class Block:
     couples: bool = False  # rows meet: micro-batches make other numbers
     random: bool = False
     state: bool = False
+    packs: bool = False  # has weights whose last dim is several tensors beside each other
     integer: bool = False  # has a parameter of integers, which no gradient reaches
     only: str = ""  # "linen" or "nnx", where one of them alone has it
 

@@ -86,7 +86,8 @@ def alike(row: Row, kept: list[Row]) -> Row | None:
     words = set(plans.kind(row["plan"]).split())
     for other in kept:
         same = other["kind"] == row["kind"] and (row["kind"] == "wrong" or signature(other) == signature(row))
-        if same and ops(other["spec"]) <= ops(row["spec"]) and set(plans.kind(other["plan"]).split()) <= words:
+        fewer = set(plans.kind(other["plan"]).split()) - {"data"} <= words
+        if same and fewer and ops(other["spec"]) <= ops(row["spec"]):
             return other
     return None
 
@@ -97,6 +98,7 @@ class Search:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.lock = args, threading.Lock()
         self.kept: list[Row] = json.loads(KEPT.read_text()) if KEPT.exists() else []
+        self.found: list[Row] = []  # by this search: what others have kept is mended, and explains nothing
         self.counts: collections.Counter[str] = collections.Counter()
         self.refused: collections.Counter[str] = collections.Counter()
         self.causes: collections.Counter[str] = collections.Counter()
@@ -137,7 +139,7 @@ class Search:
             self.counts[kind] += 1
             if kind == "refused":
                 self.refused[signature(row)] += 1
-            known = alike(row, self.kept) if kind in FAILED else None
+            known = alike(row, self.found) if kind in FAILED else None
             if known:
                 self.causes[known["id"]] += 1
         if kind not in FAILED or known:
@@ -146,13 +148,14 @@ class Search:
         # What dies takes its process along: a minute and more each time.
         small = shrink(process, row, self.args.shrink if kind in ("wrong", "error") else self.args.shrink // 3)
         with self.lock:
-            known = alike(small, self.kept)
+            known = alike(small, self.found)
             if known is None:
                 number = max((int(r["id"].split()[0]) for r in self.kept), default=0) + 1
                 date = datetime.date.today().isoformat()
                 name = f"{number} {'+'.join(sorted(ops(small['spec'])))} under {plans.kind(small['plan'])}"
                 known = {"id": name, **small, "date": date, "jax": process.jax}
                 self.kept.append(known)
+                self.found.append(known)
                 KEPT.write_text("[\n" + ",\n".join(json.dumps(r) for r in self.kept) + "\n]\n")
             self.causes[known["id"]] += 1
         self._say(f"    shrunk: {known['id']}: {small['kind']} {small['what'][:200]}\n    {small['plan']}\n    "

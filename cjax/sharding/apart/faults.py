@@ -85,7 +85,12 @@ def fault_of(eqn: Any) -> Fault | None:
 
 def holds_fault(eqn: Any) -> bool:
     """Whether a jaxpr inside an equation has an operation that falls under an entry."""
-    return any(fault_of(inner) or holds_fault(inner) for body in _bodies(eqn) for inner in body.eqns)
+    return holds(eqn, lambda inner: fault_of(inner) is not None)
+
+
+def holds(eqn: Any, concerns: Callable[[Any], bool]) -> bool:
+    """Whether a jaxpr inside an equation has one of these operations."""
+    return any(concerns(inner) or holds(inner, concerns) for body in _bodies(eqn) for inner in body.eqns)
 
 
 def _bodies(eqn: Any) -> Iterator[Any]:

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.random import threefry2x32_p
+
+from cjax.jax_compat.random import counts_by_index, threefry_words
 
 
 def draw_block(eqn: Any, key: jax.Array, whole: Sequence[int], shape: Sequence[int], starts: Sequence[Any]) -> Any:
@@ -20,16 +21,10 @@ def draw_block(eqn: Any, key: jax.Array, whole: Sequence[int], shape: Sequence[i
       shape: of the block; several keys make dims of their own in front.
       starts: index of the block's first element in each dim.
     """
-    if eqn.primitive.name == "random_bits" and _counts(key) and math.prod(whole) < 2**32:
+    if eqn.primitive.name == "random_bits" and counts_by_index(key) and math.prod(whole) < 2**32:
         return _block(key, eqn.params["bit_width"], whole, shape, starts)
     params = eqn.primitive.get_bind_params(eqn.params) | {"shape": tuple(whole)}
     return lax.dynamic_slice(eqn.primitive.bind(key, **params), [jnp.asarray(at, jnp.int32) for at in starts], shape)
-
-
-def _counts(key: jax.Array) -> bool:
-    """Whether a key makes each number from its flat index alone, as threefry does unless told otherwise."""
-    plain = key.ndim == 0 and str(jax.random.key_impl(key)) == "threefry2x32"
-    return plain and bool(getattr(jax.config, "jax_threefry_partitionable", True))
 
 
 def _block(
@@ -46,8 +41,7 @@ def _block(
         along = lax.broadcasted_iota(jnp.uint32, shape, dim) + jnp.asarray(starts[dim]).astype(jnp.uint32)
         index = index + along * jnp.uint32(stride % 2**32)
         stride *= whole[dim]
-    words = jax.random.key_data(key)
-    high, low = threefry2x32_p.bind(words[0], words[1], jnp.zeros(shape, jnp.uint32), index)
+    high, low = threefry_words(key, jnp.zeros(shape, jnp.uint32), index)
     if bit_width == 64:
         return (high.astype(jnp.uint64) << 32) | low.astype(jnp.uint64)
     return (high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[bit_width])

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-import jax
 from jax import lax
 from jax.extend import core as jex
 from jax.sharding import Mesh
@@ -22,13 +21,11 @@ from cjax.sharding.attention.random import draw_block
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.place.model import ModelStorage
 from cjax.sharding.storage.storage import axes_of_entry
-from cjax.trace.author.capture import Capture
 from cjax.trace.examples.values import Value
 from cjax.trace.microbatches.combine import share_alike
 from cjax.trace.microbatches.mirror import Draw, Mirror, Unlike, counterparts, drawing
-from cjax.trace.reading import Trace, trace_loss
-
-PyTree = Any
+from cjax.trace.reading import Trace
+from cjax.trace.source import Source
 
 
 @dataclass(frozen=True)
@@ -58,13 +55,12 @@ class LocalRows:
 
 
 def local_rows(
-    capture: Capture, batch_shape: PyTree, trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh
+    source: Source, trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh
 ) -> LocalRows | str:
     """The loss of `trace` on each device's own rows of a micro-batch, or the reason why gradients can't wait.
 
     Args:
-      capture: the user's model and loss.
-      batch_shape: the whole batch, as ShapeDtypeStructs.
+      source: the user's model and loss.
       trace: of a micro-batch, lifted (`cjax.trace.microbatches.combine.lift`).
       storage: where the model's arrays are kept.
       plan: with micro-batches.
@@ -85,11 +81,11 @@ def local_rows(
     (rows,) = {trace.leaves[i].shape[0] for i in trace.leaves_of("batch") if trace.leaves[i].shape}
     try:
         if rows > num_shards:
-            fewer = share_alike(_trace_rows(capture, batch_shape, rows // num_shards, trace), trace)
+            fewer = share_alike(_read_rows(source, plan, rows // num_shards, trace), trace)
             mirror = Mirror(trace, fewer.closed, num_shards)
             found, layout, draws = mirror.trace, storage.layout, mirror.draws
         else:
-            mirror, found, draws = _one_row(capture, batch_shape, trace, rows)
+            mirror, found, draws = _one_row(source, plan, trace, rows)
             layout = _like_weights(trace, storage.layout, found)
         _require_sums(trace, mirror)
     except Unlike as difference:
@@ -98,21 +94,18 @@ def local_rows(
     return LocalRows(found, replace(layout, axes_of=kept), axes, draws)
 
 
-def _trace_rows(capture: Capture, batch_shape: PyTree, rows: int, like: Trace) -> Trace:
-    """The loss on so many rows, drawing as one of several micro-batches does."""
-    shape = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((2 * rows, *leaf.shape[1:]) if leaf.shape else (), leaf.dtype), batch_shape
-    )
+def _read_rows(source: Source, plan: Plan, rows: int, like: Trace) -> Trace:
+    """The loss on so many rows of a micro-batch."""
     try:
-        return trace_loss(
-            capture, shape, 2, train=True, forms=like.forms, once=like.once, pairs=like.pairs
-        )  # fmt: skip
+        return source.read(
+            plan.microbatches, rows, forms=like.forms, once=like.once, pairs=like.pairs, at_once=like.at_once
+        )
     except (TypeError, ValueError) as error:
         raise Unlike(f"the model can't be traced on {rows} rows ({str(error).splitlines()[0]})") from error
 
 
 def _one_row(
-    capture: Capture, batch_shape: PyTree, trace: Trace, num_shards: int
+    source: Source, plan: Plan, trace: Trace, num_shards: int
 ) -> tuple[Mirror, Trace, dict[int, Draw]]:
     """The loss on one row. JAX takes short cuts past dims of size 1, so this trace matches no other; what the loss does
     with rows is read off a trace of two instead."""
@@ -120,9 +113,9 @@ def _one_row(
         raise Unlike(f"one row on each of {num_shards} devices can't be compared with two")
     if trace.shared is not None:
         raise Unlike("the loss divides by weights of the whole batch, and each device has one row of a micro-batch")
-    two = _trace_rows(capture, batch_shape, 2, trace)
+    two = _read_rows(source, plan, 2, trace)
     mirror = Mirror(trace, two.closed, num_shards // 2)
-    found = replace(_trace_rows(capture, batch_shape, 1, trace), aux_sums=trace.aux_sums)
+    found = replace(_read_rows(source, plan, 1, trace), aux_sums=trace.aux_sums)
     if trace.ratio is not None:
         jaxpr: Any = found.closed.jaxpr
         sums = counterparts(mirror.trace.closed.jaxpr.outvars[:2], two.closed.jaxpr, jaxpr)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
 from cjax.sharding.apart.apart import Inside, apart, evaluate_apart, evaluate_inside, placements
-from cjax.sharding.apart.faults import fault_of, holds_fault
+from cjax.sharding.apart.faults import fault_of, holds, holds_fault
 from cjax.sharding.apart.indexed import evaluate_indexed
 from cjax.sharding.attention.kernel import Fused, Kernel, attend_fused, fused_groups
 from cjax.sharding.attention.split import attend
@@ -27,6 +27,7 @@ from cjax.sharding.layout.layout import NO_SEQUENCE, Layout
 from cjax.sharding.place.grid_products import GridProducts
 from cjax.sharding.place.saved import checkpointed, has_complex, kept
 from cjax.sharding.products.lookup import find_rows, is_lookup, look_up, pick, picked_dim
+from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.positions import attention_groups
 from cjax.trace.dims.find import Scope
@@ -87,6 +88,7 @@ class Placer(Hooks):
         self._rounded = {o for o in products if o is not None} | self._tables
         self._compared = compared(trace.closed.jaxpr)
         self._looped = {o for m in dims.matmuls if m.looped for o in (m.lhs_origin, m.rhs_origin)}
+        self._batched = {o for m in dims.matmuls if m.batched for o in (m.lhs_origin, m.rhs_origin)}
 
     def constrain(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
         return constrained(value, self._mesh, spec)
@@ -103,9 +105,21 @@ class Placer(Hooks):
             return value
         # The gradient of a lookup in a split table is not made in any further parts but at the price of copies.
         # And that of a loop is summed up whole: scattered at once, it would be reduced in each turn.
-        whole = leaf in self._looped or (leaf in self._tables and any(used))
+        whole = leaf in self._looped or (leaf in self._tables and any(used)) or self._sums_wrong(leaf, used, gradient)
         summed = used if whole else gradient
         return _ready(self._mesh, used, summed, gradient, low)(value)
+
+    def _sums_wrong(self, leaf: int, used: PartitionSpec, gradient: PartitionSpec) -> bool:
+        """Whether XLA's partitioner would lose a part of a sum (JAX 0.10.2 and 0.12.0.1).
+
+        It does where a product's batch dim, of experts or groups, is split, what is summed over is split over two axes
+        or more, and the result is asked for with its batch dim split over one of these as well: ZeRO's share of an
+        expert that a tensor axis splits already. Asked for as the operands are, and split behind that, it is right.
+        """
+        if leaf not in self._batched or sum(size > 1 for size in self._mesh.shape.values()) < 3:
+            return False
+        pairs = zip(map(axes_of_entry, used), map(axes_of_entry, gradient), strict=True)
+        return any(axes and axes != wanted for axes, wanted in pairs)
 
     def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
         drawn = self._draw(eqn, ins) if self._draw else None
@@ -115,8 +129,6 @@ class Placer(Hooks):
         if indexed is not None:
             return indexed
         found = self._looked_up(eqn, ins, scope)
-        if self._layout.grid is not None and eqn.primitive.name in MATMULS:
-            ins = [self._off_grid(v, x, scope) for v, x in zip(eqn.invars, ins, strict=True)]
         if found is not None:
             outs = [found]
         else:
@@ -135,8 +147,9 @@ class Placer(Hooks):
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
             return bind(eqn, ins, given)
-        if eqn.primitive.name in ("cond", "while") and holds_fault(eqn):
+        if eqn.primitive.name in ("cond", "while") and (holds_fault(eqn) or holds(eqn, self._is_off_grid)):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
+        ins = self._off_grid(eqn, ins, scope)
         if fault_of(eqn) is None and not holds_fault(eqn):
             return bind(eqn, ins, given)
         atoms, dims = (eqn.invars, eqn.outvars), self._trace.dims
@@ -144,12 +157,19 @@ class Placer(Hooks):
         sizes = {axis: size for axis, size in self._mesh.shape.items() if axis not in manual}
         return evaluate_apart(eqn, ins, apart(eqn, given, in_specs, out_specs, sizes), self._mesh)
 
-    def _off_grid(self, var: Any, value: Any, scope: Scope) -> Any:
-        """A weight in a matmul that is left to the compiler, without the axis along which the grid splits weights: with
-        the batch on that axis too, XLA's partitioner has been seen to sum gradients over the wrong devices."""
-        if isinstance(var, jex.Literal) or scope.origin.get(var) not in self._layout.weights:
-            return value
-        return self.constrain(value, self._layout.spec(self._trace.dims.of(var, scope), value.shape))
+    def _is_off_grid(self, eqn: Any) -> bool:
+        return self._layout.grid is not None and eqn.primitive.name in MATMULS
+
+    def _off_grid(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+        """Operands of a matmul that is left to the compiler, weights without the axis along which the grid splits them:
+        with the batch on that axis too, XLA's partitioner has been seen to sum gradients over the wrong devices."""
+        if not self._is_off_grid(eqn):
+            return ins
+        found = list(ins)
+        for i, (var, value) in enumerate(zip(eqn.invars, ins, strict=True)):
+            if not isinstance(var, jex.Literal) and scope.origin.get(var) in self._layout.weights:
+                found[i] = self.constrain(value, self._layout.spec(self._trace.dims.of(var, scope), value.shape))
+        return found
 
     def _looked_up(self, eqn: Any, ins: list[Any], scope: Scope) -> jax.Array | None:
         """The result of a gather from what a grid splits, or a stage of a pipeline: the compiler's own would move more,

@@ -11,6 +11,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
+from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.attention.labels import MOVES, Labels, Node, incoming
 from cjax.trace.attention.walk import Index, Miss, Other, Walk
 from cjax.trace.jaxpr.groups import Group, make_group
@@ -82,7 +83,7 @@ class Attention:
     @property
     def where(self) -> str:
         """The module it belongs to, as far as names say."""
-        names = str(self.scores_eqn.source_info.name_stack).split("/")
+        names = str(name_stack(self.scores_eqn)).split("/")
         return "/".join(name for name in names if "->" not in name)
 
     def label(self, role: str) -> int:
@@ -133,7 +134,7 @@ def find_attentions(
         except Other:
             continue
         except Miss as miss:
-            where = str(eqn.source_info.name_stack)
+            where = str(name_stack(eqn))
             reasons.append(f"the softmax{' in ' + where if where else ''} is no attention: {miss}")
             continue
         if taken.isdisjoint(map(id, attention.eqns)):

@@ -13,6 +13,8 @@ from flax import nnx
 from flax.core import DenyList
 from flax.errors import InvalidRngError, ModifyScopeVariableError
 
+from cjax.jax_compat.modules import forget_eager_sharding, sown_collections, without_eager_sharding
+from cjax.jax_compat.tracers import quick_attribute_errors
 from cjax.trace.author import linen as linen_parts
 from cjax.trace.author import nnx as nnx_parts
 from cjax.trace.author.loss import Mean as Mean
@@ -137,6 +139,11 @@ def _read_back(carried: PyTree, after: PyTree, known: tuple[str, ...] = ()) -> P
                 f"The loss changed the shape of {name} from {old.shape} to {new.shape}: "
                 "a training step must keep the shapes of the model's state."
             )
+        if new.dtype != old.dtype and _kind(new.dtype) != _kind(old.dtype):
+            raise ValueError(
+                f"The loss changed the dtype of {name} from {old.dtype} to {new.dtype}: a training step must keep what "
+                f"the model's state is made of. Create it with the dtype that it is given later, {new.dtype}."
+            )
         # A statistic computed in another precision goes back to the state's own: each new dtype would be a compile.
         leaves.append(new if new.dtype == old.dtype else new.astype(old.dtype))
     if values:
@@ -145,6 +152,12 @@ def _read_back(carried: PyTree, after: PyTree, known: tuple[str, ...] = ()) -> P
             "Create them in the constructor, or take them out again inside the loss (NNX: `nnx.pop(model, ...)`)."
         )
     return jax.tree.unflatten(jax.tree.structure(carried), leaves)
+
+
+def _kind(dtype: Any) -> Any:
+    """What numbers of any precision are: whole, real, complex, true or false, or keys of one kind."""
+    kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
+    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype)
 
 
 def _names(annotations: Mapping[str, Iterable[Any]]) -> dict[str, tuple[str | None, ...]]:
@@ -159,7 +172,7 @@ def _capture_linen(model: nn.Module, call: Callable[..., Any], batch: PyTree, wr
 
     def make(key: Key, batch: PyTree) -> Trees:
         init = nn.init(lambda bound, batch: call(bound, batch, key, True), model, mutable=True)
-        with linen_parts.sown_collections() as sown:
+        with sown_collections() as sown:
             variables = dict(init({"params": key}, batch))
         params = variables.pop("params", {})
         carried = {name: tree for name, tree in variables.items() if name not in sown}
@@ -184,7 +197,7 @@ def _capture_linen(model: nn.Module, call: Callable[..., Any], batch: PyTree, wr
                 break
             except InvalidRngError as error:
                 # The aborted attempt leaves only dead equations in the trace, and happens once for each stream.
-                streams[train].append(linen_parts.missing_stream(error, streams[train], train))
+                streams[train].append(linen_parts.next_stream(error, streams[train], train))
             except ModifyScopeVariableError as error:
                 if train:
                     raise
@@ -227,11 +240,11 @@ def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) 
         return params, frozen, carried
 
     def make(key: Key, batch: PyTree) -> Trees:
-        with nnx_parts.without_eager_sharding(), nnx_parts.quick_attribute_errors(key):
+        with without_eager_sharding(), quick_attribute_errors(key):
             built = model(rngs=nnx.Rngs(key))
         if not isinstance(built, nnx.Module):
             raise TypeError(f"The builder returned a {type(built).__name__}, not a flax.nnx module.")
-        nnx_parts.forget_eager_sharding(built)
+        forget_eager_sharding(built)
         return split(built)
 
     initial = None
@@ -255,7 +268,7 @@ def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) 
             return *score(params, frozen, carried, batch, key, call), carried
         model = nnx.merge(definition, params, frozen, carried, copy=True)
         nnx_parts.set_train(model)
-        with nnx_parts.quick_attribute_errors((carried, batch)):
+        with quick_attribute_errors((carried, batch)):
             value, aux = call(model, batch, key, True)
         state = nnx.state(model, nnx.Not(nnx.Intermediate))
         return value, aux, _read_back(carried, state, known=leaf_names(params) + leaf_names(frozen))

@@ -1,12 +1,9 @@
 """What is particular to Flax NNX: filters, modes of modules, random keys that models carry, names in metadata."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
 from flax import nnx
-from jax import core
 
 from cjax.trace.author.trained import is_path_rule, matcher
 from cjax.tree import leaf_names
@@ -18,50 +15,6 @@ EVAL_HINT = (
     "although the model is in eval mode. Don't pass deterministic=False or use_running_average=False, or let them "
     "depend on `train`: `def loss(model, batch, train)`."
 )
-
-
-@contextmanager
-def quick_attribute_errors(tracers: PyTree) -> Iterator[None]:
-    """Keeps tracing linear in the number of random draws and statistics, where JAX makes it quadratic.
-
-    NNX asks each new value of a Variable for its `sharding`. Up to JAX 0.11 a tracer answers with an AttributeError
-    whose text, which nobody reads, takes a search through the whole trace (9 s for the constructor of 48 layers).
-    """
-    kinds = {type(leaf) for leaf in jax.tree.leaves(tracers) if isinstance(leaf, core.Tracer)}
-    slow = [kind for kind in kinds if "sharding" not in vars(kind)] if jax.__version_info__ < (0, 12) else []
-
-    def sharding(self: Any) -> Any:
-        raise AttributeError("A tracer has no sharding: see `jax.typeof(x).sharding`.")
-
-    for kind in slow:
-        kind.sharding = property(sharding)  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        for kind in slow:
-            del kind.sharding  # type: ignore[misc]
-
-
-NOT_YET = 0  # as false as False, which an author may have written
-
-
-@contextmanager
-def without_eager_sharding() -> Iterator[None]:
-    """The author's axis names are read, not applied, while a model is built: there is no mesh yet."""
-    with nnx.use_eager_sharding(NOT_YET):
-        yield
-
-
-def forget_eager_sharding(model: nnx.Module) -> None:
-    """Undoes what `without_eager_sharding` left in the metadata of a model. That is part of the structure of its trees,
-    and the author's own jitted functions would refuse them, or compile again."""
-    own = nnx.using_eager_sharding()
-    for _, variable in nnx.iter_graph(model):
-        if isinstance(variable, nnx.Variable):
-            metadata = variable.get_metadata()
-            if metadata.get("eager_sharding") is NOT_YET:
-                metadata["eager_sharding"] = own
-                variable.update_from_state(type(variable).from_metadata(variable.get_raw_value(), metadata))
 
 
 def param_filter(wrt: Any) -> Any:

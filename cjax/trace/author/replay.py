@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.interpreters import partial_eval
+from jax.extend.core import jaxpr_as_fun
 
+from cjax.jax_compat.jaxprs import live
 from cjax.tree import leaf_names
 
 PyTree = Any
@@ -37,8 +37,8 @@ class Replay:
 def trace_live(function: Callable[..., PyTree], args: Sequence[Any]) -> Replay:
     """Traces `function(*args)`, where args are arrays or shapes, and leaves out dead equations and arguments."""
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    return Replay(shapes, used, jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts)))
+    needed, used = live(closed)
+    return Replay(shapes, used, jaxpr_as_fun(needed))
 
 
 def replayed(make: Callable[[Key, PyTree], PyTree], batch: PyTree) -> tuple[Callable[[Key], PyTree], PyTree]:

@@ -14,6 +14,7 @@ import jax.core
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from cjax.jax_compat.jaxprs import new_var, place_of
 from cjax.trace.dims.classes import Dims, Scope
 from cjax.trace.dims.find import find_dims
 from cjax.trace.dims.refine_rules import Atom, Form, expand, refined, shape_of, whole
@@ -58,7 +59,7 @@ def _variable(like: Atom, form: Form) -> Var:
     aval = like.aval
     if max(form, default=1) > 1:
         aval = jax.core.ShapedArray(expand(aval.shape, form), aval.dtype, weak_type=aval.weak_type)
-    return Var(aval)
+    return new_var(aval)
 
 
 class _Refiner:
@@ -185,9 +186,9 @@ def _inline(closed: ClosedJaxpr, atoms: Sequence[Atom], near: JaxprEqn | None, e
     env: Env = dict(zip(closed.jaxpr.invars, atoms, strict=True))
     assert not closed.consts
     for eqn in closed.jaxpr.eqns:
-        outvars = [Var(var.aval) for var in eqn.outvars]
+        outvars = [new_var(var.aval) for var in eqn.outvars]
         invars = [_read(env, atom) for atom in eqn.invars]
         env.update(zip(eqn.outvars, outvars, strict=True))
-        place = {} if near is None else {"source_info": near.source_info, "ctx": near.ctx}
+        place = {} if near is None else place_of(near)
         eqns.append(eqn.replace(invars=invars, outvars=outvars, **place))
     return [_read(env, atom) for atom in closed.jaxpr.outvars]

@@ -10,6 +10,8 @@ from typing import Any
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from cjax.jax_compat.random import is_threefry
+
 Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 Form = tuple[int, ...]  # parts that each dim is made of: [embed, 3 * heads] in the form (1, 3) is [embed, 3, heads]
 Forms = Sequence[Form]
@@ -167,7 +169,7 @@ def _dot_general(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms)
 def _random_bits(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
     # Threefry numbers its bits in row-major order, whatever the shape; other generators promise nothing.
     key: Atom = eqn.invars[0]
-    if key.aval.shape or key.aval.dtype.name != "key<fry>":
+    if key.aval.shape or not is_threefry(key.aval.dtype):
         return None
     return _bind(eqn, ins, shape=_out_shape(eqn, after))
 

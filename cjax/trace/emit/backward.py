@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
+from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.emit.emit import bind
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.simplify import simplify
@@ -255,7 +256,7 @@ def _slice(eqns: Sequence[Any], targets: Sequence[Any], known: Any) -> list[Any]
 
 def _evaluate(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
     for eqn in eqns:
-        with jax.named_scope(str(eqn.source_info.name_stack)):
+        with jax.named_scope(str(name_stack(eqn))):
             outs = bind(eqn, _read(env, eqn.invars))
         for var, out in zip(eqn.outvars, outs, strict=True):
             env.setdefault(var, out)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
+from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.groups import Changed, Group, arrange, variables
 from cjax.trace.jaxpr.simplify import REMAT_NAMES, scan_counts
@@ -177,12 +178,12 @@ class Emitter:
             if not isinstance(item, Group):
                 self.step(item, env, changed)
                 continue
-            with jax.named_scope(str(item.eqns[0].source_info.name_stack)):
+            with jax.named_scope(str(name_stack(item.eqns[0]))):
                 outs = self.hooks.group(item, [self.read(env, var) for var in item.ins], changed, env.scope)
             env.values.update(zip(item.outs, outs, strict=True))
 
     def step(self, eqn: Any, env: Env, changed: Changed) -> None:
-        with jax.named_scope(str(eqn.source_info.name_stack)):
+        with jax.named_scope(str(name_stack(eqn))):
             name = eqn.primitive.name
             if name == "scan":
                 outs = self.scan(eqn, env)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
+from cjax.jax_compat.jaxprs import name_stack, traceback_of
 from cjax.trace.jaxpr.tracebacks import in_model, place
 
 Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
@@ -107,11 +108,11 @@ class Context:
 
     @property
     def is_inside(self) -> bool:
-        return self.inside or in_model(self.eqn.source_info.traceback)
+        return self.inside or in_model(traceback_of(self.eqn))
 
     @property
     def where(self) -> str:
-        return f"{self.eqn.source_info.name_stack or place(self.eqn.source_info.traceback)} ({self.name})"
+        return f"{name_stack(self.eqn) or place(traceback_of(self.eqn))} ({self.name})"
 
     @property
     def here(self) -> Place:

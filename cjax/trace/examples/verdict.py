@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
+from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.examples.arithmetic import ELEMENTWISE, elementwise, reduction
 from cjax.trace.examples.own_gradients import backward, judged, operands, scales
 from cjax.trace.examples.rules import RULES
 from cjax.trace.examples.values import FIXED, LOST, Atom, Context, Place, Value, Weight, constant, growing, is_literal
+from cjax.trace.jaxpr.identity import equation_key
 from cjax.trace.jaxpr.simplify import REMAT_NAMES, scan_counts
 from cjax.trace.jaxpr.twins import Twins
 
@@ -230,11 +232,10 @@ class _Reader:
         if self.is_gradient or context.twin is None or not any(value.kind == "rows" for value in context.values):
             return results
         eqn: Any = context.eqn
-        rule = eqn.params.get("jvp_jaxpr_fun") or eqn.params.get("bwd")
         atoms: list[Any] = [*eqn.invars, *context.twin.invars]
         shapes = tuple(atom.aval.shape for atom in atoms)
         known = tuple(value.layout if value.kind == "rows" else value.kind for value in (*context.values, *results))
-        key = (id(getattr(rule, "f", rule)), shapes, known)  # of the author's function, which all its calls share
+        key = (equation_key(eqn), shapes, known)
         if key not in self.gradients:
             closed, other = backward(eqn), backward(context.twin)
             grads, is_scaled = None, True
@@ -242,8 +243,8 @@ class _Reader:
                 reader = replace(self, twins=Twins(closed, other), shares={}, divisions=Divisions(), is_gradient=True)
                 grads = reader.read(closed, [*reader.consts(closed), *operands(context, results)], False)
                 is_scaled = scales(closed, len(eqn.invars))
-            self.gradients[key] = grads, is_scaled, rule  # which lives as long, so that no other gets its id
-        return judged(context, results, *self.gradients[key][:2])
+            self.gradients[key] = grads, is_scaled
+        return judged(context, results, *self.gradients[key])
 
     def _checked(self, context: Context, value: Value) -> Value:
         """What a rule says of a result, and what no rule may forget."""
@@ -294,7 +295,7 @@ class _Reader:
         given = context.values if values is None else values
         inner = self.read(body, [*self.consts(body), *given], context.is_inside)
         results = []
-        prefix = str(context.eqn.source_info.name_stack)
+        prefix = str(name_stack(context.eqn))
         for value, outvar in zip(inner, context.eqn.outvars, strict=True):
             if value.kind in ("sum", "mean"):
                 value = replace(value, weight=Weight(outvar, is_mean=value.kind == "mean"))

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
+from cjax.jax_compat.jaxprs import new_literal
+
 Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 
 
@@ -84,10 +86,10 @@ def literal(value: Any, aval: Any) -> Literal | None:
         return None
     scalar = np.asarray(value)[()]
     if not aval.weak_type:
-        return Literal(aval.dtype.type(scalar), aval)
+        return new_literal(aval.dtype.type(scalar), aval)
     # A weak type survives only as a Python scalar, which has JAX's default width.
     kind = {"i": int, "f": float}.get(aval.dtype.kind)
-    return None if kind is None or jnp.result_type(kind) != aval.dtype else Literal(kind(scalar), aval)
+    return None if kind is None or jnp.result_type(kind) != aval.dtype else new_literal(kind(scalar), aval)
 
 
 def fold(eqn: JaxprEqn, invars: Sequence[Atom]) -> Literal | None:

@@ -6,12 +6,16 @@ import weakref
 from collections.abc import Hashable
 from typing import Any
 
+import jax
 import jax.core
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from cjax.jax_compat.functions import closed_over, given_as_static, is_bookkeeping, is_wrapped, parts
+from cjax.jax_compat.jaxprs import context_key
+
 Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
-_FUNCTIONS = types.FunctionType | types.MethodType | functools.partial
+_FUNCTIONS = types.FunctionType | types.MethodType | functools.partial | jax.custom_jvp | jax.custom_vjp
 
 
 class _Structure:
@@ -59,7 +63,7 @@ def equation_key(eqn: JaxprEqn) -> Hashable:
     """
     operands = tuple((atom.aval, type(atom) is Literal) for atom in eqn.invars)
     params = tuple((name, _value_key(value)) for name, value in sorted(eqn.params.items()))
-    return (eqn.primitive, params, operands, tuple(var.aval for var in eqn.outvars), eqn.ctx)
+    return (eqn.primitive, params, operands, tuple(var.aval for var in eqn.outvars), context_key(eqn))
 
 
 def _value_key(value: Any) -> Hashable:
@@ -74,7 +78,7 @@ def _value_key(value: Any) -> Hashable:
             return tuple((_value_key(name), _value_key(part)) for name, part in value.items())
         case np.ndarray() | np.generic():
             return (value.shape, value.dtype, value.tobytes())
-    if isinstance(value, _FUNCTIONS) or hasattr(value, "transforms"):
+    if isinstance(value, _FUNCTIONS) or is_wrapped(value):
         return _callable_key(value, set())
     try:
         hash(value)
@@ -103,35 +107,42 @@ def _body_key(body: Any) -> _Structure:
 
 
 def _callable_key(function: Any, seen: set[int]) -> Hashable:
-    """Code and closure of a function. Every trace wraps a custom derivative in new thunks, whose caches and stores say
-    nothing: of JAX's own objects only the functions, jaxprs and plain values in them count."""
+    """Code and closure of a function: every trace wraps a custom derivative in new ones.
+
+    All that a derivative can read must count. Layers that differ in it alone are otherwise one loop, in which all of
+    them have the derivative of the first.
+    """
     if id(function) in seen:
         return "recursion"
     seen = {*seen, id(function)}
     if isinstance(function, functools.partial):
-        return tuple(_closed_over(part, seen) for part in (function.func, function.args, function.keywords))
-    if hasattr(function, "transforms") and hasattr(function, "f"):  # JAX's WrappedFun
-        return (_closed_over(function.f, seen), _closed_over(function.transforms, seen))
+        return _closed_over((function.func, function.args, function.keywords), seen)
     if isinstance(function, types.MethodType):
         return (_closed_over(function.__func__, seen), _Identity(function.__self__))
-    cells = tuple(_cell(cell, seen) for cell in function.__closure__ or ())
-    return (function.__code__, cells, _closed_over(function.__defaults__, seen))
-
-
-def _cell(cell: Any, seen: set[int]) -> Hashable:
-    try:
-        return _closed_over(cell.cell_contents, seen)
-    except ValueError:  # a cell that nothing was stored in yet
-        return "empty"
+    if not isinstance(function, types.FunctionType):
+        return (type(function), _closed_over(parts(function), seen))
+    defaults = (function.__defaults__, function.__kwdefaults__)
+    return (
+        function.__code__, _Identity(function.__globals__), _closed_over(closed_over(function), seen),
+        _closed_over(defaults, seen),
+    )  # fmt: skip
 
 
 def _closed_over(value: Any, seen: set[int]) -> Hashable:
-    if isinstance(value, tuple | list):
-        return tuple(_closed_over(part, seen) for part in value)
-    if isinstance(value, _FUNCTIONS) or hasattr(value, "transforms"):
+    is_static, value = given_as_static(value)
+    if is_static:
+        return _closed_over(value, seen)
+    match value:
+        case tuple() | list():
+            return tuple(_closed_over(part, seen) for part in value)
+        case dict():
+            return tuple((_value_key(name), _closed_over(part, seen)) for name, part in value.items())
+        case bool() | int() | float() | complex():
+            return (type(value), repr(value))  # by text: 1 equals True, and -0.0 equals 0.0
+        case jax.core.Tracer() | jax.Array():
+            return _Identity(value)
+        case JaxprEqn():  # whose derivative JAX prunes
+            return equation_key(value)
+    if isinstance(value, _FUNCTIONS) or is_wrapped(value):
         return _callable_key(value, seen)
-    if isinstance(value, jax.core.Tracer):
-        return _Identity(value)
-    if type(value) in (object, dict) or (type(value).__module__.startswith("jax._src") and not hasattr(value, "eqns")):
-        return type(value) if not isinstance(value, jax.core.AbstractValue) else value
-    return _value_key(value)
+    return type(value) if is_bookkeeping(value) else _value_key(value)

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.linear_util import wrap_init
 
+from cjax.jax_compat.functions import called_within
+from cjax.jax_compat.jaxprs import called_from, name_stack, names_its_operands, new_var, scan_tree_counts, traceback_of
 from cjax.trace.jaxpr.fold import fold, literal
 from cjax.trace.jaxpr.tracebacks import in_model, is_jax_alone
 
@@ -54,8 +55,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """How many operands of a `scan` equation are constants and how many are carries, on every supported JAX."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"].unpack()  # JAX 0.12 describes the operands as a tree
-    return len(list(consts)), len(list(carry))
+    return scan_tree_counts(eqn)
 
 
 def _close(flattener: "_Flattener", jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
@@ -119,16 +119,16 @@ class _Flattener:
             if stack is None:
                 self.eqns.append(eqn.replace(invars=invars, params=params))
                 continue
-            outvars = [Var(var.aval) for var in eqn.outvars]  # an inlined body may be inlined again
+            outvars = [new_var(var.aval) for var in eqn.outvars]  # an inlined body may be inlined again
             env.update(zip(eqn.outvars, outvars, strict=True))
-            own = eqn.source_info.traceback
+            own = traceback_of(eqn)
             told = own if traceback is None or not (in_model(traceback) or is_jax_alone(own)) else traceback
-            info = eqn.source_info.replace(name_stack=stack + eqn.source_info.name_stack, traceback=told)
-            self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params, source_info=info))
+            place = called_from(eqn, stack, told)
+            self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params, **place))
 
     def _inline(self, eqn: JaxprEqn, invars: list[Atom], env: dict[Var, Atom], stack: Any, traceback: Any) -> bool:
-        if any(hasattr(effect, "input") for effect in eqn.effects):
-            return False  # effects on mutable operands name the call's own variables
+        if names_its_operands(eqn):
+            return False  # which are the call's own variables
         body = eqn.params[_INLINED[eqn.primitive.name]]
         jaxpr = body.jaxpr if hasattr(body, "jaxpr") else body
         body_env: dict[Var, Atom] = dict(zip(jaxpr.invars, invars, strict=True))
@@ -136,9 +136,9 @@ class _Flattener:
             atom = literal(const, var.aval)
             if atom is None and not self.hoist:
                 return False  # a body cannot grow operands for arrays, and JAX does not expect it to own any
-            body_env[var] = atom or self.keep(const, Var(var.aval))
-        names = eqn.source_info.name_stack
-        own = eqn.source_info.traceback
+            body_env[var] = atom or self.keep(const, new_var(var.aval))
+        names = name_stack(eqn)
+        own = traceback_of(eqn)
         if traceback is None or not (in_model(traceback) or is_jax_alone(own)):
             traceback = own
         self.walk(jaxpr.eqns, body_env, names if stack is None else stack + names, traceback)
@@ -168,12 +168,7 @@ class _Flattener:
         them traced within its pipeline or ring would carry that one's mesh into the next plan's program.
         """
         if id(thunk) not in self.memo:
-
-            def traced(*zeros: bool) -> Any:
-                with jax.sharding.use_abstract_mesh(_NO_MESH):
-                    return thunk.call_wrapped(*zeros)
-
-            self.memo[id(thunk)] = wrap_init(traced, debug_info=thunk.debug_info), ()
+            self.memo[id(thunk)] = called_within(thunk, lambda: jax.sharding.use_abstract_mesh(_NO_MESH)), ()
         return self.memo[id(thunk)][0]
 
     def _flatten_body(self, body: Any, is_remat: bool) -> tuple[Any, tuple[Literal, ...]]:
@@ -201,7 +196,7 @@ def _seeds_as_operands(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[V
             invars: list[Atom] = list(eqn.invars)
             for position, atom in enumerate(invars):
                 if type(atom) is Literal and np.shape(atom.val) == () and np.asarray(atom.val).dtype.kind in "iu":
-                    invars[position] = var = Var(atom.aval)
+                    invars[position] = var = new_var(atom.aval)
                     seeds[var] = atom
             eqn = eqn.replace(invars=invars)
         new.append(eqn)

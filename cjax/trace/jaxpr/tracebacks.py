@@ -13,6 +13,8 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
+from cjax.jax_compat.jaxprs import codes, frames
+
 _JAX = str(Path(jax.__file__).parent)
 _LOSS = "loss_caller.<locals>.call"  # of cjax.trace.author.loss: what is further out is no part of the user's loss
 _SHOWN = 80  # characters of a line of code
@@ -20,14 +22,14 @@ _SHOWN = 80  # characters of a line of code
 
 def is_jax_alone(traceback: Any) -> bool:
     """Whether no line of a traceback is the user's, or another library's."""
-    return traceback is None or all(code.co_filename.startswith(_JAX) for code in traceback.raw_frames()[0])
+    return traceback is None or all(code.co_filename.startswith(_JAX) for code in codes(traceback))
 
 
 def in_model(traceback: Any) -> bool:
     """Whether a method of a Flax module was running, called by the loss."""
     if traceback is None:
         return False
-    for code in traceback.raw_frames()[0]:
+    for code in codes(traceback):
         if code.co_qualname == _LOSS:
             return False
         if _is_method(code):
@@ -51,17 +53,17 @@ def _is_method(code: Any) -> bool:
 
 def place(traceback: Any) -> str:
     """Who wrote an equation without a name stack, as NNX's are: the innermost module called, or the line of code."""
-    frames = [] if traceback is None else list(traceback.frames)
-    frames = [frame for frame in frames if not Path(frame.file_name).is_relative_to(_JAX)]
-    for frame in frames:
+    told = [] if traceback is None else frames(traceback)
+    told = [frame for frame in told if not Path(frame.file_name).is_relative_to(_JAX)]
+    for frame in told:
         if frame.function_name == _LOSS:
             break
         *owner, method = frame.function_name.split(".")
         if method == "__call__" and owner:
             return owner[-1]
-    if not frames:
+    if not told:
         return "the loss"
-    file, line = frames[0].file_name, frames[0].line_num
+    file, line = told[0].file_name, told[0].line_num
     code = linecache.getline(file, line).strip()
     shown = code if len(code) <= _SHOWN else f"{code[:_SHOWN]}..."
     return f"{Path(file).name}:{line}" + (f" `{shown}`" if shown else "")

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from cjax.jax_compat.jaxprs import in_context, name_stack
+from cjax.jax_compat.random import is_threefry
 from cjax.trace.layers.grouping import Atom, Grouping, Node, One, Operand, Source, Stack, Take, Whole
 
 
@@ -181,7 +183,7 @@ def _evaluate(node: Node, operands: list[Operand], values: _Values) -> None:
     grouping = values.grouping
     eqn = grouping.eqns[number]
     args = [values.read(operand) for operand in operands]
-    with jax.named_scope(str(eqn.source_info.name_stack) or "update"), eqn.ctx.manager:
+    with jax.named_scope(str(name_stack(eqn)) or "update"), in_context(eqn):
         if kind == "group":
             batched = [not isinstance(operand, One) for operand in operands]
             for result, value in enumerate(_map_members(eqn, args, batched)):
@@ -215,7 +217,7 @@ def _same_bits_batched(eqn: JaxprEqn) -> bool:
     """Only threefry draws the same bits for a batch of keys as for each of them; JAX's rbg uses the first key."""
     dtypes: list[Any] = [getattr(atom.aval, "dtype", None) for atom in eqn.invars]
     keys = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jax.dtypes.prng_key)]
-    return all(dtype.name == "key<fry>" for dtype in keys)
+    return all(map(is_threefry, keys))
 
 
 def _evaluate_cond(number: int, args: list[Any], values: _Values) -> None:

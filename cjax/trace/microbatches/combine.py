@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
+from cjax.jax_compat.jaxprs import new_var
 from cjax.trace.examples.values import Value, Weight
 from cjax.trace.examples.verdict import APART, Divisions, Lifted, follow, verdict
 from cjax.trace.jaxpr.twins import Twins
@@ -147,7 +148,7 @@ def _check_mean(results: Sequence[Value]) -> None:
 def _share(trace: Trace, other: jex.ClosedJaxpr, divisions: Divisions) -> Trace:
     """`trace` whose denominators are inputs behind the batch."""
     weights = dict.fromkeys(weight for _, weight in divisions.found if weight.atom.aval.shape == ())
-    inputs = {weight: jex.Var(eqn.invars[1].aval) for eqn, weight in divisions.found if weight in weights}
+    inputs = {weight: new_var(eqn.invars[1].aval) for eqn, weight in divisions.found if weight in weights}
     given = {id(eqn): weight for eqn, weight in divisions.found if weight in inputs}
     known = {at: Value("fixed", power=0 if weight.is_mean else 1) for at, weight in given.items()}
     batch, num_params = set(trace.leaves_of("batch")), len(trace.leaves_of("params"))
@@ -255,7 +256,8 @@ def _weights_alone_of(trace: Trace, lifted: Trace) -> jex.ClosedJaxpr:
 
 def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
     """Which carried leaves of a lifted trace change, and not by what the examples are: step counters, averages of
-    weights. However many micro-batches there are, they are to change once. Random streams (`random`) aside.
+    weights, how often a random stream was drawn from (`random`). However many micro-batches there are, they are to
+    change once. What is drawn differs between micro-batches in any case, so statistics may read it.
 
     Raises:
       ValueError: what is made of examples depends on one: either way it would not be as with the whole batch.
@@ -267,7 +269,7 @@ def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
     made = list(zip(carried, jaxpr.outvars[-len(carried) :], trace.results[-len(carried) :], strict=True))
     changes = [jaxpr.invars[i] is not var for i, var, _ in made]
     fixed = [value.kind == "fixed" and not value.taints and not value.power for _, _, value in made]
-    once = {n for n, drawn in enumerate(random) if changes[n] and fixed[n] and not drawn}
+    once = {n for n in range(len(made)) if changes[n] and fixed[n]}
     for n, (i, var, value) in enumerate(made):
         by_row = value.kind == "fixed" and n not in once and changes[n] and not random[n]
         if by_row and not _adds(jaxpr, var, jaxpr.invars[i]):
@@ -275,10 +277,10 @@ def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
                 f"The model makes {trace.leaves[i].name} of the number of examples: micro-batches have fewer. Use "
                 f"microbatches=1, or write {APART}."
             )
-    reads = {jaxpr.invars[carried[n]] for n in once}
+    reads = {jaxpr.invars[carried[n]] for n in once if not random[n]}
     for n, (i, var, _) in enumerate(made):
         if changes[n] and n not in once and not random[n] and not reads.isdisjoint(_sources(jaxpr, var)):
-            names = " and ".join(trace.leaves[carried[k]].name for k in sorted(once))
+            names = " and ".join(trace.leaves[carried[k]].name for k in sorted(once) if not random[k])
             raise ValueError(
                 f"The model makes {trace.leaves[i].name} of the examples and of {names}, which changes at every call: "
                 "with micro-batches neither would be as the whole batch leaves it. Use microbatches=1, or write "

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
+from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.simplify import REMAT_NAMES
 from cjax.trace.layers.repeats import Run
@@ -26,7 +27,8 @@ _REARRANGES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims"
 _INDEXING = _REARRANGES | {"convert_element_type", "concatenate", "add", "sub", "lt", "ge", "select_n", "transpose"}
 _INDEXED = frozenset(["gather", "scatter", "scatter-add", "scatter_add"])
 _DRAWS = frozenset(["random_bits", "random_split"])
-_OPAQUE = frozenset(["rng_bit_generator", "rng_uniform"])
+# Gamma variates split their key among all elements in order.
+_OPAQUE = frozenset(["rng_bit_generator", "rng_uniform", "random_gamma"])
 _BODIES = REMAT_NAMES | {"scan", "custom_jvp_call", "custom_vjp_call"}
 
 
@@ -311,7 +313,7 @@ def _same_array(a: Any, b: Any) -> bool:
 
 
 def _where(eqn: Any) -> str:
-    return f"{eqn.source_info.name_stack or 'the loss itself'} ({eqn.primitive.name})"
+    return f"{name_stack(eqn) or 'the loss itself'} ({eqn.primitive.name})"
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

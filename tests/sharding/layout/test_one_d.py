@@ -8,7 +8,8 @@ from flax import nnx
 
 from cjax.sharding.layout.one_d import blocked_by, choose, undivided, whole_heads
 from cjax.trace.author.capture import capture
-from cjax.trace.reading import Trace, trace_loss
+from cjax.trace.reading import Trace
+from cjax.trace.source import Source
 
 
 def names(trace: Trace, size: int = 4, excluded: set[int] | None = None) -> set[str]:
@@ -36,7 +37,7 @@ class Bottle(nnx.Module):
 def bottle(wide: int, narrow: int) -> Trace:
     batch = jax.ShapeDtypeStruct((8, 6), jnp.float32)
     captured = capture(lambda rngs: Bottle(wide, narrow, rngs=rngs), lambda model, x: model(x).mean(), batch)
-    return trace_loss(captured, batch, 1, train=True)
+    return Source(captured, batch).read()
 
 
 # -- what is chosen ---------------------------------------------------------------------------------------------------

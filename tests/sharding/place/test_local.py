@@ -17,9 +17,9 @@ from cjax.mesh import build_mesh
 from cjax.sharding.place.local import LocalRows, local_rows
 from cjax.sharding.place.model import store_model
 from cjax.trace.author.capture import capture
-from cjax.trace.microbatches.combine import lift
 from cjax.trace.microbatches.mirror import Draw
-from cjax.trace.reading import trace_flat, trace_loss
+from cjax.trace.microbatches.part import read_part
+from cjax.trace.source import Source
 
 BATCH, IN, CLASSES, PARTS = 32, 6, 5, 2
 
@@ -71,6 +71,11 @@ def per_row_noise(model: Any, batch: Any, key: Any) -> jax.Array:
     return losses(model, {**batch, "x": batch["x"] + noise}).mean()
 
 
+def gamma_noise(model: Any, batch: Any, key: Any) -> jax.Array:
+    """One key, split among all elements in order."""
+    return losses(model, {**batch, "x": batch["x"] * jax.random.gamma(key, jnp.ones(batch["x"].shape))}).mean()
+
+
 CASES: dict[str, tuple[Callable[..., Any], Net, str | None]] = {
     "a mean": (mean, Net(), None),
     "dropout": (mean, Net(rate=0.5), None),
@@ -80,6 +85,7 @@ CASES: dict[str, tuple[Callable[..., Any], Net, str | None]] = {
     ),
     "labels by the number of the row": (by_index, Net(), None),
     "keys split among the rows": (per_row_noise, Net(), None),
+    "one key for all gamma variates": (gamma_noise, Net(), r"random_gamma\) draws for each row in an order of its own"),
     "a Mean with the number of rows": (lambda m, b: cjax.Mean(losses(m, b).sum(), b["y"].shape[0]), Net(), None),
     "aux that averages": (lambda m, b: (mean(m, b), {"mask": b["mask"].mean()}), Net(), None),
     "aux that adds up": (lambda m, b: (mean(m, b), cjax.Mean(b["x"].sum(), b["mask"].sum())), Net(), None),
@@ -113,19 +119,14 @@ def test_waits_only_where_examples_meet_in_sums(name: str, num_devices: int) -> 
     captured = capture(net, loss, batch())
     plan = cjax.Plan.parse(f"microbatches={PARTS}").resolve(num_devices)
     shape = jax.eval_shape(lambda: batch())
-    trace = trace_loss(captured, shape, PARTS, train=True)
-
-    def again(rows: int) -> Any:
-        other = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows * PARTS, *x.shape[1:]), x.dtype), shape)
-        return trace_flat(captured, other, PARTS, trace)
-
+    source = Source(captured, shape)
     if reason is not None and reason.startswith("refused: "):
-        pytest.raises(ValueError, lift, trace, again, BATCH, shares=True).match(reason.removeprefix("refused: "))
+        pytest.raises(ValueError, read_part, source, PARTS).match(reason.removeprefix("refused: "))
         return
-    trace = lift(trace, again, BATCH, shares=True)
+    trace = read_part(source, PARTS)
     mesh = jax.sharding.AbstractMesh((num_devices, 1), ("data", "tensor"))
     storage = store_model(captured, trace, plan, mesh)  # type: ignore[arg-type]
-    found = local_rows(captured, shape, trace, storage, plan, mesh)  # type: ignore[arg-type]
+    found = local_rows(source, trace, storage, plan, mesh)  # type: ignore[arg-type]
     if reason is None:
         assert isinstance(found, LocalRows), found
         rows = BATCH // PARTS // num_devices

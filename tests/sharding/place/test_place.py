@@ -5,15 +5,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from contract import trace_of
 from jax._src.ad_checkpoint import saved_residuals
 from jax.extend import core as jex
 from jax.sharding import PartitionSpec as P
 
-from cjax.mesh import build_mesh
+from cjax.mesh import build_mesh, compiler_options
 from cjax.sharding.layout.layout import make_layout
-from cjax.sharding.place.place import Placer, WeightPlacement
+from cjax.sharding.place.place import Placer, WeightPlacement, constrained
 from cjax.sharding.place.saved import POLICIES
 
 SIZES = {"data": 4, "tensor": 2}
@@ -69,6 +70,39 @@ def test_only_weights_of_matmuls_and_lookups_are_rounded() -> None:
 def test_a_layer_of_an_authors_stack_has_lost_its_first_dim() -> None:
     place = placer(WeightPlacement(P(None, "tensor", None), P(None, "tensor", "data")))
     assert constraints(lambda w: place.weight(0, w), jnp.ones((8, 8))) == [(P("tensor", None), "float32")]
+
+
+def contracted(mesh: Any, *placements: P) -> float:
+    """How far off XLA is with a product whose batch dim and sums are split, its result placed as these say."""
+    left, right = np.random.default_rng(0).normal(size=(2, 16, 4, 3))
+
+    def product(a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = (constrained(x, mesh, P(("data", "row"), "col", None)) for x in (a, b))
+        found = jnp.einsum("bgw,bgv->gwv", a, b)
+        for placement in placements:
+            found = constrained(found, mesh, placement)
+        return found
+
+    found = jax.jit(product, compiler_options=compiler_options(mesh))(left, right)
+    return float(np.abs(found - np.einsum("bgw,bgv->gwv", left, right)).max())
+
+
+def test_gradients_of_experts_are_summed_before_zero_splits_them() -> None:
+    """XLA loses half of the sum otherwise: where it does no more, `Placer._sums_wrong` can go."""
+    mesh = build_mesh({"data": 2, "row": 2, "col": 2}, jax.devices())
+    used, split = P("col", None, None), P(("col", "data"), None, None)
+    assert contracted(mesh, split) > 1, f"XLA of JAX {jax.__version__} sums batched products right: remove _sums_wrong"
+    assert contracted(mesh, used, split) < 1e-5
+    trace = trace_of("linen_moe_capacity")
+    leaf = next(o for m in trace.dims.matmuls if m.batched for o in (m.rhs_origin, m.lhs_origin) if o is not None)
+    plain = next(o for m in trace.dims.matmuls if not m.batched for o in (m.rhs_origin, m.lhs_origin) if o is not None)
+    for axes, sums_first in (({"data": 2, "row": 2, "col": 2}, True), ({"data": 4, "col": 2}, False)):
+        mesh = build_mesh(axes, jax.devices())
+        layout = make_layout(trace, {"data": 8, "tensor": 1}, {})
+        place = Placer(trace, layout, mesh, dict.fromkeys((leaf, plain), WeightPlacement(used, split)))
+        for which, wanted in ((leaf, [used, used, split] if sums_first else [used, split]), (plain, [used, split])):
+            grad = jax.grad(lambda w, which=which, place=place: (place.weight(which, w) ** 2).sum())
+            assert [spec for spec, _ in constraints(grad, jnp.ones((4, 3, 3)))] == wanted
 
 
 def test_one_device_is_left_alone() -> None:

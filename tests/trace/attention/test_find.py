@@ -14,7 +14,7 @@ from cjax.trace.attention.bounds import bounds
 from cjax.trace.attention.find import Attention, find_attentions
 from cjax.trace.author.capture import capture
 from cjax.trace.jaxpr.simplify import REMAT_NAMES, simplify
-from cjax.trace.reading import trace_loss
+from cjax.trace.source import Source
 
 B, S, H, D = 2, 12, 6, 5
 Q = jnp.ones((B, S, H, D))
@@ -55,7 +55,7 @@ COUNTS = {
 def test_models(name: str) -> None:
     model, loss, batch = MODELS[name].make()
     shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    trace = trace_loss(capture(model, loss, batch), shape, 1, train=True)
+    trace = Source(capture(model, loss, batch), shape).read()
     count, reasons = everywhere(trace.closed.jaxpr)
     assert count == COUNTS.get(name, 0)
     assert not reasons

@@ -246,6 +246,20 @@ def test_statistics_keep_their_dtype() -> None:
     assert specs(captured.apply(params, frozen, half, X, KEY, True)[2]) == specs(half)
 
 
+def test_state_of_whole_numbers_does_not_become_real() -> None:
+    class Averaging(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            mean = self.variable("seen", "mean", lambda: jnp.array(0))
+            mean.value = mean.value if self.is_initializing() else 0.9 * mean.value + 0.1 * x.mean()
+            return nn.Dense(2)(x)
+
+    captured = capture(Averaging(), lambda model, x: model(x).mean(), X_SHAPE)
+    params, frozen, carried = captured.init(KEY)
+    with pytest.raises(ValueError, match="dtype of seen/mean from int32 to float32.*Create it with"):
+        captured.apply(params, frozen, {"seen": {"mean": jnp.array(0)}}, X, KEY, True)
+
+
 def test_logical_names_of_a_scanned_stack() -> None:
     class Layer(nn.Module):
         @nn.compact

@@ -1,0 +1,180 @@
+"""Gradients of the kind that was chosen, made of a loss that is laid out: one short function for each kind."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cjax.gradients.accumulated import (
+    Arrays,
+    Denominator,
+    Evaluated,
+    Gradients,
+    Loss,
+    Reduction,
+    locally_accumulated,
+    micro_batched,
+    plain,
+    reduction,
+    sharing,
+)
+from cjax.gradients.choose import Choice, LaidOut
+from cjax.gradients.line import Line
+from cjax.gradients.pipelined import pipelined
+from cjax.mesh import PIPE
+from cjax.pipeline.execute import Executor
+from cjax.plan import Plan
+from cjax.sharding.place.local import LocalRows
+from cjax.sharding.place.model import ModelStorage, place_loss
+from cjax.sharding.place.staged import StagedModel, stage_model
+from cjax.trace.microbatches.combine import denominator, loss_size, loss_total
+from cjax.trace.reading import Trace
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """Gradients of a whole batch.
+
+    Args:
+      gradients: the function.
+      notes: what there is to say about how they are reduced.
+      loss_size: what the sum over the losses of all parts is to their mean: gradients of parts are that much larger.
+    """
+
+    gradients: Gradients
+    notes: tuple[str, ...]
+    loss_size: int
+
+
+def build_gradients(loss: LaidOut, choice: Choice, measures: bool = False) -> Built:
+    """The gradients that were chosen.
+
+    Args:
+      loss: as the plan lays it out.
+      choice: of this loss, by `choose`.
+      measures: whether gradients of parts of the batch are measured.
+    """
+    plan, shared, local = loss.plan, loss.trace.shared, choice.local
+    if choice.kind == "whole":
+        run = place_loss(loss.trace, loss.storage, plan, loss.mesh)
+        return Built(sharing(plain(_as_loss(loss.trace, run, 1)), shared, 1, 1), (), 1)
+    num, trace, more = plan.microbatches, loss.trace, ()
+    if local is not None:
+        reductions = _reductions(loss.storage, plan, local.axes, loss.mesh)
+        more = _cost_of_waiting(reductions, loss.storage, plan, loss.mesh)
+        num, trace = num * loss.num_shards, local.trace
+        if loss.line is not None:
+            gradients = _own_pipeline(loss, loss.line, local, reductions, measures)
+        else:
+            gradients = _own_parts(loss, local, reductions, measures)
+    elif loss.line is not None:
+        gradients = _pipeline(loss, loss.line)
+    else:
+        gradients = _parts(loss, measures)
+    gradients = sharing(gradients, shared, plan.microbatches, num)
+    return Built(gradients, (*choice.notes, *more), num * loss_size(trace))
+
+
+def _parts(loss: LaidOut, measures: bool) -> Gradients:
+    """Of micro-batches, each of which all devices see together."""
+    num, mesh, axes = loss.plan.microbatches, loss.mesh, loss.batch_axes
+    run = place_loss(loss.trace, loss.storage, loss.plan, mesh)
+
+    def constrain(parts: list[jax.Array]) -> list[jax.Array]:
+        return [lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, axes))) for x in parts]
+
+    return micro_batched(_as_loss(loss.trace, run, num), num, constrain, _divide_by(loss), measures)
+
+
+def _own_parts(loss: LaidOut, local: LocalRows, reductions: Sequence[Reduction], measures: bool) -> Gradients:
+    """Of micro-batches on each device's own rows, reduced once."""
+    num, mesh = loss.plan.microbatches, loss.mesh
+    run = place_loss(local.trace, loss.storage, loss.plan, mesh, local.layout, local.draw)
+    own = _as_loss(local.trace, run, num * loss.num_shards)
+    return locally_accumulated(own, num, local.axes, reductions, mesh, _divide_by(loss), measures)
+
+
+def _pipeline(loss: LaidOut, line: Line) -> Gradients:
+    """Of micro-batches that go through stages, within which all devices see them together."""
+    staged = stage_model(loss.trace, line.stacks, loss.storage, loss.plan, loss.mesh)
+    num = loss.plan.microbatches
+    return pipelined(staged, _executor(staged, line, num), num, (), (), loss.mesh, _divide_by(loss))
+
+
+def _own_pipeline(
+    loss: LaidOut, line: Line, local: LocalRows, reductions: Sequence[Reduction], measures: bool
+) -> Gradients:
+    """Of micro-batches that go through stages on each device's own rows, reduced once."""
+    stacks = line.stacks_of(local.trace)
+    assert stacks is not None, "the loss on other rows has other layers"
+    num, mesh = loss.plan.microbatches, loss.mesh
+    staged = stage_model(local.trace, stacks, loss.storage, loss.plan, mesh, local.layout, local.draw)
+    executor = _executor(staged, line, num * loss.num_shards)
+    return pipelined(staged, executor, num, local.axes, reductions, mesh, _divide_by(loss), measures)
+
+
+def _executor(staged: StagedModel, line: Line, num_parts: int) -> Executor:
+    trace = staged.stages.cut.trace
+
+    def total(outs: list[jax.Array]) -> Any:
+        out = _sorted_results(trace, outs, num_parts)
+        return out.total, (out.total, out.weight, out.aux)
+
+    return Executor(staged.stages, line.schedule, line.part, staged.trained, PIPE, total, staged.states)
+
+
+def _divide_by(loss: LaidOut) -> Denominator:
+    return functools.partial(denominator, loss.trace.ratio)
+
+
+def _reductions(storage: ModelStorage, plan: Plan, axes: tuple[str, ...], mesh: Mesh) -> list[Reduction]:
+    """Gradients go where their optimizer state is, if ZeRO splits that."""
+    found = []
+    for slot in storage.params.slots:
+        state = storage.state_specs[slot.leaves[0]] if plan.zero_stage else slot.spec
+        how = reduction(slot.stored_shape, slot.stored_spec, slot.stacked(state), axes, mesh)
+        found.append(dataclasses.replace(how, dtype=plan.reduce))
+    return found
+
+
+def _cost_of_waiting(reductions: Sequence[Reduction], storage: ModelStorage, plan: Plan, mesh: Mesh) -> tuple[str, ...]:
+    if plan.zero_stage < 2:
+        return ()
+    size = 0
+    for slot, how in zip(storage.params.slots, reductions, strict=True):
+        shape = NamedSharding(mesh, how.summed).shard_shape(slot.stored_shape)
+        size += math.prod(shape) * slot.dtype.itemsize
+    return (
+        f"zero=2 adds up the gradients of {plan.microbatches} micro-batches before it splits them: "
+        f"{size / 2**20:,.1f} MiB a device",
+    )
+
+
+def _as_loss(trace: Trace, run: Any, num_parts: int) -> Loss:
+    """The results of a trace, sorted, for one of several parts."""
+
+    def loss(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: Any, index: Any) -> Evaluated:
+        return _sorted_results(trace, run(params, frozen, carried, jax.tree.leaves(batch), key, index), num_parts)
+
+    return loss
+
+
+def _sorted_results(trace: Trace, results: Sequence[jax.Array], num_parts: int) -> Evaluated:
+    """The results of one of `num_parts` parts; what of aux is a sum is made as large as if all parts had as much, since
+    the parts' mean is taken."""
+    outs = iter(results)
+    total = next(outs)
+    weight = next(outs) if trace.has_weight else None
+    total = total if weight is None else loss_total(trace.ratio, total, weight)
+    aux = []
+    for i, is_mean in enumerate(trace.aux_is_mean):
+        value = next(outs)
+        aux.append((value * num_parts if i in trace.aux_sums else value, next(outs) if is_mean else None))
+    return Evaluated(total, weight, aux, tuple(outs))

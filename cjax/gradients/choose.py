@@ -1,0 +1,138 @@
+"""Which kind of gradients a plan gets, and why: data, decided in one place before any of them is made.
+
+What decides is who adds up. A whole batch is one backward pass, in which XLA reduces each gradient where it is made. Of
+micro-batches there are many: reduced in each, a gradient would be sent as many times. So a device keeps its own sums,
+and all reduce once, wherever its rows can be computed apart from the other devices'. Where they can't, the reason goes
+with the choice, into the report or into the error of who asked for what needs a device's own sums.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from jax.sharding import Mesh
+
+from cjax.gradients.line import Line
+from cjax.mesh import BATCH_AXES
+from cjax.plan import Plan
+from cjax.sharding.place.local import LocalRows, local_rows
+from cjax.sharding.place.model import ModelStorage
+from cjax.trace.reading import Trace
+from cjax.trace.source import Source
+
+Kind = Literal["whole", "parts", "own parts", "pipeline", "own pipeline"]
+Cause = Literal["one pass", "positions", "one shard", "zero", "rows"]
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A loss laid out on a mesh: what gradients are made of.
+
+    Args:
+      trace: the loss, on one micro-batch.
+      storage: where the model's arrays are kept.
+      plan: the plan.
+      mesh: the mesh.
+      line: its way through the stages of a pipeline, if it has one.
+    """
+
+    trace: Trace
+    storage: ModelStorage
+    plan: Plan
+    mesh: Mesh
+    line: Line | None = None
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return tuple(axis for axis in BATCH_AXES if axis in self.mesh.axis_names)
+
+    @property
+    def num_shards(self) -> int:
+        """Among how many devices, or groups of them, a batch is split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why devices do not add up gradients of their own.
+
+    Args:
+      cause: "one pass": there is but one sum; "positions": these are split; "one shard": all devices see the same rows;
+        "zero": stage 3 reduces in each backward pass, or no more than the plan's parts could keep; "rows": examples
+        meet, or the loss says something else on fewer of them.
+      text: the same in words, as an error or a note goes on with.
+    """
+
+    cause: Cause
+    text: str
+
+    @property
+    def is_news(self) -> bool:
+        """Whether the plan alone does not tell."""
+        return self.cause in ("positions", "rows")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kind of gradients.
+
+    Args:
+      kind: "whole": of the batch at once; "parts": of micro-batches, all devices together; "own parts": of
+        micro-batches on each device's own rows, reduced once; "pipeline" and "own pipeline": these two through stages.
+      local: the loss on a device's own rows, for the kinds that need it.
+      reason: why it is not one of those; None if it is.
+    """
+
+    kind: Kind
+    local: LocalRows | None = None
+    reason: Reason | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know: gradients that are sent once for each micro-batch."""
+        if self.kind == "whole" or self.reason is None or not self.reason.is_news:
+            return ()
+        return (f"{self.reason.text}, so gradients are reduced once per micro-batch",)
+
+
+def choose(source: Source, loss: LaidOut, measures: bool = False) -> Choice:
+    """The kind of gradients of a loss under its plan.
+
+    Args:
+      source: the user's model and loss, to be traced on a device's own rows.
+      loss: as the plan lays it out.
+      measures: whether gradients of parts of the batch are measured.
+
+    Raises:
+      ValueError: `reduce` needs each device's own sums, or `measures` gradients of two batch sizes, and there are none.
+    """
+    plan = loss.plan
+    found = _own_rows(source, loss, measures)
+    if isinstance(found, LocalRows):
+        return Choice("own pipeline" if loss.line else "own parts", found)
+    if plan.reduce is not None and loss.num_shards > 1:
+        instead = "leave `reduce` out" + (", or write zero=2" if plan.zero_stage == 3 else "")
+        raise ValueError(f"reduce={plan.reduce} needs each device's own sum of gradients, and {found.text}: {instead}.")
+    if measures and (loss.line is not None or plan.microbatches == 1):
+        instead = "take a pipeline with data > 1" if plan.pipeline.size > 1 else "add microbatches=2"
+        raise ValueError(
+            f"measure_noise needs gradients of parts of the batch, and with {plan} {found.text}: {instead}."
+        )
+    if loss.line is not None:
+        return Choice("pipeline", reason=found)
+    return Choice("parts" if plan.microbatches > 1 else "whole", reason=found)
+
+
+def _own_rows(source: Source, loss: LaidOut, measures: bool) -> LocalRows | Reason:
+    """The loss on a device's own rows, if devices add up gradients of their own; or why they don't."""
+    plan = loss.plan
+    if plan.sequence.size > 1:
+        return Reason("positions", "positions are split")
+    if loss.num_shards == 1:
+        return Reason("one shard", "no two devices see different examples")
+    if plan.zero_stage == 3:
+        return Reason("zero", f"zero={plan.zero} reduces gradients during the backward pass")
+    if plan.microbatches == 1 and not measures and plan.reduce is None:
+        return Reason("one pass", "the batch is one pass")
+    local = local_rows(source, loss.trace, loss.storage, plan, loss.mesh)
+    return Reason("rows", local) if isinstance(local, str) else local

@@ -1,0 +1,131 @@
+"""Backends, plugins and the persistent compilation cache: JAX decides about each once for a process."""
+
+import importlib.metadata
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.extend.backend
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+
+
+def clear_backends() -> None:
+    """Ends all backends of this process and what is on them, so that the number of virtual devices can change.
+
+    Private: nothing by name. But JAX has said that it may go: `jax.clear_backends` went.
+    Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
+    Public instead: a number of CPU devices that can be set while a backend runs.
+    """
+    jax.extend.backend.clear_backends()
+
+
+@contextmanager
+def without_plugin_failures() -> Iterator[None]:
+    """Where a plugin for GPUs is installed and no GPU is here, JAX logs a traceback and goes on with the CPU: not so
+    while this is open.
+
+    Private: the name of the logger.
+    Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
+    Public instead: a plugin that says that it finds no device, and is believed.
+    """
+    logger = logging.getLogger("jax._src.xla_bridge")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def absent_gpus(target: str, topology: str) -> list[Any]:
+    """Devices that are not here, for which programs compile and don't run.
+
+    Private: the variable `JAX_SKIP_CUDA_CONSTRAINTS_CHECK`, and that a plugin can be started anew after JAX has looked
+    for plugins.
+    Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
+    Public instead: `get_topology_desc` without a driver, at any time.
+
+    Args:
+      target: the accelerator, as XLA describes one.
+      topology: "hosts x 1 x devices of a host".
+
+    Raises:
+      NotImplementedError: where XLA's compiler for GPUs is not installed.
+    """
+    # The compiler plugin refuses to register where CUDA's libraries are missing, though compiling needs none of them.
+    before = os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    description = dict(platform="cuda", target_config=target, topology=topology)
+    try:
+        try:
+            return list(topologies.get_topology_desc(**description).devices)
+        except NotImplementedError:
+            # JAX looked for plugins when its first backend started, under the check, and does not look again.
+            for plugin in importlib.metadata.entry_points(group="jax_plugins"):
+                if "cuda" in plugin.name:
+                    plugin.load().initialize()
+            return list(topologies.get_topology_desc(**description).devices)
+    finally:
+        if before is None:
+            del os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"]
+        else:
+            os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = before
+
+
+def only_compiles(device: Any) -> bool:
+    """Whether a device is one of those that are not here.
+
+    Private: the name of its client's kind of runtime.
+    Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
+    Public instead: a field of devices that says it.
+    """
+    return device.client.runtime_type == "compile_only_runtime"
+
+
+def is_of_this_process(device: Any) -> bool:
+    """Whether a device belongs to this process, and not to another of the same run.
+
+    Private: a device's client, which knows the process's number among those of its own kind of device.
+    Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
+    Public instead: `jax.process_index(backend)` of a device; by default it is about the default backend.
+    """
+    return device.process_index == device.client.process_index()
+
+
+@contextmanager
+def names_in_cache_key(named: bool) -> Iterator[None]:
+    """While this is open, JAX's persistent compilation cache takes programs that differ in nothing but the names of
+    their operations for two, if `named`.
+
+    Private: the setting, which JAX's list of settings that one may change does not have.
+    Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
+    Public instead: the setting as a `with`.
+    """
+    before = jax.config.values["jax_compilation_cache_include_metadata_in_key"]
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", before or named)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", before)
+
+
+@contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """While this is open, nothing is read from JAX's persistent compilation cache, nor written to it. It was on.
+
+    Private: that JAX decides at the first compilation whether it caches, for the whole process, and that a reset makes
+    it decide anew.
+    Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
+    Public instead: the setting as a `with`, which is heeded each time.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()

@@ -1,0 +1,70 @@
+"""From what the user gave and a plan to the parts of a program: each room called once, in order, lowest first."""
+
+from collections.abc import Sequence
+
+from cjax.gradients import LaidOut, arrange_stages, build_gradients, choose
+from cjax.mesh import Device, build_mesh
+from cjax.pipeline.table import Schedule
+from cjax.plan import Plan
+from cjax.planner.decide import decide
+from cjax.program.parts import Given, Parts
+from cjax.sharding.place.born import born
+from cjax.sharding.place.model import store_model
+from cjax.sharding.storage.optimizer import store_optimizer
+from cjax.trace.microbatches.part import read_part
+
+
+def compose(
+    given: Given,
+    plan: Plan | str,
+    devices: Sequence[Device],
+    schedule: Schedule | None = None,
+    num_rows: int | None = None,
+) -> Parts:
+    """The parts of a program under one plan. Nothing is allocated and nothing is compiled.
+
+    Args:
+      given: what the user gave.
+      plan: the plan, or "auto".
+      devices: what the plan is for.
+      schedule: the user's own, of a pipeline.
+      num_rows: of the batch, in place of the user's.
+
+    Raises:
+      ValueError: the plan does not suit the model, the batch or the devices; the message says what does.
+    """
+    source = given.source if num_rows is None else given.source.on_rows(num_rows)
+    plan, notes = decide(source, given.optimizer, plan, devices)
+    is_grid, size = plan.tensor.mode != "1d", plan.pipeline.size
+    trace = read_part(
+        source,
+        plan.microbatches,
+        # Stages of a pipeline are made of whole layers; a grid splits both sides of a weight as it is.
+        pairs=not is_grid and plan.tensor.size > 1 and size == 1,
+        # A grid splits the products of such a loop both ways already, and each turn would send their weights again.
+        at_once=is_grid,
+        adds_up=plan.microbatches > 1 or given.measures or plan.reduce is not None,
+        apart=plan.loss == "microbatch",
+    )
+    mesh = build_mesh(plan.axis_sizes(), devices)
+    if schedule is not None and size == 1:
+        raise ValueError(
+            f"`schedule` is for pipelines, and the plan {str(plan)!r} has none: add "
+            f"pipeline={schedule.num_stages} microbatches={schedule.num_microbatches}"
+        )
+    line = arrange_stages(trace, plan, schedule) if size > 1 else None
+    storage = store_model(source.capture, trace, plan, mesh, line.rows if line else {})
+    loss = LaidOut(trace, storage, plan, mesh, line)
+    choice = choose(source, loss, given.measures)
+    built = build_gradients(loss, choice, given.measures)
+    optimizer = None
+    if given.optimizer is not None:
+        specs = storage.state_specs if plan.zero_stage else storage.used_specs
+        optimizer = store_optimizer(
+            given.optimizer, source.capture.params_shape, storage.params, specs.__getitem__, mesh
+        )
+    return Parts(
+        given, source, plan, mesh, trace, storage, optimizer, choice, built.gradients, built.loss_size,
+        init=born(source.capture, storage), line=line,
+        notes=(*notes, *storage.layout.notes, *built.notes, *(line.notes if line else ())),
+    )  # fmt: skip

@@ -1,0 +1,90 @@
+"""Between the user's trees and stored arrays: checked leaf by leaf, moved slot by slot."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from cjax.mesh import compiler_options
+from cjax.sharding.storage.storage import Slot, Storage
+from cjax.tree import leaf_names
+
+PyTree = Any
+Arrays = tuple[jax.Array, ...]
+
+
+def members(storage: Storage, tree: PyTree) -> Sequence[list[Any]]:
+    """The leaves of `tree` that each slot holds."""
+    leaves = storage.treedef.flatten_up_to(tree)
+    return [[leaves[i] for i in slot.leaves] for slot in storage.slots]
+
+
+def check_fits(storage: Storage, tree: PyTree, what: str) -> PyTree:
+    """`tree` in the containers that `storage` knows.
+
+    Raises:
+      ValueError: it is another tree; every missing, unknown and differing leaf is listed.
+    """
+
+    def told(tree: PyTree) -> dict[str, str]:
+        leaves = [leaf if hasattr(leaf, "dtype") else np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+        texts = [f"{jax.dtypes.canonicalize_dtype(x.dtype, True)}{list(x.shape)}" for x in leaves]
+        return dict(zip(leaf_names(tree), texts, strict=True))
+
+    given, needed = told(tree), told(storage.leaf_shapes())
+    lines = [f"{name}: {text} is missing" for name, text in needed.items() if name not in given]
+    lines += [f"{name}: not known here" for name in given if name not in needed]
+    lines += [f"{n}: {given[n]} given, {t} needed" for n, t in needed.items() if given.get(n, t) != t]
+    if lines:
+        raise ValueError(f"{what} of another model, optimizer or `wrt`:\n  " + "\n  ".join(lines))
+    leaves = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+    return jax.tree.unflatten(storage.treedef, [leaves[name] for name in needed])
+
+
+def store_leaves(storage: Storage, tree: PyTree, mesh: Mesh) -> Arrays:
+    """Stored arrays of a concrete tree, slot by slot, so that one slot is the most that exists twice."""
+    placements = members(storage, storage.leaf_shardings(mesh))
+    slots = zip(storage.slots, members(storage, tree), placements, strict=True)
+    return tuple(store_slot(slot, leaves, placed, mesh) for slot, leaves, placed in slots)
+
+
+def store_slot(slot: Slot, leaves: Sequence[Any], placed: Sequence[NamedSharding], mesh: Mesh) -> jax.Array:
+    """The stored array of a slot, which shares no memory with the leaves; `placed` says where these are first."""
+    arrays = [jax.device_put(leaf, sharding) for leaf, sharding in zip(leaves, placed, strict=True)]
+    return _gatherer(_alike(slot), NamedSharding(mesh, slot.stored_spec), mesh)(*arrays)
+
+
+def load_slot(slot: Slot, array: jax.Array, placed: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:
+    """The leaves of a slot, in the user's shapes."""
+    return _scatterer(_alike(slot), tuple(placed), mesh)(array)
+
+
+def _alike(slot: Slot) -> Slot:
+    """`slot` without the names of its leaves: slots that are kept in the same way are equal."""
+    return dataclasses.replace(slot, leaves=tuple(range(len(slot.leaves))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _gatherer(slot: Slot, sharding: NamedSharding, mesh: Mesh) -> Any:
+    """From a slot's leaves to its stored array: one program for all that are kept in the same way."""
+
+    def gather(*leaves: jax.Array) -> jax.Array:
+        return slot.store(jnp.stack(leaves) if slot.is_stack else jnp.copy(leaves[0]))
+
+    return jax.jit(gather, out_shardings=sharding, compiler_options=compiler_options(mesh))
+
+
+@functools.lru_cache(maxsize=1024)
+def _scatterer(slot: Slot, placed: tuple[NamedSharding, ...], mesh: Mesh) -> Any:
+    """From a slot's stored array to its leaves."""
+
+    def scatter(stored: jax.Array) -> list[jax.Array]:
+        array = slot.load(stored)
+        return [array[i] for i in range(len(slot.leaves))] if slot.is_stack else [array]
+
+    return jax.jit(scatter, out_shardings=list(placed), compiler_options=compiler_options(mesh))

@@ -1,0 +1,214 @@
+"""Loops that add up, evaluated at once: all turns together, in the place of one after the other.
+
+An author who never wants to hold the logits of all positions classifies some of them in each turn of a loop, and adds
+up their losses. A grid of devices has no use for that: it splits the logits both ways already, while the product in
+each turn would send the classifier again. So under a grid such a loop is one pass over all its turns.
+
+Only what is the same either way is taken, in numbers and but for the turns' own values in memory: turns that see
+nothing but weights, single numbers and a part of their own, and nothing of each other but the sum; whose every product
+is with a weight. What looks at all rows in each turn, scores of a part of the queries say, stays in its loop: all at
+once is what its author avoided.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+
+from cjax.trace.jaxpr.simplify import REMAT_NAMES, scan_counts, simplify
+
+Atom = Var | Literal
+_PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
+# What would branch or loop for each turn apart, and what draws other numbers for many turns than for each.
+_APART = frozenset({"scan", "while", "cond", "rng_bit_generator", "rng_uniform"}) | REMAT_NAMES
+
+
+def all_at_once(closed: ClosedJaxpr, num_weights: int) -> ClosedJaxpr:
+    """`closed`, a flat trace whose first inputs are weights, with the loops above evaluated at once.
+
+    >>> def loss(w, x):
+    ...     return lax.scan(lambda total, part: (total + (part @ w).sum(), None), 0.0, x)[0]
+    >>> flat = simplify(jax.make_jaxpr(loss)(jnp.ones((3, 5)), jnp.ones((4, 2, 3))))
+    >>> [eqn.primitive.name for eqn in all_at_once(flat, 1).eqns]
+    ['dot_general', 'reduce_sum', 'add']
+    """
+    jaxpr = closed.jaxpr
+    of_weights: set[Any] = set(jaxpr.invars[:num_weights])
+    eqns: list[JaxprEqn] = []
+    env: dict[Any, Atom] = {}
+    for eqn in jaxpr.eqns:
+        if all(type(atom) is Literal or atom in of_weights for atom in eqn.invars):
+            of_weights.update(eqn.outvars)
+        eqn = eqn.replace(invars=[_read(env, atom) for atom in eqn.invars])
+        turns = _Turns(eqn, of_weights) if eqn.primitive.name == "scan" else None
+        if turns is None or not turns.add_up:
+            eqns.append(eqn)
+            continue
+        env.update(zip(eqn.outvars, turns.together(eqns), strict=True))
+    if not env:
+        return closed
+    outvars = [_read(env, atom) for atom in jaxpr.outvars]
+    return simplify(ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), closed.consts))
+
+
+class _Turns:
+    """The turns of one scan, whose body is written out."""
+
+    def __init__(self, scan: JaxprEqn, of_weights: set[Any]) -> None:
+        self._scan, body = scan, scan.params["jaxpr"]
+        self._num_consts, self._num_carry = scan_counts(scan)
+        self._eqns, self._outs = _written_out(body.jaxpr)
+        self._jaxpr, first_x = body.jaxpr, self._num_consts + self._num_carry
+        self._carries, self._own = body.jaxpr.invars[self._num_consts : first_x], set(body.jaxpr.invars[first_x:])
+        consts = list(zip(body.jaxpr.invars, scan.invars[: self._num_consts], strict=False))
+        weights = {var for var, atom in consts if type(atom) is Literal or atom in of_weights}
+        sees_rows = any(var not in weights and math.prod(_struct(var).shape) > 1 for var, _ in consts)
+        self._adding = [self._addition(i) for i in range(self._num_carry)]
+        adding = {id(eqn) for eqn, _ in self._adding}
+        self._made = [eqn for eqn in self._eqns if id(eqn) not in adding]
+        for eqn in self._made:
+            if not self._own.isdisjoint(_variables(eqn)):
+                self._own.update(eqn.outvars)
+            elif all(type(atom) is Literal or atom in weights for atom in eqn.invars):
+                weights.update(eqn.outvars)
+        products = [eqn for eqn in self._made if eqn.primitive.name in _PRODUCTS]
+        self.add_up = (
+            not sees_rows
+            and not body.consts
+            and not body.effects
+            and len(self._outs) == self._num_carry
+            and bool(products)
+            and all(term is not None and term in self._own for _, term in self._adding)
+            and not any(_is_apart(eqn) for eqn in self._made)
+            and not any(set(self._carries) & set(_variables(eqn)) for eqn in self._made)
+            and all(self._is_of_weight(eqn, weights) for eqn in products)
+        )
+
+    def _addition(self, carry: int) -> tuple[JaxprEqn | None, Any]:
+        """The equation that adds to a carry, and what it adds; nothing where the carry changes otherwise."""
+        old, new = self._carries[carry], self._outs[carry]
+        for eqn in self._eqns:
+            if any(new is var for var in eqn.outvars) and eqn.primitive.name == "add":
+                terms = [atom for atom in eqn.invars if atom is not old]
+                if len(terms) == 1 and type(terms[0]) is Var and _struct(terms[0]).shape == _struct(old).shape:
+                    return eqn, terms[0]
+        return None, None
+
+    def _is_of_weight(self, eqn: JaxprEqn, weights: set[Any]) -> bool:
+        """Whether a product is of a weight, the same in each turn, and what differs from turn to turn."""
+        is_plain = eqn.primitive.name == "dot_general" and not any(eqn.params["dimension_numbers"][1])
+        own = [type(atom) is not Literal and atom in self._own for atom in eqn.invars]
+        held = [type(atom) is not Literal and atom in weights for atom in eqn.invars]
+        return is_plain and sorted(own) == [False, True] and sorted(held) == [False, True]
+
+    def together(self, eqns: list[JaxprEqn]) -> list[Atom]:
+        """Appends the equations of all turns, and gives the results."""
+        env: dict[Any, Atom] = dict(zip(self._jaxpr.invars, self._scan.invars, strict=True))
+        made = {var: eqn for eqn in self._made for var in eqn.outvars}
+        # A sum within each turn, and over the turns, is one.
+        sums = {term: made[term] for _, term in self._adding if term in made and self._is_read_once(term)}
+        sums = {term: eqn for term, eqn in sums.items() if eqn.primitive.name == "reduce_sum"}
+        summed = {id(eqn) for eqn in sums.values()}
+        for eqn in self._made:
+            if id(eqn) not in summed:
+                self._append(eqn, [type(a) is not Literal and a in self._own for a in eqn.invars], env, eqns)
+        results = []
+        for (adding, term), carry in zip(self._adding, self._carries, strict=True):
+            assert adding is not None
+            last = sums.get(term)
+            of, axes = (term, ()) if last is None else (last.invars[0], tuple(last.params["axes"]))
+            axes = (0, *(axis + 1 for axis in axes))
+
+            def total(old: Any, terms: Any, axes: tuple[int, ...] = axes) -> list[Any]:
+                return [lax.add(old, lax.reduce(terms, np.zeros((), terms.dtype), lax.add, axes))]
+
+            results += _traced(total, [env[carry], env[of]], adding, self._scan, eqns)
+        return results
+
+    def _is_read_once(self, var: Any) -> bool:
+        return sum(atom is var for eqn in self._eqns for atom in eqn.invars) == 1
+
+    def _append(self, eqn: JaxprEqn, own: list[bool], env: dict[Any, Atom], eqns: list[JaxprEqn]) -> None:
+        def bind(*ins: Any) -> list[Any]:
+            outs = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
+            return list(outs) if eqn.primitive.multiple_results else [outs]
+
+        axes = [0 if each else None for each in own]
+        function = jax.vmap(bind, in_axes=axes) if any(own) else bind
+        outs = _traced(function, [_read(env, atom) for atom in eqn.invars], eqn, self._scan, eqns)
+        env.update(zip(eqn.outvars, outs, strict=True))
+
+
+def _written_out(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
+    """The equations of a body, those that a checkpoint holds among them, and what results. What makes a number of
+    JAX's out of one of Python's, the same in bits, is left out."""
+    eqns: list[JaxprEqn] = []
+    env: dict[Any, Atom] = {}
+    for eqn in jaxpr.eqns:
+        ins = [_read(env, atom) for atom in eqn.invars]
+        if eqn.primitive.name == "convert_element_type" and _struct(ins[0]).dtype == _struct(eqn.outvars[0]).dtype:
+            env[eqn.outvars[0]] = ins[0]
+        elif eqn.primitive.name not in REMAT_NAMES:
+            eqns.append(eqn.replace(invars=ins))
+        else:
+            inner, outs = _written_out(eqn.params["jaxpr"])
+            known: dict[Any, Atom] = dict(zip(eqn.params["jaxpr"].invars, ins, strict=True))
+            for each in inner:
+                eqns.append(_renamed(each, known, eqn))
+            env.update((var, _read(known, atom)) for var, atom in zip(eqn.outvars, outs, strict=True))
+    return eqns, [_read(env, atom) for atom in jaxpr.outvars]
+
+
+def _renamed(eqn: JaxprEqn, known: dict[Any, Atom], around: JaxprEqn) -> JaxprEqn:
+    """An equation of the body of another, as it stands outside; what it makes gets new variables, since bodies are
+    shared."""
+    outs = [Var(var.aval) for var in eqn.outvars]
+    info = eqn.source_info.replace(name_stack=around.source_info.name_stack + eqn.source_info.name_stack)
+    ins = [_read(known, atom) for atom in eqn.invars]
+    known.update(zip(eqn.outvars, outs, strict=True))
+    return eqn.replace(invars=ins, outvars=outs, source_info=info)
+
+
+def _traced(
+    function: Any, atoms: Sequence[Atom], near: JaxprEqn, scan: JaxprEqn, eqns: list[JaxprEqn]
+) -> list[Atom]:
+    """Appends the equations of `function` on `atoms`, told as `near` is, within `scan`."""
+    shapes = [_struct(atom) for atom in atoms]
+    closed = jax.make_jaxpr(function)(*shapes)
+    env: dict[Any, Atom] = dict(zip(closed.jaxpr.invars, atoms, strict=True))
+    assert not closed.consts
+    info = near.source_info.replace(name_stack=scan.source_info.name_stack + near.source_info.name_stack)
+    for eqn in closed.jaxpr.eqns:
+        outs = [Var(var.aval) for var in eqn.outvars]
+        ins = [_read(env, atom) for atom in eqn.invars]
+        eqns.append(eqn.replace(invars=ins, outvars=outs, source_info=info, ctx=near.ctx))
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [_read(env, atom) for atom in closed.jaxpr.outvars]
+
+
+def _struct(atom: Atom) -> jax.ShapeDtypeStruct:
+    aval: Any = atom.aval
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _is_apart(eqn: JaxprEqn) -> bool:
+    """Whether an equation is of another kind for all turns, or holds a product that nobody has looked at."""
+    dtypes: list[Any] = [getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars)]
+    draws = any(dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in dtypes)
+    if draws or eqn.effects or eqn.primitive.name in _APART:
+        return True
+    inside = [each for body in jaxprs_in_params(eqn.params) for each in body.eqns]
+    return any(each.primitive.name in _PRODUCTS or _is_apart(each) for each in inside)
+
+
+def _variables(eqn: JaxprEqn) -> list[Any]:
+    return [atom for atom in eqn.invars if type(atom) is not Literal]
+
+
+def _read(env: dict[Any, Atom], atom: Atom) -> Atom:
+    return atom if type(atom) is Literal else env.get(atom, atom)

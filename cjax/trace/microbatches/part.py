@@ -1,0 +1,64 @@
+"""The loss on one of several micro-batches, as something that adds up to that of the batch."""
+
+from typing import Any
+
+from cjax.trace.microbatches.combine import counters, lift
+from cjax.trace.reading import Trace
+from cjax.trace.source import Source
+
+
+def read_part(
+    source: Source,
+    num_parts: int,
+    *,
+    pairs: bool = False,
+    at_once: bool = False,
+    adds_up: bool = True,
+    apart: bool = False,
+) -> Trace:
+    """The loss on one of `num_parts` micro-batches.
+
+    Args:
+      source: the user's model and loss.
+      num_parts: into how many the batch is cut.
+      pairs, at_once: how it is read, see `cjax.trace.reading.read`.
+      adds_up: whether it is put together from parts of any kind: micro-batches, or the devices' own rows.
+      apart: whether each part is a batch of its own, so that no loss is refused.
+
+    Raises:
+      ValueError: the loss runs on the whole batch alone, or can't be put together from parts.
+    """
+    try:
+        trace = source.read(num_parts, pairs=pairs, at_once=at_once)
+    except Exception as error:  # from the author's own code, which may know the size of the whole batch by heart
+        if num_parts > 1:
+            _blame_rows(source, num_parts, error)
+        raise
+    if not adds_up:
+        return trace
+
+    def again(rows: int) -> Any:
+        return source.flat(rows, trace, num_parts)
+
+    lifted = lift(trace, again, source.num_rows, shares=True, apart=apart)
+    if num_parts == 1 or apart:
+        return lifted
+    once = counters(lifted, source.capture.random)
+    if not once:
+        return lifted
+    trace = source.read(num_parts, pairs=pairs, at_once=at_once, once=once)
+    return lift(trace, again, source.num_rows, shares=True)
+
+
+def _blame_rows(source: Source, num: int, error: Exception) -> None:
+    """Raises ValueError if `error`, of a loss on a micro-batch, does not come with the whole batch."""
+    try:
+        source.read()
+    except Exception:  # it comes with any number of rows: the author's own, and for him to see as it is
+        error.add_note(f"The loss ran on one of {num} micro-batches of this batch; see microbatches.")
+        return
+    raise ValueError(
+        f"The loss runs on the whole batch and not on one of {num} micro-batches of it: {str(error).splitlines()[0]} "
+        "It, or a leaf of the batch, knows how many rows the batch has. Take the number from the batch that it is "
+        "given (x.shape[0]), give each example a row of its own in every leaf, or use microbatches=1."
+    ) from error

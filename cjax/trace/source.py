@@ -1,0 +1,113 @@
+"""A user's loss on any number of rows, traced once for each, whoever asks: plans, micro-batches, one device's rows."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+from cjax.trace.author.capture import Capture
+from cjax.trace.dims.refine_rules import Form
+from cjax.trace.reading import Trace, Traced, flattened, read, trace_part
+
+PyTree = Any
+
+
+class Source:
+    """A captured model and loss, and the batch that it is for.
+
+    What is traced depends on a plan by the number of micro-batches alone, and on how they are read by whether layers
+    that are one weight each are taken in pairs. So all plans of a program share one source, and `auto` and every replan
+    run the author's Python no more than once for a number of rows.
+
+    Args:
+      capture: the user's model and loss.
+      batch_shape: the whole batch, as ShapeDtypeStructs.
+
+    >>> import flax.linen as nn, jax.numpy as jnp
+    >>> from cjax.trace.author.capture import capture
+    >>> batch = jax.ShapeDtypeStruct((8, 3), jnp.float32)
+    >>> source = Source(capture(nn.Dense(5), lambda model, x: model(x).mean(), batch), batch)
+    >>> source.read(2).leaves[2].shape, source.read(2) is source.read(2)
+    ((4, 3), True)
+    """
+
+    def __init__(self, capture: Capture, batch_shape: PyTree) -> None:
+        self.capture, self.batch_shape = capture, batch_shape
+        self._traced: dict[Any, Traced] = {}
+        self._read: dict[Any, Trace] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Of the whole batch; 1 where its leaves are single numbers."""
+        return next((leaf.shape[0] for leaf in jax.tree.leaves(self.batch_shape) if leaf.shape), 1)
+
+    def on_rows(self, num_rows: int) -> "Source":
+        """The same for a batch of so many rows; what was traced for either is known to both."""
+        other = Source(self.capture, _with_rows(self.batch_shape, num_rows))
+        other._traced, other._read = self._traced, self._read
+        return other
+
+    def read(
+        self,
+        num_parts: int = 1,
+        rows: int | None = None,
+        *,
+        train: bool = True,
+        call: Callable[..., Any] | None = None,
+        forms: Mapping[int, Form] | None = None,
+        once: frozenset[int] = frozenset(),
+        pairs: bool = False,
+        at_once: bool = False,
+    ) -> Trace:
+        """The loss on one of `num_parts` micro-batches, read.
+
+        Args:
+          num_parts: into how many the batch is cut.
+          rows: of the micro-batch, in place of its share of the batch.
+          train, call, once: see `trace_part`.
+          forms, pairs, at_once: see `cjax.trace.reading.read`; chains alone are taken in pairs.
+        """
+        shape = self._part(num_parts, rows)
+        known = None if forms is None else tuple(sorted(forms.items()))
+        same = (_key(shape), _parts(num_parts, once), train, call, known, once, at_once)
+
+        def found(pairs: bool) -> Trace:
+            if (same, pairs) not in self._read:
+                traced = self._trace(shape, num_parts, train, call, once)
+                self._read[same, pairs] = read(traced, self.capture.dim_names, forms, pairs, at_once, once)
+            return self._read[same, pairs]
+
+        return found(True) if pairs and found(False).is_chain else found(False)
+
+    def flat(self, rows: int, like: Trace, num_parts: int, *, train: bool = True) -> jex.ClosedJaxpr:
+        """The equations of the loss on so many rows, in the form of the trace `like`, which is of others."""
+        return flattened(self._trace(self._part(num_parts, rows), num_parts, train, None, like.once), like)
+
+    def _part(self, num_parts: int, rows: int | None) -> PyTree:
+        if rows is not None:
+            return _with_rows(self.batch_shape, rows)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((x.shape[0] // num_parts, *x.shape[1:]) if x.shape else (), x.dtype),
+            self.batch_shape,
+        )
+
+    def _trace(self, shape: PyTree, num_parts: int, train: bool, call: Any, once: frozenset[int]) -> Traced:
+        key = (_key(shape), _parts(num_parts, once), train, call, once)
+        if key not in self._traced:
+            self._traced[key] = trace_part(self.capture, shape, num_parts, train, call, once)
+        return self._traced[key]
+
+
+def _with_rows(shape: PyTree, num: int) -> PyTree:
+    """ShapeDtypeStructs of a batch like `shape`, of so many rows."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]) if x.shape else (), x.dtype), shape)
+
+
+def _key(shape: PyTree) -> Any:
+    return tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(shape))
+
+
+def _parts(num_parts: int, once: frozenset[int]) -> int:
+    """What a trace has of the number of micro-batches: whether there are several, or which is the last."""
+    return num_parts if once else min(num_parts, 2)

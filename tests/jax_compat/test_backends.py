@@ -1,0 +1,122 @@
+"""What JAX decides once for a process, decided again."""
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import pytest
+
+from cjax.cards import CARDS
+from cjax.jax_compat.backends import (
+    absent_gpus,
+    is_of_this_process,
+    names_in_cache_key,
+    only_compiles,
+    without_plugin_failures,
+)
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(code: str, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_count_for_the_cache_while_they_are_asked_for() -> None:
+    def counts() -> bool:
+        return jax.config.jax_compilation_cache_include_metadata_in_key
+
+    before = counts()
+    with names_in_cache_key(False):
+        assert counts() == before
+    with pytest.raises(KeyError), names_in_cache_key(True):
+        assert counts()
+        raise KeyError
+    assert counts() == before
+
+
+def test_plugins_are_quiet_for_a_while() -> None:
+    logger = logging.getLogger("jax._src.xla_bridge")
+    assert logger.name in logging.Logger.manager.loggerDict and sys.modules[logger.name].logger is logger
+    before = logger.isEnabledFor(logging.ERROR)
+    with pytest.raises(KeyError), without_plugin_failures():
+        assert not logger.isEnabledFor(logging.ERROR)
+        raise KeyError
+    assert logger.isEnabledFor(logging.ERROR) == before
+
+
+def test_a_device_that_is_here_runs() -> None:
+    assert not only_compiles(jax.devices()[0]) and all(map(is_of_this_process, jax.devices()))
+
+
+def test_a_device_of_another_process_is_told_by_its_client() -> None:
+    class Client:
+        process_index = staticmethod(lambda: 1)
+
+    class Device:
+        client = Client()
+
+        def __init__(self, process: int):
+            self.process_index = process
+
+    assert [is_of_this_process(Device(process)) for process in range(3)] == [False, True, False]
+
+
+@pytest.mark.aot
+def test_a_device_that_is_not_here_compiles() -> None:
+    devices = absent_gpus(CARDS["h100"].xla_target(), CARDS["h100"].xla_topology(8))
+    assert len(devices) == 8 and all(map(only_compiles, devices))
+
+
+def test_a_process_forgets_its_devices_and_whether_it_caches(tmp_path: Path) -> None:
+    code = """
+        import pathlib, jax
+        from cjax.jax_compat.backends import clear_backends, without_compilation_cache
+
+        kept = lambda: len(list(pathlib.Path(jax.config.jax_compilation_cache_dir).iterdir()))
+        compile = lambda number: jax.jit(lambda x: x * number).lower(1.0).compile()
+        compile(2)
+        first = kept()
+        assert first
+        with without_compilation_cache():
+            compile(3)
+            assert kept() == first
+        compile(4)
+        assert kept() > first
+
+        jax.numpy.ones(1).delete()
+        assert jax.device_count() != 3
+        clear_backends()
+        jax.config.update("jax_num_cpu_devices", 3)
+        assert jax.device_count() == 3 and jax.numpy.arange(3).sum() == 3
+    """
+    run(
+        code, JAX_COMPILATION_CACHE_DIR=str(tmp_path), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+    )  # fmt: skip
+
+
+def test_cards_without_the_compiler_are_an_error_and_leave_the_environment_alone() -> None:
+    # Hides the plugin, should it be installed, from both places where JAX looks for plugins.
+    code = """
+        import importlib.metadata, os, pkgutil
+        importlib.metadata.entry_points = lambda **which: []
+        pkgutil.iter_modules = lambda *where: iter(())
+        from cjax.jax_compat.backends import absent_gpus
+        before = dict(os.environ)
+        try:
+            absent_gpus("", "1x1x8")
+        except NotImplementedError:
+            assert os.environ == before
+        else:
+            raise AssertionError("absent cards without a compiler for them")
+    """
+    run(code)

@@ -1,0 +1,40 @@
+"""The plan in full: as it was written, checked, or chosen."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import cjax
+from cjax.planner.decide import decide
+from cjax.trace.author.capture import capture
+from cjax.trace.source import Source
+
+BATCH = jax.ShapeDtypeStruct((12, 4), jnp.float32)
+
+
+def source() -> Source:
+    return Source(capture(nn.Dense(3), lambda model, x: model(x).mean(), BATCH), BATCH)
+
+
+@pytest.mark.parametrize("plan", ["microbatches=3", cjax.Plan(microbatches=3)])
+def test_what_is_written_is_filled_in_and_nothing_is_traced(plan: Any) -> None:
+    given = source()
+    found, notes = decide(given, optax.adam(1e-3), plan, jax.devices()[:4])
+    assert (found.data, found.microbatches, notes) == (4, 3, ()) and not given._traced
+
+
+def test_auto_says_what_it_chose() -> None:
+    found, (note,) = decide(source(), None, "auto", jax.devices()[:4])
+    assert found == cjax.Plan.parse("data=4").resolve(4)
+    assert note.startswith(f"auto chose {found}: the least that fits, about ")
+
+
+def test_refuses_what_does_not_divide_and_what_is_no_plan() -> None:
+    with pytest.raises(ValueError, match="microbatches=5 does not divide a batch of 12 rows; use 10 or 15 rows, or "):
+        decide(source(), None, "microbatches=5", jax.devices()[:1])
+    with pytest.raises(TypeError, match="`plan` is 8, a int"):
+        decide(source(), None, 8, jax.devices()[:1])  # type: ignore[arg-type]

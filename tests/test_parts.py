@@ -1,0 +1,51 @@
+"""The full product, part by part: what has passed is not run again, and what fails is told in full."""
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import parts
+import pytest
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    (tmp_path / "tests" / "room").mkdir(parents=True)
+    (tmp_path / "tests" / "room" / "test_deep.py").write_text("def test_it():\n    assert True\n")
+    (tmp_path / "tests" / "test_top.py").write_text("def test_it():\n    assert 1 + 1 == 3, 'planted'\n")
+    (tmp_path / ".gitignore").write_text("log\n")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    return tmp_path
+
+
+def test_goes_on_where_it_stopped(house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def pretend(part: str, root: Path, options: Sequence[str]) -> tuple[int, str]:
+        ran.append(part)
+        planted = part.endswith("test_top.py") and "planted" in (root / part).read_text()
+        return (1, "planted\n1 failed in 0.1s") if planted else (0, "1 passed in 0.1s")
+
+    monkeypatch.setattr(parts, "run", pretend)
+    log = house / "log"
+
+    def status(*more: str) -> tuple[int, list[str]]:
+        ran.clear()
+        return parts.main(["--log", str(log), *more], house), list(ran)
+
+    assert parts.parts(house) == ["cjax", "tests/room", "tests/test_top.py"]
+    assert status("--only", "room") == (1, ["tests/room"])  # the others are missing
+    assert status() == (1, ["cjax", "tests/test_top.py"])
+    assert "FAILED  tests/test_top.py" in log.read_text() and "planted" in log.read_text()
+    assert status() == (1, ["tests/test_top.py"])  # what failed runs again
+    (house / "tests" / "test_top.py").write_text("def test_it():\n    assert 1 + 1 == 2\n")
+    assert status() == (0, ["cjax", "tests/room", "tests/test_top.py"])  # other sources: all again
+    assert status() == (0, [])
+    assert log.read_text().count("1 passed") == 3 and parts.versions() in log.read_text()
+    assert status("--again", "--only", "room") == (0, ["tests/room"])
+
+
+def test_a_part_is_run_by_pytest(house: Path) -> None:
+    (house / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+    status, output = parts.run("tests", house, [])
+    assert status == 1 and "planted" in output and parts.line_of(output).startswith("1 failed, 1 passed")
