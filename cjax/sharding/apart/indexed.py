@@ -2,7 +2,8 @@
 
 In a region that is manual over some axes of the mesh, a stage of a pipeline among them, XLA's partitioner stops the
 process at some of these where it could split them over several axes, also at those that the derivatives of a sort, of
-eigenvalues and of triangular factors are made of. In a region that is manual over all axes nothing is left to split: dims that are looked into are whole there.
+eigenvalues and of triangular factors are made of. In a region that is manual over all axes nothing is left to split:
+dims that are looked into are whole there.
 """
 
 import math
