@@ -147,4 +147,5 @@ DIMS: Mapping[str, Callable[[Any], tuple[list[Dims], list[Dims]]]] = {
     "sort": lambda eqn: _along(eqn, eqn.params["dimension"]),
     **dict.fromkeys(("eig", "lu"), _matrices),
     "top_k": lambda eqn: _along(eqn, eqn.params["axis"]),
+    "approx_top_k": lambda eqn: _along(eqn, eqn.params["reduction_dimension"]),
 }
