@@ -65,6 +65,20 @@ class Remembering(nn.Module):
         return nn.Dense(1)(x)
 
 
+class Gathering(nn.Module):
+    """Layers read what was put together behind them all."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x, seen, new = nn.Dense(24)(x), self.variable("seen", "mean", jnp.zeros, (24,)), []
+        for _ in range(4):
+            x = x + nn.relu(nn.Dense(24)(x))
+            new.append(0.9 * seen.value + 0.1 * x.mean(0))
+        if train and not self.is_initializing():
+            seen.value = sum(new) / 4
+        return nn.Dense(1)(x)
+
+
 class NNXNormedBlock(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dense, self.norm = nnx.Linear(24, 24, rngs=rngs), nnx.BatchNorm(24, momentum=0.8, rngs=rngs)
@@ -91,6 +105,7 @@ def error(model: Any, batch: Any, train: bool) -> jax.Array:
 
 SUBJECTS |= {
     "linen_remembering": case("linen", lambda _: Remembering(), error, regression_batch, blocks=(4,), couples=True),
+    "linen_gathering": case("linen", lambda _: Gathering(), error, regression_batch, blocks=(4,), couples=True),
     "linen_normed": case("linen", lambda _: LinenNormed(), error, regression_batch, blocks=(4,), couples=True),
     "nnx_normed": case(
         "nnx", lambda _: lambda rngs: NNXNormed(rngs), squared_error, regression_batch, blocks=(4,), couples=True
@@ -357,6 +372,7 @@ def test_evaluates_batches_of_any_size(name: str, plan: str, function: Any) -> N
         ("linen_decoder", "pipeline=1f1b:8 microbatches=8", "8 layers for 8 stages.*has 4: write pipeline=1f1b:4"),
         ("linen_encoder", "pipeline=interleaved:2/2 microbatches=2", "4 layers for 2 stages and 2 chunks each.*has 3"),
         ("linen_remembering", "pipeline=1f1b:2 microbatches=2", "loss depends on seen/mean, which it makes anew"),
+        ("linen_gathering", "pipeline=1f1b:2 microbatches=2", "makes seen/mean of the examples in one place"),
         ("linen_tied", "pipeline=interleaved:4/1 microbatches=4", "2 or more chunks"),
         ("linen_deep", "pipeline=interleaved:4/2 microbatches=2", "write microbatches=4"),
         ("linen_encoder_decoder", "pipeline=1f1b:2 microbatches=1", "2 stacks of layers.*write microbatches=2"),

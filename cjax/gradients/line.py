@@ -12,7 +12,7 @@ from cjax.plan import Plan, Sequence
 from cjax.sharding.storage.storage import Rows
 from cjax.trace.jaxpr.cost import equation_cost
 from cjax.trace.reading import Trace
-from cjax.trace.stages.stacks import Stack, find_stacks, reads_states
+from cjax.trace.stages.stacks import Stack, find_stacks, reads_states, torn_states
 
 MUCH_IDLE = 0.3  # of a step, with what comes before and after the layers left out
 
@@ -68,7 +68,8 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
 
     Raises:
       ValueError: no stack of layers, or too few layers; a schedule that does not suit the number of micro-batches; a
-        model that carries state from one batch to the next that depends on its examples.
+        model whose loss depends on state that it makes of examples, or that makes it in one place and reads it in
+        another.
     """
     size, chunks = plan.pipeline.size, plan.pipeline.chunks
     stacks = find_stacks(trace)
@@ -94,6 +95,13 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
             f"pipeline={plan.pipeline}: this model's loss depends on {', '.join(names[:2])}{more}, which it makes anew "
             "of each micro-batch: none could start before the one in front of it is through. Leave `pipeline` out of "
             "the plan, or let the loss in training not read it."
+        )
+    if names := torn_states(trace, stacks):
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        raise ValueError(
+            f"pipeline={plan.pipeline}: this model makes {', '.join(names[:2])}{more} of the examples in one place and "
+            "reads it in another, which other stages compute: those would read what it was before the step. Update "
+            "state where it is read, in the layer, or leave `pipeline` out of the plan."
         )
     schedule = _schedule(plan, len(stacks)) if table is None else table
     if table is not None:

@@ -1,8 +1,9 @@
 """Gathers, scatters and sorts on each device's own parts: split along the dims that they leave in their places.
 
 In a region that is manual over some axes of the mesh, a stage of a pipeline among them, XLA's partitioner stops the
-process at some of these where it could split them over several axes, also at those that the derivative of a sort is
-made of. In a region that is manual over all axes nothing is left to split: dims that are looked into are whole there.
+process at some of these where it could split them over several axes, also at those that the derivatives of a sort, of
+eigenvalues and of triangular factors are made of. In a region that is manual over all axes nothing is left to split:
+dims that are looked into are whole there.
 """
 
 import math
@@ -130,9 +131,21 @@ def _along(eqn: Any, dim: int) -> tuple[list[Dims], list[Dims]]:
     return [dims] * len(eqn.invars), [dims] * len(eqn.outvars)
 
 
+def _matrices(eqn: Any) -> tuple[list[Dims], list[Dims]]:
+    """Of an equation that takes matrices one by one."""
+    num = eqn.invars[0].aval.ndim - 2
+
+    def dims(v: Any) -> Dims:
+        return [*range(num), *[None] * (v.aval.ndim - num)]
+
+    return [dims(v) for v in eqn.invars], [dims(v) for v in eqn.outvars]
+
+
 DIMS: Mapping[str, Callable[[Any], tuple[list[Dims], list[Dims]]]] = {
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
     "sort": lambda eqn: _along(eqn, eqn.params["dimension"]),
+    **dict.fromkeys(("eig", "lu"), _matrices),
     "top_k": lambda eqn: _along(eqn, eqn.params["axis"]),
+    "approx_top_k": lambda eqn: _along(eqn, eqn.params["reduction_dimension"]),
 }

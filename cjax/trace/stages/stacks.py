@@ -188,8 +188,9 @@ def widened(stack: Stack, trace: Trace, hooks: Hooks) -> Stack:
 
 
 def find_states(trace: Trace, stacks: Sequence[Stack]) -> States:
-    """Carried values that are made of examples."""
-    new, on = _new_carried(trace), _depends(trace, stacks)
+    """Carried values that are made of examples. One that is only cast behind a stack is its layers'."""
+    casts = _casts(trace, stacks)
+    new, on = [_cast_from(var, casts) for var in _new_carried(trace)], _depends(trace, stacks)
     mine = {var: i for i, var in enumerate(new) if not isinstance(var, jex.Literal) and on.get(var, NONE) & MADE_OF}
     layers = tuple(
         tuple((j, tuple(mine[v] for v in entry)) for j, entry in enumerate(stack.outputs) if set(entry) <= set(mine))
@@ -212,6 +213,42 @@ def reads_states(trace: Trace, stacks: Sequence[Stack]) -> list[str]:
     results = outvars[: len(outvars) - len(names)]
     found = frozenset().union(*(on.get(v, NONE) for v in results if not isinstance(v, jex.Literal)))
     return [names[i] for i in sorted(states) if f"state {i}" in found]
+
+
+def torn_states(trace: Trace, stacks: Sequence[Stack]) -> list[str]:
+    """Names of carried values that are made of examples in one place, by layers of a stack, before or behind them, and
+    read in another: a stage would read what it was before the step."""
+    states = find_states(trace, stacks)
+    layers = {i: k for k, of in enumerate(states.layers) for _, group in of for i in group}
+    maker: dict[int, Any] = dict.fromkeys(states.before, "before") | dict.fromkeys(states.after, "after") | layers
+    on, casts = _depends(trace, stacks, {i: f"state {i}" for i in maker}), _casts(trace, stacks)
+    new = _new_carried(trace)
+
+    def others(variables: Iterable[Any], here: Any) -> set[int]:
+        kinds = frozenset().union(*(on.get(v, NONE) for v in variables if not isinstance(v, jex.Literal)))
+        return {i for i, where in maker.items() if where != here and f"state {i}" in kinds}
+
+    torn = set().union(*(others([new[i]], where) for i, where in maker.items()))
+    mine = {trace.closed.jaxpr.invars[at] for at in trace.leaves_of("carried")}
+    for k, stack in enumerate(stacks):
+        own = {entry for _, entry in stack.xs if {_cast_from(v, casts) for v in entry} <= mine}
+        torn |= others((*stack.final, *stack.last_only, *(v for entry in stack.outputs for v in entry)), k)
+        torn |= others((v for entry in stack.reads if entry not in own for v in entry), None)
+    names = [trace.leaves[i].name for i in trace.leaves_of("carried")]
+    return [names[i] for i in sorted(torn)]
+
+
+def _casts(trace: Trace, stacks: Sequence[Stack]) -> dict[Any, Any]:
+    """What results of casts outside of the stacks are made of."""
+    eqns = _items(trace, stacks)
+    return {eqn.outvars[0]: eqn.invars[0] for eqn in eqns
+            if not isinstance(eqn, Run) and eqn.primitive.name == "convert_element_type"}  # fmt: skip
+
+
+def _cast_from(var: Any, casts: Mapping[Any, Any]) -> Any:
+    while not isinstance(var, jex.Literal) and var in casts:
+        var = casts[var]
+    return var
 
 
 def _new_carried(trace: Trace) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Gathers, scatters and sorts on each device's own parts, against the same equation on one device."""
+"""Gathers, scatters, sorts and matrices on each device's own parts, against the same equation on one device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +34,9 @@ CASES: dict[str, Callable[[jax.Array], Any]] = {
     "sorted": lambda x: jnp.sort(x, 1),
     "order": lambda x: jnp.argsort(x, 0),
     "top": lambda x: lax.top_k(x, 3),
+    "approximate top": lambda x: lax.approx_max_k(x, 3, reduction_dimension=1),
+    "eigenvalues": lambda x: jnp.linalg.eigvals(x[:, :, :6]).real,
+    "factors": lambda x: lax.linalg.lu(x)[0],
 }
 
 
