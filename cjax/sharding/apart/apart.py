@@ -269,7 +269,7 @@ LANES: Mapping[str, Callable[[Any], list[Lane]]] = {
     "conv_general_dilated": _convolution,
     **dict.fromkeys(WINDOWED, _windows),
     "fft": lambda eqn: _all_but(eqn, range(eqn.invars[0].aval.ndim)[-len(eqn.params["fft_lengths"]) :]),
-    **dict.fromkeys(("scatter_max", "scatter_min", "scatter-max", "scatter-min"), _scatter),
+    **dict.fromkeys(("scatter-max", "scatter-min"), _scatter),
     "pad": _pad,
     "sort": lambda eqn: _all_but(eqn, [eqn.params["dimension"]]),
 }

@@ -10,6 +10,8 @@ from typing import Any
 
 from jax.extend import core as jex
 
+from cjax.trace.jaxpr.primitives import having, named
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -23,14 +25,11 @@ class Fault:
     concerns: Callable[[Any], bool] = lambda eqn: True
 
 
-WINDOWED = frozenset(
-    ["reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_gather_add",
-     "select_and_scatter_add"]
-)  # fmt: skip
+WINDOWED = having("window")
 FAULTS = (
     Fault(
         "convolutions",
-        frozenset(["conv_general_dilated"]),
+        named("conv_general_dilated"),
         "The gradient of the kernel, with groups or where positions or the window are split also the result, is as "
         "many times too large as an axis has devices along which nothing of the convolution is split.",
         ("0.10.2", "0.12.0.1"),
@@ -38,7 +37,7 @@ FAULTS = (
     ),
     Fault(
         "Fourier transforms",
-        frozenset(["fft"]),
+        named("fft"),
         "Where dims are split, transformed ones or others, XLA's compiler ends with a RET_CHECK or stops the process.",
         ("0.10.2", "0.12.0.1"),
         "computed on each device's own rows, the transformed dims whole",
@@ -53,21 +52,21 @@ FAULTS = (
     ),
     Fault(
         "sorting",
-        frozenset(["sort"]),
+        named("sort"),
         "XLA stops the process at the gather of its gradient where two axes split other dims.",
         ("0.10.2", "0.12.0.1"),
         "computed on each device's own part of the other dims",
     ),
     Fault(
         "scattered extremes",
-        frozenset(["scatter_max", "scatter_min", "scatter-max", "scatter-min"]),
+        named("scatter-max scatter-min"),
         "Where an axis that does not divide the updates splits them, the result is of a row too many.",
         ("0.10.2", "0.12.0.1"),
         "computed on each device's own part of the dims that are not looked up",
     ),
     Fault(
         "padding between elements",
-        frozenset(["pad"]),
+        named("pad"),
         "XLA's verifier refuses the program where the padded dim is split.",
         ("0.10.2", "0.12.0.1"),
         "computed on each device's own part of the other dims",

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.sharding.products.region import in_region, raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
+from cjax.trace.jaxpr.primitives import having
 
 # For each dim of an array a name, the same for dims that go together; None for those that have to be whole.
 Dims = list[Hashable]
@@ -132,7 +133,7 @@ def _along(eqn: Any, dim: int) -> tuple[list[Dims], list[Dims]]:
 
 DIMS: Mapping[str, Callable[[Any], tuple[list[Dims], list[Dims]]]] = {
     "gather": _gather,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+    **dict.fromkeys(having("scatter"), _scatter),
     "sort": lambda eqn: _along(eqn, eqn.params["dimension"]),
     "top_k": lambda eqn: _along(eqn, eqn.params["axis"]),
 }

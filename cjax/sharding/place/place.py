@@ -34,12 +34,13 @@ from cjax.trace.emit.emit import Hooks, bind
 from cjax.trace.emit.precision import LOWS, MATMULS, Lowering
 from cjax.trace.jaxpr.compared import compared, extreme
 from cjax.trace.jaxpr.groups import Changed, Group
+from cjax.trace.jaxpr.primitives import named
 from cjax.trace.reading import Trace
 
 # Evaluates an equation that draws random numbers for other rows than its own; None for all other equations.
 Draw = Callable[[Any, list[Any]], list[Any] | None]
 
-PINNED = MATMULS | {"gather"}
+PINNED = MATMULS | named("gather")
 
 
 @dataclass(frozen=True)

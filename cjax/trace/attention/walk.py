@@ -10,12 +10,10 @@ from jax.extend import core as jex
 
 from cjax.trace.attention.labels import MOVES, Labels, outgoing
 from cjax.trace.jaxpr.groups import variables
+from cjax.trace.jaxpr.primitives import facts_of, having, named
 
 MAX_SPINE = 200  # equations from scores to output; a longer way is no attention
-LINEAR = frozenset(
-    ["broadcast_in_dim", "convert_element_type", "copy", "div", "mul", "neg", "reduce_precision", "reshape", "select_n"]
-    + ["squeeze", "stop_gradient", "transpose"]
-)  # what may happen to weights that are scaled only later: it must not matter when
+_FORMS = having("view") - named("broadcast_in_dim")
 
 
 class Miss(Exception):
@@ -43,7 +41,7 @@ class Index:
         """The variable that an operand is a mere form of."""
         while not isinstance(atom, jex.Literal) and atom in self.writer:
             eqn = self.writer[atom]
-            if eqn.primitive.name not in ("convert_element_type", "copy", "reshape", "squeeze", "transpose"):
+            if eqn.primitive.name not in _FORMS:
                 break
             atom = eqn.invars[0]
         return None if isinstance(atom, jex.Literal) else atom
@@ -51,7 +49,7 @@ class Index:
     def is_zero(self, atom: Any) -> bool:
         while not isinstance(atom, jex.Literal):
             eqn = self.writer.get(atom)
-            if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+            if eqn is None or not facts_of(eqn).view:
                 return False
             atom = eqn.invars[0]
         return np.ndim(atom.val) == 0 and atom.val == 0
@@ -187,11 +185,12 @@ class Walk:
         return Miss(f"its weights go through `{name}`, which is neither dropout nor a product with values")
 
     def _require_linear(self, eqn: Any, ins: Mapping[int, Any]) -> None:
-        name = eqn.primitive.name
-        linear = name in LINEAR and len(ins) == 1
-        if name == "div":
-            linear = linear and 0 in ins
+        """Weights may be scaled only later: it must not matter when."""
+        name, facts = eqn.primitive.name, facts_of(eqn)
+        alone = facts.linear or facts.stops if len(eqn.invars) == 1 else set(ins) <= set(facts.linear_in)
+        linear = alone and len(ins) == 1
         if name == "select_n":
-            linear = 0 not in ins and all(self.trace.is_zero(v) for i, v in enumerate(eqn.invars) if i and i not in ins)
+            others = [v for i, v in enumerate(eqn.invars) if i and i not in ins]
+            linear = len(ins) == 1 and 0 not in ins and all(map(self.trace.is_zero, others))
         if not linear:
             raise self._unlike(name)

@@ -54,10 +54,7 @@ def find_dims(closed: jex.ClosedJaxpr, num_weights: int = 0, given: Collection[i
 
 def _rule_of(eqn: Any) -> Callable[..., bool | None]:
     name = eqn.primitive.name
-    rule = dim_rules.RULES.get(name)
-    if rule is None:
-        reduces = name.startswith("reduce_") and "axes" in eqn.params
-        rule = dim_rules.reduction if reduces else dim_rules.elementwise
+    rule = dim_rules.RULES.get(name, dim_rules.unrelated)
     return _keeping_origin(rule) if name in dim_rules.KEEPS_ORIGIN else rule
 
 

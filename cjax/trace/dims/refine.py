@@ -18,7 +18,8 @@ from cjax.trace.dims.classes import Dims, Scope
 from cjax.trace.dims.find import find_dims
 from cjax.trace.dims.refine_rules import Atom, Form, expand, refined, shape_of, whole
 from cjax.trace.jaxpr.identity import equation_key
-from cjax.trace.jaxpr.simplify import REMAT_NAMES, scan_counts
+from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.simplify import scan_counts
 
 Env = dict[Var, Atom]
 
@@ -86,7 +87,7 @@ class _Refiner:
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "scan" and id(eqn) in scope.inner:
                 self.scan(eqn, scope, env, eqns)
-            elif eqn.primitive.name in REMAT_NAMES and id(eqn) in scope.inner:
+            elif facts_of(eqn).remat and id(eqn) in scope.inner:
                 self.remat(eqn, scope, env, eqns)
             else:
                 self.equation(eqn, scope, env, eqns)

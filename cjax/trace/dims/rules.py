@@ -10,13 +10,12 @@ from typing import Any
 from jax.extend import core as jex
 
 from cjax.trace.dims.classes import Cut, Dims, Ids, Matmul, Scope
+from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.simplify import scan_counts
 from cjax.trace.jaxpr.sources import GIVEN, WEIGHT
 
 # Results that hold the same numbers as their first operand: a weight stays a weight through them.
-KEEPS_ORIGIN = frozenset(
-    ["reshape", "transpose", "convert_element_type", "broadcast_in_dim", "squeeze", "copy", "slice", "dynamic_slice"]
-)
+KEEPS_ORIGIN = (having("view") - having("stops")) | named("slice dynamic_slice")
 
 
 def elementwise(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
@@ -29,7 +28,44 @@ def elementwise(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Sc
 
 
 def nothing(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
-    """For primitives that make fresh dims: iota, random seeds, constants."""
+    """For primitives that make dims of their own out of parameters."""
+
+
+def unrelated(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
+    """For primitives of which nothing is known, or not this: shapes that agree say nothing."""
+    return False if outs and any((*ins, *outs)) else None
+
+
+def pairwise(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    """Results that are the operands one by one."""
+    for ids, out in zip(ins, outs, strict=True):
+        dims.unite_all(ids, out)
+
+
+def batch_before(eqn: Any) -> int | None:
+    """How many leading dims all operands and results have in common, each element of which is worked on alone."""
+    ndim = len(eqn.invars[0].aval.shape)
+    if eqn.primitive.name == "fft":
+        return ndim - len(eqn.params["fft_lengths"])
+    if eqn.primitive.name == "tridiagonal_solve":  # the first operand is a diagonal
+        return ndim - 1
+    return ndim - 2 if facts_of(eqn).matrices else None
+
+
+def leading_batch(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
+    """Functions of matrices and transforms: what comes before is a batch, and their own dims become others."""
+    count = batch_before(eqn)
+    if count is None or any(len(ids) < count for ids in (*ins, *outs)):
+        return False
+    for ids in (*ins[1:], *outs):
+        dims.unite_all(ins[0][:count], ids[:count])
+    return None
+
+
+def bitcast(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    """A dim more, or one fewer, at the end where bits of a number become several, or of several one."""
+    shared = min(len(ins[0]), len(outs[0]))
+    dims.unite_all(ins[0][:shared], outs[0][:shared])
 
 
 def reduction(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
@@ -261,9 +297,7 @@ def _sources(eqn: Any, scope: Scope) -> list[str | None]:
 
 
 def call(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
-    inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
-    if inner is None:
-        return False
+    inner = eqn.params[facts_of(eqn).body]
     jaxpr = getattr(inner, "jaxpr", inner)
     if len(jaxpr.invars) != len(ins):
         return False
@@ -325,6 +359,19 @@ def cond(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) ->
 
 
 RULES: dict[str, Any] = {
+    **dict.fromkeys(having("elementwise") | having("cumulates") | named("random_gamma"), elementwise),
+    **dict.fromkeys(having("same") - having("elementwise"), pairwise),
+    **dict.fromkeys(having("makes"), nothing),
+    **dict.fromkeys(having("reduces"), reduction),
+    **dict.fromkeys(having("scatter"), scatter),
+    **dict.fromkeys(having("matrices") | named("fft"), leading_batch),
+    **dict.fromkeys(having("body"), call),
+    **dict.fromkeys(named("reduce_window reduce_window_sum reduce_window_max reduce_window_min"), window),
+    **dict.fromkeys(named("select_and_gather_add select_and_scatter select_and_scatter_add"), same_rank),
+    **dict.fromkeys(named("pad dynamic_slice dynamic_update_slice rev tile"), same_rank),
+    **dict.fromkeys(having("draws") | named("random_seed random_wrap random_unwrap"), leading),
+    **dict.fromkeys(named("top_k approx_top_k"), top_k),
+    "bitcast_convert_type": bitcast,
     "broadcast_in_dim": broadcast_in_dim,
     "reshape": reshape,
     "transpose": transpose,
@@ -337,31 +384,8 @@ RULES: dict[str, Any] = {
     "dot_general": dot_general,
     "conv_general_dilated": conv,
     "gather": gather,
-    "iota": nothing,
-    "rng_uniform": nothing,
-    "random_seed": leading,
-    "random_wrap": leading,
-    "random_unwrap": leading,
-    "random_bits": leading,
-    "random_split": leading,
-    "random_fold_in": elementwise,
-    "rng_bit_generator": nothing,
-    "argmax": reduction,
-    "argmin": reduction,
     "sort": sort,
-    "top_k": top_k,
     "scan": scan,
     "while": while_,
     "cond": cond,
 }
-for _name in ("pad", "dynamic_slice", "dynamic_update_slice", "rev", "select_and_gather_add", "tile"):
-    RULES[_name] = same_rank
-for _name in ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"):
-    RULES[_name] = window
-for _name in ("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_max", "scatter_min"):
-    RULES[_name] = scatter
-for _name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
-    RULES[_name] = elementwise
-for _name in ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call",
-              "custom_vjp_call", "custom_vjp_call_jaxpr"):  # fmt: skip
-    RULES[_name] = call

@@ -16,7 +16,8 @@ from jax.extend import core as jex
 
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.groups import Changed, Group, arrange, variables
-from cjax.trace.jaxpr.simplify import REMAT_NAMES, scan_counts
+from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.simplify import scan_counts
 from cjax.trace.layers.repeats import Run
 
 Policy = Callable[..., Any]
@@ -183,14 +184,12 @@ class Emitter:
 
     def step(self, eqn: Any, env: Env, changed: Changed) -> None:
         with jax.named_scope(str(eqn.source_info.name_stack)):
-            name = eqn.primitive.name
-            if name == "scan":
+            if eqn.primitive.name == "scan":
                 outs = self.scan(eqn, env)
             else:
                 places = enumerate(eqn.invars)
                 ins = [changed[id(eqn), i] if (id(eqn), i) in changed else self.read(env, v) for i, v in places]
-                inside = name in REMAT_NAMES
-                outs = self.remat(eqn, env, ins) if inside else self.hooks.equation(eqn, ins, env.scope)
+                outs = self.remat(eqn, env, ins) if facts_of(eqn).remat else self.hooks.equation(eqn, ins, env.scope)
         env.values.update(zip(eqn.outvars, outs, strict=True))
 
     def roll(self, eqns: Sequence[Any], run: Run, env: Env) -> None:

@@ -13,17 +13,14 @@ import numpy as np
 from jax.extend import core as jex
 
 from cjax.trace.dims.find import Scope
+from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.simplify import scan_counts
 
 LOWS = {"bfloat16": jnp.dtype(jnp.bfloat16), "float16": jnp.dtype(jnp.float16)}
 HIGH = jnp.dtype(jnp.float32)
 
-MATMULS = frozenset(["dot_general", "conv_general_dilated"])
-MOVES = frozenset(
-    ["reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice", "concatenate", "pad", "gather",
-     "copy", "rev", "split", "dynamic_update_slice", "expand_dims", "optimization_barrier", "stop_gradient"]
-)  # fmt: skip
-ADDS = frozenset(["add", "sub", "mul", "max", "min", "neg", "select_n", "add_any"])
+MATMULS = having("product") - named("ragged_dot_general")  # whose sums nobody asked to be stored low
+_STAYS_LOW = having("moves") | (having("same") - having("rounds")) | having("low")
 
 
 class Lowering:
@@ -41,7 +38,7 @@ class Lowering:
             feeds = [v in live for v in eqn.outvars]
             if any(feeds):
                 self._feeding.add(id(eqn))
-            inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("scan", "checkpoint", "remat2", "remat") else None
+            inner = eqn.params["jaxpr"] if eqn.primitive.name == "scan" or facts_of(eqn).remat else None
             if inner is not None:
                 reads = self._mark(getattr(inner, "jaxpr", inner), feeds)
                 if eqn.primitive.name == "scan":  # what one turn hands on, the next may multiply
@@ -83,7 +80,7 @@ class Lowering:
 
         if eqn.primitive.name == "gather":
             return is_low(0) or is_weight(0)
-        known = eqn.primitive.name in MOVES or eqn.primitive.name in ADDS
+        known = eqn.primitive.name in _STAYS_LOW
         return known and any(map(is_low, floats)) and all(is_low(i) or is_weight(i) for i in floats)
 
     def _holds(self, number: Any) -> bool:

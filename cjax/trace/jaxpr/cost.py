@@ -10,6 +10,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from cjax.trace.jaxpr.primitives import facts_of, having, named
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -68,13 +70,13 @@ def equation_cost(eqn: JaxprEqn) -> Cost:
         case "shard_map":  # its body is one device's part
             return cost(eqn.params["jaxpr"])
     bodies = list(_bodies(eqn))
-    if bodies and eqn.primitive.name not in _COMBINED:
+    if bodies and not facts_of(eqn).combines:
         return sum((cost(body) for body in bodies), Cost())
     written = sum(_num_bytes(var) for var in eqn.outvars)
     if eqn.primitive.name in _MULTIPLY_ADDS:
         flops = 2 * _MULTIPLY_ADDS[eqn.primitive.name](eqn)
         return Cost(flops, written + sum(_num_bytes(atom) for atom in eqn.invars), flops)
-    if eqn.primitive.name in _FREE:
+    if facts_of(eqn).free:
         return Cost()
     return Cost(_flops(eqn), written)
 
@@ -100,24 +102,9 @@ def _ragged_dot(eqn: Any) -> int:
 _MULTIPLY_ADDS: dict[str, Callable[[JaxprEqn], int]] = {
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
-    "ragged_dot": _ragged_dot,
+    "ragged_dot_general": _ragged_dot,
 }
-# Carry a jaxpr that combines two elements, not one that does the work.
-_COMBINED = frozenset(
-    {"reduce", "reduce_window", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min"}
-    | {"scatter_min", "scatter-max", "scatter_max", "select_and_scatter", "select_and_scatter_add"}
-)
-# Views and annotations: nothing is computed, and the compiler moves nothing.
-_FREE = frozenset(
-    {"reshape", "squeeze", "expand_dims", "stop_gradient", "name", "optimization_barrier", "sharding_constraint"}
-    | {"copy_p", "pvary", "random_wrap", "random_unwrap", "create_token"}
-)
-# Move elements without arithmetic.
-_MOVES = frozenset(
-    {"broadcast_in_dim", "transpose", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "concatenate", "pad"}
-    | {"rev", "iota", "copy", "device_put", "bitcast_convert_type", "convert_element_type", "select_n", "split"}
-    | {"stack"}
-)
+_MOVES = having("moves") | having("same") | named("bitcast_convert_type iota select_n")  # no arithmetic
 
 
 def _flops(eqn: JaxprEqn) -> int:
@@ -125,10 +112,9 @@ def _flops(eqn: JaxprEqn) -> int:
     if name in _MOVES:
         return 0
     made = sum(_num_elements(var) for var in eqn.outvars)
-    if name.startswith(("reduce_", "arg", "cum")) or name in ("reduce", "sort", "top_k"):
-        # A reduction reads more than it makes.
+    if facts_of(eqn).reads:
         return max(made, sum(_num_elements(atom) for atom in eqn.invars if type(atom) is not Literal))
-    if name.startswith("scatter"):
+    if facts_of(eqn).scatter:
         return _num_elements(eqn.invars[2])
     return made
 

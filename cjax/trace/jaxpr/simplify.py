@@ -13,24 +13,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.linear_util import wrap_init
 
 from cjax.trace.jaxpr.fold import fold, literal
+from cjax.trace.jaxpr.primitives import FACTS, facts_of, having
 from cjax.trace.jaxpr.tracebacks import in_model, is_jax_alone
 
 Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 
-# JAX 0.10 says closed_call and core_call for what 0.12 calls eval_jaxpr; older jit prints as pjit.
-_INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-}
-REMAT_NAMES = frozenset({"checkpoint", "remat", "remat2"})
-_HIGHER_ORDER = REMAT_NAMES | {"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call"}
+_INLINED = {name: FACTS[name].body for name in having("inlined")}
+_REMATS = having("remat")
+_HIGHER_ORDER = _REMATS | having("loop") | having("branches") | having("own_derivative")
 _DERIVATIVES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
 _NO_MESH = jax.sharding.AbstractMesh((), ())
-_SEEDING = frozenset({"random_fold_in", "random_seed"})
 
 
 def simplify(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -150,7 +142,7 @@ class _Flattener:
         new = dict(params)
         for key, value in params.items():
             if isinstance(value, Jaxpr | ClosedJaxpr):
-                new[key], seeds = self._flatten_body(value, name in REMAT_NAMES)
+                new[key], seeds = self._flatten_body(value, name in _REMATS)
                 if seeds:
                     invars = [*invars, *seeds]
                     if isinstance(params.get("prevent_cse"), tuple):
@@ -197,7 +189,8 @@ def _seeds_as_operands(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[V
     seeds: dict[Var, Literal] = {}
     new: list[JaxprEqn] = []
     for eqn in eqns:
-        if eqn.primitive.name in _SEEDING or eqn.primitive.name in REMAT_NAMES:
+        facts = facts_of(eqn)
+        if facts.seeds or facts.remat:
             invars: list[Atom] = list(eqn.invars)
             for position, atom in enumerate(invars):
                 if type(atom) is Literal and np.shape(atom.val) == () and np.asarray(atom.val).dtype.kind in "iu":

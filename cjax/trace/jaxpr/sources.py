@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex
 
+from cjax.trace.jaxpr.primitives import having, named
+
 WEIGHT = "weight"  # a weight, or numbers of one that went through a function
 GIVEN = "given"  # constants, random keys, the state that a model carries
 MADE = "made"  # anything else without the batch
 
-ENDS = frozenset(["dot_general", "conv_general_dilated", "gather", "scan", "while", "cond"])  # no weights come out
-PARTS = frozenset(["slice", "dynamic_slice", "split", "unstack", "reduce_sum", "reduce_max", "reduce_min"])
+_ENDS = having("product") | having("loop") | having("branches") | named("gather")  # no weights come out
+_PARTS = having("takes") | (having("reduces") - having("tells_place"))
 
 
 def follow(eqn: Any, source: MutableMapping[Any, str]) -> None:
@@ -41,9 +43,9 @@ def _source(eqn: Any, ins: list[str | None], out: Any) -> str:
     if set(ins) <= {GIVEN}:
         return GIVEN
     name = eqn.primitive.name
-    if name in ENDS:
+    if name in _ENDS:
         return MADE
-    if name in PARTS and ins[0] == WEIGHT:
+    if name in _PARTS and ins[0] == WEIGHT:
         return WEIGHT
     if name in ("concatenate", "stack"):
         return WEIGHT if MADE not in ins else MADE

@@ -16,18 +16,17 @@ import numpy as np
 from jax.extend import core as jex
 
 from cjax.trace.dims.find import Scope
-from cjax.trace.jaxpr.simplify import REMAT_NAMES
+from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.layers.repeats import Run
 from cjax.trace.reading import Trace
 
 # What one trace may do and the other leave out, the shape being right already: [1, seq] needs no broadcast to one row.
-_REARRANGES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims"])
+_REARRANGES = named("broadcast_in_dim reshape squeeze")
 # What may be done to the numbers of rows on their way to becoming indices.
-_INDEXING = _REARRANGES | {"convert_element_type", "concatenate", "add", "sub", "lt", "ge", "select_n", "transpose"}
-_INDEXED = frozenset(["gather", "scatter", "scatter-add", "scatter_add"])
-_DRAWS = frozenset(["random_bits", "random_split"])
-_OPAQUE = frozenset(["rng_bit_generator", "rng_uniform"])
-_BODIES = REMAT_NAMES | {"scan", "custom_jvp_call", "custom_vjp_call"}
+_INDEXING = _REARRANGES | named("convert_element_type concatenate stack add sub lt ge select_n transpose")
+_INDEXED = named("gather scatter scatter-add scatter-sub")
+_NESTED = having("remat") | named("scan")
+_BODIES = _NESTED | having("own_derivative")
 
 
 class Unlike(Exception):
@@ -149,14 +148,15 @@ class Mirror:
             self._made[a] = (eqn, position)
         name = eqn.primitive.name
         differs = _shape(eqn.outvars[0]) != _shape(other.outvars[0]) if eqn.outvars else False
-        if differs and name in _OPAQUE:
+        facts = facts_of(eqn)
+        if differs and facts.opaque:
             raise Unlike(f"{_where(eqn)} draws for each row in an order of its own")
-        if differs and name in _DRAWS and eqn.params["shape"] != other.params["shape"]:
+        if differs and facts.draws and eqn.params["shape"] != other.params["shape"]:
             self.draws[id(other)] = self._draw(eqn, other, scope)
         self._count(eqn, other, counters)
         self._literals(eqn, other, counters)
         for a, b in zip(_bodies(eqn), _bodies(other), strict=True):
-            nested = scope.inner.get(id(eqn)) if scope is not None and name in (REMAT_NAMES | {"scan"}) else None
+            nested = scope.inner.get(id(eqn)) if scope is not None and name in _NESTED else None
             inner.inner[id(other)], _ = self._body(a, b, nested)
 
     def _draw(self, eqn: Any, other: Any, scope: Scope | None) -> Draw:
@@ -274,7 +274,7 @@ class Mirror:
 def drawing(jaxpr: Any) -> Iterator[Any]:
     """The equations of a trace that draw random numbers, those within others included, in order."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _DRAWS:
+        if facts_of(eqn).draws:
             yield eqn
         for body in _bodies(eqn):
             yield from drawing(body)

@@ -13,7 +13,8 @@ from zoo import MODELS
 from cjax.trace.attention.bounds import bounds
 from cjax.trace.attention.find import Attention, find_attentions
 from cjax.trace.author.capture import capture
-from cjax.trace.jaxpr.simplify import REMAT_NAMES, simplify
+from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.reading import trace_loss
 
 B, S, H, D = 2, 12, 6, 5
@@ -36,7 +37,7 @@ def everywhere(jaxpr: Any) -> tuple[int, list[str]]:
     found, reasons = find_attentions(jaxpr.eqns, jaxpr.outvars, weights=jaxpr.invars)
     count = len(found)
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan" or eqn.primitive.name in REMAT_NAMES:
+        if eqn.primitive.name == "scan" or facts_of(eqn).remat:
             inner = eqn.params["jaxpr"]
             more, others = everywhere(getattr(inner, "jaxpr", inner))
             count, reasons = count + more * eqn.params.get("length", 1), reasons + others
