@@ -1,16 +1,19 @@
 """What XLA's partitioner gets wrong, as data: operations that cjax does not leave to it where they could be split.
 
 Each entry has been seen in the versions of JAX that it names, by `python tests/search/operations.py`, and has an
-example in `tests/search/test_operations.py` that tells when XLA has mended it.
+example in `tests/search/test_operations.py` that tells when XLA has mended it. An operation without facts is not left
+to it either: nobody knows along which of its dims it may be split.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.core
 from jax.extend import core as jex
 
-from cjax.trace.jaxpr.primitives import having, named
+from cjax.trace.jaxpr.primitives import having, named, without_facts
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,22 @@ def fault_of(eqn: Any) -> Fault | None:
     return next((each for each in FAULTS if name in each.primitives and each.concerns(eqn)), None)
 
 
-def holds_fault(eqn: Any) -> bool:
-    """Whether a jaxpr inside an equation has an operation that falls under an entry."""
-    return any(fault_of(inner) or holds_fault(inner) for body in _bodies(eqn) for inner in body.eqns)
+def is_apart(eqn: Any) -> bool:
+    """Whether an equation is not left to XLA's partitioner: it falls under an entry, or nobody knows what it does.
+
+    What works on mutable arrays, or has effects, stays where it is: a region would not have them.
+    """
+    if fault_of(eqn) is not None:
+        return True
+    arrays = all(isinstance(v.aval, jax.core.ShapedArray) for v in (*eqn.invars, *eqn.outvars))
+    return without_facts(eqn) and arrays and not eqn.effects
+
+
+def holds_apart(eqn: Any) -> bool:
+    """Whether a jaxpr inside an equation has an operation that is not left to XLA's partitioner."""
+    if eqn.primitive.name == "shard_map":  # whose author has said what each device does
+        return False
+    return any(is_apart(inner) or holds_apart(inner) for body in _bodies(eqn) for inner in body.eqns)
 
 
 def _bodies(eqn: Any) -> Iterator[Any]:

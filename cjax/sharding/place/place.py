@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
 from cjax.sharding.apart.apart import Inside, apart, evaluate_apart, evaluate_inside, placements
-from cjax.sharding.apart.faults import fault_of, holds_fault
+from cjax.sharding.apart.faults import holds_apart, is_apart
 from cjax.sharding.apart.indexed import evaluate_indexed
 from cjax.sharding.attention.kernel import Fused, Kernel, attend_fused, fused_groups
 from cjax.sharding.attention.split import attend
@@ -136,9 +136,9 @@ class Placer(Hooks):
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
             return bind(eqn, ins, given)
-        if eqn.primitive.name in ("cond", "while") and holds_fault(eqn):
+        if eqn.primitive.name in ("cond", "while") and holds_apart(eqn):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
-        if fault_of(eqn) is None and not holds_fault(eqn):
+        if not is_apart(eqn) and not holds_apart(eqn):
             return bind(eqn, ins, given)
         atoms, dims = (eqn.invars, eqn.outvars), self._trace.dims
         in_specs, out_specs = (placements(some, self._layout, dims, scope) for some in atoms)
