@@ -41,7 +41,7 @@ SUBROOMS = {
 SUBFLOOR_OF = {
     (room, folder): floor for room, floors in SUBROOMS.items() for floor, names in enumerate(floors) for folder in names
 }
-LEAVES = ("tree", "cards", "models/past", "trace/jaxpr/primitives")  # import nothing of the house
+LEAVES = ("tree", "cards", "models/past", "trace/jaxpr/view")  # import nothing of the house
 # Stand beside the house: import nothing of it, may be imported by its top floors.
 BESIDE = ("models", "optim", "attention")
 # Never import each other in either direction.

@@ -5,15 +5,15 @@ example in `tests/search/test_operations.py` that tells when XLA has mended it. 
 to it either: nobody knows along which of its dims it may be split.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.core
-from jax.extend import core as jex
 
 from cjax.trace.jaxpr.primitives import having, named, without_facts
+from cjax.trace.jaxpr.view import Equation, open_bodies
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ FAULTS = (
 KNOWN = ("0.10.2", "0.12.0.1")  # versions of JAX whose XLA has been searched
 
 
-def fault_of(eqn: Any) -> Fault | None:
+def fault_of(eqn: Equation) -> Fault | None:
     """The entry that an equation falls under."""
     name = eqn.primitive.name
     return next((each for each in FAULTS if name in each.primitives and each.concerns(eqn)), None)
 
 
-def is_apart(eqn: Any) -> bool:
+def is_apart(eqn: Equation) -> bool:
     """Whether an equation is not left to XLA's partitioner: it falls under an entry, or nobody knows what it does.
 
     What works on mutable arrays, or has effects, stays where it is: a region would not have them.
@@ -96,13 +96,8 @@ def is_apart(eqn: Any) -> bool:
     return without_facts(eqn) and arrays and not eqn.effects
 
 
-def holds_apart(eqn: Any) -> bool:
+def holds_apart(eqn: Equation) -> bool:
     """Whether a jaxpr inside an equation has an operation that is not left to XLA's partitioner."""
     if eqn.primitive.name == "shard_map":  # whose author has said what each device does
         return False
-    return any(is_apart(inner) or holds_apart(inner) for body in _bodies(eqn) for inner in body.eqns)
-
-
-def _bodies(eqn: Any) -> Iterator[Any]:
-    for body in jex.jaxprs_in_params(eqn.params):
-        yield getattr(body, "jaxpr", body)
+    return any(is_apart(inner) or holds_apart(inner) for body in open_bodies(eqn) for inner in body.eqns)

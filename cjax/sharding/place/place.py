@@ -35,6 +35,7 @@ from cjax.trace.emit.precision import LOWS, MATMULS, Lowering
 from cjax.trace.jaxpr.compared import compared, extreme
 from cjax.trace.jaxpr.groups import Changed, Group
 from cjax.trace.jaxpr.primitives import named
+from cjax.trace.jaxpr.view import Equation
 from cjax.trace.reading import Trace
 
 # Evaluates an equation that draws random numbers for other rows than its own; None for all other equations.
@@ -108,7 +109,7 @@ class Placer(Hooks):
         summed = used if whole else gradient
         return _ready(self._mesh, used, summed, gradient, low)(value)
 
-    def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+    def equation(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any]:
         drawn = self._draw(eqn, ins) if self._draw else None
         if drawn is not None:
             return drawn
@@ -130,7 +131,9 @@ class Placer(Hooks):
             outs = [self._pin(var, out, scope) for var, out in zip(eqn.outvars, outs, strict=True)]
         return outs
 
-    def _evaluate(self, eqn: Any, ins: list[Any], scope: Scope, params: Mapping[str, Any] | None = None) -> list[Any]:
+    def _evaluate(
+        self, eqn: Equation, ins: list[Any], scope: Scope, params: Mapping[str, Any] | None = None
+    ) -> list[Any]:
         """The results of an equation: by XLA, or without it where it would get them wrong."""
         given: Mapping[str, Any] = params or eqn.params
         manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -152,7 +155,7 @@ class Placer(Hooks):
             return value
         return self.constrain(value, self._layout.spec(self._trace.dims.of(var, scope), value.shape))
 
-    def _looked_up(self, eqn: Any, ins: list[Any], scope: Scope) -> jax.Array | None:
+    def _looked_up(self, eqn: Equation, ins: list[Any], scope: Scope) -> jax.Array | None:
         """The result of a gather from what a grid splits, or a stage of a pipeline: the compiler's own would move more,
         or stop the process."""
         grid = self._layout.grid
@@ -182,7 +185,7 @@ class Placer(Hooks):
         behind = [axes for d, axes in enumerate(out) if d not in numbers.offset_dims]
         return look_up(eqn, ins[0], ins[1], spec, PartitionSpec(*behind, *rows[len(behind):]), self._mesh)
 
-    def _indexed(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any] | None:
+    def _indexed(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any] | None:
         """The results of a gather, a scatter or a sort where some axes are manual, and of the others the compiler could
         take several: it could stop the process."""
         manual = jax.sharding.get_abstract_mesh().manual_axes

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex
 
 from cjax.trace.jaxpr.primitives import FACTS, UNKNOWN
+from cjax.trace.jaxpr.view import Equation
 
 KEPT = "cjax.kept"
 
@@ -77,7 +78,7 @@ POLICIES: Mapping[str, Callable[..., Any] | None] = {
 }
 
 
-def kept(eqn: Any, outs: list[Any], remat: str) -> list[Any]:
+def kept(eqn: Equation, outs: list[Any], remat: str) -> list[Any]:
     """The results of an equation, complex ones as two real numbers each where layers save such results."""
     wanted = {"none": keeps_results, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}.get(remat)
     operands = [v.aval for v in eqn.invars]

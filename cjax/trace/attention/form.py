@@ -10,6 +10,7 @@ from jax.extend import core as jex
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import MOVES, Labels, Node
 from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.view import Equation
 
 HIDDEN = -1e4  # a logit below it comes to nothing behind a softmax; authors write -1e9, -inf, finfo.min, ...
 _ROWS = 256  # of a mask by positions that are looked at together: all of it is 4 GiB at 32,768 positions
@@ -128,7 +129,7 @@ class _Reader:
             raise NoForm("a number is added to all of its scores")  # which changes nothing, and nobody does
         return other
 
-    def _mask(self, eqn: Any, read: tuple[Node | None, ...], at: int) -> None:
+    def _mask(self, eqn: Equation, read: tuple[Node | None, ...], at: int) -> None:
         which = read[0]
         if at == 0 or which is None or len(read) != 3 or eqn.invars[0].aval.dtype != bool:
             raise NoForm("its scores choose between numbers")
@@ -164,7 +165,7 @@ class _Reader:
         _, read = self.attention.steps.get(node, (None, ()))
         return any(below is not None and self._has_scores(below) for below in read)
 
-    def _number(self, eqn: Any, read: tuple[Node | None, ...], place: int) -> float:
+    def _number(self, eqn: Equation, read: tuple[Node | None, ...], place: int) -> float:
         """The value of an operand that is one number everywhere."""
         below, atom = read[place], eqn.invars[place]
         while below is not None:
@@ -255,7 +256,7 @@ def _as_matrix(value: np.ndarray, labels: Labels, query: int, key: int) -> np.nd
     return value.reshape(shape)
 
 
-def _evaluated(eqn: Any, ins: list[np.ndarray], shape: tuple[int, ...], start: int) -> np.ndarray:
+def _evaluated(eqn: Equation, ins: list[np.ndarray], shape: tuple[int, ...], start: int) -> np.ndarray:
     """An equation's result on a block, without a device: this runs while programs are made."""
     name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
     if name == "iota":

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cjax.trace.jaxpr.primitives import goes_by_element, having, named
+from cjax.trace.jaxpr.view import Equation
 
 Labels = tuple[tuple[int, ...], ...]
 
@@ -25,7 +26,7 @@ MOVES = having("view")
 MAKES = named("iota random_bits")  # out of nothing but its shape (and a key)
 
 
-def outgoing(eqn: Any, ins: Mapping[int, Labels], sizes: Mapping[int, int]) -> Labels | None:
+def outgoing(eqn: Equation, ins: Mapping[int, Labels], sizes: Mapping[int, int]) -> Labels | None:
     """Labels of an equation's result from those of some operands (by position), or None if they can't be followed."""
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     if goes_by_element(eqn):
@@ -54,7 +55,7 @@ def outgoing(eqn: Any, ins: Mapping[int, Labels], sizes: Mapping[int, int]) -> L
     return None
 
 
-def incoming(eqn: Any, labels: Labels, sizes: Mapping[int, int]) -> list[Labels] | None:
+def incoming(eqn: Equation, labels: Labels, sizes: Mapping[int, int]) -> list[Labels] | None:
     """Labels of each operand from those of the result, or None where the equation can't be evaluated on a block."""
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     shapes = [atom.aval.shape for atom in eqn.invars]

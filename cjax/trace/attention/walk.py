@@ -11,6 +11,7 @@ from jax.extend import core as jex
 from cjax.trace.attention.labels import MOVES, Labels, outgoing
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.view import Equation
 
 MAX_SPINE = 200  # equations from scores to output; a longer way is no attention
 _FORMS = having("view") - named("broadcast_in_dim")
@@ -106,7 +107,7 @@ class Walk:
             news = [var for var in eqn.outvars if var in self.kinds]
         raise Other
 
-    def _step(self, eqn: Any) -> None:
+    def _step(self, eqn: Equation) -> None:
         """What one equation on the way makes of what it reads."""
         name = eqn.primitive.name
         ins = {i: v for i, v in enumerate(eqn.invars) if not isinstance(v, jex.Literal) and v in self.kinds}
@@ -143,7 +144,7 @@ class Walk:
             self._require_linear(eqn, ins)
         self._mark(out, kind, labels)
 
-    def _reduce(self, eqn: Any, operand: Any, kinds: set[str]) -> None:
+    def _reduce(self, eqn: Equation, operand: Any, kinds: set[str]) -> None:
         """The maximum or the sum over keys: by it, the keys are known."""
         which = {"reduce_max": ("logits", "masked", "max"), "reduce_sum": ("exp", "terms", "sum")}
         kind, part, result = which[eqn.primitive.name]
@@ -166,7 +167,7 @@ class Walk:
             self._keeps_maximum(eqn) for eqn in self.spine if self.kinds.get(eqn.outvars[0]) == "max"
         )
 
-    def _keeps_maximum(self, eqn: Any) -> bool:
+    def _keeps_maximum(self, eqn: Equation) -> bool:
         name = eqn.primitive.name
         if name == "max":
             return any(isinstance(atom, jex.Literal) and atom.val == -np.inf for atom in eqn.invars)
@@ -184,7 +185,7 @@ class Walk:
             return Other()
         return Miss(f"its weights go through `{name}`, which is neither dropout nor a product with values")
 
-    def _require_linear(self, eqn: Any, ins: Mapping[int, Any]) -> None:
+    def _require_linear(self, eqn: Equation, ins: Mapping[int, Any]) -> None:
         """Weights may be scaled only later: it must not matter when."""
         name, facts = eqn.primitive.name, facts_of(eqn)
         alone = facts.linear or facts.stops if len(eqn.invars) == 1 else set(ins) <= set(facts.linear_in)

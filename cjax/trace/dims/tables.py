@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from cjax.trace.jaxpr.primitives import facts_of, having, named
-from cjax.trace.jaxpr.simplify import scan_counts
+from cjax.trace.jaxpr.view import is_scan, scan_of
 
 PASSES = having("view") | having("takes") | named("pad")  # an index stays the index that it is
 COMPARES = named("eq ne lt ge")
@@ -173,14 +173,14 @@ def _look_up(eqn: jex.JaxprEqn, index: Any, limits: dict[int, Limits]) -> None:
 
 def _body(eqn: jex.JaxprEqn) -> str:
     """The parameter with the jaxpr that takes an equation's own inputs, be it once or at each turn."""
-    return "jaxpr" if eqn.primitive.name == "scan" else facts_of(eqn).body
+    return "jaxpr" if is_scan(eqn) else facts_of(eqn).body
 
 
 def _enter(eqn: jex.JaxprEqn, found: list[Any], limits: dict[int, Limits], told: set[_Compared]) -> None:
     """Follows what is not carried from turn to turn into a loop, or all into a block that is made again."""
     body = eqn.params[_body(eqn)]
     body = getattr(body, "jaxpr", body)
-    num_consts, num_carry = scan_counts(eqn) if eqn.primitive.name == "scan" else (0, 0)
-    carried = range(num_consts, num_consts + num_carry)
+    loop = scan_of(eqn) if is_scan(eqn) else None
+    carried = range(loop.num_consts, loop.first_x) if loop else ()
     inside = zip(body.invars, found, strict=True)
     _walk(body, {v: each for i, (v, each) in enumerate(inside) if each is not None and i not in carried}, limits, told)

@@ -14,7 +14,7 @@ from jax.extend import core as jex
 
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.primitives import facts_of, having, named
-from cjax.trace.jaxpr.simplify import scan_counts
+from cjax.trace.jaxpr.view import Equation, is_scan, scan_of
 
 LOWS = {"bfloat16": jnp.dtype(jnp.bfloat16), "float16": jnp.dtype(jnp.float16)}
 HIGH = jnp.dtype(jnp.float32)
@@ -38,12 +38,11 @@ class Lowering:
             feeds = [v in live for v in eqn.outvars]
             if any(feeds):
                 self._feeding.add(id(eqn))
-            inner = eqn.params["jaxpr"] if eqn.primitive.name == "scan" or facts_of(eqn).remat else None
+            inner = eqn.params["jaxpr"] if is_scan(eqn) or facts_of(eqn).remat else None
             if inner is not None:
                 reads = self._mark(getattr(inner, "jaxpr", inner), feeds)
-                if eqn.primitive.name == "scan":  # what one turn hands on, the next may multiply
-                    first, num_carry = scan_counts(eqn)
-                    carried = reads[first : first + num_carry]
+                if is_scan(eqn):  # what one turn hands on, the next may multiply
+                    carried = scan_of(eqn).carries(reads)
                     again = [f or c for f, c in zip(feeds, carried, strict=False)] + feeds[len(carried) :]
                     reads = self._mark(inner.jaxpr, again)
                 live.update(v for v, r in zip(eqn.invars, reads, strict=True) if r and not isinstance(v, jex.Literal))
@@ -51,13 +50,13 @@ class Lowering:
                 live.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
         return [v in live for v in jaxpr.invars]
 
-    def operands(self, eqn: Any, ins: list[Any]) -> tuple[list[Any], Any]:
+    def operands(self, eqn: Equation, ins: list[Any]) -> tuple[list[Any], Any]:
         """Operands of a matmul as they are multiplied, and the dtype of its result."""
         if all(getattr(v.aval, "dtype", None) == HIGH for v in (*eqn.invars, *eqn.outvars)):
             return [jnp.asarray(x).astype(self.low) for x in ins], self.low
         return [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.outvars[0].aval.dtype
 
-    def given(self, eqn: Any, ins: list[Any], scope: Scope) -> tuple[list[Any], dict[str, Any]]:
+    def given(self, eqn: Equation, ins: list[Any], scope: Scope) -> tuple[list[Any], dict[str, Any]]:
         """Operands and parameters to evaluate one equation with; float32 results may come back low."""
         name = eqn.primitive.name
         if name in MATMULS:
@@ -70,7 +69,7 @@ class Lowering:
             return [jnp.asarray(x).astype(self.low) if i in floats else x for i, x in enumerate(ins)], eqn.params
         return [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.params
 
-    def _stays_low(self, eqn: Any, ins: list[Any], floats: list[int], scope: Scope) -> bool:
+    def _stays_low(self, eqn: Equation, ins: list[Any], floats: list[int], scope: Scope) -> bool:
         def is_low(i: int) -> bool:
             return getattr(ins[i], "dtype", None) == self.low
 

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from cjax.trace.examples.values import FIXED, Atom, Context, Place, Value, Weight, power_of
 from cjax.trace.jaxpr.primitives import having, named
+from cjax.trace.jaxpr.view import Equation
 
 _SAME = having("same")
 # A sum of transformed examples is the transformed sum.
@@ -306,7 +306,7 @@ def reduction(context: Context) -> Value:
     return context.sum(1 + value.power, Weight(context.out))
 
 
-def _count(eqn: Any) -> int:
+def _count(eqn: Equation) -> int:
     """How many elements a reduction brings together in each of its result."""
     return math.prod(eqn.invars[0].aval.shape) // max(1, math.prod(eqn.outvars[0].aval.shape))
 

@@ -15,8 +15,8 @@ from cjax.trace.examples.own_gradients import backward, judged, operands, scales
 from cjax.trace.examples.rules import RULES
 from cjax.trace.examples.values import FIXED, LOST, Atom, Context, Place, Value, Weight, constant, growing, is_literal
 from cjax.trace.jaxpr.primitives import facts_of, having, named
-from cjax.trace.jaxpr.simplify import scan_counts
 from cjax.trace.jaxpr.twins import Twins
+from cjax.trace.jaxpr.view import Equation, scan_of
 
 APART = "loss=microbatch, if each micro-batch may be a batch of its own"
 
@@ -231,7 +231,7 @@ class _Reader:
         """The results of an equation with a derivative of its own, which is read as the loss is."""
         if self.is_gradient or context.twin is None or not any(value.kind == "rows" for value in context.values):
             return results
-        eqn: Any = context.eqn
+        eqn: Equation = context.eqn
         rule = eqn.params.get("jvp_jaxpr_fun") or eqn.params.get("bwd")
         atoms: list[Any] = [*eqn.invars, *context.twin.invars]
         shapes = tuple(atom.aval.shape for atom in atoms)
@@ -402,18 +402,16 @@ def _loop(
 
 
 def _scan(reader: _Reader, context: Context) -> list[Value]:
-    num_consts, num_carry = scan_counts(context.eqn)
-    consts, carry = context.values[:num_consts], context.values[num_consts : num_consts + num_carry]
-    xs = []
-    for value in context.values[num_consts + num_carry :]:
+    loop, xs = scan_of(context.eqn), []
+    for value in loop.xs(context.values):
         if value.kind == "rows" and value.dim == 0:
             return [context.unknown()] * len(context.eqn.outvars)  # one example after the other
         xs.append(replace(value, dim=value.dim - 1, iota=None, columns=frozenset(), const=None, twin=None))
-    results = _loop(reader, context, context.eqn.params["jaxpr"], consts, [replace(c, iota=None) for c in carry], xs)
-    stacked = [replace(value, dim=value.dim + 1, const=None, twin=None, iota=None) for value in results[num_carry:]]
-    results = [*results[:num_carry], *stacked]
-    twin, length = context.twin, context.eqn.params["length"]
-    as_long = twin is not None and twin.params["length"] == length
+    carries = [replace(value, iota=None) for value in loop.carries(context.values)]
+    results = _loop(reader, context, loop.closed, loop.consts(context.values), carries, xs)
+    stacked = [replace(value, dim=value.dim + 1, const=None, twin=None, iota=None) for value in loop.ys(results)]
+    results = [*loop.last(results), *stacked]
+    as_long = context.twin is not None and context.twin.params["length"] == loop.length
     return results if as_long else [_noted(context, value) for value in results]
 
 

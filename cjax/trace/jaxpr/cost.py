@@ -4,13 +4,14 @@ XLA's own cost analysis counts the body of a scan once, whatever its length, so 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.view import Equation, bodies
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ def equation_cost(eqn: JaxprEqn) -> Cost:
             return max((cost(branch) for branch in eqn.params["branches"]), key=lambda c: (c.flops, c.bytes))
         case "shard_map":  # its body is one device's part
             return cost(eqn.params["jaxpr"])
-    bodies = list(_bodies(eqn))
-    if bodies and not facts_of(eqn).combines:
-        return sum((cost(body) for body in bodies), Cost())
+    held = list(bodies(eqn))
+    if held and not facts_of(eqn).combines:
+        return sum((cost(body) for body in held), Cost())
     written = sum(_num_bytes(var) for var in eqn.outvars)
     if eqn.primitive.name in _MULTIPLY_ADDS:
         flops = 2 * _MULTIPLY_ADDS[eqn.primitive.name](eqn)
@@ -81,12 +82,12 @@ def equation_cost(eqn: JaxprEqn) -> Cost:
     return Cost(_flops(eqn), written)
 
 
-def _dot_general(eqn: Any) -> int:
+def _dot_general(eqn: Equation) -> int:
     (lhs_contracting, _), _ = eqn.params["dimension_numbers"]
     return _num_elements(eqn.outvars[0]) * math.prod(eqn.invars[0].aval.shape[dim] for dim in lhs_contracting)
 
 
-def _convolution(eqn: Any) -> int:
+def _convolution(eqn: Equation) -> int:
     """Each output element sums over the kernel and the input features of its group (the kernel's own count). A dilated
     input is mostly zeros (a strided convolution's gradient): those are not multiplied."""
     kernel = eqn.invars[1].aval
@@ -95,7 +96,7 @@ def _convolution(eqn: Any) -> int:
     return _num_elements(eqn.outvars[0]) * per_output // math.prod(eqn.params["lhs_dilation"])
 
 
-def _ragged_dot(eqn: Any) -> int:
+def _ragged_dot(eqn: Equation) -> int:
     return _num_elements(eqn.outvars[0]) * eqn.invars[0].aval.shape[-1]
 
 
@@ -117,13 +118,6 @@ def _flops(eqn: JaxprEqn) -> int:
     if facts_of(eqn).scatter:
         return _num_elements(eqn.invars[2])
     return made
-
-
-def _bodies(eqn: JaxprEqn) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(part, Jaxpr | ClosedJaxpr):
-                yield part
 
 
 def _num_elements(atom: Any) -> int:

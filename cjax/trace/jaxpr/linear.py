@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from cjax.trace.jaxpr.primitives import facts_of
-from cjax.trace.jaxpr.simplify import scan_counts
+from cjax.trace.jaxpr.view import Equation, scan_of
 
 
 class _NotLinear(Exception):
@@ -64,7 +64,7 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, int | float | np.ndarray | np.generic) and not np.any(value)
 
 
-def _results(eqn: Any, ins: list[bool], harmless: list[bool]) -> list[bool]:
+def _results(eqn: Equation, ins: list[bool], harmless: list[bool]) -> list[bool]:
     """Which results of an equation are made of marked operands; `harmless` operands are marked, or zero."""
     name, params, facts = eqn.primitive.name, eqn.params, facts_of(eqn)
     all_outs = [True] * len(eqn.outvars)
@@ -92,15 +92,14 @@ def _left(ins: Sequence[bool], some: Sequence[int]) -> list[bool]:
     return [mark for i, mark in enumerate(ins) if i not in some]
 
 
-def _scanned(eqn: Any, ins: list[bool], harmless: list[bool]) -> list[bool]:
-    num_consts, num_carry = scan_counts(eqn)
-    first_x, carry, outs = num_consts + num_carry, ins[num_consts : num_consts + num_carry], list[bool]()
-    fine = list(harmless)
-    for _ in range(num_carry + 1):  # once more for each that comes to be made of the marked ones
-        outs = _marks(eqn.params["jaxpr"], [*ins[:num_consts], *carry, *ins[first_x:]], fine)
-        carry = [a or b for a, b in zip(carry, outs[:num_carry], strict=True)]
+def _scanned(eqn: Equation, ins: list[bool], harmless: list[bool]) -> list[bool]:
+    loop = scan_of(eqn)
+    carry, outs, fine = loop.carries(ins), list[bool](), list(harmless)
+    for _ in range(loop.num_carry + 1):  # once more for each that comes to be made of the marked ones
+        outs = _marks(loop.closed, [*loop.consts(ins), *carry, *loop.xs(ins)], fine)
+        carry = [a or b for a, b in zip(carry, loop.last(outs), strict=True)]
         # What starts at zero and is not made of them may be anything after a turn.
-        fine[num_consts:first_x] = [a and b for a, b in zip(fine[num_consts:first_x], carry, strict=True)]
-    if any(mark and not zero for mark, zero in zip(carry, harmless[num_consts:first_x], strict=True)):
+        fine[loop.num_consts : loop.first_x] = [a and b for a, b in zip(loop.carries(fine), carry, strict=True)]
+    if any(mark and not zero for mark, zero in zip(carry, loop.carries(harmless), strict=True)):
         raise _NotLinear
-    return [*carry, *outs[num_carry:]]
+    return [*carry, *loop.ys(outs)]

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from cjax.trace.jaxpr.view import Equation
+
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
@@ -260,7 +262,7 @@ WITHOUT: Mapping[str, str] = {
 }
 
 
-def facts_of(eqn: Any) -> Facts:
+def facts_of(eqn: Equation) -> Facts:
     """The facts of an equation's primitive; `UNKNOWN` where there are none."""
     return FACTS.get(eqn.primitive.name, UNKNOWN)
 
@@ -282,7 +284,7 @@ def named(names: str | Iterable[str]) -> frozenset[str]:
     return found
 
 
-def goes_by_element(eqn: Any) -> bool:
+def goes_by_element(eqn: Equation) -> bool:
     """Whether an element of an equation's result is made of the elements at its place.
 
     Of numbers whose bits are taken for those of a wider or narrower type, it is not.
@@ -293,7 +295,7 @@ def goes_by_element(eqn: Any) -> bool:
     return len(ranks - {0}) <= 1
 
 
-def without_facts(eqn: Any) -> bool:
+def without_facts(eqn: Equation) -> bool:
     """Whether nothing is known of what an equation does."""
     return not facts_of(eqn).known
 

@@ -42,14 +42,6 @@ def simplify(closed: ClosedJaxpr) -> ClosedJaxpr:
         return _close(_Flattener(hoist=True), closed.jaxpr, closed.consts)
 
 
-def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a `scan` equation are constants and how many are carries, on every supported JAX."""
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, carry, _ = eqn.params["ft_in"].unpack()  # JAX 0.12 describes the operands as a tree
-    return len(list(consts)), len(list(carry))
-
-
 def _close(flattener: "_Flattener", jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
     env: dict[Var, Atom] = {}
     for var, const in zip(jaxpr.constvars, consts, strict=True):

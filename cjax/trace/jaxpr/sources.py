@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from cjax.trace.jaxpr.primitives import having, named
+from cjax.trace.jaxpr.view import Equation
 
 WEIGHT = "weight"  # a weight, or numbers of one that went through a function
 GIVEN = "given"  # constants, random keys, the state that a model carries
@@ -21,7 +22,7 @@ _ENDS = having("product") | having("loop") | having("branches") | named("gather"
 _PARTS = having("takes") | (having("reduces") - having("tells_place"))
 
 
-def follow(eqn: Any, source: MutableMapping[Any, str]) -> None:
+def follow(eqn: Equation, source: MutableMapping[Any, str]) -> None:
     """Say of what the results of an equation are made, given its operands.
 
     >>> import jax, jax.numpy as jnp
@@ -39,7 +40,7 @@ def follow(eqn: Any, source: MutableMapping[Any, str]) -> None:
         source[out] = _source(eqn, ins, out)
 
 
-def _source(eqn: Any, ins: list[str | None], out: Any) -> str:
+def _source(eqn: Equation, ins: list[str | None], out: Any) -> str:
     if set(ins) <= {GIVEN}:
         return GIVEN
     name = eqn.primitive.name

@@ -127,7 +127,7 @@ def test_facts_of_elements_hold() -> None:
     """Each elementwise function of one or two real operands that JAX has by that name: one element at a time is all."""
     x, tried = jnp.asarray([[0.3, 0.6, 0.2], [0.9, 0.4, 0.7]], jnp.float32), 0
     for name in sorted(having("elementwise")):
-        function = getattr(lax, name, None)
+        function: Any = getattr(lax, name, None)
         for operands in ((x,), (x, x.T.reshape(2, 3))):
             try:
                 closed = jax.make_jaxpr(function)(*operands)
@@ -156,13 +156,15 @@ def test_numpy_gives_the_same_numbers() -> None:
                     wanted = np.asarray(function(*operands))
                 except (TypeError, ValueError):
                     continue
+                same: Any = FACTS[name].numpy
                 with np.errstate(all="ignore"):
-                    np.testing.assert_array_equal(FACTS[name].numpy(*operands), wanted, err_msg=name)
+                    np.testing.assert_array_equal(same(*operands), wanted, err_msg=name)
                 tried += 1
     assert tried > 30
     cases = [ints, ints + 1, ints + 2]
     which = np.asarray([2, 0, 1, 1], np.int32)
-    np.testing.assert_array_equal(FACTS["select_n"].numpy(which, *cases), lax.select_n(which, *map(jnp.asarray, cases)))
+    chosen: Any = FACTS["select_n"].numpy
+    np.testing.assert_array_equal(chosen(which, *cases), lax.select_n(which, *map(jnp.asarray, cases)))
 
 
 def test_bits_of_another_width_go_by_no_element() -> None:

@@ -13,7 +13,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from cjax.trace.jaxpr.identity import equation_key
 from cjax.trace.jaxpr.primitives import facts_of
-from cjax.trace.jaxpr.simplify import scan_counts, simplify
+from cjax.trace.jaxpr.simplify import simplify
 
 
 class Block(nn.Module):
@@ -191,14 +191,6 @@ def test_bodies_keep_calls_that_own_arrays():
     closed = jax.make_jaxpr(function)(table)
     flat = simplify(closed)
     np.testing.assert_array_equal(jax.jit(jaxpr_as_fun(flat))(table)[0], jax.jit(function)(table))
-
-
-def test_scan_counts():
-    def function(x):
-        return jax.lax.scan(lambda c, row: ((c[0] * x.sum(), c[1] + 1), c[1] + row), (x, x), jnp.ones((3, 2)))
-
-    (eqn,) = [eqn for eqn in simplify(jax.make_jaxpr(function)(jnp.ones(2))).eqns if eqn.primitive.name == "scan"]
-    assert scan_counts(eqn) == (1, 2)
 
 
 def clip_gradient(limit):
