@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from zoo import MODELS
 
 from cjax.trace.attention.bounds import bounds
@@ -87,6 +88,14 @@ def test_masks_by_position_need_no_input() -> None:
     found = only(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), Q, Q, Q)
     assert found.leaves == ()
     assert len(found.group.ins) == 3
+
+
+def test_weights_that_have_a_name() -> None:
+    def function(q: Any, k: Any, v: Any) -> Any:
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", checkpoint_name(weights, "weights"), v)
+
+    assert len(only(function, Q, Q, Q).group.ins) == 3
 
 
 def test_one_variable_in_two_places() -> None:

@@ -17,7 +17,10 @@ def the_scan(function: Any, *args: Any) -> Any:
 
 def test_operands_and_results_of_a_scan() -> None:
     def function(x: jax.Array, rows: jax.Array) -> Any:
-        return jax.lax.scan(lambda c, row: ((c[0] * x.sum(), c[1] + 1), (c[1] + row, 2 * row)), (x, x), rows, reverse=True)
+        def turn(c: Any, row: jax.Array) -> Any:
+            return (c[0] * x.sum(), c[1] + 1), (c[1] + row, 2 * row)
+
+        return jax.lax.scan(turn, (x, x), rows, reverse=True)
 
     eqn = the_scan(function, jnp.ones(2), jnp.ones((3, 2)))
     loop = scan_of(eqn)
