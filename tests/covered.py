@@ -15,7 +15,7 @@ from contract import SUBJECTS, trace_of
 from cjax.trace.jaxpr.covered import PRIMITIVES
 from cjax.trace.reading import primitives
 
-FILE = Path(__file__).parent.parent / "cjax" / "trace" / "covered.py"
+FILE = Path(__file__).parent.parent / "cjax" / "trace" / "jaxpr" / "covered.py"
 VERSION = ".".join(jax.__version__.split(".")[:2])
 WIDTH = 120
 

@@ -42,7 +42,7 @@ SUBROOMS = {
 SUBFLOOR_OF = {
     (room, folder): floor for room, floors in SUBROOMS.items() for floor, names in enumerate(floors) for folder in names
 }
-LEAVES = ("jax_compat", "tree", "cards", "models/past", "sharding/apart/faults")  # import nothing of the house
+LEAVES = ("jax_compat", "tree", "cards", "models/past")  # import nothing of the house
 # Stand beside the house: import nothing of it, may be imported by its top floors.
 BESIDE = ("models", "optim", "attention")
 # Never import each other in either direction.

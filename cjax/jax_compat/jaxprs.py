@@ -36,7 +36,7 @@ def new_literal(value: Any, aval: Any) -> Literal:
     return Literal(value, aval)
 
 
-def scan_tree_counts(eqn: JaxprEqn) -> tuple[int, int]:
+def scan_tree_counts(eqn: Any) -> tuple[int, int]:
     """How many operands of a `scan` are constants and how many are carries, where it describes them as a tree.
 
     Private: the parameter and the class of its value.

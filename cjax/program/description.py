@@ -1,7 +1,7 @@
 """A program's parts and its compiled step, as plain facts for a report."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from cjax.sharding.storage.storage import Slot, Storage, axes_of_entry
 from cjax.trace.attention.positions import positions
 from cjax.trace.jaxpr.cost import cost
 from cjax.trace.jaxpr.covered import PRIMITIVES, TESTED
+from cjax.trace.jaxpr.primitives import FACTS
 from cjax.trace.reading import Trace, primitives
 
 
@@ -63,7 +64,6 @@ def describe_step(parts: Parts, audit: Audit, hardware: Hardware, more: Sequence
             *more,
             *_plain_attention(parts, audit),
             *_padding(parts),
-            *_unknown(parts.trace),
             *_apart(parts),
             *uncovered(parts.trace),
         ],
@@ -178,20 +178,21 @@ def _padding(parts: Parts) -> list[str]:
     return list(said)
 
 
-def _unknown(trace: Trace) -> list[str]:
-    count = sum(trace.dims.unknown.values())
-    if not count:
-        return []
-    names = ", ".join(sorted(trace.dims.unknown))
-    return [f"{count} unknown primitive{'s' if count > 1 else ''}: {names}"]
-
-
 def uncovered(trace: Trace) -> list[str]:
-    """What in this program no test of cjax has run: primitives, and JAX itself."""
-    said, known = [], frozenset().union(*PRIMITIVES.values())
-    new = sorted(primitives(trace) - known)
+    """What in this program cjax does not know, or no test of it has run: primitives, and JAX itself."""
+    said, found = [], primitives(trace)
+    without = found - FACTS.keys()
+    unrelated = trace.dims.unknown.keys() - without
+    new = found - without - frozenset().union(*PRIMITIVES.values())
+    if without:
+        said.append(
+            f"cjax knows nothing of {_listed(without)}: every device computes all of it, and no dim is followed "
+            "through it. Check this plan with program.check, or verify=True"
+        )
+    if unrelated:
+        said.append(f"no dim is followed through {_listed(unrelated)}: what it makes may be whole on every device")
     if new:
-        said.append(f"no test of cjax has run {', '.join(new)}: check this plan with program.check, or verify=True")
+        said.append(f"no test of cjax has run {_listed(new)}: check this plan with program.check, or verify=True")
     version = ".".join(jax.__version__.split(".")[:2])
     if version not in TESTED:
         said.append(
@@ -199,6 +200,10 @@ def uncovered(trace: Trace) -> list[str]:
             "program.check, or verify=True"
         )
     return said
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _apart(parts: Parts) -> list[str]:

@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec as P
 from search.operation_table import OPERATIONS, Operation
 
 from cjax.mesh import build_mesh
-from cjax.sharding.apart.faults import fault_of, holds_fault
+from cjax.sharding.apart.faults import holds_apart, is_apart
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.layout.zero import shard_over
 from cjax.sharding.place.place import Placer, constrained
@@ -85,7 +85,7 @@ class Traced:
     @property
     def has_fault(self) -> bool:
         """Whether cjax has any of it done otherwise than by XLA."""
-        return any(fault_of(eqn) or holds_fault(eqn) for eqn in self.closed.jaxpr.eqns)
+        return any(is_apart(eqn) or holds_apart(eqn) for eqn in self.closed.jaxpr.eqns)
 
     def results(self, evaluate: Any, after: Any = lambda i, x: x) -> Any:
         """Of an evaluation, its results and all gradients of a scalar made of them."""

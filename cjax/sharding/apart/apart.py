@@ -24,6 +24,7 @@ from cjax.sharding.products.region import in_region
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.emit.emit import Emitter, Env, Hooks, bind
+from cjax.trace.jaxpr.view import Equation
 from cjax.trace.reading import Trace
 
 
@@ -52,7 +53,7 @@ class Parts:
 
 
 def apart(
-    eqn: Any,
+    eqn: Equation,
     params: Mapping[str, Any],
     in_specs: Sequence[PartitionSpec],
     out_specs: Sequence[PartitionSpec],
@@ -103,7 +104,7 @@ def _axes(
     return next((axes for axes in found if axes), ())
 
 
-def evaluate_apart(eqn: Any, ins: Sequence[jax.Array], parts: Parts, mesh: Mesh) -> list[jax.Array]:
+def evaluate_apart(eqn: Equation, ins: Sequence[jax.Array], parts: Parts, mesh: Mesh) -> list[jax.Array]:
     """The results of an equation, computed on each device's own parts.
 
     Args:
@@ -163,11 +164,11 @@ class Inside(Hooks):
     def __init__(self, evaluate: Callable[[Any, list[Any], Scope], list[Any]]) -> None:
         self._evaluate = evaluate
 
-    def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+    def equation(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any]:
         return self._evaluate(eqn, ins, scope)
 
 
-def evaluate_inside(eqn: Any, ins: Sequence[Any], scope: Scope, hooks: Hooks) -> list[Any]:
+def evaluate_inside(eqn: Equation, ins: Sequence[Any], scope: Scope, hooks: Hooks) -> list[Any]:
     """The results of a conditional or an unbounded loop, whose equations are evaluated by `hooks`."""
     emitter, inner, params = Emitter(hooks), scope.inner.get(id(eqn), Scope()), eqn.params
 
@@ -190,16 +191,16 @@ def evaluate_inside(eqn: Any, ins: Sequence[Any], scope: Scope, hooks: Hooks) ->
     return lax.while_loop(lambda c: asks(*ins[:first], *c)[0], lambda c: turn(*ins[first:second], *c), carried)
 
 
-def lanes(eqn: Any) -> list[Lane]:
+def lanes(eqn: Equation) -> list[Lane]:
     """What an equation does one by one, in order of importance."""
     return LANES.get(eqn.primitive.name, _nothing)(eqn)
 
 
-def _nothing(eqn: Any) -> list[Lane]:
+def _nothing(eqn: Equation) -> list[Lane]:
     return []
 
 
-def _convolution(eqn: Any) -> list[Lane]:
+def _convolution(eqn: Equation) -> list[Lane]:
     numbers, (x_var, w_var) = eqn.params["dimension_numbers"], eqn.invars
     x, w, y = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     groups, batches = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
@@ -213,7 +214,7 @@ def _convolution(eqn: Any) -> list[Lane]:
     return [rows, made, read, *_untouched(eqn)]
 
 
-def _untouched(eqn: Any) -> list[Lane]:
+def _untouched(eqn: Equation) -> list[Lane]:
     """Lanes along which a convolution has a window of one and moves nothing."""
     numbers, (x, w) = eqn.params["dimension_numbers"], eqn.invars
     each = zip(*(eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation")), strict=True)
@@ -225,14 +226,14 @@ def _untouched(eqn: Any) -> list[Lane]:
     ]
 
 
-def _all_but(eqn: Any, dims: Sequence[int]) -> list[Lane]:
+def _all_but(eqn: Equation, dims: Sequence[int]) -> list[Lane]:
     """Lanes of an equation whose operands and results all have the same dims, and which works along some of them."""
     shape = eqn.invars[0].aval.shape
     num_in, num_out = len(eqn.invars), len(eqn.outvars)
     return [Lane((d,) * num_in, (d,) * num_out, n) for d, n in enumerate(shape) if d not in dims]
 
 
-def _windows(eqn: Any) -> list[Lane]:
+def _windows(eqn: Equation) -> list[Lane]:
     """Dims in which windows are of one and nothing moves."""
     sizes, p = eqn.params["window_dimensions"], eqn.params
     rank, ones = len(sizes), (1,) * len(sizes)
@@ -243,7 +244,7 @@ def _windows(eqn: Any) -> list[Lane]:
     return [Lane(tuple(d if has else None for has in ins), (d,) * len(outs), count[d]) for d in still]
 
 
-def _scatter(eqn: Any) -> list[Lane]:
+def _scatter(eqn: Equation) -> list[Lane]:
     """Dims of windows that are as wide as the operand, and rows that are looked up each in its own."""
     numbers = eqn.params["dimension_numbers"]
     shape, updates = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
@@ -259,7 +260,7 @@ def _scatter(eqn: Any) -> list[Lane]:
     return found + [Lane((d, at, rows[at]), (d,), shape[d]) for d, at in batching]
 
 
-def _pad(eqn: Any) -> list[Lane]:
+def _pad(eqn: Equation) -> list[Lane]:
     shape = eqn.invars[0].aval.shape
     padding = eqn.params["padding_config"]
     return [Lane((d, None), (d,), n) for d, n in enumerate(shape) if tuple(padding[d]) == (0, 0, 0)]
@@ -269,7 +270,7 @@ LANES: Mapping[str, Callable[[Any], list[Lane]]] = {
     "conv_general_dilated": _convolution,
     **dict.fromkeys(WINDOWED, _windows),
     "fft": lambda eqn: _all_but(eqn, range(eqn.invars[0].aval.ndim)[-len(eqn.params["fft_lengths"]) :]),
-    **dict.fromkeys(("scatter_max", "scatter_min", "scatter-max", "scatter-min"), _scatter),
+    **dict.fromkeys(("scatter-max", "scatter-min"), _scatter),
     "pad": _pad,
     "sort": lambda eqn: _all_but(eqn, [eqn.params["dimension"]]),
 }

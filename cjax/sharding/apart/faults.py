@@ -1,14 +1,19 @@
 """What XLA's partitioner gets wrong, as data: operations that cjax does not leave to it where they could be split.
 
 Each entry has been seen in the versions of JAX that it names, by `python tests/search/operations.py`, and has an
-example in `tests/search/test_operations.py` that tells when XLA has mended it.
+example in `tests/search/test_operations.py` that tells when XLA has mended it. An operation without facts is not left
+to it either: nobody knows along which of its dims it may be split.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend import core as jex
+import jax
+import jax.core
+
+from cjax.trace.jaxpr.primitives import having, named, without_facts
+from cjax.trace.jaxpr.view import Equation, open_bodies
 
 
 @dataclass(frozen=True)
@@ -23,14 +28,11 @@ class Fault:
     concerns: Callable[[Any], bool] = lambda eqn: True
 
 
-WINDOWED = frozenset(
-    ["reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_gather_add",
-     "select_and_scatter_add"]
-)  # fmt: skip
+WINDOWED = having("window")
 FAULTS = (
     Fault(
         "convolutions",
-        frozenset(["conv_general_dilated"]),
+        named("conv_general_dilated"),
         "The gradient of the kernel, with groups or where positions or the window are split also the result, is as "
         "many times too large as an axis has devices along which nothing of the convolution is split.",
         ("0.10.2", "0.12.0.1"),
@@ -38,7 +40,7 @@ FAULTS = (
     ),
     Fault(
         "Fourier transforms",
-        frozenset(["fft"]),
+        named("fft"),
         "Where dims are split, transformed ones or others, XLA's compiler ends with a RET_CHECK or stops the process.",
         ("0.10.2", "0.12.0.1"),
         "computed on each device's own rows, the transformed dims whole",
@@ -53,21 +55,21 @@ FAULTS = (
     ),
     Fault(
         "sorting",
-        frozenset(["sort"]),
+        named("sort"),
         "XLA stops the process at the gather of its gradient where two axes split other dims.",
         ("0.10.2", "0.12.0.1"),
         "computed on each device's own part of the other dims",
     ),
     Fault(
         "scattered extremes",
-        frozenset(["scatter_max", "scatter_min", "scatter-max", "scatter-min"]),
+        named("scatter-max scatter-min"),
         "Where an axis that does not divide the updates splits them, the result is of a row too many.",
         ("0.10.2", "0.12.0.1"),
         "computed on each device's own part of the dims that are not looked up",
     ),
     Fault(
         "padding between elements",
-        frozenset(["pad"]),
+        named("pad"),
         "XLA's verifier refuses the program where the padded dim is split.",
         ("0.10.2", "0.12.0.1"),
         "computed on each device's own part of the other dims",
@@ -77,22 +79,30 @@ FAULTS = (
 KNOWN = ("0.10.2", "0.12.0.1")  # versions of JAX whose XLA has been searched
 
 
-def fault_of(eqn: Any) -> Fault | None:
+def fault_of(eqn: Equation) -> Fault | None:
     """The entry that an equation falls under."""
     name = eqn.primitive.name
     return next((each for each in FAULTS if name in each.primitives and each.concerns(eqn)), None)
 
 
-def holds_fault(eqn: Any) -> bool:
-    """Whether a jaxpr inside an equation has an operation that falls under an entry."""
-    return holds(eqn, lambda inner: fault_of(inner) is not None)
+def is_apart(eqn: Equation) -> bool:
+    """Whether an equation is not left to XLA's partitioner: it falls under an entry, or nobody knows what it does.
+
+    What works on mutable arrays, or has effects, stays where it is: a region would not have them.
+    """
+    if fault_of(eqn) is not None:
+        return True
+    arrays = all(isinstance(v.aval, jax.core.ShapedArray) for v in (*eqn.invars, *eqn.outvars))
+    return without_facts(eqn) and arrays and not eqn.effects
 
 
-def holds(eqn: Any, concerns: Callable[[Any], bool]) -> bool:
+def holds(eqn: Equation, concerns: Callable[[Equation], bool]) -> bool:
     """Whether a jaxpr inside an equation has one of these operations."""
-    return any(concerns(inner) or holds(inner, concerns) for body in _bodies(eqn) for inner in body.eqns)
+    if eqn.primitive.name == "shard_map":  # whose author has said what each device does
+        return False
+    return any(concerns(inner) or holds(inner, concerns) for body in open_bodies(eqn) for inner in body.eqns)
 
 
-def _bodies(eqn: Any) -> Iterator[Any]:
-    for body in jex.jaxprs_in_params(eqn.params):
-        yield getattr(body, "jaxpr", body)
+def holds_apart(eqn: Equation) -> bool:
+    """Whether a jaxpr inside an equation has an operation that is not left to XLA's partitioner."""
+    return holds(eqn, is_apart)

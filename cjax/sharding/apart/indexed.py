@@ -17,13 +17,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.sharding.products.region import in_region, raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
+from cjax.trace.jaxpr.primitives import having
+from cjax.trace.jaxpr.view import Equation
 
 # For each dim of an array a name, the same for dims that go together; None for those that have to be whole.
 Dims = list[Hashable]
 
 
 def evaluate_indexed(
-    eqn: Any, ins: Sequence[jax.Array], in_specs: Sequence[PartitionSpec], mesh: Mesh
+    eqn: Equation, ins: Sequence[jax.Array], in_specs: Sequence[PartitionSpec], mesh: Mesh
 ) -> list[jax.Array] | None:
     """The results of such an equation, in a region that is manual over some axes; None for all other equations.
 
@@ -78,7 +80,7 @@ def evaluate_indexed(
 
 
 def _axes(
-    eqn: Any, in_dims: Sequence[Dims], in_specs: Sequence[PartitionSpec], left: Sequence[str], mesh: Mesh
+    eqn: Equation, in_dims: Sequence[Dims], in_specs: Sequence[PartitionSpec], left: Sequence[str], mesh: Mesh
 ) -> dict[Hashable, tuple[str, ...]]:
     """The axes over which each name's dims are split, as the first operand has them, where that divides."""
     found: dict[Hashable, tuple[str, ...]] = {}
@@ -93,7 +95,7 @@ def _axes(
     return found
 
 
-def _gather(eqn: Any) -> tuple[list[Dims], list[Dims]]:
+def _gather(eqn: Equation) -> tuple[list[Dims], list[Dims]]:
     numbers, (operand, indices) = eqn.params["dimension_numbers"], eqn.invars
     shape, sizes = operand.aval.shape, eqn.params["slice_sizes"]
     looked_into = {*numbers.start_index_map, *(d for d, n in enumerate(shape) if sizes[d] != n)}
@@ -109,7 +111,7 @@ def _gather(eqn: Any) -> tuple[list[Dims], list[Dims]]:
     return [table, [*rows, None]], [[next(slices) if d in numbers.offset_dims else next(behind) for d in range(out)]]
 
 
-def _scatter(eqn: Any) -> tuple[list[Dims], list[Dims]]:
+def _scatter(eqn: Equation) -> tuple[list[Dims], list[Dims]]:
     numbers, (operand, indices, updates) = eqn.params["dimension_numbers"], eqn.invars
     shape, ndim = operand.aval.shape, updates.aval.ndim
     windows = (updates.aval.shape[d] for d in numbers.update_window_dims)
@@ -125,7 +127,7 @@ def _scatter(eqn: Any) -> tuple[list[Dims], list[Dims]]:
     return [whole, [*rows, None], written], [whole]
 
 
-def _along(eqn: Any, dim: int) -> tuple[list[Dims], list[Dims]]:
+def _along(eqn: Equation, dim: int) -> tuple[list[Dims], list[Dims]]:
     """Of an equation that works along one dim, and whose operands and results have all others in common."""
     dims: Dims = [None if d == dim else d for d in range(eqn.invars[0].aval.ndim)]
     return [dims] * len(eqn.invars), [dims] * len(eqn.outvars)
@@ -143,7 +145,7 @@ def _matrices(eqn: Any) -> tuple[list[Dims], list[Dims]]:
 
 DIMS: Mapping[str, Callable[[Any], tuple[list[Dims], list[Dims]]]] = {
     "gather": _gather,
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+    **dict.fromkeys(having("scatter"), _scatter),
     "sort": lambda eqn: _along(eqn, eqn.params["dimension"]),
     **dict.fromkeys(("eig", "lu"), _matrices),
     "top_k": lambda eqn: _along(eqn, eqn.params["axis"]),

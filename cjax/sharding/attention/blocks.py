@@ -19,6 +19,7 @@ from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import MOVES, Labels, Node
 from cjax.trace.emit.emit import bind
 from cjax.trace.jaxpr.groups import Changed
+from cjax.trace.jaxpr.view import Equation
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Block:
             given[node] = self._apply(eqn, node, ins)
         return given[node]
 
-    def _apply(self, eqn: Any, node: Node, ins: list[Any]) -> Any:
+    def _apply(self, eqn: Equation, node: Node, ins: list[Any]) -> Any:
         shape = self.shape(node)
         match eqn.primitive.name:
             case "iota":
@@ -167,7 +168,7 @@ def accumulated(attention: Attention) -> Any:
 class _Product(NamedTuple):
     """A matmul by its equation, of operands rounded to `low`, with sums in `dtype`."""
 
-    eqn: Any
+    eqn: Equation
     low: Any
     dtype: Any
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from cjax.jax_compat.random import counts_by_index, threefry_words
+from cjax.trace.jaxpr.view import Equation
 
 
-def draw_block(eqn: Any, key: jax.Array, whole: Sequence[int], shape: Sequence[int], starts: Sequence[Any]) -> Any:
+def draw_block(eqn: Equation, key: jax.Array, whole: Sequence[int], shape: Sequence[int], starts: Sequence[Any]) -> Any:
     """What an equation draws for a block of an array.
 
     Args:

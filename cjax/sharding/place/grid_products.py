@@ -19,6 +19,7 @@ from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.emit.precision import Lowering
 from cjax.trace.jaxpr.groups import Group, make_group
+from cjax.trace.jaxpr.view import Equation
 
 
 class GridProducts:
@@ -75,11 +76,11 @@ class GridProducts:
             results[out] = y[tuple(slice(size) for size in out.aval.shape)].astype(dtype)
         return [results[var] for var in group.outs]
 
-    def _weight_of(self, eqn: Any, scope: Scope) -> int:
+    def _weight_of(self, eqn: Equation, scope: Scope) -> int:
         """Which operand is the weight."""
         return int(eqn.invars[1] in scope.origin) if not isinstance(eqn.invars[1], jex.Literal) else 0
 
-    def _spread(self, eqn: Any, scope: Scope) -> Spread | None:
+    def _spread(self, eqn: Equation, scope: Scope) -> Spread | None:
         layout = self._layout
         if eqn.primitive.name != "dot_general":
             return None

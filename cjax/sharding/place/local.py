@@ -22,6 +22,7 @@ from cjax.sharding.layout.layout import Layout
 from cjax.sharding.place.model import ModelStorage
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.examples.values import Value
+from cjax.trace.jaxpr.view import Equation
 from cjax.trace.microbatches.combine import share_alike
 from cjax.trace.microbatches.mirror import Draw, Mirror, Unlike, counterparts, drawing
 from cjax.trace.reading import Trace
@@ -41,7 +42,7 @@ class LocalRows:
     axes: tuple[str, ...]
     draws: Mapping[int, Draw]
 
-    def draw(self, eqn: Any, ins: list[Any]) -> list[Any] | None:
+    def draw(self, eqn: Equation, ins: list[Any]) -> list[Any] | None:
         """The results of an equation that draws for the rows of all devices: those of this device's rows."""
         draw = self.draws.get(id(eqn))
         if draw is None:

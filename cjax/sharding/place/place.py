@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
 from cjax.sharding.apart.apart import Inside, apart, evaluate_apart, evaluate_inside, placements
-from cjax.sharding.apart.faults import fault_of, holds, holds_fault
+from cjax.sharding.apart.faults import holds, holds_apart, is_apart
 from cjax.sharding.apart.indexed import evaluate_indexed
 from cjax.sharding.attention.kernel import Fused, Kernel, attend_fused, fused_groups
 from cjax.sharding.attention.split import attend
@@ -35,12 +35,14 @@ from cjax.trace.emit.emit import Hooks, bind
 from cjax.trace.emit.precision import LOWS, MATMULS, Lowering
 from cjax.trace.jaxpr.compared import compared, extreme
 from cjax.trace.jaxpr.groups import Changed, Group
+from cjax.trace.jaxpr.primitives import named
+from cjax.trace.jaxpr.view import Equation
 from cjax.trace.reading import Trace
 
 # Evaluates an equation that draws random numbers for other rows than its own; None for all other equations.
 Draw = Callable[[Any, list[Any]], list[Any] | None]
 
-PINNED = MATMULS | {"gather"}
+PINNED = MATMULS | named("gather")
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Placer(Hooks):
         pairs = zip(map(axes_of_entry, used), map(axes_of_entry, gradient), strict=True)
         return any(axes and axes != wanted for axes, wanted in pairs)
 
-    def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+    def equation(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any]:
         drawn = self._draw(eqn, ins) if self._draw else None
         if drawn is not None:
             return drawn
@@ -141,16 +143,18 @@ class Placer(Hooks):
             outs = [self._pin(var, out, scope) for var, out in zip(eqn.outvars, outs, strict=True)]
         return outs
 
-    def _evaluate(self, eqn: Any, ins: list[Any], scope: Scope, params: Mapping[str, Any] | None = None) -> list[Any]:
+    def _evaluate(
+        self, eqn: Equation, ins: list[Any], scope: Scope, params: Mapping[str, Any] | None = None
+    ) -> list[Any]:
         """The results of an equation: by XLA, or without it where it would get them wrong."""
         given: Mapping[str, Any] = params or eqn.params
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
             return bind(eqn, ins, given)
-        if eqn.primitive.name in ("cond", "while") and (holds_fault(eqn) or holds(eqn, self._is_off_grid)):
+        if eqn.primitive.name in ("cond", "while") and (holds_apart(eqn) or holds(eqn, self._is_off_grid)):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
         ins = self._off_grid(eqn, ins, scope)
-        if fault_of(eqn) is None and not holds_fault(eqn):
+        if not is_apart(eqn) and not holds_apart(eqn):
             return bind(eqn, ins, given)
         atoms, dims = (eqn.invars, eqn.outvars), self._trace.dims
         in_specs, out_specs = (placements(some, self._layout, dims, scope) for some in atoms)
@@ -171,7 +175,7 @@ class Placer(Hooks):
                 found[i] = self.constrain(value, self._layout.spec(self._trace.dims.of(var, scope), value.shape))
         return found
 
-    def _looked_up(self, eqn: Any, ins: list[Any], scope: Scope) -> jax.Array | None:
+    def _looked_up(self, eqn: Equation, ins: list[Any], scope: Scope) -> jax.Array | None:
         """The result of a gather from what a grid splits, or a stage of a pipeline: the compiler's own would move more,
         or stop the process."""
         grid = self._layout.grid
@@ -201,7 +205,7 @@ class Placer(Hooks):
         behind = [axes for d, axes in enumerate(out) if d not in numbers.offset_dims]
         return look_up(eqn, ins[0], ins[1], spec, PartitionSpec(*behind, *rows[len(behind):]), self._mesh)
 
-    def _indexed(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any] | None:
+    def _indexed(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any] | None:
         """The results of a gather, a scatter or a sort where some axes are manual, and of the others the compiler could
         take several: it could stop the process."""
         manual = jax.sharding.get_abstract_mesh().manual_axes

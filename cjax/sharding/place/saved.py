@@ -9,11 +9,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex
 
-from cjax.trace.emit.backward import CHEAP
+from cjax.trace.jaxpr.primitives import FACTS, UNKNOWN
+from cjax.trace.jaxpr.view import Equation
 
 KEPT = "cjax.kept"
-# Of complex numbers, but real.
-_REAL = frozenset(["abs", "eq", "imag", "is_finite", "ne", "real"])
 
 
 def keeps_results(primitive: Any, *operands: Any, **params: Any) -> bool:
@@ -34,7 +33,7 @@ def _is_cheap(name: str, params: Mapping[str, Any]) -> bool:
     inner = params.get("call_jaxpr" if name == "custom_jvp_call" else "jaxpr")  # as jax.nn.relu has, one in the other
     if name in ("custom_jvp_call", "jit") and inner is not None:
         return all(_is_cheap(eqn.primitive.name, eqn.params) for eqn in inner.jaxpr.eqns)
-    return name in CHEAP
+    return FACTS.get(name, UNKNOWN).cheap
 
 
 def _of_real_numbers(policy: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +53,7 @@ def _makes_complex(name: str, operands: Any, params: Mapping[str, Any]) -> bool:
     inner = [getattr(body, "jaxpr", body) for body in jex.jaxprs_in_params(dict(params))]
     if inner:
         return any(is_complex(v.aval) for body in inner for v in body.outvars)
-    return name in ("complex", "eig") or (name not in _REAL and any(map(is_complex, operands)))
+    return name in ("complex", "eig") or (not FACTS.get(name, UNKNOWN).real and any(map(is_complex, operands)))
 
 
 def is_complex(array: Any) -> bool:
@@ -79,7 +78,7 @@ POLICIES: Mapping[str, Callable[..., Any] | None] = {
 }
 
 
-def kept(eqn: Any, outs: list[Any], remat: str) -> list[Any]:
+def kept(eqn: Equation, outs: list[Any], remat: str) -> list[Any]:
     """The results of an equation, complex ones as two real numbers each where layers save such results."""
     wanted = {"none": keeps_results, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}.get(remat)
     operands = [v.aval for v in eqn.invars]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cjax.sharding.products.region import in_region, raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
+from cjax.trace.jaxpr.view import Equation
 
 
-def picked_dim(eqn: Any) -> int | None:
+def picked_dim(eqn: Equation) -> int | None:
     """The dim out of which a gather picks one entry for each row, as `jnp.take_along_axis` does; None for others."""
     numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
     dims = numbers.collapsed_slice_dims
@@ -22,7 +22,7 @@ def picked_dim(eqn: Any) -> int | None:
     return dims[0] if picks and tuple(numbers.operand_batching_dims) == rows else None
 
 
-def is_lookup(eqn: Any) -> bool:
+def is_lookup(eqn: Equation) -> bool:
     """Whether a gather takes whole slices at indices of one dim, as `jnp.take` does."""
     numbers, shape, sizes = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
     dims = numbers.collapsed_slice_dims
@@ -32,7 +32,7 @@ def is_lookup(eqn: Any) -> bool:
 
 
 def pick(
-    eqn: Any, operand: jax.Array, indices: jax.Array, spec: PartitionSpec, dim: int, mesh: Mesh
+    eqn: Equation, operand: jax.Array, indices: jax.Array, spec: PartitionSpec, dim: int, mesh: Mesh
 ) -> jax.Array:
     """The result of such a gather; each device looks in its own part of `dim`, and what they find is added up.
 
@@ -53,7 +53,7 @@ def pick(
 
 
 def find_rows(
-    eqn: Any, table: jax.Array, indices: jax.Array, spec: PartitionSpec, rows: PartitionSpec, mesh: Mesh
+    eqn: Equation, table: jax.Array, indices: jax.Array, spec: PartitionSpec, rows: PartitionSpec, mesh: Mesh
 ) -> jax.Array:
     """The rows of a table; each device looks in its own part of them, and what they find is added up.
 
@@ -77,7 +77,7 @@ def find_rows(
 
 
 def _found(
-    eqn: Any,
+    eqn: Equation,
     operand: jax.Array,
     indices: jax.Array,
     spec: PartitionSpec,
@@ -115,7 +115,7 @@ def _beside(rows: jax.Array, offset_dims: Sequence[int], ndim: int) -> jax.Array
 
 
 def look_up(
-    eqn: Any, table: jax.Array, indices: jax.Array, spec: PartitionSpec, rows: PartitionSpec, mesh: Mesh
+    eqn: Equation, table: jax.Array, indices: jax.Array, spec: PartitionSpec, rows: PartitionSpec, mesh: Mesh
 ) -> jax.Array:
     """The rows of a table, which is gathered along the dim looked up; its gradient is scattered along it.
 

@@ -14,6 +14,7 @@ from jax.extend import core as jex
 
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import MOVES, Node
+from cjax.trace.jaxpr.view import Equation
 
 Interval = tuple[float, float]
 ANY: Interval = (-math.inf, math.inf)
@@ -81,7 +82,7 @@ def _literal(atom: jex.Literal) -> Interval:
     return ANY
 
 
-def _as_stored(eqn: Any, found: Interval) -> Interval:
+def _as_stored(eqn: Equation, found: Interval) -> Interval:
     """An interval after rounding; all there is where integers might wrap around."""
     dtype = eqn.outvars[0].aval.dtype
     if dtype.kind in "iub":

@@ -15,6 +15,7 @@ from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.attention.labels import MOVES, Labels, Node, incoming
 from cjax.trace.attention.walk import Index, Miss, Other, Walk
 from cjax.trace.jaxpr.groups import Group, make_group
+from cjax.trace.jaxpr.view import Equation
 
 Steps = Mapping[Node, tuple[Any, tuple[Node | None, ...]]]
 
@@ -143,7 +144,7 @@ def find_attentions(
     return found, reasons
 
 
-def _find(trace: Index, eqn: Any) -> Attention:
+def _find(trace: Index, eqn: Equation) -> Attention:
     walk = Walk(trace, eqn)
     walk.walk()
     return _Builder(walk).attention()
@@ -258,7 +259,7 @@ class _Builder:
         below = None
         if eqn is not None and len(eqn.outvars) == 1 and (on_spine or seen.issuperset(self.positions)):
             below = incoming(eqn, node.labels, self.walk.sizes)
-        if below is None:
+        if eqn is None or below is None:
             if on_spine:
                 raise Miss(f"`{eqn.primitive.name if eqn else 'its input'}` can't be evaluated on a part of it")
             self.leaves[node] = None
@@ -326,6 +327,6 @@ class _Builder:
         return Group(group.eqns, ins, group.outs, None)
 
 
-def _reads(eqn: Any, labels: Sequence[Labels]) -> tuple[Node | None, ...]:
+def _reads(eqn: Equation, labels: Sequence[Labels]) -> tuple[Node | None, ...]:
     pairs = zip(eqn.invars, labels, strict=True)
     return tuple(None if isinstance(atom, jex.Literal) else Node(atom, of) for atom, of in pairs)

@@ -9,6 +9,8 @@ from jax.extend import core as jex
 
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import MOVES, Labels, Node
+from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.view import Equation
 
 HIDDEN = -1e4  # a logit below it comes to nothing behind a softmax; authors write -1e9, -inf, finfo.min, ...
 _ROWS = 256  # of a mask by positions that are looked at together: all of it is 4 GiB at 32,768 positions
@@ -127,7 +129,7 @@ class _Reader:
             raise NoForm("a number is added to all of its scores")  # which changes nothing, and nobody does
         return other
 
-    def _mask(self, eqn: Any, read: tuple[Node | None, ...], at: int) -> None:
+    def _mask(self, eqn: Equation, read: tuple[Node | None, ...], at: int) -> None:
         which = read[0]
         if at == 0 or which is None or len(read) != 3 or eqn.invars[0].aval.dtype != bool:
             raise NoForm("its scores choose between numbers")
@@ -163,7 +165,7 @@ class _Reader:
         _, read = self.attention.steps.get(node, (None, ()))
         return any(below is not None and self._has_scores(below) for below in read)
 
-    def _number(self, eqn: Any, read: tuple[Node | None, ...], place: int) -> float:
+    def _number(self, eqn: Equation, read: tuple[Node | None, ...], place: int) -> float:
         """The value of an operand that is one number everywhere."""
         below, atom = read[place], eqn.invars[place]
         while below is not None:
@@ -254,16 +256,7 @@ def _as_matrix(value: np.ndarray, labels: Labels, query: int, key: int) -> np.nd
     return value.reshape(shape)
 
 
-_NUMPY: dict[str, Any] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative, "abs": np.abs, "max": np.maximum,
-    "min": np.minimum, "ge": np.greater_equal, "gt": np.greater, "le": np.less_equal, "lt": np.less, "eq": np.equal,
-    "ne": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert, "xor": np.bitwise_xor,
-    "select_n": lambda which, *cases: np.choose(which, np.broadcast_arrays(*cases)),
-    "div": lambda x, y: (np.trunc(x / y) if x.dtype.kind in "iu" else x / y).astype(x.dtype), "rem": np.fmod,
-}  # fmt: skip
-
-
-def _evaluated(eqn: Any, ins: list[np.ndarray], shape: tuple[int, ...], start: int) -> np.ndarray:
+def _evaluated(eqn: Equation, ins: list[np.ndarray], shape: tuple[int, ...], start: int) -> np.ndarray:
     """An equation's result on a block, without a device: this runs while programs are made."""
     name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
     if name == "iota":
@@ -280,6 +273,7 @@ def _evaluated(eqn: Any, ins: list[np.ndarray], shape: tuple[int, ...], start: i
         return ins[0].transpose(eqn.params["permutation"])
     if name in MOVES:
         return ins[0].reshape(shape).astype(dtype)
-    if name not in _NUMPY:
+    arithmetic = facts_of(eqn).numpy
+    if arithmetic is None:
         raise NoForm(f"its mask is made by `{name}`")
-    return np.asarray(_NUMPY[name](*ins)).astype(dtype)
+    return np.asarray(arithmetic(*ins)).astype(dtype)

@@ -9,6 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cjax.trace.jaxpr.primitives import goes_by_element, having, named
+from cjax.trace.jaxpr.view import Equation
+
 Labels = tuple[tuple[int, ...], ...]
 
 
@@ -19,22 +22,14 @@ class Node(NamedTuple):
     labels: Labels
 
 
-ELEMENTWISE = frozenset(
-    "abs add add_any and atan2 bitcast_convert_type clamp convert_element_type copy copy_p cos div eq erf erfc exp "
-    "exp2 expm1 floor ceil ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow "
-    "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt "
-    "square stop_gradient sub tanh xor".split()
-)
-MOVES = frozenset(
-    ["broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "stop_gradient", "transpose"]
-)
-MAKES = frozenset(["iota", "random_bits"])  # out of nothing but its shape (and a key)
+MOVES = having("view")
+MAKES = named("iota random_bits")  # out of nothing but its shape (and a key)
 
 
-def outgoing(eqn: Any, ins: Mapping[int, Labels], sizes: Mapping[int, int]) -> Labels | None:
+def outgoing(eqn: Equation, ins: Mapping[int, Labels], sizes: Mapping[int, int]) -> Labels | None:
     """Labels of an equation's result from those of some operands (by position), or None if they can't be followed."""
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
-    if name in ELEMENTWISE:
+    if goes_by_element(eqn):
         found: list[tuple[int, ...]] = [()] * len(shape)
         for place, labels in ins.items():
             for dim, (label, size) in enumerate(zip(labels, eqn.invars[place].aval.shape, strict=True)):
@@ -60,11 +55,11 @@ def outgoing(eqn: Any, ins: Mapping[int, Labels], sizes: Mapping[int, int]) -> L
     return None
 
 
-def incoming(eqn: Any, labels: Labels, sizes: Mapping[int, int]) -> list[Labels] | None:
+def incoming(eqn: Equation, labels: Labels, sizes: Mapping[int, int]) -> list[Labels] | None:
     """Labels of each operand from those of the result, or None where the equation can't be evaluated on a block."""
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     shapes = [atom.aval.shape for atom in eqn.invars]
-    if name in ELEMENTWISE:
+    if goes_by_element(eqn):
         if any(before and len(before) != len(shape) for before in shapes):
             return None
         return [

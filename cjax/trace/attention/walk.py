@@ -10,12 +10,11 @@ from jax.extend import core as jex
 
 from cjax.trace.attention.labels import MOVES, Labels, outgoing
 from cjax.trace.jaxpr.groups import variables
+from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.view import Equation
 
 MAX_SPINE = 200  # equations from scores to output; a longer way is no attention
-LINEAR = frozenset(
-    ["broadcast_in_dim", "convert_element_type", "copy", "div", "mul", "neg", "reduce_precision", "reshape", "select_n"]
-    + ["squeeze", "stop_gradient", "transpose"]
-)  # what may happen to weights that are scaled only later: it must not matter when
+_FORMS = having("view") - named("broadcast_in_dim")
 
 
 class Miss(Exception):
@@ -43,7 +42,7 @@ class Index:
         """The variable that an operand is a mere form of."""
         while not isinstance(atom, jex.Literal) and atom in self.writer:
             eqn = self.writer[atom]
-            if eqn.primitive.name not in ("convert_element_type", "copy", "reshape", "squeeze", "transpose"):
+            if eqn.primitive.name not in _FORMS:
                 break
             atom = eqn.invars[0]
         return None if isinstance(atom, jex.Literal) else atom
@@ -51,7 +50,7 @@ class Index:
     def is_zero(self, atom: Any) -> bool:
         while not isinstance(atom, jex.Literal):
             eqn = self.writer.get(atom)
-            if eqn is None or eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+            if eqn is None or not facts_of(eqn).view:
                 return False
             atom = eqn.invars[0]
         return np.ndim(atom.val) == 0 and atom.val == 0
@@ -108,7 +107,7 @@ class Walk:
             news = [var for var in eqn.outvars if var in self.kinds]
         raise Other
 
-    def _step(self, eqn: Any) -> None:
+    def _step(self, eqn: Equation) -> None:
         """What one equation on the way makes of what it reads."""
         name = eqn.primitive.name
         ins = {i: v for i, v in enumerate(eqn.invars) if not isinstance(v, jex.Literal) and v in self.kinds}
@@ -145,7 +144,7 @@ class Walk:
             self._require_linear(eqn, ins)
         self._mark(out, kind, labels)
 
-    def _reduce(self, eqn: Any, operand: Any, kinds: set[str]) -> None:
+    def _reduce(self, eqn: Equation, operand: Any, kinds: set[str]) -> None:
         """The maximum or the sum over keys: by it, the keys are known."""
         which = {"reduce_max": ("logits", "masked", "max"), "reduce_sum": ("exp", "terms", "sum")}
         kind, part, result = which[eqn.primitive.name]
@@ -168,7 +167,7 @@ class Walk:
             self._keeps_maximum(eqn) for eqn in self.spine if self.kinds.get(eqn.outvars[0]) == "max"
         )
 
-    def _keeps_maximum(self, eqn: Any) -> bool:
+    def _keeps_maximum(self, eqn: Equation) -> bool:
         name = eqn.primitive.name
         if name == "max":
             return any(isinstance(atom, jex.Literal) and atom.val == -np.inf for atom in eqn.invars)
@@ -186,12 +185,13 @@ class Walk:
             return Other()
         return Miss(f"its weights go through `{name}`, which is neither dropout nor a product with values")
 
-    def _require_linear(self, eqn: Any, ins: Mapping[int, Any]) -> None:
-        name = eqn.primitive.name
-        linear = name in LINEAR and len(ins) == 1
-        if name == "div":
-            linear = linear and 0 in ins
+    def _require_linear(self, eqn: Equation, ins: Mapping[int, Any]) -> None:
+        """Weights may be scaled only later: it must not matter when."""
+        name, facts = eqn.primitive.name, facts_of(eqn)
+        alone = facts.linear or facts.stops if len(eqn.invars) == 1 else set(ins) <= set(facts.linear_in)
+        linear = alone and len(ins) == 1
         if name == "select_n":
-            linear = 0 not in ins and all(self.trace.is_zero(v) for i, v in enumerate(eqn.invars) if i and i not in ins)
+            others = [v for i, v in enumerate(eqn.invars) if i and i not in ins]
+            linear = len(ins) == 1 and 0 not in ins and all(map(self.trace.is_zero, others))
         if not linear:
             raise self._unlike(name)

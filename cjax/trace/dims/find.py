@@ -11,7 +11,6 @@ can be divided.
 """
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 from jax.extend import core as jex
 
@@ -22,6 +21,7 @@ from cjax.trace.dims.classes import Matmul as Matmul
 from cjax.trace.dims.classes import Scope as Scope
 from cjax.trace.dims.classes import Split as Split
 from cjax.trace.jaxpr.sources import GIVEN, WEIGHT
+from cjax.trace.jaxpr.view import Equation
 
 
 def find_dims(closed: jex.ClosedJaxpr, num_weights: int = 0, given: Collection[int] = ()) -> Dims:
@@ -52,17 +52,14 @@ def find_dims(closed: jex.ClosedJaxpr, num_weights: int = 0, given: Collection[i
     return dims
 
 
-def _rule_of(eqn: Any) -> Callable[..., bool | None]:
+def _rule_of(eqn: Equation) -> Callable[..., bool | None]:
     name = eqn.primitive.name
-    rule = dim_rules.RULES.get(name)
-    if rule is None:
-        reduces = name.startswith("reduce_") and "axes" in eqn.params
-        rule = dim_rules.reduction if reduces else dim_rules.elementwise
+    rule = dim_rules.RULES.get(name, dim_rules.unrelated)
     return _keeping_origin(rule) if name in dim_rules.KEEPS_ORIGIN else rule
 
 
 def _keeping_origin(rule: Callable[..., bool | None]) -> Callable[..., bool | None]:
-    def kept(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
+    def kept(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
         source = eqn.invars[0]
         if not isinstance(source, jex.Literal) and source in scope.origin:
             scope.origin[eqn.outvars[0]] = scope.origin[source]

@@ -19,7 +19,8 @@ from cjax.trace.dims.classes import Dims, Scope
 from cjax.trace.dims.find import find_dims
 from cjax.trace.dims.refine_rules import Atom, Form, expand, refined, shape_of, whole
 from cjax.trace.jaxpr.identity import equation_key
-from cjax.trace.jaxpr.simplify import REMAT_NAMES, scan_counts
+from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.view import is_scan, scan_of
 
 Env = dict[Var, Atom]
 
@@ -85,9 +86,9 @@ class _Refiner:
             invars.append(given)
             env[var] = self.convert(eqns, given, var, form, self.form(var, scope), None)
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "scan" and id(eqn) in scope.inner:
+            if is_scan(eqn) and id(eqn) in scope.inner:
                 self.scan(eqn, scope, env, eqns)
-            elif eqn.primitive.name in REMAT_NAMES and id(eqn) in scope.inner:
+            elif facts_of(eqn).remat and id(eqn) in scope.inner:
                 self.remat(eqn, scope, env, eqns)
             else:
                 self.equation(eqn, scope, env, eqns)
@@ -127,14 +128,13 @@ class _Refiner:
         return _inline(self._traced[key], [atom], near, eqns)[0]
 
     def scan(self, eqn: JaxprEqn, scope: Scope, env: Env, eqns: list[JaxprEqn]) -> None:
-        body, inner = eqn.params["jaxpr"], scope.inner[id(eqn)]
-        num_consts, num_carry = scan_counts(eqn)
-        first_x = num_consts + num_carry
+        loop, inner = scan_of(eqn), scope.inner[id(eqn)]
+        body = loop.closed
         ins = [self.form(var, inner) for var in body.jaxpr.invars]
-        outs = [*ins[num_consts:first_x], *(self.form(atom, inner) for atom in body.jaxpr.outvars[num_carry:])]
+        outs = [*loop.carries(ins), *(self.form(atom, inner) for atom in loop.ys(body.jaxpr.outvars))]
         new = self.jaxpr(body.jaxpr, inner, ins, outs)
-        ins = [form if i < first_x else (1, *form) for i, form in enumerate(ins)]
-        outs = [form if i < num_carry else (1, *form) for i, form in enumerate(outs)]
+        ins = [form if i < loop.first_x else (1, *form) for i, form in enumerate(ins)]
+        outs = [form if i < loop.num_carry else (1, *form) for i, form in enumerate(outs)]
         params = eqn.params if new is body.jaxpr else eqn.params | {"jaxpr": ClosedJaxpr(new, body.consts)}
         self._nested(eqn, params, ins, outs, scope, env, eqns)
 

@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from cjax.jax_compat.random import is_threefry
+from cjax.trace.jaxpr.primitives import goes_by_element, having
 
 Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 Form = tuple[int, ...]  # parts that each dim is made of: [embed, 3 * heads] in the form (1, 3) is [embed, 3, heads]
@@ -36,7 +37,7 @@ def expand(shape: Sequence[int], form: Form) -> tuple[int, ...]:
 def refined(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any]:
     """The results of one equation, operands and results in the forms given."""
     name = eqn.primitive.name
-    rule = RULES.get(name) or (_elementwise if name in ELEMENTWISE else None)
+    rule = RULES.get(name) or (_elementwise if goes_by_element(eqn) else None)
     outs = rule(eqn, ins, before, after) if rule else None
     if outs is None:
         merged = [_reshaped(x, shape_of(atom)) for x, atom in zip(ins, eqn.invars, strict=True)]
@@ -193,15 +194,6 @@ def _along(name: str) -> Rule:
     return rule
 
 
-ELEMENTWISE = frozenset(
-    ["abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
-     "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos",
-     "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
-     "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne",
-     "neg", "nextafter", "not", "optimization_barrier", "or", "pow", "real", "reduce_precision", "rem", "round",
-     "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh",
-     "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"]
-)  # fmt: skip
 RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "transpose": _transpose,
@@ -214,7 +206,5 @@ RULES: dict[str, Rule] = {
     "iota": _iota,
     "concatenate": _along("dimension"),
 }
-for _name in ("sum", "max", "min", "prod", "and", "or", "xor"):
-    RULES[f"reduce_{_name}"] = _reduction
-for _name in ("sum", "prod", "max", "min", "logsumexp"):
-    RULES[f"cum{_name}"] = _along("axis")
+RULES |= dict.fromkeys(having("reduces") - having("tells_place"), _reduction)
+RULES |= dict.fromkeys(having("cumulates"), _along("axis"))

@@ -10,16 +10,15 @@ from typing import Any
 from jax.extend import core as jex
 
 from cjax.trace.dims.classes import Cut, Dims, Ids, Matmul, Scope
-from cjax.trace.jaxpr.simplify import scan_counts
+from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.sources import GIVEN, WEIGHT
+from cjax.trace.jaxpr.view import Equation, scan_of
 
 # Results that hold the same numbers as their first operand: a weight stays a weight through them.
-KEEPS_ORIGIN = frozenset(
-    ["reshape", "transpose", "convert_element_type", "broadcast_in_dim", "squeeze", "copy", "slice", "dynamic_slice"]
-)
+KEEPS_ORIGIN = (having("view") - having("stops")) | named("slice dynamic_slice")
 
 
-def elementwise(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
+def elementwise(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
     shaped = [ids for ids in ins if ids]
     if any(len(ids) != len(out) for ids in shaped for out in outs):
         return False
@@ -28,11 +27,48 @@ def elementwise(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Sc
             dims.unite_all(ids, out)
 
 
-def nothing(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
-    """For primitives that make fresh dims: iota, random seeds, constants."""
+def nothing(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    """For primitives that make dims of their own out of parameters."""
 
 
-def reduction(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def unrelated(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
+    """For primitives of which nothing is known, or not this: shapes that agree say nothing."""
+    return False if outs and any((*ins, *outs)) else None
+
+
+def pairwise(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    """Results that are the operands one by one."""
+    for ids, out in zip(ins, outs, strict=True):
+        dims.unite_all(ids, out)
+
+
+def batch_before(eqn: Equation) -> int | None:
+    """How many leading dims all operands and results have in common, each element of which is worked on alone."""
+    ndim = len(eqn.invars[0].aval.shape)
+    if eqn.primitive.name == "fft":
+        return ndim - len(eqn.params["fft_lengths"])
+    if eqn.primitive.name == "tridiagonal_solve":  # the first operand is a diagonal
+        return ndim - 1
+    return ndim - 2 if facts_of(eqn).matrices else None
+
+
+def leading_batch(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
+    """Functions of matrices and transforms: what comes before is a batch, and their own dims become others."""
+    count = batch_before(eqn)
+    if count is None or any(len(ids) < count for ids in (*ins, *outs)):
+        return False
+    for ids in (*ins[1:], *outs):
+        dims.unite_all(ins[0][:count], ids[:count])
+    return None
+
+
+def bitcast(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    """A dim more, or one fewer, at the end where bits of a number become several, or of several one."""
+    shared = min(len(ins[0]), len(outs[0]))
+    dims.unite_all(ins[0][:shared], outs[0][:shared])
+
+
+def reduction(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     axes = eqn.params["axes"]
     for ids in ins:
         kept = [d for i, d in enumerate(ids) if i not in axes]
@@ -41,20 +77,20 @@ def reduction(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scop
                 dims.unite_all(kept, out)
 
 
-def broadcast_in_dim(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def broadcast_in_dim(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     dims.unite_all(ins[0], [outs[0][d] for d in eqn.params["broadcast_dimensions"]])
 
 
-def transpose(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def transpose(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     dims.unite_all([ins[0][d] for d in eqn.params["permutation"]], outs[0])
 
 
-def squeeze(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def squeeze(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     gone = eqn.params["dimensions"]
     dims.unite_all([d for i, d in enumerate(ins[0]) if i not in gone], outs[0])
 
 
-def reshape(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
+def reshape(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
     if eqn.params.get("dimensions") is not None:
         return False
     before, after = list(ins[0]), list(outs[0])
@@ -87,7 +123,7 @@ def reshape(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope)
             dims.factor(merged, right)
 
 
-def concatenate(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def concatenate(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     for ids in ins:
         for position, (a, b) in enumerate(zip(ids, outs[0], strict=True)):
             if position != eqn.params["dimension"]:
@@ -96,7 +132,7 @@ def concatenate(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Sc
                 dims.joined.append(a)
 
 
-def same_rank(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def same_rank(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     """Slices, pads, updates: a dim that keeps its size is the same dim."""
     for out in outs:
         for ids in ins:
@@ -104,7 +140,7 @@ def same_rank(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scop
                 dims.unite_all(ids, out)
 
 
-def slice_(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def slice_(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     dims.unite_all(ins[0], outs[0])
     starts, strides = eqn.params["start_indices"], eqn.params["strides"]
     for position, (a, b) in enumerate(zip(ins[0], outs[0], strict=True)):
@@ -118,7 +154,7 @@ def slice_(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) 
             dims.packed[a] = parts
 
 
-def split(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def split(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     axis = eqn.params["axis"]
     for out in outs:
         dims.unite_all([d for i, d in enumerate(ins[0]) if i != axis], [d for i, d in enumerate(out) if i != axis])
@@ -132,20 +168,20 @@ def split(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -
             dims.unite(outs[0][axis], out[axis])
 
 
-def unstack(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def unstack(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     axis = eqn.params["axis"]
     for out in outs:
         dims.unite_all([d for i, d in enumerate(ins[0]) if i != axis], out)
     dims.cuts += [Cut(ins[0][axis], dims.new(1), len(outs)) for _ in outs]
 
 
-def stack(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def stack(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     axis = eqn.params["axis"]
     for ids in ins:
         dims.unite_all(ids, [d for i, d in enumerate(outs[0]) if i != axis])
 
 
-def dot_general(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def dot_general(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     lhs, rhs = ins
     dims.unite_all([lhs[i] for i in lc], [rhs[i] for i in rc])
@@ -163,7 +199,7 @@ def dot_general(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Sc
     )
 
 
-def _are_weights(eqn: Any, scope: Scope) -> tuple[bool, bool]:
+def _are_weights(eqn: Equation, scope: Scope) -> tuple[bool, bool]:
     first, second = (not isinstance(v, jex.Literal) and _is_weight(v, scope) for v in eqn.invars)
     return first, second
 
@@ -172,7 +208,7 @@ def _is_weight(var: Any, scope: Scope) -> bool:
     return var in scope.origin or scope.source.get(var) == WEIGHT
 
 
-def conv(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def conv(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     numbers = eqn.params["dimension_numbers"]
     lhs, rhs = ins
     x, w, y = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -193,7 +229,7 @@ def conv(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) ->
         dims.unite(lhs[x[1]], outs[0][y[1]])  # depthwise: the channel goes straight through
 
 
-def window(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def window(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     sizes = eqn.params["window_dimensions"]
     for ids in ins:
         if len(ids) == len(outs[0]):
@@ -202,7 +238,7 @@ def window(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) 
                     dims.unite_all([a], [b])
 
 
-def gather(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def gather(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = ins[0], ins[1]
     out = outs[0]
@@ -219,7 +255,7 @@ def gather(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) 
         dims.tables.append((scope.origin[source], operand[numbers.collapsed_slice_dims[0]], tuple(looked_up)))
 
 
-def scatter(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def scatter(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     numbers = eqn.params["dimension_numbers"]
     operand, indices, updates = ins
     dims.unite_all(operand, outs[0])
@@ -232,18 +268,18 @@ def scatter(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope)
         dims.unite_all([operand[i]], [indices[k]])
 
 
-def top_k(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def top_k(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     for out in outs:
         dims.unite_all(ins[0], out)
         dims.unite_all(outs[0], out)
 
 
-def sort(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def sort(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     for ids in (*ins, *outs):
         dims.unite_all(ins[0], ids)
 
 
-def leading(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def leading(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     """Random keys: a result has the dims of its operand first, and fresh ones behind."""
     for ids in ins:
         for out in outs:
@@ -252,18 +288,16 @@ def leading(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope)
 
 
 # -- equations that hold jaxprs ---------------------------------------------------------------------------------
-def _origins(eqn: Any, scope: Scope) -> list[int | None]:
+def _origins(eqn: Equation, scope: Scope) -> list[int | None]:
     return [None if isinstance(v, jex.Literal) else scope.origin.get(v) for v in eqn.invars]
 
 
-def _sources(eqn: Any, scope: Scope) -> list[str | None]:
+def _sources(eqn: Equation, scope: Scope) -> list[str | None]:
     return [GIVEN if isinstance(v, jex.Literal) else scope.source.get(v) for v in eqn.invars]
 
 
-def call(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
-    inner = next((eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params), None)
-    if inner is None:
-        return False
+def call(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
+    inner = eqn.params[facts_of(eqn).body]
     jaxpr = getattr(inner, "jaxpr", inner)
     if len(jaxpr.invars) != len(ins):
         return False
@@ -272,33 +306,32 @@ def call(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) ->
         dims.unite_all(result, out)
 
 
-def scan(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
-    jaxpr = eqn.params["jaxpr"].jaxpr
-    num_consts, num_carry = scan_counts(eqn)
-    first_x = num_consts + num_carry
-    inner = [ids if i < first_x else ids[1:] for i, ids in enumerate(ins)]
+def scan(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    loop = scan_of(eqn)
+    inner = [ids if i < loop.first_x else ids[1:] for i, ids in enumerate(ins)]
     origins, before = _origins(eqn, scope), len(dims.matmuls)
     sources = _sources(eqn, scope)
-    sources[num_consts:first_x] = [None] * num_carry  # the next turn's may be made of the batch
-    scope.inner[id(eqn)], results = dims.call(jaxpr, inner, origins, sources)
-    shared = {o for o in origins[:first_x] if o is not None}
+    sources[loop.num_consts : loop.first_x] = [None] * loop.num_carry  # the next turn's may be made of the batch
+    scope.inner[id(eqn)], results = dims.call(loop.body, inner, origins, sources)
+    shared = {o for o in origins[: loop.first_x] if o is not None}
     for index, m in enumerate(dims.matmuls[before:], before):
         if {m.lhs_origin, m.rhs_origin} & shared:
             dims.matmuls[index] = dataclasses.replace(m, looped=True)
-    for i, (result, out) in enumerate(zip(results, outs, strict=True)):
-        dims.unite_all(result, out if i < num_carry else out[1:])
-        if i < num_carry:
-            dims.unite_all(result, ins[num_consts + i])
-    if any(origin is not None for origin in origins[first_x:]):
-        stacks = zip(ins[first_x:], origins[first_x:], strict=True)
-        dims.layers += [ids[0] for ids, origin in stacks if origin is not None]
-        dims.layer_carries += [tuple(ids) for ids in ins[num_consts:first_x]]
-    loops = [ids[0] for ids in (*ins[first_x:], *outs[num_carry:])]
-    for loop in loops[1:]:
-        dims.unite(loops[0], loop)
+    for result, given, out in zip(loop.last(results), loop.carries(ins), loop.last(outs), strict=True):
+        dims.unite_all(result, out)
+        dims.unite_all(result, given)
+    for result, out in zip(loop.ys(results), loop.ys(outs), strict=True):
+        dims.unite_all(result, out[1:])
+    layered = [ids[0] for ids, origin in zip(loop.xs(ins), loop.xs(origins), strict=True) if origin is not None]
+    if layered:
+        dims.layers += layered
+        dims.layer_carries += [tuple(ids) for ids in loop.carries(ins)]
+    turns = [ids[0] for ids in (*loop.xs(ins), *loop.ys(outs))]
+    for turn in turns[1:]:
+        dims.unite(turns[0], turn)
 
 
-def while_(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def while_(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     skipped = eqn.params["cond_nconsts"]
     body = eqn.params["body_jaxpr"].jaxpr
     origins = _origins(eqn, scope)[skipped:]
@@ -312,7 +345,7 @@ def while_(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) 
         dims.unite_all(carry, out)
 
 
-def cond(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+def cond(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     inner = scope.inner[id(eqn)] = Scope()
     for branch in eqn.params["branches"]:
         found, results = dims.call(branch.jaxpr, ins[1:], _origins(eqn, scope)[1:], _sources(eqn, scope)[1:])
@@ -325,6 +358,19 @@ def cond(dims: Dims, eqn: Any, ins: list[Ids], outs: list[Ids], scope: Scope) ->
 
 
 RULES: dict[str, Any] = {
+    **dict.fromkeys(having("elementwise") | having("cumulates") | named("random_gamma"), elementwise),
+    **dict.fromkeys(having("same") - having("elementwise"), pairwise),
+    **dict.fromkeys(having("makes"), nothing),
+    **dict.fromkeys(having("reduces"), reduction),
+    **dict.fromkeys(having("scatter"), scatter),
+    **dict.fromkeys(having("matrices") | named("fft"), leading_batch),
+    **dict.fromkeys(having("body"), call),
+    **dict.fromkeys(named("reduce_window reduce_window_sum reduce_window_max reduce_window_min"), window),
+    **dict.fromkeys(named("select_and_gather_add select_and_scatter select_and_scatter_add"), same_rank),
+    **dict.fromkeys(named("pad dynamic_slice dynamic_update_slice rev tile"), same_rank),
+    **dict.fromkeys(having("draws") | named("random_seed random_wrap random_unwrap"), leading),
+    **dict.fromkeys(named("top_k approx_top_k"), top_k),
+    "bitcast_convert_type": bitcast,
     "broadcast_in_dim": broadcast_in_dim,
     "reshape": reshape,
     "transpose": transpose,
@@ -337,31 +383,8 @@ RULES: dict[str, Any] = {
     "dot_general": dot_general,
     "conv_general_dilated": conv,
     "gather": gather,
-    "iota": nothing,
-    "rng_uniform": nothing,
-    "random_seed": leading,
-    "random_wrap": leading,
-    "random_unwrap": leading,
-    "random_bits": leading,
-    "random_split": leading,
-    "random_fold_in": elementwise,
-    "rng_bit_generator": nothing,
-    "argmax": reduction,
-    "argmin": reduction,
     "sort": sort,
-    "top_k": top_k,
     "scan": scan,
     "while": while_,
     "cond": cond,
 }
-for _name in ("pad", "dynamic_slice", "dynamic_update_slice", "rev", "select_and_gather_add", "tile"):
-    RULES[_name] = same_rank
-for _name in ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"):
-    RULES[_name] = window
-for _name in ("scatter", "scatter-add", "scatter_add", "scatter_mul", "scatter_max", "scatter_min"):
-    RULES[_name] = scatter
-for _name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
-    RULES[_name] = elementwise
-for _name in ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "custom_jvp_call",
-              "custom_vjp_call", "custom_vjp_call_jaxpr"):  # fmt: skip
-    RULES[_name] = call

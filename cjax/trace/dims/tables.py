@@ -8,13 +8,11 @@ from typing import Any
 from jax import lax
 from jax.extend import core as jex
 
-from cjax.trace.jaxpr.simplify import scan_counts
+from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.view import is_scan, scan_of
 
-PASSES = frozenset(
-    ["broadcast_in_dim", "convert_element_type", "copy", "pad", "reshape", "slice", "squeeze", "transpose"]
-)
-ENTERED = frozenset(["checkpoint", "jit", "pjit", "remat2", "scan"])  # bodies that take the equation's own inputs
-COMPARES = frozenset(["eq", "ne", "lt", "ge"])
+PASSES = having("view") | having("takes") | named("pad")  # an index stays the index that it is
+COMPARES = named("eq ne lt ge")
 # Comparisons of an input with a number that tell negative ones from the rest, by the largest number that does.
 TELL_NEGATIVE = {"lt": 1, "ge": 1, "gt": 0, "le": 0}
 
@@ -113,14 +111,14 @@ def _walk(
     lookup reads; `known` are its variables, and gets more of them."""
     for eqn in jaxpr.eqns:
         found = [_constant(v) if isinstance(v, jex.Literal) else known.get(v) for v in eqn.invars]
-        name, result = eqn.primitive.name, None
+        name, inside, result = eqn.primitive.name, _body(eqn), None
         if name in PASSES:
             result = found[0]
         elif name == "select_n" and len(found) == 3:
             result = _selected(*found)
         elif name == "gather":
             _look_up(eqn, found[1], limits)
-        elif name in ENTERED:
+        elif inside:
             _enter(eqn, found, limits, told)
         elif isinstance(index := found[0] if found else None, _Index):
             second: Any = eqn.invars[-1].aval
@@ -129,8 +127,8 @@ def _walk(
             elif not index.shifted and len(found) == 2 and isinstance(number := found[1], int):
                 result = _compared(name, index.input, number)
         if result is not None:
-            known[eqn.outvars[0]] = result
-        elif name not in ENTERED:
+            known.update(dict.fromkeys(eqn.outvars, result))
+        elif not inside:
             told.update(each for each in found if isinstance(each, _Compared))
             if any(True for _ in jex.jaxprs_in_params(eqn.params)):  # not followed: it may tell anything from anything
                 inputs = {each.input for each in found if isinstance(each, _Index)}
@@ -173,11 +171,16 @@ def _look_up(eqn: jex.JaxprEqn, index: Any, limits: dict[int, Limits]) -> None:
         limits[index.input] = found.join(limits[index.input]) if index.input in limits else found
 
 
+def _body(eqn: jex.JaxprEqn) -> str:
+    """The parameter with the jaxpr that takes an equation's own inputs, be it once or at each turn."""
+    return "jaxpr" if is_scan(eqn) else facts_of(eqn).body
+
+
 def _enter(eqn: jex.JaxprEqn, found: list[Any], limits: dict[int, Limits], told: set[_Compared]) -> None:
     """Follows what is not carried from turn to turn into a loop, or all into a block that is made again."""
-    body = eqn.params["jaxpr"]
+    body = eqn.params[_body(eqn)]
     body = getattr(body, "jaxpr", body)
-    num_consts, num_carry = scan_counts(eqn) if eqn.primitive.name == "scan" else (0, 0)
-    carried = range(num_consts, num_consts + num_carry)
+    loop = scan_of(eqn) if is_scan(eqn) else None
+    carried = range(loop.num_consts, loop.first_x) if loop else ()
     inside = zip(body.invars, found, strict=True)
     _walk(body, {v: each for i, (v, each) in enumerate(inside) if each is not None and i not in carried}, limits, told)

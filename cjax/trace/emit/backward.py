@@ -19,20 +19,11 @@ from jax.extend import core as jex
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.emit.emit import bind
 from cjax.trace.jaxpr.groups import variables
+from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.jaxpr.simplify import simplify
 
 Arrays = list[Any]
 Function = Callable[[Arrays, Arrays, Arrays], Arrays]  # weights, fixed, moving -> moving
-
-# Made again in the backward pass, of what is saved: these move, round or combine numbers one by one, which a compiler
-# fuses into whatever reads them. Saved, their results would be most of a layer's memory.
-CHEAP = frozenset(
-    "abs add add_any and atan2 bitcast_convert_type broadcast_in_dim cbrt ceil clamp complex concatenate conj "
-    "convert_element_type copy cos cosh div dynamic_slice eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt "
-    "imag integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not one_minus_square or pad "
-    "polynomial pow real reduce_precision rem reshape rev round rsqrt select_n sharding_constraint sign sin sinh "
-    "slice sqrt square squeeze stop_gradient sub tan tanh transpose xor".split()
-)
 
 
 def is_real(array: Any) -> bool:
@@ -214,7 +205,7 @@ def _roots(var: Any, known: set[Any], maker: Mapping[Any, Any]) -> list[Any]:
             continue
         seen.add(now)
         eqn = maker.get(now)
-        if eqn is not None and (eqn.primitive.name in CHEAP or _is_key(now)):
+        if eqn is not None and (facts_of(eqn).cheap or _is_key(now)):
             queue += variables(eqn)
         else:
             found[now] = None

@@ -17,7 +17,8 @@ from jax.extend import core as jex
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.groups import Changed, Group, arrange, variables
-from cjax.trace.jaxpr.simplify import REMAT_NAMES, scan_counts
+from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.view import Equation, scan_of
 from cjax.trace.layers.repeats import Run
 
 Policy = Callable[..., Any]
@@ -30,7 +31,7 @@ class Hooks:
         """Input `leaf`, or one layer of it, is about to be used."""
         return value
 
-    def equation(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+    def equation(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any]:
         """The results of one equation."""
         return bind(eqn, ins)
 
@@ -55,7 +56,7 @@ class Hooks:
         return body
 
 
-def bind(eqn: Any, ins: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
+def bind(eqn: Equation, ins: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
     """Evaluate one equation as it stands, or with other parameters."""
     out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params if params is None else params))
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -182,16 +183,14 @@ class Emitter:
                 outs = self.hooks.group(item, [self.read(env, var) for var in item.ins], changed, env.scope)
             env.values.update(zip(item.outs, outs, strict=True))
 
-    def step(self, eqn: Any, env: Env, changed: Changed) -> None:
+    def step(self, eqn: Equation, env: Env, changed: Changed) -> None:
         with jax.named_scope(str(name_stack(eqn))):
-            name = eqn.primitive.name
-            if name == "scan":
+            if eqn.primitive.name == "scan":
                 outs = self.scan(eqn, env)
             else:
                 places = enumerate(eqn.invars)
                 ins = [changed[id(eqn), i] if (id(eqn), i) in changed else self.read(env, v) for i, v in places]
-                inside = name in REMAT_NAMES
-                outs = self.remat(eqn, env, ins) if inside else self.hooks.equation(eqn, ins, env.scope)
+                outs = self.remat(eqn, env, ins) if facts_of(eqn).remat else self.hooks.equation(eqn, ins, env.scope)
         env.values.update(zip(eqn.outvars, outs, strict=True))
 
     def roll(self, eqns: Sequence[Any], run: Run, env: Env) -> None:
@@ -252,19 +251,16 @@ class Emitter:
         tail = [self.read(env, g[t]).astype(g[t].aval.dtype) for g in run.last_only]
         return new, tail, [self.read(env, g[t]) for g in run.outputs]
 
-    def scan(self, eqn: Any, env: Env) -> list[Any]:
+    def scan(self, eqn: Equation, env: Env) -> list[Any]:
         """A loop that the author wrote: its layers' weights stay stacked, and are made ready one layer at a time."""
-        num_consts, num_carry = scan_counts(eqn)
-        scope = env.scope.inner[id(eqn)]
-        first_x = num_consts + num_carry
-        consts = [self.read(env, atom) for atom in eqn.invars[:num_consts]]
-        carried = eqn.params["jaxpr"].jaxpr.invars[num_consts:first_x]
+        loop, scope = scan_of(eqn), env.scope.inner[id(eqn)]
+        consts = [self.read(env, atom) for atom in loop.consts(eqn.invars)]
         initial = [
             self.hooks.carry(var, jnp.asarray(self.read(env, atom)), scope)
-            for var, atom in zip(carried, eqn.invars[num_consts:first_x], strict=True)
+            for var, atom in zip(loop.carries(loop.body.invars), loop.carries(eqn.invars), strict=True)
         ]
-        xs = [self.raw(env, atom) for atom in eqn.invars[first_x:]]
-        sources = [None if isinstance(a, jex.Literal) else env.values[a] for a in eqn.invars[first_x:]]
+        xs = [self.raw(env, atom) for atom in loop.xs(eqn.invars)]
+        sources = [None if isinstance(a, jex.Literal) else env.values[a] for a in loop.xs(eqn.invars)]
 
         def body(carry: Any, x: Any) -> Any:
             given = [
@@ -273,15 +269,15 @@ class Emitter:
             ]
             return self.turn(eqn, scope, consts, carry, given)
 
-        layered, p = any(isinstance(source, Weight) for source in sources), eqn.params
+        layered = any(isinstance(source, Weight) for source in sources)
         final, outs = lax.scan(
             self.hooks.layer(body) if layered else body,
-            initial, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"],
+            initial, xs, length=loop.length, reverse=loop.reverse, unroll=eqn.params["unroll"],
         )  # fmt: skip
         return [*final, *outs]
 
     def turn(
-        self, eqn: Any, scope: Scope, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]
+        self, eqn: Equation, scope: Scope, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """One turn of a loop that the author wrote: what it hands on, and what it gives."""
         inner, num_carry = eqn.params["jaxpr"], len(carry)
@@ -297,7 +293,7 @@ class Emitter:
         ]
         return new, outs[num_carry:]
 
-    def remat(self, eqn: Any, env: Env, ins: list[Any]) -> list[Any]:
+    def remat(self, eqn: Equation, env: Env, ins: list[Any]) -> list[Any]:
         """The author's `jax.checkpoint`, around the re-emitted inside."""
         inner = eqn.params["jaxpr"]
         scope = env.scope.inner[id(eqn)]

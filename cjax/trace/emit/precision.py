@@ -13,17 +13,14 @@ import numpy as np
 from jax.extend import core as jex
 
 from cjax.trace.dims.find import Scope
-from cjax.trace.jaxpr.simplify import scan_counts
+from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.view import Equation, is_scan, scan_of
 
 LOWS = {"bfloat16": jnp.dtype(jnp.bfloat16), "float16": jnp.dtype(jnp.float16)}
 HIGH = jnp.dtype(jnp.float32)
 
-MATMULS = frozenset(["dot_general", "conv_general_dilated"])
-MOVES = frozenset(
-    ["reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice", "concatenate", "pad", "gather",
-     "copy", "rev", "split", "dynamic_update_slice", "expand_dims", "optimization_barrier", "stop_gradient"]
-)  # fmt: skip
-ADDS = frozenset(["add", "sub", "mul", "max", "min", "neg", "select_n", "add_any"])
+MATMULS = having("product") - named("ragged_dot_general")  # whose sums nobody asked to be stored low
+_STAYS_LOW = having("moves") | (having("same") - having("rounds")) | having("low")
 
 
 class Lowering:
@@ -41,12 +38,11 @@ class Lowering:
             feeds = [v in live for v in eqn.outvars]
             if any(feeds):
                 self._feeding.add(id(eqn))
-            inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("scan", "checkpoint", "remat2", "remat") else None
+            inner = eqn.params["jaxpr"] if is_scan(eqn) or facts_of(eqn).remat else None
             if inner is not None:
                 reads = self._mark(getattr(inner, "jaxpr", inner), feeds)
-                if eqn.primitive.name == "scan":  # what one turn hands on, the next may multiply
-                    first, num_carry = scan_counts(eqn)
-                    carried = reads[first : first + num_carry]
+                if is_scan(eqn):  # what one turn hands on, the next may multiply
+                    carried = scan_of(eqn).carries(reads)
                     again = [f or c for f, c in zip(feeds, carried, strict=False)] + feeds[len(carried) :]
                     reads = self._mark(inner.jaxpr, again)
                 live.update(v for v, r in zip(eqn.invars, reads, strict=True) if r and not isinstance(v, jex.Literal))
@@ -54,13 +50,13 @@ class Lowering:
                 live.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
         return [v in live for v in jaxpr.invars]
 
-    def operands(self, eqn: Any, ins: list[Any]) -> tuple[list[Any], Any]:
+    def operands(self, eqn: Equation, ins: list[Any]) -> tuple[list[Any], Any]:
         """Operands of a matmul as they are multiplied, and the dtype of its result."""
         if all(getattr(v.aval, "dtype", None) == HIGH for v in (*eqn.invars, *eqn.outvars)):
             return [jnp.asarray(x).astype(self.low) for x in ins], self.low
         return [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.outvars[0].aval.dtype
 
-    def given(self, eqn: Any, ins: list[Any], scope: Scope) -> tuple[list[Any], dict[str, Any]]:
+    def given(self, eqn: Equation, ins: list[Any], scope: Scope) -> tuple[list[Any], dict[str, Any]]:
         """Operands and parameters to evaluate one equation with; float32 results may come back low."""
         name = eqn.primitive.name
         if name in MATMULS:
@@ -73,7 +69,7 @@ class Lowering:
             return [jnp.asarray(x).astype(self.low) if i in floats else x for i, x in enumerate(ins)], eqn.params
         return [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.params
 
-    def _stays_low(self, eqn: Any, ins: list[Any], floats: list[int], scope: Scope) -> bool:
+    def _stays_low(self, eqn: Equation, ins: list[Any], floats: list[int], scope: Scope) -> bool:
         def is_low(i: int) -> bool:
             return getattr(ins[i], "dtype", None) == self.low
 
@@ -83,7 +79,7 @@ class Lowering:
 
         if eqn.primitive.name == "gather":
             return is_low(0) or is_weight(0)
-        known = eqn.primitive.name in MOVES or eqn.primitive.name in ADDS
+        known = eqn.primitive.name in _STAYS_LOW
         return known and any(map(is_low, floats)) and all(is_low(i) or is_weight(i) for i in floats)
 
     def _holds(self, number: Any) -> bool:

@@ -3,26 +3,17 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from cjax.trace.examples.values import FIXED, Atom, Context, Place, Value, Weight, power_of
+from cjax.trace.jaxpr.primitives import having, named
+from cjax.trace.jaxpr.view import Equation
 
-_SAME = frozenset(
-    {"convert_element_type", "copy", "copy_p", "stop_gradient", "reduce_precision", "name", "optimization_barrier"}
-    | {"sharding_constraint", "layout_constraint", "device_put", "pvary", "reshard", "tie"}
-)
+_SAME = having("same")
 # A sum of transformed examples is the transformed sum.
-_LINEAR_UNARY = _SAME | {"neg", "real", "imag", "conj"}
-_BITS = frozenset({"threefry2x32", "threefry4x32", "philox2x32", "philox4x32", "random_fold_in", "random_gamma"})
-# One result element for each element of the operands. Of anything else shapes that agree say nothing.
-ELEMENTWISE = _LINEAR_UNARY | _BITS | frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex cos
-    cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor from_edtype ge gt igamma igamma_grad_a igammac
-    integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi ne nextafter not
-    one_minus_square or polygamma polynomial population_count pow random_clone regularized_incomplete_beta rem round
-    rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
-    to_edtype with_memory_space_constraint xor zeta""".split()
-)
+_LINEAR_UNARY = _SAME | named("neg real imag conj")
+# One result element for each element of the operands. Of anything else shapes that agree say nothing. The same numbers
+# elsewhere on the devices are such too, where the operand is one; so are draws, each of its own element's parameters.
+ELEMENTWISE = having("elementwise") | _SAME | named("random_gamma")
 _CONSTANT: dict[str, Callable[..., float]] = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
@@ -292,7 +283,7 @@ def _floored(context: Context) -> Value:
 def reduction(context: Context) -> Value:
     """`reduce_*`, `arg*`: dims of the operand go."""
     value, axes = context.values[0], context.eqn.params["axes"]
-    is_sum = context.name in ("reduce_sum", "reduce_sum_p")
+    is_sum = context.name == "reduce_sum"
     grows = bool(context.grows(0) & set(axes))
     if value.kind == "fixed":
         return _fixed_reduction(context, value, is_sum, grows)
@@ -315,7 +306,7 @@ def reduction(context: Context) -> Value:
     return context.sum(1 + value.power, Weight(context.out))
 
 
-def _count(eqn: Any) -> int:
+def _count(eqn: Equation) -> int:
     """How many elements a reduction brings together in each of its result."""
     return math.prod(eqn.invars[0].aval.shape) // max(1, math.prod(eqn.outvars[0].aval.shape))
 

@@ -12,12 +12,13 @@ from cjax.trace.emit.emit import bind
 from cjax.trace.examples.values import FIXED, Context, Place, Value
 from cjax.trace.jaxpr.linear import is_linear
 from cjax.trace.jaxpr.simplify import simplify
+from cjax.trace.jaxpr.view import Equation
 
 # How the gradient of a row goes with the number of rows, by what the function makes of them.
 _POWER = {"rows": 0, "sum": 0, "mean": -1}
 
 
-def backward(eqn: Any) -> jex.ClosedJaxpr | None:
+def backward(eqn: Equation) -> jex.ClosedJaxpr | None:
     """What an equation with a derivative of its own hands back: (operands, gradients of results) -> gradients of the
     operands that have any. None where it can't be differentiated."""
     ins = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]

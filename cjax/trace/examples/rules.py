@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cjax.trace.examples.values import FIXED, Context, Value, Weight
+from cjax.trace.jaxpr.primitives import facts_of, having, named
 
 
 def reshape(context: Context) -> Value:
@@ -101,7 +102,7 @@ def along(parameter: str) -> Callable[[Context], Value]:
             return context.pairs()
         if rows[0].dim not in named:
             return context.coupled(rows[0])
-        if context.name.startswith("cum"):
+        if facts_of(context.eqn).cumulates:
             return context.meeting(context.rows(*rows[0].layout))
         return context.aggregate()
 
@@ -315,7 +316,7 @@ def scatter(context: Context) -> Value:
     made = _scattered_by_row(context, numbers)
     if made is not None:
         return made
-    adds = context.name in ("scatter-add", "scatter_add", "scatter-sub") and operand.const == 0
+    adds = context.name in ("scatter-add", "scatter-sub") and operand.const == 0
     return context.sum(1 + updates.power) if adds and not context.grows(0) else context.aggregate()
 
 
@@ -344,8 +345,8 @@ def update_slice(context: Context) -> Value:
 
 
 # What these make of a row that was divided by a weight is not divided by it.
-_LINALG = ("cholesky", "qr", "svd", "eigh", "lu", "schur", "eig", "geqrf", "geqp3", "householder_product", "hessenberg")
-_NOT_LINEAR = frozenset(_LINALG) | {"tridiagonal", "bitcast_convert_type"}
+_OF_MATRICES = having("matrices") - named("triangular_solve tridiagonal_solve")
+_NOT_LINEAR = _OF_MATRICES | named("bitcast_convert_type")
 
 
 def solve(context: Context) -> Value:
@@ -358,6 +359,7 @@ def solve(context: Context) -> Value:
     return context.coupled(rows[0]) if rows[0].dim < len(context.shape(0)) - 2 else context.unknown()
 
 
+_KEYS = named("random_wrap random_unwrap random_seed")
 RULES: dict[str, Callable[[Context], Value]] = {
     "reshape": reshape,
     "broadcast_in_dim": moved(lambda context, dim: context.eqn.params["broadcast_dimensions"][dim]),
@@ -380,13 +382,10 @@ RULES: dict[str, Callable[[Context], Value]] = {
     "sort": along("dimension"),
     "top_k": along("dimension"),
     "approx_top_k": along("reduction_dimension"),
-    **{f"cum{kind}": along("axis") for kind in ("sum", "prod", "max", "min", "logsumexp")},
-    **{f"scatter{kind}": scatter for kind in ("", "-add", "_add", "-sub", "-mul", "_mul")},
-    **{f"scatter{kind}": scatter for kind in ("-min", "_min", "-max", "_max")},
-    **{f"reduce_window{kind}": window for kind in ("", "_sum", "_max", "_min")},
-    "select_and_gather_add": window,
-    **{name: moved(_leading(2)) for name in (*_LINALG, "tridiagonal")},
+    **dict.fromkeys(having("cumulates"), along("axis")),
+    **dict.fromkeys(having("scatter"), scatter),
+    **dict.fromkeys(having("window") - named("select_and_scatter select_and_scatter_add"), window),
+    **dict.fromkeys(_OF_MATRICES, moved(_leading(2))),
     "triangular_solve": solve,
-    **{f"random_{name}": moved(lambda context, dim: dim) for name in ("wrap", "unwrap", "seed", "bits", "split")},
-    "bitcast_convert_type": moved(lambda context, dim: dim),
+    **dict.fromkeys(having("draws") | _KEYS | named("bitcast_convert_type"), moved(lambda context, dim: dim)),
 }

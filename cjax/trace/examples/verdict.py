@@ -16,8 +16,9 @@ from cjax.trace.examples.own_gradients import backward, judged, operands, scales
 from cjax.trace.examples.rules import RULES
 from cjax.trace.examples.values import FIXED, LOST, Atom, Context, Place, Value, Weight, constant, growing, is_literal
 from cjax.trace.jaxpr.identity import equation_key
-from cjax.trace.jaxpr.simplify import REMAT_NAMES, scan_counts
+from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.twins import Twins
+from cjax.trace.jaxpr.view import Equation, scan_of
 
 APART = "loss=microbatch, if each micro-batch may be a batch of its own"
 
@@ -216,10 +217,11 @@ class _Reader:
             return [elementwise(replace(context, values=[value])) for value in context.values]
         if name in _CONTROL:
             return _CONTROL[name](self, context)
-        if name in REMAT_NAMES:
-            return self.call(context, eqn.params["jaxpr"])
-        if name in ("custom_jvp_call", "custom_vjp_call"):
-            return self._with_gradient(context, self.call(context, eqn.params["call_jaxpr"]))
+        facts = facts_of(eqn)
+        if facts.own_derivative:
+            return self._with_gradient(context, self.call(context, eqn.params[facts.body]))
+        if facts.body:
+            return self.call(context, eqn.params[facts.body])
         value = self._checked(context, _rule(context))
         own = value.weight is not None and context.eqn.outvars and value.weight.atom is context.out
         if own and len(eqn.outvars) > 1:
@@ -231,7 +233,7 @@ class _Reader:
         """The results of an equation with a derivative of its own, which is read as the loss is."""
         if self.is_gradient or context.twin is None or not any(value.kind == "rows" for value in context.values):
             return results
-        eqn: Any = context.eqn
+        eqn: Equation = context.eqn
         atoms: list[Any] = [*eqn.invars, *context.twin.invars]
         shapes = tuple(atom.aval.shape for atom in atoms)
         known = tuple(value.layout if value.kind == "rows" else value.kind for value in (*context.values, *results))
@@ -282,8 +284,7 @@ class _Reader:
             context.grows(side) & set(eqn.params["dimension_numbers"][0][side]) for side in (0, 1)
         )
         looks_up = name == "gather" and not context.grows(0)
-        goes_by_element = name in ELEMENTWISE or name in _MOVES or name.startswith(("reduce_", "arg"))
-        goes_by_element = goes_by_element or product or looks_up
+        goes_by_element = name in _BY_ELEMENT or product or looks_up
         scales = any(v.power for v in context.values) and not value.power and name not in _POWERS
         if scales or name == "iota" and made or (grows and not goes_by_element and name != "iota"):
             return replace(value, taints=value.taints | {context.here})
@@ -308,16 +309,13 @@ class _Reader:
         return results
 
 
-# What moves whole dims about, or draws numbers that are random anyway.
-_MOVES = frozenset(
-    {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "split", "stack", "unstack"}
-    | {"bitcast_convert_type", "rng_bit_generator", "rng_uniform", "empty"}
-    | {f"random_{name}" for name in ("bits", "seed", "wrap", "unwrap", "split")}
-)
+# What moves whole dims about, or draws numbers that are random anyway; and what goes by element or along other dims.
+_BY_ELEMENT = (
+    ELEMENTWISE | having("whole_dims") | having("draws") | having("opaque") | having("reduces")
+    | (having("window") & having("reads")) | named("random_seed random_wrap random_unwrap empty")
+)  # fmt: skip
 # Rules that say how their results grow with the number of rows.
-_POWERS = frozenset(
-    {"mul", "div", "add", "sub", "add_any", "select_n", "neg", "reduce_sum", "dot_general", "concatenate", "stack"}
-)
+_POWERS = named("mul div add sub add_any select_n neg reduce_sum dot_general concatenate stack")
 
 
 def _rule(context: Context) -> Value:
@@ -326,7 +324,7 @@ def _rule(context: Context) -> Value:
         return replace(FIXED, iota=context.eqn.params["dimension"])
     if name in RULES:
         return RULES[name](context)
-    if name.startswith(("reduce_", "arg")) and "axes" in context.eqn.params:
+    if facts_of(context.eqn).reduces:
         return reduction(context)
     shape = getattr(context.out.aval, "shape", None) if context.eqn.outvars else None
     aligned = all(_broadcasts(getattr(atom.aval, "shape", ()), shape) for atom in context.eqn.invars)
@@ -405,18 +403,16 @@ def _loop(
 
 
 def _scan(reader: _Reader, context: Context) -> list[Value]:
-    num_consts, num_carry = scan_counts(context.eqn)
-    consts, carry = context.values[:num_consts], context.values[num_consts : num_consts + num_carry]
-    xs = []
-    for value in context.values[num_consts + num_carry :]:
+    loop, xs = scan_of(context.eqn), []
+    for value in loop.xs(context.values):
         if value.kind == "rows" and value.dim == 0:
             return [context.unknown()] * len(context.eqn.outvars)  # one example after the other
         xs.append(replace(value, dim=value.dim - 1, iota=None, columns=frozenset(), const=None, twin=None))
-    results = _loop(reader, context, context.eqn.params["jaxpr"], consts, [replace(c, iota=None) for c in carry], xs)
-    stacked = [replace(value, dim=value.dim + 1, const=None, twin=None, iota=None) for value in results[num_carry:]]
-    results = [*results[:num_carry], *stacked]
-    twin, length = context.twin, context.eqn.params["length"]
-    as_long = twin is not None and twin.params["length"] == length
+    carries = [replace(value, iota=None) for value in loop.carries(context.values)]
+    results = _loop(reader, context, loop.closed, loop.consts(context.values), carries, xs)
+    stacked = [replace(value, dim=value.dim + 1, const=None, twin=None, iota=None) for value in loop.ys(results)]
+    results = [*loop.last(results), *stacked]
+    as_long = context.twin is not None and context.twin.params["length"] == loop.length
     return results if as_long else [_noted(context, value) for value in results]
 
 

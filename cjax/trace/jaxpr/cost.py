@@ -4,11 +4,14 @@ XLA's own cost analysis counts the body of a scan once, whatever its length, so 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.view import Equation, bodies
 
 
 @dataclass(frozen=True)
@@ -67,24 +70,24 @@ def equation_cost(eqn: JaxprEqn) -> Cost:
             return max((cost(branch) for branch in eqn.params["branches"]), key=lambda c: (c.flops, c.bytes))
         case "shard_map":  # its body is one device's part
             return cost(eqn.params["jaxpr"])
-    bodies = list(_bodies(eqn))
-    if bodies and eqn.primitive.name not in _COMBINED:
-        return sum((cost(body) for body in bodies), Cost())
+    held = list(bodies(eqn))
+    if held and not facts_of(eqn).combines:
+        return sum((cost(body) for body in held), Cost())
     written = sum(_num_bytes(var) for var in eqn.outvars)
     if eqn.primitive.name in _MULTIPLY_ADDS:
         flops = 2 * _MULTIPLY_ADDS[eqn.primitive.name](eqn)
         return Cost(flops, written + sum(_num_bytes(atom) for atom in eqn.invars), flops)
-    if eqn.primitive.name in _FREE:
+    if facts_of(eqn).free:
         return Cost()
     return Cost(_flops(eqn), written)
 
 
-def _dot_general(eqn: Any) -> int:
+def _dot_general(eqn: Equation) -> int:
     (lhs_contracting, _), _ = eqn.params["dimension_numbers"]
     return _num_elements(eqn.outvars[0]) * math.prod(eqn.invars[0].aval.shape[dim] for dim in lhs_contracting)
 
 
-def _convolution(eqn: Any) -> int:
+def _convolution(eqn: Equation) -> int:
     """Each output element sums over the kernel and the input features of its group (the kernel's own count). A dilated
     input is mostly zeros (a strided convolution's gradient): those are not multiplied."""
     kernel = eqn.invars[1].aval
@@ -93,31 +96,16 @@ def _convolution(eqn: Any) -> int:
     return _num_elements(eqn.outvars[0]) * per_output // math.prod(eqn.params["lhs_dilation"])
 
 
-def _ragged_dot(eqn: Any) -> int:
+def _ragged_dot(eqn: Equation) -> int:
     return _num_elements(eqn.outvars[0]) * eqn.invars[0].aval.shape[-1]
 
 
 _MULTIPLY_ADDS: dict[str, Callable[[JaxprEqn], int]] = {
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
-    "ragged_dot": _ragged_dot,
+    "ragged_dot_general": _ragged_dot,
 }
-# Carry a jaxpr that combines two elements, not one that does the work.
-_COMBINED = frozenset(
-    {"reduce", "reduce_window", "scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul", "scatter-min"}
-    | {"scatter_min", "scatter-max", "scatter_max", "select_and_scatter", "select_and_scatter_add"}
-)
-# Views and annotations: nothing is computed, and the compiler moves nothing.
-_FREE = frozenset(
-    {"reshape", "squeeze", "expand_dims", "stop_gradient", "name", "optimization_barrier", "sharding_constraint"}
-    | {"copy_p", "pvary", "random_wrap", "random_unwrap", "create_token"}
-)
-# Move elements without arithmetic.
-_MOVES = frozenset(
-    {"broadcast_in_dim", "transpose", "slice", "dynamic_slice", "dynamic_update_slice", "gather", "concatenate", "pad"}
-    | {"rev", "iota", "copy", "device_put", "bitcast_convert_type", "convert_element_type", "select_n", "split"}
-    | {"stack"}
-)
+_MOVES = having("moves") | having("same") | named("bitcast_convert_type iota select_n")  # no arithmetic
 
 
 def _flops(eqn: JaxprEqn) -> int:
@@ -125,19 +113,11 @@ def _flops(eqn: JaxprEqn) -> int:
     if name in _MOVES:
         return 0
     made = sum(_num_elements(var) for var in eqn.outvars)
-    if name.startswith(("reduce_", "arg", "cum")) or name in ("reduce", "sort", "top_k"):
-        # A reduction reads more than it makes.
+    if facts_of(eqn).reads:
         return max(made, sum(_num_elements(atom) for atom in eqn.invars if type(atom) is not Literal))
-    if name.startswith("scatter"):
+    if facts_of(eqn).scatter:
         return _num_elements(eqn.invars[2])
     return made
-
-
-def _bodies(eqn: JaxprEqn) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(part, Jaxpr | ClosedJaxpr):
-                yield part
 
 
 def _num_elements(atom: Any) -> int:

@@ -10,69 +10,23 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from cjax.jax_compat.jaxprs import new_literal
+from cjax.trace.jaxpr.primitives import facts_of, having, named
 
 Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 
 
-def _truncated_division(x: Any, y: Any) -> Any:
-    if not np.issubdtype(x.dtype, np.integer):
-        return np.divide(x, y)
-    if y == 0:
-        return None
-    quotient = abs(int(x)) // abs(int(y))  # towards zero, where Python rounds down
-    return np.asarray(quotient if (x < 0) == (y < 0) else -quotient).astype(x.dtype)
+def _divides(x: Any, y: Any) -> bool:
+    """Not by an integer zero, of which each device makes something else."""
+    return not np.issubdtype(x.dtype, np.integer) or y != 0
 
 
-def _remainder(x: Any, y: Any) -> Any:
-    return None if np.issubdtype(x.dtype, np.integer) and y == 0 else np.fmod(x, y)
-
-
-def _square_root(x: Any) -> Any:
-    return np.sqrt(x) if np.issubdtype(x.dtype, np.floating) else None
-
-
-def _same(x: Any) -> Any:
-    return x
-
-
-# Only what IEEE 754 or integer arithmetic defines to the last bit: exp, erf and their kin differ between libraries.
-_ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "add": np.add,
-    "add_any": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": _truncated_division,
-    "rem": _remainder,
-    "neg": np.negative,
-    "max": np.maximum,
-    "min": np.minimum,
-    "abs": np.abs,
-    "sign": np.sign,
-    "floor": np.floor,
-    "ceil": np.ceil,
-    "sqrt": _square_root,
-    "square": np.square,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "not": np.invert,
-    "is_finite": np.isfinite,
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-    "select_n": lambda which, *cases: cases[int(which)],
-    "stop_gradient": _same,
-    "copy": _same,
-    "copy_p": _same,
-    "broadcast_in_dim": _same,
-    "reshape": _same,
-    "squeeze": _same,
-    "convert_element_type": _same,
+# What a scalar has to be for the vocabulary's NumPy function to be right: other numbers stay with the device.
+_DEFINED: dict[str, Callable[..., bool]] = {
+    "div": _divides,
+    "rem": _divides,
+    "sqrt": lambda x: np.issubdtype(x.dtype, np.floating),
 }
+_KEEPS_SCALARS = having("view") - named("name")
 _EXACT_DTYPES = frozenset(np.dtype(kind) for kind in ("float32", "float64", "bool")) | frozenset(
     np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
 )
@@ -97,8 +51,8 @@ def fold(eqn: JaxprEqn, invars: Sequence[Atom]) -> Literal | None:
     for atom in invars:
         if type(atom) is not Literal:
             return None
-    name = eqn.primitive.name
-    if name not in _ARITHMETIC or not invars:
+    name, arithmetic = eqn.primitive.name, facts_of(eqn).numpy
+    if not invars or (arithmetic is None and name not in _KEEPS_SCALARS):
         return None
     aval: Any = eqn.outvars[0].aval
     if aval.shape != () or any(a.aval.shape != () or a.aval.dtype not in _EXACT_DTYPES for a in invars):
@@ -106,8 +60,10 @@ def fold(eqn: JaxprEqn, invars: Sequence[Atom]) -> Literal | None:
     operands = [np.asarray(atom.val, dtype=atom.aval.dtype)[()] for atom in invars]
     if name == "convert_element_type" and not _converts_exactly(operands[0], aval.dtype):
         return None
-    value = _ARITHMETIC[name](*operands)
-    if value is None or any(map(_is_subnormal, [*operands, value])):
+    if name in _DEFINED and not _DEFINED[name](*operands):
+        return None
+    value = operands[0] if arithmetic is None else np.asarray(arithmetic(*operands))[()]
+    if any(map(_is_subnormal, [*operands, value])):
         return None
     return literal(value, aval)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from jax.extend import core as jex
 
+from cjax.trace.jaxpr.view import Equation
+
 # Literals that differ from layer to layer, by equation (its id) and operand: an array in the place of a number.
 Changed = Mapping[tuple[int, int], Any]
 
@@ -54,7 +56,7 @@ def make_group(members: Sequence[Any], eqns: Sequence[Any], results: Sequence[An
     return Group(tuple(members), tuple(ins), outs, of)
 
 
-def variables(eqn: Any) -> list[Any]:
+def variables(eqn: Equation) -> list[Any]:
     """The variables that an equation reads."""
     return [v for v in eqn.invars if not isinstance(v, jex.Literal)]
 
@@ -71,7 +73,7 @@ def arrange(eqns: Sequence[Any], groups: Sequence[Group]) -> list[Any]:
     done: set[int] = set()
     order: list[Any] = []
 
-    def place(eqn: Any) -> None:
+    def place(eqn: Equation) -> None:
         item = group_of.get(id(eqn), eqn)
         if id(item) in done:
             return

@@ -10,31 +10,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex
 
-from cjax.trace.jaxpr.simplify import scan_counts
-
-# Linear in all operands together.
-_TOGETHER = frozenset(
-    "add add_any broadcast_in_dim complex concatenate conj convert_element_type copy copy_p cumsum expand_dims fft "
-    "imag name neg optimization_barrier pad psum real reduce_precision reduce_sum reduce_window_sum reshape rev "
-    "sharding_constraint slice split squeeze stack sub transpose unstack".split()
-)
-# Linear in one of their operands, or in either: which ones, while the others are given.
-_EACH = {
-    "conv_general_dilated": (0, 1),
-    "div": (0,),
-    "dot_general": (0, 1),
-    "dynamic_slice": (0,),
-    "gather": (0,),
-    "mul": (0, 1),
-    "select_and_gather_add": (0,),
-    "select_and_scatter_add": (0,),
-    "triangular_solve": (1,),
-}
-# Linear in several operands together; the others are places or choices.
-_SOME = {"dynamic_update_slice": (0, 1), "scatter-add": (0, 2), "scatter_add": (0, 2)}
-_MADE_OF_ZEROS = frozenset(["broadcast_in_dim", "convert_element_type", "copy", "reshape"])
-_CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "jit": "jaxpr", "pjit": "jaxpr"}
-_CALLS |= {"checkpoint": "jaxpr", "remat2": "jaxpr"}
+from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.view import Equation, scan_of
 
 
 class _NotLinear(Exception):
@@ -74,7 +51,7 @@ def _marks(closed: Any, marked: Sequence[bool], harmless: Sequence[bool] | None 
     for eqn in jaxpr.eqns:
         ins = [is_marked(atom) for atom in eqn.invars]
         if not any(ins):
-            if eqn.primitive.name in _MADE_OF_ZEROS and all(map(is_nothing, eqn.invars)):
+            if facts_of(eqn).view and all(map(is_nothing, eqn.invars)):
                 zeros.update(eqn.outvars)
             continue
         harmless = [mark or is_nothing(atom) for mark, atom in zip(ins, eqn.invars, strict=True)]
@@ -87,20 +64,21 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, int | float | np.ndarray | np.generic) and not np.any(value)
 
 
-def _results(eqn: Any, ins: list[bool], harmless: list[bool]) -> list[bool]:
+def _results(eqn: Equation, ins: list[bool], harmless: list[bool]) -> list[bool]:
     """Which results of an equation are made of marked operands; `harmless` operands are marked, or zero."""
-    name, params = eqn.primitive.name, eqn.params
+    name, params, facts = eqn.primitive.name, eqn.params, facts_of(eqn)
     all_outs = [True] * len(eqn.outvars)
-    if name in _TOGETHER and all(harmless):
+    if facts.linear and all(harmless):
         return all_outs
-    if name in _EACH and sum(ins) == 1 and ins.index(True) in _EACH[name]:
+    if sum(ins) == 1 and ins.index(True) in facts.linear_in:
         return all_outs
-    if name in _SOME and all(harmless[i] for i in _SOME[name]) and not any(_left(ins, _SOME[name])):
+    some = facts.linear_with
+    if some and all(harmless[i] for i in some) and not any(_left(ins, some)):
         return all_outs
     if name == "select_n" and not ins[0] and all(harmless[1:]):
         return all_outs
-    if name in _CALLS:
-        return _marks(params[_CALLS[name]], ins, harmless)
+    if facts.body:
+        return _marks(params[facts.body], ins, harmless)
     if name == "cond" and not ins[0]:
         found = [_marks(branch, ins[1:], harmless[1:]) for branch in params["branches"]]
         if all(each == found[0] for each in found):
@@ -114,15 +92,14 @@ def _left(ins: Sequence[bool], some: Sequence[int]) -> list[bool]:
     return [mark for i, mark in enumerate(ins) if i not in some]
 
 
-def _scanned(eqn: Any, ins: list[bool], harmless: list[bool]) -> list[bool]:
-    num_consts, num_carry = scan_counts(eqn)
-    first_x, carry, outs = num_consts + num_carry, ins[num_consts : num_consts + num_carry], list[bool]()
-    fine = list(harmless)
-    for _ in range(num_carry + 1):  # once more for each that comes to be made of the marked ones
-        outs = _marks(eqn.params["jaxpr"], [*ins[:num_consts], *carry, *ins[first_x:]], fine)
-        carry = [a or b for a, b in zip(carry, outs[:num_carry], strict=True)]
+def _scanned(eqn: Equation, ins: list[bool], harmless: list[bool]) -> list[bool]:
+    loop = scan_of(eqn)
+    carry, outs, fine = loop.carries(ins), list[bool](), list(harmless)
+    for _ in range(loop.num_carry + 1):  # once more for each that comes to be made of the marked ones
+        outs = _marks(loop.closed, [*loop.consts(ins), *carry, *loop.xs(ins)], fine)
+        carry = [a or b for a, b in zip(carry, loop.last(outs), strict=True)]
         # What starts at zero and is not made of them may be anything after a turn.
-        fine[num_consts:first_x] = [a and b for a, b in zip(fine[num_consts:first_x], carry, strict=True)]
-    if any(mark and not zero for mark, zero in zip(carry, harmless[num_consts:first_x], strict=True)):
+        fine[loop.num_consts : loop.first_x] = [a and b for a, b in zip(loop.carries(fine), carry, strict=True)]
+    if any(mark and not zero for mark, zero in zip(carry, loop.carries(harmless), strict=True)):
         raise _NotLinear
-    return [*carry, *outs[num_carry:]]
+    return [*carry, *loop.ys(outs)]

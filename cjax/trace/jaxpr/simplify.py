@@ -12,26 +12,18 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from cjax.jax_compat.functions import called_within
-from cjax.jax_compat.jaxprs import called_from, name_stack, names_its_operands, new_var, scan_tree_counts, traceback_of
+from cjax.jax_compat.jaxprs import called_from, name_stack, names_its_operands, new_var, traceback_of
 from cjax.trace.jaxpr.fold import fold, literal
+from cjax.trace.jaxpr.primitives import FACTS, facts_of, having
 from cjax.trace.jaxpr.tracebacks import in_model, is_jax_alone
 
 Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 
-# JAX 0.10 says closed_call and core_call for what 0.12 calls eval_jaxpr; older jit prints as pjit.
-_INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-}
-REMAT_NAMES = frozenset({"checkpoint", "remat", "remat2"})
-_HIGHER_ORDER = REMAT_NAMES | {"scan", "while", "cond", "custom_jvp_call", "custom_vjp_call"}
+_INLINED = {name: FACTS[name].body for name in having("inlined")}
+_REMATS = having("remat")
+_HIGHER_ORDER = _REMATS | having("loop") | having("branches") | having("own_derivative")
 _DERIVATIVES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
 _NO_MESH = jax.sharding.AbstractMesh((), ())
-_SEEDING = frozenset({"random_fold_in", "random_seed"})
 
 
 def simplify(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -49,13 +41,6 @@ def simplify(closed: ClosedJaxpr) -> ClosedJaxpr:
     """
     with np.errstate(all="ignore"):  # folded integers wrap around, as they do on the device
         return _close(_Flattener(hoist=True), closed.jaxpr, closed.consts)
-
-
-def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many operands of a `scan` equation are constants and how many are carries, on every supported JAX."""
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    return scan_tree_counts(eqn)
 
 
 def _close(flattener: "_Flattener", jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
@@ -150,7 +135,7 @@ class _Flattener:
         new = dict(params)
         for key, value in params.items():
             if isinstance(value, Jaxpr | ClosedJaxpr):
-                new[key], seeds = self._flatten_body(value, name in REMAT_NAMES)
+                new[key], seeds = self._flatten_body(value, name in _REMATS)
                 if seeds:
                     invars = [*invars, *seeds]
                     if isinstance(params.get("prevent_cse"), tuple):
@@ -192,7 +177,8 @@ def _seeds_as_operands(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[V
     seeds: dict[Var, Literal] = {}
     new: list[JaxprEqn] = []
     for eqn in eqns:
-        if eqn.primitive.name in _SEEDING or eqn.primitive.name in REMAT_NAMES:
+        facts = facts_of(eqn)
+        if facts.seeds or facts.remat:
             invars: list[Atom] = list(eqn.invars)
             for position, atom in enumerate(invars):
                 if type(atom) is Literal and np.shape(atom.val) == () and np.asarray(atom.val).dtype.kind in "iu":

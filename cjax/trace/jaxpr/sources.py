@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex
 
+from cjax.trace.jaxpr.primitives import having, named
+from cjax.trace.jaxpr.view import Equation
+
 WEIGHT = "weight"  # a weight, or numbers of one that went through a function
 GIVEN = "given"  # constants, random keys, the state that a model carries
 MADE = "made"  # anything else without the batch
 
-ENDS = frozenset(["dot_general", "conv_general_dilated", "gather", "scan", "while", "cond"])  # no weights come out
-PARTS = frozenset(["slice", "dynamic_slice", "split", "unstack", "reduce_sum", "reduce_max", "reduce_min"])
+_ENDS = having("product") | having("loop") | having("branches") | named("gather")  # no weights come out
+_PARTS = having("takes") | (having("reduces") - having("tells_place"))
 
 
-def follow(eqn: Any, source: MutableMapping[Any, str]) -> None:
+def follow(eqn: Equation, source: MutableMapping[Any, str]) -> None:
     """Say of what the results of an equation are made, given its operands.
 
     >>> import jax, jax.numpy as jnp
@@ -37,13 +40,13 @@ def follow(eqn: Any, source: MutableMapping[Any, str]) -> None:
         source[out] = _source(eqn, ins, out)
 
 
-def _source(eqn: Any, ins: list[str | None], out: Any) -> str:
+def _source(eqn: Equation, ins: list[str | None], out: Any) -> str:
     if set(ins) <= {GIVEN}:
         return GIVEN
     name = eqn.primitive.name
-    if name in ENDS:
+    if name in _ENDS:
         return MADE
-    if name in PARTS and ins[0] == WEIGHT:
+    if name in _PARTS and ins[0] == WEIGHT:
         return WEIGHT
     if name in ("concatenate", "stack"):
         return WEIGHT if MADE not in ins else MADE

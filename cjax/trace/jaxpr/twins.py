@@ -4,11 +4,12 @@ What a loss does with the number of its rows shows in nothing but a comparison: 
 the batch or a width. An equation without a twin is one that another number of rows makes otherwise.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from jax.extend import core as jex
+
+from cjax.trace.jaxpr.view import Equation, bodies
 
 # Parameters that say shapes. What they make has a shape of its own to look at.
 _SHAPES = frozenset({"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "length"})
@@ -31,7 +32,7 @@ class Twins:
         self._bodies: set[tuple[int, int]] = set()
         self._pair(closed, other)
 
-    def __getitem__(self, eqn: Any) -> Any | None:
+    def __getitem__(self, eqn: Equation) -> Any | None:
         if id(eqn) in self._torn:
             return None
         return self._eqns.get(id(eqn), (None, None))[1]
@@ -68,7 +69,7 @@ class Twins:
             elif places.get(a, -1) != other_places.get(b, -2) and eqn is not None:
                 self._torn.add(id(eqn))
 
-    def _match(self, eqn: Any, twin: Any) -> list[tuple[Any, Any, Any]]:
+    def _match(self, eqn: Equation, twin: Any) -> list[tuple[Any, Any, Any]]:
         known = self._eqns.setdefault(id(eqn), (eqn, twin))[1]
         if known is not twin:
             self._torn.add(id(eqn))
@@ -77,12 +78,12 @@ class Twins:
         return _variables(zip(eqn.invars, twin.invars, strict=True), eqn)
 
 
-def _variables(pairs: Any, eqn: Any = None) -> list[tuple[Any, Any, Any]]:
+def _variables(pairs: Any, eqn: Equation | None = None) -> list[tuple[Any, Any, Any]]:
     literal = jex.Literal
     return [(a, b, eqn) for a, b in pairs if not isinstance(a, literal) and not isinstance(b, literal)]
 
 
-def _alike(eqn: Any, twin: Any) -> bool:
+def _alike(eqn: Equation, twin: Any) -> bool:
     """Whether two equations do the same, shapes and numbers aside."""
     if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
         return False
@@ -104,11 +105,3 @@ def _same(name: str, a: Any, b: Any) -> bool:
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(_same("", x, y) for x, y in zip(a, b, strict=True))
     return True  # types, functions, bodies: what they hold is compared where it stands
-
-
-def bodies(eqn: Any) -> Iterator[Any]:
-    """The jaxprs that an equation holds, with their constants."""
-    for value in eqn.params.values():
-        for body in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(body, jex.ClosedJaxpr | jex.Jaxpr):
-                yield body

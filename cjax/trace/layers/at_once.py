@@ -21,12 +21,14 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 from cjax.jax_compat.jaxprs import called_from, name_stack, new_var, place_of, traceback_of
-from cjax.trace.jaxpr.simplify import REMAT_NAMES, scan_counts, simplify
+from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.simplify import simplify
+from cjax.trace.jaxpr.view import scan_of
 
 Atom = Var | Literal
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 # What would branch or loop for each turn apart, and what draws other numbers for many turns than for each.
-_APART = frozenset({"scan", "while", "cond", "rng_bit_generator", "rng_uniform"}) | REMAT_NAMES
+_APART = named("scan while cond rng_bit_generator rng_uniform") | having("remat")
 
 
 def all_at_once(closed: ClosedJaxpr, num_weights: int) -> ClosedJaxpr:
@@ -62,7 +64,8 @@ class _Turns:
 
     def __init__(self, scan: JaxprEqn, of_weights: set[Any]) -> None:
         self._scan, body = scan, scan.params["jaxpr"]
-        self._num_consts, self._num_carry = scan_counts(scan)
+        view = scan_of(scan)
+        self._num_consts, self._num_carry = view.num_consts, view.num_carry
         self._eqns, self._outs = _written_out(body.jaxpr)
         self._jaxpr, first_x = body.jaxpr, self._num_consts + self._num_carry
         self._carries, self._own = body.jaxpr.invars[self._num_consts : first_x], set(body.jaxpr.invars[first_x:])
@@ -154,7 +157,7 @@ def _written_out(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
         ins = [_read(env, atom) for atom in eqn.invars]
         if eqn.primitive.name == "convert_element_type" and _struct(ins[0]).dtype == _struct(eqn.outvars[0]).dtype:
             env[eqn.outvars[0]] = ins[0]
-        elif eqn.primitive.name not in REMAT_NAMES:
+        elif not facts_of(eqn).remat:
             eqns.append(eqn.replace(invars=ins))
         else:
             inner, outs = _written_out(eqn.params["jaxpr"])

@@ -17,19 +17,18 @@ from jax.extend import core as jex
 
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.dims.find import Scope
-from cjax.trace.jaxpr.simplify import REMAT_NAMES
+from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.view import Equation, open_bodies
 from cjax.trace.layers.repeats import Run
 from cjax.trace.reading import Trace
 
 # What one trace may do and the other leave out, the shape being right already: [1, seq] needs no broadcast to one row.
-_REARRANGES = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims"])
+_REARRANGES = named("broadcast_in_dim reshape squeeze")
 # What may be done to the numbers of rows on their way to becoming indices.
-_INDEXING = _REARRANGES | {"convert_element_type", "concatenate", "add", "sub", "lt", "ge", "select_n", "transpose"}
-_INDEXED = frozenset(["gather", "scatter", "scatter-add", "scatter_add"])
-_DRAWS = frozenset(["random_bits", "random_split"])
-# Gamma variates split their key among all elements in order.
-_OPAQUE = frozenset(["rng_bit_generator", "rng_uniform", "random_gamma"])
-_BODIES = REMAT_NAMES | {"scan", "custom_jvp_call", "custom_vjp_call"}
+_INDEXING = _REARRANGES | named("convert_element_type concatenate stack add sub lt ge select_n transpose")
+_INDEXED = named("gather scatter scatter-add scatter-sub")
+_NESTED = having("remat") | named("scan")
+_BODIES = _NESTED | having("own_derivative")
 
 
 class Unlike(Exception):
@@ -125,7 +124,7 @@ class Mirror:
         if scope is not None and whole in scope.origin:
             inner.origin.setdefault(part, scope.origin[whole])
 
-    def _matches(self, eqn: Any, other: Any) -> bool:
+    def _matches(self, eqn: Equation, other: Any) -> bool:
         if eqn.primitive is not other.primitive or len(eqn.invars) != len(other.invars):
             return False
         return all(
@@ -133,7 +132,7 @@ class Mirror:
             for a, b in zip(eqn.invars, other.invars, strict=True)
         )
 
-    def _left_out(self, eqn: Any) -> bool:
+    def _left_out(self, eqn: Equation) -> bool:
         source = self._other.get(eqn.invars[0]) if not isinstance(eqn.invars[0], jex.Literal) else None
         return source is not None and self._fits(_shape(eqn.outvars[0]), _shape(source))
 
@@ -142,7 +141,7 @@ class Mirror:
             return False
         return all(a in (b, b * self._times) for a, b in zip(whole, part, strict=True))
 
-    def _pair(self, eqn: Any, other: Any, scope: Scope | None, inner: Scope, counters: set[Any]) -> None:
+    def _pair(self, eqn: Equation, other: Any, scope: Scope | None, inner: Scope, counters: set[Any]) -> None:
         """Two equations that take each other's place: what they make must differ in the number of rows alone."""
         for position, (a, b) in enumerate(zip(eqn.outvars, other.outvars, strict=True)):
             if not self._fits(_shape(a), _shape(b)):
@@ -151,17 +150,18 @@ class Mirror:
             self._made[a] = (eqn, position)
         name = eqn.primitive.name
         differs = _shape(eqn.outvars[0]) != _shape(other.outvars[0]) if eqn.outvars else False
-        if differs and name in _OPAQUE:
+        facts = facts_of(eqn)
+        if differs and facts.opaque:
             raise Unlike(f"{_where(eqn)} draws for each row in an order of its own")
-        if differs and name in _DRAWS and eqn.params["shape"] != other.params["shape"]:
+        if differs and facts.draws and eqn.params["shape"] != other.params["shape"]:
             self.draws[id(other)] = self._draw(eqn, other, scope)
         self._count(eqn, other, counters)
         self._literals(eqn, other, counters)
-        for a, b in zip(_bodies(eqn), _bodies(other), strict=True):
-            nested = scope.inner.get(id(eqn)) if scope is not None and name in (REMAT_NAMES | {"scan"}) else None
+        for a, b in zip(open_bodies(eqn), open_bodies(other), strict=True):
+            nested = scope.inner.get(id(eqn)) if scope is not None and name in _NESTED else None
             inner.inner[id(other)], _ = self._body(a, b, nested)
 
-    def _draw(self, eqn: Any, other: Any, scope: Scope | None) -> Draw:
+    def _draw(self, eqn: Equation, other: Any, scope: Scope | None) -> Draw:
         whole, part = eqn.params["shape"], other.params["shape"]
         rows = [i for i, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
         lead = len(_shape(eqn.outvars[0])) - len(whole)
@@ -170,7 +170,7 @@ class Mirror:
             raise Unlike(f"{_where(eqn)} draws numbers whose rows are not known to be the batch's")
         return Draw(tuple(whole), rows[0])
 
-    def _count(self, eqn: Any, other: Any, counters: set[Any]) -> None:
+    def _count(self, eqn: Equation, other: Any, counters: set[Any]) -> None:
         """Follow the numbers of rows: as indices they say the same on a part, as values they do not."""
         name = eqn.primitive.name
         if name == "iota":
@@ -185,7 +185,7 @@ class Mirror:
             raise Unlike(f"{_where(eqn)} computes with the numbers of rows")
         counters.update(other.outvars)
 
-    def _literals(self, eqn: Any, other: Any, counters: set[Any]) -> None:
+    def _literals(self, eqn: Equation, other: Any, counters: set[Any]) -> None:
         for a, b in zip(eqn.invars, other.invars, strict=True):
             if not isinstance(a, jex.Literal) or np.array_equal(a.val, b.val):
                 continue
@@ -250,12 +250,12 @@ class Mirror:
             self._scales[atom] = self._grown(*self._made[atom])
         return self._scales[atom]
 
-    def _grown(self, eqn: Any, position: int) -> int | None:
+    def _grown(self, eqn: Equation, position: int) -> int | None:
         rows = [not isinstance(atom, jex.Literal) and _shape(atom) != _shape(self._other[atom]) for atom in eqn.invars]
         name = eqn.primitive.name
         known = [None if is_rows else self._growth(atom) for atom, is_rows in zip(eqn.invars, rows, strict=True)]
         found = {growth for growth in known if growth is not None}
-        bodies = list(_bodies(eqn))
+        bodies = list(open_bodies(eqn))
         if bodies:
             if found or name not in _BODIES:
                 raise Unlike(f"{_where(eqn)} hides how its results grow with the rows")
@@ -276,9 +276,9 @@ class Mirror:
 def drawing(jaxpr: Any) -> Iterator[Any]:
     """The equations of a trace that draw random numbers, those within others included, in order."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _DRAWS:
+        if facts_of(eqn).draws:
             yield eqn
-        for body in _bodies(eqn):
+        for body in open_bodies(eqn):
             yield from drawing(body)
 
 
@@ -312,16 +312,9 @@ def _same_array(a: Any, b: Any) -> bool:
     return np.array_equal(a, b)
 
 
-def _where(eqn: Any) -> str:
+def _where(eqn: Equation) -> str:
     return f"{name_stack(eqn) or 'the loss itself'} ({eqn.primitive.name})"
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
-
-
-def _bodies(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for body in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(body, jex.ClosedJaxpr | jex.Jaxpr):
-                yield getattr(body, "jaxpr", body)

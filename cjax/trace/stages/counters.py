@@ -14,7 +14,7 @@ from jax.extend import core as jex
 
 from cjax.trace.emit.emit import bind
 from cjax.trace.jaxpr.groups import variables
-from cjax.trace.jaxpr.simplify import scan_counts
+from cjax.trace.jaxpr.view import Equation, is_scan, scan_of
 
 Kinds = frozenset[str]
 
@@ -29,25 +29,23 @@ def depends(eqns: Sequence[Any], on: dict[Any, Kinds], mark: Callable[[Any, Kind
     """
     for eqn in eqns:
         ins = [on.get(v, frozenset()) if not isinstance(v, jex.Literal) else frozenset() for v in eqn.invars]
-        if eqn.primitive.name == "scan":
+        if is_scan(eqn):
             outs = _of_scan(eqn, ins)
         else:
             outs = [frozenset().union(*ins)] * len(eqn.outvars)
         on.update((var, mark(eqn, kinds)) for var, kinds in zip(eqn.outvars, outs, strict=True))
 
 
-def _of_scan(eqn: Any, ins: Sequence[Kinds]) -> list[Kinds]:
-    body, (num_consts, num_carry) = eqn.params["jaxpr"].jaxpr, scan_counts(eqn)
-    ins = list(ins)
+def _of_scan(eqn: Equation, ins: Sequence[Kinds]) -> list[Kinds]:
+    loop, ins = scan_of(eqn), list(ins)
     while True:
-        on = dict(zip(body.invars, ins, strict=True))
-        depends(body.eqns, on, lambda eqn, kinds: kinds)
-        outs = [on.get(v, frozenset()) if not isinstance(v, jex.Literal) else frozenset() for v in body.outvars]
-        new = list(ins)
-        for i in range(num_carry):
-            new[num_consts + i] = ins[num_consts + i] | outs[i]
+        on = dict(zip(loop.body.invars, ins, strict=True))
+        depends(loop.body.eqns, on, lambda eqn, kinds: kinds)
+        outs = [on.get(v, frozenset()) if not isinstance(v, jex.Literal) else frozenset() for v in loop.body.outvars]
+        carries = [before | after for before, after in zip(loop.carries(ins), loop.last(outs), strict=True)]
+        new = [*loop.consts(ins), *carries, *loop.xs(ins)]
         if new == ins:
-            return [*new[num_consts : num_consts + num_carry], *outs[num_carry:]]
+            return [*carries, *loop.ys(outs)]
         ins = new
 
 
@@ -55,7 +53,7 @@ def _of_scan(eqn: Any, ins: Sequence[Kinds]) -> list[Kinds]:
 class _Loop:
     """Of a scan, what some of its results need."""
 
-    eqn: Any
+    eqn: Equation
     carries: tuple[int, ...]
     xs: tuple[int, ...]
     outs: tuple[int, ...]
@@ -63,37 +61,35 @@ class _Loop:
 
     @property
     def reads(self) -> list[Any]:
-        num_consts, num_carry = scan_counts(self.eqn)
-        body, inner = self.eqn.params["jaxpr"].jaxpr, _read_by(self.eqns)
-        consts = [a for a, v in zip(self.eqn.invars[:num_consts], body.invars[:num_consts], strict=True) if v in inner]
-        carries = [self.eqn.invars[num_consts + i] for i in self.carries]
-        return [*consts, *carries, *(self.eqn.invars[num_consts + num_carry + i] for i in self.xs)]
+        loop, inner = scan_of(self.eqn), _read_by(self.eqns)
+        pairs = zip(loop.consts(self.eqn.invars), loop.consts(loop.body.invars), strict=True)
+        carries, xs = loop.carries(self.eqn.invars), loop.xs(self.eqn.invars)
+        return [*(a for a, v in pairs if v in inner), *(carries[i] for i in self.carries), *(xs[i] for i in self.xs)]
 
     def run(self, read: Callable[[Any], Any]) -> dict[Any, Any]:
-        eqn, (num_consts, num_carry) = self.eqn, scan_counts(self.eqn)
-        closed = eqn.params["jaxpr"]
-        body, first_x = closed.jaxpr, num_consts + num_carry
-        known = dict(zip(body.constvars, closed.consts, strict=True))
-        inner = _read_by(self.eqns)
-        pairs = zip(body.invars[:num_consts], eqn.invars[:num_consts], strict=True)
+        eqn, loop = self.eqn, scan_of(self.eqn)
+        body, inner = loop.body, _read_by(self.eqns)
+        known = dict(zip(body.constvars, loop.closed.consts, strict=True))
+        pairs = zip(loop.consts(body.invars), loop.consts(eqn.invars), strict=True)
         known |= {v: read(atom) for v, atom in pairs if v in inner}
 
         def turn(carry: Any, x: Any) -> Any:
-            env = known | dict(zip([body.invars[num_consts + i] for i in self.carries], carry, strict=True))
-            env |= dict(zip([body.invars[first_x + i] for i in self.xs], x, strict=True))
+            carries, slices = loop.carries(body.invars), loop.xs(body.invars)
+            env = known | dict(zip([carries[i] for i in self.carries], carry, strict=True))
+            env |= dict(zip([slices[i] for i in self.xs], x, strict=True))
             evaluate(self.eqns, lambda v: v.val if isinstance(v, jex.Literal) else env[v], env.update)
 
             def result(i: int) -> Any:
                 v = body.outvars[i]
                 return jnp.asarray(v.val, eqn.outvars[i].aval.dtype) if isinstance(v, jex.Literal) else env[v]
 
-            return [result(i) for i in self.carries], [result(num_carry + i) for i in self.outs]
+            return [result(i) for i in self.carries], [result(loop.num_carry + i) for i in self.outs]
 
-        initial = [read(eqn.invars[num_consts + i]) for i in self.carries]
-        xs = [read(eqn.invars[first_x + i]) for i in self.xs]
-        final, outs = lax.scan(turn, initial, xs, length=eqn.params["length"], reverse=eqn.params["reverse"])
+        initial = [read(loop.carries(eqn.invars)[i]) for i in self.carries]
+        xs = [read(loop.xs(eqn.invars)[i]) for i in self.xs]
+        final, outs = lax.scan(turn, initial, xs, length=loop.length, reverse=loop.reverse)
         found = {eqn.outvars[i]: value for i, value in zip(self.carries, final, strict=True)}
-        return found | {eqn.outvars[num_carry + i]: value for i, value in zip(self.outs, outs, strict=True)}
+        return found | {loop.ys(eqn.outvars)[i]: value for i, value in zip(self.outs, outs, strict=True)}
 
 
 def narrowed(eqns: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
@@ -103,24 +99,24 @@ def narrowed(eqns: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
     for eqn in reversed(eqns):
         if not live & set(eqn.outvars):
             continue
-        item = _narrow(eqn, live) if eqn.primitive.name == "scan" else eqn
+        item = _narrow(eqn, live) if is_scan(eqn) else eqn
         found.append(item)
         live = (live - set(eqn.outvars)) | _read_by([item])
     return found[::-1]
 
 
-def _narrow(eqn: Any, live: set[Any]) -> _Loop:
-    body, (num_consts, num_carry) = eqn.params["jaxpr"].jaxpr, scan_counts(eqn)
-    carries = {i for i in range(num_carry) if eqn.outvars[i] in live}
-    outs = [i for i, var in enumerate(eqn.outvars[num_carry:]) if var in live]
-    first_x = num_consts + num_carry
+def _narrow(eqn: Equation, live: set[Any]) -> _Loop:
+    loop = scan_of(eqn)
+    last, ys = loop.last(loop.body.outvars), loop.ys(loop.body.outvars)
+    carries = {i for i, var in enumerate(loop.last(eqn.outvars)) if var in live}
+    outs = [i for i, var in enumerate(loop.ys(eqn.outvars)) if var in live]
     while True:
-        wanted = [body.outvars[i] for i in sorted(carries)] + [body.outvars[num_carry + i] for i in outs]
-        needed = narrowed(body.eqns, wanted)
+        wanted = [last[i] for i in sorted(carries)] + [ys[i] for i in outs]
+        needed = narrowed(loop.body.eqns, wanted)
         read = {v for v in wanted if not isinstance(v, jex.Literal)} | _read_by(needed)
-        more = {i for i in range(num_carry) if body.invars[num_consts + i] in read}
+        more = {i for i, var in enumerate(loop.carries(loop.body.invars)) if var in read}
         if more <= carries:
-            xs = tuple(i for i, var in enumerate(body.invars[first_x:]) if var in read)
+            xs = tuple(i for i, var in enumerate(loop.xs(loop.body.invars)) if var in read)
             return _Loop(eqn, tuple(sorted(carries)), xs, tuple(outs), tuple(needed))
         carries |= more
 

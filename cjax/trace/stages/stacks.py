@@ -17,7 +17,7 @@ from jax.extend import core as jex
 from cjax.trace.emit.emit import Hooks, layer_of
 from cjax.trace.jaxpr.cost import cost, equation_cost
 from cjax.trace.jaxpr.groups import variables
-from cjax.trace.jaxpr.simplify import scan_counts
+from cjax.trace.jaxpr.view import Equation, scan_of
 from cjax.trace.layers.repeats import Run
 from cjax.trace.reading import Trace
 from cjax.trace.stages.counters import depends
@@ -305,7 +305,7 @@ def _depends(
     eqns = trace.closed.jaxpr.eqns
     inside = {id(eqn) for stack in stacks for eqn in eqns[stack.start : stack.stop]}
 
-    def mark(eqn: Any, kinds: frozenset[str]) -> frozenset[str]:
+    def mark(eqn: Equation, kinds: frozenset[str]) -> frozenset[str]:
         return kinds | {"stack"} if id(eqn) in inside and kinds & {"batch", "params", "frozen"} else kinds
 
     depends(eqns, on, mark)
@@ -345,20 +345,18 @@ def _read_elsewhere(trace: Trace, run: Run) -> set[Any]:
     return found | {var for var, count in counts.items() if count > 1}
 
 
-def _of_scan(trace: Trace, eqn: Any, at: int, index: dict[Any, int], weights: set[int]) -> Stack:
-    num_consts, num_carry = scan_counts(eqn)
-    first_x = num_consts + num_carry
-    body = eqn.params["jaxpr"].jaxpr
-    pairs = list(zip(body.invars[first_x:], eqn.invars[first_x:], strict=True))
+def _of_scan(trace: Trace, eqn: Equation, at: int, index: dict[Any, int], weights: set[int]) -> Stack:
+    loop = scan_of(eqn)
+    pairs = list(zip(loop.xs(loop.body.invars), loop.xs(eqn.invars), strict=True))
     readers = [v for other in trace.closed.jaxpr.eqns for v in variables(other)]
     leaves = {v: (index[v],) for _, v in pairs if index.get(v, -1) in weights and readers.count(v) == 1}
     xs = tuple((inner, (outer,)) for inner, outer in pairs)
     others = [(v,) for _, v in pairs if v not in leaves]
-    shared = dict.fromkeys(v for v in eqn.invars[:num_consts] if not isinstance(v, jex.Literal))
-    flops = cost(eqn.params["jaxpr"]).matmul_flops * eqn.params["length"]
-    usable = not eqn.params["reverse"]
+    shared = dict.fromkeys(v for v in loop.consts(eqn.invars) if not isinstance(v, jex.Literal))
+    flops = cost(loop.closed).matmul_flops * loop.length
+    usable = not loop.reverse
     return Stack(
-        at, at + 1, eqn.params["length"], eqn, tuple(leaves.values()) if usable else (),
-        (*((v,) for v in shared), *others), xs, tuple(eqn.invars[num_consts:first_x]), tuple(eqn.outvars[:num_carry]),
-        tuple((v,) for v in eqn.outvars[num_carry:]), (), flops, bool(leaves) and usable,
+        at, at + 1, loop.length, eqn, tuple(leaves.values()) if usable else (),
+        (*((v,) for v in shared), *others), xs, tuple(loop.carries(eqn.invars)), tuple(loop.last(eqn.outvars)),
+        tuple((v,) for v in loop.ys(eqn.outvars)), (), flops, bool(leaves) and usable,
     )  # fmt: skip

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from zoo import MODELS
 
 from cjax.trace.attention.bounds import bounds
 from cjax.trace.attention.find import Attention, find_attentions
 from cjax.trace.author.capture import capture
-from cjax.trace.jaxpr.simplify import REMAT_NAMES, simplify
+from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.source import Source
 
 B, S, H, D = 2, 12, 6, 5
@@ -36,7 +38,7 @@ def everywhere(jaxpr: Any) -> tuple[int, list[str]]:
     found, reasons = find_attentions(jaxpr.eqns, jaxpr.outvars, weights=jaxpr.invars)
     count = len(found)
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan" or eqn.primitive.name in REMAT_NAMES:
+        if eqn.primitive.name == "scan" or facts_of(eqn).remat:
             inner = eqn.params["jaxpr"]
             more, others = everywhere(getattr(inner, "jaxpr", inner))
             count, reasons = count + more * eqn.params.get("length", 1), reasons + others
@@ -86,6 +88,14 @@ def test_masks_by_position_need_no_input() -> None:
     found = only(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True), Q, Q, Q)
     assert found.leaves == ()
     assert len(found.group.ins) == 3
+
+
+def test_weights_that_have_a_name() -> None:
+    def function(q: Any, k: Any, v: Any) -> Any:
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", checkpoint_name(weights, "weights"), v)
+
+    assert len(only(function, Q, Q, Q).group.ins) == 3
 
 
 def test_one_variable_in_two_places() -> None:

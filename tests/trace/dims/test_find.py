@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 from cjax.trace.dims.find import Dims, find_dims
+from cjax.trace.dims.rules import RULES
+from cjax.trace.jaxpr.primitives import FACTS
 from cjax.trace.jaxpr.simplify import simplify
 
 Shape = tuple[int, ...]
@@ -90,6 +92,13 @@ TABLE: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "lookup": (lambda table, ids: table[ids], ((7, 3), ints(4, 5)), "ab,cd->cdb"),
     "take_along_axis": (lambda x, i: jnp.take_along_axis(x, i, 1), ((4, 7), ints(4, 2)), "ab,ac->ac"),
     "scatter": (lambda x, i, u: x.at[i].add(u), ((7, 3), ints(4), (4, 3)), "ab,c,cb->ab"),
+    "scatter max": (lambda x, i, u: x.at[i].max(u), ((3, 3), ints(3), (3, 3)), "ab,c,cb->ab"),
+    "fft": (jnp.fft.rfft2, ((4, 5, 3, 6),), "abcd->abef"),
+    "cholesky": (lambda x: lax.linalg.cholesky(x, symmetrize_input=False), ((4, 3, 3),), "abc->ade"),
+    "qr": (lambda x: lax.linalg.qr(x), ((4, 5, 3),), "abc->ade,afg"),
+    "svd": (lambda x: jnp.linalg.svd(x, compute_uv=False), ((4, 5, 3),), "abc->ad"),
+    "triangular solve": (lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), ((4, 3, 3), (4, 3, 3)),
+                         "abc,ade->afg"),
     "sort": (jnp.sort, ((4, 3),), "ab->ab"),
     "top_k": (lambda x: lax.top_k(x, 2), ((4, 3),), "ab->ac,ac"),
     "iota": (lambda x: lax.iota(INT, 4), ((4,),), "a->b"),
@@ -119,14 +128,19 @@ def test_dims_of_one_size_are_not_one_dim() -> None:
     assert relation(lambda x: x + x.T, (4, 4)) == "aa->aa"
 
 
-def test_unknown_primitives_relate_nothing_and_are_counted() -> None:
-    def function(x: jax.Array) -> jax.Array:
-        values, vectors = jnp.linalg.eigh(x)
-        return vectors * values
+@pytest.mark.parametrize("name", ["fft", "cholesky"])
+def test_primitives_without_facts_relate_nothing_and_are_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = TABLE[name][0]
+    assert relation(function, (5, 3, 3)) == "abc->ade"  # rows alone are the same
+    monkeypatch.delitem(RULES, name)
+    monkeypatch.delitem(FACTS, name)
+    closed, dims = traced(function, [(5, 3, 3)])
+    assert dict(dims.unknown) == {name: 1}
+    assert not set(dims.of(closed.jaxpr.invars[0])) & set(dims.of(closed.jaxpr.outvars[0]))
 
-    closed, dims = traced(function, [(3, 3)])
-    assert dict(dims.unknown) == {"eigh": 1}
-    assert not set(dims.of(closed.jaxpr.invars[0])) & set(dims.of(closed.jaxpr.outvars[0])[1:])
+
+def test_barriers_relate_each_operand_to_its_result_alone() -> None:
+    assert relation(lambda x, y: lax.optimization_barrier((x, y)), (3, 4), (3, 4)) == "ab,cd->ab,cd"
 
 
 # -- reshapes ---------------------------------------------------------------------------------------------------------

@@ -16,12 +16,22 @@ def limits(function: Callable[..., Any], *shapes: tuple[int, ...]) -> dict[int, 
     return index_limits(simplify(jax.make_jaxpr(function)(jax.ShapeDtypeStruct((3, 2), jnp.int32), *structs)), [0])
 
 
+@jax.custom_jvp
+def looked_up(table: Any, indices: Any) -> Any:
+    return table[indices]
+
+
+looked_up.defjvp(lambda primals, tangents: (looked_up(*primals), tangents[0][primals[1]]))
+
 LOOKUPS: dict[str, Callable[..., Any]] = {
     "brackets": lambda i, t: t[i],
     "take": lambda i, t: jnp.take(t, i, axis=0),
     "a part": lambda i, t: t[i[:, 1:]],
     "reshaped": lambda i, t: t[i.reshape(-1)],
     "transposed and widened": lambda i, t: t[i.T.astype(jnp.uint32)],
+    "one of its halves": lambda i, t: t[jnp.split(i, 2, axis=1)[1]],
+    "one after the other": lambda i, t: t[jax.lax.dynamic_slice_in_dim(i, 1, 1)],
+    "in a derivative of its own": lambda i, t: looked_up(t, i),
     "along an axis": lambda i, t: jnp.take_along_axis(t, i, axis=0),
     "jitted": lambda i, t: jax.jit(lambda i: t[i])(i),
     "the smallest counts": lambda i, t, big: (t[i], big[i]),

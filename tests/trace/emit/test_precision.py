@@ -79,6 +79,11 @@ def test_adding_between_matmuls_stays_low() -> None:
     assert found["add"] == found["max"] == [LOW]
 
 
+def test_stacking_between_matmuls_stays_low() -> None:
+    found = dtypes(lambda w, x: jnp.stack([x @ w, x @ w]) @ w, W, X)
+    assert all(dtype == LOW for name in ("stack", "concatenate") for dtype in found.get(name, []))
+
+
 def test_adding_what_is_high_is_high() -> None:
     """x is no weight and no result of a matmul: the residual stream keeps what it was given."""
     found = dtypes(lambda w, x: (x + x @ w) @ w, W, X)

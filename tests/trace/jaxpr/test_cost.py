@@ -110,3 +110,16 @@ def test_by_equation_adds_up():
     assert len(parts) == len(closed.eqns)
     assert sum(parts, Cost()) == cost(closed)
     assert parts[0].matmul_flops == 54
+
+
+def test_ragged_matmuls_are_matmuls():
+    sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 5), (3, 5, 7))]
+    assert cost(jax.make_jaxpr(jax.lax.ragged_dot)(*args, sizes)).matmul_flops == 2 * 8 * 5 * 7
+
+
+def test_what_is_written_to_places_counts_once_however_it_combines():
+    table, rows, places = jnp.ones((6, 5)), jnp.ones((4, 5)), jnp.arange(4)
+    made = {how: cost(simplify(jax.make_jaxpr(lambda t, r, i, how=how: getattr(t.at[i], how)(r))(table, rows, places)))
+            for how in ("add", "subtract", "max")}  # fmt: skip
+    assert made["subtract"] == made["add"] == made["max"]

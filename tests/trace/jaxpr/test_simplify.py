@@ -12,7 +12,8 @@ from flax import nnx
 from jax.extend.core import Literal, jaxpr_as_fun
 
 from cjax.trace.jaxpr.identity import equation_key
-from cjax.trace.jaxpr.simplify import REMAT_NAMES, scan_counts, simplify
+from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.simplify import simplify
 
 
 class Block(nn.Module):
@@ -89,7 +90,7 @@ def test_equal_layers_have_equal_equations(remat):
     blocks = [[] for _ in range(3)]
     for eqn in flat.eqns:
         for index in range(3):
-            if f"block_{index}" in str(eqn.source_info.name_stack) or (remat and eqn.primitive.name in REMAT_NAMES):
+            if f"block_{index}" in str(eqn.source_info.name_stack) or (remat and facts_of(eqn).remat):
                 blocks[index].append(equation_key(eqn))
                 break
     keys = blocks[0] if remat else None
@@ -102,7 +103,7 @@ def test_equal_layers_have_equal_equations(remat):
 
 def test_remat_blocks_take_their_seeds_as_operands():
     closed, _ = stack_trace(2, remat=True)
-    remats = [eqn for eqn in simplify(closed).eqns if eqn.primitive.name in REMAT_NAMES]
+    remats = [eqn for eqn in simplify(closed).eqns if facts_of(eqn).remat]
     seeds = [[int(atom.val) for atom in eqn.invars if isinstance(atom, Literal)] for eqn in remats]
     assert len(seeds) == 2 and len(seeds[0]) == 1 and seeds[0] != seeds[1]
 
@@ -190,14 +191,6 @@ def test_bodies_keep_calls_that_own_arrays():
     closed = jax.make_jaxpr(function)(table)
     flat = simplify(closed)
     np.testing.assert_array_equal(jax.jit(jaxpr_as_fun(flat))(table)[0], jax.jit(function)(table))
-
-
-def test_scan_counts():
-    def function(x):
-        return jax.lax.scan(lambda c, row: ((c[0] * x.sum(), c[1] + 1), c[1] + row), (x, x), jnp.ones((3, 2)))
-
-    (eqn,) = [eqn for eqn in simplify(jax.make_jaxpr(function)(jnp.ones(2))).eqns if eqn.primitive.name == "scan"]
-    assert scan_counts(eqn) == (1, 2)
 
 
 def clip_gradient(limit):

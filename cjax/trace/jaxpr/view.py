@@ -1,0 +1,126 @@
+"""Equations and loops as analyses read them: their types, their bodies, and what a scan does with its operands."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from cjax.jax_compat.jaxprs import scan_tree_counts
+
+T = TypeVar("T")
+
+
+class Equation(Protocol):
+    """What analyses read of an equation. JAX's own is one; it declares its operands' types without shape and dtype."""
+
+    @property
+    def primitive(self) -> Any: ...
+
+    @property
+    def invars(self) -> Sequence[Any]: ...
+
+    @property
+    def outvars(self) -> Sequence[Any]: ...
+
+    @property
+    def params(self) -> dict[str, Any]: ...
+
+    @property
+    def effects(self) -> Any: ...
+
+    @property
+    def source_info(self) -> Any: ...
+
+    @property
+    def replace(self) -> Callable[..., Any]: ...
+
+
+def bodies(eqn: Equation) -> Iterator[Any]:
+    """The jaxprs that an equation holds, with their constants where it has any."""
+    for value in eqn.params.values():
+        for body in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(body, ClosedJaxpr | Jaxpr):
+                yield body
+
+
+def open_bodies(eqn: Equation) -> Iterator[Any]:
+    """The jaxprs that an equation holds, without their constants."""
+    for body in bodies(eqn):
+        yield getattr(body, "jaxpr", body)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A `scan` equation: what each of its operands and results is.
+
+    Operands are constants, carries and what each turn gets its own slice of (`xs`), in this order; results are the last
+    carries and what turns give one by one (`ys`). Its body takes and gives the same, without the loop's dim.
+    """
+
+    eqn: Equation
+    num_consts: int
+    num_carry: int
+
+    @property
+    def first_x(self) -> int:
+        return self.num_consts + self.num_carry
+
+    @property
+    def closed(self) -> Any:
+        return self.eqn.params["jaxpr"]
+
+    @property
+    def body(self) -> Any:
+        return self.closed.jaxpr
+
+    @property
+    def length(self) -> int:
+        return self.eqn.params["length"]
+
+    @property
+    def reverse(self) -> bool:
+        return self.eqn.params["reverse"]
+
+    def consts(self, operands: Sequence[T]) -> list[T]:
+        """Of operands, or of whatever there is one of for each, those that all turns read."""
+        return list(operands[: self.num_consts])
+
+    def carries(self, operands: Sequence[T]) -> list[T]:
+        """Those that a turn hands to the next."""
+        return list(operands[self.num_consts : self.first_x])
+
+    def xs(self, operands: Sequence[T]) -> list[T]:
+        """Those that each turn reads its own slice of."""
+        return list(operands[self.first_x :])
+
+    def last(self, results: Sequence[T]) -> list[T]:
+        """Of results, or of whatever there is one of for each, the carries of the last turn."""
+        return list(results[: self.num_carry])
+
+    def ys(self, results: Sequence[T]) -> list[T]:
+        """Those that each turn gives its own slice of."""
+        return list(results[self.num_carry :])
+
+
+def scan_of(eqn: Equation) -> Scan:
+    """The view of a `scan` equation.
+
+    >>> import jax, jax.numpy as jnp
+    >>> jaxpr = jax.make_jaxpr(lambda w, xs: jax.lax.scan(lambda c, x: (c * w + x, c), 0.0, xs))(2.0, jnp.ones(3)).jaxpr
+    >>> view = scan_of(jaxpr.eqns[-1])
+    >>> view.num_consts, view.num_carry, view.length, len(view.xs(jaxpr.eqns[-1].invars))
+    (1, 1, 3, 1)
+    """
+    return Scan(eqn, *_scan_counts(eqn))
+
+
+def _scan_counts(eqn: Equation) -> tuple[int, int]:
+    """How many operands are constants and how many are carries, on every supported JAX."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    return scan_tree_counts(eqn)
+
+
+def is_scan(eqn: Equation) -> bool:
+    return eqn.primitive.name == "scan"
