@@ -34,7 +34,8 @@ class Executor:
       axis: the mesh axis of the stages.
       total: results of the loss -> (its total, results that are added up over micro-batches).
       states: carried values that are made of examples: their place among what is given, who makes them ("layers",
-        "before" or "after" them), the stack, and which of its. Micro-batches make them one after the other.
+        "before" or "after" them), the stack, and which of its; of those outside of layers all that are kept together.
+        Micro-batches make them one after the other.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Executor:
         trained: Sequence[Sequence[bool]],
         axis: str,
         total: Callable[[Arrays], tuple[jax.Array, Any]],
-        states: Sequence[tuple[int, str, int, int]] = (),
+        states: Sequence[tuple[int, str, int, Any]] = (),
     ) -> None:
         self._stages, self._schedule, self._part, self._axis, self._total = stages, schedule, part, axis, total
         self._states = list(states)
@@ -171,7 +172,12 @@ class _Run:
             given[place] = x
         return given
 
-    def _with_states(self, state: State, whose: str, k: int, new: Callable[[int, Any], Any]) -> State:
+    def _outside(self, whose: str, new: Arrays) -> Arrays:
+        """New states that are made "before" or "after" the layers, as they are kept: those of layers on one dim."""
+        found = [[new[j] for j in of] for _, maker, _, of in self.states if maker == whose]
+        return [jnp.stack(some) if len(some) > 1 else some[0] for some in found]
+
+    def _with_states(self, state: State, whose: str, k: int, new: Callable[[Any, Any], Any]) -> State:
         """`state` with the states that are `whose` replaced; `new` gets which of them, and the old one."""
         mine = [of[1:3] == (whose, k) for of in self.states]
         old = zip(self.states, state["states"], mine, strict=True)
@@ -298,10 +304,11 @@ class _Run:
         if k == 0 and self.stages.cut.states.before:
             new = self._if(
                 "F", "starts", k, row,
-                lambda: self.stages.states_before(self.shared, given),
+                lambda: self._outside("before", self.stages.states_before(self.shared, given)),
                 lambda: [x for of, x in zip(self.states, state["states"], strict=True) if of[1] == "before"],
             )  # fmt: skip
-            state = self._with_states(state, "before", 0, lambda j, x: new[j].astype(x.dtype))
+            made = iter(new)
+            state = self._with_states(state, "before", 0, lambda _, x: next(made).astype(x.dtype))
         kept = state["ends"][k]
         with self._runs("F", "ends", k):
             ends = lax.cond(  # what is not a stage's own goes to a place of its own, which costs no copy of the others
@@ -435,7 +442,8 @@ class _Run:
             seed = jnp.ones_like(out) if self.scale is None else self.scale.astype(out.dtype)
             results, new = results
             results = jax.tree.map(jnp.add, state["results"], results)
-            state = self._with_states(state, "after", k, lambda j, x: new[j].astype(x.dtype))
+            made = iter(self._outside("after", new))
+            state = self._with_states(state, "after", k, lambda _, x: next(made).astype(x.dtype))
         else:
             seed = [x for x in self.messages.unpack(k + 1, message) if is_real(x)]
             results = state["results"]

@@ -42,14 +42,18 @@ class StagedModel:
         return tuple(at in mine for at in range(len(self.storage.params.slots)))
 
     @functools.cached_property
-    def states(self) -> list[tuple[int, str, int, int]]:
+    def states(self) -> list[tuple[int, str, int, Any]]:
         """Carried values that are made of examples: their place among `given`, who makes them ("layers" of a stack,
-        "before" or "after" the stacks), the stack, and which of its."""
-        states, stacks = self.stages.cut.states, self.stages.cut.stacks
-        whose = {group: ("layers", k, j) for k, of in enumerate(states.layers) for j, (_, group) in enumerate(of)}
-        whose |= {(i,): ("before", 0, j) for j, i in enumerate(states.before)}
-        whose |= {(i,): ("after", len(stacks) - 1, j) for j, i in enumerate(states.after)}
+        "before" or "after" the stacks), the stack, and which of its: one of the layers', or all that are kept together
+        (of layers too cheap to be a stack)."""
+        states, last = self.stages.cut.states, len(self.stages.cut.stacks) - 1
         first, groups = self._num_frozen, self.storage.carried.layer_groups
+        whose: dict[tuple[int, ...], tuple[str, int, Any]] = {
+            group: ("layers", k, j) for k, of in enumerate(states.layers) for j, (_, group) in enumerate(of)
+        }
+        for name, k, made in (("before", 0, states.before), ("after", last, states.after)):
+            whose |= {group: (name, k, tuple(map(made.index, group))) for group in groups if set(group) <= set(made)}
+        assert states.every == {i for group in whose for i in group}, "state is kept with what is made elsewhere"
         assert set(whose) <= set(groups), "state of layers is kept in other groups than their weights"
         return [(first + at, *whose[group]) for at, group in enumerate(groups) if group in whose]
 
