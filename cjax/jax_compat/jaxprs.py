@@ -105,7 +105,7 @@ def called_from(eqn: JaxprEqn, names: Any, traceback: Any) -> dict[str, Any]:
     return {"source_info": eqn.source_info.replace(name_stack=names + eqn.source_info.name_stack, traceback=traceback)}
 
 
-def name_stack(eqn: JaxprEqn) -> Any:
+def name_stack(eqn: Any) -> Any:
     """The scopes around an equation (`jax.named_scope`, Linen's modules): text for `str`, false where there are none.
 
     Private: `source_info`.
