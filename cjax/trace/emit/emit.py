@@ -16,6 +16,7 @@ from jax.extend import core as jex
 
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.dims.find import Scope
+from cjax.trace.jaxpr.compared import SCATTERED, scattered
 from cjax.trace.jaxpr.groups import Changed, Group, arrange, variables
 from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.jaxpr.view import Equation, scan_of
@@ -58,7 +59,10 @@ class Hooks:
 
 def bind(eqn: Equation, ins: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
     """Evaluate one equation as it stands, or with other parameters."""
-    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params if params is None else params))
+    given = eqn.params if params is None else params
+    if eqn.primitive.name in SCATTERED:
+        return [scattered(eqn.primitive, given, *map(jnp.asarray, ins))]
+    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(given))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

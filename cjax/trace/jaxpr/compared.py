@@ -4,17 +4,23 @@ A compiler may compute the elements twice, for the result and for the comparison
 equals it, and JAX's derivative divides zero by zero. XLA does so on CPUs, whatever barrier stands in between, and a
 layer that saves the result and makes the elements again invites it. So where none is equal, the first of the largest is
 meant. Where some are, the derivative is JAX's own: ties share it.
+
+Scattered extremes have the same fault, and worse: a derivative that finds no equal is lost in silence. What is as large
+as the result but for rounding counts as equal there.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core as jex
 
 COMPARED = frozenset(["reduce_max", "reduce_min"])
+SCATTERED = frozenset(["scatter-max", "scatter-min"])
+ROUNDING = 16  # units in the last place by which two ways to the same number differ, and a tie seldom does
 
 
 def compared(jaxpr: Any) -> frozenset[int]:
@@ -64,3 +70,58 @@ def _first(x: jax.Array, axes: Sequence[int], name: str) -> jax.Array:
     if not others:
         return is_it
     return is_it & jnp.expand_dims(_first(extreme(x, (axis,), name), others, name), axis)
+
+
+def scattered(primitive: Any, params: Mapping[str, Any], operand: Any, indices: Any, updates: Any) -> jax.Array:
+    """`scatter_max` or `scatter_min`, whose derivative always has somewhere to go.
+
+    Args:
+      primitive: which of the two.
+      params: those of its equation.
+      operand, indices, updates: as it takes them.
+    """
+    numbers, mode = params["dimension_numbers"], params["mode"]
+
+    def plain(operand: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
+        return primitive.bind(operand, indices, updates, **primitive.get_bind_params(dict(params)))
+
+    if not jnp.issubdtype(operand.dtype, jnp.floating):
+        return plain(operand, indices, updates)
+    scatter = jax.custom_jvp(plain)
+
+    @scatter.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        operand, indices, new = primals
+        out = scatter(operand, indices, new)
+        numbers_of_gather, sizes = _inverse(numbers, operand.shape, new.shape)
+
+        def at_indices(array: jax.Array) -> jax.Array:
+            return lax.gather(array, indices, numbers_of_gather, sizes, mode=mode)
+
+        def added(array: jax.Array, values: jax.Array) -> jax.Array:
+            return lax.scatter_add(array, indices, values, numbers, mode=mode)
+
+        before, result, zeros = at_indices(operand), at_indices(out), jnp.zeros_like(operand)
+        limit = ROUNDING * jnp.finfo(out.dtype).eps * jnp.abs(result)
+        stays, wins = ((jnp.abs(x - result) <= limit).astype(out.dtype) for x in (before, new))
+        number = jnp.maximum(at_indices(added(zeros, wins)) + stays, 1)  # that share it, for each update
+        asked = jnp.maximum(at_indices(added(zeros, jnp.ones_like(wins))), 1)  # each takes its part of what goes
+        change = at_indices(tangents[0]) * (stays / number - 1) / asked + tangents[2] * wins / number
+        return out, added(tangents[0], change)
+
+    return scatter(operand, indices, updates)
+
+
+def _inverse(numbers: Any, shape: Sequence[int], updates: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
+    """The gather that reads where a scatter writes."""
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    windows = iter(numbers.update_window_dims)
+    sizes = tuple(1 if dim in gone else updates[next(windows)] for dim in range(len(shape)))
+    dims = lax.GatherDimensionNumbers(
+        offset_dims=numbers.update_window_dims,
+        collapsed_slice_dims=numbers.inserted_window_dims,
+        start_index_map=numbers.scatter_dims_to_operand_dims,
+        operand_batching_dims=numbers.operand_batching_dims,
+        start_indices_batching_dims=numbers.scatter_indices_batching_dims,
+    )
+    return dims, sizes

@@ -6,9 +6,12 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.extend import core as jex
 
 import cjax
+from cjax.trace.emit.emit import bind
 from cjax.trace.jaxpr import compared
+from cjax.trace.jaxpr.simplify import simplify
 
 
 @pytest.mark.parametrize("axes", [(0,), (1,), (0, 2), (0, 1, 2), ()])
@@ -29,6 +32,32 @@ def test_where_none_is_equal_the_first_of_the_largest_counts() -> None:
     x = jnp.asarray([[1.0, 3.0, 3.0], [2.0, 0.0, -1.0]])
     assert compared._first(x, (1,), "reduce_max").tolist() == [[False, True, False], [True, False, False]]
     assert compared._first(x, (0, 1), "reduce_min").tolist() == [[False] * 3, [False, False, True]]
+
+
+def written(function, how: str):
+    """Gradients by operand and updates of rows written to rows 1, 1 and 3, some of them ties."""
+    rng = np.random.default_rng(1)
+    operand, updates = (jnp.asarray(rng.integers(0, 4, (n, 5)), jnp.float32) for n in (4, 3))
+    return jax.grad(lambda x, u: (function(x, u, how) ** 2 * jnp.arange(5.0)).sum(), argnums=(0, 1))(operand, updates)
+
+
+def by_jax(x: jax.Array, updates: jax.Array, how: str) -> jax.Array:
+    return getattr(x.at[jnp.asarray([1, 1, 3])], how)(updates)
+
+
+@pytest.mark.parametrize("how", ["max", "min"])
+def test_scattered_extremes_have_the_derivative_of_jax(how: str) -> None:
+    def ours(x: jax.Array, updates: jax.Array, how: str) -> jax.Array:
+        jaxpr = simplify(jax.make_jaxpr(lambda x, u: by_jax(x, u, how))(x, updates))
+        assert any(eqn.primitive.name in compared.SCATTERED for eqn in jaxpr.eqns)
+        names = (*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars)
+        env = dict(zip(names, (*jaxpr.consts, x, updates), strict=True))
+        for eqn in jaxpr.eqns:
+            ins = [v.val if isinstance(v, jex.Literal) else env[v] for v in eqn.invars]
+            env.update(zip(eqn.outvars, bind(eqn, ins), strict=True))
+        return env[jaxpr.jaxpr.outvars[0]]
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), written(ours, how), written(by_jax, how))
 
 
 class Line(nn.Module):
