@@ -149,5 +149,6 @@ DIMS: Mapping[str, Callable[[Any], tuple[list[Dims], list[Dims]]]] = {
     "sort": lambda eqn: _along(eqn, eqn.params["dimension"]),
     **dict.fromkeys(("eig", "lu"), _matrices),
     "top_k": lambda eqn: _along(eqn, eqn.params["axis"]),
-    "approx_top_k": lambda eqn: _along(eqn, eqn.params["reduction_dimension"]),
+    # JAX's derivative of it has the shape of the whole: nothing is split.
+    "approx_top_k": lambda eqn: ([[None] * eqn.invars[0].aval.ndim], [[None] * v.aval.ndim for v in eqn.outvars]),
 }
