@@ -6,6 +6,7 @@ reduced to the placement that its optimizer state has.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -140,7 +141,7 @@ class Placer(Hooks):
             else:
                 outs = kept(eqn, self._evaluate(eqn, ins, scope, params), self._remat)
         if eqn.primitive.name in PINNED:
-            outs = [self._pin(var, out, scope) for var, out in zip(eqn.outvars, outs, strict=True)]
+            outs = [self._pin(var, out, scope, eqn) for var, out in zip(eqn.outvars, outs, strict=True)]
         return outs
 
     def _evaluate(
@@ -204,6 +205,12 @@ class Placer(Hooks):
         out = self._layout.spec(dims.of(eqn.outvars[0], scope), eqn.outvars[0].aval.shape)
         behind = [axes for d, axes in enumerate(out) if d not in numbers.offset_dims]
         return look_up(eqn, ins[0], ins[1], spec, PartitionSpec(*behind, *rows[len(behind):]), self._mesh)
+
+    def _even(self, spec: PartitionSpec, shape: Sequence[int], dims: Sequence[int]) -> PartitionSpec:
+        """`spec`, those of `dims` whole of which devices would have unequal parts."""
+        sizes = [math.prod(self._mesh.shape[axis] for axis in axes_of_entry(entry)) for entry in spec]
+        uneven = {d for d in dims if d < len(spec) and shape[d] % sizes[d]}
+        return PartitionSpec(*(None if d in uneven else entry for d, entry in enumerate(spec)))
 
     def _indexed(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any] | None:
         """The results of a gather, a scatter or a sort where some axes are manual, and of the others the compiler could
@@ -275,10 +282,14 @@ class Placer(Hooks):
     def carry(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
         return self._pin(var, value, scope)
 
-    def _pin(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
+    def _pin(self, var: Any, value: jax.Array, scope: Scope, eqn: Equation | None = None) -> jax.Array:
         if value.ndim == 0 or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return value
-        return self.constrain(value, self._layout.spec(self._trace.dims.of(var, scope), value.shape))
+        spec = self._layout.spec(self._trace.dims.of(var, scope), value.shape)
+        if eqn is not None and eqn.primitive.name == "gather":  # unequal parts stop XLA at its gradient
+            offsets = eqn.params["dimension_numbers"].offset_dims
+            spec = self._even(spec, value.shape, [d for d in range(value.ndim) if d not in offsets])
+        return self.constrain(value, spec)
 
     def layer(self, body: Callable[..., Any]) -> Callable[..., Any]:
         # Inside a scan the loop itself keeps XLA from merging the second computation with the first.
