@@ -55,7 +55,7 @@ def parallelize(
         wrote it on one device; a plan that computes something else raises `cjax.MismatchError`. A model that does not
         fit one device is not checked, and `program.verified` and the report say so.
 
-    >>> import flax.linen as nn, numpy as np
+    >>> import flax.linen as nn, jax, numpy as np
     >>> batch = {"x": np.ones((8, 3), "float32"), "y": np.zeros((8, 1), "float32")}
     >>> loss = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
     >>> program = parallelize(nn.Dense(1), loss, optax.adamw(1e-3), batch, "data=1", devices=jax.devices()[:1])

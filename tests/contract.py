@@ -123,6 +123,7 @@ SUBJECTS: dict[str, Case] = {
     "nnx_mean": case("nnx", lambda _: lambda rngs: NNXMLP(rngs=rngs), counted_error, regression_batch),
     "linen_part_frozen": MODELS["linen_tied"],
 }
+UNDER_ALL = tuple(SUBJECTS)  # tables of their own, of pipelines say, add subjects that no other plan is for
 WRT = {"linen_part_frozen": "block_[12]"}
 
 

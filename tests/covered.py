@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from contract import SUBJECTS, trace_of
+from contract import UNDER_ALL, trace_of
 
 from cjax.trace.jaxpr.covered import PRIMITIVES
 from cjax.trace.reading import primitives
@@ -20,7 +20,7 @@ VERSION = ".".join(jax.__version__.split(".")[:2])
 WIDTH = 120
 
 
-def in_the_zoo(names: Any = tuple(SUBJECTS)) -> set[str]:
+def in_the_zoo(names: Any = UNDER_ALL) -> set[str]:
     """Primitives in the losses of the models that the contract trains under every plan."""
     return {name for model in names for name in primitives(trace_of(model))}
 

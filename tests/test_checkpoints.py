@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from contract import SUBJECTS, is_key, on_host, program_of
+from contract import UNDER_ALL, is_key, on_host, program_of
 from plans import cover
 from zoo import MODELS
 from zoo_cjax import ROWS
@@ -15,7 +15,7 @@ from zoo_cjax import ROWS
 from cjax.program.saving import arrays_of, shapes_of, state_from
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
-NAMES = list(SUBJECTS)
+NAMES = list(UNDER_ALL)
 # Each once the plan of the run that saves, once of the one that takes over; the second half cuts layers into stages.
 ANY = (
     "data=8 -> tensor=4 zero=1",

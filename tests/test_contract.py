@@ -14,6 +14,7 @@ from contract import (
     ROUNDED,
     SPLIT,
     SUBJECTS,
+    UNDER_ALL,
     assert_close,
     assert_trained_alike,
     author,
@@ -53,7 +54,7 @@ from cjax.program.steps import make_init
 from cjax.tree import leaf_names
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
-NAMES = list(SUBJECTS)
+NAMES = list(UNDER_ALL)
 EXACT_PLANS = [plan for plan in PLANS if not is_refused(plan, BATCH) and plan not in LOW]
 REFUSED = [plan for plan in PLANS if is_refused(plan, BATCH)]
 BROKEN = [  # pairs that broke once

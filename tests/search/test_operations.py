@@ -45,7 +45,9 @@ WRONG = {
     ],
     "Fourier transforms": [Example("rfft 2", {"data": (0, 0), "tensor": (0, 1)}, pins=True)],
     "windows": [Example("average pool", {"tensor": (0, 0), "data": (0, 1)}, {"data": 4, "tensor": 2}, True, "zero")],
-    "scattered extremes": [Example("scatter min channels", {"tensor": (1, 2), "data": (2, 0)}, pins=True)],
+    "scattered extremes": [
+        Example("scatter min channels", {"data": (0, 0), "tensor": (1, 2)}, {"data": 4, "tensor": 2}, pins=True)
+    ],
     "padding between elements": [Example("pad interior", {"data": (1, 2), "tensor": (1, 2)}, pins=True)],
 }
 STOPS = {"sorting": "sort 1"}  # the search's own placements
