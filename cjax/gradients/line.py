@@ -90,16 +90,14 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
             f"{_named(trace, short)} has {short.length}: {instead} a plan without pipeline."
         )
     if names := reads_states(trace, stacks):
-        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         raise ValueError(
-            f"pipeline={plan.pipeline}: this model's loss depends on {', '.join(names[:2])}{more}, which it makes anew "
+            f"pipeline={plan.pipeline}: this model's loss depends on {_two_of(names)}, which it makes anew "
             "of each micro-batch: none could start before the one in front of it is through. Leave `pipeline` out of "
             "the plan, or let the loss in training not read it."
         )
     if names := torn_states(trace, stacks):
-        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         raise ValueError(
-            f"pipeline={plan.pipeline}: this model makes {', '.join(names[:2])}{more} of the examples in one place and "
+            f"pipeline={plan.pipeline}: this model makes {_two_of(names)} of the examples in one place and "
             "reads it in another, which other stages compute: those would read what it was before the step. Update "
             "state where it is read, in the layer, or leave `pipeline` out of the plan."
         )
@@ -141,6 +139,10 @@ def _check_table(table: Schedule, plan: Plan, num_stacks: int) -> None:
         )
     if table.forward_only:
         raise ValueError(f"{given}, and has no B: training needs backwards")
+
+
+def _two_of(names: list[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _named(trace: Trace, stack: Stack) -> str:

@@ -96,20 +96,26 @@ def scattered(primitive: Any, params: Mapping[str, Any], operand: Any, indices: 
         numbers_of_gather, sizes = _inverse(numbers, operand.shape, new.shape)
 
         def at_indices(array: jax.Array) -> jax.Array:
-            return lax.gather(array, indices, numbers_of_gather, sizes, mode=mode)
+            # An update that is dropped is no share of anything: 0 in its place, where JAX would read NaN.
+            return lax.gather(array, indices, numbers_of_gather, sizes, mode=mode, fill_value=0)
 
         def added(array: jax.Array, values: jax.Array) -> jax.Array:
             return lax.scatter_add(array, indices, values, numbers, mode=mode)
 
         before, result, zeros = at_indices(operand), at_indices(out), jnp.zeros_like(operand)
-        limit = ROUNDING * jnp.finfo(out.dtype).eps * jnp.abs(result)
-        stays, wins = ((jnp.abs(x - result) <= limit).astype(out.dtype) for x in (before, new))
+        stays, wins = (_equals(x, result).astype(out.dtype) for x in (before, new))
         number = jnp.maximum(at_indices(added(zeros, wins)) + stays, 1)  # that share it, for each update
         asked = jnp.maximum(at_indices(added(zeros, jnp.ones_like(wins))), 1)  # each takes its part of what goes
         change = at_indices(tangents[0]) * (stays / number - 1) / asked + tangents[2] * wins / number
         return out, added(tangents[0], change)
 
     return scatter(operand, indices, updates)
+
+
+def _equals(x: jax.Array, result: jax.Array) -> jax.Array:
+    """Whether elements are the result, but for rounding; infinite ones are themselves alone."""
+    near = jnp.abs(x - result) <= ROUNDING * jnp.finfo(x.dtype).eps * jnp.abs(result)
+    return (x == result) | (near & jnp.isfinite(result))
 
 
 def _inverse(numbers: Any, shape: Sequence[int], updates: Sequence[int]) -> tuple[Any, tuple[int, ...]]:

@@ -34,30 +34,40 @@ def test_where_none_is_equal_the_first_of_the_largest_counts() -> None:
     assert compared._first(x, (0, 1), "reduce_min").tolist() == [[False] * 3, [False, False, True]]
 
 
-def written(function, how: str):
-    """Gradients by operand and updates of rows written to rows 1, 1 and 3, some of them ties."""
-    rng = np.random.default_rng(1)
-    operand, updates = (jnp.asarray(rng.integers(0, 4, (n, 5)), jnp.float32) for n in (4, 3))
-    return jax.grad(lambda x, u: (function(x, u, how) ** 2 * jnp.arange(5.0)).sum(), argnums=(0, 1))(operand, updates)
+def by_jax(x: jax.Array, updates: jax.Array, rows: tuple[int, ...], how: str) -> jax.Array:
+    return getattr(x.at[jnp.asarray(rows)], how)(updates)
 
 
-def by_jax(x: jax.Array, updates: jax.Array, how: str) -> jax.Array:
-    return getattr(x.at[jnp.asarray([1, 1, 3])], how)(updates)
+def as_traced(x: jax.Array, updates: jax.Array, rows: tuple[int, ...], how: str) -> jax.Array:
+    """The same, its equations evaluated as a trace's are."""
+    jaxpr = simplify(jax.make_jaxpr(lambda x, u: by_jax(x, u, rows, how))(x, updates))
+    assert any(eqn.primitive.name in compared.SCATTERED for eqn in jaxpr.eqns)
+    env = dict(zip((*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars), (*jaxpr.consts, x, updates), strict=True))
+    for eqn in jaxpr.eqns:
+        ins = [v.val if isinstance(v, jex.Literal) else env[v] for v in eqn.invars]
+        env.update(zip(eqn.outvars, bind(eqn, ins), strict=True))
+    return env[jaxpr.jaxpr.outvars[0]]
 
 
+@pytest.mark.parametrize("empty", [None, jnp.inf], ids=["numbers", "infinite"])
+@pytest.mark.parametrize("rows", [(1, 1, 3), (1, 3, 9)], ids=["ties", "dropped"])  # there are four
 @pytest.mark.parametrize("how", ["max", "min"])
-def test_scattered_extremes_have_the_derivative_of_jax(how: str) -> None:
-    def ours(x: jax.Array, updates: jax.Array, how: str) -> jax.Array:
-        jaxpr = simplify(jax.make_jaxpr(lambda x, u: by_jax(x, u, how))(x, updates))
-        assert any(eqn.primitive.name in compared.SCATTERED for eqn in jaxpr.eqns)
-        names = (*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars)
-        env = dict(zip(names, (*jaxpr.consts, x, updates), strict=True))
-        for eqn in jaxpr.eqns:
-            ins = [v.val if isinstance(v, jex.Literal) else env[v] for v in eqn.invars]
-            env.update(zip(eqn.outvars, bind(eqn, ins), strict=True))
-        return env[jaxpr.jaxpr.outvars[0]]
+def test_scattered_extremes_have_the_derivative_of_jax(how: str, rows: tuple[int, ...], empty: float | None) -> None:
+    rng = np.random.default_rng(1)
+    operand, updates = (rng.integers(0, 4, (n, 5)).astype(np.float32) for n in (4, 3))
+    if empty is not None:  # as of segments that nothing is in, and of updates that are masked
+        operand[:3] = updates[0, 2:] = -empty if how == "max" else empty
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), written(ours, how), written(by_jax, how))
+    def gradients(function):
+        def loss(x: jax.Array, updates: jax.Array) -> jax.Array:
+            out = function(x, updates, rows, how)
+            return (jnp.where(jnp.isfinite(out), out, 0) ** 2 * jnp.arange(1.0, 6)).sum()
+
+        return jax.grad(loss, argnums=(0, 1))(operand, updates)
+
+    found, wanted = gradients(as_traced), gradients(by_jax)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, wanted)
+    assert all(np.isfinite(x).all() for x in wanted)
 
 
 class Line(nn.Module):
