@@ -108,7 +108,7 @@ def test_low_precision_is_as_good_as_on_one_device(name: str, plan: str) -> None
     wanted = author(name, num_parts(plan), wide=False).steps[0]
     here, there = (
         value_and_grad(name, text, batch)
-        for text in (plan, f"data=1 microbatches={num_parts(plan)} {plan[plan.index('precision='):].split()[0]}")
+        for text in (plan, f"data=1 microbatches={num_parts(plan)} {plan[plan.index('precision=') :].split()[0]}")
     )
     for given in (here, there):
         assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(given)), "master weights' gradients are float32"
@@ -241,9 +241,7 @@ KEPT = [  # bytes a parameter
 @pytest.mark.parametrize(("plan", "whole"), KEPT)
 def test_init_makes_no_more_than_it_keeps(plan: str, whole: float) -> None:
     """Compiled init: its results are what a device keeps, and beside them is room for random bits alone."""
-    program = cjax.parallelize(
-        lambda rngs: GPT(GPT_SIZES, rngs=rngs), gpt_loss, optax.adamw(1e-3), GPT_BATCH, plan
-    )
+    program = cjax.parallelize(lambda rngs: GPT(GPT_SIZES, rngs=rngs), gpt_loss, optax.adamw(1e-3), GPT_BATCH, plan)
     memory = make_init(program._parts).lower(jax.random.key(0)).compile().memory_analysis()
     size = GPT_SIZES.num_params
     assert memory.output_size_in_bytes == pytest.approx(whole * size, rel=0.1)

@@ -35,9 +35,7 @@ def run(plan: str, devices: list, index: int, num_processes: int) -> list[float]
     mine = rows[index * 8 // num_processes : (index + 1) * 8 // num_processes]
     batch = {"inputs": mine[:, :-1], "targets": mine[:, 1:]}
     shape = {name: jax.ShapeDtypeStruct((8, 16), np.int32) for name in batch}
-    program = cjax.parallelize(
-        lambda rngs: GPT(sizes, rngs=rngs), loss, optax.adam(1e-2), shape, plan, devices=devices
-    )
+    program = cjax.parallelize(lambda rngs: GPT(sizes, rngs=rngs), loss, optax.adam(1e-2), shape, plan, devices=devices)
     state, losses = program.init(0), []
     for _ in range(3):
         state, metrics = program.step(state, batch)

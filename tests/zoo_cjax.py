@@ -70,4 +70,3 @@ ROWS: dict[str, tuple[Any, Any, Any, Callable[[], dict[str, np.ndarray]], tuple[
     ),
     "cjax_llama": (Llama, LLAMAS, llama_loss, lambda: _text(8), (4,)),
 }  # fmt: skip
-

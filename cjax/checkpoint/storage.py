@@ -71,7 +71,7 @@ def start_writing(path: Path, step: int, tree: PyTree, meta: Mapping[str, Any]) 
     if unfit:
         raise ValueError(f"a checkpoint holds arrays of numbers, not {', '.join(unfit)}; `meta` takes anything else")
     if not any(info.num_bytes for info in infos.values()):
-        raise ValueError("there is no array in this tree to be saved; give one such as {\"params\": params}")
+        raise ValueError('there is no array in this tree to be saved; give one such as {"params": params}')
     devices = {"num_devices": jax.device_count(), "num_processes": jax.process_count()}
     summary = describe(path, step, infos, {**devices, **meta})
     # Orbax refuses arrays without elements; their shape, in the description, is all there is to know.

@@ -107,7 +107,7 @@ def _decode(path: Path, content: bytes, encoding: str) -> str:
     try:
         return content.decode(encoding).removeprefix("\ufeff").replace("\r\n", "\n")
     except LookupError as error:
-        raise ValueError(f"{path}: {error}; name its encoding, such as encoding=\"utf-8\"") from error
+        raise ValueError(f'{path}: {error}; name its encoding, such as encoding="utf-8"') from error
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise ValueError(

@@ -196,9 +196,7 @@ def locally_accumulated(
     return gradients
 
 
-def reduced(
-    grads: Arrays, reductions: Sequence[Reduction], axes: Sequence[tuple[str, ...]], mesh: Mesh
-) -> Arrays:
+def reduced(grads: Arrays, reductions: Sequence[Reduction], axes: Sequence[tuple[str, ...]], mesh: Mesh) -> Arrays:
     """Gradients from the devices' own sums, which dim 0 tells apart.
 
     Args:
@@ -247,9 +245,7 @@ def sharing(gradients: Gradients, shared: Shared | None, num_microbatches: int, 
     return whole
 
 
-def divisors(
-    shared: Shared, batch: PyTree, key: jax.Array, num_microbatches: int, num_parts: int
-) -> list[jax.Array]:
+def divisors(shared: Shared, batch: PyTree, key: jax.Array, num_microbatches: int, num_parts: int) -> list[jax.Array]:
     """What each of `num_parts` parts of a batch divides by, whose weights are made a micro-batch at a time."""
     weights, leaves = jex.jaxpr_as_fun(shared.closed), jax.tree.leaves(batch)
     parts = [cut_rows(leaf, num_microbatches) for leaf in leaves if leaf.ndim]

@@ -37,9 +37,7 @@ class Line:
     @property
     def rows(self) -> Mapping[tuple[int, ...], Rows]:
         """For the weights of layers, how these are spread over the stages."""
-        return {
-            group: Rows(PIPE, self.part.order(k)) for k, stack in enumerate(self.stacks) for group in stack.weights
-        }
+        return {group: Rows(PIPE, self.part.order(k)) for k, stack in enumerate(self.stacks) for group in stack.weights}
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -119,7 +119,7 @@ def resolve_devices(devices: Sequence[Device] | str | None = None) -> list[Devic
     if name == "cpu":
         found = jax.devices("cpu")
         if num_devices < 1:
-            raise ValueError(f"{devices!r} is no device at all; {len(found)} CPU device(s) here: \"cpu:{len(found)}\".")
+            raise ValueError(f'{devices!r} is no device at all; {len(found)} CPU device(s) here: "cpu:{len(found)}".')
         if num_devices > len(found):
             raise ValueError(f"{devices!r}: {len(found)} CPU device(s) here. Type first: cjax.simulate({num_devices})")
         return found[:num_devices]
@@ -161,9 +161,7 @@ def is_compile_only(devices: Sequence[Device]) -> bool:
     return only_compiles(devices[0])
 
 
-def compile_lowered(
-    lowered: jax.stages.Lowered, devices: Sequence[Device], named: bool = False
-) -> jax.stages.Compiled:
+def compile_lowered(lowered: jax.stages.Lowered, devices: Sequence[Device], named: bool = False) -> jax.stages.Compiled:
     """Compiles a lowered program for the devices it was lowered for, which may be absent.
 
     With `named`, the operations of what comes back have the names that this program gives them: JAX's persistent

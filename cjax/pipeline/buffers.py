@@ -36,17 +36,13 @@ def runs(times: int, turns: int, together: bool) -> Any:
     return jax.named_scope(f"{'all_' if together else ''}runs_{times}_of_{turns}")
 
 
-def branch(
-    row: Row, name: str, k: int, together: bool, yes: Callable[[], Any], no: Callable[[], Any]
-) -> Any:
+def branch(row: Row, name: str, k: int, together: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
     """`yes()` where a row says that a stage `does` an op of stack `k`, or that the op's block `starts` or `ends` it,
     and `no()` elsewhere; `together`, both wherever any stage has reason to."""
     own = (row["does"] == k + 1) & (row[name] > 0)
     if not together:
         return lax.cond(own, yes, no)
-    return lax.cond(
-        row[f"any {name} {k}"], lambda: jax.tree.map(lambda a, b: jnp.where(own, a, b), yes(), no()), no
-    )
+    return lax.cond(row[f"any {name} {k}"], lambda: jax.tree.map(lambda a, b: jnp.where(own, a, b), yes(), no()), no)
 
 
 class Messages:

@@ -192,9 +192,7 @@ class _Run:
         own = [[w for w, trained in zip(self.stacks[k], self.which[k], strict=True) if trained] for k in numbers]
         return {
             "saved": [room(self.derivatives[k].saved, slots[k], rows[k]) for k in numbers],
-            "crossing": [
-                room(self.derivatives[k].crossing, slots[k], rows[k]) if self.split else [] for k in numbers
-            ],
+            "crossing": [room(self.derivatives[k].crossing, slots[k], rows[k]) if self.split else [] for k in numbers],
             "ends": [room(self.payloads[k], end_slots[k]) for k in numbers],
             "inbox": room(self.messages.shapes, wiring.num_messages + 1),
             "shared": room(self.shared),

@@ -42,7 +42,6 @@ class Wiring:
         """The directions in which results of F or B leave."""
         return set(np.unique(self.ops[kind]["way"])) - {0}
 
-
     def turns(self, kind: Kind, name: str, stack: int, together: bool) -> int:
         """In how many ticks a block of this stack does an op, or `starts` or `ends` the stack with it: on the stage
         where that is most often, or on any stage where all take part."""

@@ -78,7 +78,7 @@ def _plain_attention(parts: Parts, audit: Audit) -> list[str]:
         return []
     return [
         "attention is computed as it is written, not by cuDNN's flash kernel, which takes bfloat16 or float16, heads "
-        "of 8 to 128 in eights, no dropout of its weights, and cuDNN itself (pip install \"cjax[gpu]\", or cjax[aot])"
+        'of 8 to 128 in eights, no dropout of its weights, and cuDNN itself (pip install "cjax[gpu]", or cjax[aot])'
     ]
 
 

@@ -209,9 +209,7 @@ def _scored_trace(parts: Parts, source: Source, call: Any, num_parts: int) -> Tr
     """The loss in evaluation mode, or what is called in its place, on one of `num_parts` parts of a batch, read as the
     program's own trace was."""
     like = parts.trace
-    trace = source.read(
-        num_parts, train=False, call=call, forms=like.forms, pairs=like.pairs, at_once=like.at_once
-    )
+    trace = source.read(num_parts, train=False, call=call, forms=like.forms, pairs=like.pairs, at_once=like.at_once)
     if trace.num_loss == 1:
         # A ratio (a masked mean, say) adds up exactly as total and weight; what adds up in no way counts by rows.
         with contextlib.suppress(ValueError):

@@ -281,7 +281,7 @@ class Program:
         """Write a checkpoint of logical arrays, from which any plan can go on."""
         check_alive(state)
         if not isinstance(path, str | Path) or not str(path):
-            raise TypeError(f"save takes the path of a folder, not {path!r}: program.save(\"runs/mine\", state)")
+            raise TypeError(f'save takes the path of a folder, not {path!r}: program.save("runs/mine", state)')
         checkpoint.save(path, arrays_of(state), self.meta(state))
 
     @own_context

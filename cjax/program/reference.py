@@ -117,7 +117,14 @@ def _kinds_of(parts: Parts, wanted: Sequence[Any]) -> frozenset[str]:
 
 
 def _graded(
-    parts: Parts, num: int, params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Any, index: Any,
+    parts: Parts,
+    num: int,
+    params: PyTree,
+    frozen: PyTree,
+    carried: PyTree,
+    batch: PyTree,
+    key: Any,
+    index: Any,
     divide_by: list[jax.Array],
 ) -> Any:
     """Of one of `num` parts: total, weight, aux, gradients of the total, carried state, and its share of a ratio."""

@@ -119,8 +119,15 @@ def make_update(parts: Parts) -> Any:
 
 
 def _gradients(
-    parts: Parts, params: Arrays, frozen: Arrays, carried: Arrays, key: jax.Array, step: jax.Array,
-    scaling: LossScaleState, batch: PyTree, together: bool,
+    parts: Parts,
+    params: Arrays,
+    frozen: Arrays,
+    carried: Arrays,
+    key: jax.Array,
+    step: jax.Array,
+    scaling: LossScaleState,
+    batch: PyTree,
+    together: bool,
 ) -> Graded:
     key = jax.random.fold_in(key, step)
     scale = None if parts.scaling is None else scaling.scale / parts.loss_size

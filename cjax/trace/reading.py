@@ -262,9 +262,7 @@ def _is_chain(run: Run, dims: Dims) -> bool:
     return False
 
 
-def _refined(
-    closed: jex.ClosedJaxpr, leaves: Sequence[Leaf], forms: Mapping[int, Form], dims: Dims
-) -> jex.ClosedJaxpr:
+def _refined(closed: jex.ClosedJaxpr, leaves: Sequence[Leaf], forms: Mapping[int, Form], dims: Dims) -> jex.ClosedJaxpr:
     """The equations on weights whose packed dims are taken apart."""
     ins = [forms.get(i, whole(leaf.shape)) for i, leaf in enumerate(leaves)]
     outs = [whole(atom.aval.shape) for atom in closed.jaxpr.outvars]

@@ -86,9 +86,7 @@ def test_weights_that_were_made_under_a_mesh_come_along() -> None:
 
 
 @pytest.mark.parametrize(("flag", "value"), [("jax_debug_nans", np.nan), ("jax_debug_infs", np.inf)])
-def test_a_loss_that_is_nan_is_told_where_it_is_asked_for(
-    program: cjax.Program, flag: str, value: float
-) -> None:
+def test_a_loss_that_is_nan_is_told_where_it_is_asked_for(program: cjax.Program, flag: str, value: float) -> None:
     batch = rows()
     batch["y"] = np.where(np.arange(3) == 2, np.float32(value), batch["y"])
     state = program.init(0)

@@ -123,9 +123,7 @@ def test_compare_keeps_a_row_for_what_is_refused() -> None:
 
 
 @pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK"), AssertionError(), TypeError("x")])
-def test_compare_goes_on_behind_a_plan_that_does_not_compile(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_goes_on_behind_a_plan_that_does_not_compile(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: cjax.Program) -> Any:
         raise error
 

@@ -120,5 +120,3 @@ def test_operations_are_the_same_under_every_placement(example: Example) -> None
 def test_each_fault_has_an_example() -> None:
     assert {*WRONG, *STOPS} == {fault.name for fault in FAULTS}
     assert all(fault.versions and set(fault.versions) <= set(KNOWN) for fault in FAULTS)
-
-

@@ -69,7 +69,7 @@ class BPE:
                 "or download them again"
             ) from error
         if not self.size:
-            raise ValueError(f"{vocab} holds no token; it should hold the number of each, as {{\"the\": 262, ...}}")
+            raise ValueError(f'{vocab} holds no token; it should hold the number of each, as {{"the": 262, ...}}')
         self._end_of_text = self._tokenizer.token_to_id("<|endoftext|>")
 
     @property

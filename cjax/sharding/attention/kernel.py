@@ -234,8 +234,7 @@ class _Call:
             for part in (node.labels[:first], node.labels[first + width :])
         )
         shape = [
-            self._count(label) if label else size
-            for label, size in zip(node.labels, node.var.aval.shape, strict=True)
+            self._count(label) if label else size for label, size in zip(node.labels, node.var.aval.shape, strict=True)
         ]
         return value.transpose(*before, len(labels), *behind).reshape(shape)
 

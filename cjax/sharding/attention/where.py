@@ -127,6 +127,4 @@ class Places:
             return function
         context = jax.sharding.get_abstract_mesh()
         mesh = context if context.manual_axes else self.mesh
-        return jax.shard_map(
-            function, mesh=mesh, in_specs=ins, out_specs=outs, axis_names=set(axes), check_vma=False
-        )
+        return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs, axis_names=set(axes), check_vma=False)

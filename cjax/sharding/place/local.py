@@ -55,9 +55,7 @@ class LocalRows:
         return [draw_block(eqn, key, draw.shape, shape, starts)]
 
 
-def local_rows(
-    source: Source, trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh
-) -> LocalRows | str:
+def local_rows(source: Source, trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh) -> LocalRows | str:
     """The loss of `trace` on each device's own rows of a micro-batch, or the reason why gradients can't wait.
 
     Args:
@@ -105,9 +103,7 @@ def _read_rows(source: Source, plan: Plan, rows: int, like: Trace) -> Trace:
         raise Unlike(f"the model can't be traced on {rows} rows ({str(error).splitlines()[0]})") from error
 
 
-def _one_row(
-    source: Source, plan: Plan, trace: Trace, num_shards: int
-) -> tuple[Mirror, Trace, dict[int, Draw]]:
+def _one_row(source: Source, plan: Plan, trace: Trace, num_shards: int) -> tuple[Mirror, Trace, dict[int, Draw]]:
     """The loss on one row. JAX takes short cuts past dims of size 1, so this trace matches no other; what the loss does
     with rows is read off a trace of two instead."""
     if num_shards % 2:

@@ -122,8 +122,7 @@ def make_placer(
     reduces_here = plan.zero_stage == 3 or (plan.zero_stage >= 1 and plan.microbatches == 1 and not local)
     gradient = storage.state_specs if reduces_here else storage.used_specs
     weights = {
-        i: WeightPlacement(used, grad)
-        for i, (used, grad) in enumerate(zip(storage.used_specs, gradient, strict=True))
+        i: WeightPlacement(used, grad) for i, (used, grad) in enumerate(zip(storage.used_specs, gradient, strict=True))
     }
     gathers = plan.zero_stage == 3 and math.prod(mesh.shape.values()) > 1
     return Placer(

@@ -204,7 +204,7 @@ class Placer(Hooks):
         # As the result will be: features on one axis leave the batch the others.
         out = self._layout.spec(dims.of(eqn.outvars[0], scope), eqn.outvars[0].aval.shape)
         behind = [axes for d, axes in enumerate(out) if d not in numbers.offset_dims]
-        return look_up(eqn, ins[0], ins[1], spec, PartitionSpec(*behind, *rows[len(behind):]), self._mesh)
+        return look_up(eqn, ins[0], ins[1], spec, PartitionSpec(*behind, *rows[len(behind) :]), self._mesh)
 
     def _even(self, spec: PartitionSpec, shape: Sequence[int], dims: Sequence[int]) -> PartitionSpec:
         """`spec`, those of `dims` whole of which devices would have unequal parts."""

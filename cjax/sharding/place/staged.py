@@ -119,9 +119,7 @@ class StagedModel:
             mine = [at for kind, at in of_stack if kind == "params"]
             found.update(zip(mine, arrays, strict=True))
         slots = self.storage.params.slots
-        return [
-            _fill(slot, found[at]) if at in found else slot.pad(next(others)) for at, slot in enumerate(slots)
-        ]
+        return [_fill(slot, found[at]) if at in found else slot.pad(next(others)) for at, slot in enumerate(slots)]
 
     @functools.cached_property
     def _found(self) -> list[list[tuple[str, int]]]:

@@ -31,9 +31,7 @@ def is_lookup(eqn: Equation) -> bool:
     return all(sizes[d] == n for d, n in enumerate(shape) if d != dims[0])
 
 
-def pick(
-    eqn: Equation, operand: jax.Array, indices: jax.Array, spec: PartitionSpec, dim: int, mesh: Mesh
-) -> jax.Array:
+def pick(eqn: Equation, operand: jax.Array, indices: jax.Array, spec: PartitionSpec, dim: int, mesh: Mesh) -> jax.Array:
     """The result of such a gather; each device looks in its own part of `dim`, and what they find is added up.
 
     Args:

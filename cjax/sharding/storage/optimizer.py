@@ -91,8 +91,12 @@ def store_optimizer(
     num_params, num_state = len(jax.tree.leaves(params_shape)), len(state_leaves)
     run = vectorize(
         closed,
-        [*in_groups, *_offset(storage.groups, num_params), *_offset(params.groups, num_params + num_state),
-         (2 * num_params + num_state,)],
+        [
+            *in_groups,
+            *_offset(storage.groups, num_params),
+            *_offset(params.groups, num_params + num_state),
+            (2 * num_params + num_state,),
+        ],
         [*in_groups, *_offset(storage.groups, num_params)],
     )
     run_init = vectorize(refine(simplify(first), forms, state_forms), in_groups, storage.groups)
@@ -139,9 +143,7 @@ def _owners(param_names: Sequence[str], state_names: Sequence[str]) -> list[tupl
     return owners
 
 
-def _stacks(
-    owners: Sequence[tuple[str, int] | None], param_groups: Sequence[tuple[int, ...]]
-) -> list[tuple[int, ...]]:
+def _stacks(owners: Sequence[tuple[str, int] | None], param_groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     by_owner = {owner: leaf for leaf, owner in enumerate(owners) if owner is not None}
     kinds = sorted({owner[0] for owner in owners if owner is not None})
     stacks = []
@@ -235,9 +237,7 @@ def _shared_dims(
     shape: Sequence[int],
     param_shape: Sequence[int],
 ) -> PartitionSpec:
-    entry_of = {
-        (dims.class_of(d), n): entry for d, n, entry in zip(param, param_shape, [*spec], strict=False) if entry
-    }
+    entry_of = {(dims.class_of(d), n): entry for d, n, entry in zip(param, param_shape, [*spec], strict=False) if entry}
     used: list[Any] = []
     for d, n in zip(own, shape, strict=True):
         entry = entry_of.get((dims.class_of(d), n))

@@ -86,9 +86,7 @@ def incoming(eqn: Equation, labels: Labels, sizes: Mapping[int, int]) -> list[La
     return None
 
 
-def _regroup(
-    labels: Labels, before: Sequence[int], after: Sequence[int], sizes: Mapping[int, int]
-) -> Labels | None:
+def _regroup(labels: Labels, before: Sequence[int], after: Sequence[int], sizes: Mapping[int, int]) -> Labels | None:
     """Labels after a reshape, if it splits no label."""
     parts = []
     for label, size in zip(labels, before, strict=True):

@@ -23,9 +23,7 @@ def positions(trace: Trace) -> tuple[dict[int, int], list[str]]:
             for node in (attention.query, attention.key):
                 roles, classes = attention.dims_of(node.var), trace.dims.of(node.var, scope)
                 sizes = node.var.aval.shape
-                found |= {
-                    c: n for c, role, n in zip(classes, roles, sizes, strict=True) if role in ("query", "key")
-                }
+                found |= {c: n for c, role, n in zip(classes, roles, sizes, strict=True) if role in ("query", "key")}
     return found, list(dict.fromkeys(reasons))
 
 

@@ -84,9 +84,7 @@ class Derivative:
         _evaluate(self._forward.jaxpr.eqns, env)
         return _read(env, self._outs), _read(env, self._saved)
 
-    def backward(
-        self, weights: Arrays, fixed: Arrays, saved: Arrays, gradients: Arrays
-    ) -> tuple[Arrays, Arrays]:
+    def backward(self, weights: Arrays, fixed: Arrays, saved: Arrays, gradients: Arrays) -> tuple[Arrays, Arrays]:
         """The gradient of what the layer was handed, from that of what it handed on; and what crosses over to
         `weight_gradients`."""
         env = self._remade(weights, fixed, saved)
@@ -95,9 +93,7 @@ class Derivative:
         _, moving = self._results()
         return self._filled(_read(env, moving), gradients), _read(env, self._crossing)
 
-    def weight_gradients(
-        self, weights: Arrays, fixed: Arrays, saved: Arrays, crossing: Arrays
-    ) -> Arrays:
+    def weight_gradients(self, weights: Arrays, fixed: Arrays, saved: Arrays, crossing: Arrays) -> Arrays:
         """The gradients of the weights, from what is saved and what `backward` handed over."""
         env = self._remade(weights, fixed, saved)
         env.update(zip(self._crossing, crossing, strict=True))
@@ -191,7 +187,6 @@ class Derivative:
         env = dict(zip(jaxpr.constvars, self._forward.consts, strict=True))
         env.update(zip(jaxpr.invars, (*weights, *fixed, *moving), strict=False))
         return env
-
 
 
 def _roots(var: Any, known: set[Any], maker: Mapping[Any, Any]) -> list[Any]:

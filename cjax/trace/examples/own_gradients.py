@@ -54,9 +54,7 @@ def scales(closed: jex.ClosedJaxpr, num_operands: int) -> bool:
     return is_linear(closed, [i >= num_operands for i in range(len(closed.jaxpr.invars))])
 
 
-def judged(
-    context: Context, results: Sequence[Value], grads: Sequence[Value] | None, is_scaled: bool
-) -> list[Value]:
+def judged(context: Context, results: Sequence[Value], grads: Sequence[Value] | None, is_scaled: bool) -> list[Value]:
     """`results`, with a note if their gradients are not those of so many examples each on its own, or do not scale."""
     kinds = {value.kind for value in results}
     if not kinds <= set(_POWER) or grads is None:

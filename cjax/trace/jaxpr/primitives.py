@@ -298,4 +298,3 @@ def goes_by_element(eqn: Equation) -> bool:
 def without_facts(eqn: Equation) -> bool:
     """Whether nothing is known of what an equation does."""
     return not facts_of(eqn).known
-

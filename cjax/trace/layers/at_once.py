@@ -178,9 +178,7 @@ def _renamed(eqn: JaxprEqn, known: dict[Any, Atom], around: JaxprEqn) -> JaxprEq
     return eqn.replace(invars=ins, outvars=outs, **place)
 
 
-def _traced(
-    function: Any, atoms: Sequence[Atom], near: JaxprEqn, scan: JaxprEqn, eqns: list[JaxprEqn]
-) -> list[Atom]:
+def _traced(function: Any, atoms: Sequence[Atom], near: JaxprEqn, scan: JaxprEqn, eqns: list[JaxprEqn]) -> list[Atom]:
     """Appends the equations of `function` on `atoms`, told as `near` is, within `scan`."""
     shapes = [_struct(atom) for atom in atoms]
     closed = jax.make_jaxpr(function)(*shapes)

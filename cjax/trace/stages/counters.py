@@ -126,9 +126,7 @@ def _read_by(items: Sequence[Any]) -> set[Any]:
     return {v for v in atoms if not isinstance(v, jex.Literal)}
 
 
-def evaluate(
-    items: Sequence[Any], read: Callable[[Any], Any], write: Callable[[Mapping[Any, Any]], Any]
-) -> None:
+def evaluate(items: Sequence[Any], read: Callable[[Any], Any], write: Callable[[Mapping[Any, Any]], Any]) -> None:
     """Runs what `narrowed` found."""
     for item in items:
         if isinstance(item, _Loop):

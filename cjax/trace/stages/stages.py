@@ -239,5 +239,3 @@ class Stages:
         if len(entry) > 1:
             return jnp.stack([jnp.asarray(self._emitter.read(env, v)) for v in entry])
         return jnp.asarray(self._emitter.read(env, next(iter(entry))))
-
-

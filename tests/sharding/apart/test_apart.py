@@ -100,9 +100,7 @@ def test_lanes_of_a_convolution() -> None:
     def conv(groups: int, window: int = 3) -> Any:
         def of(x: Any, w: Any) -> Any:
             numbers = ("NWC", "WIO", "NWC")
-            return lax.conv_general_dilated(
-                x, w, (1,), "SAME", dimension_numbers=numbers, feature_group_count=groups
-            )
+            return lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=numbers, feature_group_count=groups)
 
         return equation(of, (8, 6, 12), (window, 12 // groups, 24))
 

@@ -34,6 +34,7 @@ def test_value_and_gradients_are_those_of_the_whole() -> None:
     """`w` is shared by the rows, `x` by the columns: the gradients of both are sums over devices."""
     mesh, (x, w, seed) = grid(row=2, col=2), arrays((ROWS, WIDTH), (WIDTH, OUT), (ROWS, OUT))
     with jax.enable_x64(True):
+
         def call(x: jax.Array, w: jax.Array) -> jax.Array:
             return in_region(product, (x, w), (P("row", None), P(None, "col")), (P("row", "col"),), mesh)[0]
 

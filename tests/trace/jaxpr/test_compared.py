@@ -23,9 +23,7 @@ def test_ties_share_the_derivative_as_in_jax(axes: tuple[int, ...], name: str) -
     def graded(function):
         return jax.grad(lambda x: (function(x) ** 2).sum())(x)
 
-    np.testing.assert_array_equal(
-        graded(lambda x: compared.extreme(x, axes, name)), graded(lambda x: plain(x, axes))
-    )
+    np.testing.assert_array_equal(graded(lambda x: compared.extreme(x, axes, name)), graded(lambda x: plain(x, axes)))
 
 
 def test_where_none_is_equal_the_first_of_the_largest_counts() -> None:
