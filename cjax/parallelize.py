@@ -16,7 +16,7 @@ from cjax.program.batches import batch_structs
 from cjax.program.compose import compose
 from cjax.program.parts import Given
 from cjax.trace.author.capture import capture
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 PyTree = Any
 
@@ -67,7 +67,7 @@ def parallelize(
     _check_optimizer(optimizer)
     _check_kinds(schedule, loss_scale, measure_noise)
     shape = batch_structs(batch)
-    source = Source(capture(model, loss, batch, wrt), shape)
+    source = TraceSource(capture(model, loss, batch, wrt), shape)
     given = Given(source, optimizer, loss_scale, measure_noise, verify, readers)
     program = Program(compose(given, plan, resolve_devices(devices), schedule))
     if loss_scale is not None and program.plan.precision != "float16":

@@ -36,7 +36,7 @@ from cjax.program import Given
 from cjax.program.compose import compose
 from cjax.program.steps import make_init, make_step
 from cjax.trace.author.capture import capture
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 DEPTHS = (4, 48)
 HEADS, EMBED, VOCAB, SEQ, BATCH = 4, 32, 64, 16, 8
@@ -116,7 +116,7 @@ def measure(
     clock = Clock()
     captured = capture(make(num_layers), loss, batch)
     times["capture"] = clock.read()
-    parts = compose(Given(Source(captured, batch), OPTIMIZER), plan, devices)
+    parts = compose(Given(TraceSource(captured, batch), OPTIMIZER), plan, devices)
     times["compose"] = clock.read()
     traced = make_step(parts).trace(parts.state_shape, parts.with_batch(batch))
     times["trace"] = clock.read()

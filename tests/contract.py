@@ -27,7 +27,7 @@ from cjax.program.compose import compose
 from cjax.sharding.storage.storage import Storage
 from cjax.trace.author.capture import Capture, Mean, capture
 from cjax.trace.reading import Trace
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 PyTree = Any
 NUM_STEPS = 3
@@ -174,7 +174,7 @@ def batch_shape(name: str, wide: bool = False) -> PyTree:
 
 @functools.cache
 def trace_of(name: str, parts: int = 1) -> Trace:
-    return Source(subject(name, False).captured, batch_shape(name)).read(parts)
+    return TraceSource(subject(name, False).captured, batch_shape(name)).read(parts)
 
 
 def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -204,7 +204,7 @@ def program_of(name: str, plan: str, wide: bool, optimizer: optax.GradientTransf
     """The model under the plan, on as many of the virtual devices as it says (all by default)."""
     devices = jax.devices()[: 1 if plan.startswith("data=1 ") else NUM_DEVICES]
     resolved = Plan.parse(plan).resolve(len(devices))
-    given = Given(Source(subject(name, wide).captured, batch_shape(name, wide)), optimizer)
+    given = Given(TraceSource(subject(name, wide).captured, batch_shape(name, wide)), optimizer)
     return Program(compose(given, resolved, devices))
 
 

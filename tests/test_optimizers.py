@@ -36,7 +36,7 @@ from cjax.optim.noise_scale import DECAY
 from cjax.plan import Plan
 from cjax.program import Given, Program
 from cjax.program.compose import compose
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 from cjax.tree import leaf_names
 
 PyTree = Any
@@ -226,7 +226,7 @@ def test_noise_is_measured_from_the_parts_that_a_plan_has(name: str, plan: str, 
     """The gradients of the parts, each by itself on one device, give the same estimates; and nothing else changes."""
     case = subject(name, False)
     batch, shape = case.batches[0], jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batches[0])
-    given = Given(Source(case.captured, shape), optax.sgd(1e-2), measures=True)
+    given = Given(TraceSource(case.captured, shape), optax.sgd(1e-2), measures=True)
     program = Program(compose(given, Plan.parse(plan).resolve(8), jax.devices()[:8]))
     state, metrics = program.step(program.init(0), batch)
     there, whole = author(name, 1, False).steps[0], np.square(metrics["grad_norm"])
@@ -274,7 +274,7 @@ def test_noise_needs_two_batch_sizes(plan: str, message: str) -> None:
     devices = jax.devices()[: 1 if plan == "data=1" else 4 if "pipeline" in plan else 8]
     shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batches[0])
     with pytest.raises(ValueError, match=message):
-        compose(Given(Source(case.captured, shape), optax.sgd(1e-2), measures=True), plan, devices)
+        compose(Given(TraceSource(case.captured, shape), optax.sgd(1e-2), measures=True), plan, devices)
 
 
 # -- the table itself -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from zoo_linen import SEQ, LinenDecoder
 import cjax
 from cjax.trace.attention.positions import positions
 from cjax.trace.author.capture import capture
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 # Every model with attentions that 2 divides, and every mode, alone and with all that it can be combined with.
 PAIRS = [
@@ -68,7 +68,7 @@ def test_bfloat16_is_as_good_as_on_one_device(name: str, mode: str) -> None:
 
 def test_positions_are_those_of_attentions() -> None:
     model, loss, batch = MODELS["linen_decoder"].make(np.float32)
-    trace = Source(capture(model, loss, batch, None), batch).read()
+    trace = TraceSource(capture(model, loss, batch, None), batch).read()
     found, reasons = positions(trace)
     assert set(found.values()) == {SEQ} and not reasons
     assert {trace.names[c] for c in found} <= {"sequence", "sequence_2"}

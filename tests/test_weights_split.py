@@ -19,7 +19,7 @@ import cjax
 from cjax.program import Given, Program
 from cjax.program.compose import compose
 from cjax.trace.author.capture import Capture, capture
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 Form = Callable[..., jax.Array]
 
@@ -186,7 +186,7 @@ def captured(model: Any, x: np.ndarray) -> Capture:
 
 def program_of(model: Any, x: np.ndarray, plan: str) -> Program:
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    given = Given(Source(captured(model, x), shape), optax.sgd(0.1))
+    given = Given(TraceSource(captured(model, x), shape), optax.sgd(0.1))
     return Program(compose(given, plan, jax.devices()[: 8 if "data" in plan else 4]))
 
 

@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from cjax.audit import hlo
 from cjax.audit.facts import Audit, Collective, Memory
-from cjax.audit.read import Reader
+from cjax.audit.read import ModuleReader
 
 __all__ = ["Audit", "Collective", "Memory", "audit", "audit_text"]
 
@@ -48,7 +48,7 @@ def audit_text(text: str, mesh: Mesh | None = None, memory: Memory | None = None
     module = hlo.parse(text)
     if mesh is not None and mesh.size != module.num_devices:
         raise ValueError(f"The program is for {module.num_devices} devices, the mesh has {mesh.size}: {mesh}.")
-    reader = Reader(module, mesh)
+    reader = ModuleReader(module, mesh)
     total = reader.work(module.entry)
     return Audit(
         collectives=tuple(dataclasses.replace(each, count=round(each.count)) for each in total.collectives),

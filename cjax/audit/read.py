@@ -44,7 +44,7 @@ class Work:
         self.collectives += [dataclasses.replace(each, count=each.count * times) for each in other.collectives]
 
 
-class Reader:
+class ModuleReader:
     """Walks a module's computations, each once, in the order in which they are scheduled."""
 
     def __init__(self, module: hlo.Module, mesh: Mesh | None):

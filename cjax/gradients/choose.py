@@ -18,7 +18,7 @@ from cjax.plan import Plan
 from cjax.sharding.place.local import LocalRows, local_rows
 from cjax.sharding.place.model import ModelStorage
 from cjax.trace.reading import Trace
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 Kind = Literal["whole", "parts", "own parts", "pipeline", "own pipeline"]
 Cause = Literal["one pass", "positions", "one shard", "zero", "rows"]
@@ -95,7 +95,7 @@ class Choice:
         return (f"{self.reason.text}, so gradients are reduced once per micro-batch",)
 
 
-def choose(source: Source, loss: LaidOut, measures: bool = False) -> Choice:
+def choose(source: TraceSource, loss: LaidOut, measures: bool = False) -> Choice:
     """The kind of gradients of a loss under its plan.
 
     Args:
@@ -123,7 +123,7 @@ def choose(source: Source, loss: LaidOut, measures: bool = False) -> Choice:
     return Choice("parts" if plan.microbatches > 1 else "whole", reason=found)
 
 
-def _own_rows(source: Source, loss: LaidOut, measures: bool) -> LocalRows | Reason:
+def _own_rows(source: TraceSource, loss: LaidOut, measures: bool) -> LocalRows | Reason:
     """The loss on a device's own rows, if devices add up gradients of their own; or why they don't."""
     plan = loss.plan
     if plan.sequence.size > 1:

@@ -9,10 +9,10 @@ from cjax.pipeline.schedule import build
 from cjax.pipeline.simulate import simulate
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan, Sequence
-from cjax.sharding.storage.storage import Rows
+from cjax.sharding.storage.storage import StageRows
 from cjax.trace.jaxpr.cost import equation_cost
 from cjax.trace.reading import Trace
-from cjax.trace.stages.stacks import Stack, find_stacks, reads_states, torn_states
+from cjax.trace.stages.stacks import LayerStack, find_stacks, reads_states, torn_states
 
 MUCH_IDLE = 0.3  # of a step, with what comes before and after the layers left out
 
@@ -29,15 +29,17 @@ class Line:
         by permutes. Of other plans the compiled program tells.
     """
 
-    stacks: tuple[Stack, ...]
+    stacks: tuple[LayerStack, ...]
     schedule: Schedule
     part: Partition
     together: bool
 
     @property
-    def rows(self) -> Mapping[tuple[int, ...], Rows]:
+    def rows(self) -> Mapping[tuple[int, ...], StageRows]:
         """For the weights of layers, how these are spread over the stages."""
-        return {group: Rows(PIPE, self.part.order(k)) for k, stack in enumerate(self.stacks) for group in stack.weights}
+        return {
+            group: StageRows(PIPE, self.part.order(k)) for k, stack in enumerate(self.stacks) for group in stack.weights
+        }
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -48,7 +50,7 @@ class Line:
         now = f"stages wait {idle:.0%} of the time with microbatches={self.schedule.num_microbatches}"
         return (f"{now}: take 4 for each stage, {4 * size}, or more",)
 
-    def stacks_of(self, trace: Trace) -> tuple[Stack, ...] | None:
+    def stacks_of(self, trace: Trace) -> tuple[LayerStack, ...] | None:
         """The same stacks in another trace of this model, the loss on other rows or something else of it; None if it
         has not these layers."""
         stacks = find_stacks(trace)
@@ -107,7 +109,7 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
     return Line(stacks, schedule, partition(lengths, schedule.route, _head(trace, stacks[-1])), together)
 
 
-def _head(trace: Trace, last: Stack) -> float:
+def _head(trace: Trace, last: LayerStack) -> float:
     """What comes after the last layer, in the arithmetic of one."""
     after = sum(equation_cost(eqn).matmul_flops for eqn in trace.closed.jaxpr.eqns[last.stop :])
     return after / max(1, last.flops // last.length)
@@ -143,7 +145,7 @@ def _two_of(names: list[str]) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
-def _named(trace: Trace, stack: Stack) -> str:
+def _named(trace: Trace, stack: LayerStack) -> str:
     """By its largest weight; layers whose weights are all read elsewhere too have none in `stack.weights`."""
     names = {
         var: leaf.name

@@ -76,10 +76,10 @@ class Executor:
             it away. Needed where an op permutes over other axes: XLA may expect every device of the program at a
             permute.
         """
-        return _Run(self, shared, stacks, given, scale, together).run()
+        return _Execution(self, shared, stacks, given, scale, together).run()
 
 
-class _Run:
+class _Execution:
     """One run: what is alike in all ticks. Methods that take a state give it back changed."""
 
     def __init__(

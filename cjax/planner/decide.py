@@ -12,11 +12,11 @@ from cjax.plan import Plan
 from cjax.planner.estimate import SLACK, Activations, state_bytes
 from cjax.planner.hardware import hardware_of
 from cjax.planner.search import first_fitting
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 
 def decide(
-    source: Source,
+    source: TraceSource,
     optimizer: optax.GradientTransformation | None,
     plan: Plan | str,
     devices: Sequence[Device],
@@ -45,7 +45,7 @@ def decide(
     return plan.resolve(len(devices)), ()
 
 
-def _num_rows(source: Source) -> list[int]:
+def _num_rows(source: TraceSource) -> list[int]:
     return [leaf.shape[0] for leaf in jax.tree.leaves(source.batch_shape) if leaf.shape]
 
 
@@ -61,7 +61,7 @@ def _check_divides(microbatches: int, num_rows: Sequence[int]) -> None:
 
 
 def _chosen(
-    source: Source, optimizer: optax.GradientTransformation | None, devices: Sequence[Device]
+    source: TraceSource, optimizer: optax.GradientTransformation | None, devices: Sequence[Device]
 ) -> tuple[Plan, tuple[str, ...]]:
     """The first plan of the ladder that fits, by arithmetic."""
     activations, params_shape = Activations(source.read()), source.capture.params_shape

@@ -32,7 +32,7 @@ from cjax.sharding.place.staged import stage_model
 from cjax.trace.dims.tables import Limits
 from cjax.trace.microbatches.combine import averages, denominator, lift, loss_total
 from cjax.trace.reading import Trace
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 from cjax.tree import leaf_names
 
 PyTree = Any
@@ -47,7 +47,7 @@ KEPT = 32  # compiled evaluations of one program; the one that was not used for 
 class _Subject:
     """What is scored: batches of one shape, what is called in the place of the loss, and the trace of a whole one."""
 
-    source: Source
+    source: TraceSource
     call: Any
     trace: Trace
 
@@ -139,7 +139,7 @@ class Evaluator:
 
     def _subject(self, shape: PyTree, function: Function | None) -> _Subject:
         call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
-        source = Source(self._parts.capture, shape)
+        source = TraceSource(self._parts.capture, shape)
         return _Subject(source, call, _scored_trace(self._parts, source, call, 1))
 
     def _jitted(self, subject: _Subject, together: bool) -> Any:
@@ -180,7 +180,7 @@ class Evaluator:
             compiler_options=compiler_options(parts.mesh),
         )
 
-    def _scored(self, source: Source, trace: Trace, num_parts: int, together: bool) -> Score:
+    def _scored(self, source: TraceSource, trace: Trace, num_parts: int, together: bool) -> Score:
         """The results of a whole batch, as the trace of one of its micro-batches gives them."""
         parts = self._parts
         sizes = dict(parts.mesh.shape)
@@ -205,7 +205,7 @@ class Evaluator:
         return lambda *inputs: _put_together(trace, through(*inputs))
 
 
-def _scored_trace(parts: Parts, source: Source, call: Any, num_parts: int) -> Trace:
+def _scored_trace(parts: Parts, source: TraceSource, call: Any, num_parts: int) -> Trace:
     """The loss in evaluation mode, or what is called in its place, on one of `num_parts` parts of a batch, read as the
     program's own trace was."""
     like = parts.trace

@@ -22,7 +22,7 @@ from cjax.sharding.storage.optimizer import StoredOptimizer
 from cjax.sharding.storage.storage import Storage
 from cjax.trace.author.capture import Capture
 from cjax.trace.reading import Trace
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 PyTree = Any
 Readers = Callable[[Path], Mapping[str, Any]]
@@ -41,7 +41,7 @@ class Given:
       readers: of the weights in a folder of another library, by the folder; None: there are none.
     """
 
-    source: Source
+    source: TraceSource
     optimizer: optax.GradientTransformation | None
     loss_scale: LossScale | None = None
     measures: bool = False
@@ -70,7 +70,7 @@ class Parts:
     """
 
     given: Given
-    source: Source
+    source: TraceSource
     plan: Plan
     mesh: Mesh
     trace: Trace

@@ -15,11 +15,11 @@ from cjax.trace.dims.find import Dims, find_dims
 from cjax.trace.dims.packed import packed_forms
 from cjax.trace.dims.refine import refine
 from cjax.trace.dims.refine_rules import Form, expand, whole
-from cjax.trace.examples.values import Value, Weight
+from cjax.trace.examples.values import RowWeight, Value
 from cjax.trace.examples.verdict import Lifted
 from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.layers.at_once import all_at_once
-from cjax.trace.layers.repeats import Run, find_runs, paired
+from cjax.trace.layers.repeats import RepeatedLayers, find_runs, paired
 from cjax.tree import leaf_names
 
 PyTree = Any
@@ -40,7 +40,7 @@ class Shared:
     """Denominators that are inputs of a trace: those of the whole batch, each part given its share."""
 
     closed: jex.ClosedJaxpr  # (batch, key, index) of a micro-batch -> its weights
-    weights: tuple[Weight, ...]  # how denominators follow from their sums, or means, over micro-batches
+    weights: tuple[RowWeight, ...]  # how denominators follow from their sums, or means, over micro-batches
     before: jex.ClosedJaxpr  # the trace before its divisions were by inputs
     divisors: Mapping[int, Any]  # id of a division in it -> the input
 
@@ -53,7 +53,7 @@ class Trace:
     leaves: tuple[Leaf, ...]
     forms: Mapping[int, Form]  # inputs that pack several tensors: parts that each of the user's dims is made of
     dims: Dims
-    runs: tuple[Run, ...]
+    runs: tuple[RepeatedLayers, ...]
     names: Mapping[int, str]  # class -> name
     batch_class: int | None
     stream: frozenset[int]  # classes of what is handed from layer to layer, the batch aside
@@ -251,7 +251,7 @@ def read(
     )  # fmt: skip
 
 
-def _is_chain(run: Run, dims: Dims) -> bool:
+def _is_chain(run: RepeatedLayers, dims: Dims) -> bool:
     """Whether one weight makes what a layer hands on of what it was handed: two equal convolutions of a block, or a
     plain stack of square layers. As repeats of a loop, all their dims are one, which no axis can split."""
     weights = [{dims.class_of(d) for d in m.weight or ()} for m in dims.matmuls]
@@ -274,7 +274,7 @@ def _part_names(form: Form, given: Sequence[str | None]) -> list[str | None]:
     return [name for parts, old in zip(form, names, strict=True) for name in (("parts", old) if parts > 1 else (old,))]
 
 
-def _stream(dims: Dims, runs: Sequence[Run], batch_class: int | None) -> frozenset[int]:
+def _stream(dims: Dims, runs: Sequence[RepeatedLayers], batch_class: int | None) -> frozenset[int]:
     carried = [c for run in runs for carry in run.carries for c in dims.of(carry[0])]
     carried += [dims.class_of(d) for ids in dims.layer_carries for d in ids]
     return frozenset(carried) - {batch_class}

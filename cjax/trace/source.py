@@ -13,7 +13,7 @@ from cjax.trace.reading import Trace, Traced, flattened, read, trace_part
 PyTree = Any
 
 
-class Source:
+class TraceSource:
     """A captured model and loss, and the batch that it is for.
 
     What is traced depends on a plan by the number of micro-batches alone, and on how they are read by whether layers
@@ -42,9 +42,9 @@ class Source:
         """Of the whole batch; 1 where its leaves are single numbers."""
         return next((leaf.shape[0] for leaf in jax.tree.leaves(self.batch_shape) if leaf.shape), 1)
 
-    def on_rows(self, num_rows: int) -> "Source":
+    def on_rows(self, num_rows: int) -> "TraceSource":
         """The same for a batch of so many rows; what was traced for either is known to both."""
-        other = Source(self.capture, _with_rows(self.batch_shape, num_rows))
+        other = TraceSource(self.capture, _with_rows(self.batch_shape, num_rows))
         other._traced, other._read = self._traced, self._read
         return other
 

@@ -33,7 +33,7 @@ def make_display(num_steps: int, first: int, is_first_process: bool, stream: Tex
             return Bar(num_steps, first, output)
         except ImportError:
             pass  # the extra `cli` is not there; plain lines say the same
-    return Lines(num_steps, first, output)
+    return LineDisplay(num_steps, first, output)
 
 
 class Silent:
@@ -46,7 +46,7 @@ class Silent:
     def close(self) -> None: ...
 
 
-class Lines:
+class LineDisplay:
     """A line now and then: often at first, then about every ten seconds."""
 
     def __init__(self, num_steps: int, first: int, stream: TextIO, interval: float = 10.0):

@@ -132,7 +132,7 @@ def fit(
         stack.callback(display.close)
         for note in notes:
             display.note(note)
-        run = _Run(
+        run = _Loop(
             program,
             Stream(data, samples, jax.process_count()),
             Meter(program, getattr(data, "sequence", None)),
@@ -183,7 +183,7 @@ def _describe(folder: Path, program: Program) -> None:
 
 
 @dataclasses.dataclass
-class _Run:
+class _Loop:
     """The loop and what it carries from step to step."""
 
     program: Program

@@ -15,7 +15,7 @@ from cjax.sharding.place.local import LocalRows
 from cjax.sharding.place.model import store_model
 from cjax.trace.author.capture import capture
 from cjax.trace.microbatches.part import read_part
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 BATCH = jax.ShapeDtypeStruct((32, 8), jnp.float32)
 
@@ -37,14 +37,14 @@ def squares(model: Any, x: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def source_of(name: str) -> Source:
+def source_of(name: str) -> TraceSource:
     nets = {"net": Net(), "dropout": Net(rate=0.5), "norm": Net(norm=True)}
     if name in nets:
-        return Source(capture(nets[name], squares, BATCH), BATCH)
-    return Source(subject(name, False).captured, batch_shape(name))
+        return TraceSource(capture(nets[name], squares, BATCH), BATCH)
+    return TraceSource(subject(name, False).captured, batch_shape(name))
 
 
-def laid_out(source: Source, text: str) -> LaidOut:
+def laid_out(source: TraceSource, text: str) -> LaidOut:
     plan = cjax.Plan.parse(text).resolve(8)
     sizes = plan.axis_sizes()
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))

@@ -11,13 +11,13 @@ import pytest
 import cjax
 from cjax.planner.decide import decide
 from cjax.trace.author.capture import capture
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 BATCH = jax.ShapeDtypeStruct((12, 4), jnp.float32)
 
 
-def source() -> Source:
-    return Source(capture(nn.Dense(3), lambda model, x: model(x).mean(), BATCH), BATCH)
+def source() -> TraceSource:
+    return TraceSource(capture(nn.Dense(3), lambda model, x: model(x).mean(), BATCH), BATCH)
 
 
 @pytest.mark.parametrize("plan", ["microbatches=3", cjax.Plan(microbatches=3)])

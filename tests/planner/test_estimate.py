@@ -9,7 +9,7 @@ from cjax.plan import Plan
 from cjax.planner.estimate import Activations, state_bytes
 from cjax.trace.author.capture import capture
 from cjax.trace.reading import Trace
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 ROWS, WIDTH, HIDDEN = 16, 32, 64
 
@@ -36,7 +36,7 @@ def activations(num_layers: int) -> Activations:
 def trace_stack(num_layers: int) -> Trace:
     batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     captured = capture(Stack(num_layers), lambda model, x: (model(x) ** 2).mean(), batch)
-    return Source(captured, batch).read()
+    return TraceSource(captured, batch).read()
 
 
 # A layer's derivative needs its input, tanh's result for the second kernel, and tanh's slope. Kept until then are its
@@ -70,5 +70,5 @@ def test_rows_are_shared_by_devices_and_micro_batches_and_bfloat16_is_half() -> 
 def test_a_model_without_layers_has_nothing_to_recompute() -> None:
     batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     captured = capture(nn.Dense(HIDDEN), lambda model, x: (model(x) ** 2).mean(), batch)
-    found = Activations(Source(captured, batch).read())
+    found = Activations(TraceSource(captured, batch).read())
     assert found.bytes(Plan(remat="block"), 1) == found.bytes(Plan(), 1) == 4 * ROWS * HIDDEN

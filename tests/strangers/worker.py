@@ -29,7 +29,7 @@ from cjax.program import Given, Program
 from cjax.program.batches import batch_structs
 from cjax.program.compose import compose
 from cjax.trace.author.capture import Capture, capture
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 PyTree = Any
 RATE = 1024.0  # so large that gradients are read off new weights without rounding
@@ -100,7 +100,7 @@ def attempt(subject: Subject, text: str) -> tuple[str, str]:
     """One step of plain gradient descent: its loss, and the gradients that it took, read off what it did to weights."""
     plan = Plan.parse(text).resolve(NUM_DEVICES)
     batch = subject.stranger.batch
-    given = Given(Source(subject.captured, batch_structs(batch)), optax.sgd(RATE))
+    given = Given(TraceSource(subject.captured, batch_structs(batch)), optax.sgd(RATE))
     program = Program(compose(given, plan, jax.devices()[:NUM_DEVICES]))
     loss, grads = subject.author(plan.microbatches)
     say(plan=text, phase="init")

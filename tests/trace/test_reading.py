@@ -11,7 +11,7 @@ from contract import trace_of
 from zoo import MODELS
 
 from cjax.trace.author.capture import capture
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 LINEN_ATTENTION = {
     "(query|key)/kernel": "embed heads head_dim",
@@ -98,7 +98,7 @@ def test_names_given_by_the_author_win() -> None:
         return model(x).mean()
 
     batch = jax.ShapeDtypeStruct((4, 5), jnp.float32)
-    trace = Source(capture(Net(), loss, batch), batch).read()
+    trace = TraceSource(capture(Net(), loss, batch), batch).read()
     by_name = {leaf.name: trace.dims_of(i) for i, leaf in enumerate(trace.leaves)}
     assert by_name["Dense_0/kernel"] == ("pixels", "hidden")
     assert by_name["Dense_1/kernel"][0] == "hidden", "found by its own means in the second layer"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from cjax.trace.author.capture import capture
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 BATCH = jax.ShapeDtypeStruct((16, 8), jnp.float32)
 
@@ -30,12 +30,12 @@ def runs() -> list[int]:
 
 
 @pytest.fixture
-def source(runs: list[int]) -> Source:
+def source(runs: list[int]) -> TraceSource:
     def loss(model: Any, x: jax.Array) -> jax.Array:
         runs.append(len(x))
         return model(x).mean()
 
-    found = Source(capture(Net(), loss, BATCH), BATCH)
+    found = TraceSource(capture(Net(), loss, BATCH), BATCH)
     runs.clear()  # of making the parameters
     found.read()
     assert set(runs) == {16}  # twice: the first says which random streams it needs
@@ -43,7 +43,7 @@ def source(runs: list[int]) -> Source:
     return found
 
 
-def test_a_number_of_rows_is_traced_once(source: Source, runs: list[int]) -> None:
+def test_a_number_of_rows_is_traced_once(source: TraceSource, runs: list[int]) -> None:
     part = source.read(2)
     assert runs == [8] and source.read(2) is part
     pairs = source.read(2, pairs=True)
@@ -54,19 +54,19 @@ def test_a_number_of_rows_is_traced_once(source: Source, runs: list[int]) -> Non
     assert runs == [8, 4] and source.read(4) is source.read(2, rows=4) and runs == [8, 4]
 
 
-def test_other_batches_of_the_same_loss_know_what_was_traced(source: Source, runs: list[int]) -> None:
+def test_other_batches_of_the_same_loss_know_what_was_traced(source: TraceSource, runs: list[int]) -> None:
     part = source.read(2)
     twice = source.on_rows(32)
     assert (source.num_rows, twice.num_rows) == (16, 32) and twice.read(4) is part and runs == [8]
 
 
-def test_what_draws_or_counts_otherwise_is_traced_apart(source: Source, runs: list[int]) -> None:
+def test_what_draws_or_counts_otherwise_is_traced_apart(source: TraceSource, runs: list[int]) -> None:
     """The whole batch draws as the author's own loop does, and which part is the last is a number in the trace."""
     parts = {id(source.read(2, rows=8)), id(source.read(rows=8))}
     parts |= {id(source.read(num, rows=8, once=frozenset({0}))) for num in (2, 4)}
     assert len(parts) == 4 and runs == [8] * 4
 
 
-def test_weights_are_read_in_the_form_of_an_earlier_trace(source: Source, runs: list[int]) -> None:
+def test_weights_are_read_in_the_form_of_an_earlier_trace(source: TraceSource, runs: list[int]) -> None:
     like = source.read(2)
     assert source.read(2, forms=like.forms) is source.read(2, forms=like.forms) is not like and runs == [8]

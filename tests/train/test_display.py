@@ -1,6 +1,6 @@
 import io
 
-from cjax.train.display import Bar, Lines, Silent, make_display
+from cjax.train.display import Bar, LineDisplay, Silent, make_display
 
 
 class Terminal(io.StringIO):
@@ -9,7 +9,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_terminal_gets_a_bar_and_a_file_gets_lines():
-    assert isinstance(make_display(10, 0, True, io.StringIO()), Lines)
+    assert isinstance(make_display(10, 0, True, io.StringIO()), LineDisplay)
     bar = make_display(10, 0, True, Terminal())
     assert isinstance(bar, Bar)
     bar.close()
@@ -18,7 +18,7 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines():
 
 def test_lines_come_now_and_then_and_at_the_end():
     stream = io.StringIO()
-    display = Lines(10, 0, stream, interval=1000)
+    display = LineDisplay(10, 0, stream, interval=1000)
     for step in range(1, 11):
         display.update(step, {"loss": f"{1 / step:.1f}"})
     assert [line.split("  left")[0] for line in stream.getvalue().splitlines()] == [

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from cjax.models.transformers.tables import Table, tables
+from cjax.models.transformers.tables import WeightTable, tables
 
 _ABSENT = object()
 
 
-def read(json: Mapping[str, Any], path: Path) -> tuple[Table, list[Any]]:
+def read(json: Mapping[str, Any], path: Path) -> tuple[WeightTable, list[Any]]:
     """The table of the model, and its sizes: several if its class alone doesn't say which parts there are.
 
     Raises:
@@ -51,7 +51,7 @@ def read(json: Mapping[str, Any], path: Path) -> tuple[Table, list[Any]]:
     return table, [table.config(**{**fields, **more}) for more in implied]
 
 
-def check_layers(table: Table, config: Any, json: Mapping[str, Any], names: Collection[str], path: Path) -> None:
+def check_layers(table: WeightTable, config: Any, json: Mapping[str, Any], names: Collection[str], path: Path) -> None:
     """Raises ValueError if there are more layers than tensors: to build them would take for ever."""
     layers = [int(number) for name in names for number in re.findall(r"\.(\d+)\.", name)]
     for field, keys in table.read.items():
@@ -64,7 +64,7 @@ def check_layers(table: Table, config: Any, json: Mapping[str, Any], names: Coll
             )
 
 
-def _wrong_kind(table: Table, field: str, value: Any) -> str | None:
+def _wrong_kind(table: WeightTable, field: str, value: Any) -> str | None:
     """What is needed instead, if a value of config.json can't be that of our field."""
     hint = typing.get_type_hints(table.config)[field]
     kinds = typing.get_args(hint) or (hint,)
@@ -74,7 +74,7 @@ def _wrong_kind(table: Table, field: str, value: Any) -> str | None:
     return f"{' or '.join(str(names.get(kind, kind)) for kind in kinds)} is needed"
 
 
-def architecture(table: Table, config: Any) -> str:
+def architecture(table: WeightTable, config: Any) -> str:
     """Which class of theirs a model is.
 
     Raises:
@@ -88,7 +88,7 @@ def architecture(table: Table, config: Any) -> str:
     raise ValueError(f"transformers has no {table.kind.__name__} with {said}; save it with program.save instead")
 
 
-def write(table: Table, config: Any, name: str) -> dict[str, Any]:
+def write(table: WeightTable, config: Any, name: str) -> dict[str, Any]:
     """What config.json says of a model of the class `name`."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     json: dict[str, Any] = {"architectures": [name], "model_type": table.model_type}
@@ -116,7 +116,7 @@ def _look_up(json: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _value(table: Table, key: str, value: Any) -> Any:
+def _value(table: WeightTable, key: str, value: Any) -> Any:
     if isinstance(value, Mapping):  # labels by number: what counts is how many
         return len(value)
     return value if isinstance(value, list) else table.values.get(key, {}).get(value, value)

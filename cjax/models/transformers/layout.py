@@ -19,7 +19,7 @@ Factor = str | int
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """A parsed layout: the file's dimensions, each a group of factors, and the names of the model's."""
 
     stored: tuple[tuple[Factor, ...], ...]
@@ -46,7 +46,7 @@ class Layout:
 
 
 @functools.cache
-def parse(text: str) -> Layout:
+def parse(text: str) -> FileLayout:
     """
     >>> parse("embed (3 heads width) -> embed heads width").stored
     (('embed',), (3, 'heads', 'width'))
@@ -54,13 +54,13 @@ def parse(text: str) -> Layout:
     stored, ours = text.split("->")
     groups = [word.strip("()").split() for word in re.findall(r"\([^)]*\)|\S+", stored)]
     factors = tuple(tuple(int(name) if name.isdigit() else name for name in group) for group in groups)
-    layout = Layout(factors, tuple(ours.split()))
+    layout = FileLayout(factors, tuple(ours.split()))
     named = [factor for factor in layout.factors if isinstance(factor, str)]
     assert sorted(named) == sorted(set(layout.ours)), f"{text!r} names other dimensions on its two sides"
     return layout
 
 
-def read(layout: Layout, part: int, shape: Sequence[int], index: Any, stored: Any) -> np.ndarray:
+def read(layout: FileLayout, part: int, shape: Sequence[int], index: Any, stored: Any) -> np.ndarray:
     """The part at `index` of an array of `shape` in the model; of `stored` only the slices that hold it are read.
 
     Args:
@@ -95,7 +95,7 @@ def read(layout: Layout, part: int, shape: Sequence[int], index: Any, stored: An
     return np.ascontiguousarray(array.transpose(layout.order))
 
 
-def write(layout: Layout, pieces: dict[int, np.ndarray]) -> np.ndarray:
+def write(layout: FileLayout, pieces: dict[int, np.ndarray]) -> np.ndarray:
     """The file's array, from the model's arrays by their part."""
     first = next(iter(pieces.values()))
     size = layout.sizes(first.shape)

@@ -33,7 +33,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class WeightTable:
     """One kind of model.
 
     Attributes:
@@ -90,7 +90,7 @@ _FROM_HEADS = "embed (heads width) -> heads width embed"
 _HEADS_TO = "(heads width) embed -> embed heads width"
 _HEAD = Row("head/kernel", "lm_head.weight", "vocab embed -> embed vocab")
 
-_gpt = Table(
+_gpt = WeightTable(
     kind=GPT,
     config=GPTConfig,
     model_type="gpt2",
@@ -136,7 +136,7 @@ _gpt = Table(
     ignored=(r"lm_head\.weight", r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"),
 )  # fmt: skip
 
-_bert = Table(
+_bert = WeightTable(
     kind=BERT,
     config=BERTConfig,
     model_type="bert",
@@ -189,7 +189,7 @@ _bert = Table(
         r"cls\.seq_relationship\..*", r"bert\.pooler\..*",
     ),
 )  # fmt: skip
-_vit = Table(
+_vit = WeightTable(
     kind=ViT,
     config=ViTConfig,
     model_type="vit",
@@ -227,7 +227,7 @@ _vit = Table(
     ),
 )  # fmt: skip
 
-_llama = Table(
+_llama = WeightTable(
     kind=Llama,
     config=LlamaConfig,
     model_type="llama",
@@ -304,7 +304,7 @@ def _t5_attention(ours: str, theirs: str, name: str) -> tuple[Row, ...]:
 
 _T5_BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
-_t5 = Table(
+_t5 = WeightTable(
     kind=T5,
     config=T5Config,
     model_type="t5",
@@ -346,4 +346,4 @@ _t5 = Table(
     ),
 )  # fmt: skip
 
-tables: tuple[Table, ...] = (_gpt, _bert, _vit, _llama, _t5)
+tables: tuple[WeightTable, ...] = (_gpt, _bert, _vit, _llama, _t5)

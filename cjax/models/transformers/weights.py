@@ -16,7 +16,7 @@ from cjax.models.sizes import change
 from cjax.models.transformers import config as config_json
 from cjax.models.transformers import layout
 from cjax.models.transformers.folder import open_tensors, read_json, write_folder
-from cjax.models.transformers.tables import Row, Table, tables
+from cjax.models.transformers.tables import Row, WeightTable, tables
 
 Model = TypeVar("Model", bound=nnx.Module)
 Sharding = jax.sharding.Sharding
@@ -24,7 +24,7 @@ Shardings = Sharding | Callable[[str, tuple[int, ...]], Sharding] | None
 _MAX_BYTES = 5_000_000_000  # of a file, as transformers has it
 
 
-class Reader:
+class TensorReader:
     """An array of our model in a file: call it with slices, one for each dimension, and only those are read."""
 
     def __init__(self, row: Row, shape: tuple[int, ...], stored: Any) -> None:
@@ -99,7 +99,7 @@ def load(
     return model
 
 
-def readers(path: str | Path) -> dict[str, Reader]:
+def readers(path: str | Path) -> dict[str, TensorReader]:
     """Every parameter of the model in a folder, as something that reads a part of it when called.
 
     `program.init(params=readers(path))` puts each onto its devices without ever holding it whole. The model must be of
@@ -157,7 +157,7 @@ def save(path: str | Path, model: nnx.Module, *, max_bytes: int = _MAX_BYTES) ->
     write_folder(Path(path), config_json.write(table, config, architecture), sizes, tensors(), max_bytes)
 
 
-def _build(table: Table, config: Any, seed: int) -> nnx.Module:
+def _build(table: WeightTable, config: Any, seed: int) -> nnx.Module:
     return table.kind(config, rngs=nnx.Rngs(seed))
 
 
@@ -166,7 +166,7 @@ def _flat(model: nnx.Module) -> dict[str, Any]:
     return {"/".join(map(str, names)): leaf for names, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
-def _open(path: Path) -> tuple[Table, Any, dict[str, Reader]]:
+def _open(path: Path) -> tuple[WeightTable, Any, dict[str, TensorReader]]:
     """What the folder holds: all of its own model's parameters, or an error that lists all that is wrong."""
     json = read_json(path)
     table, configs = config_json.read(json, path)
@@ -184,7 +184,7 @@ def _open(path: Path) -> tuple[Table, Any, dict[str, Reader]]:
     )
 
 
-def _match(table: Table, config: Any, tensors: dict[str, Any]) -> tuple[dict[str, Reader], list[str]]:
+def _match(table: WeightTable, config: Any, tensors: dict[str, Any]) -> tuple[dict[str, TensorReader], list[str]]:
     """Where each parameter is, and what is wrong."""
     has_prefix = any(name.startswith(table.prefix) for name in tensors)
     found, used, problems = {}, set(), []
@@ -200,13 +200,13 @@ def _match(table: Table, config: Any, tensors: dict[str, Any]) -> tuple[dict[str
         elif tuple(tensors[given].get_shape()) != needed:
             problems.append(f"{given}: {tensors[given].get_shape()} given, {list(needed)} needed")
         else:
-            found[name] = Reader(row, tuple(variable.shape), tensors[given])
+            found[name] = TensorReader(row, tuple(variable.shape), tensors[given])
     ignored = re.compile("|".join(table.ignored) or "(?!)")
     problems += [f"{name}: not of this model" for name in tensors if name not in used and not ignored.fullmatch(name)]
     return found, problems
 
 
-def _row_of(table: Table, name: str) -> tuple[Row, str]:
+def _row_of(table: WeightTable, name: str) -> tuple[Row, str]:
     """The row of a parameter of ours, with its name in the file."""
     number = next((part for part in name.split("/") if part.isdigit()), "")
     pattern = re.sub(r"/\d+/", "/{i}/", name)
@@ -232,7 +232,7 @@ def _fresh(build: Callable[[], nnx.Module], names: list[str]) -> dict[str, Any]:
     return jax.jit(make)()
 
 
-def _placed(reader: Reader, dtype: Any, name: str, shardings: Shardings) -> jax.Array:
+def _placed(reader: TensorReader, dtype: Any, name: str, shardings: Shardings) -> jax.Array:
     whole = (slice(None),) * len(reader.shape)
     if shardings is None:
         return jnp.asarray(reader(whole), dtype)

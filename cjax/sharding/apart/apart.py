@@ -42,7 +42,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Shards:
     """How an equation is computed apart: placements of operands and results, the parameters that each device has, and
     over which axes results are added up."""
 
@@ -58,7 +58,7 @@ def apart(
     in_specs: Sequence[PartitionSpec],
     out_specs: Sequence[PartitionSpec],
     sizes: Mapping[str, int],
-) -> Parts:
+) -> Shards:
     """How an equation is to be computed apart.
 
     Args:
@@ -81,7 +81,7 @@ def apart(
         if lane.groups is not None:
             local[lane.groups] = lane.count // math.prod(sizes[a] for a in axes)
     ins, outs = ([PartitionSpec(*(axes or None for axes in of)) for of in some] for some in entries)
-    return Parts(ins, outs, local, tuple(summed))
+    return Shards(ins, outs, local, tuple(summed))
 
 
 def _axes(
@@ -104,7 +104,7 @@ def _axes(
     return next((axes for axes in found if axes), ())
 
 
-def evaluate_apart(eqn: Equation, ins: Sequence[jax.Array], parts: Parts, mesh: Mesh) -> list[jax.Array]:
+def evaluate_apart(eqn: Equation, ins: Sequence[jax.Array], parts: Shards, mesh: Mesh) -> list[jax.Array]:
     """The results of an equation, computed on each device's own parts.
 
     Args:

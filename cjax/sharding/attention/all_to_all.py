@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cjax.sharding.attention.blocks import Block
+from cjax.sharding.attention.blocks import KeyBlock
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
 from cjax.trace.jaxpr.groups import Changed
@@ -76,7 +76,7 @@ class Exchange:
         out = block.mix(exps, block.divisor(block.terms(exps, given)), value, given)
         return self._to_positions(out.astype(value.dtype))
 
-    def _block(self, changed: Changed) -> Block:
+    def _block(self, changed: Changed) -> KeyBlock:
         sizes = dict(self.sizes)
         starts: dict[int, Any] = {
             label: lax.axis_index(axes) * self.sizes[label] for label, axes in self.axes_of.items()
@@ -87,14 +87,14 @@ class Exchange:
             if label in sizes:
                 sizes[label] //= factor
                 starts[label] = starts.get(label, 0) + index * sizes[label]
-        return Block(self.attention, sizes, starts, changed, self.low)
+        return KeyBlock(self.attention, sizes, starts, changed, self.low)
 
     def _index(self) -> tuple[jax.Array, jax.Array]:
         """Which part of the heads, and of their groups, is this device's."""
         index, of_groups = lax.axis_index(self.axis), self.factors[1]
         return index // of_groups, index % of_groups
 
-    def _slice(self, leaf: Any, node: Node, block: Block) -> Any:
+    def _slice(self, leaf: Any, node: Node, block: KeyBlock) -> Any:
         """This device's heads of a region's input."""
         for dim, label in enumerate(node.labels):
             first, stride, size = 0, 1, 1

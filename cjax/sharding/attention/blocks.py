@@ -23,7 +23,7 @@ from cjax.trace.jaxpr.view import Equation
 
 
 @dataclass(frozen=True)
-class Block:
+class KeyBlock:
     """A block of the scores: how many indices of each label it has, and the first of them.
 
     Labels without a start begin at 0. Matmuls take their operands in `low`.

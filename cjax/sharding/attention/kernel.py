@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from cjax.sharding.attention.blocks import Block, lowest
+from cjax.sharding.attention.blocks import KeyBlock, lowest
 from cjax.sharding.attention.where import Places, split_axes
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.attention.find import Attention
@@ -242,7 +242,7 @@ class _Call:
         """[batch or 1, heads or 1, queries, keys] of all that is added and all that is hidden."""
         if not self.form.added and not self.form.masks:
             return None
-        block = Block(self.attention, self.sizes, self.places.starts, {}, self.low)
+        block = KeyBlock(self.attention, self.sizes, self.places.starts, {}, self.low)
         known = dict(zip(self.attention.leaves, leaves, strict=True))
         lowest_number = _HIDES[self.low.name]
         total: Any = 0.0

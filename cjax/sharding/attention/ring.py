@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cjax.sharding.attention.blocks import Block, accumulated
+from cjax.sharding.attention.blocks import KeyBlock, accumulated
 from cjax.sharding.attention.zigzag import from_zigzag, to_zigzag
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
@@ -184,7 +184,7 @@ class Ring:
 
         return self._unless_empty(part, other, source, maxima, compute, lambda: (grads, d_keys))
 
-    def _exps(self, block: Block, logits: jax.Array, maxima: jax.Array) -> jax.Array:
+    def _exps(self, block: KeyBlock, logits: jax.Array, maxima: jax.Array) -> jax.Array:
         return jnp.exp(logits.astype(maxima.dtype) - block.spread(_finite(maxima), self.attention.logits.labels))
 
     def _unless_empty(
@@ -207,7 +207,7 @@ class Ring:
         """Which chunk of the sequence is a device's first or second."""
         return device if part == 0 else 2 * self.size - 1 - device
 
-    def _block(self, part: int, other: int, source: Any, changed: Changed, whole: bool = False) -> Block:
+    def _block(self, part: int, other: int, source: Any, changed: Changed, whole: bool = False) -> KeyBlock:
         attention = self.attention
         sizes, starts = dict(self.sizes), {}
         for label, axes in self.axes_of.items():
@@ -217,7 +217,7 @@ class Ring:
             if not whole:
                 sizes[label] //= self.num_parts
             starts[label] = self._chunk(device, at) * sizes[label]
-        return Block(attention, sizes, starts, changed, self.low)
+        return KeyBlock(attention, sizes, starts, changed, self.low)
 
     @property
     def row_node(self) -> Node:

@@ -26,7 +26,7 @@ from cjax.trace.jaxpr.view import Equation
 from cjax.trace.microbatches.combine import share_alike
 from cjax.trace.microbatches.mirror import Draw, Mirror, Unlike, counterparts, drawing
 from cjax.trace.reading import Trace
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class LocalRows:
         return [draw_block(eqn, key, draw.shape, shape, starts)]
 
 
-def local_rows(source: Source, trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh) -> LocalRows | str:
+def local_rows(source: TraceSource, trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh) -> LocalRows | str:
     """The loss of `trace` on each device's own rows of a micro-batch, or the reason why gradients can't wait.
 
     Args:
@@ -93,7 +93,7 @@ def local_rows(source: Source, trace: Trace, storage: ModelStorage, plan: Plan, 
     return LocalRows(found, replace(layout, axes_of=kept), axes, draws)
 
 
-def _read_rows(source: Source, plan: Plan, rows: int, like: Trace) -> Trace:
+def _read_rows(source: TraceSource, plan: Plan, rows: int, like: Trace) -> Trace:
     """The loss on so many rows of a micro-batch."""
     try:
         return source.read(
@@ -103,7 +103,7 @@ def _read_rows(source: Source, plan: Plan, rows: int, like: Trace) -> Trace:
         raise Unlike(f"the model can't be traced on {rows} rows ({str(error).splitlines()[0]})") from error
 
 
-def _one_row(source: Source, plan: Plan, trace: Trace, num_shards: int) -> tuple[Mirror, Trace, dict[int, Draw]]:
+def _one_row(source: TraceSource, plan: Plan, trace: Trace, num_shards: int) -> tuple[Mirror, Trace, dict[int, Draw]]:
     """The loss on one row. JAX takes short cuts past dims of size 1, so this trace matches no other; what the loss does
     with rows is read off a trace of two instead."""
     if num_shards % 2:

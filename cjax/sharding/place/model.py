@@ -16,7 +16,7 @@ from cjax.sharding.attention.kernel import kernel_for
 from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.sharding.layout.zero import shard_over
 from cjax.sharding.place.place import Draw, Placer, WeightPlacement
-from cjax.sharding.storage.storage import Rows, Storage, make_storage, stackable
+from cjax.sharding.storage.storage import StageRows, Storage, make_storage, stackable
 from cjax.trace.author.capture import Capture
 from cjax.trace.emit.emit import emit
 from cjax.trace.reading import Trace
@@ -42,7 +42,11 @@ class ModelStorage:
 
 
 def store_model(
-    capture: Capture, trace: Trace, plan: Plan, mesh: Mesh, rows: Mapping[tuple[int, ...], Rows] = MappingProxyType({})
+    capture: Capture,
+    trace: Trace,
+    plan: Plan,
+    mesh: Mesh,
+    rows: Mapping[tuple[int, ...], StageRows] = MappingProxyType({}),
 ) -> ModelStorage:
     """Decide where each array of the model lives.
 
@@ -102,7 +106,7 @@ def store_model(
     )
 
 
-def _in_rows(leaf: int, spec: PartitionSpec, rows: Mapping[tuple[int, ...], Rows]) -> PartitionSpec:
+def _in_rows(leaf: int, spec: PartitionSpec, rows: Mapping[tuple[int, ...], StageRows]) -> PartitionSpec:
     """The placement of a leaf that holds all layers: its first dim goes over the stages."""
     return PartitionSpec(rows[leaf,].axis, *spec[1:]) if (leaf,) in rows else spec
 

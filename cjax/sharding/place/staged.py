@@ -15,7 +15,7 @@ from cjax.sharding.place.model import ModelStorage, make_placer
 from cjax.sharding.place.place import Draw, Placer
 from cjax.sharding.storage.storage import Slot, Storage
 from cjax.trace.reading import Trace
-from cjax.trace.stages.stacks import Stack, cut, widened
+from cjax.trace.stages.stacks import LayerStack, cut, widened
 from cjax.trace.stages.stages import Stages
 
 Arrays = tuple[jax.Array, ...]
@@ -134,7 +134,7 @@ class StagedModel:
 
 def stage_model(
     trace: Trace,
-    stacks: Sequence[Stack],
+    stacks: Sequence[LayerStack],
     storage: ModelStorage,
     plan: Plan,
     mesh: Mesh,

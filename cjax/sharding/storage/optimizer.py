@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend import core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cjax.sharding.storage.storage import Rows, Storage, make_storage, stackable
+from cjax.sharding.storage.storage import StageRows, Storage, make_storage, stackable
 from cjax.trace.dims.find import Dims, find_dims
 from cjax.trace.dims.refine import refine
 from cjax.trace.dims.refine_rules import Form, expand, whole
@@ -160,10 +160,10 @@ def _state_rows(
     state_leaves: Sequence[Any],
     owners: Sequence[tuple[str, int] | None],
     groups: Sequence[tuple[int, ...]],
-) -> dict[int, Rows]:
+) -> dict[int, StageRows]:
     """The rows of state whose parameter's layers are spread over the stages of a pipeline, by its first leaf."""
     slots = {leaf: slot for slot in params.slots for leaf in slot.leaves if slot.rows is not None}
-    found: dict[int, Rows] = {}
+    found: dict[int, StageRows] = {}
     stacked = {group[0] for group in groups}
     for i, (leaf, owner) in enumerate(zip(state_leaves, owners, strict=True)):
         slot = slots.get(owner[1]) if owner else None

@@ -22,7 +22,7 @@ PyTree = Any
 
 
 @dataclass(frozen=True)
-class Rows:
+class StageRows:
     """How the layers of a stack are spread over the stages of a pipeline: the layer in each row, -1 where none is."""
 
     axis: str
@@ -59,7 +59,7 @@ class Slot:
     padded: tuple[int, ...]
     spec: PartitionSpec
     form: Form
-    rows: Rows | None = None
+    rows: StageRows | None = None
 
     @property
     def is_stack(self) -> bool:
@@ -137,7 +137,7 @@ class Slot:
         sources[list(rows.filled)] = np.arange(len(rows.filled))
         return jnp.take(jnp.pad(array, [(0, 1)] + [(0, 0)] * (array.ndim - 1)), sources, axis=0)
 
-    def _rows_of(self, array: jax.Array) -> Rows | None:
+    def _rows_of(self, array: jax.Array) -> StageRows | None:
         """The rows of an array with padding, if it has some without a layer."""
         whole = array.ndim > len(self.shape) or not self.is_stack
         return self.rows if self.rows and whole and len(self.rows.filled) < len(self.rows.order) else None
@@ -239,7 +239,7 @@ def make_storage(
     spec_of: Callable[[int], PartitionSpec],
     axis_sizes: Mapping[str, int],
     form_of: Callable[[int], Form | None],
-    rows_of: Callable[[int], Rows | None] = lambda leaf: None,
+    rows_of: Callable[[int], StageRows | None] = lambda leaf: None,
 ) -> Storage:
     """Storage of `tree` (of ShapeDtypeStructs).
 

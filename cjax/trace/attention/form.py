@@ -59,10 +59,10 @@ def kernel_form(attention: Attention, changed: Collection[tuple[int, int]] = ())
     >>> kernel_form(found)
     KernelForm(scale=0.5, causal=True, window=None, added=(), masks=())
     """
-    return _Reader(attention, changed).form()
+    return _FormReader(attention, changed).form()
 
 
-class _Reader:
+class _FormReader:
     def __init__(self, attention: Attention, changed: Collection[tuple[int, int]]) -> None:
         self.attention, self.changed = attention, changed
         self.made = {**attention.sources, **attention.steps}

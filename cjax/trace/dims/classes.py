@@ -51,7 +51,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutDim:
     """A part taken out of a dim: [3 * heads] -> [heads]. `parts` such make the whole; 0 where no number does."""
 
     whole: int
@@ -83,7 +83,7 @@ class Dims:
         # Lookups in a weight: (input leaf, id of its looked-up dim, ids of the rows).
         self.tables: list[tuple[int, int, tuple[int, ...]]] = []
         self.splits: list[Split] = []
-        self.cuts: list[Cut] = []
+        self.cuts: list[CutDim] = []
         self.joined: list[int] = []  # dims of operands that a concatenation puts end to end
         self.packed: dict[int, int] = {}  # id -> number of equal parts it is cut into (packed q, k, v)
         self.layers: list[int] = []  # the layer dims of those stacks

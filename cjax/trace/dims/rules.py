@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from cjax.trace.dims.classes import Cut, Dims, Ids, Matmul, Scope
+from cjax.trace.dims.classes import CutDim, Dims, Ids, Matmul, Scope
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.sources import GIVEN, WEIGHT
 from cjax.trace.jaxpr.view import Equation, scan_of
@@ -149,7 +149,7 @@ def slice_(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Sc
             continue
         even = 0 < part and whole % part == 0 and starts[position] % part == 0
         parts = whole // part if even and (strides is None or strides[position] == 1) else 0
-        dims.cuts.append(Cut(a, b, parts))
+        dims.cuts.append(CutDim(a, b, parts))
         if parts and part > 1:
             dims.packed[a] = parts
 
@@ -161,7 +161,7 @@ def split(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Sco
     sizes = [dims.size[out[axis]] for out in outs]
     if len(sizes) > 1:
         even = len(set(sizes)) == 1
-        dims.cuts += [Cut(ins[0][axis], out[axis], len(sizes) if even else 0) for out in outs]
+        dims.cuts += [CutDim(ins[0][axis], out[axis], len(sizes) if even else 0) for out in outs]
         dims.packed[ins[0][axis]] = len(sizes)
     if len(set(sizes)) == 1:
         for out in outs[1:]:
@@ -172,7 +172,7 @@ def unstack(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: S
     axis = eqn.params["axis"]
     for out in outs:
         dims.unite_all([d for i, d in enumerate(ins[0]) if i != axis], out)
-    dims.cuts += [Cut(ins[0][axis], dims.new(1), len(outs)) for _ in outs]
+    dims.cuts += [CutDim(ins[0][axis], dims.new(1), len(outs)) for _ in outs]
 
 
 def stack(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:

@@ -20,7 +20,7 @@ from cjax.trace.jaxpr.compared import SCATTERED, scattered
 from cjax.trace.jaxpr.groups import Changed, Group, arrange, variables
 from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.jaxpr.view import Equation, scan_of
-from cjax.trace.layers.repeats import Run
+from cjax.trace.layers.repeats import RepeatedLayers
 
 Policy = Callable[..., Any]
 
@@ -66,7 +66,7 @@ def bind(eqn: Equation, ins: Sequence[Any], params: Mapping[str, Any] | None = N
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def layer_of(eqns: Sequence[Any], run: Run) -> tuple[Sequence[Any], list[Any]]:
+def layer_of(eqns: Sequence[Any], run: RepeatedLayers) -> tuple[Sequence[Any], list[Any]]:
     """The equations of the layer that stands for all of a stack, and the variables of it that are read afterwards."""
     t = run.template
     results = [written for _, _, written, _ in run.carries]
@@ -75,7 +75,7 @@ def layer_of(eqns: Sequence[Any], run: Run) -> tuple[Sequence[Any], list[Any]]:
 
 
 @dataclass
-class Weight:
+class ReadyWeight:
     """An input not used yet: a whole leaf, or layer `index` of a stacked array."""
 
     leaf: int
@@ -94,16 +94,16 @@ class Env:
     def give(self, leaves: Sequence[int], variables: Sequence[Any], value: Any) -> None:
         """Inputs of the trace as they are stored: one as it is, several stacked on dim 0."""
         if len(leaves) == 1:
-            self.values[variables[0]] = Weight(leaves[0], value)
+            self.values[variables[0]] = ReadyWeight(leaves[0], value)
             return
-        self.stacks[tuple(variables)] = Weight(leaves[0], value)
+        self.stacks[tuple(variables)] = ReadyWeight(leaves[0], value)
         for index, (leaf, var) in enumerate(zip(leaves, variables, strict=True)):
-            self.values[var] = Weight(leaf, value, index)
+            self.values[var] = ReadyWeight(leaf, value, index)
 
 
 def emit(
     closed: jex.ClosedJaxpr,
-    runs: Sequence[Run],
+    runs: Sequence[RepeatedLayers],
     scope: Scope,
     in_groups: Sequence[tuple[int, ...]],
     out_groups: Sequence[tuple[int, ...]],
@@ -143,7 +143,7 @@ class Emitter:
         if isinstance(atom, jex.Literal):
             return atom.val
         value = env.values[atom]
-        if isinstance(value, Weight):
+        if isinstance(value, ReadyWeight):
             array = value.value if value.index is None else value.value[value.index]
             value = env.values[atom] = self.hooks.weight(value.leaf, array)
         return value
@@ -152,7 +152,7 @@ class Emitter:
         """The value as it is stored, for a loop that will take it apart itself."""
         if not isinstance(atom, jex.Literal):
             value = env.values[atom]
-            if isinstance(value, Weight) and value.index is None:
+            if isinstance(value, ReadyWeight) and value.index is None:
                 return value.value
         return self.read(env, atom)
 
@@ -162,10 +162,10 @@ class Emitter:
             return jnp.asarray(self.raw(env, group[0]))
         if group in env.stacks:
             stack = env.stacks[group]
-            return stack.value if isinstance(stack, Weight) else stack
+            return stack.value if isinstance(stack, ReadyWeight) else stack
         return jnp.stack([self.read(env, var) for var in group])
 
-    def body(self, jaxpr: Any, env: Env, runs: Sequence[Run] = ()) -> None:
+    def body(self, jaxpr: Any, env: Env, runs: Sequence[RepeatedLayers] = ()) -> None:
         index = 0
         for run in runs:
             self.stretch(jaxpr, index, run.start, env)
@@ -197,7 +197,7 @@ class Emitter:
                 outs = self.remat(eqn, env, ins) if facts_of(eqn).remat else self.hooks.equation(eqn, ins, env.scope)
         env.values.update(zip(eqn.outvars, outs, strict=True))
 
-    def roll(self, eqns: Sequence[Any], run: Run, env: Env) -> None:
+    def roll(self, eqns: Sequence[Any], run: RepeatedLayers, env: Env) -> None:
         """A stack of unrolled layers as one scan over its weights."""
         t = run.template
         xs, leaves = [], []
@@ -205,8 +205,8 @@ class Emitter:
             stack = env.stacks.get(group)
             if stack is None:
                 stack = jnp.stack([self.read(env, var) for var in group])
-            leaves.append(stack.leaf if isinstance(stack, Weight) else None)
-            xs.append(stack.value if isinstance(stack, Weight) else stack)
+            leaves.append(stack.leaf if isinstance(stack, ReadyWeight) else None)
+            xs.append(stack.value if isinstance(stack, ReadyWeight) else stack)
         literals = [jnp.asarray(values) for values in run.literals.values()]
         carried = [initial for initial, _, _, _ in run.carries]
         # A result of the last layer alone travels as a carry: as a stacked output it would be kept for every layer.
@@ -217,7 +217,7 @@ class Emitter:
             arrays, values = x
             inner = Env(env.scope, dict(env.values), env.stacks)
             for group, leaf, value in zip(run.stacked, leaves, arrays, strict=True):
-                inner.values[group[t]] = value if leaf is None else Weight(leaf, value)
+                inner.values[group[t]] = value if leaf is None else ReadyWeight(leaf, value)
             new, tail, outs = self.layer(eqns, run, inner, carry[0], values)
             return (new, tail), outs
 
@@ -231,7 +231,7 @@ class Emitter:
             env.values[group[-1]] = value
 
     def layer(
-        self, eqns: Sequence[Any], run: Run, env: Env, carry: Sequence[Any], literals: Sequence[Any]
+        self, eqns: Sequence[Any], run: RepeatedLayers, env: Env, carry: Sequence[Any], literals: Sequence[Any]
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """One layer of a stack: what it hands on, what only the last one's is read of, what all of them give.
 
@@ -268,12 +268,12 @@ class Emitter:
 
         def body(carry: Any, x: Any) -> Any:
             given = [
-                Weight(source.leaf, value) if isinstance(source, Weight) and source.index is None else value
+                ReadyWeight(source.leaf, value) if isinstance(source, ReadyWeight) and source.index is None else value
                 for source, value in zip(sources, x, strict=True)
             ]
             return self.turn(eqn, scope, consts, carry, given)
 
-        layered = any(isinstance(source, Weight) for source in sources)
+        layered = any(isinstance(source, ReadyWeight) for source in sources)
         final, outs = lax.scan(
             self.hooks.layer(body) if layered else body,
             initial, xs, length=loop.length, reverse=loop.reverse, unroll=eqn.params["unroll"],

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from cjax.trace.examples.values import FIXED, Atom, Context, Place, Value, Weight, power_of
+from cjax.trace.examples.values import FIXED, Atom, Context, Place, RowWeight, Value, power_of
 from cjax.trace.jaxpr.primitives import having, named
 from cjax.trace.jaxpr.view import Equation
 
@@ -138,13 +138,13 @@ def _keeps_weight(context: Context) -> bool:
 def _kept(context: Context, value: Value) -> Value:
     """The same sum, mean or ratio in another variable."""
     if value.kind in ("sum", "mean"):
-        return context.make(value, weight=Weight(context.out, is_mean=value.kind == "mean"), const=None)
+        return context.make(value, weight=RowWeight(context.out, is_mean=value.kind == "mean"), const=None)
     if context.name in _SAME:
         return context.make(value)
     return context.make(value, total=None) if value.kind in ("ratio", "mixed") else context.aggregate()
 
 
-def _as_weight(value: Value) -> Weight | None:
+def _as_weight(value: Value) -> RowWeight | None:
     """What `value` is as a denominator; none if it depends on parameters: its gradient would be needed as well."""
     if value.kind not in ("sum", "mean", "weight") or value.trained or value.couplings:
         return None
@@ -176,7 +176,7 @@ def _add(context: Context, x: Value, y: Value) -> Value:
     if "fixed" in kinds:
         return _shifted(context, *((y, x) if x.kind == "fixed" else (x, y)))
     if kinds <= {"sum", "mean"} and len(kinds) == 1:
-        return context.make(x, weight=Weight(context.out, is_mean=x.kind == "mean"))
+        return context.make(x, weight=RowWeight(context.out, is_mean=x.kind == "mean"))
     if kinds <= {"mean", "ratio"}:
         return context.make(x if x.kind == "ratio" else y, total=None, blended=True)
     if kinds & {"sum", "mixed"} and kinds <= {"sum", "mean", "ratio", "mixed"}:
@@ -230,7 +230,7 @@ def _div(context: Context, x: Value, y: Value) -> Value:
     return context.aggregate()
 
 
-def _ratio(context: Context, total: Atom, value: Value, weight: Weight | None) -> Value:
+def _ratio(context: Context, total: Atom, value: Value, weight: RowWeight | None) -> Value:
     if weight is None or (value.kind == "mean") != weight.is_mean:
         return context.aggregate()
     return context.make(Value("ratio", weight=weight, total=total, origin=value.origin))
@@ -239,7 +239,7 @@ def _ratio(context: Context, total: Atom, value: Value, weight: Weight | None) -
 def _scaled(context: Context, value: Value, power: int, is_one: bool) -> Value:
     """A sum divided by the number of examples, or of their elements, is a mean."""
     if value.kind in ("sum", "mean"):
-        return context.make(context.sum((value.kind == "sum") + power, Weight(context.out)), origin=value.origin)
+        return context.make(context.sum((value.kind == "sum") + power, RowWeight(context.out)), origin=value.origin)
     if power == 0 and value.kind == "ratio":
         return context.make(value, total=value.total if is_one else None)
     if power == 0 and value.kind in ("mixed", "inverse"):
@@ -290,7 +290,7 @@ def reduction(context: Context) -> Value:
     if value.kind != "rows":
         if not is_sum or value.kind not in ("sum", "mean") or grows:
             return context.aggregate()
-        return context.make(value, weight=Weight(context.out, is_mean=value.kind == "mean"))
+        return context.make(value, weight=RowWeight(context.out, is_mean=value.kind == "mean"))
     if value.dim not in axes:
         dim = value.dim - sum(axis < value.dim for axis in axes)
         if is_sum:
@@ -303,7 +303,7 @@ def reduction(context: Context) -> Value:
         if value.power != (-1 if value.weight.is_mean else 0):
             return context.aggregate()
         return context.make(Value("ratio", weight=value.weight, origin=context.here))
-    return context.sum(1 + value.power, Weight(context.out))
+    return context.sum(1 + value.power, RowWeight(context.out))
 
 
 def _count(eqn: Equation) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cjax.trace.examples.values import FIXED, Context, Value, Weight
+from cjax.trace.examples.values import FIXED, Context, RowWeight, Value
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 
 
@@ -41,7 +41,7 @@ def _not_rows(context: Context, iota: int | None = None) -> Value:
     if value.kind == "fixed":
         return context.make(FIXED, const=value.const, twin=value.twin, power=value.power, iota=iota)
     if value.kind in ("sum", "mean"):
-        return context.make(value, weight=Weight(context.out, is_mean=value.kind == "mean"))
+        return context.make(value, weight=RowWeight(context.out, is_mean=value.kind == "mean"))
     return context.make(value, total=None, test="")
 
 

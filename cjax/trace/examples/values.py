@@ -24,7 +24,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Weight:
+class RowWeight:
     """A denominator `max(atom, floor) + offset`, where `atom` is a sum, or mean, over examples; `zero`, if given, where
     the atom is zero."""
 
@@ -66,7 +66,7 @@ class Value:
     const: float | None = None  # every element is this number
     twin: float | None = None
     power: int = 0  # of fixed and rows
-    weight: Weight | None = None  # of a ratio or inverse; of rows that were divided by it; of a sum: itself
+    weight: RowWeight | None = None  # of a ratio or inverse; of rows that were divided by it; of a sum: itself
     total: Atom | None = None
     blended: bool = False  # of a ratio: a mean, or a ratio with another weight, was added
     origin: Place | None = None  # where examples came together, were lost from sight, or rows scaled by all of them
@@ -189,7 +189,7 @@ class Context:
     def unknown(self) -> Value:
         return self.make(Value("unknown", origin=self.here))
 
-    def sum(self, power: int, weight: Weight | None = None) -> Value:
+    def sum(self, power: int, weight: RowWeight | None = None) -> Value:
         """A sum over rows that grow as n ** (power - 1)."""
         if power not in (0, 1):
             return self.aggregate()

@@ -14,7 +14,18 @@ from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.examples.arithmetic import ELEMENTWISE, elementwise, reduction
 from cjax.trace.examples.own_gradients import backward, judged, operands, scales
 from cjax.trace.examples.rules import RULES
-from cjax.trace.examples.values import FIXED, LOST, Atom, Context, Place, Value, Weight, constant, growing, is_literal
+from cjax.trace.examples.values import (
+    FIXED,
+    LOST,
+    Atom,
+    Context,
+    Place,
+    RowWeight,
+    Value,
+    constant,
+    growing,
+    is_literal,
+)
 from cjax.trace.jaxpr.identity import equation_key
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.twins import Twins
@@ -43,7 +54,7 @@ class Lifted:
     kind: str
     reason: str
     total: Atom | None = None
-    weight: Weight | None = None
+    weight: RowWeight | None = None
     couplings: tuple[str, ...] = ()
 
     @property
@@ -55,7 +66,7 @@ class Lifted:
 class Divisions:
     """The divisions by weights found at the top of a trace: (equation, weight)."""
 
-    found: list[tuple[Any, Weight]] = field(default_factory=list)
+    found: list[tuple[Any, RowWeight]] = field(default_factory=list)
 
 
 def lift_mean(closed: ClosedJaxpr, other: ClosedJaxpr, batch_invars: set[int], num_params_invars: int) -> Lifted:
@@ -98,7 +109,7 @@ def follow(
             values.append(Value("rows"))
         else:
             values.append(replace(FIXED, trained=position < num_params_invars))
-    reader = _Reader(Twins(closed, other), batch, batch / others, shares or {}, divisions or Divisions())
+    reader = _PairReader(Twins(closed, other), batch, batch / others, shares or {}, divisions or Divisions())
     twins = other.jaxpr.outvars
     return reader.read(closed, [*reader.consts(closed), *values], False, twins)
 
@@ -152,7 +163,7 @@ def verdict(loss: Value, what: str = "The loss") -> Lifted:
 
 
 @dataclass(frozen=True)
-class _Reader:
+class _PairReader:
     """Reads the equations of a trace beside those of its twin."""
 
     twins: Twins
@@ -299,7 +310,7 @@ class _Reader:
         prefix = str(name_stack(context.eqn))
         for value, outvar in zip(inner, context.eqn.outvars, strict=True):
             if value.kind in ("sum", "mean"):
-                value = replace(value, weight=Weight(outvar, is_mean=value.kind == "mean"))
+                value = replace(value, weight=RowWeight(outvar, is_mean=value.kind == "mean"))
             elif value.weight is not None:
                 value = _outside(context, value, jaxpr)
             if value.origin and not value.origin.text.startswith(prefix):
@@ -390,7 +401,7 @@ def _adds_to(x: Value, y: Value) -> bool:
 
 
 def _loop(
-    reader: _Reader, context: Context, body: Any, before: list[Value], carry: list[Value], after: list[Value]
+    reader: _PairReader, context: Context, body: Any, before: list[Value], carry: list[Value], after: list[Value]
 ) -> list[Value]:
     """A body's results once what it hands on has settled."""
     for _ in range(8):
@@ -402,7 +413,7 @@ def _loop(
     return [context.unknown()] * len(context.eqn.outvars)
 
 
-def _scan(reader: _Reader, context: Context) -> list[Value]:
+def _scan(reader: _PairReader, context: Context) -> list[Value]:
     loop, xs = scan_of(context.eqn), []
     for value in loop.xs(context.values):
         if value.kind == "rows" and value.dim == 0:
@@ -416,7 +427,7 @@ def _scan(reader: _Reader, context: Context) -> list[Value]:
     return results if as_long else [_noted(context, value) for value in results]
 
 
-def _while(reader: _Reader, context: Context) -> list[Value]:
+def _while(reader: _PairReader, context: Context) -> list[Value]:
     params = context.eqn.params
     cond_consts = context.values[: params["cond_nconsts"]]
     rest = context.values[params["cond_nconsts"] :]
@@ -428,7 +439,7 @@ def _while(reader: _Reader, context: Context) -> list[Value]:
     return _conditioned(context, goes_on, results)
 
 
-def _cond(reader: _Reader, context: Context) -> list[Value]:
+def _cond(reader: _PairReader, context: Context) -> list[Value]:
     index, *operands = context.values
     results = reader.call(context, context.eqn.params["branches"][0], operands)
     for branch in context.eqn.params["branches"][1:]:

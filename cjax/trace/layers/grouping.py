@@ -43,13 +43,13 @@ class Take:
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackedLeaves:
     """Values that are evaluated one by one, and stacked."""
 
     atoms: tuple[Atom, ...]
 
 
-Operand = One | Whole | Take | Stack
+Operand = One | Whole | Take | StackedLeaves
 # Long chains of these over all leaves (a global norm, "is everything finite?") are reductions of stacks.
 CHAINED = {"add": "f", "max": "fiu", "min": "fiu", "and": "b", "or": "b"}  # primitive: kinds of dtype
 
@@ -91,7 +91,7 @@ class Grouping:
         places = [self.member.get(atom) if type(atom) is not Literal else None for atom in atoms]
         first = places[0]
         if first is None or any(place is None or place[0] != first[0] for place in places):
-            return Stack(atoms)
+            return StackedLeaves(atoms)
         indices = tuple(place[1] for place in places if place is not None)
         return Whole(first[0]) if indices == tuple(range(self.size[first[0]])) else Take(first[0], indices)
 

@@ -1,9 +1,9 @@
 """The repeated part of a trace: finding the stack of layers, and saying how one layer hangs on the next.
 
 Equations that look alike (same primitive, parameters and shapes) get the same number; the longest stretch of numbers
-that repeats with a period is the stack. A `Run` is such a stretch after every variable that crosses a layer's border
-has been given its part: the same for all layers, handed from layer to layer, one for each layer, or read afterwards.
-That is all a `lax.scan` needs to know, so a stack of any depth compiles as one layer.
+that repeats with a period is the stack. `RepeatedLayers` are such a stretch after every variable that crosses a layer's
+border has been given its part: the same for all layers, handed from layer to layer, one for each layer, or read
+afterwards. That is all a `lax.scan` needs to know, so a stack of any depth compiles as one layer.
 """
 
 from collections.abc import Hashable, Sequence
@@ -19,7 +19,7 @@ MIN_EQUATIONS = 4  # shorter repeats (chains of adds) are not layers, and a loop
 
 
 @dataclass(frozen=True)
-class Run:
+class RepeatedLayers:
     """`repeats` equal stretches of `period` equations from equation `start` on.
 
     `stacked` and `outputs` list, for each part played, the variables of all repeats in order: `stacked` come from
@@ -49,13 +49,13 @@ class Run:
         return _groups(eqns, self.start, self.period, self.repeats)
 
 
-def find_runs(closed: jex.ClosedJaxpr) -> tuple[Run, ...]:
+def find_runs(closed: jex.ClosedJaxpr) -> tuple[RepeatedLayers, ...]:
     """All stacks of a flat trace, in program order (an encoder's and a decoder's, say); empty if there is none."""
     eqns = closed.jaxpr.eqns
     numbers: dict[Hashable, int] = {}
     keys = np.array([numbers.setdefault(equation_key(eqn), len(numbers)) for eqn in eqns], dtype=np.int64)
     context = _Context(closed)
-    runs: list[Run] = []
+    runs: list[RepeatedLayers] = []
     pieces = [(0, len(eqns))]
     while pieces:
         low, high = pieces.pop()
@@ -66,7 +66,7 @@ def find_runs(closed: jex.ClosedJaxpr) -> tuple[Run, ...]:
     return tuple(sorted(runs, key=lambda run: run.start))
 
 
-def paired(closed: jex.ClosedJaxpr, run: Run) -> Run | None:
+def paired(closed: jex.ClosedJaxpr, run: RepeatedLayers) -> RepeatedLayers | None:
     """The same stretch with two layers to a repeat; None if that leaves no two repeats. An odd last layer stays out."""
     return _read(run.start, 2 * run.period, run.repeats // 2, _Context(closed)) if run.repeats >= 4 else None
 
@@ -96,7 +96,7 @@ class _Context:
         return period + sum(len(inner.eqns) for eqn in eqns for inner in jex.jaxprs_in_params(eqn.params))
 
 
-def _longest(keys: np.ndarray, low: int, high: int, context: _Context) -> Run | None:
+def _longest(keys: np.ndarray, low: int, high: int, context: _Context) -> RepeatedLayers | None:
     """The run of most equations within [low, high), among equals the one of the shortest period."""
     candidates = []
     piece = keys[low:high]
@@ -113,7 +113,7 @@ def _longest(keys: np.ndarray, low: int, high: int, context: _Context) -> Run | 
     return None
 
 
-def _best_rotation(start: int, period: int, length: int, context: _Context) -> Run | None:
+def _best_rotation(start: int, period: int, length: int, context: _Context) -> RepeatedLayers | None:
     """Cut the stretch where the least is handed from layer to layer: at the residual stream, in a transformer."""
     repeats = length // period
     for fewer in (0, 1):  # a neighbour that merely looks like part of a layer may spoil the first or the last
@@ -130,7 +130,7 @@ def _best_rotation(start: int, period: int, length: int, context: _Context) -> R
     return None
 
 
-def _carried_bytes(run: Run) -> tuple[int, int]:
+def _carried_bytes(run: RepeatedLayers) -> tuple[int, int]:
     def size(var: Any) -> int:
         aval = var.aval
         return int(np.prod(aval.shape, dtype=np.int64)) * getattr(aval.dtype, "itemsize", 4)
@@ -138,7 +138,7 @@ def _carried_bytes(run: Run) -> tuple[int, int]:
     return sum(size(carry[0]) for carry in run.carries), run.start
 
 
-def _read(start: int, period: int, repeats: int, context: _Context) -> Run | None:
+def _read(start: int, period: int, repeats: int, context: _Context) -> RepeatedLayers | None:
     """Give every border variable its part; None if one fits no part, so that these repeats are no loop."""
     eqns, made = context.eqns, context.made
     stop = start + period * repeats
@@ -188,7 +188,9 @@ def _read(start: int, period: int, repeats: int, context: _Context) -> Run | Non
             outputs.append(group)
         elif later[-1] and id(group[-1]) not in handed_on:
             last_only.append(group)
-    return Run(start, period, repeats, tuple(stacked), crossing, tuple(outputs), tuple(last_only), literals, template)
+    return RepeatedLayers(
+        start, period, repeats, tuple(stacked), crossing, tuple(outputs), tuple(last_only), literals, template
+    )
 
 
 def _groups(eqns: Sequence[Any], start: int, period: int, repeats: int) -> list[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from cjax.jax_compat.jaxprs import in_context, name_stack
 from cjax.jax_compat.random import is_threefry
-from cjax.trace.layers.grouping import Atom, Grouping, Node, One, Operand, Source, Stack, Take, Whole
+from cjax.trace.layers.grouping import Atom, Grouping, Node, One, Operand, Source, StackedLeaves, Take, Whole
 
 
 def vectorize(
@@ -74,7 +74,7 @@ class _Values:
                 return self.stacked[source]
             case Take(source, indices):
                 return self.stacked[source][np.array(indices)]
-            case Stack(atoms):
+            case StackedLeaves(atoms):
                 if all(type(atom) is Literal for atom in atoms):
                     return np.array([np.asarray(atom.val) for atom in atoms], dtype=atoms[0].aval.dtype)
                 return jnp.stack([self.single(atom) for atom in atoms])
@@ -116,7 +116,7 @@ def _needs(grouping: Grouping, operand: Operand) -> set[Node]:
             nodes = {grouping.node(atom)}
         case Whole(source) | Take(source, _):
             nodes = {grouping.node_of(source)}
-        case Stack(atoms):
+        case StackedLeaves(atoms):
             nodes = {grouping.node(atom) for atom in atoms}
     return {node for node in nodes if node is not None}
 

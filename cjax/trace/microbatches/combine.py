@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from cjax.jax_compat.jaxprs import new_var
-from cjax.trace.examples.values import Value, Weight
+from cjax.trace.examples.values import RowWeight, Value
 from cjax.trace.examples.verdict import APART, Divisions, Lifted, follow, verdict
 from cjax.trace.jaxpr.twins import Twins
 from cjax.trace.microbatches.mirror import Unlike, counterparts
@@ -165,7 +165,7 @@ def _share(trace: Trace, other: jex.ClosedJaxpr, divisions: Divisions) -> Trace:
     return replace(_with_inputs(trace, shared), results=tuple(results))
 
 
-def _weights_alone(trace: Trace, weights: Sequence[Weight]) -> jex.ClosedJaxpr:
+def _weights_alone(trace: Trace, weights: Sequence[RowWeight]) -> jex.ClosedJaxpr:
     """What makes the weights: of the batch, the key and the micro-batch's index."""
     jaxpr: Any = trace.closed.jaxpr
     live, kept = {weight.atom for weight in weights}, []
@@ -344,7 +344,7 @@ def denominator(ratio: Lifted | None, weight: jax.Array) -> jax.Array:
     return guarded(ratio.weight, weight)
 
 
-def guarded(weight: Weight, value: jax.Array) -> jax.Array:
+def guarded(weight: RowWeight, value: jax.Array) -> jax.Array:
     """A weight of the whole batch as the loss divides by it."""
     divisor = jnp.maximum(value, weight.floor) if weight.floor else value
     if weight.zero is not None:

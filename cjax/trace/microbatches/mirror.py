@@ -19,7 +19,7 @@ from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.view import Equation, open_bodies
-from cjax.trace.layers.repeats import Run
+from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.reading import Trace
 
 # What one trace may do and the other leave out, the shape being right already: [1, seq] needs no broadcast to one row.
@@ -203,7 +203,7 @@ class Mirror:
             return 1
         return -1 if np.isclose(a * self._times, b, rtol=1e-6, atol=0) else 0
 
-    def _run(self, run: Run, eqns: Any, positions: list[int]) -> Run:
+    def _run(self, run: RepeatedLayers, eqns: Any, positions: list[int]) -> RepeatedLayers:
         starts = [positions[run.start + r * run.period] for r in range(run.repeats + 1)]
         periods = {b - a for a, b in zip(starts, starts[1:], strict=False)}
         if len(periods) != 1:
@@ -220,7 +220,7 @@ class Mirror:
         def others(groups: Any) -> Any:
             return tuple(tuple(self._other[var] for var in group) for group in groups)
 
-        return Run(
+        return RepeatedLayers(
             start, period, run.repeats, others(run.stacked), others(run.carries), others(run.outputs),
             others(run.last_only), literals, run.template,
         )  # fmt: skip

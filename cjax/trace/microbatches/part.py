@@ -4,11 +4,11 @@ from typing import Any
 
 from cjax.trace.microbatches.combine import counters, lift
 from cjax.trace.reading import Trace
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 
 def read_part(
-    source: Source,
+    source: TraceSource,
     num_parts: int,
     *,
     pairs: bool = False,
@@ -50,7 +50,7 @@ def read_part(
     return lift(trace, again, source.num_rows, shares=True)
 
 
-def _blame_rows(source: Source, num: int, error: Exception) -> None:
+def _blame_rows(source: TraceSource, num: int, error: Exception) -> None:
     """Raises ValueError if `error`, of a loss on a micro-batch, does not come with the whole batch."""
     try:
         source.read()

@@ -18,7 +18,7 @@ from cjax.trace.emit.emit import Hooks, layer_of
 from cjax.trace.jaxpr.cost import cost, equation_cost
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.view import Equation, scan_of
-from cjax.trace.layers.repeats import Run
+from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.reading import Trace
 from cjax.trace.stages.counters import depends
 
@@ -31,8 +31,8 @@ LEAST_SHARE = 0.1  # of the arithmetic of the dearest stack; a cheaper one stays
 
 
 @dataclass(frozen=True)
-class Stack:
-    """A stack of layers among the equations of a trace: a `Run`, or a loop that the author wrote.
+class LayerStack:
+    """A stack of layers among the equations of a trace: a `RepeatedLayers`, or a loop that the author wrote.
 
     `weights` are the inputs of the trace that layers have one each of: the leaves of all layers in order, or the one
     leaf that holds them all on its dim 0. `reads` is all else that a layer reads from outside, as entries; `xs` names
@@ -55,7 +55,7 @@ class Stack:
 
     @property
     def is_run(self) -> bool:
-        return isinstance(self.of, Run)
+        return isinstance(self.of, RepeatedLayers)
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class States:
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutTrace:
     """The stacks of a trace in order, and for each what its layers read: see the module."""
 
     trace: Trace
-    stacks: tuple[Stack, ...]
+    stacks: tuple[LayerStack, ...]
     once: tuple[tuple[Entry, ...], ...]
     learned: tuple[tuple[bool, ...], ...]  # which of `once` depend on parameters
     beside: tuple[tuple[Entry, ...], ...]
@@ -108,7 +108,7 @@ class Cut:
         return found[::-1]
 
 
-def find_stacks(trace: Trace) -> tuple[Stack, ...]:
+def find_stacks(trace: Trace) -> tuple[LayerStack, ...]:
     """All stacks of layers with weights of their own, in order; empty if there is none."""
     eqns = trace.closed.jaxpr.eqns
     index: dict[Any, int] = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
@@ -123,7 +123,7 @@ def find_stacks(trace: Trace) -> tuple[Stack, ...]:
     return tuple(sorted((s for s in found if s.flops >= LEAST_SHARE * most), key=lambda stack: stack.start))
 
 
-def cut(trace: Trace, stacks: Sequence[Stack]) -> Cut:
+def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
     """Say what crosses the borders of the stacks."""
     on_what, states = _depends(trace, stacks), find_states(trace, stacks)
     made = _made(trace, stacks)
@@ -171,13 +171,13 @@ def cut(trace: Trace, stacks: Sequence[Stack]) -> Cut:
         )
         for stack in stacks
     ]
-    return Cut(trace, tuple(kept), tuple(once), tuple(learned), tuple(beside), tuple(travels[::-1]), states)
+    return CutTrace(trace, tuple(kept), tuple(once), tuple(learned), tuple(beside), tuple(travels[::-1]), states)
 
 
-def widened(stack: Stack, trace: Trace, hooks: Hooks) -> Stack:
+def widened(stack: LayerStack, trace: Trace, hooks: Hooks) -> LayerStack:
     """`stack` with all that its layers read as these hooks evaluate them: an attention may be read from where its masks
     are made, not from the masks."""
-    if not isinstance(stack.of, Run):
+    if not isinstance(stack.of, RepeatedLayers):
         return stack
     eqns, results = layer_of(trace.closed.jaxpr.eqns, stack.of)
     own = {inner for inner, _ in stack.xs} | {read for _, read, _, _ in stack.of.carries}
@@ -187,7 +187,7 @@ def widened(stack: Stack, trace: Trace, hooks: Hooks) -> Stack:
     return replace(stack, reads=(*stack.reads, *more))
 
 
-def find_states(trace: Trace, stacks: Sequence[Stack]) -> States:
+def find_states(trace: Trace, stacks: Sequence[LayerStack]) -> States:
     """Carried values that are made of examples. One that is only cast behind a stack is its layers'."""
     casts = _casts(trace, stacks)
     new, on = [_cast_from(var, casts) for var in _new_carried(trace)], _depends(trace, stacks)
@@ -203,7 +203,7 @@ def find_states(trace: Trace, stacks: Sequence[Stack]) -> States:
     )
 
 
-def reads_states(trace: Trace, stacks: Sequence[Stack]) -> list[str]:
+def reads_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
     """Names of carried values that are made of examples and decide about results: no micro-batch could start before the
     one in front of it is through."""
     states = find_states(trace, stacks).every
@@ -215,7 +215,7 @@ def reads_states(trace: Trace, stacks: Sequence[Stack]) -> list[str]:
     return [names[i] for i in sorted(states) if f"state {i}" in found]
 
 
-def torn_states(trace: Trace, stacks: Sequence[Stack]) -> list[str]:
+def torn_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
     """Names of carried values that are made of examples in one place, by layers of a stack, before or behind them, and
     read in another: a stage would read what it was before the step."""
     states = find_states(trace, stacks)
@@ -238,11 +238,11 @@ def torn_states(trace: Trace, stacks: Sequence[Stack]) -> list[str]:
     return [names[i] for i in sorted(torn)]
 
 
-def _casts(trace: Trace, stacks: Sequence[Stack]) -> dict[Any, Any]:
+def _casts(trace: Trace, stacks: Sequence[LayerStack]) -> dict[Any, Any]:
     """What results of casts outside of the stacks are made of."""
     eqns = _items(trace, stacks)
     return {eqn.outvars[0]: eqn.invars[0] for eqn in eqns
-            if not isinstance(eqn, Run) and eqn.primitive.name == "convert_element_type"}  # fmt: skip
+            if not isinstance(eqn, RepeatedLayers) and eqn.primitive.name == "convert_element_type"}  # fmt: skip
 
 
 def _cast_from(var: Any, casts: Mapping[Any, Any]) -> Any:
@@ -258,7 +258,7 @@ def _new_carried(trace: Trace) -> list[Any]:
 
 def reads(item: Any, trace: Trace) -> list[Any]:
     """The variables from outside that an equation or a run reads."""
-    if not isinstance(item, Run):
+    if not isinstance(item, RepeatedLayers):
         return variables(item)
     eqns = trace.closed.jaxpr.eqns[item.start : item.stop]
     written = {var for eqn in eqns for var in eqn.outvars}
@@ -266,24 +266,24 @@ def reads(item: Any, trace: Trace) -> list[Any]:
 
 
 def writes(item: Any, trace: Trace) -> list[Any]:
-    eqns = trace.closed.jaxpr.eqns[item.start : item.stop] if isinstance(item, Run) else (item,)
+    eqns = trace.closed.jaxpr.eqns[item.start : item.stop] if isinstance(item, RepeatedLayers) else (item,)
     return [var for eqn in eqns for var in eqn.outvars]
 
 
-def _items(trace: Trace, stacks: Sequence[Stack]) -> list[Any]:
+def _items(trace: Trace, stacks: Sequence[LayerStack]) -> list[Any]:
     starts: dict[int, Any] = {stack.start: stack for stack in stacks}
     starts |= {run.start: run for run in trace.runs if run.start not in starts}
     items: list[Any] = []
     at = 0
     while at < len(trace.closed.jaxpr.eqns):
         found = starts.get(at)
-        if not isinstance(found, Stack):
+        if not isinstance(found, LayerStack):
             items.append(found or trace.closed.jaxpr.eqns[at])
         at = found.stop if found else at + 1
     return items
 
 
-def _made(trace: Trace, stacks: Sequence[Stack]) -> dict[Any, int]:
+def _made(trace: Trace, stacks: Sequence[LayerStack]) -> dict[Any, int]:
     """The number of the equation that makes each variable; for results of a stack its last."""
     made = {var: at for at, eqn in enumerate(trace.closed.jaxpr.eqns) for var in eqn.outvars}
     for stack in stacks:
@@ -292,7 +292,7 @@ def _made(trace: Trace, stacks: Sequence[Stack]) -> dict[Any, int]:
 
 
 def _depends(
-    trace: Trace, stacks: Sequence[Stack], named: Mapping[int, str] = MappingProxyType({})
+    trace: Trace, stacks: Sequence[LayerStack], named: Mapping[int, str] = MappingProxyType({})
 ) -> dict[Any, frozenset[str]]:
     """The kinds of inputs that each variable depends on; "stack" if on what layers have made of examples. Some carried
     values may have names of their own."""
@@ -312,7 +312,7 @@ def _depends(
     return on
 
 
-def _of_run(trace: Trace, run: Run, index: dict[Any, int], weights: set[int]) -> Stack:
+def _of_run(trace: Trace, run: RepeatedLayers, index: dict[Any, int], weights: set[int]) -> LayerStack:
     eqns = trace.closed.jaxpr.eqns[run.start : run.stop]
     t = run.template
     layer = trace.closed.jaxpr.eqns[run.start + t * run.period : run.start + (t + 1) * run.period]
@@ -324,7 +324,7 @@ def _of_run(trace: Trace, run: Run, index: dict[Any, int], weights: set[int]) ->
     alike = [kind in ({"params"}, {"frozen"}) for kind in kinds]
     groups = [g for g, fits in zip(run.stacked, alike, strict=True) if fits and not elsewhere & set(g)]
     others = [g for g in run.stacked if g not in groups]
-    return Stack(
+    return LayerStack(
         run.start, run.stop, run.repeats, run, tuple(tuple(index[v] for v in g) for g in groups),
         (*((v,) for v in shared), *others), tuple((g[t], g) for g in run.stacked),
         tuple(first for first, *_ in run.carries), tuple(last for *_, last in run.carries),
@@ -333,7 +333,7 @@ def _of_run(trace: Trace, run: Run, index: dict[Any, int], weights: set[int]) ->
     )  # fmt: skip
 
 
-def _read_elsewhere(trace: Trace, run: Run) -> set[Any]:
+def _read_elsewhere(trace: Trace, run: RepeatedLayers) -> set[Any]:
     """Variables that are read outside of a run too, or by another layer than their own: tied weights."""
     jaxpr = trace.closed.jaxpr
     eqns = [*jaxpr.eqns[: run.start], *jaxpr.eqns[run.stop :]]
@@ -345,7 +345,7 @@ def _read_elsewhere(trace: Trace, run: Run) -> set[Any]:
     return found | {var for var, count in counts.items() if count > 1}
 
 
-def _of_scan(trace: Trace, eqn: Equation, at: int, index: dict[Any, int], weights: set[int]) -> Stack:
+def _of_scan(trace: Trace, eqn: Equation, at: int, index: dict[Any, int], weights: set[int]) -> LayerStack:
     loop = scan_of(eqn)
     pairs = list(zip(loop.xs(loop.body.invars), loop.xs(eqn.invars), strict=True))
     readers = [v for other in trace.closed.jaxpr.eqns for v in variables(other)]
@@ -355,7 +355,7 @@ def _of_scan(trace: Trace, eqn: Equation, at: int, index: dict[Any, int], weight
     shared = dict.fromkeys(v for v in loop.consts(eqn.invars) if not isinstance(v, jex.Literal))
     flops = cost(loop.closed).matmul_flops * loop.length
     usable = not loop.reverse
-    return Stack(
+    return LayerStack(
         at, at + 1, loop.length, eqn, tuple(leaves.values()) if usable else (),
         (*((v,) for v in shared), *others), xs, tuple(loop.carries(eqn.invars)), tuple(loop.last(eqn.outvars)),
         tuple((v,) for v in loop.ys(eqn.outvars)), (), flops, bool(leaves) and usable,

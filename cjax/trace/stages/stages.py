@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from cjax.trace.emit.emit import Emitter, Env, Hooks
-from cjax.trace.layers.repeats import Run
+from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.stages.counters import evaluate, narrowed
-from cjax.trace.stages.stacks import Cut, Entry, Stack, writes
+from cjax.trace.stages.stacks import CutTrace, Entry, LayerStack, writes
 from cjax.trace.stages.stacks import reads as item_reads
 
 Arrays = list[Any]
@@ -31,7 +31,7 @@ class Stages:
     """
 
     def __init__(
-        self, cut: Cut, hooks: Hooks, trained: Sequence[tuple[int, ...]], given: Sequence[tuple[int, ...]]
+        self, cut: CutTrace, hooks: Hooks, trained: Sequence[tuple[int, ...]], given: Sequence[tuple[int, ...]]
     ) -> None:
         self.cut, self.hooks = cut, hooks
         self._emitter = Emitter(hooks)
@@ -116,7 +116,7 @@ class Stages:
             inner: own[entry] if entry in own else lax.dynamic_index_in_dim(values[entry], index, keepdims=False)
             for inner, entry in stack.xs
         }
-        if isinstance(stack.of, Run):
+        if isinstance(stack.of, RepeatedLayers):
             env = Env(cut.trace.dims.top, {entry[0]: value for entry, value in values.items() if len(entry) == 1})
             env.values.update(xs)
             literals = [jnp.asarray(numbers)[index] for numbers in stack.of.literals.values()]
@@ -155,7 +155,7 @@ class Stages:
         last = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in stack.last_only if var is not None]
         return [*carry, *outputs, *last, *(self._read(env, entry) for entry in self.cut.travels[k])]
 
-    def _carried(self, stack: Stack) -> Sequence[Any]:
+    def _carried(self, stack: LayerStack) -> Sequence[Any]:
         inner, num_xs = stack.of.params["jaxpr"].jaxpr.invars, len(stack.xs)
         return inner[len(inner) - num_xs - len(stack.initial) : len(inner) - num_xs]
 
@@ -202,7 +202,7 @@ class Stages:
             read = [
                 v
                 for item, results in pieces
-                if not isinstance(item[0], Run)
+                if not isinstance(item[0], RepeatedLayers)
                 for group in self.hooks.groups(item, results, env.scope)
                 for v in group.ins
             ]
@@ -210,7 +210,7 @@ class Stages:
                 break
             wanted += [v for v in read if v not in made]
         for item, results in pieces:
-            if isinstance(item[0], Run):
+            if isinstance(item[0], RepeatedLayers):
                 self._emitter.roll(eqns, item[0], env)
             else:
                 self._emitter.evaluate(item, results, env, {})
@@ -219,7 +219,7 @@ class Stages:
         """Stretches of equations and single runs, each with what is read afterwards."""
         pieces: list[list[Any]] = []
         for item in items:
-            if pieces and not isinstance(item, Run) and not isinstance(pieces[-1][0], Run):
+            if pieces and not isinstance(item, RepeatedLayers) and not isinstance(pieces[-1][0], RepeatedLayers):
                 pieces[-1].append(item)
             else:
                 pieces.append([item])

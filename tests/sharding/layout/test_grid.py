@@ -23,7 +23,7 @@ from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.sharding.products.matmul import Move
 from cjax.trace.author.capture import capture
 from cjax.trace.reading import Trace
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 MODES = ("2d:4", "2.5d:8/2", "3d:8")
 
@@ -46,7 +46,7 @@ def features(trace: Trace, tensor: str) -> dict[str, tuple[str, ...]]:
 
 def trace_model(build: Callable[[nnx.Rngs], nnx.Module], *shape: int) -> Trace:
     batch = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return Source(capture(build, squares, batch), batch).read()
+    return TraceSource(capture(build, squares, batch), batch).read()
 
 
 def squares(model: Any, x: jax.Array) -> jax.Array:
@@ -56,7 +56,7 @@ def squares(model: Any, x: jax.Array) -> jax.Array:
 def gpt_trace(batch: int = 8, **sizes: int) -> Trace:
     config = gpt("gpt-mini", **sizes)
     shapes = {name: jax.ShapeDtypeStruct((batch, 16), jnp.int32) for name in ("inputs", "targets")}
-    return Source(capture(lambda rngs: GPT(config, rngs=rngs), loss, shapes), shapes).read()
+    return TraceSource(capture(lambda rngs: GPT(config, rngs=rngs), loss, shapes), shapes).read()
 
 
 # -- axes -------------------------------------------------------------------------------------------------------------

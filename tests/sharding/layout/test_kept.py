@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.trace.author.capture import capture
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 
 class Layers(nn.Module):
@@ -27,7 +27,7 @@ class Layers(nn.Module):
 def layout_of(model: Any, axes: dict[str, int], rules: dict[str, Any] | None = None) -> Layout:
     batch = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     captured = capture(model, lambda model, x: (model(x) ** 2).mean(), batch)
-    return make_layout(Source(captured, batch).read(), {"data": 1, **axes}, rules or {})
+    return make_layout(TraceSource(captured, batch).read(), {"data": 1, **axes}, rules or {})
 
 
 def said(layout: Layout) -> list[str]:

@@ -14,7 +14,7 @@ from cjax.models.gpt import GPT, gpt, loss
 from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.trace.author.capture import capture
 from cjax.trace.reading import Trace
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 
 def layout_of(trace: Trace, tensor: int, rules: Mapping[str, str | None] | None = None) -> Layout:
@@ -74,7 +74,7 @@ def test_key_value_heads_fewer_than_the_axis_stay_whole_with_a_note() -> None:
 def gpt_trace(**sizes: int) -> Trace:
     config = gpt("gpt-mini", **sizes)
     batch = {name: jax.ShapeDtypeStruct((4, 16), jnp.int32) for name in ("inputs", "targets")}
-    return Source(capture(lambda rngs: GPT(config, rngs=rngs), loss, batch), batch).read()
+    return TraceSource(capture(lambda rngs: GPT(config, rngs=rngs), loss, batch), batch).read()
 
 
 @pytest.mark.parametrize(("heads", "tensor"), [(6, 4), (3, 2), (4, 8)])
@@ -93,14 +93,14 @@ def test_a_vocabulary_that_does_not_divide_is_split_all_the_same() -> None:
 def test_a_model_of_one_wide_layer() -> None:
     batch = jax.ShapeDtypeStruct((4, 6), jnp.float32)
     captured = capture(lambda rngs: nnx.Linear(6, 64, rngs=rngs), lambda model, x: (model(x) ** 2).mean(), batch)
-    trace = Source(captured, batch).read()
+    trace = TraceSource(captured, batch).read()
     assert specs(trace, layout_of(trace, 4))["kernel"] == P(None, "tensor")
 
 
 def test_what_can_be_split_by_nothing_says_so() -> None:
     batch = jax.ShapeDtypeStruct((4, 3), jnp.float32)
     captured = capture(lambda rngs: nnx.Linear(3, 2, rngs=rngs), lambda model, x: (model(x) ** 2).mean(), batch)
-    trace = Source(captured, batch).read()
+    trace = TraceSource(captured, batch).read()
     assert layout_of(trace, 8).notes[-1].startswith("tensor=8 splits nothing in this model")
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from cjax.sharding.layout.one_d import blocked_by, choose, undivided, whole_heads
 from cjax.trace.author.capture import capture
 from cjax.trace.reading import Trace
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 
 def names(trace: Trace, size: int = 4, excluded: set[int] | None = None) -> set[str]:
@@ -37,7 +37,7 @@ class Bottle(nnx.Module):
 def bottle(wide: int, narrow: int) -> Trace:
     batch = jax.ShapeDtypeStruct((8, 6), jnp.float32)
     captured = capture(lambda rngs: Bottle(wide, narrow, rngs=rngs), lambda model, x: model(x).mean(), batch)
-    return Source(captured, batch).read()
+    return TraceSource(captured, batch).read()
 
 
 # -- what is chosen ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from cjax.mesh import build_mesh
 from cjax.sharding.place.born import born
 from cjax.sharding.place.model import store_model
 from cjax.trace.author.capture import capture
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 
 class Net(nn.Module):
@@ -28,7 +28,7 @@ def test_values_are_the_authors_and_layers_are_born_stacked() -> None:
     captured = capture(Net(), lambda model, x: model(x).mean(), batch)
     plan = cjax.Plan.parse("data=1 tensor=2").resolve(2)
     mesh = build_mesh(plan.axis_sizes(), jax.devices()[:2])
-    storage = store_model(captured, Source(captured, batch).read(), plan, mesh)
+    storage = store_model(captured, TraceSource(captured, batch).read(), plan, mesh)
     made: Any = jax.jit(born(captured, storage))
     stored = made(jax.random.key(3))
     wanted = captured.init(jax.random.key(3))

@@ -19,7 +19,7 @@ from cjax.trace.author.capture import capture
 from cjax.trace.emit.precision import LOWS, Lowering
 from cjax.trace.jaxpr.groups import Group
 from cjax.trace.reading import Trace
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 MODES = ("2d:4", "2.5d:8/2", "3d:8")
 BATCH, SEQ, EMBED = 8, 6, 12
@@ -42,7 +42,7 @@ def weights_of(trace: Trace, group: Group) -> list[str]:
 
 def trace_model(model: Callable[[nnx.Rngs], nnx.Module]) -> Trace:
     batch = jax.ShapeDtypeStruct((BATCH, SEQ, EMBED), jnp.float32)
-    return Source(capture(model, lambda model, x: (model(x) ** 2).mean(), batch), batch).read()
+    return TraceSource(capture(model, lambda model, x: (model(x) ** 2).mean(), batch), batch).read()
 
 
 class Weights(nnx.Module):

@@ -19,7 +19,7 @@ from cjax.sharding.place.model import store_model
 from cjax.trace.author.capture import capture
 from cjax.trace.microbatches.mirror import Draw
 from cjax.trace.microbatches.part import read_part
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 BATCH, IN, CLASSES, PARTS = 32, 6, 5, 2
 
@@ -119,7 +119,7 @@ def test_waits_only_where_examples_meet_in_sums(name: str, num_devices: int) -> 
     captured = capture(net, loss, batch())
     plan = cjax.Plan.parse(f"microbatches={PARTS}").resolve(num_devices)
     shape = jax.eval_shape(lambda: batch())
-    source = Source(captured, shape)
+    source = TraceSource(captured, shape)
     if reason is not None and reason.startswith("refused: "):
         pytest.raises(ValueError, read_part, source, PARTS).match(reason.removeprefix("refused: "))
         return

@@ -13,7 +13,7 @@ from cjax.mesh import build_mesh
 from cjax.plan import Plan
 from cjax.sharding.place.model import ModelStorage, store_model
 from cjax.trace.author.capture import capture
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 from cjax.tree import leaf_names
 
 
@@ -95,6 +95,8 @@ def test_frozen_parameters_are_split_too() -> None:
     captured = capture(model, loss, batch, wrt="Dense_1")
     plan = Plan.parse("zero=3").resolve(8)
     shape: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    storage = store_model(captured, Source(captured, shape).read(), plan, build_mesh(plan.axis_sizes(), jax.devices()))
+    storage = store_model(
+        captured, TraceSource(captured, shape).read(), plan, build_mesh(plan.axis_sizes(), jax.devices())
+    )
     assert {slot.shape for slot in storage.params.slots} == {(64, 40), (40,)}
     assert any(slot.shape == (40, 64) and slot.spec == P(None, "data") for slot in storage.frozen.slots)

@@ -16,7 +16,7 @@ from cjax.trace.attention.find import Attention, find_attentions
 from cjax.trace.author.capture import capture
 from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.jaxpr.simplify import simplify
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 B, S, H, D = 2, 12, 6, 5
 Q = jnp.ones((B, S, H, D))
@@ -57,7 +57,7 @@ COUNTS = {
 def test_models(name: str) -> None:
     model, loss, batch = MODELS[name].make()
     shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    trace = Source(capture(model, loss, batch), shape).read()
+    trace = TraceSource(capture(model, loss, batch), shape).read()
     count, reasons = everywhere(trace.closed.jaxpr)
     assert count == COUNTS.get(name, 0)
     assert not reasons

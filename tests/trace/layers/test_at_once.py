@@ -16,7 +16,7 @@ from cjax.models.cross_entropy import IGNORED, cross_entropy
 from cjax.trace.author.capture import capture
 from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.layers.at_once import all_at_once
-from cjax.trace.source import Source
+from cjax.trace.source import TraceSource
 
 TURNS, ROWS, IN, OUT = 4, 3, 5, 7
 
@@ -150,8 +150,8 @@ def test_a_loss_reads_as_one_that_was_never_cut() -> None:
     """Of the models' own loss: the same products, of the same classes, and sums that add up over micro-batches."""
     batch = {"x": jax.ShapeDtypeStruct((8, 6, IN), jnp.float32), "y": jax.ShapeDtypeStruct((8, 6), jnp.int32)}
     build = lambda rngs: Classifier(rngs)  # noqa: E731
-    looped = Source(capture(build, in_chunks, batch), batch)
-    whole = Source(capture(build, lambda m, b: cross_entropy(b["x"], b["y"], m.head, chunk=None), batch), batch)
+    looped = TraceSource(capture(build, in_chunks, batch), batch)
+    whole = TraceSource(capture(build, lambda m, b: cross_entropy(b["x"], b["y"], m.head, chunk=None), batch), batch)
     found, wanted = looped.read(at_once=True), whole.read()
     assert [m.looped for m in looped.read().dims.matmuls] == [True]
     assert [m.looped for m in found.dims.matmuls] == [m.looped for m in wanted.dims.matmuls] == [False]

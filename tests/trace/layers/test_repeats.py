@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from cjax.trace.jaxpr.simplify import simplify
-from cjax.trace.layers.repeats import Run, find_runs
+from cjax.trace.layers.repeats import RepeatedLayers, find_runs
 
 Weight = tuple[jax.Array, jax.Array]
 WIDTH = 6
@@ -28,7 +28,7 @@ def weights(number: int) -> list[Weight]:
     return [(jnp.ones((WIDTH, WIDTH)), jnp.ones(WIDTH)) for _ in range(number)]
 
 
-def runs_of(function: Callable[..., Any], *args: Any) -> tuple[tuple[Run, ...], Any]:
+def runs_of(function: Callable[..., Any], *args: Any) -> tuple[tuple[RepeatedLayers, ...], Any]:
     closed = simplify(jax.make_jaxpr(function)(*args))
     return find_runs(closed), closed
 
