@@ -35,6 +35,7 @@ train: setup
 
 lint: setup
 	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
 	$(PYTHON) -m pyright --pythonpath $(PYTHON)
 
 # The site, in build/site. Material's word about MkDocs 2, which is not asked for, is no warning of ours.
