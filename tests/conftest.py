@@ -23,12 +23,16 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # later, which have no other.
 is_quick = os.environ.get("CJAX_TEST_ALL") != "1" and metadata.version("jaxlib").startswith("0.10.")
 generator = "--xla_cpu_use_fusion_emitters=false" if is_quick else ""
+# XLA cuts a program into 32 parts, to compile them on as many cores; with two, cutting costs a third of all compiling.
+uncut = "--xla_cpu_parallel_codegen_split_count=1" if os.environ.get("CJAX_TEST_ALL") != "1" else ""
 # A device that waits in a collective keeps a thread: with one for each device, those that wait can starve the others.
 os.environ.setdefault("NPROC", "32")
 os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"  # nor should the next step take threads from one that waits
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {patience} {in_order} {generator}".strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {patience} {in_order} {generator} {uncut}".strip()
 cache_home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_home / "cjax" / "jax"))
+
+import gc  # noqa: E402
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -45,6 +49,10 @@ jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE
 # all are compiled as soon as read.
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# Traces are millions of small objects, which live as long as a module's programs do: Python would look through all of
+# them every few seconds of tracing, and find nothing.
+gc.set_threshold(100_000, 50, 100)
 
 assert jax.device_count("cpu") == 8, f"tests need 8 virtual CPU devices, found {jax.device_count('cpu')}"
 

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -242,10 +242,16 @@ def trees(program: Program, state: Any) -> tuple[PyTree, PyTree, PyTree, PyTree]
     return params, frozen, carried, load(optimizer.storage, state._opt) if optimizer else ()
 
 
-def train(name: str, plan: str, wide: bool, optimizer: str | None = None) -> Run:
-    """The run under cjax. Fails if anything is compiled after the first step."""
+Look = Callable[[Program, Any], None]
+
+
+def train(name: str, plan: str, wide: bool, optimizer: str | None = None, look: Look | None = None) -> Run:
+    """The run under cjax; `look` sees the program and the state it begins with. Fails if anything is compiled after the
+    first step."""
     program, (first, second) = program_of(name, plan, wide, optimizer_of(optimizer)), subject(name, wide).batches
     state, steps = program.init(0), []
+    if look:
+        look(program, state)
     params, carried = None, None
     for index in range(NUM_STEPS):
         with no_compilation() if index else contextlib.nullcontext():
@@ -379,11 +385,11 @@ def _averaged(outs: list[Any]) -> tuple[Any, Any, Any]:
 
 
 # -- the two side by side ---------------------------------------------------------------------------------------------
-def assert_trained_alike(name: str, plan: str) -> None:
+def assert_trained_alike(name: str, plan: str, look: Look | None = None) -> None:
     """Loss, aux, every gradient and, after three steps, parameters, running statistics and random state, in float64."""
     tolerance = exactly(name)
     with jax.enable_x64(True):
-        given, wanted = train(name, plan, wide=True), author(name, num_parts(plan), wide=True)
+        given, wanted = train(name, plan, wide=True, look=look), author(name, num_parts(plan), wide=True)
         for index, (step, other) in enumerate(zip(given.steps, wanted.steps, strict=True)):
             where = f"step {index}, "
             assert_close(step.loss, other.loss, tolerance, where + "loss")

@@ -17,8 +17,9 @@ FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=20 --xla_cpu_collective_call_terminate_timeout_seconds=30"
 )
 # The older generator of code compiles these small programs in less than half the time; jaxlib 0.11 has it no more, and
-# stops at the flag.
-QUICK = " --xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else ""
+# stops at the flag. Nor are they cut into parts to be compiled on many cores: cutting is a third of compiling.
+QUICK = " --xla_cpu_parallel_codegen_split_count=1"
+QUICK += " --xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else ""
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",

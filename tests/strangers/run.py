@@ -91,6 +91,7 @@ def environment() -> dict[str, str]:
         "--xla_cpu_multi_thread_eigen=false",
         "--xla_cpu_enable_concurrency_optimized_scheduler=false",
         f"--xla_cpu_collective_call_terminate_timeout_seconds={PATIENCE}",
+        "--xla_cpu_parallel_codegen_split_count=1",
         "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else "",
     )
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "cjax" / "strangers"
