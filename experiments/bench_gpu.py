@@ -28,8 +28,8 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from bench_check import check
-from bench_models import ROWS, TINY, Row
+from benchmarks.check import check
+from benchmarks.models import ROWS, TINY, Row
 
 import cjax
 
@@ -75,12 +75,12 @@ def run_cjax(row: Row, batch: int, steps: int, plan: str) -> dict[str, Any]:
 
 
 def run_torch(row: Row, batch: int, steps: int, compiled: bool) -> dict[str, Any]:
-    import bench_torch
+    from benchmarks import in_torch
 
-    step, peak = bench_torch.make_step(row, row.batch_of(batch, 0), compiled)
+    step, peak = in_torch.make_step(row, row.batch_of(batch, 0), compiled)
 
     def wait(loss: Any) -> float:
-        bench_torch.wait()
+        in_torch.wait()
         return float(loss.detach())
 
     return timed(step, wait, steps) | {"peak": peak()}

@@ -1,4 +1,4 @@
-"""What cjax costs against the same model and sharding written by hand in plain JAX (`plain_gpt.py`).
+"""What cjax costs against the same model and sharding written by hand in plain JAX (`shared/plain_gpt.py`).
 
     python experiments/bench_overhead.py --counted            # FLOPs, bytes, collectives, peak memory on absent H100s
     python experiments/bench_overhead.py --timed --python     # step times on 8 virtual CPU devices; host time a step
@@ -9,8 +9,6 @@ below the baseline's, step time within 1.05 of it. Timed runs interleave the two
 
 import argparse
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +20,9 @@ if __name__ == "__main__":
 import jax.numpy as jnp
 import numpy as np
 import optax
-import plain_gpt
 from jax.sharding import AxisType, Mesh
+from shared import plain_gpt
+from shared.timing import interleaved
 
 import cjax
 from cjax.mesh import compile_lowered, resolve_devices
@@ -156,18 +155,6 @@ def host_time(num_leaves: int, rounds: int) -> None:
 
     a, b = interleaved(mine, theirs, rounds)
     print(f"\nhost and device, ms a step, {num_leaves} leaves: cjax {a:.2f}   by hand {b:.2f}   ratio {a / b:.3f}")
-
-
-def interleaved(mine: Callable[[], None], theirs: Callable[[], None], rounds: int) -> tuple[float, float]:
-    """Median ms of each, after two rounds to warm up."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for i in range(rounds + 2):
-        for run, kept in zip((mine, theirs), times, strict=True):
-            start = time.perf_counter()
-            run()
-            if i >= 2:
-                kept.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times[0]), statistics.median(times[1])
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from training import Clock, adamw, devices_for, devices_of, make_parser
+from training.runs import Clock, adamw, devices_for, devices_of, make_parser
 
 import cjax
 from cjax.data import Dataset, Labelled, labelled_data, read_labelled, read_tokenizer, standard_library, train_tokenizer

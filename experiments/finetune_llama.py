@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from lora import LAYERS, adapt, merge
-from training import Clock, adamw, devices_for, devices_of, make_parser
+from training.lora import LAYERS, adapt, merge
+from training.runs import Clock, adamw, devices_for, devices_of, make_parser
 
 import cjax
 from cjax.data import Bytes, TextData, read_tokenizer, text_data

@@ -9,7 +9,7 @@
 Parts: a, a small ViT, its test accuracy and the epochs to a target, at batches of 512 images to the whole set; b, an
 encoder that fills in masked bytes (BERT's task), trained by LAMB at batches of 256 to 8,192 pieces of text and equal
 samples. Rates were tuned at batch 512 in runs of 6 epochs, by test accuracy, and follow the batch by the usual rules;
-those of LAMB and LARS up to a limit found at 8,192, see `large_batch_recipes.py`. Each run is kept in `results.jsonl`
+those of LAMB and LARS up to a limit found at 8,192, see `large_batches/recipes.py`. Each run is kept in `results.jsonl`
 of the folder `--out` as soon as it ends, and isn't done again. On 2 quiet CPU cores about 2 minutes a run of part a, 45
 for all of them on MNIST, and 3 for part b.
 
@@ -30,13 +30,13 @@ if __name__ == "__main__":
     patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {patience}".strip()
 
-from large_batch_data import VOCAB_SIZE, images, stripes, text
-from large_batch_models import Encoder, ViT, image_loss, masked_loss
-from large_batch_plots import write_plots
-from large_batch_recipes import RECIPES
-from large_batch_runs import Task, run
-from large_batch_tables import write_tables
-from tensor_parallel_measure import Results
+from large_batches.data import VOCAB_SIZE, images, stripes, text
+from large_batches.models import Encoder, ViT, image_loss, masked_loss
+from large_batches.plots import write_plots
+from large_batches.recipes import RECIPES
+from large_batches.runs import Task, run
+from large_batches.tables import write_tables
+from shared.results import KEPT, Results
 
 import cjax
 
@@ -105,7 +105,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--here", action="store_true", help="on this machine's devices, not on virtual ones")
     parser.add_argument("--tiny", action="store_true", help="images of stripes and few samples, to see that it runs")
     parser.add_argument("--tables-only", action="store_true", help="of the rows that are there; trains nothing")
-    parser.add_argument("--out", type=Path, default=FOLDER / f"large_batch-{datetime.date.today()}")
+    parser.add_argument("--out", type=Path, default=KEPT / f"large_batch-{datetime.date.today()}")
     return parser.parse_args(arguments)
 
 

@@ -28,15 +28,13 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_platforms", "cpu")  # GPUs are compiled for, not looked for
 
-from pipeline_compiled import PLANS, compiled
-from pipeline_plots import write_plots
-from pipeline_processes import processes
-from pipeline_schedules import MICROBATCHES, SCHEDULES, STAGES, SizeOfStep, schedule_row
-from pipeline_tables import write_tables
-from pipeline_timed import SizeOfRun, timed
-from tensor_parallel_measure import Results
-
-FOLDER = Path(__file__).parent.parent / "docs" / "results"
+from pipelines.compiled import PLANS, compiled
+from pipelines.plots import write_plots
+from pipelines.processes import processes
+from pipelines.schedules import MICROBATCHES, SCHEDULES, STAGES, SizeOfStep, schedule_row
+from pipelines.tables import write_tables
+from pipelines.timed import SizeOfRun, timed
+from shared.results import KEPT, Results
 
 
 def schedules(results: Results, wanted: str) -> None:
@@ -62,7 +60,7 @@ def main() -> None:
     parser.add_argument("--timed", action="store_true", help="part t as well: step times on virtual CPU devices")
     parser.add_argument("--rounds", type=int, default=7, help="steps of each program in part t")
     parser.add_argument("--processes", action="store_true", help="part p as well: two processes, a core each")
-    parser.add_argument("--out", type=Path, default=FOLDER / f"pipeline-{datetime.date.today()}")
+    parser.add_argument("--out", type=Path, default=KEPT / f"pipeline-{datetime.date.today()}")
     options = parser.parse_args()
     results = Results(options.out / "results.jsonl")
     for part, run in (("s", schedules), ("c", comparison)):

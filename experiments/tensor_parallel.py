@@ -24,13 +24,12 @@ import jax
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
 
-from tensor_parallel_measure import Results, Row, largest, measure
-from tensor_parallel_models import Case
-from tensor_parallel_plots import write_plots
-from tensor_parallel_tables import write_tables
-from tensor_parallel_timed import GSPMD, SIZES, counted, timed
-
-FOLDER = Path(__file__).parent.parent / "docs" / "results"
+from shared.results import KEPT, Results, Row
+from tensor_modes.measure import largest, measure
+from tensor_modes.models import Case
+from tensor_modes.plots import write_plots
+from tensor_modes.tables import write_tables
+from tensor_modes.timed import GSPMD, SIZES, counted, timed
 
 # 4 layers: they are one loop, so bytes and arithmetic of more are these times more.
 LAYERS = {
@@ -118,7 +117,7 @@ def main() -> None:
     parser.add_argument("--plans", default="", help="only plans whose text contains this")
     parser.add_argument("--timed", action="store_true", help="part d, alone: step times on virtual CPU devices")
     parser.add_argument("--rounds", type=int, default=11, help="steps of each program in part d")
-    parser.add_argument("--out", type=Path, default=FOLDER / f"tensor_parallel-{datetime.date.today()}")
+    parser.add_argument("--out", type=Path, default=KEPT / f"tensor_parallel-{datetime.date.today()}")
     options = parser.parse_args()
     results = Results(options.out / "results.jsonl")
     if options.timed:

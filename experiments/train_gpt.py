@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from training import Clock, adamw, make_parser, run
+from training.runs import Clock, adamw, make_parser, run
 
 from cjax.data import TextData, text_data
 from cjax.models import GPT, GPTConfig, generate, loss

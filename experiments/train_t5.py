@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from training import Clock, make_parser, run
+from training.runs import Clock, make_parser, run
 
 import cjax
 from cjax.data import Dataset, Tokenizer, read_documents, read_tokenizer, span_data, standard_library, train_tokenizer

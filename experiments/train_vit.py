@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from training import Clock, adamw, make_parser, run
+from training.runs import Clock, adamw, make_parser, run
 
 from cjax.data import ImageData, image_data
 from cjax.models import ViT, ViTConfig, vit_loss

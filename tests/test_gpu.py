@@ -2,7 +2,6 @@
 stands for, memory is as predicted, checkpoints go to and fro. `make test-gpu`; otherwise none of it runs."""
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,10 @@ import jax
 import numpy as np
 import optax
 import pytest
+from benchmarks.models import TINY, Row
 
 import cjax
 import cjax.sharding.place.model
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
-from bench_models import TINY, Row  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 PADDED = {"bert padded": "bert", "t5 padded": "t5"}

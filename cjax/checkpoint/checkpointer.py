@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from cjax.checkpoint.description import checkpoint_steps, place_of
-from cjax.checkpoint.replacing import prune, settle_all
+from cjax.checkpoint.description import checkpoint_steps, folder_of
+from cjax.checkpoint.replacing import remove_older, settle_all
 from cjax.checkpoint.storage import meet, restore, start_writing
 from cjax.mesh import own_context
 from cjax.tree import PyTree
@@ -71,7 +71,7 @@ class Checkpointer:
         with jax.transfer_guard("allow"):  # a thread of its own has the guard that JAX was configured with
             finish()
         if self._keep is not None and jax.process_index() == 0:
-            prune(self.folder, self._keep)
+            remove_older(self.folder, self._keep)
 
     def wait(self) -> None:
         """Returns when the last checkpoint is on disk.
@@ -95,7 +95,7 @@ class Checkpointer:
         return OSError(error.errno or errno.EIO, f"{error.strerror or error}; {whole}")
 
     def _place(self, step: int) -> Path:
-        return place_of(self.folder / str(step))
+        return folder_of(self.folder / str(step))
 
     def latest(self) -> int | None:
         """The last step that has a whole checkpoint; None before the first."""

@@ -137,7 +137,7 @@ def is_whole(path: Path) -> bool:
     return all(file.is_file() and file.stat().st_size == size for file, size in files)
 
 
-def place_of(path: Path) -> Path:
+def folder_of(path: Path) -> Path:
     """The folder that holds the checkpoint called `path`: itself, or, where it was being replaced when its process was
     killed, the new one if that is whole, or else the old one."""
     if (path / FILE_NAME).is_file():
@@ -192,7 +192,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
     found = {file.parent.name for file in folder.glob(f"*/{FILE_NAME}")}
     # The old one went aside, so the new one was whole. One that is whole without that never had its name.
     aside = {name.removesuffix(REPLACED) for name in (file.name for file in folder.glob(f"*{REPLACED}"))}
-    found |= {name for name in aside if place_of(folder / name).exists()}
+    found |= {name for name in aside if folder_of(folder / name).exists()}
     return sorted(int(name) for name in found if name.isdecimal())
 
 
@@ -206,15 +206,15 @@ def inspect(path: str | Path) -> Summary:
     path = Path(path).absolute()
     for folder in (path, path / "checkpoints"):
         if steps := checkpoint_steps(folder):
-            return read_description(place_of(folder / str(steps[-1])))
-    return read_description(place_of(path))
+            return read_description(folder_of(folder / str(steps[-1])))
+    return read_description(folder_of(path))
 
 
 def _nearby(path: Path) -> str:
     """The end of a message: what else could be restored."""
     found = (file.parent.name for file in path.parent.glob(f"*/{FILE_NAME}"))
     others = {name.removesuffix(REPLACED).removesuffix(UNFINISHED) for name in found if not name.endswith(REMOVED)}
-    whole = (name for name in others if (place_of(path.parent / name) / FILE_NAME).is_file() and name != path.name)
+    whole = (name for name in others if (folder_of(path.parent / name) / FILE_NAME).is_file() and name != path.name)
     names = ", ".join(sorted(whole, key=lambda name: (len(name), name)))
     text = f"; in {path.parent} there is also: {names}" if names else f"; there is no other in {path.parent}"
     if path.with_name(path.name + UNFINISHED).exists():

@@ -13,7 +13,7 @@ import os
 import shutil
 from pathlib import Path
 
-from cjax.checkpoint.description import FILE_NAME, REMOVED, REPLACED, UNFINISHED, checkpoint_steps, place_of
+from cjax.checkpoint.description import FILE_NAME, REMOVED, REPLACED, UNFINISHED, checkpoint_steps, folder_of
 
 _logger = logging.getLogger("cjax")
 # File systems that can't flush a folder say so in one of these ways.
@@ -22,7 +22,7 @@ _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EP
 
 def located(path: Path) -> Path:
     """The folder that holds the checkpoint called `path`: another only where a kill left it under another name."""
-    place = place_of(path)
+    place = folder_of(path)
     if place != path:
         _logger.warning(
             "cjax: %s was being replaced when its process ended; the last whole one is %s, which is read instead. "
@@ -39,7 +39,7 @@ def settle(path: Path) -> None:
     Raises:
         FileExistsError: something that is no part of a checkpoint has one of the names that are needed.
     """
-    place = place_of(path)
+    place = folder_of(path)
     if place != path:
         remove(path)  # at most half of one
         os.replace(place, path)
@@ -90,11 +90,11 @@ def put_in_place(unfinished: Path, path: Path) -> None:
     remove(replaced)
 
 
-def prune(folder: Path, keep: int) -> None:
+def remove_older(folder: Path, keep: int) -> None:
     """Removes all but the last steps."""
     for step in checkpoint_steps(folder)[:-keep]:
         removed = folder / f"{step}{REMOVED}"
-        os.replace(place_of(folder / str(step)), removed)
+        os.replace(folder_of(folder / str(step)), removed)
         remove(removed)
 
 

@@ -9,7 +9,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def check_counts(options: Any, at_least: Mapping[str, int]) -> None:
+def check_options(options: Any, at_least: Mapping[str, int]) -> None:
     """Raises ValueError for an option below the least that makes sense; None stands for one that was not given."""
     for name, least in at_least.items():
         value = getattr(options, name)

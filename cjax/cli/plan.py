@@ -11,7 +11,7 @@ import tyro
 
 from cjax.cards import CARDS
 from cjax.cli.devices import training_devices
-from cjax.cli.options import check_counts
+from cjax.cli.options import check_options
 from cjax.cli.users import user_parts, with_lines
 from cjax.models import GPT, gpt, loss
 from cjax.parallelize import parallelize
@@ -41,7 +41,7 @@ class PlanCommand:
         return tyro.cli(PlanCommand, args=arguments, prog="cjax plan")
 
     def run(self) -> int:
-        check_counts(self, {"batch": 1, "seq": 1})
+        check_options(self, {"batch": 1, "seq": 1})
         kind, _, number = self.target.rpartition(":")
         if kind not in ("cpu", *CARDS) or not number.isdecimal() or int(number) < 1:
             kinds = ", ".join(CARDS)

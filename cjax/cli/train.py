@@ -15,7 +15,7 @@ import optax
 import tyro
 
 from cjax.cli.devices import training_devices
-from cjax.cli.options import check_counts, flag
+from cjax.cli.options import check_options, flag
 from cjax.data import TextData, text_data
 from cjax.mesh import initialize
 from cjax.models import GPT, generate, gpt, loss
@@ -152,7 +152,7 @@ class Train:
             "steps": 1, "batch": 1, "seq": 1, "warmup": 0, "seed": 0, "checkpoint_every": 1, "evaluate_every": 1,
             "log_every": 1, "sample": 0,
         }  # fmt: skip
-        check_counts(self, at_least)
+        check_options(self, at_least)
         fine = {
             "learning_rate": (0 < self.learning_rate < math.inf, "above 0, such as 2e-3"),
             "weight_decay": (0 <= self.weight_decay < math.inf, "at least 0, such as 0.1"),

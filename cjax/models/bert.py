@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from cjax.models.cross_entropy import CHUNK, classification, cross_entropy
-from cjax.models.layers import MLP, NORMAL, Heads, dropout
+from cjax.models.layers import MLP, NORMAL, Heads, dropout, layer_norm
 from cjax.models.sizes import check_choice, check_counts, check_divides, check_length, check_rate, choose
 
 
@@ -118,9 +118,9 @@ class Block(nnx.Module):
 
     def __init__(self, config: BERTConfig, *, rngs: nnx.Rngs):
         self.attention = Attention(config.embed_dim, config.num_heads, rngs=rngs)
-        self.attention_norm = _norm(config, rngs)
+        self.attention_norm = layer_norm(config, rngs)
         self.mlp = MLP(config.embed_dim, config.mlp_width, rngs=rngs)
-        self.mlp_norm = _norm(config, rngs)
+        self.mlp_norm = layer_norm(config, rngs)
         self.dropout = dropout(config.dropout, rngs)
 
     def __call__(self, x: jax.Array, present: jax.Array | None) -> jax.Array:
@@ -133,7 +133,7 @@ class MaskedHead(nnx.Module):
 
     def __init__(self, config: BERTConfig, *, rngs: nnx.Rngs):
         self.dense = nnx.Linear(config.embed_dim, config.embed_dim, kernel_init=NORMAL, rngs=rngs)
-        self.norm = _norm(config, rngs)
+        self.norm = layer_norm(config, rngs)
         self.bias = nnx.Param(jnp.zeros([config.vocab_size]))
         if not config.tied:
             self.words = nnx.Linear(config.embed_dim, config.vocab_size, use_bias=False, kernel_init=NORMAL, rngs=rngs)
@@ -163,7 +163,7 @@ class BERT(nnx.Module):
         self.token_embed = nnx.Embed(config.vocab_size, config.embed_dim, embedding_init=NORMAL, rngs=rngs)
         self.position_embed = nnx.Embed(config.context, config.embed_dim, embedding_init=NORMAL, rngs=rngs)
         self.type_embed = nnx.Embed(config.num_types, config.embed_dim, embedding_init=NORMAL, rngs=rngs)
-        self.embed_norm = _norm(config, rngs)
+        self.embed_norm = layer_norm(config, rngs)
         self.dropout = dropout(config.dropout, rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         if config.pooling == "first":
@@ -214,10 +214,6 @@ class BERT(nnx.Module):
     def classify(self, transformed: jax.Array) -> jax.Array:
         """Logits [..., vocab] of what the head "masked" has transformed."""
         return self.word_head.classify(transformed, self.token_embed)
-
-
-def _norm(config: BERTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
 
 
 def masked_loss(model: BERT, batch: Mapping[str, jax.Array], *, chunk: int | None = CHUNK) -> jax.Array:

@@ -1,5 +1,7 @@
 """Layers that several of the models have alike."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -45,6 +47,16 @@ def linear(
     """A matrix without a bias, of which either side may be several dimensions."""
     axis = tuple(range(-len(inputs), 0)) if isinstance(inputs, tuple) else -1
     return nnx.LinearGeneral(inputs, outputs, axis=axis, use_bias=False, kernel_init=init, rngs=rngs)
+
+
+def layer_norm(config: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """Over the width of the residual stream, with the epsilon of the model's sizes."""
+    return nnx.LayerNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
+
+
+def rms_norm(config: Any, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """The same without means and biases."""
+    return nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
 
 
 def dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:

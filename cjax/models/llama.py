@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from cjax.models.cross_entropy import CHUNK, cross_entropy
-from cjax.models.layers import linear
+from cjax.models.layers import linear, rms_norm
 from cjax.models.past import Past, attend_causally, positions_of
 from cjax.models.sizes import check_counts, check_divides, check_length, choose
 
@@ -176,9 +176,9 @@ class Block(nnx.Module):
     """One layer: attention and MLP, each on the normalised stream and added back to it."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = _norm(config, rngs)
+        self.attention_norm = rms_norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = _norm(config, rngs)
+        self.mlp_norm = rms_norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, angles: jax.Array, past: Past | None = None) -> jax.Array:
@@ -203,7 +203,7 @@ class Llama(nnx.Module):
         normal = nnx.initializers.normal(0.02)
         self.token_embed = nnx.Embed(config.vocab_size, config.embed_dim, embedding_init=normal, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
-        self.norm = _norm(config, rngs)
+        self.norm = rms_norm(config, rngs)
         if not config.tied:
             self.head = linear(config.embed_dim, config.vocab_size, rngs)
 
@@ -230,10 +230,6 @@ class Llama(nnx.Module):
         """An empty memory of up to `room` tokens for each layer."""
         heads, dtype = (self.config.num_kv_heads, self.config.width), self.token_embed.embedding.dtype
         return [Past.empty(batch, room, *heads, dtype) for _ in self.blocks]
-
-
-def _norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
 
 
 def loss(model: Llama, batch: Mapping[str, jax.Array], *, chunk: int | None = CHUNK) -> jax.Array:

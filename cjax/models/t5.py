@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from cjax.models.cross_entropy import CHUNK, cross_entropy
-from cjax.models.layers import dropout, linear
+from cjax.models.layers import dropout, linear, rms_norm
 from cjax.models.past import Past, positions_of
 from cjax.models.sizes import check_counts, check_rate, choose
 
@@ -189,8 +189,8 @@ class EncoderBlock(nnx.Module):
     """Attention in both directions, and an MLP."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
-        self.attention_norm, self.attention = _norm(config, rngs), Attention(config, rngs=rngs)
-        self.mlp_norm, self.mlp = _norm(config, rngs), MLP(config, rngs=rngs)
+        self.attention_norm, self.attention = rms_norm(config, rngs), Attention(config, rngs=rngs)
+        self.mlp_norm, self.mlp = rms_norm(config, rngs), MLP(config, rngs=rngs)
         self.dropout = dropout(config.dropout, rngs)
 
     def __call__(self, x: jax.Array, bias: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -203,9 +203,9 @@ class DecoderBlock(nnx.Module):
     """Attention to what came before, attention to the encoder's text, and an MLP."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
-        self.attention_norm, self.attention = _norm(config, rngs), Attention(config, rngs=rngs)
-        self.cross_norm, self.cross = _norm(config, rngs), Attention(config, rngs=rngs)
-        self.mlp_norm, self.mlp = _norm(config, rngs), MLP(config, rngs=rngs)
+        self.attention_norm, self.attention = rms_norm(config, rngs), Attention(config, rngs=rngs)
+        self.cross_norm, self.cross = rms_norm(config, rngs), Attention(config, rngs=rngs)
+        self.mlp_norm, self.mlp = rms_norm(config, rngs), MLP(config, rngs=rngs)
         self.dropout = dropout(config.dropout, rngs)
 
     def __call__(
@@ -247,10 +247,10 @@ class T5(nnx.Module):
         self.dropout = dropout(config.dropout, rngs)
         self.encoder_bias = RelativeBias(config, both_ways=True, rngs=rngs)
         self.encoder = nnx.List([EncoderBlock(config, rngs=rngs) for _ in range(config.num_layers)])
-        self.encoder_norm = _norm(config, rngs)
+        self.encoder_norm = rms_norm(config, rngs)
         self.decoder_bias = RelativeBias(config, both_ways=False, rngs=rngs)
         self.decoder = nnx.List([DecoderBlock(config, rngs=rngs) for _ in range(config.decoder_layers)])
-        self.decoder_norm = _norm(config, rngs)
+        self.decoder_norm = rms_norm(config, rngs)
         if not config.tied:
             self.head = linear(config.embed_dim, config.vocab_size, rngs, unit)
 
@@ -313,10 +313,6 @@ def _mask(present: jax.Array | None) -> jax.Array | None:
 
 def _normal(config: T5Config) -> nnx.Initializer:
     return nnx.initializers.normal(config.embed_dim**-0.5)
-
-
-def _norm(config: T5Config, rngs: nnx.Rngs) -> nnx.RMSNorm:
-    return nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
 
 
 def loss(model: T5, batch: Mapping[str, jax.Array], *, chunk: int | None = CHUNK) -> jax.Array:

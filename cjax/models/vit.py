@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from cjax.models.cross_entropy import classification
-from cjax.models.layers import MLP, NORMAL, Heads, dropout
+from cjax.models.layers import MLP, NORMAL, Heads, dropout, layer_norm
 from cjax.models.sizes import check_counts, check_divides, check_rate, choose
 
 # As in the paper's own code. A normal of 0.02, which others take, is right for a width of about 1,000 alone: narrow
@@ -110,9 +110,9 @@ class Block(nnx.Module):
     """One layer: attention and MLP, each on the normalised stream and added back to it."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = _norm(config, rngs)
+        self.attention_norm = layer_norm(config, rngs)
         self.attention = Attention(config.embed_dim, config.num_heads, init=_XAVIER, rngs=rngs)
-        self.mlp_norm = _norm(config, rngs)
+        self.mlp_norm = layer_norm(config, rngs)
         self.mlp = MLP(config.embed_dim, config.mlp_width, init=_XAVIER, rngs=rngs)
         self.dropout = dropout(config.dropout, rngs)
 
@@ -141,7 +141,7 @@ class ViT(nnx.Module):
         self.position_embed = nnx.Param(NORMAL(rngs.params(), (1 + config.num_patches, config.embed_dim)))
         self.dropout = dropout(config.dropout, rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
-        self.norm = _norm(config, rngs)
+        self.norm = layer_norm(config, rngs)
         self.head = nnx.Linear(config.embed_dim, config.num_classes, kernel_init=NORMAL, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -152,7 +152,7 @@ class ViT(nnx.Module):
         """[batch, 1 + patches, embed]: the token of the class, then the patches row by row."""
         config = self.config
         _check_images(images.shape, config)
-        x = self.patch_embed(cut(images, config.patch_size))
+        x = self.patch_embed(patches_of(images, config.patch_size))
         token = jnp.broadcast_to(self.class_token[...].astype(x.dtype), (x.shape[0], 1, config.embed_dim))
         x = jnp.concatenate([token, x], axis=1)
         x = self.dropout(x + self.position_embed[...].astype(x.dtype))
@@ -161,7 +161,7 @@ class ViT(nnx.Module):
         return self.norm(x)
 
 
-def cut(images: jax.Array, size: int) -> jax.Array:
+def patches_of(images: jax.Array, size: int) -> jax.Array:
     """Images [batch, height, width, channels] as patches [batch, patches, size, size, channels], row by row."""
     batch, height, width, channels = images.shape
     grid = images.reshape(batch, height // size, size, width // size, size, channels)
@@ -179,10 +179,6 @@ def _check_images(shape: tuple[int, ...], config: ViTConfig) -> None:
     else:
         instead = f"make them {wanted[0]} x {wanted[1]}; all sides are of one length"
     raise ValueError(f"this ViT takes images [batch, {', '.join(map(str, wanted))}], not {list(shape)}; {instead}")
-
-
-def _norm(config: ViTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
 
 
 def loss(model: ViT, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:

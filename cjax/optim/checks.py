@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def check_rate(learning_rate: Any) -> None:
+def check_learning_rate(learning_rate: Any) -> None:
     """Raises ValueError for a rate of 0 or below; a schedule is its author's own."""
     if callable(learning_rate):
         return

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cjax.optim.checks import check_choice, check_rate
+from cjax.optim.checks import check_choice, check_learning_rate
 from cjax.optim.masks import Mask, chosen, everything, weights_only
 from cjax.optim.trust import Split, scale_by_trust_ratio
 
@@ -64,7 +64,7 @@ def lamb(
 
     You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019, arXiv:1904.00962.
     """
-    check_rate(learning_rate)
+    check_learning_rate(learning_rate)
     if colossal_compat is not None:
         check_choice("colossal_compat", colossal_compat, get_args(ColossalLamb))
         return _colossal(colossal_compat, learning_rate, b1, b2, eps, weight_decay)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cjax.optim.checks import check_rate
+from cjax.optim.checks import check_learning_rate
 from cjax.optim.masks import Mask, chosen, weights_only
 from cjax.optim.trust import Split, SplitDim, layer_norm, need_params, safe_ratio, scale_layers, split_dims
 
@@ -62,7 +62,7 @@ def lars(
 
     You et al., "Large Batch Training of Convolutional Networks", 2017, arXiv:1708.03888.
     """
-    check_rate(learning_rate)
+    check_learning_rate(learning_rate)
     rate = optax.scale_by_learning_rate(learning_rate)
     if colossal_compat:
         return optax.chain(_scale_by_colossal_lars(momentum, weight_decay, trust_coefficient, eps), rate)

@@ -28,7 +28,7 @@ class Tensor:
     depth: int = 1
 
     def __post_init__(self) -> None:
-        store(self, size=whole("tensor", self.size), depth=whole("tensor depth", self.depth))
+        store(self, size=whole_number("tensor", self.size), depth=whole_number("tensor depth", self.depth))
         check_choice("tensor", self.mode, TensorMode)
         if self.mode != "2.5d" and self.depth != 1:
             raise ValueError(f"tensor={self}: only 2.5d has a depth, as in tensor=2.5d:8/2")
@@ -70,7 +70,7 @@ class Sequence:
     mode: SequenceMode = "ring"
 
     def __post_init__(self) -> None:
-        store(self, size=whole("sequence", self.size))
+        store(self, size=whole_number("sequence", self.size))
         check_choice("sequence", self.mode, SequenceMode)
         if self.mode == "gather" and self.size != 1:
             raise ValueError(f"sequence=gather:{self.size}: gather lives on the tensor axis, write sequence=gather")
@@ -88,7 +88,7 @@ class Pipeline:
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        store(self, size=whole("pipeline", self.size), chunks=whole("pipeline chunks", self.chunks))
+        store(self, size=whole_number("pipeline", self.size), chunks=whole_number("pipeline chunks", self.chunks))
         check_choice("pipeline", self.schedule, Schedule)
         least, most = {"interleaved": (2, math.inf), "zero_bubble": (1, 2)}.get(self.schedule, (1, 1))
         if not least <= self.chunks <= most:
@@ -113,11 +113,11 @@ class Zero:
     group: int | None = None
 
     def __post_init__(self) -> None:
-        store(self, stage=whole("zero", self.stage, least=0))
+        store(self, stage=whole_number("zero", self.stage, least=0))
         if self.stage > 3:
             raise ValueError(f"zero={self}: the stages are 0, 1, 2 and 3; a group follows a slash, as in zero=3/8")
         if self.group is not None:
-            store(self, group=whole("zero group", self.group, least=2))
+            store(self, group=whole_number("zero group", self.group, least=2))
             if self.stage == 0:
                 raise ValueError(f"zero={self}: stage 0 shares nothing, so it has no group; write zero=0")
 
@@ -131,7 +131,7 @@ def store(part: Any, **values: Any) -> None:
         object.__setattr__(part, name, value)
 
 
-def whole(name: str, value: Any, least: int = 1) -> int:
+def whole_number(name: str, value: Any, least: int = 1) -> int:
     """`value` as an int of at least `least`; NumPy's integers are welcome, True and 4.0 are not."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)

@@ -7,7 +7,18 @@ from types import MappingProxyType
 from typing import Any
 
 from cjax.plan.colossal import plan_text
-from cjax.plan.parts import LossOf, Pipeline, Precision, Remat, Sequence, Tensor, Zero, check_choice, store, whole
+from cjax.plan.parts import (
+    LossOf,
+    Pipeline,
+    Precision,
+    Remat,
+    Sequence,
+    Tensor,
+    Zero,
+    check_choice,
+    store,
+    whole_number,
+)
 from cjax.plan.text import Word, choice, number, sized, split, underline
 
 Axes = str | tuple[str, ...] | None
@@ -78,12 +89,12 @@ class Plan:
             raise ValueError(f"sequence=gather lives on the axis of tensor=N (1d), which tensor={tensor} has not")
         store(
             self,
-            data=-1 if data == -1 else whole("data", data),
+            data=-1 if data == -1 else whole_number("data", data),
             # One device is one device in every arrangement, so equal plans compare equal and print alike.
             tensor=Tensor() if tensor.size == 1 else tensor,
             sequence=Sequence() if sequence.size == 1 and sequence.mode != "gather" else sequence,
             pipeline=Pipeline() if pipeline.size == 1 else pipeline,
-            microbatches=whole("microbatches", microbatches),
+            microbatches=whole_number("microbatches", microbatches),
             loss=loss,
             zero=zero if isinstance(zero, Zero) else Zero(zero),
             precision=precision,
@@ -251,9 +262,9 @@ def _build(word: Word) -> Any:
     """The value of one word of a plan's text, as the Plan takes it."""
     match word.name:
         case "data":
-            return -1 if (size := number(word)) == -1 else whole("data", size)
+            return -1 if (size := number(word)) == -1 else whole_number("data", size)
         case "microbatches":
-            return whole("microbatches", number(word))
+            return whole_number("microbatches", number(word))
         case "tensor":
             return Tensor(**_renamed(sized(word), part="depth"))
         case "sequence":

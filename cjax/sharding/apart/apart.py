@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from cjax.sharding.apart.faults import WINDOWED, fault_of
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.products.region import in_region
-from cjax.sharding.storage.storage import axes_of_entry
+from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.emit.emit import Emitter, Env, Hooks, bind
 from cjax.trace.jaxpr.view import Equation
@@ -80,7 +80,7 @@ def apart(
                     found[place][dim] = axes
         if lane.groups is not None:
             local[lane.groups] = lane.count // math.prod(sizes[a] for a in axes)
-    ins, outs = ([PartitionSpec(*(axes or None for axes in of)) for of in some] for some in entries)
+    ins, outs = ([as_spec(of) for of in some] for some in entries)
     return Shards(ins, outs, local, tuple(summed))
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from cjax.mesh import COL, DEPTH, ROW, I, J, K
 from cjax.sharding.layout.one_d import blocked_by
 from cjax.sharding.products.matmul import Move, Spread
-from cjax.sharding.storage.storage import axes_of_entry
+from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.dims.find import Matmul
 from cjax.trace.reading import Trace
 
@@ -219,14 +219,10 @@ def spread_of(
     y = [axes_of_entry(x.spec[d]) for d in x_free] + [entries[d] for d in w_free]
     y = [tuple(a for a in axes if a != grid.weight or d == y_rows) for d, axes in enumerate(y)]
     gather_w = None if split is None else Move(grid.weight, split)
-    w_spec = PartitionSpec(*(axes or None for axes in entries))
+    w_spec = as_spec(entries)
     if grid.weight == ROW:
-        return Spread(contracted, x.spec, w_spec, _spec(y), Move(axis, x_dim), gather_w)
+        return Spread(contracted, x.spec, w_spec, as_spec(y), Move(axis, x_dim), gather_w)
     if y[y_rows][-1:] != (made,):
         return None
     y[y_rows] = (*y[y_rows][:-1], axis)
-    return Spread(contracted, x.spec, w_spec, _spec(y), Move(made, rows), gather_w, Move(axis, y_rows))
-
-
-def _spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    return PartitionSpec(*(axes or None for axes in entries))
+    return Spread(contracted, x.spec, w_spec, as_spec(y), Move(made, rows), gather_w, Move(axis, y_rows))

@@ -17,6 +17,7 @@ from cjax.sharding.layout import grid as grids
 from cjax.sharding.layout.grid import Grid
 from cjax.sharding.layout.kept import kept_whole
 from cjax.sharding.layout.one_d import choose, whole_heads
+from cjax.sharding.storage.storage import as_spec
 from cjax.trace.attention.positions import positions
 from cjax.trace.reading import Trace
 
@@ -50,18 +51,14 @@ class Layout:
             if axes and (c, size) not in self.whole and size >= math.prod(self.axis_sizes[a] for a in axes):
                 used.update(axes)
                 entries[d] = axes
-        return _as_spec(entries)
+        return as_spec(entries)
 
     def weight_spec(self, leaf: int, classes: Sequence[int], shape: Sequence[int]) -> PartitionSpec:
         """The placement of a parameter."""
         found = self.weights.get(leaf)
         if found is not None:
-            return _as_spec(found)
+            return as_spec(found)
         return self.spec([-1 if c in self.positions else c for c in classes], shape)
-
-
-def _as_spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    return PartitionSpec(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in entries))
 
 
 def make_layout(

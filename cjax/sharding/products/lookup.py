@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from cjax.sharding.products.region import in_region, raised_on_cpu
-from cjax.sharding.storage.storage import axes_of_entry
+from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.jaxpr.view import Equation
 
 
@@ -47,7 +47,7 @@ def pick(eqn: Equation, operand: jax.Array, indices: jax.Array, spec: PartitionS
     rows: list[tuple[str, ...]] = [()] * indices.ndim
     for d, at in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         rows[at] = entries[d]
-    return _found(eqn, operand, indices, spec, dim, _as_spec(rows), _as_spec(rows[:-1]), mesh)
+    return _found(eqn, operand, indices, spec, dim, as_spec(rows), as_spec(rows[:-1]), mesh)
 
 
 def find_rows(
@@ -67,11 +67,11 @@ def find_rows(
     (dim,) = numbers.collapsed_slice_dims
     split = axes_of_entry(spec[dim])
     out: list[tuple[str, ...]] = [tuple(a for a in axes_of_entry(e) if a not in split) for e in rows]
-    whole = _as_spec(out)
+    whole = as_spec(out)
     out = out[:-1]
     for at in numbers.offset_dims:
         out.insert(at, ())
-    return _found(eqn, table, indices, spec, dim, whole, _as_spec(out), mesh)
+    return _found(eqn, table, indices, spec, dim, whole, as_spec(out), mesh)
 
 
 def _found(
@@ -141,9 +141,5 @@ def look_up(
         params = eqn.params | {"slice_sizes": tuple(1 if d == dim else n for d, n in enumerate(whole.shape))}
         return [eqn.primitive.bind(whole, indices, **eqn.primitive.get_bind_params(params))]
 
-    (found,) = in_region(local, (padded, indices), (spec, rows), (_as_spec(out),), mesh)
+    (found,) = in_region(local, (padded, indices), (spec, rows), (as_spec(out),), mesh)
     return found[tuple(slice(n) for n in eqn.outvars[0].aval.shape)].astype(table.dtype)
-
-
-def _as_spec(entries: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    return PartitionSpec(*(axes or None for axes in entries))

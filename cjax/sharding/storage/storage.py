@@ -7,7 +7,7 @@ what its mesh axes divide.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -226,6 +226,11 @@ class Storage:
             for slot in self.slots
         ]
         return tuple(map(Slot.store, self.slots, arrays))
+
+
+def as_spec(entries: Iterable[tuple[str, ...]]) -> PartitionSpec:
+    """The placement with these mesh axes on each dim; `axes_of_entry` of its entries gives them back."""
+    return PartitionSpec(*(axes or None for axes in entries))
 
 
 def axes_of_entry(entry: Any) -> tuple[str, ...]:

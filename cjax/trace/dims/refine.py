@@ -20,6 +20,7 @@ from cjax.trace.dims.find import find_dims
 from cjax.trace.dims.refine_rules import Atom, Form, expand, refined, shape_of, whole
 from cjax.trace.jaxpr.identity import equation_key
 from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.simplify import replaced
 from cjax.trace.jaxpr.view import is_scan, scan_of
 
 Env = dict[Var, Atom]
@@ -93,7 +94,7 @@ class _Refiner:
             else:
                 self.equation(eqn, scope, env, eqns)
         outvars = [
-            self.convert(eqns, _read(env, atom), atom, self.form(atom, scope), form, None)
+            self.convert(eqns, replaced(env, atom), atom, self.form(atom, scope), form, None)
             for atom, form in zip(jaxpr.outvars, outs, strict=True)
         ]
         same = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
@@ -104,7 +105,7 @@ class _Refiner:
     def equation(self, eqn: JaxprEqn, scope: Scope, env: Env, eqns: list[JaxprEqn]) -> None:
         before = tuple(self.form(atom, scope) for atom in eqn.invars)
         after = tuple(self.form(var, scope) for var in eqn.outvars)
-        atoms = [_read(env, atom) for atom in eqn.invars]
+        atoms = [replaced(env, atom) for atom in eqn.invars]
         if all(max(form, default=1) == 1 for form in (*before, *after)):
             same = all(a is b for a, b in zip(atoms, eqn.invars, strict=True))
             eqns.append(eqn if same else eqn.replace(invars=atoms))
@@ -158,7 +159,7 @@ class _Refiner:
     ) -> None:
         """`eqn` around a changed body that takes and gives the forms `ins` and `outs`."""
         atoms = [
-            self.convert(eqns, _read(env, atom), atom, self.form(atom, scope), form, eqn)
+            self.convert(eqns, replaced(env, atom), atom, self.form(atom, scope), form, eqn)
             for atom, form in zip(eqn.invars, ins, strict=True)
         ]
         same = params is eqn.params and all(a is b for a, b in zip(atoms, eqn.invars, strict=True))
@@ -169,10 +170,6 @@ class _Refiner:
         eqns.append(eqn.replace(invars=atoms, outvars=results, params=params))
         for var, result, form in zip(eqn.outvars, results, outs, strict=True):
             env[var] = self.convert(eqns, result, var, form, self.form(var, scope), eqn)
-
-
-def _read(env: Env, atom: Atom) -> Atom:
-    return atom if type(atom) is Literal else env.get(atom, atom)
 
 
 def _trace(function: Any, atoms: Sequence[Atom], forms: Sequence[Form]) -> ClosedJaxpr:
@@ -187,8 +184,8 @@ def _inline(closed: ClosedJaxpr, atoms: Sequence[Atom], near: JaxprEqn | None, e
     assert not closed.consts
     for eqn in closed.jaxpr.eqns:
         outvars = [new_var(var.aval) for var in eqn.outvars]
-        invars = [_read(env, atom) for atom in eqn.invars]
+        invars = [replaced(env, atom) for atom in eqn.invars]
         env.update(zip(eqn.outvars, outvars, strict=True))
         place = {} if near is None else place_of(near)
         eqns.append(eqn.replace(invars=invars, outvars=outvars, **place))
-    return [_read(env, atom) for atom in closed.jaxpr.outvars]
+    return [replaced(env, atom) for atom in closed.jaxpr.outvars]

@@ -4,7 +4,7 @@ Everything else in `cjax.trace` reads flat traces. Flattening is substitution, n
 of thousands of equations, and binding each again would cost more than tracing the model did.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ def _close(flattener: "_Flattener", jaxpr: Jaxpr, consts: Sequence[Any]) -> Clos
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         env[var] = literal(const, var.aval) or flattener.keep(const, var)
     flattener.walk(jaxpr.eqns, env, None)
-    outvars = [_read(env, atom) for atom in jaxpr.outvars]
+    outvars = [replaced(env, atom) for atom in jaxpr.outvars]
     eqns = _drop_dead(flattener.eqns, outvars)
     needed = {atom for eqn in eqns for atom in eqn.invars if type(atom) is not Literal}
     needed.update(atom for atom in outvars if type(atom) is not Literal)
@@ -57,7 +57,8 @@ def _close(flattener: "_Flattener", jaxpr: Jaxpr, consts: Sequence[Any]) -> Clos
     return ClosedJaxpr(flat, [const for _, const in kept])
 
 
-def _read(env: dict[Var, Atom], atom: Atom) -> Atom:
+def replaced(env: Mapping[Var, Atom], atom: Atom) -> Atom:
+    """What stands for `atom` in equations that are written anew: itself, if it is a number or nothing replaces it."""
     return atom if type(atom) is Literal else env.get(atom, atom)
 
 
@@ -128,7 +129,7 @@ class _Flattener:
             traceback = own
         self.walk(jaxpr.eqns, body_env, names if stack is None else stack + names, traceback)
         for outvar, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
-            env[outvar] = _read(body_env, atom)
+            env[outvar] = replaced(body_env, atom)
         return True
 
     def _flatten_bodies(self, name: str, invars: list[Atom], params: dict[str, Any]) -> tuple[list[Atom], dict]:
@@ -162,7 +163,7 @@ class _Flattener:
             if is_remat:  # its jaxpr is an open one, which may grow operands
                 env: dict[Var, Atom] = {}
                 flattener.walk(body.eqns, env, None)
-                outvars = [_read(env, atom) for atom in body.outvars]
+                outvars = [replaced(env, atom) for atom in body.outvars]
                 eqns, seeds = _seeds_as_operands(_drop_dead(flattener.eqns, outvars))
                 flat = body.replace(invars=[*body.invars, *seeds], outvars=outvars, eqns=eqns)
                 self.memo[id(body)] = flat, tuple(seeds.values())

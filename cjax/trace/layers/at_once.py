@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_i
 
 from cjax.jax_compat.jaxprs import called_from, name_stack, new_var, place_of, traceback_of
 from cjax.trace.jaxpr.primitives import facts_of, having, named
-from cjax.trace.jaxpr.simplify import simplify
+from cjax.trace.jaxpr.simplify import replaced, simplify
 from cjax.trace.jaxpr.view import scan_of
 
 Atom = Var | Literal
@@ -47,7 +47,7 @@ def all_at_once(closed: ClosedJaxpr, num_weights: int) -> ClosedJaxpr:
     for eqn in jaxpr.eqns:
         if all(type(atom) is Literal or atom in of_weights for atom in eqn.invars):
             of_weights.update(eqn.outvars)
-        eqn = eqn.replace(invars=[_read(env, atom) for atom in eqn.invars])
+        eqn = eqn.replace(invars=[replaced(env, atom) for atom in eqn.invars])
         turns = _Turns(eqn, of_weights) if eqn.primitive.name == "scan" else None
         if turns is None or not turns.add_up:
             eqns.append(eqn)
@@ -55,7 +55,7 @@ def all_at_once(closed: ClosedJaxpr, num_weights: int) -> ClosedJaxpr:
         env.update(zip(eqn.outvars, turns.together(eqns), strict=True))
     if not env:
         return closed
-    outvars = [_read(env, atom) for atom in jaxpr.outvars]
+    outvars = [replaced(env, atom) for atom in jaxpr.outvars]
     return simplify(ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=outvars), closed.consts))
 
 
@@ -144,7 +144,7 @@ class _Turns:
 
         axes = [0 if each else None for each in own]
         function = jax.vmap(bind, in_axes=axes) if any(own) else bind
-        outs = _traced(function, [_read(env, atom) for atom in eqn.invars], eqn, self._scan, eqns)
+        outs = _traced(function, [replaced(env, atom) for atom in eqn.invars], eqn, self._scan, eqns)
         env.update(zip(eqn.outvars, outs, strict=True))
 
 
@@ -154,7 +154,7 @@ def _written_out(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
     eqns: list[JaxprEqn] = []
     env: dict[Any, Atom] = {}
     for eqn in jaxpr.eqns:
-        ins = [_read(env, atom) for atom in eqn.invars]
+        ins = [replaced(env, atom) for atom in eqn.invars]
         if eqn.primitive.name == "convert_element_type" and _struct(ins[0]).dtype == _struct(eqn.outvars[0]).dtype:
             env[eqn.outvars[0]] = ins[0]
         elif not facts_of(eqn).remat:
@@ -164,8 +164,8 @@ def _written_out(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
             known: dict[Any, Atom] = dict(zip(eqn.params["jaxpr"].invars, ins, strict=True))
             for each in inner:
                 eqns.append(_renamed(each, known, eqn))
-            env.update((var, _read(known, atom)) for var, atom in zip(eqn.outvars, outs, strict=True))
-    return eqns, [_read(env, atom) for atom in jaxpr.outvars]
+            env.update((var, replaced(known, atom)) for var, atom in zip(eqn.outvars, outs, strict=True))
+    return eqns, [replaced(env, atom) for atom in jaxpr.outvars]
 
 
 def _renamed(eqn: JaxprEqn, known: dict[Any, Atom], around: JaxprEqn) -> JaxprEqn:
@@ -173,7 +173,7 @@ def _renamed(eqn: JaxprEqn, known: dict[Any, Atom], around: JaxprEqn) -> JaxprEq
     shared."""
     outs = [new_var(var.aval) for var in eqn.outvars]
     place = called_from(eqn, name_stack(around), traceback_of(eqn))
-    ins = [_read(known, atom) for atom in eqn.invars]
+    ins = [replaced(known, atom) for atom in eqn.invars]
     known.update(zip(eqn.outvars, outs, strict=True))
     return eqn.replace(invars=ins, outvars=outs, **place)
 
@@ -187,10 +187,10 @@ def _traced(function: Any, atoms: Sequence[Atom], near: JaxprEqn, scan: JaxprEqn
     place = place_of(near) | called_from(near, name_stack(scan), traceback_of(near))
     for eqn in closed.jaxpr.eqns:
         outs = [new_var(var.aval) for var in eqn.outvars]
-        ins = [_read(env, atom) for atom in eqn.invars]
+        ins = [replaced(env, atom) for atom in eqn.invars]
         eqns.append(eqn.replace(invars=ins, outvars=outs, **place))
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [_read(env, atom) for atom in closed.jaxpr.outvars]
+    return [replaced(env, atom) for atom in closed.jaxpr.outvars]
 
 
 def _struct(atom: Atom) -> jax.ShapeDtypeStruct:
@@ -210,7 +210,3 @@ def _is_apart(eqn: JaxprEqn) -> bool:
 
 def _variables(eqn: JaxprEqn) -> list[Any]:
     return [atom for atom in eqn.invars if type(atom) is not Literal]
-
-
-def _read(env: dict[Any, Atom], atom: Atom) -> Atom:
-    return atom if type(atom) is Literal else env.get(atom, atom)

@@ -17,6 +17,7 @@ from jax.extend import core as jex
 
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.dims.find import Scope
+from cjax.trace.dims.refine_rules import shape_of
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.view import Equation, open_bodies
 from cjax.trace.layers.repeats import RepeatedLayers
@@ -134,7 +135,7 @@ class Mirror:
 
     def _left_out(self, eqn: Equation) -> bool:
         source = self._other.get(eqn.invars[0]) if not isinstance(eqn.invars[0], jex.Literal) else None
-        return source is not None and self._fits(_shape(eqn.outvars[0]), _shape(source))
+        return source is not None and self._fits(shape_of(eqn.outvars[0]), shape_of(source))
 
     def _fits(self, whole: tuple[int, ...], part: tuple[int, ...]) -> bool:
         if len(whole) != len(part):
@@ -144,12 +145,12 @@ class Mirror:
     def _pair(self, eqn: Equation, other: Any, scope: Scope | None, inner: Scope, counters: set[Any]) -> None:
         """Two equations that take each other's place: what they make must differ in the number of rows alone."""
         for position, (a, b) in enumerate(zip(eqn.outvars, other.outvars, strict=True)):
-            if not self._fits(_shape(a), _shape(b)):
-                raise Unlike(f"{_where(eqn)} makes {_shape(a)} of all rows and {_shape(b)} of a part")
+            if not self._fits(shape_of(a), shape_of(b)):
+                raise Unlike(f"{_where(eqn)} makes {shape_of(a)} of all rows and {shape_of(b)} of a part")
             self._name(a, b, scope, inner)
             self._made[a] = (eqn, position)
         name = eqn.primitive.name
-        differs = _shape(eqn.outvars[0]) != _shape(other.outvars[0]) if eqn.outvars else False
+        differs = shape_of(eqn.outvars[0]) != shape_of(other.outvars[0]) if eqn.outvars else False
         facts = facts_of(eqn)
         if differs and facts.opaque:
             raise Unlike(f"{_where(eqn)} draws for each row in an order of its own")
@@ -164,7 +165,7 @@ class Mirror:
     def _draw(self, eqn: Equation, other: Any, scope: Scope | None) -> Draw:
         whole, part = eqn.params["shape"], other.params["shape"]
         rows = [i for i, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
-        lead = len(_shape(eqn.outvars[0])) - len(whole)
+        lead = len(shape_of(eqn.outvars[0])) - len(whole)
         ids = scope.ids.get(eqn.outvars[0]) if scope is not None else None
         if len(rows) != 1 or ids is None or self._dims.class_of(ids[lead + rows[0]]) != self._batch:
             raise Unlike(f"{_where(eqn)} draws numbers whose rows are not known to be the batch's")
@@ -175,7 +176,7 @@ class Mirror:
         name = eqn.primitive.name
         if name == "iota":
             dim = eqn.params["dimension"]
-            if _shape(eqn.outvars[0])[dim] != _shape(other.outvars[0])[dim]:
+            if shape_of(eqn.outvars[0])[dim] != shape_of(other.outvars[0])[dim]:
                 counters.add(other.outvars[0])
             return
         numbered = [i for i, atom in enumerate(other.invars) if not isinstance(atom, jex.Literal) and atom in counters]
@@ -192,7 +193,7 @@ class Mirror:
             if counters & set(other.outvars):
                 continue  # negative indices are counted from the number of rows
             power = {"div": -1, "mul": 1}.get(eqn.primitive.name, 0) * self._ratio(a, b)
-            if not power or _shape(eqn.outvars[0]) != _shape(other.outvars[0]):
+            if not power or shape_of(eqn.outvars[0]) != shape_of(other.outvars[0]):
                 raise Unlike(f"{_where(eqn)} computes with the number of rows")
             self._scaled[id(eqn)] = power
 
@@ -251,7 +252,9 @@ class Mirror:
         return self._scales[atom]
 
     def _grown(self, eqn: Equation, position: int) -> int | None:
-        rows = [not isinstance(atom, jex.Literal) and _shape(atom) != _shape(self._other[atom]) for atom in eqn.invars]
+        rows = [
+            not isinstance(atom, jex.Literal) and shape_of(atom) != shape_of(self._other[atom]) for atom in eqn.invars
+        ]
         name = eqn.primitive.name
         known = [None if is_rows else self._growth(atom) for atom, is_rows in zip(eqn.invars, rows, strict=True)]
         found = {growth for growth in known if growth is not None}
@@ -314,7 +317,3 @@ def _same_array(a: Any, b: Any) -> bool:
 
 def _where(eqn: Equation) -> str:
     return f"{name_stack(eqn) or 'the loss itself'} ({eqn.primitive.name})"
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))

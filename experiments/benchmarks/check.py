@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import optax
-from bench_models import Row
 
 import cjax
 from cjax.mesh import compile_lowered
+
+from .models import Row
 
 MADE = re.compile(r"%([\w.\-]+) = \(?(\w+)\[([\d,]*)\]")
 MATMUL = re.compile(r"%[\w.\-]+ = .*?(?: dot|custom-call)\(([^)]*)\)")

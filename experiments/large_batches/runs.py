@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from large_batch_data import stream
-from large_batch_recipes import RECIPES, schedule
-from tensor_parallel_measure import Results, Row
+from shared.results import Results, Row
 
 import cjax
+
+from .data import stream
+from .recipes import RECIPES, schedule
 
 MICROBATCH = 1024  # rows; more are no faster on a CPU, and take memory
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import jax
 import optax
-from pipeline_schedules import program_of
-from tensor_parallel_measure import Results, Row, described
+from shared.compiled import described
+from shared.results import Results, Row
 
 import cjax
 from cjax import Plan
@@ -14,6 +14,8 @@ from cjax.mesh import compile_lowered, resolve_devices
 from cjax.models.gpt import GPTConfig, gpt
 from cjax.pipeline import Simulation, Times, build, simulate
 from cjax.planner.hardware import hardware_of
+
+from .schedules import program_of
 
 BATCH, LENGTH, DEVICES = 32, 1024, 4
 PLANS = [

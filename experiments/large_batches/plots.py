@@ -5,9 +5,10 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from charts import Chart, Points
-from large_batch_tables import grouped, mean_of, series
-from tensor_parallel_measure import Results, Row
+from shared.charts import Chart, Points
+from shared.results import Results, Row
+
+from .tables import grouped, mean_of, series
 
 
 def write_plots(results: Results, folder: Path) -> None:

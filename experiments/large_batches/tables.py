@@ -5,9 +5,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from large_batch_recipes import RECIPES, TUNED_AT, warmup_share
-from tensor_parallel_measure import Results, Row
-from tensor_parallel_tables import table
+from shared.markdown import table
+from shared.results import Results, Row
+
+from .recipes import RECIPES, TUNED_AT, warmup_share
 
 TARGETS = {"mnist": 0.97}  # of accuracy, for the epochs that it takes
 OTHER_TARGET = 0.9

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from pipeline_schedules import text_of
-from tensor_parallel_measure import Results, Row
-from tensor_parallel_tables import table
+from shared.markdown import table
+from shared.results import Results, Row
+
+from .schedules import text_of
 
 GIB, MIB = 2**30, 2**20
 

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from charts import picture, text
-from tensor_parallel_measure import Results, Row
-from tensor_parallel_tables import about, by_case
+from shared.charts import picture, text
+from shared.results import Results, Row
+
+from .tables import about, by_case
 
 COLORS = {"1D": "#555555", "2D": "#1f77b4", "2.5D": "#2ca02c", "3D": "#d62728", "ring": "#9467bd", "other": "#bbbbbb"}
 ITEMS = 2**29  # elements of bfloat16 in a GiB

@@ -1,19 +1,16 @@
 """Experiments that train on text, at their smallest: data is read, the plan makes no difference, losses fall."""
 
 import json
-import sys
 from pathlib import Path
 
+import finetune_bert
 import numpy as np
 import pytest
+import train_t5
 from flax import nnx
 
 from cjax.data import train_tokenizer
 from cjax.models import BERT, bert, save
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
-import finetune_bert  # noqa: E402
-import train_t5  # noqa: E402
 
 
 @pytest.fixture

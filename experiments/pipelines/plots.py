@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-from charts import Chart, Points
-from pipeline_schedules import SCHEDULES, text_of
-from pipeline_tables import by_stages
-from tensor_parallel_measure import Results
+from shared.charts import Chart, Points
+from shared.results import Results
 
 from cjax.pipeline import Times, build, gantt_svg, simulate
+
+from .schedules import SCHEDULES, text_of
+from .tables import by_stages
 
 
 def write_plots(results: Results, folder: Path) -> None:

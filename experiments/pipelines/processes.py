@@ -13,19 +13,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from pipeline_schedules import program_of
-from pipeline_timed import tokens_of
-from tensor_parallel_measure import Results, Row
+from shared.results import Results, Row
 
 import cjax
 from cjax.models.gpt import GPTConfig
 from cjax.pipeline import Times, build, simulate
+
+from .schedules import program_of
+from .timed import tokens_of
 
 STAGES = 2
 
@@ -128,7 +128,7 @@ def start(size: SizeOfProcesses, count: int, timeout_s: float = 600.0) -> Row:
     for index in range(count):
         arguments = ["--core", str(cores[index]), "--size", json.dumps(asdict(size)), *["--pipeline"] * (count > 1)]
         environment = shared | ({"RANK": str(index)} if count > 1 else {})
-        command = [sys.executable, str(Path(__file__)), *arguments]
+        command = [sys.executable, "-m", __name__, *arguments]
         pipe = subprocess.PIPE
         running.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
     try:

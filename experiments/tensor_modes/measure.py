@@ -1,49 +1,20 @@
 """What one plan of one model does on absent H100s, as a row of numbers, and the largest size that fits."""
 
-import json
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import jax
 import optax
-from tensor_parallel_models import Case, elements_received
+from shared.compiled import described
+from shared.results import Results, Row
 
 import cjax
 from cjax import Plan
-from cjax.audit import Audit
 from cjax.mesh import compile_lowered, resolve_devices
-from cjax.planner.hardware import Hardware, hardware_of
+from cjax.planner.hardware import hardware_of
 
-Row = dict[str, Any]
-
-
-class Results:
-    """Rows on disk, one JSON object a line: each is kept as soon as it is known, and what is there isn't done again."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.rows: list[Row] = [json.loads(line) for line in lines]
-
-    def get(self, key: Row, make: Callable[[], Row]) -> Row:
-        """The row with these entries; made and kept if there is none."""
-        key = json.loads(json.dumps(key))
-        for row in self.rows:
-            if all(row.get(name) == value for name, value in key.items()):
-                return row
-        row = key | make()
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        self.rows.append(row)
-        return row
-
-    def of(self, part: str) -> list[Row]:
-        return [row for row in self.rows if row["part"] == part]
+from .models import Case, elements_received
 
 
 def measure(results: Results, part: str, case: Case, plan: str) -> Row:
@@ -71,32 +42,6 @@ def measure(results: Results, part: str, case: Case, plan: str) -> Row:
     row = results.get({"part": part, "plan": plan} | asdict(case), make)
     print(f"  {part} {case.name:10s} batch {case.batch:6d} x {case.length:5d} {plan:18s} {_short(row)}", flush=True)
     return row
-
-
-def described(facts: Audit, hardware: Hardware) -> Row:
-    """The numbers of a compiled step, per device and step: bytes, elements of any dtype, seconds."""
-    assert facts.memory is not None and hardware.bf16_flops is not None
-    moved: dict[str, float] = defaultdict(float)
-    elements = transfer = exposed = 0.0
-    for each in facts.collectives:
-        moved[f"{each.kind} {each.axis} {each.dtype}"] += each.total_bytes
-        elements += each.total_bytes * sum(s.size for s in each.shapes) / sum(s.bytes for s in each.shapes)
-        bandwidth = hardware.bandwidth(each.span)
-        assert bandwidth is not None
-        transfer += each.total_bytes / bandwidth
-        exposed += each.exposed_bytes(hardware) / bandwidth
-    return {
-        "moved": dict(sorted(moved.items(), key=lambda item: -item[1])),
-        "received": facts.moved(),
-        "elements": elements,
-        "partners": facts.num_partners,
-        "peak": facts.memory.peak,
-        "limit": hardware.memory,
-        "flops": facts.flops,
-        "compute_s": facts.flops / hardware.bf16_flops,
-        "transfer_s": transfer,
-        "exposed_s": exposed,
-    }
 
 
 def _short(row: Row) -> str:

@@ -13,18 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from bench_overhead import interleaved
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from plain_gpt import norm
-from tensor_parallel_measure import Results, Row, described
-from tensor_parallel_models import Case
+from shared.compiled import described
+from shared.plain_gpt import norm
+from shared.results import Results, Row
+from shared.timing import interleaved
 
 import cjax
 from cjax import Plan
 from cjax.mesh import compile_lowered, resolve_devices
 from cjax.planner.hardware import hardware_of
+
+from .models import Case
 
 SIZES = Case("wall time", "blocks", width=512, heads=8, layers=4, length=128, batch=16)
 

@@ -2,19 +2,15 @@
 an H100 must show: flash attention, logits never whole, no matmul in float32, memory within the formula."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
+import bench_gpu
 import numpy as np
 import optax
 import pytest
+from benchmarks.check import Check, check
+from benchmarks.models import ROWS, TINY
 
 import cjax
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
-import bench_gpu  # noqa: E402
-from bench_check import Check, check  # noqa: E402
-from bench_models import ROWS, TINY  # noqa: E402
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -36,13 +32,13 @@ def test_a_side_runs_in_a_process_of_its_own_and_says_why_it_failed(capsys: pyte
 @pytest.mark.parity
 @pytest.mark.parametrize("name", [name for name in TINY if name != "t5"])
 def test_torchs_model_is_of_the_same_size(name: str) -> None:
-    import bench_torch
+    from benchmarks import in_torch
 
     row = TINY[name]
     found = bench_gpu.run_torch(row, row.batch, 1, compiled=False)
     assert np.isfinite(found["loss"])
     # BERT's second segment's embedding is not there: nobody uses it.
-    assert abs(bench_torch.num_params(row) - row.config.num_params) <= row.config.embed_dim
+    assert abs(in_torch.num_params(row) - row.config.num_params) <= row.config.embed_dim
 
 
 def test_what_a_compiled_step_must_not_show() -> None:

@@ -1,21 +1,18 @@
 """The experiments that train a model to a known number, on a few steps of a smaller one."""
 
-import sys
 from pathlib import Path
 
+import finetune_llama
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import train_gpt
+import train_vit
 from flax import nnx
+from training.lora import LAYERS, AdaptedLinear, adapt, merge
 
 from cjax.models import Llama, LlamaConfig, load
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "experiments"))
-import finetune_llama  # noqa: E402
-import train_gpt  # noqa: E402
-import train_vit  # noqa: E402
-from lora import LAYERS, AdaptedLinear, adapt, merge  # noqa: E402
 
 HERE = ["--tiny", "--devices", "8"]
 SIZES = LlamaConfig(2, 4, 2, 16, 24, context=8, vocab_size=32)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from tensor_parallel_measure import Results, Row
+from shared.results import Results, Row
 
 import cjax
 from cjax.models.gpt import GPT, GPTConfig, gpt, loss

@@ -5,10 +5,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from tensor_parallel_measure import Results, Row
-from tensor_parallel_models import elements_received
+from shared.markdown import table
+from shared.results import Results, Row
 
 from cjax import Plan
+
+from .models import elements_received
 
 GIB = 2**30
 LARGE = 2**20  # bytes in a step; what is less are sums of statistics
@@ -20,12 +22,6 @@ def write_tables(results: Results, folder: Path) -> str:
     text = "\n\n".join(part for maker in makers if (part := maker(results)))
     (folder / "tables.md").write_text(text + "\n")
     return text
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, ["-" * width for width in widths], *rows]
-    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
 
 
 def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_models import Row
 from torch import nn
+
+from .models import Row
 
 Tensor = Any
 

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 import jax
 import numpy as np
 import optax
-from pipeline_schedules import program_of
-from tensor_parallel_measure import Results, Row
+from shared.results import Results, Row
 
 from cjax.mesh import resolve_devices
 from cjax.models.gpt import GPTConfig
+
+from .schedules import program_of
 
 PLANS = [
     "data=4",

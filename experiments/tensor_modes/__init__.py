@@ -1,0 +1,1 @@
+"""What stands behind `tensor_parallel.py`: layers measured on absent cards and timed here; tables and pictures."""

@@ -1,0 +1,77 @@
+"""What finds sizes that fit counts by the formulas; tables and pictures are made of what is there."""
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from shared.results import Results
+from tensor_modes.measure import largest, measure
+from tensor_modes.models import Case, elements_received, linears
+from tensor_modes.plots import write_plots
+from tensor_modes.tables import large_partners, write_tables
+
+
+@pytest.mark.aot
+def test_what_is_measured_is_what_the_formula_says(tmp_path: Path) -> None:
+    case = Case("small", "blocks", width=512, heads=8, layers=2, length=64, batch=8)
+    results = Results(tmp_path / "results.jsonl")
+    for plan in ("tensor=4", "tensor=2d:4"):
+        row = measure(results, "a", case, plan)
+        assert row["formula"] <= row["elements"] <= 1.01 * row["formula"]
+        assert row["received"] == pytest.approx(sum(row["moved"].values()))
+        assert 0 < row["exposed_s"] <= row["transfer_s"] and 0 < row["peak"] < row["limit"]
+    assert large_partners(row) == row["partners"] == 2
+    assert "can't split heads" in measure(results, "a", case, "tensor=16")["refused"]
+
+
+def test_formulas_of_a_layer() -> None:
+    tokens, width = 24, 10
+    parts = [(tokens * k, k * n, tokens * n) for k, n in linears(width)]
+    x, w, y = (sum(part) for part in zip(*parts, strict=True))
+    assert elements_received("tensor=4", tokens, width) == 4 * (3 / 4) * tokens * width * 2
+    assert elements_received("tensor=2d:9", tokens, width) == pytest.approx(3 * 2 / 9 * (x + w))
+    assert elements_received("tensor=2.5d:8/2", tokens, width) == pytest.approx(3 / 4 * (x / 2 + w) + w / 4)
+    assert elements_received("tensor=3d:27", tokens, width) == pytest.approx(2 / 27 * (3 * x + 3 * w + 2 * y))
+
+
+@pytest.mark.parametrize("bend", [0.0, 2e-4])
+@pytest.mark.parametrize("uncompilable", [0, 16])
+def test_the_largest_size_is_found(bend: float, uncompilable: int) -> None:
+    seen = []
+
+    def peak_at(size: int) -> dict[str, Any]:
+        if size == uncompilable:
+            return {"failed": "no tiles"}
+        seen.append(size)
+        return {"peak": 7 + 0.31 * size + bend * size**2, "limit": 100.0}
+
+    exact = max(n for n in range(0, 1000, 8) if 7 + 0.31 * n + bend * n**2 <= 100)
+    found = largest(peak_at, 8, (16, 64), max_compiles=8)
+    assert found["fits"] <= exact and (found["fails"] is None or found["fails"] > exact)
+    assert found["fits"] >= 0.98 * exact
+    assert len(seen) == len(set(seen)) == found["compiles"] <= 8
+
+
+def test_tables_and_pictures_of_what_is_there(tmp_path: Path) -> None:
+    results = Results(tmp_path / "results.jsonl")
+    size = {"name": "GPT", "layers": 4, "width": 8, "heads": 2, "batch": 2, "length": 3}
+    row = {"received": 2**30, "elements": 2**29, "formula": 2**29, "partners": 3, "peak": 2**31, "moved": {}}
+    row |= {"compute_s": 0.25, "transfer_s": 0.5, "exposed_s": 0.125}
+    for plan in ("tensor=4", "tensor=2.5d:8/2"):
+        results.get({"part": "a", "plan": plan} | size, lambda: row)
+    results.get({"part": "a", "plan": "tensor=16"} | size, lambda: {"refused": "2 heads do not divide by 16\nmore"})
+    found = {"part": "b: largest", "name": "GPT", "field": "batch", "plan": "tensor=4"}
+    results.get(found, lambda: {"fits": 5, "fails": 6})
+    again = Results(results.path)
+    assert again.rows == results.rows
+    assert again.get({"part": "a", "plan": "tensor=4"}, lambda: pytest.fail("made twice")) == results.rows[0]
+
+    text = write_tables(again, tmp_path)
+    assert "| tensor=2.5d:8/2 | 1.000" in text and "25%" in text and "2 heads do not divide by 16 |" in text
+    write_plots(again, tmp_path)
+    pictures = sorted(path.name for path in tmp_path.glob("*.svg"))
+    assert pictures == ["floor-gpt.svg", "largest-batch-gpt-batch.svg", "peak-gpt.svg", "received-gpt.svg"]
+    for name in pictures:
+        marks = ElementTree.parse(tmp_path / name).getroot()
+        assert len(marks.findall("{*}rect")) == 1 + (1 if name.startswith("largest") else 2)
