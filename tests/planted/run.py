@@ -1,0 +1,149 @@
+"""Plants each fault of `faults.toml` in a copy of the tree and runs the tests that are to notice:
+`python tests/planted/run.py`, or `--only 'trace/(stages|attention)'`.
+
+The table of all rows that ran so far is written anew after each, with who noticed. What has run with the same file, the
+same tests and the same versions is not run again.
+"""
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from planted.table import ROOT, Fault, faults  # noqa: E402
+
+KEPT = ROOT / "build" / "planted.json"
+LIMIT = 300  # seconds for the tests of one fault
+ENOUGH = 3  # failures, after which no more are counted
+PASSED, FAILED, BROKEN, NONE = 0, 1, 2, 5  # exit statuses of pytest
+
+
+def copy(root: Path, to: Path) -> Path:
+    """The tree as git sees it, what is not committed yet included."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.splitlines():
+        if (root / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / name, to / name)
+    return to
+
+
+def run(tests: Sequence[str], root: Path, limit: float) -> tuple[int | None, list[str], str]:
+    """Pytest's exit status (None if it had to be stopped), the tests that failed, and all that it printed."""
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", f"--maxfail={ENOUGH}",
+               "--tb=short", *tests]  # fmt: skip
+    env = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return None, [], f"stopped after {limit:.0f} s"
+    return (
+        done.returncode,
+        re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.M),
+        done.stdout + done.stderr,
+    )
+
+
+def verdict(status: int | None, failed: list[str], output: str) -> list[str]:
+    """Who noticed; nobody if the list is empty.
+
+    Raises:
+      RuntimeError: when pytest did not get as far as tests: a row whose tests don't exist notices nothing.
+    """
+    if status == PASSED:
+        return []
+    if status is None:
+        return ["(it does not end)"]
+    if status == FAILED or (status == BROKEN and failed):
+        return failed
+    if status < 0 or status >= 128:
+        return ["(the process is aborted)"]
+    raise RuntimeError(f"pytest ended with {status}:\n{output[-3000:]}")
+
+
+def digest(fault: Fault) -> str:
+    """Of all that says how a row ends, as far as a person who mends a test changes it."""
+    files = [ROOT / fault.file, *(ROOT / test.partition("::")[0] for test in fault.tests)]
+    texts = [repr(fault), metadata.version("jax"), *(file.read_text() for file in files)]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def short(names: Sequence[str]) -> str:
+    """Tests by file and name, without the folder of all tests."""
+    shown = [name.removeprefix("tests/") for name in names[:ENOUGH]]
+    return ", ".join(shown)
+
+
+def write_log(path: Path, rows: Sequence[Fault], known: dict[str, dict]) -> None:
+    """A line for each row that ran: what was planted, how long its tests took, and who noticed."""
+    ran = [(fault, known[digest(fault)]) for fault in rows if digest(fault) in known]
+    blind = [fault for fault, found in ran if not found["noticed"]]
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax"))
+    lines = [
+        "python tests/planted/run.py: faults planted one at a time, each beside the tests of its own room alone",
+        f"{versions}; {len(ran)} of {len(rows)} rows ran, {len(ran) - len(blind)} were noticed, {len(blind)} were not",
+        "",
+    ]
+    for room in dict.fromkeys(fault.room for fault, _ in ran):
+        lines.append(room)
+        for fault, found in ran:
+            if fault.room == room:
+                seen = short(found["noticed"]) or f"NOBODY of {', '.join(fault.tests)}"
+                lines += [f"  {Path(fault.file).name}: {fault.what} ({found['seconds']:.0f} s)", f"    {seen}"]
+        lines.append("")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows in whose file or words this pattern is found")
+    parser.add_argument("--again", action="store_true", help="run again what has run")
+    parser.add_argument("--log", type=Path, help="by default of today in docs/results")
+    args = parser.parse_args(argv)
+    log = args.log or ROOT / "docs/results" / f"planted-faults-{datetime.date.today()}.log"
+    rows = faults()
+    known = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    asked = [fault for fault in rows if re.search(args.only, f"{fault.file}: {fault.what}")]
+    todo = [fault for fault in asked if args.again or digest(fault) not in known]
+    KEPT.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        root = copy(ROOT, Path(folder))
+        tests = dict.fromkeys(test for fault in todo for test in (*fault.tests, *fault.examples(root)))
+        if todo:
+            status, failed, output = run(list(tests), root, LIMIT * len(todo))
+            if status != PASSED:
+                print(f"without any fault, these fail: {', '.join(failed) or output[-3000:]}", file=sys.stderr)
+                return 2
+        for fault in todo:
+            sound, start = (root / fault.file).read_text(), time.monotonic()
+            (root / fault.file).write_text(fault.planted(root))
+            try:
+                noticed = verdict(*run([*fault.tests, *fault.examples(root)], root, LIMIT))
+            finally:
+                (root / fault.file).write_text(sound)
+            known[digest(fault)] = {"noticed": noticed, "seconds": time.monotonic() - start}
+            KEPT.write_text(json.dumps(known, indent=1))
+            print(f"{fault.file}: {fault.what}: {short(noticed) or 'NOBODY'}", flush=True)
+            write_log(log, rows, known)
+    write_log(log, rows, known)
+    blind = [fault for fault in asked if not known[digest(fault)]["noticed"]]
+    print(f"{log}: of {len(asked)} rows {len(blind)} went unnoticed")
+    return int(bool(blind))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
