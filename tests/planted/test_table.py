@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from planted.run import verdict
 from planted.table import ROOT, Fault, faults
 
