@@ -8,17 +8,24 @@ same tests and the same versions is not run again.
 import argparse
 import datetime
 import hashlib
+import importlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+import warnings
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from planted.table import ROOT, Fault, faults  # noqa: E402
@@ -41,20 +48,55 @@ def copy(root: Path, to: Path) -> Path:
     return to
 
 
+def prepare() -> None:
+    """Imports what all tests import, once: each fault then runs in a fork of this process, which starts no backend.
+    What JAX reads when it is imported is set as tests/conftest.py sets it."""
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0"}
+    for name in ("flax.linen", "flax.nnx", "optax", "orbax.checkpoint"):
+        importlib.import_module(name)
+
+
 def run(tests: Sequence[str], root: Path, limit: float) -> tuple[int | None, list[str], str]:
     """Pytest's exit status (None if it had to be stopped), the tests that failed, and all that it printed."""
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", f"--maxfail={ENOUGH}",
-               "--tb=short", *tests]  # fmt: skip
-    env = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    with tempfile.TemporaryFile("w+") as out, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # JAX's about forks: of this process no backend is there yet
+        child = os.fork()
+        if child == 0:
+            _in_fork(tests, root, out.fileno())
+        status, stop = None, time.monotonic() + limit
+        while status is None and time.monotonic() < stop:
+            done, code = os.waitpid(child, os.WNOHANG)
+            status = os.waitstatus_to_exitcode(code) if done else None
+            time.sleep(0.05)
+        if status is None:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        out.seek(0)
+        text = out.read()
+    return status, re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.M), text
+
+
+def _in_fork(tests: Sequence[str], root: Path, out: int) -> NoReturn:
+    status = NONE
     try:
-        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return None, [], f"stopped after {limit:.0f} s"
-    return (
-        done.returncode,
-        re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.M),
-        done.stdout + done.stderr,
-    )
+        os.setsid()
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.environ["PYTHONPATH"] = str(root)
+        own = {ROOT, ROOT / "tests", Path(__file__).parent}
+        sys.path[:] = [str(root), *(path for path in sys.path if Path(path or ".").resolve() not in own)]
+        os.chdir(root)
+        sys.dont_write_bytecode = True  # of two faults in one second, the second would be read from the first's
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("cjax", "planted")]:
+            del sys.modules[name]
+        options = ["-q", "--no-header", "-p", "no:cacheprovider", f"--maxfail={ENOUGH}", "--tb=short"]
+        status = int(pytest.main([*options, *tests]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def verdict(status: int | None, failed: list[str], output: str) -> list[str]:
@@ -79,6 +121,11 @@ def digest(fault: Fault) -> str:
     files = [ROOT / fault.file, *(ROOT / test.partition("::")[0] for test in fault.tests)]
     texts = [repr(fault), metadata.version("jax"), *(file.read_text() for file in files)]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def kept() -> dict[str, dict]:
+    """How rows ended, by digest."""
+    return json.loads(KEPT.read_text()) if KEPT.exists() else {}
 
 
 def short(names: Sequence[str]) -> str:
@@ -116,10 +163,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     log = args.log or ROOT / "docs/results" / f"planted-faults-{datetime.date.today()}.log"
     rows = faults()
-    known = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    known = kept()
     asked = [fault for fault in rows if re.search(args.only, f"{fault.file}: {fault.what}")]
     todo = [fault for fault in asked if args.again or digest(fault) not in known]
     KEPT.parent.mkdir(exist_ok=True)
+    prepare()
     with tempfile.TemporaryDirectory() as folder:
         root = copy(ROOT, Path(folder))
         tests = dict.fromkeys(test for fault in todo for test in (*fault.tests, *fault.examples(root)))
@@ -135,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 noticed = verdict(*run([*fault.tests, *fault.examples(root)], root, LIMIT))
             finally:
                 (root / fault.file).write_text(sound)
-            known[digest(fault)] = {"noticed": noticed, "seconds": time.monotonic() - start}
+            known = kept() | {digest(fault): {"noticed": noticed, "seconds": time.monotonic() - start}}
             KEPT.write_text(json.dumps(known, indent=1))
             print(f"{fault.file}: {fault.what}: {short(noticed) or 'NOBODY'}", flush=True)
             write_log(log, rows, known)
