@@ -25,6 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -52,8 +53,11 @@ def prepare() -> None:
     """Imports what all tests import, once: each fault then runs in a fork of this process, which starts no backend.
     What JAX reads when it is imported is set as tests/conftest.py sets it."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0"}
-    for name in ("flax.linen", "flax.nnx", "optax", "orbax.checkpoint"):
+    for name in ("flax.linen", "flax.nnx", "optax", "orbax.checkpoint", "hypothesis"):
         importlib.import_module(name)
+    # What fails need not be made smaller: nobody reads it.
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    hypothesis.settings.register_profile("planted", deadline=None, phases=phases)
 
 
 def run(tests: Sequence[str], root: Path, limit: float) -> tuple[int | None, list[str], str]:
@@ -86,10 +90,20 @@ def _in_fork(tests: Sequence[str], root: Path, out: int) -> NoReturn:
         own = {ROOT, ROOT / "tests", Path(__file__).parent}
         sys.path[:] = [str(root), *(path for path in sys.path if Path(path or ".").resolve() not in own)]
         os.chdir(root)
-        sys.dont_write_bytecode = True  # of two faults in one second, the second would be read from the first's
+        sys.dont_write_bytecode = any(root.rglob("__pycache__"))  # what is kept is of the files without any fault
         for name in [name for name in sys.modules if name.partition(".")[0] in ("cjax", "planted")]:
             del sys.modules[name]
-        options = ["-q", "--no-header", "-p", "no:cacheprovider", f"--maxfail={ENOUGH}", "--tb=short"]
+        options = [
+            "-q",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            f"--maxfail={ENOUGH}",
+            "--tb=short",
+            "--hypothesis-profile=planted",
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        ]
         status = int(pytest.main([*options, *tests]))
     except BaseException:
         traceback.print_exc()
