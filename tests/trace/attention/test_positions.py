@@ -58,6 +58,11 @@ def crossed(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index:
     return (x + attention(x, x, params["last"])).mean(), {}, carried
 
 
+def asked(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+    """Of the memory's positions none is a query's."""
+    return attention(batch["x"], batch["memory"], params["layers"][0]).mean(), {}, carried
+
+
 STACK = {"layers": {name: np.stack([layer[name] for layer in layers(3)]) for name in "qkvo"}}
 X = {"x": numbers(ROWS, LENGTH, WIDTH)}
 BOTH = X | {"memory": numbers(ROWS, OTHER, WIDTH)}
@@ -65,6 +70,7 @@ CASES: dict[str, tuple[Any, Any, Any, dict[str, int]]] = {
     "unrolled": (unrolled, {"layers": layers(3)}, X, {"x": LENGTH}),
     "rolled": (rolled, STACK, X, {"x": LENGTH}),
     "rematted": (rematted, {"layers": layers(1)}, X, {"x": LENGTH}),
+    "asked": (asked, {"layers": layers(1)}, BOTH, {"x": LENGTH, "memory": OTHER}),
     "crossed": (crossed, {"layers": layers(3), "first": layers(1, 3)[0], "last": layers(1, 7)[0]}, BOTH,
                 {"x": LENGTH, "memory": OTHER}),
 }  # fmt: skip
