@@ -175,6 +175,17 @@ def test_an_authors_scan_meets_its_weights_one_layer_at_a_time() -> None:
     assert spy.layers == 1
 
 
+def test_an_authors_scan_runs_the_way_it_was_written() -> None:
+    """Backwards, with results at their own places."""
+
+    def function(kernels: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.scan(lambda x, kernel: (body(x, kernel), x.sum()), x, kernels, reverse=True)
+
+    kernels, x = jnp.stack(inputs(3)[1:]), inputs(3)[0]
+    closed = simplify(jax.make_jaxpr(function)(kernels, x))
+    assert_equal_results(emitted(closed)(kernels, x), function(kernels, x))
+
+
 def test_results_that_are_stacks_come_out_stacked() -> None:
     def model(x: jax.Array, *kernels: jax.Array) -> Any:
         seen = []
