@@ -9,12 +9,13 @@ from planted.table import ROOT, Fault, faults
 FAULTS = faults()
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.file}: {fault.what}")
-def test_a_row_still_applies(fault: Fault) -> None:
-    assert fault.planted() != (ROOT / fault.file).read_text()
-    for test in fault.tests:
-        file, _, name = test.partition("::")
-        assert name.partition("[")[0] in (ROOT / file).read_text()
+@pytest.mark.parametrize("file", dict.fromkeys(fault.file for fault in FAULTS))
+def test_rows_still_apply(file: str) -> None:
+    for fault in (fault for fault in FAULTS if fault.file == file):
+        assert fault.planted() != (ROOT / file).read_text()
+        for test in fault.tests:
+            where, _, name = test.partition("::")
+            assert name.partition("[")[0] in (ROOT / where).read_text()
 
 
 def test_no_room_is_left_out() -> None:
