@@ -27,7 +27,7 @@ class TraceSource:
     >>> import flax.linen as nn, jax.numpy as jnp
     >>> from cjax.trace.author.capture import capture
     >>> batch = jax.ShapeDtypeStruct((8, 3), jnp.float32)
-    >>> source = Source(capture(nn.Dense(5), lambda model, x: model(x).mean(), batch), batch)
+    >>> source = TraceSource(capture(nn.Dense(5), lambda model, x: model(x).mean(), batch), batch)
     >>> source.read(2).leaves[2].shape, source.read(2) is source.read(2)
     ((4, 3), True)
     """

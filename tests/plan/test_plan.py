@@ -151,6 +151,12 @@ def test_gather_needs_a_tensor_axis() -> None:
             Plan(tensor=tensor, sequence=Sequence(mode="gather"))
 
 
+def test_two_rules_for_one_dim_are_refused() -> None:
+    """JSON keeps the last of them, and says nothing."""
+    with pytest.raises(ValueError, match="two rules among vocab, embed, vocab"):
+        Plan.parse('rules={"vocab":null,"embed":"tensor","vocab":"tensor"}')
+
+
 @pytest.mark.parametrize("rules", [{"vocab": 3}, {"vocab": ()}, {"vocab": ["x", 1]}, {3: "x"}, {"": "x"}])
 def test_bad_rules(rules) -> None:
     with pytest.raises(ValueError, match="rule"):

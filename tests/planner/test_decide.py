@@ -1,5 +1,6 @@
 """The plan in full: as it was written, checked, or chosen."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -9,7 +10,9 @@ import optax
 import pytest
 
 import cjax
+from cjax.planner import decide as decide_module
 from cjax.planner.decide import decide
+from cjax.planner.hardware import hardware_of
 from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
 
@@ -31,6 +34,18 @@ def test_auto_says_what_it_chose() -> None:
     found, (note,) = decide(source(), None, "auto", jax.devices()[:4])
     assert found == cjax.Plan.parse("data=4").resolve(4)
     assert note.startswith(f"auto chose {found}: the least that fits, about ")
+
+
+def test_auto_leaves_room_for_what_the_optimizer_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = jax.ShapeDtypeStruct((12, 64), jnp.float32)
+    given = TraceSource(capture(nn.Dense(256), lambda model, x: model(x).mean(), batch), batch)
+    both = 2 * 4 * (64 * 256 + 256)  # of parameters and gradients; Adam keeps as much again
+    facts = dataclasses.replace(hardware_of(jax.devices()[:2]), memory=int(1.8 * both))
+    monkeypatch.setattr(decide_module, "hardware_of", lambda devices: facts)
+    stages = [
+        decide(given, tx, "auto", jax.devices()[:2])[0].zero_stage for tx in (None, optax.sgd(1.0), optax.adam(1.0))
+    ]
+    assert stages == [0, 0, 1]
 
 
 def test_refuses_what_does_not_divide_and_what_is_no_plan() -> None:

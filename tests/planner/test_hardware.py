@@ -65,6 +65,14 @@ def test_without_a_limit_of_jax_the_cards_memory_counts():
         hardware_of([Gpu("NVIDIA Whatever", limit=None)])
 
 
+def test_of_a_card_that_is_not_here_a_part_is_reserved(monkeypatch):
+    """What a running process would need beside the program; as many as 16 of them fill two hosts."""
+    monkeypatch.setattr(hardware, "is_compile_only", lambda devices: True)
+    facts = hardware_of([Gpu(CARDS["h100"].kind)] * 16)
+    assert facts.memory == CARDS["h100"].memory - 3 * 2**29 and facts.devices_per_host == 8
+    assert hardware_of([Gpu(CARDS["h100"].kind)] * 4).devices_per_host == 4
+
+
 def test_mixed_kinds_are_refused():
     with pytest.raises(ValueError, match="NVIDIA H100 80GB HBM3 and NVIDIA H200"):
         hardware_of([Gpu(CARDS["h100"].kind), Gpu(CARDS["h200"].kind)])

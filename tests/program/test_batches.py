@@ -180,3 +180,8 @@ def test_tokens_inside_it_are_taken_in_any_width(words: cjax.Program) -> None:
 def test_a_sharded_axis_does_not_change_what_a_model_gets() -> None:
     program = make("data=2 tensor=4", model=Net(), optimizer=None)
     assert_same(program.value_and_grad(program.init(0), rows())[0], loss(program.model(program.init(0)), rows()), 1e-6)
+
+
+def test_leaves_with_other_numbers_of_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="first dim of every leaf of a batch counts its examples.*: x 4, y 5"):
+        batch_structs({"x": np.ones((4, 3), np.float32), "y": np.ones(5, np.float32), "z": np.float32(1)})

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from contract import trace_of
+from traces import plain_trace
 from zoo import MODELS
 
 from cjax.trace.author.capture import capture
@@ -103,3 +104,14 @@ def test_names_given_by_the_author_win() -> None:
     assert by_name["Dense_0/kernel"] == ("pixels", "hidden")
     assert by_name["Dense_1/kernel"][0] == "hidden", "found by its own means in the second layer"
     assert by_name["batch"] == ("batch", "pixels")
+
+
+def test_all_leaves_of_a_batch_have_the_same_rows() -> None:
+    """Also those that meet no other: where they go, the others go."""
+
+    def loss(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+        return (batch["x"] * params["w"]).mean() + batch["y"].mean(), {}, carried
+
+    trace = plain_trace(loss, params={"w": jnp.ones(3)}, batch={"x": jnp.ones((4, 3)), "y": jnp.ones((4, 5))})
+    x, y = (trace.classes_of(i) for i in trace.leaves_of("batch"))
+    assert x[0] == y[0] == trace.batch_class and x[1] != y[1]

@@ -70,3 +70,12 @@ def test_what_draws_or_counts_otherwise_is_traced_apart(source: TraceSource, run
 def test_weights_are_read_in_the_form_of_an_earlier_trace(source: TraceSource, runs: list[int]) -> None:
     like = source.read(2)
     assert source.read(2, forms=like.forms) is source.read(2, forms=like.forms) is not like and runs == [8]
+
+
+def test_evaluation_is_not_read_as_training() -> None:
+    def loss(model: Any, x: jax.Array, train: bool) -> jax.Array:
+        return model(x).mean() if train else jnp.sin(model(x)).mean()
+
+    source = TraceSource(capture(nn.Dense(3), loss, BATCH), BATCH)
+    trained, scored = ({eqn.primitive.name for eqn in source.read(train=t).closed.jaxpr.eqns} for t in (True, False))
+    assert scored - trained == {"sin"} and source.read(train=False) is source.read(train=False)

@@ -27,6 +27,16 @@ def test_lines_come_now_and_then_and_at_the_end():
     ]
 
 
+def test_what_is_left_follows_from_the_steps_of_this_run(monkeypatch):
+    """A run that goes on at step 90 has taken 20 s for 10 steps: the last 5 take half as long."""
+    stream, now = io.StringIO(), [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    display = LineDisplay(105, 90, stream)
+    now[0] += 20
+    display.update(100, {})
+    assert stream.getvalue().endswith("left 0:10\n")
+
+
 def test_the_bar_shows_the_facts_and_notes():
     stream = Terminal()
     bar = Bar(10, 3, stream)

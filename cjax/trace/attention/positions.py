@@ -38,9 +38,10 @@ def _bodies(trace: Trace) -> Iterator[tuple[Sequence[Any], Sequence[Any], Scope]
     top = trace.closed.jaxpr
     index = 0
     waiting: list[tuple[Sequence[Any], Sequence[Any], Scope]] = []
-    rest = [*top.outvars, *(v for eqn in top.eqns for v in eqn.invars)]
     for run in trace.runs:
-        waiting += [(top.eqns[index : run.start], rest, trace.dims.top), (*layer_of(top.eqns, run), trace.dims.top)]
+        # Read behind it, and not within: scores that only their own softmax reads are no result.
+        later = [*top.outvars, *(v for eqn in top.eqns[run.start :] for v in eqn.invars)]
+        waiting += [(top.eqns[index : run.start], later, trace.dims.top), (*layer_of(top.eqns, run), trace.dims.top)]
         index = run.stop
     waiting.append((top.eqns[index:], top.outvars, trace.dims.top))
     while waiting:

@@ -346,3 +346,10 @@ def test_a_missing_package(package: str, message: str, folder: Path, monkeypatch
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=message):
         image_data(None if package == "sklearn" else folder, batch_size=1)
+
+
+def test_what_is_held_out_is_not_the_front_of_the_data():
+    """Which is often the work of one day, or of one hand."""
+    kept = held_out_of(np.repeat([0, 1], 50), 0.2)
+    assert kept[:50].sum() == kept[50:].sum() == 10
+    assert not kept[:10].all() and not kept[50:60].all()

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from cjax.data import Spans, span_data, span_lengths, train_tokenizer
 from cjax.data.tasks.pairs import IGNORED
-from cjax.data.tasks.spans import text_for
+from cjax.data.tasks.spans import _cut, text_for
 
 SENTINELS = tuple(range(999, 899, -1))
 END = 1
@@ -100,3 +100,9 @@ def test_what_cannot_be_is_refused():
         Spans(SENTINELS, END, 9)({"tokens": np.zeros(0, int)}, np.random.default_rng(0))
     with pytest.raises(ValueError, match="vocabulary has 0 sentinels"):
         span_data([b"abc" * 99], train_tokenizer(["abc"], 300), batch_size=1, sequence=8)
+
+
+def test_a_cut_may_be_at_every_place():
+    found = {tuple(_cut(4, 2, np.random.default_rng(seed))) for seed in range(40)}
+    assert found == {(1, 3), (2, 2), (3, 1)}
+    assert _cut(0, 1, np.random.default_rng(0)) == [0]

@@ -17,9 +17,10 @@ def test_pieces_hold_every_token_once(num_tokens: int, size: int):
 
 
 def test_sentences_lose_what_has_no_room():
-    sentences = Sentences([np.array([5, 6]), np.arange(9)], 5, before=(101,), after=(102,))
+    texts = [np.array([5, 6]), np.arange(9), np.arange(3), np.arange(4)]  # three have room
+    sentences = Sentences(texts, 5, before=(101,), after=(102,))
     assert [sentences[i]["tokens"].tolist() for i in range(2)] == [[101, 5, 6, 102], [101, 0, 1, 2, 102]]
-    assert len(sentences) == 2 and sentences.num_cut == 1
+    assert len(sentences) == 4 and sentences.num_cut == 2
 
 
 def test_padding():

@@ -5,7 +5,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from traces import plain_trace
 
+from cjax.sharding.layout.kept import kept_whole
 from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
@@ -54,3 +57,17 @@ def test_of_a_plan_without_tensor_parallelism_nothing_is_said() -> None:
 def test_what_rules_keep_whole_is_named_as_the_users_own_choice() -> None:
     layout = layout_of(nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(8)]), {"tensor": 4}, {"layers_0/kernel:1": None})
     assert "ffn 64 as `rules` says" in said(layout)[0]
+
+
+def test_shares_are_of_bytes() -> None:
+    """A weight of float32 counts twice beside one of bfloat16."""
+
+    def loss(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+        x = batch @ params["a"]
+        return (x.astype(jnp.bfloat16) @ params["b"]).astype(jnp.float32).mean(), {}, carried
+
+    shapes = {"a": jnp.ones((6, 8)), "b": jnp.ones((8, 6), jnp.bfloat16)}
+    trace = plain_trace(loss, params=shapes, batch=jnp.ones((4, 6)))
+    specs = {0: PartitionSpec(None, None), 1: PartitionSpec(None, "tensor")}
+    (note,) = kept_whole(trace, specs, ("tensor",), 2, "2", set())
+    assert note.startswith("tensor=2 leaves 67 % of the parameters' bytes whole on every device: a 67 % (")

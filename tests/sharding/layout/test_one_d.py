@@ -1,10 +1,13 @@
 """The choice of classes that one axis splits: what it weighs, and its words. `test_layout` has what comes of it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 from contract import trace_of
 from flax import nnx
+from traces import plain_trace
 
 from cjax.sharding.layout.one_d import blocked_by, choose, undivided, whole_heads
 from cjax.trace.author.capture import capture
@@ -98,3 +101,14 @@ def test_words_for_heads_that_do_not_divide_name_plans_of_the_same_mode(tensor: 
     assert said == (
         f"tensor={tensor} can't split heads: this model has {count}. Write a tensor size that divides it: {sizes}."
     )
+
+
+def test_a_dim_that_is_taken_apart_is_split_along_its_first_factor() -> None:
+    def loss(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+        return jnp.tanh((batch @ params["w"]).reshape(-1, 3, 8)).mean(), {}, carried
+
+    trace = plain_trace(loss, params={"w": jnp.ones((5, 24))}, batch=jnp.ones((4, 5)))
+    wide = trace.classes_of(0)[1]
+    assert blocked_by(trace, wide, 3, set(), False, "3") is None
+    said = blocked_by(trace, wide, 4, set(), False, "4")
+    assert said is not None and said.endswith("(24 = 3 x 8) is kept whole: 4 does not divide it")

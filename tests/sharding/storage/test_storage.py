@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from cjax.mesh import build_mesh
-from cjax.sharding.storage.storage import Storage, make_storage, stackable
+from cjax.sharding.storage.storage import Slot, StageRows, Storage, make_storage, stackable
 
 SIZES = {"data": 2, "tensor": 4}
 
@@ -97,3 +97,20 @@ def test_what_comes_out_is_placed_where_it_divides() -> None:
 def test_stackable(groups: list[tuple[int, ...]], wanted: list[tuple[int, ...]]) -> None:
     leaves = [jax.ShapeDtypeStruct((2, 3), jnp.float32)] * 3 + [jax.ShapeDtypeStruct((2,), jnp.float32)]
     assert stackable(groups, leaves) == wanted
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 0, 1), (0, 2, -1, 1), (0, 1, 2, -1)])
+def test_layers_of_stages_come_back_in_the_models_order(order: tuple[int, ...]) -> None:
+    """Of a leaf that holds all layers, and of a stack whose leaves are in the order of their rows."""
+    x, rows = np.arange(12.0, dtype=np.float32).reshape(3, 4), StageRows("pipe", order)
+    whole = Slot((0,), (3, 4), np.float32, (len(order), 4), P("pipe", None), (1, 1), rows)
+    stored = np.asarray(whole.store(jnp.asarray(x)))
+    for row, layer in enumerate(order):
+        np.testing.assert_array_equal(stored[row], x[layer] if layer >= 0 else 0)
+    np.testing.assert_array_equal(whole.load(jnp.asarray(stored)), x)
+    stack = Slot(rows.layers, (4,), np.float32, (4,), P(None), (1,), rows)
+    tree = Storage(jax.tree.structure([0] * 3), (stack,))
+    arrays = tree.store(list(map(jnp.asarray, x)))
+    np.testing.assert_array_equal(arrays[0], stored)
+    np.testing.assert_array_equal(tree.in_layer_order(arrays)[0], x)
+    np.testing.assert_array_equal(np.stack(tree.load(arrays)), x)

@@ -5,13 +5,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from zoo import MODELS
 
-from cjax.trace.attention.bounds import bounds
 from cjax.trace.attention.find import Attention, find_attentions
 from cjax.trace.author.capture import capture
 from cjax.trace.jaxpr.primitives import facts_of
@@ -189,62 +187,3 @@ def test_layers_of_flax_and_jax() -> None:
         only(function, *(x.astype(jnp.bfloat16) for x in (Q, Q, Q)))
     only(lambda q, k, v: nnx.dot_product_attention(q, k, v, mask=mask, **options), Q, FEW, FEW)
     only(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, bias=jnp.ones((1, H, S, S))), Q, FEW, FEW)
-
-
-# --- bounds ---
-
-
-def masked_by(mask: Any, low: float = -1e9) -> Any:
-    def function(q: Any, k: Any, v: Any) -> Any:
-        i, j = jnp.arange(S)[:, None], jnp.arange(S)[None, :]
-        scores = jnp.where(mask(i, j), jnp.einsum("bqhd,bkhd->bhqk", q, k), low)
-        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-
-    return function
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        lambda i, j: i >= j,
-        lambda i, j: j < i,
-        lambda i, j: ~(j > i),
-        lambda i, j: i + 3 > j,
-        lambda i, j: (i >= j) & (i - j < 4),
-        lambda i, j: abs(i - j) <= 2,
-        lambda i, j: (i == j) | (j == 0),
-        lambda i, j: i // 4 == j // 4,  # not followed: never empty
-        lambda i, j: jnp.minimum(i, 5) >= 2 * j - i,
-    ],
-)
-@pytest.mark.parametrize("num", [2, 3, 6])
-def test_blocks_that_bounds_call_empty_are_empty(mask: Any, num: int) -> None:
-    found = only(masked_by(mask), Q, Q, Q)
-    above = bounds(found, num, num, ())
-    seen = np.asarray(mask(np.arange(S)[:, None], np.arange(S)[None, :]))
-    some = seen.reshape(num, S // num, num, S // num).any((1, 3))
-    assert not some[above < np.inf].any()
-    np.testing.assert_allclose(above[above < np.inf], -1e9, rtol=1e-5)
-
-
-def test_bounds_of_a_causal_mask_are_tight() -> None:
-    for function in (
-        masked_by(lambda i, j: i >= j),
-        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True),
-        lambda q, k, v: nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(jnp.ones((B, S)))),
-    ):
-        above = bounds(only(function, Q, Q, Q), 4, 4, ())
-        np.testing.assert_array_equal(above < -1000, np.arange(4)[:, None] < np.arange(4))
-    assert np.isinf(bounds(only(nn.dot_product_attention, Q, Q, Q), 4, 4, ())).all()
-
-
-def test_a_literal_that_differs_by_layer_bounds_nothing() -> None:
-    found = only(masked_by(lambda i, j: i - 1 >= j), Q, Q, Q)
-    literals = [
-        (id(eqn), at)
-        for eqn, _ in {**found.steps, **found.sources}.values()
-        for at, atom in enumerate(eqn.invars)
-        if hasattr(atom, "val") and np.ndim(atom.val) == 0 and atom.val == 1
-    ]
-    assert literals
-    assert (bounds(found, 4, 4, ()) < 0).any() and not (bounds(found, 4, 4, literals) < 0).any()

@@ -114,3 +114,15 @@ def test_random_weights_are_born_in_parts():
 def test_a_trace_without_parts_is_left_alone():
     closed = simplify(jax.make_jaxpr(split)(X, W, B))
     assert refine(closed, [whole(x.shape) for x in (X, W, B)], [whole(X.shape)] * 3) is closed
+
+
+def test_weights_of_a_loop_keep_the_dim_of_its_turns():
+    def function(ws, x):
+        def turn(x, w):
+            a, b, c = jnp.split(x @ w, 3, axis=-1)
+            return x + jnp.tanh(a) * b, c
+
+        return jax.lax.scan(turn, x, ws)
+
+    found = check(function, [array(2, 4, 12), array(5, 4)], [(1, 1, 3), whole((5, 4))])
+    assert found.count("scan") == 1 and found.count("dot_general") == 1

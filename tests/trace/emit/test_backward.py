@@ -13,20 +13,20 @@ ROWS, WIDTH, HIDDEN = 6, 4, 10
 RNG = np.random.default_rng(0)
 WEIGHTS = [RNG.normal(size=s).astype(np.float32) for s in ((WIDTH, HIDDEN), (HIDDEN,), (HIDDEN, WIDTH), (WIDTH,))]
 FIXED = [RNG.random((ROWS, 1)) > 0.3, np.int32(2)]
-MOVING = [RNG.normal(size=(ROWS, WIDTH)).astype(np.float32), np.int32(5)]
+MOVING = [np.int32(5), RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)]  # what has no gradient comes first
 
 
 def layer(weights: Any, fixed: Any, moving: Any) -> Any:
     up, bias, down, scale = weights
     mask, index = fixed
-    x, count = moving
+    count, x = moving
     normed = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-3) * scale
     hidden = jax.nn.gelu(normed.astype(jnp.bfloat16).astype(jnp.float32) @ up + bias)
-    return [x + jnp.where(mask, hidden @ down, 0) * index, count + 1]
+    return [count + 1, x + jnp.where(mask, hidden @ down, 0) * index]
 
 
 def wanted(gradient: Any) -> Any:
-    out, pull = jax.vjp(lambda w, x: layer(w, FIXED, [x, MOVING[1]])[0], WEIGHTS, MOVING[0])
+    out, pull = jax.vjp(lambda w, x: layer(w, FIXED, [MOVING[0], x])[1], WEIGHTS, MOVING[1])
     return out, *pull(gradient)
 
 
@@ -36,14 +36,15 @@ def test_both_ways_give_the_gradients(remat: bool) -> None:
     gradient = RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)
     out, weights, moving = wanted(gradient)
     given, saved = derivative.forward(WEIGHTS, FIXED, MOVING)
-    np.testing.assert_allclose(given[0], out, rtol=1e-6)
-    assert given[1] == 6
+    np.testing.assert_allclose(given[1], out, rtol=1e-6)
+    assert given[0] == 6
     assert [(s.shape, s.dtype) for s in derivative.saved] == [(s.shape, s.dtype) for s in saved]
-    whole = derivative.both(WEIGHTS, FIXED, saved, [gradient, np.int32(0)])
-    first, crossing = derivative.backward(WEIGHTS, FIXED, saved, [gradient, np.int32(0)])
+    whole = derivative.both(WEIGHTS, FIXED, saved, [np.int32(0), gradient])
+    first, crossing = derivative.backward(WEIGHTS, FIXED, saved, [np.int32(0), gradient])
     second = derivative.weight_gradients(WEIGHTS, FIXED, saved, crossing)
     for of_moving, of_weights in (whole, (first, second)):
-        np.testing.assert_allclose(of_moving[0], moving, rtol=1e-5, atol=1e-6)
+        assert of_moving[0].shape == () and of_moving[0] == 0
+        np.testing.assert_allclose(of_moving[1], moving, rtol=1e-5, atol=1e-6)
         for a, b in zip(of_weights, weights, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -55,7 +56,7 @@ def products(function: Any, *args: Any) -> int:
 def test_each_half_multiplies_its_own_matrices() -> None:
     derivative = Derivative(layer, WEIGHTS, FIXED, MOVING)
     _, saved = derivative.forward(WEIGHTS, FIXED, MOVING)
-    gradient = [np.ones((ROWS, WIDTH), np.float32), np.int32(0)]
+    gradient = [np.int32(0), np.ones((ROWS, WIDTH), np.float32)]
     assert products(lambda s, g: derivative.backward(WEIGHTS, FIXED, s, g), saved, gradient) == 2
     _, crossing = derivative.backward(WEIGHTS, FIXED, saved, gradient)
     assert products(lambda s, c: derivative.weight_gradients(WEIGHTS, FIXED, s, c), saved, crossing) == 2

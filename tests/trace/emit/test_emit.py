@@ -1,5 +1,6 @@
 """Re-emitting a trace changes nothing but where its hooks say so."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -173,6 +174,30 @@ def test_an_authors_scan_meets_its_weights_one_layer_at_a_time() -> None:
     assert_equal_results(emitted(closed, hooks=spy)(x, jnp.stack(kernels)), [model(x, jnp.stack(kernels))])
     assert (1, (WIDTH, WIDTH)) in spy.weights and (1, (4, WIDTH, WIDTH)) not in spy.weights
     assert spy.layers == 1
+
+
+def test_an_authors_scan_runs_the_way_it_was_written() -> None:
+    """Backwards, with results at their own places."""
+
+    def function(kernels: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.scan(lambda x, kernel: (body(x, kernel), x.sum()), x, kernels, reverse=True)
+
+    kernels, x = jnp.stack(inputs(3)[1:]), inputs(3)[0]
+    closed = simplify(jax.make_jaxpr(function)(kernels, x))
+    assert_equal_results(emitted(closed)(kernels, x), function(kernels, x))
+
+
+def test_what_layers_hand_on_keeps_its_dtype() -> None:
+    """Whatever precision a hook computes in: a loop takes out what it takes in."""
+
+    class Narrow(Hooks):
+        def equation(self, eqn: Any, ins: list[Any], scope: Any) -> list[Any]:
+            return [out.astype(jnp.bfloat16) for out in bind(eqn, [jnp.asarray(x, jnp.float32) for x in ins])]
+
+    closed, args = stack_of(4, body), inputs(4)
+    (out,) = emitted(closed, [tuple(range(1, 5))], Narrow())(*args)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, functools.reduce(body, args[1:], args[0]), rtol=0.05, atol=0.05)
 
 
 def test_results_that_are_stacks_come_out_stacked() -> None:

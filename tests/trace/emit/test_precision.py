@@ -141,6 +141,17 @@ def test_results_have_the_dtypes_that_the_trace_declares_inside_loops_and_out() 
     assert LOW in {eqn.outvars[0].aval.dtype for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"}
 
 
+def test_what_a_turn_hands_on_is_what_the_next_multiplies() -> None:
+    """Nothing behind the loop multiplies it: only the next turn does."""
+
+    def turn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        y = x @ w
+        return y + y, None
+
+    assert dtypes(lambda ws, x: lax.scan(turn, x, ws)[0].sum(), jnp.ones((2, 4, 4)), X)["add"] == [LOW]
+    assert dtypes(lambda w, x: turn(x, w)[0].sum(), W, X)["add"] == [HIGH]
+
+
 def test_matmuls_inside_checkpoints_are_low_too() -> None:
     function = jax.checkpoint(lambda w, x: jnp.sin(x @ w))
     assert dtypes(lambda w, x: function(w, function(w, x)), W, X)["dot_general"] == [LOW, LOW]

@@ -32,6 +32,14 @@ def test_where_none_is_equal_the_first_of_the_largest_counts() -> None:
     assert compared._first(x, (0, 1), "reduce_min").tolist() == [[False] * 3, [False, False, True]]
 
 
+def test_a_largest_that_no_element_equals_passes_its_derivative_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where XLA makes the elements again, and rounds them otherwise."""
+    monkeypatch.setattr(compared, "extreme", lambda x, axes, name: x.max(axes) * (1 + 1e-6))
+    x, t = jnp.asarray([[1.0, 3.0, 3.0], [2.0, 0.5, 1.0]]), jnp.asarray([[5.0, 7.0, 11.0], [13.0, 17.0, 19.0]])
+    _, tangent = compared._extreme_jvp((1,), "reduce_max", (x,), (t,))
+    np.testing.assert_array_equal(tangent, [7.0, 13.0])
+
+
 def by_jax(x: jax.Array, updates: jax.Array, rows: tuple[int, ...], how: str) -> jax.Array:
     return getattr(x.at[jnp.asarray(rows)], how)(updates)
 

@@ -107,6 +107,16 @@ def test_arguments_that_are_not_differentiated_count(function: Any, other: Any) 
     assert first[0] == first[1] and first == same and first != second
 
 
+@pytest.mark.parametrize(
+    "wrap", [jax.checkpoint, lambda f: lambda x: jax.lax.scan(lambda y, _: (f(y), None), x, None, 2)[0]]
+)
+def test_numbers_within_bodies_count(wrap: Any) -> None:
+    """Of an equation alone, literals are left to whoever rolls layers; what is in a body nobody can change."""
+    first, same, other = (keys(wrap(lambda x, rate=rate: jnp.sin(x) * rate)) for rate in (0.5, 0.5, 0.25))
+    assert first == same != other
+    assert keys(lambda x: x * 0.5) == keys(lambda x: x * 0.25)
+
+
 def test_keys_and_arrays_count_by_identity() -> None:
     for make in (lambda seed: jax.random.key(seed), lambda seed: jnp.full(4, seed)):
         held = make(1)

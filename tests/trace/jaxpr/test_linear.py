@@ -33,6 +33,7 @@ OTHERS = {
     "divided by it": lambda x, g: x / g,
     "normed": lambda x, g: g / jnp.linalg.norm(g),
     "from something on": lambda x, g: lax.scan(lambda c, r: (c + r, None), jnp.ones(3), g)[0],
+    "handed on a turn late": lambda x, g: lax.scan(lambda c, r: (r, c), jnp.ones(3), g)[1],
     "beside a count": lambda x, g: lax.scan(lambda c, r: (c + 1, r + c), 0.0, g)[1],
     "placed by it": lambda x, g: x[g[0].astype(int)],
 }

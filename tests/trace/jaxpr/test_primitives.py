@@ -165,6 +165,9 @@ def test_numpy_gives_the_same_numbers() -> None:
     which = np.asarray([2, 0, 1, 1], np.int32)
     chosen: Any = FACTS["select_n"].numpy
     np.testing.assert_array_equal(chosen(which, *cases), lax.select_n(which, *map(jnp.asarray, cases)))
+    clamped: Any = FACTS["clamp"].numpy
+    for low, high in ((-3, 2), (3, 2)):  # of limits that contradict each other the upper one holds
+        np.testing.assert_array_equal(clamped(low, ints, high), lax.clamp(np.int32(low), ints, np.int32(high)))
 
 
 def test_bits_of_another_width_go_by_no_element() -> None:

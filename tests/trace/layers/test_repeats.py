@@ -99,6 +99,12 @@ def test_a_chain_without_weights_is_no_stack() -> None:
     assert not runs_of(model, X)[0]
 
 
+def test_a_short_chain_of_adds_is_no_stack_even_with_weights() -> None:
+    """A loop over them would cost more than it saves."""
+    runs, _ = runs_of(lambda x, a, b, c: x + a + b + c, X, *[jnp.ones(WIDTH)] * 3)
+    assert not runs
+
+
 def test_what_all_layers_share_is_not_stacked() -> None:
     def model(x: jax.Array, weights: Sequence[Weight], shared: jax.Array, mask: jax.Array) -> jax.Array:
         for weight in weights:

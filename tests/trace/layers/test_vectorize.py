@@ -1,5 +1,6 @@
 """Rolled evaluation gives what plain evaluation gives, in equations that do not grow with the number of layers."""
 
+import functools
 import re
 
 import flax.linen as nn
@@ -204,6 +205,22 @@ def test_sums_over_all_leaves_and_what_uses_parts_of_them():
     want, got = rolled(function, {f"layer_{i}": jnp.arange(4.0) + i for i in range(4)})
     for one, other in zip(want, got, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_the_largest_and_the_least_of_all_leaves():
+    def function(params):
+        leaves = [jnp.abs(leaf).max() for leaf in jax.tree.leaves(params)]
+        flags = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]
+        return {
+            "most": functools.reduce(jnp.maximum, leaves), "least": functools.reduce(jnp.minimum, leaves),
+            "all": functools.reduce(jnp.logical_and, flags), "any": functools.reduce(jnp.logical_or, flags),
+        }  # fmt: skip
+
+    params = {f"layer_{i}": jnp.arange(4.0) + 3 - i for i in range(4)}
+    for given in (params, params | {"layer_2": jnp.full(4, jnp.nan)}):
+        want, got = rolled(function, given)
+        for one, other in zip(want, got, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_layers_with_their_own_literals():

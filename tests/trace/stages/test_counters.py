@@ -36,3 +36,21 @@ def test_a_loop_is_run_for_what_is_asked_of_it() -> None:
     evaluate(items, lambda atom: getattr(atom, "val", None) if hasattr(atom, "val") else env[atom], env.update)
     np.testing.assert_array_equal(env[targets[0]], [1, 2, 3])
     assert env[targets[1]] == 2 * (7 + 1 * 0 + 2 * 1 + 4 * 2)
+
+
+def test_a_loop_that_runs_backwards_stays_one() -> None:
+    """Its carry begins with the last, and its results stand where they stood."""
+
+    def backwards(counts: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def turn(seen: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return 2 * seen + count, seen
+
+        return jax.lax.scan(turn, total, counts, reverse=True)
+
+    closed = simplify(jax.make_jaxpr(backwards)(*ARGS[2:]))
+    env = dict(zip(closed.jaxpr.invars, ARGS[2:], strict=True))
+    items = narrowed(closed.jaxpr.eqns, closed.jaxpr.outvars)
+    evaluate(items, lambda atom: atom.val if hasattr(atom, "val") else env[atom], env.update)
+    seen, each = (env[var] for var in closed.jaxpr.outvars)
+    assert seen == 2 * (2 * (2 * 7 + 2) + 1) + 0
+    np.testing.assert_array_equal(each, [2 * (2 * 7 + 2) + 1, 2 * 7 + 2, 7])
