@@ -32,9 +32,10 @@ from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.positions import attention_groups
 from cjax.trace.dims.find import Scope
-from cjax.trace.emit.emit import Hooks, bind
+from cjax.trace.emit.emit import Hooks, bind, number
 from cjax.trace.emit.precision import LOWS, MATMULS, Lowering
 from cjax.trace.jaxpr.compared import compared, extreme
+from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group
 from cjax.trace.jaxpr.primitives import named
 from cjax.trace.jaxpr.view import Equation
@@ -260,12 +261,11 @@ class Placer(Hooks):
         outs = attend_fused(group.of, given, changed, mesh=self._mesh, spec=spec, kernel=self._kernel)
         if not isinstance(outs, str):
             return outs
-        for eqn in group.eqns:
-            read = [
-                changed.get((id(eqn), place), v.val) if isinstance(v, jex.Literal) else values[v]
-                for place, v in enumerate(eqn.invars)
-            ]
-            values.update(zip(eqn.outvars, self.equation(eqn, read, scope), strict=True))
+
+        def apply(step: Step[Equation, Any], read: list[Any]) -> list[Any]:
+            return self.equation(step.of, read, scope)
+
+        evaluate(equations(group.eqns), values.__getitem__, values.update, number(changed), apply)
         return [values[var] for var in group.outs]
 
     def _of_attention(self, attention: Attention, ins: list[Any], scope: Scope) -> tuple[list[Any], PartitionSpec]:

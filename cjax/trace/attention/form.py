@@ -9,6 +9,7 @@ from jax.extend import core as jex
 
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import MOVES, Labels, Node
+from cjax.trace.jaxpr.evaluate import Step, demanded, evaluate
 from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.jaxpr.view import Equation
 
@@ -218,28 +219,26 @@ class _FormReader:
         query, key = self.attention.label("query"), self.attention.label("key")
         seen = np.ones((stop - first, self.attention.sizes[key]), bool)
         for node, inverted in masks:
-            value = _as_matrix(self._value(node, first, stop, {}), node.labels, query, key)
+            value = _as_matrix(self._value(node, first, stop), node.labels, query, key)
             seen &= (value != 0) != inverted
         return seen
 
-    def _value(self, node: Node, first: int, stop: int, known: dict[Node, np.ndarray]) -> np.ndarray:
+    def _value(self, node: Node, first: int, stop: int) -> np.ndarray:
         """Of a node that depends on positions alone, for queries from `first` on, and all keys."""
-        if node in known:
-            return known[node]
-        eqn, read = self.made[node]
         query, key = self.attention.label("query"), self.attention.label("key")
         sizes = {query: stop - first, key: self.attention.sizes[key]}
-        shape = tuple(
-            sizes.get(label[0], 1) if label else size
-            for label, size in zip(node.labels, node.var.aval.shape, strict=True)
-        )
-        ins = [
-            np.asarray(atom.val) if below is None else self._value(below, first, stop, known)
-            for atom, below in zip(eqn.invars, read, strict=True)
-        ]
-        along = eqn.params["dimension"] if eqn.primitive.name == "iota" else None
-        start = first if along is not None and node.labels[along] == (query,) else 0
-        known[node] = _evaluated(eqn, ins, shape, start)
+
+        def apply(step: Step[Equation, Node], ins: list[np.ndarray]) -> list[np.ndarray]:
+            eqn, (made,) = step.of, step.writes
+            dims = zip(made.labels, made.var.aval.shape, strict=True)
+            shape = tuple(sizes.get(label[0], 1) if label else size for label, size in dims)
+            along = eqn.params["dimension"] if eqn.primitive.name == "iota" else None
+            start = first if along is not None and made.labels[along] == (query,) else 0
+            return [_evaluated(eqn, ins, shape, start)]
+
+        known: dict[Node, np.ndarray] = {}
+        steps = demanded(node, self.made, known)
+        evaluate(steps, known.__getitem__, known.update, lambda eqn, at: np.asarray(eqn.invars[at].val), apply)
         return known[node]
 
 

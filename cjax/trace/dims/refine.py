@@ -18,6 +18,7 @@ from cjax.jax_compat.jaxprs import new_var, place_of
 from cjax.trace.dims.classes import Dims, Scope
 from cjax.trace.dims.find import find_dims
 from cjax.trace.dims.refine_rules import Atom, Form, expand, refined, shape_of, whole
+from cjax.trace.jaxpr.evaluate import put_in_place
 from cjax.trace.jaxpr.identity import equation_key
 from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.jaxpr.view import is_scan, scan_of
@@ -183,12 +184,5 @@ def _trace(function: Any, atoms: Sequence[Atom], forms: Sequence[Form]) -> Close
 
 def _inline(closed: ClosedJaxpr, atoms: Sequence[Atom], near: JaxprEqn | None, eqns: list[JaxprEqn]) -> list[Atom]:
     """Append the equations of `closed` on `atoms`, as if the author had written them where `near` stands."""
-    env: Env = dict(zip(closed.jaxpr.invars, atoms, strict=True))
-    assert not closed.consts
-    for eqn in closed.jaxpr.eqns:
-        outvars = [new_var(var.aval) for var in eqn.outvars]
-        invars = [_read(env, atom) for atom in eqn.invars]
-        env.update(zip(eqn.outvars, outvars, strict=True))
-        place = {} if near is None else place_of(near)
-        eqns.append(eqn.replace(invars=invars, outvars=outvars, **place))
-    return [_read(env, atom) for atom in closed.jaxpr.outvars]
+    place = {} if near is None else place_of(near)
+    return put_in_place(closed, atoms, eqns, lambda eqn: place)

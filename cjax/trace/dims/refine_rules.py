@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from cjax.jax_compat.random import is_threefry
+from cjax.trace.jaxpr.evaluate import bind_as_is
 from cjax.trace.jaxpr.primitives import goes_by_element, having
 
 Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
@@ -51,8 +52,7 @@ def _out_shape(eqn: JaxprEqn, after: Forms, index: int = 0) -> tuple[int, ...]:
 
 
 def _bind(eqn: JaxprEqn, ins: Sequence[Any], **changed: Any) -> list[Any]:
-    outs = eqn.primitive.bind(*ins, **(eqn.primitive.get_bind_params(eqn.params) | changed))
-    return list(outs) if eqn.primitive.multiple_results else [outs]
+    return bind_as_is(eqn, ins, eqn.params | changed)
 
 
 def _reshaped(x: Any, shape: Sequence[int]) -> Any:

@@ -8,7 +8,7 @@ Parallelism, 2024).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jax.extend import core as jex
 
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.emit.emit import bind
+from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.jaxpr.simplify import simplify
@@ -241,11 +242,17 @@ def _slice(eqns: Sequence[Any], targets: Sequence[Any], known: Any) -> list[Any]
 
 
 def _evaluate(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
-    for eqn in eqns:
-        with jax.named_scope(str(name_stack(eqn))):
-            outs = bind(eqn, _read(env, eqn.invars))
-        for var, out in zip(eqn.outvars, outs, strict=True):
+    """Into `env`, the results of equations, but for those that are there already: saved, or handed over."""
+
+    def write(results: Iterable[tuple[Any, Any]]) -> None:
+        for var, out in results:
             env.setdefault(var, out)
+
+    def apply(step: Step[Any, Any], ins: list[Any]) -> list[Any]:
+        with jax.named_scope(str(name_stack(step.of))):
+            return bind(step.of, ins)
+
+    evaluate(equations(eqns), env.__getitem__, write, lambda eqn, place: _number(eqn.invars[place]), apply)
 
 
 def _read(env: dict[Any, Any], atoms: Sequence[Any]) -> Arrays:

@@ -17,9 +17,10 @@ from jax.extend import core as jex
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.compared import SCATTERED, scattered
+from cjax.trace.jaxpr.evaluate import Step, bind_as_is, equation, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group, arrange, variables
 from cjax.trace.jaxpr.primitives import facts_of
-from cjax.trace.jaxpr.view import Equation, scan_of
+from cjax.trace.jaxpr.view import Equation, is_scan, scan_of
 from cjax.trace.layers.repeats import RepeatedLayers
 
 Policy = Callable[..., Any]
@@ -58,12 +59,11 @@ class Hooks:
 
 
 def bind(eqn: Equation, ins: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
-    """Evaluate one equation as it stands, or with other parameters."""
-    given = eqn.params if params is None else params
+    """Evaluate one equation as it stands, or with other parameters; its derivative is defined wherever the author's is
+    meant to be."""
     if eqn.primitive.name in SCATTERED:
-        return [scattered(eqn.primitive, given, *map(jnp.asarray, ins))]
-    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(given))
-    return list(out) if eqn.primitive.multiple_results else [out]
+        return [scattered(eqn, eqn.params if params is None else params, *map(jnp.asarray, ins))]
+    return bind_as_is(eqn, ins, params)
 
 
 def layer_of(eqns: Sequence[Any], run: RepeatedLayers) -> tuple[Sequence[Any], list[Any]]:
@@ -133,6 +133,18 @@ def emit(
     return run
 
 
+def number(changed: Changed) -> Callable[[Equation, int], Any]:
+    """Reads an operand that is a number: as it is written, or as it is `changed`."""
+    return lambda eqn, place: changed.get((id(eqn), place), eqn.invars[place].val)
+
+
+def _step(item: Any) -> Step[Any, Any]:
+    if isinstance(item, Group):
+        return Step(item, item.ins, item.outs)
+    # A loop takes its operands itself: weights as they are stored.
+    return Step(item, (), tuple(item.outvars)) if is_scan(item) else equation(item)
+
+
 class Emitter:
     """Evaluates a trace, or parts of one."""
 
@@ -179,23 +191,18 @@ class Emitter:
 
     def evaluate(self, eqns: Sequence[Any], results: Sequence[Any], env: Env, changed: Changed) -> None:
         """All of `eqns`, of which `results` are read afterwards and some literals `changed`."""
-        for item in arrange(eqns, self.hooks.groups(eqns, results, env.scope)):
-            if not isinstance(item, Group):
-                self.step(item, env, changed)
-                continue
-            with jax.named_scope(str(name_stack(item.eqns[0]))):
-                outs = self.hooks.group(item, [self.read(env, var) for var in item.ins], changed, env.scope)
-            env.values.update(zip(item.outs, outs, strict=True))
 
-    def step(self, eqn: Equation, env: Env, changed: Changed) -> None:
-        with jax.named_scope(str(name_stack(eqn))):
-            if eqn.primitive.name == "scan":
-                outs = self.scan(eqn, env)
-            else:
-                places = enumerate(eqn.invars)
-                ins = [changed[id(eqn), i] if (id(eqn), i) in changed else self.read(env, v) for i, v in places]
-                outs = self.remat(eqn, env, ins) if facts_of(eqn).remat else self.hooks.equation(eqn, ins, env.scope)
-        env.values.update(zip(eqn.outvars, outs, strict=True))
+        def apply(step: Step[Any, Any], ins: list[Any]) -> list[Any]:
+            of = step.of
+            with jax.named_scope(str(name_stack(of.eqns[0] if isinstance(of, Group) else of))):
+                if isinstance(of, Group):
+                    return self.hooks.group(of, ins, changed, env.scope)
+                if is_scan(of):
+                    return self.scan(of, env)
+                return self.remat(of, env, ins) if facts_of(of).remat else self.hooks.equation(of, ins, env.scope)
+
+        steps = map(_step, arrange(eqns, self.hooks.groups(eqns, results, env.scope)))
+        evaluate(steps, lambda var: self.read(env, var), env.values.update, number(changed), apply)
 
     def roll(self, eqns: Sequence[Any], run: RepeatedLayers, env: Env) -> None:
         """A stack of unrolled layers as one scan over its weights."""
@@ -284,18 +291,17 @@ class Emitter:
         self, eqn: Equation, scope: Scope, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """One turn of a loop that the author wrote: what it hands on, and what it gives."""
-        inner, num_carry = eqn.params["jaxpr"], len(carry)
-        carried = inner.jaxpr.invars[len(consts) : len(consts) + num_carry]
+        loop = scan_of(eqn)
         env = Env(scope)
-        env.values.update(zip(inner.jaxpr.constvars, inner.consts, strict=True))
-        env.values.update(zip(inner.jaxpr.invars, (*consts, *carry, *xs), strict=True))
-        self.body(inner.jaxpr, env)
-        outs = [jnp.asarray(self.read(env, atom)) for atom in inner.jaxpr.outvars]
+        env.values.update(zip(loop.body.constvars, loop.closed.consts, strict=True))
+        env.values.update(zip(loop.body.invars, (*consts, *carry, *xs), strict=True))
+        self.body(loop.body, env)
+        outs = [jnp.asarray(self.read(env, atom)) for atom in loop.body.outvars]
         new = [
             self.hooks.carry(var, out.astype(old.dtype), scope)
-            for var, out, old in zip(carried, outs, carry, strict=False)
+            for var, out, old in zip(loop.carries(loop.body.invars), loop.last(outs), carry, strict=True)
         ]
-        return new, outs[num_carry:]
+        return new, loop.ys(outs)
 
     def remat(self, eqn: Equation, env: Env, ins: list[Any]) -> list[Any]:
         """The author's `jax.checkpoint`, around the re-emitted inside."""

@@ -26,6 +26,7 @@ from cjax.trace.examples.values import (
     growing,
     is_literal,
 )
+from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.identity import equation_key
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.twins import Twins
@@ -187,17 +188,21 @@ class _PairReader:
         """The values of a jaxpr's results, from those of its constants and inputs."""
         jaxpr = getattr(closed, "jaxpr", closed)
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
-        for eqn in jaxpr.eqns:
+
+        def context(eqn: Equation, values: list[Value]) -> Context:
+            return Context(eqn, values, self.batch, self.twins[eqn], self.ratio, inside, twins is not None)
+
+        def number(eqn: Equation, place: int) -> Value:
             twin = self.twins[eqn]
-            context = Context(eqn, [], self.batch, twin, self.ratio, inside, twins is not None)
-            others = [None] * len(eqn.invars) if twin is None else twin.invars
-            for atom, other in zip(eqn.invars, others, strict=True):
-                value = self._literal(atom, other, context) if is_literal(atom) else env[atom]
-                context.values.append(value)
-            if id(eqn) in self.shares:
-                context.values[1] = self.shares[id(eqn)]
-            results = [context.traced(value) for value in self.results(context)]
-            env.update(zip(eqn.outvars, results, strict=True))
+            return self._literal(eqn.invars[place], None if twin is None else twin.invars[place], context(eqn, []))
+
+        def apply(step: Step[Equation, Any], values: list[Value]) -> list[Value]:
+            if id(step.of) in self.shares:
+                values[1] = self.shares[id(step.of)]
+            here = context(step.of, values)
+            return [here.traced(value) for value in self.results(here)]
+
+        evaluate(equations(jaxpr.eqns), env.__getitem__, env.update, number, apply)
         atoms = jaxpr.outvars
         others = [None] * len(atoms) if twins is None else twins
         end = Place("its end")

@@ -18,6 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
+from cjax.trace.jaxpr.evaluate import bind_as_is
+from cjax.trace.jaxpr.view import Equation
+
 COMPARED = frozenset(["reduce_max", "reduce_min"])
 SCATTERED = frozenset(["scatter-max", "scatter-min"])
 ROUNDING = 16  # units in the last place by which two ways to the same number differ, and a tie seldom does
@@ -72,18 +75,18 @@ def _first(x: jax.Array, axes: Sequence[int], name: str) -> jax.Array:
     return is_it & jnp.expand_dims(_first(extreme(x, (axis,), name), others, name), axis)
 
 
-def scattered(primitive: Any, params: Mapping[str, Any], operand: Any, indices: Any, updates: Any) -> jax.Array:
+def scattered(eqn: Equation, params: Mapping[str, Any], operand: Any, indices: Any, updates: Any) -> jax.Array:
     """`scatter_max` or `scatter_min`, whose derivative always has somewhere to go.
 
     Args:
-      primitive: which of the two.
-      params: those of its equation.
+      eqn: which of the two.
+      params: its parameters, as they stand or others.
       operand, indices, updates: as it takes them.
     """
     numbers, mode = params["dimension_numbers"], params["mode"]
 
     def plain(operand: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
-        return primitive.bind(operand, indices, updates, **primitive.get_bind_params(dict(params)))
+        return bind_as_is(eqn, (operand, indices, updates), params)[0]
 
     if not jnp.issubdtype(operand.dtype, jnp.floating):
         return plain(operand, indices, updates)

@@ -21,6 +21,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
 from cjax.jax_compat.jaxprs import called_from, name_stack, new_var, place_of, traceback_of
+from cjax.trace.jaxpr.evaluate import bind_as_is, put_in_place
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.jaxpr.view import scan_of
@@ -63,16 +64,14 @@ class _Turns:
     """The turns of one scan, whose body is written out."""
 
     def __init__(self, scan: JaxprEqn, of_weights: set[Any]) -> None:
-        self._scan, body = scan, scan.params["jaxpr"]
-        view = scan_of(scan)
-        self._num_consts, self._num_carry = view.num_consts, view.num_carry
-        self._eqns, self._outs = _written_out(body.jaxpr)
-        self._jaxpr, first_x = body.jaxpr, self._num_consts + self._num_carry
-        self._carries, self._own = body.jaxpr.invars[self._num_consts : first_x], set(body.jaxpr.invars[first_x:])
-        consts = list(zip(body.jaxpr.invars, scan.invars[: self._num_consts], strict=False))
+        loop = scan_of(scan)
+        self._scan, self._jaxpr = scan, loop.body
+        self._eqns, self._outs = _written_out(loop.body)
+        self._carries, self._own = loop.carries(loop.body.invars), set(loop.xs(loop.body.invars))
+        consts = list(zip(loop.consts(loop.body.invars), loop.consts(scan.invars), strict=True))
         weights = {var for var, atom in consts if type(atom) is Literal or atom in of_weights}
         sees_rows = any(var not in weights and math.prod(_struct(var).shape) > 1 for var, _ in consts)
-        self._adding = [self._addition(i) for i in range(self._num_carry)]
+        self._adding = [self._addition(i) for i in range(loop.num_carry)]
         adding = {id(eqn) for eqn, _ in self._adding}
         self._made = [eqn for eqn in self._eqns if id(eqn) not in adding]
         for eqn in self._made:
@@ -83,9 +82,9 @@ class _Turns:
         products = [eqn for eqn in self._made if eqn.primitive.name in _PRODUCTS]
         self.add_up = (
             not sees_rows
-            and not body.consts
-            and not body.effects
-            and len(self._outs) == self._num_carry
+            and not loop.closed.consts
+            and not loop.closed.effects
+            and not loop.ys(self._outs)
             and bool(products)
             and all(term is not None and term in self._own for _, term in self._adding)
             and not any(_is_apart(eqn) for eqn in self._made)
@@ -139,8 +138,7 @@ class _Turns:
 
     def _append(self, eqn: JaxprEqn, own: list[bool], env: dict[Any, Atom], eqns: list[JaxprEqn]) -> None:
         def bind(*ins: Any) -> list[Any]:
-            outs = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
-            return list(outs) if eqn.primitive.multiple_results else [outs]
+            return bind_as_is(eqn, ins)
 
         axes = [0 if each else None for each in own]
         function = jax.vmap(bind, in_axes=axes) if any(own) else bind
@@ -181,16 +179,8 @@ def _renamed(eqn: JaxprEqn, known: dict[Any, Atom], around: JaxprEqn) -> JaxprEq
 def _traced(function: Any, atoms: Sequence[Atom], near: JaxprEqn, scan: JaxprEqn, eqns: list[JaxprEqn]) -> list[Atom]:
     """Appends the equations of `function` on `atoms`, told as `near` is, within `scan`."""
     shapes = [_struct(atom) for atom in atoms]
-    closed = jax.make_jaxpr(function)(*shapes)
-    env: dict[Any, Atom] = dict(zip(closed.jaxpr.invars, atoms, strict=True))
-    assert not closed.consts
     place = place_of(near) | called_from(near, name_stack(scan), traceback_of(near))
-    for eqn in closed.jaxpr.eqns:
-        outs = [new_var(var.aval) for var in eqn.outvars]
-        ins = [_read(env, atom) for atom in eqn.invars]
-        eqns.append(eqn.replace(invars=ins, outvars=outs, **place))
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [_read(env, atom) for atom in closed.jaxpr.outvars]
+    return put_in_place(jax.make_jaxpr(function)(*shapes), atoms, eqns, lambda eqn: place)
 
 
 def _struct(atom: Atom) -> jax.ShapeDtypeStruct:

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from cjax.jax_compat.jaxprs import in_context, name_stack
 from cjax.jax_compat.random import is_threefry
+from cjax.trace.jaxpr.evaluate import bind_as_is
 from cjax.trace.layers.grouping import Atom, Grouping, Node, One, Operand, Source, StackedLeaves, Take, Whole
 
 
@@ -193,12 +194,7 @@ def _evaluate(node: Node, operands: list[Operand], values: _Values) -> None:
         elif number in grouping.chains:
             _evaluate_chain(number, operands, args, values)
         else:
-            values.one.update(zip(eqn.outvars, _bind(eqn, args), strict=True))
-
-
-def _bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    results = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
-    return list(results) if eqn.primitive.multiple_results else [results]
+            values.one.update(zip(eqn.outvars, bind_as_is(eqn, args), strict=True))
 
 
 def _map_members(eqn: JaxprEqn, args: list[Any], batched: list[bool]) -> list[Any]:
@@ -207,10 +203,10 @@ def _map_members(eqn: JaxprEqn, args: list[Any], batched: list[bool]) -> list[An
 
         def member(row: list[Any]) -> list[Any]:
             rows = iter(row)
-            return _bind(eqn, [next(rows) if b else arg for arg, b in zip(args, batched, strict=True)])
+            return bind_as_is(eqn, [next(rows) if b else arg for arg, b in zip(args, batched, strict=True)])
 
         return jax.lax.map(member, [jnp.asarray(arg) if isinstance(arg, np.ndarray) else arg for arg in mapped])
-    return jax.vmap(lambda *row: _bind(eqn, row), in_axes=[0 if b else None for b in batched])(*args)
+    return jax.vmap(lambda *row: bind_as_is(eqn, row), in_axes=[0 if b else None for b in batched])(*args)
 
 
 def _same_bits_batched(eqn: JaxprEqn) -> bool:
@@ -242,5 +238,5 @@ def _evaluate_chain(number: int, operands: list[Operand], args: list[Any], value
     eqn = values.grouping.eqns[number]
     reduce = _REDUCTIONS[eqn.primitive.name]
     terms = [reduce(arg, axis=0) if isinstance(op, Whole) else arg for op, arg in zip(operands, args, strict=True)]
-    total = functools.reduce(lambda total, term: _bind(eqn, [*total, term]), terms[1:], terms[:1])
+    total = functools.reduce(lambda total, term: bind_as_is(eqn, [*total, term]), terms[1:], terms[:1])
     values.one.update(zip(eqn.outvars, total, strict=True))

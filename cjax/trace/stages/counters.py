@@ -4,7 +4,7 @@ Layers of an NNX model count that themselves, in the midst of everything else. A
 once, so it needs each one's counts before the layers run; they are sliced out of the trace here, out of loops too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from cjax.trace.emit.emit import bind
+from cjax.trace.jaxpr.evaluate import Step, equation, evaluate
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.view import Equation, is_scan, scan_of
 
@@ -66,18 +67,28 @@ class _Loop:
         carries, xs = loop.carries(self.eqn.invars), loop.xs(self.eqn.invars)
         return [*(a for a, v in pairs if v in inner), *(carries[i] for i in self.carries), *(xs[i] for i in self.xs)]
 
-    def run(self, read: Callable[[Any], Any]) -> dict[Any, Any]:
+    @property
+    def writes(self) -> tuple[Any, ...]:
+        last, ys = (of(self.eqn.outvars) for of in (scan_of(self.eqn).last, scan_of(self.eqn).ys))
+        return (*(last[i] for i in self.carries), *(ys[i] for i in self.outs))
+
+    def results(self, read: Callable[[Any], Any]) -> list[Any]:
+        """The values of `writes`."""
         eqn, loop = self.eqn, scan_of(self.eqn)
         body, inner = loop.body, _read_by(self.eqns)
+
+        def value(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jex.Literal) else read(atom)
+
         known = dict(zip(body.constvars, loop.closed.consts, strict=True))
         pairs = zip(loop.consts(body.invars), loop.consts(eqn.invars), strict=True)
-        known |= {v: read(atom) for v, atom in pairs if v in inner}
+        known |= {v: value(atom) for v, atom in pairs if v in inner}
 
         def turn(carry: Any, x: Any) -> Any:
             carries, slices = loop.carries(body.invars), loop.xs(body.invars)
             env = known | dict(zip([carries[i] for i in self.carries], carry, strict=True))
             env |= dict(zip([slices[i] for i in self.xs], x, strict=True))
-            evaluate(self.eqns, lambda v: v.val if isinstance(v, jex.Literal) else env[v], env.update)
+            run(self.eqns, env.__getitem__, env.update)
 
             def result(i: int) -> Any:
                 v = body.outvars[i]
@@ -85,11 +96,10 @@ class _Loop:
 
             return [result(i) for i in self.carries], [result(loop.num_carry + i) for i in self.outs]
 
-        initial = [read(loop.carries(eqn.invars)[i]) for i in self.carries]
-        xs = [read(loop.xs(eqn.invars)[i]) for i in self.xs]
+        initial = [value(loop.carries(eqn.invars)[i]) for i in self.carries]
+        xs = [value(loop.xs(eqn.invars)[i]) for i in self.xs]
         final, outs = lax.scan(turn, initial, xs, length=loop.length, reverse=loop.reverse)
-        found = {eqn.outvars[i]: value for i, value in zip(self.carries, final, strict=True)}
-        return found | {loop.ys(eqn.outvars)[i]: value for i, value in zip(self.outs, outs, strict=True)}
+        return [*final, *outs]
 
 
 def narrowed(eqns: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
@@ -126,10 +136,18 @@ def _read_by(items: Sequence[Any]) -> set[Any]:
     return {v for v in atoms if not isinstance(v, jex.Literal)}
 
 
-def evaluate(items: Sequence[Any], read: Callable[[Any], Any], write: Callable[[Mapping[Any, Any]], Any]) -> None:
-    """Runs what `narrowed` found."""
-    for item in items:
-        if isinstance(item, _Loop):
-            write(item.run(read))
-        else:
-            write(dict(zip(item.outvars, bind(item, [read(v) for v in item.invars]), strict=True)))
+def run(items: Sequence[Any], read: Callable[[Any], Any], write: Callable[[Iterable[tuple[Any, Any]]], Any]) -> None:
+    """Runs what `narrowed` found.
+
+    Args:
+      items: equations and parts of loops.
+      read: the value of a variable.
+      write: keeps variables with their values.
+    """
+
+    def apply(step: Step[Any, Any], ins: list[Any]) -> list[Any]:
+        return step.of.results(read) if isinstance(step.of, _Loop) else bind(step.of, ins)
+
+    # A loop reads what it needs itself.
+    steps = (Step(item, (), item.writes) if isinstance(item, _Loop) else equation(item) for item in items)
+    evaluate(steps, read, write, lambda eqn, place: eqn.invars[place].val, apply)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from cjax.trace.emit.emit import Emitter, Env, Hooks
+from cjax.trace.jaxpr.view import scan_of
 from cjax.trace.layers.repeats import RepeatedLayers
-from cjax.trace.stages.counters import evaluate, narrowed
+from cjax.trace.stages.counters import narrowed, run
 from cjax.trace.stages.stacks import CutTrace, Entry, LayerStack, writes
 from cjax.trace.stages.stacks import reads as item_reads
 
@@ -82,7 +83,7 @@ class Stages:
         old: Any = [self.cut.trace.closed.jaxpr.invars[i] for i in self.cut.trace.leaves_of("carried")]
         states = self.cut.states.every
         items = narrowed(self.cut.trace.closed.jaxpr.eqns, [v for i, v in enumerate(targets) if i not in states])
-        evaluate(items, lambda atom: self._emitter.read(env, atom), env.values.update)
+        run(items, lambda var: self._emitter.read(env, var), env.values.update)
         now = [old[i] if i in states else v for i, v in enumerate(targets)]  # what is made of examples stays for now
         return [self._emitter.collect(env, tuple(now[i] for i in group)) for group in groups]
 
@@ -123,7 +124,7 @@ class Stages:
             carry, last, outs = self._emitter.layer(cut.trace.closed.jaxpr.eqns, stack.of, env, carry, literals)
         else:
             scope = cut.trace.dims.top.inner[id(stack.of)]
-            consts = stack.of.invars[: len(stack.of.invars) - len(stack.xs) - len(carry)]
+            consts = scan_of(stack.of).consts(stack.of.invars)
             read = [atom.val if hasattr(atom, "val") else values[(atom,)] for atom in consts]
             last = []
             carry, outs = self._emitter.turn(stack.of, scope, read, carry, list(xs.values()))
@@ -156,8 +157,8 @@ class Stages:
         return [*carry, *outputs, *last, *(self._read(env, entry) for entry in self.cut.travels[k])]
 
     def _carried(self, stack: LayerStack) -> Sequence[Any]:
-        inner, num_xs = stack.of.params["jaxpr"].jaxpr.invars, len(stack.xs)
-        return inner[len(inner) - num_xs - len(stack.initial) : len(inner) - num_xs]
+        loop = scan_of(stack.of)
+        return loop.carries(loop.body.invars)
 
     def _split(self, k: int, payload: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
         stack = self.cut.stacks[k]
