@@ -21,8 +21,8 @@ from cjax.sharding.products.region import raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.microbatches.combine import guarded
 from cjax.trace.reading import Shared
+from cjax.tree import PyTree
 
-PyTree = Any
 Arrays = tuple[jax.Array, ...]
 
 

@@ -21,8 +21,8 @@ from cjax.program.parts import Parts
 from cjax.trace.author.capture import Mean
 from cjax.trace.microbatches.combine import denominator
 from cjax.trace.stages.counters import depends
+from cjax.tree import PyTree
 
-PyTree = Any
 Inputs = tuple[PyTree, PyTree, PyTree, PyTree, jax.Array]  # params, frozen, carried, batch, key
 
 

@@ -20,9 +20,7 @@ from cjax.trace.examples.verdict import Lifted
 from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.layers.at_once import all_at_once
 from cjax.trace.layers.repeats import RepeatedLayers, find_runs, paired
-from cjax.tree import leaf_names
-
-PyTree = Any
+from cjax.tree import PyTree, leaf_names
 
 
 @dataclass(frozen=True)

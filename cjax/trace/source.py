@@ -9,8 +9,7 @@ from jax.extend import core as jex
 from cjax.trace.author.capture import Capture
 from cjax.trace.dims.refine_rules import Form
 from cjax.trace.reading import Trace, Traced, flattened, read, trace_part
-
-PyTree = Any
+from cjax.tree import PyTree
 
 
 class TraceSource:

@@ -21,9 +21,8 @@ from cjax.trace.dims.refine import refine
 from cjax.trace.dims.refine_rules import Form, expand, whole
 from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.layers.vectorize import vectorize
-from cjax.tree import leaf_names
+from cjax.tree import PyTree, leaf_names
 
-PyTree = Any
 Arrays = tuple[jax.Array, ...]
 
 

@@ -21,9 +21,8 @@ from cjax.trace.author.loss import Mean as Mean
 from cjax.trace.author.loss import loss_caller
 from cjax.trace.author.replay import replayed, trace_live
 from cjax.trace.author.trained import check_trained, matcher
-from cjax.tree import leaf_names, path_name
+from cjax.tree import PyTree, leaf_names, path_name
 
-PyTree = Any
 Key = jax.Array
 Trees = tuple[PyTree, PyTree, PyTree]
 

@@ -9,9 +9,7 @@ from flax.core import meta
 from flax.errors import InvalidRngError
 
 from cjax.jax_compat.modules import missing_stream
-from cjax.tree import path_name
-
-PyTree = Any
+from cjax.tree import PyTree, path_name
 
 EVAL_HINT = (
     "Declare `train` in the loss, `def loss(model, batch, train)`, and hand it to the model "

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cjax.tree import path_name
+from cjax.tree import PyTree, path_name
 
-PyTree = Any
 Key = jax.Array
 
 

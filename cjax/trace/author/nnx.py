@@ -6,9 +6,8 @@ import jax
 from flax import nnx
 
 from cjax.trace.author.trained import is_path_rule, matcher
-from cjax.tree import leaf_names
+from cjax.tree import PyTree, leaf_names
 
-PyTree = Any
 Key = jax.Array
 
 EVAL_HINT = (

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from cjax.jax_compat.jaxprs import live
-from cjax.tree import leaf_names
+from cjax.tree import PyTree, leaf_names
 
-PyTree = Any
 Key = jax.Array
 
 

@@ -7,9 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cjax.tree import leaf_names
-
-PyTree = Any
+from cjax.tree import PyTree, leaf_names
 
 
 def is_path_rule(wrt: Any) -> bool:
