@@ -62,6 +62,18 @@ PRIVATE_CONSTRUCTORS = {"Var", "Literal", "JaxprEqn", "new_jaxpr_eqn", "wrap_ini
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields"}
 PATCHED = ("jax", "flax", "optax", "orbax")  # whose classes nobody changes
 
+# Annotations that say nothing, by file, in a room whose every function reads what another makes. May only shrink.
+TYPED_ROOM = "trace"
+UNTYPED = {
+    "cjax/trace/attention/walk.py": 1,  # what is found on the way: variables, labels and equations by name
+    "cjax/trace/author/loss.py": 3,  # the user's model, and what the user puts in a Mean
+    "cjax/trace/dims/rules.py": 1,  # rules by primitive: some are asked before dims are known, and some behind
+    "cjax/trace/emit/emit.py": 1,  # bodies of loops, each with operands of its own
+    "cjax/trace/examples/values.py": 2,  # fields of a value, by name
+    "cjax/trace/jaxpr/identity.py": 1,  # a function, or what JAX wraps one in, which is not callable
+    "cjax/trace/jaxpr/primitives.py": 1,  # fields of facts, by name
+}
+
 MAX_FILE_LINES = 500
 MAX_MEDIAN_FILE_LINES = 200
 MAX_FUNCTION_LINES = 60
@@ -381,6 +393,49 @@ def test_private_jax_is_in_one_room() -> None:
         if not path.is_relative_to(HOUSE / PRIVATE_ROOM) and (uses := private_uses(path.read_text(), path, own))
     }
     assert not found, f"private to JAX or Flax, and not in cjax/{PRIVATE_ROOM}: {found}"
+
+
+def untyped(text: str) -> list[int]:
+    """Lines of annotations, and of names for types, with `Any` in them."""
+    found: list[int] = []
+    for node in ast.walk(ast.parse(text)):
+        notes: list[ast.expr | None] = []
+        match node:
+            case ast.FunctionDef(args=args) | ast.AsyncFunctionDef(args=args):
+                given = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
+                notes = [node.returns, *(arg.annotation for arg in given if arg is not None)]
+            case ast.AnnAssign():
+                notes = [node.annotation, node.value if dotted(node.annotation) == "TypeAlias" else None]
+            case ast.Assign():  # `Atom = Any`
+                notes = [node.value]
+        for part in (part for note in notes if note is not None for part in ast.walk(note)):
+            quoted = isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.isidentifier()
+            if dotted(part).rpartition(".")[2] == "Any" or (quoted and part.value == "Any"):
+                found.append(part.lineno)
+    return sorted(found)
+
+
+def test_untyped_is_seen() -> None:
+    planted = """
+        from typing import Any
+        import typing
+        Atom = Any
+        Rule = Callable[[Var], list[Any]]
+        def f(x: Any, *rest: dict[str, Any], typed: Var, **more: "Any") -> list[typing.Any]:
+            'Any of them.'
+            y: set[Any] = set()
+            return [x, "Any way", cast(Var, y)]
+    """
+    assert untyped(textwrap.dedent(planted)) == [4, 5, 6, 6, 6, 6, 8]
+
+
+def test_the_typed_room_says_what_it_takes() -> None:
+    files = [path for path in FILES if path.is_relative_to(HOUSE / TYPED_ROOM)]
+    found = {str(path.relative_to(ROOT)): untyped(path.read_text()) for path in files}
+    more = {name: lines for name, lines in found.items() if len(lines) > UNTYPED.get(name, 0)}
+    assert not more, f"annotations with Any; types of traces are in cjax/jax_compat/core.py: {more}"
+    fewer = {name: len(found.get(name, ())) for name, count in UNTYPED.items() if len(found.get(name, ())) < count}
+    assert not fewer, f"fewer than the table says, which may only shrink: {fewer}"
 
 
 def test_files_stay_small() -> None:

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from cjax.jax_compat.core import Equation
 from cjax.sharding.products.region import in_region, raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.jaxpr.evaluate import bind_as_is
 from cjax.trace.jaxpr.primitives import having
-from cjax.trace.jaxpr.view import Equation
 
 # For each dim of an array a name, the same for dims that go together; None for those that have to be whole.
 Dims = list[Hashable]

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cjax.jax_compat.core import Equation
 from cjax.sharding.attention.random import draw_block
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import MOVES, Labels, Node
 from cjax.trace.emit.emit import bind, number
 from cjax.trace.jaxpr.evaluate import Step, bind_as_is, demanded, evaluate
 from cjax.trace.jaxpr.groups import Changed
-from cjax.trace.jaxpr.view import Equation
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class KeyBlock:
         return given[node]
 
     def _apply(self, step: Step[Equation, Node], ins: list[Any]) -> list[Any]:
-        return [self._on_block(step.of, *step.writes, ins)]
+        (node,) = step.writes
+        return [self._on_block(step.of, node, ins)]
 
     def _on_block(self, eqn: Equation, node: Node, ins: list[Any]) -> Any:
         shape = self.shape(node)

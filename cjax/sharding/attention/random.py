@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cjax.jax_compat.core import Equation
 from cjax.jax_compat.random import counts_by_index, threefry_words
 from cjax.trace.jaxpr.evaluate import bind_as_is
-from cjax.trace.jaxpr.view import Equation
 
 
 def draw_block(eqn: Equation, key: jax.Array, whole: Sequence[int], shape: Sequence[int], starts: Sequence[Any]) -> Any:

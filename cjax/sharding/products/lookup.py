@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from cjax.jax_compat.core import Equation
 from cjax.sharding.products.region import in_region, raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.jaxpr.evaluate import bind_as_is
-from cjax.trace.jaxpr.view import Equation
 
 
 def picked_dim(eqn: Equation) -> int | None:

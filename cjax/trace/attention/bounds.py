@@ -9,12 +9,12 @@ import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import Equation, Literal
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import MOVES, Node
 from cjax.trace.jaxpr.evaluate import Step, demanded, evaluate
-from cjax.trace.jaxpr.view import Equation
+from cjax.trace.jaxpr.view import literal_of
 
 Interval = tuple[float, float]
 ANY: Interval = (-math.inf, math.inf)
@@ -59,7 +59,7 @@ def _interval(
     """What a node can be in a block, by the steps that make it."""
 
     def number(eqn: Equation, place: int) -> Interval:
-        return ANY if (id(eqn), place) in changed else _literal(eqn.invars[place])
+        return ANY if (id(eqn), place) in changed else _literal(literal_of(eqn, place))
 
     def apply(step: Step[Equation, Node], ins: list[Interval]) -> list[Interval]:
         eqn, (made,) = step.of, step.writes
@@ -76,7 +76,7 @@ def _interval(
     return known.get(node, ANY)
 
 
-def _literal(atom: jex.Literal) -> Interval:
+def _literal(atom: Literal) -> Interval:
     if np.ndim(atom.val) == 0 and np.asarray(atom.val).dtype.kind in "iubf" or isinstance(atom.val, float):
         return (float(atom.val), float(atom.val))
     return ANY

@@ -2,16 +2,15 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import Atom, Equation, Literal
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import MOVES, Labels, Node
 from cjax.trace.jaxpr.evaluate import Step, demanded, evaluate
 from cjax.trace.jaxpr.primitives import facts_of
-from cjax.trace.jaxpr.view import Equation
+from cjax.trace.jaxpr.view import literal_of
 
 HIDDEN = -1e4  # a logit below it comes to nothing behind a softmax; authors write -1e9, -inf, finfo.min, ...
 _ROWS = 256  # of a mask by positions that are looked at together: all of it is 4 GiB at 32,768 positions
@@ -155,7 +154,7 @@ class _FormReader:
         elif len(known) == 2 and (name == "or" and is_bool if inverted else together):
             for below in known:
                 self._conjuncts(below, inverted)
-        elif name in MOVES and bool(eqn.invars[0].val) != inverted:
+        elif name in MOVES and bool(literal_of(eqn, 0).val) != inverted:
             pass  # one number everywhere, that hides nothing
         else:
             self.masks.append((node, inverted))
@@ -176,8 +175,8 @@ class _FormReader:
             if eqn.primitive.name not in MOVES:
                 raise NoForm(f"what it takes comes from `{eqn.primitive.name}`")
             below, atom, place = read[0], eqn.invars[0], 0
-        known = isinstance(atom, jex.Literal) and np.ndim(atom.val) == 0 and (id(eqn), place) not in self.changed
-        if not known:
+        is_changed = (id(eqn), place) in self.changed
+        if not isinstance(atom, Literal) or np.ndim(atom.val) != 0 or is_changed:
             raise NoForm(f"what its `{eqn.primitive.name}` takes is not one number")
         return float(atom.val)
 
@@ -238,12 +237,12 @@ class _FormReader:
 
         known: dict[Node, np.ndarray] = {}
         steps = demanded(node, self.made, known)
-        evaluate(steps, known.__getitem__, known.update, lambda eqn, at: np.asarray(eqn.invars[at].val), apply)
+        evaluate(steps, known.__getitem__, known.update, lambda eqn, at: np.asarray(literal_of(eqn, at).val), apply)
         return known[node]
 
 
-def _is_zero(atom: Any) -> bool:
-    return isinstance(atom, jex.Literal) and np.ndim(atom.val) == 0 and atom.val == 0
+def _is_zero(atom: Atom) -> bool:
+    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.val == 0
 
 
 def _as_matrix(value: np.ndarray, labels: Labels, query: int, key: int) -> np.ndarray:

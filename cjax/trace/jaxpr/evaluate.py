@@ -7,12 +7,13 @@ equations are put in the place of others. How operands are read and equations ap
 """
 
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from jax.extend import core as jex
+import jax
+from jax.typing import ArrayLike
 
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Literal, Params, Var
 from cjax.jax_compat.jaxprs import new_var
-from cjax.trace.jaxpr.view import Equation
 
 Item = TypeVar("Item")  # what is evaluated: an equation, a group of them, a part of a loop
 Key = TypeVar("Key", bound=Hashable)  # what values are kept under: a variable, or a variable and its labels
@@ -37,7 +38,7 @@ class Step(NamedTuple, Generic[Item, Key]):
 def evaluate(
     steps: Iterable[Step[Item, Key]],
     read: Callable[[Key], Value],
-    write: Callable[[Iterable[tuple[Key, Value]]], Any],
+    write: Callable[[Iterable[tuple[Key, Value]]], object],
     literal: Callable[[Item, int], Value],
     apply: Callable[[Step[Item, Key], list[Value]], Sequence[Value]],
 ) -> None:
@@ -64,12 +65,12 @@ def evaluate(
         write(zip(step.writes, apply(step, ins), strict=True))
 
 
-def equation(eqn: Equation) -> Step[Equation, Any]:
+def equation(eqn: Equation) -> Step[Equation, Var]:
     """An equation as a step, values kept under its variables."""
-    return Step(eqn, tuple(None if isinstance(v, jex.Literal) else v for v in eqn.invars), tuple(eqn.outvars))
+    return Step(eqn, tuple(None if isinstance(v, Literal) else v for v in eqn.invars), tuple(eqn.outvars))
 
 
-def equations(eqns: Iterable[Equation]) -> Iterable[Step[Equation, Any]]:
+def equations(eqns: Iterable[Equation]) -> Iterable[Step[Equation, Var]]:
     """Equations in order as steps."""
     return map(equation, eqns)
 
@@ -93,7 +94,7 @@ def demanded(key: Key, made: Made[Key, Item], known: Container[Key]) -> list[Ste
     return steps
 
 
-def bind_as_is(eqn: Equation, ins: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
+def bind_as_is(eqn: Equation, ins: Sequence[ArrayLike], params: Params | None = None) -> list[jax.Array]:
     """The results of one equation as JAX computes them, or with other parameters. See also `cjax.trace.emit.emit.bind`,
     for what a derivative is taken of."""
     out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params if params is None else params))
@@ -101,8 +102,8 @@ def bind_as_is(eqn: Equation, ins: Sequence[Any], params: Mapping[str, Any] | No
 
 
 def put_in_place(
-    closed: jex.ClosedJaxpr, atoms: Sequence[Any], eqns: list[Any], place: Callable[[Any], Mapping[str, Any]]
-) -> list[Any]:
+    closed: ClosedJaxpr, atoms: Sequence[Atom], eqns: list[Equation], place: Callable[[Equation], Params]
+) -> list[Atom]:
     """Appends to `eqns` the equations of `closed` on `atoms`, with new variables; returns what stands for its results.
 
     Args:
@@ -112,12 +113,12 @@ def put_in_place(
       place: what `replace` takes of each of them, to say where it was written.
     """
     assert not closed.consts
-    env: dict[Any, Any] = dict(zip(closed.jaxpr.invars, atoms, strict=True))
+    env: dict[Var, Atom] = dict(zip(closed.jaxpr.invars, atoms, strict=True))
 
-    def apply(step: Step[Any, Any], ins: list[Any]) -> list[Any]:
+    def apply(step: Step[Equation, Var], ins: list[Atom]) -> list[Var]:
         outs = [new_var(var.aval) for var in step.of.outvars]
         eqns.append(step.of.replace(invars=ins, outvars=outs, **place(step.of)))
         return outs
 
     evaluate(equations(closed.jaxpr.eqns), env.__getitem__, env.update, lambda eqn, at: eqn.invars[at], apply)
-    return [v if isinstance(v, jex.Literal) else env[v] for v in closed.jaxpr.outvars]
+    return [v if isinstance(v, Literal) else env[v] for v in closed.jaxpr.outvars]
