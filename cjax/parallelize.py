@@ -17,8 +17,7 @@ from cjax.program.compose import compose
 from cjax.program.parts import Given
 from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
-
-PyTree = Any
+from cjax.tree import PyTree
 
 
 @own_context

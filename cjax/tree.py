@@ -1,10 +1,11 @@
 """Path names of leaves: how cjax addresses one array in the user's own tree."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
-PyTree = Any
+# Containers of arrays, or of shapes, as JAX flattens them: the types of Python have no word for it.
+PyTree: TypeAlias = Any
 
 
 def path_name(path: tuple[Any, ...]) -> str:

@@ -58,6 +58,18 @@ DRAWERS = ("utils", "util", "helpers", "common", "misc")
 LAYERS = ("cjax/models/", {"Attention", "Block", "MLP"})
 COMMANDS = "cjax/cli/"
 
+# Annotations that say nothing, by file, in a room whose every function reads what another makes. May only shrink.
+TYPED_ROOM = "cjax/trace/"
+UNTYPED = {
+    "cjax/trace/attention/walk.py": 1,  # what is found on the way: variables, labels and equations by name
+    "cjax/trace/author/loss.py": 3,  # the user's model, and what the user puts in a Mean
+    "cjax/trace/dims/rules.py": 1,  # rules by primitive: some are asked before dims are known, and some behind
+    "cjax/trace/emit/emit.py": 1,  # bodies of loops, each with operands of its own
+    "cjax/trace/examples/values.py": 2,  # fields of a value, by name
+    "cjax/trace/jaxpr/identity.py": 1,  # a function, or what JAX wraps one in, which is not callable
+    "cjax/trace/jaxpr/primitives.py": 1,  # fields of facts, by name
+}
+
 MAX_FILE_LINES = 500
 MAX_MEDIAN_FILE_LINES = 200
 MAX_FUNCTION_LINES = 60
@@ -387,6 +399,34 @@ class _Nameless(ast.NodeTransformer):
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
+def untyped(text: str) -> list[int]:
+    """Lines of annotations, and of names for types, with `Any` in them."""
+    found: list[int] = []
+    for node in nodes(text):
+        notes: list[ast.expr | None] = []
+        match node:
+            case ast.FunctionDef(args=args) | ast.AsyncFunctionDef(args=args):
+                given = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
+                notes = [node.returns, *(arg.annotation for arg in given if arg is not None)]
+            case ast.AnnAssign():
+                notes = [node.annotation, node.value if dotted(node.annotation) == "TypeAlias" else None]
+            case ast.Assign():  # `Atom = Any`
+                notes = [node.value]
+        for part in (part for note in notes if note is not None for part in ast.walk(note)):
+            quoted = isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.isidentifier()
+            if dotted(part).rpartition(".")[2] == "Any" or (quoted and part.value == "Any"):
+                found.append(part.lineno)
+    return sorted(found)
+
+
+def traces_are_typed(tree: Tree) -> list[str]:
+    """In trace, annotations say what is taken: no more of `Any` than the table has, and no table that says more."""
+    found = {path: untyped(text) for path, text in tree.items() if path.startswith(TYPED_ROOM)}
+    more = [f"{path}:{line}" for path, lines in found.items() if len(lines) > UNTYPED.get(path, 0) for line in lines]
+    stale = [path for path, count in UNTYPED.items() if path in tree and len(found[path]) < count]
+    return more + [f"{path} has fewer than UNTYPED says" for path in stale]
+
+
 def files_stay_small(tree: Tree) -> list[str]:
     lines = {path: len(text.splitlines()) for path, text in tree.items() if not path.startswith("tests/")}
     long = [f"{path} has {count} lines" for path, count in lines.items() if count > MAX_FILE_LINES]

@@ -28,8 +28,8 @@ from cjax.sharding.storage.storage import Storage
 from cjax.trace.author.capture import Capture, Mean, capture
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
+from cjax.tree import PyTree
 
-PyTree = Any
 NUM_STEPS = 3
 # Losses that are ratios with a denominator of the batch's own: cjax sums both over micro-batches, so that their number
 # changes nothing, and the author's loop must be one over the whole batch.

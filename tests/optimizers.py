@@ -5,15 +5,14 @@ row suits every model of the zoo.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 
 from cjax.optim import lamb, lars, params_ema, scale_by_trust_ratio
+from cjax.tree import PyTree
 
-PyTree = Any
 Optimizer = optax.GradientTransformation
 
 

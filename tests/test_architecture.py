@@ -153,6 +153,19 @@ BREACHES: list[tuple[Rule, Changes, str]] = [
         adds("cjax/cards.py", ONE) | adds("cjax/audit/read.py", OTHER),
         "_power and cjax/cards.py",
     ),
+    *(
+        (architecture.traces_are_typed, adds("cjax/trace/reading.py", text), "cjax/trace/reading.py")
+        for text in (
+            "Atom = Any",
+            "Rule: TypeAlias = Callable[[Var], list[Any]]",
+            "def f(x: Any) -> None: ...",
+            "def f(*rest: dict[str, Any]) -> None: ...",
+            "def f(**more: 'Any') -> None: ...",
+            "def f() -> list[typing.Any]: ...",
+            "y: set[Any] = set()",
+        )
+    ),
+    (architecture.traces_are_typed, {"cjax/trace/author/loss.py": "x: Any = 1"}, "fewer than UNTYPED"),
     (architecture.files_stay_small, {"cjax/trace/dims/long.py": "pass\n" * 501}, "501 lines"),
     (architecture.files_stay_small, {"experiments/shared/long.py": "pass\n" * 501}, "501 lines"),
     (

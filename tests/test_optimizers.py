@@ -5,7 +5,6 @@ import functools
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +36,8 @@ from cjax.plan import Plan
 from cjax.program import Given, Program
 from cjax.program.compose import compose
 from cjax.trace.source import TraceSource
-from cjax.tree import leaf_names
+from cjax.tree import PyTree, leaf_names
 
-PyTree = Any
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 # Each kind of plan once; where it matters to an optimizer how layers are kept, more.
 PLANS = (

@@ -14,15 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex
 from jax.sharding import Mesh, PartitionSpec
 
+from cjax.jax_compat.core import jaxpr_as_fun
 from cjax.sharding.products.region import raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.microbatches.combine import guarded
 from cjax.trace.reading import Shared
+from cjax.tree import PyTree
 
-PyTree = Any
 Arrays = tuple[jax.Array, ...]
 
 
@@ -247,7 +247,7 @@ def sharing(gradients: Gradients, shared: Shared | None, num_microbatches: int, 
 
 def divisors(shared: Shared, batch: PyTree, key: jax.Array, num_microbatches: int, num_parts: int) -> list[jax.Array]:
     """What each of `num_parts` parts of a batch divides by, whose weights are made a micro-batch at a time."""
-    weights, leaves = jex.jaxpr_as_fun(shared.closed), jax.tree.leaves(batch)
+    weights, leaves = jaxpr_as_fun(shared.closed), jax.tree.leaves(batch)
     parts = [cut_rows(leaf, num_microbatches) for leaf in leaves if leaf.ndim]
 
     def one(sums: list[jax.Array], x: Any) -> Any:

@@ -34,8 +34,7 @@ from cjax.sharding.place.model import ModelStorage, place_loss
 from cjax.sharding.place.staged import StagedModel, stage_model
 from cjax.trace.microbatches.combine import denominator, loss_size, loss_total
 from cjax.trace.reading import Trace
-
-PyTree = Any
+from cjax.tree import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

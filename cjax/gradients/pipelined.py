@@ -27,9 +27,7 @@ from cjax.mesh import PIPE
 from cjax.pipeline.execute import Executor
 from cjax.pipeline.forward import Forward
 from cjax.sharding.place.staged import StagedModel
-
-PyTree = Any
-
+from cjax.tree import PyTree
 
 Run = Callable[[Arrays, Arrays, Arrays, PyTree, jax.Array], list[jax.Array]]
 

@@ -7,5 +7,6 @@ A function says what it stands for and:
     Public instead: what would make it unnecessary.
 
 Each has a test of its own, so that a new JAX shows at once which of them it breaks. The room imports nothing of cjax.
-`jax.extend.core` is used everywhere: JAX keeps it for those who read traces, and deprecates before it takes away.
+`jax.extend.core` is used everywhere, by way of `core.py`, which adds the types: JAX keeps it for those who read traces,
+and deprecates before it takes away.
 """

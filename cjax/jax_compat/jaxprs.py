@@ -1,13 +1,21 @@
 """Variables, literals and places of equations, the operands of a loop, and equations that nothing needs."""
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol, cast
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 
+from cjax.jax_compat.core import Aval, ClosedJaxpr, Equation, Jaxpr, Literal, Var
 
-def new_var(aval: Any) -> Var:
+
+class NameStack(Protocol):
+    """Scopes around an equation, outermost first; `str` gives them with slashes."""
+
+    def __add__(self, other: "NameStack", /) -> "NameStack": ...
+
+
+def new_var(aval: Aval) -> Var:
     """A variable that no jaxpr has yet.
 
     Private: the constructor. `jax.extend.core` gives the class, and says nothing of how to make one.
@@ -22,7 +30,7 @@ def new_var(aval: Any) -> Var:
     return Var(aval)
 
 
-def new_literal(value: Any, aval: Any) -> Literal:
+def new_literal(value: Any, aval: Aval) -> Literal:
     """A scalar as an operand of its own, which a jaxpr does not bind.
 
     Private: the constructor, as of `new_var`; and that a value is a NumPy scalar, or a Python one where it is weak.
@@ -36,7 +44,7 @@ def new_literal(value: Any, aval: Any) -> Literal:
     return Literal(value, aval)
 
 
-def scan_tree_counts(eqn: Any) -> tuple[int, int]:
+def scan_tree_counts(eqn: Equation) -> tuple[int, int]:
     """How many operands of a `scan` are constants and how many are carries, where it describes them as a tree.
 
     Private: the parameter and the class of its value.
@@ -60,11 +68,12 @@ def live(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, list[bool]]:
     >>> [eqn.primitive.name for eqn in closed.eqns], used
     (['add'], [True, False])
     """
-    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    return ClosedJaxpr(jaxpr, closed.consts), list(used)
+    whole: Any = closed.jaxpr
+    jaxpr, used = partial_eval.dce_jaxpr(whole, [True] * len(closed.jaxpr.outvars))
+    return ClosedJaxpr(cast(Jaxpr, jaxpr), closed.consts), list(used)
 
 
-def context_key(eqn: JaxprEqn) -> Any:
+def context_key(eqn: Equation) -> Hashable:
     """What equals that of another equation if both were traced in one context: of meshes, of flags for random bits.
 
     Private: `ctx`, and that JAX makes one object for all equal contexts.
@@ -74,7 +83,7 @@ def context_key(eqn: JaxprEqn) -> Any:
     return eqn.ctx
 
 
-def in_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:
+def in_context(eqn: Equation) -> AbstractContextManager[Any]:
     """The context that an equation was traced in, to evaluate it again.
 
     Private: `ctx.manager`.
@@ -84,7 +93,7 @@ def in_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:
     return eqn.ctx.manager
 
 
-def place_of(eqn: JaxprEqn) -> dict[str, Any]:
+def place_of(eqn: Equation) -> dict[str, Any]:
     """What `replace` of another equation takes, so that it counts as written where this one was.
 
     Private: the two fields, and `replace`'s names for them.
@@ -94,7 +103,7 @@ def place_of(eqn: JaxprEqn) -> dict[str, Any]:
     return {"source_info": eqn.source_info, "ctx": eqn.ctx}
 
 
-def called_from(eqn: JaxprEqn, names: Any, traceback: Any) -> dict[str, Any]:
+def called_from(eqn: Equation, names: NameStack, traceback: object | None) -> dict[str, Any]:
     """What `replace` takes of an equation within a call, to stand in place of it: the caller's names in front of its
     own, and this traceback.
 
@@ -105,7 +114,7 @@ def called_from(eqn: JaxprEqn, names: Any, traceback: Any) -> dict[str, Any]:
     return {"source_info": eqn.source_info.replace(name_stack=names + eqn.source_info.name_stack, traceback=traceback)}
 
 
-def name_stack(eqn: Any) -> Any:
+def name_stack(eqn: Equation) -> NameStack:
     """The scopes around an equation (`jax.named_scope`, Linen's modules): text for `str`, false where there are none.
 
     Private: `source_info`.
@@ -120,7 +129,7 @@ def name_stack(eqn: Any) -> Any:
     return eqn.source_info.name_stack
 
 
-def traceback_of(eqn: JaxprEqn) -> Any:
+def traceback_of(eqn: Equation) -> object | None:
     """Where an equation was traced, for `codes` and `frames`, or None.
 
     Private: `source_info`.
@@ -150,7 +159,7 @@ def frames(traceback: Any) -> list[Any]:
     return list(traceback.frames)
 
 
-def names_its_operands(eqn: JaxprEqn) -> bool:
+def names_its_operands(eqn: Equation) -> bool:
     """Whether an equation reads or writes mutable operands (`jax.Ref`): its effects name variables of its own.
 
     Private: the kind of effect, told from others by the field that holds the operand.

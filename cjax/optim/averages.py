@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from cjax.optim.masks import PyTree
 from cjax.optim.trust import need_params
-
-PyTree = Any
 
 
 class ParamsEmaState(NamedTuple):

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from cjax.optim.checks import check_choice, check_learning_rate
-from cjax.optim.masks import Mask, chosen, everything, weights_only
+from cjax.optim.masks import Mask, PyTree, chosen, everything, weights_only
 from cjax.optim.trust import Split, scale_by_trust_ratio
 
-PyTree = Any
 ColossalLamb = Literal["Lamb", "DistributedLamb", "FusedLAMB"]
 
 

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from cjax.optim.checks import check_learning_rate
-from cjax.optim.masks import Mask, chosen, weights_only
+from cjax.optim.masks import Mask, PyTree, chosen, weights_only
 from cjax.optim.trust import Split, SplitDim, layer_norm, need_params, safe_ratio, scale_layers, split_dims
 
-PyTree = Any
 COLOSSAL_CLIP = 50.0  # the greatest trust ratio of Colossal-AI's rule
 COLOSSAL_LIMIT = 10.0  # of each number of its decayed gradient
 

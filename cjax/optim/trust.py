@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from cjax.optim.masks import Mask, chosen, path_names, weights_only
+from cjax.optim.masks import Mask, PyTree, chosen, path_names, weights_only
 
-PyTree = Any
 Split = Mapping[str, int | tuple[int, int]]
 
 

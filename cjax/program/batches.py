@@ -15,9 +15,7 @@ from cjax.mesh import compiler_options
 from cjax.program.parts import Parts
 from cjax.trace.dims.tables import Limits, index_limits
 from cjax.trace.reading import Trace
-from cjax.tree import leaf_names
-
-PyTree = Any
+from cjax.tree import PyTree, leaf_names
 
 
 def place_batch(parts: Parts, batch: PyTree, limits: dict[int, Limits]) -> PyTree:

@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cjax.tree import leaf_names
+from cjax.tree import PyTree, leaf_names
 
-PyTree = Any
 # Of a leaf's norm, and of the norm of all leaves together, by the bytes of the narrowest numbers that a model computes
 # in. The second is for leaves that are zero in exact arithmetic, such as the gradient of an attention key's bias.
 # Rounding in another order stays below both in float32 up to 12 layers; what more it does is measured (see `NOISE`).

@@ -33,9 +33,8 @@ from cjax.trace.dims.tables import Limits
 from cjax.trace.microbatches.combine import averages, denominator, lift, loss_total
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
-from cjax.tree import leaf_names
+from cjax.tree import PyTree, leaf_names
 
-PyTree = Any
 Function = Callable[[Any, PyTree], PyTree]
 Score = Callable[..., list[jax.Array]]
 

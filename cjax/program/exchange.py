@@ -10,9 +10,7 @@ from cjax.program.keep import check_fits, store_leaves
 from cjax.program.parts import Parts
 from cjax.program.saving import MODEL, trees_of
 from cjax.program.state import State, check_alive
-from cjax.tree import leaf_names
-
-PyTree = Any
+from cjax.tree import PyTree, leaf_names
 
 
 def adopted(parts: Parts, state: State, source: Any) -> State:

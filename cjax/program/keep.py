@@ -12,9 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from cjax.mesh import compiler_options
 from cjax.sharding.storage.storage import Slot, Storage
-from cjax.tree import leaf_names
+from cjax.tree import PyTree, leaf_names
 
-PyTree = Any
 Arrays = tuple[jax.Array, ...]
 
 

@@ -23,8 +23,8 @@ from cjax.sharding.storage.storage import Storage
 from cjax.trace.author.capture import Capture
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
+from cjax.tree import PyTree
 
-PyTree = Any
 Readers = Callable[[Path], Mapping[str, Any]]
 
 

@@ -31,8 +31,7 @@ from cjax.program.steps import gradient_inputs, make_step, make_update
 from cjax.program.verify import check_plan, told, verify
 from cjax.report import Candidate, Comparison, Report, TraceSummary
 from cjax.trace.dims.tables import Limits
-
-PyTree = Any
+from cjax.tree import PyTree
 
 
 class Program:

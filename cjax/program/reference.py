@@ -13,16 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
 from cjax.gradients import divisors
+from cjax.jax_compat.core import Literal, jaxpr_as_fun, jaxprs_in_params
 from cjax.program.check import Outcome
 from cjax.program.parts import Parts
 from cjax.trace.author.capture import Mean
 from cjax.trace.microbatches.combine import denominator
 from cjax.trace.stages.counters import depends
+from cjax.tree import PyTree
 
-PyTree = Any
 Inputs = tuple[PyTree, PyTree, PyTree, PyTree, jax.Array]  # params, frozen, carried, batch, key
 
 
@@ -113,7 +113,7 @@ def _kinds_of(parts: Parts, wanted: Sequence[Any]) -> frozenset[str]:
     jaxpr: Any = parts.trace.closed.jaxpr
     on = {var: frozenset({leaf.kind}) for var, leaf in zip(jaxpr.invars, parts.trace.leaves, strict=True)}
     depends(jaxpr.eqns, on, lambda eqn, kinds: kinds)
-    return frozenset().union(*(on.get(v, frozenset()) for v in wanted if not isinstance(v, jex.Literal)))
+    return frozenset().union(*(on.get(v, frozenset()) for v in wanted if not isinstance(v, Literal)))
 
 
 def _graded(
@@ -163,7 +163,7 @@ def _traced(parts: Parts, *inputs: Any) -> list[jax.Array]:
         x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.reshape(x, leaf.shape)
         for x, leaf in zip(jax.tree.leaves(inputs), parts.trace.leaves, strict=True)
     ]
-    return jex.jaxpr_as_fun(parts.trace.closed)(*shaped)
+    return jaxpr_as_fun(parts.trace.closed)(*shaped)
 
 
 def _averaged(*parts: Any) -> Any:
@@ -209,7 +209,7 @@ def narrowest(jaxpr: Any) -> int:
     """Bytes of the narrowest floating point numbers in a jaxpr, those of complex numbers being half their own."""
     found = 8
     for eqn in jaxpr.eqns:
-        for inner in jex.jaxprs_in_params(eqn.params):
+        for inner in jaxprs_in_params(eqn.params):
             found = min(found, narrowest(inner))
         for var in eqn.outvars:
             dtype = getattr(var.aval, "dtype", None)

@@ -11,9 +11,7 @@ from cjax.mesh import compiler_options
 from cjax.program.keep import check_fits, store_leaves
 from cjax.program.parts import Parts
 from cjax.program.state import Shelves, State, check_alive
-
-PyTree = Any
-
+from cjax.tree import PyTree
 
 TREES = ("params", "frozen", "opt_state", "carried")
 MODEL = ("params", "frozen", "carried")

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-PyTree = Any
-
 
 def loses(given: Any, needed: Any) -> bool:
     """Whether values of one dtype can't be had in another: complex ones as real, fractions as integers, texts as

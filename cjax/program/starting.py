@@ -15,8 +15,6 @@ from cjax.program.state import State
 from cjax.program.steps import make_adopt, make_init, make_trees
 from cjax.tree import leaf_names
 
-PyTree = Any
-
 
 class Starter:
     """First states of one program; each of its functions is compiled once."""

@@ -12,7 +12,6 @@ from cjax.mesh import compiler_options, own_context
 from cjax.optim import LossScaleState, NoiseState
 from cjax.sharding.storage.storage import Storage
 
-PyTree = Any
 Arrays = tuple[jax.Array, ...]
 
 

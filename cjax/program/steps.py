@@ -12,8 +12,8 @@ from cjax.mesh import compiler_options
 from cjax.optim import LossScaleState, count_skipped, measure_noise, noise_scale
 from cjax.program.parts import Parts, new_state
 from cjax.program.state import Arrays, State
+from cjax.tree import PyTree
 
-PyTree = Any
 Metrics = dict[str, Any]
 
 

@@ -18,8 +18,7 @@ from cjax.program.parts import Parts
 from cjax.program.reference import Inputs, perturbed, reference_of
 from cjax.program.saving import MODEL, trees_of
 from cjax.program.state import State
-
-PyTree = Any
+from cjax.tree import PyTree
 
 
 class MismatchError(RuntimeError):

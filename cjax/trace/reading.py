@@ -1,16 +1,16 @@
 """What the user's model is: a flat trace, the dims and stacks of layers found in it, and names for both."""
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import ClosedJaxpr, Jaxpr, Var, jaxprs_in_params, make_jaxpr
 from cjax.trace.author.capture import Capture, Mean
+from cjax.trace.author.loss import Loss
 from cjax.trace.dims.find import Dims, find_dims
 from cjax.trace.dims.packed import packed_forms
 from cjax.trace.dims.refine import refine
@@ -20,9 +20,7 @@ from cjax.trace.examples.verdict import Lifted
 from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.layers.at_once import all_at_once
 from cjax.trace.layers.repeats import RepeatedLayers, find_runs, paired
-from cjax.tree import leaf_names
-
-PyTree = Any
+from cjax.tree import PyTree, leaf_names
 
 
 @dataclass(frozen=True)
@@ -32,24 +30,24 @@ class Leaf:
     name: str
     kind: str  # "params" | "frozen" | "carried" | "batch" | "key" | "index"
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
 
 
 @dataclass(frozen=True)
 class Shared:
     """Denominators that are inputs of a trace: those of the whole batch, each part given its share."""
 
-    closed: jex.ClosedJaxpr  # (batch, key, index) of a micro-batch -> its weights
+    closed: ClosedJaxpr  # (batch, key, index) of a micro-batch -> its weights
     weights: tuple[RowWeight, ...]  # how denominators follow from their sums, or means, over micro-batches
-    before: jex.ClosedJaxpr  # the trace before its divisions were by inputs
-    divisors: Mapping[int, Any]  # id of a division in it -> the input
+    before: ClosedJaxpr  # the trace before its divisions were by inputs
+    divisors: Mapping[int, Var]  # id of a division in it -> the input
 
 
 @dataclass(frozen=True)
 class Trace:
     """A loss, read. `print` it to see the dims found, the stacks of layers, and what was not understood."""
 
-    closed: jex.ClosedJaxpr
+    closed: ClosedJaxpr
     leaves: tuple[Leaf, ...]
     forms: Mapping[int, Form]  # inputs that pack several tensors: parts that each of the user's dims is made of
     dims: Dims
@@ -58,7 +56,7 @@ class Trace:
     batch_class: int | None
     stream: frozenset[int]  # classes of what is handed from layer to layer, the batch aside
     num_loss: int  # results that are the loss: a scalar, or the total and weight of a `Mean`; 0 if there is none
-    aux_tree: Any  # the user's aux, `Mean`s as leaves
+    aux_tree: PyTree  # the user's aux, `Mean`s as leaves
     aux_is_mean: tuple[bool, ...]
     results: tuple[Value, ...] = ()  # what each result has to do with the examples, once `lift` has found out
     ratio: Lifted | None = None  # of a loss that was one number, and now is its total and weight
@@ -106,9 +104,9 @@ class Trace:
 def primitives(trace: Trace) -> frozenset[str]:
     """The names of all primitives in a trace, those inside loops and custom derivatives too."""
 
-    def inside(jaxpr: Any) -> set[str]:
+    def inside(jaxpr: Jaxpr) -> set[str]:
         found = {eqn.primitive.name for eqn in jaxpr.eqns}
-        return found.union(*(inside(body) for eqn in jaxpr.eqns for body in jex.jaxprs_in_params(eqn.params)))
+        return found.union(*(inside(body) for eqn in jaxpr.eqns for body in jaxprs_in_params(eqn.params)))
 
     return frozenset(inside(trace.closed.jaxpr))
 
@@ -125,7 +123,7 @@ class Traced:
       aux: the shape of the author's aux, `Mean`s as they are.
     """
 
-    closed: jex.ClosedJaxpr
+    closed: ClosedJaxpr
     leaves: tuple[Leaf, ...]
     num_loss: int
     aux: PyTree
@@ -136,7 +134,7 @@ def trace_part(
     part_shape: PyTree,
     num_parts: int,
     train: bool,
-    call: Callable[..., Any] | None = None,
+    call: Loss | None = None,
     once: frozenset[int] = frozenset(),
 ) -> Traced:
     """Run the user's Python on one micro-batch.
@@ -150,7 +148,9 @@ def trace_part(
       once: carried leaves that the last micro-batch alone updates, from what they were before the first.
     """
 
-    def function(params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Any, index: Any) -> Any:
+    def function(
+        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: jax.Array, index: jax.Array
+    ) -> tuple[PyTree, PyTree, PyTree]:
         # One part draws the numbers that the author's own loop would; each of several draws its own.
         inner = carried
         if num_parts > 1:
@@ -175,7 +175,7 @@ def trace_part(
         "key": jax.eval_shape(lambda: jax.random.key(0)),
         "index": jax.ShapeDtypeStruct((), jnp.int32),
     }
-    closed, (loss, aux, _) = jax.make_jaxpr(function, return_shape=True)(*trees.values())
+    closed, (loss, aux, _) = make_jaxpr(function, return_shape=True)(*trees.values())
     leaves = []
     for kind, tree in trees.items():
         for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
@@ -183,7 +183,7 @@ def trace_part(
     return Traced(closed, tuple(leaves), len(jax.tree.leaves(loss)), aux)
 
 
-def flattened(traced: Traced, like: Trace) -> jex.ClosedJaxpr:
+def flattened(traced: Traced, like: Trace) -> ClosedJaxpr:
     """The equations of a loss on other rows than those of the trace `like`, in its form, and nothing read off them."""
     closed, num_weights = simplify(traced.closed), sum(leaf.kind in ("params", "frozen") for leaf in traced.leaves)
     if like.at_once:
@@ -262,7 +262,7 @@ def _is_chain(run: RepeatedLayers, dims: Dims) -> bool:
     return False
 
 
-def _refined(closed: jex.ClosedJaxpr, leaves: Sequence[Leaf], forms: Mapping[int, Form], dims: Dims) -> jex.ClosedJaxpr:
+def _refined(closed: ClosedJaxpr, leaves: Sequence[Leaf], forms: Mapping[int, Form], dims: Dims) -> ClosedJaxpr:
     """The equations on weights whose packed dims are taken apart."""
     ins = [forms.get(i, whole(leaf.shape)) for i, leaf in enumerate(leaves)]
     outs = [whole(atom.aval.shape) for atom in closed.jaxpr.outvars]

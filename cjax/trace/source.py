@@ -1,16 +1,15 @@
 """A user's loss on any number of rows, traced once for each, whoever asks: plans, micro-batches, one device's rows."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping
 
 import jax
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import ClosedJaxpr
 from cjax.trace.author.capture import Capture
+from cjax.trace.author.loss import Loss
 from cjax.trace.dims.refine_rules import Form
 from cjax.trace.reading import Trace, Traced, flattened, read, trace_part
-
-PyTree = Any
+from cjax.tree import PyTree
 
 
 class TraceSource:
@@ -34,8 +33,8 @@ class TraceSource:
 
     def __init__(self, capture: Capture, batch_shape: PyTree) -> None:
         self.capture, self.batch_shape = capture, batch_shape
-        self._traced: dict[Any, Traced] = {}
-        self._read: dict[Any, Trace] = {}
+        self._traced: dict[Hashable, Traced] = {}
+        self._read: dict[Hashable, Trace] = {}
 
     @property
     def num_rows(self) -> int:
@@ -54,7 +53,7 @@ class TraceSource:
         rows: int | None = None,
         *,
         train: bool = True,
-        call: Callable[..., Any] | None = None,
+        call: Loss | None = None,
         forms: Mapping[int, Form] | None = None,
         once: frozenset[int] = frozenset(),
         pairs: bool = False,
@@ -80,7 +79,7 @@ class TraceSource:
 
         return found(True) if pairs and found(False).is_chain else found(False)
 
-    def flat(self, rows: int, like: Trace, num_parts: int, *, train: bool = True) -> jex.ClosedJaxpr:
+    def flat(self, rows: int, like: Trace, num_parts: int, *, train: bool = True) -> ClosedJaxpr:
         """The equations of the loss on so many rows, in the form of the trace `like`, which is of others."""
         return flattened(self._trace(self._part(num_parts, rows), num_parts, train, None, like.once), like)
 
@@ -92,7 +91,7 @@ class TraceSource:
             self.batch_shape,
         )
 
-    def _trace(self, shape: PyTree, num_parts: int, train: bool, call: Any, once: frozenset[int]) -> Traced:
+    def _trace(self, shape: PyTree, num_parts: int, train: bool, call: Loss | None, once: frozenset[int]) -> Traced:
         key = (_key(shape), _parts(num_parts, once), train, call, once)
         if key not in self._traced:
             self._traced[key] = trace_part(self.capture, shape, num_parts, train, call, once)
@@ -104,7 +103,7 @@ def _with_rows(shape: PyTree, num: int) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((num, *x.shape[1:]) if x.shape else (), x.dtype), shape)
 
 
-def _key(shape: PyTree) -> Any:
+def _key(shape: PyTree) -> Hashable:
     return tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(shape))
 
 

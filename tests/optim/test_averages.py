@@ -1,7 +1,5 @@
 """Averages of parameters, and finding them."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +9,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 from cjax.optim import find_ema, params_ema
-
-PyTree = Any
+from cjax.tree import PyTree
 
 
 def params() -> PyTree:

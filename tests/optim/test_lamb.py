@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from optimizers import draw, run
 
 from cjax.optim import lamb, lars, scale_by_trust_ratio, weights_only
+from cjax.tree import PyTree
 
-PyTree = Any
 PEERS = json.loads((Path(__file__).parent / "peers.json").read_text())
 
 

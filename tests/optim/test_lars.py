@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from optimizers import draw, run
 
 from cjax.optim import lars
+from cjax.tree import PyTree
 
-PyTree = Any
 PEERS = json.loads((Path(__file__).parent / "peers.json").read_text())
 
 

@@ -16,8 +16,9 @@ import optax
 from flax import nnx
 from search.blocks import BLOCKS, Block
 
+from cjax.tree import PyTree
+
 Spec = dict[str, Any]
-PyTree = Any
 WIDE = jnp.float64
 ROWS = 16
 

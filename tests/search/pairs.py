@@ -18,9 +18,8 @@ from search.reference import SGD, Diverged, Flat, Reference, Run, is_key, on_hos
 
 import cjax
 from cjax.program.state import State
-from cjax.tree import leaf_names
+from cjax.tree import PyTree, leaf_names
 
-PyTree = Any
 HOUSE = Path(cjax.__file__).parent
 # Of a leaf's norm, and of the norm of all: far above what rounding costs in float64, far below what is wrong.
 TOLERANCE = (1e-7, 1e-9)

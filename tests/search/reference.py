@@ -20,7 +20,8 @@ import optax
 from flax import nnx, traverse_util
 from search.models import Spec, Total, batch_of, loss_of, model_of, parts_of, traits, wrt_of
 
-PyTree = Any
+from cjax.tree import PyTree
+
 Flat = dict[str, Any]
 NUM_STEPS = 3
 SGD = optax.sgd(0.01, momentum=0.9)

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from strangers.common import Stranger
 
-PyTree = Any
+from cjax.tree import PyTree
 
 
 def widened(tree: PyTree) -> PyTree:

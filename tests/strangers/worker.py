@@ -30,8 +30,8 @@ from cjax.program.batches import batch_structs
 from cjax.program.compose import compose
 from cjax.trace.author.capture import Capture, capture
 from cjax.trace.source import TraceSource
+from cjax.tree import PyTree
 
-PyTree = Any
 RATE = 1024.0  # so large that gradients are read off new weights without rounding
 # Of a leaf's norm, and of the norm of all leaves, as design.md has it: where all is float64, and where it is not.
 EXACT, ROUNDED = (1e-9, 1e-12), (1e-5, 1e-7)

@@ -15,16 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout as DeviceLayout
 from jax.experimental.layout import with_layout_constraint
-from jax.extend import core as jex
 from jax.sharding import Mesh, PartitionSpec
 
+from cjax.jax_compat.core import Equation, Literal, jaxprs_in_params
 from cjax.sharding.apart.faults import WINDOWED, fault_of
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.products.region import in_region
 from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.emit.emit import Emitter, Env, Hooks, bind
-from cjax.trace.jaxpr.view import Equation
 from cjax.trace.reading import Trace
 
 
@@ -130,7 +129,7 @@ def row_major(x: jax.Array) -> jax.Array:
 
 def placements(atoms: Sequence[Any], layout: Layout, dims: Dims, scope: Scope) -> list[PartitionSpec]:
     """Where the layout has these variables; literals are whole."""
-    classes = [() if isinstance(v, jex.Literal) else dims.of(v, scope) for v in atoms]
+    classes = [() if isinstance(v, Literal) else dims.of(v, scope) for v in atoms]
     return [layout.spec(c, v.aval.shape[: len(c)]) for c, v in zip(classes, atoms, strict=True)]
 
 
@@ -151,7 +150,7 @@ def brought_together(trace: Trace, layout: Layout) -> list[str]:
                             name = trace.names.get(trace.dims.of(var, scope)[d], "a dim")
                             over = ", ".join(sorted(lost))
                             found[f"{fault.name} bring {name} together, which is split over {over}"] = None
-            for body in jex.jaxprs_in_params(eqn.params) if id(eqn) in scope.inner else ():
+            for body in jaxprs_in_params(eqn.params) if id(eqn) in scope.inner else ():
                 walk(getattr(body, "jaxpr", body), scope.inner[id(eqn)])
 
     walk(trace.closed.jaxpr, trace.dims.top)

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.core
 
+from cjax.jax_compat.core import Equation
 from cjax.trace.jaxpr.primitives import having, named, without_facts
-from cjax.trace.jaxpr.view import Equation, open_bodies
+from cjax.trace.jaxpr.view import open_bodies
 
 
 @dataclass(frozen=True)

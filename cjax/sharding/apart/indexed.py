@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from cjax.jax_compat.core import Equation
 from cjax.sharding.products.region import in_region, raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
+from cjax.trace.jaxpr.evaluate import bind_as_is
 from cjax.trace.jaxpr.primitives import having
-from cjax.trace.jaxpr.view import Equation
 
 # For each dim of an array a name, the same for dims that go together; None for those that have to be whole.
 Dims = list[Hashable]
@@ -43,8 +44,7 @@ def evaluate_indexed(
     axes_of = _axes(eqn, in_dims, in_specs, left, mesh)
     if not axes_of:
         whole = [lax.with_sharding_constraint(x, NamedSharding(context, PartitionSpec())) for x in ins]
-        outs = eqn.primitive.bind(*whole, **eqn.primitive.get_bind_params(eqn.params))
-        outs = outs if eqn.primitive.multiple_results else [outs]
+        outs = bind_as_is(eqn, whole)
         return [lax.with_sharding_constraint(x, NamedSharding(context, PartitionSpec())) for x in outs]
     specs, results = (
         [PartitionSpec(*(axes_of.get(name) for name in dims)) for dims in some] for some in (in_dims, out_dims)
@@ -61,8 +61,7 @@ def evaluate_indexed(
 
     def run(which: list[int], given: Sequence[jax.Array]) -> list[jax.Array]:
         def local(*parts: jax.Array) -> list[jax.Array]:
-            outs = eqn.primitive.bind(*parts[:-1], **eqn.primitive.get_bind_params(params))
-            outs = outs if eqn.primitive.multiple_results else [outs]
+            outs = bind_as_is(eqn, parts[:-1], params)
             return [outs[i] for i in which]
 
         raised = [raised_on_cpu(x, mesh) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in given]

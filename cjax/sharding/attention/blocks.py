@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cjax.jax_compat.core import Equation
 from cjax.sharding.attention.random import draw_block
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import MOVES, Labels, Node
-from cjax.trace.emit.emit import bind
+from cjax.trace.emit.emit import bind, number
+from cjax.trace.jaxpr.evaluate import Step, bind_as_is, demanded, evaluate
 from cjax.trace.jaxpr.groups import Changed
-from cjax.trace.jaxpr.view import Equation
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,15 @@ class KeyBlock:
 
     def evaluate(self, node: Node, given: dict[Node, Any]) -> Any:
         """A node's value from those of the scores and leaves, or of whatever `given` has on the way."""
-        if node not in given:
-            eqn, read = self.attention.steps[node]
-            ins = [
-                self.changed.get((id(eqn), place), atom.val) if below is None else self.evaluate(below, given)
-                for place, (atom, below) in enumerate(zip(eqn.invars, read, strict=True))
-            ]
-            given[node] = self._apply(eqn, node, ins)
+        steps = demanded(node, self.attention.steps, given)
+        evaluate(steps, given.__getitem__, given.update, number(self.changed), self._apply)
         return given[node]
 
-    def _apply(self, eqn: Equation, node: Node, ins: list[Any]) -> Any:
+    def _apply(self, step: Step[Equation, Node], ins: list[Any]) -> list[Any]:
+        (node,) = step.writes
+        return [self._on_block(step.of, node, ins)]
+
+    def _on_block(self, eqn: Equation, node: Node, ins: list[Any]) -> Any:
         shape = self.shape(node)
         match eqn.primitive.name:
             case "iota":
@@ -193,8 +193,7 @@ class _Product(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(how: _Product, left: jax.Array, right: jax.Array) -> jax.Array:
     params = {"preferred_element_type": jnp.dtype(how.dtype), "precision": how.precision}
-    params = how.eqn.primitive.get_bind_params(how.eqn.params) | params
-    return how.eqn.primitive.bind(left.astype(how.low), right.astype(how.low), **params)
+    return bind_as_is(how.eqn, (left.astype(how.low), right.astype(how.low)), how.eqn.params | params)[0]
 
 
 def _multiply_forward(how: _Product, left: jax.Array, right: jax.Array) -> Any:

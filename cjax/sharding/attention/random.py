@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cjax.jax_compat.core import Equation
 from cjax.jax_compat.random import counts_by_index, threefry_words
-from cjax.trace.jaxpr.view import Equation
+from cjax.trace.jaxpr.evaluate import bind_as_is
 
 
 def draw_block(eqn: Equation, key: jax.Array, whole: Sequence[int], shape: Sequence[int], starts: Sequence[Any]) -> Any:
@@ -24,8 +25,8 @@ def draw_block(eqn: Equation, key: jax.Array, whole: Sequence[int], shape: Seque
     """
     if eqn.primitive.name == "random_bits" and counts_by_index(key) and math.prod(whole) < 2**32:
         return _block(key, eqn.params["bit_width"], whole, shape, starts)
-    params = eqn.primitive.get_bind_params(eqn.params) | {"shape": tuple(whole)}
-    return lax.dynamic_slice(eqn.primitive.bind(key, **params), [jnp.asarray(at, jnp.int32) for at in starts], shape)
+    (drawn,) = bind_as_is(eqn, (key,), eqn.params | {"shape": tuple(whole)})
+    return lax.dynamic_slice(drawn, [jnp.asarray(at, jnp.int32) for at in starts], shape)
 
 
 def _block(

@@ -221,9 +221,9 @@ class Ring:
 
     @property
     def row_node(self) -> Node:
-        """Rows of statistics, as if a variable were in their order."""
+        """Rows of statistics, in their order; the sums are some."""
         key = self.attention.label("key")
-        return Node(None, tuple((one,) for one in sorted(self.attention.roles) if one != key))
+        return Node(self.attention.total.var, tuple((one,) for one in sorted(self.attention.roles) if one != key))
 
     def _dim(self, node: Node, role: str) -> int | None:
         label = (self.attention.label(role),)

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex
 from jax.sharding import Mesh, PartitionSpec
 
+from cjax.jax_compat.core import Literal
 from cjax.sharding.attention.blocks import lowest
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.attention.find import Attention
@@ -80,7 +80,7 @@ class Places:
     def literals(self) -> set[tuple[int, int]]:
         """Where the region's equations have literals."""
         eqns = [eqn for eqn, _ in self.attention.steps.values()]
-        return {(id(e), i) for e in eqns for i, atom in enumerate(e.invars) if isinstance(atom, jex.Literal)}
+        return {(id(e), i) for e in eqns for i, atom in enumerate(e.invars) if isinstance(atom, Literal)}
 
     @property
     def sizes(self) -> dict[int, int]:

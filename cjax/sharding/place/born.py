@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 
+from cjax.jax_compat.core import make_jaxpr
 from cjax.sharding.place.model import Arrays, ModelStorage
 from cjax.sharding.storage.storage import Slot
 from cjax.trace.author.capture import Capture
@@ -21,7 +22,7 @@ def born(captured: Capture, storage: ModelStorage) -> Born:
     trees = (storage.params, storage.frozen, storage.carried)
 
     def init(key: jax.Array) -> tuple[Arrays, Arrays, Arrays]:
-        closed = simplify(jax.make_jaxpr(captured.init)(key))
+        closed = simplify(make_jaxpr(captured.init)(key))
         closed = refine(closed, [whole(key.shape)], [form for tree in trees for form in tree.forms])
         groups: list[tuple[int, ...]] = []
         offset = 0

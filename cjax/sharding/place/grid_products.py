@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
 from jax.sharding import Mesh, PartitionSpec
 
+from cjax.jax_compat.core import Equation, Literal
 from cjax.mesh import TENSOR
 from cjax.sharding.layout.grid import Operand, spread_of
 from cjax.sharding.layout.layout import Layout
@@ -19,7 +19,7 @@ from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.emit.precision import Lowering
 from cjax.trace.jaxpr.groups import Group, make_group
-from cjax.trace.jaxpr.view import Equation
+from cjax.trace.jaxpr.view import variable_of
 
 
 class GridProducts:
@@ -54,7 +54,7 @@ class GridProducts:
         values = dict(zip(group.ins, ins, strict=True))
         xs, ws, spreads, dtypes = [], [], [], []
         for eqn in group.eqns:
-            pair, dtype = [values[v] for v in eqn.invars], eqn.outvars[0].aval.dtype
+            pair, dtype = [values[variable_of(eqn, i)] for i in range(2)], eqn.outvars[0].aval.dtype
             if self._lowering is not None:
                 pair, dtype = self._lowering.operands(eqn, pair)
             at, spread = self._weight_of(eqn, scope), group.of[id(eqn)]
@@ -78,14 +78,14 @@ class GridProducts:
 
     def _weight_of(self, eqn: Equation, scope: Scope) -> int:
         """Which operand is the weight."""
-        return int(eqn.invars[1] in scope.origin) if not isinstance(eqn.invars[1], jex.Literal) else 0
+        return int(eqn.invars[1] in scope.origin) if not isinstance(eqn.invars[1], Literal) else 0
 
     def _spread(self, eqn: Equation, scope: Scope) -> Spread | None:
         layout = self._layout
         if eqn.primitive.name != "dot_general":
             return None
         (contracting, batched) = eqn.params["dimension_numbers"]
-        literal = any(isinstance(v, jex.Literal) for v in eqn.invars)
+        literal = any(isinstance(v, Literal) for v in eqn.invars)
         leaves = [] if literal else [scope.origin[v] for v in eqn.invars if v in scope.origin]
         if any(batched) or len(leaves) != 1 or (layout.grid is not None and leaves[0] not in layout.weights):
             return None

@@ -12,9 +12,9 @@ from itertools import zip_longest
 from typing import Any
 
 from jax import lax
-from jax.extend import core as jex
 from jax.sharding import Mesh
 
+from cjax.jax_compat.core import ClosedJaxpr, Equation
 from cjax.mesh import BATCH_AXES
 from cjax.plan import Plan
 from cjax.sharding.attention.random import draw_block
@@ -22,7 +22,6 @@ from cjax.sharding.layout.layout import Layout
 from cjax.sharding.place.model import ModelStorage
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.examples.values import Value
-from cjax.trace.jaxpr.view import Equation
 from cjax.trace.microbatches.combine import share_alike
 from cjax.trace.microbatches.mirror import Draw, Mirror, Unlike, counterparts, drawing
 from cjax.trace.reading import Trace
@@ -116,7 +115,7 @@ def _one_row(source: TraceSource, plan: Plan, trace: Trace, num_shards: int) -> 
     if trace.ratio is not None:
         jaxpr: Any = found.closed.jaxpr
         sums = counterparts(mirror.trace.closed.jaxpr.outvars[:2], two.closed.jaxpr, jaxpr)
-        closed = jex.ClosedJaxpr(jaxpr.replace(outvars=[*sums, *jaxpr.outvars[1:]]), found.closed.consts)
+        closed = ClosedJaxpr(jaxpr.replace(outvars=[*sums, *jaxpr.outvars[1:]]), found.closed.consts)
         found = replace(found, closed=closed, num_loss=2, ratio=trace.ratio)
     draws = {}
     for eqn, other in zip_longest(drawing(found.closed.jaxpr), drawing(two.closed.jaxpr)):

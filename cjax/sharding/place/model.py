@@ -20,8 +20,8 @@ from cjax.sharding.storage.storage import StageRows, Storage, make_storage, stac
 from cjax.trace.author.capture import Capture
 from cjax.trace.emit.emit import emit
 from cjax.trace.reading import Trace
+from cjax.tree import PyTree
 
-PyTree = Any
 Arrays = tuple[jax.Array, ...]
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from cjax.jax_compat.core import Equation, Literal, Params
 from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
 from cjax.sharding.apart.apart import Inside, apart, evaluate_apart, evaluate_inside, placements
@@ -32,12 +32,12 @@ from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.positions import attention_groups
 from cjax.trace.dims.find import Scope
-from cjax.trace.emit.emit import Hooks, bind
+from cjax.trace.emit.emit import Hooks, bind, number
 from cjax.trace.emit.precision import LOWS, MATMULS, Lowering
 from cjax.trace.jaxpr.compared import compared, extreme
+from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group
 from cjax.trace.jaxpr.primitives import named
-from cjax.trace.jaxpr.view import Equation
 from cjax.trace.reading import Trace
 
 # Evaluates an equation that draws random numbers for other rows than its own; None for all other equations.
@@ -144,11 +144,9 @@ class Placer(Hooks):
             outs = [self._pin(var, out, scope, eqn) for var, out in zip(eqn.outvars, outs, strict=True)]
         return outs
 
-    def _evaluate(
-        self, eqn: Equation, ins: list[Any], scope: Scope, params: Mapping[str, Any] | None = None
-    ) -> list[Any]:
+    def _evaluate(self, eqn: Equation, ins: list[Any], scope: Scope, params: Params | None = None) -> list[Any]:
         """The results of an equation: by XLA, or without it where it would get them wrong."""
-        given: Mapping[str, Any] = params or eqn.params
+        given: Params = params or eqn.params
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
             return bind(eqn, ins, given)
@@ -172,7 +170,7 @@ class Placer(Hooks):
             return ins
         found = list(ins)
         for i, (var, value) in enumerate(zip(eqn.invars, ins, strict=True)):
-            if not isinstance(var, jex.Literal) and scope.origin.get(var) in self._layout.weights:
+            if not isinstance(var, Literal) and scope.origin.get(var) in self._layout.weights:
                 found[i] = self.constrain(value, self._layout.spec(self._trace.dims.of(var, scope), value.shape))
         return found
 
@@ -180,11 +178,14 @@ class Placer(Hooks):
         """The result of a gather from what a grid splits, or a stage of a pipeline: the compiler's own would move more,
         or stop the process."""
         grid = self._layout.grid
-        if eqn.primitive.name != "gather" or any(isinstance(v, jex.Literal) for v in eqn.invars):
+        if eqn.primitive.name != "gather":
+            return None
+        operand, indices = eqn.invars
+        if isinstance(operand, Literal) or isinstance(indices, Literal):
             return None
         if grid is None and PIPE not in jax.sharding.get_abstract_mesh().manual_axes:
             return None
-        numbers, (operand, indices), dims = eqn.params["dimension_numbers"], eqn.invars, self._trace.dims
+        numbers, dims = eqn.params["dimension_numbers"], self._trace.dims
         classes, dim = list(dims.of(operand, scope)), picked_dim(eqn)
         spec = self._layout.spec(classes, operand.aval.shape)
         if dim is not None and spec[dim] is not None:
@@ -221,7 +222,7 @@ class Placer(Hooks):
             return None
         specs = [
             PartitionSpec()
-            if isinstance(v, jex.Literal)
+            if isinstance(v, Literal)
             else self._layout.spec(self._trace.dims.of(v, scope), v.aval.shape)
             for v in eqn.invars
         ]
@@ -260,12 +261,11 @@ class Placer(Hooks):
         outs = attend_fused(group.of, given, changed, mesh=self._mesh, spec=spec, kernel=self._kernel)
         if not isinstance(outs, str):
             return outs
-        for eqn in group.eqns:
-            read = [
-                changed.get((id(eqn), place), v.val) if isinstance(v, jex.Literal) else values[v]
-                for place, v in enumerate(eqn.invars)
-            ]
-            values.update(zip(eqn.outvars, self.equation(eqn, read, scope), strict=True))
+
+        def apply(step: Step[Equation, Any], read: list[Any]) -> list[Any]:
+            return self.equation(step.of, read, scope)
+
+        evaluate(equations(group.eqns), values.__getitem__, values.update, number(changed), apply)
         return [values[var] for var in group.outs]
 
     def _of_attention(self, attention: Attention, ins: list[Any], scope: Scope) -> tuple[list[Any], PartitionSpec]:

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import ClosedJaxpr, Equation, jaxpr_as_fun, jaxprs_in_params, make_jaxpr
 from cjax.trace.jaxpr.primitives import FACTS, UNKNOWN
-from cjax.trace.jaxpr.view import Equation
 
 KEPT = "cjax.kept"
 
@@ -50,7 +49,7 @@ def _of_real_numbers(policy: Callable[..., Any]) -> Callable[..., Any]:
 def _makes_complex(name: str, operands: Any, params: Mapping[str, Any]) -> bool:
     if name == "fft":
         return params["fft_type"] != jax.lax.FftType.IRFFT
-    inner = [getattr(body, "jaxpr", body) for body in jex.jaxprs_in_params(dict(params))]
+    inner = [getattr(body, "jaxpr", body) for body in jaxprs_in_params(dict(params))]
     if inner:
         return any(is_complex(v.aval) for body in inner for v in body.outvars)
     return name in ("complex", "eig") or (not FACTS.get(name, UNKNOWN).real and any(map(is_complex, operands)))
@@ -66,7 +65,7 @@ def has_complex(jaxpr: Any) -> bool:
     inputs = any(is_complex(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))
     return inputs or any(
         any(is_complex(v.aval) for v in eqn.outvars)
-        or any(has_complex(getattr(body, "jaxpr", body)) for body in jex.jaxprs_in_params(eqn.params))
+        or any(has_complex(getattr(body, "jaxpr", body)) for body in jaxprs_in_params(eqn.params))
         for eqn in jaxpr.eqns
     )
 
@@ -106,14 +105,14 @@ def checkpointed(
         return jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)
 
     def run(*args: Any) -> Any:
-        closed, shape = jax.make_jaxpr(body, return_shape=True)(*args)  # constants are what it reads of outside
+        closed, shape = make_jaxpr(body, return_shape=True)(*args)  # constants are what it reads of outside
         inputs = [*closed.consts, *jax.tree.leaves(args)]
         split = [(x.real, x.imag) if is_complex(x) else (x,) for x in map(jnp.asarray, inputs)]
 
         def inside(*parts: Any) -> Any:
             whole = [lax.complex(*x) if len(x) == 2 else x[0] for x in parts]
             consts, given = whole[: len(closed.consts)], whole[len(closed.consts) :]
-            return jex.jaxpr_as_fun(jex.ClosedJaxpr(closed.jaxpr, consts))(*given)
+            return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*given)
 
         outs = jax.checkpoint(inside, policy=policy, prevent_cse=prevent_cse)(*split)
         return jax.tree.unflatten(jax.tree.structure(shape), outs)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from cjax.jax_compat.core import Equation
 from cjax.sharding.products.region import in_region, raised_on_cpu
 from cjax.sharding.storage.storage import as_spec, axes_of_entry
-from cjax.trace.jaxpr.view import Equation
+from cjax.trace.jaxpr.evaluate import bind_as_is
 
 
 def picked_dim(eqn: Equation) -> int | None:
@@ -94,7 +95,7 @@ def _found(
     def local(part: jax.Array, indices: jax.Array) -> list[jax.Array]:
         first = lax.axis_index(split) * part.shape[dim]
         mine = (indices >= first) & (indices < first + part.shape[dim])
-        found = eqn.primitive.bind(part, jnp.where(mine, indices - first, 0), **eqn.primitive.get_bind_params(params))
+        (found,) = bind_as_is(eqn, (part, jnp.where(mine, indices - first, 0)), params)
         return [jnp.where(_beside(mine[..., 0], numbers.offset_dims, found.ndim), found, 0)]
 
     clipped = jnp.clip(indices, 0, size - 1)
@@ -139,7 +140,7 @@ def look_up(
         whole = lax.all_gather(part, entries[dim], axis=dim, tiled=True) if entries[dim] else part
         whole = lax.slice_in_dim(whole, 0, size, axis=dim)
         params = eqn.params | {"slice_sizes": tuple(1 if d == dim else n for d, n in enumerate(whole.shape))}
-        return [eqn.primitive.bind(whole, indices, **eqn.primitive.get_bind_params(params))]
+        return bind_as_is(eqn, (whole, indices), params)
 
     (found,) = in_region(local, (padded, indices), (spec, rows), (as_spec(out),), mesh)
     return found[tuple(slice(n) for n in eqn.outvars[0].aval.shape)].astype(table.dtype)

@@ -12,18 +12,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend import core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from cjax.jax_compat.core import ClosedJaxpr, make_jaxpr
 from cjax.sharding.storage.storage import StageRows, Storage, make_storage, stackable
 from cjax.trace.dims.find import Dims, find_dims
 from cjax.trace.dims.refine import refine
 from cjax.trace.dims.refine_rules import Form, expand, whole
 from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.layers.vectorize import vectorize
-from cjax.tree import leaf_names
+from cjax.tree import PyTree, leaf_names
 
-PyTree = Any
 Arrays = tuple[jax.Array, ...]
 
 
@@ -64,7 +63,7 @@ def store_optimizer(
     """
     _check_kind(optimizer)
     with jax.numpy_dtype_promotion("standard"):  # optax adds integers to floats, as `strict` does not allow
-        first, state_shape = jax.make_jaxpr(optimizer.init, return_shape=True)(params_shape)
+        first, state_shape = make_jaxpr(optimizer.init, return_shape=True)(params_shape)
     owners = _owners(leaf_names(params_shape), leaf_names(state_shape))
     state_leaves = jax.tree.leaves(state_shape)
     groups = stackable(_stacks(owners, [s.layer_leaves for s in params.slots if s.is_stack]), state_leaves)
@@ -77,7 +76,7 @@ def store_optimizer(
 
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     with jax.numpy_dtype_promotion("standard"):
-        closed = simplify(jax.make_jaxpr(step)(params_shape, state_shape, params_shape, scalar))
+        closed = simplify(make_jaxpr(step)(params_shape, state_shape, params_shape, scalar))
     reads_loss = any(closed.jaxpr.invars[-1] in eqn.invars for eqn in closed.jaxpr.eqns)
     forms = params.forms
     state_forms = _state_forms(closed, forms, params_shape, state_leaves, owners)
@@ -176,7 +175,7 @@ def _state_rows(
 
 
 def _state_forms(
-    closed: jex.ClosedJaxpr,
+    closed: ClosedJaxpr,
     forms: Sequence[Form],
     params_shape: PyTree,
     state_leaves: Sequence[Any],
@@ -203,7 +202,7 @@ def _state_forms(
 
 
 def _placements(
-    closed: jex.ClosedJaxpr,
+    closed: ClosedJaxpr,
     params_shape: PyTree,
     state_leaves: Sequence[Any],
     owners: Sequence[tuple[str, int] | None],

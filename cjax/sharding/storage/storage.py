@@ -17,8 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.trace.dims.refine_rules import Form, expand, whole
-
-PyTree = Any
+from cjax.tree import PyTree
 
 
 @dataclass(frozen=True)

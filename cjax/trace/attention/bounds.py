@@ -6,15 +6,15 @@ exactly -1e9 in a block where all i are smaller than all j, and can be anything 
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import Equation, Literal
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import MOVES, Node
-from cjax.trace.jaxpr.view import Equation
+from cjax.trace.jaxpr.evaluate import Step, demanded, evaluate
+from cjax.trace.jaxpr.view import literal_of
 
 Interval = tuple[float, float]
 ANY: Interval = (-math.inf, math.inf)
@@ -32,51 +32,51 @@ def bounds(attention: Attention, num_queries: int, num_keys: int, changed: Colle
     steps = {**attention.sources, **attention.steps}
     if not any(eqn.primitive.name == "iota" for eqn, _ in steps.values()):
         return np.full((num_queries, num_keys), math.inf)
+    # Of what has no rule nothing is known, whatever it is made of.
+    made = {node: step for node, step in steps.items() if _has_rule(step[0])}
+    logits = {node: demanded(node, made, ()) for node in (attention.logits, attention.masked)}
     found = np.empty((num_queries, num_keys))
     rows, cols = attention.sizes[query] // num_queries, attention.sizes[key] // num_keys
     for i in range(num_queries):
         for j in range(num_keys):
             spans = {one: (0, size - 1) for one, size in attention.sizes.items()}
             spans |= {query: (i * rows, i * rows + rows - 1), key: (j * cols, j * cols + cols - 1)}
-            found[i, j] = max(_interval(node, steps, spans, changed, {}) for node in _logits(attention))[1]
+            found[i, j] = max(_interval(node, steps, spans, changed) for node, steps in logits.items())[1]
     return found
 
 
-def _logits(attention: Attention) -> set[Node]:
-    return {attention.logits, attention.masked}
+def _has_rule(eqn: Equation) -> bool:
+    name = eqn.primitive.name
+    return name == "iota" or name in MOVES or name in _RULES
 
 
 def _interval(
     node: Node,
-    steps: Mapping[Node, Any],
+    steps: Sequence[Step[Equation, Node]],
     spans: Mapping[int, tuple[int, int]],
     changed: Collection[tuple[int, int]],
-    memo: dict[Node, Interval],
 ) -> Interval:
-    if node in memo:
-        return memo[node]
-    found = ANY
-    if node in steps:
-        eqn, read = steps[node]
+    """What a node can be in a block, by the steps that make it."""
+
+    def number(eqn: Equation, place: int) -> Interval:
+        return ANY if (id(eqn), place) in changed else _literal(literal_of(eqn, place))
+
+    def apply(step: Step[Equation, Node], ins: list[Interval]) -> list[Interval]:
+        eqn, (made,) = step.of, step.writes
         name = eqn.primitive.name
         if name == "iota":
-            label = node.labels[eqn.params["dimension"]]
-            if len(label) == 1:
-                found = spans[label[0]]
-        elif name in MOVES or name in _RULES:
-            ins = []
-            for place, (atom, below) in enumerate(zip(eqn.invars, read, strict=True)):
-                if below is not None:
-                    ins.append(_interval(below, steps, spans, changed, memo))
-                else:
-                    ins.append(_literal(atom) if (id(eqn), place) not in changed else ANY)
-            found = ins[0] if name in MOVES else _RULES[name](*ins)
-            found = _as_stored(eqn, found)
-    memo[node] = found if not any(map(math.isnan, found)) else ANY
-    return memo[node]
+            label = made.labels[eqn.params["dimension"]]
+            found = spans[label[0]] if len(label) == 1 else ANY
+        else:
+            found = _as_stored(eqn, ins[0] if name in MOVES else _RULES[name](*ins))
+        return [ANY if any(map(math.isnan, found)) else found]
+
+    known: dict[Node, Interval] = {}
+    evaluate(steps, lambda key: known.get(key, ANY), known.update, number, apply)
+    return known.get(node, ANY)
 
 
-def _literal(atom: jex.Literal) -> Interval:
+def _literal(atom: Literal) -> Interval:
     if np.ndim(atom.val) == 0 and np.asarray(atom.val).dtype.kind in "iubf" or isinstance(atom.val, float):
         return (float(atom.val), float(atom.val))
     return ANY

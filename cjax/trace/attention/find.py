@@ -7,17 +7,15 @@ matrix, from inputs that have one of the two positions, or none, or come from ou
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from jax.extend import core as jex
-
+from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.attention.labels import MOVES, Labels, Node, incoming
 from cjax.trace.attention.walk import Index, Miss, Other, Walk
 from cjax.trace.jaxpr.groups import Group, make_group
-from cjax.trace.jaxpr.view import Equation
+from cjax.trace.jaxpr.view import variable_of
 
-Steps = Mapping[Node, tuple[Any, tuple[Node | None, ...]]]
+Steps = Mapping[Node, tuple[Equation, tuple[Node | None, ...]]]
 
 
 @dataclass(frozen=True)
@@ -66,13 +64,13 @@ class Attention:
     sources: Steps
     sizes: Mapping[int, int]
     roles: Mapping[int, str]
-    scores_eqn: Any
+    scores_eqn: Equation
     key_first: bool
-    out_eqn: Any
+    out_eqn: Equation
     group: Group
 
     @property
-    def eqns(self) -> tuple[Any, ...]:
+    def eqns(self) -> tuple[Equation, ...]:
         """The equations that this stands for, in order."""
         return self.group.eqns
 
@@ -92,7 +90,7 @@ class Attention:
         (found,) = (label for label, of in self.roles.items() if of == role)
         return found
 
-    def dims_of(self, var: Any) -> tuple[str | None, ...]:
+    def dims_of(self, var: Var) -> tuple[str | None, ...]:
         """What each dim of an operand or the result is: batch, heads, query, key, depth, or None for neither."""
         nodes = (self.query, self.key, self.value, self.out)
         node = next(node for node in (*nodes, *self.leaves) if node.var is var)
@@ -103,7 +101,7 @@ class Attention:
 
 
 def find_attentions(
-    eqns: Sequence[Any], results: Sequence[Any], before: Sequence[Any] = (), weights: Sequence[Any] = ()
+    eqns: Sequence[Equation], results: Sequence[Atom], before: Sequence[Equation] = (), weights: Sequence[Var] = ()
 ) -> tuple[list[Attention], list[str]]:
     """The attentions in a list of equations, and for what looks like one and is not, why.
 
@@ -155,8 +153,8 @@ class _Builder:
     """An attention from a walk that got through."""
 
     walk: Walk
-    steps: dict[Node, tuple[Any, tuple[Node | None, ...]]] = field(default_factory=dict)
-    sources: dict[Node, tuple[Any, tuple[Node | None, ...]]] = field(default_factory=dict)
+    steps: dict[Node, tuple[Equation, tuple[Node | None, ...]]] = field(default_factory=dict)
+    sources: dict[Node, tuple[Equation, tuple[Node | None, ...]]] = field(default_factory=dict)
     leaves: dict[Node, None] = field(default_factory=dict)
     positions: tuple[int, int] = (-1, -1)
 
@@ -220,12 +218,13 @@ class _Builder:
         sizes = walk.sizes
         # Positions and grouped heads are told apart by size: as many queries as keys, or else more than groups.
         parts["query"] = max(candidates, key=lambda one: (sizes[one] == sizes[key], sizes[one]))
-        nodes = [Node(atom, tuple(of)) for atom, of in zip(walk.start.invars, labels, strict=True)]
-        if any(isinstance(node.var, jex.Literal) for node in nodes):
+        pairs = zip(walk.start.invars, labels, strict=True)
+        nodes = [Node(atom, tuple(of)) for atom, of in pairs if not isinstance(atom, Literal)]
+        if len(nodes) != 2:
             raise Other
         return nodes[1 - side], nodes[side]
 
-    def _output(self, final: Any) -> tuple[Node, Node]:
+    def _output(self, final: Equation) -> tuple[Node, Node]:
         """Values, and what the attention comes to."""
         walk, parts = self.walk, self.walk.parts
         (contract, batch) = final.params["dimension_numbers"]
@@ -234,7 +233,7 @@ class _Builder:
         if [known[dim] for dim in contract[side] if known[dim]] != [(parts["key"],)]:
             raise Miss("its weights are summed over more than keys")
         value = final.invars[1 - side]
-        if isinstance(value, jex.Literal) or value in walk.kinds:
+        if isinstance(value, Literal) or value in walk.kinds:
             raise Miss("its values are weights or depend on scores")
         labels: list[tuple[int, ...]] = [()] * len(value.aval.shape)
         pairs = [*zip(contract[side], contract[1 - side], strict=True), *zip(batch[side], batch[1 - side], strict=True)]
@@ -274,7 +273,7 @@ class _Builder:
         """Whether a divisor is nothing but the sums."""
         var = divisor.var
         while var is not total.var and self.walk.trace.writer[var].primitive.name in MOVES:
-            var = self.walk.trace.writer[var].invars[0]
+            var = variable_of(self.walk.trace.writer[var], 0)
         return var is total.var
 
     def _trace_back(self, node: Node) -> None:
@@ -329,4 +328,4 @@ class _Builder:
 
 def _reads(eqn: Equation, labels: Sequence[Labels]) -> tuple[Node | None, ...]:
     pairs = zip(eqn.invars, labels, strict=True)
-    return tuple(None if isinstance(atom, jex.Literal) else Node(atom, of) for atom, of in pairs)
+    return tuple(None if isinstance(atom, Literal) else Node(atom, of) for atom, of in pairs)

@@ -2,15 +2,15 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import Atom, Equation, Literal
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import MOVES, Labels, Node
+from cjax.trace.jaxpr.evaluate import Step, demanded, evaluate
 from cjax.trace.jaxpr.primitives import facts_of
-from cjax.trace.jaxpr.view import Equation
+from cjax.trace.jaxpr.view import literal_of
 
 HIDDEN = -1e4  # a logit below it comes to nothing behind a softmax; authors write -1e9, -inf, finfo.min, ...
 _ROWS = 256  # of a mask by positions that are looked at together: all of it is 4 GiB at 32,768 positions
@@ -154,7 +154,7 @@ class _FormReader:
         elif len(known) == 2 and (name == "or" and is_bool if inverted else together):
             for below in known:
                 self._conjuncts(below, inverted)
-        elif name in MOVES and bool(eqn.invars[0].val) != inverted:
+        elif name in MOVES and bool(literal_of(eqn, 0).val) != inverted:
             pass  # one number everywhere, that hides nothing
         else:
             self.masks.append((node, inverted))
@@ -175,8 +175,8 @@ class _FormReader:
             if eqn.primitive.name not in MOVES:
                 raise NoForm(f"what it takes comes from `{eqn.primitive.name}`")
             below, atom, place = read[0], eqn.invars[0], 0
-        known = isinstance(atom, jex.Literal) and np.ndim(atom.val) == 0 and (id(eqn), place) not in self.changed
-        if not known:
+        is_changed = (id(eqn), place) in self.changed
+        if not isinstance(atom, Literal) or np.ndim(atom.val) != 0 or is_changed:
             raise NoForm(f"what its `{eqn.primitive.name}` takes is not one number")
         return float(atom.val)
 
@@ -218,33 +218,31 @@ class _FormReader:
         query, key = self.attention.label("query"), self.attention.label("key")
         seen = np.ones((stop - first, self.attention.sizes[key]), bool)
         for node, inverted in masks:
-            value = _as_matrix(self._value(node, first, stop, {}), node.labels, query, key)
+            value = _as_matrix(self._value(node, first, stop), node.labels, query, key)
             seen &= (value != 0) != inverted
         return seen
 
-    def _value(self, node: Node, first: int, stop: int, known: dict[Node, np.ndarray]) -> np.ndarray:
+    def _value(self, node: Node, first: int, stop: int) -> np.ndarray:
         """Of a node that depends on positions alone, for queries from `first` on, and all keys."""
-        if node in known:
-            return known[node]
-        eqn, read = self.made[node]
         query, key = self.attention.label("query"), self.attention.label("key")
         sizes = {query: stop - first, key: self.attention.sizes[key]}
-        shape = tuple(
-            sizes.get(label[0], 1) if label else size
-            for label, size in zip(node.labels, node.var.aval.shape, strict=True)
-        )
-        ins = [
-            np.asarray(atom.val) if below is None else self._value(below, first, stop, known)
-            for atom, below in zip(eqn.invars, read, strict=True)
-        ]
-        along = eqn.params["dimension"] if eqn.primitive.name == "iota" else None
-        start = first if along is not None and node.labels[along] == (query,) else 0
-        known[node] = _evaluated(eqn, ins, shape, start)
+
+        def apply(step: Step[Equation, Node], ins: list[np.ndarray]) -> list[np.ndarray]:
+            eqn, (made,) = step.of, step.writes
+            dims = zip(made.labels, made.var.aval.shape, strict=True)
+            shape = tuple(sizes.get(label[0], 1) if label else size for label, size in dims)
+            along = eqn.params["dimension"] if eqn.primitive.name == "iota" else None
+            start = first if along is not None and made.labels[along] == (query,) else 0
+            return [_evaluated(eqn, ins, shape, start)]
+
+        known: dict[Node, np.ndarray] = {}
+        steps = demanded(node, self.made, known)
+        evaluate(steps, known.__getitem__, known.update, lambda eqn, at: np.asarray(literal_of(eqn, at).val), apply)
         return known[node]
 
 
-def _is_zero(atom: Any) -> bool:
-    return isinstance(atom, jex.Literal) and np.ndim(atom.val) == 0 and atom.val == 0
+def _is_zero(atom: Atom) -> bool:
+    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.val == 0
 
 
 def _as_matrix(value: np.ndarray, labels: Labels, query: int, key: int) -> np.ndarray:

@@ -7,10 +7,10 @@ known, an equation can be evaluated on a block of the matrix: the shapes in its 
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from cjax.jax_compat.core import Equation, Var
 from cjax.trace.jaxpr.primitives import goes_by_element, having, named
-from cjax.trace.jaxpr.view import Equation
 
 Labels = tuple[tuple[int, ...], ...]
 
@@ -18,7 +18,7 @@ Labels = tuple[tuple[int, ...], ...]
 class Node(NamedTuple):
     """A variable as one equation reads it: positions counted once serve as those of queries and of keys."""
 
-    var: Any
+    var: Var
     labels: Labels
 
 

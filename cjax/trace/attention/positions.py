@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+from cjax.jax_compat.core import Atom, Equation
 from cjax.trace.attention.find import find_attentions
 from cjax.trace.dims.find import Scope
 from cjax.trace.emit.emit import layer_of
@@ -27,17 +27,17 @@ def positions(trace: Trace) -> tuple[dict[int, int], list[str]]:
     return found, list(dict.fromkeys(reasons))
 
 
-def attention_groups(trace: Trace, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
+def attention_groups(trace: Trace, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope) -> list[Group]:
     """The attentions among the equations of a body, as groups of them."""
     attentions, _ = find_attentions(eqns, results, _before(trace, eqns), list(scope.origin))
     return [dataclasses.replace(attention.group, of=attention) for attention in attentions]
 
 
-def _bodies(trace: Trace) -> Iterator[tuple[Sequence[Any], Sequence[Any], Scope]]:
+def _bodies(trace: Trace) -> Iterator[tuple[Sequence[Equation], Sequence[Atom], Scope]]:
     """Lists of equations as they are evaluated: what is between stacks of layers, a layer of each, bodies of loops."""
     top = trace.closed.jaxpr
     index = 0
-    waiting: list[tuple[Sequence[Any], Sequence[Any], Scope]] = []
+    waiting: list[tuple[Sequence[Equation], Sequence[Atom], Scope]] = []
     for run in trace.runs:
         # Read behind it, and not within: scores that only their own softmax reads are no result.
         later = [*top.outvars, *(v for eqn in top.eqns[run.start :] for v in eqn.invars)]
@@ -54,7 +54,7 @@ def _bodies(trace: Trace) -> Iterator[tuple[Sequence[Any], Sequence[Any], Scope]
                 waiting.append((inner.eqns, inner.outvars, scope.inner[id(eqn)]))
 
 
-def _before(trace: Trace, eqns: Sequence[Any]) -> list[Any]:
+def _before(trace: Trace, eqns: Sequence[Equation]) -> list[Equation]:
     """The equations evaluated before, whose values are there for all layers: not those of other stacks."""
     top = trace.closed.jaxpr.eqns
     first = next((i for i, eqn in enumerate(top) if eqns and eqn is eqns[0]), None)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.trace.attention.labels import MOVES, Labels, outgoing
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.primitives import facts_of, having, named
-from cjax.trace.jaxpr.view import Equation
+from cjax.trace.jaxpr.view import variable_of
 
 MAX_SPINE = 200  # equations from scores to output; a longer way is no attention
 _FORMS = having("view") - named("broadcast_in_dim")
@@ -28,27 +28,27 @@ class Other(Exception):
 class Index:
     """Who writes and who reads what, in a list of equations."""
 
-    def __init__(self, eqns: Sequence[Any], results: Sequence[Any], before: Sequence[Any]) -> None:
+    def __init__(self, eqns: Sequence[Equation], results: Sequence[Atom], before: Sequence[Equation]) -> None:
         self.eqns = eqns
-        self.results = {v for v in results if not isinstance(v, jex.Literal)}
+        self.results = {v for v in results if not isinstance(v, Literal)}
         self.place = {id(eqn): place for place, eqn in enumerate(eqns)}
         self.writer = {var: eqn for eqn in (*before, *eqns) for var in eqn.outvars}
-        self.readers: dict[Any, list[Any]] = {}
+        self.readers: dict[Var, list[Equation]] = {}
         for eqn in eqns:
             for var in dict.fromkeys(variables(eqn)):
                 self.readers.setdefault(var, []).append(eqn)
 
-    def origin(self, atom: Any) -> Any:
+    def origin(self, atom: Atom) -> Var | None:
         """The variable that an operand is a mere form of."""
-        while not isinstance(atom, jex.Literal) and atom in self.writer:
+        while not isinstance(atom, Literal) and atom in self.writer:
             eqn = self.writer[atom]
             if eqn.primitive.name not in _FORMS:
                 break
             atom = eqn.invars[0]
-        return None if isinstance(atom, jex.Literal) else atom
+        return None if isinstance(atom, Literal) else atom
 
-    def is_zero(self, atom: Any) -> bool:
-        while not isinstance(atom, jex.Literal):
+    def is_zero(self, atom: Atom) -> bool:
+        while not isinstance(atom, Literal):
             eqn = self.writer.get(atom)
             if eqn is None or not facts_of(eqn).view:
                 return False
@@ -61,11 +61,11 @@ class Walk:
     """One try: from a matmul's result on, equation by equation."""
 
     trace: Index
-    start: Any
-    kinds: dict[Any, str] = field(default_factory=dict)
-    labels: dict[Any, Labels] = field(default_factory=dict)
+    start: Equation
+    kinds: dict[Var, str] = field(default_factory=dict)
+    labels: dict[Var, Labels] = field(default_factory=dict)
     parts: dict[str, Any] = field(default_factory=dict)  # variables, by the names they have in Attention
-    spine: list[Any] = field(default_factory=list)
+    spine: list[Equation] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
 
     def walk(self) -> None:
@@ -86,12 +86,12 @@ class Walk:
         if "key" not in self.parts or "weights" not in self.parts:
             raise Other
 
-    def _mark(self, var: Any, kind: str, labels: Labels) -> None:
+    def _mark(self, var: Var, kind: str, labels: Labels) -> None:
         self.kinds[var], self.labels[var] = kind, labels
 
-    def _dependents(self, scores: Any) -> Iterator[Any]:
+    def _dependents(self, scores: Var) -> Iterator[Equation]:
         """Equations that depend on the scores, in order, as far as results have been marked."""
-        waiting: list[tuple[int, Any]] = []
+        waiting: list[tuple[int, Equation]] = []
         seen: set[int] = set()
         news = [scores]
         for _ in range(MAX_SPINE):
@@ -110,7 +110,7 @@ class Walk:
     def _step(self, eqn: Equation) -> None:
         """What one equation on the way makes of what it reads."""
         name = eqn.primitive.name
-        ins = {i: v for i, v in enumerate(eqn.invars) if not isinstance(v, jex.Literal) and v in self.kinds}
+        ins = {i: v for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in self.kinds}
         kinds = {self.kinds[v] for v in ins.values()}
         first = next(iter(ins.values()))
         (out, *_) = eqn.outvars
@@ -129,12 +129,12 @@ class Walk:
             self._once("exps", out)
             self.parts.setdefault("logits", first)
             return self._mark(out, "exp", labels)
-        if kinds == {"logits", "max"} and name == "sub" and self.kinds[eqn.invars[0]] == "logits":
-            self._once("logits", eqn.invars[0])
+        if kinds == {"logits", "max"} and name == "sub" and self.kinds[variable_of(eqn, 0)] == "logits":
+            self._once("logits", variable_of(eqn, 0))
             return self._mark(out, "shifted", labels)
-        if kinds == {"exp", "sum"} and (name == "mul" or name == "div" and self.kinds[eqn.invars[0]] == "exp"):
+        if kinds == {"exp", "sum"} and (name == "mul" or name == "div" and self.kinds[variable_of(eqn, 0)] == "exp"):
             self._once("weights", out)
-            divisor, numerator = sorted(eqn.invars, key=lambda v: self.kinds[v] == "exp")
+            divisor, numerator = sorted(ins.values(), key=lambda v: self.kinds[v] == "exp")
             self.parts |= {"divisor": divisor, "numerator": numerator, "division": eqn}
             return self._mark(out, "weights", labels)
         if len(kinds) > 1 or kinds == {"shifted"} and name not in ("convert_element_type", "reshape"):
@@ -144,7 +144,7 @@ class Walk:
             self._require_linear(eqn, ins)
         self._mark(out, kind, labels)
 
-    def _reduce(self, eqn: Equation, operand: Any, kinds: set[str]) -> None:
+    def _reduce(self, eqn: Equation, operand: Var, kinds: set[str]) -> None:
         """The maximum or the sum over keys: by it, the keys are known."""
         which = {"reduce_max": ("logits", "masked", "max"), "reduce_sum": ("exp", "terms", "sum")}
         kind, part, result = which[eqn.primitive.name]
@@ -170,12 +170,15 @@ class Walk:
     def _keeps_maximum(self, eqn: Equation) -> bool:
         name = eqn.primitive.name
         if name == "max":
-            return any(isinstance(atom, jex.Literal) and atom.val == -np.inf for atom in eqn.invars)
+            return any(isinstance(atom, Literal) and atom.val == -np.inf for atom in eqn.invars)
         if name == "select_n":
-            return all(self.trace.is_zero(v) or self.kinds.get(v) == "max" for v in eqn.invars[1:])
+            return all(
+                self.trace.is_zero(v) or (not isinstance(v, Literal) and self.kinds.get(v) == "max")
+                for v in eqn.invars[1:]
+            )
         return name in MOVES or name in ("reduce_max", "is_finite", "eq", "ne")
 
-    def _once(self, part: str, var: Any) -> None:
+    def _once(self, part: str, var: Var) -> None:
         if part in self.parts:
             raise self._unlike(part)
         self.parts[part] = var
@@ -185,7 +188,7 @@ class Walk:
             return Other()
         return Miss(f"its weights go through `{name}`, which is neither dropout nor a product with values")
 
-    def _require_linear(self, eqn: Equation, ins: Mapping[int, Any]) -> None:
+    def _require_linear(self, eqn: Equation, ins: Mapping[int, Var]) -> None:
         """Weights may be scaled only later: it must not matter when."""
         name, facts = eqn.primitive.name, facts_of(eqn)
         alone = facts.linear or facts.stops if len(eqn.invars) == 1 else set(ins) <= set(facts.linear_in)

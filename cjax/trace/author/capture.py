@@ -4,11 +4,11 @@ import inspect
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.core import DenyList
 from flax.errors import InvalidRngError, ModifyScopeVariableError
@@ -17,13 +17,12 @@ from cjax.jax_compat.modules import forget_eager_sharding, sown_collections, wit
 from cjax.jax_compat.tracers import quick_attribute_errors
 from cjax.trace.author import linen as linen_parts
 from cjax.trace.author import nnx as nnx_parts
+from cjax.trace.author.loss import Loss, loss_caller
 from cjax.trace.author.loss import Mean as Mean
-from cjax.trace.author.loss import loss_caller
 from cjax.trace.author.replay import replayed, trace_live
-from cjax.trace.author.trained import check_trained, matcher
-from cjax.tree import leaf_names, path_name
+from cjax.trace.author.trained import Wrt, check_trained, matcher
+from cjax.tree import PyTree, leaf_names, path_name
 
-PyTree = Any
 Key = jax.Array
 Trees = tuple[PyTree, PyTree, PyTree]
 
@@ -40,11 +39,11 @@ class Capture:
     init: Callable[[Key], Trees]
     # apply(params, frozen, carried, batch, key, train) -> (scalar | Mean, aux, new_carried); given
     # `call(model, batch, key, train) -> (value, aux)`, that instead of the user's loss.
-    apply: Callable[..., tuple[Any, PyTree, PyTree]]
-    rebuild: Callable[[PyTree, PyTree, PyTree], Any]
+    apply: Callable[..., tuple[PyTree, PyTree, PyTree]]
+    rebuild: Callable[[PyTree, PyTree, PyTree], object]
     # Micro-batch i draws other random numbers than micro-batch j: `fold_carried` folds its index into the keys that
     # the model carries, `unfold(new_carried, carried)` puts the unfolded keys back.
-    fold_carried: Callable[[PyTree, Any], PyTree]
+    fold_carried: Callable[[PyTree, jax.Array], PyTree]
     unfold: Callable[[PyTree, PyTree], PyTree]
     params_shape: PyTree
     frozen_shape: PyTree
@@ -55,7 +54,7 @@ class Capture:
     name: str = "model"  # what the author calls it
 
 
-def capture(model: Any, loss: Callable[..., Any], batch: PyTree, wrt: Any = None) -> Capture:
+def capture(model: object, loss: Callable[..., object], batch: PyTree, wrt: Wrt = None) -> Capture:
     """Takes a Flax model and a loss apart into pure functions and shapes, without allocating any parameter.
 
     Args:
@@ -82,7 +81,7 @@ def capture(model: Any, loss: Callable[..., Any], batch: PyTree, wrt: Any = None
     return _capture_nnx(model, call, batch, wrt)
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: object) -> None:
     write = "Pass a flax.linen module, a flax.nnx module, or a builder such as `lambda rngs: Net(rngs=rngs)`"
     name = type(model).__name__
     if isinstance(model, nn.Module):
@@ -112,7 +111,7 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"`model` is a function of ({wanted}); a builder takes one argument, named rngs. {write}.")
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     """The parameters of `function` that a caller must give."""
     parameters = inspect.signature(function).parameters
     return {
@@ -154,20 +153,20 @@ def _read_back(carried: PyTree, after: PyTree, known: tuple[str, ...] = ()) -> P
     return jax.tree.unflatten(jax.tree.structure(carried), leaves)
 
 
-def _kind(dtype: Any) -> Any:
+def _kind(dtype: np.dtype) -> object:
     """What numbers of any precision are: whole, real, complex, true or false, or keys of one kind."""
     kinds = (jnp.integer, jnp.floating, jnp.complexfloating)
     return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), dtype)
 
 
-def _names(annotations: Mapping[str, Iterable[Any]]) -> dict[str, tuple[str | None, ...]]:
+def _names(annotations: Mapping[str, Iterable[object]]) -> dict[str, tuple[str | None, ...]]:
     """The author's names for dims. A dim that was given several mesh axes has no name of its own."""
     return {
         leaf: tuple(name if isinstance(name, str) else None for name in names) for leaf, names in annotations.items()
     }
 
 
-def _capture_linen(model: nn.Module, call: Callable[..., Any], batch: PyTree, wrt: Any) -> Capture:
+def _capture_linen(model: nn.Module, call: Loss, batch: PyTree, wrt: Wrt) -> Capture:
     matches = matcher(wrt)
 
     def make(key: Key, batch: PyTree) -> Trees:
@@ -185,8 +184,8 @@ def _capture_linen(model: nn.Module, call: Callable[..., Any], batch: PyTree, wr
     streams: dict[bool, list[str]] = {True: ["dropout"], False: []}
 
     def apply(
-        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, train: bool, call: Any = call
-    ) -> tuple[Any, PyTree, PyTree]:
+        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, train: bool, call: Loss = call
+    ) -> tuple[PyTree, PyTree, PyTree]:
         variables = linen_parts.unbox({"params": linen_parts.join(params, frozen), **carried})
         fixed = ["params"] if train else ["params", *carried]
         run = nn.apply(lambda bound, batch: call(bound, batch, key, train), model, mutable=DenyList(fixed))
@@ -224,9 +223,9 @@ def _unplaced(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, weak_type=shape.weak_type)
 
 
-def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) -> Capture:
+def _capture_nnx(model: object, call: Loss, batch: PyTree, wrt: Wrt) -> Capture:
     trained = nnx_parts.param_filter(wrt)
-    graphdef: Any = None
+    graphdef: nnx.GraphDef | None = None
     name = ""
 
     def split(model: nnx.Module) -> Trees:
@@ -240,6 +239,7 @@ def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) 
         return params, frozen, carried
 
     def make(key: Key, batch: PyTree) -> Trees:
+        assert callable(model), "a builder"
         with without_eager_sharding(), quick_attribute_errors(key):
             built = model(rngs=nnx.Rngs(key))
         if not isinstance(built, nnx.Module):
@@ -258,12 +258,13 @@ def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) 
     else:
         init, shapes = replayed(make, batch)
     params_shape, frozen_shape, carried_shape = shapes
-    definition: Any = graphdef
+    definition = graphdef
+    assert definition is not None
     check_trained(wrt, params_shape, frozen_shape)
 
     def apply(
-        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, train: bool, call: Any = call
-    ) -> tuple[Any, PyTree, PyTree]:
+        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, train: bool, call: Loss = call
+    ) -> tuple[PyTree, PyTree, PyTree]:
         if not train:
             return *score(params, frozen, carried, batch, key, call), carried
         model = nnx.merge(definition, params, frozen, carried, copy=True)
@@ -274,11 +275,11 @@ def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) 
         return value, aux, _read_back(carried, state, known=leaf_names(params) + leaf_names(frozen))
 
     def score(
-        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, call: Any
-    ) -> tuple[Any, PyTree]:
+        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, call: Loss
+    ) -> tuple[PyTree, PyTree]:
         leaves, treedef = jax.tree.flatten(carried)
 
-        def evaluate(*leaves: Any) -> tuple[Any, PyTree]:
+        def evaluate(*leaves: jax.Array) -> tuple[PyTree, PyTree]:
             model = nnx.merge(definition, params, frozen, treedef.unflatten(leaves), copy=True)
             nnx_parts.set_eval(model)
             return call(model, batch, key, False)

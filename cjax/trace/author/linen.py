@@ -1,7 +1,6 @@
 """What is particular to Flax Linen: random streams, boxes around parameters, nested mappings."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -9,9 +8,7 @@ from flax.core import meta
 from flax.errors import InvalidRngError
 
 from cjax.jax_compat.modules import missing_stream
-from cjax.tree import path_name
-
-PyTree = Any
+from cjax.tree import PyTree, path_name
 
 EVAL_HINT = (
     "Declare `train` in the loss, `def loss(model, batch, train)`, and hand it to the model "
@@ -30,7 +27,7 @@ def next_stream(error: InvalidRngError, known: list[str], train: bool) -> str:
     return name
 
 
-def _is_box(node: Any) -> bool:
+def _is_box(node: object) -> bool:
     return isinstance(node, meta.AxisMetadata)
 
 
@@ -39,12 +36,12 @@ def unbox(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda box: box.value if isinstance(box, nn.Partitioned) else box, tree, is_leaf=_is_box)
 
 
-def box_names(tree: PyTree) -> dict[str, tuple[Any, ...]]:
+def box_names(tree: PyTree) -> dict[str, tuple[object, ...]]:
     boxes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_box)[0]
     return {path_name(path): box.names for path, box in boxes if isinstance(box, nn.Partitioned)}
 
 
-def prune(tree: Any, keep: Callable[[str, Any], bool], path: tuple[str, ...] = ()) -> Any:
+def prune(tree: PyTree, keep: Callable[[str, PyTree], bool], path: tuple[str, ...] = ()) -> PyTree:
     """The nested mapping `tree` with only the leaves that `keep(path, leaf)` accepts; empty branches go too."""
     kept = {}
     for name, node in tree.items():
@@ -58,7 +55,7 @@ def prune(tree: Any, keep: Callable[[str, Any], bool], path: tuple[str, ...] = (
     return type(tree)(kept)
 
 
-def join(tree: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def join(tree: Mapping[str, PyTree], other: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Undoes `prune`: the union of two nested mappings."""
     both = {name: join(tree[name], other[name]) for name in tree if name in other}
     return {**tree, **other, **both}

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cjax.tree import path_name
+from cjax.tree import PyTree, path_name
 
-PyTree = Any
 Key = jax.Array
+# The user's loss, its optional arguments given by name: (model, batch, key, train) -> (scalar or `Mean`, aux).
+Loss = Callable[[Any, PyTree, Key | None, bool], tuple[PyTree, PyTree]]
 
 
 @jax.tree_util.register_dataclass
@@ -28,11 +29,11 @@ class Mean:
     ...     return Mean((losses * batch["mask"]).sum(), batch["mask"].sum())
     """
 
-    total: Any
+    total: Any  # arrays or numbers as the user has them; arrays once they are checked
     weight: Any
 
 
-def loss_caller(loss: Callable[..., Any]) -> Callable[[Any, PyTree, Key | None, bool], tuple[Any, PyTree]]:
+def loss_caller(loss: Callable[..., object]) -> Loss:
     """`loss` with its optional arguments given by name and its result checked, as (scalar or Mean, aux)."""
     write = "Write `def loss(model, batch)`, adding `key` or `train` if you need them"
     if not callable(loss):
@@ -45,8 +46,8 @@ def loss_caller(loss: Callable[..., Any]) -> Callable[[Any, PyTree, Key | None, 
     except TypeError as error:
         raise TypeError(f"`loss` takes {inspect.signature(loss)}. {write}.") from error
 
-    def call(model: Any, batch: PyTree, key: Key | None, train: bool) -> tuple[Any, PyTree]:
-        given: dict[str, Any] = {}
+    def call(model: object, batch: PyTree, key: Key | None, train: bool) -> tuple[PyTree, PyTree]:
+        given: dict[str, object] = {}
         if wants_key:
             if key is None:
                 raise ValueError("The loss asks for `key`, but none was given.")
@@ -58,7 +59,7 @@ def loss_caller(loss: Callable[..., Any]) -> Callable[[Any, PyTree, Key | None, 
     return call
 
 
-def _check_result(result: Any) -> tuple[Any, PyTree]:
+def _check_result(result: object) -> tuple[PyTree, PyTree]:
     value, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if isinstance(value, Mean):
         value = Mean(
@@ -74,7 +75,7 @@ def _check_result(result: Any) -> tuple[Any, PyTree]:
     return value, aux
 
 
-def _check_scalar(what: str, value: Any) -> jax.Array:
+def _check_scalar(what: str, value: object) -> jax.Array:
     if not hasattr(value, "dtype") and not isinstance(value, (bool, int, float)):
         raise ValueError(f"{what} is a {type(value).__name__}: return a scalar, or (scalar, aux).")
     value = jnp.asarray(value)

@@ -1,14 +1,13 @@
 """What is particular to Flax NNX: filters, modes of modules, random keys that models carry, names in metadata."""
 
-from typing import Any
+from typing import cast
 
 import jax
 from flax import nnx
 
-from cjax.trace.author.trained import is_path_rule, matcher
-from cjax.tree import leaf_names
+from cjax.trace.author.trained import Wrt, is_path_rule, matcher
+from cjax.tree import PyTree, leaf_names
 
-PyTree = Any
 Key = jax.Array
 
 EVAL_HINT = (
@@ -17,18 +16,18 @@ EVAL_HINT = (
 )
 
 
-def param_filter(wrt: Any) -> Any:
+def param_filter(wrt: Wrt) -> nnx.filterlib.Filter:
     """What `nnx.split` takes. A regex or a plain function chooses among the nnx.Param; a filter speaks for itself."""
     if wrt is None:
         return nnx.Param
     if is_path_rule(wrt):
         matches = matcher(wrt)
 
-        def among_params(path: tuple[Any, ...], variable: Any) -> bool:
+        def among_params(path: tuple[object, ...], variable: object) -> bool:
             return isinstance(variable, nnx.Param) and matches("/".join(map(str, path)), variable.get_value())
 
         return among_params
-    return nnx.filterlib.to_predicate(wrt)
+    return nnx.filterlib.to_predicate(cast(nnx.filterlib.Filter, wrt))
 
 
 def set_train(model: nnx.Module) -> None:
@@ -42,7 +41,7 @@ def set_eval(model: nnx.Module) -> None:
     """Puts `model` in evaluation mode, in which updating statistics is an error."""
     model.eval()
 
-    def refuse(variable: Any, value: Any) -> Any:
+    def refuse(variable: nnx.Variable, value: object) -> object:
         raise ValueError(f"The loss updates statistics (a {type(variable).__name__}) during evaluation, {EVAL_HINT}")
 
     for _, variable in nnx.iter_graph(model):
@@ -79,7 +78,7 @@ def random_leaves(state: PyTree) -> list[bool]:
     return is_random
 
 
-def fold_keys(state: PyTree, index: Any) -> PyTree:
+def fold_keys(state: PyTree, index: jax.Array) -> PyTree:
     """`state` with `index` folded into every random key: each one of an array (a scanned stack has one per layer)."""
 
     def fold(keys: Key) -> Key:
@@ -96,7 +95,7 @@ def restore_keys(state: PyTree, original: PyTree) -> PyTree:
     return treedef.unflatten([old if key else new for new, old, key in pairs])
 
 
-def metadata_names(state: PyTree) -> dict[str, tuple[Any, ...]]:
+def metadata_names(state: PyTree) -> dict[str, tuple[object, ...]]:
     """The author's axis names; Flax has called them three things."""
     names = {}
     for path, variable in nnx.to_flat_state(state):

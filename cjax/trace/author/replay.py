@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
+import numpy as np
 
+from cjax.jax_compat.core import jaxpr_as_fun, make_jaxpr
 from cjax.jax_compat.jaxprs import live
-from cjax.tree import leaf_names
+from cjax.tree import PyTree, leaf_names
 
-PyTree = Any
 Key = jax.Array
 
 
@@ -29,14 +28,14 @@ class Replay:
     used: list[bool]
     run: Callable[..., list[jax.Array]]
 
-    def __call__(self, *args: Any) -> PyTree:
+    def __call__(self, *args: jax.Array) -> PyTree:
         leaves = self.run(*[arg for arg, use in zip(args, self.used, strict=True) if use])
         return jax.tree.unflatten(jax.tree.structure(self.shapes), leaves)
 
 
-def trace_live(function: Callable[..., PyTree], args: Sequence[Any]) -> Replay:
+def trace_live(function: Callable[..., PyTree], args: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> Replay:
     """Traces `function(*args)`, where args are arrays or shapes, and leaves out dead equations and arguments."""
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    closed, shapes = make_jaxpr(function, return_shape=True)(*args)
     needed, used = live(closed)
     return Replay(shapes, used, jaxpr_as_fun(needed))
 
@@ -49,9 +48,9 @@ def replayed(make: Callable[[Key, PyTree], PyTree], batch: PyTree) -> tuple[Call
     """
     leaves, treedef = jax.tree.flatten(batch)
     batch_shape = jax.tree.leaves(jax.eval_shape(lambda batch: batch, batch))
-    traced: dict[Any, Replay] = {}
+    traced: dict[np.dtype, Replay] = {}
 
-    def trace(dtype: Any) -> Replay:
+    def trace(dtype: np.dtype) -> Replay:
         replay = trace_live(
             lambda key, *leaves: make(key, treedef.unflatten(leaves)),
             [jax.ShapeDtypeStruct((), dtype), *batch_shape],

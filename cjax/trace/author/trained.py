@@ -2,23 +2,23 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from cjax.tree import leaf_names
+from cjax.tree import PyTree, leaf_names
 
-PyTree = Any
+# What is trained: a regex on paths, a function of a path and a leaf, one of NNX's filters, or None for all.
+Wrt = object
 
 
-def is_path_rule(wrt: Any) -> bool:
+def is_path_rule(wrt: Wrt) -> bool:
     """Whether `wrt` speaks of paths (a regex, a function) rather than being one of NNX's filters."""
     is_filter = isinstance(wrt, type) or type(wrt).__module__.startswith("flax.")
     return isinstance(wrt, str) or (callable(wrt) and not is_filter)
 
 
-def matcher(wrt: Any) -> Callable[[str, Any], bool]:
+def matcher(wrt: Wrt) -> Callable[[str, PyTree], bool]:
     """`wrt` as a function of a leaf's path and the leaf. None accepts every leaf."""
     if wrt is None:
         return lambda path, leaf: True
@@ -30,10 +30,11 @@ def matcher(wrt: Any) -> Callable[[str, Any], bool]:
         except re.error as error:
             raise ValueError(f"`wrt` = {wrt!r} is not a regular expression: {error}.") from error
         return lambda path, leaf: pattern.search(path) is not None
+    assert callable(wrt)
     return lambda path, leaf: bool(wrt(path, leaf))
 
 
-def check_trained(wrt: Any, params_shape: PyTree, frozen_shape: PyTree) -> None:
+def check_trained(wrt: Wrt, params_shape: PyTree, frozen_shape: PyTree) -> None:
     """Raises ValueError if nothing is trained, or something that has no gradient."""
     if not jax.tree.leaves(params_shape):
         if wrt is None:

@@ -3,10 +3,8 @@
 import collections
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from jax.extend import core as jex
-
+from cjax.jax_compat.core import Atom, Equation, Jaxpr, Literal, Var
 from cjax.trace.jaxpr.sources import GIVEN, follow
 
 Ids = list[int]
@@ -63,16 +61,16 @@ class CutDim:
 class Scope:
     """The dims of the variables of one jaxpr, and of the jaxprs nested in its equations."""
 
-    ids: dict[Any, Ids] = field(default_factory=dict)
-    origin: dict[Any, int] = field(default_factory=dict)
-    source: dict[Any, str] = field(default_factory=dict)  # of what the batch has no part in; see trace/jaxpr/sources.py
+    ids: dict[Var, Ids] = field(default_factory=dict)
+    origin: dict[Var, int] = field(default_factory=dict)
+    source: dict[Var, str] = field(default_factory=dict)  # of what the batch has no part in; see trace/jaxpr/sources.py
     inner: dict[int, "Scope"] = field(default_factory=dict)
 
 
 class Dims:
     """The classes found in a trace: `class_of(id)`, `of(var, scope)`, and the facts a layout reads."""
 
-    def __init__(self, rule: Callable[[Any], Callable[..., bool | None]]) -> None:
+    def __init__(self, rule: Callable[[Equation], Callable[..., bool | None]]) -> None:
         self._rule = rule
         self._parent: list[int] = []
         self.size: list[int] = []
@@ -145,19 +143,19 @@ class Dims:
                 self.unite(a, b)
 
     # -- reading a trace ----------------------------------------------------------------------------------------
-    def of(self, var: Any, scope: Scope | None = None) -> tuple[int, ...]:
+    def of(self, var: Var, scope: Scope | None = None) -> tuple[int, ...]:
         """The classes of the dims of `var`."""
         ids = (scope or self.top).ids.get(var)
         return () if ids is None else tuple(map(self.class_of, ids))
 
-    def ids_of(self, atom: Any, scope: Scope) -> Ids:
-        if isinstance(atom, jex.Literal):
+    def ids_of(self, atom: Atom, scope: Scope) -> Ids:
+        if isinstance(atom, Literal):
             return [self.new(size) for size in getattr(atom.aval, "shape", ())]
         if atom not in scope.ids:
             scope.ids[atom] = [self.new(size) for size in getattr(atom.aval, "shape", ())]
         return scope.ids[atom]
 
-    def run(self, jaxpr: jex.Jaxpr, scope: Scope) -> None:
+    def run(self, jaxpr: Jaxpr, scope: Scope) -> None:
         """Apply the rule of every equation of `jaxpr`."""
         for eqn in jaxpr.eqns:
             ins = [self.ids_of(v, scope) for v in eqn.invars]
@@ -167,7 +165,7 @@ class Dims:
             follow(eqn, scope.source)
 
     def call(
-        self, jaxpr: jex.Jaxpr, ins: Sequence[Ids], origins: Sequence[int | None], sources: Sequence[str | None]
+        self, jaxpr: Jaxpr, ins: Sequence[Ids], origins: Sequence[int | None], sources: Sequence[str | None]
     ) -> tuple[Scope, list[Ids]]:
         """Read a nested jaxpr with its arguments' dims given; returns its scope and its results' dims."""
         scope = Scope(ids=dict(zip(jaxpr.invars, ins, strict=True)))

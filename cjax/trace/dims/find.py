@@ -12,8 +12,7 @@ can be divided.
 
 from collections.abc import Callable, Collection
 
-from jax.extend import core as jex
-
+from cjax.jax_compat.core import ClosedJaxpr, Equation, Literal
 from cjax.trace.dims import rules as dim_rules
 from cjax.trace.dims.classes import Dims as Dims
 from cjax.trace.dims.classes import Ids
@@ -21,10 +20,9 @@ from cjax.trace.dims.classes import Matmul as Matmul
 from cjax.trace.dims.classes import Scope as Scope
 from cjax.trace.dims.classes import Split as Split
 from cjax.trace.jaxpr.sources import GIVEN, WEIGHT
-from cjax.trace.jaxpr.view import Equation
 
 
-def find_dims(closed: jex.ClosedJaxpr, num_weights: int = 0, given: Collection[int] = ()) -> Dims:
+def find_dims(closed: ClosedJaxpr, num_weights: int = 0, given: Collection[int] = ()) -> Dims:
     """Find the dims of a flat trace whose first `num_weights` inputs are parameters.
 
     Args:
@@ -61,7 +59,7 @@ def _rule_of(eqn: Equation) -> Callable[..., bool | None]:
 def _keeping_origin(rule: Callable[..., bool | None]) -> Callable[..., bool | None]:
     def kept(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
         source = eqn.invars[0]
-        if not isinstance(source, jex.Literal) and source in scope.origin:
+        if not isinstance(source, Literal) and source in scope.origin:
             scope.origin[eqn.outvars[0]] = scope.origin[source]
         return rule(dims, eqn, ins, outs, scope)
 

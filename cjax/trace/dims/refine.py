@@ -6,18 +6,18 @@ Equations that can work on the two do; before any other the dim is merged, and t
 always right. The trace is changed by substitution: only equations that touch such a dim are traced anew, a kind once.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
 import jax.core
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from cjax.jax_compat.core import Aval, ClosedJaxpr, Equation, Jaxpr, Literal, Params, Var, make_jaxpr
 from cjax.jax_compat.jaxprs import new_var, place_of
 from cjax.trace.dims.classes import Dims, Scope
 from cjax.trace.dims.find import find_dims
 from cjax.trace.dims.refine_rules import Atom, Form, expand, refined, shape_of, whole
+from cjax.trace.jaxpr.evaluate import put_in_place
 from cjax.trace.jaxpr.identity import equation_key
 from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.jaxpr.simplify import replaced
@@ -60,14 +60,14 @@ def _variable(like: Atom, form: Form) -> Var:
     """A new variable: `like` in this form."""
     aval = like.aval
     if max(form, default=1) > 1:
-        aval = jax.core.ShapedArray(expand(aval.shape, form), aval.dtype, weak_type=aval.weak_type)
+        aval = Aval(expand(aval.shape, form), aval.dtype, weak_type=aval.weak_type)
     return new_var(aval)
 
 
 class _Refiner:
     def __init__(self, dims: Dims, parts: Mapping[tuple[int, int], int]) -> None:
         self._dims, self._parts = dims, parts
-        self._traced: dict[Any, ClosedJaxpr] = {}
+        self._traced: dict[Hashable, ClosedJaxpr] = {}
 
     def form(self, atom: Atom, scope: Scope) -> Form:
         """The form in which a variable is handed on."""
@@ -80,7 +80,7 @@ class _Refiner:
     def jaxpr(self, jaxpr: Jaxpr, scope: Scope, ins: Sequence[Form], outs: Sequence[Form]) -> Jaxpr:
         """`jaxpr` with its inputs and results in the forms given; itself if nothing in it changes."""
         env: Env = {}
-        eqns: list[JaxprEqn] = []
+        eqns: list[Equation] = []
         invars = []
         for var, form in zip(jaxpr.invars, ins, strict=True):
             given = _variable(var, form) if max(form, default=1) > 1 else var
@@ -102,7 +102,7 @@ class _Refiner:
             return jaxpr
         return jaxpr.replace(invars=invars, outvars=outvars, eqns=eqns)
 
-    def equation(self, eqn: JaxprEqn, scope: Scope, env: Env, eqns: list[JaxprEqn]) -> None:
+    def equation(self, eqn: Equation, scope: Scope, env: Env, eqns: list[Equation]) -> None:
         before = tuple(self.form(atom, scope) for atom in eqn.invars)
         after = tuple(self.form(var, scope) for var in eqn.outvars)
         atoms = [replaced(env, atom) for atom in eqn.invars]
@@ -117,7 +117,7 @@ class _Refiner:
         env.update(zip(eqn.outvars, results, strict=True))
 
     def convert(
-        self, eqns: list[JaxprEqn], atom: Atom, like: Atom, have: Form, want: Form, near: JaxprEqn | None
+        self, eqns: list[Equation], atom: Atom, like: Atom, have: Form, want: Form, near: Equation | None
     ) -> Atom:
         """`atom`, which holds `like` in the form `have`, in the form `want`."""
         if have == want:
@@ -128,7 +128,7 @@ class _Refiner:
             self._traced[key] = _trace(lambda x: [lax.reshape(x, shape)], [like], [have])
         return _inline(self._traced[key], [atom], near, eqns)[0]
 
-    def scan(self, eqn: JaxprEqn, scope: Scope, env: Env, eqns: list[JaxprEqn]) -> None:
+    def scan(self, eqn: Equation, scope: Scope, env: Env, eqns: list[Equation]) -> None:
         loop, inner = scan_of(eqn), scope.inner[id(eqn)]
         body = loop.closed
         ins = [self.form(var, inner) for var in body.jaxpr.invars]
@@ -139,7 +139,7 @@ class _Refiner:
         params = eqn.params if new is body.jaxpr else eqn.params | {"jaxpr": ClosedJaxpr(new, body.consts)}
         self._nested(eqn, params, ins, outs, scope, env, eqns)
 
-    def remat(self, eqn: JaxprEqn, scope: Scope, env: Env, eqns: list[JaxprEqn]) -> None:
+    def remat(self, eqn: Equation, scope: Scope, env: Env, eqns: list[Equation]) -> None:
         body, inner = eqn.params["jaxpr"], scope.inner[id(eqn)]
         ins = [self.form(var, inner) for var in body.invars]
         outs = [self.form(atom, inner) for atom in body.outvars]
@@ -149,13 +149,13 @@ class _Refiner:
 
     def _nested(
         self,
-        eqn: JaxprEqn,
-        params: dict[str, Any],
+        eqn: Equation,
+        params: Params,
         ins: Sequence[Form],
         outs: Sequence[Form],
         scope: Scope,
         env: Env,
-        eqns: list[JaxprEqn],
+        eqns: list[Equation],
     ) -> None:
         """`eqn` around a changed body that takes and gives the forms `ins` and `outs`."""
         atoms = [
@@ -172,20 +172,13 @@ class _Refiner:
             env[var] = self.convert(eqns, result, var, form, self.form(var, scope), eqn)
 
 
-def _trace(function: Any, atoms: Sequence[Atom], forms: Sequence[Form]) -> ClosedJaxpr:
-    avals: list[Any] = [_variable(atom, form).aval for atom, form in zip(atoms, forms, strict=True)]
+def _trace(function: Callable[..., list[jax.Array]], atoms: Sequence[Atom], forms: Sequence[Form]) -> ClosedJaxpr:
+    avals = [_variable(atom, form).aval for atom, form in zip(atoms, forms, strict=True)]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
-    return jax.make_jaxpr(function)(*shapes)
+    return make_jaxpr(function)(*shapes)
 
 
-def _inline(closed: ClosedJaxpr, atoms: Sequence[Atom], near: JaxprEqn | None, eqns: list[JaxprEqn]) -> list[Atom]:
+def _inline(closed: ClosedJaxpr, atoms: Sequence[Atom], near: Equation | None, eqns: list[Equation]) -> list[Atom]:
     """Append the equations of `closed` on `atoms`, as if the author had written them where `near` stands."""
-    env: Env = dict(zip(closed.jaxpr.invars, atoms, strict=True))
-    assert not closed.consts
-    for eqn in closed.jaxpr.eqns:
-        outvars = [new_var(var.aval) for var in eqn.outvars]
-        invars = [replaced(env, atom) for atom in eqn.invars]
-        env.update(zip(eqn.outvars, outvars, strict=True))
-        place = {} if near is None else place_of(near)
-        eqns.append(eqn.replace(invars=invars, outvars=outvars, **place))
-    return [replaced(env, atom) for atom in closed.jaxpr.outvars]
+    place = {} if near is None else place_of(near)
+    return put_in_place(closed, atoms, eqns, lambda eqn: place)

@@ -5,18 +5,18 @@ A rule is `rule(eqn, ins, before, after)`: the operands in the forms `before`; i
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import jax
 from jax import lax
-from jax.extend.core import JaxprEqn
 
+from cjax.jax_compat.core import Atom, Equation
 from cjax.jax_compat.random import is_threefry
+from cjax.trace.jaxpr.evaluate import bind_as_is
 from cjax.trace.jaxpr.primitives import goes_by_element, having
 
-Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 Form = tuple[int, ...]  # parts that each dim is made of: [embed, 3 * heads] in the form (1, 3) is [embed, 3, heads]
 Forms = Sequence[Form]
-Rule = Callable[[JaxprEqn, Sequence[Any], Forms, Forms], list[Any] | None]
+Rule = Callable[[Equation, Sequence[jax.Array], Forms, Forms], list[jax.Array] | None]
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
@@ -34,7 +34,7 @@ def expand(shape: Sequence[int], form: Form) -> tuple[int, ...]:
     return tuple(n for piece in pieces for n in piece)
 
 
-def refined(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any]:
+def refined(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array]:
     """The results of one equation, operands and results in the forms given."""
     name = eqn.primitive.name
     rule = RULES.get(name) or (_elementwise if goes_by_element(eqn) else None)
@@ -46,16 +46,15 @@ def refined(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> l
     return outs
 
 
-def _out_shape(eqn: JaxprEqn, after: Forms, index: int = 0) -> tuple[int, ...]:
+def _out_shape(eqn: Equation, after: Forms, index: int = 0) -> tuple[int, ...]:
     return expand(shape_of(eqn.outvars[index]), after[index])
 
 
-def _bind(eqn: JaxprEqn, ins: Sequence[Any], **changed: Any) -> list[Any]:
-    outs = eqn.primitive.bind(*ins, **(eqn.primitive.get_bind_params(eqn.params) | changed))
-    return list(outs) if eqn.primitive.multiple_results else [outs]
+def _bind(eqn: Equation, ins: Sequence[jax.Array], **changed: object) -> list[jax.Array]:
+    return bind_as_is(eqn, ins, eqn.params | changed)
 
 
-def _reshaped(x: Any, shape: Sequence[int]) -> Any:
+def _reshaped(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return x if x.shape == tuple(shape) else lax.reshape(x, tuple(shape))
 
 
@@ -72,7 +71,7 @@ def _joined(places: Sequence[Sequence[int]], dims: Sequence[int]) -> tuple[int, 
     return tuple(place for dim in dims for place in places[dim])
 
 
-def _elementwise(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+def _elementwise(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array] | None:
     operands = []
     for x, atom, form in zip(ins, eqn.invars, before, strict=True):
         shape = shape_of(atom)
@@ -87,7 +86,7 @@ def _elementwise(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms)
     return _bind(eqn, operands)
 
 
-def _broadcast_in_dim(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+def _broadcast_in_dim(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array] | None:
     places, dims = _places(after[0]), []
     sizes = zip(shape_of(eqn.invars[0]), before[0], eqn.params["broadcast_dimensions"], strict=True)
     for size, num, dim in sizes:
@@ -97,26 +96,26 @@ def _broadcast_in_dim(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: F
     return [lax.broadcast_in_dim(ins[0], _out_shape(eqn, after), dims)]
 
 
-def _transpose(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+def _transpose(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array] | None:
     permutation = eqn.params["permutation"]
     if after[0] != tuple(before[0][dim] for dim in permutation):
         return None
     return _bind(eqn, ins, permutation=_joined(_places(before[0]), permutation))
 
 
-def _reduction(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+def _reduction(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array] | None:
     axes = eqn.params["axes"]
     if after[0] != tuple(num for dim, num in enumerate(before[0]) if dim not in axes):
         return None
     return _bind(eqn, ins, axes=_joined(_places(before[0]), axes))
 
 
-def _reshape(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+def _reshape(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array] | None:
     # Both forms list the same elements in the same order, so one reshape leads from the one to the other.
     return None if eqn.params.get("dimensions") is not None else [_reshaped(ins[0], _out_shape(eqn, after))]
 
 
-def _slice(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+def _slice(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array] | None:
     p, shape = eqn.params, shape_of(eqn.invars[0])
     strides = p["strides"] or (1,) * len(shape)
     starts, limits, steps = [], [], []
@@ -137,7 +136,7 @@ def _slice(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> li
     return [_reshaped(lax.slice(ins[0], starts, limits, steps), _out_shape(eqn, after))]
 
 
-def _split(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+def _split(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array] | None:
     axis, sizes, (form,) = eqn.params["axis"], eqn.params["sizes"], before
     place, num = _places(form)[axis][0], form[axis]
     kept = (*form[:axis], 1, *form[axis + 1 :])
@@ -150,7 +149,7 @@ def _split(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> li
     return [lax.index_in_dim(ins[0], i, place, keepdims=False) for i in range(num)]
 
 
-def _dot_general(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+def _dot_general(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array] | None:
     (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
     lhs, rhs = before
     if eqn.params.get("out_sharding") is not None:
@@ -167,7 +166,7 @@ def _dot_general(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms)
     return _bind(eqn, ins, dimension_numbers=numbers)
 
 
-def _random_bits(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+def _random_bits(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array] | None:
     # Threefry numbers its bits in row-major order, whatever the shape; other generators promise nothing.
     key: Atom = eqn.invars[0]
     if key.aval.shape or not is_threefry(key.aval.dtype):
@@ -175,7 +174,7 @@ def _random_bits(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms)
     return _bind(eqn, ins, shape=_out_shape(eqn, after))
 
 
-def _iota(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+def _iota(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array] | None:
     if after[0][eqn.params["dimension"]] > 1 or eqn.params.get("sharding") is not None:
         return None
     place = _places(after[0])[eqn.params["dimension"]][0]
@@ -185,7 +184,7 @@ def _iota(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> lis
 def _along(name: str) -> Rule:
     """For primitives that work along one dim, which must be whole."""
 
-    def rule(eqn: JaxprEqn, ins: Sequence[Any], before: Forms, after: Forms) -> list[Any] | None:
+    def rule(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array] | None:
         dim = eqn.params[name]
         if after[0][dim] > 1 or any(form != after[0] for form in before):
             return None

@@ -7,12 +7,11 @@ unites ids and may return False to say that it could not relate anything, which 
 import dataclasses
 from typing import Any
 
-from jax.extend import core as jex
-
+from cjax.jax_compat.core import Equation, Literal, Var
 from cjax.trace.dims.classes import CutDim, Dims, Ids, Matmul, Scope
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.sources import GIVEN, WEIGHT
-from cjax.trace.jaxpr.view import Equation, scan_of
+from cjax.trace.jaxpr.view import scan_of
 
 # Results that hold the same numbers as their first operand: a weight stays a weight through them.
 KEEPS_ORIGIN = (having("view") - having("stops")) | named("slice dynamic_slice")
@@ -190,7 +189,7 @@ def dot_general(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scop
     out += [d for i, d in enumerate(lhs) if i not in lc and i not in lb]
     out += [d for i, d in enumerate(rhs) if i not in rc and i not in rb]
     dims.unite_all(out, outs[0])
-    origin = [None if isinstance(v, jex.Literal) else scope.origin.get(v) for v in eqn.invars]
+    origin = [None if isinstance(v, Literal) else scope.origin.get(v) for v in eqn.invars]
     contracted, batched = tuple(lhs[i] for i in lc), tuple(lhs[i] for i in lb)
     numbers = (tuple(lc), tuple(rc))
     out, weights = tuple(outs[0]), _are_weights(eqn, scope)
@@ -200,11 +199,11 @@ def dot_general(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scop
 
 
 def _are_weights(eqn: Equation, scope: Scope) -> tuple[bool, bool]:
-    first, second = (not isinstance(v, jex.Literal) and _is_weight(v, scope) for v in eqn.invars)
+    first, second = (not isinstance(v, Literal) and _is_weight(v, scope) for v in eqn.invars)
     return first, second
 
 
-def _is_weight(var: Any, scope: Scope) -> bool:
+def _is_weight(var: Var, scope: Scope) -> bool:
     return var in scope.origin or scope.source.get(var) == WEIGHT
 
 
@@ -217,7 +216,7 @@ def conv(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scop
     grouped = eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1
     if not grouped:
         dims.unite(lhs[x[1]], rhs[w[1]])
-        origin = [None if isinstance(v, jex.Literal) else scope.origin.get(v) for v in eqn.invars]
+        origin = [None if isinstance(v, Literal) else scope.origin.get(v) for v in eqn.invars]
         channels = (rhs[w[1]], rhs[w[0]])  # the window's own dims are never split
         contracting = ((x[1],), (0,))
         out = tuple(outs[0])
@@ -251,7 +250,7 @@ def gather(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Sc
     for i, k in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         dims.unite_all([operand[i]], [indices[k]])
     source = eqn.invars[0]
-    if not isinstance(source, jex.Literal) and source in scope.origin and numbers.collapsed_slice_dims:
+    if not isinstance(source, Literal) and source in scope.origin and numbers.collapsed_slice_dims:
         dims.tables.append((scope.origin[source], operand[numbers.collapsed_slice_dims[0]], tuple(looked_up)))
 
 
@@ -289,11 +288,11 @@ def leading(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: S
 
 # -- equations that hold jaxprs ---------------------------------------------------------------------------------
 def _origins(eqn: Equation, scope: Scope) -> list[int | None]:
-    return [None if isinstance(v, jex.Literal) else scope.origin.get(v) for v in eqn.invars]
+    return [None if isinstance(v, Literal) else scope.origin.get(v) for v in eqn.invars]
 
 
 def _sources(eqn: Equation, scope: Scope) -> list[str | None]:
-    return [GIVEN if isinstance(v, jex.Literal) else scope.source.get(v) for v in eqn.invars]
+    return [GIVEN if isinstance(v, Literal) else scope.source.get(v) for v in eqn.invars]
 
 
 def call(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:

@@ -3,11 +3,10 @@ is no class, is named before it turns into NaN or a wrong row on the devices."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from jax import lax
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal, Var, jaxprs_in_params
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.view import is_scan, scan_of
 
@@ -73,7 +72,10 @@ class _Compared:
     or_equal: bool = False  # less than or equal to it
 
 
-def index_limits(closed: jex.ClosedJaxpr, inputs: Sequence[int]) -> dict[int, Limits]:
+Known = _Index | _Compared | int | None  # of a variable; a number is a constant
+
+
+def index_limits(closed: ClosedJaxpr, inputs: Sequence[int]) -> dict[int, Limits]:
     """For each of `inputs` that is looked up unchanged, the size of the smallest table it is looked up in.
 
     A lookup whose author asks for indices to be clipped takes any. An index that is first compared with a number and
@@ -102,15 +104,15 @@ def _as_told(limits: Limits, told: Sequence["_Compared"]) -> Limits:
 
 
 def _walk(
-    jaxpr: jex.Jaxpr,
-    known: dict[Any, _Index | _Compared | int],
+    jaxpr: Jaxpr,
+    known: dict[Var, _Index | _Compared | int],
     limits: dict[int, Limits],
     told: set[_Compared],
 ) -> None:
     """Adds to `limits` what the equations of `jaxpr` look up, and to `told` the comparisons that something else than a
     lookup reads; `known` are its variables, and gets more of them."""
     for eqn in jaxpr.eqns:
-        found = [_constant(v) if isinstance(v, jex.Literal) else known.get(v) for v in eqn.invars]
+        found = [_constant(v) if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
         name, inside, result = eqn.primitive.name, _body(eqn), None
         if name in PASSES:
             result = found[0]
@@ -121,7 +123,7 @@ def _walk(
         elif inside:
             _enter(eqn, found, limits, told)
         elif isinstance(index := found[0] if found else None, _Index):
-            second: Any = eqn.invars[-1].aval
+            second = eqn.invars[-1].aval
             if name == "add" and not second.shape:
                 result = dataclasses.replace(index, shifted=True)
             elif not index.shifted and len(found) == 2 and isinstance(number := found[1], int):
@@ -130,10 +132,10 @@ def _walk(
             known.update(dict.fromkeys(eqn.outvars, result))
         elif not inside:
             told.update(each for each in found if isinstance(each, _Compared))
-            if any(True for _ in jex.jaxprs_in_params(eqn.params)):  # not followed: it may tell anything from anything
+            if any(True for _ in jaxprs_in_params(eqn.params)):  # not followed: it may tell anything from anything
                 inputs = {each.input for each in found if isinstance(each, _Index)}
                 told.update(_Compared(i, True, 0, False, True) for i in inputs)
-    outs = [known.get(v) for v in jaxpr.outvars if not isinstance(v, jex.Literal)]
+    outs = [known.get(v) for v in jaxpr.outvars if not isinstance(v, Literal)]
     told.update(each for each in outs if isinstance(each, _Compared))
 
 
@@ -144,11 +146,11 @@ def _compared(name: str, index: int, number: int) -> _Compared | None:
     return _Compared(index, True, number, name == "gt", tells, or_equal=True) if name in TELL_NEGATIVE else None
 
 
-def _constant(literal: Any) -> int | None:
+def _constant(literal: Literal) -> int | None:
     return int(literal.val) if literal.aval.dtype.kind in "iu" and not literal.aval.shape else None
 
 
-def _selected(condition: Any, if_false: Any, if_true: Any) -> _Index | None:
+def _selected(condition: Known, if_false: Known, if_true: Known) -> _Index | None:
     if isinstance(if_false, _Index) and isinstance(if_true, _Index):
         # i < 0 ? i + size : i is NumPy's negative index
         return min(if_false, if_true, key=lambda case: case.shifted) if if_false.input == if_true.input else None
@@ -162,21 +164,21 @@ def _selected(condition: Any, if_false: Any, if_true: Any) -> _Index | None:
     return dataclasses.replace(index, for_negative=replaced) if condition.number == 0 else None
 
 
-def _look_up(eqn: jex.JaxprEqn, index: Any, limits: dict[int, Limits]) -> None:
+def _look_up(eqn: Equation, index: Known, limits: dict[int, Limits]) -> None:
     dims = eqn.params["dimension_numbers"].collapsed_slice_dims
     clips = eqn.params["mode"] == lax.GatherScatterMode.CLIP
     if isinstance(index, _Index) and not index.shifted and len(dims) == 1 and not clips:
-        table: Any = eqn.invars[0].aval
+        table = eqn.invars[0].aval
         found = index.limits(table.shape[dims[0]])
         limits[index.input] = found.join(limits[index.input]) if index.input in limits else found
 
 
-def _body(eqn: jex.JaxprEqn) -> str:
+def _body(eqn: Equation) -> str:
     """The parameter with the jaxpr that takes an equation's own inputs, be it once or at each turn."""
     return "jaxpr" if is_scan(eqn) else facts_of(eqn).body
 
 
-def _enter(eqn: jex.JaxprEqn, found: list[Any], limits: dict[int, Limits], told: set[_Compared]) -> None:
+def _enter(eqn: Equation, found: list[Known], limits: dict[int, Limits], told: set[_Compared]) -> None:
     """Follows what is not carried from turn to turn into a loop, or all into a block that is made again."""
     body = eqn.params[_body(eqn)]
     body = getattr(body, "jaxpr", body)

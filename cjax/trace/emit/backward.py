@@ -8,25 +8,28 @@ Parallelism, 2024).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import Atom, Equation, Jaxpr, Literal, Var, make_jaxpr
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.emit.emit import bind
+from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.jaxpr.simplify import simplify
+from cjax.trace.jaxpr.view import literal_of
+from cjax.tree import PyTree
 
-Arrays = list[Any]
+Arrays = list[jax.Array]
 Function = Callable[[Arrays, Arrays, Arrays], Arrays]  # weights, fixed, moving -> moving
 
 
-def is_real(array: Any) -> bool:
+def is_real(array: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.inexact))
 
 
@@ -48,9 +51,9 @@ class Derivative:
         self._num_moving = len(moving)
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*weights, *fixed, *moving)]
         self._sizes = len(weights), len(fixed), len(moving)
-        trees: list[Any] = []
+        trees: list[PyTree] = []
 
-        def probe(*args: Any) -> tuple[Arrays, Arrays]:
+        def probe(*args: jax.Array) -> tuple[Arrays, Arrays]:
             weights, fixed, moving = self._cut(args)
 
             def of(weights: Arrays, real: Arrays) -> tuple[Arrays, Arrays]:
@@ -65,8 +68,8 @@ class Derivative:
             trees.append(tree)
             return outs, leaves
 
-        self._forward = simplify(jax.make_jaxpr(probe)(*structs))
-        jaxpr: Any = self._forward.jaxpr
+        self._forward = simplify(make_jaxpr(probe)(*structs))
+        jaxpr = self._forward.jaxpr
         self._outs, self._leaves = jaxpr.outvars[: len(moving)], jaxpr.outvars[len(moving) :]
         self._saved = self._choose(jaxpr)
         self.saved = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._saved]
@@ -75,7 +78,7 @@ class Derivative:
             return jax.tree.unflatten(trees[-1], leaves)(gradients)
 
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._leaves]
-        self._backward = simplify(jax.make_jaxpr(pulled)(shapes, [structs[i - len(moving)] for i in self._real]))
+        self._backward = simplify(make_jaxpr(pulled)(shapes, [structs[i - len(moving)] for i in self._real]))
         self._divide()
 
     def forward(self, weights: Arrays, fixed: Arrays, moving: Arrays) -> tuple[Arrays, Arrays]:
@@ -113,7 +116,7 @@ class Derivative:
         return [next(found) if i in self._real else jnp.zeros_like(g) for i, g in enumerate(gradients)]
 
     # -- what is saved --
-    def _choose(self, jaxpr: Any) -> list[Any]:
+    def _choose(self, jaxpr: Jaxpr) -> list[Var]:
         """Residuals to store. All others are made again from weights, from what is fixed, and from these.
 
         Residuals that come of the same results of matmuls and reductions are looked at together: either those results
@@ -123,11 +126,11 @@ class Derivative:
         known = set(jaxpr.invars[: num_weights + num_fixed]) | set(jaxpr.constvars)
         maker = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         order = {var: at for at, var in enumerate(v for eqn in jaxpr.eqns for v in eqn.outvars)}
-        wanted = dict.fromkeys(v for v in self._leaves if not isinstance(v, jex.Literal) and v not in known)
-        saved: list[Any] = []
+        wanted = dict.fromkeys(v for v in self._leaves if not isinstance(v, Literal) and v not in known)
+        saved: list[Var] = []
         for family in _families(sorted(wanted, key=lambda v: order.get(v, -1)), known, maker):
             there = known | set(saved)
-            direct: list[Any] = []
+            direct: list[Var] = []
             for var in family:
                 if _roots(var, there | set(direct), maker):
                     direct.append(var)
@@ -136,34 +139,34 @@ class Derivative:
         self._remake = _slice(jaxpr.eqns, [*self._leaves], known | set(saved))
         return saved
 
-    def _remade(self, weights: Arrays, fixed: Arrays, saved: Arrays) -> dict[Any, Any]:
+    def _remade(self, weights: Arrays, fixed: Arrays, saved: Arrays) -> dict[Var, jax.Array]:
         """The backward trace's residuals."""
         env = self._inputs(weights, fixed, [])
         env.update(zip(self._saved, saved, strict=True))
         _evaluate(self._remake, env)
-        jaxpr: Any = self._backward.jaxpr
+        jaxpr = self._backward.jaxpr
         inside = dict(zip(jaxpr.constvars, self._backward.consts, strict=True))
         return inside | dict(zip(jaxpr.invars, _read(env, self._leaves), strict=False))
 
-    def _take(self, env: dict[Any, Any], gradients: Arrays) -> None:
+    def _take(self, env: dict[Var, jax.Array], gradients: Arrays) -> None:
         names = self._backward.jaxpr.invars[len(self._leaves) :]
         env.update(zip(names, [gradients[i] for i in self._real], strict=True))
 
     # -- the two halves --
     def _divide(self) -> None:
-        jaxpr: Any = self._backward.jaxpr
+        jaxpr = self._backward.jaxpr
         weights, moving = self._results()
         self._first = _slice(jaxpr.eqns, moving, jaxpr.invars)
         made = {var for eqn in self._first for var in eqn.outvars}
         live = {v for eqn in self._first for v in variables(eqn)}
-        live |= {v for v in moving if not isinstance(v, jex.Literal)}
+        live |= {v for v in moving if not isinstance(v, Literal)}
         # A gradient that the first half makes on the way crosses over. What only shares an equation with it is made
         # again: of a region's results the compiler drops those that are not read.
         there = {*jaxpr.invars[: len(self._leaves)], *jaxpr.constvars}
         given = {*(made & live), *jaxpr.invars[len(self._leaves) :]}
         self._second = _slice(jaxpr.eqns, weights, there | given)
         needed = {v for eqn in self._second for v in variables(eqn)}
-        needed |= {v for v in weights if not isinstance(v, jex.Literal)}
+        needed |= {v for v in weights if not isinstance(v, Literal)}
         every = dict.fromkeys([*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)])
         maker = {var: eqn for eqn in self._first for var in eqn.outvars}
         self._crossing = []
@@ -173,26 +176,26 @@ class Derivative:
         self._second = _slice(jaxpr.eqns, weights, there | set(self._crossing))
         self.crossing = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._crossing]
 
-    def _results(self) -> tuple[list[Any], list[Any]]:
-        outvars: Any = self._backward.jaxpr.outvars
+    def _results(self) -> tuple[list[Atom], list[Atom]]:
+        outvars = self._backward.jaxpr.outvars
         return list(outvars[: self._sizes[0]]), list(outvars[self._sizes[0] :])
 
     # -- evaluation --
-    def _cut(self, args: Sequence[Any]) -> tuple[Arrays, Arrays, Arrays]:
+    def _cut(self, args: Sequence[jax.Array]) -> tuple[Arrays, Arrays, Arrays]:
         a, b, _ = self._sizes
         return list(args[:a]), list(args[a : a + b]), list(args[a + b :])
 
-    def _inputs(self, weights: Arrays, fixed: Arrays, moving: Arrays) -> dict[Any, Any]:
-        jaxpr: Any = self._forward.jaxpr
+    def _inputs(self, weights: Arrays, fixed: Arrays, moving: Arrays) -> dict[Var, jax.Array]:
+        jaxpr = self._forward.jaxpr
         env = dict(zip(jaxpr.constvars, self._forward.consts, strict=True))
         env.update(zip(jaxpr.invars, (*weights, *fixed, *moving), strict=False))
         return env
 
 
-def _roots(var: Any, known: set[Any], maker: Mapping[Any, Any]) -> list[Any]:
+def _roots(var: Var, known: set[Var], maker: Mapping[Var, Equation]) -> list[Var]:
     """What has to be saved for cheap equations to make `var` of it; nothing, if it can be made of what is known."""
-    found: dict[Any, None] = {}
-    seen: set[Any] = set()
+    found: dict[Var, None] = {}
+    seen: set[Var] = set()
     queue = [var]
     while queue:
         now = queue.pop()
@@ -207,9 +210,9 @@ def _roots(var: Any, known: set[Any], maker: Mapping[Any, Any]) -> list[Any]:
     return list(found)
 
 
-def _families(wanted: Sequence[Any], known: set[Any], maker: Mapping[Any, Any]) -> list[list[Any]]:
+def _families(wanted: Sequence[Var], known: set[Var], maker: Mapping[Var, Equation]) -> list[list[Var]]:
     """`wanted` by the roots that they have in common."""
-    families: list[tuple[set[Any], list[Any]]] = []
+    families: list[tuple[set[Var], list[Var]]] = []
     for var in wanted:
         roots, members = set(_roots(var, known, maker)), [var]
         for other in [each for each in families if each[0] & roots]:
@@ -219,19 +222,19 @@ def _families(wanted: Sequence[Any], known: set[Any], maker: Mapping[Any, Any]) 
     return [members for roots, members in families if roots]
 
 
-def _bytes(var: Any) -> int:
+def _bytes(var: Var) -> int:
     aval = var.aval
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)
 
 
-def _is_key(var: Any) -> bool:
+def _is_key(var: Var) -> bool:
     return bool(jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key))
 
 
-def _slice(eqns: Sequence[Any], targets: Sequence[Any], known: Any) -> list[Any]:
+def _slice(eqns: Sequence[Equation], targets: Sequence[Atom], known: Iterable[Var]) -> list[Equation]:
     """The equations that make `targets` of what is known."""
     known = set(known)
-    live = {v for v in targets if not isinstance(v, jex.Literal)} - known
+    live = {v for v in targets if not isinstance(v, Literal)} - known
     found = []
     for eqn in reversed(eqns):
         if live & set(eqn.outvars):
@@ -240,17 +243,23 @@ def _slice(eqns: Sequence[Any], targets: Sequence[Any], known: Any) -> list[Any]
     return found[::-1]
 
 
-def _evaluate(eqns: Sequence[Any], env: dict[Any, Any]) -> None:
-    for eqn in eqns:
-        with jax.named_scope(str(name_stack(eqn))):
-            outs = bind(eqn, _read(env, eqn.invars))
-        for var, out in zip(eqn.outvars, outs, strict=True):
+def _evaluate(eqns: Sequence[Equation], env: dict[Var, jax.Array]) -> None:
+    """Into `env`, the results of equations, but for those that are there already: saved, or handed over."""
+
+    def write(results: Iterable[tuple[Var, jax.Array]]) -> None:
+        for var, out in results:
             env.setdefault(var, out)
 
+    def apply(step: Step[Equation, Var], ins: Arrays) -> Arrays:
+        with jax.named_scope(str(name_stack(step.of))):
+            return bind(step.of, ins)
 
-def _read(env: dict[Any, Any], atoms: Sequence[Any]) -> Arrays:
-    return [_number(atom) if isinstance(atom, jex.Literal) else env[atom] for atom in atoms]
+    evaluate(equations(eqns), env.__getitem__, write, lambda eqn, place: _number(literal_of(eqn, place)), apply)
 
 
-def _number(literal: Any) -> np.ndarray:
-    return np.asarray(literal.val, literal.aval.dtype)
+def _read(env: dict[Var, jax.Array], atoms: Sequence[Atom]) -> Arrays:
+    return [_number(atom) if isinstance(atom, Literal) else env[atom] for atom in atoms]
+
+
+def _number(literal: Literal) -> jax.Array:
+    return cast(jax.Array, np.asarray(literal.val, literal.aval.dtype))  # NumPy's serves wherever JAX's does

@@ -5,24 +5,27 @@ weight becomes ready for use, how an equation is evaluated (precision, a matmul 
 (sharding constraints). Nothing of this stays at run time: the outcome is one jaxpr, as if written by hand.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex
+from jax.typing import ArrayLike
 
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Params, Var
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.compared import SCATTERED, scattered
+from cjax.trace.jaxpr.evaluate import Step, bind_as_is, equation, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group, arrange, variables
 from cjax.trace.jaxpr.primitives import facts_of
-from cjax.trace.jaxpr.view import Equation, scan_of
+from cjax.trace.jaxpr.view import is_scan, literal_of, scan_of
 from cjax.trace.layers.repeats import RepeatedLayers
 
-Policy = Callable[..., Any]
+Values = list[jax.Array]
+Body = Callable[..., Any]  # of a loop, or a layer: what it takes and gives is its maker's
 
 
 class Hooks:
@@ -32,41 +35,40 @@ class Hooks:
         """Input `leaf`, or one layer of it, is about to be used."""
         return value
 
-    def equation(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any]:
+    def equation(self, eqn: Equation, ins: Values, scope: Scope) -> Values:
         """The results of one equation."""
         return bind(eqn, ins)
 
-    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
+    def groups(self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope) -> Sequence[Group[object]]:
         """Which of these equations to evaluate together; `results` are variables read after the last of them."""
         return []
 
-    def group(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+    def group(self, group: Group, ins: Values, changed: Changed, scope: Scope) -> Values:
         """The results of a group, of which some literals may be `changed`."""
         raise AssertionError("whoever makes groups evaluates them")
 
-    def carry(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
+    def carry(self, var: Var, value: jax.Array, scope: Scope) -> jax.Array:
         """A value enters, or is handed on within, a stack of layers."""
         return value
 
-    def layer(self, body: Callable[..., Any]) -> Callable[..., Any]:
+    def layer(self, body: Body) -> Body:
         """The body of a stack of layers: the place for remat."""
         return body
 
-    def block(self, body: Callable[..., Any]) -> Callable[..., Any]:
+    def block(self, body: Body) -> Body:
         """One layer whose weights are ready for use: the place for remat, where no loop is around it."""
         return body
 
 
-def bind(eqn: Equation, ins: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
-    """Evaluate one equation as it stands, or with other parameters."""
-    given = eqn.params if params is None else params
+def bind(eqn: Equation, ins: Sequence[ArrayLike], params: Params | None = None) -> Values:
+    """Evaluate one equation as it stands, or with other parameters; its derivative is defined wherever the author's is
+    meant to be."""
     if eqn.primitive.name in SCATTERED:
-        return [scattered(eqn.primitive, given, *map(jnp.asarray, ins))]
-    out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(given))
-    return list(out) if eqn.primitive.multiple_results else [out]
+        return [scattered(eqn, eqn.params if params is None else params, *map(jnp.asarray, ins))]
+    return bind_as_is(eqn, ins, params)
 
 
-def layer_of(eqns: Sequence[Any], run: RepeatedLayers) -> tuple[Sequence[Any], list[Any]]:
+def layer_of(eqns: Sequence[Equation], run: RepeatedLayers) -> tuple[Sequence[Equation], list[Var]]:
     """The equations of the layer that stands for all of a stack, and the variables of it that are read afterwards."""
     t = run.template
     results = [written for _, _, written, _ in run.carries]
@@ -88,10 +90,10 @@ class Env:
     """What the variables of a trace, or of a body in it, stand for."""
 
     scope: Scope
-    values: dict[Any, Any] = field(default_factory=dict)
-    stacks: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    values: dict[Var, jax.Array | ReadyWeight] = field(default_factory=dict)
+    stacks: dict[tuple[Atom, ...], jax.Array | ReadyWeight] = field(default_factory=dict)
 
-    def give(self, leaves: Sequence[int], variables: Sequence[Any], value: Any) -> None:
+    def give(self, leaves: Sequence[int], variables: Sequence[Var], value: jax.Array) -> None:
         """Inputs of the trace as they are stored: one as it is, several stacked on dim 0."""
         if len(leaves) == 1:
             self.values[variables[0]] = ReadyWeight(leaves[0], value)
@@ -102,7 +104,7 @@ class Env:
 
 
 def emit(
-    closed: jex.ClosedJaxpr,
+    closed: ClosedJaxpr,
     runs: Sequence[RepeatedLayers],
     scope: Scope,
     in_groups: Sequence[tuple[int, ...]],
@@ -133,14 +135,26 @@ def emit(
     return run
 
 
+def number(changed: Changed) -> Callable[[Equation, int], jax.Array]:
+    """Reads an operand that is a number: as it is written, or as it is `changed`."""
+    return lambda eqn, place: changed.get((id(eqn), place), literal_of(eqn, place).val)
+
+
+def _step(item: Equation | Group[object]) -> Step[Equation | Group[object], Var]:
+    if isinstance(item, Group):
+        return Step(item, item.ins, item.outs)
+    # A loop takes its operands itself: weights as they are stored.
+    return Step(item, (), tuple(item.outvars)) if is_scan(item) else Step(item, *equation(item)[1:])
+
+
 class Emitter:
     """Evaluates a trace, or parts of one."""
 
     def __init__(self, hooks: Hooks) -> None:
         self.hooks = hooks
 
-    def read(self, env: Env, atom: Any) -> Any:
-        if isinstance(atom, jex.Literal):
+    def read(self, env: Env, atom: Atom) -> jax.Array:
+        if isinstance(atom, Literal):
             return atom.val
         value = env.values[atom]
         if isinstance(value, ReadyWeight):
@@ -148,15 +162,15 @@ class Emitter:
             value = env.values[atom] = self.hooks.weight(value.leaf, array)
         return value
 
-    def raw(self, env: Env, atom: Any) -> Any:
+    def raw(self, env: Env, atom: Atom) -> jax.Array:
         """The value as it is stored, for a loop that will take it apart itself."""
-        if not isinstance(atom, jex.Literal):
+        if not isinstance(atom, Literal):
             value = env.values[atom]
             if isinstance(value, ReadyWeight) and value.index is None:
                 return value.value
         return self.read(env, atom)
 
-    def collect(self, env: Env, group: tuple[Any, ...]) -> Any:
+    def collect(self, env: Env, group: tuple[Atom, ...]) -> jax.Array:
         """One output group: an array that is there already, or its members stacked."""
         if len(group) == 1:
             return jnp.asarray(self.raw(env, group[0]))
@@ -165,7 +179,7 @@ class Emitter:
             return stack.value if isinstance(stack, ReadyWeight) else stack
         return jnp.stack([self.read(env, var) for var in group])
 
-    def body(self, jaxpr: Any, env: Env, runs: Sequence[RepeatedLayers] = ()) -> None:
+    def body(self, jaxpr: Jaxpr, env: Env, runs: Sequence[RepeatedLayers] = ()) -> None:
         index = 0
         for run in runs:
             self.stretch(jaxpr, index, run.start, env)
@@ -173,31 +187,30 @@ class Emitter:
             index = run.stop
         self.stretch(jaxpr, index, len(jaxpr.eqns), env)
 
-    def stretch(self, jaxpr: Any, start: int, stop: int, env: Env) -> None:
+    def stretch(self, jaxpr: Jaxpr, start: int, stop: int, env: Env) -> None:
         later = [var for eqn in jaxpr.eqns[stop:] for var in variables(eqn)]
         self.evaluate(jaxpr.eqns[start:stop], [*later, *jaxpr.outvars], env, {})
 
-    def evaluate(self, eqns: Sequence[Any], results: Sequence[Any], env: Env, changed: Changed) -> None:
+    def evaluate(self, eqns: Sequence[Equation], results: Sequence[Atom], env: Env, changed: Changed) -> None:
         """All of `eqns`, of which `results` are read afterwards and some literals `changed`."""
-        for item in arrange(eqns, self.hooks.groups(eqns, results, env.scope)):
-            if not isinstance(item, Group):
-                self.step(item, env, changed)
-                continue
-            with jax.named_scope(str(name_stack(item.eqns[0]))):
-                outs = self.hooks.group(item, [self.read(env, var) for var in item.ins], changed, env.scope)
-            env.values.update(zip(item.outs, outs, strict=True))
 
-    def step(self, eqn: Equation, env: Env, changed: Changed) -> None:
-        with jax.named_scope(str(name_stack(eqn))):
-            if eqn.primitive.name == "scan":
-                outs = self.scan(eqn, env)
-            else:
-                places = enumerate(eqn.invars)
-                ins = [changed[id(eqn), i] if (id(eqn), i) in changed else self.read(env, v) for i, v in places]
-                outs = self.remat(eqn, env, ins) if facts_of(eqn).remat else self.hooks.equation(eqn, ins, env.scope)
-        env.values.update(zip(eqn.outvars, outs, strict=True))
+        def apply(step: Step[Equation | Group[object], Var], ins: Values) -> Values:
+            of = step.of
+            with jax.named_scope(str(name_stack(of.eqns[0] if isinstance(of, Group) else of))):
+                if isinstance(of, Group):
+                    return self.hooks.group(of, ins, changed, env.scope)
+                if is_scan(of):
+                    return self.scan(of, env)
+                return self.remat(of, env, ins) if facts_of(of).remat else self.hooks.equation(of, ins, env.scope)
 
-    def roll(self, eqns: Sequence[Any], run: RepeatedLayers, env: Env) -> None:
+        def literal(of: Equation | Group[object], place: int) -> jax.Array:
+            assert not isinstance(of, Group), "a group reads variables"
+            return number(changed)(of, place)
+
+        steps = map(_step, arrange(eqns, self.hooks.groups(eqns, results, env.scope)))
+        evaluate(steps, lambda var: self.read(env, var), env.values.update, literal, apply)
+
+    def roll(self, eqns: Sequence[Equation], run: RepeatedLayers, env: Env) -> None:
         """A stack of unrolled layers as one scan over its weights."""
         t = run.template
         xs, leaves = [], []
@@ -213,7 +226,7 @@ class Emitter:
         initial = [self.hooks.carry(var, self.read(env, var), env.scope) for var in carried]
         empty = [jnp.zeros(g[0].aval.shape, g[0].aval.dtype) for g in run.last_only]
 
-        def layer(carry: Any, x: Any) -> Any:
+        def layer(carry: tuple[Values, Values], x: tuple[Values, Values]) -> tuple[tuple[Values, Values], Values]:
             arrays, values = x
             inner = Env(env.scope, dict(env.values), env.stacks)
             for group, leaf, value in zip(run.stacked, leaves, arrays, strict=True):
@@ -231,8 +244,8 @@ class Emitter:
             env.values[group[-1]] = value
 
     def layer(
-        self, eqns: Sequence[Any], run: RepeatedLayers, env: Env, carry: Sequence[Any], literals: Sequence[Any]
-    ) -> tuple[list[Any], list[Any], list[Any]]:
+        self, eqns: Sequence[Equation], run: RepeatedLayers, env: Env, carry: Values, literals: Values
+    ) -> tuple[Values, Values, Values]:
         """One layer of a stack: what it hands on, what only the last one's is read of, what all of them give.
 
         Args:
@@ -255,7 +268,7 @@ class Emitter:
         tail = [self.read(env, g[t]).astype(g[t].aval.dtype) for g in run.last_only]
         return new, tail, [self.read(env, g[t]) for g in run.outputs]
 
-    def scan(self, eqn: Equation, env: Env) -> list[Any]:
+    def scan(self, eqn: Equation, env: Env) -> Values:
         """A loop that the author wrote: its layers' weights stay stacked, and are made ready one layer at a time."""
         loop, scope = scan_of(eqn), env.scope.inner[id(eqn)]
         consts = [self.read(env, atom) for atom in loop.consts(eqn.invars)]
@@ -264,9 +277,9 @@ class Emitter:
             for var, atom in zip(loop.carries(loop.body.invars), loop.carries(eqn.invars), strict=True)
         ]
         xs = [self.raw(env, atom) for atom in loop.xs(eqn.invars)]
-        sources = [None if isinstance(a, jex.Literal) else env.values[a] for a in loop.xs(eqn.invars)]
+        sources = [None if isinstance(a, Literal) else env.values[a] for a in loop.xs(eqn.invars)]
 
-        def body(carry: Any, x: Any) -> Any:
+        def body(carry: Values, x: Values) -> tuple[Values, Values]:
             given = [
                 ReadyWeight(source.leaf, value) if isinstance(source, ReadyWeight) and source.index is None else value
                 for source, value in zip(sources, x, strict=True)
@@ -281,28 +294,27 @@ class Emitter:
         return [*final, *outs]
 
     def turn(
-        self, eqn: Equation, scope: Scope, consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+        self, eqn: Equation, scope: Scope, consts: Values, carry: Values, xs: Sequence[jax.Array | ReadyWeight]
+    ) -> tuple[Values, Values]:
         """One turn of a loop that the author wrote: what it hands on, and what it gives."""
-        inner, num_carry = eqn.params["jaxpr"], len(carry)
-        carried = inner.jaxpr.invars[len(consts) : len(consts) + num_carry]
+        loop = scan_of(eqn)
         env = Env(scope)
-        env.values.update(zip(inner.jaxpr.constvars, inner.consts, strict=True))
-        env.values.update(zip(inner.jaxpr.invars, (*consts, *carry, *xs), strict=True))
-        self.body(inner.jaxpr, env)
-        outs = [jnp.asarray(self.read(env, atom)) for atom in inner.jaxpr.outvars]
+        env.values.update(zip(loop.body.constvars, loop.closed.consts, strict=True))
+        env.values.update(zip(loop.body.invars, (*consts, *carry, *xs), strict=True))
+        self.body(loop.body, env)
+        outs = [jnp.asarray(self.read(env, atom)) for atom in loop.body.outvars]
         new = [
             self.hooks.carry(var, out.astype(old.dtype), scope)
-            for var, out, old in zip(carried, outs, carry, strict=False)
+            for var, out, old in zip(loop.carries(loop.body.invars), loop.last(outs), carry, strict=True)
         ]
-        return new, outs[num_carry:]
+        return new, loop.ys(outs)
 
-    def remat(self, eqn: Equation, env: Env, ins: list[Any]) -> list[Any]:
+    def remat(self, eqn: Equation, env: Env, ins: Values) -> Values:
         """The author's `jax.checkpoint`, around the re-emitted inside."""
         inner = eqn.params["jaxpr"]
         scope = env.scope.inner[id(eqn)]
 
-        def inside(*args: Any) -> list[Any]:
+        def inside(*args: jax.Array) -> Values:
             local = Env(scope)
             local.values.update(zip(inner.invars, args, strict=True))
             self.body(inner, local)

@@ -6,15 +6,17 @@ else - exp, log, reductions, statistics, and all that comes after the last matmu
 than float32 were chosen by the model's author and stay.
 """
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
+from jax.typing import ArrayLike
 
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Params
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.primitives import facts_of, having, named
-from cjax.trace.jaxpr.view import Equation, is_scan, scan_of
+from cjax.trace.jaxpr.view import is_scan, scan_of
+
+Values = list[jax.Array]
 
 LOWS = {"bfloat16": jnp.dtype(jnp.bfloat16), "float16": jnp.dtype(jnp.float16)}
 HIGH = jnp.dtype(jnp.float32)
@@ -26,14 +28,14 @@ _STAYS_LOW = having("moves") | (having("same") - having("rounds")) | having("low
 class Lowering:
     """Evaluates equations in the dtype `low` where the rules above allow."""
 
-    def __init__(self, closed: jex.ClosedJaxpr, low: Any) -> None:
+    def __init__(self, closed: ClosedJaxpr, low: np.dtype) -> None:
         self.low = low
         self._feeding: set[int] = set()
         self._mark(closed.jaxpr, [False] * len(closed.jaxpr.outvars))
 
-    def _mark(self, jaxpr: Any, wanted: list[bool]) -> list[bool]:
+    def _mark(self, jaxpr: Jaxpr, wanted: list[bool]) -> list[bool]:
         """Remember the equations whose results a later matmul reads, however far on; returns which inputs it does."""
-        live = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and not isinstance(v, jex.Literal)}
+        live = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and not isinstance(v, Literal)}
         for eqn in reversed(jaxpr.eqns):
             feeds = [v in live for v in eqn.outvars]
             if any(feeds):
@@ -45,18 +47,18 @@ class Lowering:
                     carried = scan_of(eqn).carries(reads)
                     again = [f or c for f, c in zip(feeds, carried, strict=False)] + feeds[len(carried) :]
                     reads = self._mark(inner.jaxpr, again)
-                live.update(v for v, r in zip(eqn.invars, reads, strict=True) if r and not isinstance(v, jex.Literal))
+                live.update(v for v, r in zip(eqn.invars, reads, strict=True) if r and not isinstance(v, Literal))
             elif any(feeds) or eqn.primitive.name in MATMULS:
-                live.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+                live.update(v for v in eqn.invars if not isinstance(v, Literal))
         return [v in live for v in jaxpr.invars]
 
-    def operands(self, eqn: Equation, ins: list[Any]) -> tuple[list[Any], Any]:
+    def operands(self, eqn: Equation, ins: Values) -> tuple[Values, np.dtype]:
         """Operands of a matmul as they are multiplied, and the dtype of its result."""
         if all(getattr(v.aval, "dtype", None) == HIGH for v in (*eqn.invars, *eqn.outvars)):
             return [jnp.asarray(x).astype(self.low) for x in ins], self.low
         return [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.outvars[0].aval.dtype
 
-    def given(self, eqn: Equation, ins: list[Any], scope: Scope) -> tuple[list[Any], dict[str, Any]]:
+    def given(self, eqn: Equation, ins: Values, scope: Scope) -> tuple[Values, Params]:
         """Operands and parameters to evaluate one equation with; float32 results may come back low."""
         name = eqn.primitive.name
         if name in MATMULS:
@@ -69,24 +71,24 @@ class Lowering:
             return [jnp.asarray(x).astype(self.low) if i in floats else x for i, x in enumerate(ins)], eqn.params
         return [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.params
 
-    def _stays_low(self, eqn: Equation, ins: list[Any], floats: list[int], scope: Scope) -> bool:
+    def _stays_low(self, eqn: Equation, ins: Values, floats: list[int], scope: Scope) -> bool:
         def is_low(i: int) -> bool:
             return getattr(ins[i], "dtype", None) == self.low
 
         def is_weight(i: int) -> bool:
             var = eqn.invars[i]
-            return self._holds(var.val) if isinstance(var, jex.Literal) else var in scope.origin
+            return self._holds(var.val) if isinstance(var, Literal) else var in scope.origin
 
         if eqn.primitive.name == "gather":
             return is_low(0) or is_weight(0)
         known = eqn.primitive.name in _STAYS_LOW
         return known and any(map(is_low, floats)) and all(is_low(i) or is_weight(i) for i in floats)
 
-    def _holds(self, number: Any) -> bool:
+    def _holds(self, number: ArrayLike) -> bool:
         """Whether a literal is in range: a mask's -1e9 would be -inf in float16, a row of them NaN after softmax."""
         return bool(np.all(np.abs(number) <= float(jnp.finfo(self.low).max)))
 
-    def raised(self, value: Any, var: Any) -> Any:
+    def raised(self, value: jax.Array, var: Atom) -> jax.Array:
         """`value` in the dtype that the trace says it has."""
         dtype = getattr(var.aval, "dtype", None)
         return value.astype(dtype) if getattr(value, "dtype", None) == self.low and dtype != self.low else value

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from cjax.jax_compat.core import Equation
 from cjax.trace.examples.values import FIXED, Atom, Context, Place, RowWeight, Value, power_of
 from cjax.trace.jaxpr.primitives import having, named
-from cjax.trace.jaxpr.view import Equation
 
 _SAME = having("same")
 # A sum of transformed examples is the transformed sum.

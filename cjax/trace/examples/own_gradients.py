@@ -2,23 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import ClosedJaxpr, Equation, make_jaxpr
 from cjax.trace.emit.emit import bind
 from cjax.trace.examples.values import FIXED, Context, Place, Value
 from cjax.trace.jaxpr.linear import is_linear
 from cjax.trace.jaxpr.simplify import simplify
-from cjax.trace.jaxpr.view import Equation
 
 # How the gradient of a row goes with the number of rows, by what the function makes of them.
 _POWER = {"rows": 0, "sum": 0, "mean": -1}
 
 
-def backward(eqn: Equation) -> jex.ClosedJaxpr | None:
+def backward(eqn: Equation) -> ClosedJaxpr | None:
     """What an equation with a derivative of its own hands back: (operands, gradients of results) -> gradients of the
     operands that have any. None where it can't be differentiated."""
     ins = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
@@ -27,8 +25,8 @@ def backward(eqn: Equation) -> jex.ClosedJaxpr | None:
     if not floats or not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in outs):
         return None
 
-    def gradients(ins: list[Any], outs: list[Any]) -> Any:
-        def forward(*given: Any) -> Any:
+    def gradients(ins: list[jax.Array], outs: list[jax.Array]) -> tuple[jax.Array, ...]:
+        def forward(*given: jax.Array) -> list[jax.Array]:
             all_ins = list(ins)
             for i, x in zip(floats, given, strict=True):
                 all_ins[i] = x
@@ -36,7 +34,7 @@ def backward(eqn: Equation) -> jex.ClosedJaxpr | None:
 
         return jax.vjp(forward, *(ins[i] for i in floats))[1](outs)
 
-    return simplify(jax.make_jaxpr(gradients)(ins, outs))
+    return simplify(make_jaxpr(gradients)(ins, outs))
 
 
 def operands(context: Context, results: Sequence[Value]) -> list[Value]:
@@ -49,7 +47,7 @@ def _plain(value: Value) -> Value:
     return Value("rows", *value.layout) if value.kind == "rows" else FIXED
 
 
-def scales(closed: jex.ClosedJaxpr, num_operands: int) -> bool:
+def scales(closed: ClosedJaxpr, num_operands: int) -> bool:
     """Whether what `backward` gives grows with the gradients that it is handed, as any derivative does."""
     return is_linear(closed, [i >= num_operands for i in range(len(closed.jaxpr.invars))])
 
@@ -60,7 +58,7 @@ def judged(context: Context, results: Sequence[Value], grads: Sequence[Value] | 
     if not kinds <= set(_POWER) or grads is None:
         return list(results)  # refused anyway, or without gradients
     power = {_POWER[kind] for kind in kinds}
-    atoms: Any = context.eqn.invars
+    atoms = context.eqn.invars
     pairs = zip(context.values, atoms, strict=True)
     floats = [value for value, atom in pairs if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
     pairs = zip(floats, grads, strict=True)

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+
+from jax import lax
 
 from cjax.trace.examples.values import FIXED, Context, RowWeight, Value
 from cjax.trace.jaxpr.primitives import facts_of, having, named
@@ -320,7 +321,7 @@ def scatter(context: Context) -> Value:
     return context.sum(1 + updates.power) if adds and not context.grows(0) else context.aggregate()
 
 
-def _scattered_by_row(context: Context, numbers: Any) -> Value | None:
+def _scattered_by_row(context: Context, numbers: lax.ScatterDimensionNumbers) -> Value | None:
     """`x.at[arange(batch), ...]`: row i of the updates goes to row i."""
     operand, indices, updates = context.values
     targets = numbers.scatter_dims_to_operand_dims

@@ -4,12 +4,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.typing import ArrayLike
 
+from cjax.jax_compat.core import Atom, Equation, Var
 from cjax.jax_compat.jaxprs import name_stack, traceback_of
 from cjax.trace.jaxpr.tracebacks import in_model, place
-
-Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 
 
 @dataclass(frozen=True, order=True)
@@ -94,10 +93,10 @@ LOST = ("pairs", "unknown")
 class Context:
     """One equation, its twin in a trace of another number of rows, and what is known of its operands."""
 
-    eqn: JaxprEqn
+    eqn: Equation
     values: list[Value]
     batch: int
-    twin: JaxprEqn | None
+    twin: Equation | None
     ratio: float  # how many times as many rows this trace has
     inside: bool = False  # the equation around it is in the model
     is_top: bool = False  # there is none around it
@@ -119,7 +118,7 @@ class Context:
         return Place(self.where, self.is_inside)
 
     @property
-    def out(self) -> Any:
+    def out(self) -> Var:
         return self.eqn.outvars[0]
 
     def shape(self, operand: int) -> tuple[int, ...]:
@@ -133,7 +132,7 @@ class Context:
     def kinds(self) -> set[str]:
         return {value.kind for value in self.values} - {"fixed"}
 
-    def make(self, value: Value, ignoring: tuple[int, ...] = (), **changes: Any) -> Value:
+    def make(self, value: Value, ignoring: tuple[int, ...] = (), **changes: object) -> Value:
         """`value` with `changes`, and with what all operands hand on; those `ignoring` were used as indices alone, each
         row its own."""
         value = replace(value, trained=value.trained or any(v.trained for v in self.values), **changes)
@@ -211,7 +210,7 @@ def power_of(const: float, twin: float, ratio: float) -> int | None:
     return next((p for p in (1, -1, 2, -2) if np.isclose(const, twin * ratio**p, rtol=1e-6, atol=0)), None)
 
 
-def constant(value: Any, other: Any, ratio: float, here: Place) -> Value:
+def constant(value: ArrayLike, other: ArrayLike | None, ratio: float, here: Place) -> Value:
     """What is known of a constant and its twin (None: it has none)."""
     a, b = _plain(value), _plain(other)
     if a is None:
@@ -233,9 +232,9 @@ def constant(value: Any, other: Any, ratio: float, here: Place) -> Value:
     return replace(FIXED, taints=frozenset({here}), iota=counted)
 
 
-def _plain(value: Any) -> np.ndarray | None:
+def _plain(value: ArrayLike | None) -> np.ndarray | None:
     """A constant's numbers, if it is made of real ones."""
-    if value is None or (hasattr(value, "dtype") and not isinstance(value.dtype, np.dtype)):
+    if value is None or not isinstance(getattr(value, "dtype", np.dtype(bool)), np.dtype):
         return None
     array = np.asarray(value)
     if array.dtype.kind == "c":
@@ -248,12 +247,8 @@ def _plain(value: Any) -> np.ndarray | None:
     return array
 
 
-def _alike(value: Any, other: Any) -> bool:
+def _alike(value: ArrayLike, other: ArrayLike | None) -> bool:
     """Whether constants that are no real numbers, complex ones or keys, are the same, as far as that can be asked."""
     if not all(isinstance(getattr(x, "dtype", None), np.dtype) for x in (value, other)):
         return True
     return np.array_equal(np.asarray(value), np.asarray(other))
-
-
-def is_literal(atom: Atom) -> bool:
-    return type(atom) is Literal

@@ -3,13 +3,12 @@
 What cannot be followed is refused. A rule that says too little costs a refusal; one that says too much, a wrong number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
 
+from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.examples.arithmetic import ELEMENTWISE, elementwise, reduction
 from cjax.trace.examples.own_gradients import backward, judged, operands, scales
@@ -24,12 +23,12 @@ from cjax.trace.examples.values import (
     Value,
     constant,
     growing,
-    is_literal,
 )
+from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.identity import equation_key
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.twins import Twins
-from cjax.trace.jaxpr.view import Equation, scan_of
+from cjax.trace.jaxpr.view import consts_of, literal_of, opened, scan_of
 
 APART = "loss=microbatch, if each micro-batch may be a batch of its own"
 
@@ -66,7 +65,7 @@ class Lifted:
 class Divisions:
     """The divisions by weights found at the top of a trace: (equation, weight)."""
 
-    found: list[tuple[Any, RowWeight]] = field(default_factory=list)
+    found: list[tuple[Equation, RowWeight]] = field(default_factory=list)
 
 
 def lift_mean(closed: ClosedJaxpr, other: ClosedJaxpr, batch_invars: set[int], num_params_invars: int) -> Lifted:
@@ -90,7 +89,7 @@ def follow(
     other: ClosedJaxpr,
     batch_invars: set[int],
     num_params_invars: int,
-    shares: dict[Any, Value] | None = None,
+    shares: dict[int, Value] | None = None,
     divisions: Divisions | None = None,
 ) -> list[Value]:
     """What each result of a flat trace has to do with the examples; arguments as for `lift_mean`.
@@ -99,7 +98,7 @@ def follow(
         shares: what is known of operands of divisions that stand for denominators of the whole batch, by equation id.
         divisions: where to note divisions by weights.
     """
-    jaxpr: Any = closed.jaxpr
+    jaxpr = closed.jaxpr
     sizes = [{j.invars[i].aval.shape[0] for i in batch_invars if j.invars[i].aval.shape} for j in (jaxpr, other.jaxpr)]
     assert all(len(found) == 1 for found in sizes), f"leaves of the batch differ in dim 0: {sizes}"
     (batch,), (others,) = sizes
@@ -169,50 +168,53 @@ class _PairReader:
     twins: Twins
     batch: int
     ratio: float  # how many times as many rows there are here
-    shares: dict[Any, Value]
+    shares: dict[int, Value]
     divisions: Divisions
-    gradients: dict[Any, Any] = field(default_factory=dict)
+    gradients: dict[Hashable, tuple[list[Value] | None, bool]] = field(default_factory=dict)
     is_gradient: bool = False  # whether what is read is such a derivative itself, of which none is taken
 
-    def consts(self, closed: Any) -> list[Value]:
+    def consts(self, closed: ClosedJaxpr | Jaxpr) -> list[Value]:
         """The values of a trace's constants."""
-        jaxpr = getattr(closed, "jaxpr", closed)
+        jaxpr = opened(closed)
         here = Place("a constant array of the loss that is made for one number of rows")
         return [
             constant(const, self.twins.const(var), self.ratio, here)
-            for var, const in zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False)
+            for var, const in zip(jaxpr.constvars, consts_of(closed), strict=False)
         ]
 
-    def read(self, closed: Any, values: Sequence[Value], inside: bool, twins: Any = None) -> list[Value]:
+    def read(
+        self, closed: ClosedJaxpr | Jaxpr, values: Sequence[Value], inside: bool, twins: Sequence[Atom] | None = None
+    ) -> list[Value]:
         """The values of a jaxpr's results, from those of its constants and inputs."""
-        jaxpr = getattr(closed, "jaxpr", closed)
+        jaxpr = opened(closed)
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
-        for eqn in jaxpr.eqns:
+
+        def context(eqn: Equation, values: list[Value]) -> Context:
+            return Context(eqn, values, self.batch, self.twins[eqn], self.ratio, inside, twins is not None)
+
+        def number(eqn: Equation, place: int) -> Value:
             twin = self.twins[eqn]
-            context = Context(eqn, [], self.batch, twin, self.ratio, inside, twins is not None)
-            others = [None] * len(eqn.invars) if twin is None else twin.invars
-            for atom, other in zip(eqn.invars, others, strict=True):
-                value = self._literal(atom, other, context) if is_literal(atom) else env[atom]
-                context.values.append(value)
-            if id(eqn) in self.shares:
-                context.values[1] = self.shares[id(eqn)]
-            results = [context.traced(value) for value in self.results(context)]
-            env.update(zip(eqn.outvars, results, strict=True))
+            return self._constant(
+                literal_of(eqn, place), None if twin is None else twin.invars[place], context(eqn, [])
+            )
+
+        def apply(step: Step[Equation, Var], values: list[Value]) -> list[Value]:
+            if id(step.of) in self.shares:
+                values[1] = self.shares[id(step.of)]
+            here = context(step.of, values)
+            return [here.traced(value) for value in self.results(here)]
+
+        evaluate(equations(jaxpr.eqns), env.__getitem__, env.update, number, apply)
         atoms = jaxpr.outvars
         others = [None] * len(atoms) if twins is None else twins
         end = Place("its end")
         return [
-            self._constant(atom, other, end) if is_literal(atom) else env[atom]
+            self._constant(atom, other, end) if isinstance(atom, Literal) else env[atom]
             for atom, other in zip(atoms, others, strict=False)
         ]
 
-    def _literal(self, atom: Any, other: Any, context: Context) -> Value:
-        if other is None or not is_literal(other):
-            return self._constant(atom, None, context)
-        return self._constant(atom, other, context)
-
-    def _constant(self, atom: Any, other: Any, context: Any) -> Value:
-        twin = np.asarray(other.val) if other is not None and is_literal(other) else None
+    def _constant(self, atom: Literal, other: Atom | None, context: Context | Place) -> Value:
+        twin = np.asarray(other.val) if isinstance(other, Literal) else None
         value = np.asarray(atom.val)
         if twin is not None and np.array_equal(value, twin):
             return constant(value, twin, self.ratio, Place(""))
@@ -244,8 +246,8 @@ class _PairReader:
         """The results of an equation with a derivative of its own, which is read as the loss is."""
         if self.is_gradient or context.twin is None or not any(value.kind == "rows" for value in context.values):
             return results
-        eqn: Equation = context.eqn
-        atoms: list[Any] = [*eqn.invars, *context.twin.invars]
+        eqn = context.eqn
+        atoms = [*eqn.invars, *context.twin.invars]
         shapes = tuple(atom.aval.shape for atom in atoms)
         known = tuple(value.layout if value.kind == "rows" else value.kind for value in (*context.values, *results))
         key = (equation_key(eqn), shapes, known)
@@ -301,9 +303,9 @@ class _PairReader:
             return replace(value, taints=value.taints | {context.here})
         return value
 
-    def call(self, context: Context, body: Any, values: Sequence[Value] | None = None) -> list[Value]:
+    def call(self, context: Context, body: ClosedJaxpr | Jaxpr, values: Sequence[Value] | None = None) -> list[Value]:
         """The results of an equation with a body that runs once."""
-        jaxpr = body.jaxpr if hasattr(body, "jaxpr") else body
+        jaxpr = opened(body)
         given = context.values if values is None else values
         inner = self.read(body, [*self.consts(body), *given], context.is_inside)
         results = []
@@ -359,7 +361,7 @@ def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...] | None) -> bool:
     return all(size in (1, whole) for size, whole in zip(shape, result, strict=True))
 
 
-def _outside(context: Context, value: Value, jaxpr: Any) -> Value:
+def _outside(context: Context, value: Value, jaxpr: Jaxpr) -> Value:
     """A ratio's weight, which is a variable of the body, named by the equation's own variables."""
     assert value.weight is not None
     names = dict(zip(jaxpr.invars, context.eqn.invars, strict=False))
@@ -401,7 +403,12 @@ def _adds_to(x: Value, y: Value) -> bool:
 
 
 def _loop(
-    reader: _PairReader, context: Context, body: Any, before: list[Value], carry: list[Value], after: list[Value]
+    reader: _PairReader,
+    context: Context,
+    body: ClosedJaxpr | Jaxpr,
+    before: list[Value],
+    carry: list[Value],
+    after: list[Value],
 ) -> list[Value]:
     """A body's results once what it hands on has settled."""
     for _ in range(8):

@@ -10,20 +10,23 @@ as the result but for rounding counts as equal there.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex
+
+from cjax.jax_compat.core import Equation, Jaxpr, Literal, Params, jaxprs_in_params
+from cjax.trace.jaxpr.evaluate import bind_as_is
+
+Arrays = tuple[jax.Array, ...]
 
 COMPARED = frozenset(["reduce_max", "reduce_min"])
 SCATTERED = frozenset(["scatter-max", "scatter-min"])
 ROUNDING = 16  # units in the last place by which two ways to the same number differ, and a tie seldom does
 
 
-def compared(jaxpr: Any) -> frozenset[int]:
+def compared(jaxpr: Jaxpr) -> frozenset[int]:
     """Ids of the equations, those within others included, that take such an element and whose derivative is read.
 
     >>> import jax
@@ -33,14 +36,14 @@ def compared(jaxpr: Any) -> frozenset[int]:
     0
     """
     found: set[int] = set()
-    read = {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}  # variables that a derivative may pass through
+    read = {v for v in jaxpr.outvars if not isinstance(v, Literal)}  # variables that a derivative may pass through
     for eqn in reversed(jaxpr.eqns):
-        for body in jex.jaxprs_in_params(eqn.params):
+        for body in jaxprs_in_params(eqn.params):
             found |= compared(getattr(body, "jaxpr", body))
         outs = [v for v in eqn.outvars if jnp.issubdtype(getattr(v.aval, "dtype", jnp.int32), jnp.inexact)]
         if eqn.primitive.name == "stop_gradient" or read.isdisjoint(outs):
             continue
-        read.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+        read.update(v for v in eqn.invars if not isinstance(v, Literal))
         if eqn.primitive.name in COMPARED:
             found.add(id(eqn))
     return frozenset(found)
@@ -53,7 +56,7 @@ def extreme(x: jax.Array, axes: Sequence[int], name: str) -> jax.Array:
 
 
 @extreme.defjvp
-def _extreme_jvp(axes: Sequence[int], name: str, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _extreme_jvp(axes: Sequence[int], name: str, primals: Arrays, tangents: Arrays) -> tuple[jax.Array, jax.Array]:
     (x,), (t,) = primals, tangents
     out = extreme(x, axes, name)
     equal = x == jnp.expand_dims(out, axes)
@@ -72,25 +75,25 @@ def _first(x: jax.Array, axes: Sequence[int], name: str) -> jax.Array:
     return is_it & jnp.expand_dims(_first(extreme(x, (axis,), name), others, name), axis)
 
 
-def scattered(primitive: Any, params: Mapping[str, Any], operand: Any, indices: Any, updates: Any) -> jax.Array:
+def scattered(eqn: Equation, params: Params, operand: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
     """`scatter_max` or `scatter_min`, whose derivative always has somewhere to go.
 
     Args:
-      primitive: which of the two.
-      params: those of its equation.
+      eqn: which of the two.
+      params: its parameters, as they stand or others.
       operand, indices, updates: as it takes them.
     """
     numbers, mode = params["dimension_numbers"], params["mode"]
 
     def plain(operand: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
-        return primitive.bind(operand, indices, updates, **primitive.get_bind_params(dict(params)))
+        return bind_as_is(eqn, (operand, indices, updates), params)[0]
 
     if not jnp.issubdtype(operand.dtype, jnp.floating):
         return plain(operand, indices, updates)
     scatter = jax.custom_jvp(plain)
 
     @scatter.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    def _(primals: Arrays, tangents: Arrays) -> tuple[jax.Array, jax.Array]:
         operand, indices, new = primals
         out = scatter(operand, indices, new)
         numbers_of_gather, sizes = _inverse(numbers, operand.shape, new.shape)
@@ -118,16 +121,18 @@ def _equals(x: jax.Array, result: jax.Array) -> jax.Array:
     return (x == result) | (near & jnp.isfinite(result))
 
 
-def _inverse(numbers: Any, shape: Sequence[int], updates: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
+def _inverse(
+    numbers: lax.ScatterDimensionNumbers, shape: tuple[int, ...], updates: tuple[int, ...]
+) -> tuple[lax.GatherDimensionNumbers, tuple[int, ...]]:
     """The gather that reads where a scatter writes."""
     gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     windows = iter(numbers.update_window_dims)
     sizes = tuple(1 if dim in gone else updates[next(windows)] for dim in range(len(shape)))
     dims = lax.GatherDimensionNumbers(
-        offset_dims=numbers.update_window_dims,
-        collapsed_slice_dims=numbers.inserted_window_dims,
-        start_index_map=numbers.scatter_dims_to_operand_dims,
-        operand_batching_dims=numbers.operand_batching_dims,
-        start_indices_batching_dims=numbers.scatter_indices_batching_dims,
+        offset_dims=tuple(numbers.update_window_dims),
+        collapsed_slice_dims=tuple(numbers.inserted_window_dims),
+        start_index_map=tuple(numbers.scatter_dims_to_operand_dims),
+        operand_batching_dims=tuple(numbers.operand_batching_dims),
+        start_indices_batching_dims=tuple(numbers.scatter_indices_batching_dims),
     )
     return dims, sizes

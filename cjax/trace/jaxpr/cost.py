@@ -6,12 +6,10 @@ XLA's own cost analysis counts the body of a scan once, whatever its length, so 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal
 from cjax.trace.jaxpr.primitives import facts_of, having, named
-from cjax.trace.jaxpr.view import Equation, bodies
+from cjax.trace.jaxpr.view import bodies
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def cost_by_equation(closed: ClosedJaxpr | Jaxpr) -> tuple[Cost, ...]:
     return tuple(equation_cost(eqn) for eqn in closed.eqns)
 
 
-def equation_cost(eqn: JaxprEqn) -> Cost:
+def equation_cost(eqn: Equation) -> Cost:
     """The cost of one equation, with all it contains."""
     match eqn.primitive.name:
         case "scan":
@@ -100,7 +98,7 @@ def _ragged_dot(eqn: Equation) -> int:
     return _num_elements(eqn.outvars[0]) * eqn.invars[0].aval.shape[-1]
 
 
-_MULTIPLY_ADDS: dict[str, Callable[[JaxprEqn], int]] = {
+_MULTIPLY_ADDS: dict[str, Callable[[Equation], int]] = {
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,
     "ragged_dot_general": _ragged_dot,
@@ -108,7 +106,7 @@ _MULTIPLY_ADDS: dict[str, Callable[[JaxprEqn], int]] = {
 _MOVES = having("moves") | having("same") | named("bitcast_convert_type iota select_n")  # no arithmetic
 
 
-def _flops(eqn: JaxprEqn) -> int:
+def _flops(eqn: Equation) -> int:
     name = eqn.primitive.name
     if name in _MOVES:
         return 0
@@ -120,10 +118,10 @@ def _flops(eqn: JaxprEqn) -> int:
     return made
 
 
-def _num_elements(atom: Any) -> int:
+def _num_elements(atom: Atom) -> int:
     return math.prod(getattr(atom.aval, "shape", ()))
 
 
-def _num_bytes(atom: Any) -> int:
+def _num_bytes(atom: Atom) -> int:
     dtype = getattr(atom.aval, "dtype", None)
     return 0 if dtype is None else _num_elements(atom) * dtype.itemsize

@@ -1,21 +1,22 @@
 """Scalar arithmetic on literals, evaluated on the host to the bits that the device would give."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
+from jax.typing import ArrayLike
 
+from cjax.jax_compat.core import Atom, Aval, Equation, Literal
 from cjax.jax_compat.jaxprs import new_literal
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 
-Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
+Scalar = np.number | np.bool_  # what NumPy makes of an array without dims
 
 
-def _divides(x: Any, y: Any) -> bool:
+def _divides(x: Scalar, y: Scalar) -> bool:
     """Not by an integer zero, of which each device makes something else."""
     return not np.issubdtype(x.dtype, np.integer) or y != 0
 
@@ -32,7 +33,7 @@ _EXACT_DTYPES = frozenset(np.dtype(kind) for kind in ("float32", "float64", "boo
 )
 
 
-def literal(value: Any, aval: Any) -> Literal | None:
+def literal(value: ArrayLike, aval: Aval) -> Literal | None:
     """The literal for a concrete scalar, or None for arrays, tracers and scalars that no literal can stand for."""
     if getattr(aval, "shape", None) != () or aval.dtype not in _EXACT_DTYPES or isinstance(value, jax.core.Tracer):
         return None
@@ -46,34 +47,38 @@ def literal(value: Any, aval: Any) -> Literal | None:
     return None if kind is None or jnp.result_type(kind) != aval.dtype else new_literal(kind(scalar), aval)
 
 
-def fold(eqn: JaxprEqn, invars: Sequence[Atom]) -> Literal | None:
+def fold(eqn: Equation, invars: Sequence[Atom]) -> Literal | None:
     """The literal that a scalar equation on literals computes, or None where it has to stay an equation."""
-    for atom in invars:
-        if type(atom) is not Literal:
-            return None
+    literals = [atom for atom in invars if type(atom) is Literal]
+    if len(literals) != len(invars):
+        return None
     name, arithmetic = eqn.primitive.name, facts_of(eqn).numpy
     if not invars or (arithmetic is None and name not in _KEEPS_SCALARS):
         return None
-    aval: Any = eqn.outvars[0].aval
-    if aval.shape != () or any(a.aval.shape != () or a.aval.dtype not in _EXACT_DTYPES for a in invars):
+    aval = eqn.outvars[0].aval
+    if aval.shape != () or any(a.aval.shape != () or a.aval.dtype not in _EXACT_DTYPES for a in literals):
         return None
-    operands = [np.asarray(atom.val, dtype=atom.aval.dtype)[()] for atom in invars]
+    operands = [_scalar(atom.val, atom.aval.dtype) for atom in literals]
     if name == "convert_element_type" and not _converts_exactly(operands[0], aval.dtype):
         return None
     if name in _DEFINED and not _DEFINED[name](*operands):
         return None
-    value = operands[0] if arithmetic is None else np.asarray(arithmetic(*operands))[()]
+    value = operands[0] if arithmetic is None else _scalar(arithmetic(*operands))
     if any(map(_is_subnormal, [*operands, value])):
         return None
     return literal(value, aval)
 
 
-def _is_subnormal(value: Any) -> bool:
+def _scalar(value: ArrayLike, dtype: np.dtype | None = None) -> Scalar:
+    return cast(Scalar, np.asarray(value, dtype)[()])
+
+
+def _is_subnormal(value: Scalar) -> bool:
     """Devices flush these to zero, or don't."""
-    return value.dtype.kind == "f" and bool(0 < abs(value) < np.finfo(value.dtype).tiny)
+    return value.dtype.kind == "f" and bool(0 < np.abs(value) < np.finfo(value.dtype.name).tiny)
 
 
-def _converts_exactly(value: Any, dtype: np.dtype) -> bool:
+def _converts_exactly(value: Scalar, dtype: np.dtype) -> bool:
     """Out of range, a float becomes an integer differently on each device."""
     if value.dtype.kind != "f" or dtype.kind not in "iu":
         return True

@@ -2,18 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
-from jax.extend import core as jex
+import jax
 
-from cjax.trace.jaxpr.view import Equation
+from cjax.jax_compat.core import Atom, Equation, Literal, Var
 
 # Literals that differ from layer to layer, by equation (its id) and operand: an array in the place of a number.
-Changed = Mapping[tuple[int, int], Any]
+Changed = Mapping[tuple[int, int], jax.Array]
+
+
+Of = TypeVar("Of", covariant=True)
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(Generic[Of]):
     """Equations evaluated as one.
 
     Args:
@@ -23,13 +26,15 @@ class Group:
       of: what whoever made the group knows about it.
     """
 
-    eqns: tuple[Any, ...]
-    ins: tuple[Any, ...]
-    outs: tuple[Any, ...]
-    of: Any
+    eqns: tuple[Equation, ...]
+    ins: tuple[Var, ...]
+    outs: tuple[Var, ...]
+    of: Of
 
 
-def make_group(members: Sequence[Any], eqns: Sequence[Any], results: Sequence[Any], of: Any) -> Group | None:
+def make_group(
+    members: Sequence[Equation], eqns: Sequence[Equation], results: Sequence[Atom], of: Of
+) -> Group[Of] | None:
     """The group of `members` among `eqns`, or None if they can't be evaluated at once.
 
     Args:
@@ -42,8 +47,8 @@ def make_group(members: Sequence[Any], eqns: Sequence[Any], results: Sequence[An
     members = [eqn for eqn in eqns if id(eqn) in inside]
     written = {var for eqn in members for var in eqn.outvars}
     ins = dict.fromkeys(v for eqn in members for v in variables(eqn) if v not in written)
-    read = {v for v in results if not isinstance(v, jex.Literal)}
-    after: set[Any] = set()  # variables that depend on the group, outside of it
+    read = {v for v in results if not isinstance(v, Literal)}
+    after: set[Var] = set()  # variables that depend on the group, outside of it
     for eqn in eqns:
         if id(eqn) in inside:
             if after & {v for v in variables(eqn) if v not in written}:
@@ -56,12 +61,12 @@ def make_group(members: Sequence[Any], eqns: Sequence[Any], results: Sequence[An
     return Group(tuple(members), tuple(ins), outs, of)
 
 
-def variables(eqn: Equation) -> list[Any]:
+def variables(eqn: Equation) -> list[Var]:
     """The variables that an equation reads."""
-    return [v for v in eqn.invars if not isinstance(v, jex.Literal)]
+    return [v for v in eqn.invars if not isinstance(v, Literal)]
 
 
-def arrange(eqns: Sequence[Any], groups: Sequence[Group]) -> list[Any]:
+def arrange(eqns: Sequence[Equation], groups: Sequence[Group[Of]]) -> list[Equation | Group[Of]]:
     """Equations and groups in an order in which each comes after what it reads; equations keep theirs where they can.
 
     A group comes where its first equation stood, and what the rest of it reads is moved before it.
@@ -71,7 +76,7 @@ def arrange(eqns: Sequence[Any], groups: Sequence[Group]) -> list[Any]:
     group_of = {id(eqn): group for group in groups for eqn in group.eqns}
     writer = {var: eqn for eqn in eqns for var in eqn.outvars}
     done: set[int] = set()
-    order: list[Any] = []
+    order: list[Equation | Group[Of]] = []
 
     def place(eqn: Equation) -> None:
         item = group_of.get(id(eqn), eqn)

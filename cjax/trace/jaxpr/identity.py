@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.core
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from cjax.jax_compat.functions import closed_over, given_as_static, is_bookkeeping, is_wrapped, parts
 from cjax.jax_compat.jaxprs import context_key
+from cjax.trace.jaxpr.view import consts_of, opened
 
-Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 _FUNCTIONS = types.FunctionType | types.MethodType | functools.partial | jax.custom_jvp | jax.custom_vjp
 
 
@@ -23,7 +23,7 @@ class _Structure:
 
     __slots__ = ("_hash", "_parts")
 
-    def __init__(self, *parts: Any):
+    def __init__(self, *parts: Hashable):
         self._parts = parts
         self._hash = hash(parts)
 
@@ -41,7 +41,7 @@ class _Identity:
 
     __slots__ = ("_object",)
 
-    def __init__(self, value: Any):
+    def __init__(self, value: object):
         self._object = value
 
     def __hash__(self) -> int:
@@ -51,10 +51,10 @@ class _Identity:
         return isinstance(other, _Identity) and self._object is other._object
 
 
-_bodies: "weakref.WeakKeyDictionary[Any, _Structure]" = weakref.WeakKeyDictionary()
+_bodies: "weakref.WeakKeyDictionary[ClosedJaxpr | Jaxpr, _Structure]" = weakref.WeakKeyDictionary()
 
 
-def equation_key(eqn: JaxprEqn) -> Hashable:
+def equation_key(eqn: Equation) -> Hashable:
     """What an equation does, apart from which values it does it to: equal for corresponding equations of equal layers.
 
     Primitive, parameters, and the avals of operands and results. The values of literal operands are left out (layers
@@ -66,7 +66,7 @@ def equation_key(eqn: JaxprEqn) -> Hashable:
     return (eqn.primitive, params, operands, tuple(var.aval for var in eqn.outvars), context_key(eqn))
 
 
-def _value_key(value: Any) -> Hashable:
+def _value_key(value: object) -> Hashable:
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -87,9 +87,9 @@ def _value_key(value: Any) -> Hashable:
     return value
 
 
-def _body_key(body: Any) -> _Structure:
+def _body_key(body: ClosedJaxpr | Jaxpr) -> _Structure:
     if body not in _bodies:
-        jaxpr = body.jaxpr if hasattr(body, "jaxpr") else body
+        jaxpr = opened(body)
         numbers: dict[Var, int] = {}
 
         def number(atom: Atom) -> Hashable:
@@ -101,7 +101,7 @@ def _body_key(body: Any) -> _Structure:
         eqns = tuple(
             (equation_key(eqn), tuple(map(number, eqn.invars)), tuple(map(number, eqn.outvars))) for eqn in jaxpr.eqns
         )
-        consts = tuple(_Identity(const) for const in getattr(body, "consts", ()))
+        consts = tuple(_Identity(const) for const in consts_of(body))
         _bodies[body] = _Structure(inputs, eqns, tuple(map(number, jaxpr.outvars)), consts)
     return _bodies[body]
 
@@ -128,7 +128,7 @@ def _callable_key(function: Any, seen: set[int]) -> Hashable:
     )  # fmt: skip
 
 
-def _closed_over(value: Any, seen: set[int]) -> Hashable:
+def _closed_over(value: object, seen: set[int]) -> Hashable:
     is_static, value = given_as_static(value)
     if is_static:
         return _closed_over(value, seen)
@@ -141,7 +141,7 @@ def _closed_over(value: Any, seen: set[int]) -> Hashable:
             return (type(value), repr(value))  # by text: 1 equals True, and -0.0 equals 0.0
         case jax.core.Tracer() | jax.Array():
             return _Identity(value)
-        case JaxprEqn():  # whose derivative JAX prunes
+        case Equation():  # whose derivative JAX prunes
             return equation_key(value)
     if isinstance(value, _FUNCTIONS) or is_wrapped(value):
         return _callable_key(value, seen)

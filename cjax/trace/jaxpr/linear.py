@@ -5,20 +5,19 @@ loss as it is scaled. A derivative written by hand that clips or rounds what it 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal
 from cjax.trace.jaxpr.primitives import facts_of
-from cjax.trace.jaxpr.view import Equation, scan_of
+from cjax.trace.jaxpr.view import consts_of, opened, scan_of
 
 
 class _NotLinear(Exception):
     pass
 
 
-def is_linear(closed: jex.ClosedJaxpr, marked: Sequence[bool]) -> bool:
+def is_linear(closed: ClosedJaxpr, marked: Sequence[bool]) -> bool:
     """Whether all results are linear in the marked inputs, as far as can be seen.
 
     >>> import jax
@@ -34,19 +33,19 @@ def is_linear(closed: jex.ClosedJaxpr, marked: Sequence[bool]) -> bool:
     return True
 
 
-def _marks(closed: Any, marked: Sequence[bool], harmless: Sequence[bool] | None = None) -> list[bool]:
+def _marks(closed: ClosedJaxpr | Jaxpr, marked: Sequence[bool], harmless: Sequence[bool] | None = None) -> list[bool]:
     """Which results are made of the marked inputs; `harmless` ones are marked, or zero."""
-    jaxpr = getattr(closed, "jaxpr", closed)
+    jaxpr = opened(closed)
     known = {v for v, mark in zip(jaxpr.invars, marked, strict=True) if mark}
-    consts = zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=False)
+    consts = zip(jaxpr.constvars, consts_of(closed), strict=False)
     zeros = {v for v, value in consts if _is_zero(value)}
     zeros.update(v for v, fine in zip(jaxpr.invars, harmless or (), strict=False) if fine and v not in known)
 
-    def is_marked(atom: Any) -> bool:
-        return not isinstance(atom, jex.Literal) and atom in known
+    def is_marked(atom: Atom) -> bool:
+        return not isinstance(atom, Literal) and atom in known
 
-    def is_nothing(atom: Any) -> bool:
-        return _is_zero(atom.val) if isinstance(atom, jex.Literal) else atom in zeros
+    def is_nothing(atom: Atom) -> bool:
+        return _is_zero(atom.val) if isinstance(atom, Literal) else atom in zeros
 
     for eqn in jaxpr.eqns:
         ins = [is_marked(atom) for atom in eqn.invars]
@@ -60,7 +59,7 @@ def _marks(closed: Any, marked: Sequence[bool], harmless: Sequence[bool] | None 
     return [is_marked(atom) for atom in jaxpr.outvars]
 
 
-def _is_zero(value: Any) -> bool:
+def _is_zero(value: object) -> bool:
     return isinstance(value, int | float | np.ndarray | np.generic) and not np.any(value)
 
 

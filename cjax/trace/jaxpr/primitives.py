@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cjax.trace.jaxpr.view import Equation
+from cjax.jax_compat.core import Equation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,24 +92,24 @@ class Facts:
     loop: bool = False
     branches: bool = False
     stops: bool = False
-    numpy: Callable[..., Any] | None = None
+    numpy: Callable[..., np.ndarray] | None = None
 
 
-def _quotient(x: Any, y: Any) -> Any:
+def _quotient(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Towards zero for integers, where NumPy rounds down."""
     return (x - np.fmod(x, y)) // y if np.issubdtype(np.asarray(x).dtype, np.integer) else np.divide(x, y)
 
 
-def _clamped(low: Any, x: Any, high: Any) -> Any:
+def _clamped(low: np.ndarray, x: np.ndarray, high: np.ndarray) -> np.ndarray:
     return np.minimum(np.maximum(x, low), high)
 
 
-def _chosen(which: Any, *cases: Any) -> Any:
+def _chosen(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
     return np.choose(np.asarray(which, np.intp), np.broadcast_arrays(*cases))
 
 
 # Only what IEEE 754 or integer arithmetic defines to the last bit: exp, erf and their kin differ between libraries.
-_NUMPY: Mapping[str, Callable[..., Any]] = {
+_NUMPY: Mapping[str, Callable[..., np.ndarray]] = {
     "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "ceil": np.ceil, "clamp": _clamped,
     "div": _quotient, "eq": np.equal, "floor": np.floor, "ge": np.greater_equal, "gt": np.greater,
     "is_finite": np.isfinite, "le": np.less_equal, "lt": np.less, "max": np.maximum, "min": np.minimum,

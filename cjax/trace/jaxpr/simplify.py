@@ -4,24 +4,21 @@ Everything else in `cjax.trace` reads flat traces. Flattening is substitution, n
 of thousands of equations, and binding each again would cost more than tracing the model did.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
 
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Params, Var
 from cjax.jax_compat.functions import called_within
-from cjax.jax_compat.jaxprs import called_from, name_stack, names_its_operands, new_var, traceback_of
+from cjax.jax_compat.jaxprs import NameStack, called_from, name_stack, names_its_operands, new_var, traceback_of
 from cjax.trace.jaxpr.fold import fold, literal
 from cjax.trace.jaxpr.primitives import FACTS, facts_of, having
 from cjax.trace.jaxpr.tracebacks import in_model, is_jax_alone
 
-Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
-
 _INLINED = {name: FACTS[name].body for name in having("inlined")}
-_REMATS = having("remat")
-_HIGHER_ORDER = _REMATS | having("loop") | having("branches") | having("own_derivative")
+_HIGHER_ORDER = having("remat") | having("loop") | having("branches") | having("own_derivative")
 _DERIVATIVES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
@@ -43,7 +40,7 @@ def simplify(closed: ClosedJaxpr) -> ClosedJaxpr:
         return _close(_Flattener(hoist=True), closed.jaxpr, closed.consts)
 
 
-def _close(flattener: "_Flattener", jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
+def _close(flattener: "_Flattener", jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -> ClosedJaxpr:
     env: dict[Var, Atom] = {}
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         env[var] = literal(const, var.aval) or flattener.keep(const, var)
@@ -62,7 +59,7 @@ def replaced(env: Mapping[Var, Atom], atom: Atom) -> Atom:
     return atom if type(atom) is Literal else env.get(atom, atom)
 
 
-def _drop_dead(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> list[JaxprEqn]:
+def _drop_dead(eqns: Sequence[Equation], outvars: Sequence[Atom]) -> list[Equation]:
     live = {atom for atom in outvars if type(atom) is not Literal}
     kept = []
     for eqn in reversed(eqns):
@@ -76,18 +73,20 @@ def _drop_dead(eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]) -> list[JaxprE
 class _Flattener:
     """Collects the flat equations of one jaxpr, and the constants they use."""
 
-    def __init__(self, hoist: bool, memo: dict[int, tuple[Any, tuple[Literal, ...]]] | None = None):
+    def __init__(self, hoist: bool, memo: dict[int, tuple[object, tuple[Literal, ...]]] | None = None):
         self.hoist = hoist
-        self.eqns: list[JaxprEqn] = []
-        self.consts: dict[int, tuple[Var, Any]] = {}
+        self.eqns: list[Equation] = []
+        self.consts: dict[int, tuple[Var, ArrayLike]] = {}
         # Bodies by identity: layers that share one cached body go on sharing it.
-        self.memo: dict[int, tuple[Any, tuple[Literal, ...]]] = {} if memo is None else memo
+        self.memo: dict[int, tuple[object, tuple[Literal, ...]]] = {} if memo is None else memo
 
-    def keep(self, const: Any, var: Var) -> Var:
+    def keep(self, const: ArrayLike, var: Var) -> Var:
         """The variable that stands for an array constant; one for each array, however often it is inlined."""
         return self.consts.setdefault(id(const), (var, const))[0]
 
-    def walk(self, eqns: Sequence[JaxprEqn], env: dict[Var, Atom], stack: Any, traceback: Any = None) -> None:
+    def walk(
+        self, eqns: Sequence[Equation], env: dict[Var, Atom], stack: NameStack | None, traceback: object | None = None
+    ) -> None:
         """Append the flat form of `eqns`; `env` maps their variables. `stack` is the caller's name stack, or None at
         the top, where variables keep their identity; `traceback` the caller's: theirs end where they are called."""
         for eqn in eqns:
@@ -112,7 +111,9 @@ class _Flattener:
             place = called_from(eqn, stack, told)
             self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=params, **place))
 
-    def _inline(self, eqn: JaxprEqn, invars: list[Atom], env: dict[Var, Atom], stack: Any, traceback: Any) -> bool:
+    def _inline(
+        self, eqn: Equation, invars: list[Atom], env: dict[Var, Atom], stack: NameStack | None, traceback: object | None
+    ) -> bool:
         if names_its_operands(eqn):
             return False  # which are the call's own variables
         body = eqn.params[_INLINED[eqn.primitive.name]]
@@ -132,22 +133,22 @@ class _Flattener:
             env[outvar] = replaced(body_env, atom)
         return True
 
-    def _flatten_bodies(self, name: str, invars: list[Atom], params: dict[str, Any]) -> tuple[list[Atom], dict]:
+    def _flatten_bodies(self, name: str, invars: list[Atom], params: Params) -> tuple[list[Atom], dict]:
         new = dict(params)
         for key, value in params.items():
             if isinstance(value, Jaxpr | ClosedJaxpr):
-                new[key], seeds = self._flatten_body(value, name in _REMATS)
+                new[key], seeds = self._flatten_body(value)
                 if seeds:
                     invars = [*invars, *seeds]
                     if isinstance(params.get("prevent_cse"), tuple):
                         new["prevent_cse"] = (*params["prevent_cse"], *(False for _ in seeds))
             elif key == "branches":
-                new[key] = tuple(self._flatten_body(branch, False)[0] for branch in value)
+                new[key] = tuple(self._flatten_body(branch)[0] for branch in value)
             elif key in _DERIVATIVES:
                 new[key] = self._without_mesh(value)
         return invars, new
 
-    def _without_mesh(self, thunk: Any) -> Any:
+    def _without_mesh(self, thunk: Callable[..., object]) -> object:
         """A custom derivative that is traced as the rest of the trace was: with no mesh around it.
 
         JAX traces it where it is first differentiated, and keeps that. Plans share a trace, so that what the first of
@@ -157,10 +158,10 @@ class _Flattener:
             self.memo[id(thunk)] = called_within(thunk, lambda: jax.sharding.use_abstract_mesh(_NO_MESH)), ()
         return self.memo[id(thunk)][0]
 
-    def _flatten_body(self, body: Any, is_remat: bool) -> tuple[Any, tuple[Literal, ...]]:
+    def _flatten_body(self, body: ClosedJaxpr | Jaxpr) -> tuple[object, tuple[Literal, ...]]:
         if id(body) not in self.memo:
             flattener = _Flattener(hoist=False, memo=self.memo)
-            if is_remat:  # its jaxpr is an open one, which may grow operands
+            if isinstance(body, Jaxpr):  # of remat, and alone in that it may grow operands
                 env: dict[Var, Atom] = {}
                 flattener.walk(body.eqns, env, None)
                 outvars = [replaced(env, atom) for atom in body.outvars]
@@ -172,11 +173,11 @@ class _Flattener:
         return self.memo[id(body)]
 
 
-def _seeds_as_operands(eqns: Sequence[JaxprEqn]) -> tuple[list[JaxprEqn], dict[Var, Literal]]:
+def _seeds_as_operands(eqns: Sequence[Equation]) -> tuple[list[Equation], dict[Var, Literal]]:
     """Replace the integer literals that seed random numbers by new variables. Linen folds a hash of the module's path
     into its keys: the one thing in which two layers' bodies differ."""
     seeds: dict[Var, Literal] = {}
-    new: list[JaxprEqn] = []
+    new: list[Equation] = []
     for eqn in eqns:
         facts = facts_of(eqn)
         if facts.seeds or facts.remat:

@@ -6,13 +6,11 @@ weights is not: learned queries, projected, meet keys as activations do.
 """
 
 from collections.abc import MutableMapping
-from typing import Any
 
 import numpy as np
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import Equation, Literal, Var
 from cjax.trace.jaxpr.primitives import having, named
-from cjax.trace.jaxpr.view import Equation
 
 WEIGHT = "weight"  # a weight, or numbers of one that went through a function
 GIVEN = "given"  # constants, random keys, the state that a model carries
@@ -22,7 +20,7 @@ _ENDS = having("product") | having("loop") | having("branches") | named("gather"
 _PARTS = having("takes") | (having("reduces") - having("tells_place"))
 
 
-def follow(eqn: Equation, source: MutableMapping[Any, str]) -> None:
+def follow(eqn: Equation, source: MutableMapping[Var, str]) -> None:
     """Say of what the results of an equation are made, given its operands.
 
     >>> import jax, jax.numpy as jnp
@@ -33,14 +31,14 @@ def follow(eqn: Equation, source: MutableMapping[Any, str]) -> None:
     >>> found[jaxpr.eqns[-1].invars[1]], jaxpr.outvars[0] in found
     ('weight', False)
     """
-    ins = [GIVEN if isinstance(v, jex.Literal) else source.get(v) for v in eqn.invars]
+    ins = [GIVEN if isinstance(v, Literal) else source.get(v) for v in eqn.invars]
     if None in ins:
         return
     for out in eqn.outvars:
         source[out] = _source(eqn, ins, out)
 
 
-def _source(eqn: Equation, ins: list[str | None], out: Any) -> str:
+def _source(eqn: Equation, ins: list[str | None], out: Var) -> str:
     if set(ins) <= {GIVEN}:
         return GIVEN
     name = eqn.primitive.name

@@ -7,7 +7,7 @@ equation within a jitted function (which most of `jax.numpy` is) ends there, and
 import functools
 import linecache
 from pathlib import Path
-from typing import Any
+from types import CodeType
 
 import jax
 from flax import linen as nn
@@ -20,12 +20,12 @@ _LOSS = "loss_caller.<locals>.call"  # of cjax.trace.author.loss: what is furthe
 _SHOWN = 80  # characters of a line of code
 
 
-def is_jax_alone(traceback: Any) -> bool:
+def is_jax_alone(traceback: object | None) -> bool:
     """Whether no line of a traceback is the user's, or another library's."""
     return traceback is None or all(code.co_filename.startswith(_JAX) for code in codes(traceback))
 
 
-def in_model(traceback: Any) -> bool:
+def in_model(traceback: object | None) -> bool:
     """Whether a method of a Flax module was running, called by the loss."""
     if traceback is None:
         return False
@@ -38,7 +38,7 @@ def in_model(traceback: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=10_000)
-def _is_method(code: Any) -> bool:
+def _is_method(code: CodeType) -> bool:
     """Whether a function that runs is a method of a module, or was made in one."""
     *owner, _ = code.co_qualname.split(".")
     if not owner:
@@ -51,7 +51,7 @@ def _is_method(code: Any) -> bool:
     return any(".".join(owner[: i + 1]) in names for i in range(len(owner)))
 
 
-def place(traceback: Any) -> str:
+def place(traceback: object | None) -> str:
     """Who wrote an equation without a name stack, as NNX's are: the innermost module called, or the line of code."""
     told = [] if traceback is None else frames(traceback)
     told = [frame for frame in told if not Path(frame.file_name).is_relative_to(_JAX)]

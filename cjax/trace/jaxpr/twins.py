@@ -4,12 +4,13 @@ What a loss does with the number of its rows shows in nothing but a comparison: 
 the batch or a width. An equation without a twin is one that another number of rows makes otherwise.
 """
 
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
-from jax.extend import core as jex
+from jax.typing import ArrayLike
 
-from cjax.trace.jaxpr.view import Equation, bodies
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var
+from cjax.trace.jaxpr.view import bodies, consts_of, opened
 
 # Parameters that say shapes. What they make has a shape of its own to look at.
 _SHAPES = frozenset({"shape", "new_sizes", "limit_indices", "slice_sizes", "sizes", "length"})
@@ -25,33 +26,34 @@ class Twins:
     [2.0, 4.0]
     """
 
-    def __init__(self, closed: jex.ClosedJaxpr, other: jex.ClosedJaxpr) -> None:
-        self._eqns: dict[int, tuple[Any, Any]] = {}
-        self._consts: dict[Any, Any] = {}
+    def __init__(self, closed: ClosedJaxpr, other: ClosedJaxpr) -> None:
+        self._eqns: dict[int, tuple[Equation, Equation]] = {}
+        self._consts: dict[Var, ArrayLike] = {}
         self._torn: set[int] = set()
         self._bodies: set[tuple[int, int]] = set()
         self._pair(closed, other)
 
-    def __getitem__(self, eqn: Equation) -> Any | None:
+    def __getitem__(self, eqn: Equation) -> Equation | None:
         if id(eqn) in self._torn:
             return None
-        return self._eqns.get(id(eqn), (None, None))[1]
+        _, twin = self._eqns.get(id(eqn), (None, None))
+        return twin
 
-    def const(self, var: Any) -> Any | None:
+    def const(self, var: Var) -> ArrayLike | None:
         """The constant that takes the place of one that a variable stands for."""
         return self._consts.get(var)
 
-    def _pair(self, closed: Any, other: Any) -> None:
-        jaxpr, twin = getattr(closed, "jaxpr", closed), getattr(other, "jaxpr", other)
+    def _pair(self, closed: ClosedJaxpr | Jaxpr, other: ClosedJaxpr | Jaxpr) -> None:
+        jaxpr, twin = opened(closed), opened(other)
         if (id(jaxpr), id(twin)) in self._bodies:
             return
         self._bodies.add((id(jaxpr), id(twin)))
         made, others = ({v: eqn for eqn in j.eqns for v in eqn.outvars} for j in (jaxpr, twin))
         places = {v: i for i, v in enumerate(jaxpr.invars)}
         other_places = {v: i for i, v in enumerate(twin.invars)}
-        consts = dict(zip(twin.constvars, getattr(other, "consts", ()), strict=False))
+        consts = dict(zip(twin.constvars, consts_of(other), strict=False))
         constvars = set(jaxpr.constvars)
-        seen: dict[Any, Any] = {}
+        seen: dict[Var, Var] = {}
         left = _variables(zip(jaxpr.outvars, twin.outvars, strict=False))
         while left:
             a, b, eqn = left.pop()
@@ -69,7 +71,7 @@ class Twins:
             elif places.get(a, -1) != other_places.get(b, -2) and eqn is not None:
                 self._torn.add(id(eqn))
 
-    def _match(self, eqn: Equation, twin: Any) -> list[tuple[Any, Any, Any]]:
+    def _match(self, eqn: Equation, twin: Equation) -> list[tuple[Var, Var, Equation | None]]:
         known = self._eqns.setdefault(id(eqn), (eqn, twin))[1]
         if known is not twin:
             self._torn.add(id(eqn))
@@ -78,26 +80,28 @@ class Twins:
         return _variables(zip(eqn.invars, twin.invars, strict=True), eqn)
 
 
-def _variables(pairs: Any, eqn: Equation | None = None) -> list[tuple[Any, Any, Any]]:
-    literal = jex.Literal
+def _variables(
+    pairs: Iterable[tuple[Atom, Atom]], eqn: Equation | None = None
+) -> list[tuple[Var, Var, Equation | None]]:
+    literal = Literal
     return [(a, b, eqn) for a, b in pairs if not isinstance(a, literal) and not isinstance(b, literal)]
 
 
-def _alike(eqn: Equation, twin: Any) -> bool:
+def _alike(eqn: Equation, twin: Equation) -> bool:
     """Whether two equations do the same, shapes and numbers aside."""
     if eqn.primitive is not twin.primitive or len(eqn.invars) != len(twin.invars):
         return False
     if len(eqn.outvars) != len(twin.outvars):
         return False
     for a, b in zip((*eqn.invars, *eqn.outvars), (*twin.invars, *twin.outvars), strict=True):
-        if isinstance(a, jex.Literal) != isinstance(b, jex.Literal):
+        if isinstance(a, Literal) != isinstance(b, Literal):
             return False
         if len(getattr(a.aval, "shape", ())) != len(getattr(b.aval, "shape", ())):
             return False
     return all(_same(name, value, twin.params.get(name)) for name, value in eqn.params.items())
 
 
-def _same(name: str, a: Any, b: Any) -> bool:
+def _same(name: str, a: object, b: object) -> bool:
     if name in _SHAPES:
         return True
     if isinstance(a, _PLAIN) and isinstance(b, _PLAIN):

@@ -1,42 +1,18 @@
 """Equations and loops as analyses read them: their types, their bodies, and what a scan does with its operands."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.typing import ArrayLike
 
+from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from cjax.jax_compat.jaxprs import scan_tree_counts
 
 T = TypeVar("T")
 
 
-class Equation(Protocol):
-    """What analyses read of an equation. JAX's own is one; it declares its operands' types without shape and dtype."""
-
-    @property
-    def primitive(self) -> Any: ...
-
-    @property
-    def invars(self) -> Sequence[Any]: ...
-
-    @property
-    def outvars(self) -> Sequence[Any]: ...
-
-    @property
-    def params(self) -> dict[str, Any]: ...
-
-    @property
-    def effects(self) -> Any: ...
-
-    @property
-    def source_info(self) -> Any: ...
-
-    @property
-    def replace(self) -> Callable[..., Any]: ...
-
-
-def bodies(eqn: Equation) -> Iterator[Any]:
+def bodies(eqn: Equation) -> Iterator[ClosedJaxpr | Jaxpr]:
     """The jaxprs that an equation holds, with their constants where it has any."""
     for value in eqn.params.values():
         for body in value if isinstance(value, tuple | list) else (value,):
@@ -44,10 +20,34 @@ def bodies(eqn: Equation) -> Iterator[Any]:
                 yield body
 
 
-def open_bodies(eqn: Equation) -> Iterator[Any]:
+def open_bodies(eqn: Equation) -> Iterator[Jaxpr]:
     """The jaxprs that an equation holds, without their constants."""
     for body in bodies(eqn):
-        yield getattr(body, "jaxpr", body)
+        yield opened(body)
+
+
+def opened(body: ClosedJaxpr | Jaxpr) -> Jaxpr:
+    """A jaxpr without its constants."""
+    return body.jaxpr if isinstance(body, ClosedJaxpr) else body
+
+
+def consts_of(body: ClosedJaxpr | Jaxpr) -> Sequence[ArrayLike]:
+    """The constants of a jaxpr; of an open one nobody knows any."""
+    return body.consts if isinstance(body, ClosedJaxpr) else ()
+
+
+def literal_of(eqn: Equation, place: int) -> Literal:
+    """An operand that is a number."""
+    atom = eqn.invars[place]
+    assert isinstance(atom, Literal), (eqn, place)
+    return atom
+
+
+def variable_of(eqn: Equation, place: int) -> Var:
+    """An operand that is no number."""
+    atom = eqn.invars[place]
+    assert not isinstance(atom, Literal), (eqn, place)
+    return atom
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Scan:
         return self.num_consts + self.num_carry
 
     @property
-    def closed(self) -> Any:
+    def closed(self) -> ClosedJaxpr:
         return self.eqn.params["jaxpr"]
 
     @property
-    def body(self) -> Any:
+    def body(self) -> Jaxpr:
         return self.closed.jaxpr
 
     @property

@@ -11,21 +11,20 @@ once is what its author avoided.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var, jaxprs_in_params, make_jaxpr
 from cjax.jax_compat.jaxprs import called_from, name_stack, new_var, place_of, traceback_of
+from cjax.trace.jaxpr.evaluate import bind_as_is, put_in_place
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.simplify import replaced, simplify
-from cjax.trace.jaxpr.view import scan_of
+from cjax.trace.jaxpr.view import scan_of, variable_of
 
-Atom = Var | Literal
 _PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 # What would branch or loop for each turn apart, and what draws other numbers for many turns than for each.
 _APART = named("scan while cond rng_bit_generator rng_uniform") | having("remat")
@@ -41,9 +40,9 @@ def all_at_once(closed: ClosedJaxpr, num_weights: int) -> ClosedJaxpr:
     ['dot_general', 'reduce_sum', 'add']
     """
     jaxpr = closed.jaxpr
-    of_weights: set[Any] = set(jaxpr.invars[:num_weights])
-    eqns: list[JaxprEqn] = []
-    env: dict[Any, Atom] = {}
+    of_weights: set[Var] = set(jaxpr.invars[:num_weights])
+    eqns: list[Equation] = []
+    env: dict[Var, Atom] = {}
     for eqn in jaxpr.eqns:
         if all(type(atom) is Literal or atom in of_weights for atom in eqn.invars):
             of_weights.update(eqn.outvars)
@@ -62,17 +61,15 @@ def all_at_once(closed: ClosedJaxpr, num_weights: int) -> ClosedJaxpr:
 class _Turns:
     """The turns of one scan, whose body is written out."""
 
-    def __init__(self, scan: JaxprEqn, of_weights: set[Any]) -> None:
-        self._scan, body = scan, scan.params["jaxpr"]
-        view = scan_of(scan)
-        self._num_consts, self._num_carry = view.num_consts, view.num_carry
-        self._eqns, self._outs = _written_out(body.jaxpr)
-        self._jaxpr, first_x = body.jaxpr, self._num_consts + self._num_carry
-        self._carries, self._own = body.jaxpr.invars[self._num_consts : first_x], set(body.jaxpr.invars[first_x:])
-        consts = list(zip(body.jaxpr.invars, scan.invars[: self._num_consts], strict=False))
+    def __init__(self, scan: Equation, of_weights: set[Var]) -> None:
+        loop = scan_of(scan)
+        self._scan, self._jaxpr = scan, loop.body
+        self._eqns, self._outs = _written_out(loop.body)
+        self._carries, self._own = loop.carries(loop.body.invars), set(loop.xs(loop.body.invars))
+        consts = list(zip(loop.consts(loop.body.invars), loop.consts(scan.invars), strict=True))
         weights = {var for var, atom in consts if type(atom) is Literal or atom in of_weights}
         sees_rows = any(var not in weights and math.prod(_struct(var).shape) > 1 for var, _ in consts)
-        self._adding = [self._addition(i) for i in range(self._num_carry)]
+        self._adding = [self._addition(i) for i in range(loop.num_carry)]
         adding = {id(eqn) for eqn, _ in self._adding}
         self._made = [eqn for eqn in self._eqns if id(eqn) not in adding]
         for eqn in self._made:
@@ -83,9 +80,9 @@ class _Turns:
         products = [eqn for eqn in self._made if eqn.primitive.name in _PRODUCTS]
         self.add_up = (
             not sees_rows
-            and not body.consts
-            and not body.effects
-            and len(self._outs) == self._num_carry
+            and not loop.closed.consts
+            and not loop.closed.effects
+            and not loop.ys(self._outs)
             and bool(products)
             and all(term is not None and term in self._own for _, term in self._adding)
             and not any(_is_apart(eqn) for eqn in self._made)
@@ -93,7 +90,7 @@ class _Turns:
             and all(self._is_of_weight(eqn, weights) for eqn in products)
         )
 
-    def _addition(self, carry: int) -> tuple[JaxprEqn | None, Any]:
+    def _addition(self, carry: int) -> tuple[Equation | None, Var | None]:
         """The equation that adds to a carry, and what it adds; nothing where the carry changes otherwise."""
         old, new = self._carries[carry], self._outs[carry]
         for eqn in self._eqns:
@@ -103,19 +100,23 @@ class _Turns:
                     return eqn, terms[0]
         return None, None
 
-    def _is_of_weight(self, eqn: JaxprEqn, weights: set[Any]) -> bool:
+    def _is_of_weight(self, eqn: Equation, weights: set[Var]) -> bool:
         """Whether a product is of a weight, the same in each turn, and what differs from turn to turn."""
         is_plain = eqn.primitive.name == "dot_general" and not any(eqn.params["dimension_numbers"][1])
         own = [type(atom) is not Literal and atom in self._own for atom in eqn.invars]
         held = [type(atom) is not Literal and atom in weights for atom in eqn.invars]
         return is_plain and sorted(own) == [False, True] and sorted(held) == [False, True]
 
-    def together(self, eqns: list[JaxprEqn]) -> list[Atom]:
+    def together(self, eqns: list[Equation]) -> list[Atom]:
         """Appends the equations of all turns, and gives the results."""
-        env: dict[Any, Atom] = dict(zip(self._jaxpr.invars, self._scan.invars, strict=True))
+        env: dict[Var, Atom] = dict(zip(self._jaxpr.invars, self._scan.invars, strict=True))
         made = {var: eqn for eqn in self._made for var in eqn.outvars}
         # A sum within each turn, and over the turns, is one.
-        sums = {term: made[term] for _, term in self._adding if term in made and self._is_read_once(term)}
+        sums = {
+            term: made[term]
+            for _, term in self._adding
+            if term is not None and term in made and self._is_read_once(term)
+        }
         sums = {term: eqn for term, eqn in sums.items() if eqn.primitive.name == "reduce_sum"}
         summed = {id(eqn) for eqn in sums.values()}
         for eqn in self._made:
@@ -123,24 +124,23 @@ class _Turns:
                 self._append(eqn, [type(a) is not Literal and a in self._own for a in eqn.invars], env, eqns)
         results = []
         for (adding, term), carry in zip(self._adding, self._carries, strict=True):
-            assert adding is not None
+            assert adding is not None and term is not None
             last = sums.get(term)
-            of, axes = (term, ()) if last is None else (last.invars[0], tuple(last.params["axes"]))
+            of, axes = (term, ()) if last is None else (variable_of(last, 0), tuple(last.params["axes"]))
             axes = (0, *(axis + 1 for axis in axes))
 
-            def total(old: Any, terms: Any, axes: tuple[int, ...] = axes) -> list[Any]:
+            def total(old: jax.Array, terms: jax.Array, axes: tuple[int, ...] = axes) -> list[jax.Array]:
                 return [lax.add(old, lax.reduce(terms, np.zeros((), terms.dtype), lax.add, axes))]
 
             results += _traced(total, [env[carry], env[of]], adding, self._scan, eqns)
         return results
 
-    def _is_read_once(self, var: Any) -> bool:
+    def _is_read_once(self, var: Var) -> bool:
         return sum(atom is var for eqn in self._eqns for atom in eqn.invars) == 1
 
-    def _append(self, eqn: JaxprEqn, own: list[bool], env: dict[Any, Atom], eqns: list[JaxprEqn]) -> None:
-        def bind(*ins: Any) -> list[Any]:
-            outs = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
-            return list(outs) if eqn.primitive.multiple_results else [outs]
+    def _append(self, eqn: Equation, own: list[bool], env: dict[Var, Atom], eqns: list[Equation]) -> None:
+        def bind(*ins: jax.Array) -> list[jax.Array]:
+            return bind_as_is(eqn, ins)
 
         axes = [0 if each else None for each in own]
         function = jax.vmap(bind, in_axes=axes) if any(own) else bind
@@ -148,11 +148,11 @@ class _Turns:
         env.update(zip(eqn.outvars, outs, strict=True))
 
 
-def _written_out(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
+def _written_out(jaxpr: Jaxpr) -> tuple[list[Equation], list[Atom]]:
     """The equations of a body, those that a checkpoint holds among them, and what results. What makes a number of
     JAX's out of one of Python's, the same in bits, is left out."""
-    eqns: list[JaxprEqn] = []
-    env: dict[Any, Atom] = {}
+    eqns: list[Equation] = []
+    env: dict[Var, Atom] = {}
     for eqn in jaxpr.eqns:
         ins = [replaced(env, atom) for atom in eqn.invars]
         if eqn.primitive.name == "convert_element_type" and _struct(ins[0]).dtype == _struct(eqn.outvars[0]).dtype:
@@ -161,14 +161,14 @@ def _written_out(jaxpr: Jaxpr) -> tuple[list[JaxprEqn], list[Any]]:
             eqns.append(eqn.replace(invars=ins))
         else:
             inner, outs = _written_out(eqn.params["jaxpr"])
-            known: dict[Any, Atom] = dict(zip(eqn.params["jaxpr"].invars, ins, strict=True))
+            known: dict[Var, Atom] = dict(zip(eqn.params["jaxpr"].invars, ins, strict=True))
             for each in inner:
                 eqns.append(_renamed(each, known, eqn))
             env.update((var, replaced(known, atom)) for var, atom in zip(eqn.outvars, outs, strict=True))
     return eqns, [replaced(env, atom) for atom in jaxpr.outvars]
 
 
-def _renamed(eqn: JaxprEqn, known: dict[Any, Atom], around: JaxprEqn) -> JaxprEqn:
+def _renamed(eqn: Equation, known: dict[Var, Atom], around: Equation) -> Equation:
     """An equation of the body of another, as it stands outside; what it makes gets new variables, since bodies are
     shared."""
     outs = [new_var(var.aval) for var in eqn.outvars]
@@ -178,29 +178,27 @@ def _renamed(eqn: JaxprEqn, known: dict[Any, Atom], around: JaxprEqn) -> JaxprEq
     return eqn.replace(invars=ins, outvars=outs, **place)
 
 
-def _traced(function: Any, atoms: Sequence[Atom], near: JaxprEqn, scan: JaxprEqn, eqns: list[JaxprEqn]) -> list[Atom]:
+def _traced(
+    function: Callable[..., list[jax.Array]],
+    atoms: Sequence[Atom],
+    near: Equation,
+    scan: Equation,
+    eqns: list[Equation],
+) -> list[Atom]:
     """Appends the equations of `function` on `atoms`, told as `near` is, within `scan`."""
     shapes = [_struct(atom) for atom in atoms]
-    closed = jax.make_jaxpr(function)(*shapes)
-    env: dict[Any, Atom] = dict(zip(closed.jaxpr.invars, atoms, strict=True))
-    assert not closed.consts
     place = place_of(near) | called_from(near, name_stack(scan), traceback_of(near))
-    for eqn in closed.jaxpr.eqns:
-        outs = [new_var(var.aval) for var in eqn.outvars]
-        ins = [replaced(env, atom) for atom in eqn.invars]
-        eqns.append(eqn.replace(invars=ins, outvars=outs, **place))
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [replaced(env, atom) for atom in closed.jaxpr.outvars]
+    return put_in_place(make_jaxpr(function)(*shapes), atoms, eqns, lambda eqn: place)
 
 
 def _struct(atom: Atom) -> jax.ShapeDtypeStruct:
-    aval: Any = atom.aval
+    aval = atom.aval
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def _is_apart(eqn: JaxprEqn) -> bool:
+def _is_apart(eqn: Equation) -> bool:
     """Whether an equation is of another kind for all turns, or holds a product that nobody has looked at."""
-    dtypes: list[Any] = [getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars)]
+    dtypes = [getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars)]
     draws = any(dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in dtypes)
     if draws or eqn.effects or eqn.primitive.name in _APART:
         return True
@@ -208,5 +206,5 @@ def _is_apart(eqn: JaxprEqn) -> bool:
     return any(each.primitive.name in _PRODUCTS or _is_apart(each) for each in inside)
 
 
-def _variables(eqn: JaxprEqn) -> list[Any]:
+def _variables(eqn: Equation) -> list[Var]:
     return [atom for atom in eqn.invars if type(atom) is not Literal]

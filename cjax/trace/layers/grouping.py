@@ -6,16 +6,14 @@ member i of the same stacks are a group too, although what uses them (a global n
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from cjax.jax_compat.core import Atom, Equation, Jaxpr, Literal, Var
 from cjax.trace.jaxpr.identity import equation_key
 
-Atom = Any  # Var or Literal; JAX declares their avals without shape and dtype
 Source = tuple[str, int, int]  # a stacked value: ("input", slot, 0), ("group", id, result) or ("branch", equation, n)
 Node = tuple[str, int]  # what is evaluated at once: ("group", id) or ("equation", index)
 
@@ -62,7 +60,7 @@ class Grouping:
     """
 
     def __init__(self, jaxpr: Jaxpr, in_groups: Sequence[tuple[int, ...]], out_groups: Sequence[tuple[int, ...]]):
-        self.eqns: list[JaxprEqn] = list(jaxpr.eqns)
+        self.eqns: list[Equation] = list(jaxpr.eqns)
         self.groups: dict[int, tuple[int, ...]] = {}
         self.branch_outs: dict[int, list[tuple[int, ...]]] = {}
         self.member: dict[Var, tuple[Source, int]] = {}
@@ -114,8 +112,8 @@ class Grouping:
 
     def _share(self) -> list[int]:
         """Alias equal computations; number the kinds of equations."""
-        kinds: dict[Any, int] = {}
-        firsts: dict[Any, int] = {}
+        kinds: dict[Hashable, int] = {}
+        firsts: dict[Hashable, int] = {}
         numbers = []
         for index, eqn in enumerate(self.eqns):
             kind = kinds.setdefault(equation_key(eqn), len(kinds))
@@ -165,7 +163,7 @@ class Grouping:
 
     def _search_forwards(self) -> None:
         """Bucket the equations left by kind and operands, member number aside; full buckets are groups."""
-        buckets: dict[Any, dict[int, int]] = {}
+        buckets: dict[tuple[int, tuple[object, ...], int], dict[int, int]] = {}
         label = {var: place for var, place in self.member.items()}
         for index, eqn in enumerate(self.eqns):
             if eqn.effects or any(var in label or var not in self.producer for var in eqn.outvars):
@@ -207,7 +205,7 @@ class Grouping:
             name = self.eqns[root].primitive.name
             if name not in CHAINED or root in inner:
                 continue
-            out: Atom = self.eqns[root].outvars[0]
+            out = self.eqns[root].outvars[0]
             if out in self.member or out not in self.producer or out.aval.dtype.kind not in CHAINED[name]:
                 continue
             terms: list[Atom] = []
@@ -216,7 +214,7 @@ class Grouping:
                 atom = pending.pop()
                 before = self.producer.get(atom, (-1, 0))[0] if type(atom) is not Literal else -1
                 alike = before >= 0 and self.eqns[before].primitive.name == name and atom.aval == out.aval
-                if alike and uses[atom] == 1 and atom not in self.member:
+                if alike and type(atom) is not Literal and uses[atom] == 1 and atom not in self.member:
                     inner.add(before)
                     pending.extend(self.operands(before)[::-1])
                 else:
@@ -246,7 +244,7 @@ class Grouping:
         return ("group", source[1], source[2]) if source[1] in self.groups else None
 
 
-def _bits(atom: Atom) -> tuple[Any, bytes]:
+def _bits(atom: Literal) -> tuple[object, bytes]:
     return atom.aval, np.asarray(atom.val, dtype=atom.aval.dtype).tobytes()
 
 

@@ -8,13 +8,13 @@ afterwards. That is all a `lax.scan` needs to know, so a stack of any depth comp
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import ClosedJaxpr, Equation, Literal, Var, jaxprs_in_params
 from cjax.trace.jaxpr.identity import equation_key
 
+Number = int | float | np.generic  # what a literal stands for
 MIN_EQUATIONS = 4  # shorter repeats (chains of adds) are not layers, and a loop over them costs more than it saves
 
 
@@ -33,23 +33,23 @@ class RepeatedLayers:
     start: int
     period: int
     repeats: int
-    stacked: tuple[tuple[Any, ...], ...]
-    carries: tuple[tuple[Any, Any, Any, Any], ...]
-    outputs: tuple[tuple[Any, ...], ...]
-    last_only: tuple[tuple[Any, ...], ...]
-    literals: dict[tuple[int, int], tuple[Any, ...]] = field(default_factory=dict)
+    stacked: tuple[tuple[Var, ...], ...]
+    carries: tuple[tuple[Var, Var, Var, Var], ...]
+    outputs: tuple[tuple[Var, ...], ...]
+    last_only: tuple[tuple[Var, ...], ...]
+    literals: dict[tuple[int, int], tuple[Number, ...]] = field(default_factory=dict)
     template: int = 0
 
     @property
     def stop(self) -> int:
         return self.start + self.period * self.repeats
 
-    def corresponding(self, eqns: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def corresponding(self, eqns: Sequence[Equation]) -> list[tuple[Var, ...]]:
         """Groups of variables, one of each repeat, that play the same part; `eqns` are the trace's."""
         return _groups(eqns, self.start, self.period, self.repeats)
 
 
-def find_runs(closed: jex.ClosedJaxpr) -> tuple[RepeatedLayers, ...]:
+def find_runs(closed: ClosedJaxpr) -> tuple[RepeatedLayers, ...]:
     """All stacks of a flat trace, in program order (an encoder's and a decoder's, say); empty if there is none."""
     eqns = closed.jaxpr.eqns
     numbers: dict[Hashable, int] = {}
@@ -66,7 +66,7 @@ def find_runs(closed: jex.ClosedJaxpr) -> tuple[RepeatedLayers, ...]:
     return tuple(sorted(runs, key=lambda run: run.start))
 
 
-def paired(closed: jex.ClosedJaxpr, run: RepeatedLayers) -> RepeatedLayers | None:
+def paired(closed: ClosedJaxpr, run: RepeatedLayers) -> RepeatedLayers | None:
     """The same stretch with two layers to a repeat; None if that leaves no two repeats. An odd last layer stays out."""
     return _read(run.start, 2 * run.period, run.repeats // 2, _Context(closed)) if run.repeats >= 4 else None
 
@@ -74,18 +74,18 @@ def paired(closed: jex.ClosedJaxpr, run: RepeatedLayers) -> RepeatedLayers | Non
 class _Context:
     """Where each variable of the trace is made, and where it is last read."""
 
-    def __init__(self, closed: jex.ClosedJaxpr) -> None:
+    def __init__(self, closed: ClosedJaxpr) -> None:
         self.eqns = closed.jaxpr.eqns
-        self.made: dict[Any, tuple[int, int]] = {}
-        self.readers: dict[Any, list[int]] = {}
+        self.made: dict[Var, tuple[int, int]] = {}
+        self.readers: dict[Var, list[int]] = {}
         for index, eqn in enumerate(self.eqns):
             for position, var in enumerate(eqn.outvars):
                 self.made[var] = (index, position)
             for atom in eqn.invars:
-                if not isinstance(atom, jex.Literal):
+                if not isinstance(atom, Literal):
                     self.readers.setdefault(atom, []).append(index)
         for atom in closed.jaxpr.outvars:
-            if not isinstance(atom, jex.Literal):
+            if not isinstance(atom, Literal):
                 self.readers.setdefault(atom, []).append(len(self.eqns))
 
     def size(self, start: int, period: int) -> int:
@@ -93,7 +93,7 @@ class _Context:
         if period >= MIN_EQUATIONS:
             return period
         eqns = self.eqns[start : start + period]
-        return period + sum(len(inner.eqns) for eqn in eqns for inner in jex.jaxprs_in_params(eqn.params))
+        return period + sum(len(inner.eqns) for eqn in eqns for inner in jaxprs_in_params(eqn.params))
 
 
 def _longest(keys: np.ndarray, low: int, high: int, context: _Context) -> RepeatedLayers | None:
@@ -131,7 +131,7 @@ def _best_rotation(start: int, period: int, length: int, context: _Context) -> R
 
 
 def _carried_bytes(run: RepeatedLayers) -> tuple[int, int]:
-    def size(var: Any) -> int:
+    def size(var: Var) -> int:
         aval = var.aval
         return int(np.prod(aval.shape, dtype=np.int64)) * getattr(aval.dtype, "itemsize", 4)
 
@@ -142,41 +142,42 @@ def _read(start: int, period: int, repeats: int, context: _Context) -> RepeatedL
     """Give every border variable its part; None if one fits no part, so that these repeats are no loop."""
     eqns, made = context.eqns, context.made
     stop = start + period * repeats
-    stacked: dict[tuple[Any, ...], None] = {}
-    carries: dict[tuple[Any, ...], tuple[int, int]] = {}  # and where in a repeat the next one's is made
-    shared: dict[Any, None] = {}
-    literals: dict[tuple[int, int], tuple[Any, ...]] = {}
+    stacked: dict[tuple[Var, ...], None] = {}
+    carries: dict[tuple[Var, ...], tuple[int, int]] = {}  # and where in a repeat the next one's is made
+    shared: dict[Var, None] = {}
+    literals: dict[tuple[int, int], tuple[Number, ...]] = {}
     for position in range(period):
         rows = [eqns[start + r * period + position].invars for r in range(repeats)]
         for place, atoms in enumerate(zip(*rows, strict=True)):
-            if any(isinstance(atom, jex.Literal) for atom in atoms):
-                if not all(isinstance(atom, jex.Literal) for atom in atoms):
+            if any(isinstance(atom, Literal) for atom in atoms):
+                if not all(isinstance(atom, Literal) for atom in atoms):
                     return None
-                values = tuple(atom.val for atom in atoms)
+                values = tuple(atom.val for atom in atoms if isinstance(atom, Literal))
                 if any(not np.array_equal(value, values[0]) for value in values[1:]):
                     literals[position, place] = values
                 continue
-            origin = [made.get(atom, (-1, 0)) for atom in atoms]
+            places = tuple(atom for atom in atoms if not isinstance(atom, Literal))
+            origin = [made.get(var, (-1, 0)) for var in places]
             relative = {(i - start - r * period, k) for r, (i, k) in enumerate(origin)}
             if len(relative) == 1 and 0 <= next(iter(relative))[0] < period:
                 continue  # made within its own repeat
             outside = [index < start for index, _ in origin]
             if all(outside):
-                if any(atom is not atoms[0] for atom in atoms):
-                    stacked[atoms] = None
+                if any(var is not places[0] for var in places):
+                    stacked[places] = None
                 else:
-                    shared[atoms[0]] = None
+                    shared[places[0]] = None
                 continue
             handed = {(i - start - (r - 1) * period, k) for r, (i, k) in enumerate(origin) if r}
             if not outside[0] or len(handed) != 1 or not 0 <= next(iter(handed))[0] < period:
                 return None
-            carries[atoms] = next(iter(handed))
+            carries[places] = next(iter(handed))
     parts = len(shared) + len(stacked) + len(carries)
     template = next((t for t in range(repeats) if len({*shared, *(g[t] for g in (*stacked, *carries))}) == parts), None)
     if template is None:
         return None
 
-    def written(r: int, place: tuple[int, int]) -> Any:
+    def written(r: int, place: tuple[int, int]) -> Var:
         return eqns[start + r * period + place[0]].outvars[place[1]]
 
     crossing = tuple((c[0], c[template], written(template, p), written(repeats - 1, p)) for c, p in carries.items())
@@ -193,9 +194,9 @@ def _read(start: int, period: int, repeats: int, context: _Context) -> RepeatedL
     )
 
 
-def _groups(eqns: Sequence[Any], start: int, period: int, repeats: int) -> list[tuple[Any, ...]]:
+def _groups(eqns: Sequence[Equation], start: int, period: int, repeats: int) -> list[tuple[Var, ...]]:
     """Groups of result variables that play the same part in each repeat."""
-    groups: list[tuple[Any, ...]] = []
+    groups: list[tuple[Var, ...]] = []
     for position in range(period):
         rows = [eqns[start + r * period + position].outvars for r in range(repeats)]
         groups += zip(*rows, strict=True)

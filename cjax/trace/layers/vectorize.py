@@ -7,21 +7,21 @@ Unstacking, updating and restacking would take twice the memory, and compile tim
 import functools
 import heapq
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from cjax.jax_compat.core import ClosedJaxpr, Equation, Literal, Var
 from cjax.jax_compat.jaxprs import in_context, name_stack
 from cjax.jax_compat.random import is_threefry
+from cjax.trace.jaxpr.evaluate import bind_as_is
 from cjax.trace.layers.grouping import Atom, Grouping, Node, One, Operand, Source, StackedLeaves, Take, Whole
 
 
 def vectorize(
     closed: ClosedJaxpr, in_groups: Sequence[tuple[int, ...]], out_groups: Sequence[tuple[int, ...]]
-) -> Callable[[Sequence[Any]], list[Any]]:
+) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
     """A function of stored inputs that returns stored outputs, from a flat trace of the function on single leaves.
 
     `in_groups` and `out_groups` are partitions of the positions of inputs and outputs. A group of one is stored as it
@@ -42,7 +42,7 @@ def vectorize(
     steps = _schedule(grouping)
     invars: list[Var] = list(jaxpr.invars)
 
-    def evaluate(stored: Sequence[Any]) -> list[Any]:
+    def evaluate(stored: Sequence[jax.Array]) -> list[jax.Array]:
         values = _Values(grouping)
         values.one.update(zip(jaxpr.constvars, closed.consts, strict=True))
         for slot, (group, value) in enumerate(zip(in_groups, stored, strict=True)):
@@ -63,10 +63,10 @@ class _Values:
 
     def __init__(self, grouping: Grouping):
         self.grouping = grouping
-        self.one: dict[Var, Any] = {}
-        self.stacked: dict[Source, Any] = {}
+        self.one: dict[Var, jax.Array | np.ndarray] = {}
+        self.stacked: dict[Source, jax.Array] = {}
 
-    def read(self, operand: Operand) -> Any:
+    def read(self, operand: Operand) -> jax.Array | np.ndarray:
         match operand:
             case One(atom):
                 return self.single(atom)
@@ -75,11 +75,12 @@ class _Values:
             case Take(source, indices):
                 return self.stacked[source][np.array(indices)]
             case StackedLeaves(atoms):
-                if all(type(atom) is Literal for atom in atoms):
-                    return np.array([np.asarray(atom.val) for atom in atoms], dtype=atoms[0].aval.dtype)
+                numbers = [np.asarray(atom.val) for atom in atoms if type(atom) is Literal]
+                if len(numbers) == len(atoms):
+                    return np.array(numbers, dtype=atoms[0].aval.dtype)
                 return jnp.stack([self.single(atom) for atom in atoms])
 
-    def single(self, atom: Atom) -> Any:
+    def single(self, atom: Atom) -> jax.Array | np.ndarray:
         if type(atom) is Literal:
             return atom.val
         if atom not in self.one:
@@ -87,7 +88,7 @@ class _Values:
             self.one[atom] = jax.lax.index_in_dim(self.stacked[source], position, keepdims=False)
         return self.one[atom]
 
-    def out(self, atoms: tuple[Atom, ...]) -> Any:
+    def out(self, atoms: tuple[Atom, ...]) -> jax.Array:
         operand = self.grouping.resolve(atoms)
         value = self.read(operand)
         if not isinstance(value, jax.Array):
@@ -193,34 +194,29 @@ def _evaluate(node: Node, operands: list[Operand], values: _Values) -> None:
         elif number in grouping.chains:
             _evaluate_chain(number, operands, args, values)
         else:
-            values.one.update(zip(eqn.outvars, _bind(eqn, args), strict=True))
+            values.one.update(zip(eqn.outvars, bind_as_is(eqn, args), strict=True))
 
 
-def _bind(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    results = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
-    return list(results) if eqn.primitive.multiple_results else [results]
-
-
-def _map_members(eqn: JaxprEqn, args: list[Any], batched: list[bool]) -> list[Any]:
+def _map_members(eqn: Equation, args: list[jax.Array | np.ndarray], batched: list[bool]) -> list[jax.Array]:
     if not _same_bits_batched(eqn):
         mapped = [arg for arg, is_batched in zip(args, batched, strict=True) if is_batched]
 
-        def member(row: list[Any]) -> list[Any]:
+        def member(row: list[jax.Array]) -> list[jax.Array]:
             rows = iter(row)
-            return _bind(eqn, [next(rows) if b else arg for arg, b in zip(args, batched, strict=True)])
+            return bind_as_is(eqn, [next(rows) if b else arg for arg, b in zip(args, batched, strict=True)])
 
         return jax.lax.map(member, [jnp.asarray(arg) if isinstance(arg, np.ndarray) else arg for arg in mapped])
-    return jax.vmap(lambda *row: _bind(eqn, row), in_axes=[0 if b else None for b in batched])(*args)
+    return jax.vmap(lambda *row: bind_as_is(eqn, row), in_axes=[0 if b else None for b in batched])(*args)
 
 
-def _same_bits_batched(eqn: JaxprEqn) -> bool:
+def _same_bits_batched(eqn: Equation) -> bool:
     """Only threefry draws the same bits for a batch of keys as for each of them; JAX's rbg uses the first key."""
-    dtypes: list[Any] = [getattr(atom.aval, "dtype", None) for atom in eqn.invars]
-    keys = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jax.dtypes.prng_key)]
+    dtypes = [getattr(atom.aval, "dtype", None) for atom in eqn.invars]
+    keys = [dtype for dtype in dtypes if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)]
     return all(map(is_threefry, keys))
 
 
-def _evaluate_cond(number: int, args: list[Any], values: _Values) -> None:
+def _evaluate_cond(number: int, args: list[jax.Array | np.ndarray], values: _Values) -> None:
     grouping = values.grouping
     eqn = grouping.eqns[number]
     in_groups = grouping.together(grouping.operands(number)[1:])
@@ -237,10 +233,10 @@ def _evaluate_cond(number: int, args: list[Any], values: _Values) -> None:
 _REDUCTIONS = {"add": jnp.sum, "max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}
 
 
-def _evaluate_chain(number: int, operands: list[Operand], args: list[Any], values: _Values) -> None:
+def _evaluate_chain(number: int, operands: list[Operand], args: list[jax.Array | np.ndarray], values: _Values) -> None:
     """Adds up all terms of a chain; the members of a stack in one reduction."""
     eqn = values.grouping.eqns[number]
     reduce = _REDUCTIONS[eqn.primitive.name]
     terms = [reduce(arg, axis=0) if isinstance(op, Whole) else arg for op, arg in zip(operands, args, strict=True)]
-    total = functools.reduce(lambda total, term: _bind(eqn, [*total, term]), terms[1:], terms[:1])
+    total = functools.reduce(lambda total, term: bind_as_is(eqn, [*total, term]), terms[1:], terms[:1])
     values.one.update(zip(eqn.outvars, total, strict=True))

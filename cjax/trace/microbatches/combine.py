@@ -9,12 +9,11 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Jaxpr, Literal, Var
 from cjax.jax_compat.jaxprs import new_var
 from cjax.trace.examples.values import RowWeight, Value
 from cjax.trace.examples.verdict import APART, Divisions, Lifted, follow, verdict
@@ -23,7 +22,7 @@ from cjax.trace.microbatches.mirror import Unlike, counterparts
 from cjax.trace.reading import Leaf, Shared, Trace
 from cjax.tree import leaf_names
 
-Again = Callable[[int], jex.ClosedJaxpr]
+Again = Callable[[int], ClosedJaxpr]
 
 
 def lift(trace: Trace, again: Again, num_rows: int, shares: bool = False, apart: bool = False) -> Trace:
@@ -53,7 +52,7 @@ def lift(trace: Trace, again: Again, num_rows: int, shares: bool = False, apart:
     return _lift(trace, again(num_rows if num_rows > rows else 2 * rows), shares, apart)
 
 
-def _lift(trace: Trace, other: jex.ClosedJaxpr, shares: bool, apart: bool) -> Trace:
+def _lift(trace: Trace, other: ClosedJaxpr, shares: bool, apart: bool) -> Trace:
     batch, num_params = set(trace.leaves_of("batch")), len(trace.leaves_of("params"))
     divisions = Divisions()
     results = follow(trace.closed, other, batch, num_params, divisions=divisions)
@@ -76,13 +75,13 @@ def _lift(trace: Trace, other: jex.ClosedJaxpr, shares: bool, apart: bool) -> Tr
     if found.kind != "ratio":
         return replace(trace, results=tuple(results))
     assert found.weight is not None
-    jaxpr: Any = trace.closed.jaxpr
+    jaxpr: Jaxpr = trace.closed.jaxpr
     loss, *rest = jaxpr.outvars
     total = loss if found.total is None else found.total
     sums = [replace(results[0], kind="sum"), Value("sum")]
     return replace(
         trace,
-        closed=jex.ClosedJaxpr(jaxpr.replace(outvars=[total, found.weight.atom, *rest]), trace.closed.consts),
+        closed=ClosedJaxpr(jaxpr.replace(outvars=[total, found.weight.atom, *rest]), trace.closed.consts),
         num_loss=2,
         ratio=found,
         results=(*sums, *results[1:]),
@@ -145,7 +144,7 @@ def _check_mean(results: Sequence[Value]) -> None:
         )
 
 
-def _share(trace: Trace, other: jex.ClosedJaxpr, divisions: Divisions) -> Trace:
+def _share(trace: Trace, other: ClosedJaxpr, divisions: Divisions) -> Trace:
     """`trace` whose denominators are inputs behind the batch."""
     weights = dict.fromkeys(weight for _, weight in divisions.found if weight.atom.aval.shape == ())
     inputs = {weight: new_var(eqn.invars[1].aval) for eqn, weight in divisions.found if weight in weights}
@@ -165,14 +164,14 @@ def _share(trace: Trace, other: jex.ClosedJaxpr, divisions: Divisions) -> Trace:
     return replace(_with_inputs(trace, shared), results=tuple(results))
 
 
-def _weights_alone(trace: Trace, weights: Sequence[RowWeight]) -> jex.ClosedJaxpr:
+def _weights_alone(trace: Trace, weights: Sequence[RowWeight]) -> ClosedJaxpr:
     """What makes the weights: of the batch, the key and the micro-batch's index."""
-    jaxpr: Any = trace.closed.jaxpr
+    jaxpr: Jaxpr = trace.closed.jaxpr
     live, kept = {weight.atom for weight in weights}, []
     for eqn in reversed(jaxpr.eqns):
         if not live.isdisjoint(eqn.outvars):
             kept.append(eqn)
-            live.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+            live.update(v for v in eqn.invars if not isinstance(v, Literal))
     state = [i for kind in ("params", "frozen", "carried") for i in trace.leaves_of(kind)]
     held = next((trace.leaves[i].name for i in state if jaxpr.invars[i] in live), None)
     if held is not None:
@@ -182,12 +181,12 @@ def _weights_alone(trace: Trace, weights: Sequence[RowWeight]) -> jex.ClosedJaxp
         )
     invars = [v for i, v in enumerate(jaxpr.invars) if i not in state]
     alone = jaxpr.replace(invars=invars, outvars=[weight.atom for weight in weights], eqns=kept[::-1])
-    return jex.ClosedJaxpr(alone, trace.closed.consts)
+    return ClosedJaxpr(alone, trace.closed.consts)
 
 
 def _with_inputs(trace: Trace, shared: Shared) -> Trace:
     """`trace` that divides by inputs where `shared` says so."""
-    jaxpr: Any = trace.closed.jaxpr
+    jaxpr: Jaxpr = trace.closed.jaxpr
     new = list(dict.fromkeys(shared.divisors.values()))
     at = max(trace.leaves_of("batch")) + 1
     eqns = []
@@ -201,7 +200,7 @@ def _with_inputs(trace: Trace, shared: Shared) -> Trace:
     closed = jaxpr.replace(invars=[*jaxpr.invars[:at], *new, *jaxpr.invars[at:]], eqns=eqns)
     return replace(
         trace,
-        closed=jex.ClosedJaxpr(closed, trace.closed.consts),
+        closed=ClosedJaxpr(closed, trace.closed.consts),
         leaves=(*trace.leaves[:at], *leaves, *trace.leaves[at:]),
         dims=dims,
         shared=shared,
@@ -241,12 +240,12 @@ def _lift_one(trace: Trace, two: Trace, lifted: Trace) -> Trace:
         sums = counterparts(wanted, other, jaxpr)
     except Unlike as difference:
         raise ValueError(f"With one row in a micro-batch, {difference}. Use fewer micro-batches.") from None
-    closed = jex.ClosedJaxpr(jaxpr.replace(outvars=[*sums, *jaxpr.outvars[1:]]), trace.closed.consts)
+    closed = ClosedJaxpr(jaxpr.replace(outvars=[*sums, *jaxpr.outvars[1:]]), trace.closed.consts)
     results, aux_sums = lifted.results, lifted.aux_sums
     return replace(trace, closed=closed, num_loss=2, ratio=lifted.ratio, results=results, aux_sums=aux_sums)
 
 
-def _weights_alone_of(trace: Trace, lifted: Trace) -> jex.ClosedJaxpr:
+def _weights_alone_of(trace: Trace, lifted: Trace) -> ClosedJaxpr:
     """The weights of one row's trace, found by those of two rows'."""
     assert lifted.shared is not None
     atoms = counterparts([w.atom for w in lifted.shared.weights], lifted.shared.before.jaxpr, trace.closed.jaxpr)
@@ -265,7 +264,7 @@ def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
     carried = trace.leaves_of("carried")
     if not trace.results or not carried:
         return frozenset()
-    jaxpr: Any = trace.closed.jaxpr
+    jaxpr = trace.closed.jaxpr
     made = list(zip(carried, jaxpr.outvars[-len(carried) :], trace.results[-len(carried) :], strict=True))
     changes = [jaxpr.invars[i] is not var for i, var, _ in made]
     fixed = [value.kind == "fixed" and not value.taints and not value.power for _, _, value in made]
@@ -289,22 +288,22 @@ def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
     return frozenset(once)
 
 
-def _adds(jaxpr: Any, var: Any, old: Any) -> bool:
+def _adds(jaxpr: Jaxpr, var: Atom, old: Var) -> bool:
     """Whether a variable is the old one and a number: added part by part, such numbers are as added at once."""
     eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
     if eqn is None or eqn.primitive.name not in ("add", "add_any"):
         return False
-    return any(a is old and isinstance(b, jex.Literal) for a, b in (eqn.invars, eqn.invars[::-1]))
+    return any(a is old and isinstance(b, Literal) for a, b in (eqn.invars, eqn.invars[::-1]))
 
 
-def _sources(jaxpr: Any, var: Any) -> set[Any]:
+def _sources(jaxpr: Jaxpr, var: Atom) -> set[Var]:
     """All variables that one is made of."""
-    if isinstance(var, jex.Literal):
+    if isinstance(var, Literal):
         return set()
     live = {var}
     for eqn in reversed(jaxpr.eqns):
         if not live.isdisjoint(eqn.outvars):
-            live.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
+            live.update(v for v in eqn.invars if not isinstance(v, Literal))
     return live
 
 
@@ -312,12 +311,12 @@ def loss_size(trace: Trace) -> int:
     """How many numbers the total of a lifted loss adds up, by the shapes of the trace; 1 for a mean."""
     if not trace.has_weight:
         return 1
-    jaxpr: Any = trace.closed.jaxpr
+    jaxpr: Jaxpr = trace.closed.jaxpr
     wanted, largest = {jaxpr.outvars[0]}, 1
     for eqn in reversed(jaxpr.eqns):
         if wanted.isdisjoint(eqn.outvars):
             continue
-        inputs = [v for v in eqn.invars if not isinstance(v, jex.Literal)]
+        inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
         if eqn.primitive.name == "reduce_sum":
             largest = max([largest, *(v.aval.size for v in inputs)])
         elif all(v.aval.size == 1 for v in inputs):

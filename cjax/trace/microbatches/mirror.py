@@ -8,18 +8,18 @@ that the two differ in nothing but the number of rows; where they differ in more
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
+from jax.typing import ArrayLike
 
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.dims.find import Scope
 from cjax.trace.dims.refine_rules import shape_of
 from cjax.trace.jaxpr.primitives import facts_of, having, named
-from cjax.trace.jaxpr.view import Equation, open_bodies
+from cjax.trace.jaxpr.view import open_bodies, variable_of
 from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.reading import Trace
 
@@ -56,13 +56,13 @@ class Mirror:
       Unlike: the loss does other things on fewer rows.
     """
 
-    def __init__(self, trace: Trace, closed: jex.ClosedJaxpr, times: int) -> None:
+    def __init__(self, trace: Trace, closed: ClosedJaxpr, times: int) -> None:
         self._times, self._dims = times, trace.dims
         self._batch = None if trace.batch_class is None else trace.dims.class_of(trace.batch_class)
-        self._other: dict[Any, Any] = {}  # variable of the whole -> of the part
-        self._made: dict[Any, tuple[Any, int]] = {}
+        self._other: dict[Var, Var] = {}  # variable of the whole -> of the part
+        self._made: dict[Var, tuple[Equation, int]] = {}
         self._scaled: dict[int, int] = {}  # equations that divide by the number of rows (-1) or multiply
-        self._scales: dict[Any, int | None] = {}
+        self._scales: dict[Var, int | None] = {}
         # Denominators of the whole batch grow with it as the sums that they divide.
         if trace.shared is not None:
             weights, divisors = trace.shared.weights, dict.fromkeys(trace.shared.divisors.values())
@@ -77,30 +77,34 @@ class Mirror:
         dims = copy.copy(trace.dims)
         dims.top = scope
         # A lifted loss is two results where it was one.
-        self._results = [None] * (len(self._whole.outvars) - len(closed.jaxpr.outvars)) + closed.jaxpr.outvars
-        outvars = [
-            part if isinstance(whole, jex.Literal) else self._other[whole]
-            for whole, part in zip(self._whole.outvars, self._results, strict=True)
-        ]
+        more = len(self._whole.outvars) - len(closed.jaxpr.outvars)
+        self._results: list[Atom | None] = [*[None] * more, *closed.jaxpr.outvars]
+        outvars: list[Atom] = []
+        for whole, part in zip(self._whole.outvars, self._results, strict=True):
+            if isinstance(whole, Literal):
+                assert part is not None, "a lifted loss is made of examples"
+                outvars.append(part)
+            else:
+                outvars.append(self._other[whole])
         jaxpr = closed.jaxpr.replace(outvars=outvars)
         leaves = tuple(
             replace(leaf, shape=tuple(var.aval.shape)) for leaf, var in zip(trace.leaves, jaxpr.invars, strict=True)
         )
         self.trace = replace(
             trace,
-            closed=jex.ClosedJaxpr(jaxpr, closed.consts),
+            closed=ClosedJaxpr(jaxpr, closed.consts),
             leaves=leaves,
             dims=dims,
             runs=tuple(self._run(run, jaxpr.eqns, positions) for run in trace.runs),
         )
 
     # -- matching -------------------------------------------------------------------------------------------------
-    def _body(self, whole: Any, part: Any, scope: Scope | None) -> tuple[Scope, list[int]]:
+    def _body(self, whole: Jaxpr, part: Jaxpr, scope: Scope | None) -> tuple[Scope, list[int]]:
         """The dims of the part's variables, and for each equation of the whole how many of the part come before it."""
         inner = Scope()
         for a, b in zip((*whole.constvars, *whole.invars), (*part.constvars, *part.invars), strict=True):
             self._name(a, b, scope, inner)
-        counters: set[Any] = set()
+        counters: set[Var] = set()
         positions, at = [], 0
         for eqn in whole.eqns:
             positions.append(at)
@@ -109,32 +113,32 @@ class Mirror:
                 self._pair(eqn, other, scope, inner, counters)
                 at += 1
             elif eqn.primitive.name in _REARRANGES and self._left_out(eqn):
-                self._name(eqn.outvars[0], self._other[eqn.invars[0]], scope, inner)
+                self._name(eqn.outvars[0], self._other[variable_of(eqn, 0)], scope, inner)
             else:
                 raise Unlike(f"{_where(eqn)} is not there for fewer rows")
         if at < len(part.eqns):
             raise Unlike(f"{_where(part.eqns[at])} is there for fewer rows alone")
-        if counters & {atom for atom in part.outvars if not isinstance(atom, jex.Literal)}:
+        if counters & {atom for atom in part.outvars if not isinstance(atom, Literal)}:
             raise Unlike("row numbers are a result")
         return inner, [*positions, at]
 
-    def _name(self, whole: Any, part: Any, scope: Scope | None, inner: Scope) -> None:
+    def _name(self, whole: Var, part: Var, scope: Scope | None, inner: Scope) -> None:
         self._other[whole] = part
         if scope is not None and whole in scope.ids:
             inner.ids.setdefault(part, scope.ids[whole])
         if scope is not None and whole in scope.origin:
             inner.origin.setdefault(part, scope.origin[whole])
 
-    def _matches(self, eqn: Equation, other: Any) -> bool:
+    def _matches(self, eqn: Equation, other: Equation) -> bool:
         if eqn.primitive is not other.primitive or len(eqn.invars) != len(other.invars):
             return False
         return all(
-            isinstance(b, jex.Literal) if isinstance(a, jex.Literal) else self._other.get(a) is b
+            isinstance(b, Literal) if isinstance(a, Literal) else self._other.get(a) is b
             for a, b in zip(eqn.invars, other.invars, strict=True)
         )
 
     def _left_out(self, eqn: Equation) -> bool:
-        source = self._other.get(eqn.invars[0]) if not isinstance(eqn.invars[0], jex.Literal) else None
+        source = self._other.get(eqn.invars[0]) if not isinstance(eqn.invars[0], Literal) else None
         return source is not None and self._fits(shape_of(eqn.outvars[0]), shape_of(source))
 
     def _fits(self, whole: tuple[int, ...], part: tuple[int, ...]) -> bool:
@@ -142,7 +146,7 @@ class Mirror:
             return False
         return all(a in (b, b * self._times) for a, b in zip(whole, part, strict=True))
 
-    def _pair(self, eqn: Equation, other: Any, scope: Scope | None, inner: Scope, counters: set[Any]) -> None:
+    def _pair(self, eqn: Equation, other: Equation, scope: Scope | None, inner: Scope, counters: set[Var]) -> None:
         """Two equations that take each other's place: what they make must differ in the number of rows alone."""
         for position, (a, b) in enumerate(zip(eqn.outvars, other.outvars, strict=True)):
             if not self._fits(shape_of(a), shape_of(b)):
@@ -162,7 +166,7 @@ class Mirror:
             nested = scope.inner.get(id(eqn)) if scope is not None and name in _NESTED else None
             inner.inner[id(other)], _ = self._body(a, b, nested)
 
-    def _draw(self, eqn: Equation, other: Any, scope: Scope | None) -> Draw:
+    def _draw(self, eqn: Equation, other: Equation, scope: Scope | None) -> Draw:
         whole, part = eqn.params["shape"], other.params["shape"]
         rows = [i for i, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
         lead = len(shape_of(eqn.outvars[0])) - len(whole)
@@ -171,7 +175,7 @@ class Mirror:
             raise Unlike(f"{_where(eqn)} draws numbers whose rows are not known to be the batch's")
         return Draw(tuple(whole), rows[0])
 
-    def _count(self, eqn: Equation, other: Any, counters: set[Any]) -> None:
+    def _count(self, eqn: Equation, other: Equation, counters: set[Var]) -> None:
         """Follow the numbers of rows: as indices they say the same on a part, as values they do not."""
         name = eqn.primitive.name
         if name == "iota":
@@ -179,16 +183,19 @@ class Mirror:
             if shape_of(eqn.outvars[0])[dim] != shape_of(other.outvars[0])[dim]:
                 counters.add(other.outvars[0])
             return
-        numbered = [i for i, atom in enumerate(other.invars) if not isinstance(atom, jex.Literal) and atom in counters]
+        numbered = [i for i, atom in enumerate(other.invars) if not isinstance(atom, Literal) and atom in counters]
         if not numbered or (name in _INDEXED and numbered == [1]):
             return
         if name not in _INDEXING:
             raise Unlike(f"{_where(eqn)} computes with the numbers of rows")
         counters.update(other.outvars)
 
-    def _literals(self, eqn: Equation, other: Any, counters: set[Any]) -> None:
+    def _literals(self, eqn: Equation, other: Equation, counters: set[Var]) -> None:
         for a, b in zip(eqn.invars, other.invars, strict=True):
-            if not isinstance(a, jex.Literal) or np.array_equal(a.val, b.val):
+            if not isinstance(a, Literal):
+                continue
+            assert isinstance(b, Literal), "operands were matched"
+            if np.array_equal(a.val, b.val):
                 continue
             if counters & set(other.outvars):
                 continue  # negative indices are counted from the number of rows
@@ -197,32 +204,33 @@ class Mirror:
                 raise Unlike(f"{_where(eqn)} computes with the number of rows")
             self._scaled[id(eqn)] = power
 
-    def _ratio(self, whole: Any, part: Any) -> int:
+    def _ratio(self, whole: Literal, part: Literal) -> int:
         """1 where the literal of the whole is `times` that of the part, -1 where the reverse, 0 where neither."""
         a, b = float(whole.val), float(part.val)
         if np.isclose(a, b * self._times, rtol=1e-6, atol=0):
             return 1
         return -1 if np.isclose(a * self._times, b, rtol=1e-6, atol=0) else 0
 
-    def _run(self, run: RepeatedLayers, eqns: Any, positions: list[int]) -> RepeatedLayers:
+    def _run(self, run: RepeatedLayers, eqns: Sequence[Equation], positions: list[int]) -> RepeatedLayers:
         starts = [positions[run.start + r * run.period] for r in range(run.repeats + 1)]
         periods = {b - a for a, b in zip(starts, starts[1:], strict=False)}
         if len(periods) != 1:
             raise Unlike("layers that are equal for all rows differ for fewer")
         start, period = starts[0], periods.pop()
-        literals = {}
+        literals, of = {}, self._other
         for position in range(period):
             rows = [eqns[start + r * period + position].invars for r in range(run.repeats)]
             for place, atoms in enumerate(zip(*rows, strict=True)):
-                values = tuple(atom.val for atom in atoms if isinstance(atom, jex.Literal))
+                values = tuple(atom.val for atom in atoms if isinstance(atom, Literal))
                 if any(not np.array_equal(value, values[0]) for value in values):
                     literals[position, place] = values
 
-        def others(groups: Any) -> Any:
+        def others(groups: tuple[tuple[Var, ...], ...]) -> tuple[tuple[Var, ...], ...]:
             return tuple(tuple(self._other[var] for var in group) for group in groups)
 
+        carries = [(of[first], of[read], of[written], of[last]) for first, read, written, last in run.carries]
         return RepeatedLayers(
-            start, period, run.repeats, others(run.stacked), others(run.carries), others(run.outputs),
+            start, period, run.repeats, others(run.stacked), tuple(carries), others(run.outputs),
             others(run.last_only), literals, run.template,
         )  # fmt: skip
 
@@ -234,27 +242,25 @@ class Mirror:
         this tells a sum divided by the number of rows from one divided by a number that only looks like it.
         """
         atom = self._whole.outvars[result]
-        if not isinstance(atom, jex.Literal):
+        if not isinstance(atom, Literal):
             return self._growth(atom)
         part = self._results[result]
-        assert isinstance(part, jex.Literal), "a result is a number for all rows and a variable for fewer"
+        assert isinstance(part, Literal), "a result is a number for all rows and a variable for fewer"
         if np.array_equal(atom.val, part.val):
             return None
         if self._ratio(atom, part) != 1:
             raise Unlike(f"a result is {atom.val} for all rows and {part.val} for a part of them")
         return 1
 
-    def _growth(self, atom: Any) -> int | None:
-        if isinstance(atom, jex.Literal) or (atom not in self._made and atom not in self._scales):
+    def _growth(self, atom: Atom) -> int | None:
+        if isinstance(atom, Literal) or (atom not in self._made and atom not in self._scales):
             return None
         if atom not in self._scales:
             self._scales[atom] = self._grown(*self._made[atom])
         return self._scales[atom]
 
     def _grown(self, eqn: Equation, position: int) -> int | None:
-        rows = [
-            not isinstance(atom, jex.Literal) and shape_of(atom) != shape_of(self._other[atom]) for atom in eqn.invars
-        ]
+        rows = [not isinstance(atom, Literal) and shape_of(atom) != shape_of(self._other[atom]) for atom in eqn.invars]
         name = eqn.primitive.name
         known = [None if is_rows else self._growth(atom) for atom, is_rows in zip(eqn.invars, rows, strict=True)]
         found = {growth for growth in known if growth is not None}
@@ -276,7 +282,7 @@ class Mirror:
         return found.pop() + self._scaled.get(id(eqn), 0) if found else None
 
 
-def drawing(jaxpr: Any) -> Iterator[Any]:
+def drawing(jaxpr: Jaxpr) -> Iterator[Equation]:
     """The equations of a trace that draw random numbers, those within others included, in order."""
     for eqn in jaxpr.eqns:
         if facts_of(eqn).draws:
@@ -285,18 +291,18 @@ def drawing(jaxpr: Any) -> Iterator[Any]:
             yield from drawing(body)
 
 
-def counterparts(wanted: Sequence[Any], jaxpr: Any, other: Any) -> list[Any]:
+def counterparts(wanted: Sequence[Atom], jaxpr: Jaxpr, other: Jaxpr) -> list[Atom]:
     """The variables of `other` that are what `wanted` are in `jaxpr`, found by going back from the first result.
 
     Raises:
       Unlike: the two differ on the way.
     """
     made = [{var: eqn for eqn in j.eqns for var in eqn.outvars} for j in (jaxpr, other)]
-    found: dict[Any, Any] = {}
+    found: dict[Atom, Atom] = {}
     left = [(jaxpr.outvars[0], other.outvars[0])]
     while left and not all(var in found for var in wanted):
         a, b = left.pop(0)
-        if isinstance(a, jex.Literal) or isinstance(b, jex.Literal) or a in found:
+        if isinstance(a, Literal) or isinstance(b, Literal) or a in found:
             continue
         found[a] = b
         eqn, twin = made[0].get(a), made[1].get(b)
@@ -307,10 +313,10 @@ def counterparts(wanted: Sequence[Any], jaxpr: Any, other: Any) -> list[Any]:
     return [found[var] for var in wanted]
 
 
-def _same_array(a: Any, b: Any) -> bool:
+def _same_array(a: ArrayLike, b: ArrayLike) -> bool:
     if a is b:
         return True
-    if hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+    if isinstance(a, jax.Array) and isinstance(b, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
     return np.array_equal(a, b)
 

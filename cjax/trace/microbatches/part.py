@@ -1,7 +1,6 @@
 """The loss on one of several micro-batches, as something that adds up to that of the batch."""
 
-from typing import Any
-
+from cjax.jax_compat.core import ClosedJaxpr
 from cjax.trace.microbatches.combine import counters, lift
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
@@ -37,7 +36,7 @@ def read_part(
     if not adds_up:
         return trace
 
-    def again(rows: int) -> Any:
+    def again(rows: int) -> ClosedJaxpr:
         return source.flat(rows, trace, num_parts)
 
     lifted = lift(trace, again, source.num_rows, shares=True, apart=apart)

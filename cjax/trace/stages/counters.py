@@ -4,22 +4,23 @@ Layers of an NNX model count that themselves, in the midst of everything else. A
 once, so it needs each one's counts before the layers run; they are sliced out of the trace here, out of loops too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jex
 
+from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.trace.emit.emit import bind
+from cjax.trace.jaxpr.evaluate import Step, equation, evaluate
 from cjax.trace.jaxpr.groups import variables
-from cjax.trace.jaxpr.view import Equation, is_scan, scan_of
+from cjax.trace.jaxpr.view import is_scan, literal_of, scan_of
 
 Kinds = frozenset[str]
 
 
-def depends(eqns: Sequence[Any], on: dict[Any, Kinds], mark: Callable[[Any, Kinds], Kinds]) -> None:
+def depends(eqns: Sequence[Equation], on: dict[Var, Kinds], mark: Callable[[Equation, Kinds], Kinds]) -> None:
     """Adds to `on` what the result of each equation depends on, for loops result by result.
 
     Args:
@@ -28,7 +29,7 @@ def depends(eqns: Sequence[Any], on: dict[Any, Kinds], mark: Callable[[Any, Kind
       mark: (equation, what its result depends on) -> what to note.
     """
     for eqn in eqns:
-        ins = [on.get(v, frozenset()) if not isinstance(v, jex.Literal) else frozenset() for v in eqn.invars]
+        ins = [on.get(v, frozenset()) if not isinstance(v, Literal) else frozenset() for v in eqn.invars]
         if is_scan(eqn):
             outs = _of_scan(eqn, ins)
         else:
@@ -41,7 +42,7 @@ def _of_scan(eqn: Equation, ins: Sequence[Kinds]) -> list[Kinds]:
     while True:
         on = dict(zip(loop.body.invars, ins, strict=True))
         depends(loop.body.eqns, on, lambda eqn, kinds: kinds)
-        outs = [on.get(v, frozenset()) if not isinstance(v, jex.Literal) else frozenset() for v in loop.body.outvars]
+        outs = [on.get(v, frozenset()) if not isinstance(v, Literal) else frozenset() for v in loop.body.outvars]
         carries = [before | after for before, after in zip(loop.carries(ins), loop.last(outs), strict=True)]
         new = [*loop.consts(ins), *carries, *loop.xs(ins)]
         if new == ins:
@@ -57,45 +58,57 @@ class _Loop:
     carries: tuple[int, ...]
     xs: tuple[int, ...]
     outs: tuple[int, ...]
-    eqns: tuple[Any, ...]
+    eqns: "tuple[Item, ...]"
 
     @property
-    def reads(self) -> list[Any]:
+    def reads(self) -> list[Atom]:
         loop, inner = scan_of(self.eqn), _read_by(self.eqns)
         pairs = zip(loop.consts(self.eqn.invars), loop.consts(loop.body.invars), strict=True)
         carries, xs = loop.carries(self.eqn.invars), loop.xs(self.eqn.invars)
         return [*(a for a, v in pairs if v in inner), *(carries[i] for i in self.carries), *(xs[i] for i in self.xs)]
 
-    def run(self, read: Callable[[Any], Any]) -> dict[Any, Any]:
+    @property
+    def writes(self) -> tuple[Var, ...]:
+        last, ys = (of(self.eqn.outvars) for of in (scan_of(self.eqn).last, scan_of(self.eqn).ys))
+        return (*(last[i] for i in self.carries), *(ys[i] for i in self.outs))
+
+    def results(self, read: Callable[[Var], jax.Array]) -> list[jax.Array]:
+        """The values of `writes`."""
         eqn, loop = self.eqn, scan_of(self.eqn)
         body, inner = loop.body, _read_by(self.eqns)
+
+        def value(atom: Atom) -> jax.Array:
+            return atom.val if isinstance(atom, Literal) else read(atom)
+
         known = dict(zip(body.constvars, loop.closed.consts, strict=True))
         pairs = zip(loop.consts(body.invars), loop.consts(eqn.invars), strict=True)
-        known |= {v: read(atom) for v, atom in pairs if v in inner}
+        known |= {v: value(atom) for v, atom in pairs if v in inner}
 
-        def turn(carry: Any, x: Any) -> Any:
+        def turn(carry: list[jax.Array], x: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             carries, slices = loop.carries(body.invars), loop.xs(body.invars)
             env = known | dict(zip([carries[i] for i in self.carries], carry, strict=True))
             env |= dict(zip([slices[i] for i in self.xs], x, strict=True))
-            evaluate(self.eqns, lambda v: v.val if isinstance(v, jex.Literal) else env[v], env.update)
+            run(self.eqns, env.__getitem__, env.update)
 
-            def result(i: int) -> Any:
+            def result(i: int) -> jax.Array:
                 v = body.outvars[i]
-                return jnp.asarray(v.val, eqn.outvars[i].aval.dtype) if isinstance(v, jex.Literal) else env[v]
+                return jnp.asarray(v.val, eqn.outvars[i].aval.dtype) if isinstance(v, Literal) else env[v]
 
             return [result(i) for i in self.carries], [result(loop.num_carry + i) for i in self.outs]
 
-        initial = [read(loop.carries(eqn.invars)[i]) for i in self.carries]
-        xs = [read(loop.xs(eqn.invars)[i]) for i in self.xs]
+        initial = [value(loop.carries(eqn.invars)[i]) for i in self.carries]
+        xs = [value(loop.xs(eqn.invars)[i]) for i in self.xs]
         final, outs = lax.scan(turn, initial, xs, length=loop.length, reverse=loop.reverse)
-        found = {eqn.outvars[i]: value for i, value in zip(self.carries, final, strict=True)}
-        return found | {loop.ys(eqn.outvars)[i]: value for i, value in zip(self.outs, outs, strict=True)}
+        return [*final, *outs]
 
 
-def narrowed(eqns: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
+Item = Equation | _Loop
+
+
+def narrowed(eqns: Sequence[Equation], targets: Sequence[Atom]) -> list[Item]:
     """The equations that `targets` need, of loops only what they need of them."""
-    live = {v for v in targets if not isinstance(v, jex.Literal)}
-    found: list[Any] = []
+    live = {v for v in targets if not isinstance(v, Literal)}
+    found: list[Item] = []
     for eqn in reversed(eqns):
         if not live & set(eqn.outvars):
             continue
@@ -105,7 +118,7 @@ def narrowed(eqns: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
     return found[::-1]
 
 
-def _narrow(eqn: Equation, live: set[Any]) -> _Loop:
+def _narrow(eqn: Equation, live: set[Var]) -> _Loop:
     loop = scan_of(eqn)
     last, ys = loop.last(loop.body.outvars), loop.ys(loop.body.outvars)
     carries = {i for i, var in enumerate(loop.last(eqn.outvars)) if var in live}
@@ -113,7 +126,7 @@ def _narrow(eqn: Equation, live: set[Any]) -> _Loop:
     while True:
         wanted = [last[i] for i in sorted(carries)] + [ys[i] for i in outs]
         needed = narrowed(loop.body.eqns, wanted)
-        read = {v for v in wanted if not isinstance(v, jex.Literal)} | _read_by(needed)
+        read = {v for v in wanted if not isinstance(v, Literal)} | _read_by(needed)
         more = {i for i, var in enumerate(loop.carries(loop.body.invars)) if var in read}
         if more <= carries:
             xs = tuple(i for i, var in enumerate(loop.xs(loop.body.invars)) if var in read)
@@ -121,15 +134,33 @@ def _narrow(eqn: Equation, live: set[Any]) -> _Loop:
         carries |= more
 
 
-def _read_by(items: Sequence[Any]) -> set[Any]:
+def _read_by(items: Sequence[Item]) -> set[Var]:
     atoms = [v for item in items for v in (item.reads if isinstance(item, _Loop) else variables(item))]
-    return {v for v in atoms if not isinstance(v, jex.Literal)}
+    return {v for v in atoms if not isinstance(v, Literal)}
 
 
-def evaluate(items: Sequence[Any], read: Callable[[Any], Any], write: Callable[[Mapping[Any, Any]], Any]) -> None:
-    """Runs what `narrowed` found."""
-    for item in items:
-        if isinstance(item, _Loop):
-            write(item.run(read))
-        else:
-            write(dict(zip(item.outvars, bind(item, [read(v) for v in item.invars]), strict=True)))
+def run(
+    items: Sequence[Item],
+    read: Callable[[Var], jax.Array],
+    write: Callable[[Iterable[tuple[Var, jax.Array]]], object],
+) -> None:
+    """Runs what `narrowed` found.
+
+    Args:
+      items: equations and parts of loops.
+      read: the value of a variable.
+      write: keeps variables with their values.
+    """
+
+    def apply(step: Step[Item, Var], ins: list[jax.Array]) -> list[jax.Array]:
+        return step.of.results(read) if isinstance(step.of, _Loop) else bind(step.of, ins)
+
+    def number(item: Item, place: int) -> jax.Array:
+        assert not isinstance(item, _Loop), "a loop reads what it needs itself"
+        return literal_of(item, place).val
+
+    evaluate(map(_step, items), read, write, number, apply)
+
+
+def _step(item: Item) -> Step[Item, Var]:
+    return Step(item, (), item.writes) if isinstance(item, _Loop) else Step(item, *equation(item)[1:])

@@ -10,20 +10,18 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
-from jax.extend import core as jex
-
+from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.trace.emit.emit import Hooks, layer_of
 from cjax.trace.jaxpr.cost import cost, equation_cost
 from cjax.trace.jaxpr.groups import variables
-from cjax.trace.jaxpr.view import Equation, scan_of
+from cjax.trace.jaxpr.view import scan_of
 from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.reading import Trace
 from cjax.trace.stages.counters import depends
 
 # A value, or the values of all layers that are stacked on a new dim 0.
-Entry = tuple[Any, ...]
+Entry = tuple[Var, ...]
 MOVES = frozenset({"batch", "key", "carried"})  # differ from micro-batch to micro-batch
 MADE_OF = frozenset({"params", "batch", "stack"})  # what a counter does not depend on
 NONE: frozenset[str] = frozenset()
@@ -42,14 +40,14 @@ class LayerStack:
     start: int
     stop: int
     length: int
-    of: Any  # the Run, or the scan equation
+    of: RepeatedLayers | Equation  # the Run, or the scan equation
     weights: tuple[tuple[int, ...], ...]
     reads: tuple[Entry, ...]
-    xs: tuple[tuple[Any, Entry], ...]
-    initial: tuple[Any, ...]
-    final: tuple[Any, ...]
+    xs: tuple[tuple[Var, Entry], ...]
+    initial: tuple[Atom, ...]
+    final: tuple[Var, ...]
     outputs: tuple[Entry, ...]  # that layers give, one each; empty where nobody reads them
-    last_only: tuple[Any, ...]  # None where nobody reads it
+    last_only: tuple[Var | None, ...]  # None where nobody reads it
     flops: int
     layered: bool  # whether layers have weights of their own, be they kept apart or not
 
@@ -88,18 +86,18 @@ class CutTrace:
     states: "States"
 
     @functools.cached_property
-    def items(self) -> tuple[Any, ...]:
+    def items(self) -> tuple[Equation | RepeatedLayers, ...]:
         """What is evaluated outside of the stacks, in order: equations, and runs too cheap to be cut at."""
         return tuple(_items(self.trace, self.stacks))
 
-    def results(self) -> list[Any]:
+    def results(self) -> list[Atom]:
         """The variables that are results of the loss, new carried values aside."""
-        outvars: Any = self.trace.closed.jaxpr.outvars
+        outvars = self.trace.closed.jaxpr.outvars
         return list(outvars[: len(outvars) - len(self.trace.leaves_of("carried"))])
 
-    def needed(self, targets: Iterable[Any], known: Iterable[Any]) -> list[Any]:
+    def needed(self, targets: Iterable[Atom], known: Iterable[Var]) -> list[Equation | RepeatedLayers]:
         """The items that compute `targets`, from `known` and the inputs."""
-        live = {v for v in targets if not isinstance(v, jex.Literal)} - set(known)
+        live = {v for v in targets if not isinstance(v, Literal)} - set(known)
         known, found = set(known), []
         for item in reversed(self.items):
             if live & set(writes(item, self.trace)):
@@ -111,7 +109,7 @@ class CutTrace:
 def find_stacks(trace: Trace) -> tuple[LayerStack, ...]:
     """All stacks of layers with weights of their own, in order; empty if there is none."""
     eqns = trace.closed.jaxpr.eqns
-    index: dict[Any, int] = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
+    index: dict[Var, int] = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
     weights = {*trace.leaves_of("params"), *trace.leaves_of("frozen")}
     found = [_of_run(trace, run, index, weights) for run in trace.runs]
     inside = [range(run.start, run.stop) for run in trace.runs]
@@ -139,15 +137,15 @@ def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
     once = [tuple(e for e in stack.reads if kind(e) == "once") for stack in stacks]
     beside = [tuple(e for e in stack.reads if kind(e) == "beside") for stack in stacks]
     travels: list[tuple[Entry, ...]] = []
-    used: set[Any] = set()
-    outvars: Any = trace.closed.jaxpr.outvars
+    used: set[Var] = set()
+    outvars = trace.closed.jaxpr.outvars
     num_results = len(outvars) - len(trace.leaves_of("carried"))
     targets = [*outvars[:num_results], *(outvars[num_results + i] for i in states.after)]
     for k in reversed(range(len(stacks))):
-        mine = {v for e in (stacks[k].final, stacks[k].last_only, *stacks[k].outputs) for v in e}
+        mine = {v for e in (stacks[k].final, stacks[k].last_only, *stacks[k].outputs) for v in e if v is not None}
         wanted = dict.fromkeys(e for e in stacks[k].reads if kind(e) == "travels")
-        seen: set[Any] = set()
-        queue = [v for v in targets if not isinstance(v, jex.Literal)]
+        seen: set[Var] = set()
+        queue = [v for v in targets if not isinstance(v, Literal)]
         while queue:
             var = queue.pop()
             if var in mine:
@@ -191,7 +189,7 @@ def find_states(trace: Trace, stacks: Sequence[LayerStack]) -> States:
     """Carried values that are made of examples. One that is only cast behind a stack is its layers'."""
     casts = _casts(trace, stacks)
     new, on = [_cast_from(var, casts) for var in _new_carried(trace)], _depends(trace, stacks)
-    mine = {var: i for i, var in enumerate(new) if not isinstance(var, jex.Literal) and on.get(var, NONE) & MADE_OF}
+    mine = {var: i for i, var in enumerate(new) if not isinstance(var, Literal) and on.get(var, NONE) & MADE_OF}
     layers = tuple(
         tuple((j, tuple(mine[v] for v in entry)) for j, entry in enumerate(stack.outputs) if set(entry) <= set(mine))
         for stack in stacks
@@ -209,9 +207,9 @@ def reads_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
     states = find_states(trace, stacks).every
     names = [trace.leaves[i].name for i in trace.leaves_of("carried")]
     on = _depends(trace, stacks, {i: f"state {i}" for i in states})
-    outvars: Any = trace.closed.jaxpr.outvars
+    outvars = trace.closed.jaxpr.outvars
     results = outvars[: len(outvars) - len(names)]
-    found = frozenset().union(*(on.get(v, NONE) for v in results if not isinstance(v, jex.Literal)))
+    found = frozenset().union(*(on.get(v, NONE) for v in results if not isinstance(v, Literal)))
     return [names[i] for i in sorted(states) if f"state {i}" in found]
 
 
@@ -220,12 +218,12 @@ def torn_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
     read in another: a stage would read what it was before the step."""
     states = find_states(trace, stacks)
     layers = {i: k for k, of in enumerate(states.layers) for _, group in of for i in group}
-    maker: dict[int, Any] = dict.fromkeys(states.before, "before") | dict.fromkeys(states.after, "after") | layers
+    maker: dict[int, str | int] = dict.fromkeys(states.before, "before") | dict.fromkeys(states.after, "after") | layers
     on, casts = _depends(trace, stacks, {i: f"state {i}" for i in maker}), _casts(trace, stacks)
     new = _new_carried(trace)
 
-    def others(variables: Iterable[Any], here: Any) -> set[int]:
-        kinds = frozenset().union(*(on.get(v, NONE) for v in variables if not isinstance(v, jex.Literal)))
+    def others(variables: Iterable[Atom | None], here: str | int | None) -> set[int]:
+        kinds = frozenset().union(*(on.get(v, NONE) for v in variables if isinstance(v, Var)))
         return {i for i, where in maker.items() if where != here and f"state {i}" in kinds}
 
     torn = set().union(*(others([new[i]], where) for i, where in maker.items()))
@@ -238,25 +236,25 @@ def torn_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
     return [names[i] for i in sorted(torn)]
 
 
-def _casts(trace: Trace, stacks: Sequence[LayerStack]) -> dict[Any, Any]:
+def _casts(trace: Trace, stacks: Sequence[LayerStack]) -> dict[Var, Atom]:
     """What results of casts outside of the stacks are made of."""
     eqns = _items(trace, stacks)
     return {eqn.outvars[0]: eqn.invars[0] for eqn in eqns
             if not isinstance(eqn, RepeatedLayers) and eqn.primitive.name == "convert_element_type"}  # fmt: skip
 
 
-def _cast_from(var: Any, casts: Mapping[Any, Any]) -> Any:
-    while not isinstance(var, jex.Literal) and var in casts:
+def _cast_from(var: Atom, casts: Mapping[Var, Atom]) -> Atom:
+    while not isinstance(var, Literal) and var in casts:
         var = casts[var]
     return var
 
 
-def _new_carried(trace: Trace) -> list[Any]:
-    outvars: Any = trace.closed.jaxpr.outvars
+def _new_carried(trace: Trace) -> list[Atom]:
+    outvars = trace.closed.jaxpr.outvars
     return list(outvars[len(outvars) - len(trace.leaves_of("carried")) :])
 
 
-def reads(item: Any, trace: Trace) -> list[Any]:
+def reads(item: Equation | RepeatedLayers, trace: Trace) -> list[Var]:
     """The variables from outside that an equation or a run reads."""
     if not isinstance(item, RepeatedLayers):
         return variables(item)
@@ -265,15 +263,15 @@ def reads(item: Any, trace: Trace) -> list[Any]:
     return list(dict.fromkeys(v for eqn in eqns for v in variables(eqn) if v not in written))
 
 
-def writes(item: Any, trace: Trace) -> list[Any]:
+def writes(item: Equation | RepeatedLayers, trace: Trace) -> list[Var]:
     eqns = trace.closed.jaxpr.eqns[item.start : item.stop] if isinstance(item, RepeatedLayers) else (item,)
     return [var for eqn in eqns for var in eqn.outvars]
 
 
-def _items(trace: Trace, stacks: Sequence[LayerStack]) -> list[Any]:
-    starts: dict[int, Any] = {stack.start: stack for stack in stacks}
+def _items(trace: Trace, stacks: Sequence[LayerStack]) -> list[Equation | RepeatedLayers]:
+    starts: dict[int, LayerStack | RepeatedLayers] = {stack.start: stack for stack in stacks}
     starts |= {run.start: run for run in trace.runs if run.start not in starts}
-    items: list[Any] = []
+    items: list[Equation | RepeatedLayers] = []
     at = 0
     while at < len(trace.closed.jaxpr.eqns):
         found = starts.get(at)
@@ -283,7 +281,7 @@ def _items(trace: Trace, stacks: Sequence[LayerStack]) -> list[Any]:
     return items
 
 
-def _made(trace: Trace, stacks: Sequence[LayerStack]) -> dict[Any, int]:
+def _made(trace: Trace, stacks: Sequence[LayerStack]) -> dict[Var, int]:
     """The number of the equation that makes each variable; for results of a stack its last."""
     made = {var: at for at, eqn in enumerate(trace.closed.jaxpr.eqns) for var in eqn.outvars}
     for stack in stacks:
@@ -293,7 +291,7 @@ def _made(trace: Trace, stacks: Sequence[LayerStack]) -> dict[Any, int]:
 
 def _depends(
     trace: Trace, stacks: Sequence[LayerStack], named: Mapping[int, str] = MappingProxyType({})
-) -> dict[Any, frozenset[str]]:
+) -> dict[Var, frozenset[str]]:
     """The kinds of inputs that each variable depends on; "stack" if on what layers have made of examples. Some carried
     values may have names of their own."""
     kinds = {"index": "key"}
@@ -312,7 +310,7 @@ def _depends(
     return on
 
 
-def _of_run(trace: Trace, run: RepeatedLayers, index: dict[Any, int], weights: set[int]) -> LayerStack:
+def _of_run(trace: Trace, run: RepeatedLayers, index: dict[Var, int], weights: set[int]) -> LayerStack:
     eqns = trace.closed.jaxpr.eqns[run.start : run.stop]
     t = run.template
     layer = trace.closed.jaxpr.eqns[run.start + t * run.period : run.start + (t + 1) * run.period]
@@ -333,26 +331,31 @@ def _of_run(trace: Trace, run: RepeatedLayers, index: dict[Any, int], weights: s
     )  # fmt: skip
 
 
-def _read_elsewhere(trace: Trace, run: RepeatedLayers) -> set[Any]:
+def _read_elsewhere(trace: Trace, run: RepeatedLayers) -> set[Var]:
     """Variables that are read outside of a run too, or by another layer than their own: tied weights."""
     jaxpr = trace.closed.jaxpr
     eqns = [*jaxpr.eqns[: run.start], *jaxpr.eqns[run.stop :]]
-    found = {v for eqn in eqns for v in variables(eqn)} | {v for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
-    counts: dict[Any, int] = {}
+    found = {v for eqn in eqns for v in variables(eqn)} | {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    counts: dict[Var, int] = {}
     for group in run.stacked:
         for var in group:
             counts[var] = counts.get(var, 0) + 1
     return found | {var for var, count in counts.items() if count > 1}
 
 
-def _of_scan(trace: Trace, eqn: Equation, at: int, index: dict[Any, int], weights: set[int]) -> LayerStack:
+def _of_scan(trace: Trace, eqn: Equation, at: int, index: dict[Var, int], weights: set[int]) -> LayerStack:
     loop = scan_of(eqn)
-    pairs = list(zip(loop.xs(loop.body.invars), loop.xs(eqn.invars), strict=True))
+    pairs = [
+        (inner, v)
+        for inner, v in zip(loop.xs(loop.body.invars), loop.xs(eqn.invars), strict=True)
+        if not isinstance(v, Literal)
+    ]
+    assert len(pairs) == len(loop.xs(eqn.invars)), "numbers have no dim to loop over"
     readers = [v for other in trace.closed.jaxpr.eqns for v in variables(other)]
     leaves = {v: (index[v],) for _, v in pairs if index.get(v, -1) in weights and readers.count(v) == 1}
     xs = tuple((inner, (outer,)) for inner, outer in pairs)
     others = [(v,) for _, v in pairs if v not in leaves]
-    shared = dict.fromkeys(v for v in loop.consts(eqn.invars) if not isinstance(v, jex.Literal))
+    shared = dict.fromkeys(v for v in loop.consts(eqn.invars) if not isinstance(v, Literal))
     flops = cost(loop.closed).matmul_flops * loop.length
     usable = not loop.reverse
     return LayerStack(

@@ -1,19 +1,21 @@
 """What a pipeline runs, as functions: what comes before the first layer, one layer, what comes after the last."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.trace.emit.emit import Emitter, Env, Hooks
+from cjax.trace.jaxpr.view import scan_of
 from cjax.trace.layers.repeats import RepeatedLayers
-from cjax.trace.stages.counters import evaluate, narrowed
-from cjax.trace.stages.stacks import CutTrace, Entry, LayerStack, writes
+from cjax.trace.stages.counters import narrowed, run
+from cjax.trace.stages.stacks import CutTrace, Entry, writes
 from cjax.trace.stages.stacks import reads as item_reads
 
-Arrays = list[Any]
+Arrays = list[jax.Array]
+Piece = list[Equation] | RepeatedLayers
 
 
 class Stages:
@@ -63,8 +65,8 @@ class Stages:
         self._compute(atoms, (), env)
         return [jnp.asarray(self._emitter.read(env, atom)) for atom in atoms]
 
-    def _new(self, carried: Sequence[int]) -> list[Any]:
-        outvars: Any = self.cut.trace.closed.jaxpr.outvars
+    def _new(self, carried: Sequence[int]) -> list[Atom]:
+        outvars = self.cut.trace.closed.jaxpr.outvars
         return [outvars[len(self.cut.results()) + i] for i in carried]
 
     def once(self, k: int, trained: Arrays, given: Arrays) -> Arrays:
@@ -78,11 +80,11 @@ class Stages:
     def next_carried(self, trained: Arrays, given: Arrays, groups: Sequence[tuple[int, ...]]) -> Arrays:
         """New carried values, in these groups: those that need no layer, such as the state of random numbers."""
         env = self._env(trained, given)
-        targets: Any = self.cut.trace.closed.jaxpr.outvars[len(self.cut.results()) :]
-        old: Any = [self.cut.trace.closed.jaxpr.invars[i] for i in self.cut.trace.leaves_of("carried")]
+        targets = self.cut.trace.closed.jaxpr.outvars[len(self.cut.results()) :]
+        old = [self.cut.trace.closed.jaxpr.invars[i] for i in self.cut.trace.leaves_of("carried")]
         states = self.cut.states.every
         items = narrowed(self.cut.trace.closed.jaxpr.eqns, [v for i, v in enumerate(targets) if i not in states])
-        evaluate(items, lambda atom: self._emitter.read(env, atom), env.values.update)
+        run(items, lambda var: self._emitter.read(env, var), env.values.update)
         now = [old[i] if i in states else v for i, v in enumerate(targets)]  # what is made of examples stays for now
         return [self._emitter.collect(env, tuple(now[i] for i in group)) for group in groups]
 
@@ -93,7 +95,14 @@ class Stages:
         return [self.hooks.weight(group[0], w) for group, w in zip(groups, weights, strict=True)]
 
     def layer(
-        self, k: int, ready: Arrays, once: Arrays, beside: Arrays, index: Any, payload: Arrays, states: bool = False
+        self,
+        k: int,
+        ready: Arrays,
+        once: Arrays,
+        beside: Arrays,
+        index: jax.Array,
+        payload: Arrays,
+        states: bool = False,
     ) -> Arrays:
         """What one layer of stack `k` hands on, or the new values of what it carries and makes of examples.
 
@@ -107,10 +116,10 @@ class Stages:
         """
         stack, cut = self.cut.stacks[k], self.cut
         carry, outputs, last, travels = self._split(k, payload)
-        values: dict[Entry, Any] = dict(zip(cut.once[k], once, strict=True))
+        values: dict[Entry, jax.Array] = dict(zip(cut.once[k], once, strict=True))
         values.update(zip(cut.beside[k], beside, strict=True))
         values.update(zip(cut.travels[k], travels, strict=True))
-        invars: Any = cut.trace.closed.jaxpr.invars
+        invars = cut.trace.closed.jaxpr.invars
         own = {tuple(invars[i] for i in g): w for g, w in zip(stack.weights, ready, strict=True)}
         xs = {
             inner: own[entry] if entry in own else lax.dynamic_index_in_dim(values[entry], index, keepdims=False)
@@ -123,8 +132,8 @@ class Stages:
             carry, last, outs = self._emitter.layer(cut.trace.closed.jaxpr.eqns, stack.of, env, carry, literals)
         else:
             scope = cut.trace.dims.top.inner[id(stack.of)]
-            consts = stack.of.invars[: len(stack.of.invars) - len(stack.xs) - len(carry)]
-            read = [atom.val if hasattr(atom, "val") else values[(atom,)] for atom in consts]
+            consts = scan_of(stack.of).consts(stack.of.invars)
+            read = [atom.val if isinstance(atom, Literal) else values[(atom,)] for atom in consts]
             last = []
             carry, outs = self._emitter.turn(stack.of, scope, read, carry, list(xs.values()))
         if states:
@@ -138,13 +147,16 @@ class Stages:
         return [*carry, *outputs, *last, *travels]
 
     # -- payloads --
-    def _sources(self, k: int) -> list[Any]:
+    def _sources(self, k: int) -> list[Atom]:
         return [*self.cut.stacks[k].initial, *(v for entry in self.cut.travels[k] for v in entry)]
 
     def _payload(self, k: int, env: Env) -> Arrays:
         stack = self.cut.stacks[k]
-        scope = env.scope if stack.is_run else env.scope.inner[id(stack.of)]
-        names = stack.initial if stack.is_run else self._carried(stack)
+        if isinstance(stack.of, RepeatedLayers):
+            scope, names = env.scope, [first for first, *_ in stack.of.carries]
+        else:
+            loop = scan_of(stack.of)
+            scope, names = env.scope.inner[id(stack.of)], loop.carries(loop.body.invars)
         carry = [
             self.hooks.carry(name, jnp.asarray(self._emitter.read(env, atom)), scope)
             for name, atom in zip(names, stack.initial, strict=True)
@@ -155,10 +167,6 @@ class Stages:
         last = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in stack.last_only if var is not None]
         return [*carry, *outputs, *last, *(self._read(env, entry) for entry in self.cut.travels[k])]
 
-    def _carried(self, stack: LayerStack) -> Sequence[Any]:
-        inner, num_xs = stack.of.params["jaxpr"].jaxpr.invars, len(stack.xs)
-        return inner[len(inner) - num_xs - len(stack.initial) : len(inner) - num_xs]
-
     def _split(self, k: int, payload: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
         stack = self.cut.stacks[k]
         a = len(stack.initial)
@@ -166,7 +174,7 @@ class Stages:
         c = b + sum(var is not None for var in stack.last_only)
         return payload[:a], payload[a:b], payload[b:c], payload[c:]
 
-    def _restore(self, k: int, payload: Arrays, env: Env) -> list[Any]:
+    def _restore(self, k: int, payload: Arrays, env: Env) -> list[Var]:
         """Into `env`, what the payload stands for after the last layer; the variables that are there now."""
         stack = self.cut.stacks[k]
         carry, outputs, last, travels = self._split(k, payload)
@@ -185,49 +193,55 @@ class Stages:
 
     # -- evaluation --
     def _env(self, trained: Arrays, given: Arrays) -> Env:
-        closed: Any = self.cut.trace.closed
+        closed = self.cut.trace.closed
         env = Env(self.cut.trace.dims.top)
         env.values.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         for group, value in zip(self._groups, (*trained, *given), strict=True):
             env.give(group, [closed.jaxpr.invars[i] for i in group], value)
         return env
 
-    def _compute(self, targets: Sequence[Any], known: Sequence[Any], env: Env) -> None:
+    def _compute(self, targets: Sequence[Atom], known: Sequence[Var], env: Env) -> None:
         """Into `env`, the values of `targets`, from inputs and from what is known of others."""
         cut, eqns = self.cut, self.cut.trace.closed.jaxpr.eqns
         wanted = list(targets)
         while True:
-            pieces = self._pieces(cut.needed(wanted, known), targets)
-            made = {v for item, _ in pieces for each in item for v in writes(each, cut.trace)} | set(env.values)
+            items = cut.needed(wanted, known)
+            pieces = self._pieces(items, targets)
+            made = {v for item in items for v in writes(item, cut.trace)} | set(env.values)
             read = [
                 v
-                for item, results in pieces
-                if not isinstance(item[0], RepeatedLayers)
-                for group in self.hooks.groups(item, results, env.scope)
+                for piece, results in pieces
+                if not isinstance(piece, RepeatedLayers)
+                for group in self.hooks.groups(piece, results, env.scope)
                 for v in group.ins
             ]
             if made.issuperset(read):
                 break
             wanted += [v for v in read if v not in made]
-        for item, results in pieces:
-            if isinstance(item[0], RepeatedLayers):
-                self._emitter.roll(eqns, item[0], env)
+        for piece, results in pieces:
+            if isinstance(piece, RepeatedLayers):
+                self._emitter.roll(eqns, piece, env)
             else:
-                self._emitter.evaluate(item, results, env, {})
+                self._emitter.evaluate(piece, results, env, {})
 
-    def _pieces(self, items: Sequence[Any], targets: Sequence[Any]) -> list[tuple[list[Any], list[Any]]]:
+    def _pieces(
+        self, items: Sequence[Equation | RepeatedLayers], targets: Sequence[Atom]
+    ) -> list[tuple[Piece, list[Atom]]]:
         """Stretches of equations and single runs, each with what is read afterwards."""
-        pieces: list[list[Any]] = []
+        pieces: list[Piece] = []
         for item in items:
-            if pieces and not isinstance(item, RepeatedLayers) and not isinstance(pieces[-1][0], RepeatedLayers):
+            if isinstance(item, RepeatedLayers):
+                pieces.append(item)
+            elif pieces and isinstance(pieces[-1], list):
                 pieces[-1].append(item)
             else:
                 pieces.append([item])
-        later: list[Any] = list(targets)
-        found = []
+        later: list[Atom] = list(targets)
+        found: list[tuple[Piece, list[Atom]]] = []
         for piece in reversed(pieces):
             found.append((piece, list(later)))
-            later += [v for item in piece for v in item_reads(item, self.cut.trace)]
+            inside = [piece] if isinstance(piece, RepeatedLayers) else piece
+            later += [v for item in inside for v in item_reads(item, self.cut.trace)]
         return found[::-1]
 
     def _entries(self, entries: Sequence[Entry], trained: Arrays, given: Arrays) -> Arrays:

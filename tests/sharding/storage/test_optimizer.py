@@ -15,8 +15,8 @@ from optimizers import OPTIMIZERS
 from cjax.mesh import build_mesh
 from cjax.sharding.storage.optimizer import StoredOptimizer, store_optimizer
 from cjax.sharding.storage.storage import Storage, make_storage
+from cjax.tree import PyTree
 
-PyTree = Any
 MESH = {"data": 2, "tensor": 4}
 LAYERS = 3
 LOSS = jnp.float32(2.5)  # that never falls

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cjax.trace.jaxpr.simplify import simplify
-from cjax.trace.stages.counters import depends, evaluate, narrowed
+from cjax.trace.stages.counters import depends, narrowed, run
 
 
 def model(weights: jax.Array, x: jax.Array, counts: jax.Array, total: jax.Array) -> tuple[jax.Array, ...]:
@@ -33,7 +33,7 @@ def test_a_loop_is_run_for_what_is_asked_of_it() -> None:
     targets = CLOSED.jaxpr.outvars[1:3]
     env = dict(zip(CLOSED.jaxpr.invars[2:], ARGS[2:], strict=True))  # neither weights nor examples are there
     items = narrowed(CLOSED.jaxpr.eqns, targets)
-    evaluate(items, lambda atom: getattr(atom, "val", None) if hasattr(atom, "val") else env[atom], env.update)
+    run(items, env.__getitem__, env.update)
     np.testing.assert_array_equal(env[targets[0]], [1, 2, 3])
     assert env[targets[1]] == 2 * (7 + 1 * 0 + 2 * 1 + 4 * 2)
 
@@ -50,7 +50,7 @@ def test_a_loop_that_runs_backwards_stays_one() -> None:
     closed = simplify(jax.make_jaxpr(backwards)(*ARGS[2:]))
     env = dict(zip(closed.jaxpr.invars, ARGS[2:], strict=True))
     items = narrowed(closed.jaxpr.eqns, closed.jaxpr.outvars)
-    evaluate(items, lambda atom: atom.val if hasattr(atom, "val") else env[atom], env.update)
+    run(items, env.__getitem__, env.update)
     seen, each = (env[var] for var in closed.jaxpr.outvars)
     assert seen == 2 * (2 * (2 * 7 + 2) + 1) + 0
     np.testing.assert_array_equal(each, [2 * (2 * 7 + 2) + 1, 2 * 7 + 2, 7])
