@@ -69,7 +69,7 @@ def drawn(shapes: Any) -> Any:
 
 @pytest.mark.parametrize(("name", "moves"), pairs())
 def test_a_run_moves_between_plans(name: str, moves: str, tmp_path: Path) -> None:
-    """Parameters, frozen and carried arrays, all state of the optimizer, keys, and the scale of the loss."""
+    """Parameters, frozen ones, the model state, all state of the optimizer, keys, and the scale of the loss."""
     here, there = (program_of(name, plan, wide=False) for plan in moves.split(" -> "))
     wanted = drawn(shapes_of(here._parts))
     here.save(tmp_path / "run", state_from(here._parts, wanted))

@@ -178,8 +178,8 @@ def test_each_device_holds_its_part_and_is_born_with_it(name: str, plan: str) ->
     for given, (low, high), what in zip(held, expected_bytes(name, plan), ("params", "optimizer"), strict=True):
         assert low <= given <= high, f"{what}: {given} bytes a device, not {low} to {high}"
         assert high <= 1.1 * low, f"{what}: more than a tenth is small and kept whole"
-    params, frozen, carried, _ = trees(program, state)
-    for given, wanted in zip((params, frozen, carried), on_host(author_initial(name, False)), strict=True):
+    params, frozen, model_state, _ = trees(program, state)
+    for given, wanted in zip((params, frozen, model_state), on_host(author_initial(name, False)), strict=True):
         assert jax.tree.structure(given) == jax.tree.structure(wanted)
         jax.tree.map(assert_same_bits, given, wanted)
 

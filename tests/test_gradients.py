@@ -108,7 +108,7 @@ def test_equals_one_device_at_the_same_microbatches(name: str, plan: str) -> Non
     params = [jax.device_get(p.params(s)) for p, s in zip((alone, shared), states, strict=True)]
     for a, b in zip(*map(jax.tree.leaves, params), strict=True):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b) + 1e-6
-    for leaf in jax.tree.leaves(states[1]._carried):
+    for leaf in jax.tree.leaves(states[1]._model_state):
         leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         first, *others = [np.asarray(jax.device_get(shard.data)) for shard in leaf.addressable_shards]
         assert all(np.array_equal(first, other) for other in others)

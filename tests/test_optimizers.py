@@ -242,7 +242,7 @@ def test_noise_is_measured_from_the_parts_that_a_plan_has(name: str, plan: str, 
 def part_square(name: str, plan: str, num_parts: int) -> float:
     """By the author's own loss: the mean squared norm of the parts' gradients, over an equal share of the weights."""
     case = subject(name, False)
-    params, frozen, carried = author_initial(name, False)
+    params, frozen, model_state = author_initial(name, False)
     shards = Plan.parse(plan).resolve(8).data if "zero=3" not in plan else 1
     parts = num_parts // shards  # micro-batch i is every i-th row of what a device has
     each = ROWS // shards
@@ -251,7 +251,7 @@ def part_square(name: str, plan: str, num_parts: int) -> float:
     @jax.jit
     @functools.partial(jax.grad, has_aux=True)
     def gradient(params: PyTree, mine: PyTree) -> tuple[jax.Array, jax.Array]:
-        loss, _, _ = case.captured.apply(params, frozen, carried, mine, jax.random.key(0), True)
+        loss, _, _ = case.captured.apply(params, frozen, model_state, mine, jax.random.key(0), True)
         weight = mine["mask"][:, 1:].sum() if name == "linen_masked_mean" else jnp.ones(())
         return loss * weight, weight
 

@@ -180,7 +180,7 @@ def captured(model: Any, x: np.ndarray) -> Capture:
         found,
         init=lambda key: widened(found.init(key)),
         params_shape=widened(found.params_shape),
-        carried_shape=widened(found.carried_shape),
+        model_state_shape=widened(found.model_state_shape),
     )
 
 
@@ -211,8 +211,8 @@ def test_equal_to_one_device_and_split(name: str, plan: str) -> None:
         program, author, key = program_of(model, x, plan), captured(model, x), jax.random.key(0)
         state = program.init(0)
         given = on_host(program.value_and_grad(state, x))
-        params, frozen, carried = author.init(key)
-        wanted = jax.jit(jax.value_and_grad(lambda p: author.apply(p, frozen, carried, x, key, True)[0]))(params)
+        params, frozen, model_state = author.init(key)
+        wanted = jax.jit(jax.value_and_grad(lambda p: author.apply(p, frozen, model_state, x, key, True)[0]))(params)
         assert_close(given, on_host(wanted), EXACT)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if plan == "tensor=4":

@@ -33,10 +33,10 @@ class Evaluated:
     total: jax.Array
     weight: jax.Array | None
     aux: list[tuple[jax.Array, jax.Array | None]]
-    carried: Arrays
+    model_state: Arrays
 
 
-jax.tree_util.register_dataclass(Evaluated, ["total", "weight", "aux", "carried"], [])
+jax.tree_util.register_dataclass(Evaluated, ["total", "weight", "aux", "model_state"], [])
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ def plain(loss: Loss) -> Gradients:
     """Gradients of the loss of a whole batch."""
 
     def gradients(
-        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+        params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
     ) -> Graded:
         def scalar(params: Arrays) -> tuple[jax.Array, Evaluated]:
-            out = loss(params, frozen, carried, batch, key, jnp.int32(0))
+            out = loss(params, frozen, model_state, batch, key, jnp.int32(0))
             weight = None if out.weight is None else lax.stop_gradient(out.weight)
             return scaled(mean(out.total, weight), scale), out
 
@@ -103,9 +103,9 @@ def micro_batched(
     parts = _Parts(loss, num_microbatches, constrain, measures)
 
     def gradients(
-        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+        params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
     ) -> Graded:
-        sums, grads, square = parts.sum(params, frozen, carried, batch, key, scale)
+        sums, grads, square = parts.sum(params, frozen, model_state, batch, key, scale)
         return averaged(sums, grads, num_microbatches, denominator, scale, (square, num_microbatches))
 
     return gradients
@@ -172,13 +172,13 @@ def locally_accumulated(
     num_shards = math.prod(mesh.shape[axis] for axis in axes)
     parts = _Parts(loss, num_microbatches, lambda rows: rows, measures)
 
-    def inside(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale) -> Any:
-        sums, grads, square = parts.sum(params, frozen, carried, batch, key, scale)
+    def inside(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale) -> Any:
+        sums, grads, square = parts.sum(params, frozen, model_state, batch, key, scale)
         totals = lax.psum((sums.total, sums.weight, sums.aux, square), axes)
-        return totals, sums.carried, tuple(g[None] for g in grads)  # a dim that tells the devices' sums apart
+        return totals, sums.model_state, tuple(g[None] for g in grads)  # a dim that tells the devices' sums apart
 
     def gradients(
-        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+        params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
     ) -> Graded:
         whole = PartitionSpec()
         rows = jax.tree.map(lambda leaf: PartitionSpec(axes) if leaf.ndim else whole, batch)
@@ -187,9 +187,9 @@ def locally_accumulated(
             inside, mesh=mesh, axis_names=set(axes), check_vma=False,
             in_specs=(whole, whole, whole, rows, whole, whole), out_specs=(whole, whole, PartitionSpec(axes)),
         )  # fmt: skip
-        (total, weight, aux, square), carried, grads = run(params, frozen, carried, batch, key, scale)
+        (total, weight, aux, square), model_state, grads = run(params, frozen, model_state, batch, key, scale)
         grads = reduced(grads, reductions, [axes] * len(grads), mesh)
-        sums = Evaluated(total, weight, aux, carried)
+        sums = Evaluated(total, weight, aux, model_state)
         num_parts = num_microbatches * num_shards
         return averaged(sums, grads, num_parts, denominator, scale, (square, num_parts))
 
@@ -237,10 +237,10 @@ def sharing(gradients: Gradients, shared: Shared | None, num_microbatches: int, 
         return gradients
 
     def whole(
-        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale, **more: Any
+        params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale, **more: Any
     ) -> Graded:
         batch = [*jax.tree.leaves(batch), *divisors(shared, batch, key, num_microbatches, num_parts)]
-        return gradients(params, frozen, carried, batch, key, scale, **more)
+        return gradients(params, frozen, model_state, batch, key, scale, **more)
 
     return whole
 
@@ -283,7 +283,7 @@ class _Parts:
     measures: bool
 
     def sum(
-        self, params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+        self, params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
     ) -> tuple[Evaluated, Arrays, jax.Array | None]:
         """What the parts give, their gradients, and these gradients' squared norms, each added up."""
         leaves, treedef = jax.tree.flatten(batch)
@@ -291,26 +291,28 @@ class _Parts:
 
         def one(sums: Any, x: Any) -> Any:
             index, rows = x
-            *old, carried = sums
+            *old, model_state = sums
             rows = iter(rows)
             part = jax.tree.unflatten(treedef, [next(rows) if leaf.ndim else leaf for leaf in leaves])
 
             def scalar(params: Arrays) -> tuple[jax.Array, Evaluated]:
-                out = self.loss(params, frozen, carried, part, key, index)
+                out = self.loss(params, frozen, model_state, part, key, index)
                 return scaled(out.total, scale), out
 
             (_, out), grads = jax.value_and_grad(scalar, has_aux=True)(params)
             new = [grads, (out.total, out.weight, out.aux), square_of(grads) if self.measures else None]
-            return (*jax.tree.map(jnp.add, old, new), out.carried), None
+            return (*jax.tree.map(jnp.add, old, new), out.model_state), None
 
-        shape = jax.eval_shape(self.loss, params, frozen, carried, _first(leaves, parts, treedef), key, jnp.int32(0))
+        shape = jax.eval_shape(
+            self.loss, params, frozen, model_state, _first(leaves, parts, treedef), key, jnp.int32(0)
+        )
         sums = (params, (shape.total, shape.weight, shape.aux))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
         square = jnp.zeros((), jnp.float32) if self.measures else None
-        (grads, (total, weight, aux), square, carried), _ = lax.scan(
-            one, (*zeros, square, carried), (jnp.arange(self.num, dtype=jnp.int32), parts)
+        (grads, (total, weight, aux), square, model_state), _ = lax.scan(
+            one, (*zeros, square, model_state), (jnp.arange(self.num, dtype=jnp.int32), parts)
         )
-        return Evaluated(total, weight, aux, carried), grads, square
+        return Evaluated(total, weight, aux, model_state), grads, square
 
 
 def scaled(total: jax.Array, scale: Scale) -> jax.Array:
@@ -343,7 +345,7 @@ def averaged(
     # A part's sum over its share of the divisor, so that the parts' mean is the whole.
     square, parts = measured
     part_square = None if square is None else square * parts / jnp.square(divisor.astype(jnp.float32))
-    return Graded(Evaluated(total, weight, aux, sums.carried), grads, part_square, parts)
+    return Graded(Evaluated(total, weight, aux, sums.model_state), grads, part_square, parts)
 
 
 def _first(leaves: list[jax.Array], parts: list[jax.Array], treedef: Any) -> PyTree:

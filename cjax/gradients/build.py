@@ -160,8 +160,8 @@ def _cost_of_waiting(reductions: Sequence[Reduction], storage: ModelStorage, pla
 def _as_loss(trace: Trace, run: Any, num_parts: int) -> Loss:
     """The results of a trace, sorted, for one of several parts."""
 
-    def loss(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: Any, index: Any) -> Evaluated:
-        return _sorted_results(trace, run(params, frozen, carried, jax.tree.leaves(batch), key, index), num_parts)
+    def loss(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: Any, index: Any) -> Evaluated:
+        return _sorted_results(trace, run(params, frozen, model_state, jax.tree.leaves(batch), key, index), num_parts)
 
     return loss
 

@@ -35,25 +35,25 @@ Run = Callable[[Arrays, Arrays, Arrays, PyTree, jax.Array], list[jax.Array]]
 
 
 def forwarded(model: StagedModel, forward: Forward, num_microbatches: int, mesh: Mesh, together: bool) -> Run:
-    """Results of a loss whose micro-batches go through a pipeline forwards: `(params, frozen, carried, batch, key)`, as
-    stored -> the results, micro-batches first. All of them see the carried values as they are. `together` as of
+    """Results of a loss whose micro-batches go through a pipeline forwards: `(params, frozen, model_state, batch,
+    key)`, as stored -> the results, micro-batches first. All of them see the model state as it is. `together` as of
     `Executor`."""
 
-    def inside(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
+    def inside(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
         rows = _rows(batch, num_microbatches)
 
         def given(index: Any) -> list[Any]:
-            return model.given(frozen, carried, rows(index), key, jnp.asarray(index, jnp.int32))
+            return model.given(frozen, model_state, rows(index), key, jnp.asarray(index, jnp.int32))
 
         outs = forward(model.shared(params), model.stacks(params, frozen), given, together)
         return [_from_one(x) for x in outs]
 
-    def run(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
+    def run(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
         whole = PartitionSpec()
         return jax.shard_map(
             inside, mesh=mesh, axis_names={PIPE}, check_vma=False, out_specs=whole,
             in_specs=(model.stage_specs("params"), model.stage_specs("frozen"), whole, whole, whole),
-        )(params, frozen, carried, batch, key)  # fmt: skip
+        )(params, frozen, model_state, batch, key)  # fmt: skip
 
     return run
 
@@ -79,15 +79,21 @@ def _rows(batch: PyTree, num_microbatches: int) -> Callable[[Any], list[Any]]:
 
 
 def _inputs(
-    model: StagedModel, num_microbatches: int, params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: Any
+    model: StagedModel,
+    num_microbatches: int,
+    params: Arrays,
+    frozen: Arrays,
+    model_state: Arrays,
+    batch: PyTree,
+    key: Any,
 ) -> tuple[Callable[[Any], list[Any]], Arrays]:
-    """What stages read of a micro-batch, by its index; and carried values after the last."""
+    """What stages read of a micro-batch, by its index; and the model state after the last."""
     rows = _rows(batch, num_microbatches)
 
-    def advance(carried: Arrays, index: Any) -> tuple[Arrays, Arrays]:
-        return model.next_carried(params, frozen, carried, rows(0), key, index), carried
+    def advance(model_state: Arrays, index: Any) -> tuple[Arrays, Arrays]:
+        return model.next_model_state(params, frozen, model_state, rows(0), key, index), model_state
 
-    new, history = lax.scan(advance, carried, jnp.arange(num_microbatches, dtype=jnp.int32))
+    new, history = lax.scan(advance, model_state, jnp.arange(num_microbatches, dtype=jnp.int32))
 
     def given(index: Any) -> list[Any]:
         now = tuple(lax.dynamic_index_in_dim(x, index, keepdims=False) for x in history)
@@ -123,9 +129,9 @@ def pipelined(
     shared = PartitionSpec((*axes, PIPE))
 
     def inside(
-        together: bool, params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+        together: bool, params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
     ) -> Any:
-        given, new = _inputs(model, num_microbatches, params, frozen, carried, batch, key)
+        given, new = _inputs(model, num_microbatches, params, frozen, model_state, batch, key)
         results, own, stacks, states = executor(
             model.shared(params), model.stacks(params, frozen), given, scale, together
         )
@@ -137,7 +143,7 @@ def pipelined(
         return totals, new, tuple(g[None] if some else g for g, some in zip(grads, lead, strict=True))
 
     def gradients(
-        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale,
+        params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale,
         together: bool = False,
     ) -> Graded:  # fmt: skip
         whole = PartitionSpec()
@@ -148,7 +154,7 @@ def pipelined(
             in_specs=(model.stage_specs("params"), model.stage_specs("frozen"), whole, batch_specs, whole, whole),
             out_specs=(whole, whole, tuple(stack_grads if is_stack else shared for is_stack in model.in_stacks)),
         )  # fmt: skip
-        (total, weight, aux), new, grads = run(params, frozen, carried, batch, key, scale)
+        (total, weight, aux), new, grads = run(params, frozen, model_state, batch, key, scale)
         square = None
         if measures:
             # Each of the batch's shards apart; the stages' shares of what they all have belong together.

@@ -33,9 +33,9 @@ class Executor:
       trained: for each stack, which of its weights are trained.
       axis: the mesh axis of the stages.
       total: results of the loss -> (its total, results that are added up over micro-batches).
-      states: carried values that are made of examples: their place among what is given, who makes them ("layers",
-        "before" or "after" them), the stack, and which of its; of those outside of layers all that are kept together.
-        Micro-batches make them one after the other.
+      states: leaves of the model state that are made of examples: their place among what is given, who makes them
+        ("layers", "before" or "after" them), the stack, and which of its; of those outside of layers all that are kept
+        together. Micro-batches make them one after the other.
     """
 
     def __init__(

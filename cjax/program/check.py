@@ -24,12 +24,12 @@ MOST = 0.3
 
 @dataclass(frozen=True)
 class Outcome:
-    """Loss, aux, gradients and carried state of one batch on the host, in the user's trees."""
+    """Loss, aux, gradients and model state of one batch on the host, in the user's trees."""
 
     loss: float
     aux: PyTree
     grads: PyTree
-    carried: PyTree = None
+    model_state: PyTree = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Difference:
 
     Attributes:
       name: its path; `loss`, or `aux` and its path, beside the parameters' own.
-      kind: loss, aux, gradient or carried.
+      kind: loss, aux, gradient, or carried: the model state, as checkpoints call it.
       off: the norm of the difference.
       norm: the norm of what one device gives.
       allowed: the norm of a difference that rounding may make.
@@ -143,7 +143,7 @@ def compare(
     relative, of_all = TOLERANCES[itemsize]
     found = []
     for kind in ("gradient", "carried", "aux", "loss"):
-        rows = {"gradient": _grads, "carried": _carried, "aux": _aux, "loss": _loss}[kind]
+        rows = {"gradient": _grads, "carried": _model_state, "aux": _aux, "loss": _loss}[kind]
         a, b, others = rows(mine), rows(theirs), [rows(other) for other in rounded]
         floor = 0.1 * relative * scale if kind == "loss" else 0.0
         if kind in ("gradient", "carried"):
@@ -186,8 +186,8 @@ def _grads(outcome: Outcome) -> dict[str, np.ndarray]:
     return on_host(outcome.grads)
 
 
-def _carried(outcome: Outcome) -> dict[str, np.ndarray]:
-    return {} if outcome.carried is None else on_host(outcome.carried)
+def _model_state(outcome: Outcome) -> dict[str, np.ndarray]:
+    return {} if outcome.model_state is None else on_host(outcome.model_state)
 
 
 def _aux(outcome: Outcome) -> dict[str, np.ndarray]:

@@ -109,7 +109,7 @@ def _memory(parts: Parts, audit: Audit, hardware: Hardware) -> MemoryUse:
         params=stored_bytes(storage.params, sizes) + stored_bytes(storage.frozen, sizes),
         grads=min(grads, temporary),
         optimizer=stored_bytes(parts.shelves.opt, sizes),
-        carried=stored_bytes(storage.carried, sizes),
+        carried=stored_bytes(storage.model_state, sizes),
         batch=batch,
         activations=max(0, temporary - grads),
         compiler=max(0, used.outputs - used.aliased) if used else 0,

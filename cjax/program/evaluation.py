@@ -83,7 +83,7 @@ class Evaluator:
             check_indices(batch, scoring.limits)
             placed = join_processes(batch, batch_shardings(self._parts.mesh, shape))
             check_on_devices(batch, placed, scoring.limits, self._parts.mesh)
-            outs = scoring.run(state._params, state._frozen, state._carried, placed, state._key)
+            outs = scoring.run(state._params, state._frozen, state._model_state, placed, state._key)
             outs = [([total], None) if weight is None else (total, weight) for total, weight in outs]
             sums = outs if not sums else [_join(a, b) for a, b in zip(sums, outs, strict=True)]
             tree = scoring.subject.trace
@@ -117,7 +117,7 @@ class Evaluator:
 
     def _lower(self, batch_shape: PyTree, run: Any) -> jax.stages.Lowered:
         parts, shape = self._parts, self._parts.state_shape
-        return run.lower(shape._params, shape._frozen, shape._carried, parts.with_batch(batch_shape), shape._key)
+        return run.lower(shape._params, shape._frozen, shape._model_state, parts.with_batch(batch_shape), shape._key)
 
     def _compile(self, shape: PyTree, function: Function | None) -> _Scoring:
         leaves, treedef = jax.tree.flatten(shape)
@@ -158,11 +158,11 @@ class Evaluator:
                     of_piece = _scored_trace(parts, piece, subject.call, num)
                     pieces.append((some, num_rows, self._scored(piece, of_piece, num, together)))
 
-        def run(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
+        def run(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
             found: list[Any] = []
             for some, num_rows, score in pieces:
                 mine = jax.tree.map(lambda x, some=some: x[some] if x.ndim else x, batch)
-                outs = _weighed(trace, score(params, frozen, carried, mine, key), num_rows)
+                outs = _weighed(trace, score(params, frozen, model_state, mine, key), num_rows)
                 found = [_join(a, b) for a, b in zip(found, outs, strict=True)] if found else outs
             return [(jnp.concatenate(total) if weight is None else total, weight) for total, weight in found]
 
@@ -172,7 +172,7 @@ class Evaluator:
             in_shardings=(
                 shardings._params,
                 shardings._frozen,
-                shardings._carried,
+                shardings._model_state,
                 batch_shardings(parts.mesh, shape),
                 parts.whole,
             ),
@@ -189,13 +189,13 @@ class Evaluator:
         # A ragged last batch: each device scores all of it, which is exact and costs one batch.
         ragged = any(trace.leaves[i].shape[:1] and trace.leaves[i].shape[0] % shards for i in trace.leaves_of("batch"))
         layout = make_layout(trace, sizes, parts.plan.rules, not ragged, parts.plan.sequence)
-        num_results = len(trace.closed.jaxpr.outvars) - len(trace.leaves_of("carried"))
+        num_results = len(trace.closed.jaxpr.outvars) - len(trace.leaves_of("model_state"))
         stacks = parts.line.stacks_of(trace) if parts.line is not None else None
         if parts.line is None or stacks is None:
             loss = place_loss(trace, parts.storage, parts.plan, parts.mesh, layout)
 
-            def whole(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
-                return loss(params, frozen, carried, jax.tree.leaves(batch), key, jnp.int32(0))[:num_results]
+            def whole(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
+                return loss(params, frozen, model_state, jax.tree.leaves(batch), key, jnp.int32(0))[:num_results]
 
             return whole
         staged = stage_model(trace, stacks, parts.storage, parts.plan, parts.mesh, layout)

@@ -27,9 +27,9 @@ def adopted(parts: Parts, state: State, source: Any) -> State:
     changes: dict[str, Any] = {}
     if isinstance(source, State):
         check_alive(source)
-        given, carried = trees_of(source, "params", "carried").values()
-        tree = check_fits(parts.shelves.carried, carried, "this state's carried values are")
-        changes["_carried"] = store_leaves(parts.shelves.carried, tree, parts.mesh)
+        given, model_state = trees_of(source, "params", "carried").values()
+        tree = check_fits(parts.shelves.model_state, model_state, "this state's model state (`carried`) is")
+        changes["_model_state"] = store_leaves(parts.shelves.model_state, tree, parts.mesh)
     else:
         given = source
     if isinstance(given, Mapping) and given.keys() <= known:

@@ -59,7 +59,7 @@ class Lockstep:
         return compile_lowered(lowered, list(self._parts.mesh.devices.flat), named=self.asks)
 
     def gradients(self) -> Callable[..., Any]:
-        """`(*gradient_inputs(state), batch) -> (loss, aux, stored gradients, stored carried)`, as it can run."""
+        """`(*gradient_inputs(state), batch) -> (loss, aux, stored gradients, stored model_state)`, as it can run."""
         parts = self._parts
         if not self.asks:
             return make_value_and_grad(parts, self.together)

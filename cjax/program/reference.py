@@ -23,7 +23,7 @@ from cjax.trace.microbatches.combine import denominator
 from cjax.trace.stages.counters import depends
 
 PyTree = Any
-Inputs = tuple[PyTree, PyTree, PyTree, PyTree, jax.Array]  # params, frozen, carried, batch, key
+Inputs = tuple[PyTree, PyTree, PyTree, PyTree, jax.Array]  # params, frozen, model_state, batch, key
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class Reference:
 
     def __call__(self, run: Callable[..., Any], inputs: Inputs) -> Outcome:
         """The outcome by `run`, as `compiled` gives it."""
-        params, frozen, carried, batch, key = inputs
+        params, frozen, model_state, batch, key = inputs
         if self.num == 1:
-            total, weight, aux, grads, new, _ = run(params, frozen, carried, batch, key, jnp.int32(0), [])
+            total, weight, aux, grads, new, _ = run(params, frozen, model_state, batch, key, jnp.int32(0), [])
             return _outcome(total, weight, aux, grads, new)
-        outs, divide_by, once, new = [], self._divisors(batch, key), self.parts.trace.once, carried
+        outs, divide_by, once, new = [], self._divisors(batch, key), self.parts.trace.once, model_state
         for index in range(self.num):
             rows = self._rows(batch, index)
             leaves, treedef = jax.tree.flatten(new)
-            old = jax.tree.leaves(carried)
+            old = jax.tree.leaves(model_state)
             before = treedef.unflatten([old[i] if i in once else leaf for i, leaf in enumerate(leaves)])
             *out, new, share = run(params, frozen, before, rows, key, jnp.int32(index), divide_by)
             outs.append((*out, share))
@@ -121,30 +121,30 @@ def _graded(
     num: int,
     params: PyTree,
     frozen: PyTree,
-    carried: PyTree,
+    model_state: PyTree,
     batch: PyTree,
     key: Any,
     index: Any,
     divide_by: list[jax.Array],
 ) -> Any:
-    """Of one of `num` parts: total, weight, aux, gradients of the total, carried state, and its share of a ratio."""
+    """Of one of `num` parts: total, weight, aux, gradients of the total, model state, and its share of a ratio."""
     capture, trace = parts.capture, parts.trace
 
     def scalar(params: PyTree) -> tuple[jax.Array, Any]:
-        inner, inner_key = carried, key
+        inner, inner_key = model_state, key
         if num > 1:
-            inner, inner_key = capture.fold_carried(carried, index), jax.random.fold_in(key, index)
+            inner, inner_key = capture.fold_model_state(model_state, index), jax.random.fold_in(key, index)
         value, aux, new = capture.apply(params, frozen, inner, batch, inner_key, True)
-        new = capture.unfold(new, carried) if num > 1 else new
+        new = capture.unfold(new, model_state) if num > 1 else new
         share = jnp.ones(())
         if divide_by:
-            value = _traced(parts, params, frozen, carried, [*jax.tree.leaves(batch), *divide_by], key, index)[0]
+            value = _traced(parts, params, frozen, model_state, [*jax.tree.leaves(batch), *divide_by], key, index)[0]
         if isinstance(value, Mean):
             total, weight = value.total, jax.lax.stop_gradient(value.weight)
         else:
             total, weight = value, jnp.ones_like(value)
             if num > 1 and trace.ratio is not None:
-                share = _share(parts, params, frozen, carried, batch, key, index)
+                share = _share(parts, params, frozen, model_state, batch, key, index)
                 total = value * denominator(trace.ratio, share)
         return total, (weight, aux, new, share)
 
@@ -172,7 +172,7 @@ def _averaged(*parts: Any) -> Any:
     return sum(jnp.asarray(part, jnp.result_type(float)) for part in parts) / len(parts)
 
 
-def _outcome(total: Any, weight: Any, aux: PyTree, grads: PyTree, carried: PyTree) -> Outcome:
+def _outcome(total: Any, weight: Any, aux: PyTree, grads: PyTree, model_state: PyTree) -> Outcome:
     def value(total: Any, weight: Any) -> np.ndarray:
         total, weight = np.asarray(total), np.asarray(weight)
         return np.zeros_like(total) if weight == 0 else total / weight
@@ -186,7 +186,7 @@ def _outcome(total: Any, weight: Any, aux: PyTree, grads: PyTree, carried: PyTre
         aux,
         is_leaf=lambda x: isinstance(x, Mean),
     )
-    return Outcome(float(value(total, weight)), numbers, jax.tree.map(divided, grads), carried)
+    return Outcome(float(value(total, weight)), numbers, jax.tree.map(divided, grads), model_state)
 
 
 def perturbed(params: PyTree, itemsize: int) -> PyTree:

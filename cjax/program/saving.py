@@ -28,7 +28,7 @@ def arrays_of(state: State) -> dict[str, PyTree]:
 def trees_of(state: State, *names: str) -> dict[str, PyTree]:
     """Some of the trees of a state: "params", "frozen", "opt_state", "carried". The others are not copied."""
     check_alive(state)
-    every = (state._params, state._frozen, state._opt, state._carried)
+    every = (state._params, state._frozen, state._opt, state._model_state)
     stored: dict[str, Any] = dict(zip(TREES, every, strict=True))
     trees = _loader(state._shelves, names)([stored[name] for name in names])
     return dict(zip(names, trees, strict=True))
@@ -82,7 +82,7 @@ def state_from(parts: Parts, arrays: dict[str, PyTree]) -> State:
     for name, shelf in zip(TREES, parts.shelves, strict=True):
         tree = check_fits(shelf, arrays[name], f"this state's {name} are")
         stored.append(store_leaves(shelf, tree, parts.mesh))
-    params, frozen, opt, carried = stored
+    params, frozen, opt, model_state = stored
     small = [arrays[name] for name in ("step", "key", "loss_scale", "noise_scale")]
     step, key, scaling, noise = jax.tree.map(lambda x: _copy(jax.device_put(x, parts.whole)), small)
-    return State(step, params, frozen, opt, carried, key, scaling, noise, parts.shelves)
+    return State(step, params, frozen, opt, model_state, key, scaling, noise, parts.shelves)

@@ -35,7 +35,7 @@ class Starter:
         if initial is None and params is None:
             return self._init(key)
         given = {} if params is None else _given(parts, params)
-        shelves = (parts.shelves.params, parts.shelves.frozen, parts.shelves.carried)
+        shelves = (parts.shelves.params, parts.shelves.frozen, parts.shelves.model_state)
         stored: list[list[Any]] = [[None] * len(shelf.slots) for shelf in shelves]
         if initial is None:
             stored = [list(arrays) for arrays in self._trees(key)]

@@ -27,19 +27,19 @@ def make_init(parts: Parts) -> Any:
 
 
 def make_trees(parts: Parts) -> Any:
-    """`key -> stored (params, frozen, carried)`: what the model's own init makes, without the optimizer's state."""
+    """`key -> stored (params, frozen, model_state)`: what the model's own init makes, without the optimizer's state."""
     placed = parts.state_shardings
     return jax.jit(
-        parts.init, out_shardings=(placed._params, placed._frozen, placed._carried),
+        parts.init, out_shardings=(placed._params, placed._frozen, placed._model_state),
         compiler_options=compiler_options(parts.mesh),
     )  # fmt: skip
 
 
 def make_adopt(parts: Parts) -> Any:
-    """`(params, frozen, carried, key) -> State` from stored arrays."""
+    """`(params, frozen, model_state, key) -> State` from stored arrays."""
 
-    def adopt(params: Arrays, frozen: Arrays, carried: Arrays, key: jax.Array) -> State:
-        return new_state(parts, params, frozen, carried, key)
+    def adopt(params: Arrays, frozen: Arrays, model_state: Arrays, key: jax.Array) -> State:
+        return new_state(parts, params, frozen, model_state, key)
 
     return jax.jit(
         adopt, out_shardings=parts.state_shardings, donate_argnums=(0, 1, 2),
@@ -54,7 +54,7 @@ def make_step(parts: Parts, together: bool = False) -> Any:
         graded = _gradients(parts, *gradient_inputs(state), batch, together)
         out, loss = graded.out, mean(graded.out.total, graded.out.weight)
         new, norm, finite = _updated(parts, state, graded.grads, loss)
-        carried = _keep_if(finite, out.carried, state._carried)
+        model_state = _keep_if(finite, out.model_state, state._model_state)
         metrics: Metrics = {"loss": loss, "grad_norm": norm, "skipped": 1 - finite.astype(jnp.int32)}
         if parts.scaling is not None:
             metrics["loss_scale"] = state._scaling.scale
@@ -66,7 +66,7 @@ def make_step(parts: Parts, together: bool = False) -> Any:
             metrics["noise_scale"] = noise_scale(noise)
         if parts.trace.aux_is_mean:
             metrics["aux"] = aux_means(parts, out)
-        return dataclasses.replace(new, _carried=carried, _noise=noise), metrics
+        return dataclasses.replace(new, _model_state=model_state, _noise=noise), metrics
 
     shardings = parts.state_shardings
     return jax.jit(
@@ -77,18 +77,24 @@ def make_step(parts: Parts, together: bool = False) -> Any:
 
 def gradient_inputs(state: State) -> tuple[Arrays, Arrays, Arrays, jax.Array, jax.Array, LossScaleState]:
     """What gradients read of a state, so that nobody needs an optimizer's state to ask for them."""
-    return state._params, state._frozen, state._carried, state._key, state.step, state._scaling
+    return state._params, state._frozen, state._model_state, state._key, state.step, state._scaling
 
 
 def make_value_and_grad(parts: Parts, together: bool = False) -> Any:
-    """`(*gradient_inputs(state), batch) -> (loss, aux, stored gradients, stored carried)`."""
+    """`(*gradient_inputs(state), batch) -> (loss, aux, stored gradients, stored model_state)`."""
 
     def value_and_grad(
-        params: Arrays, frozen: Arrays, carried: Arrays, key: jax.Array, step: jax.Array, scaling: Any, batch: PyTree
+        params: Arrays,
+        frozen: Arrays,
+        model_state: Arrays,
+        key: jax.Array,
+        step: jax.Array,
+        scaling: Any,
+        batch: PyTree,
     ) -> tuple[jax.Array, PyTree, Arrays, Arrays]:
-        graded = _gradients(parts, params, frozen, carried, key, step, scaling, batch, together)
+        graded = _gradients(parts, params, frozen, model_state, key, step, scaling, batch, together)
         out = graded.out
-        return mean(out.total, out.weight), aux_means(parts, out), graded.grads, out.carried
+        return mean(out.total, out.weight), aux_means(parts, out), graded.grads, out.model_state
 
     storage, whole = parts.storage, parts.whole
     slots = storage.params.slots
@@ -96,11 +102,11 @@ def make_value_and_grad(parts: Parts, together: bool = False) -> Any:
         slots = tuple(dataclasses.replace(s, spec=storage.state_specs[s.leaves[0]]) for s in slots)
     placed = dataclasses.replace(storage.params, slots=slots)
     given = parts.state_shardings
-    trees = (given._params, given._frozen, given._carried)
+    trees = (given._params, given._frozen, given._model_state)
     return jax.jit(
         value_and_grad,
         in_shardings=(*trees, whole, whole, given._scaling, parts.batch_shardings),
-        out_shardings=(whole, whole, placed.shardings(parts.mesh), given._carried),
+        out_shardings=(whole, whole, placed.shardings(parts.mesh), given._model_state),
         compiler_options=compiler_options(parts.mesh),
     )
 
@@ -122,7 +128,7 @@ def _gradients(
     parts: Parts,
     params: Arrays,
     frozen: Arrays,
-    carried: Arrays,
+    model_state: Arrays,
     key: jax.Array,
     step: jax.Array,
     scaling: LossScaleState,
@@ -132,7 +138,7 @@ def _gradients(
     key = jax.random.fold_in(key, step)
     scale = None if parts.scaling is None else scaling.scale / parts.loss_size
     more = {"together": True} if together else {}
-    return parts.gradients(params, frozen, carried, batch, key, scale, **more)
+    return parts.gradients(params, frozen, model_state, batch, key, scale, **more)
 
 
 def _updated(parts: Parts, state: State, grads: Arrays, loss: jax.Array) -> tuple[State, jax.Array, jax.Array]:

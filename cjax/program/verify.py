@@ -65,8 +65,8 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
             "many virtual devices of one process: cjax run --devices N script.py."
         )
     device, plan = parts.mesh.devices.flat[0], parts.plan
-    given, (params, frozen, carried) = jax.tree.map(np.asarray, batch), trees_of(state, *MODEL).values()
-    trees = params, frozen, carried
+    given, (params, frozen, model_state) = jax.tree.map(np.asarray, batch), trees_of(state, *MODEL).values()
+    trees = params, frozen, model_state
     held = sum(x.nbytes for x in jax.tree.leaves(trees[:1])), _bytes_on(device, state)
     _must_fit(parts, 2 * held[0] + held[1])  # before anything is compiled for it
     here = jax.sharding.SingleDeviceSharding(device)
@@ -84,7 +84,7 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
     if itemsize == 2:  # aux counts decisions, mostly, and of these rounding changes whole ones
         theirs = dataclasses.replace(theirs, aux={})
     if plan.microbatches > reference.num:  # statistics take the micro-batches in order
-        theirs = dataclasses.replace(theirs, carried=None)
+        theirs = dataclasses.replace(theirs, model_state=None)
     where = "one device"
     if reference.num > 1:
         where += f" in the same {reference.num} micro-batches ({reference.why})"
@@ -99,20 +99,20 @@ _BYTES = {"bfloat16": 2, "float16": 2}  # float32 leaves a model its own numbers
 def outcome(parts: Parts, state: State, trees: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> Outcome:
     """What these parts compute from a state of any plan, of which `trees` are the user's own."""
     storage = parts.storage
-    stored: Any = (state._params, state._frozen, state._carried)
+    stored: Any = (state._params, state._frozen, state._model_state)
     if state._shelves is not parts.shelves:
-        shelves = (storage.params, storage.frozen, storage.carried)
+        shelves = (storage.params, storage.frozen, storage.model_state)
         stored = [store_leaves(shelf, tree, parts.mesh) for shelf, tree in zip(shelves, trees, strict=True)]
     run, placed = Lockstep(parts).gradients(), place_batch(parts, batch, table_limits(parts.trace))
     key, step, scaling = jax.device_put((state._key, state.step, state._scaling), parts.whole)
     for _ in range(8):
-        loss, aux, grads, carried = run(*stored, key, step, scaling, placed)
+        loss, aux, grads, model_state = run(*stored, key, step, scaling, placed)
         norms = [float(jax.numpy.abs(g).max()) for g in grads if g.size] if parts.scaling else []
         if np.isfinite(norms).all():
             break
         # A step would be skipped and the factor lowered; what is asked here is whether its gradients are right.
         scaling = scaling._replace(scale=scaling.scale / 16)
-    return Outcome(float(loss), aux, storage.params.load(grads), storage.carried.load(carried))
+    return Outcome(float(loss), aux, storage.params.load(grads), storage.model_state.load(model_state))
 
 
 def _bytes_on(device: Any, tree: PyTree) -> int:

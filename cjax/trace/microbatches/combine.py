@@ -173,7 +173,7 @@ def _weights_alone(trace: Trace, weights: Sequence[RowWeight]) -> jex.ClosedJaxp
         if not live.isdisjoint(eqn.outvars):
             kept.append(eqn)
             live.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
-    state = [i for kind in ("params", "frozen", "carried") for i in trace.leaves_of(kind)]
+    state = [i for kind in ("params", "frozen", "model_state") for i in trace.leaves_of(kind)]
     held = next((trace.leaves[i].name for i in state if jaxpr.invars[i] in live), None)
     if held is not None:
         raise ValueError(
@@ -255,18 +255,18 @@ def _weights_alone_of(trace: Trace, lifted: Trace) -> jex.ClosedJaxpr:
 
 
 def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
-    """Which carried leaves of a lifted trace change, and not by what the examples are: step counters, averages of
-    weights, how often a random stream was drawn from (`random`). However many micro-batches there are, they are to
-    change once. What is drawn differs between micro-batches in any case, so statistics may read it.
+    """Which leaves of the model state of a lifted trace change, and not by what the examples are: step counters,
+    averages of weights, how often a random stream was drawn from (`random`). However many micro-batches there are, they
+    are to change once. What is drawn differs between micro-batches in any case, so statistics may read it.
 
     Raises:
       ValueError: what is made of examples depends on one: either way it would not be as with the whole batch.
     """
-    carried = trace.leaves_of("carried")
-    if not trace.results or not carried:
+    model_state = trace.leaves_of("model_state")
+    if not trace.results or not model_state:
         return frozenset()
     jaxpr: Any = trace.closed.jaxpr
-    made = list(zip(carried, jaxpr.outvars[-len(carried) :], trace.results[-len(carried) :], strict=True))
+    made = list(zip(model_state, jaxpr.outvars[-len(model_state) :], trace.results[-len(model_state) :], strict=True))
     changes = [jaxpr.invars[i] is not var for i, var, _ in made]
     fixed = [value.kind == "fixed" and not value.taints and not value.power for _, _, value in made]
     once = {n for n in range(len(made)) if changes[n] and fixed[n]}
@@ -277,10 +277,10 @@ def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
                 f"The model makes {trace.leaves[i].name} of the number of examples: micro-batches have fewer. Use "
                 f"microbatches=1, or write {APART}."
             )
-    reads = {jaxpr.invars[carried[n]] for n in once if not random[n]}
+    reads = {jaxpr.invars[model_state[n]] for n in once if not random[n]}
     for n, (i, var, _) in enumerate(made):
         if changes[n] and n not in once and not random[n] and not reads.isdisjoint(_sources(jaxpr, var)):
-            names = " and ".join(trace.leaves[carried[k]].name for k in sorted(once) if not random[k])
+            names = " and ".join(trace.leaves[model_state[k]].name for k in sorted(once) if not random[k])
             raise ValueError(
                 f"The model makes {trace.leaves[i].name} of the examples and of {names}, which changes at every call: "
                 "with micro-batches neither would be as the whole batch leaves it. Use microbatches=1, or write "

@@ -24,7 +24,7 @@ from cjax.trace.stages.counters import depends
 
 # A value, or the values of all layers that are stacked on a new dim 0.
 Entry = tuple[Any, ...]
-MOVES = frozenset({"batch", "key", "carried"})  # differ from micro-batch to micro-batch
+MOVES = frozenset({"batch", "key", "model_state"})  # differ from micro-batch to micro-batch
 MADE_OF = frozenset({"params", "batch", "stack"})  # what a counter does not depend on
 NONE: frozenset[str] = frozenset()
 LEAST_SHARE = 0.1  # of the arithmetic of the dearest stack; a cheaper one stays where it is
@@ -60,9 +60,11 @@ class LayerStack:
 
 @dataclass(frozen=True)
 class States:
-    """Carried values that are made of examples, such as the running averages of a BatchNorm, by who makes them.
+    """Leaves of the model state that are made of examples, such as the running averages of a BatchNorm, by who makes
+    them.
 
-    Each is a tuple of carried values, counted from 0: one for each layer, or one alone. `layers` has for each stack the
+    Each is a tuple of leaves of the model state, counted from 0: one for each layer, or one alone. `layers` has for
+      each stack the
     place among its layers' outputs and the values; `before` and `after` are made outside of the stacks.
     """
 
@@ -93,9 +95,9 @@ class CutTrace:
         return tuple(_items(self.trace, self.stacks))
 
     def results(self) -> list[Any]:
-        """The variables that are results of the loss, new carried values aside."""
+        """The variables that are results of the loss, the new model state aside."""
         outvars: Any = self.trace.closed.jaxpr.outvars
-        return list(outvars[: len(outvars) - len(self.trace.leaves_of("carried"))])
+        return list(outvars[: len(outvars) - len(self.trace.leaves_of("model_state"))])
 
     def needed(self, targets: Iterable[Any], known: Iterable[Any]) -> list[Any]:
         """The items that compute `targets`, from `known` and the inputs."""
@@ -141,7 +143,7 @@ def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
     travels: list[tuple[Entry, ...]] = []
     used: set[Any] = set()
     outvars: Any = trace.closed.jaxpr.outvars
-    num_results = len(outvars) - len(trace.leaves_of("carried"))
+    num_results = len(outvars) - len(trace.leaves_of("model_state"))
     targets = [*outvars[:num_results], *(outvars[num_results + i] for i in states.after)]
     for k in reversed(range(len(stacks))):
         mine = {v for e in (stacks[k].final, stacks[k].last_only, *stacks[k].outputs) for v in e}
@@ -188,9 +190,9 @@ def widened(stack: LayerStack, trace: Trace, hooks: Hooks) -> LayerStack:
 
 
 def find_states(trace: Trace, stacks: Sequence[LayerStack]) -> States:
-    """Carried values that are made of examples. One that is only cast behind a stack is its layers'."""
+    """Leaves of the model state that are made of examples. One that is only cast behind a stack is its layers'."""
     casts = _casts(trace, stacks)
-    new, on = [_cast_from(var, casts) for var in _new_carried(trace)], _depends(trace, stacks)
+    new, on = [_cast_from(var, casts) for var in _new_model_state(trace)], _depends(trace, stacks)
     mine = {var: i for i, var in enumerate(new) if not isinstance(var, jex.Literal) and on.get(var, NONE) & MADE_OF}
     layers = tuple(
         tuple((j, tuple(mine[v] for v in entry)) for j, entry in enumerate(stack.outputs) if set(entry) <= set(mine))
@@ -204,10 +206,10 @@ def find_states(trace: Trace, stacks: Sequence[LayerStack]) -> States:
 
 
 def reads_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
-    """Names of carried values that are made of examples and decide about results: no micro-batch could start before the
-    one in front of it is through."""
+    """Names of leaves of the model state that are made of examples and decide about results: no micro-batch could start
+    before the one in front of it is through."""
     states = find_states(trace, stacks).every
-    names = [trace.leaves[i].name for i in trace.leaves_of("carried")]
+    names = [trace.leaves[i].name for i in trace.leaves_of("model_state")]
     on = _depends(trace, stacks, {i: f"state {i}" for i in states})
     outvars: Any = trace.closed.jaxpr.outvars
     results = outvars[: len(outvars) - len(names)]
@@ -216,25 +218,25 @@ def reads_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
 
 
 def torn_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
-    """Names of carried values that are made of examples in one place, by layers of a stack, before or behind them, and
-    read in another: a stage would read what it was before the step."""
+    """Names of leaves of the model state that are made of examples in one place, by layers of a stack, before or behind
+    them, and read in another: a stage would read what it was before the step."""
     states = find_states(trace, stacks)
     layers = {i: k for k, of in enumerate(states.layers) for _, group in of for i in group}
     maker: dict[int, Any] = dict.fromkeys(states.before, "before") | dict.fromkeys(states.after, "after") | layers
     on, casts = _depends(trace, stacks, {i: f"state {i}" for i in maker}), _casts(trace, stacks)
-    new = _new_carried(trace)
+    new = _new_model_state(trace)
 
     def others(variables: Iterable[Any], here: Any) -> set[int]:
         kinds = frozenset().union(*(on.get(v, NONE) for v in variables if not isinstance(v, jex.Literal)))
         return {i for i, where in maker.items() if where != here and f"state {i}" in kinds}
 
     torn = set().union(*(others([new[i]], where) for i, where in maker.items()))
-    mine = {trace.closed.jaxpr.invars[at] for at in trace.leaves_of("carried")}
+    mine = {trace.closed.jaxpr.invars[at] for at in trace.leaves_of("model_state")}
     for k, stack in enumerate(stacks):
         own = {entry for _, entry in stack.xs if {_cast_from(v, casts) for v in entry} <= mine}
         torn |= others((*stack.final, *stack.last_only, *(v for entry in stack.outputs for v in entry)), k)
         torn |= others((v for entry in stack.reads if entry not in own for v in entry), None)
-    names = [trace.leaves[i].name for i in trace.leaves_of("carried")]
+    names = [trace.leaves[i].name for i in trace.leaves_of("model_state")]
     return [names[i] for i in sorted(torn)]
 
 
@@ -251,9 +253,9 @@ def _cast_from(var: Any, casts: Mapping[Any, Any]) -> Any:
     return var
 
 
-def _new_carried(trace: Trace) -> list[Any]:
+def _new_model_state(trace: Trace) -> list[Any]:
     outvars: Any = trace.closed.jaxpr.outvars
-    return list(outvars[len(outvars) - len(trace.leaves_of("carried")) :])
+    return list(outvars[len(outvars) - len(trace.leaves_of("model_state")) :])
 
 
 def reads(item: Any, trace: Trace) -> list[Any]:
@@ -294,10 +296,10 @@ def _made(trace: Trace, stacks: Sequence[LayerStack]) -> dict[Any, int]:
 def _depends(
     trace: Trace, stacks: Sequence[LayerStack], named: Mapping[int, str] = MappingProxyType({})
 ) -> dict[Any, frozenset[str]]:
-    """The kinds of inputs that each variable depends on; "stack" if on what layers have made of examples. Some carried
-    values may have names of their own."""
+    """The kinds of inputs that each variable depends on; "stack" if on what layers have made of examples. Some leaves
+    of the model state may have names of their own."""
     kinds = {"index": "key"}
-    own = {trace.leaves_of("carried")[i]: name for i, name in named.items()}
+    own = {trace.leaves_of("model_state")[i]: name for i, name in named.items()}
     on = {
         var: frozenset({own.get(i, kinds.get(leaf.kind, leaf.kind))})
         for i, (var, leaf) in enumerate(zip(trace.closed.jaxpr.invars, trace.leaves, strict=True))

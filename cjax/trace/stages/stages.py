@@ -20,7 +20,7 @@ class Stages:
     """The parts of a trace that was cut at its stacks.
 
     Inputs are given as they are stored, in groups of one or stacked: `trained` (parameters that no stack has one each
-    of), and `given` (all other inputs but the weights of the stacks: frozen weights, carried values, a micro-batch, a
+    of), and `given` (all other inputs but the weights of the stacks: frozen weights, the model state, a micro-batch, a
     key, an index). What a stack is handed is its payload: a list of arrays, alike before and after each layer.
 
     Args:
@@ -47,7 +47,7 @@ class Stages:
 
     def leave(self, k: int, trained: Arrays, given: Arrays, payload: Arrays) -> Arrays:
         """From what the last layer of stack `k` hands on: the next stack's payload, or the results of the loss and
-        behind them the new values of what is carried and made of examples there."""
+        behind them the new model state that is made of examples there."""
         env = self._env(trained, given)
         known = self._restore(k, payload, env)
         if k + 1 < len(self.cut.stacks):
@@ -58,14 +58,14 @@ class Stages:
         return [jnp.asarray(self._emitter.read(env, atom)) for atom in results]
 
     def states_before(self, trained: Arrays, given: Arrays) -> Arrays:
-        """New values of what is carried and made of examples before the first layer."""
+        """The new model state that is made of examples before the first layer."""
         env, atoms = self._env(trained, given), self._new(self.cut.states.before)
         self._compute(atoms, (), env)
         return [jnp.asarray(self._emitter.read(env, atom)) for atom in atoms]
 
-    def _new(self, carried: Sequence[int]) -> list[Any]:
+    def _new(self, model_state: Sequence[int]) -> list[Any]:
         outvars: Any = self.cut.trace.closed.jaxpr.outvars
-        return [outvars[len(self.cut.results()) + i] for i in carried]
+        return [outvars[len(self.cut.results()) + i] for i in model_state]
 
     def once(self, k: int, trained: Arrays, given: Arrays) -> Arrays:
         """What layers of stack `k` read that depends on no micro-batch, weights ready for use."""
@@ -75,11 +75,11 @@ class Stages:
         """What layers of stack `k` read that depends on the micro-batch, and on no parameter."""
         return self._entries(self.cut.beside[k], trained, given)
 
-    def next_carried(self, trained: Arrays, given: Arrays, groups: Sequence[tuple[int, ...]]) -> Arrays:
-        """New carried values, in these groups: those that need no layer, such as the state of random numbers."""
+    def next_model_state(self, trained: Arrays, given: Arrays, groups: Sequence[tuple[int, ...]]) -> Arrays:
+        """The new model state, in these groups: leaves that need no layer, such as the state of random numbers."""
         env = self._env(trained, given)
         targets: Any = self.cut.trace.closed.jaxpr.outvars[len(self.cut.results()) :]
-        old: Any = [self.cut.trace.closed.jaxpr.invars[i] for i in self.cut.trace.leaves_of("carried")]
+        old: Any = [self.cut.trace.closed.jaxpr.invars[i] for i in self.cut.trace.leaves_of("model_state")]
         states = self.cut.states.every
         items = narrowed(self.cut.trace.closed.jaxpr.eqns, [v for i, v in enumerate(targets) if i not in states])
         evaluate(items, lambda atom: self._emitter.read(env, atom), env.values.update)
@@ -144,7 +144,7 @@ class Stages:
     def _payload(self, k: int, env: Env) -> Arrays:
         stack = self.cut.stacks[k]
         scope = env.scope if stack.is_run else env.scope.inner[id(stack.of)]
-        names = stack.initial if stack.is_run else self._carried(stack)
+        names = stack.initial if stack.is_run else self._loop_carries(stack)
         carry = [
             self.hooks.carry(name, jnp.asarray(self._emitter.read(env, atom)), scope)
             for name, atom in zip(names, stack.initial, strict=True)
@@ -155,7 +155,7 @@ class Stages:
         last = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in stack.last_only if var is not None]
         return [*carry, *outputs, *last, *(self._read(env, entry) for entry in self.cut.travels[k])]
 
-    def _carried(self, stack: LayerStack) -> Sequence[Any]:
+    def _loop_carries(self, stack: LayerStack) -> Sequence[Any]:
         inner, num_xs = stack.of.params["jaxpr"].jaxpr.invars, len(stack.xs)
         return inner[len(inner) - num_xs - len(stack.initial) : len(inner) - num_xs]
 
