@@ -113,21 +113,21 @@ class _Execution:
     def _derivative(self, k: int) -> Derivative:
         layer = self.stages.hooks.block(functools.partial(self._layer, k))
         weights = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in self.stacks[k]]
-        beside = jax.eval_shape(lambda: self.stages.beside(k, self.shared, self.given(0)))
+        recomputed = jax.eval_shape(lambda: self.stages.recomputed(k, self.shared, self.given(0)))
 
-        def inputs(weights: Arrays, beside: Arrays) -> tuple[Arrays, Arrays]:
-            return self._operands(k, self.stages.ready(k, weights), beside, jnp.int32(0))
+        def inputs(weights: Arrays, recomputed: Arrays) -> tuple[Arrays, Arrays]:
+            return self._operands(k, self.stages.ready(k, weights), recomputed, jnp.int32(0))
 
-        own, fixed = jax.eval_shape(inputs, weights, beside)
+        own, fixed = jax.eval_shape(inputs, weights, recomputed)
         return Derivative(layer, own, fixed, self.payloads[k])
 
-    def _operands(self, k: int, ready: Arrays, beside: Arrays, index: Any) -> tuple[Arrays, Arrays]:
-        """(with gradients, without) of what a layer reads beside what it is handed."""
+    def _operands(self, k: int, ready: Arrays, recomputed: Arrays, index: Any) -> tuple[Arrays, Arrays]:
+        """(with gradients, without) of what a layer reads besides what it is handed."""
         own = [w for w, trained in zip(ready, self.which[k], strict=True) if trained]
         own += [x for x, learned in zip(self.once[k], self.learned[k], strict=True) if learned]
         fixed = [w for w, trained in zip(ready, self.which[k], strict=True) if not trained]
         fixed += [x for x, learned in zip(self.once[k], self.learned[k], strict=True) if not learned]
-        return own, [*fixed, *beside, index]
+        return own, [*fixed, *recomputed, index]
 
     def _layer(self, k: int, own: Arrays, fixed: Arrays, payload: Arrays, states: bool = False) -> Arrays:
         own_, fixed_ = iter(own), iter(fixed)
@@ -135,8 +135,8 @@ class _Execution:
         once = [next(own_) if learned else None for learned in self.learned[k]]
         ready = [next(fixed_) if w is None else w for w in ready]
         once = [next(fixed_) if x is None else x for x in once]
-        *beside, index = fixed_
-        return self.stages.layer(k, ready, once, beside, index, payload, states)
+        *recomputed, index = fixed_
+        return self.stages.layer(k, ready, once, recomputed, index, payload, states)
 
     # -- the loop --
     def run(self) -> tuple[Any, Arrays, list[Arrays], Arrays]:
@@ -210,7 +210,7 @@ class _Execution:
         where = self.axis, self.num_stages
         simple = self.wiring.ways("F") <= {1} and self.wiring.ways("B") <= {-1}
         forward, state = self._op("F", self._forward, ("saved", "ends", "states"), ops["F"], state)
-        # Sent as soon as it is there, so that it travels while B and W compute.
+        # Sent as soon as it is there, so that the transfer runs while B and W compute.
         arrived = {"left": send(forward, 1, *where)} if simple else {}
         changes = "shared", "results", "states", *(("crossing",) if self.split else ("stacks", "once"))
         backward, state = self._op("B", self._backward, changes, ops["B"], state)
@@ -277,7 +277,7 @@ class _Execution:
     # -- ops --
     def _forward(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
         given = self._given(row, state)
-        beside = self.stages.beside(k, self.shared, given)
+        recomputed = self.stages.recomputed(k, self.shared, given)
         payload = self.messages.unpack(k, self._read_message(row, state))
         if k == 0:
             payload = self._if("F", "starts", k, row, lambda: self.stages.enter(self.shared, given), lambda: payload)
@@ -285,7 +285,7 @@ class _Execution:
         def layer(carry: Any, i: Any) -> Any:
             payload, kept, state = carry
             weights, index = [at(w, row["row"] + i) for w in self.stacks[k]], row["layer"] + i
-            own, fixed = self._operands(k, self.stages.ready(k, weights), beside, index)
+            own, fixed = self._operands(k, self.stages.ready(k, weights), recomputed, index)
             if self.stages.cut.states.layers[k]:
                 new = self._layer(k, own, fixed, payload, states=True)  # the compiler merges this with `forward`
                 mine = row["mine"] if self.together else True
@@ -326,7 +326,7 @@ class _Execution:
 
     def _backward(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
         given = self._given(row, state)
-        beside = self.stages.beside(k, self.shared, given)
+        recomputed = self.stages.recomputed(k, self.shared, given)
         message = self._read_message(row, state)
         gradients, shared, results, states = self._if(
             "B", "ends", k, row,
@@ -338,7 +338,7 @@ class _Execution:
 
         def layer(carry: Any, i: Any) -> Any:
             gradients, sums, kept = carry
-            own, fixed, saved, pull = self._saved(k, row, beside, state, i)
+            own, fixed, saved, pull = self._saved(k, row, recomputed, state, i)
             if not self.split:
                 gradients, found = derivative.both(own, fixed, saved, gradients)
                 return gradients, self._add(k, row, i, sums, found, pull), kept
@@ -358,10 +358,10 @@ class _Execution:
         return self.messages.pack(k, gradients), state
 
     def _weights(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
-        beside = self.stages.beside(k, self.shared, self._given(row, state))
+        recomputed = self.stages.recomputed(k, self.shared, self._given(row, state))
 
         def layer(sums: Any, i: Any) -> Any:
-            own, fixed, saved, pull = self._saved(k, row, beside, state, i)
+            own, fixed, saved, pull = self._saved(k, row, recomputed, state, i)
             crossing = [at(box, row["slot"], i) for box in state["crossing"][k]]
             found = self.derivatives[k].weight_gradients(own, fixed, saved, crossing)
             return self._add(k, row, i, sums, found, pull)
@@ -382,12 +382,12 @@ class _Execution:
 
         return lax.scan(turn, carry, jnp.arange(self.part.rows[k], dtype=jnp.int32), reverse=reverse)[0]
 
-    def _saved(self, k: int, row: Row, beside: Arrays, state: State, i: Any) -> tuple[Arrays, Arrays, Arrays, Any]:
+    def _saved(self, k: int, row: Row, recomputed: Arrays, state: State, i: Any) -> tuple[Arrays, Arrays, Arrays, Any]:
         """A layer's weights and what else it reads, what its forward saved, and the way from gradients of weights in
         use to those of weights kept."""
         weights = [at(w, row["row"] + i) for w in self.stacks[k]]
         ready, pull = jax.vjp(lambda ws: self.stages.ready(k, ws), weights)
-        own, fixed = self._operands(k, ready, beside, row["layer"] + i)
+        own, fixed = self._operands(k, ready, recomputed, row["layer"] + i)
         saved = [at(box, row["slot"], i) for box in state["saved"][k]]
 
         def back(own: Arrays) -> Arrays:

@@ -100,14 +100,14 @@ class _Pass:
     def _forward(self, k: int, row: Row, inbox: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:
         """What a block hands on, and results with those of the micro-batch if it was the last."""
         given = self.given(row["microbatch"])
-        beside = self.stages.beside(k, self.shared, given)
+        recomputed = self.stages.recomputed(k, self.shared, given)
         payload = self.messages.unpack(k, [at(box, row["reads"]) for box in inbox])
         if k == 0:
             payload = self._if("starts", k, row, lambda: self.stages.enter(self.shared, given), lambda: payload)
 
         def layer(payload: Arrays, i: Any) -> tuple[Arrays, None]:
             ready = self.stages.ready(k, [at(w, row["row"] + i) for w in self.stacks[k]])
-            new = self.stages.layer(k, ready, self.once[k], beside, row["layer"] + i, payload)
+            new = self.stages.layer(k, ready, self.once[k], recomputed, row["layer"] + i, payload)
             if self.part.is_even(k):
                 return new, None
             return [jnp.where(i < row["count"], a, b) for a, b in zip(new, payload, strict=True)], None

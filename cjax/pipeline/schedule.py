@@ -141,7 +141,7 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """The same table with W behind each B, in its tick: the gradient travels while W runs, and no more is held.
+    """The same table with W behind each B, in its tick: the gradient is transferred while W runs, and no more is held.
 
     Worth it where transfers take long beside a tick, so most for the interleaved schedule's short ones.
 

@@ -1,9 +1,9 @@
 """A trace cut at its stacks of layers: which values cross from one part to another, and who can make them himself.
 
 A pipeline runs the layers of a stack on different devices, and for each micro-batch at other times. Of what a layer
-reads beside what it is handed, three kinds need not travel with it: what depends on no micro-batch is made *once*;
-what depends on the micro-batch but on no parameter (masks, random keys) is made again *beside* each layer that reads
-it; only what depends on both *travels*, and its gradient travels back.
+reads besides what it is handed, there are three kinds: what depends on no micro-batch is made *once*; what depends on
+the micro-batch but on no parameter (masks, random keys) is *recomputed* by each layer that reads it; only what depends
+on both is *transferred* with the activations, and its gradient back.
 """
 
 import functools
@@ -85,8 +85,8 @@ class CutTrace:
     stacks: tuple[LayerStack, ...]
     once: tuple[tuple[Entry, ...], ...]
     learned: tuple[tuple[bool, ...], ...]  # which of `once` depend on parameters
-    beside: tuple[tuple[Entry, ...], ...]
-    travels: tuple[tuple[Entry, ...], ...]  # also what is only read after the stack
+    recomputed: tuple[tuple[Entry, ...], ...]
+    transferred: tuple[tuple[Entry, ...], ...]  # also what is only read after the stack
     states: "States"
 
     @functools.cached_property
@@ -135,19 +135,19 @@ def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
     def kind(entry: Entry) -> str:
         on = frozenset().union(*(on_what.get(v, frozenset()) for v in entry))
         if "stack" in on or ("params" in on and on & MOVES):
-            return "travels"
-        return "beside" if on & MOVES else "once"
+            return "transferred"
+        return "recomputed" if on & MOVES else "once"
 
     once = [tuple(e for e in stack.reads if kind(e) == "once") for stack in stacks]
-    beside = [tuple(e for e in stack.reads if kind(e) == "beside") for stack in stacks]
-    travels: list[tuple[Entry, ...]] = []
+    recomputed = [tuple(e for e in stack.reads if kind(e) == "recomputed") for stack in stacks]
+    transferred: list[tuple[Entry, ...]] = []
     used: set[Any] = set()
     outvars: Any = trace.closed.jaxpr.outvars
     num_results = len(outvars) - len(trace.leaves_of("model_state"))
     targets = [*outvars[:num_results], *(outvars[num_results + i] for i in states.after)]
     for k in reversed(range(len(stacks))):
         mine = {v for e in (stacks[k].final, stacks[k].last_only, *stacks[k].outputs) for v in e}
-        wanted = dict.fromkeys(e for e in stacks[k].reads if kind(e) == "travels")
+        wanted = dict.fromkeys(e for e in stacks[k].reads if kind(e) == "transferred")
         seen: set[Any] = set()
         queue = [v for v in targets if not isinstance(v, jex.Literal)]
         while queue:
@@ -157,12 +157,12 @@ def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
             if var in seen or var in mine or var not in made:
                 continue
             seen.add(var)
-            if kind((var,)) == "travels" and made[var] < stacks[k].start:
+            if kind((var,)) == "transferred" and made[var] < stacks[k].start:
                 wanted[(var,)] = None
             else:
                 assert var in maker, var
                 queue += reads(maker[var], trace)
-        travels.append(tuple(wanted))
+        transferred.append(tuple(wanted))
         targets = [*stacks[k].initial, *(v for entry in wanted for v in entry)]
     learned = [tuple(any("params" in on_what.get(v, ()) for v in entry) for entry in entries) for entries in once]
     kept = [
@@ -173,7 +173,9 @@ def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
         )
         for stack in stacks
     ]
-    return CutTrace(trace, tuple(kept), tuple(once), tuple(learned), tuple(beside), tuple(travels[::-1]), states)
+    return CutTrace(
+        trace, tuple(kept), tuple(once), tuple(learned), tuple(recomputed), tuple(transferred[::-1]), states
+    )
 
 
 def widened(stack: LayerStack, trace: Trace, hooks: Hooks) -> LayerStack:

@@ -71,9 +71,9 @@ class Stages:
         """What layers of stack `k` read that depends on no micro-batch, weights ready for use."""
         return self._entries(self.cut.once[k], trained, given)
 
-    def beside(self, k: int, trained: Arrays, given: Arrays) -> Arrays:
+    def recomputed(self, k: int, trained: Arrays, given: Arrays) -> Arrays:
         """What layers of stack `k` read that depends on the micro-batch, and on no parameter."""
-        return self._entries(self.cut.beside[k], trained, given)
+        return self._entries(self.cut.recomputed[k], trained, given)
 
     def next_model_state(self, trained: Arrays, given: Arrays, groups: Sequence[tuple[int, ...]]) -> Arrays:
         """The new model state, in these groups: leaves that need no layer, such as the state of random numbers."""
@@ -93,23 +93,23 @@ class Stages:
         return [self.hooks.weight(group[0], w) for group, w in zip(groups, weights, strict=True)]
 
     def layer(
-        self, k: int, ready: Arrays, once: Arrays, beside: Arrays, index: Any, payload: Arrays, states: bool = False
+        self, k: int, ready: Arrays, once: Arrays, recomputed: Arrays, index: Any, payload: Arrays, states: bool = False
     ) -> Arrays:
         """What one layer of stack `k` hands on, or the new values of what it carries and makes of examples.
 
         Args:
           k: the stack.
           ready: the layer's weights.
-          once, beside: what `once` and `beside` returned.
+          once, recomputed: what `once` and `recomputed` returned.
           index: which layer it is.
           payload: what it is handed.
           states: which of both.
         """
         stack, cut = self.cut.stacks[k], self.cut
-        carry, outputs, last, travels = self._split(k, payload)
+        carry, outputs, last, transferred = self._split(k, payload)
         values: dict[Entry, Any] = dict(zip(cut.once[k], once, strict=True))
-        values.update(zip(cut.beside[k], beside, strict=True))
-        values.update(zip(cut.travels[k], travels, strict=True))
+        values.update(zip(cut.recomputed[k], recomputed, strict=True))
+        values.update(zip(cut.transferred[k], transferred, strict=True))
         invars: Any = cut.trace.closed.jaxpr.invars
         own = {tuple(invars[i] for i in g): w for g, w in zip(stack.weights, ready, strict=True)}
         xs = {
@@ -135,11 +135,11 @@ class Stages:
             lax.dynamic_update_index_in_dim(whole, out.astype(whole.dtype), index, 0)
             for whole, out in zip(outputs, outs, strict=True)
         ]
-        return [*carry, *outputs, *last, *travels]
+        return [*carry, *outputs, *last, *transferred]
 
     # -- payloads --
     def _sources(self, k: int) -> list[Any]:
-        return [*self.cut.stacks[k].initial, *(v for entry in self.cut.travels[k] for v in entry)]
+        return [*self.cut.stacks[k].initial, *(v for entry in self.cut.transferred[k] for v in entry)]
 
     def _payload(self, k: int, env: Env) -> Arrays:
         stack = self.cut.stacks[k]
@@ -153,7 +153,7 @@ class Stages:
         avals = [entry[0].aval for entry in stack.outputs if entry]
         outputs = [jnp.zeros((*lead, *aval.shape), aval.dtype) for aval in avals]
         last = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in stack.last_only if var is not None]
-        return [*carry, *outputs, *last, *(self._read(env, entry) for entry in self.cut.travels[k])]
+        return [*carry, *outputs, *last, *(self._read(env, entry) for entry in self.cut.transferred[k])]
 
     def _loop_carries(self, stack: LayerStack) -> Sequence[Any]:
         inner, num_xs = stack.of.params["jaxpr"].jaxpr.invars, len(stack.xs)
@@ -169,11 +169,11 @@ class Stages:
     def _restore(self, k: int, payload: Arrays, env: Env) -> list[Any]:
         """Into `env`, what the payload stands for after the last layer; the variables that are there now."""
         stack = self.cut.stacks[k]
-        carry, outputs, last, travels = self._split(k, payload)
+        carry, outputs, last, transferred = self._split(k, payload)
         kept = [entry for entry in stack.outputs if entry]
         known = dict(zip(stack.final, carry, strict=True))
         known |= dict(zip([var for var in stack.last_only if var is not None], last, strict=True))
-        for entry, value in zip((*kept, *self.cut.travels[k]), (*outputs, *travels), strict=True):
+        for entry, value in zip((*kept, *self.cut.transferred[k]), (*outputs, *transferred), strict=True):
             stacked = len(entry) > 1 or (stack.is_run and entry in kept)
             if stacked:
                 env.stacks[entry] = value
