@@ -63,12 +63,12 @@ class Reference:
         if self.num == 1:
             total, weight, aux, grads, new, _ = run(params, frozen, model_state, batch, key, jnp.int32(0), [])
             return _outcome(total, weight, aux, grads, new)
-        outs, divide_by, once, new = [], self._divisors(batch, key), self.parts.trace.once, model_state
+        outs, divide_by, counters, new = [], self._divisors(batch, key), self.parts.trace.counters, model_state
         for index in range(self.num):
             rows = self._rows(batch, index)
             leaves, treedef = jax.tree.flatten(new)
             old = jax.tree.leaves(model_state)
-            before = treedef.unflatten([old[i] if i in once else leaf for i, leaf in enumerate(leaves)])
+            before = treedef.unflatten([old[i] if i in counters else leaf for i, leaf in enumerate(leaves)])
             *out, new, share = run(params, frozen, before, rows, key, jnp.int32(index), divide_by)
             outs.append((*out, share))
         totals, weights, auxes, grads, shares = zip(*outs, strict=True)

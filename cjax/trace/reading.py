@@ -64,7 +64,7 @@ class Trace:
     ratio: Lifted | None = None  # of a loss that was one number, and now is its total and weight
     shared: Shared | None = None  # of a loss that takes denominators behind its batch
     aux_sums: frozenset[int] = frozenset()  # which of aux grow with the examples, once `lift` has found out
-    once: frozenset[int] = frozenset()  # leaves of the model state that the last micro-batch alone updates
+    counters: frozenset[int] = frozenset()  # leaves of the model state that the last micro-batch alone updates
     is_chain: bool = False  # whether one weight leads from layer to layer in some stack, with nothing in between
     pairs: bool = False  # whether such layers were taken two by two
     at_once: bool = False  # whether loops that add up over parts of the examples are evaluated at once
@@ -137,7 +137,7 @@ def trace_part(
     num_parts: int,
     train: bool,
     call: Callable[..., Any] | None = None,
-    once: frozenset[int] = frozenset(),
+    counters: frozenset[int] = frozenset(),
 ) -> Traced:
     """Run the user's Python on one micro-batch.
 
@@ -147,7 +147,7 @@ def trace_part(
       num_parts: into how many the batch is cut; each of several draws random numbers of its own.
       train: whether to trace the loss as in training.
       call: `(model, batch, key, train) -> (None, results)` to trace in place of the loss; its results become aux.
-      once: leaves of the model state that the last micro-batch alone updates, from what they were before the first.
+      counters: leaves of the model state that the last micro-batch alone updates, from what they were before the first.
     """
 
     def function(params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: Any, index: Any) -> Any:
@@ -160,11 +160,13 @@ def trace_part(
         loss, aux, new = capture.apply(params, frozen, inner, batch, key, train, **given)
         if num_parts > 1:
             new = capture.unfold(new, model_state)
-        if once:
+        if counters:
             leaves, treedef = jax.tree.flatten(new)
             pairs = zip(leaves, jax.tree.leaves(model_state), strict=True)
             last = index == num_parts - 1
-            new = treedef.unflatten([jnp.where(last, x, old) if i in once else x for i, (x, old) in enumerate(pairs)])
+            new = treedef.unflatten(
+                [jnp.where(last, x, old) if i in counters else x for i, (x, old) in enumerate(pairs)]
+            )
         return loss, aux, new
 
     trees = {
@@ -200,7 +202,7 @@ def read(
     forms: Mapping[int, Form] | None = None,
     pairs: bool = False,
     at_once: bool = False,
-    once: frozenset[int] = frozenset(),
+    counters: frozenset[int] = frozenset(),
 ) -> Trace:
     """What a loss is made of.
 
@@ -211,7 +213,7 @@ def read(
       pairs: whether layers that are one weight each are taken two by two, so that what lies between two can be split.
       at_once: whether loops that add up over parts of the examples, each with products of its own, are evaluated at
         once: see `all_at_once`.
-      once: leaves of the model state that it updates in the last micro-batch alone.
+      counters: leaves of the model state that it updates in the last micro-batch alone.
     """
     closed, leaves = simplify(traced.closed), list(traced.leaves)
     aux_leaves, aux_tree = jax.tree.flatten(traced.aux, is_leaf=lambda x: isinstance(x, Mean))
@@ -247,7 +249,7 @@ def read(
     names = _names(dims, leaves, given_names, batch_class, stream)
     return Trace(
         closed, tuple(leaves), forms, dims, runs, names, batch_class, stream, traced.num_loss, aux_tree, aux_is_mean,
-        once=once, is_chain=is_chain, pairs=pairs, at_once=at_once,
+        counters=counters, is_chain=is_chain, pairs=pairs, at_once=at_once,
     )  # fmt: skip
 
 

@@ -269,24 +269,24 @@ def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
     made = list(zip(model_state, jaxpr.outvars[-len(model_state) :], trace.results[-len(model_state) :], strict=True))
     changes = [jaxpr.invars[i] is not var for i, var, _ in made]
     fixed = [value.kind == "fixed" and not value.taints and not value.power for _, _, value in made]
-    once = {n for n in range(len(made)) if changes[n] and fixed[n]}
+    found = {n for n in range(len(made)) if changes[n] and fixed[n]}
     for n, (i, var, value) in enumerate(made):
-        by_row = value.kind == "fixed" and n not in once and changes[n] and not random[n]
+        by_row = value.kind == "fixed" and n not in found and changes[n] and not random[n]
         if by_row and not _adds(jaxpr, var, jaxpr.invars[i]):
             raise ValueError(
                 f"The model makes {trace.leaves[i].name} of the number of examples: micro-batches have fewer. Use "
                 f"microbatches=1, or write {APART}."
             )
-    reads = {jaxpr.invars[model_state[n]] for n in once if not random[n]}
+    reads = {jaxpr.invars[model_state[n]] for n in found if not random[n]}
     for n, (i, var, _) in enumerate(made):
-        if changes[n] and n not in once and not random[n] and not reads.isdisjoint(_sources(jaxpr, var)):
-            names = " and ".join(trace.leaves[model_state[k]].name for k in sorted(once) if not random[k])
+        if changes[n] and n not in found and not random[n] and not reads.isdisjoint(_sources(jaxpr, var)):
+            names = " and ".join(trace.leaves[model_state[k]].name for k in sorted(found) if not random[k])
             raise ValueError(
                 f"The model makes {trace.leaves[i].name} of the examples and of {names}, which changes at every call: "
                 "with micro-batches neither would be as the whole batch leaves it. Use microbatches=1, or write "
                 f"{APART}."
             )
-    return frozenset(once)
+    return frozenset(found)
 
 
 def _adds(jaxpr: Any, var: Any, old: Any) -> bool:

@@ -43,10 +43,10 @@ def read_part(
     lifted = lift(trace, again, source.num_rows, shares=True, apart=apart)
     if num_parts == 1 or apart:
         return lifted
-    once = counters(lifted, source.capture.random)
-    if not once:
+    found = counters(lifted, source.capture.random)
+    if not found:
         return lifted
-    trace = source.read(num_parts, pairs=pairs, at_once=at_once, once=once)
+    trace = source.read(num_parts, pairs=pairs, at_once=at_once, counters=found)
     return lift(trace, again, source.num_rows, shares=True)
 
 
