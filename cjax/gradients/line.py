@@ -25,14 +25,14 @@ class Line:
       stacks: of layers, in the trace.
       schedule: which stage does what when.
       part: the layers of each block.
-      together: whether stages have to do everything together, as far as the plan tells: positions and grids are moved
-        by permutes. Of other plans the compiled program tells.
+      lockstep: whether stages have to take all branches in lockstep, as far as the plan tells: positions and grids are
+        moved by permutes. Of other plans the compiled program tells.
     """
 
     stacks: tuple[LayerStack, ...]
     schedule: Schedule
     part: Partition
-    together: bool
+    lockstep: bool
 
     @property
     def rows(self) -> Mapping[tuple[int, ...], StageRows]:
@@ -105,8 +105,8 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
     if table is not None:
         _check_table(table, plan, len(stacks))
     lengths = [stack.length for stack in stacks]
-    together = plan.sequence != Sequence() or plan.tensor.mode != "1d"
-    return Line(stacks, schedule, partition(lengths, schedule.route, _head(trace, stacks[-1])), together)
+    lockstep = plan.sequence != Sequence() or plan.tensor.mode != "1d"
+    return Line(stacks, schedule, partition(lengths, schedule.route, _head(trace, stacks[-1])), lockstep)
 
 
 def _head(trace: Trace, last: LayerStack) -> float:

@@ -34,9 +34,9 @@ PyTree = Any
 Run = Callable[[Arrays, Arrays, Arrays, PyTree, jax.Array], list[jax.Array]]
 
 
-def forwarded(model: StagedModel, forward: Forward, num_microbatches: int, mesh: Mesh, together: bool) -> Run:
+def forwarded(model: StagedModel, forward: Forward, num_microbatches: int, mesh: Mesh, lockstep: bool) -> Run:
     """Results of a loss whose micro-batches go through a pipeline forwards: `(params, frozen, model_state, batch,
-    key)`, as stored -> the results, micro-batches first. All of them see the model state as it is. `together` as of
+    key)`, as stored -> the results, micro-batches first. All of them see the model state as it is. `lockstep` as of
     `Executor`."""
 
     def inside(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
@@ -45,7 +45,7 @@ def forwarded(model: StagedModel, forward: Forward, num_microbatches: int, mesh:
         def given(index: Any) -> list[Any]:
             return model.given(frozen, model_state, rows(index), key, jnp.asarray(index, jnp.int32))
 
-        outs = forward(model.shared(params), model.stacks(params, frozen), given, together)
+        outs = forward(model.shared(params), model.stacks(params, frozen), given, lockstep)
         return [_from_one(x) for x in outs]
 
     def run(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
@@ -112,7 +112,7 @@ def pipelined(
     denominator: Denominator,
     measures: bool = False,
 ) -> Gradients:
-    """Gradients of a batch whose parts go through a pipeline; the function takes also `together`, see `Executor`.
+    """Gradients of a batch whose parts go through a pipeline; the function takes also `lockstep`, see `Executor`.
 
     Args:
       model: the loss in stages, of one part or of one device's rows of it.
@@ -129,11 +129,11 @@ def pipelined(
     shared = PartitionSpec((*axes, PIPE))
 
     def inside(
-        together: bool, params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+        lockstep: bool, params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
     ) -> Any:
         given, new = _inputs(model, num_microbatches, params, frozen, model_state, batch, key)
         results, own, stacks, states = executor(
-            model.shared(params), model.stacks(params, frozen), given, scale, together
+            model.shared(params), model.stacks(params, frozen), given, scale, lockstep
         )
         totals = lax.psum(results, (*axes, PIPE))
         new = model.with_states(new, lax.psum(states, PIPE))
@@ -144,13 +144,13 @@ def pipelined(
 
     def gradients(
         params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale,
-        together: bool = False,
+        lockstep: bool = False,
     ) -> Graded:  # fmt: skip
         whole = PartitionSpec()
         batch_specs = jax.tree.map(lambda leaf: PartitionSpec(axes or None) if leaf.ndim else whole, batch)
         stack_grads = PartitionSpec(axes, PIPE) if axes else PartitionSpec(PIPE)
         run = jax.shard_map(
-            functools.partial(inside, together), mesh=mesh, axis_names={*axes, PIPE}, check_vma=False,
+            functools.partial(inside, lockstep), mesh=mesh, axis_names={*axes, PIPE}, check_vma=False,
             in_specs=(model.stage_specs("params"), model.stage_specs("frozen"), whole, batch_specs, whole, whole),
             out_specs=(whole, whole, tuple(stack_grads if is_stack else shared for is_stack in model.in_stacks)),
         )  # fmt: skip

@@ -60,7 +60,7 @@ class Executor:
         stacks: Sequence[Arrays],
         given: Callable[[Any], Arrays],
         scale: jax.Array | None = None,
-        together: bool = False,
+        lockstep: bool = False,
     ) -> tuple[Any, Arrays, list[Arrays], Arrays]:
         """Results of the loss added up, gradients of `shared` and of the trained `stacks`, and the last `states`.
 
@@ -72,11 +72,11 @@ class Executor:
           stacks: for each stack its weights, the stage's own rows of them.
           given: micro-batch -> all other inputs, as stored.
           scale: what gradients are multiplied by; 1 if None.
-          together: whether all stages take part in what any of them does in a tick, and those with nothing to do throw
+          lockstep: whether all stages take part in what any of them does in a tick, and those with nothing to do throw
             it away. Needed where an op permutes over other axes: XLA may expect every device of the program at a
             permute.
         """
-        return _Execution(self, shared, stacks, given, scale, together).run()
+        return _Execution(self, shared, stacks, given, scale, lockstep).run()
 
 
 class _Execution:
@@ -89,9 +89,9 @@ class _Execution:
         stacks: Sequence[Arrays],
         given: Callable[[Any], Arrays],
         scale: jax.Array | None,
-        together: bool,
+        lockstep: bool,
     ) -> None:
-        e, self.scale, self.together = executor, scale, together
+        e, self.scale, self.lockstep = executor, scale, lockstep
         self.stages, self.part, self.wiring, self.split = e._stages, e._part, e._wiring, e._schedule.split
         self.axis, self.total, self.num_stacks = e._axis, e._total, e._num_stacks
         self.num_ticks, self.num_stages = e._schedule.num_ticks, e._schedule.num_stages
@@ -146,7 +146,7 @@ class _Execution:
             return jnp.asarray(table)[:, stage]
 
         ops = self.wiring.ops.items()
-        tables = {kind: columns_of(dict(columns), self.num_stacks, self.together) for kind, columns in ops}
+        tables = {kind: columns_of(dict(columns), self.num_stacks, self.lockstep) for kind, columns in ops}
         rows = jax.tree.map(mine, {"ops": tables, "arrivals": dict(self.wiring.arrivals)})
         with ticks():
             state, _ = lax.scan(self._tick, self._empty(), rows, length=self.num_ticks)
@@ -185,7 +185,7 @@ class _Execution:
 
     def _empty(self) -> State:
         wiring, rows = self.wiring, self.part.rows
-        spare = int(self.together)  # a place for what is thrown away
+        spare = int(self.lockstep)  # a place for what is thrown away
         slots, end_slots = [n + spare for n in wiring.slots], [n + spare for n in wiring.end_slots]
         results = jax.eval_shape(self._results, self.shared, self.payloads[-1], self.given(0))[1][0]
         numbers = range(self.num_stacks)
@@ -245,7 +245,7 @@ class _Execution:
             return message, {name: new[name] for name in changes}
 
         # Only what an op changes comes out of the branches, or the compiler would copy the rest.
-        if not self.together:
+        if not self.lockstep:
             numbers = range(self.num_stacks)
             ways = [functools.partial(idle, state), *(functools.partial(busy, k, row, state) for k in numbers)]
             turns = [self.wiring.turns(kind, "does", k, False) for k in numbers]
@@ -268,11 +268,11 @@ class _Execution:
     def _if(self, kind: Kind, name: str, k: int, row: Row, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         """`yes()` where the row says that a block `starts` or `ends` stack `k`, `no()` elsewhere."""
         with self._runs(kind, name, k):
-            return branch(row, name, k, self.together, yes, no)
+            return branch(row, name, k, self.lockstep, yes, no)
 
     def _runs(self, kind: Kind, name: str, k: int) -> Any:
-        times, turns = (self.wiring.turns(kind, column, k, self.together) for column in (name, "does"))
-        return runs(times, turns, self.together)
+        times, turns = (self.wiring.turns(kind, column, k, self.lockstep) for column in (name, "does"))
+        return runs(times, turns, self.lockstep)
 
     # -- ops --
     def _forward(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
@@ -288,7 +288,7 @@ class _Execution:
             own, fixed = self._operands(k, self.stages.ready(k, weights), recomputed, index)
             if self.stages.cut.states.layers[k]:
                 new = self._layer(k, own, fixed, payload, states=True)  # the compiler merges this with `forward`
-                mine = row["mine"] if self.together else True
+                mine = row["mine"] if self.lockstep else True
                 state = self._with_states(
                     state, "layers", k,
                     lambda j, x: put(x, jnp.where(mine, new[j].astype(x.dtype), at(x, index)), index),
@@ -310,7 +310,7 @@ class _Execution:
         kept = state["ends"][k]
         with self._runs("F", "ends", k):
             ends = lax.cond(  # what is not a stage's own goes to a place of its own, which costs no copy of the others
-                row[f"any ends {k}"] if self.together else row["ends"] == 1,
+                row[f"any ends {k}"] if self.lockstep else row["ends"] == 1,
                 lambda: [put(box, x, row["end_slot"]) for box, x in zip(kept, payload, strict=True)],
                 lambda: kept,
             )
@@ -375,7 +375,7 @@ class _Execution:
         def turn(carry: Any, i: Any) -> tuple[Any, None]:
             if self.part.is_even(k):
                 return layer(carry, i), None
-            if self.together:
+            if self.lockstep:
                 new = layer(carry, i)
                 return jax.tree.map(lambda a, b: jnp.where(i < row["count"], a, b), new, carry), None
             return lax.cond(i < row["count"], lambda c: layer(c, i), lambda c: c, carry), None
@@ -400,7 +400,7 @@ class _Execution:
     def _add(self, k: int, row: Row, i: Any, sums: Any, own: Arrays, pull: Any) -> Any:
         """`sums` with the gradients of one layer's weights added."""
         rows, once = sums
-        if self.together:
+        if self.lockstep:
             own = [jnp.where(row["mine"], g, jnp.zeros_like(g)) for g in own]
         num = sum(self.which[k])
         place = row["row"] + i

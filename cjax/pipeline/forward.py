@@ -24,7 +24,7 @@ class Forward:
         self.num_ticks, self.num_microbatches = schedule.num_ticks, schedule.num_microbatches
 
     def __call__(
-        self, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays], together: bool
+        self, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays], lockstep: bool
     ) -> Arrays:
         """The results of the loss, micro-batches first. Of all stages, one has them; the others have zeros.
 
@@ -32,9 +32,9 @@ class Forward:
           shared: parameters that no stack has one each of, as stored.
           stacks: for each stack its weights, the stage's own rows of them.
           given: micro-batch -> all other inputs, as stored.
-          together: as of `Executor`.
+          lockstep: as of `Executor`.
         """
-        return _Pass(self, shared, stacks, given, together).run()
+        return _Pass(self, shared, stacks, given, lockstep).run()
 
 
 class _Pass:
@@ -46,9 +46,9 @@ class _Pass:
         shared: Arrays,
         stacks: Sequence[Arrays],
         given: Callable[[Any], Arrays],
-        together: bool,
+        lockstep: bool,
     ) -> None:
-        self.of, self.stages, self.part, self.together = forward, forward.stages, forward.part, together
+        self.of, self.stages, self.part, self.lockstep = forward, forward.stages, forward.part, lockstep
         self.shared, self.stacks, self.given = shared, stacks, given
         self.num_stacks = len(self.part.rows)
         self.once = [self.stages.once(k, shared, given(0)) for k in range(self.num_stacks)]
@@ -62,7 +62,7 @@ class _Pass:
 
     def run(self) -> Arrays:
         of, stage = self.of, lax.axis_index(self.of.axis)
-        columns = columns_of(dict(of.wiring.ops["F"]), self.num_stacks, self.together)
+        columns = columns_of(dict(of.wiring.ops["F"]), self.num_stacks, self.lockstep)
         tables = {"op": columns, "arrivals": dict(of.wiring.arrivals)}
         rows = jax.tree.map(lambda table: jnp.asarray(table)[:, stage], tables)
         start = {
@@ -93,9 +93,9 @@ class _Pass:
 
     def _if(self, name: str, k: int, row: Row, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         """`yes()` where the row says that a stage `does` stack `k`, or that its block `starts` or `ends` it."""
-        times, does = (self.of.wiring.turns("F", column, k, self.together) for column in (name, "does"))
-        with runs(times, self.of.num_ticks if name == "does" else does, self.together):
-            return branch(row, name, k, self.together, yes, no)
+        times, does = (self.of.wiring.turns("F", column, k, self.lockstep) for column in (name, "does"))
+        with runs(times, self.of.num_ticks if name == "does" else does, self.lockstep):
+            return branch(row, name, k, self.lockstep, yes, no)
 
     def _forward(self, k: int, row: Row, inbox: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:
         """What a block hands on, and results with those of the micro-batch if it was the last."""

@@ -1,8 +1,8 @@
 """Schedules: pure functions from (stages, micro-batches) to tables of ticks.
 
-Stages that go through ticks together are busy in another way than in the papers' charts. There, a stage runs one op at
-a time, and a micro-batch comes back to a stage two ops later for every stage behind it. Here a tick takes an F and a B,
-and to run both in every tick, a stage starts two micro-batches for every stage behind it (`lead=2`) before its first
+Stages that go through ticks in lockstep are busy in another way than in the papers' charts. There, a stage runs one op
+at a time, and a micro-batch comes back to a stage two ops later for every stage behind it. Here a tick takes an F and a
+B, and to run both in every tick, a stage starts two micro-batches for every stage behind it (`lead=2`) before its first
 backward, where the papers start one (`lead=1`). So 1F1B holds 2 (p - r) - 1 activations on stage r instead of p - r. It
 takes m + 2 (p - 1) ticks, of which the first p - 1 run F alone and the last p - 1 B alone: the papers' bubble,
 (p - 1) / (m + p - 1). The interleaved schedule has that lead in the papers too.
@@ -124,7 +124,7 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
     A micro-batch goes down and up the V, then its gradient does; a new one starts every second tick, so that F and B
     of one tick always leave a stage in different directions. The bubble is that of `zero_bubble`, from m = p on, with
     5/8 of its memory: every stage holds up to 5p / 2 chunk activations, half a stage each. Asynchronous stages do
-    better with a V; those that go through ticks together wait while the first and the last micro-batch cross it.
+    better with a V; those that go through ticks in lockstep wait while the first and the last micro-batch cross it.
 
     >>> zero_bubble_v(4, 16).route
     (0, 1, 2, 3, 3, 2, 1, 0)

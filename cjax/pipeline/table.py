@@ -1,6 +1,7 @@
 """What a schedule is: a table of ticks, and the laws that every table obeys, ours or a user's.
 
-All stages go through the table together. In one tick a stage runs at most one F, then at most one B, then at most one
+All stages go through the table in lockstep. In one tick a stage runs at most one F, then at most one B, then at most
+one
 W: F is the forward of a micro-batch through a chunk of layers, B its backward, W the gradient of its weights. In a
 table without W, B is the whole backward; in a table with W, it is the gradient of the input alone. What F and B hand
 to another stage is transferred between two ticks, one message to the right and one to the left at most, so the earliest
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from cjax.pipeline.route import KINDS, Kind, block_of, check_route, chunk_of, needs, sends
 
-TOGETHER = ("F", "B", "W", "FB", "FW", "BW", "FBW")
+ORDERS = ("F", "B", "W", "FB", "FW", "BW", "FBW")
 
 
 class Op(NamedTuple):
@@ -188,7 +189,7 @@ def _check_rows(where: str, schedule: Schedule) -> None:
     microbatches, chunks = range(schedule.num_microbatches), range(schedule.num_chunks)
     for tick, stage, op in schedule.placed():
         kinds = "".join(other.kind for other in schedule.ticks[tick][stage])
-        if kinds not in TOGETHER:
+        if kinds not in ORDERS:
             at = f"{where} {Placed(tick, stage, op)} stands in {kinds}"
             raise ValueError(f"{at}: a tick takes at most one F, then one B, then one W a stage")
         if op.microbatch not in microbatches or op.chunk not in chunks:

@@ -42,12 +42,12 @@ class Wiring:
         """The directions in which results of F or B leave."""
         return set(np.unique(self.ops[kind]["way"])) - {0}
 
-    def turns(self, kind: Kind, name: str, stack: int, together: bool) -> int:
+    def turns(self, kind: Kind, name: str, stack: int, lockstep: bool) -> int:
         """In how many ticks a block of this stack does an op, or `starts` or `ends` the stack with it: on the stage
         where that is most often, or on any stage where all take part."""
         table = self.ops[kind]
         flags = (table["does"] == stack + 1) & (table[name] > 0)
-        return int(flags.any(1).sum() if together else flags.sum(0).max())
+        return int(flags.any(1).sum() if lockstep else flags.sum(0).max())
 
 
 class _Pool:

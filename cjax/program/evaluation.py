@@ -101,7 +101,7 @@ class Evaluator:
         """The loss in evaluation mode on the batch that the program was made for, lowered."""
         shape = self._parts.batch_shape
         scoring = self._compile(shape, None)
-        return self._lower(shape, self._jitted(scoring.subject, scoring.lockstep.together))
+        return self._lower(shape, self._jitted(scoring.subject, scoring.lockstep.needed))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -130,22 +130,22 @@ class Evaluator:
         return found
 
     def _make(self, shape: PyTree, function: Function | None) -> _Scoring:
-        lockstep, subject = Lockstep(self._parts, self._lockstep), self._subject(shape, function)
-        if lockstep.asks:
-            run = lockstep.compile(lambda together: self._lower(shape, self._jitted(subject, together)))
+        asked, subject = Lockstep(self._parts, self._lockstep), self._subject(shape, function)
+        if asked.asks:
+            run = asked.compile(lambda lockstep: self._lower(shape, self._jitted(subject, lockstep)))
         else:
-            run = self._jitted(subject, lockstep.together)
-        return _Scoring(subject, run, table_limits(subject.trace), lockstep)
+            run = self._jitted(subject, asked.needed)
+        return _Scoring(subject, run, table_limits(subject.trace), asked)
 
     def _subject(self, shape: PyTree, function: Function | None) -> _Subject:
         call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
         source = TraceSource(self._parts.capture, shape)
         return _Subject(source, call, _scored_trace(self._parts, source, call, 1))
 
-    def _jitted(self, subject: _Subject, together: bool) -> Any:
+    def _jitted(self, subject: _Subject, lockstep: bool) -> Any:
         parts, trace, shape = self._parts, subject.trace, subject.source.batch_shape
         rows = subject.source.num_rows
-        pieces = [(slice(None), rows, self._scored(subject.source, trace, 1, together))]
+        pieces = [(slice(None), rows, self._scored(subject.source, trace, 1, lockstep))]
         num_parts = parts.plan.microbatches
         if parts.line is not None and parts.line.stacks_of(trace) and 1 < num_parts <= rows and averages(trace):
             # Whole micro-batches through the pipeline together, the rows that are left over behind them.
@@ -156,7 +156,7 @@ class Evaluator:
                 if num_rows:
                     piece, num = subject.source.on_rows(num_rows), num_parts if some.start == 0 else 1
                     of_piece = _scored_trace(parts, piece, subject.call, num)
-                    pieces.append((some, num_rows, self._scored(piece, of_piece, num, together)))
+                    pieces.append((some, num_rows, self._scored(piece, of_piece, num, lockstep)))
 
         def run(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
             found: list[Any] = []
@@ -180,7 +180,7 @@ class Evaluator:
             compiler_options=compiler_options(parts.mesh),
         )
 
-    def _scored(self, source: TraceSource, trace: Trace, num_parts: int, together: bool) -> Score:
+    def _scored(self, source: TraceSource, trace: Trace, num_parts: int, lockstep: bool) -> Score:
         """The results of a whole batch, as the trace of one of its micro-batches gives them."""
         parts = self._parts
         sizes = dict(parts.mesh.shape)
@@ -201,7 +201,7 @@ class Evaluator:
         staged = stage_model(trace, stacks, parts.storage, parts.plan, parts.mesh, layout)
         schedule = forward_only(parts.line.schedule.route, num_parts)
         forward = Forward(staged.stages, schedule, parts.line.part, PIPE)
-        through = forwarded(staged, forward, num_parts, parts.mesh, together)
+        through = forwarded(staged, forward, num_parts, parts.mesh, lockstep)
         return lambda *inputs: _put_together(trace, through(*inputs))
 
 

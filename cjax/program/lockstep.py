@@ -1,9 +1,9 @@
-"""Whether the stages of a pipeline may each take its own branches, or have to go through all of them together.
+"""Whether the stages of a pipeline may each take its own branches, or have to take all of them in lockstep.
 
 XLA's partitioner decides what an operation on a split dim becomes: a slice, a concatenation or a gather may turn into
 a permute, at which it wants every device of the program. Only the compiled program tells. So it is compiled with
 branches that are each stage's own, and if any of these holds a collective that other stages would have to come to, once
-more with stages that go together.
+more with stages in lockstep.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,29 +28,29 @@ class Lockstep:
       known: what another program with these layers has found out.
 
     Attributes:
-      together: whether stages go through all branches together.
+      needed: whether stages take all branches in lockstep.
     """
 
     def __init__(self, parts: Parts, known: "Lockstep | None" = None) -> None:
         self._parts = parts
-        self.together = known.together if known else parts.line is not None and parts.line.together
+        self.needed = known.needed if known else parts.line is not None and parts.line.lockstep
         self._found: Sequence[Wait] = ()
         shape = parts.mesh.shape
         self.asks = parts.line is not None and parts.mesh.size > shape[PIPE]  # a stage of one device has no collectives
 
     def compile(self, lower: Lower) -> jax.stages.Compiled:
-        """The program that `lower` gives, for stages that go together or not, as it can run.
+        """The program that `lower` gives, for stages in lockstep or not, as it can run.
 
         Raises:
-          ValueError: it can't, since the author's own branches hold what would have to be together.
+          ValueError: it can't, since the author's own branches hold collectives that all stages would have to come to.
         """
-        if self.asks and not self.together:
+        if self.asks and not self.needed:
             compiled = self._compile(lower(False))
             self._found = waits(compiled, self._parts.mesh, PIPE)
-            self.together = bool(self._found)
-            if not self.together:
+            self.needed = bool(self._found)
+            if not self.needed:
                 return compiled
-        compiled = self._compile(lower(self.together))
+        compiled = self._compile(lower(self.needed))
         if self.asks and (left := waits(compiled, self._parts.mesh, PIPE)):
             raise self._never(left)
         return compiled
@@ -62,19 +62,19 @@ class Lockstep:
         """`(*gradient_inputs(state), batch) -> (loss, aux, stored gradients, stored model_state)`, as it can run."""
         parts = self._parts
         if not self.asks:
-            return make_value_and_grad(parts, self.together)
+            return make_value_and_grad(parts, self.needed)
         inputs = (*gradient_inputs(parts.state_shape), parts.with_batch(parts.batch_shape))
-        return self.compile(lambda together: make_value_and_grad(parts, together).lower(*inputs))
+        return self.compile(lambda lockstep: make_value_and_grad(parts, lockstep).lower(*inputs))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know."""
         line, plan = self._parts.line, self._parts.plan
-        if line is None or not self.together:
+        if line is None or not self.needed:
             return ()
         slower = line.schedule.split
         costs = ": zero_bubble is no faster than 1f1b here" if slower else ""
-        what = "stages go through all branches of a tick together, since"
+        what = "stages take all branches of a tick in lockstep, since"
         if self._found:
             return (f"{what} XLA has put {_named(self._found)}{costs}",)
         why = "positions are moved by permutes" if plan.sequence.size > 1 else "a grid is moved by permutes"

@@ -150,8 +150,8 @@ class Program:
             return self._evaluate.compiled()
         return self._lockstep.compile(self._lower_step)
 
-    def _lower_step(self, together: bool) -> jax.stages.Lowered:
-        return make_step(self._parts, together).lower(*self._inputs)
+    def _lower_step(self, lockstep: bool) -> jax.stages.Lowered:
+        return make_step(self._parts, lockstep).lower(*self._inputs)
 
     @property
     def _inputs(self) -> tuple[Any, Any]:
@@ -162,9 +162,9 @@ class Program:
         """The step, lowered for the plan's mesh: for anyone's tools. Without an optimizer, the evaluation."""
         if self._parts.optimizer is None:
             return self._evaluate.lower()
-        if self._lockstep.asks and not self._lockstep.together:
+        if self._lockstep.asks and not self._lockstep.needed:
             _ = self._compiled  # tells which of two programs it is
-        return self._lower_step(self._lockstep.together)
+        return self._lower_step(self._lockstep.needed)
 
     @functools.cached_property
     def _limits(self) -> dict[int, Limits]:

@@ -47,11 +47,11 @@ def make_adopt(parts: Parts) -> Any:
     )  # fmt: skip
 
 
-def make_step(parts: Parts, together: bool = False) -> Any:
-    """`(state, batch) -> (state, metrics)`; gives up the state. `together` as in `cjax/program/lockstep.py`."""
+def make_step(parts: Parts, lockstep: bool = False) -> Any:
+    """`(state, batch) -> (state, metrics)`; gives up the state. `lockstep` as in `cjax/program/lockstep.py`."""
 
     def step(state: State, batch: PyTree) -> tuple[State, Metrics]:
-        graded = _gradients(parts, *gradient_inputs(state), batch, together)
+        graded = _gradients(parts, *gradient_inputs(state), batch, lockstep)
         out, loss = graded.out, mean(graded.out.total, graded.out.weight)
         new, norm, finite = _updated(parts, state, graded.grads, loss)
         model_state = _keep_if(finite, out.model_state, state._model_state)
@@ -80,7 +80,7 @@ def gradient_inputs(state: State) -> tuple[Arrays, Arrays, Arrays, jax.Array, ja
     return state._params, state._frozen, state._model_state, state._key, state.step, state._scaling
 
 
-def make_value_and_grad(parts: Parts, together: bool = False) -> Any:
+def make_value_and_grad(parts: Parts, lockstep: bool = False) -> Any:
     """`(*gradient_inputs(state), batch) -> (loss, aux, stored gradients, stored model_state)`."""
 
     def value_and_grad(
@@ -92,7 +92,7 @@ def make_value_and_grad(parts: Parts, together: bool = False) -> Any:
         scaling: Any,
         batch: PyTree,
     ) -> tuple[jax.Array, PyTree, Arrays, Arrays]:
-        graded = _gradients(parts, params, frozen, model_state, key, step, scaling, batch, together)
+        graded = _gradients(parts, params, frozen, model_state, key, step, scaling, batch, lockstep)
         out = graded.out
         return mean(out.total, out.weight), aux_means(parts, out), graded.grads, out.model_state
 
@@ -133,11 +133,11 @@ def _gradients(
     step: jax.Array,
     scaling: LossScaleState,
     batch: PyTree,
-    together: bool,
+    lockstep: bool,
 ) -> Graded:
     key = jax.random.fold_in(key, step)
     scale = None if parts.scaling is None else scaling.scale / parts.loss_size
-    more = {"together": True} if together else {}
+    more = {"lockstep": True} if lockstep else {}
     return parts.gradients(params, frozen, model_state, batch, key, scale, **more)
 
 
