@@ -48,7 +48,7 @@ def layers_of(program: cjax.Program) -> list[int]:
     line = program._parts.line
     if line is None:
         return []
-    blocks = list(zip(line.part.route, line.part.count, strict=True))
+    blocks = list(zip(line.partition.route, line.partition.count, strict=True))
     return [sum(n for at, n in blocks if at == stage) for stage in range(line.schedule.num_stages)]
 
 

@@ -127,7 +127,7 @@ def _executor(staged: StagedModel, line: Line, num_parts: int) -> Executor:
         out = _sorted_results(trace, outs, num_parts)
         return out.total, (out.total, out.weight, out.aux)
 
-    return Executor(staged.stages, line.schedule, line.part, staged.trained, PIPE, total, staged.states)
+    return Executor(staged.stages, line.schedule, line.partition, staged.trained, PIPE, total, staged.states)
 
 
 def _divide_by(loss: LaidOut) -> Denominator:

@@ -24,21 +24,23 @@ class Line:
     Args:
       stacks: of layers, in the trace.
       schedule: which stage does what when.
-      part: the layers of each block.
+      partition: the layers of each block.
       lockstep: whether stages have to take all branches in lockstep, as far as the plan tells: positions and grids are
         moved by permutes. Of other plans the compiled program tells.
     """
 
     stacks: tuple[LayerStack, ...]
     schedule: Schedule
-    part: Partition
+    partition: Partition
     lockstep: bool
 
     @property
     def rows(self) -> Mapping[tuple[int, ...], StageRows]:
         """For the weights of layers, how these are spread over the stages."""
         return {
-            group: StageRows(PIPE, self.part.order(k)) for k, stack in enumerate(self.stacks) for group in stack.weights
+            group: StageRows(PIPE, self.partition.order(k))
+            for k, stack in enumerate(self.stacks)
+            for group in stack.weights
         }
 
     @property

@@ -29,7 +29,7 @@ class Executor:
     Args:
       stages: the model, in parts.
       schedule: when stages do what.
-      part: which layers they hold.
+      partition: which layers they hold.
       trained: for each stack, which of its weights are trained.
       axis: the mesh axis of the stages.
       total: results of the loss -> (its total, results that are added up over micro-batches).
@@ -42,17 +42,23 @@ class Executor:
         self,
         stages: Stages,
         schedule: Schedule,
-        part: Partition,
+        partition: Partition,
         trained: Sequence[Sequence[bool]],
         axis: str,
         total: Callable[[Arrays], tuple[jax.Array, Any]],
         states: Sequence[tuple[int, str, int, Any]] = (),
     ) -> None:
-        self._stages, self._schedule, self._part, self._axis, self._total = stages, schedule, part, axis, total
+        self._stages, self._schedule, self._partition, self._axis, self._total = (
+            stages,
+            schedule,
+            partition,
+            axis,
+        )
+        total
         self._states = list(states)
         self._trained = [list(which) for which in trained]
-        self._wiring = wire(schedule, part)
-        self._num_stacks = len(part.rows)
+        self._wiring = wire(schedule, partition)
+        self._num_stacks = len(partition.rows)
 
     def __call__(
         self,
@@ -92,7 +98,7 @@ class _Execution:
         lockstep: bool,
     ) -> None:
         e, self.scale, self.lockstep = executor, scale, lockstep
-        self.stages, self.part, self.wiring, self.split = e._stages, e._part, e._wiring, e._schedule.split
+        self.stages, self.partition, self.wiring, self.split = e._stages, e._partition, e._wiring, e._schedule.split
         self.axis, self.total, self.num_stacks = e._axis, e._total, e._num_stacks
         self.num_ticks, self.num_stages = e._schedule.num_ticks, e._schedule.num_stages
         self.shared, self.given, self.which = shared, given, e._trained
@@ -155,11 +161,11 @@ class _Execution:
 
     def _share(self, stage: jax.Array, whose: str, k: int, _: int, value: jax.Array) -> jax.Array:
         """Of a state, what this stage has made, and zeros for the rest."""
-        route, part = self.part.route, self.part
+        route, partition = self.partition.route, self.partition
         if whose != "layers":
             return jnp.where(stage == route[0 if whose == "before" else -1], value, jnp.zeros_like(value))
         owners = np.zeros(value.shape[0], np.int32)
-        for block, (of, first, count) in enumerate(zip(part.stack, part.first, part.count, strict=True)):
+        for block, (of, first, count) in enumerate(zip(partition.stack, partition.first, partition.count, strict=True)):
             if of == k:
                 owners[first : first + count] = route[block]
         mine = (jnp.asarray(owners) == stage).reshape(-1, *[1] * (value.ndim - 1))
@@ -184,7 +190,7 @@ class _Execution:
         return state | {"states": [new(of[3], x) if own else x for of, x, own in old]}
 
     def _empty(self) -> State:
-        wiring, rows = self.wiring, self.part.rows
+        wiring, rows = self.wiring, self.partition.rows
         spare = int(self.lockstep)  # a place for what is thrown away
         slots, end_slots = [n + spare for n in wiring.slots], [n + spare for n in wiring.end_slots]
         results = jax.eval_shape(self._results, self.shared, self.payloads[-1], self.given(0))[1][0]
@@ -373,14 +379,14 @@ class _Execution:
     # -- layers --
     def _layers(self, k: int, row: Row, layer: Callable[..., Any], carry: Any, reverse: bool = False) -> Any:
         def turn(carry: Any, i: Any) -> tuple[Any, None]:
-            if self.part.is_even(k):
+            if self.partition.is_even(k):
                 return layer(carry, i), None
             if self.lockstep:
                 new = layer(carry, i)
                 return jax.tree.map(lambda a, b: jnp.where(i < row["count"], a, b), new, carry), None
             return lax.cond(i < row["count"], lambda c: layer(c, i), lambda c: c, carry), None
 
-        return lax.scan(turn, carry, jnp.arange(self.part.rows[k], dtype=jnp.int32), reverse=reverse)[0]
+        return lax.scan(turn, carry, jnp.arange(self.partition.rows[k], dtype=jnp.int32), reverse=reverse)[0]
 
     def _saved(self, k: int, row: Row, recomputed: Arrays, state: State, i: Any) -> tuple[Arrays, Arrays, Arrays, Any]:
         """A layer's weights and what else it reads, what its forward saved, and the way from gradients of weights in

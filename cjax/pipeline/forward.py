@@ -18,9 +18,9 @@ from cjax.trace.stages.stages import Stages
 class Forward:
     """Runs a table of F; arguments as of `Executor`."""
 
-    def __init__(self, stages: Stages, schedule: Schedule, part: Partition, axis: str) -> None:
-        self.stages, self.part, self.axis = stages, part, axis
-        self.wiring, self.num_stages = wire(schedule, part), schedule.num_stages
+    def __init__(self, stages: Stages, schedule: Schedule, partition: Partition, axis: str) -> None:
+        self.stages, self.partition, self.axis = stages, partition, axis
+        self.wiring, self.num_stages = wire(schedule, partition), schedule.num_stages
         self.num_ticks, self.num_microbatches = schedule.num_ticks, schedule.num_microbatches
 
     def __call__(
@@ -48,9 +48,9 @@ class _Pass:
         given: Callable[[Any], Arrays],
         lockstep: bool,
     ) -> None:
-        self.of, self.stages, self.part, self.lockstep = forward, forward.stages, forward.part, lockstep
+        self.of, self.stages, self.partition, self.lockstep = forward, forward.stages, forward.partition, lockstep
         self.shared, self.stacks, self.given = shared, stacks, given
-        self.num_stacks = len(self.part.rows)
+        self.num_stacks = len(self.partition.rows)
         self.once = [self.stages.once(k, shared, given(0)) for k in range(self.num_stacks)]
         payloads = [jax.eval_shape(lambda: self.stages.enter(shared, given(0)))]
         for k in range(self.num_stacks):
@@ -108,11 +108,11 @@ class _Pass:
         def layer(payload: Arrays, i: Any) -> tuple[Arrays, None]:
             ready = self.stages.ready(k, [at(w, row["row"] + i) for w in self.stacks[k]])
             new = self.stages.layer(k, ready, self.once[k], recomputed, row["layer"] + i, payload)
-            if self.part.is_even(k):
+            if self.partition.is_even(k):
                 return new, None
             return [jnp.where(i < row["count"], a, b) for a, b in zip(new, payload, strict=True)], None
 
-        payload, _ = lax.scan(layer, payload, jnp.arange(self.part.rows[k], dtype=jnp.int32))
+        payload, _ = lax.scan(layer, payload, jnp.arange(self.partition.rows[k], dtype=jnp.int32))
 
         def after() -> tuple[Arrays, Arrays]:
             outs = self.stages.leave(k, self.shared, given, payload)

@@ -68,19 +68,19 @@ class _Pool:
         return self.size - 1
 
 
-def wire(schedule: Schedule, part: Partition) -> Wiring:
-    """The tables of `schedule` for layers cut as `part` says."""
+def wire(schedule: Schedule, partition: Partition) -> Wiring:
+    """The tables of `schedule` for layers cut as `partition` says."""
     shape = schedule.num_ticks, schedule.num_stages
     ops: dict[Kind, dict[str, np.ndarray]] = {
         kind: {name: np.zeros(shape, np.int32) for name in COLUMNS} for kind in ("F", "B", "W")
     }
     where = {(*at.op[:2], block_of(schedule.route, at.stage, at.op.chunk)): at for at in schedule.placed()}
-    num_stacks, last = len(part.rows), "W" if schedule.split else "B"
+    num_stacks, last = len(partition.rows), "W" if schedule.split else "B"
     slots = [[_Pool() for _ in range(num_stacks)] for _ in range(schedule.num_stages)]
     ends = [[_Pool() for _ in range(num_stacks)] for _ in range(schedule.num_stages)]
     taken: dict[tuple[int, int], tuple[int, int]] = {}
     for (kind, microbatch, block), at in sorted(where.items(), key=lambda item: (item[1].tick, item[0][0] != "F")):
-        stack, key = part.stack[block], (microbatch, block)
+        stack, key = partition.stack[block], (microbatch, block)
         if kind == "F" and schedule.forward_only:
             taken[key] = 0, 0
         elif kind == "F":
@@ -89,11 +89,11 @@ def wire(schedule: Schedule, part: Partition) -> Wiring:
             # A place is written before it is read in one tick, so what a later op frees can't be taken before it.
             taken[key] = (
                 slots[at.stage][stack].take(at.tick, until),
-                ends[at.stage][stack].take(at.tick, backward) if part.ends(block) else 0,
+                ends[at.stage][stack].take(at.tick, backward) if partition.ends(block) else 0,
             )
         values = (
-            1 + stack, microbatch, taken[key][0], part.row(block), part.first[block], part.count[block],
-            part.starts(block), part.ends(block), taken[key][1], 0,
+            1 + stack, microbatch, taken[key][0], partition.row(block), partition.first[block], partition.count[block],
+            partition.starts(block), partition.ends(block), taken[key][1], 0,
             sends(schedule.route, kind, block),
         )  # fmt: skip
         for name, value in zip(COLUMNS, values, strict=True):

@@ -200,7 +200,7 @@ class Evaluator:
             return whole
         staged = stage_model(trace, stacks, parts.storage, parts.plan, parts.mesh, layout)
         schedule = forward_only(parts.line.schedule.route, num_parts)
-        forward = Forward(staged.stages, schedule, parts.line.part, PIPE)
+        forward = Forward(staged.stages, schedule, parts.line.partition, PIPE)
         through = forwarded(staged, forward, num_parts, parts.mesh, lockstep)
         return lambda *inputs: _put_together(trace, through(*inputs))
 
