@@ -48,13 +48,8 @@ class Executor:
         total: Callable[[Arrays], tuple[jax.Array, Any]],
         states: Sequence[tuple[int, str, int, Any]] = (),
     ) -> None:
-        self._stages, self._schedule, self._partition, self._axis, self._total = (
-            stages,
-            schedule,
-            partition,
-            axis,
-        )
-        total
+        self._stages, self._schedule, self._partition = stages, schedule, partition
+        self._axis, self._total = axis, total
         self._states = list(states)
         self._trained = [list(which) for which in trained]
         self._wiring = wire(schedule, partition)
