@@ -45,7 +45,7 @@ def slot_flops(config: GPTConfig, tokens: int, length: int, layers: Sequence[int
 
 def layers_of(program: cjax.Program) -> list[int]:
     """How many layers each stage has."""
-    line = program._parts.line
+    line = program._composed.line
     if line is None:
         return []
     blocks = list(zip(line.partition.route, line.partition.count, strict=True))

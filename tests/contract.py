@@ -231,7 +231,7 @@ def trees(program: Program, state: Any) -> tuple[PyTree, PyTree, PyTree, PyTree]
 
     What is loaded is on the host already, so that no program is compiled to slice each leaf out of its stack.
     """
-    storage, optimizer = program._parts.storage, program._parts.optimizer
+    storage, optimizer = program._composed.storage, program._composed.optimizer
     stored = (state._params, state._frozen, state._model_state)
     shelves = (storage.params, storage.frozen, storage.model_state)
 

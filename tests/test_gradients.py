@@ -136,12 +136,12 @@ def test_reduces_once(plan: str) -> None:
 def test_reduces_every_part_where_examples_meet() -> None:
     """What the note says is what happens; without this, counting could not tell the two apart."""
     assert max(count for _, count, _ in reductions("microbatches=4", "linen BatchNorm")) >= 4
-    notes = program_of("linen BatchNorm", "microbatches=4")._parts.notes
+    notes = program_of("linen BatchNorm", "microbatches=4")._composed.notes
     assert any("BatchNorm_0" in note and "reduced once per micro-batch" in note for note in notes)
 
 
 def test_stage_2_says_what_waiting_costs() -> None:
-    notes = program_of("linen average", "zero=2 microbatches=4")._parts.notes
+    notes = program_of("linen average", "zero=2 microbatches=4")._composed.notes
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     variables = jax.eval_shape(lambda: Net().init(keys, batch()["inputs"]))
     params = sum(leaf.size * 4 for leaf in jax.tree.leaves(variables["params"]))

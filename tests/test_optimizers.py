@@ -120,7 +120,7 @@ def assert_leaves_close(given: PyTree, wanted: PyTree) -> None:
 
 def assert_in_parts(program: Program, state: cjax.State) -> None:
     """Bytes a device: what is like a parameter is split as Adam's moments are, whose bytes the contract asserts."""
-    parts = program._parts
+    parts = program._composed
     assert parts.optimizer is not None
     storage, specs = parts.storage, parts.storage.state_specs if parts.plan.zero_stage else parts.storage.used_specs
     names, shapes = leaf_names(storage.params.leaf_shapes()), storage.params.leaf_shapes()

@@ -191,7 +191,7 @@ def program_of(model: Any, x: np.ndarray, plan: str) -> Program:
 
 
 def whole_notes(program: Program) -> list[str]:
-    return [note for note in program._parts.notes if "whole on every device" in note]
+    return [note for note in program._composed.notes if "whole on every device" in note]
 
 
 FEW = ["standardised", "three convolutions", "optimized LSTM", "GRU"]
@@ -223,10 +223,10 @@ def test_equal_to_one_device_and_split(name: str, plan: str) -> None:
 def test_layers_taken_in_pairs_are_the_same_model_under_any_plan() -> None:
     """Scored in pairs, taken over by a plan that has a layer for each turn of its loop, and by stages of a pipeline."""
     program = cjax.parallelize(Square(4), loss, optax.sgd(0.1), ROWS, "tensor=4", devices=jax.devices()[:4])
-    assert program._parts.trace.pairs
+    assert program._composed.trace.pairs
     state = program.init(0)
     wanted = float(program.evaluate(state, ROWS)["loss"])
     for plan in ("data=4", "pipeline=gpipe:4 microbatches=2"):
         other = program.replan(plan)
-        assert not other._parts.trace.pairs and other._parts.trace.runs[0].repeats == 4
+        assert not other._composed.trace.pairs and other._composed.trace.runs[0].repeats == 4
         np.testing.assert_allclose(other.evaluate(other.restore(state), ROWS)["loss"], wanted, rtol=1e-6)

@@ -12,7 +12,7 @@ from jax import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.mesh import compiler_options
-from cjax.program.parts import Parts
+from cjax.program.composed import Composed
 from cjax.trace.dims.tables import Limits, index_limits
 from cjax.trace.reading import Trace
 from cjax.tree import leaf_names
@@ -20,41 +20,41 @@ from cjax.tree import leaf_names
 PyTree = Any
 
 
-def place_batch(parts: Parts, batch: PyTree, limits: dict[int, Limits]) -> PyTree:
+def place_batch(composed: Composed, batch: PyTree, limits: dict[int, Limits]) -> PyTree:
     """`batch`, ready for the step.
 
     With several processes a NumPy batch is this process's rows, and becomes its part of the global batch.
 
     Args:
-      parts: of the program.
+      composed: of the program.
       batch: the user's arrays.
       limits: for leaves that index a table, by position: what they may hold.
 
     Raises:
       ValueError: a batch of other leaves, shapes or dtypes than `parallelize` saw; an index outside its table.
     """
-    check_tree(batch, parts.batch_shape)
-    leaves, wanted = jax.tree.leaves(batch), jax.tree.leaves(parts.batch_shape)
+    check_tree(batch, composed.batch_shape)
+    leaves, wanted = jax.tree.leaves(batch), jax.tree.leaves(composed.batch_shape)
     num_processes = jax.process_count()
     for i, (leaf, shape) in enumerate(zip(leaves, wanted, strict=True)):
         local = num_processes > 1 and not isinstance(leaf, jax.Array) and shape.shape
         rows = (shape.shape[0] // num_processes, *shape.shape[1:]) if local else shape.shape
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
-                f"batch {leaf_names(parts.batch_shape)[i]!r} is a shape without numbers; parallelize takes those, and "
+                f"batch {leaf_names(composed.batch_shape)[i]!r} is a shape without numbers; parallelize takes those, and "
                 "what runs takes arrays of that shape"
             )
         # Not `np.asarray` of what has a dtype: that would fetch an array from its devices at each step.
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
         if np.shape(leaf) != tuple(rows) or dtype != jax.dtypes.canonicalize_dtype(shape.dtype):
             raise ValueError(
-                f"batch {leaf_names(parts.batch_shape)[i]!r} is {dtype}{list(np.shape(leaf))}; this program was made "
+                f"batch {leaf_names(composed.batch_shape)[i]!r} is {dtype}{list(np.shape(leaf))}; this program was made "
                 f"for {shape.dtype}{list(rows)}. Give a batch of that shape and dtype, or call parallelize with one "
                 "like this. (A last batch with fewer rows: drop it, or give it to evaluate, which takes any number.)"
             )
     check_indices(batch, limits)
-    placed = join_processes(batch, parts.batch_shardings)
-    check_on_devices(batch, placed, limits, parts.mesh)
+    placed = join_processes(batch, composed.batch_shardings)
+    check_on_devices(batch, placed, limits, composed.mesh)
     return placed
 
 

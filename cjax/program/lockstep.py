@@ -13,7 +13,7 @@ import jax
 
 from cjax.audit.stages import Wait, waits
 from cjax.mesh import PIPE, compile_lowered
-from cjax.program.parts import Parts
+from cjax.program.composed import Composed
 from cjax.program.steps import gradient_inputs, make_value_and_grad
 
 Lower = Callable[[bool], jax.stages.Lowered]
@@ -24,19 +24,20 @@ class Lockstep:
     """What is known of the stages of one program.
 
     Args:
-      parts: the program's.
+      composed: the program's.
       known: what another program with these layers has found out.
 
     Attributes:
       needed: whether stages take all branches in lockstep.
     """
 
-    def __init__(self, parts: Parts, known: "Lockstep | None" = None) -> None:
-        self._parts = parts
-        self.needed = known.needed if known else parts.line is not None and parts.line.lockstep
+    def __init__(self, composed: Composed, known: "Lockstep | None" = None) -> None:
+        self._composed = composed
+        self.needed = known.needed if known else composed.line is not None and composed.line.lockstep
         self._found: Sequence[Wait] = ()
-        shape = parts.mesh.shape
-        self.asks = parts.line is not None and parts.mesh.size > shape[PIPE]  # a stage of one device has no collectives
+        shape = composed.mesh.shape
+        # A stage of one device has no collectives.
+        self.asks = composed.line is not None and composed.mesh.size > shape[PIPE]
 
     def compile(self, lower: Lower) -> jax.stages.Compiled:
         """The program that `lower` gives, for stages in lockstep or not, as it can run.
@@ -46,30 +47,30 @@ class Lockstep:
         """
         if self.asks and not self.needed:
             compiled = self._compile(lower(False))
-            self._found = waits(compiled, self._parts.mesh, PIPE)
+            self._found = waits(compiled, self._composed.mesh, PIPE)
             self.needed = bool(self._found)
             if not self.needed:
                 return compiled
         compiled = self._compile(lower(self.needed))
-        if self.asks and (left := waits(compiled, self._parts.mesh, PIPE)):
+        if self.asks and (left := waits(compiled, self._composed.mesh, PIPE)):
             raise self._never(left)
         return compiled
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        return compile_lowered(lowered, list(self._parts.mesh.devices.flat), named=self.asks)
+        return compile_lowered(lowered, list(self._composed.mesh.devices.flat), named=self.asks)
 
     def gradients(self) -> Callable[..., Any]:
         """`(*gradient_inputs(state), batch) -> (loss, aux, stored gradients, stored model_state)`, as it can run."""
-        parts = self._parts
+        composed = self._composed
         if not self.asks:
-            return make_value_and_grad(parts, self.needed)
-        inputs = (*gradient_inputs(parts.state_shape), parts.with_batch(parts.batch_shape))
-        return self.compile(lambda lockstep: make_value_and_grad(parts, lockstep).lower(*inputs))
+            return make_value_and_grad(composed, self.needed)
+        inputs = (*gradient_inputs(composed.state_shape), composed.with_batch(composed.batch_shape))
+        return self.compile(lambda lockstep: make_value_and_grad(composed, lockstep).lower(*inputs))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know."""
-        line, plan = self._parts.line, self._parts.plan
+        line, plan = self._composed.line, self._composed.plan
         if line is None or not self.needed:
             return ()
         slower = line.schedule.split
@@ -81,7 +82,7 @@ class Lockstep:
         return (f"{what} {why}{costs}",) if slower else ()
 
     def _never(self, left: Sequence[Wait]) -> ValueError:
-        plan = self._parts.plan
+        plan = self._composed.plan
         choices = ", ".join(dict.fromkeys(wait.choice for wait in left))
         return ValueError(
             f"pipeline={plan.pipeline}: in a tick each stage has another micro-batch, so that one takes a branch of "

@@ -165,7 +165,7 @@ class Pairs:
 
     def _start(self, program: cjax.Program) -> State:
         """The author's first values, stored on the host as the program keeps them: nothing is compiled for it."""
-        parts = program._parts
+        parts = program._composed
         shelves = dict(zip(("params", "frozen", "carried"), (parts.shelves.params, parts.shelves.frozen,
                                                              parts.shelves.model_state), strict=True))  # fmt: skip
         shape = parts.state_shape
@@ -193,7 +193,7 @@ class Pairs:
         return State(small[0], params, frozen, opt, model_state, key, small[1], small[2], parts.shelves)
 
     def _trees(self, program: cjax.Program, state: State) -> dict[str, PyTree]:
-        shelves = program._parts.shelves
+        shelves = program._composed.shelves
         stored = {"params": state._params, "frozen": state._frozen, "carried": state._model_state, "opt": state._opt}
         found = {}
         for name, arrays in stored.items():

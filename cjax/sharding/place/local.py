@@ -97,7 +97,7 @@ def _read_rows(source: TraceSource, plan: Plan, rows: int, like: Trace) -> Trace
     """The loss on so many rows of a micro-batch."""
     try:
         return source.read(
-            plan.microbatches, rows, forms=like.forms, once=like.once, pairs=like.pairs, at_once=like.at_once
+            plan.microbatches, rows, forms=like.forms, counters=like.counters, pairs=like.pairs, at_once=like.at_once
         )
     except (TypeError, ValueError) as error:
         raise Unlike(f"the model can't be traced on {rows} rows ({str(error).splitlines()[0]})") from error

@@ -1,4 +1,4 @@
-"""Linen and NNX models become pure functions over the user's own trees. This file and its *_parts know Flax."""
+"""Linen and NNX models become pure functions over the user's own trees. This file and its neighbours know Flax."""
 
 import inspect
 import zlib

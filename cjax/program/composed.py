@@ -50,7 +50,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Composed:
     """What `compose` made under one plan; each is a function or a table of an earlier room.
 
     Args:
@@ -142,10 +142,10 @@ def _fresh(scaling: LossScale | None = None) -> tuple[LossScaleState, NoiseState
     return (scaling or LossScale()).init(), init_noise()
 
 
-def new_state(parts: Parts, params: Arrays, frozen: Arrays, model_state: Arrays, key: jax.Array) -> State:
+def new_state(composed: Composed, params: Arrays, frozen: Arrays, model_state: Arrays, key: jax.Array) -> State:
     """The state before the first step."""
-    opt = parts.optimizer.init(params) if parts.optimizer else ()
-    return State(jnp.int32(0), params, frozen, opt, model_state, key, *_fresh(parts.scaling), parts.shelves)
+    opt = composed.optimizer.init(params) if composed.optimizer else ()
+    return State(jnp.int32(0), params, frozen, opt, model_state, key, *_fresh(composed.scaling), composed.shelves)
 
 
 def batch_shardings(mesh: Mesh, shape: PyTree) -> PyTree:
