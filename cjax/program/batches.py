@@ -41,16 +41,16 @@ def place_batch(composed: Composed, batch: PyTree, limits: dict[int, Limits]) ->
         rows = (shape.shape[0] // num_processes, *shape.shape[1:]) if local else shape.shape
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
-                f"batch {leaf_names(composed.batch_shape)[i]!r} is a shape without numbers; parallelize takes those, and "
-                "what runs takes arrays of that shape"
+                f"batch {leaf_names(composed.batch_shape)[i]!r} is a shape without numbers; parallelize takes "
+                "those, and what runs takes arrays: give an array of that shape"
             )
         # Not `np.asarray` of what has a dtype: that would fetch an array from its devices at each step.
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
         if np.shape(leaf) != tuple(rows) or dtype != jax.dtypes.canonicalize_dtype(shape.dtype):
             raise ValueError(
-                f"batch {leaf_names(composed.batch_shape)[i]!r} is {dtype}{list(np.shape(leaf))}; this program was made "
-                f"for {shape.dtype}{list(rows)}. Give a batch of that shape and dtype, or call parallelize with one "
-                "like this. (A last batch with fewer rows: drop it, or give it to evaluate, which takes any number.)"
+                f"batch {leaf_names(composed.batch_shape)[i]!r} is {dtype}{list(np.shape(leaf))}; this program was "
+                f"made for {shape.dtype}{list(rows)}. Give a batch of that shape and dtype, or call parallelize with "
+                "one like this. (Of a last batch with fewer rows: drop it, or evaluate it, which takes any number.)"
             )
     check_indices(batch, limits)
     placed = join_processes(batch, composed.batch_shardings)

@@ -42,7 +42,7 @@ class LayerStack:
     start: int
     stop: int
     length: int
-    of: Any  # the Run, or the scan equation
+    of: Any  # the RepeatedLayers, or the scan equation
     weights: tuple[tuple[int, ...], ...]
     reads: tuple[Entry, ...]
     xs: tuple[tuple[Any, Entry], ...]
