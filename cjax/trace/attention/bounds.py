@@ -16,6 +16,8 @@ from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import MOVES, Node
 from cjax.trace.jaxpr.view import Equation
 
+# A block whose bound lies far enough below its row's maximum is skipped, so a bound that is too low is a wrong result
+# without a word. Whatever is not certain is ANY; that costs time alone.
 Interval = tuple[float, float]
 ANY: Interval = (-math.inf, math.inf)
 
@@ -30,6 +32,7 @@ def bounds(attention: Attention, num_queries: int, num_keys: int, changed: Colle
     """
     query, key = attention.label("query"), attention.label("key")
     steps = {**attention.sources, **attention.steps}
+    # Without positions no block is different from another.
     if not any(eqn.primitive.name == "iota" for eqn, _ in steps.values()):
         return np.full((num_queries, num_keys), math.inf)
     found = np.empty((num_queries, num_keys))
@@ -69,9 +72,12 @@ def _interval(
                 if below is not None:
                     ins.append(_interval(below, steps, spans, changed, memo))
                 else:
+                    # A literal that differs from layer to layer is one number here and another there, and this table
+                    # serves them all.
                     ins.append(_literal(atom) if (id(eqn), place) not in changed else ANY)
             found = ins[0] if name in MOVES else _RULES[name](*ins)
             found = _as_stored(eqn, found)
+    # inf - inf, 0 * inf: nothing is known.
     memo[node] = found if not any(map(math.isnan, found)) else ANY
     return memo[node]
 
@@ -89,6 +95,7 @@ def _as_stored(eqn: Equation, found: Interval) -> Interval:
         wraps = dtype.kind == "u" or max(map(abs, found)) >= 2.0 ** (8 * dtype.itemsize - 1)
         truncates = any(getattr(atom.aval, "dtype", dtype).kind not in "iub" for atom in eqn.invars)
         return ANY if dtype.kind != "b" and (wraps or truncates and eqn.primitive.name in MOVES) else found
+    # These are computed in float64, the model in less: a few roundings wider on each side.
     slack = 2.0**-20 if dtype.itemsize >= 4 else 2.0**-7
     return (found[0] - slack * abs(found[0]), found[1] + slack * abs(found[1]))
 
