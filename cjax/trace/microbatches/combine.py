@@ -47,6 +47,8 @@ def lift(trace: Trace, again: Again, num_rows: int, shares: bool = False, apart:
     if not batch or not trace.num_loss:
         return trace
     rows = trace.leaves[batch[0]].shape[0]
+    # Of one row JAX leaves out broadcasts and sums over it, so that a sum over examples does not show. Two rows are
+    # read in its place, and what was found there is carried over.
     if rows == 1:
         two = replace(trace, closed=again(2))
         return _lift_one(trace, two, _lift(two, again(max(4, num_rows)), shares, apart))
@@ -55,8 +57,12 @@ def lift(trace: Trace, again: Again, num_rows: int, shares: bool = False, apart:
 
 def _lift(trace: Trace, other: jex.ClosedJaxpr, shares: bool, apart: bool) -> Trace:
     batch, num_params = set(trace.leaves_of("batch")), len(trace.leaves_of("params"))
+    # First reading: which denominators there are. If they have to be the whole batch's, they become inputs, and the
+    # trace is read a second time with that known.
     divisions = Divisions()
     results = follow(trace.closed, other, batch, num_params, divisions=divisions)
+    # `loss=microbatch`: the author has said that each micro-batch is a batch, so nothing is wrong whatever the loss
+    # does.
     if apart:
         return replace(trace, results=tuple(results))
     found = verdict(results[0])
@@ -137,6 +143,8 @@ def _check_mean(results: Sequence[Value]) -> None:
                 f"The {name} of the loss adds what grows with the examples to what does not: multiply a mean by the "
                 f"weight before it is added to a total, or write {APART}."
             )
+        # Added up over m parts, a total that is a sum over a weight that is a mean (or a constant) would be m times too
+        # small a loss, or too large.
         kinds.add(("mean", "sum")[bool(value.power)] if value.kind == "fixed" else value.kind)
     if kinds == {"sum", "mean"}:
         raise ValueError(
@@ -174,6 +182,9 @@ def _weights_alone(trace: Trace, weights: Sequence[RowWeight]) -> jex.ClosedJaxp
             kept.append(eqn)
             live.update(v for v in eqn.invars if not isinstance(v, jex.Literal))
     state = [i for kind in ("params", "frozen", "model_state") for i in trace.leaves_of(kind)]
+    # Denominators are added up in a pass of their own, ahead of the first micro-batch. That costs nothing as long as
+    # they are made of labels and masks; of parameters they would be another forward pass, and of the model state one
+    # that changes it.
     held = next((trace.leaves[i].name for i in state if jaxpr.invars[i] in live), None)
     if held is not None:
         raise ValueError(
@@ -269,14 +280,20 @@ def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
     made = list(zip(model_state, jaxpr.outvars[-len(model_state) :], trace.results[-len(model_state) :], strict=True))
     changes = [jaxpr.invars[i] is not var for i, var, _ in made]
     fixed = [value.kind == "fixed" and not value.taints and not value.power for _, _, value in made]
+    # A counter moves at each call of the model. Called once a micro-batch it would count m where the author, with the
+    # whole batch, counts 1; so only the last one's change is kept.
     found = {n for n in range(len(made)) if changes[n] and fixed[n]}
     for n, (i, var, value) in enumerate(made):
         by_row = value.kind == "fixed" and n not in found and changes[n] and not random[n]
+        # Number of examples seen: right, if it is added. Anything else of that number (a rate, a decay of so many) is
+        # another thing m times over.
         if by_row and not _adds(jaxpr, var, jaxpr.invars[i]):
             raise ValueError(
                 f"The model makes {trace.leaves[i].name} of the number of examples: micro-batches have fewer. Use "
                 f"microbatches=1, or write {APART}."
             )
+    # A counter that stands still until the last micro-batch, and a running statistic that reads it (a debiased
+    # average): all of the micro-batches would read the same count, which neither m calls nor one would have.
     reads = {jaxpr.invars[model_state[n]] for n in found if not random[n]}
     for n, (i, var, _) in enumerate(made):
         if changes[n] and n not in found and not random[n] and not reads.isdisjoint(_sources(jaxpr, var)):
@@ -313,6 +330,8 @@ def loss_size(trace: Trace) -> int:
     if not trace.has_weight:
         return 1
     jaxpr: Any = trace.closed.jaxpr
+    # Float16 overflows by the size of the total, not of the mean; so the scale is divided by how many numbers the total
+    # adds up, and means the same under every plan.
     wanted, largest = {jaxpr.outvars[0]}, 1
     for eqn in reversed(jaxpr.eqns):
         if wanted.isdisjoint(eqn.outvars):
@@ -331,6 +350,7 @@ def loss_size(trace: Trace) -> int:
 
 def loss_total(ratio: Lifted | None, total: jax.Array, weight: jax.Array) -> jax.Array:
     """The total of one part, from the results of a lifted trace."""
+    # A part's mean times its own denominator is its sum again.
     if ratio is None or ratio.total is not None:
         return total
     return total * denominator(ratio, weight)

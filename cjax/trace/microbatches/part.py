@@ -44,6 +44,8 @@ def read_part(
     if num_parts == 1 or apart:
         return lifted
     found = counters(lifted, source.capture.random)
+    # Which leaves are counters is known once the trace has been read, and that only the last micro-batch changes them
+    # has to be in it: so it is made and read again, with that said.
     if not found:
         return lifted
     trace = source.read(num_parts, pairs=pairs, at_once=at_once, counters=found)

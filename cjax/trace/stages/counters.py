@@ -29,6 +29,8 @@ def depends(eqns: Sequence[Any], on: dict[Any, Kinds], mark: Callable[[Any, Kind
     """
     for eqn in eqns:
         ins = [on.get(v, frozenset()) if not isinstance(v, jex.Literal) else frozenset() for v in eqn.invars]
+        # Result by result: a loop over layers carries activations and counts of random numbers side by side, and taken
+        # as one all of it would depend on the examples.
         if is_scan(eqn):
             outs = _of_scan(eqn, ins)
         else:
@@ -44,6 +46,7 @@ def _of_scan(eqn: Equation, ins: Sequence[Kinds]) -> list[Kinds]:
         outs = [on.get(v, frozenset()) if not isinstance(v, jex.Literal) else frozenset() for v in loop.body.outvars]
         carries = [before | after for before, after in zip(loop.carries(ins), loop.last(outs), strict=True)]
         new = [*loop.consts(ins), *carries, *loop.xs(ins)]
+        # What a turn hands to the next may depend on more than it did at first; sets only grow, so this ends.
         if new == ins:
             return [*carries, *loop.ys(outs)]
         ins = new
@@ -115,6 +118,7 @@ def _narrow(eqn: Equation, live: set[Any]) -> _Loop:
         needed = narrowed(loop.body.eqns, wanted)
         read = {v for v in wanted if not isinstance(v, jex.Literal)} | _read_by(needed)
         more = {i for i, var in enumerate(loop.carries(loop.body.invars)) if var in read}
+        # A carry that a wanted result reads is needed in every turn, and with it what that one reads.
         if more <= carries:
             xs = tuple(i for i, var in enumerate(loop.xs(loop.body.invars)) if var in read)
             return _Loop(eqn, tuple(sorted(carries)), xs, tuple(outs), tuple(needed))

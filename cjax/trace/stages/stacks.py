@@ -27,6 +27,8 @@ Entry = tuple[Any, ...]
 MOVES = frozenset({"batch", "key", "model_state"})  # differ from micro-batch to micro-batch
 MADE_OF = frozenset({"params", "batch", "stack"})  # what a counter does not depend on
 NONE: frozenset[str] = frozenset()
+# Each stack is cut over all stages, and a further one costs every stage a chunk more: two small layers of a tokenizer
+# in front are not worth that, and run whole, before the first stage's layers.
 LEAST_SHARE = 0.1  # of the arithmetic of the dearest stack; a cheaper one stays where it is
 
 
@@ -116,10 +118,13 @@ def find_stacks(trace: Trace) -> tuple[LayerStack, ...]:
     index: dict[Any, int] = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
     weights = {*trace.leaves_of("params"), *trace.leaves_of("frozen")}
     found = [_of_run(trace, run, index, weights) for run in trace.runs]
+    # A scan within one of the repeated layers is part of that layer.
     inside = [range(run.start, run.stop) for run in trace.runs]
     for at, eqn in enumerate(eqns):
         if eqn.primitive.name == "scan" and not any(at in places for places in inside):
             found.append(_of_scan(trace, eqn, at, index, weights))
+    # Layers without weights need no stage to keep them, and those that hand nothing on are no stack that activations
+    # pass through.
     found = [stack for stack in found if stack.layered and stack.initial]
     most = max((stack.flops for stack in found), default=0)
     return tuple(sorted((s for s in found if s.flops >= LEAST_SHARE * most), key=lambda stack: stack.start))
@@ -134,6 +139,9 @@ def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
 
     def kind(entry: Entry) -> str:
         on = frozenset().union(*(on_what.get(v, frozenset()) for v in entry))
+        # To recompute what parameters are in, each stage would compute its gradient too, and all would have to be added
+        # up: it is transferred, and its gradient comes back the same way. What only the micro-batch decides is cheaper
+        # made again than sent, and has no gradient.
         if "stack" in on or ("params" in on and on & MOVES):
             return "transferred"
         return "recomputed" if on & MOVES else "once"
@@ -145,6 +153,8 @@ def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
     outvars: Any = trace.closed.jaxpr.outvars
     num_results = len(outvars) - len(trace.leaves_of("model_state"))
     targets = [*outvars[:num_results], *(outvars[num_results + i] for i in states.after)]
+    # Last stack first: what is read behind a stack, and was made in front of it, has to pass through it too, and so
+    # through all that are in front.
     for k in reversed(range(len(stacks))):
         mine = {v for e in (stacks[k].final, stacks[k].last_only, *stacks[k].outputs) for v in e}
         wanted = dict.fromkeys(e for e in stacks[k].reads if kind(e) == "transferred")
@@ -160,6 +170,7 @@ def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
             if kind((var,)) == "transferred" and made[var] < stacks[k].start:
                 wanted[(var,)] = None
             else:
+                # Neither made by this stack nor in front of it: whoever made it tells what it needs.
                 assert var in maker, var
                 queue += reads(maker[var], trace)
         transferred.append(tuple(wanted))
@@ -186,6 +197,7 @@ def widened(stack: LayerStack, trace: Trace, hooks: Hooks) -> LayerStack:
     eqns, results = layer_of(trace.closed.jaxpr.eqns, stack.of)
     own = {inner for inner, _ in stack.xs} | {read for _, read, _, _ in stack.of.carries}
     own |= {var for eqn in eqns for var in eqn.outvars} | {entry[0] for entry in stack.reads if len(entry) == 1}
+    # A ring's attention makes its masks again from positions, which the layer itself, reading the mask, does not.
     groups = hooks.groups(eqns, results, trace.dims.top)
     more = dict.fromkeys((v,) for group in groups for v in group.ins if v not in own)
     return replace(stack, reads=(*stack.reads, *more))
@@ -194,6 +206,8 @@ def widened(stack: LayerStack, trace: Trace, hooks: Hooks) -> LayerStack:
 def find_states(trace: Trace, stacks: Sequence[LayerStack]) -> States:
     """Leaves of the model state that are made of examples. One that is only cast behind a stack is its layers'."""
     casts = _casts(trace, stacks)
+    # State keeps its own dtype, so under bfloat16 a cast follows the layers' result; without looking through it, their
+    # state would seem to be made behind the stack, on another stage.
     new, on = [_cast_from(var, casts) for var in _new_model_state(trace)], _depends(trace, stacks)
     mine = {var: i for i, var in enumerate(new) if not isinstance(var, jex.Literal) and on.get(var, NONE) & MADE_OF}
     layers = tuple(
@@ -212,6 +226,8 @@ def reads_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
     before the one in front of it is through."""
     states = find_states(trace, stacks).every
     names = [trace.leaves[i].name for i in trace.leaves_of("model_state")]
+    # In a pipeline, micro-batches overlap: the second one enters before the state that the first one makes is there. As
+    # long as no result reads that state, its order does not show.
     on = _depends(trace, stacks, {i: f"state {i}" for i in states})
     outvars: Any = trace.closed.jaxpr.outvars
     results = outvars[: len(outvars) - len(names)]
@@ -228,6 +244,8 @@ def torn_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
     on, casts = _depends(trace, stacks, {i: f"state {i}" for i in maker}), _casts(trace, stacks)
     new = _new_model_state(trace)
 
+    # Each state lives where it is made, so it can be read there and nowhere else: what another stage has of it is what
+    # it was before the step, and nobody would notice.
     def others(variables: Iterable[Any], here: Any) -> set[int]:
         kinds = frozenset().union(*(on.get(v, NONE) for v in variables if not isinstance(v, jex.Literal)))
         return {i for i, where in maker.items() if where != here and f"state {i}" in kinds}
@@ -235,6 +253,7 @@ def torn_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
     torn = set().union(*(others([new[i]], where) for i, where in maker.items()))
     mine = {trace.closed.jaxpr.invars[at] for at in trace.leaves_of("model_state")}
     for k, stack in enumerate(stacks):
+        # A layer may read its own state, as BatchNorm does to average: that is where it is kept up to date.
         own = {entry for _, entry in stack.xs if {_cast_from(v, casts) for v in entry} <= mine}
         torn |= others((*stack.final, *stack.last_only, *(v for entry in stack.outputs for v in entry)), k)
         torn |= others((v for entry in stack.reads if entry not in own for v in entry), None)
@@ -300,6 +319,7 @@ def _depends(
 ) -> dict[Any, frozenset[str]]:
     """The kinds of inputs that each variable depends on; "stack" if on what layers have made of examples. Some leaves
     of the model state may have names of their own."""
+    # A micro-batch's index is only ever folded into keys, and moves as they do.
     kinds = {"index": "key"}
     own = {trace.leaves_of("model_state")[i]: name for i, name in named.items()}
     on = {
@@ -323,8 +343,12 @@ def _of_run(trace: Trace, run: RepeatedLayers, index: dict[Any, int], weights: s
     own = {group[t] for group in run.stacked} | {read for _, read, _, _ in run.carries}
     own |= {var for eqn in layer for var in eqn.outvars}
     shared = dict.fromkeys(v for eqn in layer for v in variables(eqn) if v not in own)
+    # A weight that is read outside of its layer too (tied embeddings) gets gradients from two places, on two stages. It
+    # stays with the parameters that all stages have, whose gradients are added up over them.
     elsewhere = _read_elsewhere(trace, run)
     kinds = [{trace.leaves[index[v]].kind if index.get(v, -1) in weights else "" for v in g} for g in run.stacked]
+    # One slot holds a leaf of all layers, trained or frozen; where some layers' is and others' is not (LoRA on half of
+    # them), they are read from outside, one by one.
     alike = [kind in ({"params"}, {"frozen"}) for kind in kinds]
     groups = [g for g, fits in zip(run.stacked, alike, strict=True) if fits and not elsewhere & set(g)]
     others = [g for g in run.stacked if g not in groups]
@@ -353,11 +377,13 @@ def _of_scan(trace: Trace, eqn: Equation, at: int, index: dict[Any, int], weight
     loop = scan_of(eqn)
     pairs = list(zip(loop.xs(loop.body.invars), loop.xs(eqn.invars), strict=True))
     readers = [v for other in trace.closed.jaxpr.eqns for v in variables(other)]
+    # Read here alone, as above.
     leaves = {v: (index[v],) for _, v in pairs if index.get(v, -1) in weights and readers.count(v) == 1}
     xs = tuple((inner, (outer,)) for inner, outer in pairs)
     others = [(v,) for _, v in pairs if v not in leaves]
     shared = dict.fromkeys(v for v in loop.consts(eqn.invars) if not isinstance(v, jex.Literal))
     flops = cost(loop.closed).matmul_flops * loop.length
+    # Stages follow the order of the layers' rows; a loop that goes through them backwards would need its own.
     usable = not loop.reverse
     return LayerStack(
         at, at + 1, loop.length, eqn, tuple(leaves.values()) if usable else (),

@@ -78,6 +78,8 @@ class Stages:
     def next_model_state(self, trained: Arrays, given: Arrays, groups: Sequence[tuple[int, ...]]) -> Arrays:
         """The new model state, in these groups: leaves that need no layer, such as the state of random numbers."""
         env = self._env(trained, given)
+        # Before the layers run, since each micro-batch needs its own counts and keys then; that is also why nothing
+        # here may depend on a layer.
         targets: Any = self.cut.trace.closed.jaxpr.outvars[len(self.cut.results()) :]
         old: Any = [self.cut.trace.closed.jaxpr.invars[i] for i in self.cut.trace.leaves_of("model_state")]
         states = self.cut.states.every
@@ -119,6 +121,8 @@ class Stages:
         if isinstance(stack.of, RepeatedLayers):
             env = Env(cut.trace.dims.top, {entry[0]: value for entry, value in values.items() if len(entry) == 1})
             env.values.update(xs)
+            # Numbers that differ from layer to layer (a drop path rate) are looked up by the layer's index: one program
+            # runs whichever layer a stage has.
             literals = [jnp.asarray(numbers)[index] for numbers in stack.of.literals.values()]
             carry, last, outs = self._emitter.layer(cut.trace.closed.jaxpr.eqns, stack.of, env, carry, literals)
         else:
@@ -150,6 +154,8 @@ class Stages:
             for name, atom in zip(names, stack.initial, strict=True)
         ]
         lead = (stack.length,) if stack.is_run else ()
+        # What each layer gives goes along in an array with a row for each, filled on the way: behind the last layer, on
+        # another device, all of them are read.
         avals = [entry[0].aval for entry in stack.outputs if entry]
         outputs = [jnp.zeros((*lead, *aval.shape), aval.dtype) for aval in avals]
         last = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in stack.last_only if var is not None]
@@ -206,6 +212,8 @@ class Stages:
                 for group in self.hooks.groups(item, results, env.scope)
                 for v in group.ins
             ]
+            # A group of equations (an attention) may read what none of its equations reads at full size, its masks'
+            # positions; so what is needed is asked again until nothing is added.
             if made.issuperset(read):
                 break
             wanted += [v for v in read if v not in made]
