@@ -275,8 +275,8 @@ def test_pages_name_no_place_of_one_machine(page: Path) -> None:
 # What things were called before the glossary had one word for each.
 RETIRED = {
     "cjax/trace/stages cjax/pipeline": {"beside", "travels", "together"},
-    "cjax/gradients cjax/program": {"carried", "together"},
-    "cjax/sharding/place cjax/trace/author cjax/trace/microbatches": {"carried"},
+    "cjax/gradients cjax/program": {"together"},
+    "cjax/gradients cjax/sharding/place cjax/trace/author cjax/trace/microbatches": {"carried"},
     "cjax/program": {"Parts", "_parts"},
 }
 

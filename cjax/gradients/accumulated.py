@@ -62,6 +62,8 @@ def mean(total: jax.Array, weight: jax.Array | None) -> jax.Array:
     """total / weight; the total where there is no weight. Nothing counted is a mean of zero, not NaN."""
     if weight is None:
         return total
+    # Both branches of a where are differentiated: without the inner one a division by 0 would be NaN times 0 in the
+    # gradient.
     return jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight))
 
 
@@ -73,6 +75,9 @@ def plain(loss: Loss) -> Gradients:
     ) -> Graded:
         def scalar(params: Arrays) -> tuple[jax.Array, Evaluated]:
             out = loss(params, frozen, model_state, batch, key, jnp.int32(0))
+            # As in all kinds of gradients: the weight is a count of what the total is over, and parts' weights are
+            # added up without a derivative. Were it taken here, a loss would have another gradient as soon as its batch
+            # is cut.
             weight = None if out.weight is None else lax.stop_gradient(out.weight)
             return scaled(mean(out.total, weight), scale), out
 
@@ -138,12 +143,15 @@ def reduction(
     """
     for dim, (size, before, after) in enumerate(zip(shape, summed, placed, strict=True)):
         old, new = axes_of_entry(before), axes_of_entry(after)
+        # Only where the new axes follow the ones that split the dim already is a device's piece of the sum a piece of
+        # its own piece; anything else has to be moved, and is summed whole first.
         scatter = new[len(old) :]
         if not scatter or new[: len(old)] != old or not set(scatter) <= set(axes):
             continue
         shards = 1
         for axis in new:
             shards *= mesh.shape[axis]
+        # A reduce-scatter hands out equal pieces; a dim that does not divide into them is summed whole.
         if size % shards == 0:
             return Reduction(summed, placed, dim, scatter)
     return Reduction(summed, summed, 0, ())
@@ -174,6 +182,8 @@ def locally_accumulated(
 
     def inside(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale) -> Any:
         sums, grads, square = parts.sum(params, frozen, model_state, batch, key, scale)
+        # Numbers, a few bytes; gradients are left as they are on each device, to be reduced where and in which dtype
+        # the plan says.
         totals = lax.psum((sums.total, sums.weight, sums.aux, square), axes)
         return totals, sums.model_state, tuple(g[None] for g in grads)  # a dim that tells the devices' sums apart
 
@@ -217,6 +227,7 @@ def reduced(grads: Arrays, reductions: Sequence[Reduction], axes: Sequence[tuple
 
 def _reduce(grad: jax.Array, how: Reduction, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
     kept = grad.dtype
+    # `reduce=float32` under bfloat16: devices' sums would otherwise be rounded again at each addition.
     grad = grad if how.dtype is None else raised_on_cpu(grad.astype(how.dtype), mesh)
     if how.scatter:
         grad = lax.psum_scatter(grad, how.scatter, scatter_dimension=how.dim, tiled=True)
@@ -261,6 +272,8 @@ def divisors(shared: Shared, batch: PyTree, key: jax.Array, num_microbatches: in
     dtypes = [var.aval.dtype for var in dict.fromkeys(shared.divisors.values())]
     found = []
     for weight, total, dtype in zip(shared.weights, sums, dtypes, strict=True):
+        # Guards come after adding up, on the whole batch's weight. A sum is then shared out: parts' sums over the n-th
+        # part of it average to sum over weight.
         value = total / num_microbatches if weight.is_mean else total
         divisor = guarded(weight, value).astype(dtype)
         found.append(divisor if weight.is_mean else divisor / num_parts)
@@ -269,6 +282,8 @@ def divisors(shared: Shared, batch: PyTree, key: jax.Array, num_microbatches: in
 
 def cut_rows(leaf: jax.Array, num_microbatches: int) -> jax.Array:
     """Rows by micro-batch: every m-th row is one's."""
+    # Every m-th, not m stretches: rows are split over devices in stretches, so a stretch would be one device's, and
+    # every micro-batch would first have to be spread over all.
     rows = leaf.reshape(leaf.shape[0] // num_microbatches, num_microbatches, *leaf.shape[1:])
     return jnp.moveaxis(rows, 1, 0)
 
@@ -291,6 +306,7 @@ class _Parts:
 
         def one(sums: Any, x: Any) -> Any:
             index, rows = x
+            # One after the other, as a loop of steps would: running statistics see the micro-batches in order.
             *old, model_state = sums
             rows = iter(rows)
             part = jax.tree.unflatten(treedef, [next(rows) if leaf.ndim else leaf for leaf in leaves])
@@ -306,6 +322,8 @@ class _Parts:
         shape = jax.eval_shape(
             self.loss, params, frozen, model_state, _first(leaves, parts, treedef), key, jnp.int32(0)
         )
+        # Gradients have the parameters' shapes and dtypes: added up in what weights are kept in, float32, however low
+        # the precision they were made in.
         sums = (params, (shape.total, shape.weight, shape.aux))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
         square = jnp.zeros((), jnp.float32) if self.measures else None
@@ -336,6 +354,7 @@ def averaged(
     the sum of squared norms that was `measured`, and of how many."""
     # Without a weight each part is a mean over equally many rows: their sum is over their number.
     weight = None if sums.weight is None else denominator(sums.weight)
+    # Of no example that counts all totals are 0, and so is their mean.
     divisor = jnp.asarray(num_parts) if weight is None else jnp.where(weight == 0, 1, weight)
     if scale is not None:
         divisor = divisor * scale

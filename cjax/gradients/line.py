@@ -56,6 +56,7 @@ class Line:
         """The same stacks in another trace of this model, the loss on other rows or something else of it; None if it
         has not these layers."""
         stacks = find_stacks(trace)
+        # By weights, not by equations: those differ with the rows, but slots were laid out for these groups of leaves.
         same = [stack.weights for stack in stacks] == [stack.weights for stack in self.stacks]
         return stacks if same else None
 
@@ -81,8 +82,10 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
             "two or more equal layers in a row, each with weights of its own (a list of blocks, or nn.scan), or leave "
             "`pipeline` out of the plan."
         )
+    # A user's own table says how many chunks there are, whatever the plan's word says.
     chunks = chunks if table is None else max(1, table.num_chunks // len(stacks))
     short = min(stacks, key=lambda stack: stack.length)
+    # With fewer layers than blocks, a stage would have nothing to do but wait.
     if short.length < size * chunks:
         each = f" and {chunks} chunks each" if chunks > 1 else ""
         works = f"pipeline={plan.pipeline.schedule}:{short.length // chunks}{f'/{chunks}' if chunks > 1 else ''}"
@@ -91,6 +94,7 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
             f"pipeline={plan.pipeline} needs {size * chunks} layers for {size} stages{each}, and "
             f"{_named(trace, short)} has {short.length}: {instead} a plan without pipeline."
         )
+    # Both of these would run, and give numbers: a stage would read state that is a step old.
     if names := reads_states(trace, stacks):
         raise ValueError(
             f"pipeline={plan.pipeline}: this model's loss depends on {_two_of(names)}, which it makes anew "
@@ -120,6 +124,8 @@ def _head(trace: Trace, last: LayerStack) -> float:
 def _schedule(plan: Plan, num_stacks: int) -> Schedule:
     """The table. Every stage holds a part of each stack, so that of several stacks each is a chunk more."""
     kind, size, chunks = plan.pipeline.schedule, plan.pipeline.size, plan.pipeline.chunks * num_stacks
+    # An encoder's and a decoder's blocks on each stage are two chunks, and 1F1B over chunks is the interleaved
+    # schedule.
     if num_stacks > 1 and kind == "1f1b":
         kind = "interleaved"
     try:

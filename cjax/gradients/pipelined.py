@@ -93,6 +93,8 @@ def _inputs(
     def advance(model_state: Arrays, index: Any) -> tuple[Arrays, Arrays]:
         return model.next_model_state(params, frozen, model_state, rows(0), key, index), model_state
 
+    # Ahead of the pipeline, for all micro-batches: stages are at different ones in the same tick, and each needs the
+    # counts that its own would have found.
     new, history = lax.scan(advance, model_state, jnp.arange(num_microbatches, dtype=jnp.int32))
 
     def given(index: Any) -> list[Any]:
@@ -135,6 +137,8 @@ def pipelined(
         results, own, stacks, states = executor(
             model.shared(params), model.stacks(params, frozen), given, scale, lockstep
         )
+        # Results are the last stage's, gradients of what all stages have are each one's share: zeros elsewhere, so that
+        # a sum is right for both.
         totals = lax.psum(results, (*axes, PIPE))
         new = model.with_states(new, lax.psum(states, PIPE))
         grads = model.stored_gradients(own, stacks)
@@ -148,6 +152,8 @@ def pipelined(
     ) -> Graded:  # fmt: skip
         whole = PartitionSpec()
         batch_specs = jax.tree.map(lambda leaf: PartitionSpec(axes or None) if leaf.ndim else whole, batch)
+        # A layer's gradient is on its own stage, complete, and is reduced over the batch alone; what all stages have is
+        # reduced over the stages too.
         stack_grads = PartitionSpec(axes, PIPE) if axes else PartitionSpec(PIPE)
         run = jax.shard_map(
             functools.partial(inside, lockstep), mesh=mesh, axis_names={*axes, PIPE}, check_vma=False,

@@ -55,6 +55,8 @@ class Messages:
             free = list(range(len(self.shapes)))
             mine = []
             for x in payload:
+                # All stages run one permute, so an encoder's and a decoder's payloads share one form. Arrays of the
+                # same shape share a place, or each message would be as long as all payloads in a row.
                 alike = [i for i in free if (self.shapes[i].shape, self.shapes[i].dtype) == (x.shape, x.dtype)]
                 if alike:
                     free.remove(alike[0])
@@ -78,6 +80,8 @@ class Messages:
 
 def send(message: Arrays, way: int, axis: str, num_stages: int) -> Arrays:
     """What comes in from the other side, where every stage sends to its right (1) or its left (-1)."""
+    # A ring, though not every link is used in every tick: XLA wants one permute for all devices, whoever has nothing to
+    # say.
     pairs = [(i, (i + way) % num_stages) for i in range(num_stages)]
     return [lax.ppermute(x, axis, pairs) for x in message]
 

@@ -99,6 +99,8 @@ class _Execution:
         self.shared, self.given, self.which = shared, given, e._trained
         self.stacks, self.states = stacks, e._states
         cut, first = self.stages.cut, given(0)
+        # Outside of the loop, or each tick would make them again. Gradients of them are added up as they are, and go
+        # back to the parameters once, at the end: one backward pass of a rotary table in place of m.
         self.once = [self.stages.once(k, shared, first) for k in range(self.num_stacks)]
         self.learned = [
             [is_learned and is_real(x) for x, is_learned in zip(values, which, strict=True)]
@@ -124,6 +126,8 @@ class _Execution:
 
     def _operands(self, k: int, ready: Arrays, recomputed: Arrays, index: Any) -> tuple[Arrays, Arrays]:
         """(with gradients, without) of what a layer reads besides what it is handed."""
+        # A layer's derivative is taken in what is trained, or was made of it, and in nothing else: frozen weights
+        # (under a LoRA, most of a model) would have gradients that are computed, kept and thrown away.
         own = [w for w, trained in zip(ready, self.which[k], strict=True) if trained]
         own += [x for x, learned in zip(self.once[k], self.learned[k], strict=True) if learned]
         fixed = [w for w, trained in zip(ready, self.which[k], strict=True) if not trained]
@@ -149,6 +153,8 @@ class _Execution:
         ops = self.wiring.ops.items()
         tables = {kind: columns_of(dict(columns), self.num_stacks, self.lockstep) for kind, columns in ops}
         rows = jax.tree.map(mine, {"ops": tables, "arrivals": dict(self.wiring.arrivals)})
+        # The loop itself is never differentiated: JAX would save the state of every tick for that, which is what a
+        # schedule is there to avoid.
         with ticks():
             state, _ = lax.scan(self._tick, self._empty(), rows, length=self.num_ticks)
         states = [self._share(stage, *of[1:], x) for of, x in zip(self.states, state["states"], strict=True)]
@@ -159,6 +165,7 @@ class _Execution:
         route, partition = self.partition.route, self.partition
         if whose != "layers":
             return jnp.where(stage == route[0 if whose == "before" else -1], value, jnp.zeros_like(value))
+        # Results of all stages are added up afterwards, so each gives what it has made and zeros for the rest.
         owners = np.zeros(value.shape[0], np.int32)
         for block, (of, first, count) in enumerate(zip(partition.stack, partition.first, partition.count, strict=True)):
             if of == k:
@@ -186,6 +193,8 @@ class _Execution:
 
     def _empty(self) -> State:
         wiring, rows = self.wiring, self.partition.rows
+        # A stage that runs a branch for others' sake writes something somewhere. Not over what it keeps, so there:
+        # selecting afterwards would copy the whole buffer.
         spare = int(self.lockstep)  # a place for what is thrown away
         slots, end_slots = [n + spare for n in wiring.slots], [n + spare for n in wiring.end_slots]
         results = jax.eval_shape(self._results, self.shared, self.payloads[-1], self.given(0))[1][0]
@@ -209,6 +218,9 @@ class _Execution:
     def _tick(self, state: State, rows: Any) -> tuple[State, None]:
         ops: dict[Kind, Row] = rows["ops"]
         where = self.axis, self.num_stages
+        # Without a V, forwards only go right and backwards only left, so each is sent in a permute of its own as soon
+        # as it is done. In a V both go both ways; a tick has at most one message each way, so F and B share one permute
+        # for each.
         simple = self.wiring.ways("F") <= {1} and self.wiring.ways("B") <= {-1}
         forward, state = self._op("F", self._forward, ("saved", "ends", "states"), ops["F"], state)
         # Sent as soon as it is there, so that the transfer runs while B and W compute.
@@ -253,6 +265,8 @@ class _Execution:
             with runs(sum(turns), self.num_ticks, False):
                 message, new = lax.switch(row["does"], ways)
             return message, state | new
+        # In lockstep there is no switch over stacks, which would let stages differ: each stack's branch is taken by all
+        # or by none, one behind the other, and the stage whose turn it is keeps the result.
         message, _ = idle(state)
         for k in range(self.num_stacks):
             mine = row["does"] == k + 1
@@ -287,6 +301,8 @@ class _Execution:
             payload, kept, state = carry
             weights, index = [at(w, row["row"] + i) for w in self.stacks[k]], row["layer"] + i
             own, fixed = self._operands(k, self.stages.ready(k, weights), recomputed, index)
+            # State that a layer makes of its examples, such as a running mean: made in forwards alone, in the order of
+            # the micro-batches, as without a pipeline.
             if self.stages.cut.states.layers[k]:
                 new = self._layer(k, own, fixed, payload, states=True)  # the compiler merges this with `forward`
                 mine = row["mine"] if self.lockstep else True
@@ -328,6 +344,8 @@ class _Execution:
     def _backward(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
         given = self._given(row, state)
         recomputed = self.stages.recomputed(k, self.shared, given)
+        # The last stage of the last stack has no gradient coming in: it starts the backward with the loss. Behind a
+        # stack's last block it comes through what lies between two stacks.
         message = self._read_message(row, state)
         gradients, shared, results, states = self._if(
             "B", "ends", k, row,
@@ -340,6 +358,8 @@ class _Execution:
         def layer(carry: Any, i: Any) -> Any:
             gradients, sums, kept = carry
             own, fixed, saved, pull = self._saved(k, row, recomputed, state, i)
+            # Split, B hands on the gradient of its input at once, on which the stage in front waits; W makes those of
+            # the weights later, of what both need, kept between the two.
             if not self.split:
                 gradients, found = derivative.both(own, fixed, saved, gradients)
                 return gradients, self._add(k, row, i, sums, found, pull), kept
@@ -374,6 +394,8 @@ class _Execution:
     # -- layers --
     def _layers(self, k: int, row: Row, layer: Callable[..., Any], carry: Any, reverse: bool = False) -> Any:
         def turn(carry: Any, i: Any) -> tuple[Any, None]:
+            # A block may have fewer layers than there is room for. Its stage skips them by a branch; in lockstep, where
+            # the branch may hold a permute for all, it computes them and keeps what it had.
             if self.partition.is_even(k):
                 return layer(carry, i), None
             if self.lockstep:
@@ -387,6 +409,8 @@ class _Execution:
         """A layer's weights and what else it reads, what its forward saved, and the way from gradients of weights in
         use to those of weights kept."""
         weights = [at(w, row["row"] + i) for w in self.stacks[k]]
+        # Derivatives are taken in weights as they are used (gathered, rounded to bfloat16) and brought back from there
+        # to how they are kept, the same way that autodiff would go.
         ready, pull = jax.vjp(lambda ws: self.stages.ready(k, ws), weights)
         own, fixed = self._operands(k, ready, recomputed, row["layer"] + i)
         saved = [at(box, row["slot"], i) for box in state["saved"][k]]
@@ -402,6 +426,8 @@ class _Execution:
         """`sums` with the gradients of one layer's weights added."""
         rows, once = sums
         if self.lockstep:
+            # Gradients of a micro-batch that was not this stage's are numbers like any others, and adding them would be
+            # silent: zeros are added in their place.
             own = [jnp.where(row["mine"], g, jnp.zeros_like(g)) for g in own]
         num = sum(self.which[k])
         place = row["row"] + i
@@ -410,6 +436,7 @@ class _Execution:
 
     # -- before the first layer, and after the last --
     def _before(self, given: Arrays, gradients: Arrays, shared: Arrays) -> Arrays:
+        # Masks and counts go along with the payload and have no gradient.
         real = [i for i, x in enumerate(self.payloads[0]) if is_real(x)]
 
         def of(shared: Arrays) -> Arrays:
@@ -438,6 +465,7 @@ class _Execution:
 
         out, pull, results = jax.vjp(of, self.shared, [payload[i] for i in real], has_aux=True)
         if k + 1 == self.num_stacks:
+            # The scale enters here, where autodiff would have it: as the gradient of the loss itself.
             seed = jnp.ones_like(out) if self.scale is None else self.scale.astype(out.dtype)
             results, new = results
             results = jax.tree.map(jnp.add, state["results"], results)

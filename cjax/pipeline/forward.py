@@ -57,6 +57,7 @@ class _Pass:
             leave = functools.partial(self.stages.leave, k, shared)
             payloads.append(jax.eval_shape(lambda p, leave=leave: leave(given(0), p), payloads[k]))
         *payloads, results = payloads
+        # In evaluation the model state is read and not changed.
         self.results = results[: len(self.stages.cut.results())]
         self.messages = Messages(payloads)
 
@@ -118,6 +119,7 @@ class _Pass:
             outs = self.stages.leave(k, self.shared, given, payload)
             if k + 1 < self.num_stacks:
                 return self.messages.pack(k + 1, outs), results
+            # Stages that are not the last keep zeros here, and a sum over them gives every stage the results.
             outs = outs[: len(results)]
             return handed, [put(x, out, row["microbatch"]) for x, out in zip(results, outs, strict=True)]
 

@@ -80,6 +80,8 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
     """
     p, m = _counts(num_stages, num_microbatches)
     _chunks(p, num_chunks)
+    # With a group that is not whole, stages would wait for micro-batches that do not come, in the middle of the table.
+    # Megatron's asks for the same.
     if m % p:
         fits = [str(count) for count in (m // p * p, (m // p + 1) * p) if count]
         raise ValueError(
@@ -234,6 +236,8 @@ def _next_ops(
             sent = done.get((kind, op.microbatch, source))
             if sent is None or sent + (source != block) > tick:
                 return ops
+        # Only in the order F, B, W within a tick, since that is the order in which a stage runs them, and with one
+        # message each way.
         way = sends(route, op.kind, block)
         if ops and (not fused or KINDS.index(op.kind) <= KINDS.index(ops[-1].kind) or (way and way in ways)):
             return ops
@@ -262,6 +266,9 @@ def _with_weights(name: str, route: tuple[int, ...], placed: Sequence[Placed], s
         for stage, ops in enumerate(rows[tick]):
             held[stage] += sum(op.kind == "F" for op in ops)
             undone[stage] += [op._replace(kind="W") for op in ops if op.kind == "B"]
+        # A tick lasts as long as its busiest stage, so a W on a stage that has less to do is free. One that makes a
+        # tick longer is put off until some stage would run out of room, and then all stages take theirs, for the price
+        # of one.
         starts = [any(op.kind == "F" for op in ops) for ops in rows[tick + 1]]
         longer = tick > last or any(w and n + f > slots for w, n, f in zip(undone, held, starts, strict=True))
         for stage, ops in enumerate(rows[tick]):

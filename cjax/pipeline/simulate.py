@@ -132,6 +132,8 @@ def _lockstep(schedule: Schedule, times: Times) -> Iterator[Span]:
             for op in ops:
                 yield Span(stage, op, now, now := now + _duration(schedule, times, stage, op))
                 moves = sends(schedule.route, op.kind, block_of(schedule.route, stage, op.chunk)) != 0
+                # What is sent has to be there before anybody's next tick starts: that is where lockstep waits, and the
+                # papers' stages do not.
                 through = max(through, now + times.transfer * moves)
         start = through
 

@@ -78,6 +78,8 @@ class Schedule:
     ticks: Ticks
 
     def __post_init__(self) -> None:
+        # A user's own table comes this way too. One that breaks a law would not fail when it runs: it would read places
+        # that somebody else has written, and train on them.
         check(self)
 
     @property
@@ -220,6 +222,8 @@ def _check_order(where: str, schedule: Schedule, tick_of: dict[tuple[Kind, int, 
     for (kind, microbatch, block), tick in tick_of.items():
         for source, source_block in needs(kind, block, len(route)):
             sent = tick_of[source, microbatch, source_block]
+            # From another block a result comes by message, at the end of its tick, even if both live on one stage:
+            # there is one rule for all.
             if tick < sent + (source_block != block):
                 op, stage = Op(kind, microbatch, chunk_of(route, block)), route[block]
                 other = Op(source, microbatch, chunk_of(route, source_block))
@@ -245,6 +249,7 @@ def _check_links(where: str, schedule: Schedule) -> None:
 
 
 def _check_slots(where: str, schedule: Schedule) -> None:
+    # Op by op and not tick by tick: within a tick F takes its place before B gives one back.
     last, now, most = "W" if schedule.split else "B", Counter[int](), max(schedule.held())
     for placed in schedule.placed():
         now[placed.stage] += (placed.op.kind == "F") - (placed.op.kind == last)

@@ -59,6 +59,8 @@ class _Pool:
 
     def take(self, since: int, until: int) -> int:
         """A place that is free in tick `since`, taken up to and including tick `until`."""
+        # Places are given to ops when the table is made, from the times at which they are taken and given back: so the
+        # memory is what the schedule holds at most, and the program never has to look for room.
         for place, free in enumerate(self._free_from):
             if free <= since:
                 self._free_from[place] = until + 1
@@ -84,6 +86,7 @@ def wire(schedule: Schedule, partition: Partition) -> Wiring:
         if kind == "F" and schedule.forward_only:
             taken[key] = 0, 0
         elif kind == "F":
+            # What F saves is read by B and, where there is one, by W; the last of them frees it.
             until = where[last, microbatch, block].tick
             backward = where["B", microbatch, block].tick
             # A place is written before it is read in one tick, so what a later op frees can't be taken before it.
@@ -121,6 +124,8 @@ def _messages(
             if source_block == block:
                 continue
             sent = where[source, microbatch, source_block]
+            # A message arrives at the end of its tick, so the place is taken from then on, and is free again in the
+            # tick that reads it, whose own arrivals are written behind its ops.
             place = inboxes[reader.stage].take(sent.tick, reader.tick - 1)
             way = sends(route, source, source_block)
             found.setdefault(WAYS.get(way, source), []).append((sent.tick, reader.stage, place))
@@ -128,6 +133,8 @@ def _messages(
     num = max(pool.size for pool in inboxes)
     arrivals = {}
     for source, places in found.items():
+        # What arrives and is nobody's goes to a place behind all others: writing always is cheaper than asking whether
+        # to.
         table = np.full((schedule.num_ticks, schedule.num_stages), num, np.int32)
         for tick, stage, place in places:
             table[tick, stage] = place
