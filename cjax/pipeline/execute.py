@@ -22,6 +22,8 @@ from cjax.pipeline.wiring import wire
 from cjax.trace.emit.backward import Derivative, is_real
 from cjax.trace.stages.stages import Stages
 
+Run = Callable[[int, Row, State], tuple[Arrays, State]]  # an op of one stack, on a row of the tables
+
 
 class Executor:
     """Runs a schedule.
@@ -99,8 +101,7 @@ class _Execution:
         self.shared, self.given, self.which = shared, given, e._trained
         self.stacks, self.states = stacks, e._states
         cut, first = self.stages.cut, given(0)
-        # Outside of the loop, or each tick would make them again. Gradients of them are added up as they are, and go
-        # back to the parameters once, at the end: one backward pass of a rotary table in place of m.
+        # Outside of the loop, or each tick would make them; their gradients go back to the parameters once, at the end.
         self.once = [self.stages.once(k, shared, first) for k in range(self.num_stacks)]
         self.learned = [
             [is_learned and is_real(x) for x, is_learned in zip(values, which, strict=True)]
@@ -126,8 +127,7 @@ class _Execution:
 
     def _operands(self, k: int, ready: Arrays, recomputed: Arrays, index: Any) -> tuple[Arrays, Arrays]:
         """(with gradients, without) of what a layer reads besides what it is handed."""
-        # A layer's derivative is taken in what is trained, or was made of it, and in nothing else: frozen weights
-        # (under a LoRA, most of a model) would have gradients that are computed, kept and thrown away.
+        # In what is trained alone: gradients of frozen weights (under a LoRA, most of a model) would be thrown away.
         own = [w for w, trained in zip(ready, self.which[k], strict=True) if trained]
         own += [x for x, learned in zip(self.once[k], self.learned[k], strict=True) if learned]
         fixed = [w for w, trained in zip(ready, self.which[k], strict=True) if not trained]
@@ -153,25 +153,18 @@ class _Execution:
         ops = self.wiring.ops.items()
         tables = {kind: columns_of(dict(columns), self.num_stacks, self.lockstep) for kind, columns in ops}
         rows = jax.tree.map(mine, {"ops": tables, "arrivals": dict(self.wiring.arrivals)})
-        # The loop itself is never differentiated: JAX would save the state of every tick for that, which is what a
-        # schedule is there to avoid.
+        # Never differentiated as a loop: JAX would save the state of every tick, which is what a schedule avoids.
         with ticks():
             state, _ = lax.scan(self._tick, self._empty(), rows, length=self.num_ticks)
         states = [self._share(stage, *of[1:], x) for of, x in zip(self.states, state["states"], strict=True)]
         return state["results"], self._gradients_of_shared(state), state["stacks"], states
 
     def _share(self, stage: jax.Array, whose: str, k: int, _: int, value: jax.Array) -> jax.Array:
-        """Of a state, what this stage has made, and zeros for the rest."""
-        route, partition = self.partition.route, self.partition
-        if whose != "layers":
-            return jnp.where(stage == route[0 if whose == "before" else -1], value, jnp.zeros_like(value))
-        # Results of all stages are added up afterwards, so each gives what it has made and zeros for the rest.
-        owners = np.zeros(value.shape[0], np.int32)
-        for block, (of, first, count) in enumerate(zip(partition.stack, partition.first, partition.count, strict=True)):
-            if of == k:
-                owners[first : first + count] = route[block]
-        mine = (jnp.asarray(owners) == stage).reshape(-1, *[1] * (value.ndim - 1))
-        return jnp.where(mine, value, jnp.zeros_like(value))
+        """Of a state, what this stage has made, and zeros for the rest: the stages' shares are added up afterwards."""
+        route = self.partition.route
+        maker = self.partition.owners(k) if whose == "layers" else route[0 if whose == "before" else -1]
+        mine = jnp.asarray(maker, jnp.int32) == stage
+        return jnp.where(mine.reshape(*mine.shape, *[1] * (value.ndim - mine.ndim)), value, jnp.zeros_like(value))
 
     def _given(self, row: Row, state: State) -> Arrays:
         """What an op reads that is not trained; states as they are now."""
@@ -240,14 +233,7 @@ class _Execution:
             inbox = [put(box, x, places) for box, x in zip(inbox, arrived[source], strict=True)]
         return state | {"inbox": inbox}, None
 
-    def _op(
-        self,
-        kind: Kind,
-        run: Callable[[int, Row, State], tuple[Arrays, State]],
-        changes: Sequence[str],
-        row: Row,
-        state: State,
-    ) -> tuple[Arrays, State]:
+    def _op(self, kind: Kind, run: Run, changes: Sequence[str], row: Row, state: State) -> tuple[Arrays, State]:
         """What a stage does in a tick, or nothing: then its message is anything."""
 
         def idle(state: State) -> tuple[Arrays, State]:
@@ -301,8 +287,7 @@ class _Execution:
             payload, kept, state = carry
             weights, index = [at(w, row["row"] + i) for w in self.stacks[k]], row["layer"] + i
             own, fixed = self._operands(k, self.stages.ready(k, weights), recomputed, index)
-            # State that a layer makes of its examples, such as a running mean: made in forwards alone, in the order of
-            # the micro-batches, as without a pipeline.
+            # State made of examples (a running mean), in forwards alone: in the order of micro-batches.
             if self.stages.cut.states.layers[k]:
                 new = self._layer(k, own, fixed, payload, states=True)  # the compiler merges this with `forward`
                 mine = row["mine"] if self.lockstep else True
@@ -409,8 +394,7 @@ class _Execution:
         """A layer's weights and what else it reads, what its forward saved, and the way from gradients of weights in
         use to those of weights kept."""
         weights = [at(w, row["row"] + i) for w in self.stacks[k]]
-        # Derivatives are taken in weights as they are used (gathered, rounded to bfloat16) and brought back from there
-        # to how they are kept, the same way that autodiff would go.
+        # Derivatives are taken in weights as used (gathered, rounded) and brought back to weights as kept.
         ready, pull = jax.vjp(lambda ws: self.stages.ready(k, ws), weights)
         own, fixed = self._operands(k, ready, recomputed, row["layer"] + i)
         saved = [at(box, row["slot"], i) for box in state["saved"][k]]
@@ -426,8 +410,7 @@ class _Execution:
         """`sums` with the gradients of one layer's weights added."""
         rows, once = sums
         if self.lockstep:
-            # Gradients of a micro-batch that was not this stage's are numbers like any others, and adding them would be
-            # silent: zeros are added in their place.
+            # Another stage's micro-batch gives numbers like any other, and nobody would notice that they were added.
             own = [jnp.where(row["mine"], g, jnp.zeros_like(g)) for g in own]
         num = sum(self.which[k])
         place = row["row"] + i
@@ -436,7 +419,6 @@ class _Execution:
 
     # -- before the first layer, and after the last --
     def _before(self, given: Arrays, gradients: Arrays, shared: Arrays) -> Arrays:
-        # Masks and counts go along with the payload and have no gradient.
         real = [i for i, x in enumerate(self.payloads[0]) if is_real(x)]
 
         def of(shared: Arrays) -> Arrays:
@@ -465,7 +447,6 @@ class _Execution:
 
         out, pull, results = jax.vjp(of, self.shared, [payload[i] for i in real], has_aux=True)
         if k + 1 == self.num_stacks:
-            # The scale enters here, where autodiff would have it: as the gradient of the loss itself.
             seed = jnp.ones_like(out) if self.scale is None else self.scale.astype(out.dtype)
             results, new = results
             results = jax.tree.map(jnp.add, state["results"], results)

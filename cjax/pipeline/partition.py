@@ -50,6 +50,15 @@ class Partition:
                 found += [*layers, *[-1] * (self.rows[stack] - len(layers))]
         return tuple(found)
 
+    def owners(self, stack: int) -> tuple[int, ...]:
+        """The stage of each layer of a stack.
+
+        >>> partition([5], (0, 1, 0, 1)).owners(0)
+        (0, 0, 1, 1, 0)
+        """
+        blocks = [block for block, of in enumerate(self.stack) if of == stack]
+        return tuple(self.route[block] for block in blocks for _ in range(self.count[block]))
+
     def is_even(self, stack: int) -> bool:
         return all(n == self.rows[stack] for n, k in zip(self.count, self.stack, strict=True) if k == stack)
 
