@@ -167,7 +167,10 @@ def _unique_names(tree: PyTree) -> tuple[str, ...]:
     names = leaf_names(tree)
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"these names stand for several arrays, so they can't be stored by name: {', '.join(twice)}")
+        raise ValueError(
+            f"these names stand for several arrays, so they can't be stored by name: {', '.join(twice)}; rename all "
+            "but one of each"
+        )
     return names
 
 

@@ -143,7 +143,7 @@ def _check_table(table: Schedule, plan: Plan, num_stacks: int) -> None:
     if table.num_chunks % num_stacks:
         raise ValueError(
             f"{given}, with {table.num_chunks} chunks each, and the model has {num_stacks} stacks of layers, of which "
-            f"each stage holds a part: give each stage {num_stacks} chunks, or a multiple of that"
+            f"each stage holds a share: give each stage {num_stacks} chunks, or a multiple of that"
         )
     if table.forward_only:
         raise ValueError(f"{given}, and has no B: training needs backwards")

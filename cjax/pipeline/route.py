@@ -74,5 +74,6 @@ def check_route(where: str, route: tuple[int, ...]) -> None:
         if abs(hop(route, block)) > 1:
             raise ValueError(
                 f"{where} route={route}: blocks {block} and {block + 1} live on stages {route[block]} and "
-                f"{route[block + 1]}, which are not neighbours"
+                f"{route[block + 1]}, which are not neighbours: a block follows on the same stage, or the one to its "
+                "left or right"
             )

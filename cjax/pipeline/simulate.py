@@ -111,7 +111,10 @@ def simulate(schedule: Schedule, times: Times = Times(), lockstep: bool = True) 
     for name in ("forward", "backward", "weight"):
         value = getattr(times, name)
         if isinstance(value, tuple) and len(value) != schedule.num_stages:
-            raise ValueError(f"Times({name}={value}): {len(value)} times for {schedule.num_stages} stages")
+            raise ValueError(
+                f"Times({name}={value}): {len(value)} times for {schedule.num_stages} stages; give one for each, or "
+                "one number for all"
+            )
     spans = tuple(_lockstep(schedule, times) if lockstep else _by_stage(schedule, times))
     return Simulation(schedule, spans, max((span.end for span in spans), default=0.0))
 

@@ -50,7 +50,8 @@ def place_batch(composed: Composed, batch: PyTree, limits: dict[int, Limits]) ->
             raise ValueError(
                 f"batch {leaf_names(composed.batch_shape)[i]!r} is {dtype}{list(np.shape(leaf))}; this program was "
                 f"made for {shape.dtype}{list(rows)}. Give a batch of that shape and dtype, or call parallelize with "
-                "one like this. (Of a last batch with fewer rows: drop it, or evaluate it, which takes any number.)"
+                "one like this. (A last batch with fewer rows: drop it, or give it to evaluate, which takes any "
+                "number.)"
             )
     check_indices(batch, limits)
     placed = join_processes(batch, composed.batch_shardings)
@@ -161,8 +162,8 @@ def batch_structs(batch: PyTree) -> PyTree:
     if len(set(rows.values())) > 1:
         counts = ", ".join(f"{name} {count}" for name, count in rows.items())
         raise ValueError(
-            f"the first dim of every leaf of a batch counts its examples, and these differ: {counts}. Repeat what all "
-            "examples share for each of them, or let the loss close over it."
+            f"the first dim of every leaf of a batch counts its rows, and these differ: {counts}. Repeat what all "
+            "rows share for each of them, or let the loss close over it."
         )
     return jax.tree.unflatten(treedef, structs)
 

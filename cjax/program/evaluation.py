@@ -224,7 +224,10 @@ def _check_rows(shape: PyTree, function: Function | None) -> None:
     if function is None and len(rows) > 1:
         names = zip(leaf_names(shape), jax.tree.leaves(shape), strict=True)
         counts = ", ".join(f"{name} {leaf.shape[0]}" for name, leaf in names if leaf.shape)
-        raise ValueError(f"the first dim of every leaf of a batch counts its examples, and these differ: {counts}.")
+        raise ValueError(
+            f"the first dim of every leaf of a batch counts its rows, and these differ: {counts}. Repeat what all "
+            "rows share for each of them, or let the loss close over it."
+        )
 
 
 def _put_together(trace: Trace, outs: list[jax.Array]) -> list[jax.Array]:

@@ -100,7 +100,10 @@ class Places:
         entries = []
         for label in node.labels:
             if any(one in axes_of for one in label[1:]):
-                raise ValueError(f"{self.attention.where}: groups of heads are split, not the heads that they share")
+                raise ValueError(
+                    f"{self.attention.where}: the tensor axis splits groups of heads here, and not the heads of keys "
+                    "that they share: write a size that divides the heads of keys"
+                )
             entries.append(axes_of.get(label[0]) if label else None)
         return PartitionSpec(*entries)
 

@@ -133,24 +133,26 @@ def _read_back(model_state: PyTree, after: PyTree, known: tuple[str, ...] = ()) 
     for name, old in zip(leaf_names(model_state), jax.tree.leaves(model_state), strict=True):
         if name not in values:
             raise ValueError(
-                f"The loss removed {name} from the model's state: a training step must keep its structure."
+                f"The loss removed {name} from the model state: a training step must keep its structure. Leave it "
+                "in, or do not create it in the constructor."
             )
         new = jnp.asarray(values.pop(name))
         if new.shape != old.shape:
             raise ValueError(
                 f"The loss changed the shape of {name} from {old.shape} to {new.shape}: "
-                "a training step must keep the shapes of the model's state."
+                f"a training step must keep the shapes of the model state. Create it with the shape {new.shape}, or "
+                "keep what grows outside of the model."
             )
         if new.dtype != old.dtype and _kind(new.dtype) != _kind(old.dtype):
             raise ValueError(
                 f"The loss changed the dtype of {name} from {old.dtype} to {new.dtype}: a training step must keep what "
-                f"the model's state is made of. Create it with the dtype that it is given later, {new.dtype}."
+                f"the model state is made of. Create it with the dtype that it is given later, {new.dtype}."
             )
         # A statistic computed in another precision goes back to the state's own: each new dtype would be a compile.
         leaves.append(new if new.dtype == old.dtype else new.astype(old.dtype))
     if values:
         raise ValueError(
-            f"The loss added {', '.join(values)} to the model's state, which must keep its structure. "
+            f"The loss added {', '.join(values)} to the model state, which must keep its structure. "
             "Create them in the constructor, or take them out again inside the loss (NNX: `nnx.pop(model, ...)`)."
         )
     return jax.tree.unflatten(jax.tree.structure(model_state), leaves)
@@ -245,7 +247,10 @@ def _capture_nnx(model: Any, call: Callable[..., Any], batch: PyTree, wrt: Any) 
         with without_eager_sharding(), quick_attribute_errors(key):
             built = model(rngs=nnx.Rngs(key))
         if not isinstance(built, nnx.Module):
-            raise TypeError(f"The builder returned a {type(built).__name__}, not a flax.nnx module.")
+            raise TypeError(
+                f"The builder returned a {type(built).__name__}, not a flax.nnx module: return one, as "
+                "`lambda rngs: Net(rngs=rngs)` does."
+            )
         forget_eager_sharding(built)
         return split(built)
 

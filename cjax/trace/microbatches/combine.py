@@ -78,7 +78,10 @@ def _lift(trace: Trace, other: jex.ClosedJaxpr, shares: bool, apart: bool) -> Tr
     if found.refused:
         raise ValueError(found.reason)
     if found.kind == "blend":
-        raise ValueError("The loss adds means to ratios, or ratios with several weights.")
+        raise ValueError(
+            "The loss adds means to ratios, or ratios with several weights. Return cjax.Mean(total, weight), with "
+            f"all of it over one weight, or write {APART}."
+        )
     if found.kind != "ratio":
         return replace(trace, results=tuple(results))
     assert found.weight is not None
