@@ -97,7 +97,7 @@ def _finish_writing(writer: ocp.AsyncCheckpointer, unfinished: Path, summary: Su
 
 @own_context
 def restore(path: str | Path, abstract: PyTree, ignore: Sequence[str] = ()) -> tuple[PyTree, dict[str, Any]]:
-    """Reads a checkpoint onto the placement that `abstract` asks for; each device receives its own part alone.
+    """Reads a checkpoint onto the placement that `abstract` asks for; each device receives its own shard alone.
 
     Args:
         path: the folder of one checkpoint.

@@ -18,7 +18,7 @@ TOLERANCES = {8: (1e-9, 1e-12), 4: (1e-5, 1e-7), 2: (1e-2, 1e-4)}
 # How much more than the measured effect of rounding is rounding's, too. The effect is measured once or twice, and small
 # leaves may be lucky in that.
 NOISE = 4.0
-# Measured rounding excuses no more than this part of a leaf, so that a factor of 1.5 is found in any precision.
+# Measured rounding excuses no more than this share of a leaf, so that a factor of 1.5 is found in any precision.
 MOST = 0.3
 
 
@@ -54,7 +54,7 @@ class Difference:
 
     @property
     def error(self) -> float:
-        """The difference as a part of what rounding allows."""
+        """The difference as a share of what rounding allows."""
         if not np.isfinite(self.off):
             return float("inf")
         return self.off / max(self.allowed, np.finfo(float).tiny)
@@ -75,7 +75,7 @@ class Check:
       plan: the plan.
       loss: both losses, the plan's first.
       worst: the path of the leaf farthest off, or `loss`, or `aux/...`.
-      error: its distance, as a part of what rounding allows.
+      error: its distance, as a share of what rounding allows.
       differences: all that was compared, worst first.
       reference: what it was compared with.
       notes: what could not be compared, and why.

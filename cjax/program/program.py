@@ -74,7 +74,7 @@ class Program:
           seed_or_key: an integer, or a JAX key.
           params: values to start from, whole or in part: a tree of arrays in the user's structure, `{path: array}`,
             `{path: callable of an index}`, or the path of a safetensors file or folder. A folder of transformers
-            fits the models of `cjax.models`. Of a file, each device reads its own part alone.
+            fits the models of `cjax.models`. Of a file, each device reads its own shard alone.
 
         Raises:
           FileNotFoundError: no such file or folder.

@@ -172,7 +172,7 @@ def _named(composed: Composed, params: Any, wanted: Mapping[str, Any]) -> Mappin
 
 
 def _read_safetensors(path: Path, may_lack: bool) -> dict[str, Any]:
-    """Each tensor as a callable of an index, so that a device reads its own part only; if it `may_lack`, a folder need
+    """Each tensor as a callable of an index, so that a device reads its own shard only; if it `may_lack`, a folder need
     not have any."""
     try:
         import safetensors

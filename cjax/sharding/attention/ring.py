@@ -28,7 +28,7 @@ State = tuple[jax.Array, jax.Array, jax.Array]  # maxima and sums as rows, and v
 
 @dataclass(frozen=True)
 class Ring:
-    """One device's part of an attention; all methods run where `axis` is manual.
+    """One device's shard of an attention; all methods run where `axis` is manual.
 
     Args:
       attention: what is computed.

@@ -124,7 +124,7 @@ class Places:
     def mapped(
         self, function: Callable[..., Any], ins: Any, outs: Any, axes: Collection[str] | None = None
     ) -> Callable[..., Any]:
-        """`function` on each device's part, manual over the axes at work, or over `axes`."""
+        """`function` on each device's shard, manual over the axes at work, or over `axes`."""
         axes = self.axes if axes is None else axes
         if not axes:
             return function

@@ -167,20 +167,20 @@ class _Builder:
 
     def attention(self) -> Attention:
         """What was found, with all that it takes to evaluate it by blocks."""
-        walk, parts = self.walk, self.walk.parts
-        final = parts["final"]
+        walk, by_name = self.walk, self.walk.by_name
+        final = by_name["final"]
         query, key = self._products()
         value, out = self._output(final)
-        self.positions = (parts["query"], parts["key"])
+        self.positions = (by_name["query"], by_name["key"])
         names = ("logits", "exps", "terms", "total", "numerator", "weights", "dropped")
-        variables = {name: parts[name] for name in names} | {"scores": walk.start.outvars[0]}
-        variables["masked"] = parts.get("masked", parts["logits"])
+        variables = {name: by_name[name] for name in names} | {"scores": walk.start.outvars[0]}
+        variables["masked"] = by_name.get("masked", by_name["logits"])
         nodes = {name: Node(var, walk.labels[var]) for name, var in variables.items()}
-        division = parts["division"]
-        read = incoming(division, walk.labels[parts["weights"]], walk.sizes)
+        division = by_name["division"]
+        read = incoming(division, walk.labels[by_name["weights"]], walk.sizes)
         assert read is not None
         divisor = read[[walk.kinds[v] for v in division.invars].index("sum")]
-        nodes["divisor"] = Node(parts["divisor"], tuple(of if of != (parts["key"],) else () for of in divisor))
+        nodes["divisor"] = Node(by_name["divisor"], tuple(of if of != (by_name["key"],) else () for of in divisor))
         # By blocks, exponents are taken relative to a maximum of our own, a factor that cancels between numerator and
         # sum. With something added to the sum (exp(x) / (1 + sum)) it cancels only if the author took the maximum off,
         # too.
@@ -196,13 +196,13 @@ class _Builder:
         return Attention(
             query=query, key=key, value=value, out=out, **nodes, leaves=leaves, steps=self.steps, sources=self.sources,
             sizes=walk.sizes, roles=self._roles(query), multiplies=division.primitive.name == "mul",
-            scores_eqn=walk.start, key_first=bool(parts["key_side"] == 0), out_eqn=final,
+            scores_eqn=walk.start, key_first=bool(by_name["key_side"] == 0), out_eqn=final,
             group=self._group([query, key, value, *leaves]),
         )  # fmt: skip
 
     def _products(self) -> tuple[Node, Node]:
         """Queries and keys. Of the dims that only queries have, one is their position."""
-        walk, parts = self.walk, self.walk.parts
+        walk, by_name = self.walk, self.walk.by_name
         (contract, batch) = walk.start.params["dimension_numbers"]
         shapes = [atom.aval.shape for atom in walk.start.invars]
         labels: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in shapes]
@@ -218,16 +218,16 @@ class _Builder:
                 labels[side][dim] = (label,) if shape[dim] > 1 else ()
                 label += 1
             free.append([labels[side][dim][0] for dim in mine if shape[dim] > 1])
-        key = parts["key"]
+        key = by_name["key"]
         if key not in free[0] + free[1]:
             raise Miss("it is no softmax over a dim that only one operand has")
-        side = parts["key_side"] = 0 if key in free[0] else 1
+        side = by_name["key_side"] = 0 if key in free[0] else 1
         # Two dims of keys alone would be summed over as one, and no block of the first is a block of the scores.
         if free[side] != [key]:
             raise Miss("keys have heads that queries do not have")
-        (_, batched) = parts["final"].params["dimension_numbers"]
-        place = 0 if parts["final"].invars[0] is parts["dropped"] else 1
-        shared = {label for dim in batched[place] for label in walk.labels[parts["dropped"]][dim]}
+        (_, batched) = by_name["final"].params["dimension_numbers"]
+        place = 0 if by_name["final"].invars[0] is by_name["dropped"] else 1
+        shared = {label for dim in batched[place] for label in walk.labels[by_name["dropped"]][dim]}
         # A dim that values share is heads in groups, whose queries read different values; what is left can be cut into
         # blocks of queries that all read the same.
         candidates = [label for label in free[1 - side] if label not in shared]
@@ -235,7 +235,7 @@ class _Builder:
             raise Miss("each query has values of its own")
         sizes = walk.sizes
         # Positions and grouped heads are told apart by size: as many queries as keys, or else more than groups.
-        parts["query"] = max(candidates, key=lambda one: (sizes[one] == sizes[key], sizes[one]))
+        by_name["query"] = max(candidates, key=lambda one: (sizes[one] == sizes[key], sizes[one]))
         nodes = [Node(atom, tuple(of)) for atom, of in zip(walk.start.invars, labels, strict=True)]
         if any(isinstance(node.var, jex.Literal) for node in nodes):
             raise Other
@@ -243,13 +243,13 @@ class _Builder:
 
     def _output(self, final: Any) -> tuple[Node, Node]:
         """Values, and what the attention comes to."""
-        walk, parts = self.walk, self.walk.parts
+        walk, by_name = self.walk, self.walk.by_name
         (contract, batch) = final.params["dimension_numbers"]
-        side = 0 if final.invars[0] is parts["dropped"] else 1
-        known = walk.labels[parts["dropped"]]
+        side = 0 if final.invars[0] is by_name["dropped"] else 1
+        known = walk.labels[by_name["dropped"]]
         # By blocks of keys the result is a sum of the blocks' results. With another dim in that sum it would be counted
         # once a block.
-        if [known[dim] for dim in contract[side] if known[dim]] != [(parts["key"],)]:
+        if [known[dim] for dim in contract[side] if known[dim]] != [(by_name["key"],)]:
             raise Miss("its weights are summed over more than keys")
         value = final.invars[1 - side]
         if isinstance(value, jex.Literal) or value in walk.kinds:
@@ -284,7 +284,7 @@ class _Builder:
             # What depends on scores exists on a block alone, so it can't be read from outside; what does not is an
             # input.
             if on_spine:
-                raise Miss(f"`{eqn.primitive.name if eqn else 'its input'}` can't be evaluated on a part of it")
+                raise Miss(f"`{eqn.primitive.name if eqn else 'its input'}` can't be evaluated on a block of it")
             self.leaves[node] = None
             self._trace_back(node)
             return
@@ -349,7 +349,7 @@ class _Builder:
         group = make_group(list(members.values()), trace.eqns, list(trace.results), None)
         if group is None:
             raise Miss("something beside it depends on it and is read by it")
-        (out,) = self.walk.parts["final"].outvars
+        (out,) = self.walk.by_name["final"].outvars
         # The scores of a block are gone once it is done; whoever wants them all has to compute them whole.
         if group.outs != (out,):
             raise Miss("its scores or weights are read elsewhere as well (sown, or returned)")

@@ -65,7 +65,7 @@ class Walk:
     start: Any
     kinds: dict[Any, str] = field(default_factory=dict)
     labels: dict[Any, Labels] = field(default_factory=dict)
-    parts: dict[str, Any] = field(default_factory=dict)  # variables, by the names they have in Attention
+    by_name: dict[str, Any] = field(default_factory=dict)  # variables, by the names they have in Attention
     spine: list[Any] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
 
@@ -82,9 +82,9 @@ class Walk:
         for eqn in self._dependents(scores):
             self.spine.append(eqn)
             self._step(eqn)
-        if "final" not in self.parts:
-            raise Miss("its weights multiply nothing") if "weights" in self.parts else Other
-        if "key" not in self.parts or "weights" not in self.parts:
+        if "final" not in self.by_name:
+            raise Miss("its weights multiply nothing") if "weights" in self.by_name else Other
+        if "key" not in self.by_name or "weights" not in self.by_name:
             raise Other
 
     def _mark(self, var: Any, kind: str, labels: Labels) -> None:
@@ -119,9 +119,9 @@ class Walk:
         (out, *_) = eqn.outvars
         if name == "dot_general":
             # One product with values and no more: weights that are multiplied twice have to exist whole.
-            if kinds != {"weights"} or len(ins) != 1 or "final" in self.parts:
+            if kinds != {"weights"} or len(ins) != 1 or "final" in self.by_name:
                 raise self._unlike(name)
-            self.parts |= {"final": eqn, "dropped": first}
+            self.by_name |= {"final": eqn, "dropped": first}
             return
         if name in ("reduce_max", "reduce_sum"):
             self._reduce(eqn, first, kinds)
@@ -132,7 +132,7 @@ class Walk:
         # With or without a maximum taken off: an author who knows that scores are small may leave it out.
         if name == "exp" and kinds <= {"logits", "shifted"}:
             self._once("exps", out)
-            self.parts.setdefault("logits", first)
+            self.by_name.setdefault("logits", first)
             return self._mark(out, "exp", labels)
         # The other way round it is a softmax of minus the logits, whose maximum this is not.
         if kinds == {"logits", "max"} and name == "sub" and self.kinds[eqn.invars[0]] == "logits":
@@ -142,7 +142,7 @@ class Walk:
         if kinds == {"exp", "sum"} and (name == "mul" or name == "div" and self.kinds[eqn.invars[0]] == "exp"):
             self._once("weights", out)
             divisor, numerator = sorted(eqn.invars, key=lambda v: self.kinds[v] == "exp")
-            self.parts |= {"divisor": divisor, "numerator": numerator, "division": eqn}
+            self.by_name |= {"divisor": divisor, "numerator": numerator, "division": eqn}
             return self._mark(out, "weights", labels)
         # Nothing may happen between the maximum and the exponential: by blocks it is another maximum that is taken off,
         # and only exp turns a difference into a factor that cancels. Equations that mix kinds in another way are no
@@ -157,7 +157,7 @@ class Walk:
     def _reduce(self, eqn: Equation, operand: Any, kinds: set[str]) -> None:
         """The maximum or the sum over keys: by it, the keys are known."""
         which = {"reduce_max": ("logits", "masked", "max"), "reduce_sum": ("exp", "terms", "sum")}
-        kind, part, result = which[eqn.primitive.name]
+        kind, name, result = which[eqn.primitive.name]
         axes = [int(axis) for axis in eqn.params["axes"]]
         labels = self.labels[operand]
         over = [labels[axis] for axis in axes if labels[axis]]
@@ -165,17 +165,17 @@ class Walk:
         # over merged ones, it is a softmax of something else.
         if kinds != {kind} or len(over) != 1 or len(over[0]) != 1:
             raise self._unlike(eqn.primitive.name)
-        if self.parts.setdefault("key", over[0][0]) != over[0][0]:
+        if self.by_name.setdefault("key", over[0][0]) != over[0][0]:
             raise Other
-        self._once(part, operand)
-        if part == "terms":
-            self.parts["total"] = eqn.outvars[0]
+        self._once(name, operand)
+        if name == "terms":
+            self.by_name["total"] = eqn.outvars[0]
         self._mark(eqn.outvars[0], result, tuple(label for dim, label in enumerate(labels) if dim not in axes))
 
     @property
     def takes_maximum(self) -> bool:
         """Whether exponents are taken relative to their row's maximum (or to 0, where that is not finite)."""
-        return "masked" in self.parts and all(
+        return "masked" in self.by_name and all(
             self._keeps_maximum(eqn) for eqn in self.spine if self.kinds.get(eqn.outvars[0]) == "max"
         )
 
@@ -189,14 +189,14 @@ class Walk:
             return all(self.trace.is_zero(v) or self.kinds.get(v) == "max" for v in eqn.invars[1:])
         return name in MOVES or name in ("reduce_max", "is_finite", "eq", "ne")
 
-    def _once(self, part: str, var: Any) -> None:
-        if part in self.parts:
-            raise self._unlike(part)
-        self.parts[part] = var
+    def _once(self, name: str, var: Any) -> None:
+        if name in self.by_name:
+            raise self._unlike(name)
+        self.by_name[name] = var
 
     def _unlike(self, name: str) -> Exception:
         # Before there are weights any product may be the start, and it would be noise to say that it led nowhere.
-        if "weights" not in self.parts:
+        if "weights" not in self.by_name:
             return Other()
         return Miss(f"its weights go through `{name}`, which is neither dropout nor a product with values")
 
