@@ -1,9 +1,9 @@
-"""Loss and gradients of a whole batch, or of its parts one after the other.
+"""Loss and gradients of a batch: at once, or micro-batch by micro-batch.
 
-`plain` differentiates the whole batch at once. The others run it in parts, one after the other, and add up the
-gradients; a part takes every m-th row, so that each device's rows of a part are rows it already has. `micro_batched`
-lets every part see all devices, whose gradients are reduced part by part; `locally_accumulated` keeps every device to
-its own rows until the last part, and reduces once.
+`plain` differentiates the whole batch. The others add up gradients of micro-batches, each of every m-th row, so that
+a device's rows of one are rows that it already has. In `micro_batched` all devices compute a micro-batch, and reduce
+its gradients, before the next; in `locally_accumulated` each device adds up those of its own rows, and all reduce
+once, behind the last.
 """
 
 import math
@@ -226,6 +226,7 @@ def reduced(grads: Arrays, reductions: Sequence[Reduction], axes: Sequence[tuple
 
 
 def _reduce(grad: jax.Array, how: Reduction, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
+    """The sum over devices of one gradient: scattered where it can be, whole elsewhere."""
     kept = grad.dtype
     # `reduce=float32` under bfloat16: devices' sums would otherwise be rounded again at each addition.
     grad = grad if how.dtype is None else raised_on_cpu(grad.astype(how.dtype), mesh)

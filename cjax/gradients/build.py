@@ -123,6 +123,7 @@ def _own_pipeline(
 
 
 def _executor(staged: StagedModel, line: Line, num_parts: int) -> Executor:
+    """What runs the stages of a model, and adds up results over micro-batches."""
     trace = staged.stages.cut.trace
 
     def total(outs: list[jax.Array]) -> Any:
@@ -149,6 +150,7 @@ def _reductions(storage: ModelStorage, plan: Plan, axes: tuple[str, ...], mesh: 
 
 
 def _cost_of_waiting(reductions: Sequence[Reduction], storage: ModelStorage, plan: Plan, mesh: Mesh) -> tuple[str, ...]:
+    """What ZeRO-2 holds until the last micro-batch, as a note."""
     # ZeRO-2 promises that no device holds a whole gradient. Reducing once means to hold it until then; told, not
     # hidden, since somebody may have counted on the bytes.
     if plan.zero_stage < 2:

@@ -1,4 +1,4 @@
-"""How a traced model goes through a pipeline: its layers cut into blocks, the order of work, where each is kept."""
+"""How a traced model goes through a pipeline: its layers cut into blocks, who works when, where each block is kept."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -136,6 +136,7 @@ def _schedule(plan: Plan, num_stacks: int) -> Schedule:
 
 
 def _check_table(table: Schedule, plan: Plan, num_stacks: int) -> None:
+    """A user's own schedule has to be for this plan and this model."""
     given = f"schedule {table.name} is for {table.num_stages} stages and {table.num_microbatches} micro-batches"
     if (table.num_stages, table.num_microbatches) != (plan.pipeline.size, plan.microbatches):
         words = f"pipeline={plan.pipeline.schedule}:{table.num_stages} microbatches={table.num_microbatches}"

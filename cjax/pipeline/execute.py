@@ -71,7 +71,7 @@ class Executor:
         axis.
 
         Args:
-          shared: parameters that no stack has one each of, as stored.
+          shared: parameters that are no layer's own, as stored.
           stacks: for each stack its weights, the stage's own rows of them.
           given: micro-batch -> all other inputs, as stored.
           scale: what gradients are multiplied by; 1 if None.

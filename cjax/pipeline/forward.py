@@ -1,4 +1,4 @@
-"""A table of forwards alone: nothing is saved, and the results of every micro-batch come out."""
+"""Evaluation in a pipeline: a table of forwards alone, which saves nothing and gives all micro-batches' results."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class Forward:
         """The results of the loss, micro-batches first. Of all stages, one has them; the others have zeros.
 
         Args:
-          shared: parameters that no stack has one each of, as stored.
+          shared: parameters that are no layer's own, as stored.
           stacks: for each stack its weights, the stage's own rows of them.
           given: micro-batch -> all other inputs, as stored.
           lockstep: as of `Executor`.
@@ -75,6 +75,7 @@ class _Pass:
         return final["results"]
 
     def _tick(self, state: State, rows: Any) -> tuple[State, None]:
+        """One tick: each stage's block, if it has one, then messages move."""
         row: Row = rows["op"]
         sent, results = self.messages.empty(), state["results"]
         for k in range(self.num_stacks):

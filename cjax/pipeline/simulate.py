@@ -127,6 +127,7 @@ def _duration(schedule: Schedule, times: Times, stage: int, op: Op) -> float:
 
 
 def _lockstep(schedule: Schedule, times: Times) -> Iterator[Span]:
+    """Tick by tick: the next one starts when all stages are through, and all messages there."""
     start = 0.0
     for row in schedule.ticks:
         through = start

@@ -183,6 +183,7 @@ def check(schedule: Schedule) -> None:
 
 
 def _check_rows(where: str, schedule: Schedule) -> None:
+    """Law 2, and that ops are of micro-batches and chunks that there are."""
     if schedule.num_microbatches < 1:
         raise ValueError(f"{where} it needs 1 micro-batch or more, not {schedule.num_microbatches}")
     for tick, row in enumerate(schedule.ticks):
@@ -218,6 +219,7 @@ def _check_complete(where: str, schedule: Schedule) -> dict[tuple[Kind, int, int
 
 
 def _check_order(where: str, schedule: Schedule, tick_of: dict[tuple[Kind, int, int], int]) -> None:
+    """Law 4."""
     route = schedule.route
     for (kind, microbatch, block), tick in tick_of.items():
         for source, source_block in needs(kind, block, len(route)):
@@ -234,6 +236,7 @@ def _check_order(where: str, schedule: Schedule, tick_of: dict[tuple[Kind, int, 
 
 
 def _check_links(where: str, schedule: Schedule) -> None:
+    """Law 5."""
     for tick, row in enumerate(schedule.ticks):
         for stage, ops in enumerate(row):
             sent: dict[int, Op] = {}
@@ -249,6 +252,7 @@ def _check_links(where: str, schedule: Schedule) -> None:
 
 
 def _check_slots(where: str, schedule: Schedule) -> None:
+    """Law 6."""
     # Op by op and not tick by tick: within a tick F takes its place before B gives one back.
     last, now, most = "W" if schedule.split else "B", Counter[int](), max(schedule.held())
     for placed in schedule.placed():

@@ -56,6 +56,7 @@ def _interval(
     changed: Collection[tuple[int, int]],
     memo: dict[Node, Interval],
 ) -> Interval:
+    """Between which numbers a node's elements are, at positions within `spans`."""
     if node in memo:
         return memo[node]
     found = ANY

@@ -64,6 +64,8 @@ def kernel_form(attention: Attention, changed: Collection[tuple[int, int]] = ())
 
 
 class _FormReader:
+    """Reads an attention's region, from the logits back to the scores."""
+
     def __init__(self, attention: Attention, changed: Collection[tuple[int, int]]) -> None:
         self.attention, self.changed = attention, changed
         self.made = {**attention.sources, **attention.steps}
@@ -75,6 +77,7 @@ class _FormReader:
                 raise NoForm(f"a number in its `{eqn.primitive.name}` differs from layer to layer")
 
     def form(self) -> KernelForm:
+        """The form, or `NoForm` at the first thing that has no place in it."""
         attention = self.attention
         # A kernel computes softmax(logits) @ values and offers no place for anything in between. Where something stands
         # there the author's equations are kept, which are right, only slower.
@@ -136,6 +139,7 @@ class _FormReader:
         return other
 
     def _mask(self, eqn: Equation, read: tuple[Node | None, ...], at: int) -> None:
+        """Notes a choice between scores and a large negative number as a mask."""
         which = read[0]
         if at == 0 or which is None or len(read) != 3 or eqn.invars[0].aval.dtype != bool:
             raise NoForm("its scores choose between numbers")

@@ -49,6 +49,7 @@ class Index:
         return None if isinstance(atom, jex.Literal) else atom
 
     def is_zero(self, atom: Any) -> bool:
+        """Whether an operand is 0 everywhere."""
         while not isinstance(atom, jex.Literal):
             eqn = self.writer.get(atom)
             if eqn is None or not facts_of(eqn).view:
@@ -180,6 +181,7 @@ class Walk:
         )
 
     def _keeps_maximum(self, eqn: Equation) -> bool:
+        """Whether a maximum, or 0 in its place, comes out of this equation."""
         name = eqn.primitive.name
         # jax.nn.softmax takes the maximum with -inf, and 0 in its place where it is not finite. Any other number would
         # be a floor, and the exponentials no longer those of the logits less their maximum.

@@ -55,6 +55,8 @@ def elementwise(context: Context) -> Value:
 
 
 def _fixed(context: Context) -> Value:
+    """Of values that are the same whatever the batch holds: a number and its twin where both are known, and how the
+    result grows with the rows."""
     name, values = context.name, context.values
     if name in _SAME and len(values) == 1:
         return context.make(values[0])
@@ -84,6 +86,7 @@ def _fixed(context: Context) -> Value:
 
 
 def _on_rows(context: Context) -> Value:
+    """Of rows, with each other or with what is fixed: rows again, with what they were divided by and how they grow."""
     name, values = context.name, context.values
     # Examples in different dims ([n, 1] against [1, n]) are compared each with every other.
     rows = [value for value in values if value.kind == "rows"]
@@ -190,6 +193,7 @@ def _with_aggregate(context: Context) -> Value:
 
 
 def _add(context: Context, x: Value, y: Value) -> Value:
+    """`x + y` and `x - y`, of which at least one is made of all examples."""
     kinds = {x.kind, y.kind}
     if "fixed" in kinds:
         return _shifted(context, *((y, x) if x.kind == "fixed" else (x, y)))
@@ -228,6 +232,7 @@ def _shifted(context: Context, value: Value, constant: Value) -> Value:
 
 
 def _mul(context: Context, x: Value, y: Value) -> Value:
+    """`x * y`, of which at least one is made of all examples."""
     if x.kind == "fixed" or y.kind == "fixed":
         value, factor = (y, x) if x.kind == "fixed" else (x, y)
         return _scaled(context, value, factor.power, factor.const == 1)
@@ -242,6 +247,8 @@ def _mul(context: Context, x: Value, y: Value) -> Value:
 
 
 def _div(context: Context, x: Value, y: Value) -> Value:
+    """`x / y`, of which at least one is made of all examples: a mean if `y` counts the rows, a ratio if it is a
+    weight."""
     if y.kind == "fixed":
         return _scaled(context, x, -y.power, y.const == 1)
     weight = _as_weight(y)
@@ -345,6 +352,7 @@ def _count(eqn: Equation) -> int:
 
 
 def _fixed_reduction(context: Context, value: Value, is_sum: bool, grows: bool) -> Value:
+    """Of what is fixed: n times a number where it is summed over n rows."""
     if value.const is not None and value.twin is not None and context.twin is not None:
         const, twin = (
             number * _count(eqn) if is_sum else number

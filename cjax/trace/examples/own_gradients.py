@@ -75,6 +75,7 @@ def judged(context: Context, results: Sequence[Value], grads: Sequence[Value] | 
 
 
 def _is_right(operand: Value, grad: Value, power: int) -> bool:
+    """Whether an operand's gradient is that of so many examples, each on its own."""
     # Zero, as of integers and of what is cut off, is right under any number of rows.
     if grad.kind == "fixed":
         return grad.const == 0 or (operand.kind == "rows" and grad.power == power and not grad.taints)

@@ -10,6 +10,7 @@ from cjax.trace.jaxpr.primitives import facts_of, having, named
 
 
 def reshape(context: Context) -> Value:
+    """Where the examples' dim is after a reshape: merged into another, or taken out of one."""
     value = context.values[0]
     if value.kind != "rows":
         return _not_rows(context, _reshaped_dim(context, value.iota))
@@ -116,6 +117,8 @@ def along(parameter: str) -> Callable[[Context], Value]:
 
 
 def concatenate(context: Context) -> Value:
+    """Joined along another dim, examples stay apart; along their own, there are several to a row of the batch. Columns
+    of indices are joined here too."""
     dim = context.eqn.params["dimension"]
     rows = [value for value in context.values if value.kind == "rows"]
     sizes = [context.shape(operand)[dim] for operand in range(len(context.values))]
@@ -149,6 +152,8 @@ def concatenate(context: Context) -> Value:
 
 
 def dot_general(context: Context) -> Value:
+    """A product in which the examples' dim is contracted (a sum over them), batched or left alone (each row its
+    own)."""
     x, y = context.values
     (contracting, batch_dims) = context.eqn.params["dimension_numbers"]
     kinds = context.kinds()
@@ -234,6 +239,7 @@ def _unstacked(context: Context, dim: int) -> int | None:
 
 
 def convolution(context: Context) -> Value:
+    """Images side by side are examples; anything else that holds them is not followed."""
     x, kernel = context.values
     numbers = context.eqn.params["dimension_numbers"]
     if x.kind != "rows" or kernel.kind == "rows" or x.dim != numbers.lhs_spec[0]:
@@ -258,6 +264,7 @@ def window(context: Context) -> Value:
 
 
 def gather(context: Context) -> Value:
+    """Lookups: of rows in a table, of each example's own elements, or among the examples."""
     operand, indices = context.values
     numbers = context.eqn.params["dimension_numbers"]
     rank = len(context.out.aval.shape)
@@ -309,6 +316,7 @@ def _own_rows(context: Context, operand: Value, indices: Value, column: int) -> 
 
 
 def scatter(context: Context) -> Value:
+    """The reverse of `gather`: each example's own elements are written, or all examples are added up by place."""
     operand, indices, updates = context.values
     numbers = context.eqn.params["dimension_numbers"]
     rows = [value for value in context.values if value.kind == "rows"]

@@ -56,6 +56,7 @@ def lift(trace: Trace, again: Again, num_rows: int, shares: bool = False, apart:
 
 
 def _lift(trace: Trace, other: jex.ClosedJaxpr, shares: bool, apart: bool) -> Trace:
+    """`lift`, of two rows or more."""
     batch, num_params = set(trace.leaves_of("batch")), len(trace.leaves_of("params"))
     # First reading: which denominators there are. If they have to be the whole batch's, they become inputs, and the
     # trace is read a second time with that known.

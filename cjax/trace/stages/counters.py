@@ -1,7 +1,8 @@
-"""What a model carries from one micro-batch to the next without looking at examples: how often it drew random numbers.
+"""Counters: model state that moves on whatever the examples are, such as how often random numbers were drawn.
 
 Layers of an NNX model count that themselves, in the midst of everything else. A pipeline runs many micro-batches at
-once, so it needs each one's counts before the layers run; they are sliced out of the trace here, out of loops too.
+once, so it needs each one's counts before the layers run; their equations are picked out of the trace here, out of
+loops too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -109,6 +110,7 @@ def narrowed(eqns: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
 
 
 def _narrow(eqn: Equation, live: set[Any]) -> _Loop:
+    """Of a scan, the carries, slices and equations that its results in `live` need."""
     loop = scan_of(eqn)
     last, ys = loop.last(loop.body.outvars), loop.ys(loop.body.outvars)
     carries = {i for i, var in enumerate(loop.last(eqn.outvars)) if var in live}

@@ -1,4 +1,4 @@
-"""A trace cut at its stacks of layers: which values cross from one part to another, and who can make them himself.
+"""A trace cut at its layer stacks: which values cross the cuts, and how each gets to the layers that read it.
 
 A pipeline runs the layers of a stack on different devices, and for each micro-batch at other times. Of what a layer
 reads besides what it is handed, there are three kinds: what depends on no micro-batch is made *once*; what depends on
@@ -138,6 +138,7 @@ def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
     maker = {var: item for item in outside for var in writes(item, trace)}
 
     def kind(entry: Entry) -> str:
+        """once, recomputed or transferred: by what the entry depends on."""
         on = frozenset().union(*(on_what.get(v, frozenset()) for v in entry))
         # To recompute what parameters are in, each stage would compute its gradient too, and all would have to be added
         # up: it is transferred, and its gradient comes back the same way. What only the micro-batch decides is cheaper
@@ -294,6 +295,7 @@ def writes(item: Any, trace: Trace) -> list[Any]:
 
 
 def _items(trace: Trace, stacks: Sequence[LayerStack]) -> list[Any]:
+    """What stands outside of the stacks, in order: equations, and repeated layers too cheap to be cut at."""
     starts: dict[int, Any] = {stack.start: stack for stack in stacks}
     starts |= {run.start: run for run in trace.runs if run.start not in starts}
     items: list[Any] = []
@@ -337,6 +339,7 @@ def _depends(
 
 
 def _of_run(trace: Trace, run: RepeatedLayers, index: dict[Any, int], weights: set[int]) -> LayerStack:
+    """Repeated layers, found in an unrolled trace, as a layer stack."""
     eqns = trace.closed.jaxpr.eqns[run.start : run.stop]
     t = run.template
     layer = trace.closed.jaxpr.eqns[run.start + t * run.period : run.start + (t + 1) * run.period]

@@ -19,8 +19,8 @@ Arrays = list[Any]
 class Stages:
     """The parts of a trace that was cut at its stacks.
 
-    Inputs are given as they are stored, in groups of one or stacked: `trained` (parameters that no stack has one each
-    of), and `given` (all other inputs but the weights of the stacks: frozen weights, the model state, a micro-batch, a
+    Inputs are given as they are stored, in groups of one or stacked: `trained` (parameters that are no layer's own),
+    and `given` (all other inputs but the weights of the stacks: frozen weights, the model state, a micro-batch, a
     key, an index). What a stack is handed is its payload: a list of arrays, alike before and after each layer.
 
     Args:
@@ -146,6 +146,7 @@ class Stages:
         return [*self.cut.stacks[k].initial, *(v for entry in self.cut.transferred[k] for v in entry)]
 
     def _payload(self, k: int, env: Env) -> Arrays:
+        """What the first layer of stack `k` is handed, with room for what each layer gives."""
         stack = self.cut.stacks[k]
         scope = env.scope if stack.is_run else env.scope.inner[id(stack.of)]
         names = stack.initial if stack.is_run else self._loop_carries(stack)
@@ -191,6 +192,7 @@ class Stages:
 
     # -- evaluation --
     def _env(self, trained: Arrays, given: Arrays) -> Env:
+        """The values of all inputs, by their variables."""
         closed: Any = self.cut.trace.closed
         env = Env(self.cut.trace.dims.top)
         env.values.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
