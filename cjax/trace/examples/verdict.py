@@ -100,7 +100,6 @@ def follow(
         divisions: where to note divisions by weights.
     """
     jaxpr: Any = closed.jaxpr
-    # Scalars in a batch (a temperature) are the same for every row, and are fixed.
     sizes = [{j.invars[i].aval.shape[0] for i in batch_invars if j.invars[i].aval.shape} for j in (jaxpr, other.jaxpr)]
     assert all(len(found) == 1 for found in sizes), f"leaves of the batch differ in dim 0: {sizes}"
     (batch,), (others,) = sizes
@@ -129,8 +128,6 @@ def verdict(loss: Value, what: str = "The loss") -> Lifted:
             f"would be another number. {instead}"
         )
         return Lifted("coupled", reason, couplings=couplings)
-    # From here on what the loss does with the examples is known, and every case says how the parts' losses make up the
-    # batch's, or refuses.
     match loss.kind:
         case "fixed" if not loss.power:
             return Lifted("mean", "does not depend on the batch")
@@ -180,7 +177,6 @@ class _PairReader:
     ratio: float  # how many times as many rows there are here
     shares: dict[Any, Value]
     divisions: Divisions
-    # Layers repeat, and so do their derivatives: each is traced and read once for operands of the same kinds.
     gradients: dict[Any, Any] = field(default_factory=dict)
     is_gradient: bool = False  # whether what is read is such a derivative itself, of which none is taken
 
@@ -206,7 +202,6 @@ class _PairReader:
             for atom, other in zip(eqn.invars, others, strict=True):
                 value = self._literal(atom, other, context) if is_literal(atom) else env[atom]
                 context.values.append(value)
-            # Second reading, of a loss whose denominators are inputs: what stands there is the whole batch's.
             if id(eqn) in self.shares:
                 context.values[1] = self.shares[id(eqn)]
             results = [context.traced(value) for value in self.results(context)]
@@ -406,7 +401,6 @@ def _join(context: Context, x: Value, y: Value) -> Value:
         return both.make(FIXED, const=x.const if same else None, twin=x.twin if same else None, power=x.power)
     if "rows" in kinds:
         rows = [value for value in (x, y) if value.kind == "rows"]
-        # One branch has the examples in another dim than the other.
         if len({row.layout for row in rows}) > 1:
             return both.unknown()
         # A row that may be divided by n, or may not, is neither; and an atom of one branch is no variable outside of
