@@ -260,7 +260,7 @@ def _build(word: Word) -> Any:
             given = sized(word)
             if "part" in given:
                 raise ValueError(
-                    f"sequence={word.value}: nothing follows a slash here; write sequence={word.value.split('/')[0]}"
+                    f"sequence={word.value}: sequence has no part after a slash; write sequence={word.value.split('/')[0]}"
                 )
             return Sequence(**given)
         case "pipeline":
