@@ -259,9 +259,8 @@ def _build(word: Word) -> Any:
         case "sequence":
             given = sized(word)
             if "part" in given:
-                raise ValueError(
-                    f"sequence={word.value}: sequence has no part after a slash; write sequence={word.value.split('/')[0]}"
-                )
+                instead = word.value.partition("/")[0]
+                raise ValueError(f"sequence={word.value}: sequence has no part after a slash; write sequence={instead}")
             return Sequence(**given)
         case "pipeline":
             return Pipeline(**_renamed(sized(word), mode="schedule", part="chunks"))
