@@ -78,7 +78,7 @@ def generate(
     if rows % parts:
         raise ValueError(
             f"{rows} rows of tokens don't divide over the {parts} devices that share a batch under {str(plan)!r}; give "
-            f"{rows // parts * parts or parts} or {(rows // parts + 1) * parts}"
+            f"{rows // parts * parts or parts} or {(rows // parts + 1) * parts} rows"
         )
     split = NamedSharding(source.mesh, PartitionSpec(axes or None))
     if options.get("present") is not None:

@@ -14,7 +14,7 @@ from cjax.plan import Plan
 from cjax.program import Program
 from cjax.program.batches import batch_structs
 from cjax.program.compose import compose
-from cjax.program.parts import Given
+from cjax.program.composed import Given
 from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
 from cjax.tree import PyTree

@@ -159,7 +159,7 @@ def subject(name: str, wide: bool) -> Subject:
             init=lambda key: widened(init(key)),
             params_shape=widened(captured.params_shape),
             frozen_shape=widened(captured.frozen_shape),
-            carried_shape=widened(captured.carried_shape),
+            model_state_shape=widened(captured.model_state_shape),
             initial=captured.initial and widened(captured.initial),
         )
     # Other examples, of the same range: rows and columns change places, differently in each leaf.
@@ -223,23 +223,23 @@ class Run:
 
     steps: tuple[Step, ...]
     params: PyTree
-    carried: PyTree
+    model_state: PyTree
 
 
 def trees(program: Program, state: Any) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-    """params, frozen, carried and the optimizer's state in the user's trees, on the host.
+    """params, frozen, model_state and the optimizer's state in the user's trees, on the host.
 
     What is loaded is on the host already, so that no program is compiled to slice each leaf out of its stack.
     """
-    storage, optimizer = program._parts.storage, program._parts.optimizer
-    stored = (state._params, state._frozen, state._carried)
-    shelves = (storage.params, storage.frozen, storage.carried)
+    storage, optimizer = program._composed.storage, program._composed.optimizer
+    stored = (state._params, state._frozen, state._model_state)
+    shelves = (storage.params, storage.frozen, storage.model_state)
 
     def load(shelf: Storage, arrays: Any) -> PyTree:
         return on_host(shelf.load([leaf if is_key(leaf) else np.asarray(leaf) for leaf in arrays]))
 
-    params, frozen, carried = (load(shelf, arrays) for shelf, arrays in zip(shelves, stored, strict=True))
-    return params, frozen, carried, load(optimizer.storage, state._opt) if optimizer else ()
+    params, frozen, model_state = (load(shelf, arrays) for shelf, arrays in zip(shelves, stored, strict=True))
+    return params, frozen, model_state, load(optimizer.storage, state._opt) if optimizer else ()
 
 
 Look = Callable[[Program, Any], None]
@@ -256,11 +256,11 @@ def train(name: str, plan: str, wide: bool, optimizer: str | None = None, look: 
     for index in range(NUM_STEPS):
         with no_compilation() if index else contextlib.nullcontext():
             state, metrics = program.step(state, second if index % 2 else first)
-        params, _, carried, (_, grads) = trees(program, state)
+        params, _, model_state, (_, grads) = trees(program, state)
         steps.append(Step(np.asarray(metrics["loss"]), on_host(metrics.get("aux", {})), grads))
         assert int(metrics["skipped"]) == 0 and int(state.step) == index + 1
         np.testing.assert_allclose(metrics["grad_norm"], norm(grads), rtol=1e-5)
-    return Run(tuple(steps), params, carried)
+    return Run(tuple(steps), params, model_state)
 
 
 # Which dim of which parameter 1D tensor parallelism splits, by a pattern of its path: heads, ffn, vocabulary, experts.
@@ -315,7 +315,7 @@ def grid_parts(name: str, path: str, plan: str) -> int:
 # -- the same model, trained by its author ----------------------------------------------------------------------------
 @functools.cache
 def author_initial(name: str, wide: bool) -> tuple[PyTree, PyTree, PyTree]:
-    """params, frozen and carried as the model's own init makes them."""
+    """params, frozen and model_state as the model's own init makes them."""
     captured = subject(name, wide).captured
     return captured.initial or jax.jit(captured.init)(jax.random.key(0))
 
@@ -332,17 +332,17 @@ def author(name: str, parts: int, wide: bool, optimizer: str | None = None) -> R
     backward, update = jax.jit(functools.partial(_part, captured, parts)), jax.jit(tx.update)
     steps = []
     for index in range(NUM_STEPS):
-        params, frozen, carried = state
+        params, frozen, model_state = state
         batch, step_key = case.batches[index % 2], jax.random.fold_in(key, index)
         outs = []
         for part in range(parts):
             rows = jax.tree.map(lambda x, part=part: x[part::parts] if np.ndim(x) else x, batch)
-            carried = _streams_of(state[2], carried, captured.random)
-            *out, carried = backward(params, frozen, carried, rows, step_key, part)
+            model_state = _streams_of(state[2], model_state, captured.random)
+            *out, model_state = backward(params, frozen, model_state, rows, step_key, part)
             outs.append(out)
         loss, aux, grads = _averaged(outs)
         updates, opt_state = update(grads, opt_state, params, value=loss)
-        state = (optax.apply_updates(params, updates), frozen, carried)
+        state = (optax.apply_updates(params, updates), frozen, model_state)
         steps.append(Step(on_host(loss), on_host(aux), on_host(grads)))
     return Run(tuple(steps), on_host(state[0]), on_host(state[2]))
 
@@ -355,14 +355,14 @@ def _streams_of(first: PyTree, now: PyTree, random: tuple[bool, ...]) -> PyTree:
 
 
 def _part(captured: Capture, parts: int, params: PyTree, *rest: Any) -> tuple[Any, ...]:
-    """One micro-batch: total, weight, aux, gradients of the total, and carried state."""
-    frozen, carried, rows, key, index = rest
+    """One micro-batch: total, weight, aux, gradients of the total, and model state."""
+    frozen, model_state, rows, key, index = rest
 
     def total(params: PyTree) -> tuple[jax.Array, Any]:
-        inner = captured.fold_carried(carried, index) if parts > 1 else carried
+        inner = captured.fold_model_state(model_state, index) if parts > 1 else model_state
         inner_key = jax.random.fold_in(key, index) if parts > 1 else key
         loss, aux, new = captured.apply(params, frozen, inner, rows, inner_key, True)
-        new = captured.unfold(new, carried) if parts > 1 else new
+        new = captured.unfold(new, model_state) if parts > 1 else new
         loss = loss if isinstance(loss, Mean) else Mean(loss, jnp.ones_like(loss))
         return loss.total, (loss.weight, aux, new)
 
@@ -396,4 +396,4 @@ def assert_trained_alike(name: str, plan: str, look: Look | None = None) -> None
             assert_close(step.aux, other.aux, tolerance, where + "aux")
             assert_close(step.grads, other.grads, tolerance, where + "gradient of ")
         assert_close(given.params, wanted.params, after_updates(name), "parameter ")
-        assert_close(given.carried, wanted.carried, tolerance, "carried ")
+        assert_close(given.model_state, wanted.model_state, tolerance, "carried ")

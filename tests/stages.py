@@ -224,15 +224,15 @@ MODELS: dict[str, nn.Module] = {name: Net(name) for name in BODIES}
 MODELS |= {"side_by_side": Experts(), "between": Between(), "encoder_decoder": EncoderDecoder()}
 
 
-def error(name: str, plan: str, together: bool = False) -> tuple[float, cjax.Program]:
-    """How far off one device's the loss, its gradients and its evaluation are; stages may be told to go together."""
+def error(name: str, plan: str, lockstep: bool = False) -> tuple[float, cjax.Program]:
+    """How far off one device's the loss, its gradients and its evaluation are; stages may be told to go in lockstep."""
     model, x = MODELS[name], np.random.RandomState(0).randn(ROWS, LENGTH, 8)
 
     def loss(model: Any, x: Any) -> jax.Array:
         return (model(x) ** 2).mean()
 
     program = cjax.parallelize(model, loss, optax.sgd(0.1), x, plan)
-    program._lockstep.together |= together
+    program._lockstep.needed |= lockstep
     state = program.init(0)
     params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), program.params(state))
     value, grads = program.value_and_grad(state, x)
@@ -249,7 +249,7 @@ if __name__ == "__main__":
     every = [f"{name}:pipeline=zero_bubble:2 microbatches=4 data=2 tensor=2" for name in MODELS]
     for name, plan in (case.split(":", 1) for case in sys.argv[1:] or every):
         try:
-            off, program = error(name, plan.removesuffix(" together"), plan.endswith(" together"))
-            print(f"{name}:{plan}: {off:.1e} together={program._lockstep.together}", flush=True)
+            off, program = error(name, plan.removesuffix(" lockstep"), plan.endswith(" lockstep"))
+            print(f"{name}:{plan}: {off:.1e} lockstep={program._lockstep.needed}", flush=True)
         except ValueError as given:
             print(f"{name}:{plan}: refused: {given}", flush=True)

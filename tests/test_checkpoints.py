@@ -69,13 +69,15 @@ def drawn(shapes: Any) -> Any:
 
 @pytest.mark.parametrize(("name", "moves"), pairs())
 def test_a_run_moves_between_plans(name: str, moves: str, tmp_path: Path) -> None:
-    """Parameters, frozen and carried arrays, all state of the optimizer, keys, and the scale of the loss."""
+    """Parameters, frozen ones, the model state, all state of the optimizer, keys, and the scale of the loss."""
     here, there = (program_of(name, plan, wide=False) for plan in moves.split(" -> "))
-    wanted = drawn(shapes_of(here._parts))
-    here.save(tmp_path / "run", state_from(here._parts, wanted))
+    wanted = drawn(shapes_of(here._composed))
+    here.save(tmp_path / "run", state_from(here._composed, wanted))
     restored = there.restore(tmp_path / "run")
     given = arrays_of(restored)
     jax.tree.map(np.testing.assert_array_equal, on_host(given), on_host(wanted))
-    placed = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), restored, there._parts.state_shardings)
+    placed = jax.tree.map(
+        lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), restored, there._composed.state_shardings
+    )
     assert all(jax.tree.leaves(placed))
     assert any(is_key(leaf) for leaf in jax.tree.leaves(given)) and len(jax.tree.leaves(given)) > 8

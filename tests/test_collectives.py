@@ -56,7 +56,7 @@ def compiled(model: str, plan: str) -> Compiled:
         objective, batch = zoo.next_token, {"tokens": jax.ShapeDtypeStruct((BATCH, SEQ + 1), np.int32)}
     program = cjax.parallelize(net, objective, optax.adamw(1e-3), batch, plan, devices="h100:8")
     facts = audit(compile_lowered(program.lower(), list(program.mesh.devices.flat)), program.mesh)
-    params: Any = program._parts.capture.params_shape
+    params: Any = program._composed.capture.params_shape
     return Compiled(facts, program.plan.data, sum(leaf.size for leaf in jax.tree.leaves(params)))
 
 

@@ -237,7 +237,7 @@ def test_a_grid_splits_each_matrix_along_both_of_its_sides(name: str, plan: str)
     """A device holds 1/q^2 of a matrix in 2d and 2.5d, 1/l^3 in 3d, and 1/q or 1/l of a vector; ZeRO divides further,
     over data parallelism and the depth."""
     program = program_of(name, plan, wide=False, optimizer=optax.adamw(1e-3))
-    state, parts = program.init(0), program._parts
+    state, parts = program.init(0), program._composed
     stage, shards = int(plan.partition("zero=")[2] or 0), data_size(plan) * tensor_of(plan)[2]
     kept = {3: (parts.storage.params, state._params), 1: (parts.optimizer.storage, state._opt)}
     for first_stage, (storage, arrays) in kept.items():
@@ -274,7 +274,7 @@ KEPT = [  # bytes a parameter
 def test_init_makes_no_more_than_it_keeps(plan: str, whole: float) -> None:
     """Compiled init: its results are what a device keeps, and beside them is room for random bits alone."""
     program = cjax.parallelize(lambda rngs: GPT(GPT_SIZES, rngs=rngs), gpt_loss, optax.adamw(1e-3), GPT_BATCH, plan)
-    memory = make_init(program._parts).lower(jax.random.key(0)).compile().memory_analysis()
+    memory = make_init(program._composed).lower(jax.random.key(0)).compile().memory_analysis()
     size = GPT_SIZES.num_params
     assert memory.output_size_in_bytes == pytest.approx(whole * size, rel=0.1)
     # Threefry works on two words for each number that a device makes, and it makes what it keeps of the parameters.

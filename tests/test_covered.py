@@ -41,12 +41,12 @@ def test_a_report_names_primitives_and_versions_that_nobody_tried(monkeypatch: p
         return jnp.square(model(batch["x"])).mean()
 
     monkeypatch.setattr(description, "TESTED", (*TESTED, covered.VERSION))
-    assert description.uncovered(program(plain)._parts.trace) == []
+    assert description.uncovered(program(plain)._composed.trace) == []
     known = {version: names - {"square"} for version, names in PRIMITIVES.items()}
     monkeypatch.setattr(description, "PRIMITIVES", known)
-    (said,) = description.uncovered(program(plain)._parts.trace)
+    (said,) = description.uncovered(program(plain)._composed.trace)
     assert "no test of cjax has run square: check this plan" in said and "verify=True" in said
     monkeypatch.setattr(description, "PRIMITIVES", PRIMITIVES)
     monkeypatch.setattr(description, "TESTED", ("0.1",))
-    (said,) = description.uncovered(program(plain)._parts.trace)
+    (said,) = description.uncovered(program(plain)._composed.trace)
     assert f"JAX {jax.__version__} is not one that cjax was tested with (0.1)" in said

@@ -142,8 +142,8 @@ def test_a_total_needs_no_other_scale_than_a_mean() -> None:
     plan, devices = "data=2 microbatches=4 precision=float16", jax.devices()[:2]
     program = cjax.parallelize(build, masked, optax.sgd(1.0), batch(), plan, devices=devices)
     _, metrics = program.step(program.init(0), batch())
-    assert program._parts.loss_size == ROWS * SEQ
-    assert make("data=2 microbatches=4", devices=devices)._parts.loss_size == 8
+    assert program._composed.loss_size == ROWS * SEQ
+    assert make("data=2 microbatches=4", devices=devices)._composed.loss_size == 8
     assert metrics["skipped"] == 0
 
 

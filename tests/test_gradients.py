@@ -108,7 +108,7 @@ def test_equals_one_device_at_the_same_microbatches(name: str, plan: str) -> Non
     params = [jax.device_get(p.params(s)) for p, s in zip((alone, shared), states, strict=True)]
     for a, b in zip(*map(jax.tree.leaves, params), strict=True):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b) + 1e-6
-    for leaf in jax.tree.leaves(states[1]._carried):
+    for leaf in jax.tree.leaves(states[1]._model_state):
         leaf = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         first, *others = [np.asarray(jax.device_get(shard.data)) for shard in leaf.addressable_shards]
         assert all(np.array_equal(first, other) for other in others)
@@ -136,12 +136,12 @@ def test_reduces_once(plan: str) -> None:
 def test_reduces_every_part_where_examples_meet() -> None:
     """What the note says is what happens; without this, counting could not tell the two apart."""
     assert max(count for _, count, _ in reductions("microbatches=4", "linen BatchNorm")) >= 4
-    notes = program_of("linen BatchNorm", "microbatches=4")._parts.notes
+    notes = program_of("linen BatchNorm", "microbatches=4")._composed.notes
     assert any("BatchNorm_0" in note and "reduced once per micro-batch" in note for note in notes)
 
 
 def test_stage_2_says_what_waiting_costs() -> None:
-    notes = program_of("linen average", "zero=2 microbatches=4")._parts.notes
+    notes = program_of("linen average", "zero=2 microbatches=4")._composed.notes
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     variables = jax.eval_shape(lambda: Net().init(keys, batch()["inputs"]))
     params = sum(leaf.size * 4 for leaf in jax.tree.leaves(variables["params"]))

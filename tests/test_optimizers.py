@@ -118,7 +118,7 @@ def assert_leaves_close(given: PyTree, wanted: PyTree) -> None:
 
 def assert_in_parts(program: Program, state: cjax.State) -> None:
     """Bytes a device: what is like a parameter is split as Adam's moments are, whose bytes the contract asserts."""
-    parts = program._parts
+    parts = program._composed
     assert parts.optimizer is not None
     storage, specs = parts.storage, parts.storage.state_specs if parts.plan.zero_stage else parts.storage.used_specs
     names, shapes = leaf_names(storage.params.leaf_shapes()), storage.params.leaf_shapes()
@@ -240,7 +240,7 @@ def test_noise_is_measured_from_the_parts_that_a_plan_has(name: str, plan: str, 
 def part_square(name: str, plan: str, num_parts: int) -> float:
     """By the author's own loss: the mean squared norm of the parts' gradients, over an equal share of the weights."""
     case = subject(name, False)
-    params, frozen, carried = author_initial(name, False)
+    params, frozen, model_state = author_initial(name, False)
     shards = Plan.parse(plan).resolve(8).data if "zero=3" not in plan else 1
     parts = num_parts // shards  # micro-batch i is every i-th row of what a device has
     each = ROWS // shards
@@ -249,7 +249,7 @@ def part_square(name: str, plan: str, num_parts: int) -> float:
     @jax.jit
     @functools.partial(jax.grad, has_aux=True)
     def gradient(params: PyTree, mine: PyTree) -> tuple[jax.Array, jax.Array]:
-        loss, _, _ = case.captured.apply(params, frozen, carried, mine, jax.random.key(0), True)
+        loss, _, _ = case.captured.apply(params, frozen, model_state, mine, jax.random.key(0), True)
         weight = mine["mask"][:, 1:].sum() if name == "linen_masked_mean" else jnp.ones(())
         return loss * weight, weight
 

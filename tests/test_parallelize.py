@@ -73,7 +73,7 @@ def test_auto_takes_the_least_zero_stage_that_fits_and_says_so(limit: Callable[[
     limit(int(1.15 * (STATES[stage] + ACTIVATIONS)))
     program = make()
     assert program.plan == cjax.Plan(data=8, zero=stage)
-    (note,) = program._parts.notes
+    (note,) = program._composed.notes
     assert "auto chose" in note and "the least that fits" in note and "GiB" in note
 
 
@@ -81,7 +81,7 @@ def test_auto_turns_to_remat_and_micro_batches_and_says_when_that_is_not_enough(
     limit(1000)
     program = make(batch=batch(64))
     assert (program.plan.zero_stage, program.plan.remat, program.plan.microbatches) == (3, "block", 8)
-    assert "it may not fit" in program._parts.notes[0]
+    assert "it may not fit" in program._composed.notes[0]
 
 
 def test_auto_without_an_optimizer_counts_none(limit: Callable[[int], None]) -> None:
@@ -141,8 +141,8 @@ def test_a_model_is_captured_once_whatever_the_plans() -> None:
     assert len(built) == 2
     program.replan("zero=3 microbatches=2")
     assert built[2] == ROWS // 2
-    assert make("data=8", model=Counted())._parts.capture is not program._parts.capture
-    assert program.replan("zero=3")._parts.capture is program._parts.capture
+    assert make("data=8", model=Counted())._composed.capture is not program._composed.capture
+    assert program.replan("zero=3")._composed.capture is program._composed.capture
 
 
 @pytest.mark.parametrize("plan", ["data=8 zero=3", "auto"])
@@ -179,7 +179,7 @@ def test_the_users_python_runs_once_before_a_step(plan: str) -> None:
 def test_a_program_has_no_more_operations_for_more_layers(plan: str) -> None:
     def num_operations(depth: int) -> tuple[int, int]:
         program = make(plan, model=Net(depth))
-        init = make_init(program._parts).lower(jax.eval_shape(lambda: jax.random.key(0)))
+        init = make_init(program._composed).lower(jax.eval_shape(lambda: jax.random.key(0)))
         return program.lower().as_text().count(" = "), init.as_text().count(" = ")
 
     assert num_operations(4) == num_operations(19)

@@ -294,7 +294,7 @@ def test_stages_hand_on_one_activation_and_one_gradient(plan: str, num_devices: 
     program = mini(plan, 16, num_devices=num_devices)
     facts = cjax.audit(program.lower().compile())
     sent = [each for each in facts.collectives if each.kind == "collective-permute" and each.axis == "pipe"]
-    ticks = program._parts.line.schedule.num_ticks
+    ticks = program._composed.line.schedule.num_ticks
     assert sum(each.count for each in sent) == 2 * ticks
     rows = 16 // num_parts(plan)
     assert {each.bytes for each in sent} == {4 * rows * 64 * 192 / parts}
@@ -313,7 +313,7 @@ def test_a_table_of_the_users_own() -> None:
     table = one_f_one_b(2, 4, lead=1)
     (own, given), (_, wanted) = gradients(schedule=table), gradients()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), given, wanted)
-    assert own._parts.line.schedule is table
+    assert own._composed.line.schedule is table
     for other, said in ((one_f_one_b(2, 2), "write pipeline=1f1b:2 microbatches=2"), (forward_only((0, 1), 4), "no B")):
         with pytest.raises(ValueError, match=said):
             gradients(schedule=other)
@@ -321,7 +321,7 @@ def test_a_table_of_the_users_own() -> None:
 
 def test_says_when_stages_mostly_wait() -> None:
     def notes(plan: str) -> Any:
-        return [note for note in program_of("linen_decoder", plan, wide=False)._parts.notes if "wait" in note]
+        return [note for note in program_of("linen_decoder", plan, wide=False)._composed.notes if "wait" in note]
 
     (note,) = notes("pipeline=1f1b:4")
     assert note == "stages wait 75% of the time with microbatches=1: take 4 for each stage, 16, or more"

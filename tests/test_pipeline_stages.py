@@ -30,9 +30,9 @@ STAGES = Path(__file__).parent / "stages.py"
     ],
 )
 def test_what_is_in_front_of_the_second_stack_learns(name: str, plan: str) -> None:
-    """Also where all stages go through the ticks of either stack together."""
+    """Also where all stages go through the ticks of either stack in lockstep."""
     with jax.enable_x64(True):
-        off, _ = error(name, plan, together=True)
+        off, _ = error(name, plan, lockstep=True)
     assert off < 1e-12
 
 
@@ -83,7 +83,7 @@ def test_stages_go_together_only_where_the_compiled_program_needs_it(
         assert len(compiled) == times
         program.value_and_grad(state, x)
         assert len(compiled) == times + 1
-    said = [line for line in report.watch if "together" in line]
+    said = [line for line in report.watch if "lockstep" in line]
     assert len(said) == times - 1
     if said:
         assert "since XLA has put collective-permute for " in said[0], said

@@ -108,7 +108,7 @@ def test_it_is_named_and_nothing_is_related(name: str) -> None:
     made = program(name, "data=2 tensor=4")
     (said,) = [line for line in made.report().watch if "cjax knows nothing of" in line]
     assert said.startswith(f"cjax knows nothing of {name}: every device computes all of it")
-    trace = made._parts.trace
+    trace = made._composed.trace
     assert dict(trace.dims.unknown) == {name: 1} and name in str(made.trace)
     (eqn,) = [eqn for eqn in trace.closed.jaxpr.eqns if eqn.primitive.name == name]
     before, after = (trace.dims.of(v) for v in (eqn.invars[0], eqn.outvars[0]))

@@ -180,7 +180,7 @@ def captured(model: Any, x: np.ndarray) -> Capture:
         found,
         init=lambda key: widened(found.init(key)),
         params_shape=widened(found.params_shape),
-        carried_shape=widened(found.carried_shape),
+        model_state_shape=widened(found.model_state_shape),
     )
 
 
@@ -191,7 +191,7 @@ def program_of(model: Any, x: np.ndarray, plan: str) -> Program:
 
 
 def whole_notes(program: Program) -> list[str]:
-    return [note for note in program._parts.notes if "whole on every device" in note]
+    return [note for note in program._composed.notes if "whole on every device" in note]
 
 
 FEW = ["standardised", "three convolutions", "optimized LSTM", "GRU"]
@@ -211,8 +211,8 @@ def test_equal_to_one_device_and_split(name: str, plan: str) -> None:
         program, author, key = program_of(model, x, plan), captured(model, x), jax.random.key(0)
         state = program.init(0)
         given = on_host(program.value_and_grad(state, x))
-        params, frozen, carried = author.init(key)
-        wanted = jax.jit(jax.value_and_grad(lambda p: author.apply(p, frozen, carried, x, key, True)[0]))(params)
+        params, frozen, model_state = author.init(key)
+        wanted = jax.jit(jax.value_and_grad(lambda p: author.apply(p, frozen, model_state, x, key, True)[0]))(params)
         assert_close(given, on_host(wanted), EXACT)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if plan == "tensor=4":
@@ -223,10 +223,10 @@ def test_equal_to_one_device_and_split(name: str, plan: str) -> None:
 def test_layers_taken_in_pairs_are_the_same_model_under_any_plan() -> None:
     """Scored in pairs, taken over by a plan that has a layer for each turn of its loop, and by stages of a pipeline."""
     program = cjax.parallelize(Square(4), loss, optax.sgd(0.1), ROWS, "tensor=4", devices=jax.devices()[:4])
-    assert program._parts.trace.pairs
+    assert program._composed.trace.pairs
     state = program.init(0)
     wanted = float(program.evaluate(state, ROWS)["loss"])
     for plan in ("data=4", "pipeline=gpipe:4 microbatches=2"):
         other = program.replan(plan)
-        assert not other._parts.trace.pairs and other._parts.trace.runs[0].repeats == 4
+        assert not other._composed.trace.pairs and other._composed.trace.runs[0].repeats == 4
         np.testing.assert_allclose(other.evaluate(other.restore(state), ROWS)["loss"], wanted, rtol=1e-6)

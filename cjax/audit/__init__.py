@@ -32,7 +32,10 @@ def audit(compiled: jax.stages.Compiled, mesh: Mesh | None = None) -> Audit:
     """
     text = compiled.as_text()
     if not text:
-        raise ValueError("This compiled program offers no HLO text to read.")
+        raise ValueError(
+            "This compiled program offers no HLO text to read: give one that XLA compiled in this process, as "
+            "jax.jit(f).lower(...).compile() does."
+        )
     stats = compiled.memory_analysis()
     memory = stats and Memory(
         arguments=stats.argument_size_in_bytes,
@@ -47,7 +50,10 @@ def audit_text(text: str, mesh: Mesh | None = None, memory: Memory | None = None
     """`audit` of optimized HLO text, such as a dump."""
     module = hlo.parse(text)
     if mesh is not None and mesh.size != module.num_devices:
-        raise ValueError(f"The program is for {module.num_devices} devices, the mesh has {mesh.size}: {mesh}.")
+        raise ValueError(
+            f"The program is for {module.num_devices} devices, and {mesh} has {mesh.size}: give the mesh that it was "
+            "compiled for, or leave it out."
+        )
     reader = ModuleReader(module, mesh)
     total = reader.work(module.entry)
     return Audit(

@@ -104,7 +104,10 @@ def parse(text: str) -> Module:
         elif current is not None and (match := _INSTRUCTION.match(line)):
             current.append(_instruction(match, line[match.end() :]))
     if not entry:
-        raise ValueError("This is no HLO text of a compiled program: it has no ENTRY computation.")
+        raise ValueError(
+            "This is no HLO text of a compiled program, having no ENTRY computation: give what compiled.as_text() "
+            "returns."
+        )
     counts = [re.search(rf"\b{name}=(\d+)", text.split("\n", 1)[0]) for name in ("num_partitions", "replica_count")]
     num_devices = math.prod(int(count[1]) for count in counts if count)
     return Module({name: tuple(lines) for name, lines in computations.items()}, entry, num_devices)

@@ -16,7 +16,7 @@ from cjax.audit.facts import author_module
 from cjax.audit.read import RECEIVED, axes_of
 
 TICKS = "pipeline_ticks"  # the scope of the loop that stages go through
-TOGETHER = re.compile(r"\ball_runs_\d+_of_\d+/\w+$")  # a branch that all stages take whenever one does
+LOCKSTEP = re.compile(r"\ball_runs_\d+_of_\d+/\w+$")  # a branch that all stages take whenever one does
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Walk:
         """Whether one stage may do this and another not, or not as often."""
         if instruction.opcode == "while":
             return hlo.trip_count(instruction, self.module) is None
-        return instruction.opcode == "conditional" and not TOGETHER.search(name)
+        return instruction.opcode == "conditional" and not LOCKSTEP.search(name)
 
     def _spans(self, instruction: hlo.Instruction, kind: str) -> bool:
         groups = tuple(group for group in hlo.replica_groups(instruction, self.module.num_devices) if len(group) > 1)

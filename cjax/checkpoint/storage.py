@@ -97,7 +97,7 @@ def _finish_writing(writer: ocp.AsyncCheckpointer, unfinished: Path, summary: Su
 
 @own_context
 def restore(path: str | Path, abstract: PyTree, ignore: Sequence[str] = ()) -> tuple[PyTree, dict[str, Any]]:
-    """Reads a checkpoint onto the placement that `abstract` asks for; each device receives its own part alone.
+    """Reads a checkpoint onto the placement that `abstract` asks for; each device receives its own shard alone.
 
     Args:
         path: the folder of one checkpoint.
@@ -167,7 +167,10 @@ def _unique_names(tree: PyTree) -> tuple[str, ...]:
     names = leaf_names(tree)
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"these names stand for several arrays, so they can't be stored by name: {', '.join(twice)}")
+        raise ValueError(
+            f"these names stand for several arrays, so they can't be stored by name: {', '.join(twice)}; rename all "
+            "but one of each"
+        )
     return names
 
 

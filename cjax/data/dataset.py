@@ -108,8 +108,8 @@ def hold_out(texts: Sequence[str], part: float, groups: Sequence[Any] | None = N
 
     Args:
         texts: what is split.
-        part: of each group, at least 0 and below 1; 0 holds out none, otherwise at least one is.
-        groups: the label of each, so that all have the same part; one group if None.
+        part: the share of each group, at least 0 and below 1; 0 holds out none, otherwise at least one is.
+        groups: the label of each, so that all have the same share; one group if None.
 
     Raises:
         ValueError: a group with fewer than two different texts, which can't be on both sides.
@@ -118,7 +118,7 @@ def hold_out(texts: Sequence[str], part: float, groups: Sequence[Any] | None = N
     10
     """
     if not 0 <= part < 1:
-        raise ValueError(f"held_out is {part}; it is a part of the data, at least 0 and below 1")
+        raise ValueError(f"held_out is {part}; it is a share of the data, at least 0 and below 1")
     labels = np.zeros(len(texts), int) if groups is None else np.asarray(groups)
     found = np.zeros(len(texts), bool)
     if part == 0:

@@ -1,9 +1,9 @@
-"""Loss and gradients of a whole batch, or of its parts one after the other.
+"""Loss and gradients of a batch: at once, or micro-batch by micro-batch.
 
-`plain` differentiates the whole batch at once. The others run it in parts, one after the other, and add up the
-gradients; a part takes every m-th row, so that each device's rows of a part are rows it already has. `micro_batched`
-lets every part see all devices, whose gradients are reduced part by part; `locally_accumulated` keeps every device to
-its own rows until the last part, and reduces once.
+`plain` differentiates the whole batch. The others add up gradients of micro-batches, each of every m-th row, so that
+a device's rows of one are rows that it already has. In `micro_batched` all devices compute a micro-batch, and reduce
+its gradients, before the next; in `locally_accumulated` each device adds up those of its own rows, and all reduce
+once, behind the last.
 """
 
 import math
@@ -33,10 +33,10 @@ class Evaluated:
     total: jax.Array
     weight: jax.Array | None
     aux: list[tuple[jax.Array, jax.Array | None]]
-    carried: Arrays
+    model_state: Arrays
 
 
-jax.tree_util.register_dataclass(Evaluated, ["total", "weight", "aux", "carried"], [])
+jax.tree_util.register_dataclass(Evaluated, ["total", "weight", "aux", "model_state"], [])
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ def mean(total: jax.Array, weight: jax.Array | None) -> jax.Array:
     """total / weight; the total where there is no weight. Nothing counted is a mean of zero, not NaN."""
     if weight is None:
         return total
+    # Both branches of a where are differentiated: without the inner one a division by 0 would be NaN times 0 in the
+    # gradient.
     return jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight))
 
 
@@ -69,10 +71,13 @@ def plain(loss: Loss) -> Gradients:
     """Gradients of the loss of a whole batch."""
 
     def gradients(
-        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+        params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
     ) -> Graded:
         def scalar(params: Arrays) -> tuple[jax.Array, Evaluated]:
-            out = loss(params, frozen, carried, batch, key, jnp.int32(0))
+            out = loss(params, frozen, model_state, batch, key, jnp.int32(0))
+            # As in all kinds of gradients: the weight is a count of what the total is over, and parts' weights are
+            # added up without a derivative. Were it taken here, a loss would have another gradient as soon as its batch
+            # is cut.
             weight = None if out.weight is None else lax.stop_gradient(out.weight)
             return scaled(mean(out.total, weight), scale), out
 
@@ -103,9 +108,9 @@ def micro_batched(
     parts = _Parts(loss, num_microbatches, constrain, measures)
 
     def gradients(
-        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+        params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
     ) -> Graded:
-        sums, grads, square = parts.sum(params, frozen, carried, batch, key, scale)
+        sums, grads, square = parts.sum(params, frozen, model_state, batch, key, scale)
         return averaged(sums, grads, num_microbatches, denominator, scale, (square, num_microbatches))
 
     return gradients
@@ -138,12 +143,15 @@ def reduction(
     """
     for dim, (size, before, after) in enumerate(zip(shape, summed, placed, strict=True)):
         old, new = axes_of_entry(before), axes_of_entry(after)
+        # Only where the new axes follow the ones that split the dim already is a device's piece of the sum a piece of
+        # its own piece; anything else has to be moved, and is summed whole first.
         scatter = new[len(old) :]
         if not scatter or new[: len(old)] != old or not set(scatter) <= set(axes):
             continue
         shards = 1
         for axis in new:
             shards *= mesh.shape[axis]
+        # A reduce-scatter hands out equal pieces; a dim that does not divide into them is summed whole.
         if size % shards == 0:
             return Reduction(summed, placed, dim, scatter)
     return Reduction(summed, summed, 0, ())
@@ -172,13 +180,15 @@ def locally_accumulated(
     num_shards = math.prod(mesh.shape[axis] for axis in axes)
     parts = _Parts(loss, num_microbatches, lambda rows: rows, measures)
 
-    def inside(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale) -> Any:
-        sums, grads, square = parts.sum(params, frozen, carried, batch, key, scale)
+    def inside(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale) -> Any:
+        sums, grads, square = parts.sum(params, frozen, model_state, batch, key, scale)
+        # Numbers, a few bytes; gradients are left as they are on each device, to be reduced where and in which dtype
+        # the plan says.
         totals = lax.psum((sums.total, sums.weight, sums.aux, square), axes)
-        return totals, sums.carried, tuple(g[None] for g in grads)  # a dim that tells the devices' sums apart
+        return totals, sums.model_state, tuple(g[None] for g in grads)  # a dim that tells the devices' sums apart
 
     def gradients(
-        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+        params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
     ) -> Graded:
         whole = PartitionSpec()
         rows = jax.tree.map(lambda leaf: PartitionSpec(axes) if leaf.ndim else whole, batch)
@@ -187,9 +197,9 @@ def locally_accumulated(
             inside, mesh=mesh, axis_names=set(axes), check_vma=False,
             in_specs=(whole, whole, whole, rows, whole, whole), out_specs=(whole, whole, PartitionSpec(axes)),
         )  # fmt: skip
-        (total, weight, aux, square), carried, grads = run(params, frozen, carried, batch, key, scale)
+        (total, weight, aux, square), model_state, grads = run(params, frozen, model_state, batch, key, scale)
         grads = reduced(grads, reductions, [axes] * len(grads), mesh)
-        sums = Evaluated(total, weight, aux, carried)
+        sums = Evaluated(total, weight, aux, model_state)
         num_parts = num_microbatches * num_shards
         return averaged(sums, grads, num_parts, denominator, scale, (square, num_parts))
 
@@ -216,7 +226,9 @@ def reduced(grads: Arrays, reductions: Sequence[Reduction], axes: Sequence[tuple
 
 
 def _reduce(grad: jax.Array, how: Reduction, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
+    """The sum over devices of one gradient: scattered where it can be, whole elsewhere."""
     kept = grad.dtype
+    # `reduce=float32` under bfloat16: devices' sums would otherwise be rounded again at each addition.
     grad = grad if how.dtype is None else raised_on_cpu(grad.astype(how.dtype), mesh)
     if how.scatter:
         grad = lax.psum_scatter(grad, how.scatter, scatter_dimension=how.dim, tiled=True)
@@ -237,10 +249,10 @@ def sharing(gradients: Gradients, shared: Shared | None, num_microbatches: int, 
         return gradients
 
     def whole(
-        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale, **more: Any
+        params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale, **more: Any
     ) -> Graded:
         batch = [*jax.tree.leaves(batch), *divisors(shared, batch, key, num_microbatches, num_parts)]
-        return gradients(params, frozen, carried, batch, key, scale, **more)
+        return gradients(params, frozen, model_state, batch, key, scale, **more)
 
     return whole
 
@@ -261,6 +273,8 @@ def divisors(shared: Shared, batch: PyTree, key: jax.Array, num_microbatches: in
     dtypes = [var.aval.dtype for var in dict.fromkeys(shared.divisors.values())]
     found = []
     for weight, total, dtype in zip(shared.weights, sums, dtypes, strict=True):
+        # Guards come after adding up, on the whole batch's weight. A sum is then shared out: parts' sums over the n-th
+        # part of it average to sum over weight.
         value = total / num_microbatches if weight.is_mean else total
         divisor = guarded(weight, value).astype(dtype)
         found.append(divisor if weight.is_mean else divisor / num_parts)
@@ -269,6 +283,8 @@ def divisors(shared: Shared, batch: PyTree, key: jax.Array, num_microbatches: in
 
 def cut_rows(leaf: jax.Array, num_microbatches: int) -> jax.Array:
     """Rows by micro-batch: every m-th row is one's."""
+    # Every m-th, not m stretches: rows are split over devices in stretches, so a stretch would be one device's, and
+    # every micro-batch would first have to be spread over all.
     rows = leaf.reshape(leaf.shape[0] // num_microbatches, num_microbatches, *leaf.shape[1:])
     return jnp.moveaxis(rows, 1, 0)
 
@@ -283,7 +299,7 @@ class _Parts:
     measures: bool
 
     def sum(
-        self, params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+        self, params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
     ) -> tuple[Evaluated, Arrays, jax.Array | None]:
         """What the parts give, their gradients, and these gradients' squared norms, each added up."""
         leaves, treedef = jax.tree.flatten(batch)
@@ -291,26 +307,31 @@ class _Parts:
 
         def one(sums: Any, x: Any) -> Any:
             index, rows = x
-            *old, carried = sums
+            # One after the other, as a loop of steps would: running statistics see the micro-batches in order.
+            *old, model_state = sums
             rows = iter(rows)
             part = jax.tree.unflatten(treedef, [next(rows) if leaf.ndim else leaf for leaf in leaves])
 
             def scalar(params: Arrays) -> tuple[jax.Array, Evaluated]:
-                out = self.loss(params, frozen, carried, part, key, index)
+                out = self.loss(params, frozen, model_state, part, key, index)
                 return scaled(out.total, scale), out
 
             (_, out), grads = jax.value_and_grad(scalar, has_aux=True)(params)
             new = [grads, (out.total, out.weight, out.aux), square_of(grads) if self.measures else None]
-            return (*jax.tree.map(jnp.add, old, new), out.carried), None
+            return (*jax.tree.map(jnp.add, old, new), out.model_state), None
 
-        shape = jax.eval_shape(self.loss, params, frozen, carried, _first(leaves, parts, treedef), key, jnp.int32(0))
+        shape = jax.eval_shape(
+            self.loss, params, frozen, model_state, _first(leaves, parts, treedef), key, jnp.int32(0)
+        )
+        # Gradients have the parameters' shapes and dtypes: added up in what weights are kept in, float32, however low
+        # the precision they were made in.
         sums = (params, (shape.total, shape.weight, shape.aux))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
         square = jnp.zeros((), jnp.float32) if self.measures else None
-        (grads, (total, weight, aux), square, carried), _ = lax.scan(
-            one, (*zeros, square, carried), (jnp.arange(self.num, dtype=jnp.int32), parts)
+        (grads, (total, weight, aux), square, model_state), _ = lax.scan(
+            one, (*zeros, square, model_state), (jnp.arange(self.num, dtype=jnp.int32), parts)
         )
-        return Evaluated(total, weight, aux, carried), grads, square
+        return Evaluated(total, weight, aux, model_state), grads, square
 
 
 def scaled(total: jax.Array, scale: Scale) -> jax.Array:
@@ -334,6 +355,7 @@ def averaged(
     the sum of squared norms that was `measured`, and of how many."""
     # Without a weight each part is a mean over equally many rows: their sum is over their number.
     weight = None if sums.weight is None else denominator(sums.weight)
+    # Of no example that counts all totals are 0, and so is their mean.
     divisor = jnp.asarray(num_parts) if weight is None else jnp.where(weight == 0, 1, weight)
     if scale is not None:
         divisor = divisor * scale
@@ -343,7 +365,7 @@ def averaged(
     # A part's sum over its share of the divisor, so that the parts' mean is the whole.
     square, parts = measured
     part_square = None if square is None else square * parts / jnp.square(divisor.astype(jnp.float32))
-    return Graded(Evaluated(total, weight, aux, sums.carried), grads, part_square, parts)
+    return Graded(Evaluated(total, weight, aux, sums.model_state), grads, part_square, parts)
 
 
 def _first(leaves: list[jax.Array], parts: list[jax.Array], treedef: Any) -> PyTree:

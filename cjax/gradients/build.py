@@ -64,6 +64,7 @@ def build_gradients(loss: LaidOut, choice: Choice, measures: bool = False) -> Bu
     if choice.kind == "whole":
         run = place_loss(loss.trace, loss.storage, plan, loss.mesh)
         return Built(sharing(plain(_as_loss(loss.trace, run, 1)), shared, 1, 1), (), 1)
+    # A part is one device's rows of one micro-batch where devices add up alone.
     num, trace, more = plan.microbatches, loss.trace, ()
     if local is not None:
         reductions = _reductions(loss.storage, plan, local.axes, loss.mesh)
@@ -111,6 +112,7 @@ def _own_pipeline(
     loss: LaidOut, line: Line, local: LocalRows, reductions: Sequence[Reduction], measures: bool
 ) -> Gradients:
     """Of micro-batches that go through stages on each device's own rows, reduced once."""
+    # Weights are kept for the stages as the whole batch's trace has them; the other trace has to run the same ones.
     stacks = line.stacks_of(local.trace)
     assert stacks is not None, "the loss on other rows has other layers"
     num, mesh = loss.plan.microbatches, loss.mesh
@@ -120,13 +122,14 @@ def _own_pipeline(
 
 
 def _executor(staged: StagedModel, line: Line, num_parts: int) -> Executor:
+    """What runs the stages of a model, and adds up results over micro-batches."""
     trace = staged.stages.cut.trace
 
     def total(outs: list[jax.Array]) -> Any:
         out = _sorted_results(trace, outs, num_parts)
         return out.total, (out.total, out.weight, out.aux)
 
-    return Executor(staged.stages, line.schedule, line.part, staged.trained, PIPE, total, staged.states)
+    return Executor(staged.stages, line.schedule, line.partition, staged.trained, PIPE, total, staged.states)
 
 
 def _divide_by(loss: LaidOut) -> Denominator:
@@ -137,6 +140,8 @@ def _reductions(storage: ModelStorage, plan: Plan, axes: tuple[str, ...], mesh: 
     """Gradients go where their optimizer state is, if ZeRO splits that."""
     found = []
     for slot in storage.params.slots:
+        # Each device updates the piece of a parameter whose optimizer state it has, and needs no more of the gradient
+        # than that.
         state = storage.state_specs[slot.leaves[0]] if plan.zero_stage else slot.spec
         how = reduction(slot.stored_shape, slot.stored_spec, slot.stacked(state), axes, mesh)
         found.append(dataclasses.replace(how, dtype=plan.reduce))
@@ -144,6 +149,9 @@ def _reductions(storage: ModelStorage, plan: Plan, axes: tuple[str, ...], mesh: 
 
 
 def _cost_of_waiting(reductions: Sequence[Reduction], storage: ModelStorage, plan: Plan, mesh: Mesh) -> tuple[str, ...]:
+    """What ZeRO-2 holds until the last micro-batch, as a note."""
+    # ZeRO-2 promises that no device holds a whole gradient. Reducing once means to hold it until then; told, not
+    # hidden, since somebody may have counted on the bytes.
     if plan.zero_stage < 2:
         return ()
     size = 0
@@ -159,8 +167,8 @@ def _cost_of_waiting(reductions: Sequence[Reduction], storage: ModelStorage, pla
 def _as_loss(trace: Trace, run: Any, num_parts: int) -> Loss:
     """The results of a trace, sorted, for one of several parts."""
 
-    def loss(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: Any, index: Any) -> Evaluated:
-        return _sorted_results(trace, run(params, frozen, carried, jax.tree.leaves(batch), key, index), num_parts)
+    def loss(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: Any, index: Any) -> Evaluated:
+        return _sorted_results(trace, run(params, frozen, model_state, jax.tree.leaves(batch), key, index), num_parts)
 
     return loss
 
@@ -175,5 +183,6 @@ def _sorted_results(trace: Trace, results: Sequence[jax.Array], num_parts: int) 
     aux = []
     for i, is_mean in enumerate(trace.aux_is_mean):
         value = next(outs)
+        # All of aux is averaged over the parts, which for a sum would be a part's.
         aux.append((value * num_parts if i in trace.aux_sums else value, next(outs) if is_mean else None))
     return Evaluated(total, weight, aux, tuple(outs))

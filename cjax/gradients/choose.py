@@ -108,11 +108,16 @@ def choose(source: TraceSource, loss: LaidOut, measures: bool = False) -> Choice
     """
     plan = loss.plan
     found = _own_rows(source, loss, measures)
+    # Always, where it can be had: gradients are sent once a step in place of once a micro-batch.
     if isinstance(found, LocalRows):
         return Choice("own pipeline" if loss.line else "own parts", found)
+    # XLA sums where it makes a gradient, in the dtype it made it in, and offers no other: what was asked for can't be
+    # had, and to run without it would be another number than asked for.
     if plan.reduce is not None and loss.num_shards > 1:
         instead = "leave `reduce` out" + (", or write zero=2" if plan.zero_stage == 3 else "")
         raise ValueError(f"reduce={plan.reduce} needs each device's own sum of gradients, and {found.text}: {instead}.")
+    # The noise scale compares gradients of two sizes of batch. A pipeline adds up micro-batches' as it goes, and one
+    # pass has but one.
     if measures and (loss.line is not None or plan.microbatches == 1):
         instead = "take a pipeline with data > 1" if plan.pipeline.size > 1 else "add microbatches=2"
         raise ValueError(
@@ -132,6 +137,8 @@ def _own_rows(source: TraceSource, loss: LaidOut, measures: bool) -> LocalRows |
         return Reason("one shard", "no two devices see different examples")
     if plan.zero_stage == 3:
         return Reason("zero", f"zero={plan.zero} reduces gradients during the backward pass")
+    # In one pass, XLA reduces each gradient as soon as it is made, behind the rest of the backward pass; a sum of its
+    # own would wait until the end for nothing.
     if plan.microbatches == 1 and not measures and plan.reduce is None:
         return Reason("one pass", "the batch is one pass")
     local = local_rows(source, loss.trace, loss.storage, plan, loss.mesh)

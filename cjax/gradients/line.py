@@ -1,4 +1,4 @@
-"""How a traced model goes through a pipeline: its layers cut into blocks, the order of work, where each is kept."""
+"""How a traced model goes through a pipeline: its layers cut into blocks, who works when, where each block is kept."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,21 +24,23 @@ class Line:
     Args:
       stacks: of layers, in the trace.
       schedule: which stage does what when.
-      part: the layers of each block.
-      together: whether stages have to do everything together, as far as the plan tells: positions and grids are moved
-        by permutes. Of other plans the compiled program tells.
+      partition: the layers of each block.
+      lockstep: whether stages have to take all branches in lockstep, as far as the plan tells: positions and grids are
+        moved by permutes. Of other plans the compiled program tells.
     """
 
     stacks: tuple[LayerStack, ...]
     schedule: Schedule
-    part: Partition
-    together: bool
+    partition: Partition
+    lockstep: bool
 
     @property
     def rows(self) -> Mapping[tuple[int, ...], StageRows]:
         """For the weights of layers, how these are spread over the stages."""
         return {
-            group: StageRows(PIPE, self.part.order(k)) for k, stack in enumerate(self.stacks) for group in stack.weights
+            group: StageRows(PIPE, self.partition.order(k))
+            for k, stack in enumerate(self.stacks)
+            for group in stack.weights
         }
 
     @property
@@ -54,6 +56,7 @@ class Line:
         """The same stacks in another trace of this model, the loss on other rows or something else of it; None if it
         has not these layers."""
         stacks = find_stacks(trace)
+        # By weights, not by equations: those differ with the rows, but slots were laid out for these groups of leaves.
         same = [stack.weights for stack in stacks] == [stack.weights for stack in self.stacks]
         return stacks if same else None
 
@@ -79,8 +82,10 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
             "two or more equal layers in a row, each with weights of its own (a list of blocks, or nn.scan), or leave "
             "`pipeline` out of the plan."
         )
+    # A user's own table says how many chunks there are, whatever the plan's word says.
     chunks = chunks if table is None else max(1, table.num_chunks // len(stacks))
     short = min(stacks, key=lambda stack: stack.length)
+    # With fewer layers than blocks, a stage would have nothing to do but wait.
     if short.length < size * chunks:
         each = f" and {chunks} chunks each" if chunks > 1 else ""
         works = f"pipeline={plan.pipeline.schedule}:{short.length // chunks}{f'/{chunks}' if chunks > 1 else ''}"
@@ -89,6 +94,7 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
             f"pipeline={plan.pipeline} needs {size * chunks} layers for {size} stages{each}, and "
             f"{_named(trace, short)} has {short.length}: {instead} a plan without pipeline."
         )
+    # Both of these would run, and give numbers: a stage would read state that is a step old.
     if names := reads_states(trace, stacks):
         raise ValueError(
             f"pipeline={plan.pipeline}: this model's loss depends on {_two_of(names)}, which it makes anew "
@@ -105,8 +111,8 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
     if table is not None:
         _check_table(table, plan, len(stacks))
     lengths = [stack.length for stack in stacks]
-    together = plan.sequence != Sequence() or plan.tensor.mode != "1d"
-    return Line(stacks, schedule, partition(lengths, schedule.route, _head(trace, stacks[-1])), together)
+    lockstep = plan.sequence != Sequence() or plan.tensor.mode != "1d"
+    return Line(stacks, schedule, partition(lengths, schedule.route, _head(trace, stacks[-1])), lockstep)
 
 
 def _head(trace: Trace, last: LayerStack) -> float:
@@ -118,6 +124,8 @@ def _head(trace: Trace, last: LayerStack) -> float:
 def _schedule(plan: Plan, num_stacks: int) -> Schedule:
     """The table. Every stage holds a part of each stack, so that of several stacks each is a chunk more."""
     kind, size, chunks = plan.pipeline.schedule, plan.pipeline.size, plan.pipeline.chunks * num_stacks
+    # An encoder's and a decoder's blocks on each stage are two chunks, and 1F1B over chunks is the interleaved
+    # schedule.
     if num_stacks > 1 and kind == "1f1b":
         kind = "interleaved"
     try:
@@ -128,6 +136,7 @@ def _schedule(plan: Plan, num_stacks: int) -> Schedule:
 
 
 def _check_table(table: Schedule, plan: Plan, num_stacks: int) -> None:
+    """A user's own schedule has to be for this plan and this model."""
     given = f"schedule {table.name} is for {table.num_stages} stages and {table.num_microbatches} micro-batches"
     if (table.num_stages, table.num_microbatches) != (plan.pipeline.size, plan.microbatches):
         words = f"pipeline={plan.pipeline.schedule}:{table.num_stages} microbatches={table.num_microbatches}"
@@ -135,7 +144,7 @@ def _check_table(table: Schedule, plan: Plan, num_stacks: int) -> None:
     if table.num_chunks % num_stacks:
         raise ValueError(
             f"{given}, with {table.num_chunks} chunks each, and the model has {num_stacks} stacks of layers, of which "
-            f"each stage holds a part: give each stage {num_stacks} chunks, or a multiple of that"
+            f"each stage holds a share: give each stage {num_stacks} chunks, or a multiple of that"
         )
     if table.forward_only:
         raise ValueError(f"{given}, and has no B: training needs backwards")

@@ -32,26 +32,26 @@ from cjax.tree import PyTree
 Run = Callable[[Arrays, Arrays, Arrays, PyTree, jax.Array], list[jax.Array]]
 
 
-def forwarded(model: StagedModel, forward: Forward, num_microbatches: int, mesh: Mesh, together: bool) -> Run:
-    """Results of a loss whose micro-batches go through a pipeline forwards: `(params, frozen, carried, batch, key)`, as
-    stored -> the results, micro-batches first. All of them see the carried values as they are. `together` as of
+def forwarded(model: StagedModel, forward: Forward, num_microbatches: int, mesh: Mesh, lockstep: bool) -> Run:
+    """Results of a loss whose micro-batches go through a pipeline forwards: `(params, frozen, model_state, batch,
+    key)`, as stored -> the results, micro-batches first. All of them see the model state as it is. `lockstep` as of
     `Executor`."""
 
-    def inside(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
+    def inside(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
         rows = _rows(batch, num_microbatches)
 
         def given(index: Any) -> list[Any]:
-            return model.given(frozen, carried, rows(index), key, jnp.asarray(index, jnp.int32))
+            return model.given(frozen, model_state, rows(index), key, jnp.asarray(index, jnp.int32))
 
-        outs = forward(model.shared(params), model.stacks(params, frozen), given, together)
+        outs = forward(model.shared(params), model.stacks(params, frozen), given, lockstep)
         return [_from_one(x) for x in outs]
 
-    def run(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
+    def run(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> list[jax.Array]:
         whole = PartitionSpec()
         return jax.shard_map(
             inside, mesh=mesh, axis_names={PIPE}, check_vma=False, out_specs=whole,
             in_specs=(model.stage_specs("params"), model.stage_specs("frozen"), whole, whole, whole),
-        )(params, frozen, carried, batch, key)  # fmt: skip
+        )(params, frozen, model_state, batch, key)  # fmt: skip
 
     return run
 
@@ -77,15 +77,23 @@ def _rows(batch: PyTree, num_microbatches: int) -> Callable[[Any], list[Any]]:
 
 
 def _inputs(
-    model: StagedModel, num_microbatches: int, params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: Any
+    model: StagedModel,
+    num_microbatches: int,
+    params: Arrays,
+    frozen: Arrays,
+    model_state: Arrays,
+    batch: PyTree,
+    key: Any,
 ) -> tuple[Callable[[Any], list[Any]], Arrays]:
-    """What stages read of a micro-batch, by its index; and carried values after the last."""
+    """What stages read of a micro-batch, by its index; and the model state after the last."""
     rows = _rows(batch, num_microbatches)
 
-    def advance(carried: Arrays, index: Any) -> tuple[Arrays, Arrays]:
-        return model.next_carried(params, frozen, carried, rows(0), key, index), carried
+    def advance(model_state: Arrays, index: Any) -> tuple[Arrays, Arrays]:
+        return model.next_model_state(params, frozen, model_state, rows(0), key, index), model_state
 
-    new, history = lax.scan(advance, carried, jnp.arange(num_microbatches, dtype=jnp.int32))
+    # Ahead of the pipeline, for all micro-batches: stages are at different ones in the same tick, and each needs the
+    # counts that its own would have found.
+    new, history = lax.scan(advance, model_state, jnp.arange(num_microbatches, dtype=jnp.int32))
 
     def given(index: Any) -> list[Any]:
         now = tuple(lax.dynamic_index_in_dim(x, index, keepdims=False) for x in history)
@@ -104,7 +112,7 @@ def pipelined(
     denominator: Denominator,
     measures: bool = False,
 ) -> Gradients:
-    """Gradients of a batch whose parts go through a pipeline; the function takes also `together`, see `Executor`.
+    """Gradients of a batch whose parts go through a pipeline; the function takes also `lockstep`, see `Executor`.
 
     Args:
       model: the loss in stages, of one part or of one device's rows of it.
@@ -121,12 +129,14 @@ def pipelined(
     shared = PartitionSpec((*axes, PIPE))
 
     def inside(
-        together: bool, params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale
+        lockstep: bool, params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
     ) -> Any:
-        given, new = _inputs(model, num_microbatches, params, frozen, carried, batch, key)
+        given, new = _inputs(model, num_microbatches, params, frozen, model_state, batch, key)
         results, own, stacks, states = executor(
-            model.shared(params), model.stacks(params, frozen), given, scale, together
+            model.shared(params), model.stacks(params, frozen), given, scale, lockstep
         )
+        # Results are the last stage's, gradients of what all stages have are each one's share: zeros elsewhere, so that
+        # a sum is right for both.
         totals = lax.psum(results, (*axes, PIPE))
         new = model.with_states(new, lax.psum(states, PIPE))
         grads = model.stored_gradients(own, stacks)
@@ -135,18 +145,20 @@ def pipelined(
         return totals, new, tuple(g[None] if some else g for g, some in zip(grads, lead, strict=True))
 
     def gradients(
-        params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array, scale: Scale,
-        together: bool = False,
+        params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale,
+        lockstep: bool = False,
     ) -> Graded:  # fmt: skip
         whole = PartitionSpec()
         batch_specs = jax.tree.map(lambda leaf: PartitionSpec(axes or None) if leaf.ndim else whole, batch)
+        # A layer's gradient is on its own stage, complete, and is reduced over the batch alone; what all stages have is
+        # reduced over the stages too.
         stack_grads = PartitionSpec(axes, PIPE) if axes else PartitionSpec(PIPE)
         run = jax.shard_map(
-            functools.partial(inside, together), mesh=mesh, axis_names={*axes, PIPE}, check_vma=False,
+            functools.partial(inside, lockstep), mesh=mesh, axis_names={*axes, PIPE}, check_vma=False,
             in_specs=(model.stage_specs("params"), model.stage_specs("frozen"), whole, batch_specs, whole, whole),
             out_specs=(whole, whole, tuple(stack_grads if is_stack else shared for is_stack in model.in_stacks)),
         )  # fmt: skip
-        (total, weight, aux), new, grads = run(params, frozen, carried, batch, key, scale)
+        (total, weight, aux), new, grads = run(params, frozen, model_state, batch, key, scale)
         square = None
         if measures:
             # Each of the batch's shards apart; the stages' shares of what they all have belong together.

@@ -48,7 +48,9 @@ def build_mesh(axis_sizes: Mapping[str, int], devices: Sequence[Device]) -> Mesh
     names = tuple(axis for axis in AXES if axis in axis_sizes)
     sizes = tuple(axis_sizes[axis] for axis in names)
     if any(size < 1 for size in sizes):
-        raise ValueError(f"Every mesh axis needs at least one device, not {dict(axis_sizes)}.")
+        raise ValueError(
+            f"Every mesh axis needs at least one device, not {dict(axis_sizes)}: write 1, or leave the axis out."
+        )
     if math.prod(sizes) != len(devices):
         product = " x ".join(f"{axis} {size}" for axis, size in zip(names, sizes, strict=True))
         raise ValueError(wrong_number_of_devices(f"{product} = {math.prod(sizes)}", math.prod(sizes), devices))

@@ -13,9 +13,9 @@ Row = dict[str, jax.Array]
 State = dict[str, Any]
 
 
-def columns_of(columns: dict[str, np.ndarray], num_stacks: int, together: bool) -> dict[str, np.ndarray]:
-    """What stages look up: for what they do together, also what any of them does."""
-    if not together:
+def columns_of(columns: dict[str, np.ndarray], num_stacks: int, lockstep: bool) -> dict[str, np.ndarray]:
+    """What stages look up: for what they do in lockstep, also what any of them does."""
+    if not lockstep:
         return columns
     for k in range(num_stacks):
         doing = columns["does"] == k + 1
@@ -30,17 +30,17 @@ def ticks() -> Any:
     return jax.named_scope("pipeline_ticks")
 
 
-def runs(times: int, turns: int, together: bool) -> Any:
+def runs(times: int, turns: int, lockstep: bool) -> Any:
     """A scope that tells whoever reads the compiled program how often the branch in it is taken, and whether by all
     stages whenever by any."""
-    return jax.named_scope(f"{'all_' if together else ''}runs_{times}_of_{turns}")
+    return jax.named_scope(f"{'all_' if lockstep else ''}runs_{times}_of_{turns}")
 
 
-def branch(row: Row, name: str, k: int, together: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+def branch(row: Row, name: str, k: int, lockstep: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
     """`yes()` where a row says that a stage `does` an op of stack `k`, or that the op's block `starts` or `ends` it,
-    and `no()` elsewhere; `together`, both wherever any stage has reason to."""
+    and `no()` elsewhere; in lockstep, both wherever any stage has reason to."""
     own = (row["does"] == k + 1) & (row[name] > 0)
-    if not together:
+    if not lockstep:
         return lax.cond(own, yes, no)
     return lax.cond(row[f"any {name} {k}"], lambda: jax.tree.map(lambda a, b: jnp.where(own, a, b), yes(), no()), no)
 
@@ -55,6 +55,8 @@ class Messages:
             free = list(range(len(self.shapes)))
             mine = []
             for x in payload:
+                # All stages run one permute, so an encoder's and a decoder's payloads share one form. Arrays of the
+                # same shape share a place, or each message would be as long as all payloads in a row.
                 alike = [i for i in free if (self.shapes[i].shape, self.shapes[i].dtype) == (x.shape, x.dtype)]
                 if alike:
                     free.remove(alike[0])
@@ -78,6 +80,8 @@ class Messages:
 
 def send(message: Arrays, way: int, axis: str, num_stages: int) -> Arrays:
     """What comes in from the other side, where every stage sends to its right (1) or its left (-1)."""
+    # A ring, though not every link is used in every tick: XLA wants one permute for all devices, whoever has nothing to
+    # say.
     pairs = [(i, (i + way) % num_stages) for i in range(num_stages)]
     return [lax.ppermute(x, axis, pairs) for x in message]
 

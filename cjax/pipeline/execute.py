@@ -22,6 +22,8 @@ from cjax.pipeline.wiring import wire
 from cjax.trace.emit.backward import Derivative, is_real
 from cjax.trace.stages.stages import Stages
 
+Run = Callable[[int, Row, State], tuple[Arrays, State]]  # an op of one stack, on a row of the tables
+
 
 class Executor:
     """Runs a schedule.
@@ -29,30 +31,31 @@ class Executor:
     Args:
       stages: the model, in parts.
       schedule: when stages do what.
-      part: which layers they hold.
+      partition: which layers they hold.
       trained: for each stack, which of its weights are trained.
       axis: the mesh axis of the stages.
       total: results of the loss -> (its total, results that are added up over micro-batches).
-      states: carried values that are made of examples: their place among what is given, who makes them ("layers",
-        "before" or "after" them), the stack, and which of its; of those outside of layers all that are kept together.
-        Micro-batches make them one after the other.
+      states: leaves of the model state that are made of examples: their place among what is given, who makes them
+        ("layers", "before" or "after" them), the stack, and which of its; of those outside of layers all that are kept
+        together. Micro-batches make them one after the other.
     """
 
     def __init__(
         self,
         stages: Stages,
         schedule: Schedule,
-        part: Partition,
+        partition: Partition,
         trained: Sequence[Sequence[bool]],
         axis: str,
         total: Callable[[Arrays], tuple[jax.Array, Any]],
         states: Sequence[tuple[int, str, int, Any]] = (),
     ) -> None:
-        self._stages, self._schedule, self._part, self._axis, self._total = stages, schedule, part, axis, total
+        self._stages, self._schedule, self._partition = stages, schedule, partition
+        self._axis, self._total = axis, total
         self._states = list(states)
         self._trained = [list(which) for which in trained]
-        self._wiring = wire(schedule, part)
-        self._num_stacks = len(part.rows)
+        self._wiring = wire(schedule, partition)
+        self._num_stacks = len(partition.rows)
 
     def __call__(
         self,
@@ -60,7 +63,7 @@ class Executor:
         stacks: Sequence[Arrays],
         given: Callable[[Any], Arrays],
         scale: jax.Array | None = None,
-        together: bool = False,
+        lockstep: bool = False,
     ) -> tuple[Any, Arrays, list[Arrays], Arrays]:
         """Results of the loss added up, gradients of `shared` and of the trained `stacks`, and the last `states`.
 
@@ -68,15 +71,15 @@ class Executor:
         axis.
 
         Args:
-          shared: parameters that no stack has one each of, as stored.
+          shared: parameters that are no layer's own, as stored.
           stacks: for each stack its weights, the stage's own rows of them.
           given: micro-batch -> all other inputs, as stored.
           scale: what gradients are multiplied by; 1 if None.
-          together: whether all stages take part in what any of them does in a tick, and those with nothing to do throw
+          lockstep: whether all stages take part in what any of them does in a tick, and those with nothing to do throw
             it away. Needed where an op permutes over other axes: XLA may expect every device of the program at a
             permute.
         """
-        return _Execution(self, shared, stacks, given, scale, together).run()
+        return _Execution(self, shared, stacks, given, scale, lockstep).run()
 
 
 class _Execution:
@@ -89,15 +92,16 @@ class _Execution:
         stacks: Sequence[Arrays],
         given: Callable[[Any], Arrays],
         scale: jax.Array | None,
-        together: bool,
+        lockstep: bool,
     ) -> None:
-        e, self.scale, self.together = executor, scale, together
-        self.stages, self.part, self.wiring, self.split = e._stages, e._part, e._wiring, e._schedule.split
+        e, self.scale, self.lockstep = executor, scale, lockstep
+        self.stages, self.partition, self.wiring, self.split = e._stages, e._partition, e._wiring, e._schedule.split
         self.axis, self.total, self.num_stacks = e._axis, e._total, e._num_stacks
         self.num_ticks, self.num_stages = e._schedule.num_ticks, e._schedule.num_stages
         self.shared, self.given, self.which = shared, given, e._trained
         self.stacks, self.states = stacks, e._states
         cut, first = self.stages.cut, given(0)
+        # Outside of the loop, or each tick would make them; their gradients go back to the parameters once, at the end.
         self.once = [self.stages.once(k, shared, first) for k in range(self.num_stacks)]
         self.learned = [
             [is_learned and is_real(x) for x, is_learned in zip(values, which, strict=True)]
@@ -113,21 +117,22 @@ class _Execution:
     def _derivative(self, k: int) -> Derivative:
         layer = self.stages.hooks.block(functools.partial(self._layer, k))
         weights = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in self.stacks[k]]
-        beside = jax.eval_shape(lambda: self.stages.beside(k, self.shared, self.given(0)))
+        recomputed = jax.eval_shape(lambda: self.stages.recomputed(k, self.shared, self.given(0)))
 
-        def inputs(weights: Arrays, beside: Arrays) -> tuple[Arrays, Arrays]:
-            return self._operands(k, self.stages.ready(k, weights), beside, jnp.int32(0))
+        def inputs(weights: Arrays, recomputed: Arrays) -> tuple[Arrays, Arrays]:
+            return self._operands(k, self.stages.ready(k, weights), recomputed, jnp.int32(0))
 
-        own, fixed = jax.eval_shape(inputs, weights, beside)
+        own, fixed = jax.eval_shape(inputs, weights, recomputed)
         return Derivative(layer, own, fixed, self.payloads[k])
 
-    def _operands(self, k: int, ready: Arrays, beside: Arrays, index: Any) -> tuple[Arrays, Arrays]:
-        """(with gradients, without) of what a layer reads beside what it is handed."""
+    def _operands(self, k: int, ready: Arrays, recomputed: Arrays, index: Any) -> tuple[Arrays, Arrays]:
+        """(with gradients, without) of what a layer reads besides what it is handed."""
+        # In what is trained alone: gradients of frozen weights (under a LoRA, most of a model) would be thrown away.
         own = [w for w, trained in zip(ready, self.which[k], strict=True) if trained]
         own += [x for x, learned in zip(self.once[k], self.learned[k], strict=True) if learned]
         fixed = [w for w, trained in zip(ready, self.which[k], strict=True) if not trained]
         fixed += [x for x, learned in zip(self.once[k], self.learned[k], strict=True) if not learned]
-        return own, [*fixed, *beside, index]
+        return own, [*fixed, *recomputed, index]
 
     def _layer(self, k: int, own: Arrays, fixed: Arrays, payload: Arrays, states: bool = False) -> Arrays:
         own_, fixed_ = iter(own), iter(fixed)
@@ -135,8 +140,8 @@ class _Execution:
         once = [next(own_) if learned else None for learned in self.learned[k]]
         ready = [next(fixed_) if w is None else w for w in ready]
         once = [next(fixed_) if x is None else x for x in once]
-        *beside, index = fixed_
-        return self.stages.layer(k, ready, once, beside, index, payload, states)
+        *recomputed, index = fixed_
+        return self.stages.layer(k, ready, once, recomputed, index, payload, states)
 
     # -- the loop --
     def run(self) -> tuple[Any, Arrays, list[Arrays], Arrays]:
@@ -146,24 +151,20 @@ class _Execution:
             return jnp.asarray(table)[:, stage]
 
         ops = self.wiring.ops.items()
-        tables = {kind: columns_of(dict(columns), self.num_stacks, self.together) for kind, columns in ops}
+        tables = {kind: columns_of(dict(columns), self.num_stacks, self.lockstep) for kind, columns in ops}
         rows = jax.tree.map(mine, {"ops": tables, "arrivals": dict(self.wiring.arrivals)})
+        # Never differentiated as a loop: JAX would save the state of every tick, which is what a schedule avoids.
         with ticks():
             state, _ = lax.scan(self._tick, self._empty(), rows, length=self.num_ticks)
         states = [self._share(stage, *of[1:], x) for of, x in zip(self.states, state["states"], strict=True)]
         return state["results"], self._gradients_of_shared(state), state["stacks"], states
 
     def _share(self, stage: jax.Array, whose: str, k: int, _: int, value: jax.Array) -> jax.Array:
-        """Of a state, what this stage has made, and zeros for the rest."""
-        route, part = self.part.route, self.part
-        if whose != "layers":
-            return jnp.where(stage == route[0 if whose == "before" else -1], value, jnp.zeros_like(value))
-        owners = np.zeros(value.shape[0], np.int32)
-        for block, (of, first, count) in enumerate(zip(part.stack, part.first, part.count, strict=True)):
-            if of == k:
-                owners[first : first + count] = route[block]
-        mine = (jnp.asarray(owners) == stage).reshape(-1, *[1] * (value.ndim - 1))
-        return jnp.where(mine, value, jnp.zeros_like(value))
+        """Of a state, what this stage has made, and zeros for the rest: the stages' shares are added up afterwards."""
+        route = self.partition.route
+        maker = self.partition.owners(k) if whose == "layers" else route[0 if whose == "before" else -1]
+        mine = jnp.asarray(maker, jnp.int32) == stage
+        return jnp.where(mine.reshape(*mine.shape, *[1] * (value.ndim - mine.ndim)), value, jnp.zeros_like(value))
 
     def _given(self, row: Row, state: State) -> Arrays:
         """What an op reads that is not trained; states as they are now."""
@@ -184,8 +185,10 @@ class _Execution:
         return state | {"states": [new(of[3], x) if own else x for of, x, own in old]}
 
     def _empty(self) -> State:
-        wiring, rows = self.wiring, self.part.rows
-        spare = int(self.together)  # a place for what is thrown away
+        wiring, rows = self.wiring, self.partition.rows
+        # A stage that runs a branch for others' sake writes something somewhere. Not over what it keeps, so there:
+        # selecting afterwards would copy the whole buffer.
+        spare = int(self.lockstep)  # a place for what is thrown away
         slots, end_slots = [n + spare for n in wiring.slots], [n + spare for n in wiring.end_slots]
         results = jax.eval_shape(self._results, self.shared, self.payloads[-1], self.given(0))[1][0]
         numbers = range(self.num_stacks)
@@ -208,9 +211,12 @@ class _Execution:
     def _tick(self, state: State, rows: Any) -> tuple[State, None]:
         ops: dict[Kind, Row] = rows["ops"]
         where = self.axis, self.num_stages
+        # Without a V, forwards only go right and backwards only left, so each is sent in a permute of its own as soon
+        # as it is done. In a V both go both ways; a tick has at most one message each way, so F and B share one permute
+        # for each.
         simple = self.wiring.ways("F") <= {1} and self.wiring.ways("B") <= {-1}
         forward, state = self._op("F", self._forward, ("saved", "ends", "states"), ops["F"], state)
-        # Sent as soon as it is there, so that it travels while B and W compute.
+        # Sent as soon as it is there, so that the transfer runs while B and W compute.
         arrived = {"left": send(forward, 1, *where)} if simple else {}
         changes = "shared", "results", "states", *(("crossing",) if self.split else ("stacks", "once"))
         backward, state = self._op("B", self._backward, changes, ops["B"], state)
@@ -227,14 +233,7 @@ class _Execution:
             inbox = [put(box, x, places) for box, x in zip(inbox, arrived[source], strict=True)]
         return state | {"inbox": inbox}, None
 
-    def _op(
-        self,
-        kind: Kind,
-        run: Callable[[int, Row, State], tuple[Arrays, State]],
-        changes: Sequence[str],
-        row: Row,
-        state: State,
-    ) -> tuple[Arrays, State]:
+    def _op(self, kind: Kind, run: Run, changes: Sequence[str], row: Row, state: State) -> tuple[Arrays, State]:
         """What a stage does in a tick, or nothing: then its message is anything."""
 
         def idle(state: State) -> tuple[Arrays, State]:
@@ -245,13 +244,15 @@ class _Execution:
             return message, {name: new[name] for name in changes}
 
         # Only what an op changes comes out of the branches, or the compiler would copy the rest.
-        if not self.together:
+        if not self.lockstep:
             numbers = range(self.num_stacks)
             ways = [functools.partial(idle, state), *(functools.partial(busy, k, row, state) for k in numbers)]
             turns = [self.wiring.turns(kind, "does", k, False) for k in numbers]
             with runs(sum(turns), self.num_ticks, False):
                 message, new = lax.switch(row["does"], ways)
             return message, state | new
+        # In lockstep there is no switch over stacks, which would let stages differ: each stack's branch is taken by all
+        # or by none, one behind the other, and the stage whose turn it is keeps the result.
         message, _ = idle(state)
         for k in range(self.num_stacks):
             mine = row["does"] == k + 1
@@ -268,16 +269,16 @@ class _Execution:
     def _if(self, kind: Kind, name: str, k: int, row: Row, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         """`yes()` where the row says that a block `starts` or `ends` stack `k`, `no()` elsewhere."""
         with self._runs(kind, name, k):
-            return branch(row, name, k, self.together, yes, no)
+            return branch(row, name, k, self.lockstep, yes, no)
 
     def _runs(self, kind: Kind, name: str, k: int) -> Any:
-        times, turns = (self.wiring.turns(kind, column, k, self.together) for column in (name, "does"))
-        return runs(times, turns, self.together)
+        times, turns = (self.wiring.turns(kind, column, k, self.lockstep) for column in (name, "does"))
+        return runs(times, turns, self.lockstep)
 
     # -- ops --
     def _forward(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
         given = self._given(row, state)
-        beside = self.stages.beside(k, self.shared, given)
+        recomputed = self.stages.recomputed(k, self.shared, given)
         payload = self.messages.unpack(k, self._read_message(row, state))
         if k == 0:
             payload = self._if("F", "starts", k, row, lambda: self.stages.enter(self.shared, given), lambda: payload)
@@ -285,10 +286,11 @@ class _Execution:
         def layer(carry: Any, i: Any) -> Any:
             payload, kept, state = carry
             weights, index = [at(w, row["row"] + i) for w in self.stacks[k]], row["layer"] + i
-            own, fixed = self._operands(k, self.stages.ready(k, weights), beside, index)
+            own, fixed = self._operands(k, self.stages.ready(k, weights), recomputed, index)
+            # State made of examples (a running mean), in forwards alone: in the order of micro-batches.
             if self.stages.cut.states.layers[k]:
                 new = self._layer(k, own, fixed, payload, states=True)  # the compiler merges this with `forward`
-                mine = row["mine"] if self.together else True
+                mine = row["mine"] if self.lockstep else True
                 state = self._with_states(
                     state, "layers", k,
                     lambda j, x: put(x, jnp.where(mine, new[j].astype(x.dtype), at(x, index)), index),
@@ -310,7 +312,7 @@ class _Execution:
         kept = state["ends"][k]
         with self._runs("F", "ends", k):
             ends = lax.cond(  # what is not a stage's own goes to a place of its own, which costs no copy of the others
-                row[f"any ends {k}"] if self.together else row["ends"] == 1,
+                row[f"any ends {k}"] if self.lockstep else row["ends"] == 1,
                 lambda: [put(box, x, row["end_slot"]) for box, x in zip(kept, payload, strict=True)],
                 lambda: kept,
             )
@@ -326,7 +328,9 @@ class _Execution:
 
     def _backward(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
         given = self._given(row, state)
-        beside = self.stages.beside(k, self.shared, given)
+        recomputed = self.stages.recomputed(k, self.shared, given)
+        # The last stage of the last stack has no gradient coming in: it starts the backward with the loss. Behind a
+        # stack's last block it comes through what lies between two stacks.
         message = self._read_message(row, state)
         gradients, shared, results, states = self._if(
             "B", "ends", k, row,
@@ -338,7 +342,9 @@ class _Execution:
 
         def layer(carry: Any, i: Any) -> Any:
             gradients, sums, kept = carry
-            own, fixed, saved, pull = self._saved(k, row, beside, state, i)
+            own, fixed, saved, pull = self._saved(k, row, recomputed, state, i)
+            # Split, B hands on the gradient of its input at once, on which the stage in front waits; W makes those of
+            # the weights later, of what both need, kept between the two.
             if not self.split:
                 gradients, found = derivative.both(own, fixed, saved, gradients)
                 return gradients, self._add(k, row, i, sums, found, pull), kept
@@ -358,10 +364,10 @@ class _Execution:
         return self.messages.pack(k, gradients), state
 
     def _weights(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:
-        beside = self.stages.beside(k, self.shared, self._given(row, state))
+        recomputed = self.stages.recomputed(k, self.shared, self._given(row, state))
 
         def layer(sums: Any, i: Any) -> Any:
-            own, fixed, saved, pull = self._saved(k, row, beside, state, i)
+            own, fixed, saved, pull = self._saved(k, row, recomputed, state, i)
             crossing = [at(box, row["slot"], i) for box in state["crossing"][k]]
             found = self.derivatives[k].weight_gradients(own, fixed, saved, crossing)
             return self._add(k, row, i, sums, found, pull)
@@ -373,21 +379,24 @@ class _Execution:
     # -- layers --
     def _layers(self, k: int, row: Row, layer: Callable[..., Any], carry: Any, reverse: bool = False) -> Any:
         def turn(carry: Any, i: Any) -> tuple[Any, None]:
-            if self.part.is_even(k):
+            # A block may have fewer layers than there is room for. Its stage skips them by a branch; in lockstep, where
+            # the branch may hold a permute for all, it computes them and keeps what it had.
+            if self.partition.is_even(k):
                 return layer(carry, i), None
-            if self.together:
+            if self.lockstep:
                 new = layer(carry, i)
                 return jax.tree.map(lambda a, b: jnp.where(i < row["count"], a, b), new, carry), None
             return lax.cond(i < row["count"], lambda c: layer(c, i), lambda c: c, carry), None
 
-        return lax.scan(turn, carry, jnp.arange(self.part.rows[k], dtype=jnp.int32), reverse=reverse)[0]
+        return lax.scan(turn, carry, jnp.arange(self.partition.rows[k], dtype=jnp.int32), reverse=reverse)[0]
 
-    def _saved(self, k: int, row: Row, beside: Arrays, state: State, i: Any) -> tuple[Arrays, Arrays, Arrays, Any]:
+    def _saved(self, k: int, row: Row, recomputed: Arrays, state: State, i: Any) -> tuple[Arrays, Arrays, Arrays, Any]:
         """A layer's weights and what else it reads, what its forward saved, and the way from gradients of weights in
         use to those of weights kept."""
         weights = [at(w, row["row"] + i) for w in self.stacks[k]]
+        # Derivatives are taken in weights as used (gathered, rounded) and brought back to weights as kept.
         ready, pull = jax.vjp(lambda ws: self.stages.ready(k, ws), weights)
-        own, fixed = self._operands(k, ready, beside, row["layer"] + i)
+        own, fixed = self._operands(k, ready, recomputed, row["layer"] + i)
         saved = [at(box, row["slot"], i) for box in state["saved"][k]]
 
         def back(own: Arrays) -> Arrays:
@@ -400,7 +409,8 @@ class _Execution:
     def _add(self, k: int, row: Row, i: Any, sums: Any, own: Arrays, pull: Any) -> Any:
         """`sums` with the gradients of one layer's weights added."""
         rows, once = sums
-        if self.together:
+        if self.lockstep:
+            # Another stage's micro-batch gives numbers like any other, and nobody would notice that they were added.
             own = [jnp.where(row["mine"], g, jnp.zeros_like(g)) for g in own]
         num = sum(self.which[k])
         place = row["row"] + i

@@ -1,4 +1,4 @@
-"""A table of forwards alone: nothing is saved, and the results of every micro-batch come out."""
+"""Evaluation in a pipeline: a table of forwards alone, which saves nothing and gives all micro-batches' results."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,23 +18,23 @@ from cjax.trace.stages.stages import Stages
 class Forward:
     """Runs a table of F; arguments as of `Executor`."""
 
-    def __init__(self, stages: Stages, schedule: Schedule, part: Partition, axis: str) -> None:
-        self.stages, self.part, self.axis = stages, part, axis
-        self.wiring, self.num_stages = wire(schedule, part), schedule.num_stages
+    def __init__(self, stages: Stages, schedule: Schedule, partition: Partition, axis: str) -> None:
+        self.stages, self.partition, self.axis = stages, partition, axis
+        self.wiring, self.num_stages = wire(schedule, partition), schedule.num_stages
         self.num_ticks, self.num_microbatches = schedule.num_ticks, schedule.num_microbatches
 
     def __call__(
-        self, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays], together: bool
+        self, shared: Arrays, stacks: Sequence[Arrays], given: Callable[[Any], Arrays], lockstep: bool
     ) -> Arrays:
         """The results of the loss, micro-batches first. Of all stages, one has them; the others have zeros.
 
         Args:
-          shared: parameters that no stack has one each of, as stored.
+          shared: parameters that are no layer's own, as stored.
           stacks: for each stack its weights, the stage's own rows of them.
           given: micro-batch -> all other inputs, as stored.
-          together: as of `Executor`.
+          lockstep: as of `Executor`.
         """
-        return _Pass(self, shared, stacks, given, together).run()
+        return _Pass(self, shared, stacks, given, lockstep).run()
 
 
 class _Pass:
@@ -46,23 +46,24 @@ class _Pass:
         shared: Arrays,
         stacks: Sequence[Arrays],
         given: Callable[[Any], Arrays],
-        together: bool,
+        lockstep: bool,
     ) -> None:
-        self.of, self.stages, self.part, self.together = forward, forward.stages, forward.part, together
+        self.of, self.stages, self.partition, self.lockstep = forward, forward.stages, forward.partition, lockstep
         self.shared, self.stacks, self.given = shared, stacks, given
-        self.num_stacks = len(self.part.rows)
+        self.num_stacks = len(self.partition.rows)
         self.once = [self.stages.once(k, shared, given(0)) for k in range(self.num_stacks)]
         payloads = [jax.eval_shape(lambda: self.stages.enter(shared, given(0)))]
         for k in range(self.num_stacks):
             leave = functools.partial(self.stages.leave, k, shared)
             payloads.append(jax.eval_shape(lambda p, leave=leave: leave(given(0), p), payloads[k]))
         *payloads, results = payloads
+        # In evaluation the model state is read and not changed.
         self.results = results[: len(self.stages.cut.results())]
         self.messages = Messages(payloads)
 
     def run(self) -> Arrays:
         of, stage = self.of, lax.axis_index(self.of.axis)
-        columns = columns_of(dict(of.wiring.ops["F"]), self.num_stacks, self.together)
+        columns = columns_of(dict(of.wiring.ops["F"]), self.num_stacks, self.lockstep)
         tables = {"op": columns, "arrivals": dict(of.wiring.arrivals)}
         rows = jax.tree.map(lambda table: jnp.asarray(table)[:, stage], tables)
         start = {
@@ -74,6 +75,7 @@ class _Pass:
         return final["results"]
 
     def _tick(self, state: State, rows: Any) -> tuple[State, None]:
+        """One tick: each stage's block, if it has one, then messages move."""
         row: Row = rows["op"]
         sent, results = self.messages.empty(), state["results"]
         for k in range(self.num_stacks):
@@ -93,31 +95,32 @@ class _Pass:
 
     def _if(self, name: str, k: int, row: Row, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         """`yes()` where the row says that a stage `does` stack `k`, or that its block `starts` or `ends` it."""
-        times, does = (self.of.wiring.turns("F", column, k, self.together) for column in (name, "does"))
-        with runs(times, self.of.num_ticks if name == "does" else does, self.together):
-            return branch(row, name, k, self.together, yes, no)
+        times, does = (self.of.wiring.turns("F", column, k, self.lockstep) for column in (name, "does"))
+        with runs(times, self.of.num_ticks if name == "does" else does, self.lockstep):
+            return branch(row, name, k, self.lockstep, yes, no)
 
     def _forward(self, k: int, row: Row, inbox: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:
         """What a block hands on, and results with those of the micro-batch if it was the last."""
         given = self.given(row["microbatch"])
-        beside = self.stages.beside(k, self.shared, given)
+        recomputed = self.stages.recomputed(k, self.shared, given)
         payload = self.messages.unpack(k, [at(box, row["reads"]) for box in inbox])
         if k == 0:
             payload = self._if("starts", k, row, lambda: self.stages.enter(self.shared, given), lambda: payload)
 
         def layer(payload: Arrays, i: Any) -> tuple[Arrays, None]:
             ready = self.stages.ready(k, [at(w, row["row"] + i) for w in self.stacks[k]])
-            new = self.stages.layer(k, ready, self.once[k], beside, row["layer"] + i, payload)
-            if self.part.is_even(k):
+            new = self.stages.layer(k, ready, self.once[k], recomputed, row["layer"] + i, payload)
+            if self.partition.is_even(k):
                 return new, None
             return [jnp.where(i < row["count"], a, b) for a, b in zip(new, payload, strict=True)], None
 
-        payload, _ = lax.scan(layer, payload, jnp.arange(self.part.rows[k], dtype=jnp.int32))
+        payload, _ = lax.scan(layer, payload, jnp.arange(self.partition.rows[k], dtype=jnp.int32))
 
         def after() -> tuple[Arrays, Arrays]:
             outs = self.stages.leave(k, self.shared, given, payload)
             if k + 1 < self.num_stacks:
                 return self.messages.pack(k + 1, outs), results
+            # Stages that are not the last keep zeros here, and a sum over them gives every stage the results.
             outs = outs[: len(results)]
             return handed, [put(x, out, row["microbatch"]) for x, out in zip(results, outs, strict=True)]
 

@@ -32,6 +32,8 @@ class Partition:
 
     def row(self, block: int) -> int:
         """Where a block's first layer is, among the layers of its stack that its stage keeps."""
+        # A stage's rows of one stack lie behind each other in the order of its chunks; `order` lays the stack out in
+        # the same way, or stages would run other layers' weights.
         mine = [b for b in blocks_of(self.route)[self.route[block]] if self.stack[b] == self.stack[block]]
         return mine.index(block) * self.rows[self.stack[block]]
 
@@ -47,6 +49,15 @@ class Partition:
                 layers = range(self.first[block], self.first[block] + self.count[block])
                 found += [*layers, *[-1] * (self.rows[stack] - len(layers))]
         return tuple(found)
+
+    def owners(self, stack: int) -> tuple[int, ...]:
+        """The stage of each layer of a stack.
+
+        >>> partition([5], (0, 1, 0, 1)).owners(0)
+        (0, 0, 1, 1, 0)
+        """
+        blocks = [block for block, of in enumerate(self.stack) if of == stack]
+        return tuple(self.route[block] for block in blocks for _ in range(self.count[block]))
 
     def is_even(self, stack: int) -> bool:
         return all(n == self.rows[stack] for n, k in zip(self.count, self.stack, strict=True) if k == stack)
@@ -72,6 +83,8 @@ def partition(lengths: Sequence[int], route: tuple[int, ...], head: float = 0.0)
     """
     num_blocks = len(route) // len(lengths)
     assert num_blocks * len(lengths) == len(route), (lengths, route)
+    # Rounded up, and the last blocks short: every stage holds arrays of the same shape, as one program over all of them
+    # needs.
     rows = [-(-length // num_blocks) for length in lengths]
     rows[-1] = _rows_beside(head, lengths[-1], num_blocks)
     places = [

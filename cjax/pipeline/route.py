@@ -31,6 +31,8 @@ def hop(route: tuple[int, ...], block: int) -> int:
     Of two stages each is on both sides of the other: there, a step to the next chunk is one on around the ring.
     """
     here, there = route[block], route[block + 1]
+    # With two stages, left and right lead to the same one. Which it is decides which permute carries the message, and
+    # both sides have to say the same.
     if max(route) == 1 and here != there:
         return there - here if chunk_of(route, block) == chunk_of(route, block + 1) else here - there
     steps = (there - here) % (max(route) + 1)
@@ -72,5 +74,6 @@ def check_route(where: str, route: tuple[int, ...]) -> None:
         if abs(hop(route, block)) > 1:
             raise ValueError(
                 f"{where} route={route}: blocks {block} and {block + 1} live on stages {route[block]} and "
-                f"{route[block + 1]}, which are not neighbours"
+                f"{route[block + 1]}, which are not neighbours: a block follows on the same stage, or the one to its "
+                "left or right"
             )

@@ -1,8 +1,8 @@
 """Schedules: pure functions from (stages, micro-batches) to tables of ticks.
 
-Stages that go through ticks together are busy in another way than in the papers' charts. There, a stage runs one op at
-a time, and a micro-batch comes back to a stage two ops later for every stage behind it. Here a tick takes an F and a B,
-and to run both in every tick, a stage starts two micro-batches for every stage behind it (`lead=2`) before its first
+Stages that go through ticks in lockstep are busy in another way than in the papers' charts. There, a stage runs one op
+at a time, and a micro-batch comes back to a stage two ops later for every stage behind it. Here a tick takes an F and a
+B, and to run both in every tick, a stage starts two micro-batches for every stage behind it (`lead=2`) before its first
 backward, where the papers start one (`lead=1`). So 1F1B holds 2 (p - r) - 1 activations on stage r instead of p - r. It
 takes m + 2 (p - 1) ticks, of which the first p - 1 run F alone and the last p - 1 B alone: the papers' bubble,
 (p - 1) / (m + p - 1). The interleaved schedule has that lead in the papers too.
@@ -80,6 +80,8 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
     """
     p, m = _counts(num_stages, num_microbatches)
     _chunks(p, num_chunks)
+    # With a group that is not whole, stages would wait for micro-batches that do not come, in the middle of the table.
+    # Megatron's asks for the same.
     if m % p:
         fits = [str(count) for count in (m // p * p, (m // p + 1) * p) if count]
         raise ValueError(
@@ -124,7 +126,7 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
     A micro-batch goes down and up the V, then its gradient does; a new one starts every second tick, so that F and B
     of one tick always leave a stage in different directions. The bubble is that of `zero_bubble`, from m = p on, with
     5/8 of its memory: every stage holds up to 5p / 2 chunk activations, half a stage each. Asynchronous stages do
-    better with a V; those that go through ticks together wait while the first and the last micro-batch cross it.
+    better with a V; those that go through ticks in lockstep wait while the first and the last micro-batch cross it.
 
     >>> zero_bubble_v(4, 16).route
     (0, 1, 2, 3, 3, 2, 1, 0)
@@ -141,7 +143,7 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """The same table with W behind each B, in its tick: the gradient travels while W runs, and no more is held.
+    """The same table with W behind each B, in its tick: the gradient is transferred while W runs, and no more is held.
 
     Worth it where transfers take long beside a tick, so most for the interleaved schedule's short ones.
 
@@ -234,6 +236,8 @@ def _next_ops(
             sent = done.get((kind, op.microbatch, source))
             if sent is None or sent + (source != block) > tick:
                 return ops
+        # Only in the order F, B, W within a tick, since that is the order in which a stage runs them, and with one
+        # message each way.
         way = sends(route, op.kind, block)
         if ops and (not fused or KINDS.index(op.kind) <= KINDS.index(ops[-1].kind) or (way and way in ways)):
             return ops
@@ -262,6 +266,9 @@ def _with_weights(name: str, route: tuple[int, ...], placed: Sequence[Placed], s
         for stage, ops in enumerate(rows[tick]):
             held[stage] += sum(op.kind == "F" for op in ops)
             undone[stage] += [op._replace(kind="W") for op in ops if op.kind == "B"]
+        # A tick lasts as long as its busiest stage, so a W on a stage that has less to do is free. One that makes a
+        # tick longer is put off until some stage would run out of room, and then all stages take theirs, for the price
+        # of one.
         starts = [any(op.kind == "F" for op in ops) for ops in rows[tick + 1]]
         longer = tick > last or any(w and n + f > slots for w, n, f in zip(undone, held, starts, strict=True))
         for stage, ops in enumerate(rows[tick]):

@@ -111,7 +111,10 @@ def simulate(schedule: Schedule, times: Times = Times(), lockstep: bool = True) 
     for name in ("forward", "backward", "weight"):
         value = getattr(times, name)
         if isinstance(value, tuple) and len(value) != schedule.num_stages:
-            raise ValueError(f"Times({name}={value}): {len(value)} times for {schedule.num_stages} stages")
+            raise ValueError(
+                f"Times({name}={value}): {len(value)} times for {schedule.num_stages} stages; give one for each, or "
+                "one number for all"
+            )
     spans = tuple(_lockstep(schedule, times) if lockstep else _by_stage(schedule, times))
     return Simulation(schedule, spans, max((span.end for span in spans), default=0.0))
 
@@ -124,6 +127,7 @@ def _duration(schedule: Schedule, times: Times, stage: int, op: Op) -> float:
 
 
 def _lockstep(schedule: Schedule, times: Times) -> Iterator[Span]:
+    """Tick by tick: the next one starts when all stages are through, and all messages there."""
     start = 0.0
     for row in schedule.ticks:
         through = start
@@ -132,6 +136,8 @@ def _lockstep(schedule: Schedule, times: Times) -> Iterator[Span]:
             for op in ops:
                 yield Span(stage, op, now, now := now + _duration(schedule, times, stage, op))
                 moves = sends(schedule.route, op.kind, block_of(schedule.route, stage, op.chunk)) != 0
+                # What is sent has to be there before anybody's next tick starts: that is where lockstep waits, and the
+                # papers' stages do not.
                 through = max(through, now + times.transfer * moves)
         start = through
 

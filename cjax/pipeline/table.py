@@ -1,11 +1,12 @@
 """What a schedule is: a table of ticks, and the laws that every table obeys, ours or a user's.
 
-All stages go through the table together. In one tick a stage runs at most one F, then at most one B, then at most one
+All stages go through the table in lockstep. In one tick a stage runs at most one F, then at most one B, then at most
+one
 W: F is the forward of a micro-batch through a chunk of layers, B its backward, W the gradient of its weights. In a
 table without W, B is the whole backward; in a table with W, it is the gradient of the input alone. What F and B hand
-to another stage travels between two ticks, one message to the right and one to the left at most, so the earliest tick
-that can use it is the next one. Within a tick the order counts: the last chunk may run F and B of one micro-batch in
-one tick, and W may follow its own B.
+to another stage is transferred between two ticks, one message to the right and one to the left at most, so the earliest
+tick that can use it is the next one. Within a tick the order counts: the last chunk may run F and B of one micro-batch
+in one tick, and W may follow its own B.
 """
 
 from collections import Counter
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from cjax.pipeline.route import KINDS, Kind, block_of, check_route, chunk_of, needs, sends
 
-TOGETHER = ("F", "B", "W", "FB", "FW", "BW", "FBW")
+ORDERS = ("F", "B", "W", "FB", "FW", "BW", "FBW")
 
 
 class Op(NamedTuple):
@@ -77,6 +78,8 @@ class Schedule:
     ticks: Ticks
 
     def __post_init__(self) -> None:
+        # A user's own table comes this way too. One that breaks a law would not fail when it runs: it would read places
+        # that somebody else has written, and train on them.
         check(self)
 
     @property
@@ -180,6 +183,7 @@ def check(schedule: Schedule) -> None:
 
 
 def _check_rows(where: str, schedule: Schedule) -> None:
+    """Law 2, and that ops are of micro-batches and chunks that there are."""
     if schedule.num_microbatches < 1:
         raise ValueError(f"{where} it needs 1 micro-batch or more, not {schedule.num_microbatches}")
     for tick, row in enumerate(schedule.ticks):
@@ -188,7 +192,7 @@ def _check_rows(where: str, schedule: Schedule) -> None:
     microbatches, chunks = range(schedule.num_microbatches), range(schedule.num_chunks)
     for tick, stage, op in schedule.placed():
         kinds = "".join(other.kind for other in schedule.ticks[tick][stage])
-        if kinds not in TOGETHER:
+        if kinds not in ORDERS:
             at = f"{where} {Placed(tick, stage, op)} stands in {kinds}"
             raise ValueError(f"{at}: a tick takes at most one F, then one B, then one W a stage")
         if op.microbatch not in microbatches or op.chunk not in chunks:
@@ -215,10 +219,13 @@ def _check_complete(where: str, schedule: Schedule) -> dict[tuple[Kind, int, int
 
 
 def _check_order(where: str, schedule: Schedule, tick_of: dict[tuple[Kind, int, int], int]) -> None:
+    """Law 4."""
     route = schedule.route
     for (kind, microbatch, block), tick in tick_of.items():
         for source, source_block in needs(kind, block, len(route)):
             sent = tick_of[source, microbatch, source_block]
+            # From another block a result comes by message, at the end of its tick, even if both live on one stage:
+            # there is one rule for all.
             if tick < sent + (source_block != block):
                 op, stage = Op(kind, microbatch, chunk_of(route, block)), route[block]
                 other = Op(source, microbatch, chunk_of(route, source_block))
@@ -229,6 +236,7 @@ def _check_order(where: str, schedule: Schedule, tick_of: dict[tuple[Kind, int, 
 
 
 def _check_links(where: str, schedule: Schedule) -> None:
+    """Law 5."""
     for tick, row in enumerate(schedule.ticks):
         for stage, ops in enumerate(row):
             sent: dict[int, Op] = {}
@@ -244,6 +252,8 @@ def _check_links(where: str, schedule: Schedule) -> None:
 
 
 def _check_slots(where: str, schedule: Schedule) -> None:
+    """Law 6."""
+    # Op by op and not tick by tick: within a tick F takes its place before B gives one back.
     last, now, most = "W" if schedule.split else "B", Counter[int](), max(schedule.held())
     for placed in schedule.placed():
         now[placed.stage] += (placed.op.kind == "F") - (placed.op.kind == last)

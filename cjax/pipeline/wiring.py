@@ -42,12 +42,12 @@ class Wiring:
         """The directions in which results of F or B leave."""
         return set(np.unique(self.ops[kind]["way"])) - {0}
 
-    def turns(self, kind: Kind, name: str, stack: int, together: bool) -> int:
+    def turns(self, kind: Kind, name: str, stack: int, lockstep: bool) -> int:
         """In how many ticks a block of this stack does an op, or `starts` or `ends` the stack with it: on the stage
         where that is most often, or on any stage where all take part."""
         table = self.ops[kind]
         flags = (table["does"] == stack + 1) & (table[name] > 0)
-        return int(flags.any(1).sum() if together else flags.sum(0).max())
+        return int(flags.any(1).sum() if lockstep else flags.sum(0).max())
 
 
 class _Pool:
@@ -59,6 +59,8 @@ class _Pool:
 
     def take(self, since: int, until: int) -> int:
         """A place that is free in tick `since`, taken up to and including tick `until`."""
+        # Places are given to ops when the table is made, from the times at which they are taken and given back: so the
+        # memory is what the schedule holds at most, and the program never has to look for room.
         for place, free in enumerate(self._free_from):
             if free <= since:
                 self._free_from[place] = until + 1
@@ -68,32 +70,33 @@ class _Pool:
         return self.size - 1
 
 
-def wire(schedule: Schedule, part: Partition) -> Wiring:
-    """The tables of `schedule` for layers cut as `part` says."""
+def wire(schedule: Schedule, partition: Partition) -> Wiring:
+    """The tables of `schedule` for layers cut as `partition` says."""
     shape = schedule.num_ticks, schedule.num_stages
     ops: dict[Kind, dict[str, np.ndarray]] = {
         kind: {name: np.zeros(shape, np.int32) for name in COLUMNS} for kind in ("F", "B", "W")
     }
     where = {(*at.op[:2], block_of(schedule.route, at.stage, at.op.chunk)): at for at in schedule.placed()}
-    num_stacks, last = len(part.rows), "W" if schedule.split else "B"
+    num_stacks, last = len(partition.rows), "W" if schedule.split else "B"
     slots = [[_Pool() for _ in range(num_stacks)] for _ in range(schedule.num_stages)]
     ends = [[_Pool() for _ in range(num_stacks)] for _ in range(schedule.num_stages)]
     taken: dict[tuple[int, int], tuple[int, int]] = {}
     for (kind, microbatch, block), at in sorted(where.items(), key=lambda item: (item[1].tick, item[0][0] != "F")):
-        stack, key = part.stack[block], (microbatch, block)
+        stack, key = partition.stack[block], (microbatch, block)
         if kind == "F" and schedule.forward_only:
             taken[key] = 0, 0
         elif kind == "F":
+            # What F saves is read by B and, where there is one, by W; the last of them frees it.
             until = where[last, microbatch, block].tick
             backward = where["B", microbatch, block].tick
             # A place is written before it is read in one tick, so what a later op frees can't be taken before it.
             taken[key] = (
                 slots[at.stage][stack].take(at.tick, until),
-                ends[at.stage][stack].take(at.tick, backward) if part.ends(block) else 0,
+                ends[at.stage][stack].take(at.tick, backward) if partition.ends(block) else 0,
             )
         values = (
-            1 + stack, microbatch, taken[key][0], part.row(block), part.first[block], part.count[block],
-            part.starts(block), part.ends(block), taken[key][1], 0,
+            1 + stack, microbatch, taken[key][0], partition.row(block), partition.first[block], partition.count[block],
+            partition.starts(block), partition.ends(block), taken[key][1], 0,
             sends(schedule.route, kind, block),
         )  # fmt: skip
         for name, value in zip(COLUMNS, values, strict=True):
@@ -121,6 +124,8 @@ def _messages(
             if source_block == block:
                 continue
             sent = where[source, microbatch, source_block]
+            # A message arrives at the end of its tick, so the place is taken from then on, and is free again in the
+            # tick that reads it, whose own arrivals are written behind its ops.
             place = inboxes[reader.stage].take(sent.tick, reader.tick - 1)
             way = sends(route, source, source_block)
             found.setdefault(WAYS.get(way, source), []).append((sent.tick, reader.stage, place))
@@ -128,6 +133,8 @@ def _messages(
     num = max(pool.size for pool in inboxes)
     arrivals = {}
     for source, places in found.items():
+        # What arrives and is nobody's goes to a place behind all others: writing always is cheaper than asking whether
+        # to.
         table = np.full((schedule.num_ticks, schedule.num_stages), num, np.int32)
         for tick, stage, place in places:
             table[tick, stage] = place

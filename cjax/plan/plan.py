@@ -270,7 +270,8 @@ def _build(word: Word) -> Any:
         case "sequence":
             given = sized(word)
             if "part" in given:
-                raise ValueError(f"sequence={word.value}: sequence has no part after a slash")
+                instead = word.value.partition("/")[0]
+                raise ValueError(f"sequence={word.value}: sequence has no part after a slash; write sequence={instead}")
             return Sequence(**given)
         case "pipeline":
             return Pipeline(**_renamed(sized(word), mode="schedule", part="chunks"))
@@ -290,7 +291,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """JSON lets a key come twice and keeps the last; a rule that silently wins is a rule that silently loses."""
     rules = dict(pairs)
     if len(rules) < len(pairs):
-        raise ValueError(f"a dim has two rules among {', '.join(key for key, _ in pairs)}")
+        raise ValueError(f"a dim has two rules among {', '.join(key for key, _ in pairs)}; keep one of them")
     return rules
 
 

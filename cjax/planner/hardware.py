@@ -66,7 +66,10 @@ def hardware_of(devices: Sequence[Device]) -> Hardware:
     """
     kinds = sorted({device.device_kind for device in devices})
     if len(kinds) != 1:
-        raise ValueError(f"A plan needs devices of one kind, not {' and '.join(kinds) or 'none'}.")
+        raise ValueError(
+            f"A plan needs devices of one kind, not {' and '.join(kinds) or 'none'}: give those of one, such as "
+            '[d for d in jax.devices() if d.device_kind == "..."].'
+        )
     card = card_of_kind(kinds[0])
     facts = dict(
         name=kinds[0],
@@ -102,7 +105,9 @@ def _memory(devices: Sequence[Device], card: Card | None) -> int:
         return card.memory - _RESERVED_ON_CARD
     local = [device for device in devices if is_of_this_process(device)]
     if not local:
-        raise ValueError("None of the given devices belongs to this process.")
+        raise ValueError(
+            "None of the given devices belongs to this process: give jax.devices(), which holds all processes'."
+        )
     if local[0].platform == "cpu":
         return host_memory() // len(local)
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
@@ -111,7 +116,10 @@ def _memory(devices: Sequence[Device], card: Card | None) -> int:
         return min(known)
     # With XLA_PYTHON_CLIENT_ALLOCATOR=platform JAX sets itself no limit and reports none.
     if card is None:
-        raise ValueError(f"JAX does not say how much memory a {local[0].device_kind} has, and cjax does not know it.")
+        raise ValueError(
+            f"JAX does not say how much memory a {local[0].device_kind} has, and cjax does not know it: start Python "
+            "without XLA_PYTHON_CLIENT_ALLOCATOR=platform, under which JAX keeps no count."
+        )
     return card.memory - _RESERVED_ON_CARD
 
 

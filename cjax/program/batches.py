@@ -12,47 +12,48 @@ from jax import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.mesh import compiler_options
-from cjax.program.parts import Parts
+from cjax.program.composed import Composed
 from cjax.trace.dims.tables import Limits, index_limits
 from cjax.trace.reading import Trace
 from cjax.tree import PyTree, leaf_names
 
 
-def place_batch(parts: Parts, batch: PyTree, limits: dict[int, Limits]) -> PyTree:
+def place_batch(composed: Composed, batch: PyTree, limits: dict[int, Limits]) -> PyTree:
     """`batch`, ready for the step.
 
     With several processes a NumPy batch is this process's rows, and becomes its part of the global batch.
 
     Args:
-      parts: of the program.
+      composed: of the program.
       batch: the user's arrays.
       limits: for leaves that index a table, by position: what they may hold.
 
     Raises:
       ValueError: a batch of other leaves, shapes or dtypes than `parallelize` saw; an index outside its table.
     """
-    check_tree(batch, parts.batch_shape)
-    leaves, wanted = jax.tree.leaves(batch), jax.tree.leaves(parts.batch_shape)
+    check_tree(batch, composed.batch_shape)
+    leaves, wanted = jax.tree.leaves(batch), jax.tree.leaves(composed.batch_shape)
     num_processes = jax.process_count()
     for i, (leaf, shape) in enumerate(zip(leaves, wanted, strict=True)):
         local = num_processes > 1 and not isinstance(leaf, jax.Array) and shape.shape
         rows = (shape.shape[0] // num_processes, *shape.shape[1:]) if local else shape.shape
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
-                f"batch {leaf_names(parts.batch_shape)[i]!r} is a shape without numbers; parallelize takes those, and "
-                "what runs takes arrays of that shape"
+                f"batch {leaf_names(composed.batch_shape)[i]!r} is a shape without numbers; parallelize takes "
+                "those, and what runs takes arrays: give an array of that shape"
             )
         # Not `np.asarray` of what has a dtype: that would fetch an array from its devices at each step.
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
         if np.shape(leaf) != tuple(rows) or dtype != jax.dtypes.canonicalize_dtype(shape.dtype):
             raise ValueError(
-                f"batch {leaf_names(parts.batch_shape)[i]!r} is {dtype}{list(np.shape(leaf))}; this program was made "
-                f"for {shape.dtype}{list(rows)}. Give a batch of that shape and dtype, or call parallelize with one "
-                "like this. (A last batch with fewer rows: drop it, or give it to evaluate, which takes any number.)"
+                f"batch {leaf_names(composed.batch_shape)[i]!r} is {dtype}{list(np.shape(leaf))}; this program was "
+                f"made for {shape.dtype}{list(rows)}. Give a batch of that shape and dtype, or call parallelize with "
+                "one like this. (A last batch with fewer rows: drop it, or give it to evaluate, which takes any "
+                "number.)"
             )
     check_indices(batch, limits)
-    placed = join_processes(batch, parts.batch_shardings)
-    check_on_devices(batch, placed, limits, parts.mesh)
+    placed = join_processes(batch, composed.batch_shardings)
+    check_on_devices(batch, placed, limits, composed.mesh)
     return placed
 
 
@@ -159,8 +160,8 @@ def batch_structs(batch: PyTree) -> PyTree:
     if len(set(rows.values())) > 1:
         counts = ", ".join(f"{name} {count}" for name, count in rows.items())
         raise ValueError(
-            f"the first dim of every leaf of a batch counts its examples, and these differ: {counts}. Repeat what all "
-            "examples share for each of them, or let the loss close over it."
+            f"the first dim of every leaf of a batch counts its rows, and these differ: {counts}. Repeat what all "
+            "rows share for each of them, or let the loss close over it."
         )
     return jax.tree.unflatten(treedef, structs)
 

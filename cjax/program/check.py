@@ -16,18 +16,18 @@ TOLERANCES = {8: (1e-9, 1e-12), 4: (1e-5, 1e-7), 2: (1e-2, 1e-4)}
 # How much more than the measured effect of rounding is rounding's, too. The effect is measured once or twice, and small
 # leaves may be lucky in that.
 NOISE = 4.0
-# Measured rounding excuses no more than this part of a leaf, so that a factor of 1.5 is found in any precision.
+# Measured rounding excuses no more than this share of a leaf, so that a factor of 1.5 is found in any precision.
 MOST = 0.3
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Loss, aux, gradients and carried state of one batch on the host, in the user's trees."""
+    """Loss, aux, gradients and model state of one batch on the host, in the user's trees."""
 
     loss: float
     aux: PyTree
     grads: PyTree
-    carried: PyTree = None
+    model_state: PyTree = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Difference:
 
     Attributes:
       name: its path; `loss`, or `aux` and its path, beside the parameters' own.
-      kind: loss, aux, gradient or carried.
+      kind: loss, aux, gradient, or carried: the model state, as checkpoints call it.
       off: the norm of the difference.
       norm: the norm of what one device gives.
       allowed: the norm of a difference that rounding may make.
@@ -52,7 +52,7 @@ class Difference:
 
     @property
     def error(self) -> float:
-        """The difference as a part of what rounding allows."""
+        """The difference as a share of what rounding allows."""
         if not np.isfinite(self.off):
             return float("inf")
         return self.off / max(self.allowed, np.finfo(float).tiny)
@@ -73,7 +73,7 @@ class Check:
       plan: the plan.
       loss: both losses, the plan's first.
       worst: the path of the leaf farthest off, or `loss`, or `aux/...`.
-      error: its distance, as a part of what rounding allows.
+      error: its distance, as a share of what rounding allows.
       differences: all that was compared, worst first.
       reference: what it was compared with.
       notes: what could not be compared, and why.
@@ -141,7 +141,7 @@ def compare(
     relative, of_all = TOLERANCES[itemsize]
     found = []
     for kind in ("gradient", "carried", "aux", "loss"):
-        rows = {"gradient": _grads, "carried": _carried, "aux": _aux, "loss": _loss}[kind]
+        rows = {"gradient": _grads, "carried": _model_state, "aux": _aux, "loss": _loss}[kind]
         a, b, others = rows(mine), rows(theirs), [rows(other) for other in rounded]
         floor = 0.1 * relative * scale if kind == "loss" else 0.0
         if kind in ("gradient", "carried"):
@@ -184,8 +184,8 @@ def _grads(outcome: Outcome) -> dict[str, np.ndarray]:
     return on_host(outcome.grads)
 
 
-def _carried(outcome: Outcome) -> dict[str, np.ndarray]:
-    return {} if outcome.carried is None else on_host(outcome.carried)
+def _model_state(outcome: Outcome) -> dict[str, np.ndarray]:
+    return {} if outcome.model_state is None else on_host(outcome.model_state)
 
 
 def _aux(outcome: Outcome) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""From what the user gave and a plan to the parts of a program: each room called once, in order, lowest first."""
+"""From what the user gave and a plan to what a program is made of: each room called once, in order, lowest first."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from cjax.mesh import Device, build_mesh
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
 from cjax.planner.decide import decide
-from cjax.program.parts import Given, Parts
+from cjax.program.composed import Composed, Given
 from cjax.sharding.place.born import born
 from cjax.sharding.place.model import store_model
 from cjax.sharding.storage.optimizer import store_optimizer
@@ -20,8 +20,8 @@ def compose(
     devices: Sequence[Device],
     schedule: Schedule | None = None,
     num_rows: int | None = None,
-) -> Parts:
-    """The parts of a program under one plan. Nothing is allocated and nothing is compiled.
+) -> Composed:
+    """What a program is made of under one plan. Nothing is allocated and nothing is compiled.
 
     Args:
       given: what the user gave.
@@ -63,7 +63,7 @@ def compose(
         optimizer = store_optimizer(
             given.optimizer, source.capture.params_shape, storage.params, specs.__getitem__, mesh
         )
-    return Parts(
+    return Composed(
         given, source, plan, mesh, trace, storage, optimizer, choice, built.gradients, built.loss_size,
         init=born(source.capture, storage), line=line,
         notes=(*notes, *storage.layout.notes, *built.notes, *(line.notes if line else ())),

@@ -1,4 +1,4 @@
-"""A program's parts and its compiled step, as plain facts for a report."""
+"""What a program is composed of, and its compiled step, as plain facts for a report."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from cjax.audit import Audit
 from cjax.pipeline.gantt import gantt, gantt_svg
 from cjax.pipeline.simulate import simulate
 from cjax.planner.hardware import Hardware
-from cjax.program.parts import Parts
+from cjax.program.composed import Composed
 from cjax.report import (
     BlockRow,
     DimRow,
@@ -35,46 +35,46 @@ from cjax.trace.jaxpr.primitives import FACTS
 from cjax.trace.reading import Trace, primitives
 
 
-def describe_step(parts: Parts, audit: Audit, hardware: Hardware, more: Sequence[str] = ()) -> Report:
+def describe_step(composed: Composed, audit: Audit, hardware: Hardware, more: Sequence[str] = ()) -> Report:
     """The report of a compiled step; `more` is what there is to say beside."""
-    optimizer = parts.shelves.opt
-    sizes = dict(parts.mesh.shape)
-    memory = _memory(parts, audit, hardware)
+    optimizer = composed.shelves.opt
+    sizes = dict(composed.mesh.shape)
+    memory = _memory(composed, audit, hardware)
     total_opt = sum(_bytes(slot, PartitionSpec(), sizes, whole=True) for slot in optimizer.slots)
     shares = {"optimizer": memory.optimizer / total_opt} if total_opt else {}
-    forward = cost(parts.trace.closed)
-    model_flops = 3.0 * forward.flops * parts.plan.microbatches
-    matmul = 3.0 * forward.matmul_flops * parts.plan.microbatches
-    recomputed = max(0.0, audit.flops * parts.mesh.size - matmul)
-    if parts.line is not None and parts.plan.remat == "none":
+    forward = cost(composed.trace.closed)
+    model_flops = 3.0 * forward.flops * composed.plan.microbatches
+    matmul = 3.0 * forward.matmul_flops * composed.plan.microbatches
+    recomputed = max(0.0, audit.flops * composed.mesh.size - matmul)
+    if composed.line is not None and composed.plan.remat == "none":
         recomputed = 0.0  # what is more is the stage's with the most to do, which `audit` tells for all
-    schedule = parts.line.schedule if parts.line is not None else None
+    schedule = composed.line.schedule if composed.line is not None else None
     knows_overlap = hardware.memory_bandwidth is not None
     return Report(
-        plan=str(parts.plan),
-        devices=f"{parts.mesh.size} x {hardware.name}",
+        plan=str(composed.plan),
+        devices=f"{composed.mesh.size} x {hardware.name}",
         memory=memory,
-        params=_param_rows(parts),
+        params=_param_rows(composed),
         transfers=_transfers(audit, hardware if knows_overlap else None),
         flops=FlopCount(model_flops, matmul, recomputed if recomputed > 0.01 * matmul else 0.0, audit.flops),
-        time=_time(parts, audit, hardware),
+        time=_time(composed, audit, hardware),
         shares=shares,
         watch=[
-            *parts.notes,
+            *composed.notes,
             *more,
-            *_plain_attention(parts, audit),
-            *_padding(parts),
-            *_apart(parts),
-            *uncovered(parts.trace),
+            *_plain_attention(composed, audit),
+            *_padding(composed),
+            *_apart(composed),
+            *uncovered(composed.trace),
         ],
         chart=gantt(schedule, width=100) if schedule is not None else "",
         picture=gantt_svg(simulate(schedule)) if schedule is not None else "",
     )
 
 
-def _plain_attention(parts: Parts, audit: Audit) -> list[str]:
+def _plain_attention(composed: Composed, audit: Audit) -> list[str]:
     """That attention on a GPU is not by its fastest kernel, and what it would take."""
-    if kernel_for(parts.mesh) is None or audit.attention_kernels or not positions(parts.trace)[0]:
+    if kernel_for(composed.mesh) is None or audit.attention_kernels or not positions(composed.trace)[0]:
         return []
     return [
         "attention is computed as it is written, not by cuDNN's flash kernel, which takes bfloat16 or float16, heads "
@@ -95,21 +95,21 @@ def stored_bytes(storage: Storage, sizes: dict[str, int]) -> int:
     return sum(_bytes(slot, slot.spec, sizes) for slot in storage.slots)
 
 
-def _memory(parts: Parts, audit: Audit, hardware: Hardware) -> MemoryUse:
-    sizes, storage = dict(parts.mesh.shape), parts.storage
-    specs = storage.state_specs if parts.plan.zero_stage >= 2 else storage.used_specs
+def _memory(composed: Composed, audit: Audit, hardware: Hardware) -> MemoryUse:
+    sizes, storage = dict(composed.mesh.shape), composed.storage
+    specs = storage.state_specs if composed.plan.zero_stage >= 2 else storage.used_specs
     grads = sum(_bytes(slot, specs[slot.leaves[0]], sizes) for slot in storage.params.slots)
     batch = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(parts.with_batch(parts.batch_shape))
+        for leaf in jax.tree.leaves(composed.with_batch(composed.batch_shape))
     )
     used = audit.memory
     temporary = used.temporary if used else 0
     return MemoryUse(
         params=stored_bytes(storage.params, sizes) + stored_bytes(storage.frozen, sizes),
         grads=min(grads, temporary),
-        optimizer=stored_bytes(parts.shelves.opt, sizes),
-        carried=stored_bytes(storage.carried, sizes),
+        optimizer=stored_bytes(composed.shelves.opt, sizes),
+        carried=stored_bytes(storage.model_state, sizes),
         batch=batch,
         activations=max(0, temporary - grads),
         compiler=max(0, used.outputs - used.aliased) if used else 0,
@@ -117,10 +117,10 @@ def _memory(parts: Parts, audit: Audit, hardware: Hardware) -> MemoryUse:
     )
 
 
-def _param_rows(parts: Parts) -> list[ParamRow]:
-    sizes, trace = dict(parts.mesh.shape), parts.trace
+def _param_rows(composed: Composed) -> list[ParamRow]:
+    sizes, trace = dict(composed.mesh.shape), composed.trace
     rows = {}
-    for storage, kind in ((parts.storage.params, "params"), (parts.storage.frozen, "frozen")):
+    for storage, kind in ((composed.storage.params, "params"), (composed.storage.frozen, "frozen")):
         leaves = trace.leaves_of(kind)
         for slot in storage.slots:
             for i in slot.leaves:
@@ -150,8 +150,8 @@ def _transfers(audit: Audit, hardware: Hardware | None) -> list[Transfer]:
     return [Transfer(kind, axis, *row) for (kind, axis), row in sorted(found.items(), key=lambda item: -item[1][0])]
 
 
-def _time(parts: Parts, audit: Audit, hardware: Hardware) -> StepTime | None:
-    peak = hardware.matmul_flops(parts.plan.precision)
+def _time(composed: Composed, audit: Audit, hardware: Hardware) -> StepTime | None:
+    peak = hardware.matmul_flops(composed.plan.precision)
     if peak is None:
         return None
     transfer = 0.0
@@ -159,19 +159,19 @@ def _time(parts: Parts, audit: Audit, hardware: Hardware) -> StepTime | None:
         bandwidth = hardware.bandwidth(each.span)
         transfer += each.exposed_bytes(hardware) / bandwidth if bandwidth else 0.0
     compute = audit.flops / peak
-    if parts.line is None:
+    if composed.line is None:
         return StepTime(compute, transfer)
     # A backward is two forwards' work, half of it for the weights.
-    idle = simulate(parts.line.schedule).bubble
+    idle = simulate(composed.line.schedule).bubble
     return StepTime(compute, transfer, compute * idle / (1 - idle))
 
 
-def _padding(parts: Parts) -> list[str]:
+def _padding(composed: Composed) -> list[str]:
     said = {}
-    for storage, kind in ((parts.storage.params, "params"), (parts.storage.frozen, "frozen")):
-        leaves = parts.trace.leaves_of(kind)
+    for storage, kind in ((composed.storage.params, "params"), (composed.storage.frozen, "frozen")):
+        leaves = composed.trace.leaves_of(kind)
         for slot in storage.slots:
-            names = parts.trace.dims_of(leaves[slot.leaves[0]]) if slot.leaves else ()
+            names = composed.trace.dims_of(leaves[slot.leaves[0]]) if slot.leaves else ()
             for name, size, padded in zip(names, slot.shape, slot.padded, strict=True):
                 if size != padded:
                     said[f"{name} {size} padded to {padded}"] = None
@@ -206,9 +206,9 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
-def _apart(parts: Parts) -> list[str]:
+def _apart(composed: Composed) -> list[str]:
     """What is not left to XLA's partitioner, where that costs."""
-    return brought_together(parts.trace, parts.storage.layout) if parts.mesh.size > 1 else []
+    return brought_together(composed.trace, composed.storage.layout) if composed.mesh.size > 1 else []
 
 
 def describe_trace(trace: Trace, model: str) -> TraceSummary:

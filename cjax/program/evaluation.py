@@ -22,8 +22,8 @@ from cjax.program.batches import (
     join_processes,
     table_limits,
 )
+from cjax.program.composed import Composed, batch_shardings
 from cjax.program.lockstep import Lockstep
-from cjax.program.parts import Parts, batch_shardings
 from cjax.program.same import function_key
 from cjax.program.state import Arrays, State
 from cjax.sharding.layout.layout import make_layout
@@ -65,8 +65,8 @@ class _Scoring:
 class Evaluator:
     """Compiled evaluations of one program, by the shapes of the batch and the function (`cjax.program.same`)."""
 
-    def __init__(self, parts: Parts, lockstep: Lockstep) -> None:
-        self._parts, self._lockstep = parts, lockstep
+    def __init__(self, composed: Composed, lockstep: Lockstep) -> None:
+        self._composed, self._lockstep = composed, lockstep
         self._compiled: dict[Any, _Scoring] = {}
 
     def __call__(self, state: State, batches: Iterable[PyTree], function: Function | None) -> PyTree:
@@ -75,14 +75,14 @@ class Evaluator:
         tree: Any = None
         for batch in batches:
             if function is None:
-                check_tree(batch, self._parts.batch_shape)
+                check_tree(batch, self._composed.batch_shape)
             shape = global_shape(batch)
             _check_rows(shape, function)
             scoring = self._compile(shape, function)
             check_indices(batch, scoring.limits)
-            placed = join_processes(batch, batch_shardings(self._parts.mesh, shape))
-            check_on_devices(batch, placed, scoring.limits, self._parts.mesh)
-            outs = scoring.run(state._params, state._frozen, state._carried, placed, state._key)
+            placed = join_processes(batch, batch_shardings(self._composed.mesh, shape))
+            check_on_devices(batch, placed, scoring.limits, self._composed.mesh)
+            outs = scoring.run(state._params, state._frozen, state._model_state, placed, state._key)
             outs = [([total], None) if weight is None else (total, weight) for total, weight in outs]
             sums = outs if not sums else [_join(a, b) for a, b in zip(sums, outs, strict=True)]
             tree = scoring.subject.trace
@@ -98,25 +98,25 @@ class Evaluator:
 
     def lower(self) -> jax.stages.Lowered:
         """The loss in evaluation mode on the batch that the program was made for, lowered."""
-        shape = self._parts.batch_shape
+        shape = self._composed.batch_shape
         scoring = self._compile(shape, None)
-        return self._lower(shape, self._jitted(scoring.subject, scoring.lockstep.together))
+        return self._lower(shape, self._jitted(scoring.subject, scoring.lockstep.needed))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the same."""
-        return self._compile(self._parts.batch_shape, None).lockstep.notes
+        return self._compile(self._composed.batch_shape, None).lockstep.notes
 
     def compiled(self) -> jax.stages.Compiled:
         """The same, compiled."""
-        run = self._compile(self._parts.batch_shape, None).run
+        run = self._compile(self._composed.batch_shape, None).run
         if isinstance(run, jax.stages.Compiled):
             return run
-        return compile_lowered(self._lower(self._parts.batch_shape, run), list(self._parts.mesh.devices.flat))
+        return compile_lowered(self._lower(self._composed.batch_shape, run), list(self._composed.mesh.devices.flat))
 
     def _lower(self, batch_shape: PyTree, run: Any) -> jax.stages.Lowered:
-        parts, shape = self._parts, self._parts.state_shape
-        return run.lower(shape._params, shape._frozen, shape._carried, parts.with_batch(batch_shape), shape._key)
+        composed, shape = self._composed, self._composed.state_shape
+        return run.lower(shape._params, shape._frozen, shape._model_state, composed.with_batch(batch_shape), shape._key)
 
     def _compile(self, shape: PyTree, function: Function | None) -> _Scoring:
         leaves, treedef = jax.tree.flatten(shape)
@@ -129,24 +129,24 @@ class Evaluator:
         return found
 
     def _make(self, shape: PyTree, function: Function | None) -> _Scoring:
-        lockstep, subject = Lockstep(self._parts, self._lockstep), self._subject(shape, function)
-        if lockstep.asks:
-            run = lockstep.compile(lambda together: self._lower(shape, self._jitted(subject, together)))
+        asked, subject = Lockstep(self._composed, self._lockstep), self._subject(shape, function)
+        if asked.asks:
+            run = asked.compile(lambda lockstep: self._lower(shape, self._jitted(subject, lockstep)))
         else:
-            run = self._jitted(subject, lockstep.together)
-        return _Scoring(subject, run, table_limits(subject.trace), lockstep)
+            run = self._jitted(subject, asked.needed)
+        return _Scoring(subject, run, table_limits(subject.trace), asked)
 
     def _subject(self, shape: PyTree, function: Function | None) -> _Subject:
         call = None if function is None else lambda model, batch, key, train: (None, function(model, batch))
-        source = TraceSource(self._parts.capture, shape)
-        return _Subject(source, call, _scored_trace(self._parts, source, call, 1))
+        source = TraceSource(self._composed.capture, shape)
+        return _Subject(source, call, _scored_trace(self._composed, source, call, 1))
 
-    def _jitted(self, subject: _Subject, together: bool) -> Any:
-        parts, trace, shape = self._parts, subject.trace, subject.source.batch_shape
+    def _jitted(self, subject: _Subject, lockstep: bool) -> Any:
+        composed, trace, shape = self._composed, subject.trace, subject.source.batch_shape
         rows = subject.source.num_rows
-        pieces = [(slice(None), rows, self._scored(subject.source, trace, 1, together))]
-        num_parts = parts.plan.microbatches
-        if parts.line is not None and parts.line.stacks_of(trace) and 1 < num_parts <= rows and averages(trace):
+        pieces = [(slice(None), rows, self._scored(subject.source, trace, 1, lockstep))]
+        num_parts = composed.plan.microbatches
+        if composed.line is not None and composed.line.stacks_of(trace) and 1 < num_parts <= rows and averages(trace):
             # Whole micro-batches through the pipeline together, the rows that are left over behind them.
             whole = rows - rows % num_parts
             pieces = []
@@ -154,60 +154,60 @@ class Evaluator:
                 num_rows = some.stop - some.start
                 if num_rows:
                     piece, num = subject.source.on_rows(num_rows), num_parts if some.start == 0 else 1
-                    of_piece = _scored_trace(parts, piece, subject.call, num)
-                    pieces.append((some, num_rows, self._scored(piece, of_piece, num, together)))
+                    of_piece = _scored_trace(composed, piece, subject.call, num)
+                    pieces.append((some, num_rows, self._scored(piece, of_piece, num, lockstep)))
 
-        def run(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
+        def run(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
             found: list[Any] = []
             for some, num_rows, score in pieces:
                 mine = jax.tree.map(lambda x, some=some: x[some] if x.ndim else x, batch)
-                outs = _weighed(trace, score(params, frozen, carried, mine, key), num_rows)
+                outs = _weighed(trace, score(params, frozen, model_state, mine, key), num_rows)
                 found = [_join(a, b) for a, b in zip(found, outs, strict=True)] if found else outs
             return [(jnp.concatenate(total) if weight is None else total, weight) for total, weight in found]
 
-        shardings = parts.state_shardings
+        shardings = composed.state_shardings
         return jax.jit(
             run,
             in_shardings=(
                 shardings._params,
                 shardings._frozen,
-                shardings._carried,
-                batch_shardings(parts.mesh, shape),
-                parts.whole,
+                shardings._model_state,
+                batch_shardings(composed.mesh, shape),
+                composed.whole,
             ),
-            out_shardings=parts.whole,
-            compiler_options=compiler_options(parts.mesh),
+            out_shardings=composed.whole,
+            compiler_options=compiler_options(composed.mesh),
         )
 
-    def _scored(self, source: TraceSource, trace: Trace, num_parts: int, together: bool) -> Score:
+    def _scored(self, source: TraceSource, trace: Trace, num_parts: int, lockstep: bool) -> Score:
         """The results of a whole batch, as the trace of one of its micro-batches gives them."""
-        parts = self._parts
-        sizes = dict(parts.mesh.shape)
-        layout, rows = parts.storage.layout, parts.trace.batch_class
+        composed = self._composed
+        sizes = dict(composed.mesh.shape)
+        layout, rows = composed.storage.layout, composed.trace.batch_class
         shards = math.prod(sizes[axis] for axis in layout.axes_of.get(rows, ())) if rows is not None else 1
         # A ragged last batch: each device scores all of it, which is exact and costs one batch.
         ragged = any(trace.leaves[i].shape[:1] and trace.leaves[i].shape[0] % shards for i in trace.leaves_of("batch"))
-        layout = make_layout(trace, sizes, parts.plan.rules, not ragged, parts.plan.sequence)
-        num_results = len(trace.closed.jaxpr.outvars) - len(trace.leaves_of("carried"))
-        stacks = parts.line.stacks_of(trace) if parts.line is not None else None
-        if parts.line is None or stacks is None:
-            loss = place_loss(trace, parts.storage, parts.plan, parts.mesh, layout)
+        layout = make_layout(trace, sizes, composed.plan.rules, not ragged, composed.plan.sequence)
+        num_results = len(trace.closed.jaxpr.outvars) - len(trace.leaves_of("model_state"))
+        stacks = composed.line.stacks_of(trace) if composed.line is not None else None
+        if composed.line is None or stacks is None:
+            loss = place_loss(trace, composed.storage, composed.plan, composed.mesh, layout)
 
-            def whole(params: Arrays, frozen: Arrays, carried: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
-                return loss(params, frozen, carried, jax.tree.leaves(batch), key, jnp.int32(0))[:num_results]
+            def whole(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
+                return loss(params, frozen, model_state, jax.tree.leaves(batch), key, jnp.int32(0))[:num_results]
 
             return whole
-        staged = stage_model(trace, stacks, parts.storage, parts.plan, parts.mesh, layout)
-        schedule = forward_only(parts.line.schedule.route, num_parts)
-        forward = Forward(staged.stages, schedule, parts.line.part, PIPE)
-        through = forwarded(staged, forward, num_parts, parts.mesh, together)
+        staged = stage_model(trace, stacks, composed.storage, composed.plan, composed.mesh, layout)
+        schedule = forward_only(composed.line.schedule.route, num_parts)
+        forward = Forward(staged.stages, schedule, composed.line.partition, PIPE)
+        through = forwarded(staged, forward, num_parts, composed.mesh, lockstep)
         return lambda *inputs: _put_together(trace, through(*inputs))
 
 
-def _scored_trace(parts: Parts, source: TraceSource, call: Any, num_parts: int) -> Trace:
+def _scored_trace(composed: Composed, source: TraceSource, call: Any, num_parts: int) -> Trace:
     """The loss in evaluation mode, or what is called in its place, on one of `num_parts` parts of a batch, read as the
     program's own trace was."""
-    like = parts.trace
+    like = composed.trace
     trace = source.read(num_parts, train=False, call=call, forms=like.forms, pairs=like.pairs, at_once=like.at_once)
     if trace.num_loss == 1:
         # A ratio (a masked mean, say) adds up exactly as total and weight; what adds up in no way counts by rows.
@@ -223,7 +223,10 @@ def _check_rows(shape: PyTree, function: Function | None) -> None:
     if function is None and len(rows) > 1:
         names = zip(leaf_names(shape), jax.tree.leaves(shape), strict=True)
         counts = ", ".join(f"{name} {leaf.shape[0]}" for name, leaf in names if leaf.shape)
-        raise ValueError(f"the first dim of every leaf of a batch counts its examples, and these differ: {counts}.")
+        raise ValueError(
+            f"the first dim of every leaf of a batch counts its rows, and these differ: {counts}. Repeat what all "
+            "rows share for each of them, or let the loss close over it."
+        )
 
 
 def _put_together(trace: Trace, outs: list[jax.Array]) -> list[jax.Array]:

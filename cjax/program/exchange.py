@@ -6,28 +6,28 @@ from typing import Any
 
 import jax
 
+from cjax.program.composed import Composed
 from cjax.program.keep import check_fits, store_leaves
-from cjax.program.parts import Parts
 from cjax.program.saving import MODEL, trees_of
 from cjax.program.state import State, check_alive
 from cjax.tree import PyTree, leaf_names
 
 
-def adopted(parts: Parts, state: State, source: Any) -> State:
+def adopted(composed: Composed, state: State, source: Any) -> State:
     """`state` with what `source` trains, and its running state; or with the parameters that a tree names.
 
     Raises:
       ValueError: parameters that this model has not, or of other shapes.
     """
-    shelves = {"_params": parts.shelves.params, "_frozen": parts.shelves.frozen}
+    shelves = {"_params": composed.shelves.params, "_frozen": composed.shelves.frozen}
     own = dict(zip(shelves, trees_of(state, *MODEL[:2]).values(), strict=True))
     known = {name for tree in own.values() for name in leaf_names(tree)}
     changes: dict[str, Any] = {}
     if isinstance(source, State):
         check_alive(source)
-        given, carried = trees_of(source, "params", "carried").values()
-        tree = check_fits(parts.shelves.carried, carried, "this state's carried values are")
-        changes["_carried"] = store_leaves(parts.shelves.carried, tree, parts.mesh)
+        given, model_state = trees_of(source, "params", "carried").values()
+        tree = check_fits(composed.shelves.model_state, model_state, "this state's model state (`carried`) is")
+        changes["_model_state"] = store_leaves(composed.shelves.model_state, tree, composed.mesh)
     else:
         given = source
     if isinstance(given, Mapping) and given.keys() <= known:
@@ -49,7 +49,7 @@ def adopted(parts: Parts, state: State, source: Any) -> State:
         tree = jax.tree.unflatten(
             shelf.treedef, [values.get(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
         )
-        changes[field] = store_leaves(shelf, check_fits(shelf, tree, "these parameters are"), parts.mesh)
+        changes[field] = store_leaves(shelf, check_fits(shelf, tree, "these parameters are"), composed.mesh)
     return dataclasses.replace(state, **changes)
 
 

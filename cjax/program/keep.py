@@ -40,7 +40,8 @@ def check_fits(storage: Storage, tree: PyTree, what: str) -> PyTree:
     lines += [f"{name}: not known here" for name in given if name not in needed]
     lines += [f"{n}: {given[n]} given, {t} needed" for n, t in needed.items() if given.get(n, t) != t]
     if lines:
-        raise ValueError(f"{what} of another model, optimizer or `wrt`:\n  " + "\n  ".join(lines))
+        instead = "Give the tree of a program of this model, with the same optimizer and `wrt`."
+        raise ValueError("\n  ".join([f"{what} of another model, optimizer or `wrt`:", *lines]) + f"\n{instead}")
     leaves = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
     return jax.tree.unflatten(storage.treedef, [leaves[name] for name in needed])
 

@@ -17,13 +17,13 @@ from cjax.planner.hardware import hardware_of
 from cjax.program.batches import place_batch, table_limits
 from cjax.program.check import Check
 from cjax.program.compose import compose
+from cjax.program.composed import Composed
 from cjax.program.description import describe_step, describe_trace
 from cjax.program.evaluation import Evaluator
 from cjax.program.exchange import adopted, differentiable
 from cjax.program.keep import check_fits, store_leaves
 from cjax.program.lockstep import Lockstep
 from cjax.program.memory import OutOfMemory, alternatives
-from cjax.program.parts import Parts
 from cjax.program.saving import arrays_of, shapes_of, state_from, trees_of
 from cjax.program.starting import Starter, make_key
 from cjax.program.state import State, check_alive
@@ -44,11 +44,11 @@ class Program:
       verified: under `verify=True`, from the first step on: the check that the plan passed, or why there was none.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._lockstep = Lockstep(parts)
-        self._start, self._evaluate = Starter(parts), Evaluator(parts, self._lockstep)
-        self.plan, self.mesh, self.loss_scale = parts.plan, parts.mesh, parts.scaling
+    def __init__(self, composed: Composed) -> None:
+        self._composed = composed
+        self._lockstep = Lockstep(composed)
+        self._start, self._evaluate = Starter(composed), Evaluator(composed, self._lockstep)
+        self.plan, self.mesh, self.loss_scale = composed.plan, composed.mesh, composed.scaling
         self.verified: Check | str | None = None
 
     def __repr__(self) -> str:
@@ -57,7 +57,7 @@ class Program:
     @property
     def trace(self) -> TraceSummary:
         """What was found in the model: dims, blocks, unknown primitives. Print it."""
-        return describe_trace(self._parts.trace, self._parts.capture.name)
+        return describe_trace(self._composed.trace, self._composed.capture.name)
 
     @property
     def data_shard(self) -> tuple[int, int]:
@@ -73,7 +73,7 @@ class Program:
           seed_or_key: an integer, or a JAX key.
           params: values to start from, whole or in part: a tree of arrays in the user's structure, `{path: array}`,
             `{path: callable of an index}`, or the path of a safetensors file or folder. A folder of transformers
-            fits the models of `cjax.models`. Of a file, each device reads its own part alone.
+            fits the models of `cjax.models`. Of a file, each device reads its own shard alone.
 
         Raises:
           FileNotFoundError: no such file or folder.
@@ -91,7 +91,7 @@ class Program:
     def model(self, state: State) -> Any:
         """The user's own model, trained."""
         trees = trees_of(state, "params", "frozen", "carried")
-        return self._parts.capture.rebuild(*trees.values())
+        return self._composed.capture.rebuild(*trees.values())
 
     @own_context
     def adopt(self, state: State, source: State | PyTree) -> State:
@@ -108,7 +108,7 @@ class Program:
         Raises:
           ValueError: parameters that this model has not, or of other shapes.
         """
-        return adopted(self._parts, self._own(state), source)
+        return adopted(self._composed, self._own(state), source)
 
     # -- training -----------------------------------------------------------------------------------------------
     @not_nan
@@ -130,7 +130,7 @@ class Program:
           ValueError: a batch of another shape or dtype, or with tokens outside the vocabulary.
         """
         self._must_train("step")
-        placed = place_batch(self._parts, batch, self._limits)
+        placed = place_batch(self._composed, batch, self._limits)
         state, run = self._own(state), self._step
         self._verify(state, batch)
         return run(state, placed)  # compiles at first, when all that was given is known to be good
@@ -145,29 +145,29 @@ class Program:
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        if self._parts.optimizer is None:
+        if self._composed.optimizer is None:
             return self._evaluate.compiled()
         return self._lockstep.compile(self._lower_step)
 
-    def _lower_step(self, together: bool) -> jax.stages.Lowered:
-        return make_step(self._parts, together).lower(*self._inputs)
+    def _lower_step(self, lockstep: bool) -> jax.stages.Lowered:
+        return make_step(self._composed, lockstep).lower(*self._inputs)
 
     @property
     def _inputs(self) -> tuple[Any, Any]:
-        return self._parts.state_shape, self._parts.with_batch(self._parts.batch_shape)
+        return self._composed.state_shape, self._composed.with_batch(self._composed.batch_shape)
 
     @own_context
     def lower(self) -> jax.stages.Lowered:
         """The step, lowered for the plan's mesh: for anyone's tools. Without an optimizer, the evaluation."""
-        if self._parts.optimizer is None:
+        if self._composed.optimizer is None:
             return self._evaluate.lower()
-        if self._lockstep.asks and not self._lockstep.together:
+        if self._lockstep.asks and not self._lockstep.needed:
             _ = self._compiled  # tells which of two programs it is
-        return self._lower_step(self._lockstep.together)
+        return self._lower_step(self._lockstep.needed)
 
     @functools.cached_property
     def _limits(self) -> dict[int, Limits]:
-        return table_limits(self._parts.trace)
+        return table_limits(self._composed.trace)
 
     @not_nan
     @own_context
@@ -179,12 +179,12 @@ class Program:
           batch: as for `step`.
           params: the user's tree of parameters in place of the state's: gradients at another point.
         """
-        placed = place_batch(self._parts, batch, self._limits)
+        placed = place_batch(self._composed, batch, self._limits)
         state = self._own(state)
         self._verify(state, batch)
         stored = gradient_inputs(self._with_params(state, params))
         loss, _, grads, _ = self._value_and_grad(*stored, placed)
-        return loss, self._parts.storage.params.load(grads)
+        return loss, self._composed.storage.params.load(grads)
 
     def _with_params(self, state: State, params: PyTree | None) -> State:
         if params is None:
@@ -219,8 +219,8 @@ class Program:
         """
         self._must_train("update")
         state = self._own(state)
-        assert self._parts.optimizer is not None
-        if loss is None and self._parts.optimizer.reads_loss:
+        assert self._composed.optimizer is not None
+        if loss is None and self._composed.optimizer.reads_loss:
             raise ValueError(
                 "this optimizer follows the loss (optax calls it `value`): give it, program.update(state, grads, loss)"
             )
@@ -228,12 +228,12 @@ class Program:
         return self._update(state, grads, jnp.float32(0 if loss is None else loss))[0]
 
     def _stored_params(self, tree: PyTree, what: str) -> Any:
-        storage = self._parts.storage.params
+        storage = self._composed.storage.params
         return store_leaves(storage, check_fits(storage, tree, what), self.mesh)
 
     @functools.cached_property
     def _update(self) -> Any:
-        return make_update(self._parts)
+        return make_update(self._composed)
 
     @not_nan
     @own_context
@@ -272,7 +272,7 @@ class Program:
 
     @functools.cached_property
     def _batch_structure(self) -> Any:
-        return jax.tree.structure(self._parts.batch_shape)
+        return jax.tree.structure(self._composed.batch_shape)
 
     # -- keeping ------------------------------------------------------------------------------------------------
     @own_context
@@ -297,19 +297,19 @@ class Program:
         """
         self._must_run("restore")
         # Evaluation takes what was trained: without an optimizer here, its state is left where it is.
-        unread = () if self._parts.optimizer else ("opt_state",)
+        unread = () if self._composed.optimizer else ("opt_state",)
         if isinstance(source, State):
             arrays = arrays_of(source) | dict.fromkeys(unread, ())
         elif isinstance(source, str | Path):
             arrays, _ = checkpoint.restore(source, self.abstract_state(), unread)
         else:
             raise TypeError(f"restore takes the path of a checkpoint or a state, not a {type(source).__name__}.")
-        return state_from(self._parts, arrays)
+        return state_from(self._composed, arrays)
 
     @own_context
     def abstract_state(self) -> PyTree:
         """The logical arrays of a state as placed ShapeDtypeStructs: what `cjax.checkpoint.restore` takes."""
-        return shapes_of(self._parts)
+        return shapes_of(self._composed)
 
     @own_context
     def from_arrays(self, arrays: PyTree) -> State:
@@ -320,7 +320,7 @@ class Program:
         Raises:
           ValueError: arrays of another model; every missing, unexpected or differently shaped leaf is listed.
         """
-        return state_from(self._parts, arrays)
+        return state_from(self._composed, arrays)
 
     @own_context
     def to_arrays(self, state: State) -> PyTree:
@@ -329,7 +329,7 @@ class Program:
 
     def _own(self, state: State) -> State:
         check_alive(state)
-        if state._shelves is not self._parts.shelves:
+        if state._shelves is not self._composed.shelves:
             raise ValueError("this state belongs to another program; take it over with state = program.restore(state)")
         return state
 
@@ -338,7 +338,7 @@ class Program:
     def replan(self, plan: Plan | str, devices: Sequence[Device] | str | None = None) -> "Program":
         """The same model and loss under another plan, or on other devices."""
         found = list(self.mesh.devices.flat) if devices is None else resolve_devices(devices)
-        return Program(compose(self._parts.given, plan, found))
+        return Program(compose(self._composed.given, plan, found))
 
     @own_context
     def compare(self, plans: Iterable[Plan | str]) -> Comparison:
@@ -374,8 +374,8 @@ class Program:
     @functools.cached_property
     def _report(self) -> Report:
         facts, hardware = audit(self._compiled, self.mesh), hardware_of(list(self.mesh.devices.flat))
-        notes = self._evaluate.notes if self._parts.optimizer is None else self._lockstep.notes
-        return describe_step(self._parts, facts, hardware, notes)
+        notes = self._evaluate.notes if self._composed.optimizer is None else self._lockstep.notes
+        return describe_step(self._composed, facts, hardware, notes)
 
     @own_context
     def check(self, state: State, batch: PyTree) -> Check:
@@ -388,16 +388,16 @@ class Program:
           MemoryError: the model does not fit one device.
         """
         self._must_run("check")
-        place_batch(self._parts, batch, self._limits)
-        return check_plan(self._parts, self._own(state), batch)
+        place_batch(self._composed, batch, self._limits)
+        return check_plan(self._composed, self._own(state), batch)
 
     def _verify(self, state: State, batch: PyTree) -> None:
-        if self._parts.given.verifies and self.verified is None:
-            self.verified = verify(self._parts, state, batch)
+        if self._composed.given.verifies and self.verified is None:
+            self.verified = verify(self._composed, state, batch)
 
     def _must_train(self, what: str) -> None:
         self._must_run(what)
-        if self._parts.optimizer is None:
+        if self._composed.optimizer is None:
             raise ValueError(
                 f"{what} needs an optimizer, and this program was made with None, for evaluation; "
                 "give parallelize one, such as optax.adamw(1e-3)."

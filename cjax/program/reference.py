@@ -17,7 +17,7 @@ import numpy as np
 from cjax.gradients import divisors
 from cjax.jax_compat.core import Literal, jaxpr_as_fun, jaxprs_in_params
 from cjax.program.check import Outcome
-from cjax.program.parts import Parts
+from cjax.program.composed import Composed
 from cjax.trace.author.capture import Mean
 from cjax.trace.microbatches.combine import denominator
 from cjax.trace.stages.counters import depends
@@ -31,12 +31,12 @@ class Reference:
     """How to compute it for one program.
 
     Attributes:
-      parts: of the program.
+      composed: of the program.
       num: micro-batches that the batch is cut into; 1: it is not.
       why: why it is cut, or nothing.
     """
 
-    parts: Parts
+    composed: Composed
     num: int
     why: str
 
@@ -48,7 +48,7 @@ class Reference:
         """
         *trees, batch, key = inputs
         rows = batch if self.num == 1 else self._rows(batch, 0)
-        graded = functools.partial(_graded, self.parts, self.num)
+        graded = functools.partial(_graded, self.composed, self.num)
         traced = jax.jit(graded).trace(*trees, rows, key, jnp.int32(0), self._divisors(batch, key))
         compiled = traced.lower().compile()
         memory = compiled.memory_analysis()
@@ -59,20 +59,20 @@ class Reference:
 
     def __call__(self, run: Callable[..., Any], inputs: Inputs) -> Outcome:
         """The outcome by `run`, as `compiled` gives it."""
-        params, frozen, carried, batch, key = inputs
+        params, frozen, model_state, batch, key = inputs
         if self.num == 1:
-            total, weight, aux, grads, new, _ = run(params, frozen, carried, batch, key, jnp.int32(0), [])
+            total, weight, aux, grads, new, _ = run(params, frozen, model_state, batch, key, jnp.int32(0), [])
             return _outcome(total, weight, aux, grads, new)
-        outs, divide_by, once, new = [], self._divisors(batch, key), self.parts.trace.once, carried
+        outs, divide_by, counters, new = [], self._divisors(batch, key), self.composed.trace.counters, model_state
         for index in range(self.num):
             rows = self._rows(batch, index)
             leaves, treedef = jax.tree.flatten(new)
-            old = jax.tree.leaves(carried)
-            before = treedef.unflatten([old[i] if i in once else leaf for i, leaf in enumerate(leaves)])
+            old = jax.tree.leaves(model_state)
+            before = treedef.unflatten([old[i] if i in counters else leaf for i, leaf in enumerate(leaves)])
             *out, new, share = run(params, frozen, before, rows, key, jnp.int32(index), divide_by)
             outs.append((*out, share))
         totals, weights, auxes, grads, shares = zip(*outs, strict=True)
-        ratio = self.parts.trace.ratio
+        ratio = self.composed.trace.ratio
         if ratio is None:
             weight = sum(weights)
         else:
@@ -80,71 +80,71 @@ class Reference:
             weight = denominator(ratio, functools.reduce(jnp.add, shares))
         aux = jax.tree.map(_averaged, *auxes, is_leaf=lambda x: isinstance(x, Mean))
         leaves, treedef = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, Mean))
-        sums = self.parts.trace.aux_sums
+        sums = self.composed.trace.aux_sums
         aux = treedef.unflatten([leaf * self.num if i in sums else leaf for i, leaf in enumerate(leaves)])
         return _outcome(sum(totals), weight, aux, jax.tree.map(lambda *g: sum(g), *grads), new)
 
     def _divisors(self, batch: PyTree, key: jax.Array) -> list[jax.Array]:
         """What each micro-batch divides by, where that is of the whole batch."""
-        shared = self.parts.trace.shared
+        shared = self.composed.trace.shared
         return [] if self.num == 1 or shared is None else divisors(shared, batch, key, self.num, self.num)
 
     def _rows(self, batch: PyTree, index: int) -> PyTree:
         return jax.tree.map(lambda x: x[index :: self.num] if np.ndim(x) else x, batch)
 
 
-def reference_of(parts: Parts) -> Reference:
+def reference_of(composed: Composed) -> Reference:
     """What the results of this program are to be compared with."""
-    num, trace = parts.plan.microbatches, parts.trace
+    num, trace = composed.plan.microbatches, composed.trace
     if num == 1:
-        return Reference(parts, 1, "")
+        return Reference(composed, 1, "")
     loss = trace.closed.jaxpr.outvars[0]
-    if parts.plan.loss == "microbatch":
-        return Reference(parts, num, "loss=microbatch")
+    if composed.plan.loss == "microbatch":
+        return Reference(composed, num, "loss=microbatch")
     if trace.results and trace.results[0].couplings:
-        return Reference(parts, num, f"examples meet at {', '.join(sorted(map(str, trace.results[0].couplings)))}")
-    if "index" in _kinds_of(parts, [loss]):
-        return Reference(parts, num, "each draws its own random numbers")
-    return Reference(parts, 1, "")
+        return Reference(composed, num, f"examples meet at {', '.join(sorted(map(str, trace.results[0].couplings)))}")
+    if "index" in _kinds_of(composed, [loss]):
+        return Reference(composed, num, "each draws its own random numbers")
+    return Reference(composed, 1, "")
 
 
-def _kinds_of(parts: Parts, wanted: Sequence[Any]) -> frozenset[str]:
+def _kinds_of(composed: Composed, wanted: Sequence[Any]) -> frozenset[str]:
     """Which kinds of inputs of the trace these results are made of."""
-    jaxpr: Any = parts.trace.closed.jaxpr
-    on = {var: frozenset({leaf.kind}) for var, leaf in zip(jaxpr.invars, parts.trace.leaves, strict=True)}
+    jaxpr: Any = composed.trace.closed.jaxpr
+    on = {var: frozenset({leaf.kind}) for var, leaf in zip(jaxpr.invars, composed.trace.leaves, strict=True)}
     depends(jaxpr.eqns, on, lambda eqn, kinds: kinds)
     return frozenset().union(*(on.get(v, frozenset()) for v in wanted if not isinstance(v, Literal)))
 
 
 def _graded(
-    parts: Parts,
+    composed: Composed,
     num: int,
     params: PyTree,
     frozen: PyTree,
-    carried: PyTree,
+    model_state: PyTree,
     batch: PyTree,
     key: Any,
     index: Any,
     divide_by: list[jax.Array],
 ) -> Any:
-    """Of one of `num` parts: total, weight, aux, gradients of the total, carried state, and its share of a ratio."""
-    capture, trace = parts.capture, parts.trace
+    """Of one of `num` parts: total, weight, aux, gradients of the total, model state, and its share of a ratio."""
+    capture, trace = composed.capture, composed.trace
 
     def scalar(params: PyTree) -> tuple[jax.Array, Any]:
-        inner, inner_key = carried, key
+        inner, inner_key = model_state, key
         if num > 1:
-            inner, inner_key = capture.fold_carried(carried, index), jax.random.fold_in(key, index)
+            inner, inner_key = capture.fold_model_state(model_state, index), jax.random.fold_in(key, index)
         value, aux, new = capture.apply(params, frozen, inner, batch, inner_key, True)
-        new = capture.unfold(new, carried) if num > 1 else new
+        new = capture.unfold(new, model_state) if num > 1 else new
         share = jnp.ones(())
         if divide_by:
-            value = _traced(parts, params, frozen, carried, [*jax.tree.leaves(batch), *divide_by], key, index)[0]
+            value = _traced(composed, params, frozen, model_state, [*jax.tree.leaves(batch), *divide_by], key, index)[0]
         if isinstance(value, Mean):
             total, weight = value.total, jax.lax.stop_gradient(value.weight)
         else:
             total, weight = value, jnp.ones_like(value)
             if num > 1 and trace.ratio is not None:
-                share = _share(parts, params, frozen, carried, batch, key, index)
+                share = _share(composed, params, frozen, model_state, batch, key, index)
                 total = value * denominator(trace.ratio, share)
         return total, (weight, aux, new, share)
 
@@ -152,16 +152,16 @@ def _graded(
     return total, weight, aux, grads, new, share
 
 
-def _share(parts: Parts, *inputs: Any) -> jax.Array:
+def _share(composed: Composed, *inputs: Any) -> jax.Array:
     """The weight that was found in a loss that is a ratio: how much of the whole a micro-batch is."""
-    return jax.lax.stop_gradient(_traced(parts, *inputs)[1])
+    return jax.lax.stop_gradient(_traced(composed, *inputs)[1])
 
 
-def _traced(parts: Parts, *inputs: Any) -> list[jax.Array]:
+def _traced(composed: Composed, *inputs: Any) -> list[jax.Array]:
     """The results of the loss as it was lifted, by its equations as they stand."""
     shaped = [
         x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.reshape(x, leaf.shape)
-        for x, leaf in zip(jax.tree.leaves(inputs), parts.trace.leaves, strict=True)
+        for x, leaf in zip(jax.tree.leaves(inputs), composed.trace.leaves, strict=True)
     ]
     return jaxpr_as_fun(parts.trace.closed)(*shaped)
 
@@ -172,7 +172,7 @@ def _averaged(*parts: Any) -> Any:
     return sum(jnp.asarray(part, jnp.result_type(float)) for part in parts) / len(parts)
 
 
-def _outcome(total: Any, weight: Any, aux: PyTree, grads: PyTree, carried: PyTree) -> Outcome:
+def _outcome(total: Any, weight: Any, aux: PyTree, grads: PyTree, model_state: PyTree) -> Outcome:
     def value(total: Any, weight: Any) -> np.ndarray:
         total, weight = np.asarray(total), np.asarray(weight)
         return np.zeros_like(total) if weight == 0 else total / weight
@@ -186,7 +186,7 @@ def _outcome(total: Any, weight: Any, aux: PyTree, grads: PyTree, carried: PyTre
         aux,
         is_leaf=lambda x: isinstance(x, Mean),
     )
-    return Outcome(float(value(total, weight)), numbers, jax.tree.map(divided, grads), carried)
+    return Outcome(float(value(total, weight)), numbers, jax.tree.map(divided, grads), model_state)
 
 
 def perturbed(params: PyTree, itemsize: int) -> PyTree:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from cjax.mesh import compiler_options
+from cjax.program.composed import Composed
 from cjax.program.keep import check_fits, store_leaves
-from cjax.program.parts import Parts
 from cjax.program.state import Shelves, State, check_alive
 from cjax.tree import PyTree
 
@@ -26,7 +26,7 @@ def arrays_of(state: State) -> dict[str, PyTree]:
 def trees_of(state: State, *names: str) -> dict[str, PyTree]:
     """Some of the trees of a state: "params", "frozen", "opt_state", "carried". The others are not copied."""
     check_alive(state)
-    every = (state._params, state._frozen, state._opt, state._carried)
+    every = (state._params, state._frozen, state._opt, state._model_state)
     stored: dict[str, Any] = dict(zip(TREES, every, strict=True))
     trees = _loader(state._shelves, names)([stored[name] for name in names])
     return dict(zip(names, trees, strict=True))
@@ -50,19 +50,21 @@ def _loader(shelves: Shelves, names: tuple[str, ...]) -> Any:
     return jax.jit(load, out_shardings=placed, compiler_options=compiler_options(shelves.mesh))
 
 
-def shapes_of(parts: Parts) -> dict[str, PyTree]:
+def shapes_of(composed: Composed) -> dict[str, PyTree]:
     """The logical arrays of a state of this program, as placed ShapeDtypeStructs."""
 
     def placed(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    trees = [jax.tree.map(placed, shelf.leaf_shapes(), shelf.leaf_shardings(parts.mesh)) for shelf in parts.shelves]
+    trees = [
+        jax.tree.map(placed, shelf.leaf_shapes(), shelf.leaf_shardings(composed.mesh)) for shelf in composed.shelves
+    ]
     named = dict(zip(TREES, trees, strict=True))
-    shape = parts.state_shape
+    shape = composed.state_shape
     return named | {"step": shape.step, "key": shape._key, "loss_scale": shape._scaling, "noise_scale": shape._noise}
 
 
-def state_from(parts: Parts, arrays: dict[str, PyTree]) -> State:
+def state_from(composed: Composed, arrays: dict[str, PyTree]) -> State:
     """A state of this program from logical arrays.
 
     Raises:
@@ -77,10 +79,10 @@ def state_from(parts: Parts, arrays: dict[str, PyTree]) -> State:
             "cjax.checkpoint.restore(path, program.abstract_state())[0]"
         )
     stored = []
-    for name, shelf in zip(TREES, parts.shelves, strict=True):
+    for name, shelf in zip(TREES, composed.shelves, strict=True):
         tree = check_fits(shelf, arrays[name], f"this state's {name} are")
-        stored.append(store_leaves(shelf, tree, parts.mesh))
-    params, frozen, opt, carried = stored
+        stored.append(store_leaves(shelf, tree, composed.mesh))
+    params, frozen, opt, model_state = stored
     small = [arrays[name] for name in ("step", "key", "loss_scale", "noise_scale")]
-    step, key, scaling, noise = jax.tree.map(lambda x: _copy(jax.device_put(x, parts.whole)), small)
-    return State(step, params, frozen, opt, carried, key, scaling, noise, parts.shelves)
+    step, key, scaling, noise = jax.tree.map(lambda x: _copy(jax.device_put(x, composed.whole)), small)
+    return State(step, params, frozen, opt, model_state, key, scaling, noise, composed.shelves)

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from cjax.program.composed import Composed
 from cjax.program.keep import load_slot, members, store_slot
-from cjax.program.parts import Parts
 from cjax.program.sound import Sound, loses
 from cjax.program.state import State
 from cjax.program.steps import make_adopt, make_init, make_trees
@@ -19,9 +19,9 @@ from cjax.tree import leaf_names
 class Starter:
     """First states of one program; each of its functions is compiled once."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._init, self._trees, self._adopt = make_init(parts), make_trees(parts), make_adopt(parts)
+    def __init__(self, composed: Composed) -> None:
+        self._composed = composed
+        self._init, self._trees, self._adopt = make_init(composed), make_trees(composed), make_adopt(composed)
 
     def __call__(self, key: jax.Array, params: Any) -> State:
         """A fresh state; `params` (see `Program.init`) replace the parameters they name.
@@ -29,17 +29,17 @@ class Starter:
         The optimizer's state is made last, of the values that it starts from, and given values take the place of the
         model's own one slot at a time: beside the state, no more than one slot is held.
         """
-        parts, initial = self._parts, self._parts.capture.initial
+        composed, initial = self._composed, self._composed.capture.initial
         if initial is None and params is None:
             return self._init(key)
-        given = {} if params is None else _given(parts, params)
-        shelves = (parts.shelves.params, parts.shelves.frozen, parts.shelves.carried)
+        given = {} if params is None else _given(composed, params)
+        shelves = (composed.shelves.params, composed.shelves.frozen, composed.shelves.model_state)
         stored: list[list[Any]] = [[None] * len(shelf.slots) for shelf in shelves]
         if initial is None:
             stored = [list(arrays) for arrays in self._trees(key)]
         problems: list[str] = []
         for tree, (shelf, arrays) in enumerate(zip(shelves, stored, strict=True)):
-            placements = members(shelf, shelf.leaf_shardings(parts.mesh))
+            placements = members(shelf, shelf.leaf_shardings(composed.mesh))
             own = members(shelf, initial[tree]) if initial is not None else None
             for place, (slot, placed) in enumerate(zip(shelf.slots, placements, strict=True)):
                 values = [given.get((tree, leaf)) for leaf in slot.leaves]
@@ -49,16 +49,16 @@ class Starter:
                 if own is not None:
                     leaves = own[place]
                 else:
-                    leaves = values if all(values) else load_slot(slot, old, placed, parts.mesh)
+                    leaves = values if all(values) else load_slot(slot, old, placed, composed.mesh)
                 del old
                 leaves = [
                     leaf if value is None else value.placed(sharding, problems)
                     for leaf, value, sharding in zip(leaves, values, placed, strict=True)
                 ]
                 if not problems:
-                    arrays[place] = store_slot(slot, leaves, placed, parts.mesh)
-        _raise(problems, parts)
-        return self._adopt(*map(tuple, stored), jax.device_put(key, parts.whole))
+                    arrays[place] = store_slot(slot, leaves, placed, composed.mesh)
+        _raise(problems, composed)
+        return self._adopt(*map(tuple, stored), jax.device_put(key, composed.whole))
 
 
 def make_key(seed_or_key: Any) -> jax.Array:
@@ -110,10 +110,10 @@ class _Value:
         return array
 
 
-def _given(parts: Parts, params: Any) -> dict[tuple[int, int], _Value]:
+def _given(composed: Composed, params: Any) -> dict[tuple[int, int], _Value]:
     """The given values by tree (params, frozen) and leaf; what does not fit is listed at once."""
-    wanted = _wanted(parts)
-    given = _named(parts, params, wanted)
+    wanted = _wanted(composed)
+    given = _named(composed, params, wanted)
     problems = [f"{name}: this model has no such parameter" for name in given if name not in wanted]
     values = {}
     for name in [name for name in given if name in wanted]:
@@ -130,35 +130,35 @@ def _given(parts: Parts, params: Any) -> dict[tuple[int, int], _Value]:
         for tree, i, _, sharding in wanted.values():
             if (tree, i) in values and callable(values[tree, i].value):
                 values[tree, i].placed(sharding, problems)
-    _raise(problems, parts)
+    _raise(problems, composed)
     return values
 
 
-def _wanted(parts: Parts) -> dict[str, tuple[int, int, Any, Any]]:
+def _wanted(composed: Composed) -> dict[str, tuple[int, int, Any, Any]]:
     """Parameters by name: tree, leaf, shape and placement."""
     found = {}
-    for tree, shelf in enumerate((parts.shelves.params, parts.shelves.frozen)):
-        shapes, placed = shelf.leaf_shapes(), jax.tree.leaves(shelf.leaf_shardings(parts.mesh))
+    for tree, shelf in enumerate((composed.shelves.params, composed.shelves.frozen)):
+        shapes, placed = shelf.leaf_shapes(), jax.tree.leaves(shelf.leaf_shardings(composed.mesh))
         for i, (name, leaf) in enumerate(zip(leaf_names(shapes), jax.tree.leaves(shapes), strict=True)):
             found[name] = (tree, i, leaf, placed[i])
     return found
 
 
-def _raise(problems: list[str], parts: Parts) -> None:
+def _raise(problems: list[str], composed: Composed) -> None:
     if problems:
-        known = ", ".join(list(_wanted(parts))[:4])
+        known = ", ".join(list(_wanted(composed))[:4])
         raise ValueError(
             "params do not fit this model:\n  " + "\n  ".join(problems) + f"\nIts names are such as {known}."
         )
 
 
-def _named(parts: Parts, params: Any, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+def _named(composed: Composed, params: Any, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
     """`params` as `{path: value}`; a folder of another library's names goes through the tables of `cjax.models`."""
     if isinstance(params, str | Path):
         path = Path(params)
         has_config = ((path if path.is_dir() else path.parent) / "config.json").is_file()
         found = _read_safetensors(path, may_lack=has_config)
-        readers = parts.given.readers
+        readers = composed.given.readers
         return readers(path) if readers and has_config and not found.keys() & wanted.keys() else found
     if isinstance(params, Mapping) and all(isinstance(k, str) and "/" in k for k in params):
         return params
@@ -170,7 +170,7 @@ def _named(parts: Parts, params: Any, wanted: Mapping[str, Any]) -> Mapping[str,
 
 
 def _read_safetensors(path: Path, may_lack: bool) -> dict[str, Any]:
-    """Each tensor as a callable of an index, so that a device reads its own part only; if it `may_lack`, a folder need
+    """Each tensor as a callable of an index, so that a device reads its own shard only; if it `may_lack`, a folder need
     not have any."""
     try:
         import safetensors

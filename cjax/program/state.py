@@ -22,16 +22,16 @@ class Shelves:
     params: Storage
     frozen: Storage
     opt: Storage
-    carried: Storage
+    model_state: Storage
     mesh: Mesh
 
     def __iter__(self) -> Any:
-        return iter((self.params, self.frozen, self.opt, self.carried))
+        return iter((self.params, self.frozen, self.opt, self.model_state))
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "_params", "_frozen", "_opt", "_carried", "_key", "_scaling", "_noise"],
+    data_fields=["step", "_params", "_frozen", "_opt", "_model_state", "_key", "_scaling", "_noise"],
     meta_fields=["_shelves"],
 )
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class State:
     _params: Arrays
     _frozen: Arrays
     _opt: Arrays
-    _carried: Arrays
+    _model_state: Arrays
     _key: jax.Array
     _scaling: LossScaleState  # kept under every precision, so that any plan can take the run over
     _noise: NoiseState
@@ -71,7 +71,7 @@ class State:
     def __repr__(self) -> str:
         if self.step.is_deleted():
             return "State(given up to a step)"
-        size = sum(x.nbytes for x in jax.tree.leaves((self._params, self._frozen, self._opt, self._carried)))
+        size = sum(x.nbytes for x in jax.tree.leaves((self._params, self._frozen, self._opt, self._model_state)))
         return f"State(step={self.step}, {size / 2**20:.1f} MiB)"
 
 

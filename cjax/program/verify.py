@@ -12,9 +12,9 @@ from cjax.planner.hardware import hardware_of
 from cjax.program.batches import place_batch, table_limits
 from cjax.program.check import Check, Outcome, compare, on_host
 from cjax.program.compose import compose
+from cjax.program.composed import Composed
 from cjax.program.keep import store_leaves
 from cjax.program.lockstep import Lockstep
-from cjax.program.parts import Parts
 from cjax.program.reference import Inputs, perturbed, reference_of
 from cjax.program.saving import MODEL, trees_of
 from cjax.program.state import State
@@ -46,11 +46,11 @@ class DoesNotFit(MemoryError):
     """The model is too large for the one device that it would be compared on."""
 
 
-def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
+def check_plan(composed: Composed, state: State, batch: PyTree) -> Check:
     """The plan against the author's code on the first of its devices.
 
     Args:
-      parts: of the program.
+      composed: of the program.
       state: of a program of this model, under any plan.
       batch: of the shapes that the program was made for.
 
@@ -63,27 +63,27 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
             "check compares with one device, and of several processes none has the whole batch. Check the plan on as "
             "many virtual devices of one process: cjax run --devices N script.py."
         )
-    device, plan = parts.mesh.devices.flat[0], parts.plan
-    given, (params, frozen, carried) = jax.tree.map(np.asarray, batch), trees_of(state, *MODEL).values()
-    trees = params, frozen, carried
+    device, plan = composed.mesh.devices.flat[0], composed.plan
+    given, (params, frozen, model_state) = jax.tree.map(np.asarray, batch), trees_of(state, *MODEL).values()
+    trees = params, frozen, model_state
     held = sum(x.nbytes for x in jax.tree.leaves(trees[:1])), _bytes_on(device, state)
-    _must_fit(parts, 2 * held[0] + held[1])  # before anything is compiled for it
+    _must_fit(composed, 2 * held[0] + held[1])  # before anything is compiled for it
     here = jax.sharding.SingleDeviceSharding(device)
     inputs: Inputs = jax.device_put((*trees, given, jax.random.fold_in(state._key, state.step)), here)
-    reference = reference_of(parts)
+    reference = reference_of(composed)
     run, itemsize, size = reference.compiled(inputs)
-    _must_fit(parts, size + held[1])
+    _must_fit(composed, size + held[1])
     theirs = reference(run, inputs)
     itemsize = min(itemsize, _BYTES.get(plan.precision, 8), _BYTES.get(plan.reduce or "", 8))
     rounded = [reference(run, (perturbed(inputs[0], itemsize), *inputs[1:]))]
     if plan.precision != "float32":  # and decisions, such as a router's, may fall otherwise in either
         alone = Plan(precision=plan.precision, microbatches=reference.num, loss=plan.loss)
-        rounded.append(outcome(compose(parts.given, alone, [device]), state, trees, given))
-    mine = outcome(parts, state, trees, given)
+        rounded.append(outcome(compose(composed.given, alone, [device]), state, trees, given))
+    mine = outcome(composed, state, trees, given)
     if itemsize == 2:  # aux counts decisions, mostly, and of these rounding changes whole ones
         theirs = dataclasses.replace(theirs, aux={})
     if plan.microbatches > reference.num:  # statistics take the micro-batches in order
-        theirs = dataclasses.replace(theirs, carried=None)
+        theirs = dataclasses.replace(theirs, model_state=None)
     where = "one device"
     if reference.num > 1:
         where += f" in the same {reference.num} micro-batches ({reference.why})"
@@ -95,23 +95,23 @@ def check_plan(parts: Parts, state: State, batch: PyTree) -> Check:
 _BYTES = {"bfloat16": 2, "float16": 2}  # float32 leaves a model its own numbers, which may be wider
 
 
-def outcome(parts: Parts, state: State, trees: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> Outcome:
-    """What these parts compute from a state of any plan, of which `trees` are the user's own."""
-    storage = parts.storage
-    stored: Any = (state._params, state._frozen, state._carried)
-    if state._shelves is not parts.shelves:
-        shelves = (storage.params, storage.frozen, storage.carried)
-        stored = [store_leaves(shelf, tree, parts.mesh) for shelf, tree in zip(shelves, trees, strict=True)]
-    run, placed = Lockstep(parts).gradients(), place_batch(parts, batch, table_limits(parts.trace))
-    key, step, scaling = jax.device_put((state._key, state.step, state._scaling), parts.whole)
+def outcome(composed: Composed, state: State, trees: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> Outcome:
+    """What this program computes from a state of any plan, of which `trees` are the user's own."""
+    storage = composed.storage
+    stored: Any = (state._params, state._frozen, state._model_state)
+    if state._shelves is not composed.shelves:
+        shelves = (storage.params, storage.frozen, storage.model_state)
+        stored = [store_leaves(shelf, tree, composed.mesh) for shelf, tree in zip(shelves, trees, strict=True)]
+    run, placed = Lockstep(composed).gradients(), place_batch(composed, batch, table_limits(composed.trace))
+    key, step, scaling = jax.device_put((state._key, state.step, state._scaling), composed.whole)
     for _ in range(8):
-        loss, aux, grads, carried = run(*stored, key, step, scaling, placed)
-        norms = [float(jax.numpy.abs(g).max()) for g in grads if g.size] if parts.scaling else []
+        loss, aux, grads, model_state = run(*stored, key, step, scaling, placed)
+        norms = [float(jax.numpy.abs(g).max()) for g in grads if g.size] if composed.scaling else []
         if np.isfinite(norms).all():
             break
         # A step would be skipped and the factor lowered; what is asked here is whether its gradients are right.
         scaling = scaling._replace(scale=scaling.scale / 16)
-    return Outcome(float(loss), aux, storage.params.load(grads), storage.carried.load(carried))
+    return Outcome(float(loss), aux, storage.params.load(grads), storage.model_state.load(model_state))
 
 
 def _bytes_on(device: Any, tree: PyTree) -> int:
@@ -119,9 +119,9 @@ def _bytes_on(device: Any, tree: PyTree) -> int:
     return sum(s.data.nbytes for x in leaves for s in x.addressable_shards if s.device == device)
 
 
-def _must_fit(parts: Parts, size: int) -> None:
-    device = hardware_of(list(parts.mesh.devices.flat))
-    limit = device.memory * (parts.mesh.size if device.name == "cpu" else 1)  # virtual devices share one memory
+def _must_fit(composed: Composed, size: int) -> None:
+    device = hardware_of(list(composed.mesh.devices.flat))
+    limit = device.memory * (composed.mesh.size if device.name == "cpu" else 1)  # virtual devices share one memory
     if size > limit:
         raise DoesNotFit(
             f"the model does not fit one device, where it would be compared: it needs {size / 2**30:.3g} GiB, and a "
@@ -130,7 +130,7 @@ def _must_fit(parts: Parts, size: int) -> None:
 
 
 # -- before the first step --------------------------------------------------------------------------------------------
-def verify(parts: Parts, state: State, batch: PyTree) -> Check | str:
+def verify(composed: Composed, state: State, batch: PyTree) -> Check | str:
     """The check of a plan on few rows of a batch; or why there is none.
 
     Raises:
@@ -139,11 +139,11 @@ def verify(parts: Parts, state: State, batch: PyTree) -> Check | str:
     if jax.process_count() > 1:
         return "not verified: several processes train it, and none has the whole batch"
     try:
-        check = _checked(parts, state, batch)
+        check = _checked(composed, state, batch)
     except DoesNotFit as error:
         return f"not verified: {error}"
     if not check.ok:
-        raise MismatchError(check, _that_agree(parts, state, batch))
+        raise MismatchError(check, _that_agree(composed, state, batch))
     return check
 
 
@@ -152,42 +152,42 @@ def told(found: Check | str) -> str:
     return found if isinstance(found, str) else f"verified: {found}"
 
 
-def _checked(parts: Parts, state: State, batch: PyTree) -> Check:
-    few, rows = _on_few_rows(parts, batch)
+def _checked(composed: Composed, state: State, batch: PyTree) -> Check:
+    few, rows = _on_few_rows(composed, batch)
     return check_plan(few, state, rows)
 
 
-def _on_few_rows(parts: Parts, batch: PyTree) -> tuple[Parts, PyTree]:
+def _on_few_rows(composed: Composed, batch: PyTree) -> tuple[Composed, PyTree]:
     """The program for as few rows as its plan allows, two for each part: of a single one JAX makes other programs."""
-    layout, rows = parts.storage.layout, next(x.shape[0] for x in jax.tree.leaves(parts.batch_shape) if x.shape)
-    axes = layout.axes_of.get(parts.trace.batch_class, ()) if parts.trace.batch_class is not None else ()
-    shards = math.prod(parts.mesh.shape[axis] for axis in axes)
-    num = 2 * parts.plan.microbatches * shards
+    layout, rows = composed.storage.layout, next(x.shape[0] for x in jax.tree.leaves(composed.batch_shape) if x.shape)
+    axes = layout.axes_of.get(composed.trace.batch_class, ()) if composed.trace.batch_class is not None else ()
+    shards = math.prod(composed.mesh.shape[axis] for axis in axes)
+    num = 2 * composed.plan.microbatches * shards
     if num >= rows:
-        return parts, batch
-    devices = list(parts.mesh.devices.flat)
+        return composed, batch
+    devices = list(composed.mesh.devices.flat)
     try:
-        few = compose(parts.given, parts.plan, devices, parts.line.schedule if parts.line else None, num)
+        few = compose(composed.given, composed.plan, devices, composed.line.schedule if composed.line else None, num)
     except Exception:  # the author's loss may know the number of rows by heart; then all of them are compared
-        return parts, batch
+        return composed, batch
     return few, jax.tree.map(lambda x: x[:num] if np.ndim(x) else x, batch)
 
 
-def _that_agree(parts: Parts, state: State, batch: PyTree) -> tuple[str, ...]:
+def _that_agree(composed: Composed, state: State, batch: PyTree) -> tuple[str, ...]:
     """Up to two simpler plans for the same devices that compute the right thing."""
-    plan, found = dataclasses.replace(parts.plan, data=-1), []
+    plan, found = dataclasses.replace(composed.plan, data=-1), []
     simpler = [
         dataclasses.replace(plan, pipeline=Pipeline()),
         dataclasses.replace(plan, tensor=Tensor(), sequence=Sequence(), rules={}),
         Plan(zero=plan.zero, precision=plan.precision),
         Plan(precision=plan.precision),
     ]
-    devices = list(parts.mesh.devices.flat)
+    devices = list(composed.mesh.devices.flat)
     for candidate in dict.fromkeys(simpler):
         if len(found) == 2 or candidate == plan:
             continue
         try:
-            agrees = _checked(compose(parts.given, candidate, devices), state, batch).ok
+            agrees = _checked(compose(composed.given, candidate, devices), state, batch).ok
         except Exception:  # refused, or broken in a way of its own: it is no advice
             continue
         if agrees:

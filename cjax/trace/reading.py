@@ -28,7 +28,7 @@ class Leaf:
     """One input of the trace: an array of the user's own tree, packed dims taken apart (see `Trace.forms`)."""
 
     name: str
-    kind: str  # "params" | "frozen" | "carried" | "batch" | "key" | "index"
+    kind: str  # "params" | "frozen" | "model_state" | "batch" | "key" | "index"
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -62,7 +62,7 @@ class Trace:
     ratio: Lifted | None = None  # of a loss that was one number, and now is its total and weight
     shared: Shared | None = None  # of a loss that takes denominators behind its batch
     aux_sums: frozenset[int] = frozenset()  # which of aux grow with the examples, once `lift` has found out
-    once: frozenset[int] = frozenset()  # carried leaves that the last micro-batch alone updates
+    counters: frozenset[int] = frozenset()  # leaves of the model state that the last micro-batch alone updates
     is_chain: bool = False  # whether one weight leads from layer to layer in some stack, with nothing in between
     pairs: bool = False  # whether such layers were taken two by two
     at_once: bool = False  # whether loops that add up over parts of the examples are evaluated at once
@@ -116,8 +116,8 @@ class Traced:
     """A loss on some rows, as its author's Python made it: equations that nobody has read yet.
 
     Args:
-      closed: from the leaves of params, frozen, carried and batch, a random key and a micro-batch's index to the total
-        of the loss, its weight if it has one, the leaves of aux, and new carried values.
+      closed: from the leaves of params, frozen, model_state and batch, a random key and a micro-batch's index to the
+        total of the loss, its weight if it has one, the leaves of aux, and the new model state.
       leaves: its inputs.
       num_loss: results that are the loss.
       aux: the shape of the author's aux, `Mean`s as they are.
@@ -145,32 +145,34 @@ def trace_part(
       num_parts: into how many the batch is cut; each of several draws random numbers of its own.
       train: whether to trace the loss as in training.
       call: `(model, batch, key, train) -> (None, results)` to trace in place of the loss; its results become aux.
-      once: carried leaves that the last micro-batch alone updates, from what they were before the first.
+      counters: leaves of the model state that the last micro-batch alone updates, from what they were before the first.
     """
 
     def function(
         params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: jax.Array, index: jax.Array
     ) -> tuple[PyTree, PyTree, PyTree]:
         # One part draws the numbers that the author's own loop would; each of several draws its own.
-        inner = carried
+        inner = model_state
         if num_parts > 1:
             key = jax.random.fold_in(key, index)
-            inner = capture.fold_carried(carried, index)
+            inner = capture.fold_model_state(model_state, index)
         given = {} if call is None else {"call": call}
         loss, aux, new = capture.apply(params, frozen, inner, batch, key, train, **given)
         if num_parts > 1:
-            new = capture.unfold(new, carried)
-        if once:
+            new = capture.unfold(new, model_state)
+        if counters:
             leaves, treedef = jax.tree.flatten(new)
-            pairs = zip(leaves, jax.tree.leaves(carried), strict=True)
+            pairs = zip(leaves, jax.tree.leaves(model_state), strict=True)
             last = index == num_parts - 1
-            new = treedef.unflatten([jnp.where(last, x, old) if i in once else x for i, (x, old) in enumerate(pairs)])
+            new = treedef.unflatten(
+                [jnp.where(last, x, old) if i in counters else x for i, (x, old) in enumerate(pairs)]
+            )
         return loss, aux, new
 
     trees = {
         "params": capture.params_shape,
         "frozen": capture.frozen_shape,
-        "carried": capture.carried_shape,
+        "model_state": capture.model_state_shape,
         "batch": part_shape,
         "key": jax.eval_shape(lambda: jax.random.key(0)),
         "index": jax.ShapeDtypeStruct((), jnp.int32),
@@ -200,7 +202,7 @@ def read(
     forms: Mapping[int, Form] | None = None,
     pairs: bool = False,
     at_once: bool = False,
-    once: frozenset[int] = frozenset(),
+    counters: frozenset[int] = frozenset(),
 ) -> Trace:
     """What a loss is made of.
 
@@ -211,7 +213,7 @@ def read(
       pairs: whether layers that are one weight each are taken two by two, so that what lies between two can be split.
       at_once: whether loops that add up over parts of the examples, each with products of its own, are evaluated at
         once: see `all_at_once`.
-      once: carried leaves that it updates in the last micro-batch alone.
+      counters: leaves of the model state that it updates in the last micro-batch alone.
     """
     closed, leaves = simplify(traced.closed), list(traced.leaves)
     aux_leaves, aux_tree = jax.tree.flatten(traced.aux, is_leaf=lambda x: isinstance(x, Mean))
@@ -219,7 +221,7 @@ def read(
     num_weights = sum(leaf.kind in ("params", "frozen") for leaf in leaves)
     if at_once:
         closed = all_at_once(closed, num_weights)
-    given = {i for i, leaf in enumerate(leaves) if leaf.kind in ("carried", "key", "index")}
+    given = {i for i, leaf in enumerate(leaves) if leaf.kind in ("model_state", "key", "index")}
     dims = find_dims(closed, num_weights, given)
     forms = packed_forms(dims, num_weights) if forms is None else forms
     if forms:
@@ -247,7 +249,7 @@ def read(
     names = _names(dims, leaves, given_names, batch_class, stream)
     return Trace(
         closed, tuple(leaves), forms, dims, runs, names, batch_class, stream, traced.num_loss, aux_tree, aux_is_mean,
-        once=once, is_chain=is_chain, pairs=pairs, at_once=at_once,
+        counters=counters, is_chain=is_chain, pairs=pairs, at_once=at_once,
     )  # fmt: skip
 
 
@@ -275,9 +277,9 @@ def _part_names(form: Form, given: Sequence[str | None]) -> list[str | None]:
 
 
 def _stream(dims: Dims, runs: Sequence[RepeatedLayers], batch_class: int | None) -> frozenset[int]:
-    carried = [c for run in runs for carry in run.carries for c in dims.of(carry[0])]
-    carried += [dims.class_of(d) for ids in dims.layer_carries for d in ids]
-    return frozenset(carried) - {batch_class}
+    carries = [c for run in runs for carry in run.carries for c in dims.of(carry[0])]
+    carries += [dims.class_of(d) for ids in dims.layer_carries for d in ids]
+    return frozenset(carries) - {batch_class}
 
 
 def _names(

@@ -55,7 +55,7 @@ class TraceSource:
         train: bool = True,
         call: Loss | None = None,
         forms: Mapping[int, Form] | None = None,
-        once: frozenset[int] = frozenset(),
+        counters: frozenset[int] = frozenset(),
         pairs: bool = False,
         at_once: bool = False,
     ) -> Trace:
@@ -64,24 +64,24 @@ class TraceSource:
         Args:
           num_parts: into how many the batch is cut.
           rows: of the micro-batch, in place of its share of the batch.
-          train, call, once: see `trace_part`.
+          train, call, counters: see `trace_part`.
           forms, pairs, at_once: see `cjax.trace.reading.read`; chains alone are taken in pairs.
         """
         shape = self._part(num_parts, rows)
         known = None if forms is None else tuple(sorted(forms.items()))
-        same = (_key(shape), _parts(num_parts, once), train, call, known, once, at_once)
+        same = (_key(shape), _parts(num_parts, counters), train, call, known, counters, at_once)
 
         def found(pairs: bool) -> Trace:
             if (same, pairs) not in self._read:
-                traced = self._trace(shape, num_parts, train, call, once)
-                self._read[same, pairs] = read(traced, self.capture.dim_names, forms, pairs, at_once, once)
+                traced = self._trace(shape, num_parts, train, call, counters)
+                self._read[same, pairs] = read(traced, self.capture.dim_names, forms, pairs, at_once, counters)
             return self._read[same, pairs]
 
         return found(True) if pairs and found(False).is_chain else found(False)
 
     def flat(self, rows: int, like: Trace, num_parts: int, *, train: bool = True) -> ClosedJaxpr:
         """The equations of the loss on so many rows, in the form of the trace `like`, which is of others."""
-        return flattened(self._trace(self._part(num_parts, rows), num_parts, train, None, like.once), like)
+        return flattened(self._trace(self._part(num_parts, rows), num_parts, train, None, like.counters), like)
 
     def _part(self, num_parts: int, rows: int | None) -> PyTree:
         if rows is not None:
@@ -94,7 +94,7 @@ class TraceSource:
     def _trace(self, shape: PyTree, num_parts: int, train: bool, call: Loss | None, once: frozenset[int]) -> Traced:
         key = (_key(shape), _parts(num_parts, once), train, call, once)
         if key not in self._traced:
-            self._traced[key] = trace_part(self.capture, shape, num_parts, train, call, once)
+            self._traced[key] = trace_part(self.capture, shape, num_parts, train, call, counters)
         return self._traced[key]
 
 
@@ -107,6 +107,6 @@ def _key(shape: PyTree) -> Hashable:
     return tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(shape))
 
 
-def _parts(num_parts: int, once: frozenset[int]) -> int:
+def _parts(num_parts: int, counters: frozenset[int]) -> int:
     """What a trace has of the number of micro-batches: whether there are several, or which is the last."""
-    return num_parts if once else min(num_parts, 2)
+    return num_parts if counters else min(num_parts, 2)

@@ -47,10 +47,10 @@ def slot_flops(config: GPTConfig, tokens: int, length: int, layers: Sequence[int
 
 def layers_of(program: cjax.Program) -> list[int]:
     """How many layers each stage has."""
-    line = program._parts.line
+    line = program._composed.line
     if line is None:
         return []
-    blocks = list(zip(line.part.route, line.part.count, strict=True))
+    blocks = list(zip(line.partition.route, line.partition.count, strict=True))
     return [sum(n for at, n in blocks if at == stage) for stage in range(line.schedule.num_stages)]
 
 

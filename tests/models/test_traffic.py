@@ -75,7 +75,7 @@ def compiled(name: str, plan: str) -> tuple[Audit, int]:
     build = lambda rngs: case.kind(case.config, rngs=rngs)  # noqa: E731
     program = cjax.parallelize(build, case.loss, optax.adamw(1e-3), case.batch, plan, devices="h100:8")
     facts = audit(compile_lowered(program.lower(), list(program.mesh.devices.flat)), program.mesh)
-    params: Any = program._parts.capture.params_shape
+    params: Any = program._composed.capture.params_shape
     return facts, sum(4 * leaf.size for leaf in jax.tree.leaves(params))
 
 

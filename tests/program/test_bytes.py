@@ -59,7 +59,7 @@ def wide() -> cjax.Program:
 
 
 def params_bytes(program: cjax.Program) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program._parts.capture.params_shape))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program._composed.capture.params_shape))
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def nothing_fetched() -> Iterator[None]:
 
 def test_a_batch_on_the_devices_stays_there(wide: cjax.Program) -> None:
     state = wide.init(0)
-    own = jax.device_put(rows(), wide._parts.batch_shardings)
+    own = jax.device_put(rows(), wide._composed.batch_shardings)
     elsewhere = jax.device_put(rows(), jax.devices()[1])
     for batch in (own, elsewhere, jax.device_put(rows())):
         state, _ = wide.step(state, batch)

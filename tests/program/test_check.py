@@ -47,11 +47,11 @@ def with_fault(program: cjax.Program, factor: float) -> cjax.Program:
     """The program with one gradient that is so many times too large."""
 
     def gradients(*args: Any) -> Any:
-        graded = program._parts.gradients(*args)
+        graded = program._composed.gradients(*args)
         first, *rest = graded.grads
         return dataclasses.replace(graded, grads=(first * factor, *rest))
 
-    return cjax.Program(dataclasses.replace(program._parts, gradients=gradients))
+    return cjax.Program(dataclasses.replace(program._composed, gradients=gradients))
 
 
 def test_a_wrong_factor_is_found_and_named(program: cjax.Program) -> None:

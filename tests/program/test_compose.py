@@ -41,9 +41,9 @@ def test_plans_share_what_was_traced(counted: cjax.Program, runs: list[int]) -> 
 
 
 def test_a_plan_is_composed_of_data_and_of_the_same_data(counted: cjax.Program) -> None:
-    given = counted._parts.given
+    given = counted._composed.given
     again = compose(given, "data=4 tensor=2 microbatches=2", jax.devices())
-    there = counted.replan("data=4 tensor=2 microbatches=2")._parts
+    there = counted.replan("data=4 tensor=2 microbatches=2")._composed
     assert again.given is there.given is given and again.source is there.source is given.source
     assert (again.plan, again.notes, again.choice.kind) == (there.plan, there.notes, "own parts")
     functions = [f.name for f in dataclasses.fields(again) if inspect.isfunction(getattr(again, f.name))]
@@ -51,6 +51,6 @@ def test_a_plan_is_composed_of_data_and_of_the_same_data(counted: cjax.Program) 
 
 
 def test_fewer_rows_are_another_batch_of_the_same_loss(counted: cjax.Program) -> None:
-    few = compose(counted._parts.given, "data=4 tensor=2", jax.devices(), num_rows=8)
+    few = compose(counted._composed.given, "data=4 tensor=2", jax.devices(), num_rows=8)
     assert {leaf.shape[0] for leaf in jax.tree.leaves(few.batch_shape)} == {8}
-    assert few.given is counted._parts.given and few.capture is counted._parts.capture
+    assert few.given is counted._composed.given and few.capture is counted._composed.capture

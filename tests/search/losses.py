@@ -257,7 +257,7 @@ def under(recipe: Recipe, batch):
         state = program.init(0)
         _STATES[recipe.plan] = state, jax.tree.map(np.asarray, program.params(state))
     state, params = _STATES[recipe.plan]
-    graded, given = program._parts.gradients, (state._params, state._frozen, state._carried)
+    graded, given = program._composed.gradients, (state._params, state._frozen, state._model_state)
     found = jax.jit(lambda *given: graded(*given, None))(*given, jax.tree.map(jnp.asarray, batch), state._key)
     loss, *aux = (t if w is None else t / w for t, w in [(found.out.total, found.out.weight), *found.out.aux])
     return loss, list(found.grads), aux, params

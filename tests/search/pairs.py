@@ -115,7 +115,7 @@ class Pairs:
     def __init__(self, spec: Spec) -> None:
         self.spec, self.reference, self.allowed = spec, Reference(spec), tolerance(spec)
         author, batch = self.reference.author, self.reference.batches[0]
-        self.held = on_host((author.params, author.frozen, author.carried))
+        self.held = on_host((author.params, author.frozen, author.model_state))
         self.first = cjax.parallelize(
             model_of(spec), loss_of(spec, cjax.Mean), recording(SGD), batch, "data=1",
             wrt=wrt_of(spec), devices=jax.devices()[:1],
@@ -159,14 +159,14 @@ class Pairs:
             compare(given, {"loss": loss, **flat(aux)}, where, self.allowed)
             compare(flat(trees["opt"][1]), grads, f"{where} gradient of", self.allowed)
         compare(flat(trees["params"]), wanted.params, "parameter", self.allowed)
-        compare(flat(trees["carried"]), wanted.carried, "carried", self.allowed)
+        compare(flat(trees["carried"]), wanted.model_state, "carried", self.allowed)
         return Outcome("equal")
 
     def _start(self, program: cjax.Program) -> State:
         """The author's first values, stored on the host as the program keeps them: nothing is compiled for it."""
-        parts = program._parts
+        parts = program._composed
         shelves = dict(zip(("params", "frozen", "carried"), (parts.shelves.params, parts.shelves.frozen,
-                                                             parts.shelves.carried), strict=True))  # fmt: skip
+                                                             parts.shelves.model_state), strict=True))  # fmt: skip
         shape = parts.state_shape
 
         def stored(name: str, kept: Flat) -> tuple[Any, ...]:
@@ -185,15 +185,15 @@ class Pairs:
         def zeros(leaf: Any) -> Any:
             return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
 
-        params, frozen, carried = (stored(n, kept) for n, kept in zip(shelves, self.held, strict=True))
+        params, frozen, model_state = (stored(n, kept) for n, kept in zip(shelves, self.held, strict=True))
         small = jax.tree.map(zeros, (shape.step, shape._scaling, shape._noise))
         key = jax.device_put(jax.random.key(0), parts.whole)
         opt = jax.tree.map(zeros, shape._opt)
-        return State(small[0], params, frozen, opt, carried, key, small[1], small[2], parts.shelves)
+        return State(small[0], params, frozen, opt, model_state, key, small[1], small[2], parts.shelves)
 
     def _trees(self, program: cjax.Program, state: State) -> dict[str, PyTree]:
-        shelves = program._parts.shelves
-        stored = {"params": state._params, "frozen": state._frozen, "carried": state._carried, "opt": state._opt}
+        shelves = program._composed.shelves
+        stored = {"params": state._params, "frozen": state._frozen, "carried": state._model_state, "opt": state._opt}
         found = {}
         for name, arrays in stored.items():
             shelf = getattr(shelves, name)

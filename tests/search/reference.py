@@ -34,17 +34,17 @@ class Run:
 
     steps: list[tuple[Any, PyTree, Flat]]
     params: Flat
-    carried: Flat
+    model_state: Flat
 
 
 @dataclasses.dataclass(frozen=True)
 class Author:
-    """First values by path, and `apply(params, frozen, carried, batch, key, part) -> (loss, aux, carried)`; `streams`
-    names what is carried of random streams."""
+    """First values by path, and `apply(params, frozen, model_state, batch, key, part) -> (loss, aux, model_state)`;
+    `streams` names what of the model state are random streams."""
 
     params: Flat
     frozen: Flat
-    carried: Flat
+    model_state: Flat
     apply: Callable[..., tuple[Any, PyTree, Flat]]
     streams: tuple[str, ...] = ()
 
@@ -64,17 +64,17 @@ def linen_author(spec: Spec, loss: Callable[..., Any], batch: PyTree) -> Author:
     variables = dict(jax.jit(lambda key, batch: init({"params": key}, batch))(jax.random.key(0), batch))
     flat = traverse_util.flatten_dict(variables.pop("params"), sep="/")
 
-    def apply(params: Flat, frozen: Flat, carried: Flat, batch: PyTree, key: Any, part: Any) -> Any:
+    def apply(params: Flat, frozen: Flat, model_state: Flat, batch: PyTree, key: Any, part: Any) -> Any:
         key = key if part is None else jax.random.fold_in(key, part)
         rngs = {"dropout": jax.random.fold_in(key, zlib.crc32(b"dropout"))}
-        held = traverse_util.unflatten_dict(carried, sep="/")
+        held = traverse_util.unflatten_dict(model_state, sep="/")
         run = nn.apply(lambda bound, batch: with_aux(loss(bound, batch, True)), model, mutable=list(held))
         trees = {"params": traverse_util.unflatten_dict(params | frozen, sep="/"), **held}
         (value, aux), updated = run(trees, batch, rngs=rngs)
         return value, aux, traverse_util.flatten_dict(dict(updated), sep="/")
 
-    carried = traverse_util.flatten_dict(variables, sep="/")
-    return Author(*(_among(flat, trained, yes) for yes in (True, False)), carried, apply)
+    model_state = traverse_util.flatten_dict(variables, sep="/")
+    return Author(*(_among(flat, trained, yes) for yes in (True, False)), model_state, apply)
 
 
 def _among(flat: Flat, trained: Callable[[str], bool], wanted: bool) -> Flat:
@@ -95,7 +95,7 @@ def nnx_author(spec: Spec, loss: Callable[..., Any], batch: PyTree) -> Author:
         made = nnx.split(model)
         return by_path(params), by_path(rest)
 
-    flat, carried = jax.jit(make)(jax.random.key(0))
+    flat, model_state = jax.jit(make)(jax.random.key(0))
     definition, state = made
     streams = {
         "/".join(map(str, path)): isinstance(variable, nnx.RngKey)
@@ -104,8 +104,8 @@ def nnx_author(spec: Spec, loss: Callable[..., Any], batch: PyTree) -> Author:
     }
     keys = [path for path, holds_key in streams.items() if holds_key]
 
-    def apply(params: Flat, frozen: Flat, carried: Flat, batch: PyTree, key: Any, part: Any) -> Any:
-        values = params | frozen | carried
+    def apply(params: Flat, frozen: Flat, model_state: Flat, batch: PyTree, key: Any, part: Any) -> Any:
+        values = params | frozen | model_state
         if part is not None:
             values |= {path: _folded(values[path], part) for path in keys}
         flat = nnx.to_flat_state(state)
@@ -113,10 +113,10 @@ def nnx_author(spec: Spec, loss: Callable[..., Any], batch: PyTree) -> Author:
         model = nnx.merge(definition, nnx.from_flat_state(leaves))
         value, aux = with_aux(loss(model, batch))
         new = by_path(nnx.state(model, nnx.Not(nnx.Param)))
-        return value, aux, new | {path: carried[path] for path in keys}
+        return value, aux, new | {path: model_state[path] for path in keys}
 
     trained = is_trained(spec)
-    return Author(*(_among(flat, trained, yes) for yes in (True, False)), carried, apply, tuple(streams))
+    return Author(*(_among(flat, trained, yes) for yes in (True, False)), model_state, apply, tuple(streams))
 
 
 def _folded(keys: Any, part: Any) -> Any:
@@ -149,47 +149,47 @@ class Reference:
     @functools.cache  # noqa: B019
     def _run(self, parts: int) -> Run:
         author, key = self.author, jax.random.key(0)
-        params, carried, state = author.params, author.carried, SGD.init(author.params)
+        params, model_state, state = author.params, author.model_state, SGD.init(author.params)
         step = functools.partial(self._step, parts)
         step = step if self._is_rounded_twice() else jax.jit(step)
         steps = []
         for index in range(self.num_steps):
             batch = self.batches[index % 2]
-            loss, aux, grads, params, carried, state = step(
-                params, carried, state, batch, jax.random.fold_in(key, index)
+            loss, aux, grads, params, model_state, state = step(
+                params, model_state, state, batch, jax.random.fold_in(key, index)
             )
             steps.append(on_host((loss, aux, grads)))
             if not abs(float(loss)) < TOO_LARGE:
                 raise Diverged(f"loss {float(loss)} in step {index}")
-        return Run(steps, on_host(params), on_host(carried))
+        return Run(steps, on_host(params), on_host(model_state))
 
     def _is_rounded_twice(self) -> bool:
         """Whether XLA gets the author's own derivative wrong: JAX's of a scattered extreme asks what equals the result,
         and XLA makes both sides of the question apart. One operation at a time they are what they are."""
         return any(part["config"].get("how") in ("max", "min", "segment_max") for part in parts_of(self.spec))
 
-    def _step(self, parts: int, params: Flat, carried: Flat, state: PyTree, batch: PyTree, key: Any) -> Any:
-        outs, first = [], carried
+    def _step(self, parts: int, params: Flat, model_state: Flat, state: PyTree, batch: PyTree, key: Any) -> Any:
+        outs, first = [], model_state
         for part in range(parts):
-            carried = carried | {path: first[path] for path in self.author.streams}
+            model_state = model_state | {path: first[path] for path in self.author.streams}
             rows = jax.tree.map(lambda x, part=part: x[part::parts], batch)
 
-            def total(params: Flat, rows: PyTree = rows, part: int = part, carried: Flat = carried) -> Any:
+            def total(params: Flat, rows: PyTree = rows, part: int = part, model_state: Flat = model_state) -> Any:
                 value, aux, new = self.author.apply(
-                    params, self.author.frozen, carried, rows, key, part if parts > 1 else None
+                    params, self.author.frozen, model_state, rows, key, part if parts > 1 else None
                 )
                 value = value if isinstance(value, Total) else Total(value, jnp.ones_like(value))
                 return value.total, (value.weight, aux, new)
 
             (value, (weight, aux, new)), grads = jax.value_and_grad(total, has_aux=True)(params)
-            carried = {path: leaf if is_key(leaf) else leaf.astype(first[path].dtype) for path, leaf in new.items()}
+            model_state = {path: leaf if is_key(leaf) else leaf.astype(first[path].dtype) for path, leaf in new.items()}
             outs.append((value, weight, aux, grads))
         values, weights, auxes, grads = zip(*outs, strict=True)
         weight = sum(weights)
         grads = jax.tree.map(lambda *g: sum(g) / weight, *grads)
         aux = jax.tree.map(lambda *a: sum(a) / parts, *auxes)
         updates, state = SGD.update(grads, state, params)
-        return sum(values) / weight, aux, grads, optax.apply_updates(params, updates), carried, state
+        return sum(values) / weight, aux, grads, optax.apply_updates(params, updates), model_state, state
 
 
 def is_key(leaf: Any) -> bool:

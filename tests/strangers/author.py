@@ -38,31 +38,31 @@ def parts_of(batch: PyTree, number: int) -> list[PyTree]:
     return [jax.tree.map(lambda leaf, i=i: leaf[i::number], batch) for i in range(number)]
 
 
-def value_and_grad(stranger: Stranger, params: PyTree, carried: PyTree, parts: int) -> tuple[np.ndarray, PyTree]:
+def value_and_grad(stranger: Stranger, params: PyTree, model_state: PyTree, parts: int) -> tuple[np.ndarray, PyTree]:
     """The loss and every gradient of the batch, or their means over batches of its parts."""
     run = jax.jit(jax.value_and_grad(_linen(stranger) if isinstance(stranger.model, nn.Module) else _nnx(stranger)))
-    found = [run(params, carried, rows) for rows in parts_of(stranger.batch, parts)]
+    found = [run(params, model_state, rows) for rows in parts_of(stranger.batch, parts)]
     return jax.tree.map(lambda *leaves: np.mean([np.asarray(leaf) for leaf in leaves], axis=0), *found)
 
 
-def narrow_floats(stranger: Stranger, params: PyTree, carried: PyTree) -> bool:
+def narrow_floats(stranger: Stranger, params: PyTree, model_state: PyTree) -> bool:
     """Whether its author fixed a precision below float64 somewhere, so that rounding must be allowed for."""
     loss = _linen(stranger) if isinstance(stranger.model, nn.Module) else _nnx(stranger)
-    text = str(jax.make_jaxpr(loss)(params, carried, stranger.batch))
+    text = str(jax.make_jaxpr(loss)(params, model_state, stranger.batch))
     return any(kind in text for kind in (":f32[", ":bf16[", ":f16[", ":c64["))
 
 
 def _linen(stranger: Stranger) -> Any:
-    def loss(params: PyTree, carried: PyTree, batch: PyTree) -> Any:
-        run = nn.apply(stranger.loss, stranger.model, mutable=list(carried))
-        return run({"params": params, **carried}, batch, rngs={"dropout": jax.random.key(0)})[0]
+    def loss(params: PyTree, model_state: PyTree, batch: PyTree) -> Any:
+        run = nn.apply(stranger.loss, stranger.model, mutable=list(model_state))
+        return run({"params": params, **model_state}, batch, rngs={"dropout": jax.random.key(0)})[0]
 
     return loss
 
 
 def _nnx(stranger: Stranger) -> Any:
-    def loss(params: PyTree, carried: PyTree, batch: PyTree) -> Any:
+    def loss(params: PyTree, model_state: PyTree, batch: PyTree) -> Any:
         graph = nnx.split(stranger.model, nnx.Param, ...)[0]
-        return stranger.loss(nnx.merge(graph, params, carried, copy=True), batch)
+        return stranger.loss(nnx.merge(graph, params, model_state, copy=True), batch)
 
     return loss

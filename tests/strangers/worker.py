@@ -81,7 +81,7 @@ class Subject:
             init=lambda key: author.widened(init(key)),
             params_shape=author.widened(captured.params_shape),
             frozen_shape=author.widened(captured.frozen_shape),
-            carried_shape=author.widened(captured.carried_shape),
+            model_state_shape=author.widened(captured.model_state_shape),
             initial=captured.initial and author.widened(captured.initial),
         )
         narrow = author.narrow_floats(stranger, trees[0], trees[2])

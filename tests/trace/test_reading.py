@@ -72,9 +72,9 @@ def test_the_stream_is_what_layers_hand_on() -> None:
 def test_leaves_come_in_the_order_of_the_users_trees() -> None:
     trace = trace_of("linen_conv")
     kinds = [leaf.kind for leaf in trace.leaves]
-    assert kinds == sorted(kinds, key=["params", "frozen", "carried", "batch", "key", "index"].index)
+    assert kinds == sorted(kinds, key=["params", "frozen", "model_state", "batch", "key", "index"].index)
     assert {leaf.name for leaf in trace.leaves if leaf.kind == "batch"} == {"images", "labels"}
-    assert any("batch_stats" in leaf.name for leaf in trace.leaves if leaf.kind == "carried")
+    assert any("batch_stats" in leaf.name for leaf in trace.leaves if leaf.kind == "model_state")
 
 
 def test_a_micro_batch_is_traced() -> None:

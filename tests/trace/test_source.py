@@ -63,7 +63,7 @@ def test_other_batches_of_the_same_loss_know_what_was_traced(source: TraceSource
 def test_what_draws_or_counts_otherwise_is_traced_apart(source: TraceSource, runs: list[int]) -> None:
     """The whole batch draws as the author's own loop does, and which part is the last is a number in the trace."""
     parts = {id(source.read(2, rows=8)), id(source.read(rows=8))}
-    parts |= {id(source.read(num, rows=8, once=frozenset({0}))) for num in (2, 4)}
+    parts |= {id(source.read(num, rows=8, counters=frozenset({0}))) for num in (2, 4)}
     assert len(parts) == 4 and runs == [8] * 4
 
 

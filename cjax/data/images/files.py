@@ -61,7 +61,7 @@ def read_folder(
         path: the folder.
         size: height and width that all are resized to, bilinearly; None for images that are of one size.
         channels: 1 or 3; None takes 1 if all are grey.
-        held_out: the part of each class that is, or a folder of its own with the same sub-folders.
+        held_out: the share of each class that is, or a folder of its own with the same sub-folders.
 
     Raises:
         ValueError: empty classes, files that can't be read, sizes that differ without `size`: all of them.

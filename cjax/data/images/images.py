@@ -182,7 +182,7 @@ def image_data(
         classes: names of an `.npz` file's classes; the numbers of the labels if None. A folder has its own.
         mean: of each channel, or of all, subtracted; from the training images if None.
         std: the same, divides.
-        held_out: the part of each class that is kept for validation, where there is no `x_test`; or for a folder
+        held_out: the share of each class that is kept for validation, where there is no `x_test`; or for a folder
             another one with the same sub-folders.
         shift: training images move by up to so many pixels.
         flip: mirrors every other training image.
@@ -210,7 +210,7 @@ def image_data(
         raise ValueError(f"channels is {channels}; write 1 or 3, or leave it out")
     part = Path(held_out) if isinstance(held_out, (str, Path)) else held_out
     if not isinstance(part, Path) and not 0 <= part < 1:
-        raise ValueError(f"held_out is {part}; it is a part of the images, at least 0 and below 1")
+        raise ValueError(f"held_out is {part}; it is a share of the images, at least 0 and below 1")
     if path is not None and path.is_dir():
         if classes is not None:
             raise ValueError("the classes of a folder are its sub-folders; leave classes out")

@@ -90,7 +90,7 @@ def labelled_data(
         batch_size: rows of the global batch.
         sequence: tokens of a row; longer texts lose their end (of a pair, the longer one), as `num_cut` counts. None
             takes the longest, rounded up to a multiple of 8.
-        held_out: the part of each class that is kept for validation, chosen by a hash of the text; or other data.
+        held_out: the share of each class that is kept for validation, chosen by a hash of the text; or other data.
         columns: see `read_labelled`.
         encoding: see `read_labelled`.
         seed: order of the training samples.

@@ -28,7 +28,7 @@ class Masking:
         vocab_size: tokens put in place of others are below it.
         length: of a row; shorter samples are padded.
         special: ids that are never hidden nor put in another's place.
-        rate: the part that is asked for.
+        rate: the share that is asked for.
         continues: bool[vocab_size], which tokens go on with the word before (`Tokenizer.continues`): whole words are
             hidden together, until no other fits into the number. None hides tokens each by itself.
         pad: id of padding.
@@ -50,7 +50,7 @@ class Masking:
 
     def __post_init__(self) -> None:
         if not 0 < self.rate < 1:
-            raise ValueError(f"Masking: rate={self.rate}; it is a part of the tokens, above 0 and below 1")
+            raise ValueError(f"Masking: rate={self.rate}; it is a share of the tokens, above 0 and below 1")
         words = np.setdiff1d(np.arange(self.vocab_size), self.special)
         if not len(words):
             raise ValueError(f"Masking: all of {self.vocab_size} tokens are special; none is left to be hidden")
@@ -116,8 +116,8 @@ def masked_data(
         sequence: tokens of a row.
         by_line: each line is a sample, padded or cut; otherwise documents are joined and cut into full rows.
         whole_words: hide all tokens of a word together.
-        rate: the part that is asked for.
-        held_out: the part at the end that is kept for validation.
+        rate: the share that is asked for.
+        held_out: the share at the end that is kept for validation.
         seed: order of the samples and what is hidden.
         shard: `(index, count)` of this process.
 

@@ -67,7 +67,7 @@ def pair_data(
         batch_size: rows of the global batch.
         source_length, target_length: tokens of a row, the end included; longer texts lose theirs but the end token,
             as `num_cut` counts. None takes the longest, rounded up to a multiple of 8.
-        held_out: the part that is kept for validation, chosen by a hash of the source.
+        held_out: the share that is kept for validation, chosen by a hash of the source.
         columns, encoding: see `read_pairs`.
         seed: order of the training samples.
         shard: `(index, count)` of this process.

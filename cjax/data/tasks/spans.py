@@ -85,7 +85,7 @@ class Spans:
         sentinels: ids, as many as there are spans in the longest text or more.
         end: id of the end token.
         longest: the most tokens of a sample.
-        rate: the part that is taken out.
+        rate: the share that is taken out.
         mean: tokens of a span, on average.
         pad: id of padding.
 
@@ -157,9 +157,9 @@ def span_data(
         batch_size: rows of the global batch.
         sequence: tokens of the source; the text is as long as makes that many (`text_for`), and so is the target.
         by_line: each line is a sample, padded or cut; otherwise documents are joined and cut into full rows.
-        rate: the part that is taken out.
+        rate: the share that is taken out.
         mean: tokens of a span, on average.
-        held_out: the part at the end that is kept for validation.
+        held_out: the share at the end that is kept for validation.
         seed: order of the samples and what is taken out.
         shard: `(index, count)` of this process.
 

@@ -88,7 +88,7 @@ def split_text(
             library.
         tokenizer: what makes tokens of it.
         length: of a sample, special tokens included.
-        held_out: the part that is held out, at least 0 and below 1.
+        held_out: the share that is held out, at least 0 and below 1.
         by_line: each line that isn't empty is a sample; otherwise full pieces of all documents are.
         before, after: ids put around each sample.
 
@@ -101,7 +101,7 @@ def split_text(
     else:
         documents = read_documents(data) if isinstance(data, str | Path) else data
     if not 0 <= held_out < 1:
-        raise ValueError(f"held_out is {held_out}; it is a part of the text, at least 0 and below 1")
+        raise ValueError(f"held_out is {held_out}; it is a share of the text, at least 0 and below 1")
     if by_line:
         lines = [line for document in documents for line in document.decode("utf-8", errors="replace").split("\n")]
         texts = [tokens for tokens in tokenizer.encode_each(line for line in lines if line.strip()) if len(tokens)]

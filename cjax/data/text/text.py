@@ -128,7 +128,7 @@ def text_data(
         sequence: tokens per row.
         vocabulary: a folder with GPT-2's `vocab.json` and `merges.txt`; None reads bytes.
         vocab_size: of a token file that comes without its vocabulary; GPT-2's 50,257 unless said.
-        held_out: the part at the end that is kept for validation, where there is no file for it.
+        held_out: the share at the end that is kept for validation, where there is no file for it.
         seed: order of the training samples.
         shard: `(index, count)` of this process.
 
@@ -141,7 +141,7 @@ def text_data(
     (4, 32)
     """
     if not 0 <= held_out < 1:
-        raise ValueError(f"held_out is {held_out}; it is a part of the text, at least 0 and below 1")
+        raise ValueError(f"held_out is {held_out}; it is a share of the text, at least 0 and below 1")
     if isinstance(vocabulary, (str, Path)):
         vocabulary = read_bpe(vocabulary)
     if vocab_size is not None and (vocabulary or not _is_token_path(path)):

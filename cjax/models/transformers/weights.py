@@ -53,7 +53,7 @@ def load(
     Args:
         path: the folder, with config.json and safetensors in one file or in several.
         kind: our class that it must be, such as `BERT`; any if not given.
-        shardings: where the arrays go: for all, or by path and shape. Each device reads its own part alone.
+        shardings: where the arrays go: for all, or by path and shape. Each device reads its own shard alone.
         seed: for parameters that the folder doesn't have, because `overrides` ask for another head.
         overrides: fields of the model's config, such as `dropout=0.1`, or `head="classes", num_classes=5`.
 

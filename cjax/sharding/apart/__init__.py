@@ -1,1 +1,1 @@
-"""Operations that XLA's partitioner gets wrong, done on each device's own parts."""
+"""Operations that XLA's partitioner gets wrong, done on each device's own shards."""

@@ -1,4 +1,4 @@
-"""An operation that XLA's partitioner gets wrong, on each device's own parts: split along what it does one by one.
+"""An operation that XLA's partitioner gets wrong, on each device's own shards: split along what it does one by one.
 
 A batch of convolutions, groups of channels, rows that are sorted or transformed: parts of such a dim need nothing of
 each other. In a region that is manual over every axis a device computes its parts of them, forward and backward, and
@@ -104,7 +104,7 @@ def _axes(
 
 
 def evaluate_apart(eqn: Equation, ins: Sequence[jax.Array], parts: Shards, mesh: Mesh) -> list[jax.Array]:
-    """The results of an equation, computed on each device's own parts.
+    """The results of an equation, computed on each device's own shards.
 
     Args:
       eqn: the equation.

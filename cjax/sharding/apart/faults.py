@@ -52,28 +52,28 @@ FAULTS = (
         "Where the dim that windows move along is split, gradients of sums lack what other devices have of a window, "
         "or XLA's verifier refuses the program.",
         ("0.10.2", "0.12.0.1"),
-        "computed on each device's own part of the other dims",
+        "computed on each device's own slice of the other dims",
     ),
     Fault(
         "sorting",
         named("sort"),
         "XLA stops the process at the gather of its gradient where two axes split other dims.",
         ("0.10.2", "0.12.0.1"),
-        "computed on each device's own part of the other dims",
+        "computed on each device's own slice of the other dims",
     ),
     Fault(
         "scattered extremes",
         named("scatter-max scatter-min"),
         "Where an axis that does not divide the updates splits them, the result is of a row too many.",
         ("0.10.2", "0.12.0.1"),
-        "computed on each device's own part of the dims that are not looked up",
+        "computed on each device's own slice of the dims that are not looked up",
     ),
     Fault(
         "padding between elements",
         named("pad"),
         "XLA's verifier refuses the program where the padded dim is split.",
         ("0.10.2", "0.12.0.1"),
-        "computed on each device's own part of the other dims",
+        "computed on each device's own slice of the other dims",
         lambda eqn: any(interior for _, _, interior in eqn.params["padding_config"]),
     ),
 )

@@ -1,4 +1,4 @@
-"""Gathers, scatters and sorts on each device's own parts: split along the dims that they leave in their places.
+"""Gathers, scatters and sorts on each device's own shards: split along the dims that they leave in their places.
 
 In a region that is manual over some axes of the mesh, a stage of a pipeline among them, XLA's partitioner stops the
 process at some of these where it could split them over several axes, also at those that the derivatives of a sort, of

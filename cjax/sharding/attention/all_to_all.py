@@ -21,7 +21,7 @@ from cjax.trace.jaxpr.groups import Changed
 
 @dataclass(frozen=True)
 class Exchange:
-    """One device's part of an attention; `forward` runs where `axis` is manual. Arguments as for `Ring`."""
+    """One device's shard of an attention; `forward` runs where `axis` is manual. Arguments as for `Ring`."""
 
     attention: Attention
     axis: str

@@ -169,7 +169,7 @@ def _splits(node: Node, attention: Attention, spec: PartitionSpec) -> list[tuple
 
 @dataclass(frozen=True)
 class _Call:
-    """The kernel on each device's part of the operands."""
+    """The kernel on each device's shard of the operands."""
 
     attention: Attention
     form: KernelForm

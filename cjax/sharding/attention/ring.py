@@ -1,7 +1,7 @@
 """Ring attention: each device keeps its queries, and keys and values go round.
 
 A device sees one block of scores at a time. Softmax statistics are carried on from block to block, and the backward
-pass makes each block again from queries, keys, values and the statistics, with gradients of keys and values travelling
+pass makes each block again from queries, keys, values and the statistics, with gradients of keys and values going round
 along with them. Of a causal mask, each device gets an early and a late chunk (zigzag), so that all have as much to do.
 """
 
@@ -28,7 +28,7 @@ State = tuple[jax.Array, jax.Array, jax.Array]  # maxima and sums as rows, and v
 
 @dataclass(frozen=True)
 class Ring:
-    """One device's part of an attention; all methods run where `axis` is manual.
+    """One device's shard of an attention; all methods run where `axis` is manual.
 
     Args:
       attention: what is computed.

@@ -100,7 +100,10 @@ class Places:
         entries = []
         for label in node.labels:
             if any(one in axes_of for one in label[1:]):
-                raise ValueError(f"{self.attention.where}: groups of heads are split, not the heads that they share")
+                raise ValueError(
+                    f"{self.attention.where}: the tensor axis splits groups of heads here, and not the heads of keys "
+                    "that they share: write a size that divides the heads of keys"
+                )
             entries.append(axes_of.get(label[0]) if label else None)
         return PartitionSpec(*entries)
 
@@ -121,7 +124,7 @@ class Places:
     def mapped(
         self, function: Callable[..., Any], ins: Any, outs: Any, axes: Collection[str] | None = None
     ) -> Callable[..., Any]:
-        """`function` on each device's part, manual over the axes at work, or over `axes`."""
+        """`function` on each device's shard, manual over the axes at work, or over `axes`."""
         axes = self.axes if axes is None else axes
         if not axes:
             return function

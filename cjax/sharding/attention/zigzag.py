@@ -9,7 +9,7 @@ from jax import lax
 
 
 def to_zigzag(value: jax.Array, dim: int, axis: str, size: int) -> jax.Array:
-    """A device's part of a sequence along `dim`, from the sequence's order over the mesh axis."""
+    """A device's shard of a sequence along `dim`, from the sequence's order over the mesh axis."""
     even, odd = jnp.split(value, 2, axis=dim)
     even, odd = (lax.ppermute(x, axis, _route(half, size)) for half, x in enumerate((even, odd)))
     swapped = lax.axis_index(axis) % 2 == 1

@@ -17,9 +17,9 @@ Born = Callable[[jax.Array], tuple[Arrays, Arrays, Arrays]]
 
 
 def born(captured: Capture, storage: ModelStorage) -> Born:
-    """`key -> stored (params, frozen, carried)`: the author's init, each stack of layers made at once, so that compile
-    time does not grow with depth."""
-    trees = (storage.params, storage.frozen, storage.carried)
+    """`key -> stored (params, frozen, model_state)`: the author's init, each stack of layers made at once, so that
+    compile time does not grow with depth."""
+    trees = (storage.params, storage.frozen, storage.model_state)
 
     def init(key: jax.Array) -> tuple[Arrays, Arrays, Arrays]:
         closed = simplify(make_jaxpr(captured.init)(key))
@@ -30,8 +30,8 @@ def born(captured: Capture, storage: ModelStorage) -> Born:
             groups += [tuple(i + offset for i in group) for group in tree.groups]
             offset += sum(map(len, tree.groups))
         outs = iter(vectorize(closed, [(0,)], groups)([key]))
-        params, frozen, carried = (tree.pad([_in_rows(slot, next(outs)) for slot in tree.slots]) for tree in trees)
-        return params, frozen, carried
+        params, frozen, model_state = (tree.pad([_in_rows(slot, next(outs)) for slot in tree.slots]) for tree in trees)
+        return params, frozen, model_state
 
     return init
 

@@ -66,7 +66,7 @@ def local_rows(source: TraceSource, trace: Trace, storage: ModelStorage, plan: P
     """
     axes = tuple(a for a in BATCH_AXES if mesh.shape.get(a, 1) > 1)
     num_shards = math.prod(mesh.shape[a] for a in axes)
-    stored = [slot.spec for part in (storage.params, storage.frozen, storage.carried) for slot in part.slots]
+    stored = [slot.spec for part in (storage.params, storage.frozen, storage.model_state) for slot in part.slots]
     if any(set(axes) & set(axes_of_entry(entry)) for spec in stored for entry in spec):
         return "a part of the model is split over the devices that share a batch"
     if not trace.results:
@@ -96,7 +96,7 @@ def _read_rows(source: TraceSource, plan: Plan, rows: int, like: Trace) -> Trace
     """The loss on so many rows of a micro-batch."""
     try:
         return source.read(
-            plan.microbatches, rows, forms=like.forms, once=like.once, pairs=like.pairs, at_once=like.at_once
+            plan.microbatches, rows, forms=like.forms, counters=like.counters, pairs=like.pairs, at_once=like.at_once
         )
     except (TypeError, ValueError) as error:
         raise Unlike(f"the model can't be traced on {rows} rows ({str(error).splitlines()[0]})") from error

@@ -31,7 +31,7 @@ class ModelStorage:
 
     params: Storage
     frozen: Storage
-    carried: Storage
+    model_state: Storage
     used_specs: tuple[PartitionSpec, ...]  # of every weight (params, then frozen): as the layout has it
     state_specs: tuple[PartitionSpec, ...]  # likewise, and over the data axis where ZeRO asks for it
     layout: Layout
@@ -90,7 +90,7 @@ def store_model(
             tree, groups, spec_of, axis_sizes, lambda i: trace.form_of(start + i), lambda i: rows_of.get(start + i)
         )
 
-    def carried_spec(i: int) -> PartitionSpec:
+    def model_state_spec(i: int) -> PartitionSpec:
         leaf = trace.leaves[num_params + num_frozen + i]
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return PartitionSpec(*[None] * len(leaf.shape))
@@ -99,7 +99,7 @@ def store_model(
     return ModelStorage(
         storage(capture.params_shape, 0, kept.__getitem__),
         storage(capture.frozen_shape, num_params, lambda i: kept[num_params + i]),
-        storage(capture.carried_shape, num_params + num_frozen, carried_spec),
+        storage(capture.model_state_shape, num_params + num_frozen, model_state_spec),
         used,
         state,
         layout,
@@ -142,9 +142,9 @@ def place_loss(
     layout: Layout | None = None,
     draw: Draw | None = None,
 ) -> Callable[..., list[jax.Array]]:
-    """The loss as a function of stored arrays: `(params, frozen, carried, batch leaves, key, index) -> results`.
+    """The loss as a function of stored arrays: `(params, frozen, model_state, batch leaves, key, index) -> results`.
 
-    Results are the trace's, the new carried values as stored.
+    Results are the trace's, the new model state as stored.
 
     Args:
       trace: of a loss of this model; its batch may differ from the one that decided the storage.
@@ -156,29 +156,34 @@ def place_loss(
     """
     layout = layout or storage.layout
     placer = make_placer(trace, storage, plan, mesh, layout, draw)
-    sizes = [len(trace.leaves_of(kind)) for kind in ("params", "frozen", "carried", "batch")]
+    sizes = [len(trace.leaves_of(kind)) for kind in ("params", "frozen", "model_state", "batch")]
     groups: list[tuple[int, ...]] = []
     offset = 0
-    for part, size in zip((storage.params, storage.frozen, storage.carried), sizes, strict=False):
+    for part, size in zip((storage.params, storage.frozen, storage.model_state), sizes, strict=False):
         groups += [tuple(i + offset for i in group) for group in part.layer_groups]
         offset += size
     groups += [(i,) for i in range(offset, len(trace.leaves))]
     num_results = len(trace.closed.jaxpr.outvars) - sizes[2]
     out_groups = [(i,) for i in range(num_results)]
-    out_groups += [tuple(i + num_results for i in group) for group in storage.carried.groups]
+    out_groups += [tuple(i + num_results for i in group) for group in storage.model_state.groups]
     run = placer.whole(emit(trace.closed, trace.runs, trace.dims.top, groups, out_groups, placer))
     batch_leaves = trace.leaves_of("batch")
 
     def loss(
-        params: Arrays, frozen: Arrays, carried: Arrays, batch: Sequence[jax.Array], key: jax.Array, index: jax.Array
+        params: Arrays,
+        frozen: Arrays,
+        model_state: Arrays,
+        batch: Sequence[jax.Array],
+        key: jax.Array,
+        index: jax.Array,
     ) -> list[jax.Array]:
         batch = [
             placer.constrain(x, layout.spec(trace.classes_of(i), x.shape)) if x.ndim else x
             for i, x in zip(batch_leaves, batch, strict=True)
         ]
-        trees = ((storage.params, params), (storage.frozen, frozen), (storage.carried, carried))
+        trees = ((storage.params, params), (storage.frozen, frozen), (storage.model_state, model_state))
         stored = [array for tree, arrays in trees for array in tree.in_layer_order(arrays)]
         outs = run([*stored, *batch, key, index])
-        return [*outs[:num_results], *storage.carried.pad(outs[num_results:])]
+        return [*outs[:num_results], *storage.model_state.pad(outs[num_results:])]
 
     return loss

@@ -43,11 +43,11 @@ class StagedModel:
 
     @functools.cached_property
     def states(self) -> list[tuple[int, str, int, Any]]:
-        """Carried values that are made of examples: their place among `given`, who makes them ("layers" of a stack,
-        "before" or "after" the stacks), the stack, and which of its: one of the layers', or all that are kept together
-        (of layers too cheap to be a stack)."""
+        """Leaves of the model state that are made of examples: their place among `given`, who makes them ("layers" of a
+        stack, "before" or "after" the stacks), the stack, and which of its: one of the layers', or all that are kept
+        together (of layers too cheap to be a stack)."""
         states, last = self.stages.cut.states, len(self.stages.cut.stacks) - 1
-        first, groups = self._num_frozen, self.storage.carried.layer_groups
+        first, groups = self._num_frozen, self.storage.model_state.layer_groups
         whose: dict[tuple[int, ...], tuple[str, int, Any]] = {
             group: ("layers", k, j) for k, of in enumerate(states.layers) for j, (_, group) in enumerate(of)
         }
@@ -85,7 +85,7 @@ class StagedModel:
             for found in self._found
         ]
 
-    def given(self, frozen: Arrays, carried: Arrays, batch: Sequence[Any], key: Any, index: Any) -> list[Any]:
+    def given(self, frozen: Arrays, model_state: Arrays, batch: Sequence[Any], key: Any, index: Any) -> list[Any]:
         """What stages read that is not trained, from stored arrays and a micro-batch's leaves."""
         trace = self.stages.cut.trace
         rows = [
@@ -95,21 +95,21 @@ class StagedModel:
         mine = {at for found in self._found for kind, at in found if kind == "frozen"}
         slots = enumerate(zip(self.storage.frozen.slots, frozen, strict=True))
         whole = [slot.in_layer_order(slot.unpad(x)) for at, (slot, x) in slots if at not in mine]
-        return [*whole, *self.storage.carried.in_layer_order(carried), *rows, key, index]
+        return [*whole, *self.storage.model_state.in_layer_order(model_state), *rows, key, index]
 
-    def next_carried(
-        self, params: Arrays, frozen: Arrays, carried: Arrays, batch: Sequence[Any], key: Any, index: Any
+    def next_model_state(
+        self, params: Arrays, frozen: Arrays, model_state: Arrays, batch: Sequence[Any], key: Any, index: Any
     ) -> Arrays:
-        """The stored carried values after a micro-batch."""
-        given = self.given(frozen, carried, batch, key, index)
-        found = self.stages.next_carried(self.shared(params), given, self.storage.carried.layer_groups)
-        return self.storage.carried.pad(found)
+        """The stored model state after a micro-batch."""
+        given = self.given(frozen, model_state, batch, key, index)
+        found = self.stages.next_model_state(self.shared(params), given, self.storage.model_state.layer_groups)
+        return self.storage.model_state.pad(found)
 
-    def with_states(self, carried: Arrays, states: Sequence[jax.Array]) -> Arrays:
-        """Stored carried values, of which some are replaced by `states`."""
-        first, slots = self._num_frozen, self.storage.carried.slots
+    def with_states(self, model_state: Arrays, states: Sequence[jax.Array]) -> Arrays:
+        """The stored model state, some leaves of it replaced by `states`."""
+        first, slots = self._num_frozen, self.storage.model_state.slots
         found = {place - first: x for (place, *_), x in zip(self.states, states, strict=True)}
-        kept = enumerate(zip(slots, carried, strict=True))
+        kept = enumerate(zip(slots, model_state, strict=True))
         return tuple(slot.pad(found[at]) if at in found else x for at, (slot, x) in kept)
 
     def stored_gradients(self, shared: Sequence[jax.Array], stacks: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
@@ -148,14 +148,14 @@ def stage_model(
     mine = {group for stack in stacks for group in stack.weights}
     num_params = storage.num_params
     offsets: Mapping[str, int] = {
-        "params": 0, "frozen": num_params, "carried": num_params + len(trace.leaves_of("frozen"))
+        "params": 0, "frozen": num_params, "model_state": num_params + len(trace.leaves_of("frozen"))
     }  # fmt: skip
     groups = {
         kind: [tuple(leaf + offset for leaf in group) for group in getattr(storage, kind).layer_groups]
         for kind, offset in offsets.items()
     }
     trained = [group for group in groups["params"] if group not in mine]
-    given = [group for group in groups["frozen"] if group not in mine] + groups["carried"]
+    given = [group for group in groups["frozen"] if group not in mine] + groups["model_state"]
     given += [(i,) for kind in ("batch", "key", "index") for i in trace.leaves_of(kind)]
     return StagedModel(Stages(cut(trace, stacks), placer, trained, given), storage, placer, layout)
 

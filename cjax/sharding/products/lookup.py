@@ -33,7 +33,7 @@ def is_lookup(eqn: Equation) -> bool:
 
 
 def pick(eqn: Equation, operand: jax.Array, indices: jax.Array, spec: PartitionSpec, dim: int, mesh: Mesh) -> jax.Array:
-    """The result of such a gather; each device looks in its own part of `dim`, and what they find is added up.
+    """The result of such a gather; each device looks in its own shard along `dim`, and what they find is added up.
 
     Args:
       eqn: the gather.
@@ -54,7 +54,7 @@ def pick(eqn: Equation, operand: jax.Array, indices: jax.Array, spec: PartitionS
 def find_rows(
     eqn: Equation, table: jax.Array, indices: jax.Array, spec: PartitionSpec, rows: PartitionSpec, mesh: Mesh
 ) -> jax.Array:
-    """The rows of a table; each device looks in its own part of them, and what they find is added up.
+    """The rows of a table; each device looks in its own shard of them, and what they find is added up.
 
     Args:
       eqn: the gather, of whole slices along all dims but one.

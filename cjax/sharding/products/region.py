@@ -1,8 +1,8 @@
-"""A function on each device's own parts of its operands, differentiated such that only the caller decides on sums.
+"""A function on each device's own shards of its operands, differentiated such that only the caller decides on sums.
 
 `jax.shard_map` sums the gradient of an operand over all devices that share it, inside of the region. That is too early
-and too much where the gradient is wanted in parts (ZeRO), or is to be added to others first. Here each device's part of
-such a sum comes back on a dim of its own, and the compiler, which sees what becomes of it, reduces or scatters.
+and too much where the gradient is wanted in parts (ZeRO), or is to be added to others first. Here each device's shard
+of such a sum comes back on a dim of its own, and the compiler, which sees what becomes of it, reduces or scatters.
 """
 
 import math
@@ -25,16 +25,16 @@ def in_region(
     sums: Sequence[tuple[str, ...]] = (),
     alone: bool = False,
 ) -> list[jax.Array]:
-    """The results of `function` on each device's parts.
+    """The results of `function` on each device's shards.
 
     The backward pass runs `function` again on the operands as they are kept: what it gathers is not saved.
 
     Args:
-      function: parts to parts; may use collectives over the axes that the specs name.
+      function: shards to shards; may use collectives over the axes that the specs name.
       operands: arrays; integers have no gradient.
       in_specs, out_specs: placements of operands and results; what a placement does not mention is alike on all.
       mesh: the mesh; in a manual region, the axes that are manual there are left out.
-      sums: for each result the axes over which its parts are to be added up; none by default.
+      sums: for each result the axes over which its shards are to be added up; none by default.
       alone: leave no axis of the mesh to the compiler. Along those that nobody names, all devices do the same.
     """
     context = jax.sharding.get_abstract_mesh()

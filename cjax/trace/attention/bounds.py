@@ -16,6 +16,8 @@ from cjax.trace.attention.labels import MOVES, Node
 from cjax.trace.jaxpr.evaluate import Step, demanded, evaluate
 from cjax.trace.jaxpr.view import literal_of
 
+# A block whose bound lies far enough below its row's maximum is skipped, so a bound that is too low is a wrong result
+# without a word. Whatever is not certain is ANY; that costs time alone.
 Interval = tuple[float, float]
 ANY: Interval = (-math.inf, math.inf)
 
@@ -30,6 +32,7 @@ def bounds(attention: Attention, num_queries: int, num_keys: int, changed: Colle
     """
     query, key = attention.label("query"), attention.label("key")
     steps = {**attention.sources, **attention.steps}
+    # Without positions no block is different from another.
     if not any(eqn.primitive.name == "iota" for eqn, _ in steps.values()):
         return np.full((num_queries, num_keys), math.inf)
     # Of what has no rule nothing is known, whatever it is made of.
@@ -89,6 +92,7 @@ def _as_stored(eqn: Equation, found: Interval) -> Interval:
         wraps = dtype.kind == "u" or max(map(abs, found)) >= 2.0 ** (8 * dtype.itemsize - 1)
         truncates = any(getattr(atom.aval, "dtype", dtype).kind not in "iub" for atom in eqn.invars)
         return ANY if dtype.kind != "b" and (wraps or truncates and eqn.primitive.name in MOVES) else found
+    # These are computed in float64, the model in less: a few roundings wider on each side.
     slack = 2.0**-20 if dtype.itemsize >= 4 else 2.0**-7
     return (found[0] - slack * abs(found[0]), found[1] + slack * abs(found[1]))
 

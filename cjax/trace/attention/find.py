@@ -126,16 +126,21 @@ def find_attentions(
     reasons: list[str] = []
     taken: set[int] = set()
     for eqn in eqns:
+        # A product with a weight is a projection, and a softmax behind it one over classes: no position of keys to
+        # split.
         if eqn.primitive.name != "dot_general" or any(trace.origin(atom) in known for atom in eqn.invars):
             continue
         try:
             attention = _find(trace, eqn)
+        # Most products never come near a softmax, and say nothing. One that gets as far as a softmax's weights and no
+        # further (`Miss`) is told: under a sequence axis its positions stay whole, which somebody may have paid for.
         except Other:
             continue
         except Miss as miss:
             where = str(name_stack(eqn))
             reasons.append(f"the softmax{' in ' + where if where else ''} is no attention: {miss}")
             continue
+        # An equation is evaluated by one attention, or it would be computed, and differentiated, in two places.
         if taken.isdisjoint(map(id, attention.eqns)):
             found.append(attention)
             taken.update(map(id, attention.eqns))
@@ -160,22 +165,28 @@ class _Builder:
 
     def attention(self) -> Attention:
         """What was found, with all that it takes to evaluate it by blocks."""
-        walk, parts = self.walk, self.walk.parts
-        final = parts["final"]
+        walk, by_name = self.walk, self.walk.by_name
+        final = by_name["final"]
         query, key = self._products()
         value, out = self._output(final)
-        self.positions = (parts["query"], parts["key"])
+        self.positions = (by_name["query"], by_name["key"])
         names = ("logits", "exps", "terms", "total", "numerator", "weights", "dropped")
-        variables = {name: parts[name] for name in names} | {"scores": walk.start.outvars[0]}
-        variables["masked"] = parts.get("masked", parts["logits"])
+        variables = {name: by_name[name] for name in names} | {"scores": walk.start.outvars[0]}
+        variables["masked"] = by_name.get("masked", by_name["logits"])
         nodes = {name: Node(var, walk.labels[var]) for name, var in variables.items()}
-        division = parts["division"]
-        read = incoming(division, walk.labels[parts["weights"]], walk.sizes)
+        division = by_name["division"]
+        read = incoming(division, walk.labels[by_name["weights"]], walk.sizes)
         assert read is not None
         divisor = read[[walk.kinds[v] for v in division.invars].index("sum")]
-        nodes["divisor"] = Node(parts["divisor"], tuple(of if of != (parts["key"],) else () for of in divisor))
+        nodes["divisor"] = Node(by_name["divisor"], tuple(of if of != (by_name["key"],) else () for of in divisor))
+        # By blocks, exponents are taken relative to a maximum of our own, a factor that cancels between numerator and
+        # sum. With something added to the sum (exp(x) / (1 + sum)) it cancels only if the author took the maximum off,
+        # too.
         if not walk.takes_maximum and not self._is_total(nodes["divisor"], nodes["total"]):
             raise Miss("its divisor is more than the sum of its exponentials, from which no maximum was taken off")
+        # Four chains, each from one of these to the next: scores to logits, exponentials to what is summed and what is
+        # divided, the sum to its divisor, the weights to what is multiplied with values. Only the first may be any
+        # function.
         stops = {nodes[name] for name in ("scores", "exps", "total", "weights")}
         for name in ("logits", "masked", "terms", "numerator", "divisor", "dropped"):
             self._demand(nodes[name], stops)
@@ -183,17 +194,19 @@ class _Builder:
         return Attention(
             query=query, key=key, value=value, out=out, **nodes, leaves=leaves, steps=self.steps, sources=self.sources,
             sizes=walk.sizes, roles=self._roles(query), multiplies=division.primitive.name == "mul",
-            scores_eqn=walk.start, key_first=bool(parts["key_side"] == 0), out_eqn=final,
+            scores_eqn=walk.start, key_first=bool(by_name["key_side"] == 0), out_eqn=final,
             group=self._group([query, key, value, *leaves]),
         )  # fmt: skip
 
     def _products(self) -> tuple[Node, Node]:
         """Queries and keys. Of the dims that only queries have, one is their position."""
-        walk, parts = self.walk, self.walk.parts
+        walk, by_name = self.walk, self.walk.by_name
         (contract, batch) = walk.start.params["dimension_numbers"]
         shapes = [atom.aval.shape for atom in walk.start.invars]
         labels: list[list[tuple[int, ...]]] = [[()] * len(shape) for shape in shapes]
         free: list[list[int]] = []
+        # Labels are dims of the scores, in the order in which dot_general puts them: batch dims, those of the left
+        # operand alone, those of the right.
         label = len(batch[0])
         for side, shape in enumerate(shapes):
             for place, dim in enumerate(batch[side]):
@@ -203,15 +216,18 @@ class _Builder:
                 labels[side][dim] = (label,) if shape[dim] > 1 else ()
                 label += 1
             free.append([labels[side][dim][0] for dim in mine if shape[dim] > 1])
-        key = parts["key"]
+        key = by_name["key"]
         if key not in free[0] + free[1]:
             raise Miss("it is no softmax over a dim that only one operand has")
-        side = parts["key_side"] = 0 if key in free[0] else 1
+        side = by_name["key_side"] = 0 if key in free[0] else 1
+        # Two dims of keys alone would be summed over as one, and no block of the first is a block of the scores.
         if free[side] != [key]:
             raise Miss("keys have heads that queries do not have")
-        (_, batched) = parts["final"].params["dimension_numbers"]
-        place = 0 if parts["final"].invars[0] is parts["dropped"] else 1
-        shared = {label for dim in batched[place] for label in walk.labels[parts["dropped"]][dim]}
+        (_, batched) = by_name["final"].params["dimension_numbers"]
+        place = 0 if by_name["final"].invars[0] is by_name["dropped"] else 1
+        shared = {label for dim in batched[place] for label in walk.labels[by_name["dropped"]][dim]}
+        # A dim that values share is heads in groups, whose queries read different values; what is left can be cut into
+        # blocks of queries that all read the same.
         candidates = [label for label in free[1 - side] if label not in shared]
         if not candidates:
             raise Miss("each query has values of its own")
@@ -226,11 +242,13 @@ class _Builder:
 
     def _output(self, final: Equation) -> tuple[Node, Node]:
         """Values, and what the attention comes to."""
-        walk, parts = self.walk, self.walk.parts
+        walk, by_name = self.walk, self.walk.by_name
         (contract, batch) = final.params["dimension_numbers"]
-        side = 0 if final.invars[0] is parts["dropped"] else 1
-        known = walk.labels[parts["dropped"]]
-        if [known[dim] for dim in contract[side] if known[dim]] != [(parts["key"],)]:
+        side = 0 if final.invars[0] is by_name["dropped"] else 1
+        known = walk.labels[by_name["dropped"]]
+        # By blocks of keys the result is a sum of the blocks' results. With another dim in that sum it would be counted
+        # once a block.
+        if [known[dim] for dim in contract[side] if known[dim]] != [(by_name["key"],)]:
             raise Miss("its weights are summed over more than keys")
         value = final.invars[1 - side]
         if isinstance(value, Literal) or value in walk.kinds:
@@ -253,14 +271,19 @@ class _Builder:
         eqn = self.walk.trace.writer.get(node.var)
         on_spine = node.var in self.walk.kinds
         seen = {one for label in node.labels for one in label}
+        # A block of positions is no slice of a dim that holds them merged with heads.
         if any(len(label) > 1 and not set(label).isdisjoint(self.positions) for label in node.labels):
             raise Miss("positions are merged with another dim")
         below = None
+        # What sees both positions is made again block by block, since at full size it is as large as the scores. What
+        # sees one or none is small: it is made where the author made it, and sliced.
         if eqn is not None and len(eqn.outvars) == 1 and (on_spine or seen.issuperset(self.positions)):
             below = incoming(eqn, node.labels, self.walk.sizes)
         if eqn is None or below is None:
+            # What depends on scores exists on a block alone, so it can't be read from outside; what does not is an
+            # input.
             if on_spine:
-                raise Miss(f"`{eqn.primitive.name if eqn else 'its input'}` can't be evaluated on a part of it")
+                raise Miss(f"`{eqn.primitive.name if eqn else 'its input'}` can't be evaluated on a block of it")
             self.leaves[node] = None
             self._trace_back(node)
             return
@@ -279,6 +302,8 @@ class _Builder:
     def _trace_back(self, node: Node) -> None:
         """Remember where an integer or boolean leaf comes from."""
         eqn = self.walk.trace.writer.get(node.var)
+        # Positions and masks are integers and booleans. Of these bounds can tell which blocks are empty, even where
+        # they are made outside; of floats they can't.
         whole = getattr(node.var.aval.dtype, "kind", "key") in "iub"  # keys have dtypes of their own
         if node in self.sources or eqn is None or len(eqn.outvars) != 1 or not whole:
             return
@@ -293,6 +318,8 @@ class _Builder:
     def _roles(self, query: Node) -> dict[int, str]:
         """Dims before the queries' position are batch, but the last of several; groups and those after it are heads."""
         position, key = self.positions
+        # Roles say which mesh axes may split a dim. An attention does the same for every element of batch and heads, so
+        # that taking one for the other costs transfers alone.
         roles = {position: "query", key: "key"}
         order = [label[0] for label in query.labels if label]
         at = order.index(position)
@@ -312,6 +339,8 @@ class _Builder:
         members = {id(eqn): eqn for eqn in (self.walk.start, *self.walk.spine)}
         inside = {id(eqn): eqn for eqn, _ in self.steps.values() if id(eqn) in trace.place}
         kept = trace.results | {node.var for node in operands}
+        # A mask that someone else reads as well stays where it is and is made again here; one that only this attention
+        # reads never exists at full size. Last first, so that what feeds it alone goes with it.
         for eqn in sorted(inside.values(), key=lambda eqn: -trace.place[id(eqn)]):
             (var,) = eqn.outvars
             if var not in kept and all(id(reader) in members for reader in trace.readers[var]):
@@ -319,7 +348,8 @@ class _Builder:
         group = make_group(list(members.values()), trace.eqns, list(trace.results), None)
         if group is None:
             raise Miss("something beside it depends on it and is read by it")
-        (out,) = self.walk.parts["final"].outvars
+        (out,) = self.walk.by_name["final"].outvars
+        # The scores of a block are gone once it is done; whoever wants them all has to compute them whole.
         if group.outs != (out,):
             raise Miss("its scores or weights are read elsewhere as well (sown, or returned)")
         ins = tuple(dict.fromkeys(node.var for node in operands))

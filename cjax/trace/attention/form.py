@@ -12,6 +12,7 @@ from cjax.trace.jaxpr.evaluate import Step, demanded, evaluate
 from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.jaxpr.view import literal_of
 
+# float32 exp is 0 from -104 on, and no model has scores of thousands.
 HIDDEN = -1e4  # a logit below it comes to nothing behind a softmax; authors write -1e9, -inf, finfo.min, ...
 _ROWS = 256  # of a mask by positions that are looked at together: all of it is 4 GiB at 32,768 positions
 
@@ -63,17 +64,23 @@ def kernel_form(attention: Attention, changed: Collection[tuple[int, int]] = ())
 
 
 class _FormReader:
+    """Reads an attention's region, from the logits back to the scores."""
+
     def __init__(self, attention: Attention, changed: Collection[tuple[int, int]]) -> None:
         self.attention, self.changed = attention, changed
         self.made = {**attention.sources, **attention.steps}
         self.added: list[tuple[Node, float]] = []
         self.masks: list[tuple[Node, bool]] = []
+        # All layers of a loop call the kernel with one scale and one mask.
         for node, (eqn, _) in attention.steps.items():
             if any((id(eqn), place) in changed for place in range(len(eqn.invars))) and node.labels:
                 raise NoForm(f"a number in its `{eqn.primitive.name}` differs from layer to layer")
 
     def form(self) -> KernelForm:
+        """The form, or `NoForm` at the first thing that has no place in it."""
         attention = self.attention
+        # A kernel computes softmax(logits) @ values and offers no place for anything in between. Where something stands
+        # there the author's equations are kept, which are right, only slower.
         moved = {
             "the maximum is taken of something else than the logits": (attention.masked, attention.logits),
             "what is summed are not its exponentials": (attention.terms, attention.exps),
@@ -101,6 +108,7 @@ class _FormReader:
 
     def _peel(self, node: Node) -> float:
         """Takes off what was done to the scores, last first; returns by what they were multiplied in all."""
+        # Last first: what is added is multiplied by all that came after it, so 2 * (s + b) is 2 s and 2 b.
         factor, scores = 1.0, self.attention.scores
         while (node := self._source(node)) != scores:
             if node not in self.attention.steps:
@@ -108,6 +116,7 @@ class _FormReader:
             eqn, read = self.attention.steps[node]
             name = eqn.primitive.name
             inside = [place for place, below in enumerate(read) if below is not None and self._has_scores(below)]
+            # Anything else (a tanh that caps scores, a clip) is no scale, bias or mask.
             if len(inside) != 1 or name not in ("mul", "div", "add", "select_n") or (name == "div" and inside != [0]):
                 raise NoForm(f"its scores go through `{name}`")
             (at,) = inside
@@ -130,9 +139,11 @@ class _FormReader:
         return other
 
     def _mask(self, eqn: Equation, read: tuple[Node | None, ...], at: int) -> None:
+        """Notes a choice between scores and a large negative number as a mask."""
         which = read[0]
         if at == 0 or which is None or len(read) != 3 or eqn.invars[0].aval.dtype != bool:
             raise NoForm("its scores choose between numbers")
+        # A mask hides. Where other numbers count, a kernel that hides would give another softmax.
         if self._number(eqn, read, 3 - at) > HIDDEN:
             raise NoForm("some of its scores are replaced by numbers that count")
         self._conjuncts(which, at == 1)  # case 1 is taken where it is False
@@ -147,6 +158,9 @@ class _FormReader:
         name, is_bool = eqn.primitive.name, node.var.aval.dtype == bool
         known = [below for below in read if below is not None]
         together = name == "mul" or (name == "and" and is_bool)  # of numbers: whatever is not 0
+        # A conjunction is taken apart so that each part is judged by itself: "causal and not padding" is a flag of the
+        # kernel and a mask of a row, neither of them as large as the scores. By De Morgan a disjunction is, where it is
+        # inverted.
         if name in ("ne", "eq") and read[0] is not None and _is_zero(eqn.invars[1]):
             self._conjuncts(read[0], inverted == (name == "ne"))
         elif name == "not" and is_bool:
@@ -188,6 +202,8 @@ class _FormReader:
         mine = [pair for pair in self.masks if self._positional(pair[0], {query, key})]
         if not mine:
             return False, None
+        # Authors spell a causal mask in a dozen ways (tril, two iotas, a slice of a table). So it is not recognised but
+        # evaluated, every element of it; one key more or less, and it is handed over as the mask it is.
         num_queries, num_keys = self.attention.sizes[query], self.attention.sizes[key]
         columns = np.arange(num_keys)
         last = self._rows(mine, num_queries - 1, num_queries)[0]
@@ -200,6 +216,8 @@ class _FormReader:
             causal = causal and bool((self._rows(mine, first, stop) == wanted).all())
         if causal:
             self.masks = [pair for pair in self.masks if pair not in mine]
+        # The last query sees the most keys, so its number of them is the window, if there is one at all: all rows were
+        # compared with it.
         return causal, window if causal and window < min(num_queries, num_keys) else None
 
     def _positional(self, node: Node, positions: set[int]) -> bool:
@@ -209,6 +227,7 @@ class _FormReader:
         eqn, read = self.made[node]
         if eqn.primitive.name == "iota" and not positions.issuperset(node.labels[eqn.params["dimension"]]):
             return False
+        # Random bits depend on their key too, which is not known before it runs.
         return eqn.primitive.name != "random_bits" and all(
             below is None or self._positional(below, positions) for below in read
         )
@@ -272,6 +291,7 @@ def _evaluated(eqn: Equation, ins: list[np.ndarray], shape: tuple[int, ...], sta
     if name in MOVES:
         return ins[0].reshape(shape).astype(dtype)
     arithmetic = facts_of(eqn).numpy
+    # Without a NumPy function of the same meaning nothing is evaluated, rather than with one that is nearly it.
     if arithmetic is None:
         raise NoForm(f"its mask is made by `{name}`")
     return np.asarray(arithmetic(*ins)).astype(dtype)

@@ -23,6 +23,8 @@ class Node(NamedTuple):
 
 
 MOVES = having("view")
+# On a block these are made for the global places of its elements, so that each position counts, and is dropped, as in
+# the whole.
 MAKES = named("iota random_bits")  # out of nothing but its shape (and a key)
 
 
@@ -33,7 +35,9 @@ def outgoing(eqn: Equation, ins: Mapping[int, Labels], sizes: Mapping[int, int])
         found: list[tuple[int, ...]] = [()] * len(shape)
         for place, labels in ins.items():
             for dim, (label, size) in enumerate(zip(labels, eqn.invars[place].aval.shape, strict=True)):
+                # A dim of size 1 that is broadcast is the same for all positions: it has no label to hand on.
                 if label and size == shape[dim]:
+                    # Query i meets key i in one dim (`scores + scores.T`): no block of the result is one of the scores.
                     if found[dim] not in ((), label):
                         return None
                     found[dim] = label
@@ -68,6 +72,8 @@ def incoming(eqn: Equation, labels: Labels, sizes: Mapping[int, int]) -> list[La
         ]
     if name in MAKES and all(not before for before in shapes):
         return [()] * len(shapes)
+    # Whatever else has several operands does more than move elements, and on a block its parameters would mean
+    # something else.
     if len(shapes) != 1:
         return None
     (before,) = shapes

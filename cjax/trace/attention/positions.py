@@ -60,6 +60,8 @@ def _before(trace: Trace, eqns: Sequence[Equation]) -> list[Equation]:
     first = next((i for i, eqn in enumerate(top) if eqns and eqn is eqns[0]), None)
     if first is None:
         return []
+    # Layers of a stack are evaluated as one, by the equations of one of them: what another layer makes is not there to
+    # be read.
     first = next((run.start for run in trace.runs if run.start <= first < run.stop), first)
     inside = {i for run in trace.runs for i in range(run.start, run.stop)}
     return [eqn for i, eqn in enumerate(top[:first]) if i not in inside]

@@ -13,6 +13,7 @@ from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.view import variable_of
 
+# Any product of a model is a start, and without an end each would be followed through the rest of it.
 MAX_SPINE = 200  # equations from scores to output; a longer way is no attention
 _FORMS = having("view") - named("broadcast_in_dim")
 
@@ -81,9 +82,9 @@ class Walk:
         for eqn in self._dependents(scores):
             self.spine.append(eqn)
             self._step(eqn)
-        if "final" not in self.parts:
-            raise Miss("its weights multiply nothing") if "weights" in self.parts else Other
-        if "key" not in self.parts or "weights" not in self.parts:
+        if "final" not in self.by_name:
+            raise Miss("its weights multiply nothing") if "weights" in self.by_name else Other
+        if "key" not in self.by_name or "weights" not in self.by_name:
             raise Other
 
     def _mark(self, var: Var, kind: str, labels: Labels) -> None:
@@ -94,6 +95,8 @@ class Walk:
         waiting: list[tuple[int, Equation]] = []
         seen: set[int] = set()
         news = [scores]
+        # In the program's order, not breadth first: an equation is judged by what is known of all its operands, so
+        # those that depend on scores have to be marked before it.
         for _ in range(MAX_SPINE):
             for var in news:
                 for eqn in self.trace.readers.get(var, ()):
@@ -115,9 +118,10 @@ class Walk:
         first = next(iter(ins.values()))
         (out, *_) = eqn.outvars
         if name == "dot_general":
-            if kinds != {"weights"} or len(ins) != 1 or "final" in self.parts:
+            # One product with values and no more: weights that are multiplied twice have to exist whole.
+            if kinds != {"weights"} or len(ins) != 1 or "final" in self.by_name:
                 raise self._unlike(name)
-            self.parts |= {"final": eqn, "dropped": first}
+            self.by_name |= {"final": eqn, "dropped": first}
             return
         if name in ("reduce_max", "reduce_sum"):
             self._reduce(eqn, first, kinds)
@@ -125,9 +129,10 @@ class Walk:
         labels = outgoing(eqn, {i: self.labels[v] for i, v in ins.items()}, self.sizes)
         if labels is None:
             raise self._unlike(name)
+        # With or without a maximum taken off: an author who knows that scores are small may leave it out.
         if name == "exp" and kinds <= {"logits", "shifted"}:
             self._once("exps", out)
-            self.parts.setdefault("logits", first)
+            self.by_name.setdefault("logits", first)
             return self._mark(out, "exp", labels)
         if kinds == {"logits", "max"} and name == "sub" and self.kinds[variable_of(eqn, 0)] == "logits":
             self._once("logits", variable_of(eqn, 0))
@@ -137,6 +142,9 @@ class Walk:
             divisor, numerator = sorted(ins.values(), key=lambda v: self.kinds[v] == "exp")
             self.parts |= {"divisor": divisor, "numerator": numerator, "division": eqn}
             return self._mark(out, "weights", labels)
+        # Nothing may happen between the maximum and the exponential: by blocks it is another maximum that is taken off,
+        # and only exp turns a difference into a factor that cancels. Equations that mix kinds in another way are no
+        # softmax.
         if len(kinds) > 1 or kinds == {"shifted"} and name not in ("convert_element_type", "reshape"):
             raise self._unlike(name)
         (kind,) = kinds
@@ -147,28 +155,33 @@ class Walk:
     def _reduce(self, eqn: Equation, operand: Var, kinds: set[str]) -> None:
         """The maximum or the sum over keys: by it, the keys are known."""
         which = {"reduce_max": ("logits", "masked", "max"), "reduce_sum": ("exp", "terms", "sum")}
-        kind, part, result = which[eqn.primitive.name]
+        kind, name, result = which[eqn.primitive.name]
         axes = [int(axis) for axis in eqn.params["axes"]]
         labels = self.labels[operand]
         over = [labels[axis] for axis in axes if labels[axis]]
+        # Over one dim of the scores, the same for the maximum and the sum: what it is over are the keys. Over two, or
+        # over merged ones, it is a softmax of something else.
         if kinds != {kind} or len(over) != 1 or len(over[0]) != 1:
             raise self._unlike(eqn.primitive.name)
-        if self.parts.setdefault("key", over[0][0]) != over[0][0]:
+        if self.by_name.setdefault("key", over[0][0]) != over[0][0]:
             raise Other
-        self._once(part, operand)
-        if part == "terms":
-            self.parts["total"] = eqn.outvars[0]
+        self._once(name, operand)
+        if name == "terms":
+            self.by_name["total"] = eqn.outvars[0]
         self._mark(eqn.outvars[0], result, tuple(label for dim, label in enumerate(labels) if dim not in axes))
 
     @property
     def takes_maximum(self) -> bool:
         """Whether exponents are taken relative to their row's maximum (or to 0, where that is not finite)."""
-        return "masked" in self.parts and all(
+        return "masked" in self.by_name and all(
             self._keeps_maximum(eqn) for eqn in self.spine if self.kinds.get(eqn.outvars[0]) == "max"
         )
 
     def _keeps_maximum(self, eqn: Equation) -> bool:
+        """Whether a maximum, or 0 in its place, comes out of this equation."""
         name = eqn.primitive.name
+        # jax.nn.softmax takes the maximum with -inf, and 0 in its place where it is not finite. Any other number would
+        # be a floor, and the exponentials no longer those of the logits less their maximum.
         if name == "max":
             return any(isinstance(atom, Literal) and atom.val == -np.inf for atom in eqn.invars)
         if name == "select_n":
@@ -184,13 +197,17 @@ class Walk:
         self.parts[part] = var
 
     def _unlike(self, name: str) -> Exception:
-        if "weights" not in self.parts:
+        # Before there are weights any product may be the start, and it would be noise to say that it led nowhere.
+        if "weights" not in self.by_name:
             return Other()
         return Miss(f"its weights go through `{name}`, which is neither dropout nor a product with values")
 
     def _require_linear(self, eqn: Equation, ins: Mapping[int, Var]) -> None:
         """Weights may be scaled only later: it must not matter when."""
         name, facts = eqn.primitive.name, facts_of(eqn)
+        # By blocks the result is divided by the sum at the end, and exponentials are rescaled whenever a larger maximum
+        # turns up. Both are factors, which pass through what is linear (dropout, a mask of zeros, a cast) and through
+        # nothing else.
         alone = facts.linear or facts.stops if len(eqn.invars) == 1 else set(ins) <= set(facts.linear_in)
         linear = alone and len(ins) == 1
         if name == "select_n":

@@ -1,4 +1,4 @@
-"""Linen and NNX models become pure functions over the user's own trees. This file and its *_parts know Flax."""
+"""Linen and NNX models become pure functions over the user's own trees. This file and its neighbours know Flax."""
 
 import inspect
 import zlib
@@ -31,13 +31,13 @@ Trees = tuple[PyTree, PyTree, PyTree]
 class Capture:
     """A user's model and loss as pure functions over the user's own trees.
 
-    `params` is what the optimizer sees, `frozen` are parameters that are not trained, `carried` is the rest of the
+    `params` is what the optimizer sees, `frozen` are parameters that are not trained, `model_state` is the rest of the
     model's state (running statistics, caches, NNX random streams).
     """
 
     kind: str  # "linen" | "nnx"
     init: Callable[[Key], Trees]
-    # apply(params, frozen, carried, batch, key, train) -> (scalar | Mean, aux, new_carried); given
+    # apply(params, frozen, model_state, batch, key, train) -> (scalar | Mean, aux, new_model_state); given
     # `call(model, batch, key, train) -> (value, aux)`, that instead of the user's loss.
     apply: Callable[..., tuple[PyTree, PyTree, PyTree]]
     rebuild: Callable[[PyTree, PyTree, PyTree], object]
@@ -47,9 +47,10 @@ class Capture:
     unfold: Callable[[PyTree, PyTree], PyTree]
     params_shape: PyTree
     frozen_shape: PyTree
-    carried_shape: PyTree
+    model_state_shape: PyTree
     initial: Trees | None
-    random: tuple[bool, ...]  # of each carried leaf, whether it is a random stream's: each micro-batch draws its own
+    # Of each leaf of the model state, whether it is a random stream's: each micro-batch draws its own.
+    random: tuple[bool, ...]
     dim_names: dict[str, tuple[str | None, ...]]
     name: str = "model"  # what the author calls it
 
@@ -121,36 +122,39 @@ def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Paramet
     }
 
 
-def _read_back(carried: PyTree, after: PyTree, known: tuple[str, ...] = ()) -> PyTree:
-    """The values of `after` in the structure and the dtypes of `carried`. Leaves named in `known` are passed over."""
+def _read_back(model_state: PyTree, after: PyTree, known: tuple[str, ...] = ()) -> PyTree:
+    """The values of `after` in the structure and the dtypes of `model_state`. Leaves named in `known` are passed
+    over."""
     values = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(after)[0]}
     for name in known:
         values.pop(name, None)
     leaves = []
-    for name, old in zip(leaf_names(carried), jax.tree.leaves(carried), strict=True):
+    for name, old in zip(leaf_names(model_state), jax.tree.leaves(model_state), strict=True):
         if name not in values:
             raise ValueError(
-                f"The loss removed {name} from the model's state: a training step must keep its structure."
+                f"The loss removed {name} from the model state: a training step must keep its structure. Leave it "
+                "in, or do not create it in the constructor."
             )
         new = jnp.asarray(values.pop(name))
         if new.shape != old.shape:
             raise ValueError(
                 f"The loss changed the shape of {name} from {old.shape} to {new.shape}: "
-                "a training step must keep the shapes of the model's state."
+                f"a training step must keep the shapes of the model state. Create it with the shape {new.shape}, or "
+                "keep what grows outside of the model."
             )
         if new.dtype != old.dtype and _kind(new.dtype) != _kind(old.dtype):
             raise ValueError(
                 f"The loss changed the dtype of {name} from {old.dtype} to {new.dtype}: a training step must keep what "
-                f"the model's state is made of. Create it with the dtype that it is given later, {new.dtype}."
+                f"the model state is made of. Create it with the dtype that it is given later, {new.dtype}."
             )
         # A statistic computed in another precision goes back to the state's own: each new dtype would be a compile.
         leaves.append(new if new.dtype == old.dtype else new.astype(old.dtype))
     if values:
         raise ValueError(
-            f"The loss added {', '.join(values)} to the model's state, which must keep its structure. "
+            f"The loss added {', '.join(values)} to the model state, which must keep its structure. "
             "Create them in the constructor, or take them out again inside the loss (NNX: `nnx.pop(model, ...)`)."
         )
-    return jax.tree.unflatten(jax.tree.structure(carried), leaves)
+    return jax.tree.unflatten(jax.tree.structure(model_state), leaves)
 
 
 def _kind(dtype: np.dtype) -> object:
@@ -174,11 +178,11 @@ def _capture_linen(model: nn.Module, call: Loss, batch: PyTree, wrt: Wrt) -> Cap
         with sown_collections() as sown:
             variables = dict(init({"params": key}, batch))
         params = variables.pop("params", {})
-        carried = {name: tree for name, tree in variables.items() if name not in sown}
+        model_state = {name: tree for name, tree in variables.items() if name not in sown}
         trained = linen_parts.prune(params, lambda path, leaf: matches(path, leaf))
-        return trained, linen_parts.prune(params, lambda path, leaf: not matches(path, leaf)), carried
+        return trained, linen_parts.prune(params, lambda path, leaf: not matches(path, leaf)), model_state
 
-    init, (params_shape, frozen_shape, carried_shape) = replayed(make, batch)
+    init, (params_shape, frozen_shape, model_state_shape) = replayed(make, batch)
     check_trained(wrt, params_shape, frozen_shape)
     # Asked for before it is missed: most models know this stream only, and a model may look whether it is there.
     streams: dict[bool, list[str]] = {True: ["dropout"], False: []}
@@ -203,18 +207,18 @@ def _capture_linen(model: nn.Module, call: Loss, batch: PyTree, wrt: Wrt) -> Cap
                 what = "The loss updates the model's statistics during evaluation."
                 raise ValueError(f"{what} {linen_parts.EVAL_HINT}") from error
         if not train:
-            return value, aux, carried
-        kept = {name: updated.get(name, tree) for name, tree in variables.items() if name in carried}
-        return value, aux, _read_back(carried, kept)
+            return value, aux, model_state
+        kept = {name: updated.get(name, tree) for name, tree in variables.items() if name in model_state}
+        return value, aux, _read_back(model_state, kept)
 
-    def rebuild(params: PyTree, frozen: PyTree, carried: PyTree) -> nn.Module:
-        return model.bind(linen_parts.unbox({"params": linen_parts.join(params, frozen), **carried}))
+    def rebuild(params: PyTree, frozen: PyTree, model_state: PyTree) -> nn.Module:
+        return model.bind(linen_parts.unbox({"params": linen_parts.join(params, frozen), **model_state}))
 
     return Capture(
         kind="linen", name=type(model).__name__, init=init, apply=apply, rebuild=rebuild,
-        fold_carried=lambda carried, index: carried, unfold=lambda new_carried, carried: new_carried,
-        params_shape=params_shape, frozen_shape=frozen_shape, carried_shape=carried_shape, initial=None,
-        random=(False,) * len(jax.tree.leaves(carried_shape)),
+        fold_model_state=lambda model_state, index: model_state, unfold=lambda new_model_state, model_state:
+        new_model_state, params_shape=params_shape, frozen_shape=frozen_shape, model_state_shape=model_state_shape,
+        initial=None, random=(False,) * len(jax.tree.leaves(model_state_shape)),
         dim_names=_names(linen_parts.box_names(params_shape) | linen_parts.box_names(frozen_shape)),
     )  # fmt: skip
 
@@ -235,15 +239,18 @@ def _capture_nnx(model: object, call: Loss, batch: PyTree, wrt: Wrt) -> Capture:
         model = nnx.merge(*nnx.split(model), copy=True)
         nnx.pop(model, nnx.Intermediate)
         graphdef, *states = nnx.split(model, trained, nnx.Param, ...)
-        params, frozen, carried = states
-        return params, frozen, carried
+        params, frozen, model_state = states
+        return params, frozen, model_state
 
     def make(key: Key, batch: PyTree) -> Trees:
         assert callable(model), "a builder"
         with without_eager_sharding(), quick_attribute_errors(key):
             built = model(rngs=nnx.Rngs(key))
         if not isinstance(built, nnx.Module):
-            raise TypeError(f"The builder returned a {type(built).__name__}, not a flax.nnx module.")
+            raise TypeError(
+                f"The builder returned a {type(built).__name__}, not a flax.nnx module: return one, as "
+                "`lambda rngs: Net(rngs=rngs)` does."
+            )
         forget_eager_sharding(built)
         return split(built)
 
@@ -266,13 +273,13 @@ def _capture_nnx(model: object, call: Loss, batch: PyTree, wrt: Wrt) -> Capture:
         params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, train: bool, call: Loss = call
     ) -> tuple[PyTree, PyTree, PyTree]:
         if not train:
-            return *score(params, frozen, carried, batch, key, call), carried
-        model = nnx.merge(definition, params, frozen, carried, copy=True)
+            return *score(params, frozen, model_state, batch, key, call), model_state
+        model = nnx.merge(definition, params, frozen, model_state, copy=True)
         nnx_parts.set_train(model)
-        with quick_attribute_errors((carried, batch)):
+        with quick_attribute_errors((model_state, batch)):
             value, aux = call(model, batch, key, True)
         state = nnx.state(model, nnx.Not(nnx.Intermediate))
-        return value, aux, _read_back(carried, state, known=leaf_names(params) + leaf_names(frozen))
+        return value, aux, _read_back(model_state, state, known=leaf_names(params) + leaf_names(frozen))
 
     def score(
         params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, call: Loss
@@ -285,14 +292,14 @@ def _capture_nnx(model: object, call: Loss, batch: PyTree, wrt: Wrt) -> Capture:
             return call(model, batch, key, False)
 
         replay = trace_live(evaluate, leaves)
-        nnx_parts.check_not_random(replay.used, carried)
+        nnx_parts.check_not_random(replay.used, model_state)
         return replay(*leaves)
 
     return Capture(
         kind="nnx", name=name, init=init, apply=apply,
         rebuild=lambda *trees: nnx.merge(definition, *trees, copy=True),
-        fold_carried=nnx_parts.fold_keys, unfold=nnx_parts.restore_keys,
-        params_shape=params_shape, frozen_shape=frozen_shape, carried_shape=carried_shape, initial=initial,
-        random=tuple(nnx_parts.random_leaves(carried_shape)),
+        fold_model_state=nnx_parts.fold_keys, unfold=nnx_parts.restore_keys,
+        params_shape=params_shape, frozen_shape=frozen_shape, model_state_shape=model_state_shape, initial=initial,
+        random=tuple(nnx_parts.random_leaves(model_state_shape)),
         dim_names=_names(nnx_parts.metadata_names(params_shape) | nnx_parts.metadata_names(frozen_shape)),
     )  # fmt: skip

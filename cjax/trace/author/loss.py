@@ -50,7 +50,7 @@ def loss_caller(loss: Callable[..., object]) -> Loss:
         given: dict[str, object] = {}
         if wants_key:
             if key is None:
-                raise ValueError("The loss asks for `key`, but none was given.")
+                raise ValueError("The loss asks for `key`, but none was given: pass one, such as jax.random.key(0).")
             given["key"] = key
         if wants_train:
             given["train"] = train
@@ -69,7 +69,10 @@ def _check_result(result: object) -> tuple[PyTree, PyTree]:
     else:
         total = value = _check_scalar("The loss", value)
     if not jnp.issubdtype(total.dtype, jnp.floating):
-        raise ValueError(f"The loss has dtype {total.dtype}, and only floating point numbers have gradients.")
+        raise ValueError(
+            f"The loss has dtype {total.dtype}, and only floating point numbers have gradients: return what is being "
+            "minimised, and counts (of right answers, say) as aux."
+        )
     leaves, treedef = jax.tree_util.tree_flatten_with_path(aux)
     aux = treedef.unflatten([_check_scalar(f"Aux value {path_name(path)!r}", leaf) for path, leaf in leaves])
     return value, aux

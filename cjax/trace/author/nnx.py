@@ -49,12 +49,12 @@ def set_eval(model: nnx.Module) -> None:
             variable.set_metadata(on_set_value=refuse)
 
 
-def check_not_random(used: list[bool], carried: PyTree) -> None:
-    """Raises if what was computed from `carried` (used: which of its leaves mattered) depends on random numbers.
+def check_not_random(used: list[bool], model_state: PyTree) -> None:
+    """Raises if what was computed from `model_state` (used: which of its leaves mattered) depends on random numbers.
 
     Whether the streams have advanced is not the question: `nnx.split_rngs` draws for dropout that is switched off.
     """
-    for name, is_used, is_key in zip(leaf_names(carried), used, rng_key_leaves(carried), strict=True):
+    for name, is_used, is_key in zip(leaf_names(model_state), used, rng_key_leaves(model_state), strict=True):
         if is_used and is_key:
             raise ValueError(
                 f"The loss depends on random numbers (dropout?) from {name} during evaluation, {EVAL_HINT} "

@@ -38,7 +38,9 @@ def check_trained(wrt: Wrt, params_shape: PyTree, frozen_shape: PyTree) -> None:
     """Raises ValueError if nothing is trained, or something that has no gradient."""
     if not jax.tree.leaves(params_shape):
         if wrt is None:
-            raise ValueError("The model has no parameters to train.")
+            raise ValueError(
+                "The model has no parameters to train: create them with self.param (Linen), or as nnx.Param (NNX)."
+            )
         names = leaf_names(frozen_shape)
         some = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
         raise ValueError(f"`wrt` = {wrt!r} matches no parameter. The parameters are: {some or 'none'}.")

@@ -222,7 +222,7 @@ class Emitter:
             xs.append(stack.value if isinstance(stack, ReadyWeight) else stack)
         literals = [jnp.asarray(values) for values in run.literals.values()]
         carried = [initial for initial, _, _, _ in run.carries]
-        # A result of the last layer alone travels as a carry: as a stacked output it would be kept for every layer.
+        # A result of the last layer alone is a carry: as a stacked output it would be kept for every layer.
         initial = [self.hooks.carry(var, self.read(env, var), env.scope) for var in carried]
         empty = [jnp.zeros(g[0].aval.shape, g[0].aval.dtype) for g in run.last_only]
 

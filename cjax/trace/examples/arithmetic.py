@@ -35,12 +35,16 @@ def elementwise(context: Context) -> Value:
     if "rows" in kinds:
         return _on_rows(context)
     name, values = context.name, context.values
+    # Sums and means next to a number that knows how many rows there are. Multiplied by it or divided they are followed
+    # below, which is how a sum becomes a mean; anything else, x.sum() + n say, is no mean of the parts' results.
     if any(v.taints for v in values) or (name not in ("mul", "div") and any(v.power for v in values)):
         return context.aggregate()
+    # `where(weight == 0, 1, weight)` guards a division. The test is remembered for that, and is good for nothing else.
     if name in ("eq", "ne", "gt", "le") and values[0].kind in ("sum", "mean") and values[1].const == 0:
         return replace(context.aggregate(), test=name, weight=values[0].weight)
     if name == "select_n" and values[0].test:
         return _where_zero(context)
+    # Before the linear rules, which would take it for a sum.
     if kinds & {"aggregate"}:
         return _with_aggregate(context)
     if name in _LINEAR_UNARY:
@@ -51,6 +55,8 @@ def elementwise(context: Context) -> Value:
 
 
 def _fixed(context: Context) -> Value:
+    """Of values that are the same whatever the batch holds: a number and its twin where both are known, and how the
+    result grows with the rows."""
     name, values = context.name, context.values
     if name in _SAME and len(values) == 1:
         return context.make(values[0])
@@ -59,6 +65,9 @@ def _fixed(context: Context) -> Value:
     if name == "select_n" and values[0].test == "lt" and values[1].iota is not None:
         # Negative indices are wrapped by a select whose first case is the index itself.
         return context.make(FIXED, iota=values[1].iota, columns=values[1].columns)
+    # An author's arithmetic with shapes (`x.shape[0] * x.shape[1]`) reaches the trace as constants, or as equations on
+    # them. With the number on both numbers of rows at hand, what it grows as is asked of the numbers, not of the
+    # equation.
     if values and name in _CONSTANT and all(v.const is not None and v.twin is not None for v in values):
         const = _CONSTANT[name](*(v.const for v in values))
         twin = _CONSTANT[name](*(v.twin for v in values))
@@ -77,13 +86,18 @@ def _fixed(context: Context) -> Value:
 
 
 def _on_rows(context: Context) -> Value:
+    """Of rows, with each other or with what is fixed: rows again, with what they were divided by and how they grow."""
     name, values = context.name, context.values
+    # Examples in different dims ([n, 1] against [1, n]) are compared each with every other.
     rows = [value for value in values if value.kind == "rows"]
     if len({value.layout for value in rows}) > 1:
         return context.pairs()
     row = rows[0]
     if name in _SAME and len(values) == 1:
         return row
+    # Rows divided by a weight are a ratio once they are summed; how that is done first and the sum after must not
+    # matter. A second weight, or a division that is not the last thing done to the rows, is not followed: the examples
+    # then see a statistic of the batch.
     others = [value for value in values if value.kind not in ("rows", "fixed")]
     weights = {value.weight for value in rows if value.weight}
     power = _row_power(context)
@@ -109,10 +123,12 @@ def _row_power(context: Context) -> int | None:
     if name in _LINEAR_UNARY:
         return powers[0]
     if name in ("add", "sub", "add_any", "select_n"):
+        # A zero grows as anything: `where(mask, x / n, 0)` is as x / n.
         cases = context.values[1:] if name == "select_n" else context.values
         found = {value.power for value in cases if value.const != 0}
         if len(found) <= 1 and (name != "select_n" or not powers[0]):
             return found.pop() if found else 0
+    # exp(x / n), say: on a micro-batch it is another number for the same row.
     return None if any(powers) else 0
 
 
@@ -131,6 +147,7 @@ def _keeps_weight(context: Context) -> bool:
         return not (context.values[1].kind == "rows" and context.values[1].weight)
     if name in ("add", "sub", "add_any"):
         return len(weights) == 1 and len(weighted) == len(context.values)
+    # x / w where a mask says so, else a number: divided by w it is that number only if it is zero.
     cases = [value for value in context.values[1:] if value not in weighted]
     return name == "select_n" and len(weights) == 1 and all(value.const == 0 for value in cases)
 
@@ -146,6 +163,8 @@ def _kept(context: Context, value: Value) -> Value:
 
 def _as_weight(value: Value) -> RowWeight | None:
     """What `value` is as a denominator; none if it depends on parameters: its gradient would be needed as well."""
+    # Denominators of the batch are handed to each part as constants (`Trace.shared`) or added up beside the totals,
+    # both without a gradient. One that depends on parameters has a gradient, which would be lost in silence.
     if value.kind not in ("sum", "mean", "weight") or value.trained or value.couplings:
         return None
     return value.weight
@@ -159,6 +178,8 @@ def _with_aggregate(context: Context) -> Value:
     adds, others = name in ("add", "sub", "add_any"), kinds - {"aggregate"}
     if adds and others & {"sum", "mixed"}:
         return context.make(Value("mixed", origin=made.origin))
+    # The term is kept as a coupling, not refused here: inside the model each micro-batch may have its own, as BatchNorm
+    # has; `verdict` refuses it if it was made in the loss. With a ratio, the weight stays that of the ratio.
     if adds and others & {"mean", "ratio"}:
         main = next(v for v in values if v.kind in others)
         couplings = main.couplings | origins
@@ -172,9 +193,12 @@ def _with_aggregate(context: Context) -> Value:
 
 
 def _add(context: Context, x: Value, y: Value) -> Value:
+    """`x + y` and `x - y`, of which at least one is made of all examples."""
     kinds = {x.kind, y.kind}
     if "fixed" in kinds:
         return _shifted(context, *((y, x) if x.kind == "fixed" else (x, y)))
+    # Two sums make a sum, two means a mean. A sum and a mean added up grow as neither does: parts' results can be put
+    # together for each alone, not for both at once.
     if kinds <= {"sum", "mean"} and len(kinds) == 1:
         return context.make(x, weight=RowWeight(context.out, is_mean=x.kind == "mean"))
     if kinds <= {"mean", "ratio"}:
@@ -189,6 +213,8 @@ def _shifted(context: Context, value: Value, constant: Value) -> Value:
     """A value of all examples and a constant: for a mean just that, for a sum a denominator kept from zero."""
     if value.kind == "ratio":
         return context.make(value, total=None)
+    # For a mean, adding a constant to each part's is adding it to the whole's. For a sum it is not: a constant would be
+    # added once a part. But `count + 1e-6` is a denominator, to be guarded once the counts are added up.
     weight, subtracts = value.weight, context.name == "sub"
     if constant.const == 0 and not (subtracts and context.values[0] is constant) and value.kind != "weight":
         return _kept(context, value) if value.kind in ("sum", "mean") else context.make(value)
@@ -206,11 +232,14 @@ def _shifted(context: Context, value: Value, constant: Value) -> Value:
 
 
 def _mul(context: Context, x: Value, y: Value) -> Value:
+    """`x * y`, of which at least one is made of all examples."""
     if x.kind == "fixed" or y.kind == "fixed":
         value, factor = (y, x) if x.kind == "fixed" else (x, y)
         return _scaled(context, value, factor.power, factor.const == 1)
     kinds = {x.kind, y.kind}
     if "inverse" in kinds and kinds & {"sum", "mean"}:
+        # x.sum() * (1 / w) is x.sum() / w; with another numerator than 1 (2 / w) the sum alone is not the ratio's total
+        # any more.
         inverse, value = (x, y) if x.kind == "inverse" else (y, x)
         made = _ratio(context, context.eqn.invars[0 if value is x else 1], value, inverse.weight)
         return made if inverse.const == 1 else replace(made, total=None)
@@ -218,6 +247,8 @@ def _mul(context: Context, x: Value, y: Value) -> Value:
 
 
 def _div(context: Context, x: Value, y: Value) -> Value:
+    """`x / y`, of which at least one is made of all examples: a mean if `y` counts the rows, a ratio if it is a
+    weight."""
     if y.kind == "fixed":
         return _scaled(context, x, -y.power, y.const == 1)
     weight = _as_weight(y)
@@ -231,6 +262,7 @@ def _div(context: Context, x: Value, y: Value) -> Value:
 
 
 def _ratio(context: Context, total: Atom, value: Value, weight: RowWeight | None) -> Value:
+    # A sum over a mean (or the reverse) grows with the batch, as a ratio does not.
     if weight is None or (value.kind == "mean") != weight.is_mean:
         return context.aggregate()
     return context.make(Value("ratio", weight=weight, total=total, origin=value.origin))
@@ -262,6 +294,9 @@ def _where_zero(context: Context) -> Value:
     if len(cases) != 2:
         return context.aggregate()
     when_zero, otherwise = reversed(cases) if test.test in ("eq", "le") else cases
+    # Both what is tested and what is taken must be the same weight, unguarded before: then the guard is that of the
+    # whole batch, put on after counts were added up. Any other choice by a sum of examples is a step function of the
+    # batch, and no parts' results make up the whole's.
     weight = _as_weight(otherwise)
     if weight is None or weight.is_guarded or when_zero.const is None or when_zero.power or test.weight is None:
         return context.aggregate()
@@ -272,6 +307,8 @@ def _where_zero(context: Context) -> Value:
 
 def _floored(context: Context) -> Value:
     """`max(weight, 1)`: a denominator kept from zero. Only of what depends on no parameters; else it is no sum."""
+    # As a denominator: 0 tokens in one micro-batch must not become 1 of its own in the sum of all. As a value it is
+    # refused, being no sum: max(a, 1) + max(b, 1) is not max(a + b, 1).
     sums = [value for value in context.values if value.kind in ("sum", "mean")]
     constants = [value.const for value in context.values if value.kind == "fixed"]
     weight = _as_weight(sums[0]) if len(sums) == 1 else None
@@ -287,10 +324,12 @@ def reduction(context: Context) -> Value:
     grows = bool(context.grows(0) & set(axes))
     if value.kind == "fixed":
         return _fixed_reduction(context, value, is_sum, grows)
+    # Adding up the elements of a sum over examples gives one; their maximum does not.
     if value.kind != "rows":
         if not is_sum or value.kind not in ("sum", "mean") or grows:
             return context.aggregate()
         return context.make(value, weight=RowWeight(context.out, is_mean=value.kind == "mean"))
+    # Each row is reduced by itself. Where rows are divided by a weight or n, only sums keep that factor in front.
     if value.dim not in axes:
         dim = value.dim - sum(axis < value.dim for axis in axes)
         if is_sum:
@@ -299,6 +338,7 @@ def reduction(context: Context) -> Value:
         return context.meeting(made) if value.weight or value.power else made
     if not is_sum:
         return context.aggregate()
+    # The division came first: sum(x / w) is sum(x) / w if w grows as the sum does, and no ratio otherwise.
     if value.weight is not None:
         if value.power != (-1 if value.weight.is_mean else 0):
             return context.aggregate()
@@ -312,6 +352,7 @@ def _count(eqn: Equation) -> int:
 
 
 def _fixed_reduction(context: Context, value: Value, is_sum: bool, grows: bool) -> Value:
+    """Of what is fixed: n times a number where it is summed over n rows."""
     if value.const is not None and value.twin is not None and context.twin is not None:
         const, twin = (
             number * _count(eqn) if is_sum else number
@@ -320,5 +361,7 @@ def _fixed_reduction(context: Context, value: Value, is_sum: bool, grows: bool) 
         power = power_of(const, twin, context.ratio)
         if power is not None and (is_sum or context.name in ("reduce_max", "reduce_min")):
             return context.make(FIXED, const=const, twin=twin, power=power)
+    # What is added up along the rows without being known number for number (a mask by position, say) is another number
+    # with other rows.
     tainted = grows or bool(value.power and not is_sum)
     return context.make(FIXED, power=value.power, taints=frozenset({context.here}) if tainted else frozenset())

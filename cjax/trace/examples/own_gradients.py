@@ -22,6 +22,7 @@ def backward(eqn: Equation) -> ClosedJaxpr | None:
     ins = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
     floats = [i for i, x in enumerate(ins) if jnp.issubdtype(x.dtype, jnp.inexact)]
     outs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+    # Then there is no gradient that an author could have got wrong.
     if not floats or not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in outs):
         return None
 
@@ -57,6 +58,9 @@ def judged(context: Context, results: Sequence[Value], grads: Sequence[Value] | 
     kinds = {value.kind for value in results}
     if not kinds <= set(_POWER) or grads is None:
         return list(results)  # refused anyway, or without gradients
+    # Of a sum over examples the gradient of one does not depend on how many there are, of a mean it is 1 / n of it. A
+    # gradient by hand that says otherwise (a factor of n of its own, a mean of the batch) is right on the batch that
+    # its author had in mind, and wrong by that factor on each part, while the loss looks as it should.
     power = {_POWER[kind] for kind in kinds}
     atoms = context.eqn.invars
     pairs = zip(context.values, atoms, strict=True)
@@ -69,10 +73,13 @@ def judged(context: Context, results: Sequence[Value], grads: Sequence[Value] | 
 
 
 def _is_right(operand: Value, grad: Value, power: int) -> bool:
+    """Whether an operand's gradient is that of so many examples, each on its own."""
+    # Zero, as of integers and of what is cut off, is right under any number of rows.
     if grad.kind == "fixed":
         return grad.const == 0 or (operand.kind == "rows" and grad.power == power and not grad.taints)
     if grad.couplings or grad.weight is not None and grad.kind == "rows":
         return False
     if operand.kind == "rows":
         return grad.kind == "rows" and grad.layout == operand.layout and grad.power == power
+    # What all rows share (a weight) gathers the gradients of all: their sum, or mean, and no other function.
     return grad.kind == ("mean" if power else "sum")

@@ -11,6 +11,7 @@ from cjax.trace.jaxpr.primitives import facts_of, having, named
 
 
 def reshape(context: Context) -> Value:
+    """Where the examples' dim is after a reshape: merged into another, or taken out of one."""
     value = context.values[0]
     if value.kind != "rows":
         return _not_rows(context, _reshaped_dim(context, value.iota))
@@ -19,6 +20,8 @@ def reshape(context: Context) -> Value:
     before = 1
     for dim, size in enumerate(new):
         outer = left // before
+        # The first dim that holds all of the examples, whatever else was merged into it: outer * batch * inner. Where
+        # none does, examples were cut across, and which element is whose is lost.
         if left % before == 0 and before * size >= left * context.batch and size % (outer * context.batch) == 0:
             return context.moved(value, dim, outer, size // (outer * context.batch))
         before *= size
@@ -61,6 +64,8 @@ def moved(destination: Callable[[Context, int], int | None]) -> Callable[[Contex
         dim = destination(context, value.dim)
         if dim is None:
             return context.unknown()
+        # The factor of rows that were divided by n or by a weight does not come out of these: a determinant of x / n is
+        # not 1 / n of x's, and what is padded in was not divided.
         if context.name in _NOT_LINEAR or (context.name == "pad" and context.values[1].const != 0):
             return context.rows(dim, value.outer, value.inner)
         return context.moved(value, dim, value.outer, value.inner)
@@ -103,6 +108,8 @@ def along(parameter: str) -> Callable[[Context], Value]:
             return context.pairs()
         if rows[0].dim not in named:
             return context.coupled(rows[0])
+        # Each row sees those before it, so a micro-batch's rows see fewer: noted, and refused in a loss. A sort mixes
+        # them for good.
         if facts_of(context.eqn).cumulates:
             return context.meeting(context.rows(*rows[0].layout))
         return context.aggregate()
@@ -111,6 +118,8 @@ def along(parameter: str) -> Callable[[Context], Value]:
 
 
 def concatenate(context: Context) -> Value:
+    """Joined along another dim, examples stay apart; along their own, there are several to a row of the batch. Columns
+    of indices are joined here too."""
     dim = context.eqn.params["dimension"]
     rows = [value for value in context.values if value.kind == "rows"]
     sizes = [context.shape(operand)[dim] for operand in range(len(context.values))]
@@ -132,15 +141,20 @@ def concatenate(context: Context) -> Value:
     if dim != row.dim:
         counted = {value.iota for value in context.values} - {None}
         columns = columns if counted == {row.dim} else frozenset()
+        # [[0, labels[0]], [1, labels[1]], ...]: indices of which one column counts rows.
         made = context.make(Value("rows", *row.layout, columns=columns), ignoring=tuple(columns))
         # Numbers of rows do no harm as indices; in any other use they tell.
         return replace(_alike(context, made), taints=frozenset().union(*(context.values[i].taints for i in columns)))
+    # Examples and something fixed joined along the examples' dim: a micro-batch would have as many of the fixed ones as
+    # the whole.
     if len(rows) < len(context.values):
         return context.unknown()
     return _alike(context, context.rows(row.dim, sum(value.outer for value in rows), row.inner))
 
 
 def dot_general(context: Context) -> Value:
+    """A product in which the examples' dim is contracted (a sum over them), batched or left alone (each row its
+    own)."""
     x, y = context.values
     (contracting, batch_dims) = context.eqn.params["dimension_numbers"]
     kinds = context.kinds()
@@ -155,6 +169,7 @@ def dot_general(context: Context) -> Value:
         for side, value in enumerate(context.values)
     ]
     if x.kind == y.kind == "rows":
+        # Both have examples and they are not paired row by row: scores of all against all, as of a contrastive loss.
         if places[0] != places[1] or x.layout[1:] != y.layout[1:]:
             return context.pairs()
         if places[0][0] == "contracted":
@@ -162,9 +177,12 @@ def dot_general(context: Context) -> Value:
         return _product(context, context.rows(places[0][1], x.outer, x.inner))
     side = 0 if x.kind == "rows" else 1
     row, other, (place, dim) = context.values[side], context.values[1 - side], places[side]
+    # Contracting the examples' dim with what is fixed is a sum over examples with fixed weights; with a statistic of
+    # theirs it is none.
     if place == "contracted":
         return context.sum(1 + x.power + y.power) if other.kind == "fixed" else context.aggregate()
     made = _product(context, context.coupled(row, dim=dim))
+    # The other operand, which holds no examples, is contracted over a dim that is longer with more rows.
     if side == 0 and context.grows(1) & set(contracting[1]):
         return context.unknown()
     return made
@@ -222,10 +240,12 @@ def _unstacked(context: Context, dim: int) -> int | None:
 
 
 def convolution(context: Context) -> Value:
+    """Images side by side are examples; anything else that holds them is not followed."""
     x, kernel = context.values
     numbers = context.eqn.params["dimension_numbers"]
     if x.kind != "rows" or kernel.kind == "rows" or x.dim != numbers.lhs_spec[0]:
         return context.unknown() if "rows" in context.kinds() else context.aggregate()
+    # It makes groups of the batch's rows.
     if context.eqn.params["batch_group_count"] != 1:
         return context.unknown()
     return context.coupled(x, dim=numbers.out_spec[0])
@@ -245,6 +265,7 @@ def window(context: Context) -> Value:
 
 
 def gather(context: Context) -> Value:
+    """Lookups: of rows in a table, of each example's own elements, or among the examples."""
     operand, indices = context.values
     numbers = context.eqn.params["dimension_numbers"]
     rank = len(context.out.aval.shape)
@@ -262,11 +283,14 @@ def gather(context: Context) -> Value:
         if indices.kind == "rows" and (indices.dim != paired or indices.layout[1:] != operand.layout[1:]):
             return context.pairs()
         return context.coupled(operand, dim=index_dims[paired])
+    # Indices choose among examples. Row i of row i is fine whatever the batch is cut into; which others they choose,
+    # nobody knows before it runs.
     if operand.dim in numbers.start_index_map:
         counted = _own_rows(context, operand, indices, list(numbers.start_index_map).index(operand.dim))
         if counted is not None:  # x[arange(batch), ...]: each row its own
             return context.coupled(operand, ignoring=(1,), dim=index_dims[counted])
         return context.aggregate() if indices.kind != "fixed" else context.unknown()
+    # Some of the examples, at a place that is fixed: x[:4] of a micro-batch are other examples.
     if context.eqn.params["slice_sizes"][operand.dim] != context.shape(0)[operand.dim]:
         return context.unknown()
     if indices.kind == "rows":
@@ -278,6 +302,9 @@ def gather(context: Context) -> Value:
 
 def _own_rows(context: Context, operand: Value, indices: Value, column: int) -> int | None:
     """The dim of `indices` that counts rows, if in this column row i names row i."""
+    # Everything has to be true for "row i names row i": this column counts, as far as there are rows, along the dim
+    # that holds them. A permutation of the rows or every second one is refused, since cutting the batch would change
+    # what is chosen.
     columns = indices.columns
     if indices.iota is not None and context.shape(1)[-1] == 1:
         columns = frozenset({0})
@@ -290,6 +317,7 @@ def _own_rows(context: Context, operand: Value, indices: Value, column: int) -> 
 
 
 def scatter(context: Context) -> Value:
+    """The reverse of `gather`: each example's own elements are written, or all examples are added up by place."""
     operand, indices, updates = context.values
     numbers = context.eqn.params["dimension_numbers"]
     rows = [value for value in context.values if value.kind == "rows"]
@@ -301,6 +329,7 @@ def scatter(context: Context) -> Value:
     window_dims = [dim for dim in range(len(context.shape(0))) if dim not in gone]
     dim = operand.dim if operand.kind == "rows" else None
     window_of = dict(zip(window_dims, numbers.update_window_dims, strict=True))
+    # Examples in the window go along with it, whole or not at all; scattered along another dim they stay apart.
     if updates.kind == "rows" and updates.dim in numbers.update_window_dims:
         there = window_dims[list(numbers.update_window_dims).index(updates.dim)]
         if dim not in (None, there):
@@ -317,6 +346,8 @@ def scatter(context: Context) -> Value:
     made = _scattered_by_row(context, numbers)
     if made is not None:
         return made
+    # Adding examples onto zeros, at places that examples name (counts of classes, a segment sum), is a sum over them.
+    # Onto anything else it is a sum and a constant, and a place that is written twice without adding keeps one example.
     adds = context.name in ("scatter-add", "scatter-sub") and operand.const == 0
     return context.sum(1 + updates.power) if adds and not context.grows(0) else context.aggregate()
 

@@ -28,6 +28,8 @@ class RowWeight:
     the atom is zero."""
 
     atom: Atom
+    # Guards are kept apart from the atom, for they do not add up: max(count, 1) of the batch is not the sum of
+    # max(count, 1) of its parts. So counts are added up first, and guarded then.
     floor: float = 0.0
     offset: float = 0.0
     zero: float | None = None
@@ -136,10 +138,13 @@ class Context:
         """`value` with `changes`, and with what all operands hand on; those `ignoring` were used as indices alone, each
         row its own."""
         value = replace(value, trained=value.trained or any(v.trained for v in self.values), **changes)
+        # Notes follow every value that is made of these: a rule that could lose one on the way to the loss would let a
+        # wrong number through.
         couplings = value.couplings.union(*(v.couplings for v in self.values))
         taints = value.taints.union(*(v.taints for i, v in enumerate(self.values) if i not in ignoring))
         if value.kind == "fixed":
             return replace(value, couplings=couplings, taints=taints)
+        # What is fixed and differs by row does no harm until it meets examples; from here on it decides about them.
         if taints:  # in the model if both ends are
             couplings |= {Place(taint.text, taint.inside and self.is_inside) for taint in taints}
         return replace(value, couplings=couplings, taints=frozenset())
@@ -153,6 +158,9 @@ class Context:
 
     def coupled(self, row: Value, ignoring: tuple[int, ...] = (), **changes: Any) -> Value:
         """Rows laid out as `row` that see statistics of the batch."""
+        # A row that reads a statistic of the batch reads another one on a micro-batch. Whether it may depends on where
+        # it does: inside a model that is BatchNorm, in a loss it is another loss. `verdict` judges; a note is made
+        # here.
         others = [v for v in self.values if v.kind not in ("fixed", "rows")]
         places = frozenset(self.joined(v.origin) for v in others)
         return self.make(Value("rows", *row.layout, couplings=places), ignoring, **changes)
@@ -190,6 +198,7 @@ class Context:
 
     def sum(self, power: int, weight: RowWeight | None = None) -> Value:
         """A sum over rows that grow as n ** (power - 1)."""
+        # n ** 2 or 1 / n in all: neither the sum of the parts' results nor their mean is the whole's.
         if power not in (0, 1):
             return self.aggregate()
         weight = weight and replace(weight, is_mean=power == 0)
@@ -203,6 +212,8 @@ def growing(atom: Atom, other: Atom) -> set[int]:
 
 def power_of(const: float, twin: float, ratio: float) -> int | None:
     """p where const / twin is ratio ** p; None where no small p will do."""
+    # Powers beyond 2 are no author's counting of rows, and with a tolerance some p fits any two numbers in the end. The
+    # tolerance is float32's, in which constants reach a trace.
     if const == twin or (np.isnan(const) and np.isnan(twin)):
         return 0
     if not (np.isfinite(const) and np.isfinite(twin)):
@@ -214,6 +225,8 @@ def constant(value: ArrayLike, other: ArrayLike | None, ratio: float, here: Plac
     """What is known of a constant and its twin (None: it has none)."""
     a, b = _plain(value), _plain(other)
     if a is None:
+        # Keys and complex constants have no power to find, but they may differ; one that does was made for a number of
+        # rows.
         alike = other is None or (b is None and _alike(value, other))
         return FIXED if alike else replace(FIXED, taints=frozenset({here}))
     first = None if a.size == 0 or (a != a.flat[0]).any() else float(a.flat[0])
@@ -224,6 +237,8 @@ def constant(value: ArrayLike, other: ArrayLike | None, ratio: float, here: Plac
         power = power_of(first, second, ratio)
         if power is not None:
             return replace(FIXED, const=first, twin=second, power=power)
+    # [0, 1, 2, ...] of as many as there are rows: as indices (`x[arange(n), labels]`) these name each row its own, and
+    # are the one array that may differ between two numbers of rows. All else that does taints what it is used for.
     counted = None
     if b is not None and a.shape != b.shape and a.dtype.kind in "iu":
         for dim in range(a.ndim):

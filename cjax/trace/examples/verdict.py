@@ -117,6 +117,9 @@ def verdict(loss: Value, what: str = "The loss") -> Lifted:
     """What micro-batches of a loss are allowed, and how they combine."""
     couplings = tuple(sorted(str(place) for place in loss.couplings))
     instead = f"Use microbatches=1, return cjax.Mean(total, weight), or write {APART}."
+    # Inside the model, layers that look at a batch (BatchNorm, capacities of experts) look at a micro-batch instead:
+    # what everybody accepts who uses them, and the report names it. The loss is what is being minimised; were it to
+    # look at fewer examples it would be another, so there it is refused.
     outside = sorted(place for place in (*loss.couplings, *loss.taints) if not place.inside or place in loss.taints)
     if loss.kind not in LOST and outside:
         reason = (
@@ -130,6 +133,9 @@ def verdict(loss: Value, what: str = "The loss") -> Lifted:
         case "mean":
             return Lifted("mean", "a mean over the examples", couplings=couplings)
         case "ratio" if loss.weight is not None and loss.weight.atom.aval.shape == ():
+            # Without the sum itself, each part's loss times its own weight stands for it. That is right as far as
+            # weights add up, which guarded ones do not: a part without a token would count as one. Those are blends,
+            # given the whole's denominator beforehand.
             total = loss.total if loss.total is not None and loss.total.aval.shape == () else None
             guarded = loss.weight.is_guarded and (loss.weight.offset or loss.weight.floor > 1e-20)
             kind = "blend" if loss.blended or (total is None and guarded) else "ratio"
@@ -230,6 +236,8 @@ class _PairReader:
             return [elementwise(replace(context, values=[value])) for value in context.values]
         if name in _CONTROL:
             return _CONTROL[name](self, context)
+        # Before `body`: an equation with a derivative by hand has one too, but what it computes says nothing about its
+        # gradient.
         facts = facts_of(eqn)
         if facts.own_derivative:
             return self._with_gradient(context, self.call(context, eqn.params[facts.body]))
@@ -275,6 +283,8 @@ class _PairReader:
         if value.kind in ("rows", "sum", "mean", "aggregate") and value.weight is None:
             if any(v.kind == "rows" and v.weight is not None for v in values):
                 value = context.meeting(value)
+        # A rule that does not say how its result grows with n has not looked: rows made of what grows with n are then
+        # taken to see how many there are.
         scales = any(v.power for v in values if v.kind in ("rows", "fixed"))
         if scales and value.kind == "rows" and not value.power and context.name not in _POWERS:
             value = context.meeting(value)
@@ -287,8 +297,13 @@ class _PairReader:
             return value
         if twin is None:
             return replace(value, taints=value.taints | {context.here})
+        # A fixed value with a dim as long as the batch is not the same whatever the batch holds: it may differ row by
+        # row (`arange(n)`, `eye(n)`). It is fixed only if it went through operations that treat each element alike; any
+        # other marks it, and the mark counts once it meets examples.
         made = set().union(*(growing(a, b) for a, b in zip(eqn.outvars, twin.outvars, strict=True)))
         grows = bool(made) or any(map(context.grows, range(len(context.values))))
+        # Noise for each row is each row's own: micro-batches draw other numbers than the batch would, from the same
+        # distribution, as dropout does.
         if name == "random_bits" and made and value.kind == "fixed":
             dim = min(made)
             if len(made) == 1 and context.out.aval.shape[dim] == self.batch:
@@ -388,6 +403,8 @@ def _join(context: Context, x: Value, y: Value) -> Value:
         rows = [value for value in (x, y) if value.kind == "rows"]
         if len({row.layout for row in rows}) > 1:
             return both.unknown()
+        # A row that may be divided by n, or may not, is neither; and an atom of one branch is no variable outside of
+        # it, so no weight gets out.
         alike = len({(row.weight, row.power) for row in rows}) == 1 and not any(v.weight for v in (x, y))
         made = replace(both.coupled(rows[0]), power=rows[0].power)
         return made if alike and (len(rows) == 2 or not rows[0].power) else both.meeting(made)
@@ -411,6 +428,8 @@ def _loop(
     after: list[Value],
 ) -> list[Value]:
     """A body's results once what it hands on has settled."""
+    # What a turn makes of its carry may be known less well than the carry was, and so on, until nothing changes. Kinds
+    # only ever get less certain, so a few turns settle it; what does not settle is refused.
     for _ in range(8):
         results = reader.call(context, body, [*before, *carry, *after])
         joined = [_join(context, old, new) for old, new in zip(carry, results[: len(carry)], strict=True)]
@@ -423,6 +442,8 @@ def _loop(
 def _scan(reader: _PairReader, context: Context) -> list[Value]:
     loop, xs = scan_of(context.eqn), []
     for value in loop.xs(context.values):
+        # `lax.map` over the examples: what a turn does with its example could be told from the body, but what it hands
+        # to the next turn could not.
         if value.kind == "rows" and value.dim == 0:
             return [context.unknown()] * len(context.eqn.outvars)  # one example after the other
         xs.append(replace(value, dim=value.dim - 1, iota=None, columns=frozenset(), const=None, twin=None))
@@ -457,6 +478,8 @@ def _cond(reader: _PairReader, context: Context) -> list[Value]:
 
 def _conditioned(context: Context, condition: Value, results: list[Value]) -> list[Value]:
     """Results that came about under a condition: one that the batch decides couples its examples."""
+    # Any other condition is a function of the examples, or of how many there are, by which all rows turn out one way or
+    # another.
     if condition.kind == "fixed" and not condition.taints and not condition.power:
         return results
     return [

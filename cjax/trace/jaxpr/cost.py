@@ -66,7 +66,7 @@ def equation_cost(eqn: Equation) -> Cost:
             return cost(eqn.params["cond_jaxpr"]) + cost(eqn.params["body_jaxpr"]) + Cost(unbounded_loops=1)
         case "cond":
             return max((cost(branch) for branch in eqn.params["branches"]), key=lambda c: (c.flops, c.bytes))
-        case "shard_map":  # its body is one device's part
+        case "shard_map":  # its body is one device's shard
             return cost(eqn.params["jaxpr"])
     held = list(bodies(eqn))
     if held and not facts_of(eqn).combines:

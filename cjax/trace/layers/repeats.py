@@ -1,8 +1,8 @@
-"""The repeated part of a trace: finding the stack of layers, and saying how one layer hangs on the next.
+"""The repeated layers of a trace: finding the stack of layers, and saying how one layer hangs on the next.
 
 Equations that look alike (same primitive, parameters and shapes) get the same number; the longest stretch of numbers
 that repeats with a period is the stack. `RepeatedLayers` are such a stretch after every variable that crosses a layer's
-border has been given its part: the same for all layers, handed from layer to layer, one for each layer, or read
+border has been given its role: the same for all layers, handed from layer to layer, one for each layer, or read
 afterwards. That is all a `lax.scan` needs to know, so a stack of any depth compiles as one layer.
 """
 
@@ -22,11 +22,11 @@ MIN_EQUATIONS = 4  # shorter repeats (chains of adds) are not layers, and a loop
 class RepeatedLayers:
     """`repeats` equal stretches of `period` equations from equation `start` on.
 
-    `stacked` and `outputs` list, for each part played, the variables of all repeats in order: `stacked` come from
+    `stacked` and `outputs` list, for each role, the variables of all repeats in order: `stacked` come from
     outside (a weight for each layer), `outputs` are read outside; of `last_only`, the last repeat's alone is.
     `carries` are (variable the first repeat reads, the one the template reads, the one it writes, the last written).
     `literals` are operands (equation, position) whose literal differs from layer to layer, with all its values.
-    `template` is the repeat whose equations stand for all: in it, no variable plays two parts. In the first one may,
+    `template` is the repeat whose equations stand for all: in it, no variable has two roles. In the first one may,
     where all layers read what the first is handed: a skip from the embedding to every layer.
     """
 
@@ -139,7 +139,7 @@ def _carried_bytes(run: RepeatedLayers) -> tuple[int, int]:
 
 
 def _read(start: int, period: int, repeats: int, context: _Context) -> RepeatedLayers | None:
-    """Give every border variable its part; None if one fits no part, so that these repeats are no loop."""
+    """Give every border variable its role; None if one fits none, so that these repeats are no loop."""
     eqns, made = context.eqns, context.made
     stop = start + period * repeats
     stacked: dict[tuple[Var, ...], None] = {}

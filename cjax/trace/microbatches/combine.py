@@ -46,6 +46,8 @@ def lift(trace: Trace, again: Again, num_rows: int, shares: bool = False, apart:
     if not batch or not trace.num_loss:
         return trace
     rows = trace.leaves[batch[0]].shape[0]
+    # Of one row JAX leaves out broadcasts and sums over it, so that a sum over examples does not show. Two rows are
+    # read in its place, and what was found there is carried over.
     if rows == 1:
         two = replace(trace, closed=again(2))
         return _lift_one(trace, two, _lift(two, again(max(4, num_rows)), shares, apart))
@@ -54,8 +56,12 @@ def lift(trace: Trace, again: Again, num_rows: int, shares: bool = False, apart:
 
 def _lift(trace: Trace, other: ClosedJaxpr, shares: bool, apart: bool) -> Trace:
     batch, num_params = set(trace.leaves_of("batch")), len(trace.leaves_of("params"))
+    # First reading: which denominators there are. If they have to be the whole batch's, they become inputs, and the
+    # trace is read a second time with that known.
     divisions = Divisions()
     results = follow(trace.closed, other, batch, num_params, divisions=divisions)
+    # `loss=microbatch`: the author has said that each micro-batch is a batch, so nothing is wrong whatever the loss
+    # does.
     if apart:
         return replace(trace, results=tuple(results))
     found = verdict(results[0])
@@ -71,7 +77,10 @@ def _lift(trace: Trace, other: ClosedJaxpr, shares: bool, apart: bool) -> Trace:
     if found.refused:
         raise ValueError(found.reason)
     if found.kind == "blend":
-        raise ValueError("The loss adds means to ratios, or ratios with several weights.")
+        raise ValueError(
+            "The loss adds means to ratios, or ratios with several weights. Return cjax.Mean(total, weight), with "
+            f"all of it over one weight, or write {APART}."
+        )
     if found.kind != "ratio":
         return replace(trace, results=tuple(results))
     assert found.weight is not None
@@ -136,6 +145,8 @@ def _check_mean(results: Sequence[Value]) -> None:
                 f"The {name} of the loss adds what grows with the examples to what does not: multiply a mean by the "
                 f"weight before it is added to a total, or write {APART}."
             )
+        # Added up over m parts, a total that is a sum over a weight that is a mean (or a constant) would be m times too
+        # small a loss, or too large.
         kinds.add(("mean", "sum")[bool(value.power)] if value.kind == "fixed" else value.kind)
     if kinds == {"sum", "mean"}:
         raise ValueError(
@@ -254,38 +265,44 @@ def _weights_alone_of(trace: Trace, lifted: Trace) -> ClosedJaxpr:
 
 
 def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
-    """Which carried leaves of a lifted trace change, and not by what the examples are: step counters, averages of
-    weights, how often a random stream was drawn from (`random`). However many micro-batches there are, they are to
-    change once. What is drawn differs between micro-batches in any case, so statistics may read it.
+    """Which leaves of the model state of a lifted trace change, and not by what the examples are: step counters,
+    averages of weights, how often a random stream was drawn from (`random`). However many micro-batches there are, they
+    are to change once. What is drawn differs between micro-batches in any case, so statistics may read it.
 
     Raises:
       ValueError: what is made of examples depends on one: either way it would not be as with the whole batch.
     """
-    carried = trace.leaves_of("carried")
-    if not trace.results or not carried:
+    model_state = trace.leaves_of("model_state")
+    if not trace.results or not model_state:
         return frozenset()
     jaxpr = trace.closed.jaxpr
     made = list(zip(carried, jaxpr.outvars[-len(carried) :], trace.results[-len(carried) :], strict=True))
     changes = [jaxpr.invars[i] is not var for i, var, _ in made]
     fixed = [value.kind == "fixed" and not value.taints and not value.power for _, _, value in made]
-    once = {n for n in range(len(made)) if changes[n] and fixed[n]}
+    # A counter moves at each call of the model. Called once a micro-batch it would count m where the author, with the
+    # whole batch, counts 1; so only the last one's change is kept.
+    found = {n for n in range(len(made)) if changes[n] and fixed[n]}
     for n, (i, var, value) in enumerate(made):
-        by_row = value.kind == "fixed" and n not in once and changes[n] and not random[n]
+        by_row = value.kind == "fixed" and n not in found and changes[n] and not random[n]
+        # Number of examples seen: right, if it is added. Anything else of that number (a rate, a decay of so many) is
+        # another thing m times over.
         if by_row and not _adds(jaxpr, var, jaxpr.invars[i]):
             raise ValueError(
                 f"The model makes {trace.leaves[i].name} of the number of examples: micro-batches have fewer. Use "
                 f"microbatches=1, or write {APART}."
             )
-    reads = {jaxpr.invars[carried[n]] for n in once if not random[n]}
+    # A counter that stands still until the last micro-batch, and a running statistic that reads it (a debiased
+    # average): all of the micro-batches would read the same count, which neither m calls nor one would have.
+    reads = {jaxpr.invars[model_state[n]] for n in found if not random[n]}
     for n, (i, var, _) in enumerate(made):
-        if changes[n] and n not in once and not random[n] and not reads.isdisjoint(_sources(jaxpr, var)):
-            names = " and ".join(trace.leaves[carried[k]].name for k in sorted(once) if not random[k])
+        if changes[n] and n not in found and not random[n] and not reads.isdisjoint(_sources(jaxpr, var)):
+            names = " and ".join(trace.leaves[model_state[k]].name for k in sorted(found) if not random[k])
             raise ValueError(
                 f"The model makes {trace.leaves[i].name} of the examples and of {names}, which changes at every call: "
                 "with micro-batches neither would be as the whole batch leaves it. Use microbatches=1, or write "
                 f"{APART}."
             )
-    return frozenset(once)
+    return frozenset(found)
 
 
 def _adds(jaxpr: Jaxpr, var: Atom, old: Var) -> bool:
@@ -330,6 +347,7 @@ def loss_size(trace: Trace) -> int:
 
 def loss_total(ratio: Lifted | None, total: jax.Array, weight: jax.Array) -> jax.Array:
     """The total of one part, from the results of a lifted trace."""
+    # A part's mean times its own denominator is its sum again.
     if ratio is None or ratio.total is not None:
         return total
     return total * denominator(ratio, weight)

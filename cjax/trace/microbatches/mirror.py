@@ -68,6 +68,9 @@ class Mirror:
             weights, divisors = trace.shared.weights, dict.fromkeys(trace.shared.divisors.values())
             self._scales.update((v, 0 if w.is_mean else 1) for v, w in zip(divisors, weights, strict=True))
         self.draws: dict[int, Draw] = {}  # by id of the part's equation
+        # The dims that were found hold for both traces only if they are the same equations on the same constants.
+        # Everything below asks that, one by one; what can't be shown is `Unlike`, and gradients are then reduced once
+        # per micro-batch, which is slower and right.
         if len(trace.closed.consts) != len(closed.consts) or not all(
             map(_same_array, trace.closed.consts, closed.consts)
         ):
@@ -112,6 +115,7 @@ class Mirror:
             if other is not None and self._matches(eqn, other):
                 self._pair(eqn, other, scope, inner, counters)
                 at += 1
+            # JAX makes no broadcast to a shape that is there already, as it is with one row.
             elif eqn.primitive.name in _REARRANGES and self._left_out(eqn):
                 self._name(eqn.outvars[0], self._other[variable_of(eqn, 0)], scope, inner)
             else:
@@ -156,8 +160,11 @@ class Mirror:
         name = eqn.primitive.name
         differs = shape_of(eqn.outvars[0]) != shape_of(other.outvars[0]) if eqn.outvars else False
         facts = facts_of(eqn)
+        # Some samplers draw until they are satisfied: a row's numbers then depend on the rows in front of it.
         if differs and facts.opaque:
             raise Unlike(f"{_where(eqn)} draws for each row in an order of its own")
+        # A device draws what its rows would have been given in the whole batch, so that dropout is the same under every
+        # plan; for that it has to be known which dim the rows are.
         if differs and facts.draws and eqn.params["shape"] != other.params["shape"]:
             self.draws[id(other)] = self._draw(eqn, other, scope)
         self._count(eqn, other, counters)
@@ -197,8 +204,11 @@ class Mirror:
             assert isinstance(b, Literal), "operands were matched"
             if np.array_equal(a.val, b.val):
                 continue
+            # x[-1] is written as n - 1.
             if counters & set(other.outvars):
                 continue  # negative indices are counted from the number of rows
+            # The author's n, as a number: dividing by it makes a mean, whose parts are averaged. In any other place it
+            # is something that only the whole batch knows.
             power = {"div": -1, "mul": 1}.get(eqn.primitive.name, 0) * self._ratio(a, b)
             if not power or shape_of(eqn.outvars[0]) != shape_of(other.outvars[0]):
                 raise Unlike(f"{_where(eqn)} computes with the number of rows")
@@ -214,6 +224,8 @@ class Mirror:
     def _run(self, run: RepeatedLayers, eqns: Sequence[Equation], positions: list[int]) -> RepeatedLayers:
         starts = [positions[run.start + r * run.period] for r in range(run.repeats + 1)]
         periods = {b - a for a, b in zip(starts, starts[1:], strict=False)}
+        # Layers are matched by where they start; were one of them longer here, the weights of all behind it would be
+        # the wrong ones.
         if len(periods) != 1:
             raise Unlike("layers that are equal for all rows differ for fewer")
         start, period = starts[0], periods.pop()
@@ -269,6 +281,7 @@ class Mirror:
             if found or name not in _BODIES:
                 raise Unlike(f"{_where(eqn)} hides how its results grow with the rows")
             return self._growth(bodies[0].outvars[position])
+        # Results are followed back to their sums: an operand that has the rows in a dim is where they were added up.
         if any(rows):
             return 1
         if name == "div" and known[1] is not None:
@@ -306,6 +319,8 @@ def counterparts(wanted: Sequence[Atom], jaxpr: Jaxpr, other: Jaxpr) -> list[Ato
             continue
         found[a] = b
         eqn, twin = made[0].get(a), made[1].get(b)
+        # Backwards from the result, side by side, only where both do the same; a variable that can't be reached like
+        # that has no counterpart that could be trusted.
         if eqn is not None and twin is not None and eqn.primitive is twin.primitive:
             left += zip(eqn.invars, twin.invars, strict=False)
     if not all(var in found for var in wanted):

@@ -42,10 +42,12 @@ def read_part(
     lifted = lift(trace, again, source.num_rows, shares=True, apart=apart)
     if num_parts == 1 or apart:
         return lifted
-    once = counters(lifted, source.capture.random)
-    if not once:
+    found = counters(lifted, source.capture.random)
+    # Which leaves are counters is known once the trace has been read, and that only the last micro-batch changes them
+    # has to be in it: so it is made and read again, with that said.
+    if not found:
         return lifted
-    trace = source.read(num_parts, pairs=pairs, at_once=at_once, once=once)
+    trace = source.read(num_parts, pairs=pairs, at_once=at_once, counters=found)
     return lift(trace, again, source.num_rows, shares=True)
 
 

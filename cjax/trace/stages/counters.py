@@ -1,7 +1,8 @@
-"""What a model carries from one micro-batch to the next without looking at examples: how often it drew random numbers.
+"""Counters: model state that moves on whatever the examples are, such as how often random numbers were drawn.
 
 Layers of an NNX model count that themselves, in the midst of everything else. A pipeline runs many micro-batches at
-once, so it needs each one's counts before the layers run; they are sliced out of the trace here, out of loops too.
+once, so it needs each one's counts before the layers run; their equations are picked out of the trace here, out of
+loops too.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +46,7 @@ def _of_scan(eqn: Equation, ins: Sequence[Kinds]) -> list[Kinds]:
         outs = [on.get(v, frozenset()) if not isinstance(v, Literal) else frozenset() for v in loop.body.outvars]
         carries = [before | after for before, after in zip(loop.carries(ins), loop.last(outs), strict=True)]
         new = [*loop.consts(ins), *carries, *loop.xs(ins)]
+        # What a turn hands to the next may depend on more than it did at first; sets only grow, so this ends.
         if new == ins:
             return [*carries, *loop.ys(outs)]
         ins = new
@@ -128,6 +130,7 @@ def _narrow(eqn: Equation, live: set[Var]) -> _Loop:
         needed = narrowed(loop.body.eqns, wanted)
         read = {v for v in wanted if not isinstance(v, Literal)} | _read_by(needed)
         more = {i for i, var in enumerate(loop.carries(loop.body.invars)) if var in read}
+        # A carry that a wanted result reads is needed in every turn, and with it what that one reads.
         if more <= carries:
             xs = tuple(i for i, var in enumerate(loop.xs(loop.body.invars)) if var in read)
             return _Loop(eqn, tuple(sorted(carries)), xs, tuple(outs), tuple(needed))

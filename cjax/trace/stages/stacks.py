@@ -1,9 +1,9 @@
-"""A trace cut at its stacks of layers: which values cross from one part to another, and who can make them himself.
+"""A trace cut at its layer stacks: which values cross the cuts, and how each gets to the layers that read it.
 
 A pipeline runs the layers of a stack on different devices, and for each micro-batch at other times. Of what a layer
-reads beside what it is handed, three kinds need not travel with it: what depends on no micro-batch is made *once*;
-what depends on the micro-batch but on no parameter (masks, random keys) is made again *beside* each layer that reads
-it; only what depends on both *travels*, and its gradient travels back.
+reads besides what it is handed, there are three kinds: what depends on no micro-batch is made *once*; what depends on
+the micro-batch but on no parameter (masks, random keys) is *recomputed* by each layer that reads it; only what depends
+on both is *transferred* with the activations, and its gradient back.
 """
 
 import functools
@@ -25,6 +25,8 @@ Entry = tuple[Var, ...]
 MOVES = frozenset({"batch", "key", "carried"})  # differ from micro-batch to micro-batch
 MADE_OF = frozenset({"params", "batch", "stack"})  # what a counter does not depend on
 NONE: frozenset[str] = frozenset()
+# Each stack is cut over all stages, and a further one costs every stage a chunk more: two small layers of a tokenizer
+# in front are not worth that, and run whole, before the first stage's layers.
 LEAST_SHARE = 0.1  # of the arithmetic of the dearest stack; a cheaper one stays where it is
 
 
@@ -58,9 +60,11 @@ class LayerStack:
 
 @dataclass(frozen=True)
 class States:
-    """Carried values that are made of examples, such as the running averages of a BatchNorm, by who makes them.
+    """Leaves of the model state that are made of examples, such as the running averages of a BatchNorm, by who makes
+    them.
 
-    Each is a tuple of carried values, counted from 0: one for each layer, or one alone. `layers` has for each stack the
+    Each is a tuple of leaves of the model state, counted from 0: one for each layer, or one alone. `layers` has for
+      each stack the
     place among its layers' outputs and the values; `before` and `after` are made outside of the stacks.
     """
 
@@ -81,8 +85,8 @@ class CutTrace:
     stacks: tuple[LayerStack, ...]
     once: tuple[tuple[Entry, ...], ...]
     learned: tuple[tuple[bool, ...], ...]  # which of `once` depend on parameters
-    beside: tuple[tuple[Entry, ...], ...]
-    travels: tuple[tuple[Entry, ...], ...]  # also what is only read after the stack
+    recomputed: tuple[tuple[Entry, ...], ...]
+    transferred: tuple[tuple[Entry, ...], ...]  # also what is only read after the stack
     states: "States"
 
     @functools.cached_property
@@ -112,10 +116,13 @@ def find_stacks(trace: Trace) -> tuple[LayerStack, ...]:
     index: dict[Var, int] = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
     weights = {*trace.leaves_of("params"), *trace.leaves_of("frozen")}
     found = [_of_run(trace, run, index, weights) for run in trace.runs]
+    # A scan within one of the repeated layers is part of that layer.
     inside = [range(run.start, run.stop) for run in trace.runs]
     for at, eqn in enumerate(eqns):
         if eqn.primitive.name == "scan" and not any(at in places for places in inside):
             found.append(_of_scan(trace, eqn, at, index, weights))
+    # Layers without weights need no stage to keep them, and those that hand nothing on are no stack that activations
+    # pass through.
     found = [stack for stack in found if stack.layered and stack.initial]
     most = max((stack.flops for stack in found), default=0)
     return tuple(sorted((s for s in found if s.flops >= LEAST_SHARE * most), key=lambda stack: stack.start))
@@ -129,10 +136,14 @@ def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
     maker = {var: item for item in outside for var in writes(item, trace)}
 
     def kind(entry: Entry) -> str:
+        """once, recomputed or transferred: by what the entry depends on."""
         on = frozenset().union(*(on_what.get(v, frozenset()) for v in entry))
+        # To recompute what parameters are in, each stage would compute its gradient too, and all would have to be added
+        # up: it is transferred, and its gradient comes back the same way. What only the micro-batch decides is cheaper
+        # made again than sent, and has no gradient.
         if "stack" in on or ("params" in on and on & MOVES):
-            return "travels"
-        return "beside" if on & MOVES else "once"
+            return "transferred"
+        return "recomputed" if on & MOVES else "once"
 
     once = [tuple(e for e in stack.reads if kind(e) == "once") for stack in stacks]
     beside = [tuple(e for e in stack.reads if kind(e) == "beside") for stack in stacks]
@@ -141,6 +152,8 @@ def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
     outvars = trace.closed.jaxpr.outvars
     num_results = len(outvars) - len(trace.leaves_of("carried"))
     targets = [*outvars[:num_results], *(outvars[num_results + i] for i in states.after)]
+    # Last stack first: what is read behind a stack, and was made in front of it, has to pass through it too, and so
+    # through all that are in front.
     for k in reversed(range(len(stacks))):
         mine = {v for e in (stacks[k].final, stacks[k].last_only, *stacks[k].outputs) for v in e if v is not None}
         wanted = dict.fromkeys(e for e in stacks[k].reads if kind(e) == "travels")
@@ -153,12 +166,13 @@ def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
             if var in seen or var in mine or var not in made:
                 continue
             seen.add(var)
-            if kind((var,)) == "travels" and made[var] < stacks[k].start:
+            if kind((var,)) == "transferred" and made[var] < stacks[k].start:
                 wanted[(var,)] = None
             else:
+                # Neither made by this stack nor in front of it: whoever made it tells what it needs.
                 assert var in maker, var
                 queue += reads(maker[var], trace)
-        travels.append(tuple(wanted))
+        transferred.append(tuple(wanted))
         targets = [*stacks[k].initial, *(v for entry in wanted for v in entry)]
     learned = [tuple(any("params" in on_what.get(v, ()) for v in entry) for entry in entries) for entries in once]
     kept = [
@@ -169,7 +183,9 @@ def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
         )
         for stack in stacks
     ]
-    return CutTrace(trace, tuple(kept), tuple(once), tuple(learned), tuple(beside), tuple(travels[::-1]), states)
+    return CutTrace(
+        trace, tuple(kept), tuple(once), tuple(learned), tuple(recomputed), tuple(transferred[::-1]), states
+    )
 
 
 def widened(stack: LayerStack, trace: Trace, hooks: Hooks) -> LayerStack:
@@ -180,13 +196,14 @@ def widened(stack: LayerStack, trace: Trace, hooks: Hooks) -> LayerStack:
     eqns, results = layer_of(trace.closed.jaxpr.eqns, stack.of)
     own = {inner for inner, _ in stack.xs} | {read for _, read, _, _ in stack.of.carries}
     own |= {var for eqn in eqns for var in eqn.outvars} | {entry[0] for entry in stack.reads if len(entry) == 1}
+    # A ring's attention makes its masks again from positions, which the layer itself, reading the mask, does not.
     groups = hooks.groups(eqns, results, trace.dims.top)
     more = dict.fromkeys((v,) for group in groups for v in group.ins if v not in own)
     return replace(stack, reads=(*stack.reads, *more))
 
 
 def find_states(trace: Trace, stacks: Sequence[LayerStack]) -> States:
-    """Carried values that are made of examples. One that is only cast behind a stack is its layers'."""
+    """Leaves of the model state that are made of examples. One that is only cast behind a stack is its layers'."""
     casts = _casts(trace, stacks)
     new, on = [_cast_from(var, casts) for var in _new_carried(trace)], _depends(trace, stacks)
     mine = {var: i for i, var in enumerate(new) if not isinstance(var, Literal) and on.get(var, NONE) & MADE_OF}
@@ -202,10 +219,12 @@ def find_states(trace: Trace, stacks: Sequence[LayerStack]) -> States:
 
 
 def reads_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
-    """Names of carried values that are made of examples and decide about results: no micro-batch could start before the
-    one in front of it is through."""
+    """Names of leaves of the model state that are made of examples and decide about results: no micro-batch could start
+    before the one in front of it is through."""
     states = find_states(trace, stacks).every
-    names = [trace.leaves[i].name for i in trace.leaves_of("carried")]
+    names = [trace.leaves[i].name for i in trace.leaves_of("model_state")]
+    # In a pipeline, micro-batches overlap: the second one enters before the state that the first one makes is there. As
+    # long as no result reads that state, its order does not show.
     on = _depends(trace, stacks, {i: f"state {i}" for i in states})
     outvars = trace.closed.jaxpr.outvars
     results = outvars[: len(outvars) - len(names)]
@@ -214,25 +233,26 @@ def reads_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
 
 
 def torn_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
-    """Names of carried values that are made of examples in one place, by layers of a stack, before or behind them, and
-    read in another: a stage would read what it was before the step."""
+    """Names of leaves of the model state that are made of examples in one place, by layers of a stack, before or behind
+    them, and read in another: a stage would read what it was before the step."""
     states = find_states(trace, stacks)
     layers = {i: k for k, of in enumerate(states.layers) for _, group in of for i in group}
     maker: dict[int, str | int] = dict.fromkeys(states.before, "before") | dict.fromkeys(states.after, "after") | layers
     on, casts = _depends(trace, stacks, {i: f"state {i}" for i in maker}), _casts(trace, stacks)
-    new = _new_carried(trace)
+    new = _new_model_state(trace)
 
     def others(variables: Iterable[Atom | None], here: str | int | None) -> set[int]:
         kinds = frozenset().union(*(on.get(v, NONE) for v in variables if isinstance(v, Var)))
         return {i for i, where in maker.items() if where != here and f"state {i}" in kinds}
 
     torn = set().union(*(others([new[i]], where) for i, where in maker.items()))
-    mine = {trace.closed.jaxpr.invars[at] for at in trace.leaves_of("carried")}
+    mine = {trace.closed.jaxpr.invars[at] for at in trace.leaves_of("model_state")}
     for k, stack in enumerate(stacks):
+        # A layer may read its own state, as BatchNorm does to average: that is where it is kept up to date.
         own = {entry for _, entry in stack.xs if {_cast_from(v, casts) for v in entry} <= mine}
         torn |= others((*stack.final, *stack.last_only, *(v for entry in stack.outputs for v in entry)), k)
         torn |= others((v for entry in stack.reads if entry not in own for v in entry), None)
-    names = [trace.leaves[i].name for i in trace.leaves_of("carried")]
+    names = [trace.leaves[i].name for i in trace.leaves_of("model_state")]
     return [names[i] for i in sorted(torn)]
 
 
@@ -295,7 +315,7 @@ def _depends(
     """The kinds of inputs that each variable depends on; "stack" if on what layers have made of examples. Some carried
     values may have names of their own."""
     kinds = {"index": "key"}
-    own = {trace.leaves_of("carried")[i]: name for i, name in named.items()}
+    own = {trace.leaves_of("model_state")[i]: name for i, name in named.items()}
     on = {
         var: frozenset({own.get(i, kinds.get(leaf.kind, leaf.kind))})
         for i, (var, leaf) in enumerate(zip(trace.closed.jaxpr.invars, trace.leaves, strict=True))
@@ -317,8 +337,12 @@ def _of_run(trace: Trace, run: RepeatedLayers, index: dict[Var, int], weights: s
     own = {group[t] for group in run.stacked} | {read for _, read, _, _ in run.carries}
     own |= {var for eqn in layer for var in eqn.outvars}
     shared = dict.fromkeys(v for eqn in layer for v in variables(eqn) if v not in own)
+    # A weight that is read outside of its layer too (tied embeddings) gets gradients from two places, on two stages. It
+    # stays with the parameters that all stages have, whose gradients are added up over them.
     elsewhere = _read_elsewhere(trace, run)
     kinds = [{trace.leaves[index[v]].kind if index.get(v, -1) in weights else "" for v in g} for g in run.stacked]
+    # One slot holds a leaf of all layers, trained or frozen; where some layers' is and others' is not (LoRA on half of
+    # them), they are read from outside, one by one.
     alike = [kind in ({"params"}, {"frozen"}) for kind in kinds]
     groups = [g for g, fits in zip(run.stacked, alike, strict=True) if fits and not elsewhere & set(g)]
     others = [g for g in run.stacked if g not in groups]
@@ -352,11 +376,13 @@ def _of_scan(trace: Trace, eqn: Equation, at: int, index: dict[Var, int], weight
     ]
     assert len(pairs) == len(loop.xs(eqn.invars)), "numbers have no dim to loop over"
     readers = [v for other in trace.closed.jaxpr.eqns for v in variables(other)]
+    # Read here alone, as above.
     leaves = {v: (index[v],) for _, v in pairs if index.get(v, -1) in weights and readers.count(v) == 1}
     xs = tuple((inner, (outer,)) for inner, outer in pairs)
     others = [(v,) for _, v in pairs if v not in leaves]
     shared = dict.fromkeys(v for v in loop.consts(eqn.invars) if not isinstance(v, Literal))
     flops = cost(loop.closed).matmul_flops * loop.length
+    # Stages follow the order of the layers' rows; a loop that goes through them backwards would need its own.
     usable = not loop.reverse
     return LayerStack(
         at, at + 1, loop.length, eqn, tuple(leaves.values()) if usable else (),

@@ -21,8 +21,8 @@ Piece = list[Equation] | RepeatedLayers
 class Stages:
     """The parts of a trace that was cut at its stacks.
 
-    Inputs are given as they are stored, in groups of one or stacked: `trained` (parameters that no stack has one each
-    of), and `given` (all other inputs but the weights of the stacks: frozen weights, carried values, a micro-batch, a
+    Inputs are given as they are stored, in groups of one or stacked: `trained` (parameters that are no layer's own),
+    and `given` (all other inputs but the weights of the stacks: frozen weights, the model state, a micro-batch, a
     key, an index). What a stack is handed is its payload: a list of arrays, alike before and after each layer.
 
     Args:
@@ -49,7 +49,7 @@ class Stages:
 
     def leave(self, k: int, trained: Arrays, given: Arrays, payload: Arrays) -> Arrays:
         """From what the last layer of stack `k` hands on: the next stack's payload, or the results of the loss and
-        behind them the new values of what is carried and made of examples there."""
+        behind them the new model state that is made of examples there."""
         env = self._env(trained, given)
         known = self._restore(k, payload, env)
         if k + 1 < len(self.cut.stacks):
@@ -60,7 +60,7 @@ class Stages:
         return [jnp.asarray(self._emitter.read(env, atom)) for atom in results]
 
     def states_before(self, trained: Arrays, given: Arrays) -> Arrays:
-        """New values of what is carried and made of examples before the first layer."""
+        """The new model state that is made of examples before the first layer."""
         env, atoms = self._env(trained, given), self._new(self.cut.states.before)
         self._compute(atoms, (), env)
         return [jnp.asarray(self._emitter.read(env, atom)) for atom in atoms]
@@ -73,12 +73,12 @@ class Stages:
         """What layers of stack `k` read that depends on no micro-batch, weights ready for use."""
         return self._entries(self.cut.once[k], trained, given)
 
-    def beside(self, k: int, trained: Arrays, given: Arrays) -> Arrays:
+    def recomputed(self, k: int, trained: Arrays, given: Arrays) -> Arrays:
         """What layers of stack `k` read that depends on the micro-batch, and on no parameter."""
-        return self._entries(self.cut.beside[k], trained, given)
+        return self._entries(self.cut.recomputed[k], trained, given)
 
-    def next_carried(self, trained: Arrays, given: Arrays, groups: Sequence[tuple[int, ...]]) -> Arrays:
-        """New carried values, in these groups: those that need no layer, such as the state of random numbers."""
+    def next_model_state(self, trained: Arrays, given: Arrays, groups: Sequence[tuple[int, ...]]) -> Arrays:
+        """The new model state, in these groups: leaves that need no layer, such as the state of random numbers."""
         env = self._env(trained, given)
         targets = self.cut.trace.closed.jaxpr.outvars[len(self.cut.results()) :]
         old = [self.cut.trace.closed.jaxpr.invars[i] for i in self.cut.trace.leaves_of("carried")]
@@ -109,7 +109,7 @@ class Stages:
         Args:
           k: the stack.
           ready: the layer's weights.
-          once, beside: what `once` and `beside` returned.
+          once, recomputed: what `once` and `recomputed` returned.
           index: which layer it is.
           payload: what it is handed.
           states: which of both.
@@ -128,6 +128,8 @@ class Stages:
         if isinstance(stack.of, RepeatedLayers):
             env = Env(cut.trace.dims.top, {entry[0]: value for entry, value in values.items() if len(entry) == 1})
             env.values.update(xs)
+            # Numbers that differ from layer to layer (a drop path rate) are looked up by the layer's index: one program
+            # runs whichever layer a stage has.
             literals = [jnp.asarray(numbers)[index] for numbers in stack.of.literals.values()]
             carry, last, outs = self._emitter.layer(cut.trace.closed.jaxpr.eqns, stack.of, env, carry, literals)
         else:
@@ -144,13 +146,14 @@ class Stages:
             lax.dynamic_update_index_in_dim(whole, out.astype(whole.dtype), index, 0)
             for whole, out in zip(outputs, outs, strict=True)
         ]
-        return [*carry, *outputs, *last, *travels]
+        return [*carry, *outputs, *last, *transferred]
 
     # -- payloads --
     def _sources(self, k: int) -> list[Atom]:
         return [*self.cut.stacks[k].initial, *(v for entry in self.cut.travels[k] for v in entry)]
 
     def _payload(self, k: int, env: Env) -> Arrays:
+        """What the first layer of stack `k` is handed, with room for what each layer gives."""
         stack = self.cut.stacks[k]
         if isinstance(stack.of, RepeatedLayers):
             scope, names = env.scope, [first for first, *_ in stack.of.carries]
@@ -162,10 +165,12 @@ class Stages:
             for name, atom in zip(names, stack.initial, strict=True)
         ]
         lead = (stack.length,) if stack.is_run else ()
+        # What each layer gives goes along in an array with a row for each, filled on the way: behind the last layer, on
+        # another device, all of them are read.
         avals = [entry[0].aval for entry in stack.outputs if entry]
         outputs = [jnp.zeros((*lead, *aval.shape), aval.dtype) for aval in avals]
         last = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in stack.last_only if var is not None]
-        return [*carry, *outputs, *last, *(self._read(env, entry) for entry in self.cut.travels[k])]
+        return [*carry, *outputs, *last, *(self._read(env, entry) for entry in self.cut.transferred[k])]
 
     def _split(self, k: int, payload: Arrays) -> tuple[Arrays, Arrays, Arrays, Arrays]:
         stack = self.cut.stacks[k]
@@ -177,11 +182,11 @@ class Stages:
     def _restore(self, k: int, payload: Arrays, env: Env) -> list[Var]:
         """Into `env`, what the payload stands for after the last layer; the variables that are there now."""
         stack = self.cut.stacks[k]
-        carry, outputs, last, travels = self._split(k, payload)
+        carry, outputs, last, transferred = self._split(k, payload)
         kept = [entry for entry in stack.outputs if entry]
         known = dict(zip(stack.final, carry, strict=True))
         known |= dict(zip([var for var in stack.last_only if var is not None], last, strict=True))
-        for entry, value in zip((*kept, *self.cut.travels[k]), (*outputs, *travels), strict=True):
+        for entry, value in zip((*kept, *self.cut.transferred[k]), (*outputs, *transferred), strict=True):
             stacked = len(entry) > 1 or (stack.is_run and entry in kept)
             if stacked:
                 env.stacks[entry] = value
@@ -215,6 +220,8 @@ class Stages:
                 for group in self.hooks.groups(piece, results, env.scope)
                 for v in group.ins
             ]
+            # A group of equations (an attention) may read what none of its equations reads at full size, its masks'
+            # positions; so what is needed is asked again until nothing is added.
             if made.issuperset(read):
                 break
             wanted += [v for v in read if v not in made]

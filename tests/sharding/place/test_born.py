@@ -32,7 +32,7 @@ def test_values_are_the_authors_and_layers_are_born_stacked() -> None:
     made: Any = jax.jit(born(captured, storage))
     stored = made(jax.random.key(3))
     wanted = captured.init(jax.random.key(3))
-    for shelf, arrays, tree in zip((storage.params, storage.frozen, storage.carried), stored, wanted, strict=True):
+    for shelf, arrays, tree in zip((storage.params, storage.frozen, storage.model_state), stored, wanted, strict=True):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), shelf.load(arrays), tree)
     assert {slot.stored_shape for slot in storage.params.slots if slot.is_stack} == {(3, 8, 8), (3, 8)}
     traced = jax.make_jaxpr(born(captured, storage))(jax.random.key(3))

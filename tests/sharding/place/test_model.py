@@ -81,12 +81,12 @@ def test_vocabulary_is_padded_in_storage_alone() -> None:
 
 def test_running_statistics_lie_as_their_features_do() -> None:
     storage = stored("linen_conv", "tensor=4")
-    assert P("tensor") in [slot.spec for slot in storage.carried.slots]
+    assert P("tensor") in [slot.spec for slot in storage.model_state.slots]
 
 
 def test_random_keys_are_whole() -> None:
     storage = stored("nnx_decoder", "data=2 tensor=4 zero=3")
-    keys = [slot for slot in storage.carried.slots if jax.dtypes.issubdtype(slot.dtype, jax.dtypes.prng_key)]
+    keys = [slot for slot in storage.model_state.slots if jax.dtypes.issubdtype(slot.dtype, jax.dtypes.prng_key)]
     assert keys and all(set(slot.spec) <= {None} for slot in keys)
 
 

@@ -26,7 +26,7 @@ def run(captured: Capture, trees: Any, batch: Any, train: bool = True, key: Any 
 
 
 def trace(captured: Capture, batch: Any, train: bool = True) -> Any:
-    shapes = captured.params_shape, captured.frozen_shape, captured.carried_shape
+    shapes = captured.params_shape, captured.frozen_shape, captured.model_state_shape
     return jax.eval_shape(partial(captured.apply, train=train), *shapes, batch, KEY)
 
 
@@ -52,16 +52,16 @@ def test_zoo(name: str) -> None:
     model, loss, batch = case.make()
     captured = capture(model, loss, batch)
     assert captured.kind == case.kind
-    params, frozen, carried = jax.eval_shape(captured.init, KEY)
-    assert specs(params) == specs(captured.params_shape) and specs(carried) == specs(captured.carried_shape)
+    params, frozen, model_state = jax.eval_shape(captured.init, KEY)
+    assert specs(params) == specs(captured.params_shape) and specs(model_state) == specs(captured.model_state_shape)
     assert len(jax.tree.leaves(frozen)) == 0
     assert (captured.initial is not None) == isinstance(model, nnx.Module)
     for train in (True, False):
-        total, aux, new_carried = trace(captured, batch, train)
+        total, aux, new_model_state = trace(captured, batch, train)
         assert total.shape == () and total.dtype == jnp.float32
         assert all(leaf.shape == () for leaf in jax.tree.leaves(aux))
-        assert jax.tree.structure(new_carried) == jax.tree.structure(captured.carried_shape)
-        assert specs(new_carried) == specs(captured.carried_shape)
+        assert jax.tree.structure(new_model_state) == jax.tree.structure(captured.model_state_shape)
+        assert specs(new_model_state) == specs(captured.model_state_shape)
 
 
 def test_linen_is_plain_flax() -> None:
@@ -111,16 +111,20 @@ def test_nnx_is_plain_flax(name: str) -> None:
         model = build(rngs=nnx.Rngs(KEY))
         params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
         total = loss(model, batch)
-        carried = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+        model_state = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
         model.eval()
-        return params, total, carried, loss(model, batch)
+        return params, total, model_state, loss(model, batch)
 
-    params, total, carried, score = by_hand()
+    params, total, model_state, score = by_hand()
     assert_close(nnx.to_pure_dict(trees[0]), params)
     ours = run(captured, trees, batch)
     assert_close(ours[0], total)
     flat = {k: v for k, v in zip(leaf_names(ours[2]), jax.tree.leaves(ours[2]), strict=True) if not k.endswith("key")}
-    theirs = {k: v for k, v in zip(leaf_names(carried), jax.tree.leaves(carried), strict=True) if not k.endswith("key")}
+    theirs = {
+        k: v
+        for k, v in zip(leaf_names(model_state), jax.tree.leaves(model_state), strict=True)
+        if not k.endswith("key")
+    }
     assert_close(flat, theirs)
     new_trees = (*trees[:2], ours[2])
     assert_close(run(captured, new_trees, batch, train=False)[0], score)
@@ -209,7 +213,7 @@ def noisy_loss(model: Any, x: Any, train: bool) -> Any:
 
 def test_streams_statistics_and_sown_values() -> None:
     captured = capture(Noisy(), noisy_loss, X_SHAPE)
-    assert list(captured.carried_shape) == ["batch_stats"]
+    assert list(captured.model_state_shape) == ["batch_stats"]
     trees = captured.init(KEY)
     variables = {"params": nn.unbox(trees[0]), **trees[2]}
     rngs = {"dropout": stream("dropout"), "noise": stream("noise")}
@@ -241,8 +245,8 @@ def test_logical_names_are_read_and_not_applied() -> None:
 
 def test_statistics_keep_their_dtype() -> None:
     captured = capture(Noisy(), noisy_loss, X_SHAPE)
-    params, frozen, carried = captured.init(KEY)
-    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), carried)
+    params, frozen, model_state = captured.init(KEY)
+    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), model_state)
     assert specs(captured.apply(params, frozen, half, X, KEY, True)[2]) == specs(half)
 
 
@@ -255,7 +259,7 @@ def test_state_of_whole_numbers_does_not_become_real() -> None:
             return nn.Dense(2)(x)
 
     captured = capture(Averaging(), lambda model, x: model(x).mean(), X_SHAPE)
-    params, frozen, carried = captured.init(KEY)
+    params, frozen, model_state = captured.init(KEY)
     with pytest.raises(ValueError, match="dtype of seen/mean from int32 to float32.*Create it with"):
         captured.apply(params, frozen, {"seen": {"mean": jnp.array(0)}}, X, KEY, True)
 
@@ -364,9 +368,9 @@ def test_instance_keeps_its_weights() -> None:
     assert captured.initial is not None
     assert captured.initial[0]["up"]["kernel"].get_value() is model.up.kernel.get_value()
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey))))
-    _, _, carried = captured.apply(*captured.initial, X, KEY, True)
-    assert carried["dropout"]["rngs"]["count"].get_value() == 1
-    assert not np.allclose(carried["norm"]["mean"].get_value(), 0)
+    _, _, model_state = captured.apply(*captured.initial, X, KEY, True)
+    assert model_state["dropout"]["rngs"]["count"].get_value() == 1
+    assert not np.allclose(model_state["norm"]["mean"].get_value(), 0)
     # Neither the user's model nor the trees given have changed.
     assert_close(nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngKey))), before)
     assert captured.initial[2]["dropout"]["rngs"]["count"].get_value() == 0
@@ -385,14 +389,14 @@ def test_instance_and_builder_agree() -> None:
 
 def test_micro_batches_draw_other_numbers() -> None:
     captured = capture(build, plain, X_SHAPE)
-    params, frozen, carried = captured.init(KEY)
+    params, frozen, model_state = captured.init(KEY)
     losses = set()
     for index in range(3):
-        folded = jax.jit(captured.fold_carried)(carried, index)
+        folded = jax.jit(captured.fold_model_state)(model_state, index)
         total, _, new = run(captured, (params, frozen, folded), X)
         losses.add(float(total))
-        restored = captured.unfold(new, carried)
-        key, old = (tree["dropout"]["rngs"]["key"].get_value() for tree in (restored, carried))
+        restored = captured.unfold(new, model_state)
+        key, old = (tree["dropout"]["rngs"]["key"].get_value() for tree in (restored, model_state))
         assert (jax.random.key_data(key) == jax.random.key_data(old)).all()
         assert restored["dropout"]["rngs"]["count"].get_value() == 1
         assert_close(restored["norm"]["mean"].get_value(), new["norm"]["mean"].get_value())
@@ -401,11 +405,11 @@ def test_micro_batches_draw_other_numbers() -> None:
 
 def test_keys_of_a_scanned_stack_fold_one_by_one() -> None:
     captured = capture(*MODELS["nnx_scan"].make())
-    carried = captured.init(KEY)[2]
-    keys = [leaf for leaf in jax.tree.leaves(carried) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    model_state = captured.init(KEY)[2]
+    keys = [leaf for leaf in jax.tree.leaves(model_state) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     folded = [
         leaf
-        for leaf in jax.tree.leaves(captured.fold_carried(carried, 5))
+        for leaf in jax.tree.leaves(captured.fold_model_state(model_state, 5))
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     ]
     assert keys and keys[0].shape == (4,)
@@ -433,11 +437,11 @@ def test_sown_values_are_read_then_dropped() -> None:
     model = Sower(nnx.Rngs(0))
     model(X)  # its author has tried it: what was sown then is no state
     captured = capture(model, loss, X)
-    assert captured.initial is not None and len(jax.tree.leaves(captured.carried_shape)) == 0
+    assert captured.initial is not None and len(jax.tree.leaves(captured.model_state_shape)) == 0
     for train in (True, False):
-        _, aux, carried = captured.apply(*captured.initial, X, KEY, train)
+        _, aux, model_state = captured.apply(*captured.initial, X, KEY, train)
         np.testing.assert_allclose(aux["norm"], jnp.square(model.linear(X)).mean(), rtol=1e-5)
-        assert not jax.tree.leaves(carried)
+        assert not jax.tree.leaves(model_state)
     assert len(model.norm.get_value()) == 1
 
 
@@ -520,9 +524,9 @@ def test_open_mode_is_training() -> None:
     x = np.ones((2, 3, 8), np.float32)
     captured = capture(attention, plain, x)
     trees = captured.init(KEY)
-    total, _, carried = run(captured, trees, x)
-    assert run(captured, (*trees[:2], carried), x)[0] != total
-    assert run(captured, trees, x, train=False)[0] == run(captured, (*trees[:2], carried), x, train=False)[0]
+    total, _, model_state = run(captured, trees, x)
+    assert run(captured, (*trees[:2], model_state), x)[0] != total
+    assert run(captured, trees, x, train=False)[0] == run(captured, (*trees[:2], model_state), x, train=False)[0]
 
 
 # --- wrt ---
@@ -619,8 +623,8 @@ def test_mean_and_aux() -> None:
         return Mean(out.sum(), out.size), {"seen": Mean(x.sum(), 16), "max": out.max()}
 
     captured = capture(nn.Dense(3), loss, X_SHAPE)
-    mean, aux, carried = run(captured, captured.init(KEY), X)
-    assert isinstance(mean, Mean) and mean.weight == 48 and isinstance(aux["seen"], Mean) and carried == {}
+    mean, aux, model_state = run(captured, captured.init(KEY), X)
+    assert isinstance(mean, Mean) and mean.weight == 48 and isinstance(aux["seen"], Mean) and model_state == {}
     np.testing.assert_allclose(aux["seen"].total, X.sum(), rtol=1e-5)
 
 

@@ -93,8 +93,8 @@ def test_identity_hooks_give_the_model_back(name: str, rolled: bool) -> None:
         trace.closed, trace.runs if rolled else (), trace.dims.top,
         alone(len(leaves)), alone(len(trace.closed.jaxpr.outvars)), Hooks(),
     )  # fmt: skip
-    loss, aux, carried = jax.jit(case.captured.apply, static_argnums=5)(*state, batch, key, True)
-    assert_equal_results(jax.jit(run)(leaves), jax.tree.leaves((loss, aux, carried)), 1e-5)
+    loss, aux, model_state = jax.jit(case.captured.apply, static_argnums=5)(*state, batch, key, True)
+    assert_equal_results(jax.jit(run)(leaves), jax.tree.leaves((loss, aux, model_state)), 1e-5)
 
 
 # -- a chain of layers ------------------------------------------------------------------------------------------------

@@ -412,7 +412,7 @@ def test_the_zoo(name):
     case = zoo.MODELS[name]
     model, loss, batch = case.make()
     captured = capture(model, loss, batch)
-    trees = captured.params_shape, captured.frozen_shape, captured.carried_shape
+    trees = captured.params_shape, captured.frozen_shape, captured.model_state_shape
 
     def first(*args):
         return captured.apply(*args, True)[0]

@@ -50,7 +50,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Parts:
+class Composed:
     """What `compose` made under one plan; each is a function or a table of an earlier room.
 
     Args:
@@ -64,7 +64,7 @@ class Parts:
       choice: which kind of gradients the plan gets, and why.
       gradients: the same as a function.
       loss_size: the sum over the losses of all parts to their mean; gradients of parts are that much larger.
-      init: `key -> stored (params, frozen, carried)`.
+      init: `key -> stored (params, frozen, model_state)`.
       notes: what a user should know.
       line: its way through the stages of a pipeline.
     """
@@ -100,7 +100,7 @@ class Parts:
     def shelves(self) -> Shelves:
         storage = self.storage
         opt = self.optimizer.storage if self.optimizer else Storage(jax.tree.structure(()), ())
-        return Shelves(storage.params, storage.frozen, opt, storage.carried, self.mesh)
+        return Shelves(storage.params, storage.frozen, opt, storage.model_state, self.mesh)
 
     @functools.cached_property
     def whole(self) -> NamedSharding:
@@ -109,18 +109,18 @@ class Parts:
 
     @functools.cached_property
     def state_shardings(self) -> State:
-        params, frozen, opt, carried = (shelf.shardings(self.mesh) for shelf in self.shelves)
+        params, frozen, opt, model_state = (shelf.shardings(self.mesh) for shelf in self.shelves)
         whole: Any = self.whole
         scaling, noise = (jax.tree.map(lambda _: whole, part) for part in jax.eval_shape(_fresh))
-        return State(whole, params, frozen, opt, carried, whole, scaling, noise, self.shelves)
+        return State(whole, params, frozen, opt, model_state, whole, scaling, noise, self.shelves)
 
     @functools.cached_property
     def state_shape(self) -> State:
-        params, frozen, opt, carried = (shelf.shape() for shelf in self.shelves)
+        params, frozen, opt, model_state = (shelf.shape() for shelf in self.shelves)
         key = jax.eval_shape(lambda: jax.random.key(0))
         step = jax.ShapeDtypeStruct((), jnp.int32)
         scaling, noise = jax.eval_shape(_fresh)
-        shape = State(step, params, frozen, opt, carried, key, scaling, noise, self.shelves)  # type: ignore[arg-type]
+        shape = State(step, params, frozen, opt, model_state, key, scaling, noise, self.shelves)  # type: ignore[arg-type]
         return jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shape, self.state_shardings
         )
@@ -142,10 +142,10 @@ def _fresh(scaling: LossScale | None = None) -> tuple[LossScaleState, NoiseState
     return (scaling or LossScale()).init(), init_noise()
 
 
-def new_state(parts: Parts, params: Arrays, frozen: Arrays, carried: Arrays, key: jax.Array) -> State:
+def new_state(composed: Composed, params: Arrays, frozen: Arrays, model_state: Arrays, key: jax.Array) -> State:
     """The state before the first step."""
-    opt = parts.optimizer.init(params) if parts.optimizer else ()
-    return State(jnp.int32(0), params, frozen, opt, carried, key, *_fresh(parts.scaling), parts.shelves)
+    opt = composed.optimizer.init(params) if composed.optimizer else ()
+    return State(jnp.int32(0), params, frozen, opt, model_state, key, *_fresh(composed.scaling), composed.shelves)
 
 
 def batch_shardings(mesh: Mesh, shape: PyTree) -> PyTree:
