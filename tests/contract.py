@@ -252,7 +252,7 @@ def train(name: str, plan: str, wide: bool, optimizer: str | None = None, look: 
     state, steps = program.init(0), []
     if look:
         look(program, state)
-    params, carried = None, None
+    params, model_state = None, None
     for index in range(NUM_STEPS):
         with no_compilation() if index else contextlib.nullcontext():
             state, metrics = program.step(state, second if index % 2 else first)

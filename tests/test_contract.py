@@ -190,8 +190,8 @@ def assert_held_and_born(name: str, plan: str, program: Program, state: Any, wid
     for given, (low, high), what in zip(held, wanted_bytes, ("params", "optimizer"), strict=True):
         assert low <= given <= high, f"{what}: {given} bytes a device, not {low} to {high}"
         assert high <= 1.1 * low, f"{what}: more than a tenth is small and kept whole"
-    params, frozen, carried, _ = trees(program, state)
-    for given, wanted in zip((params, frozen, carried), on_host(author_initial(name, width == 8)), strict=True):
+    params, frozen, model_state, _ = trees(program, state)
+    for given, wanted in zip((params, frozen, model_state), on_host(author_initial(name, width == 8)), strict=True):
         assert jax.tree.structure(given) == jax.tree.structure(wanted)
         jax.tree.map(assert_same_bits, given, wanted)
 

@@ -10,11 +10,11 @@ import numpy as np
 from cjax.trace.reading import Leaf, Trace, Traced, read
 from cjax.tree import leaf_names
 
-KINDS = ("params", "frozen", "carried", "batch", "key", "index")
+KINDS = ("params", "frozen", "model_state", "batch", "key", "index")
 
 
 def plain_trace(function: Callable[..., Any], **trees: Any) -> Trace:
-    """The trace of `function(params, frozen, carried, batch, key, index) -> (loss, aux, new carried)`.
+    """The trace of `function(params, frozen, model_state, batch, key, index) -> (loss, aux, new model_state)`.
 
     Trees that are left out are empty; arrays, or shapes, are the leaves of the others.
     """

@@ -23,7 +23,7 @@ from cjax.trace.microbatches.combine import denominator
 from cjax.trace.stages.counters import depends
 from cjax.tree import PyTree
 
-Inputs = tuple[PyTree, PyTree, PyTree, PyTree, jax.Array]  # params, frozen, carried, batch, key
+Inputs = tuple[PyTree, PyTree, PyTree, PyTree, jax.Array]  # params, frozen, model_state, batch, key
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _traced(composed: Composed, *inputs: Any) -> list[jax.Array]:
         x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jnp.reshape(x, leaf.shape)
         for x, leaf in zip(jax.tree.leaves(inputs), composed.trace.leaves, strict=True)
     ]
-    return jaxpr_as_fun(parts.trace.closed)(*shaped)
+    return jaxpr_as_fun(composed.trace.closed)(*shaped)
 
 
 def _averaged(*parts: Any) -> Any:

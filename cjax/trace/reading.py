@@ -135,7 +135,7 @@ def trace_part(
     num_parts: int,
     train: bool,
     call: Loss | None = None,
-    once: frozenset[int] = frozenset(),
+    counters: frozenset[int] = frozenset(),
 ) -> Traced:
     """Run the user's Python on one micro-batch.
 
@@ -149,7 +149,7 @@ def trace_part(
     """
 
     def function(
-        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: jax.Array, index: jax.Array
+        params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array, index: jax.Array
     ) -> tuple[PyTree, PyTree, PyTree]:
         # One part draws the numbers that the author's own loop would; each of several draws its own.
         inner = model_state

@@ -91,8 +91,8 @@ class TraceSource:
             self.batch_shape,
         )
 
-    def _trace(self, shape: PyTree, num_parts: int, train: bool, call: Loss | None, once: frozenset[int]) -> Traced:
-        key = (_key(shape), _parts(num_parts, once), train, call, once)
+    def _trace(self, shape: PyTree, num_parts: int, train: bool, call: Loss | None, counters: frozenset[int]) -> Traced:
+        key = (_key(shape), _parts(num_parts, counters), train, call, counters)
         if key not in self._traced:
             self._traced[key] = trace_part(self.capture, shape, num_parts, train, call, counters)
         return self._traced[key]

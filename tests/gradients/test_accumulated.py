@@ -38,17 +38,17 @@ def errors(params: Any, batch: Any) -> Any:
     return jnp.square(jnp.tanh(batch["x"] @ kernel + bias) - batch["scale"] * batch["y"]).sum(-1)
 
 
-def a_mean(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Evaluated:
+def a_mean(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Evaluated:
     """A mean over rows; a mean, and a total with its weight, beside it; and a count."""
     each = errors(params, batch)
     aux = [(each.max(initial=0) * 0 + batch["x"].mean(), None), (batch["x"].sum(), jnp.float32(batch["x"].shape[0]))]
-    return Evaluated(each.mean(), None, aux, (carried[0] + 1,))
+    return Evaluated(each.mean(), None, aux, (model_state[0] + 1,))
 
 
-def a_ratio(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Evaluated:
+def a_ratio(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Evaluated:
     """A total, whose weight depends on the batch and, so that its derivative would show, on the parameters."""
     total = (errors(params, batch) * batch["w"]).sum()
-    return Evaluated(total, batch["w"].sum() + 0 * params[1].sum() ** 2 + params[1][0], [], carried)
+    return Evaluated(total, batch["w"].sum() + 0 * params[1].sum() ** 2 + params[1][0], [], model_state)
 
 
 def whole(loss: Any, batch: Any, scale: Any = None) -> Graded:
@@ -85,7 +85,7 @@ def test_micro_batches_are_the_whole(loss: Any, batch: Any, denominator: Any, sc
     wanted = whole(loss, batch)
     assert_same(given, wanted)
     assert_same(whole(loss, batch, scale), wanted)
-    assert given.out.carried == ((PARTS,) if loss is a_mean else (0,)), "one micro-batch after the other"
+    assert given.out.model_state == ((PARTS,) if loss is a_mean else (0,)), "one micro-batch after the other"
 
 
 def test_gradients_are_those_of_the_mean_of_the_weight_given() -> None:
@@ -150,8 +150,8 @@ def test_sums_of_devices_are_added_up(placed: PartitionSpec) -> None:
 def test_own_rows_are_the_whole() -> None:
     """Four devices with two micro-batches each, of weights that differ, beside the batch at once."""
 
-    def loss(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Evaluated:
-        return Evaluated((errors(params, batch) * batch["w"]).sum(), batch["w"].sum(), [], carried)
+    def loss(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Evaluated:
+        return Evaluated((errors(params, batch) * batch["w"]).sum(), batch["w"].sum(), [], model_state)
 
     batch = {"x": numbers(16, WIDTH), "scale": np.float32(0.5), "y": numbers(16, OUT), "w": np.arange(16.0, dtype="f4")}
     hows = [
@@ -174,7 +174,7 @@ def test_denominators_are_of_the_whole_batch(is_mean: bool, num_parts: int) -> N
     (given,) = divisors(shared, [WEIGHTS], KEY, PARTS, num_parts)
     np.testing.assert_allclose(given, WEIGHTS.mean() if is_mean else WEIGHTS.sum() / num_parts, rtol=1e-6)
 
-    def seen(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, scale: Any) -> Any:
+    def seen(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, scale: Any) -> Any:
         return batch
 
     (rows, divisor) = sharing(seen, shared, PARTS, num_parts)(PARAMS, (), (), [WEIGHTS], KEY, None)

@@ -109,8 +109,8 @@ def test_names_given_by_the_author_win() -> None:
 def test_all_leaves_of_a_batch_have_the_same_rows() -> None:
     """Also those that meet no other: where they go, the others go."""
 
-    def loss(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
-        return (batch["x"] * params["w"]).mean() + batch["y"].mean(), {}, carried
+    def loss(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
+        return (batch["x"] * params["w"]).mean() + batch["y"].mean(), {}, model_state
 
     trace = plain_trace(loss, params={"w": jnp.ones(3)}, batch={"x": jnp.ones((4, 3)), "y": jnp.ones((4, 5))})
     x, y = (trace.classes_of(i) for i in trace.leaves_of("batch"))

@@ -62,6 +62,8 @@ def _interval(
     """What a node can be in a block, by the steps that make it."""
 
     def number(eqn: Equation, place: int) -> Interval:
+        # A literal that differs from layer to layer is one number here and another there, and this table serves them
+        # all.
         return ANY if (id(eqn), place) in changed else _literal(literal_of(eqn, place))
 
     def apply(step: Step[Equation, Node], ins: list[Interval]) -> list[Interval]:
@@ -72,6 +74,7 @@ def _interval(
             found = spans[label[0]] if len(label) == 1 else ANY
         else:
             found = _as_stored(eqn, ins[0] if name in MOVES else _RULES[name](*ins))
+        # inf - inf, 0 * inf: nothing is known.
         return [ANY if any(map(math.isnan, found)) else found]
 
     known: dict[Node, Interval] = {}

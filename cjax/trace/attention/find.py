@@ -233,7 +233,7 @@ class _Builder:
             raise Miss("each query has values of its own")
         sizes = walk.sizes
         # Positions and grouped heads are told apart by size: as many queries as keys, or else more than groups.
-        parts["query"] = max(candidates, key=lambda one: (sizes[one] == sizes[key], sizes[one]))
+        by_name["query"] = max(candidates, key=lambda one: (sizes[one] == sizes[key], sizes[one]))
         pairs = zip(walk.start.invars, labels, strict=True)
         nodes = [Node(atom, tuple(of)) for atom, of in pairs if not isinstance(atom, Literal)]
         if len(nodes) != 2:

@@ -49,6 +49,7 @@ class Index:
         return None if isinstance(atom, Literal) else atom
 
     def is_zero(self, atom: Atom) -> bool:
+        """Whether an operand is 0 everywhere."""
         while not isinstance(atom, Literal):
             eqn = self.writer.get(atom)
             if eqn is None or not facts_of(eqn).view:
@@ -65,7 +66,7 @@ class Walk:
     start: Equation
     kinds: dict[Var, str] = field(default_factory=dict)
     labels: dict[Var, Labels] = field(default_factory=dict)
-    parts: dict[str, Any] = field(default_factory=dict)  # variables, by the names they have in Attention
+    by_name: dict[str, Any] = field(default_factory=dict)  # variables, by the names they have in Attention
     spine: list[Equation] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
 
@@ -140,7 +141,7 @@ class Walk:
         if kinds == {"exp", "sum"} and (name == "mul" or name == "div" and self.kinds[variable_of(eqn, 0)] == "exp"):
             self._once("weights", out)
             divisor, numerator = sorted(ins.values(), key=lambda v: self.kinds[v] == "exp")
-            self.parts |= {"divisor": divisor, "numerator": numerator, "division": eqn}
+            self.by_name |= {"divisor": divisor, "numerator": numerator, "division": eqn}
             return self._mark(out, "weights", labels)
         # Nothing may happen between the maximum and the exponential: by blocks it is another maximum that is taken off,
         # and only exp turns a difference into a factor that cancels. Equations that mix kinds in another way are no
@@ -191,10 +192,10 @@ class Walk:
             )
         return name in MOVES or name in ("reduce_max", "is_finite", "eq", "ne")
 
-    def _once(self, part: str, var: Var) -> None:
-        if part in self.parts:
-            raise self._unlike(part)
-        self.parts[part] = var
+    def _once(self, name: str, var: Var) -> None:
+        if name in self.by_name:
+            raise self._unlike(name)
+        self.by_name[name] = var
 
     def _unlike(self, name: str) -> Exception:
         # Before there are weights any product may be the start, and it would be noise to say that it led nowhere.

@@ -41,9 +41,9 @@ class Capture:
     # `call(model, batch, key, train) -> (value, aux)`, that instead of the user's loss.
     apply: Callable[..., tuple[PyTree, PyTree, PyTree]]
     rebuild: Callable[[PyTree, PyTree, PyTree], object]
-    # Micro-batch i draws other random numbers than micro-batch j: `fold_carried` folds its index into the keys that
-    # the model carries, `unfold(new_carried, carried)` puts the unfolded keys back.
-    fold_carried: Callable[[PyTree, jax.Array], PyTree]
+    # Micro-batch i draws other random numbers than micro-batch j: `fold_model_state` folds its index into the keys that
+    # the model carries, `unfold(new_model_state, model_state)` puts the unfolded keys back.
+    fold_model_state: Callable[[PyTree, jax.Array], PyTree]
     unfold: Callable[[PyTree, PyTree], PyTree]
     params_shape: PyTree
     frozen_shape: PyTree
@@ -188,10 +188,10 @@ def _capture_linen(model: nn.Module, call: Loss, batch: PyTree, wrt: Wrt) -> Cap
     streams: dict[bool, list[str]] = {True: ["dropout"], False: []}
 
     def apply(
-        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, train: bool, call: Loss = call
+        params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: Key, train: bool, call: Loss = call
     ) -> tuple[PyTree, PyTree, PyTree]:
-        variables = linen_parts.unbox({"params": linen_parts.join(params, frozen), **carried})
-        fixed = ["params"] if train else ["params", *carried]
+        variables = linen_parts.unbox({"params": linen_parts.join(params, frozen), **model_state})
+        fixed = ["params"] if train else ["params", *model_state]
         run = nn.apply(lambda bound, batch: call(bound, batch, key, train), model, mutable=DenyList(fixed))
         while True:
             rngs = {name: jax.random.fold_in(key, zlib.crc32(name.encode())) for name in streams[train]}
@@ -264,13 +264,13 @@ def _capture_nnx(model: object, call: Loss, batch: PyTree, wrt: Wrt) -> Capture:
         init, shapes = lambda key: held, jax.tree.map(_unplaced, jax.eval_shape(lambda trees: trees, initial))
     else:
         init, shapes = replayed(make, batch)
-    params_shape, frozen_shape, carried_shape = shapes
+    params_shape, frozen_shape, model_state_shape = shapes
     definition = graphdef
     assert definition is not None
     check_trained(wrt, params_shape, frozen_shape)
 
     def apply(
-        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, train: bool, call: Loss = call
+        params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: Key, train: bool, call: Loss = call
     ) -> tuple[PyTree, PyTree, PyTree]:
         if not train:
             return *score(params, frozen, model_state, batch, key, call), model_state
@@ -282,9 +282,9 @@ def _capture_nnx(model: object, call: Loss, batch: PyTree, wrt: Wrt) -> Capture:
         return value, aux, _read_back(model_state, state, known=leaf_names(params) + leaf_names(frozen))
 
     def score(
-        params: PyTree, frozen: PyTree, carried: PyTree, batch: PyTree, key: Key, call: Loss
+        params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: Key, call: Loss
     ) -> tuple[PyTree, PyTree]:
-        leaves, treedef = jax.tree.flatten(carried)
+        leaves, treedef = jax.tree.flatten(model_state)
 
         def evaluate(*leaves: jax.Array) -> tuple[PyTree, PyTree]:
             model = nnx.merge(definition, params, frozen, treedef.unflatten(leaves), copy=True)

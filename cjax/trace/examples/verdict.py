@@ -199,6 +199,8 @@ class _PairReader:
             return Context(eqn, values, self.batch, self.twins[eqn], self.ratio, inside, twins is not None)
 
         def number(eqn: Equation, place: int) -> Value:
+            # An equation without a twin came about otherwise with other rows (JAX or the author branched on a shape):
+            # what it makes is followed here, and noted as knowing how many rows there are.
             twin = self.twins[eqn]
             return self._constant(
                 literal_of(eqn, place), None if twin is None else twin.invars[place], context(eqn, [])

@@ -45,7 +45,7 @@ class RepeatedLayers:
         return self.start + self.period * self.repeats
 
     def corresponding(self, eqns: Sequence[Equation]) -> list[tuple[Var, ...]]:
-        """Groups of variables, one of each repeat, that play the same part; `eqns` are the trace's."""
+        """Groups of variables, one of each repeat, that have the same role; `eqns` are the trace's."""
         return _groups(eqns, self.start, self.period, self.repeats)
 
 
@@ -195,7 +195,7 @@ def _read(start: int, period: int, repeats: int, context: _Context) -> RepeatedL
 
 
 def _groups(eqns: Sequence[Equation], start: int, period: int, repeats: int) -> list[tuple[Var, ...]]:
-    """Groups of result variables that play the same part in each repeat."""
+    """Groups of result variables that have the same role in each repeat."""
     groups: list[tuple[Var, ...]] = []
     for position in range(period):
         rows = [eqns[start + r * period + position].outvars for r in range(repeats)]

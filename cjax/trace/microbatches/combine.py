@@ -55,6 +55,7 @@ def lift(trace: Trace, again: Again, num_rows: int, shares: bool = False, apart:
 
 
 def _lift(trace: Trace, other: ClosedJaxpr, shares: bool, apart: bool) -> Trace:
+    """`lift`, of two rows or more."""
     batch, num_params = set(trace.leaves_of("batch")), len(trace.leaves_of("params"))
     # First reading: which denominators there are. If they have to be the whole batch's, they become inputs, and the
     # trace is read a second time with that known.
@@ -183,7 +184,10 @@ def _weights_alone(trace: Trace, weights: Sequence[RowWeight]) -> ClosedJaxpr:
         if not live.isdisjoint(eqn.outvars):
             kept.append(eqn)
             live.update(v for v in eqn.invars if not isinstance(v, Literal))
-    state = [i for kind in ("params", "frozen", "carried") for i in trace.leaves_of(kind)]
+    state = [i for kind in ("params", "frozen", "model_state") for i in trace.leaves_of(kind)]
+    # Denominators are added up in a pass of their own, ahead of the first micro-batch. That costs nothing as long as
+    # they are made of labels and masks; of parameters they would be another forward pass, and of the model state one
+    # that changes it.
     held = next((trace.leaves[i].name for i in state if jaxpr.invars[i] in live), None)
     if held is not None:
         raise ValueError(
@@ -276,7 +280,7 @@ def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
     if not trace.results or not model_state:
         return frozenset()
     jaxpr = trace.closed.jaxpr
-    made = list(zip(carried, jaxpr.outvars[-len(carried) :], trace.results[-len(carried) :], strict=True))
+    made = list(zip(model_state, jaxpr.outvars[-len(model_state) :], trace.results[-len(model_state) :], strict=True))
     changes = [jaxpr.invars[i] is not var for i, var, _ in made]
     fixed = [value.kind == "fixed" and not value.taints and not value.power for _, _, value in made]
     # A counter moves at each call of the model. Called once a micro-batch it would count m where the author, with the
@@ -329,6 +333,8 @@ def loss_size(trace: Trace) -> int:
     if not trace.has_weight:
         return 1
     jaxpr: Jaxpr = trace.closed.jaxpr
+    # Float16 overflows by the size of the total, not of the mean; so the scale is divided by how many numbers the total
+    # adds up, and means the same under every plan.
     wanted, largest = {jaxpr.outvars[0]}, 1
     for eqn in reversed(jaxpr.eqns):
         if wanted.isdisjoint(eqn.outvars):

@@ -122,6 +122,8 @@ class Mirror:
                 raise Unlike(f"{_where(eqn)} is not there for fewer rows")
         if at < len(part.eqns):
             raise Unlike(f"{_where(part.eqns[at])} is there for fewer rows alone")
+        # Rows 0 to n - 1 of a device's own are not rows 0 to n - 1 of the batch: as indices into its own rows they are
+        # right, as numbers they are not.
         if counters & {atom for atom in part.outvars if not isinstance(atom, Literal)}:
             raise Unlike("row numbers are a result")
         return inner, [*positions, at]
@@ -134,6 +136,7 @@ class Mirror:
             inner.origin.setdefault(part, scope.origin[whole])
 
     def _matches(self, eqn: Equation, other: Equation) -> bool:
+        """Whether two equations are the same one on the same operands."""
         if eqn.primitive is not other.primitive or len(eqn.invars) != len(other.invars):
             return False
         return all(
@@ -174,6 +177,7 @@ class Mirror:
             inner.inner[id(other)], _ = self._body(a, b, nested)
 
     def _draw(self, eqn: Equation, other: Equation, scope: Scope | None) -> Draw:
+        """The shape of random numbers for all rows, and the dim that the rows are."""
         whole, part = eqn.params["shape"], other.params["shape"]
         rows = [i for i, (a, b) in enumerate(zip(whole, part, strict=True)) if a != b]
         lead = len(shape_of(eqn.outvars[0])) - len(whole)
@@ -198,6 +202,8 @@ class Mirror:
         counters.update(other.outvars)
 
     def _literals(self, eqn: Equation, other: Equation, counters: set[Var]) -> None:
+        """Numbers that differ may be the number of rows, where they divide or multiply; elsewhere the loss knows how
+        many there are."""
         for a, b in zip(eqn.invars, other.invars, strict=True):
             if not isinstance(a, Literal):
                 continue
@@ -222,6 +228,7 @@ class Mirror:
         return -1 if np.isclose(a * self._times, b, rtol=1e-6, atol=0) else 0
 
     def _run(self, run: RepeatedLayers, eqns: Sequence[Equation], positions: list[int]) -> RepeatedLayers:
+        """The same repeated layers in the other trace, where their equations start elsewhere."""
         starts = [positions[run.start + r * run.period] for r in range(run.repeats + 1)]
         periods = {b - a for a, b in zip(starts, starts[1:], strict=False)}
         # Layers are matched by where they start; were one of them longer here, the weights of all behind it would be
@@ -272,6 +279,7 @@ class Mirror:
         return self._scales[atom]
 
     def _grown(self, eqn: Equation, position: int) -> int | None:
+        """How one result of an equation grows with the rows, from how its operands do."""
         rows = [not isinstance(atom, Literal) and shape_of(atom) != shape_of(self._other[atom]) for atom in eqn.invars]
         name = eqn.primitive.name
         known = [None if is_rows else self._growth(atom) for atom, is_rows in zip(eqn.invars, rows, strict=True)]

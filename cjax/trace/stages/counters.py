@@ -31,6 +31,8 @@ def depends(eqns: Sequence[Equation], on: dict[Var, Kinds], mark: Callable[[Equa
     """
     for eqn in eqns:
         ins = [on.get(v, frozenset()) if not isinstance(v, Literal) else frozenset() for v in eqn.invars]
+        # Result by result: a loop over layers carries activations and counts of random numbers side by side, and taken
+        # as one all of it would depend on the examples.
         if is_scan(eqn):
             outs = _of_scan(eqn, ins)
         else:
@@ -121,6 +123,7 @@ def narrowed(eqns: Sequence[Equation], targets: Sequence[Atom]) -> list[Item]:
 
 
 def _narrow(eqn: Equation, live: set[Var]) -> _Loop:
+    """Of a scan, the carries, slices and equations that its results in `live` need."""
     loop = scan_of(eqn)
     last, ys = loop.last(loop.body.outvars), loop.ys(loop.body.outvars)
     carries = {i for i, var in enumerate(loop.last(eqn.outvars)) if var in live}

@@ -22,7 +22,7 @@ from cjax.trace.stages.counters import depends
 
 # A value, or the values of all layers that are stacked on a new dim 0.
 Entry = tuple[Var, ...]
-MOVES = frozenset({"batch", "key", "carried"})  # differ from micro-batch to micro-batch
+MOVES = frozenset({"batch", "key", "model_state"})  # differ from micro-batch to micro-batch
 MADE_OF = frozenset({"params", "batch", "stack"})  # what a counter does not depend on
 NONE: frozenset[str] = frozenset()
 # Each stack is cut over all stages, and a further one costs every stage a chunk more: two small layers of a tokenizer
@@ -95,9 +95,9 @@ class CutTrace:
         return tuple(_items(self.trace, self.stacks))
 
     def results(self) -> list[Atom]:
-        """The variables that are results of the loss, new carried values aside."""
+        """The variables that are results of the loss, the new model state aside."""
         outvars = self.trace.closed.jaxpr.outvars
-        return list(outvars[: len(outvars) - len(self.trace.leaves_of("carried"))])
+        return list(outvars[: len(outvars) - len(self.trace.leaves_of("model_state"))])
 
     def needed(self, targets: Iterable[Atom], known: Iterable[Var]) -> list[Equation | RepeatedLayers]:
         """The items that compute `targets`, from `known` and the inputs."""
@@ -146,17 +146,17 @@ def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:
         return "recomputed" if on & MOVES else "once"
 
     once = [tuple(e for e in stack.reads if kind(e) == "once") for stack in stacks]
-    beside = [tuple(e for e in stack.reads if kind(e) == "beside") for stack in stacks]
-    travels: list[tuple[Entry, ...]] = []
+    recomputed = [tuple(e for e in stack.reads if kind(e) == "recomputed") for stack in stacks]
+    transferred: list[tuple[Entry, ...]] = []
     used: set[Var] = set()
     outvars = trace.closed.jaxpr.outvars
-    num_results = len(outvars) - len(trace.leaves_of("carried"))
+    num_results = len(outvars) - len(trace.leaves_of("model_state"))
     targets = [*outvars[:num_results], *(outvars[num_results + i] for i in states.after)]
     # Last stack first: what is read behind a stack, and was made in front of it, has to pass through it too, and so
     # through all that are in front.
     for k in reversed(range(len(stacks))):
         mine = {v for e in (stacks[k].final, stacks[k].last_only, *stacks[k].outputs) for v in e if v is not None}
-        wanted = dict.fromkeys(e for e in stacks[k].reads if kind(e) == "travels")
+        wanted = dict.fromkeys(e for e in stacks[k].reads if kind(e) == "transferred")
         seen: set[Var] = set()
         queue = [v for v in targets if not isinstance(v, Literal)]
         while queue:
@@ -205,7 +205,9 @@ def widened(stack: LayerStack, trace: Trace, hooks: Hooks) -> LayerStack:
 def find_states(trace: Trace, stacks: Sequence[LayerStack]) -> States:
     """Leaves of the model state that are made of examples. One that is only cast behind a stack is its layers'."""
     casts = _casts(trace, stacks)
-    new, on = [_cast_from(var, casts) for var in _new_carried(trace)], _depends(trace, stacks)
+    # State keeps its own dtype, so under bfloat16 a cast follows the layers' result; without looking through it, their
+    # state would seem to be made behind the stack, on another stage.
+    new, on = [_cast_from(var, casts) for var in _new_model_state(trace)], _depends(trace, stacks)
     mine = {var: i for i, var in enumerate(new) if not isinstance(var, Literal) and on.get(var, NONE) & MADE_OF}
     layers = tuple(
         tuple((j, tuple(mine[v] for v in entry)) for j, entry in enumerate(stack.outputs) if set(entry) <= set(mine))
@@ -269,9 +271,9 @@ def _cast_from(var: Atom, casts: Mapping[Var, Atom]) -> Atom:
     return var
 
 
-def _new_carried(trace: Trace) -> list[Atom]:
+def _new_model_state(trace: Trace) -> list[Atom]:
     outvars = trace.closed.jaxpr.outvars
-    return list(outvars[len(outvars) - len(trace.leaves_of("carried")) :])
+    return list(outvars[len(outvars) - len(trace.leaves_of("model_state")) :])
 
 
 def reads(item: Equation | RepeatedLayers, trace: Trace) -> list[Var]:
@@ -289,6 +291,7 @@ def writes(item: Equation | RepeatedLayers, trace: Trace) -> list[Var]:
 
 
 def _items(trace: Trace, stacks: Sequence[LayerStack]) -> list[Equation | RepeatedLayers]:
+    """What stands outside of the stacks, in order: equations, and repeated layers too cheap to be cut at."""
     starts: dict[int, LayerStack | RepeatedLayers] = {stack.start: stack for stack in stacks}
     starts |= {run.start: run for run in trace.runs if run.start not in starts}
     items: list[Equation | RepeatedLayers] = []
@@ -312,8 +315,9 @@ def _made(trace: Trace, stacks: Sequence[LayerStack]) -> dict[Var, int]:
 def _depends(
     trace: Trace, stacks: Sequence[LayerStack], named: Mapping[int, str] = MappingProxyType({})
 ) -> dict[Var, frozenset[str]]:
-    """The kinds of inputs that each variable depends on; "stack" if on what layers have made of examples. Some carried
-    values may have names of their own."""
+    """The kinds of inputs that each variable depends on; "stack" if on what layers have made of examples. Some leaves
+    of the model state may have names of their own."""
+    # A micro-batch's index is only ever folded into keys, and moves as they do.
     kinds = {"index": "key"}
     own = {trace.leaves_of("model_state")[i]: name for i, name in named.items()}
     on = {
@@ -331,6 +335,7 @@ def _depends(
 
 
 def _of_run(trace: Trace, run: RepeatedLayers, index: dict[Var, int], weights: set[int]) -> LayerStack:
+    """Repeated layers, found in an unrolled trace, as a layer stack."""
     eqns = trace.closed.jaxpr.eqns[run.start : run.stop]
     t = run.template
     layer = trace.closed.jaxpr.eqns[run.start + t * run.period : run.start + (t + 1) * run.period]

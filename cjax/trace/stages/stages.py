@@ -65,9 +65,9 @@ class Stages:
         self._compute(atoms, (), env)
         return [jnp.asarray(self._emitter.read(env, atom)) for atom in atoms]
 
-    def _new(self, carried: Sequence[int]) -> list[Atom]:
+    def _new(self, model_state: Sequence[int]) -> list[Atom]:
         outvars = self.cut.trace.closed.jaxpr.outvars
-        return [outvars[len(self.cut.results()) + i] for i in carried]
+        return [outvars[len(self.cut.results()) + i] for i in model_state]
 
     def once(self, k: int, trained: Arrays, given: Arrays) -> Arrays:
         """What layers of stack `k` read that depends on no micro-batch, weights ready for use."""
@@ -81,7 +81,7 @@ class Stages:
         """The new model state, in these groups: leaves that need no layer, such as the state of random numbers."""
         env = self._env(trained, given)
         targets = self.cut.trace.closed.jaxpr.outvars[len(self.cut.results()) :]
-        old = [self.cut.trace.closed.jaxpr.invars[i] for i in self.cut.trace.leaves_of("carried")]
+        old = [self.cut.trace.closed.jaxpr.invars[i] for i in self.cut.trace.leaves_of("model_state")]
         states = self.cut.states.every
         items = narrowed(self.cut.trace.closed.jaxpr.eqns, [v for i, v in enumerate(targets) if i not in states])
         run(items, lambda var: self._emitter.read(env, var), env.values.update)
@@ -99,7 +99,7 @@ class Stages:
         k: int,
         ready: Arrays,
         once: Arrays,
-        beside: Arrays,
+        recomputed: Arrays,
         index: jax.Array,
         payload: Arrays,
         states: bool = False,
@@ -115,10 +115,10 @@ class Stages:
           states: which of both.
         """
         stack, cut = self.cut.stacks[k], self.cut
-        carry, outputs, last, travels = self._split(k, payload)
+        carry, outputs, last, transferred = self._split(k, payload)
         values: dict[Entry, jax.Array] = dict(zip(cut.once[k], once, strict=True))
-        values.update(zip(cut.beside[k], beside, strict=True))
-        values.update(zip(cut.travels[k], travels, strict=True))
+        values.update(zip(cut.recomputed[k], recomputed, strict=True))
+        values.update(zip(cut.transferred[k], transferred, strict=True))
         invars = cut.trace.closed.jaxpr.invars
         own = {tuple(invars[i] for i in g): w for g, w in zip(stack.weights, ready, strict=True)}
         xs = {
@@ -150,7 +150,7 @@ class Stages:
 
     # -- payloads --
     def _sources(self, k: int) -> list[Atom]:
-        return [*self.cut.stacks[k].initial, *(v for entry in self.cut.travels[k] for v in entry)]
+        return [*self.cut.stacks[k].initial, *(v for entry in self.cut.transferred[k] for v in entry)]
 
     def _payload(self, k: int, env: Env) -> Arrays:
         """What the first layer of stack `k` is handed, with room for what each layer gives."""
@@ -198,6 +198,7 @@ class Stages:
 
     # -- evaluation --
     def _env(self, trained: Arrays, given: Arrays) -> Env:
+        """The values of all inputs, by their variables."""
         closed = self.cut.trace.closed
         env = Env(self.cut.trace.dims.top)
         env.values.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))

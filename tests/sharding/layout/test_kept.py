@@ -62,9 +62,9 @@ def test_what_rules_keep_whole_is_named_as_the_users_own_choice() -> None:
 def test_shares_are_of_bytes() -> None:
     """A weight of float32 counts twice beside one of bfloat16."""
 
-    def loss(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+    def loss(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
         x = batch @ params["a"]
-        return (x.astype(jnp.bfloat16) @ params["b"]).astype(jnp.float32).mean(), {}, carried
+        return (x.astype(jnp.bfloat16) @ params["b"]).astype(jnp.float32).mean(), {}, model_state
 
     shapes = {"a": jnp.ones((6, 8)), "b": jnp.ones((8, 6), jnp.bfloat16)}
     trace = plain_trace(loss, params=shapes, batch=jnp.ones((4, 6)))

@@ -104,8 +104,8 @@ def test_words_for_heads_that_do_not_divide_name_plans_of_the_same_mode(tensor: 
 
 
 def test_a_dim_that_is_taken_apart_is_split_along_its_first_factor() -> None:
-    def loss(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
-        return jnp.tanh((batch @ params["w"]).reshape(-1, 3, 8)).mean(), {}, carried
+    def loss(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
+        return jnp.tanh((batch @ params["w"]).reshape(-1, 3, 8)).mean(), {}, model_state
 
     trace = plain_trace(loss, params={"w": jnp.ones((5, 24))}, batch=jnp.ones((4, 5)))
     wide = trace.classes_of(0)[1]

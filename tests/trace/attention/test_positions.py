@@ -30,37 +30,37 @@ def layers(depth: int, seed: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def unrolled(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+def unrolled(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
     x = batch["x"]
     mask = jnp.arange(LENGTH)[:, None] >= jnp.arange(LENGTH)
     for layer in params["layers"]:
         x = x + attention(x, x, layer, mask)
-    return x.mean(), {}, carried
+    return x.mean(), {}, model_state
 
 
-def rolled(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+def rolled(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
     def turn(x: Any, layer: Any) -> Any:
         return x + attention(x, x, layer), None
 
-    return jax.lax.scan(turn, batch["x"], params["layers"])[0].mean(), {}, carried
+    return jax.lax.scan(turn, batch["x"], params["layers"])[0].mean(), {}, model_state
 
 
-def rematted(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
-    return jax.checkpoint(lambda x: attention(x, x, params["layers"][0]))(batch["x"]).mean(), {}, carried
+def rematted(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
+    return jax.checkpoint(lambda x: attention(x, x, params["layers"][0]))(batch["x"]).mean(), {}, model_state
 
 
-def crossed(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+def crossed(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
     """Before, in and behind a row of layers."""
     x, memory = batch["x"], batch["memory"]
     memory = memory + attention(memory, memory, params["first"])
     for layer in params["layers"]:
         x = x + attention(x, memory, layer)
-    return (x + attention(x, x, params["last"])).mean(), {}, carried
+    return (x + attention(x, x, params["last"])).mean(), {}, model_state
 
 
-def asked(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+def asked(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
     """Of the memory's positions none is a query's."""
-    return attention(batch["x"], batch["memory"], params["layers"][0]).mean(), {}, carried
+    return attention(batch["x"], batch["memory"], params["layers"][0]).mean(), {}, model_state
 
 
 STACK = {"layers": {name: np.stack([layer[name] for layer in layers(3)]) for name in "qkvo"}}
@@ -87,13 +87,13 @@ def test_positions_are_those_of_the_batch(name: str) -> None:
 
 
 def test_what_is_no_attention_is_named_once() -> None:
-    def penalised(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+    def penalised(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
         x, loss = batch["x"], 0.0
         for layer in params["layers"]:
             weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", x @ layer["q"], x @ layer["k"]))
             loss += jnp.square(weights).sum()
             x = x + jnp.einsum("bqk,bkd->bqd", weights, x @ layer["v"]) @ layer["o"]
-        return loss + x.mean(), {}, carried
+        return loss + x.mean(), {}, model_state
 
     found, (reason,) = positions(plain_trace(penalised, params={"layers": layers(3)}, batch=X))
     assert not found and "neither dropout nor a product with values" in reason

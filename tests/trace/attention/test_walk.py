@@ -31,7 +31,7 @@ def walked(weigh: Any) -> Walk:
 
 
 def made_by(walk: Walk, part: str) -> str:
-    return walk.trace.writer[walk.parts[part]].primitive.name
+    return walk.trace.writer[walk.by_name[part]].primitive.name
 
 
 def plain(scores: Any) -> Any:
@@ -47,15 +47,18 @@ def shifted(scores: Any, low: Any = None) -> Any:
 def test_each_part_of_a_softmax_has_its_name() -> None:
     walk = walked(lambda scores: shifted(scores * 0.5))
     assert walk.sizes == dict(enumerate((B, H, QUERIES, KEYS)))
-    assert walk.parts["key"] == 3
+    assert walk.by_name["key"] == 3
     names = {part: made_by(walk, part) for part in ("logits", "masked", "exps", "total", "numerator", "weights")}
     assert names == {"logits": "mul", "masked": "mul", "exps": "exp", "total": "reduce_sum", "numerator": "exp",
                      "weights": "div"}  # fmt: skip
-    assert walk.parts["terms"] is walk.parts["exps"] and walk.parts["dropped"] is walk.parts["weights"]
-    assert walk.parts["logits"] is walk.parts["masked"], "the exponents are relative to their own maximum"
-    assert [walk.parts["final"], walk.parts["division"]] == [walk.spine[-1], walk.trace.writer[walk.parts["weights"]]]
-    assert {walk.kinds[walk.start.outvars[0]], walk.kinds[walk.parts["logits"]]} == {"logits"}
-    assert walk.labels[walk.parts["total"]] == ((0,), (1,), (2,))
+    assert walk.by_name["terms"] is walk.by_name["exps"] and walk.by_name["dropped"] is walk.by_name["weights"]
+    assert walk.by_name["logits"] is walk.by_name["masked"], "the exponents are relative to their own maximum"
+    assert [walk.by_name["final"], walk.by_name["division"]] == [
+        walk.spine[-1],
+        walk.trace.writer[walk.by_name["weights"]],
+    ]
+    assert {walk.kinds[walk.start.outvars[0]], walk.kinds[walk.by_name["logits"]]} == {"logits"}
+    assert walk.labels[walk.by_name["total"]] == ((0,), (1,), (2,))
 
 
 def test_the_maximum_is_taken_off_or_it_is_not() -> None:
@@ -95,7 +98,9 @@ def test_weights_may_be_scaled_on_their_way_but_not_bent() -> None:
         jax.lax.stop_gradient,
     ):
         walk = walked(lambda scores, function=function: function(shifted(scores)))
-        assert walk.parts["dropped"] is walk.spine[-2].outvars[0] or walk.parts["dropped"] is walk.parts["weights"]
+        assert (
+            walk.by_name["dropped"] is walk.spine[-2].outvars[0] or walk.by_name["dropped"] is walk.by_name["weights"]
+        )
     for function, name in (
         (lambda w: w * w, "mul|square|integer_pow"),
         (lambda w: w + 1, "add"),
@@ -120,7 +125,7 @@ def test_what_divides_is_told_from_what_is_divided() -> None:
 
     for combine in (lambda x, total: x / total, lambda x, total: x * (1 / total), lambda x, total: (1 / total) * x):
         walk = walked(once(combine))
-        assert made_by(walk, "numerator") == "exp" and walk.kinds[walk.parts["divisor"]] == "sum"
+        assert made_by(walk, "numerator") == "exp" and walk.kinds[walk.by_name["divisor"]] == "sum"
     with pytest.raises(Other):
         walked(once(lambda x, total: total / x))
     with pytest.raises(Other):  # two exponentials, of which one could be of something else

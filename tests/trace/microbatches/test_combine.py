@@ -27,18 +27,18 @@ def rows_of(num: int) -> Any:
     return {name: array[:num] for name, array in BATCH.items()}
 
 
-def traced(loss: Any, num: int, carried: Any = ()) -> Trace:
-    """The trace of `(params, batch) -> loss, aux`, or `(params, batch, carried) -> loss, aux, carried`."""
+def traced(loss: Any, num: int, model_state: Any = ()) -> Trace:
+    """The trace of `(params, batch) -> loss, aux`, or `(params, batch, carried) -> loss, aux, model_state`."""
 
-    def function(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
-        return loss(params, batch, carried) if carried else (*loss(params, batch), carried)
+    def function(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
+        return loss(params, batch, model_state) if model_state else (*loss(params, batch), model_state)
 
-    return plain_trace(function, params=PARAMS, carried=carried, batch=rows_of(num))
+    return plain_trace(function, params=PARAMS, model_state=model_state, batch=rows_of(num))
 
 
-def lifted(loss: Any, num: int = ROWS // PARTS, carried: Any = (), **options: Any) -> Trace:
+def lifted(loss: Any, num: int = ROWS // PARTS, model_state: Any = (), **options: Any) -> Trace:
     options = {"shares": True} | options
-    return lift(traced(loss, num, carried), lambda rows: traced(loss, rows, carried).closed, ROWS, **options)
+    return lift(traced(loss, num, model_state), lambda rows: traced(loss, rows, model_state).closed, ROWS, **options)
 
 
 def evaluated(trace: Trace, batch: Any, *more: Any) -> list[Any]:
@@ -177,25 +177,29 @@ STATE = {"mean": np.zeros(WIDTH, np.float32), "steps": np.float32(0)}
 
 
 def test_what_changes_without_examples_changes_once() -> None:
-    def loss(params: Any, batch: Any, carried: Any) -> Any:
-        new = {"mean": 0.9 * carried["mean"] + 0.1 * batch["x"].mean(0), "steps": carried["steps"] + 1}
+    def loss(params: Any, batch: Any, model_state: Any) -> Any:
+        new = {"mean": 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0), "steps": model_state["steps"] + 1}
         return errors(params, batch).mean(), {}, new
 
-    assert counters(lifted(loss, carried=STATE), [False, False]) == {1}
+    assert counters(lifted(loss, model_state=STATE), [False, False]) == {1}
     assert counters(lifted(a_mean), []) == frozenset()
 
 
 def test_state_that_depends_on_both_is_refused() -> None:
-    def debiased(params: Any, batch: Any, carried: Any) -> Any:
-        steps = carried["steps"] + 1
-        return errors(params, batch).mean(), {}, {"mean": carried["mean"] + batch["x"].mean(0) / steps, "steps": steps}
+    def debiased(params: Any, batch: Any, model_state: Any) -> Any:
+        steps = model_state["steps"] + 1
+        return (
+            errors(params, batch).mean(),
+            {},
+            {"mean": model_state["mean"] + batch["x"].mean(0) / steps, "steps": steps},
+        )
 
     with pytest.raises(ValueError, match="makes mean of the examples and of steps, which changes at every call"):
-        counters(lifted(debiased, carried=STATE), [False, False])
+        counters(lifted(debiased, model_state=STATE), [False, False])
 
-    def counted(params: Any, batch: Any, carried: Any) -> Any:
-        steps = carried["steps"] * batch["x"].shape[0]
-        return errors(params, batch).mean(), {}, {**carried, "steps": steps}
+    def counted(params: Any, batch: Any, model_state: Any) -> Any:
+        steps = model_state["steps"] * batch["x"].shape[0]
+        return errors(params, batch).mean(), {}, {**model_state, "steps": steps}
 
     with pytest.raises(ValueError, match="makes steps of the number of examples"):
-        counters(lifted(counted, carried=STATE), [False, False])
+        counters(lifted(counted, model_state=STATE), [False, False])

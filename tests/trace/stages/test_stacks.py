@@ -43,8 +43,8 @@ def taken(function: Any, **trees: Any) -> tuple[Trace, CutTrace]:
 # -- finding ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("loop", [unrolled, rolled])
 def test_a_stack_has_the_weights_of_its_layers(loop: Any) -> None:
-    def loss(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
-        return (loop(batch["x"] @ params["in"], params["layers"]) @ params["out"]).sum(), {}, carried
+    def loss(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
+        return (loop(batch["x"] @ params["in"], params["layers"]) @ params["out"]).sum(), {}, model_state
 
     layers = weights() if loop is unrolled else stacked(weights())
     trace = plain_trace(loss, params=ends(layers=layers), batch=BATCH)
@@ -64,9 +64,9 @@ def test_a_stack_has_the_weights_of_its_layers(loop: Any) -> None:
 def test_a_weight_that_is_read_elsewhere_is_not_the_layers_own() -> None:
     """Tied weights: one that the head reads as well, and one of all layers."""
 
-    def loss(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+    def loss(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
         x = unrolled(batch["x"] @ params["in"], params["layers"], params["shift"])
-        return ((x @ params["layers"][1]["up"]).sum() + (x @ params["out"]).sum()), {}, carried
+        return ((x @ params["layers"][1]["up"]).sum() + (x @ params["out"]).sum()), {}, model_state
 
     trace = plain_trace(loss, params=ends(layers=weights(), shift=numbers(WIDTH)), batch=BATCH)
     (stack,) = find_stacks(trace)
@@ -78,9 +78,9 @@ def test_a_weight_that_is_read_elsewhere_is_not_the_layers_own() -> None:
 
 
 def test_a_scans_weight_that_is_read_elsewhere_is_not_its_own() -> None:
-    def loss(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+    def loss(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
         x = rolled(batch["x"] @ params["in"], params["layers"])
-        return (x @ params["out"]).sum() + params["layers"]["up"].sum(), {}, carried
+        return (x @ params["out"]).sum() + params["layers"]["up"].sum(), {}, model_state
 
     trace = plain_trace(loss, params=ends(layers=stacked(weights())), batch=BATCH)
     (stack,) = find_stacks(trace)
@@ -91,19 +91,19 @@ def test_a_scans_weight_that_is_read_elsewhere_is_not_its_own() -> None:
 def test_what_is_no_stack() -> None:
     """Loops without weights, loops that run backwards, and those that cost next to nothing beside the others."""
 
-    def loss(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+    def loss(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
         x = batch["x"] @ params["in"]
         x = jax.lax.scan(lambda x, w: (x + hidden(x, w), None), x, params["layers"], reverse=True)[0]
         x = jax.lax.scan(lambda x, _: (jnp.tanh(x @ x.T) @ x, None), x, None, length=DEPTH)[0]
-        return (x @ params["out"]).sum(), {}, carried
+        return (x @ params["out"]).sum(), {}, model_state
 
     assert find_stacks(plain_trace(loss, params=ends(layers=stacked(weights())), batch=BATCH)) == ()
 
     def beside(share: int) -> Any:
-        def loss(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+        def loss(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
             few, many = params["few"], params["many"]
             x = jax.lax.scan(lambda x, w: (x + w[0] * (x @ w), None), batch["x"] @ params["in"], few)[0]
-            return (rolled(x, many) @ params["out"]).sum(), {}, carried
+            return (rolled(x, many) @ params["out"]).sum(), {}, model_state
 
         few = numbers(2, WIDTH, WIDTH)
         return plain_trace(loss, params=ends(few=few, many=stacked(weights(share))), batch=BATCH)
@@ -114,7 +114,7 @@ def test_what_is_no_stack() -> None:
 
 
 # -- what layers read -------------------------------------------------------------------------------------------------
-def full(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+def full(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
     """Layers that read something of each kind; what the first was made of is read behind the last as well."""
     x = batch["x"] @ params["in"]
     memory, skip = jnp.sin(x), jnp.cos(x)
@@ -125,7 +125,7 @@ def full(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: An
         h = hidden(x, layer)
         every.append(jnp.square(h).sum())
         x = x + h * scale * step * seen * memory
-    return ((x + skip) @ params["out"]).sum(), {"every": jnp.stack(every)}, carried
+    return ((x + skip) @ params["out"]).sum(), {"every": jnp.stack(every)}, model_state
 
 
 def test_what_layers_read_is_made_once_beside_them_or_travels() -> None:
@@ -137,9 +137,13 @@ def test_what_layers_read_is_made_once_beside_them_or_travels() -> None:
     once = {on: entry[0] for entry, on in zip(found.once[0], found.learned[0], strict=True)}
     assert {on: makers[var] for on, var in once.items()} == {True: "exp", False: "exp"}
     assert once[True] in writes_of(trace, "scale") and once[False] in writes_of(trace, "step")
-    assert [makers[var] for (var,) in found.beside[0]] == ["convert_element_type"]
-    assert sorted(makers[var] for (var,) in found.travels[0]) == ["cos", "sin"], "what is read behind the stack too"
-    assert set(stack.reads) == {*found.once[0], *found.beside[0], *(e for e in found.travels[0] if e in stack.reads)}
+    assert [makers[var] for (var,) in found.recomputed[0]] == ["convert_element_type"]
+    assert sorted(makers[var] for (var,) in found.transferred[0]) == ["cos", "sin"], "what is read behind the stack too"
+    assert set(stack.reads) == {
+        *found.once[0],
+        *found.recomputed[0],
+        *(e for e in found.transferred[0] if e in stack.reads),
+    }
     assert [len(entry) for entry in stack.outputs] == [DEPTH]
 
 
@@ -150,14 +154,14 @@ def writes_of(trace: Trace, name: str) -> set[Any]:
     return {out for eqn in trace.closed.jaxpr.eqns for out in eqn.outvars if var in eqn.invars}
 
 
-def two(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+def two(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
     """An encoder and a decoder: the second stack reads the first, and something made before both."""
     x = batch["x"] @ params["in"]
     before = jnp.sin(x)
     memory = jnp.cos(unrolled(x, params["encoder"]))
     for layer in params["decoder"]:
         x = x + jnp.tanh(hidden(x, layer) * memory) + before
-    return (x @ params["out"]).sum(), {}, carried
+    return (x @ params["out"]).sum(), {}, model_state
 
 
 def test_what_the_second_stack_reads_travels_through_the_first() -> None:
@@ -166,11 +170,11 @@ def test_what_the_second_stack_reads_travels_through_the_first() -> None:
     assert [stack.length for stack in found.stacks] == [3, 4]
     assert found.stacks[0].stop <= found.stacks[1].start
     makers = {var: eqn.primitive.name for eqn in trace.closed.jaxpr.eqns for var in eqn.outvars}
-    assert sorted(makers[v] for (v,) in found.travels[1]) == ["cos", "sin"]
+    assert sorted(makers[v] for (v,) in found.transferred[1]) == ["cos", "sin"]
     # The decoder starts with what the encoder started with, and reads what was made before both.
-    assert sorted(makers[v] for (v,) in found.travels[0]) == ["dot_general", "sin"]
+    assert sorted(makers[v] for (v,) in found.transferred[0]) == ["dot_general", "sin"]
     made = {var: at for at, eqn in enumerate(trace.closed.jaxpr.eqns) for var in eqn.outvars}
-    for stack, travels in zip(found.stacks, found.travels, strict=True):
+    for stack, travels in zip(found.stacks, found.transferred, strict=True):
         assert all(made[v] < stack.start for (v,) in travels), "nothing travels before it is made"
 
 
@@ -183,7 +187,7 @@ def test_what_is_outside_of_stacks_is_enough_for_results(function: Any) -> None:
     trace, found = taken(function, params=ends(**trees), frozen={"step": numbers(WIDTH)}, batch=BATCH)
     inputs = set(trace.closed.jaxpr.invars)
     last = found.stacks[-1]
-    known = {*last.final, *(v for entry in (*last.outputs, *found.travels[-1]) for v in entry)}
+    known = {*last.final, *(v for entry in (*last.outputs, *found.transferred[-1]) for v in entry)}
     items = found.needed(found.results(), known)
     done = set(known)
     for item in items:
@@ -216,15 +220,15 @@ def running(old: Any, x: Any) -> Any:
     return 0.9 * old + 0.1 * x.mean(0)
 
 
-def with_states(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
+def with_states(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
     """Averages made before the layers, by each of them and behind them; and a count of draws."""
     x = batch["x"] @ params["in"]
-    new = {"count": carried["count"] + 1, "first": running(carried["first"], x), "layers": []}
-    for layer, mean in zip(params["layers"], carried["layers"], strict=True):
+    new = {"count": model_state["count"] + 1, "first": running(model_state["first"], x), "layers": []}
+    for layer, mean in zip(params["layers"], model_state["layers"], strict=True):
         h = hidden(x, layer)
         new["layers"].append(running(mean, h))
         x = x + h
-    new["last"] = running(carried["last"], x)
+    new["last"] = running(model_state["last"], x)
     return (x @ params["out"]).sum(), {}, new
 
 
@@ -234,8 +238,8 @@ PARAMS = ends(layers=weights())
 
 
 def test_states_are_told_by_who_makes_them() -> None:
-    trace, found = taken(with_states, params=PARAMS, carried=CARRIED, batch=BATCH)
-    names = [trace.leaves[i].name for i in trace.leaves_of("carried")]
+    trace, found = taken(with_states, params=PARAMS, model_state=CARRIED, batch=BATCH)
+    names = [trace.leaves[i].name for i in trace.leaves_of("model_state")]
     states = found.states
     (((place, group),),) = states.layers
     assert [names[i] for i in group] == [f"layers/{i}" for i in range(DEPTH)] and place == 0
@@ -251,38 +255,38 @@ def test_a_state_that_is_cast_behind_its_layer_is_its_layers() -> None:
         loss, aux, new = with_states(*args)
         return loss, aux, {**new, "layers": [x.astype(jnp.bfloat16) for x in new["layers"]]}
 
-    carried = {**CARRIED, "layers": [x.astype(jnp.bfloat16) for x in CARRIED["layers"]]}
-    _, found = taken(cast, params=PARAMS, carried=carried, batch=BATCH)
+    model_state = {**CARRIED, "layers": [x.astype(jnp.bfloat16) for x in CARRIED["layers"]]}
+    _, found = taken(cast, params=PARAMS, model_state=model_state, batch=BATCH)
     assert [len(group) for _, group in found.states.layers[0]] == [DEPTH]
     assert len(found.states.after) == 1
 
 
 @pytest.mark.parametrize("which", ["first", "last", "layers"])
 def test_states_that_decide_about_results_are_named(which: str) -> None:
-    def normed(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
-        loss, aux, new = with_states(params, frozen, carried, batch, key, index)
-        old = carried["layers"][1] if which == "layers" else carried[which]
+    def normed(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
+        loss, aux, new = with_states(params, frozen, model_state, batch, key, index)
+        old = model_state["layers"][1] if which == "layers" else model_state[which]
         return loss + old.sum(), aux, new
 
-    trace = plain_trace(normed, params=PARAMS, carried=CARRIED, batch=BATCH)
+    trace = plain_trace(normed, params=PARAMS, model_state=CARRIED, batch=BATCH)
     wanted = "layers/1" if which == "layers" else which
     assert reads_states(trace, find_stacks(trace)) == [wanted]
 
 
 def test_states_made_in_one_place_and_read_in_another_are_named() -> None:
-    def handed(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
-        loss, aux, new = with_states(params, frozen, carried, batch, key, index)
-        return loss, aux, {**new, "first": new["first"] + carried["last"]}
+    def handed(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
+        loss, aux, new = with_states(params, frozen, model_state, batch, key, index)
+        return loss, aux, {**new, "first": new["first"] + model_state["last"]}
 
-    trace = plain_trace(handed, params=PARAMS, carried=CARRIED, batch=BATCH)
+    trace = plain_trace(handed, params=PARAMS, model_state=CARRIED, batch=BATCH)
     assert torn_states(trace, find_stacks(trace)) == ["last"]
     assert not reads_states(trace, find_stacks(trace))
 
-    def within(params: Any, frozen: Any, carried: Any, batch: Any, key: Any, index: Any) -> Any:
-        loss, aux, new = with_states(params, frozen, carried, batch, key, index)
-        return loss, aux, {**new, "last": new["last"] + carried["layers"][0]}
+    def within(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
+        loss, aux, new = with_states(params, frozen, model_state, batch, key, index)
+        return loss, aux, {**new, "last": new["last"] + model_state["layers"][0]}
 
-    trace = plain_trace(within, params=PARAMS, carried=CARRIED, batch=BATCH)
+    trace = plain_trace(within, params=PARAMS, model_state=CARRIED, batch=BATCH)
     assert torn_states(trace, find_stacks(trace)) == ["layers/0"]
 
 
