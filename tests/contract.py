@@ -173,8 +173,13 @@ def batch_shape(name: str, wide: bool = False) -> PyTree:
 
 
 @functools.cache
+def source_of(name: str, wide: bool = False) -> TraceSource:
+    """What all plans of the model share, as they do in a user's program."""
+    return TraceSource(subject(name, wide).captured, batch_shape(name, wide))
+
+
 def trace_of(name: str, parts: int = 1) -> Trace:
-    return TraceSource(subject(name, False).captured, batch_shape(name)).read(parts)
+    return source_of(name).read(parts)
 
 
 def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -204,7 +209,7 @@ def program_of(name: str, plan: str, wide: bool, optimizer: optax.GradientTransf
     """The model under the plan, on as many of the virtual devices as it says (all by default)."""
     devices = jax.devices()[: 1 if plan.startswith("data=1 ") else NUM_DEVICES]
     resolved = Plan.parse(plan).resolve(len(devices))
-    given = Given(TraceSource(subject(name, wide).captured, batch_shape(name, wide)), optimizer)
+    given = Given(source_of(name, wide), optimizer)
     return Program(compose(given, resolved, devices))
 
 

@@ -46,6 +46,10 @@ PLANS = (
     *LOW,
 )
 
+# Each layout micro-batched in one way, by two and by four in turns: what the default run leaves out. The number is one
+# of the step's loop, and not of its body.
+TWINS = frozenset(f"{layout} microbatches={(4, 2)[i % 2]}" for i, layout in enumerate(LAYOUTS))
+
 
 def num_parts(plan: str) -> int:
     """The micro-batches of a plan."""

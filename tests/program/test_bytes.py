@@ -3,7 +3,7 @@
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +51,15 @@ def most_held(call: Callable[[], Any]) -> tuple[int, int, Any]:
         sys.setprofile(None)
     gc.collect()
     return most - before, alive() - before, result
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_already_stays() -> Iterator[None]:
+    """Programs of other modules are millions of objects, which each `gc.collect` would go through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
