@@ -3,7 +3,7 @@
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
