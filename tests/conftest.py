@@ -57,6 +57,16 @@ gc.set_threshold(100_000, 50, 100)
 assert jax.device_count("cpu") == 8, f"tests need 8 virtual CPU devices, found {jax.device_count('cpu')}"
 
 
+@pytest.fixture(scope="module")
+def settled() -> Iterator[None]:
+    """For modules that collect garbage themselves, or have JAX do it at each trace to look for leaks: programs of other
+    modules are millions of objects, which each collection would go through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compiles_as_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     """With all of XLA's optimizations in modules that measure what it makes of a program for GPUs."""

@@ -77,6 +77,10 @@ TRANSFORMERS = [
 ROUNDING = ["linen_encoder", "linen_encoder_decoder", "linen_lstm", "linen_moe_soft", "nnx_conv", "nnx_llama", *ROWS]
 
 
+# The largest programs of these, whose attentions the others have too.
+QUICK_ROUNDING = [name for name in ROUNDING if name not in ("linen_encoder", "linen_encoder_decoder")]
+
+
 def pairs(chosen: list[str] | tuple[str, ...], names: list[str]) -> list[tuple[str, str]]:
     if ALL:
         return [(name, plan) for name in NAMES for plan in chosen]
@@ -115,7 +119,7 @@ def test_float32_differs_by_rounding_alone(name: str, plan: str) -> None:
     assert_close(on_host(grads), wanted.grads, ROUNDED, "gradient of ")
 
 
-@pytest.mark.parametrize(("name", "plan"), pairs(LOW, ROUNDING))
+@pytest.mark.parametrize(("name", "plan"), pairs(LOW, ROUNDING if ALL else QUICK_ROUNDING))
 def test_low_precision_is_as_good_as_on_one_device(name: str, plan: str) -> None:
     """Not worse than 1.5 times what rounding costs there, gradients taken together."""
     batch = subject(name, wide=False).batches[0]
@@ -316,7 +320,7 @@ def test_default_run_covers_every_model_and_plan() -> None:
     assert len(set(chosen)) == len(chosen)
     assert {name for name, _ in chosen} == set(NAMES)
     assert {plan for _, plan in chosen} == set(EXACT_PLANS) - (set() if ALL else TWINS)
-    assert {plan for _, plan in pairs(LOW, ROUNDING)} == set(LOW)
+    assert {plan for _, plan in pairs(LOW, QUICK_ROUNDING)} == set(LOW)
     twice = cover(NAMES, EXACT_PLANS, 2)
     assert ALL or len(chosen) < len(twice) <= 2 * max(len(NAMES), len(EXACT_PLANS)) + 5
     assert all(sum(pair[0] == name for pair in twice) >= 2 for name in NAMES)

@@ -19,6 +19,7 @@ from cjax.program import evaluation
 
 from .conftest import Net, make, on_host, rows
 
+pytestmark = pytest.mark.usefixtures("settled")
 WIDTH = 4096  # parameters outweigh all else
 
 
@@ -51,15 +52,6 @@ def most_held(call: Callable[[], Any]) -> tuple[int, int, Any]:
         sys.setprofile(None)
     gc.collect()
     return most - before, alive() - before, result
-
-
-@pytest.fixture(autouse=True, scope="module")
-def what_is_there_already_stays() -> Iterator[None]:
-    """Programs of other modules are millions of objects, which each `gc.collect` would go through."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

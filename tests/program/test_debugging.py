@@ -16,6 +16,7 @@ import cjax
 
 from .conftest import assert_same, make, refusal, rows
 
+pytestmark = pytest.mark.usefixtures("settled")
 STRICT: dict[str, Any] = {
     "jax_numpy_dtype_promotion": "strict",
     "jax_numpy_rank_promotion": "raise",

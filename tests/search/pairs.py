@@ -196,7 +196,7 @@ class Pairs:
         stored = {"params": state._params, "frozen": state._frozen, "carried": state._model_state, "opt": state._opt}
         found = {}
         for name, arrays in stored.items():
-            shelf = getattr(shelves, name)
+            shelf = getattr(shelves, {"carried": "model_state"}.get(name, name))
             held = [leaf if is_key(leaf) else np.asarray(leaf) for leaf in arrays]
             found[name] = on_host(shelf.load(held))
         return found
