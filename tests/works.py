@@ -96,7 +96,7 @@ def counted() -> list[tuple[str, list[str], list[tuple[int, int, int]]]]:
         pairs = [{(model, plan) for model in models for plan in mine} for models in KINDS.values()]
         found.append((row, mine, [(len(some), len(some - broken), len(some & default)) for some in pairs]))
     for row, every, few in (
-        ("sequence parallelism", test_sequence_plans.PAIRS, test_sequence_plans.PAIRS),
+        ("sequence parallelism", test_sequence_plans.EVERY_PAIR, test_sequence_plans.PAIRS),
         ("pipelines", test_pipeline_plans.every_pair(), test_pipeline_plans.pairs()),
     ):
         mine = list(dict.fromkeys(plan for _, plan in every))

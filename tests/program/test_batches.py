@@ -183,5 +183,5 @@ def test_a_sharded_axis_does_not_change_what_a_model_gets() -> None:
 
 
 def test_leaves_with_other_numbers_of_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="first dim of every leaf of a batch counts its examples.*: x 4, y 5"):
+    with pytest.raises(ValueError, match="first dim of every leaf of a batch counts its rows.*: x 4, y 5"):
         batch_structs({"x": np.ones((4, 3), np.float32), "y": np.ones(5, np.float32), "z": np.float32(1)})
