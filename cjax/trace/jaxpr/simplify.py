@@ -18,7 +18,8 @@ from cjax.trace.jaxpr.primitives import FACTS, facts_of, having
 from cjax.trace.jaxpr.tracebacks import in_model, is_jax_alone
 
 _INLINED = {name: FACTS[name].body for name in having("inlined")}
-_HIGHER_ORDER = having("remat") | having("loop") | having("branches") | having("own_derivative")
+_REMATS = having("remat")
+_HIGHER_ORDER = _REMATS | having("loop") | having("branches") | having("own_derivative")
 _DERIVATIVES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
@@ -137,13 +138,13 @@ class _Flattener:
         new = dict(params)
         for key, value in params.items():
             if isinstance(value, Jaxpr | ClosedJaxpr):
-                new[key], seeds = self._flatten_body(value)
+                new[key], seeds = self._flatten_body(value, name in _REMATS)
                 if seeds:
                     invars = [*invars, *seeds]
                     if isinstance(params.get("prevent_cse"), tuple):
                         new["prevent_cse"] = (*params["prevent_cse"], *(False for _ in seeds))
             elif key == "branches":
-                new[key] = tuple(self._flatten_body(branch)[0] for branch in value)
+                new[key] = tuple(self._flatten_body(branch, False)[0] for branch in value)
             elif key in _DERIVATIVES:
                 new[key] = self._without_mesh(value)
         return invars, new
@@ -158,10 +159,12 @@ class _Flattener:
             self.memo[id(thunk)] = called_within(thunk, lambda: jax.sharding.use_abstract_mesh(_NO_MESH)), ()
         return self.memo[id(thunk)][0]
 
-    def _flatten_body(self, body: ClosedJaxpr | Jaxpr) -> tuple[object, tuple[Literal, ...]]:
+    def _flatten_body(self, body: ClosedJaxpr | Jaxpr, is_remat: bool) -> tuple[object, tuple[Literal, ...]]:
         if id(body) not in self.memo:
             flattener = _Flattener(hoist=False, memo=self.memo)
-            if isinstance(body, Jaxpr):  # of remat, and alone in that it may grow operands
+            # Remat alone may grow operands. Its jaxpr is an open one; JAX 0.12 has one class for both kinds.
+            if is_remat:
+                assert isinstance(body, Jaxpr)
                 env: dict[Var, Atom] = {}
                 flattener.walk(body.eqns, env, None)
                 outvars = [replaced(env, atom) for atom in body.outvars]
@@ -169,6 +172,7 @@ class _Flattener:
                 flat = body.replace(invars=[*body.invars, *seeds], outvars=outvars, eqns=eqns)
                 self.memo[id(body)] = flat, tuple(seeds.values())
             else:
+                assert isinstance(body, ClosedJaxpr)
                 self.memo[id(body)] = _close(flattener, body.jaxpr, body.consts), ()
         return self.memo[id(body)]
 
