@@ -1,10 +1,9 @@
 """What a schedule is: a table of ticks, and the laws that every table obeys, ours or a user's.
 
 All stages go through the table in lockstep. In one tick a stage runs at most one F, then at most one B, then at most
-one
-W: F is the forward of a micro-batch through a chunk of layers, B its backward, W the gradient of its weights. In a
-table without W, B is the whole backward; in a table with W, it is the gradient of the input alone. What F and B hand
-to another stage is transferred between two ticks, one message to the right and one to the left at most, so the earliest
+one W: F is the forward of a micro-batch through a chunk of layers, B its backward, W the gradient of its weights. In a
+table without W, B is the whole backward; in a table with W, it is the gradient of the input alone. What F and B hand to
+another stage is transferred between two ticks, one message to the right and one to the left at most, so the earliest
 tick that can use it is the next one. Within a tick the order counts: the last chunk may run F and B of one micro-batch
 in one tick, and W may follow its own B.
 """

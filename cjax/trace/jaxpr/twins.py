@@ -83,8 +83,7 @@ class Twins:
 def _variables(
     pairs: Iterable[tuple[Atom, Atom]], eqn: Equation | None = None
 ) -> list[tuple[Var, Var, Equation | None]]:
-    literal = Literal
-    return [(a, b, eqn) for a, b in pairs if not isinstance(a, literal) and not isinstance(b, literal)]
+    return [(a, b, eqn) for a, b in pairs if not isinstance(a, Literal) and not isinstance(b, Literal)]
 
 
 def _alike(eqn: Equation, twin: Equation) -> bool:
