@@ -1,0 +1,59 @@
+"""Plans as columns: a NumPy array for each word, so that a cost is computed for a hundred thousand plans at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cjax.plan import Plan
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
+REMATS = ("none", "dots", "block")
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Resolved plans that share their tensor and sequence words, a column for each other word.
+
+    Args:
+      data, pipeline, chunks, microbatches, zero, zero_group: int64[plans]; the group is `data` where none is named.
+      schedule, remat, precision: int64[plans], places in `SCHEDULES`, `REMATS` and `PRECISIONS`.
+    """
+
+    data: np.ndarray
+    pipeline: np.ndarray
+    schedule: np.ndarray
+    chunks: np.ndarray
+    microbatches: np.ndarray
+    zero: np.ndarray
+    zero_group: np.ndarray
+    remat: np.ndarray
+    precision: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan]) -> "Table":
+        """The columns of resolved plans of one tensor and sequence arrangement.
+
+        >>> Table.of([Plan.parse("data=8 zero=1"), Plan.parse("data=8 remat=block")]).remat.tolist()
+        [0, 2]
+        """
+        assert len({(plan.tensor, plan.sequence) for plan in plans}) <= 1, "a table has one tensor and sequence"
+        rows = [
+            (
+                plan.data,
+                plan.pipeline.size,
+                SCHEDULES.index(plan.pipeline.schedule),
+                plan.pipeline.chunks,
+                plan.microbatches,
+                plan.zero_stage,
+                plan.zero_group,
+                REMATS.index(plan.remat),
+                PRECISIONS.index(plan.precision),
+            )
+            for plan in plans
+        ]
+        return cls(*np.asarray(rows, np.int64).reshape(len(rows), 9).T)

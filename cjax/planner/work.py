@@ -1,0 +1,215 @@
+"""What a step has to do, whatever the plan: plain numbers by named dims, for the whole batch.
+
+A `Work` is read off a trace (`cjax.planner.reading`) or written down from a model's published shapes
+(`cjax.planner.transformer`). A `Split` says what the tensor and sequence words of a plan make of it. All other words
+of a plan only divide: they are columns of a `Table`, and every cost is an array with one entry a plan.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cjax.plan import Remat
+
+Dims = tuple[tuple[str, int], ...]  # (name, size) of each dim; equal names are split alike
+
+BATCH = "batch"  # the name of the dim that data parallelism and micro-batches divide
+
+
+def elements(dims: Dims) -> int:
+    """How many numbers a tensor with these dims has."""
+    return math.prod(size for _, size in dims)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that the forward pass makes, and how many of it."""
+
+    dims: Dims
+    itemsize: int  # bytes of an element under precision=float32
+    is_computed: bool = True  # whether a half precision halves it: a float of the computation, and no index or mask
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matmul or convolution of the forward pass: [batch, rows, inner] x [batch, inner, outer].
+
+    `batch` is in both operands (heads of an attention that no kernel computes, experts). `rows` are the activation's
+    own dims, `outer` the other operand's. `reads` numbers the activation that is read: products that read the same one
+    share one reduction of its gradient. Where `is_weight` is False, both operands are activations.
+    """
+
+    batch: Dims
+    rows: Dims
+    inner: Dims
+    outer: Dims
+    reads: int
+    is_weight: bool = True
+    times: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Of one forward pass over the whole batch: 2 for each multiply-add."""
+        return 2 * self.times * math.prod(map(elements, (self.batch, self.rows, self.inner, self.outer)))
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """An attention that a flash kernel may compute: sizes, and what limits it.
+
+    Args:
+      batch, heads, queries, keys: dims of the scores.
+      kv_heads: how many heads keys and values have.
+      features: of one head; `value_features` of its values.
+      is_causal: whether a query sees no later key (half of the work).
+      is_fused: whether a kernel computes it where there is one (GPUs, half precision); scores are then never stored.
+      why_not: why it can't be, in words for the user.
+    """
+
+    batch: Dims
+    heads: Dims
+    queries: Dims
+    keys: Dims
+    features: int
+    kv_heads: int
+    is_causal: bool = False
+    is_fused: bool = True
+    why_not: str = ""
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of the model, as a device would hold it whole."""
+
+    name: str
+    dims: Dims
+    itemsize: int = 4
+    is_trained: bool = True
+    is_multiplied: bool = True  # whether matmuls read it: converted to the precision, gathered by ZeRO-3
+    times: int = 1  # of layers that hold one each
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of the model: what comes before the layers, one layer of a stack, what comes after.
+
+    Args:
+      name: as the report says it.
+      repeats: how many such layers there are; 1 for what is no stack.
+      products, attentions: matmuls; an attention's own two are in `attentions` alone.
+      touched: what elementwise operations, norms and softmaxes outside of kernels read and write in one forward pass.
+      saved: by remat, what the backward pass needs from the forward pass of this part. Scores of an attention that is
+        fused are not among them.
+      weights: its parameters, those of one layer.
+      stream: what it hands on.
+    """
+
+    name: str
+    repeats: int = 1
+    products: tuple[Product, ...] = ()
+    attentions: tuple[AttentionWork, ...] = ()
+    touched: tuple[Value, ...] = ()
+    saved: Mapping[Remat, tuple[Value, ...]] = field(default_factory=dict)
+    weights: tuple[Weight, ...] = ()
+    stream: Value | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model and a batch: parts in the order in which they run, and what of them a plan must divide.
+
+    Args:
+      parts: stacks of layers among them; pipelines cut where `repeats` > 1.
+      num_rows: rows of the whole batch.
+      tokens: what a rate is counted in: positions of the whole batch, or its rows where it has none.
+      optimizer_bytes: bytes of optimizer state for each byte of trained parameters (Adam in float32: 2).
+      batch_bytes: of one step's batch.
+      notes: what could not be read, for the user.
+    """
+
+    parts: tuple[Part, ...]
+    num_rows: int
+    tokens: int
+    optimizer_bytes: float = 2.0
+    batch_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return sum(part.repeats for part in self.parts if part.repeats > 1)
+
+    @property
+    def model_flops(self) -> float:
+        """Of a step: forward and backward, nothing recomputed; causal attentions count half."""
+        forward = 0.0
+        for part in self.parts:
+            forward += part.repeats * sum(product.flops for product in part.products)
+            for each in part.attentions:
+                scores = math.prod(map(elements, (each.batch, each.heads, each.queries, each.keys)))
+                forward += part.repeats * each.times * 4 * scores * each.features / (2 if each.is_causal else 1)
+        return 3 * forward
+
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A collective that the tensor or sequence words bring into one pass over one part (one layer of a stack).
+
+    Args:
+      kind: as the audit names it.
+      axes: mesh axes along which the members of a group differ.
+      elements: numbers that a device receives, for the whole batch, were it on one data-parallel copy.
+      is_forward: whether it belongs to the forward pass (and is repeated where that is recomputed).
+      is_wide: whether it stays float32 under every precision.
+      count: how many collectives that is.
+      of_weights: whether it is of weights or their gradients: independent of the batch's size.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    elements: float
+    is_forward: bool
+    is_wide: bool = False
+    count: int = 1
+    of_weights: bool = False
+
+
+@dataclass(frozen=True)
+class Split:
+    """What the tensor and sequence words of a plan make of a work.
+
+    Args:
+      axes_of: by dim, the mesh axes that split it; a dim that is missing stays whole.
+      sizes: devices along each of these axes.
+      moves: for each part of the work, its collectives.
+      held: for each part, elements of its weights on one device (of one layer), before ZeRO divides them.
+      notes: what stays whole and why.
+    """
+
+    axes_of: Mapping[str, tuple[str, ...]]
+    sizes: Mapping[str, int]
+    moves: tuple[tuple[Move, ...], ...]
+    held: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def parts_of(self, dims: Dims) -> int:
+        """In how many parts a tensor of these dims is cut: an axis serves one dim, whichever of them it is."""
+        axes = {axis for name, size in dims for axis in self._axes(name, size)}
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def local(self, dims: Dims) -> float:
+        """Elements of such a tensor on one device."""
+        return elements(dims) / self.parts_of(dims)
+
+    def _axes(self, name: str, size: int) -> Sequence[str]:
+        axes = self.axes_of.get(name, ())
+        return axes if size >= math.prod(self.sizes[axis] for axis in axes) else ()
