@@ -35,11 +35,15 @@ class Card:
       kind: `device_kind` as JAX reports it on a real card, and as XLA is told when there is none.
       memory: bytes of device memory, before any driver or library takes its part.
       memory_bandwidth: bytes/s.
-      bf16_flops, tf32_flops, f32_flops: matmul peaks. XLA runs a float32 matmul of default precision as TF32.
+      bf16_flops, f16_flops, tf32_flops, f32_flops: matmul peaks, with sums in float32; None for what a card has not.
+        XLA runs a float32 matmul of default precision as TF32.
       nvlink_bandwidth: bytes/s from one card to the others in its host.
-      network_bandwidth: bytes/s from one card to other hosts (one adapter a card, as vendors build these hosts).
+      network_bandwidth: bytes/s of one network adapter.
       cores, units_per_core, clock_ghz, l2_cache, shared_memory, shared_memory_optin: the chip, for XLA's cost model.
       compute_capability, nvlinks: likewise, in XLA's own text format where it has one.
+      power: watts that the board draws at most.
+      price: dollars for an hour of one card.
+      cards_per_host, adapters_per_host: as vendors build their hosts.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Card:
     memory: int
     memory_bandwidth: float
     bf16_flops: float
+    f16_flops: float
     tf32_flops: float
     f32_flops: float
     nvlink_bandwidth: float
@@ -59,7 +64,10 @@ class Card:
     shared_memory_optin: int
     compute_capability: str
     nvlinks: int
+    power: float
+    price: float | None = None
     cards_per_host: int = 8
+    adapters_per_host: int = 8
 
     def xla_target(self) -> str:
         """This card as the text proto that `jax.experimental.topologies` takes as `target_config`."""
@@ -109,6 +117,7 @@ _A100 = Card(
     memory=85100068864,
     memory_bandwidth=2.03904e12,
     bf16_flops=312e12,
+    f16_flops=312e12,
     tf32_flops=156e12,
     f32_flops=19.5e12,
     nvlink_bandwidth=300e9,
@@ -121,6 +130,7 @@ _A100 = Card(
     shared_memory_optin=166912,
     compute_capability="major: 8",
     nvlinks=12,
+    power=400,
 )
 _H100 = Card(
     name="h100",
@@ -128,6 +138,7 @@ _H100 = Card(
     memory=84942979072,
     memory_bandwidth=3.35232e12,
     bf16_flops=989.4e12,
+    f16_flops=989.4e12,
     tf32_flops=494.7e12,
     f32_flops=66.9e12,
     nvlink_bandwidth=450e9,
@@ -140,9 +151,12 @@ _H100 = Card(
     shared_memory_optin=232448,
     compute_capability="major: 9 feature_extension: ACCELERATED_FEATURES",
     nvlinks=18,
+    power=700,
 )
 # The chip of an H100 with more and faster memory.
-_H200 = dataclasses.replace(_H100, name="h200", kind="NVIDIA H200", memory=143771 * 2**20, memory_bandwidth=4.8e12)
+_H200 = dataclasses.replace(
+    _H100, name="h200", kind="NVIDIA H200", memory=143771 * 2**20, memory_bandwidth=4.8e12, price=3.5
+)
 
 CARDS: dict[str, Card] = {card.name: card for card in (_A100, _H100, _H200)}
 

@@ -1,6 +1,7 @@
 """Facts of the given devices that planning needs: memory a program may use, peak rates, links."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +26,14 @@ class Hardware:
       memory: bytes a device that a program may use. On a GPU, JAX takes three quarters of the card unless told
         otherwise by XLA_PYTHON_CLIENT_MEM_FRACTION; for absent cards all but a reserve of 1.5 GiB is counted.
       memory_bandwidth: bytes/s between a device and its memory.
-      bf16_flops, f32_flops: dense matmul peaks in FLOP/s; float32 as XLA runs it by default, in TF32 on these cards.
-      host_bandwidth, network_bandwidth: bytes/s from a device to others of its host, and to other hosts.
+      bf16_flops, f16_flops, f32_flops: dense matmul peaks in FLOP/s; float32 as XLA runs it by default, in TF32 where
+        the card has it.
+      host_bandwidth: bytes/s from a device to others of its host.
+      network_bandwidth: bytes/s of one network adapter.
+      adapters_per_host: adapters that the devices of a host share; of a host that is in use in part, those that its
+        devices in use reach.
+      price: dollars for an hour of one device.
+      power: watts that one device draws at most.
     """
 
     name: str
@@ -35,20 +42,42 @@ class Hardware:
     memory: int
     memory_bandwidth: float | None = None
     bf16_flops: float | None = None
+    f16_flops: float | None = None
     f32_flops: float | None = None
     host_bandwidth: float | None = None
     network_bandwidth: float | None = None
+    adapters_per_host: int | None = None
+    price: float | None = None
+    power: float | None = None
 
     def matmul_flops(self, dtype: str) -> float | None:
         """Peak FLOP/s of matmuls with operands of this dtype, such as `"bfloat16"`; None where unknown."""
-        return {"bfloat16": self.bf16_flops, "float16": self.bf16_flops, "float32": self.f32_flops}.get(dtype)
+        return {"bfloat16": self.bf16_flops, "float16": self.f16_flops, "float32": self.f32_flops}.get(dtype)
 
-    def bandwidth(self, span: int) -> float | None:
-        """Bytes/s that one device receives in a collective over groups reaching `span` neighbours in the mesh's order.
+    def bandwidth(
+        self, size: int, on_host: int, crossing: int | None = None, is_exchange: bool = False
+    ) -> float | None:
+        """Bytes/s at which each device of a group receives in a collective, at most; None where unknown.
 
-        Groups that stay within a host use its links; others go at the network's pace.
+        What every member of a group is to have need enter a host once, by all adapters that its members there use, and
+        goes on over the links inside. So a gather or a reduction among 64 devices has the 8 adapters of each host, and
+        one adapter where each of its members is on a host of its own.
+
+        Args:
+          size: devices in a group.
+          on_host: how many of them share a host, on the host that has the fewest.
+          crossing: devices of one host whose groups leave it, and which share its adapters; all if not given.
+          is_exchange: whether each member receives what no other does: all-to-alls and permutes.
         """
-        return self.host_bandwidth if span <= self.devices_per_host else self.network_bandwidth
+        if self.host_bandwidth is None or on_host >= size:
+            return self.host_bandwidth
+        if self.network_bandwidth is None or self.adapters_per_host is None:
+            return None
+        crossing = crossing or self.devices_per_host
+        most = math.ceil(self.adapters_per_host / self.devices_per_host)  # that one device can use
+        adapters = min(most, self.adapters_per_host / crossing) * (1 if is_exchange else on_host)
+        from_outside = (size - on_host) / (size - 1)
+        return min(self.host_bandwidth, adapters * self.network_bandwidth / from_outside)
 
 
 def hardware_of(devices: Sequence[Device]) -> Hardware:
@@ -83,10 +112,19 @@ def hardware_of(devices: Sequence[Device]) -> Hardware:
         **facts,
         memory_bandwidth=card.memory_bandwidth,
         bf16_flops=card.bf16_flops,
+        f16_flops=card.f16_flops,
         f32_flops=card.tf32_flops,
         host_bandwidth=card.nvlink_bandwidth,
         network_bandwidth=card.network_bandwidth,
+        adapters_per_host=_adapters(card, facts["devices_per_host"]),
+        price=card.price,
+        power=card.power,
     )
+
+
+def _adapters(card: Card, in_use: int) -> int:
+    """The adapters of a host that `in_use` of its cards reach: a card has its own, or shares one with others."""
+    return min(card.adapters_per_host, in_use * math.ceil(card.adapters_per_host / card.cards_per_host))
 
 
 def _devices_per_host(devices: Sequence[Device], card: Card | None) -> int:

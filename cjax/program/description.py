@@ -156,7 +156,7 @@ def _time(composed: Composed, audit: Audit, hardware: Hardware) -> StepTime | No
         return None
     transfer = 0.0
     for each in audit.collectives:
-        bandwidth = hardware.bandwidth(each.span)
+        bandwidth = each.bandwidth(hardware)
         transfer += each.exposed_bytes(hardware) / bandwidth if bandwidth else 0.0
     compute = audit.flops / peak
     if composed.line is None:
