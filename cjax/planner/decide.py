@@ -11,7 +11,7 @@ from cjax.mesh import Device
 from cjax.plan import Plan
 from cjax.planner.estimate import SLACK, Activations, state_bytes
 from cjax.planner.hardware import hardware_of
-from cjax.planner.search import first_fitting
+from cjax.planner.ladder import first_fitting
 from cjax.trace.source import TraceSource
 
 

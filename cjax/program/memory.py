@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from cjax.plan import Plan
-from cjax.planner.search import LADDER
+from cjax.planner.ladder import LADDER
 from cjax.report import Candidate, Comparison, Report
 
 
