@@ -10,7 +10,7 @@ import numpy as np
 
 from cjax.plan import Plan
 from cjax.planner.hardware import Hardware
-from cjax.planner.space import num_words, plan_at, take, words_of
+from cjax.planner.space import arrangement_of, num_words, plan_at, take, words_of
 from cjax.planner.table import PRECISIONS, Table
 from cjax.planner.work import Split, Work
 
@@ -212,7 +212,7 @@ class Question:
 
     def score(self, plan: Plan) -> Scored | str:
         """One resolved plan, whether or not it fits; or why it can't be had."""
-        arrangement = Plan(tensor=plan.tensor, sequence=plan.sequence, rules=plan.rules)
+        arrangement = arrangement_of(plan)
         costs = self.memory_of(arrangement, Table.of([plan]), plan.num_devices)
         return costs if isinstance(costs, str) else self.timed(costs, np.arange(1)).row(0)
 

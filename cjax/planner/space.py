@@ -14,12 +14,12 @@ import numpy as np
 
 from cjax.plan import Auto, Pipeline, Plan, Tensor, Zero
 from cjax.plan import Sequence as SequencePlan
+from cjax.plan.parts import TensorMode
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, Table
 from cjax.planner.work import Work, elements
 from cjax.sharding.layout.grid import grid_of
 
-MODES = ("1d", "2d", "2.5d", "3d")
-ARRANGEMENT = ("tensor", "sequence")  # the words that a split depends on
+MODES: tuple[TensorMode, ...] = ("1d", "2d", "2.5d", "3d")
 CARRIED = ("loss", "reduce", "rules")  # words that no search changes
 COLUMNS = ("data", "pipeline", "schedule", "chunks", "microbatches", "zero", "zero_group", "remat", "precision")
 
@@ -62,7 +62,7 @@ class Space:
         """
         carried = {name: self.fixed[name] for name in CARRIED if name in self.fixed}
         found = []
-        for size in _divisors(num_devices):
+        for size in divisors(num_devices):
             for tensor in self._tensors(size):
                 for sequence in self._sequences(num_devices // size, tensor):
                     plan = Plan(tensor=tensor, sequence=sequence, **carried)
@@ -79,17 +79,13 @@ class Space:
             yield from (Tensor(),) if size == 1 else ()
             return
         for mode in MODES:
-            for depth in _divisors(size)[1:] if mode == "2.5d" else [1]:
-                try:
-                    tensor = Tensor(size, mode, depth)
-                except ValueError:  # no such arrangement of so many devices
-                    continue
-                if side_of(tensor) > 1 and all(heads % side_of(tensor) == 0 for heads, _ in self.heads):
+            for tensor in tensors_of(mode, size):
+                if all(heads % side_of(tensor) == 0 for heads, _ in self.heads):
                     yield tensor
 
     def _sequences(self, left: int, tensor: Tensor) -> Iterator[SequencePlan]:
         fixed = self.fixed.get("sequence")
-        for size in _divisors(left):
+        for size in divisors(left):
             for mode in ("gather", "ring", "all_to_all"):
                 if (mode == "gather") != (size == 1):
                     continue
@@ -118,20 +114,38 @@ class Space:
     def table(self, arrangement: Plan, num_devices: int) -> Table:
         """All plans of an arrangement on so many devices; empty where the batch does not divide."""
         copies = num_devices // (arrangement.tensor.size * arrangement.sequence.size)
-        grid = grid_of(arrangement.tensor.axis_sizes())
-        sizes = arrangement.tensor.axis_sizes()
-        shares = math.prod(sizes[axis] for axis in grid.batch) if grid else 1
         blocks = []
         for pipeline in self._pipelines(copies):
             data = copies // pipeline.size
             if self.fixed.get("data", data) != data:
                 continue
-            counts = [m for m in self._microbatches(data * shares) if self._runs(pipeline, m)]
+            counts = self.counts(replace(arrangement, data=data, pipeline=pipeline))
             zeros = self._zeros(arrangement, data)
             if counts and zeros:
                 blocks.append(self._block(data, pipeline, counts, zeros))
         columns = np.concatenate(blocks, axis=1) if blocks else np.zeros((len(COLUMNS), 0), np.int64)
         return Table(*columns)
+
+    def counts(self, plan: Plan) -> list[int]:
+        """Numbers of micro-batches that a resolved plan could have."""
+        sizes, grid = plan.tensor.axis_sizes(), grid_of(plan.tensor.axis_sizes())
+        shares = math.prod(sizes[axis] for axis in grid.batch) if grid else 1
+        return [m for m in self._microbatches(plan.data * shares) if self._runs(plan.pipeline, m)]
+
+    def nearest(self, plan: Plan, num_devices: int) -> Plan | str:
+        """A resolved plan with micro-batches that divide, as near as can be to those that it has; or why there is none.
+
+        What no arrangement of this space has, heads that are not divided, say, is told by whoever splits.
+        """
+        if words_of(plan) not in {words_of(each) for each in self.arrangements(num_devices)}:
+            return "the model or the batch can't be split so"
+        if not self._cuts(plan.pipeline):
+            return f"the model has {' and '.join(map(str, self.stacks)) or 'no'} layers that stages could share"
+        counts = self.counts(plan)
+        if not counts:
+            return f"{' and '.join(map(str, self.num_rows))} rows can't be shared so"
+        wanted = math.log(plan.microbatches)
+        return replace(plan, microbatches=min(counts, key=lambda m: (abs(math.log(m) - wanted), m)))
 
     def _block(
         self, data: int, pipeline: Pipeline, counts: Sequence[int], zeros: Sequence[tuple[int, int]]
@@ -158,10 +172,10 @@ class Space:
         if not self.stacks or not self.splits_model:
             return found
         most = min(self.stacks)
-        for size in _divisors(copies)[1:]:
+        for size in divisors(copies)[1:]:
             found += [Pipeline(size, schedule) for schedule in ("1f1b", "gpipe")]
             # Chunks of unequal sizes leave stages waiting for the largest at every turn.
-            whole = [c for c in _divisors(most // size) if c > 1 and all(n % (size * c) == 0 for n in self.stacks)]
+            whole = [c for c in divisors(most // size) if c > 1 and all(n % (size * c) == 0 for n in self.stacks)]
             found += [Pipeline(size, "interleaved", chunks) for chunks in whole]
             found += [Pipeline(size, "zero_bubble", chunks) for chunks in (1, 2)]
         return [pipeline for pipeline in found if self._cuts(pipeline)]
@@ -184,7 +198,7 @@ class Space:
         rows = math.gcd(*self.num_rows) if self.num_rows else 1
         if self.num_rows and rows % shares:
             return []
-        counts = _divisors(rows // shares) if self.num_rows and self.cuts_batch else [1]
+        counts = divisors(rows // shares) if self.num_rows and self.cuts_batch else [1]
         return [m for m in counts if self.fixed.get("microbatches", m) == m]
 
     def _zeros(self, arrangement: Plan, data: int) -> list[tuple[int, int]]:
@@ -196,7 +210,7 @@ class Space:
             return [(0, data)]
         found = [(stage, data) for stage in range(4)]
         near = self.devices_per_host // (arrangement.tensor.size * arrangement.sequence.size)
-        groups = [group for group in _divisors(data) if 1 < group < data and group <= near]
+        groups = [group for group in divisors(data) if 1 < group < data and group <= near]
         return found + [(stage, groups[-1]) for stage in (1, 2, 3) if groups]
 
 
@@ -235,9 +249,15 @@ def plan_at(arrangement: Plan, table: Table, row: int) -> Plan:
     )
 
 
-def words_of(arrangement: Plan) -> str:
-    """The tensor and sequence words of a plan, as text."""
-    return str(Plan(tensor=arrangement.tensor, sequence=arrangement.sequence))
+def arrangement_of(plan: Plan) -> Plan:
+    """What all plans of its arrangement have in common with a plan."""
+    words = ("tensor", "sequence", *CARRIED)
+    return Plan(**{name: getattr(plan, name) for name in words})
+
+
+def words_of(plan: Plan) -> str:
+    """What a split depends on, as text."""
+    return str(Plan(tensor=plan.tensor, sequence=plan.sequence, rules=plan.rules))
 
 
 def take(table: Table, rows: np.ndarray) -> Table:
@@ -250,6 +270,17 @@ def num_words(arrangement: Plan, table: Table) -> np.ndarray:
     own = (arrangement.tensor.size > 1) + (arrangement.sequence != SequencePlan()) + 1
     words = [table.pipeline > 1, table.microbatches > 1, table.zero > 0, table.remat > 0, table.precision > 0]
     return own + np.sum(words, axis=0)
+
+
+def tensors_of(mode: TensorMode, size: int) -> list[Tensor]:
+    """The arrangements of so many devices, several of them, in one mode: one, none, or of 2.5d one for each depth."""
+    found = []
+    for depth in divisors(size)[1:] if mode == "2.5d" else [1]:
+        try:
+            found.append(Tensor(size, mode, depth))
+        except ValueError:  # no such arrangement of so many devices
+            continue
+    return [tensor for tensor in found if side_of(tensor) > 1]
 
 
 def side_of(tensor: Tensor) -> int:
@@ -269,6 +300,7 @@ def _plainest(plan: Plan) -> tuple[int, int, str]:
     return plan.tensor.size * plan.sequence.size, plan.tensor.size, str(plan)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Ascending; of 12: 1, 2, 3, 4, 6, 12."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
