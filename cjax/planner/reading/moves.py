@@ -1,0 +1,217 @@
+"""The collectives that a layout brings into one pass over a stretch, as XLA makes them of its constraints.
+
+A product whose operands are split along what it sums over gives parts of a sum: all-reduced in the forward pass. One
+that makes a split dim gives its activation's gradient in parts: all-reduced in the backward pass, once for all products
+that read the same activation, where nothing else stands between their gradients. A lookup in a split table, and a
+reduction over a split dim, add up what devices find; a value that is repeated along a split dim gets its gradient from
+all of them.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+
+from cjax.jax_compat.core import Atom, Equation, Literal, Var
+from cjax.mesh import DEPTH, SEQUENCE
+from cjax.planner.reading.placed import PlacedTrace
+from cjax.planner.reading.products import is_weight, operands_of
+from cjax.planner.reading.stretches import Body, Operation, Spot, Stretch
+from cjax.planner.reading.traffic import forms_of
+from cjax.planner.work import Kind, Move
+from cjax.trace.attention.find import Attention
+from cjax.trace.dims.find import Scope
+from cjax.trace.jaxpr.primitives import facts_of, goes_by_element
+from cjax.trace.layers.repeats import RepeatedLayers
+
+# Gradients of weights are summed over these along with data parallelism, once a step.
+_WITH_DATA = frozenset((SEQUENCE, DEPTH))
+
+
+def received(kind: Kind, held: float, size: int) -> float:
+    """Numbers that a device receives in a collective of `size` devices.
+
+    Args:
+      kind: of the collective.
+      held: of an all-reduce or a permute what each device has; of a gather or a scatter the whole that is gathered to
+        or scattered from; of an all-to-all what each device has.
+      size: devices in a group.
+    """
+    share = (size - 1) / size
+    return held * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)
+
+
+@dataclass
+class _Partial:
+    """The gradient of an activation, which devices have parts of: what it is of, and how many numbers."""
+
+    axes: frozenset[str]
+    held: float
+    at: int  # the step whose reading it is of
+    is_product: bool
+
+
+@dataclass
+class Moves:
+    """The moves of one stretch: see the module.
+
+    Args:
+      placed: the layout.
+      stretch: the stretch.
+      learned: top-level variables whose gradient anybody wants; of what a loop is given, all floats count as such.
+    """
+
+    placed: PlacedTrace
+    stretch: Stretch
+    learned: frozenset[Var]
+    found: list[Move] = field(default_factory=list)
+    outside: list[Move] = field(default_factory=list)  # of what all layers share: once, and not in each
+    _wanted: dict[Spot, bool] = field(default_factory=dict)
+
+    def read(self) -> "Moves":
+        for body in self.stretch.bodies:
+            self._body(body)
+        return self
+
+    # --- one body ---
+
+    def _body(self, body: Body) -> None:
+        roots = forms_of(body)
+        self._wanted = self._with_gradient(body)
+        partial: dict[Spot, list[_Partial]] = {}
+        readers: dict[Spot, list[int]] = {}
+        for at, step in enumerate(body.steps):
+            for node in dict.fromkeys(node for node in step.reads if node is not None):
+                if self._has_gradient(node) and any(map(self._has_gradient, step.writes)) and not _is_form(step):
+                    readers.setdefault(roots.get(node, node), []).append(at)
+            for index, part in self._step(step, body, at):
+                node = step.reads[index]
+                assert node is not None
+                partial.setdefault(roots.get(node, node), []).append(part)
+        for root, parts in partial.items():
+            for part, count in _merged(parts, readers.get(root, ())):
+                shared = self._is_shared(root, body)
+                self._add("all-reduce", part.axes, part.held, body.times, forward=False, wide=count > 1, outside=shared)
+
+    def _step(self, step: Operation, body: Body, at: int) -> Iterator[tuple[int, _Partial]]:
+        """Adds the collectives of a step's forward pass; gives what its backward pass leaves in parts, by operand."""
+        if isinstance(step.of, Attention):
+            yield from self._gradients(step, step.of.group.ins, step.of.group.outs[0], at, True)
+            return
+        eqn, scope = step.of, step.scope
+        how, facts = operands_of(eqn, scope), facts_of(eqn)
+        if how is not None:
+            summed = self._summed(eqn, scope, how.inner)
+            self._reduced(eqn.outvars[0], scope, summed, body.times)
+            yield from self._gradients(step, eqn.invars[:2], eqn.outvars[0], at, True)
+        elif eqn.primitive.name == "gather":
+            numbers = eqn.params["dimension_numbers"]
+            entries = self.placed.entries(eqn.invars[0], scope)
+            summed = {a for d in numbers.collapsed_slice_dims for a in entries[d]}
+            self._reduced(eqn.outvars[0], scope, summed, body.times)
+        elif facts.reduces and "axes" in eqn.params:
+            entries = self.placed.entries(eqn.invars[0], scope)
+            summed = {a for d in eqn.params["axes"] for a in entries[d]}
+            for out in eqn.outvars:
+                self._reduced(out, scope, summed, body.times, wide=True)
+        elif goes_by_element(eqn) or eqn.primitive.name == "broadcast_in_dim":
+            yield from self._gradients(step, eqn.invars, eqn.outvars[0], at, False)
+
+    def _summed(self, eqn: Equation, scope: Scope, inner: tuple[tuple[int, ...], tuple[int, ...]]) -> set[str]:
+        """Axes along which a product sums: an operand that is whole there is cut where it stands."""
+        sides = [self.placed.entries(atom, scope) for atom in eqn.invars[:2]]
+        return {a for entries, dims in zip(sides, inner, strict=True) for d in dims for a in entries[d]}
+
+    def _reduced(self, out: Var, scope: Scope, axes: Iterable[str], times: int, wide: bool = False) -> None:
+        """A result that devices have parts of is added up; along axes that split it, each keeps its own."""
+        of_out = self.placed.axes(out, scope)
+        kept, whole = frozenset(axes) & of_out, frozenset(axes) - of_out
+        local = self.placed.local(out, scope)
+        if kept:
+            self._add("reduce-scatter", kept, local * self.placed.size(kept), times, forward=True, wide=wide)
+        if whole:
+            self._add("all-reduce", whole, local, times, forward=True, wide=wide)
+
+    def _gradients(
+        self, step: Operation, ins: Sequence[Atom], out: Var, at: int, is_product: bool
+    ) -> Iterator[tuple[int, _Partial]]:
+        """Operands whose gradient is left in parts: along axes that split the result and not them."""
+        scope = step.scope
+        of_out = self.placed.axes(out, scope)
+        if not of_out:
+            return
+        for index, atom in enumerate(ins):
+            node = step.reads[index]
+            if isinstance(atom, Literal) or node is None or not self._has_gradient(node):
+                continue
+            axes = of_out - self.placed.axes(atom, scope)
+            if is_weight(atom, scope):
+                axes -= _WITH_DATA
+                held = self.placed.local(atom, scope)
+                if axes:
+                    self._add("all-reduce", axes, held, 1, forward=False, of_weights=True)
+                continue
+            if axes:
+                yield index, _Partial(axes, self.placed.local(atom, scope), at, is_product)
+
+    # --- what is known of a value ---
+
+    def _has_gradient(self, node: Spot) -> bool:
+        return self._wanted[node] if node in self._wanted else self._comes_with_gradient(node)
+
+    def _with_gradient(self, body: Body) -> dict[Spot, bool]:
+        """Of what a body makes, which values have a gradient that anybody wants."""
+        known: dict[Spot, bool] = {}
+        for step in body.steps:
+            read = (node for node in step.reads if node is not None)
+            any_of = any(known[n] if n in known else self._comes_with_gradient(n) for n in read)
+            stops = step.eqn is not None and facts_of(step.eqn).stops
+            for node in step.writes:
+                known[node] = any_of and not stops and _is_float(node)
+        return known
+
+    def _comes_with_gradient(self, node: Spot) -> bool:
+        return _is_float(node) and (bool(node.path) or node.var in self.learned)
+
+    def _is_shared(self, node: Spot, body: Body) -> bool:
+        """Whether all layers of a stack read the same value, so that its gradient is reduced behind the last."""
+        stack = self.stretch.stack
+        if stack is None or not isinstance(stack.of, RepeatedLayers):
+            return False
+        return (node.var,) in stack.reads
+
+    def _add(
+        self, kind: Kind, axes: Iterable[str], held: float, times: int, *, forward: bool, wide: bool = False,
+        of_weights: bool = False, outside: bool = False,
+    ) -> None:  # fmt: skip
+        named = tuple(a for a in self.placed.layout.axis_sizes if a in set(axes))
+        elements = times * received(kind, held, self.placed.size(named))
+        move = Move(kind, named, elements, forward, wide, times, of_weights)
+        (self.outside if outside else self.found).append(move)
+
+
+def _merged(parts: Sequence[_Partial], readers: Sequence[int]) -> Iterator[tuple[_Partial, int]]:
+    """The reductions of a gradient that several readers give parts of, each with how many it is the sum of.
+
+    Autodiff adds gradients up from the last reader to the first. As long as all are parts, XLA adds these and reduces
+    the sum; behind a gradient that is whole already, each is reduced on its own.
+    """
+    by_step = {part.at: part for part in parts}
+    trailing: list[_Partial] = []
+    for at in sorted(readers, reverse=True):
+        if at not in by_step:
+            break
+        trailing.append(by_step.pop(at))
+    for axes in dict.fromkeys(part.axes for part in trailing):
+        same = [part for part in trailing if part.axes == axes]
+        yield same[0], len(same)
+    for part in by_step.values():
+        yield part, 1
+
+
+def _is_float(node: Spot) -> bool:
+    return jnp.issubdtype(node.var.aval.dtype, jnp.inexact)
+
+
+def _is_form(step: Operation) -> bool:
+    return step.eqn is not None and bool(facts_of(step.eqn).view)
