@@ -55,7 +55,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         def limited(devices: Any) -> Any:
             return dataclasses.replace(hardware_of(devices), memory=memory)
 
-        for module in ("cjax.planner.decide", "cjax.program.program"):
+        for module in ("cjax.planner.choice.decide", "cjax.program.program"):
             monkeypatch.setattr(sys.modules[module], "hardware_of", limited)
 
     return set_limit

@@ -6,7 +6,7 @@ from cjax.gradients import LaidOut, arrange_stages, build_gradients, choose
 from cjax.mesh import Device, build_mesh
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
-from cjax.planner.decide import decide
+from cjax.planner.choice.decide import decide
 from cjax.program.composed import Composed, Given
 from cjax.sharding.place.born import born
 from cjax.sharding.place.model import store_model

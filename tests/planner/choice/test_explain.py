@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from planner.fakes import question, space
+from planner.choice.fakes import question, space
 
 from cjax.plan import Plan
-from cjax.planner.explain import WORDS, Alternative, Explanation, difference, explain
-from cjax.planner.scored import Scored
+from cjax.planner.choice.explain import WORDS, Alternative, Explanation, difference, explain
+from cjax.planner.choice.scored import Scored
 
 
 def explained(text: str, memory: float = 40, **facts: object) -> Explanation:

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import cjax
-from cjax.planner import decide as decide_module
-from cjax.planner.decide import decide
+from cjax.planner.choice import decide as decide_module
+from cjax.planner.choice.decide import decide
 from cjax.planner.hardware import hardware_of
 from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource

@@ -3,24 +3,21 @@
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from cjax.plan import Plan
+from cjax.planner.costs.duration import PARTS
 from cjax.planner.hardware import Hardware
-from cjax.planner.space import arrangement_of, num_words, plan_at, take, words_of
+from cjax.planner.choice.space import arrangement_of, num_words, plan_at, take, words_of
 from cjax.planner.table import PRECISIONS, Table
 from cjax.planner.work import Split, Work
 
 Objective = Literal["time", "memory", "cost", "energy"]
-SECONDS = (
-    *("matmul", "attention", "elementwise", "recompute", "tensor", "sequence"),
-    *("data", "gather", "pipeline", "bubble", "optimizer", "overhead"),
-)
+SECONDS = PARTS
 BUSY = ("matmul", "attention", "elementwise", "recompute", "optimizer")  # a card computes, and draws its full power
-BYTES = ("params", "grads", "optimizer", "batch", "activations", "gathered", "other")
 IDLE_POWER = 0.3  # of what a card draws at most
 BILLION = 1e9
 
@@ -82,7 +79,7 @@ class Costs:
       table: the other words.
       hardware: what they run on.
       work: what they compute.
-      memory: as `memory_of` gives it.
+      memory: bytes a device by use.
       durations: as `durations` gives it; None as long as nobody needs times.
     """
 
@@ -90,11 +87,15 @@ class Costs:
     table: Table
     hardware: Hardware
     work: Work
-    memory: Any
+    memory: Mapping[str, np.ndarray]
     durations: Any = None
 
     def __len__(self) -> int:
         return len(self.table)
+
+    @functools.cached_property
+    def bytes(self) -> np.ndarray:
+        return sum(self.memory.values(), np.zeros(len(self)))
 
     @functools.cached_property
     def words(self) -> np.ndarray:
@@ -117,7 +118,7 @@ class Costs:
                 "machine by a cjax.Cluster with its power in watts."
             )
         if objective in ("time", "memory"):
-            return self.durations.total if objective == "time" else self.memory.total
+            return self.durations.total if objective == "time" else self.bytes
         values = self.dollars if objective == "cost" else self.kwh
         assert values is not None, "refused above"
         return values
@@ -151,7 +152,7 @@ class Costs:
         return Scored(
             plan_at(self.arrangement, self.table, i),
             facts.num_devices,
-            {part: float(getattr(self.memory, part)[i]) for part in BYTES},
+            {part: float(sizes[i]) for part, sizes in self.memory.items()},
             facts.memory,
             {part: float(getattr(durations, part)[i]) for part in SECONDS},
             float(durations.low[i]),
@@ -172,7 +173,7 @@ class Question:
       work: what a step has to do.
       split: what the tensor and sequence words make of it; raises ValueError with the reason where they can't.
       hardware_at: so many of the devices.
-      memory: (work, split, table, hardware) -> bytes.
+      memory: (work, split, table, hardware) -> bytes by use, as the fields of a dataclass.
       durations: the same -> seconds.
     """
 
@@ -199,7 +200,9 @@ class Question:
         if isinstance(split, str):
             return split
         hardware = self.hardware_at(num_devices)
-        return Costs(arrangement, table, hardware, self.work, self.memory(self.work, split, table, hardware))
+        found = self.memory(self.work, split, table, hardware)
+        uses = {use.name: getattr(found, use.name) for use in fields(found)}
+        return Costs(arrangement, table, hardware, self.work, uses)
 
     def timed(self, costs: Costs, rows: np.ndarray) -> Costs:
         """Some plans of these, with their times."""
@@ -207,7 +210,7 @@ class Question:
         assert isinstance(split, Split), "costs without a split"
         table = take(costs.table, rows)
         found = self.durations(self.work, split, table, costs.hardware)
-        memory = _Taken({part: getattr(costs.memory, part)[rows] for part in (*BYTES, "total")})
+        memory = {use: sizes[rows] for use, sizes in costs.memory.items()}
         return Costs(costs.arrangement, table, costs.hardware, self.work, memory, found)
 
     def score(self, plan: Plan) -> Scored | str:
@@ -215,15 +218,6 @@ class Question:
         arrangement = arrangement_of(plan)
         costs = self.memory_of(arrangement, Table.of([plan]), plan.num_devices)
         return costs if isinstance(costs, str) else self.timed(costs, np.arange(1)).row(0)
-
-
-class _Taken:
-    """Some rows of each array of a cost."""
-
-    total: np.ndarray
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self.__dict__.update(arrays)
 
 
 def check_objective(objective: Any) -> Objective:

@@ -1,6 +1,7 @@
 """A model, devices and costs that are easily told, for what searches and explains."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +9,8 @@ import numpy as np
 
 from cjax.plan import Auto, Plan
 from cjax.planner.hardware import Hardware
-from cjax.planner.scored import BYTES, SECONDS, Question
-from cjax.planner.space import Space
+from cjax.planner.choice.scored import SECONDS, Question
+from cjax.planner.choice.space import Space
 from cjax.planner.table import Table
 from cjax.planner.work import Part, Split, Work
 
@@ -28,14 +29,19 @@ def split(plan: Plan) -> Split:
     return Split({}, plan.axis_sizes(), ((),), (0,))
 
 
-def memory(work: Work, split: Split, table: Table, hardware: Hardware) -> Any:
+@dataclass
+class Bytes:
+    params: np.ndarray
+    activations: np.ndarray
+
+
+def memory(work: Work, split: Split, table: Table, hardware: Hardware) -> Bytes:
     """60 GiB of parameters and as much of activations, each divided by what divides it."""
     zero = np.where(table.zero > 0, table.zero_group, 1)
     state = 60 * GIB / (split.num_devices * table.pipeline) / zero
     kept = np.asarray([1.0, 0.5, 0.1])[table.remat]
     activations = 60 * GIB * kept / (table.data * split.num_devices * np.maximum(table.microbatches, table.pipeline))
-    parts = dict.fromkeys(BYTES, np.zeros(len(table))) | {"params": state, "activations": activations}
-    return SimpleNamespace(**parts, total=state + activations)
+    return Bytes(state, activations)
 
 
 def durations(work: Work, split: Split, table: Table, hardware: Hardware) -> Any:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cjax.planner.scored import Costs, Objective, Question, Scored, least
-from cjax.planner.space import Space
+from cjax.planner.choice.scored import Costs, Objective, Question, Scored, least
+from cjax.planner.choice.space import Space
 
 ALIKE = 1e-3  # times that differ by less are the same: nobody could measure it
 
@@ -77,14 +77,14 @@ def _tables(
             if isinstance(costs, str):
                 found.refused[str(arrangement)] = costs
             else:
-                yield costs, costs.memory.total
+                yield costs, costs.bytes
 
 
 def _merge(
     found: Found, costs: Costs, objective: Objective, top: int, ranks: dict[str, list[tuple[float, ...]]]
 ) -> None:
     """Takes from these plans what is better than what was found so far."""
-    time, memory, values = costs.durations.total, costs.memory.total, costs.of(objective)
+    time, memory, values = costs.durations.total, costs.bytes, costs.of(objective)
     # More than are wanted, since some will turn out to be alike.
     rows = _first(values, costs, 4 * top)
     worst = _value(found.best[-1], objective) if len(found.best) >= 4 * top else np.inf
@@ -159,7 +159,7 @@ def _flavour(scored: Scored) -> tuple[object, ...]:
 
 def _front(front: Sequence[Scored], costs: Costs) -> list[Scored]:
     """The plans of both that no other beats in both time and memory."""
-    time, memory = costs.durations.total, costs.memory.total
+    time, memory = costs.durations.total, costs.bytes
     order = np.lexsort((costs.words, memory, time))
     lower = np.minimum.accumulate(memory[order])
     own = order[np.concatenate([[True], memory[order][1:] < lower[:-1]])]

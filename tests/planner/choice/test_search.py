@@ -1,5 +1,6 @@
 """The search finds the best of all plans, as scoring each of them alone does, and says what else there is."""
 
+import functools
 import itertools
 import time
 from types import SimpleNamespace
@@ -7,20 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planner.fakes import GIB, question, space, split
+from planner.choice.fakes import GIB, Bytes, question, space, split
 
 from cjax.plan import Plan
-from cjax.planner.scored import BYTES, SECONDS, Objective, Question, Scored, check_objective
-from cjax.planner.search import search
-from cjax.planner.space import Space, plan_at
+from cjax.planner.choice.scored import SECONDS, Objective, Question, Scored, check_objective
+from cjax.planner.choice.search import search
+from cjax.planner.choice.space import Space, plan_at
 from cjax.planner.table import Table
 from cjax.planner.work import Split
 
 SMALL = {"num_rows": (16,), "stacks": (4,), "lengths": ()}
 
 
-def every(asked: Question, of: Space, num_devices: int = 8) -> list[Scored]:
+@functools.cache
+def every(size: float, num_devices: int = 8) -> list[Scored]:
     """All plans, scored one by one."""
+    asked, of = question(size), space(**SMALL)
     found = []
     for each in of.arrangements(num_devices):
         table = of.table(each, num_devices)
@@ -33,21 +36,21 @@ def every(asked: Question, of: Space, num_devices: int = 8) -> list[Scored]:
 @pytest.mark.parametrize("objective", ["time", "memory", "cost", "energy"])
 def test_the_best_is_the_best_of_all_plans_scored_alone(objective: Objective, size: float) -> None:
     asked, of = question(size), space(**SMALL)
-    fitting = [each for each in every(asked, of) if each.fits]
+    fitting = [each for each in every(size) if each.fits]
     found = search(asked, of, [8], objective, top=3)
     value = {"time": "time", "memory": "bytes", "cost": "dollars", "energy": "kwh"}[objective]
     least = min(getattr(each, value) for each in fitting)
     assert getattr(found.best[0], value) == pytest.approx(least, rel=1e-6) and found.best[0].fits
     ties = [each for each in fitting if getattr(each, value) <= least * (1 + 1e-7)]
     assert str(found.best[0].plan) == min((str(each.plan) for each in ties), key=lambda t: (len(t.split()), t))
-    assert found.num_fitting == len(fitting) and found.num_plans == len(every(asked, of))
+    assert found.num_fitting == len(fitting) and found.num_plans == len(every(size))
     values = [getattr(each, value) for each in found.best]
     assert values == sorted(values) and len({each.plan for each in found.best}) == 3
 
 
 def test_nothing_of_the_front_is_beaten_and_nothing_beats_it() -> None:
     asked, of = question(20), space(**SMALL)
-    fitting = [each for each in every(asked, of) if each.fits]
+    fitting = [each for each in every(20) if each.fits]
     front = search(asked, of, [8]).front
     assert len(front) > 3
     for one, other in itertools.pairwise(front):
@@ -59,7 +62,7 @@ def test_nothing_of_the_front_is_beaten_and_nothing_beats_it() -> None:
 def test_marks_are_the_extremes_of_all_plans_and_numbers_of_devices() -> None:
     asked, of = question(36), space(**SMALL)
     found = search(asked, of, [1, 2, 4, 8])
-    fitting = [each for num in (1, 2, 4, 8) for each in every(asked, of, num) if each.fits]
+    fitting = [each for num in (1, 2, 4, 8) for each in every(36, num) if each.fits]
     assert found.fastest and found.leanest and found.cheapest and found.fewest
     assert found.fastest.time == pytest.approx(min(each.time for each in fitting))
     assert found.leanest.bytes == pytest.approx(min(each.bytes for each in fitting))
@@ -72,7 +75,7 @@ def test_where_nothing_fits_the_leanest_of_all_is_told() -> None:
     asked, of = question(0.01), space(**SMALL)
     found = search(asked, of, [8])
     assert not found.best and not found.front and found.fastest is None and found.num_fitting == 0
-    assert found.least and found.least.bytes == pytest.approx(min(each.bytes for each in every(asked, of)))
+    assert found.least and found.least.bytes == pytest.approx(min(each.bytes for each in every(0.01)))
     assert not found.least.fits
 
 
@@ -112,7 +115,7 @@ def test_fewer_words_win_a_tie() -> None:
         return SimpleNamespace(**parts, total=total, low=total, high=total, bound=total)
 
     def none(*args: Any) -> Any:
-        return SimpleNamespace(**dict.fromkeys((*BYTES, "total"), np.ones(len(args[2]))))
+        return Bytes(np.ones(len(args[2])), np.ones(len(args[2])))
 
     asked = question(40)
     found = search(Question(asked.work, asked.split, asked.hardware_at, none, flat), space(), [8])

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from cjax.plan import Pipeline, Plan, Tensor, Zero
 from cjax.plan import Sequence as SequencePlan
-from cjax.planner.scored import Question, Scored, gib
-from cjax.planner.space import MODES, Space, arrangement_of, divisors, tensors_of
+from cjax.planner.choice.scored import Question, Scored, gib
+from cjax.planner.choice.space import MODES, Space, arrangement_of, divisors, tensors_of
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES
 
 WORDS = ("tensor", "sequence", "pipeline", "microbatches", "zero", "remat", "precision")

@@ -5,11 +5,11 @@ import itertools
 from typing import Any
 
 import pytest
-from planner.fakes import space
+from planner.choice.fakes import space
 
 from cjax.pipeline.schedule import build
 from cjax.plan import Auto, Plan, Zero
-from cjax.planner.space import num_words, plan_at, space_of, take
+from cjax.planner.choice.space import num_words, plan_at, space_of, take
 from cjax.planner.work import AttentionWork, Part, Work
 
 PIPES_OF_7 = {"1f1b:7", "gpipe:7", "zero_bubble:7"}  # eight layers on seven stages
