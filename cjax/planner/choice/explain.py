@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from cjax.plan import Pipeline, Plan, Tensor, Zero
 from cjax.plan import Sequence as SequencePlan
-from cjax.planner.choice.scored import Question, Scored, gib
+from cjax.planner.choice.scored import Question, Scored, of_limit, size_text
 from cjax.planner.choice.space import MODES, Space, arrangement_of, divisors, tensors_of
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES
 
@@ -100,13 +100,13 @@ def difference(chosen: Scored, other: Scored) -> str:
     >>> difference(one, replace(one, seconds={"matmul": 0.5, "data": 0.138}))
     '+38 ms of transfers'
     >>> difference(one, replace(one, memory={"params": 2**31}))
-    '2 of 1 GiB'
+    '2.0 of 1.0 GiB'
     """
     if not other.fits and (chosen.fits or other.bytes > chosen.bytes):
-        return f"{gib(other.bytes)} of {gib(other.limit)} GiB"
+        return of_limit(other.bytes, other.limit)
     change = other.time - chosen.time
     saved = chosen.bytes - other.bytes
-    memory = f", {gib(abs(saved))} GiB {'less' if saved > 0 else 'more'}" if abs(saved) > 0.02 * chosen.bytes else ""
+    memory = f", {size_text(abs(saved))} {'less' if saved > 0 else 'more'}" if abs(saved) > 0.02 * chosen.bytes else ""
     if abs(change) < SMALL * chosen.time:
         return f"as fast{memory}"
     kinds: dict[str, float] = {}

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -184,6 +184,10 @@ class Question:
     durations: Callable[[Work, Split, Table, Hardware], Any]
     _splits: dict[str, Split | str] = field(default_factory=dict)
 
+    def within(self, memory: int) -> "Question":
+        """The same on devices that have so many bytes."""
+        return replace(self, hardware_at=lambda num: replace(self.hardware_at(num), memory=memory))
+
     def split_or_reason(self, arrangement: Plan) -> Split | str:
         """What the arrangement makes of the work, or why it can't be had; asked for once."""
         key = words_of(arrangement)
@@ -228,10 +232,19 @@ def check_objective(objective: Any) -> Objective:
     return objective
 
 
-def gib(size: float) -> str:
-    """Bytes as people read them, in GiB: 41.2, 0.035."""
-    value = size / 2**30
-    return f"{value:.1f}" if value >= 10 else f"{value:.2g}" if value else "0"
+def of_limit(size: float, limit: float) -> str:
+    """What is needed of what there is, in the unit that suits the latter: 41.2 of 77.6 GiB."""
+    name, scale = next((unit for unit in _UNITS if limit >= unit[1]), _UNITS[-1])
+    return f"{size / scale:,.1f} of {limit / scale:,.1f} {name}"
+
+
+def size_text(size: float) -> str:
+    """Bytes with a unit: 0.9 GiB, 35 MiB."""
+    name, scale = next((unit for unit in _UNITS if size >= unit[1]), _UNITS[-1])
+    return f"{size / scale:,.3g} {name}"
+
+
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 def least(values: np.ndarray) -> float:

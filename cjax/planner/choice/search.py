@@ -146,6 +146,7 @@ def _distinct(plans: Sequence[Scored]) -> list[Scored]:
             if _flavour(other) == _flavour(each)
             and abs(other.time - each.time) <= ALIKE * each.time
             and other.bytes <= each.bytes
+            and len(str(other.plan).split()) <= len(str(each.plan).split())
         ]
         if not same:
             kept.append(each)

@@ -209,8 +209,9 @@ class Space:
         if data * arrangement.sequence.size * arrangement.tensor.depth == 1:
             return [(0, data)]
         found = [(stage, data) for stage in range(4)]
+        # A group that stays in a host where all of them would not.
         near = self.devices_per_host // (arrangement.tensor.size * arrangement.sequence.size)
-        groups = [group for group in divisors(data) if 1 < group < data and group <= near]
+        groups = [group for group in divisors(data) if 1 < group <= near < data]
         return found + [(stage, groups[-1]) for stage in (1, 2, 3) if groups]
 
 

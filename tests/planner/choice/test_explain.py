@@ -83,10 +83,10 @@ def test_what_does_not_fit_is_said_in_gib() -> None:
         ({"seconds": {"matmul": 0.5, "tensor": 0.0}}, "-100 ms of transfers"),
         ({"seconds": {"matmul": 0.4, "tensor": 0.1, "bubble": 0.3}}, "+200 ms (+300 ms of idle stages)"),
         ({"seconds": {"matmul": 0.5, "tensor": 0.1001}}, "as fast"),
-        ({"seconds": {"matmul": 0.5, "tensor": 0.1}, "memory": {"params": 2**29}}, "as fast, 0.5 GiB less"),
+        ({"seconds": {"matmul": 0.5, "tensor": 0.1}, "memory": {"params": 2**29}}, "as fast, 512 MiB less"),
         (
             {"seconds": {"matmul": 0.9}, "memory": {"params": 2**30 * 1.1}},
-            "+300 ms (+400 ms of arithmetic), 0.1 GiB more",
+            "+300 ms (+400 ms of arithmetic), 102 MiB more",
         ),
         ({"memory": {"params": 91.2 * 2**30}}, "91.2 of 1.5 GiB"),
     ],
