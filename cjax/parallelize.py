@@ -6,6 +6,7 @@ from typing import Any
 
 import optax
 
+from cjax.cluster import Cluster
 from cjax.mesh import Device, own_context, resolve_devices
 from cjax.models import readers
 from cjax.optim import LossScale
@@ -29,7 +30,7 @@ def parallelize(
     plan: Plan | str = "auto",
     *,
     wrt: Any = None,
-    devices: Sequence[Device] | str | None = None,
+    devices: Sequence[Device] | Cluster | str | None = None,
     schedule: Schedule | None = None,
     loss_scale: LossScale | None = None,
     measure_noise: bool = False,
@@ -45,7 +46,8 @@ def parallelize(
       plan: text or `Plan`; see `cjax.Plan`. "auto" searches for the fastest that fits memory, and "auto
         precision=bfloat16" for the fastest with these words; `program.explain()` says why it is the one.
       wrt: what is trained: a regex on the path, `(path, leaf) -> bool`, or an NNX filter.
-      devices: JAX devices, or text such as "h100:64" to compile for hardware that is not here.
+      devices: JAX devices; or a `cjax.Cluster` or its text, such as "h100:64" or "a100:16/node=4,network=25GB/s", to
+        compile for machines that are not here.
       schedule: a table of your own for a plan with `pipeline`, from `cjax.pipeline`; as many stages and micro-batches.
       loss_scale: how `precision=float16` scales the loss, if not as `cjax.optim.LossScale()` does.
       measure_noise: whether steps also give `metrics["noise_scale"]`, the batch size in examples beyond which larger

@@ -81,10 +81,10 @@ class Word:
     stop: int
 
 
-def underline(text: str, start: int, stop: int, message: str) -> str:
-    """`message`, then the text with the characters from `start` to `stop` underlined."""
+def underline(text: str, start: int, stop: int, message: str, of: str = "plan") -> str:
+    """What the text is `of`, `message`, then the text with the characters from `start` to `stop` underlined."""
     line = re.sub(r"\s", " ", text)
-    return f"plan: {message}\n    {line}\n    {' ' * start}{'^' * max(1, stop - start)}"
+    return f"{of}: {message}\n    {line}\n    {' ' * start}{'^' * max(1, stop - start)}"
 
 
 def split(text: str) -> list[Word]:

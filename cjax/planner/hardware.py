@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cjax.cards import Card, card_of_kind
+from cjax.cluster import Cluster
 from cjax.jax_compat.backends import is_of_this_process
-from cjax.mesh import Device, is_compile_only
+from cjax.mesh import Device, cluster_of, is_compile_only
 
 # What the CUDA context, NCCL's buffers and the allocator's slack take of a card before a program gets any.
 _RESERVED_ON_CARD = 3 * 2**29
@@ -87,7 +88,7 @@ def hardware_of(devices: Sequence[Device]) -> Hardware:
       devices: all devices of a plan, of one kind.
 
     Raises:
-      ValueError: when they are of different kinds.
+      ValueError: when they are of different kinds, or not here and of a card that is not known.
 
     >>> import jax
     >>> hardware_of(jax.devices("cpu")).name
@@ -99,38 +100,57 @@ def hardware_of(devices: Sequence[Device]) -> Hardware:
             f"A plan needs devices of one kind, not {' and '.join(kinds) or 'none'}: give those of one, such as "
             '[d for d in jax.devices() if d.device_kind == "..."].'
         )
+    if is_compile_only(devices):
+        cluster = cluster_of(devices)
+        if cluster is None:
+            raise ValueError(
+                f"The devices are not here, and cjax does not know what a {kinds[0]} can do: give devices as a "
+                "cjax.Cluster with a card of your own."
+            )
+        return hardware_of_cluster(cluster, len(devices))
     card = card_of_kind(kinds[0])
-    facts = dict(
-        name=kinds[0],
-        num_devices=len(devices),
-        devices_per_host=_devices_per_host(devices, card),
-        memory=_memory(devices, card),
-    )
+    per_host = _devices_per_host(devices)
+    memory = _memory(devices, card)
     if card is None:
-        return Hardware(**facts)
+        return Hardware(kinds[0], len(devices), per_host, memory)
+    return dataclasses.replace(
+        hardware_of_cluster(Cluster(card), len(devices)),
+        devices_per_host=per_host,
+        memory=memory,
+        adapters_per_host=_adapters(Cluster(card), per_host),
+    )
+
+
+def hardware_of_cluster(cluster: Cluster, num_devices: int) -> Hardware:
+    """The facts of `num_devices` cards of machines that are not here.
+
+    >>> hardware_of_cluster(Cluster.parse("h100/network=100Gb/s"), 64).bandwidth(64, 8)
+    14062500000.0
+    """
+    card, per_host = cluster.card, min(cluster.cards_per_host, num_devices)
     return Hardware(
-        **facts,
+        name=card.kind,
+        num_devices=num_devices,
+        devices_per_host=per_host,
+        memory=cluster.memory - _RESERVED_ON_CARD,
         memory_bandwidth=card.memory_bandwidth,
         bf16_flops=card.bf16_flops,
         f16_flops=card.f16_flops,
-        f32_flops=card.tf32_flops,
-        host_bandwidth=card.nvlink_bandwidth,
-        network_bandwidth=card.network_bandwidth,
-        adapters_per_host=_adapters(card, facts["devices_per_host"]),
-        price=card.price,
-        power=card.power,
+        f32_flops=card.tf32_flops or card.f32_flops,
+        host_bandwidth=cluster.host_bandwidth,
+        network_bandwidth=cluster.network_bandwidth,
+        adapters_per_host=_adapters(cluster, per_host),
+        price=cluster.price,
+        power=cluster.power,
     )
 
 
-def _adapters(card: Card, in_use: int) -> int:
+def _adapters(cluster: Cluster, in_use: int) -> int:
     """The adapters of a host that `in_use` of its cards reach: a card has its own, or shares one with others."""
-    return min(card.adapters_per_host, in_use * math.ceil(card.adapters_per_host / card.cards_per_host))
+    return min(cluster.adapters_per_host, in_use * math.ceil(cluster.adapters_per_host / cluster.cards_per_host))
 
 
-def _devices_per_host(devices: Sequence[Device], card: Card | None) -> int:
-    if is_compile_only(devices):
-        assert card is not None, "compile-only devices are made from a card"
-        return min(card.cards_per_host, len(devices))
+def _devices_per_host(devices: Sequence[Device]) -> int:
     # Several processes may share a host: then the slice, one a host where JAX reports it, says which.
     hosts = [getattr(device, "slice_index", None) for device in devices]
     hosts = [device.process_index for device in devices] if None in hosts else hosts
@@ -138,9 +158,6 @@ def _devices_per_host(devices: Sequence[Device], card: Card | None) -> int:
 
 
 def _memory(devices: Sequence[Device], card: Card | None) -> int:
-    if is_compile_only(devices):
-        assert card is not None, "compile-only devices are made from a card"
-        return card.memory - _RESERVED_ON_CARD
     local = [device for device in devices if is_of_this_process(device)]
     if not local:
         raise ValueError(

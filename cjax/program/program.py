@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from cjax import checkpoint
 from cjax.audit import audit
+from cjax.cluster import Cluster
 from cjax.mesh import Device, is_compile_only, not_nan, own_context, resolve_devices
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
@@ -339,7 +340,7 @@ class Program:
 
     # -- plans --------------------------------------------------------------------------------------------------
     @own_context
-    def replan(self, plan: Plan | str, devices: Sequence[Device] | str | None = None) -> "Program":
+    def replan(self, plan: Plan | str, devices: Sequence[Device] | Cluster | str | None = None) -> "Program":
         """The same model and loss under another plan, or on other devices."""
         found = list(self.mesh.devices.flat) if devices is None else resolve_devices(devices)
         return composed_program(self._composed.given, plan, found)

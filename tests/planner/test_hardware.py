@@ -8,9 +8,10 @@ import jax
 import pytest
 
 from cjax.cards import CARDS
+from cjax.cluster import Cluster
 from cjax.mesh import resolve_devices
 from cjax.planner import hardware
-from cjax.planner.hardware import Hardware, hardware_of
+from cjax.planner.hardware import Hardware, hardware_of, hardware_of_cluster
 
 
 class Client:
@@ -18,6 +19,10 @@ class Client:
 
     def process_index(self):
         return 0
+
+
+class Absent:
+    runtime_type = "compile_only_runtime"
 
 
 class Gpu:
@@ -101,12 +106,34 @@ def test_without_a_limit_of_jax_the_cards_memory_counts():
         hardware_of([Gpu("NVIDIA Whatever", limit=None)])
 
 
-def test_of_a_card_that_is_not_here_a_part_is_reserved(monkeypatch):
+def test_of_a_card_that_is_not_here_a_part_is_reserved():
     """What a running process would need beside the program; as many as 16 of them fill two hosts."""
-    monkeypatch.setattr(hardware, "is_compile_only", lambda devices: True)
-    facts = hardware_of([Gpu(CARDS["h100"].kind)] * 16)
+    absent = Gpu(CARDS["h100"].kind)
+    absent.client = Absent()
+    facts = hardware_of([absent] * 16)
     assert facts.memory == CARDS["h100"].memory - 3 * 2**29 and facts.devices_per_host == 8
-    assert hardware_of([Gpu(CARDS["h100"].kind)] * 4).devices_per_host == 4
+    assert hardware_of([absent] * 4).devices_per_host == 4
+    assert facts == hardware_of_cluster(Cluster("h100"), 16)
+    absent.device_kind = "NVIDIA Whatever"
+    with pytest.raises(ValueError, match="does not know what a NVIDIA Whatever can do: give devices as a cjax.Cluster"):
+        hardware_of([absent])
+
+
+def test_machines_of_their_own():
+    text = "h100:16/node=4,nvlink=64GB/s,network=2x25GB/s,memory=60GiB,price=2,power=500"
+    facts = hardware_of_cluster(Cluster.parse(text), 16)
+    assert (facts.num_devices, facts.devices_per_host, facts.adapters_per_host) == (16, 4, 2)
+    assert (facts.host_bandwidth, facts.network_bandwidth, facts.price, facts.power) == (64e9, 25e9, 2, 500)
+    assert facts.memory == 60 * 2**30 - 3 * 2**29
+    # A host that is in use in part has the adapters that its cards in use reach.
+    assert hardware_of_cluster(Cluster.parse(text), 1).adapters_per_host == 1
+    assert hardware_of_cluster(Cluster("h100", adapters_per_host=16), 4).adapters_per_host == 8
+
+
+def test_a_card_without_bfloat16():
+    facts = hardware_of_cluster(Cluster("v100"), 8)
+    assert facts.matmul_flops("bfloat16") is None and facts.matmul_flops("float16") == 125e12
+    assert facts.matmul_flops("float32") == 15.7e12  # it has no TF32 either
 
 
 def test_mixed_kinds_are_refused():
@@ -121,3 +148,12 @@ def test_absent_cards():
     assert 77 * 2**30 < facts.memory < 78 * 2**30
     assert facts.bf16_flops == 989.4e12
     assert hardware_of(resolve_devices("h100:4")).devices_per_host == 4
+
+
+@pytest.mark.aot
+def test_devices_that_are_not_here_know_their_machines():
+    """Two clusters of the same card, alive at once."""
+    slow, fast = resolve_devices("h100:8/node=4,nvlink=64GB/s"), resolve_devices(Cluster("h100", 8))
+    assert hardware_of(slow).bandwidth(4, 4) == 64e9 and hardware_of(slow[:2]).devices_per_host == 2
+    assert (hardware_of(fast).devices_per_host, hardware_of(fast).host_bandwidth) == (8, 450e9)
+    assert [device.process_index for device in slow] == [0] * 4 + [1] * 4
