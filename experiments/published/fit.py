@@ -5,38 +5,39 @@ import dataclasses
 import numpy as np
 from scipy.optimize import least_squares
 
-from cjax.planner.costs.calibration import Calibration
+from cjax.planner.costs.calibration import TEN_PERCENT, Calibration
 from cjax.planner.costs.duration import timed
 from cjax.planner.costs.ideal import Ideal, ideal
 from published.facts import CORES
 from published.rows import Run
 
-# Constant: start, least, most.
-CONSTANTS: dict[str, tuple[float, float, float]] = {
-    "matmul V100": (0.6, 0.2, 0.98),
-    "matmul A100": (0.75, 0.2, 0.98),
-    "matmul H100": (0.7, 0.2, 0.98),
-    "faster": (1.6, 1.0, 2.0),
-    "attention A100": (0.33, 0.05, 0.9),
-    "attention H100 2023": (0.2, 0.05, 0.9),
-    "attention H100 2024": (0.3, 0.05, 0.9),
-    "thin": (0.3, 0.01, 2.0),
-    "memory": (0.7, 0.2, 0.95),
-    "eager": (1.5, 1.0, 4.0),
-    "links": (0.8, 0.3, 0.95),
-    "adapters": (0.6, 0.1, 0.95),
-    "latency": (6e-6, 1e-6, 5e-5),
-    "hop": (2e-5, 1e-6, 3e-4),
-    "hidden data": (0.4, 0.02, 0.98),
-    "hidden gather": (0.6, 0.02, 0.98),
-    "hidden tensor": (0.1, 0.01, 0.9),
-    "overlapped": (0.6, 0.05, 0.98),
-    "hidden pipeline": (0.9, 0.05, 0.99),
-    "launch": (2e-5, 1e-6, 2e-4),
-    "step": (1e-2, 1e-4, 1e-1),
-    "straggling": (0.005, 1e-4, 0.05),
+# Constant: what is known of it before any run is seen, how surely (standard deviation of its logarithm), least, most.
+CONSTANTS: dict[str, tuple[float, float, float, float]] = {
+    "matmul V100": (0.70, 0.1, 0.2, 0.98),
+    "matmul A100": (0.78, 0.1, 0.2, 0.98),
+    "matmul H100 2023": (0.65, 0.1, 0.2, 0.98),
+    "matmul H100": (0.70, 0.1, 0.2, 0.98),
+    "faster": (1.5, 0.1, 1.0, 2.0),
+    "attention A100": (0.35, 0.2, 0.05, 0.9),
+    "attention H100 2023": (0.2, 0.2, 0.05, 0.9),
+    "attention H100 2024": (0.3, 0.2, 0.05, 0.9),
+    "thin": (0.1, 1.0, 0.001, 2.0),
+    "memory": (0.8, 0.1, 0.2, 0.95),
+    "links": (0.8, 0.1, 0.3, 0.95),
+    "adapters": (0.65, 0.2, 0.1, 0.95),
+    "latency": (1e-5, 0.5, 1e-6, 5e-5),
+    "hop": (3e-5, 0.7, 1e-6, 3e-4),
+    "hidden data": (0.6, 0.3, 0.02, 0.98),
+    "hidden gather": (0.6, 0.3, 0.02, 0.98),
+    "hidden tensor": (0.1, 1.0, 0.01, 0.9),
+    "overlapped": (0.7, 0.3, 0.05, 0.98),
+    "hidden pipeline": (0.7, 0.3, 0.05, 0.99),
+    "launch": (5e-5, 0.5, 1e-6, 5e-4),
+    "step": (2e-2, 0.5, 1e-4, 1e-1),
+    "straggling": (0.003, 1.0, 1e-4, 0.05),
 }
 FACTOR_SPREAD = 0.15  # of systems' factors, in logarithms: what keeps that of a system with few runs near 1
+COMPILED_STEP = 1e-2  # seconds beside a program that holds the whole step, optimizer and all
 NOISE = 0.035  # of identical configurations in one source
 
 
@@ -92,10 +93,10 @@ class Problem:
         }
         return Calibration(
             "fit",
-            matmul=each(lambda fact: values[f"matmul {fact.card[:4]}"]),
+            matmul=each(lambda fact: values["matmul H100 2023" if fact.kernel == "flash 2023" else f"matmul {fact.card[:4]}"]),
             attention=each(lambda fact: values[kernels[fact.kernel]]),
             thin=values["thin"],
-            memory=values["memory"] / each(lambda fact: values["eager"] if fact.kernel == "none" else 1.0),
+            memory=values["memory"],
             links=values["links"],
             adapters=values["adapters"],
             latency=values["latency"],
@@ -106,12 +107,23 @@ class Problem:
             overlapped=values["overlapped"],
             hidden_pipeline=values["hidden pipeline"],
             launch=values["launch"],
-            step=values["step"],
+            step=each(lambda fact: COMPILED_STEP if fact.is_compiled else values["step"]),
             straggling=values["straggling"],
             faster=each(lambda fact: values["faster"] if fact.is_float8 else 1.0),
             peak=each(lambda fact: 2.0 if fact.is_float8 else 1.0),
             software=dataclasses.replace(soft[0], is_lockstep=False, hides_tensor=False, hides_gradients=True),
         )
+
+    def run_calibration(self, values: dict[str, float], run: Run) -> Calibration:
+        """Of one run, for other plans of it."""
+        row = self.runs.index(run)
+        arrays = self.calibration(values, np.array([row]))
+        scalars = {
+            field.name: float(value[0])
+            for field in dataclasses.fields(arrays)
+            if isinstance(value := getattr(arrays, field.name), np.ndarray)
+        }
+        return dataclasses.replace(arrays, cores=CORES[run.facts.card], **scalars)
 
     def predict(self, values: dict[str, float], rows: np.ndarray | None = None):
         rows = np.arange(len(self.runs)) if rows is None else rows
@@ -122,6 +134,11 @@ class Problem:
 class Fit:
     values: dict[str, float]
     factors: dict[str, float]  # log, by system
+    spread: float = 0.1  # standard deviation of a row around its prediction, as its tails have it
+
+    def spreads(self, problem: "Problem", rows: np.ndarray) -> np.ndarray:
+        """What a row's interval is made of."""
+        return np.full(len(rows), self.spread)
 
     def log_ratio(self, problem: Problem, rows: np.ndarray, with_factor: bool = True) -> np.ndarray:
         """log of predicted / published tokens a second."""
@@ -134,11 +151,12 @@ class Fit:
 
 def fit(problem: Problem, rows: np.ndarray, start: dict[str, float] | None = None, with_factor: bool = True) -> Fit:
     """Constants and factors of these rows."""
-    start = start or {name: value for name, (value, _, _) in CONSTANTS.items()}
+    start = start or {name: known[0] for name, known in CONSTANTS.items()}
     names = list(CONSTANTS)
-    low, high = (np.log([CONSTANTS[name][i] for name in names]) for i in (1, 2))
+    low, high = (np.log([CONSTANTS[name][i] for name in names]) for i in (2, 3))
     at = np.clip(np.log([start[name] for name in names]), low + 1e-6, high - 1e-6)
     prior = np.log([CONSTANTS[name][0] for name in names])
+    sure = np.array([CONSTANTS[name][1] for name in names])
     system = problem.system[rows]
     counts = np.bincount(system, minlength=len(problem.systems))
     plans = take(problem.plans, rows)
@@ -156,12 +174,15 @@ def fit(problem: Problem, rows: np.ndarray, start: dict[str, float] | None = Non
     def residuals(x: np.ndarray) -> np.ndarray:
         logs = logs_of(x)
         factors = factors_of(logs)
-        weak = (x - prior) * 0.3  # an order of magnitude off costs what a row off by its noise does
-        return np.concatenate([(logs + factors[system]) / NOISE, factors / FACTOR_SPREAD, weak])
+        return np.concatenate([(logs + factors[system]) / NOISE, factors / FACTOR_SPREAD, (x - prior) / sure])
 
     found = least_squares(residuals, at, bounds=(low, high), loss="soft_l1", x_scale="jac", max_nfev=60, ftol=1e-5)
-    factors = factors_of(logs_of(found.x))
+    logs = logs_of(found.x)
+    factors = factors_of(logs)
+    # Four rows of five lie within; a tenth more, since the constants knew these rows.
+    spread = 1.1 * np.quantile(np.abs(logs + factors[system]), 0.8) / TEN_PERCENT
     return Fit(
         dict(zip(names, np.exp(found.x).tolist(), strict=True)),
         dict(zip(problem.systems, factors.tolist(), strict=True)),
+        float(spread),
     )

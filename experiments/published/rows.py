@@ -98,6 +98,8 @@ def run_of(line: int, row: Row) -> Run | str:
     gpus, positions = int(row["gpus"]), int(row["seq_len"])
     tensor, pipeline, context = (int(row[name] or 1) for name in ("tp", "pp", "cp"))
     data = gpus // (tensor * pipeline * context)
+    if data != int(row["dp"] or data):
+        return "sizes that multiply to the devices"
     micro = facts.micro_batch or int(row["micro_batch"] or 0)
     batch = int(row["global_batch"] or 0) or micro * data
     if not batch:

@@ -30,7 +30,7 @@ class Software:
       hides_tensor: whether transfers of tensor parallelism are cut up and laid beside the matmul that needs them.
       hides_gradients: whether gradients are reduced beside the backward pass.
       rings: adapters that a collective between hosts uses; 0 for one for each member on a host.
-      broadcasts: whether ZeRO 1 and 2 hand parameters out one member after the other in place of a gather.
+      cuts_sends: whether the devices of a tensor axis send a stage's output in parts, each its own.
     """
 
     is_lockstep: bool = True
@@ -44,7 +44,7 @@ class Software:
     hides_tensor: bool = False
     hides_gradients: bool = True
     rings: int = 0
-    broadcasts: bool = False
+    cuts_sends: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

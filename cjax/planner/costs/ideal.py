@@ -117,6 +117,8 @@ class _Plans:
         gathers = (layer.gather * (2 * full) + first.gather + last.gather) * table.microbatches
         stream = work.parts[stacks[0]].stream if stacks else None
         bytes_ = self._item * self._split.local(stream.dims) / self._share if stream else np.zeros(len(table))
+        if self._software.cuts_sends and stream:
+            bytes_ = bytes_ * self._split.parts_of(stream.dims) / self._inner
         stage_stride = self._inner * table.data
         send = Transfer.over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
         states = np.where(table.zero >= 1, table.zero_group, 1)
