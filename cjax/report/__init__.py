@@ -2,6 +2,7 @@
 
 from cjax.report.comparison import Candidate, Comparison
 from cjax.report.explained import Explained
+from cjax.report.ranking import Ranked, Ranking
 from cjax.report.step import FlopCount, MemoryUse, ParamRow, Report, StepTime, Transfer
 from cjax.report.summary import BlockRow, DimRow, TraceSummary
 
@@ -14,6 +15,8 @@ __all__ = [
     "FlopCount",
     "MemoryUse",
     "ParamRow",
+    "Ranked",
+    "Ranking",
     "Report",
     "StepTime",
     "TraceSummary",

@@ -35,6 +35,7 @@ class Scored:
       low, high: seconds between which 80 of 100 steps would be.
       bound: seconds that no step can be shorter than.
       tokens: of a step.
+      moved: bytes that a device receives, by axis.
       mfu: the model's own arithmetic as a share of what the devices could do; None where their peak is unknown.
       dollars, kwh: for 10^9 tokens; None where nobody said the price or the power.
     """
@@ -48,6 +49,7 @@ class Scored:
     high: float
     bound: float
     tokens: int
+    moved: Mapping[str, float] = field(default_factory=dict)
     mfu: float | None = None
     dollars: float | None = None
     kwh: float | None = None
@@ -159,6 +161,7 @@ class Costs:
             float(durations.high[i]),
             float(durations.bound[i]),
             self.work.tokens,
+            {axis: float(received[i]) for axis, received in durations.moved.items()},
             self.work.model_flops / (facts.num_devices * peak * total) if peak and total else None,
             None if self.dollars is None else float(self.dollars[i]),
             None if self.kwh is None else float(self.kwh[i]),

@@ -57,7 +57,7 @@ def durations(work: Work, split: Split, table: Table, hardware: Hardware) -> Any
         "bubble": matmul * (table.pipeline - 1) / table.microbatches,
     }
     total = sum(parts.values())
-    return SimpleNamespace(**parts, total=total, low=0.9 * total, high=1.2 * total, bound=0.5 * total)
+    return SimpleNamespace(**parts, total=total, low=0.9 * total, high=1.2 * total, bound=0.5 * total, moved={})
 
 
 def question(memory_gib: float = 40, split: Callable[[Plan], Split] = split, **facts: Any) -> Question:

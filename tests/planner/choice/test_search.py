@@ -112,7 +112,7 @@ def test_fewer_words_win_a_tie() -> None:
         table: Table = args[2]
         parts = dict.fromkeys(SECONDS, np.zeros(len(table))) | {"matmul": np.ones(len(table))}
         total = parts["matmul"]
-        return SimpleNamespace(**parts, total=total, low=total, high=total, bound=total)
+        return SimpleNamespace(**parts, total=total, low=total, high=total, bound=total, moved={})
 
     def none(*args: Any) -> Any:
         return Bytes(np.ones(len(args[2])), np.ones(len(args[2])))
