@@ -17,7 +17,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
 import cjax
 from cjax.mesh import compile_lowered, resolve_devices

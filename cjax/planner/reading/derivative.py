@@ -21,8 +21,8 @@ from cjax.sharding.place.saved import checkpointed, has_complex, kept
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
 from cjax.trace.attention.positions import attention_groups
-from cjax.trace.dims.find import Scope, find_dims
 from cjax.trace.dims.find import Dims as Classes
+from cjax.trace.dims.find import Scope, find_dims
 from cjax.trace.emit.emit import Hooks, bind, emit, number
 from cjax.trace.emit.precision import LOWS, Lowering
 from cjax.trace.jaxpr.evaluate import Step as Applied
@@ -30,7 +30,6 @@ from cjax.trace.jaxpr.evaluate import equations, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group
 from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.reading import Trace
-
 
 UNNAMED = "?"
 KERNEL = "cjax.kernel"  # what a kernel makes, in a derivative
@@ -217,8 +216,8 @@ def _width(node: Node) -> int:
 
 
 def _kernel(fused: Fused) -> Callable[..., jax.Array]:
-    """What stands for a kernel in a trace that nobody runs: it reads, saves and makes what the kernel does, of dims that
-    are known to be the same."""
+    """What stands for a kernel in a trace that nobody runs: it reads, saves and makes what the kernel does, with dims
+    that are known to be the same."""
     attention = fused.attention
 
     def scores(query: jax.Array, key: jax.Array) -> list[jax.Array]:
