@@ -191,12 +191,14 @@ class HeldWeight:
       shards: in how many parts each dim is cut.
       sums: mesh axes of the tensor and sequence words along which its gradient is summed, beside data parallelism.
       uses: how often its gradient is summed in one pass: a tied table's is, for its lookup and its product each.
+      gathered: axes along which it is gathered for a lookup, so that one of these sums is of all that they split.
     """
 
     shape: tuple[int, ...]
     shards: tuple[int, ...]
     sums: tuple[str, ...] = ()
     uses: int = 1
+    gathered: tuple[str, ...] = ()
 
     @property
     def elements(self) -> int:

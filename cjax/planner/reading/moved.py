@@ -127,6 +127,11 @@ def _of_weight(
             whole = chosen * 2 * _share(every * stages) * elements
             if weight.is_trained:
                 uses = np.where(divides, held.uses - 1, held.uses)
+                if held.gathered:
+                    cut = math.prod(split.sizes[a] for a in held.gathered)
+                    whole_sum = chosen * (~waits) * 2 * _share(every * stages * cut) * elements * cut
+                    _add(found.gradients, (*all_axes, *held.gathered), whole_sum * size * times)
+                    uses = uses - 1
                 uses = np.where(waits, np.where(divides, 0, 1), uses)
                 _add(found.gradients, all_axes, whole * size * times * uses)
                 _add(found.gradients, zero_axes, chosen * divides * _share(group) * elements * size * times)

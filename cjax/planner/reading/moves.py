@@ -75,6 +75,7 @@ class Moves:
     found: list[Move] = field(default_factory=list)
     outside: list[Move] = field(default_factory=list)  # of what all layers share: once, and not in each
     sums: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which its gradient is summed
+    looked_up: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which it is gathered for that
     _wanted: dict[Spot, bool] = field(default_factory=dict)
     _needed: set[Spot] = field(default_factory=set)
     _spread: dict[int, Group[dict[int, Spread]]] = field(default_factory=dict)
@@ -149,7 +150,15 @@ class Moves:
         layout = self.placed.layout
         leaf = None if isinstance(table, Literal) else scope.origin.get(table)
         if layout.grid is None or leaf not in layout.weights or not is_lookup(eqn):
-            self._reduced(step.writes[0], scope, summed, body.times)
+            both = summed & self.placed.axes(out, scope)
+            if both and leaf is not None:
+                # What splits the rows too can't also say who finds them: the table is gathered, in both passes, and its
+                # gradient summed whole.
+                held = self.placed.local(table, scope) * self.placed.size(both)
+                self._both("all-gather", both, held, body.times, of_weights=True)
+                self.looked_up.setdefault(leaf, set()).update(both)
+            else:
+                self._reduced(step.writes[0], scope, summed, body.times)
             self._sum(table, scope, self.placed.axes(out, scope) - self.placed.axes(table, scope))
             return
         assert isinstance(table, Var)
@@ -220,7 +229,7 @@ class Moves:
     def _gathered(self, axis: str, held: float, body: Body, of_weights: bool = False) -> None:
         """In the forward pass, and again in the backward pass; outside of loops XLA finds that both are one."""
         self._add("all-gather", (axis,), held, body.times, forward=True, of_weights=of_weights)
-        if self.stretch.stack is not None or body.is_loop:
+        if self.stretch.stack is not None or (body.is_loop and self.placed.layout.grid is not None):
             self._add("all-gather", (axis,), held, body.times, forward=False, of_weights=of_weights)
 
     def _both(

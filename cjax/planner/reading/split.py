@@ -61,10 +61,11 @@ class Splits:
         layout = make_layout(self._trace, sizes, plan.rules, sequence=plan.sequence)
         placed = PlacedTrace(self._trace, layout)
         moves = [Moves(placed, stretch, plan.sequence, self._learned).read() for stretch in self._stretches]
+        looked_up = {i: axes for each in moves for i, axes in each.looked_up.items()}
         sums = [{self._first.get(i, i): axes for i, axes in each.sums.items()} for each in moves]
         summed = {i: set().union(*(each.get(i, ()) for each in sums)) for i in {i for each in sums for i in each}}
         weights = tuple(
-            tuple(self._held(layout, i, stretch, summed.get(i, set())) for i in leaves)
+            tuple(self._held(layout, i, stretch, summed.get(i, ()), looked_up.get(i, ())) for i in leaves)
             for stretch, leaves in zip(self._stretches, self._leaves, strict=True)
         )
         # Of what all layers of a stack read, the gradient is reduced once, where it was made: in front of them.
@@ -78,14 +79,18 @@ class Splits:
             weights,
         )
 
-    def _held(self, layout: Layout, leaf: int, stretch: Stretch, sums: Collection[str]) -> HeldWeight:
+    def _held(
+        self, layout: Layout, leaf: int, stretch: Stretch, sums: Collection[str], gathered: Collection[str]
+    ) -> HeldWeight:  # fmt: skip
         """What a device keeps of a parameter of one layer."""
         whole = self._trace.leaves[leaf]
         first = 1 if stretch.stack and not stretch.stack.is_run and (leaf,) in stretch.stack.weights else 0
         spec = layout.weight_spec(leaf, self._trace.classes_of(leaf), whole.shape)
         shards = [math.prod(layout.axis_sizes[a] for a in axes_of_entry(entry)) for entry in spec]
-        named = tuple(a for a in layout.axis_sizes if a in sums)
-        return HeldWeight(whole.shape[first:], tuple(shards[first:]), named, self._uses.get(leaf, 1))
+        named = [tuple(a for a in layout.axis_sizes if a in axes) for axes in (sums, gathered)]
+        return HeldWeight(
+            whole.shape[first:], tuple(shards[first:]), named[0], self._uses.get(leaf, 1), named[1]
+        )  # fmt: skip
 
     def _axes_of(self, layout: Layout) -> dict[str, tuple[str, ...]]:
         """The axes by name of a dim."""
