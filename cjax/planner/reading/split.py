@@ -60,7 +60,8 @@ class Splits:
         sizes |= plan.tensor.axis_sizes()
         layout = make_layout(self._trace, sizes, plan.rules, sequence=plan.sequence)
         placed = PlacedTrace(self._trace, layout)
-        moves = [Moves(placed, stretch, plan.sequence, self._learned).read() for stretch in self._stretches]
+        gathered: set[int] = set()
+        moves = [Moves(placed, each, plan.sequence, self._learned, gathered).read() for each in self._stretches]
         looked_up = {i: axes for each in moves for i, axes in each.looked_up.items()}
         sums = [{self._first.get(i, i): axes for i, axes in each.sums.items()} for each in moves]
         summed = {i: set().union(*(each.get(i, ()) for each in sums)) for i in {i for each in sums for i in each}}
