@@ -19,8 +19,7 @@ from cjax.planner.costs.calibration import Calibration, calibration_of
 from cjax.planner.costs.duration import Durations, durations
 from cjax.planner.costs.memory import memory_of
 from cjax.planner.hardware import Hardware
-from cjax.planner.reading.split import Splits
-from cjax.planner.reading.work import work_of
+from cjax.planner.reading.readings import Readings
 from cjax.planner.table import Table
 from cjax.planner.work import BATCH, Split, Work
 from cjax.trace.microbatches.part import read_part
@@ -51,8 +50,13 @@ class Planning:
         return self.source.read()
 
     @functools.cached_property
+    def readings(self) -> Readings:
+        return Readings(self.source, self._optimizer_bytes())
+
+    @functools.cached_property
     def work(self) -> Work:
-        return work_of(self.trace, self._optimizer_bytes())
+        """As plans without tensor parallelism have it read."""
+        return self.readings.work(Plan())
 
     def _optimizer_bytes(self) -> float:
         """Of its state for each byte of trained parameters."""
@@ -71,16 +75,15 @@ class Planning:
 
     @functools.cached_property
     def question(self) -> Question:
-        splits = Splits(self.work, self.trace)
 
         def split(plan: Plan) -> Split:
-            found, axes = splits(plan), plan.tensor.axis_sizes()
+            found, axes = self.readings.split(plan), plan.tensor.axis_sizes()
             used = {axis for name, on in found.axes_of.items() if name != BATCH for axis in on}
             if plan.tensor.size > 1 and not used & axes.keys():
                 raise ValueError(f"tensor={plan.tensor} splits nothing in this model")
             return found
 
-        return Question(self.work, split, self.hardware, memory_of, self._durations)
+        return Question(self.readings.work, split, self.hardware, memory_of, self._durations)
 
     def _durations(self, work: Work, split: Split, table: Table, hardware: Hardware) -> Durations:
         calibration = self.calibration

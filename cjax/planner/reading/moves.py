@@ -201,6 +201,7 @@ class Moves:
         """What `cjax.sharding.products.matmul` moves: it gathers operands in both passes, and scatters results in the
         one and gradients in the other."""
         first, times = group.eqns[0], body.times
+        made = {spot.var: spot for step in body.steps for spot in step.writes}
         spread = group.of[id(first)]
         x = first.invars[1 - weight_at(first, scope)]
         if spread.gather_x is not None:
@@ -221,7 +222,8 @@ class Moves:
                 shape = [n for d, n in enumerate(x.aval.shape) if d not in spread.contracted[0]]
                 shape += [n for d, n in enumerate(w.aval.shape) if d not in spread.contracted[1]]
                 held = self._held(shape, spread.y) * self.placed.size((spread.scatter_y.axis,))
-                self._add("reduce-scatter", (spread.scatter_y.axis,), held, times, forward=True)
+                needed = not self._needed.isdisjoint(made[out] for out in eqn.outvars)
+                self._add("reduce-scatter", (spread.scatter_y.axis,), held, times, forward=True, remade=needed)
                 self._add("all-gather", (spread.scatter_y.axis,), held, times, forward=False)
 
     def _is_multiplied(self, leaf: int) -> bool:
@@ -239,8 +241,9 @@ class Moves:
         return math.prod(math.ceil(n / self.placed.size(axes_of_entry(entry))) for n, entry in pairs)
 
     def _gathered(self, axis: str, held: float, body: Body, of_weights: bool = False) -> None:
-        """In the forward pass, and again in the backward pass; outside of loops XLA finds that both are one."""
-        self._add("all-gather", (axis,), held, body.times, forward=True, of_weights=of_weights)
+        """In the forward pass, and again in the backward pass; outside of loops XLA finds that both are one. A layer
+        that is made again gathers what its backward pass does."""
+        self._add("all-gather", (axis,), held, body.times, forward=True, of_weights=of_weights, remade=False)
         if self.stretch.stack is not None or (body.is_loop and self.placed.layout.grid is not None):
             self._add("all-gather", (axis,), held, body.times, forward=False, of_weights=of_weights)
 

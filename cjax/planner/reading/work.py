@@ -9,9 +9,10 @@ from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.products import attentions_of, products_of
 from cjax.planner.reading.saved import KeptBy
 from cjax.planner.reading.stretches import Spot, Stretch, stretches
-from cjax.planner.reading.traffic import touched, unread
+from cjax.planner.reading.traffic import touched
 from cjax.planner.reading.weights import leaves_of, multiplied, weight_of
 from cjax.planner.work import Part, Value, Work
+from cjax.trace.jaxpr.cost import cost
 from cjax.trace.reading import Trace
 
 
@@ -46,9 +47,16 @@ def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_parts: int = 1) -> W
     tokens = max((math.prod(leaf.shape[:2]) for leaf in words), default=num_rows)
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in batch)
     return Work(
-        tuple(parts), num_parts * num_rows, num_parts * tokens, optimizer_bytes, num_parts * size, unread(trace),
+        tuple(parts), num_parts * num_rows, num_parts * tokens, optimizer_bytes, num_parts * size, _notes(trace),
         KeptBy(trace, naming, found),
     )  # fmt: skip
+
+
+def _notes(trace: Trace) -> tuple[str, ...]:
+    """What could not be read, for the user."""
+    found = [f"`{name}` is counted as nothing: cjax does not know what it does" for name in sorted(trace.dims.unknown)]
+    loops = cost(trace.closed).unbounded_loops
+    return (*found, *([f"{loops} loop(s) of unknown length are counted as one turn"] if loops else []))
 
 
 def _stream(stretch: Stretch, naming: Naming) -> Value | None:
