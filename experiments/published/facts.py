@@ -68,7 +68,8 @@ class Facts:
 # What all of them differ in from cjax: stages that do not wait for each other's ticks.
 PLAIN = Software(is_lockstep=False, gradient_bytes=2.0, weight_bytes=2.0, fuses_split=True)
 EARLY = dataclasses.replace(PLAIN, is_fused=False, hides_gradients=False, cuts_sends=True)
-NEMO = dataclasses.replace(PLAIN, gradient_bytes=2.0, hides_tensor=True, cuts_sends=True)
+MEGATRON_2022 = dataclasses.replace(EARLY, adds_in_matmuls=True)
+NEMO = dataclasses.replace(PLAIN, gradient_bytes=2.0, hides_tensor=True, cuts_sends=True, adds_in_matmuls=True)
 
 
 def facts_of(row: dict[str, str]) -> Facts | str:
@@ -111,10 +112,10 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
             micro, chunks = sizes.get(row["params"], (1, 1)) if "Table 1" in source else (1, 1)
             return "Megatron 2021", "none", EARLY, {"flops": "megatron", "micro_batch": micro, "chunks": chunks}
         case "Reducing":
-            return "Megatron 2022", "none", EARLY, {}
+            return "Megatron 2022", "none", MEGATRON_2022, {}
         case "Zero":
             # The memory that these runs report has room for the scores, and is too much without them.
-            return "Megatron 2022", "none", EARLY, {}
+            return "Megatron 2022", "none", MEGATRON_2022, {}
         case "OneFlow":
             name = "OneFlow" if "(OneFlow)" in source else "Megatron 2021"
             return name, "none", EARLY, {"adapter": 12.5e9 / 8}
@@ -154,7 +155,7 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
             return "Meta", hopper, PLAIN, {"flops": "causal", "chunks": 8, "micro_batch": 1}
         case "MegaScale":
             is_new = "MegaScale;" in row["notes"]
-            software = dataclasses.replace(PLAIN, hides_tensor=is_new, hides_gradients=is_new, cuts_sends=True)
+            software = dataclasses.replace(PLAIN, hides_tensor=is_new, hides_gradients=is_new, cuts_sends=True, adds_in_matmuls=True)
             return (
                 ("MegaScale" if is_new else "Megatron 2022"),
                 "flash",

@@ -30,6 +30,7 @@ class Software:
       hides_tensor: whether transfers of tensor parallelism are cut up and laid beside the matmul that needs them.
       hides_gradients: whether gradients are reduced beside the backward pass.
       rings: adapters that a collective between hosts uses; 0 for one for each member on a host.
+      adds_in_matmuls: whether a matmul adds a gradient to that of the micro-batches before, in place of a pass for it.
       cuts_sends: whether the devices of a tensor axis send a stage's output in parts, each its own.
     """
 
@@ -44,6 +45,7 @@ class Software:
     hides_tensor: bool = False
     hides_gradients: bool = True
     rings: int = 0
+    adds_in_matmuls: bool = False
     cuts_sends: bool = False
 
 
