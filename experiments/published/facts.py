@@ -60,7 +60,10 @@ class Facts:
         network = self.adapter or card.network_bandwidth
         flops = card.bf16_flops * self.power**0.5
         return dataclasses.replace(
-            card, num_devices=num_devices, network_bandwidth=network, bf16_flops=flops,
+            card,
+            num_devices=num_devices,
+            network_bandwidth=network,
+            bf16_flops=flops,
             host_bandwidth=self.links or card.host_bandwidth,
         )
 
@@ -133,7 +136,12 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
             kernel = ("flash" if card == "A100" else hopper) if is_fused else "none"
             software = dataclasses.replace(PLAIN, is_fused=is_fused, gradient_bytes=4.0)
             recompute = "full" if row["params"] == "175B" or (not is_fused and row["params"] == "5B") else ""
-            return "JAX", kernel, software, {"is_compiled": True, "recompute": recompute, **({"zero": 0} if row["zero"] == "DP" else {})}
+            return (
+                "JAX",
+                kernel,
+                software,
+                {"is_compiled": True, "recompute": recompute, **({"zero": 0} if row["zero"] == "DP" else {})},
+            )
         case "MosaicML":
             return "Composer", "flash" if card != "H100" else "flash 2023", PLAIN, {}
         case "NeMo":
@@ -155,7 +163,9 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
             return "Meta", hopper, PLAIN, {"flops": "causal", "chunks": 8, "micro_batch": 1}
         case "MegaScale":
             is_new = "MegaScale;" in row["notes"]
-            software = dataclasses.replace(PLAIN, hides_tensor=is_new, hides_gradients=is_new, cuts_sends=True, adds_in_matmuls=True)
+            software = dataclasses.replace(
+                PLAIN, hides_tensor=is_new, hides_gradients=is_new, cuts_sends=True, adds_in_matmuls=True
+            )
             return (
                 ("MegaScale" if is_new else "Megatron 2022"),
                 "flash",

@@ -29,7 +29,7 @@ CONSTANTS: dict[str, tuple[float, float, float, float]] = {
     "hidden data": (0.6, 0.3, 0.02, 0.98),
     "hidden gather": (0.6, 0.3, 0.02, 0.98),
     "hidden tensor": (0.1, 1.0, 0.01, 0.9),
-    "overlapped": (0.7, 0.3, 0.05, 0.98),
+    "overlapped": (0.7, 0.1, 0.05, 0.98),
     "hidden pipeline": (0.7, 0.3, 0.05, 0.99),
     "step": (2e-2, 0.5, 1e-4, 1e-1),
     "straggling": (0.003, 1.0, 1e-4, 0.05),
