@@ -191,6 +191,8 @@ class Move:
       is_wide: whether it stays float32 under every precision.
       count: how many collectives that is.
       of_weights: whether it is of weights or their gradients: independent of the batch's size.
+      is_remade: of the forward pass, whether to make a layer again under remat=block makes it again: not what only the
+        next layer reads, as no derivative of this one needs it.
     """
 
     kind: Kind
@@ -200,6 +202,31 @@ class Move:
     is_wide: bool = False
     count: int = 1
     of_weights: bool = False
+    is_remade: bool = True
+
+
+@dataclass(frozen=True)
+class HeldWeight:
+    """What a device keeps of a weight, of one layer, before ZeRO divides it.
+
+    Args:
+      shape: of the whole weight.
+      shards: in how many parts each dim is cut.
+      sums: mesh axes of the tensor and sequence words along which its gradient is summed, beside data parallelism.
+      uses: how often its gradient is summed in one pass: a tied table's is, for its lookup and its product each.
+      gathered: axes along which it is gathered for a lookup, so that one of these sums is of all that they split.
+    """
+
+    shape: tuple[int, ...]
+    shards: tuple[int, ...]
+    sums: tuple[str, ...] = ()
+    uses: int = 1
+    gathered: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """On one device; dims that do not divide are padded."""
+        return math.prod(-(-n // s) for n, s in zip(self.shape, self.shards, strict=True))
 
 
 @dataclass(frozen=True)
@@ -212,6 +239,7 @@ class Split:
       moves: for each part of the work, its collectives.
       held: for each part, elements of its weights on one device (of one layer), before ZeRO divides them.
       notes: what stays whole and why.
+      weights: for each part, what of each of its weights is held, where that is known; what ZeRO can divide follows.
     """
 
     axes_of: Mapping[str, tuple[str, ...]]
@@ -219,6 +247,7 @@ class Split:
     moves: tuple[tuple[Move, ...], ...]
     held: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    weights: tuple[tuple[HeldWeight, ...], ...] = ()
 
     @property
     def num_devices(self) -> int:

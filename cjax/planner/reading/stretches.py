@@ -21,6 +21,8 @@ from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.reading import Trace
 from cjax.trace.stages.stacks import LayerStack, find_stacks
 
+Equations = tuple[Sequence[Equation], Sequence[Atom], Scope]
+
 
 @dataclass(frozen=True)
 class Spot:
@@ -58,12 +60,15 @@ class Body:
       results: values that are read outside.
       times: how often.
       scopes: by a value's path, the scope that knows its dims.
+      lists: the lists of equations that the steps were taken from, with what is read of each later, and its scope.
     """
 
     steps: tuple[Operation, ...]
     results: frozenset[Spot]
     times: int
     scopes: Mapping[tuple[int, ...], Scope]
+    lists: tuple[Equations, ...]
+    is_loop: bool = False  # whether a loop turns around it, be it once
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,14 @@ def _bodies(
     flat = _Flat(trace)
     flat.add(eqns, results, scope, path)
     read = {flat.node(path, v) for v in results if not isinstance(v, Literal)}
-    yield Body(tuple(flat.steps), frozenset(node for node in read if node is not None), times, flat.scopes)
+    yield Body(
+        tuple(flat.steps),
+        frozenset(node for node in read if node is not None),
+        times,
+        flat.scopes,
+        tuple(flat.lists),
+        bool(path) or times > 1,
+    )
     for eqn, inner, where in flat.loops:
         if eqn.primitive.name == "scan":
             loop = scan_of(eqn)
@@ -168,6 +180,7 @@ class _Flat:
     loops: list[tuple[Equation, Scope, tuple[int, ...]]] = field(default_factory=list)
     alias: dict[Spot, Spot | None] = field(default_factory=dict)
     scopes: dict[tuple[int, ...], Scope] = field(default_factory=dict)
+    lists: list[Equations] = field(default_factory=list)
 
     def node(self, path: tuple[int, ...], atom: Atom) -> Spot | None:
         """The value that an atom stands for; None for a number."""
@@ -180,6 +193,7 @@ class _Flat:
 
     def add(self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope, path: tuple[int, ...]) -> None:
         self.scopes[path] = scope
+        self.lists.append((eqns, results, scope))
         groups = attention_groups(self.trace, eqns, results, scope)
         inside = {id(eqn): group for group in groups for eqn in group.eqns}
         last = {id(group.eqns[-1]) for group in groups}
