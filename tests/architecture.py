@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first. A room may import rooms of its own floor (as long as no circle comes of it) and of the floors below.
 FLOORS = (
-    ("jax_compat", "tree", "cards", "plan"),
+    ("jax_compat", "tree", "cards", "plan", "cluster"),
     ("mesh",),
     ("trace",),
     ("sharding", "pipeline"),
@@ -39,7 +39,7 @@ SUBROOMS = {
     "trace": (("jaxpr",), ("author",), ("dims", "layers"), ("emit",), ("examples",), ("",),
               ("attention", "stages", "microbatches")),
     "sharding": (("storage",), ("products",), ("layout", "attention"), ("apart",), ("place",)),
-    "planner": (("",), ("costs",)),
+    "planner": (("",), ("costs", "reading"), ("choice",)),
     "models": (("",), ("transformers",)),
     "data": (("",), ("text", "images"), ("tasks",)),
 }  # fmt: skip
