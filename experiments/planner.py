@@ -10,6 +10,7 @@ Needs scipy. `--write` prints the constants as `cjax/planner/costs/calibration.p
 """
 
 import argparse
+import dataclasses
 import datetime
 import itertools
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from published import checks
+from published.facts import CARDS
 from published.fit import CONSTANTS, Fit, Problem, fit
 from published.recipes import behind
 from published.rows import ROWS, read
@@ -26,7 +28,6 @@ from published.rows import ROWS, read
 from cjax.planner.costs.calibration import FITTED, calibration_of
 from cjax.planner.costs.duration import durations
 from cjax.planner.costs.transformer import Decoder, Spread, split_of_decoder, work_of_decoder
-from cjax.planner.hardware import Hardware
 from cjax.planner.table import Table
 
 LOGS = Path(__file__).parent.parent / "docs" / "results"
@@ -137,7 +138,7 @@ def foretell(path: Path, say: Say) -> None:
 
 def speed(say: Say) -> None:
     """A hundred thousand plans or more of GPT-3 on 1,024 cards."""
-    hardware = Hardware("NVIDIA H100 80GB HBM3", 1024, 8, 80 * 2**30, 3.352e12, 989e12, 495e12, 450e9, 50e9)
+    hardware = dataclasses.replace(CARDS["H100"], num_devices=1024)
     calibration = calibration_of(hardware)
     assert calibration is not None
     gpt, count, start = Decoder(96, 12288, 96, 51200), 0, time.process_time()

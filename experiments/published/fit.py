@@ -1,6 +1,8 @@
 """Least squares of the planner's constants on published runs: all at once, in logarithms, with a factor a system."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -8,7 +10,7 @@ from scipy.optimize import least_squares
 from cjax.planner.costs.calibration import TEN_PERCENT, Calibration
 from cjax.planner.costs.duration import timed
 from cjax.planner.costs.ideal import Ideal, ideal
-from published.facts import CORES
+from published.facts import CORES, Facts
 from published.rows import Run
 
 # Constant: what is known of it before any run is seen, how surely (standard deviation of its logarithm), least, most.
@@ -49,7 +51,7 @@ def ideals(runs: list[Run]) -> Ideal:
     return _stack(found)
 
 
-def _stack(parts: list):
+def _stack(parts: list[Any]) -> Any:
     if isinstance(parts[0], dict):  # bytes by axis, which no constant touches
         return {}
     if not dataclasses.is_dataclass(parts[0]):
@@ -58,7 +60,7 @@ def _stack(parts: list):
     return type(parts[0])(*(_stack([getattr(part, name) for part in parts]) for name in names))
 
 
-def take(plans: Ideal, rows: np.ndarray) -> Ideal:
+def take(plans: Any, rows: np.ndarray) -> Any:
     if isinstance(plans, dict):
         return {}
     if not dataclasses.is_dataclass(plans):
@@ -78,12 +80,11 @@ class Problem:
     def calibration(self, values: dict[str, float], rows: np.ndarray) -> Calibration:
         facts = [self.runs[i].facts for i in rows]
 
-        def each(one) -> np.ndarray:
+        def each(one: Callable[[Facts], float]) -> Any:  # constants of many runs are arrays
             return np.array([one(fact) for fact in facts], float)
 
         soft = [fact.software for fact in facts]
-        hides = np.array([one.hides_gradients for one in soft])
-        overlaps = np.array([one.hides_tensor for one in soft])
+        hides: Any = np.array([one.hides_gradients for one in soft])
         kernels = {
             "none": "attention A100",
             "flash": "attention A100",
@@ -100,9 +101,9 @@ class Problem:
             adapters=values["adapters"],
             latency=values["latency"],
             hop=values["hop"],
-            hidden_data=np.where(hides, values["hidden data"], 0.0),
+            hidden_data=hides * values["hidden data"],
             hidden_gather=values["hidden gather"],
-            hidden_tensor=np.where(overlaps, values["overlapped"], values["hidden tensor"]),
+            hidden_tensor=each(lambda fact: values["overlapped" if fact.software.hides_tensor else "hidden tensor"]),
             overlapped=values["overlapped"],
             hidden_pipeline=values["hidden pipeline"],
             launch=LAUNCH,
