@@ -1,7 +1,7 @@
 """What a user of each system would know of a run beside its row: card, year, kernels, what is overlapped."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from cjax.planner.costs.calibration import Software
 from cjax.planner.hardware import Hardware
@@ -10,11 +10,22 @@ Kernel = Literal["none", "flash", "flash 2023", "flash 2024"]
 
 # Jean Zay's hosts of 8: "NVLink 4 inter-gpu connects, 4 OmniPath links", in the project's own words. 4 of an A100's 12.
 JEAN_ZAY = {"links": 100e9, "adapter": 50e9 / 8}
+
+
+def _card_of(name: str, memory: int, memory_bandwidth: float, flops: float, links: float, adapter: float) -> Hardware:
+    """Eight of them on a host, with an adapter each; 16 bits at `flops`, TF32 at half of it."""
+    return Hardware(
+        name, 8, 8, memory * 2**30, memory_bandwidth=memory_bandwidth, bf16_flops=flops, f16_flops=flops,
+        f32_flops=flops / 2, host_bandwidth=links, network_bandwidth=adapter, adapters_per_host=8,
+    )  # fmt: skip
+
+
+# V100's 16 bits are float16; rows do not tell the two apart.
 CARDS = {
-    "V100": Hardware("V100", 1, 8, 32 * 2**30, 0.9e12, 125e12, 15.7e12, 150e9, 12.5e9),
-    "A100-40": Hardware("A100-40", 1, 8, 40 * 2**30, 1.555e12, 312e12, 156e12, 300e9, 25e9),
-    "A100": Hardware("A100", 1, 8, 80 * 2**30, 2.039e12, 312e12, 156e12, 300e9, 25e9),
-    "H100": Hardware("H100", 1, 8, 80 * 2**30, 3.352e12, 989.4e12, 494.7e12, 450e9, 50e9),
+    "V100": _card_of("V100", 32, 0.9e12, 125e12, 150e9, 12.5e9),
+    "A100-40": _card_of("A100-40", 40, 1.555e12, 312e12, 300e9, 25e9),
+    "A100": _card_of("A100", 80, 2.039e12, 312e12, 300e9, 25e9),
+    "H100": _card_of("H100", 80, 3.352e12, 989.4e12, 450e9, 50e9),
 }
 CORES = {"V100": 80, "A100-40": 108, "A100": 108, "H100": 132}
 
@@ -60,7 +71,10 @@ class Facts:
         network = self.adapter or card.network_bandwidth
         flops = card.bf16_flops * self.power**0.5
         return dataclasses.replace(
-            card, num_devices=num_devices, network_bandwidth=network, bf16_flops=flops,
+            card,
+            num_devices=num_devices,
+            network_bandwidth=network,
+            bf16_flops=flops,
             host_bandwidth=self.links or card.host_bandwidth,
         )
 
@@ -68,7 +82,8 @@ class Facts:
 # What all of them differ in from cjax: stages that do not wait for each other's ticks.
 PLAIN = Software(is_lockstep=False, gradient_bytes=2.0, weight_bytes=2.0, fuses_split=True)
 EARLY = dataclasses.replace(PLAIN, is_fused=False, hides_gradients=False, cuts_sends=True)
-NEMO = dataclasses.replace(PLAIN, gradient_bytes=2.0, hides_tensor=True, cuts_sends=True)
+MEGATRON_2022 = dataclasses.replace(EARLY, adds_in_matmuls=True)
+NEMO = dataclasses.replace(PLAIN, gradient_bytes=2.0, hides_tensor=True, cuts_sends=True, adds_in_matmuls=True)
 
 
 def facts_of(row: dict[str, str]) -> Facts | str:
@@ -80,7 +95,9 @@ def facts_of(row: dict[str, str]) -> Facts | str:
     if found is None:
         return "system"
     name, kernel, software, more = found
-    more = {"is_float8": "8" in row["dtype"] and "fp" in row["dtype"].lower().replace("float", "fp")} | more
+    more: dict[str, Any] = {
+        "is_float8": "8" in row["dtype"] and "fp" in row["dtype"].lower().replace("float", "fp")
+    } | more
     return Facts(name, row["source"], card, kernel, software, **more)
 
 
@@ -95,7 +112,7 @@ def _card(row: dict[str, str]) -> str | None:
     return "H100" if "H100" in text else None
 
 
-def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, Software, dict] | None:
+def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, Software, dict[str, Any]] | None:
     hopper: Kernel = "flash 2024"
     match source.split(" ")[0]:
         case "Megatron-LM" if "Table 2" in source and row["zero"] == "3":
@@ -106,15 +123,18 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
                 {"flops": "megatron"},
             )
         case "Megatron-LM" if "(2020)" not in source:
+            # Micro-batch and chunks, from examples/sc21 of Megatron-LM.
+            # fmt: off
             sizes = {"1.7B": (16, 1), "3.6B": (16, 1), "7.5B": (16, 1), "18.4B": (8, 1), "39.1B": (4, 1),
-                     "76.1B": (2, 3), "145.6B": (2, 2), "310.1B": (1, 2), "529.6B": (1, 3), "1008B": (1, 1)}  # fmt: skip
+                     "76.1B": (2, 3), "145.6B": (2, 2), "310.1B": (1, 2), "529.6B": (1, 3), "1008B": (1, 1)}
+            # fmt: on
             micro, chunks = sizes.get(row["params"], (1, 1)) if "Table 1" in source else (1, 1)
             return "Megatron 2021", "none", EARLY, {"flops": "megatron", "micro_batch": micro, "chunks": chunks}
         case "Reducing":
-            return "Megatron 2022", "none", EARLY, {}
+            return "Megatron 2022", "none", MEGATRON_2022, {}
         case "Zero":
             # The memory that these runs report has room for the scores, and is too much without them.
-            return "Megatron 2022", "none", EARLY, {}
+            return "Megatron 2022", "none", MEGATRON_2022, {}
         case "OneFlow":
             name = "OneFlow" if "(OneFlow)" in source else "Megatron 2021"
             return name, "none", EARLY, {"adapter": 12.5e9 / 8}
@@ -132,7 +152,12 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
             kernel = ("flash" if card == "A100" else hopper) if is_fused else "none"
             software = dataclasses.replace(PLAIN, is_fused=is_fused, gradient_bytes=4.0)
             recompute = "full" if row["params"] == "175B" or (not is_fused and row["params"] == "5B") else ""
-            return "JAX", kernel, software, {"is_compiled": True, "recompute": recompute, **({"zero": 0} if row["zero"] == "DP" else {})}
+            return (
+                "JAX",
+                kernel,
+                software,
+                {"is_compiled": True, "recompute": recompute, **({"zero": 0} if row["zero"] == "DP" else {})},
+            )
         case "MosaicML":
             return "Composer", "flash" if card != "H100" else "flash 2023", PLAIN, {}
         case "NeMo":
@@ -154,7 +179,9 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
             return "Meta", hopper, PLAIN, {"flops": "causal", "chunks": 8, "micro_batch": 1}
         case "MegaScale":
             is_new = "MegaScale;" in row["notes"]
-            software = dataclasses.replace(PLAIN, hides_tensor=is_new, hides_gradients=is_new, cuts_sends=True)
+            software = dataclasses.replace(
+                PLAIN, hides_tensor=is_new, hides_gradients=is_new, cuts_sends=True, adds_in_matmuls=True
+            )
             return (
                 ("MegaScale" if is_new else "Megatron 2022"),
                 "flash",

@@ -1,6 +1,8 @@
 """Least squares of the planner's constants on published runs: all at once, in logarithms, with a factor a system."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -8,14 +10,13 @@ from scipy.optimize import least_squares
 from cjax.planner.costs.calibration import TEN_PERCENT, Calibration
 from cjax.planner.costs.duration import timed
 from cjax.planner.costs.ideal import Ideal, ideal
-from published.facts import CORES
+from published.facts import CORES, Facts
 from published.rows import Run
 
 # Constant: what is known of it before any run is seen, how surely (standard deviation of its logarithm), least, most.
 CONSTANTS: dict[str, tuple[float, float, float, float]] = {
     "matmul V100": (0.70, 0.1, 0.2, 0.98),
     "matmul A100": (0.78, 0.1, 0.2, 0.98),
-    "matmul H100 2023": (0.65, 0.1, 0.2, 0.98),
     "matmul H100": (0.70, 0.1, 0.2, 0.98),
     "faster": (1.5, 0.1, 1.0, 2.0),
     "attention A100": (0.35, 0.2, 0.05, 0.9),
@@ -30,13 +31,13 @@ CONSTANTS: dict[str, tuple[float, float, float, float]] = {
     "hidden data": (0.6, 0.3, 0.02, 0.98),
     "hidden gather": (0.6, 0.3, 0.02, 0.98),
     "hidden tensor": (0.1, 1.0, 0.01, 0.9),
-    "overlapped": (0.7, 0.3, 0.05, 0.98),
+    "overlapped": (0.7, 0.1, 0.05, 0.98),
     "hidden pipeline": (0.7, 0.3, 0.05, 0.99),
-    "launch": (5e-5, 0.5, 1e-6, 5e-4),
     "step": (2e-2, 0.5, 1e-4, 1e-1),
     "straggling": (0.003, 1.0, 1e-4, 0.05),
 }
 FACTOR_SPREAD = 0.15  # of systems' factors, in logarithms: what keeps that of a system with few runs near 1
+LAUNCH = 1e-5  # seconds of a layer's pass, where all of it is few microseconds; no run says
 COMPILED_STEP = 1e-2  # seconds beside a program that holds the whole step, optimizer and all
 NOISE = 0.035  # of identical configurations in one source
 
@@ -50,7 +51,7 @@ def ideals(runs: list[Run]) -> Ideal:
     return _stack(found)
 
 
-def _stack(parts: list):
+def _stack(parts: list[Any]) -> Any:
     if isinstance(parts[0], dict):  # bytes by axis, which no constant touches
         return {}
     if not dataclasses.is_dataclass(parts[0]):
@@ -59,7 +60,7 @@ def _stack(parts: list):
     return type(parts[0])(*(_stack([getattr(part, name) for part in parts]) for name in names))
 
 
-def take(plans: Ideal, rows: np.ndarray) -> Ideal:
+def take(plans: Any, rows: np.ndarray) -> Any:
     if isinstance(plans, dict):
         return {}
     if not dataclasses.is_dataclass(plans):
@@ -79,12 +80,11 @@ class Problem:
     def calibration(self, values: dict[str, float], rows: np.ndarray) -> Calibration:
         facts = [self.runs[i].facts for i in rows]
 
-        def each(one) -> np.ndarray:
+        def each(one: Callable[[Facts], float]) -> Any:  # constants of many runs are arrays
             return np.array([one(fact) for fact in facts], float)
 
         soft = [fact.software for fact in facts]
-        hides = np.array([one.hides_gradients for one in soft])
-        overlaps = np.array([one.hides_tensor for one in soft])
+        hides: Any = np.array([one.hides_gradients for one in soft])
         kernels = {
             "none": "attention A100",
             "flash": "attention A100",
@@ -93,7 +93,7 @@ class Problem:
         }
         return Calibration(
             "fit",
-            matmul=each(lambda fact: values["matmul H100 2023" if fact.kernel == "flash 2023" else f"matmul {fact.card[:4]}"]),
+            matmul=each(lambda fact: values[f"matmul {fact.card[:4]}"]),
             attention=each(lambda fact: values[kernels[fact.kernel]]),
             thin=values["thin"],
             memory=values["memory"],
@@ -101,12 +101,12 @@ class Problem:
             adapters=values["adapters"],
             latency=values["latency"],
             hop=values["hop"],
-            hidden_data=np.where(hides, values["hidden data"], 0.0),
+            hidden_data=hides * values["hidden data"],
             hidden_gather=values["hidden gather"],
-            hidden_tensor=np.where(overlaps, values["overlapped"], values["hidden tensor"]),
+            hidden_tensor=each(lambda fact: values["overlapped" if fact.software.hides_tensor else "hidden tensor"]),
             overlapped=values["overlapped"],
             hidden_pipeline=values["hidden pipeline"],
-            launch=values["launch"],
+            launch=LAUNCH,
             step=each(lambda fact: COMPILED_STEP if fact.is_compiled else values["step"]),
             straggling=values["straggling"],
             faster=each(lambda fact: values["faster"] if fact.is_float8 else 1.0),

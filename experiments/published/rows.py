@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import math
 import re
 from pathlib import Path
@@ -47,11 +48,11 @@ class Run:
         """Seconds."""
         return self.batch * self.positions / (self.rate * self.gpus)
 
-    @property
+    @functools.cached_property
     def work(self) -> Work:
         return work_of_decoder(self.decoder, self.batch, self.positions, self.spread)
 
-    @property
+    @functools.cached_property
     def split(self) -> Split:
         return split_of_decoder(self.decoder, self.work, self.spread)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.hardware import Hardware
+from cjax.planner.table import PRECISIONS
 from cjax.planner.work import BATCH, AttentionWork, Dims, Part, Product, Split, Value, elements
 
 # Results of a tile, and how well it runs beside the largest.
@@ -61,7 +62,7 @@ class Pass:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
-class Chip:
+class Computing:
     """One device at work on a share of the batch.
 
     Args:
@@ -69,18 +70,20 @@ class Chip:
       calibration: its cores, and what its software does.
       split: what the tensor and sequence words split.
       share: parts into which data parallelism and micro-batches cut the batch. [plans]
-      is_half: whether it computes in 2 bytes. [plans]
+      precision: places in `PRECISIONS`. [plans]
     """
 
     def __init__(
-        self, hardware: Hardware, calibration: Calibration, split: Split, share: np.ndarray, is_half: np.ndarray
+        self, hardware: Hardware, calibration: Calibration, split: Split, share: np.ndarray, precision: np.ndarray
     ) -> None:
-        self._split, self._share, self._is_half = split, share, is_half
+        self._split, self._share = split, share
+        self._is_half = precision != PRECISIONS.index("float32")
         self._software, self._cores = calibration.software, calibration.cores
-        half, whole = (hardware.matmul_flops(name) or np.inf for name in ("bfloat16", "float32"))
-        self._peak = np.where(is_half, half, whole)
+        # What a chip has no units for, it computes in float32.
+        whole = hardware.matmul_flops("float32") or np.inf
+        self._peak = np.array([hardware.matmul_flops(name) or whole for name in PRECISIONS])[precision]
         self._memory = hardware.memory_bandwidth or np.inf
-        self._item = np.where(is_half, 2.0, 4.0)
+        self._item = np.where(self._is_half, 2.0, 4.0)
 
     def passes(self, part: Part) -> tuple[Pass, Pass]:
         """Forward and backward through one layer of the part."""
@@ -172,5 +175,7 @@ def _busy(batch: np.ndarray, rows: np.ndarray, inner: np.ndarray, outer: np.ndar
         for parts in (1, 2, 4, 8):
             waves = np.ceil(tiles * parts / cores)
             busy = efficiency * used * parts / (waves * cores)
-            best = np.maximum(best, np.where((parts == 1) | ((inner / parts >= LEAST_INNER) & (tiles < cores)), busy, 0.0))
+            best = np.maximum(
+                best, np.where((parts == 1) | ((inner / parts >= LEAST_INNER) & (tiles < cores)), busy, 0.0)
+            )
     return best

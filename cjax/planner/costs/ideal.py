@@ -5,18 +5,20 @@ constants are that it is multiplied with.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
 from cjax.pipeline.partition import partition
 from cjax.planner.costs.calibration import Calibration
-from cjax.planner.costs.compute import Chip, Pass
+from cjax.planner.costs.compute import Computing, Pass
 from cjax.planner.costs.transfers import Group, Transfer, group_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, Table
 from cjax.planner.work import Move, Part, Split, Work
 
-WITH_DATA = ("sequence", "depth")  # axes of a copy along which weights are alike, and gradients are added up
+SEQUENCE = "sequence"
+WITH_DATA = (SEQUENCE, "depth")  # axes of a copy along which weights are alike, and gradients are added up
 MASTER = 4.0  # bytes of a parameter, and of a gradient that was added up
 
 
@@ -50,7 +52,7 @@ class Ideal:
       layers: in all; `full` of them are on the stage that has most, `short` on the one with the last part.
       stages, chunks, microbatches, schedule, remat: the plan's.
       reduce: gradients once a step, and parameters after them; `reduce_each` gradients with each micro-batch.
-      gather: ZeRO-3's parameters, layers' once for each direction; what is outside of them is kept from one to the other.
+      gather: ZeRO-3's parameters, layers' once for each direction; the others are kept from one to the other.
       send: a stage's output to the next.
       optimizer: the optimizer's pass over memory; `accumulate` that of one micro-batch's gradients.
       hosts: that the devices are on.
@@ -93,10 +95,10 @@ class _Plans:
         self._is_half = table.precision != PRECISIONS.index("float32")
         self._item = np.where(self._is_half, 2.0, 4.0)
         # What a device computes with one micro-batch depends on the batch's share and on the precision alone.
-        keys = np.stack([table.data * table.microbatches, self._is_half])
-        (shares, halves), self._place = np.unique(keys, axis=1, return_inverse=True)
+        keys = np.stack([table.data * table.microbatches, table.precision])
+        (shares, precisions), self._place = np.unique(keys, axis=1, return_inverse=True)
         self._place = self._place.reshape(-1)
-        self._chip = Chip(hardware, calibration, split, shares.astype(float), halves.astype(bool))
+        self._computing = Computing(hardware, calibration, split, shares.astype(float), precisions)
         self._share = (table.data * table.microbatches).astype(float)
 
     def ideal(self) -> Ideal:
@@ -121,15 +123,17 @@ class _Plans:
             bytes_ = bytes_ * self._split.parts_of(stream.dims) / self._inner
         stage_stride = self._inner * table.data
         send = Transfer.over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
+        adds = (table.microbatches > 1) & (not self._software.adds_in_matmuls)
         states = np.where(table.zero >= 1, table.zero_group, 1)
         memory = hardware.memory_bandwidth or np.inf
         return Ideal(
             first, layer, last, np.full(len(table), float(work.num_layers)), full, short,
             table.pipeline.astype(float), table.chunks.astype(float), table.microbatches.astype(float),
-            table.schedule, table.remat, gradients * ~each + weights, gradients * (each * table.microbatches), gathers, send,
+            table.schedule, table.remat, gradients * ~each + weights, gradients * (each * table.microbatches), gathers,
+            send,
             # Parameters and state are read and written, gradients read, computed copies written.
             held / states * (2 * MASTER * (1 + work.optimizer_bytes) + MASTER + self._item) / memory,
-            held * (self._item + 2 * MASTER) / memory * (table.microbatches > 1),
+            held * (self._item + 2 * MASTER) / memory * adds,
             np.ceil(table.data * table.pipeline * self._inner / hardware.devices_per_host),
             self._received(
                 full, gathers + weights, scatter * often, between * often, send
@@ -160,17 +164,26 @@ class _Plans:
     def _ways(self, parts: list[tuple[int, float]]) -> Ways:
         count = len(self._table)
         there = back = Pass.none(count)
-        moves = {name: Transfer.none(count) for name in ("tensor_f", "tensor_b", "sequence_f", "sequence_b")}
+        moves = {(axis, way): Transfer.none(count) for axis in ("tensor", SEQUENCE) for way in (True, False)}
         gather, held = Transfer.none(count), np.zeros(count)
         for i, times in parts:
-            f, b = self._chip.passes(self._work.parts[i])
+            f, b = self._computing.passes(self._work.parts[i])
             there, back = there + f[self._place] * times, back + b[self._place] * times
             for move in self._split.moves[i]:
-                name = ("sequence" if "sequence" in move.axes else "tensor") + ("_f" if move.is_forward else "_b")
-                moves[name] = moves[name] + self._moved(move) * times
+                key = SEQUENCE if SEQUENCE in move.axes else "tensor", move.is_forward
+                moves[key] = moves[key] + self._moved(move) * times
             held = held + self._split.held[i] * times
             gather = gather + self._gathered(self._work.parts[i], self._split.held[i]) * times
-        return Ways(there, back, *moves.values(), gather, held)
+        return Ways(
+            there,
+            back,
+            tensor_forward=moves["tensor", True],
+            tensor_backward=moves["tensor", False],
+            sequence_forward=moves[SEQUENCE, True],
+            sequence_backward=moves[SEQUENCE, False],
+            gather=gather,
+            held=held,
+        )
 
     def _moved(self, move: Move) -> Transfer:
         size = np.where(self._is_half & (not move.is_wide), 2.0, 4.0)
@@ -181,8 +194,8 @@ class _Plans:
         """Members along these axes of the tensor and sequence words, the last of which are neighbours."""
         names = list(self._split.sizes)
         inside = names[max(names.index(axis) for axis in axes) + 1 :]
-        size = np.prod([self._split.sizes[axis] for axis in axes])
-        stride = np.prod([self._split.sizes[axis] for axis in inside], initial=1)
+        size = math.prod(self._split.sizes[axis] for axis in axes)
+        stride = math.prod(self._split.sizes[axis] for axis in inside)
         return group_of(self._hardware, size, stride, self._software.rings)
 
     def _gathered(self, part: Part, held: float) -> Transfer:
@@ -201,7 +214,7 @@ class _Plans:
 
     def _others(self) -> Group:
         """Who adds up gradients beyond a ZeRO group: other copies, and devices that hold the same weights of one."""
-        alike = np.prod([self._split.sizes.get(axis, 1) for axis in WITH_DATA])
+        alike = math.prod(self._split.sizes.get(axis, 1) for axis in WITH_DATA)
         stride = np.where(alike > 1, self._inner / alike, self._inner * self._zero_size)
         size = self._table.data / self._zero_size * alike
         return group_of(self._hardware, size, stride, self._software.rings)
@@ -222,7 +235,7 @@ class _Plans:
         return scatter, between, gather * (table.zero < 3), each
 
     def _is_split_in_sequence(self) -> bool:
-        return self._split.sizes.get("sequence", 1) > 1 and self._software.is_lockstep
+        return self._split.sizes.get(SEQUENCE, 1) > 1 and self._software.is_lockstep
 
     # -- stages -------------------------------------------------------------------------------------------------------
     def _stages(self, stacks: list[Part], first: Ways, layer: Ways, last: Ways) -> tuple[np.ndarray, np.ndarray]:

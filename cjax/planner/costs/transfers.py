@@ -31,7 +31,7 @@ class Group:
 def group_of(hardware: Hardware, size: np.ndarray | int, stride: np.ndarray | int, rings: int = 0) -> Group:
     """The group of `size` devices that are `stride` neighbours apart in the mesh's order.
 
-    A ring of k members on each host enters and leaves it over k adapters: each member has one, and cuts of the ring
+    A ring of k members on each host enters and leaves it over k devices' share of its adapters, since cuts of the ring
     start at each of them. So 8 members on a host have 8 times the bandwidth of a group with one there.
 
     Args:
@@ -45,7 +45,8 @@ def group_of(hardware: Hardware, size: np.ndarray | int, stride: np.ndarray | in
     hosts = np.ceil(size / on_host)
     adapters = np.minimum(on_host, rings) if rings else on_host
     fast = hardware.host_bandwidth or np.inf
-    slow = (hardware.network_bandwidth or np.inf) * adapters
+    share = (hardware.adapters_per_host or hardware.devices_per_host) / hardware.devices_per_host
+    slow = (hardware.network_bandwidth or np.inf) * share * adapters
     slow, inside = np.where(hosts > 1, slow, np.inf), np.where(on_host > 1, fast, np.inf)
     return Group(size, on_host, hosts, inside, slow)
 
@@ -54,7 +55,7 @@ def group_bandwidth(hardware: Hardware, size: int, stride: int) -> float:
     """Bytes/s that a member receives at the datasheet's rates.
 
     >>> from cjax.planner.hardware import Hardware
-    >>> hosts = Hardware("card", 64, 8, 1, host_bandwidth=450e9, network_bandwidth=50e9)
+    >>> hosts = Hardware("card", 64, 8, 1, host_bandwidth=450e9, network_bandwidth=50e9, adapters_per_host=8)
     >>> [group_bandwidth(hosts, *group) / 1e9 for group in ((8, 1), (64, 1), (8, 8), (16, 4))]
     [450.0, 400.0, 50.0, 100.0]
     """
