@@ -89,7 +89,9 @@ class PlanCommand:
             return num_cpus, training_devices(f"cpu:{num_cpus}")
         cluster = Cluster.parse(self.target)
         if cluster.num_devices is None and not self.search:
-            raise ValueError(f"--target {cluster} says no number of cards; write {cluster.with_devices(8)}, or --search")
+            raise ValueError(
+                f"--target {cluster} says no number of cards; write {cluster.with_devices(8)}, or --search"
+            )
         # Compiling needs XLA's GPU compiler and no GPU; JAX should not look for one.
         jax.config.update("jax_platforms", "cpu")
         return cluster.num_devices or ROWS, cluster

@@ -1,12 +1,10 @@
-"""`cjax.plans`: the best plans for a model on machines that may not be here, by arithmetic, and the first few compiled.
-"""
+"""`cjax.plans`: the best plans for a model on machines that may not be here, by arithmetic, and the first few compiled."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cjax.audit import audit
 from cjax.cluster import Cluster
 from cjax.mesh import Device, num_cpus_named, resolve_devices
 from cjax.plan import Auto, Plan, is_auto

@@ -8,7 +8,9 @@ import pytest
 from cjax.report import Explained, Ranked, Ranking
 
 PLANS = [
-    Ranked("data=8 zero=1", 8, {"matmul": 0.5, "data": 0.12}, (0.54, 0.72), 105_000, 0.41, 2**34, 2**36, True, 31.2, 6.5),
+    Ranked(
+        "data=8 zero=1", 8, {"matmul": 0.5, "data": 0.12}, (0.54, 0.72), 105_000, 0.41, 2**34, 2**36, True, 31.2, 6.5
+    ),
     Ranked("data=4 tensor=2", 8, {"matmul": 0.7}, (0.6, 0.8), 90_000, 0.35, 2**33, 2**36, marks=("leanest",)),
 ]
 FRONT = [(0.62, 2**34, "data=8 zero=1"), (0.7, 2**33, "data=4 tensor=2")]
@@ -29,7 +31,9 @@ def test_what_is_compiled_and_what_is_arithmetic() -> None:
 def test_columns_that_nobody_filled_are_not_there() -> None:
     plain = [dataclasses.replace(each, parts={}, mfu=None, dollars=None, kwh=None, marks=()) for each in PLANS]
     text = str(ranking(*plain, notes=["nobody has measured these devices"]))
-    assert not re.search("step|tokens|MFU|kWh|marks|devices  ", text) and "GiB" in text and "nobody has measured" in text
+    assert (
+        not re.search("step|tokens|MFU|kWh|marks|devices  ", text) and "GiB" in text and "nobody has measured" in text
+    )
     assert "<svg" not in ranking(*plain)._repr_html_()
 
 
@@ -49,7 +53,10 @@ def test_the_picture_has_a_dot_for_each_plan_with_its_text() -> None:
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
 def test_axes_have_round_numbers_whatever_the_scale(scale: float) -> None:
-    plans = [dataclasses.replace(PLANS[0], parts={"matmul": scale * (1 + i)}, bytes=2**30 * (1 + i) * scale) for i in range(3)]
+    plans = [
+        dataclasses.replace(PLANS[0], parts={"matmul": scale * (1 + i)}, bytes=2**30 * (1 + i) * scale)
+        for i in range(3)
+    ]
     found = Ranking("x", "time", plans, 3, 3).picture
     assert len(re.findall(r'text-anchor="(?:end|middle)">[\d.e-]+<', found)) >= 4
 

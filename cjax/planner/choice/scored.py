@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from cjax.plan import Plan
+from cjax.planner.choice.space import arrangement_of, num_words, plan_at, take, words_of
 from cjax.planner.costs.duration import PARTS
 from cjax.planner.hardware import Hardware
-from cjax.planner.choice.space import arrangement_of, num_words, plan_at, take, words_of
 from cjax.planner.table import PRECISIONS, Table
 from cjax.planner.work import Split, Work
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from cjax.plan import Auto, Plan
-from cjax.planner.hardware import Hardware
 from cjax.planner.choice.scored import SECONDS, Question
 from cjax.planner.choice.space import Space
+from cjax.planner.hardware import Hardware
 from cjax.planner.table import Table
 from cjax.planner.work import Part, Split, Work
 
