@@ -166,7 +166,7 @@ def _time(composed: Composed, audit: Audit, hardware: Hardware) -> StepTime | No
 
 
 def _predicted(composed: Composed, bound: StepTime) -> StepTime:
-    """With what is predicted of the plan, where the devices are calibrated; a schedule of one's own has no prediction."""
+    """With what is predicted, where the devices are calibrated and the schedule is one that the plan names."""
     planning = composed.planning
     if planning.calibration is None or composed.has_own_schedule or composed.given.optimizer is None:
         return bound

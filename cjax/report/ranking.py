@@ -62,7 +62,8 @@ class Ranking:
       front: of all plans that fit, (seconds, bytes, plan) of those that no other beats in both.
       notes: what else there is to say.
 
-    >>> plan = Ranked("data=8 zero=1", 8, {"matmul": 0.62}, (0.54, 0.72), 105_000, 0.41, 2**34, 2**36, marks=("fastest",))
+    >>> time, interval, memory = {"matmul": 0.62}, (0.54, 0.72), 2**34
+    >>> plan = Ranked("data=8 zero=1", 8, time, interval, 105_000, 0.41, memory, 2**36, marks=("fastest",))
     >>> print(Ranking("8 x H100", "time", [plan], 1200, 400))
     on      8 x H100
     of      400 plans that fit, of 1,200
