@@ -8,8 +8,7 @@ import numpy as np
 
 from cjax.mesh import DEPTH, SEQUENCE, TENSOR
 from cjax.pipeline.partition import partition
-from cjax.pipeline.schedule import build
-from cjax.pipeline.wiring import wire
+from cjax.planner.costs.places import places, route_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, Table
 from cjax.planner.work import BATCH, Form, Kept, Split, Value, Work, elements
@@ -248,12 +247,9 @@ def _places(
     stack; and places for messages."""
     name = "interleaved" if len(lengths) > 1 and kind == "1f1b" else kind
     count = chunks * len(lengths)
-    # Places are full after two micro-batches a stage; gpipe keeps all.
-    few = microbatches if name == "gpipe" else min(microbatches, 2 * size)
-    schedule = build(name, size, few, count)
-    cut = partition(lengths, schedule.route, head)
-    wiring = wire(schedule, cut)
+    cut = partition(lengths, route_of(name, size, count), head)
+    slots, ends, messages = places(name, size, microbatches, count, cut)
     # Stages that skip a layer that they have only room for do so by a branch, for which XLA copies what it hands on.
     copies = [1 if cut.is_even(k) else 2 for k in range(len(lengths))]
-    saved = tuple(n * slots * rows for n, slots, rows in zip(copies, wiring.slots, cut.rows, strict=True))
-    return tuple(rows * chunks for rows in cut.rows), saved, wiring.end_slots, wiring.num_messages
+    saved = tuple(n * room * rows for n, room, rows in zip(copies, slots, cut.rows, strict=True))
+    return tuple(rows * chunks for rows in cut.rows), saved, ends, messages
