@@ -67,8 +67,9 @@ class Ranking:
     >>> print(Ranking("8 x H100", "time", [plan], 1200, 400))
     on      8 x H100
     of      400 plans that fit, of 1,200
+    best    data=8 zero=1: matmul 620
     <BLANKLINE>
-    plan           step, ms       tokens/s  MFU   GiB    marks
+    plan           step, ms       tokens/s   MFU    GiB  marks
     -------------  -------------  --------  ----  -----  -------
     data=8 zero=1  620 (540-720)   105,000  41 %  ~16.0  fastest
     """

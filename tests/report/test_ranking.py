@@ -58,7 +58,7 @@ def test_axes_have_round_numbers_whatever_the_scale(scale: float) -> None:
         for i in range(3)
     ]
     found = Ranking("x", "time", plans, 3, 3).picture
-    assert len(re.findall(r'text-anchor="(?:end|middle)">[\d.e-]+<', found)) >= 4
+    assert len(re.findall(r'text-anchor="(?:end|middle)">[\d.e+-]+<', found)) >= 4
 
 
 def test_an_explanation_without_times() -> None:
