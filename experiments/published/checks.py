@@ -110,6 +110,8 @@ def order(problem: Problem, logs: np.ndarray) -> Order:
                 right.append((real[one] > real[other]) == (said[one] > said[other]))
         regrets.append(-np.expm1(real[np.argmax(said)] - real.max()))
         places.append(int((said > said[np.argmax(real)]).sum()))
+    if not right:
+        raise ValueError("no two plans are for one model, batch, devices and software")
     placed = np.array(places)
     return Order(
         len(places), len(right), float(np.mean(right)), float(np.mean(regrets)), float(np.max(regrets)),
@@ -136,6 +138,19 @@ def above_bound(problem: Problem, found: Fit) -> tuple[list[Run], list[Run]]:
 def coverage(logs: np.ndarray, spreads: np.ndarray, width: float = 1.2816) -> float:
     """Share of rows within their interval."""
     return float(np.mean(np.abs(logs) <= width * spreads))
+
+
+def spread_of(logs: np.ndarray, width: float = 1.2816) -> float:
+    """The spread whose 80 % interval holds four of five."""
+    return float(np.quantile(np.abs(logs), 0.8) / width)
+
+
+def order_text(problem: Problem, logs: np.ndarray) -> str:
+    """`order`, or that there is nothing to put in order."""
+    try:
+        return str(order(problem, logs))
+    except ValueError:
+        return "no two plans for one setting"
 
 
 def names(runs: Sequence[Run]) -> str:

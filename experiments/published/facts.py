@@ -60,7 +60,10 @@ class Facts:
         network = self.adapter or card.network_bandwidth
         flops = card.bf16_flops * self.power**0.5
         return dataclasses.replace(
-            card, num_devices=num_devices, network_bandwidth=network, bf16_flops=flops,
+            card,
+            num_devices=num_devices,
+            network_bandwidth=network,
+            bf16_flops=flops,
             host_bandwidth=self.links or card.host_bandwidth,
         )
 
@@ -68,7 +71,8 @@ class Facts:
 # What all of them differ in from cjax: stages that do not wait for each other's ticks.
 PLAIN = Software(is_lockstep=False, gradient_bytes=2.0, weight_bytes=2.0, fuses_split=True)
 EARLY = dataclasses.replace(PLAIN, is_fused=False, hides_gradients=False, cuts_sends=True)
-NEMO = dataclasses.replace(PLAIN, gradient_bytes=2.0, hides_tensor=True, cuts_sends=True)
+MEGATRON_2022 = dataclasses.replace(EARLY, adds_in_matmuls=True)
+NEMO = dataclasses.replace(PLAIN, gradient_bytes=2.0, hides_tensor=True, cuts_sends=True, adds_in_matmuls=True)
 
 
 def facts_of(row: dict[str, str]) -> Facts | str:
@@ -111,10 +115,10 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
             micro, chunks = sizes.get(row["params"], (1, 1)) if "Table 1" in source else (1, 1)
             return "Megatron 2021", "none", EARLY, {"flops": "megatron", "micro_batch": micro, "chunks": chunks}
         case "Reducing":
-            return "Megatron 2022", "none", EARLY, {}
+            return "Megatron 2022", "none", MEGATRON_2022, {}
         case "Zero":
             # The memory that these runs report has room for the scores, and is too much without them.
-            return "Megatron 2022", "none", EARLY, {}
+            return "Megatron 2022", "none", MEGATRON_2022, {}
         case "OneFlow":
             name = "OneFlow" if "(OneFlow)" in source else "Megatron 2021"
             return name, "none", EARLY, {"adapter": 12.5e9 / 8}
@@ -132,7 +136,12 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
             kernel = ("flash" if card == "A100" else hopper) if is_fused else "none"
             software = dataclasses.replace(PLAIN, is_fused=is_fused, gradient_bytes=4.0)
             recompute = "full" if row["params"] == "175B" or (not is_fused and row["params"] == "5B") else ""
-            return "JAX", kernel, software, {"is_compiled": True, "recompute": recompute, **({"zero": 0} if row["zero"] == "DP" else {})}
+            return (
+                "JAX",
+                kernel,
+                software,
+                {"is_compiled": True, "recompute": recompute, **({"zero": 0} if row["zero"] == "DP" else {})},
+            )
         case "MosaicML":
             return "Composer", "flash" if card != "H100" else "flash 2023", PLAIN, {}
         case "NeMo":
@@ -154,7 +163,9 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
             return "Meta", hopper, PLAIN, {"flops": "causal", "chunks": 8, "micro_batch": 1}
         case "MegaScale":
             is_new = "MegaScale;" in row["notes"]
-            software = dataclasses.replace(PLAIN, hides_tensor=is_new, hides_gradients=is_new, cuts_sends=True)
+            software = dataclasses.replace(
+                PLAIN, hides_tensor=is_new, hides_gradients=is_new, cuts_sends=True, adds_in_matmuls=True
+            )
             return (
                 ("MegaScale" if is_new else "Megatron 2022"),
                 "flash",

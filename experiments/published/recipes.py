@@ -15,17 +15,22 @@ ROOM = 76 * 2**30  # bytes of a card with 80 GB that a program gets
 MOST_MICRO = 8
 
 
-def behind(problem: Problem, found: Fit, run: Run) -> tuple[float, str]:
+def behind(problem: Problem, found: Fit, run: Run, is_same: bool = True) -> tuple[float, str]:
     """How much longer the recipe of a run takes, by prediction, than the fastest of its kind that fits; and that one.
 
-    Of its kind are all sizes of tensor, pipeline and context parallelism, chunks and micro-batches, with the run's
-    software, ZeRO stage, batch and devices, and nothing recomputed.
+    Of its kind are all sizes of its words: tensor, pipeline and context parallelism where it has them (of them all
+    unless `is_same`), chunks and micro-batches, with its software, ZeRO stage, batch and devices, nothing recomputed.
     """
     calibration = problem.run_calibration(found.values, run)
     mine, room = _times(run, calibration, run.spread, run.table)[0], max(ROOM, _memory(run, run.spread, run.table)[0])
     best, name = mine, "the recipe"
     for spread, table in _others(run):
-        times = np.where(_memory(run, spread, table) <= room, _times(run, calibration, spread, table), np.inf)
+        if is_same and (spread.tensor > 1, spread.context > 1) != (run.spread.tensor > 1, run.spread.context > 1):
+            continue
+        fits = _memory(run, spread, table) <= room
+        if is_same:
+            fits &= (table.pipeline > 1) == (run.plan.pipeline.size > 1)
+        times = np.where(fits, _times(run, calibration, spread, table), np.inf)
         at = int(np.argmin(times))
         if times[at] < best:
             best, name = times[at], _name(spread, table, at)
@@ -70,7 +75,8 @@ def _memory(run: Run, spread: Spread, table: Table) -> np.ndarray:
     """Bytes of Megatron: weights in 2, gradients in 4, state in 12 that the optimizer's devices share; activations."""
     decoder = run.decoder
     layers = np.ceil(decoder.layers / table.pipeline)
-    held = (layers * decoder.layer_parameters + decoder.vocab * decoder.hidden) / spread.tensor
+    tables = np.where((table.pipeline > 1) | decoder.is_tied, 1, 2)
+    held = (layers * decoder.layer_parameters + tables * decoder.vocab * decoder.hidden) / spread.tensor
     share = table.data * spread.context
     state = np.where(table.zero == 3, 18 * held / share, held * np.where(table.zero > 0, 6 + 12 / share, 18))
     tokens = run.batch * run.positions / (table.data * table.microbatches) / spread.context

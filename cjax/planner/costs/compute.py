@@ -172,5 +172,7 @@ def _busy(batch: np.ndarray, rows: np.ndarray, inner: np.ndarray, outer: np.ndar
         for parts in (1, 2, 4, 8):
             waves = np.ceil(tiles * parts / cores)
             busy = efficiency * used * parts / (waves * cores)
-            best = np.maximum(best, np.where((parts == 1) | ((inner / parts >= LEAST_INNER) & (tiles < cores)), busy, 0.0))
+            best = np.maximum(
+                best, np.where((parts == 1) | ((inner / parts >= LEAST_INNER) & (tiles < cores)), busy, 0.0)
+            )
     return best

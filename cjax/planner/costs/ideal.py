@@ -121,6 +121,7 @@ class _Plans:
             bytes_ = bytes_ * self._split.parts_of(stream.dims) / self._inner
         stage_stride = self._inner * table.data
         send = Transfer.over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
+        adds = (table.microbatches > 1) & (not self._software.adds_in_matmuls)
         states = np.where(table.zero >= 1, table.zero_group, 1)
         memory = hardware.memory_bandwidth or np.inf
         return Ideal(
@@ -129,7 +130,7 @@ class _Plans:
             table.schedule, table.remat, gradients * ~each + weights, gradients * (each * table.microbatches), gathers, send,
             # Parameters and state are read and written, gradients read, computed copies written.
             held / states * (2 * MASTER * (1 + work.optimizer_bytes) + MASTER + self._item) / memory,
-            held * (self._item + 2 * MASTER) / memory * (table.microbatches > 1),
+            held * (self._item + 2 * MASTER) / memory * adds,
             np.ceil(table.data * table.pipeline * self._inner / hardware.devices_per_host),
             self._received(
                 full, gathers + weights, scatter * often, between * often, send
