@@ -39,6 +39,7 @@ SUBROOMS = {
     "trace": (("jaxpr",), ("author",), ("dims", "layers"), ("emit",), ("examples",), ("",),
               ("attention", "stages", "microbatches")),
     "sharding": (("storage",), ("products",), ("layout", "attention"), ("apart",), ("place",)),
+    "planner": (("",), ("costs", "reading"), ("choice",)),
     "models": (("",), ("transformers",)),
     "data": (("",), ("text", "images"), ("tasks",)),
 }  # fmt: skip

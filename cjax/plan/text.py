@@ -49,7 +49,7 @@ FOREIGN_NAMES = {
         ("checkpoint", "checkpointing", "gradient_checkpointing", "activation_checkpointing", "recompute"),
         "remat=block",
     ),
-    "auto": 'plan="auto" alone, without any other word',
+    "auto": 'plan="auto", with the words that it may not change behind it, as in "auto precision=bfloat16"',
 }
 FOREIGN_WORDS = {
     **{"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "full": "block", "all": "block"},

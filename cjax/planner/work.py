@@ -93,6 +93,29 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What a part keeps in memory for its backward pass, and beside that.
+
+    Args:
+      saved: what the backward pass needs from the forward pass, of one layer where it is a layer of a stack.
+      working: sets of values that are in memory together while the backward pass runs, each at another moment; the
+        fullest of them counts. What a stack saved is not among them: all of it is there all the time.
+      staged: of a layer, what a stage of a pipeline saves of a micro-batch; `crossing`, what it hands from B to W.
+      payload: what it is handed there, and hands on.
+    """
+
+    saved: tuple[Value, ...]
+    working: tuple[tuple[Value, ...], ...] = ()
+    staged: tuple[Value, ...] = ()
+    crossing: tuple[Value, ...] = ()
+    payload: tuple[Value, ...] = ()
+
+
+# How a step computes: in float32; in a half precision, attentions as they are written; or these by a kernel.
+Form = Literal["float32", "half", "fused"]
+
+
+@dataclass(frozen=True)
 class Part:
     """A stretch of the model: what comes before the layers, one layer of a stack, what comes after.
 
@@ -101,8 +124,6 @@ class Part:
       repeats: how many such layers there are; 1 for what is no stack.
       products, attentions: matmuls; an attention's own two are in `attentions` alone.
       touched: what elementwise operations, norms and softmaxes outside of kernels read and write in one forward pass.
-      saved: by remat, what the backward pass needs from the forward pass of this part. Scores of an attention that is
-        fused are not among them.
       weights: its parameters, those of one layer.
       stream: what it hands on.
     """
@@ -112,7 +133,6 @@ class Part:
     products: tuple[Product, ...] = ()
     attentions: tuple[AttentionWork, ...] = ()
     touched: tuple[Value, ...] = ()
-    saved: Mapping[Remat, tuple[Value, ...]] = field(default_factory=dict)
     weights: tuple[Weight, ...] = ()
     stream: Value | None = None
 
@@ -128,6 +148,8 @@ class Work:
       optimizer_bytes: bytes of optimizer state for each byte of trained parameters (Adam in float32: 2).
       batch_bytes: of one step's batch.
       notes: what could not be read, for the user.
+      kept: what each part keeps in memory, by remat, how the step computes, and whether loops that add up over parts of
+        the examples are evaluated at once, as grids do; sizes are those under that precision.
     """
 
     parts: tuple[Part, ...]
@@ -136,6 +158,7 @@ class Work:
     optimizer_bytes: float = 2.0
     batch_bytes: int = 0
     notes: tuple[str, ...] = ()
+    kept: Mapping[tuple[Remat, Form, bool], tuple[Kept, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_layers(self) -> int:
@@ -168,6 +191,8 @@ class Move:
       is_wide: whether it stays float32 under every precision.
       count: how many collectives that is.
       of_weights: whether it is of weights or their gradients: independent of the batch's size.
+      is_remade: of the forward pass, whether to make a layer again under remat=block makes it again: not what only the
+        next layer reads, as no derivative of this one needs it.
     """
 
     kind: Kind
@@ -177,6 +202,31 @@ class Move:
     is_wide: bool = False
     count: int = 1
     of_weights: bool = False
+    is_remade: bool = True
+
+
+@dataclass(frozen=True)
+class HeldWeight:
+    """What a device keeps of a weight, of one layer, before ZeRO divides it.
+
+    Args:
+      shape: of the whole weight.
+      shards: in how many parts each dim is cut.
+      sums: mesh axes of the tensor and sequence words along which its gradient is summed, beside data parallelism.
+      uses: how often its gradient is summed in one pass: a tied table's is, for its lookup and its product each.
+      gathered: axes along which it is gathered for a lookup, so that one of these sums is of all that they split.
+    """
+
+    shape: tuple[int, ...]
+    shards: tuple[int, ...]
+    sums: tuple[str, ...] = ()
+    uses: int = 1
+    gathered: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        """On one device; dims that do not divide are padded."""
+        return math.prod(-(-n // s) for n, s in zip(self.shape, self.shards, strict=True))
 
 
 @dataclass(frozen=True)
@@ -189,6 +239,7 @@ class Split:
       moves: for each part of the work, its collectives.
       held: for each part, elements of its weights on one device (of one layer), before ZeRO divides them.
       notes: what stays whole and why.
+      weights: for each part, what of each of its weights is held, where that is known; what ZeRO can divide follows.
     """
 
     axes_of: Mapping[str, tuple[str, ...]]
@@ -196,6 +247,7 @@ class Split:
     moves: tuple[tuple[Move, ...], ...]
     held: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    weights: tuple[tuple[HeldWeight, ...], ...] = ()
 
     @property
     def num_devices(self) -> int:

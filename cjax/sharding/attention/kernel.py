@@ -83,6 +83,24 @@ def fused_groups(attentions: Sequence[Attention]) -> list[Group]:
     return found
 
 
+def refusal(attention: Attention) -> str | None:
+    """Why no kernel computes an attention whose heads and examples alone are split, in a half precision on a GPU that
+    has cuDNN; None if one does. As far as it can be told without either: what is computed asks JAX."""
+    try:
+        kernel_form(attention)
+    except NoForm as why:
+        return str(why)
+    order = _order(attention, PartitionSpec())
+    if isinstance(order, str):
+        return order
+    width, _, of_values = _widths(attention, order)
+    if width != of_values:
+        return _NOT_AS_WIDE
+    if width % 8 or width > _WIDEST:
+        return f"its heads are {width} wide: kernels take multiples of 8 up to {_WIDEST}"
+    return None
+
+
 def attend_fused(
     fused: Fused, ins: Sequence[Any], changed: Changed, *, mesh: Mesh, spec: PartitionSpec, kernel: Kernel
 ) -> list[jax.Array] | str:
@@ -120,6 +138,10 @@ def attend_fused(
     mapped = places.mapped(call, tuple(specs), places.spec(attention.out), axes if mesh.size > 1 else ())
     out = mapped(*products, *operands[3:])
     return [out.astype(operands[0].dtype)]
+
+
+_WIDEST = 128  # features of a head on every card; some take more, which JAX tells once a card is known
+_NOT_AS_WIDE = "its values are not as wide as its queries"
 
 
 @dataclass(frozen=True)
@@ -160,6 +182,13 @@ def _order(attention: Attention, spec: PartitionSpec) -> _Order | str:
     return _Order(batch, shared, own, attention.label("query"), key, depths)
 
 
+def _widths(attention: Attention, order: _Order) -> list[int]:
+    """Features of a head in queries, keys and values."""
+    nodes = (attention.query, attention.key, attention.value)
+    pairs = zip(nodes, order.depths, strict=True)
+    return [math.prod(node.var.aval.shape[dim] for dim in dims) for node, dims in pairs]
+
+
 def _splits(node: Node, attention: Attention, spec: PartitionSpec) -> list[tuple[tuple[int, ...], bool]]:
     """Each dim's labels, and whether one behind the first of them is split."""
     pairs = zip(attention.query.labels, spec, strict=False)
@@ -187,13 +216,9 @@ class _Call:
 
     def refused(self) -> str | None:
         """Why the kernel does not take operands of these shapes, if it doesn't."""
-        attention, order = self.attention, self.order
-        widths = [
-            math.prod(node.var.aval.shape[dim] for dim in dims)
-            for node, dims in zip((attention.query, attention.key, attention.value), order.depths, strict=True)
-        ]
+        order, widths = self.order, _widths(self.attention, self.order)
         if widths[0] != widths[2]:
-            return "its values are not as wide as its queries"
+            return _NOT_AS_WIDE
         has_bias = bool(self.form.added or self.form.masks)
         heads = (self._count((*order.shared, *order.own)), self._count(order.shared))
         lengths = (self.sizes[order.query], self.sizes[order.key])

@@ -1,0 +1,73 @@
+"""What attentions over split positions move, as `cjax.sharding.attention` has them."""
+
+import math
+from collections.abc import Iterator
+
+from cjax.mesh import SEQUENCE
+from cjax.plan import Sequence as SequencePlan
+from cjax.planner.reading.placed import PlacedTrace
+from cjax.planner.work import Kind
+from cjax.sharding.attention.ring import MARGIN
+from cjax.trace.attention.bounds import bounds
+from cjax.trace.attention.find import Attention
+from cjax.trace.attention.labels import Node
+from cjax.trace.dims.find import Scope
+
+# A collective: its kind, what goes in on a device, whether in the forward pass, whether in float32 in any case.
+Passed = tuple[Kind, float, bool, bool]
+
+
+def over_positions(attention: Attention, sequence: SequencePlan, placed: PlacedTrace, scope: Scope) -> Iterator[Passed]:
+    """The collectives of an attention whose positions are split over the sequence's axis."""
+    held = [placed.local(node.var, scope) for node in (attention.query, attention.key, attention.value, attention.out)]
+    if sequence.mode == "ring":
+        return _ring(attention, held, placed.layout.axis_sizes[SEQUENCE])
+    return _exchanged(attention, held, placed.layout.axis_sizes[SEQUENCE], placed, scope)
+
+
+def _ring(attention: Attention, held: list[float], size: int) -> Iterator[Passed]:
+    """Keys and values go round once in each pass, their gradients once and home in the backward pass."""
+    query, key, value, out = held
+    yield "collective-permute", (size - 1) * (key + value), True, False
+    yield "collective-permute", (size - 1) * (key + value), False, False
+    yield "collective-permute", size * (key + value), False, True
+    if _is_zigzag(attention, size):
+        rows = out / max(1, _features(attention.out))
+        yield "collective-permute", query + key + value + out, True, False
+        yield "collective-permute", query + key + value + out, False, False
+        yield "collective-permute", rows, False, True
+
+
+def _is_zigzag(attention: Attention, size: int) -> bool:
+    """Whether each device takes an early and a late chunk, as a mask leaves late keys out for early queries."""
+    even = all(attention.sizes[attention.label(role)] % (2 * size) == 0 for role in ("query", "key"))
+    return even and bool((bounds(attention, size, size, []) < -MARGIN).any())
+
+
+def _features(node: Node) -> int:
+    shape = node.var.aval.shape
+    return math.prod(size for label, size in zip(node.labels, shape, strict=True) if not label)
+
+
+def _exchanged(
+    attention: Attention, held: list[float], size: int, placed: PlacedTrace, scope: Scope
+) -> Iterator[Passed]:
+    """Queries, keys and values to all positions of some heads, the result back; gradients the other way. Where keys
+    have fewer heads than there are devices, those that share one get a copy each."""
+    query, key, value, out = held
+    heads = _heads(attention, placed, scope)
+    copies = size // math.gcd(heads, size)
+    for forward in (True, False):
+        yield "all-to-all", query + copies * (key + value) + out, forward, False
+
+
+def _heads(attention: Attention, placed: PlacedTrace, scope: Scope) -> int:
+    """The heads of keys on a device, as far as an exchange splits them: those of the largest dim."""
+    key = attention.key
+    entries = placed.entries(key.var, scope)
+    found = [
+        math.ceil(n / placed.size(axes))
+        for label, axes, n in zip(key.labels, entries, key.var.aval.shape, strict=True)
+        if label and attention.roles[label[0]] == "heads"
+    ]
+    return max(found, default=1)

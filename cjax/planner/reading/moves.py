@@ -1,0 +1,349 @@
+"""The collectives that a layout brings into one pass over a stretch, as XLA makes them of its constraints.
+
+A product whose operands are split along what it sums over gives parts of a sum: all-reduced in the forward pass. One
+that makes a split dim gives its activation's gradient in parts: all-reduced in the backward pass, once for all products
+that read the same activation, where nothing else stands between their gradients. A lookup in a split table, and a
+reduction over a split dim, add up what devices find; a value that is repeated along a split dim gets its gradient from
+all of them.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from cjax.jax_compat.core import Atom, Equation, Literal, Var
+from cjax.mesh import SEQUENCE
+from cjax.plan import Sequence as SequencePlan
+from cjax.planner.reading.attended import over_positions
+from cjax.planner.reading.placed import PlacedTrace
+from cjax.planner.reading.products import is_weight, operands_of
+from cjax.planner.reading.stretches import Body, Operation, Spot, Stretch
+from cjax.planner.reading.traffic import forms_of
+from cjax.planner.work import Kind, Move
+from cjax.sharding.layout.spreads import Spreads, weight_at
+from cjax.sharding.products.lookup import is_lookup
+from cjax.sharding.products.matmul import Spread
+from cjax.sharding.storage.storage import axes_of_entry
+from cjax.trace.attention.find import Attention
+from cjax.trace.dims.find import Scope
+from cjax.trace.jaxpr.groups import Group
+from cjax.trace.jaxpr.primitives import facts_of, goes_by_element
+from cjax.trace.layers.repeats import RepeatedLayers
+
+
+def received(kind: Kind, held: float, size: int) -> float:
+    """Numbers that a device receives in a collective of `size` devices.
+
+    Args:
+      kind: of the collective.
+      held: of an all-reduce or a permute what each device has; of a gather or a scatter the whole that is gathered to
+        or scattered from; of an all-to-all what each device has.
+      size: devices in a group.
+    """
+    share = (size - 1) / size
+    return held * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)
+
+
+@dataclass
+class _Partial:
+    """The gradient of an activation, which devices have parts of: what it is of, and how many numbers."""
+
+    axes: frozenset[str]
+    held: float
+    at: int  # the step whose reading it is of
+    is_product: bool
+
+
+@dataclass
+class Moves:
+    """The moves of one stretch: see the module.
+
+    Args:
+      placed: the layout.
+      stretch: the stretch.
+      sequence: how positions are split.
+      learned: top-level variables whose gradient anybody wants; of what a loop is given, all floats count as such.
+    """
+
+    placed: PlacedTrace
+    stretch: Stretch
+    sequence: SequencePlan
+    learned: frozenset[Var]
+    found: list[Move] = field(default_factory=list)
+    outside: list[Move] = field(default_factory=list)  # of what all layers share: once, and not in each
+    sums: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which its gradient is summed
+    looked_up: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which it is gathered for that
+    _wanted: dict[Spot, bool] = field(default_factory=dict)
+    _needed: set[Spot] = field(default_factory=set)
+    _spread: dict[int, Group[dict[int, Spread]]] = field(default_factory=dict)
+
+    def read(self) -> "Moves":
+        for body in self.stretch.bodies:
+            self._body(body)
+        return self
+
+    # --- one body ---
+
+    def _body(self, body: Body) -> None:
+        roots = forms_of(body)
+        self._wanted = self._with_gradient(body)
+        self._needed = self._for_derivatives(body)
+        spreads = Spreads(self.placed.trace.dims, self.placed.layout)
+        groups = [group for some in body.lists for group in spreads.find(*some)]
+        self._spread = {id(eqn): group for group in groups for eqn in group.eqns}
+        partial: dict[Spot, list[_Partial]] = {}
+        readers: dict[Spot, list[int]] = {}
+        for at, step in enumerate(body.steps):
+            for node in dict.fromkeys(node for node in step.reads if node is not None):
+                if self._has_gradient(node) and any(map(self._has_gradient, step.writes)) and not _is_form(step):
+                    readers.setdefault(roots.get(node, node), []).append(at)
+            for index, part in self._step(step, body, at):
+                node = step.reads[index]
+                assert node is not None
+                partial.setdefault(roots.get(node, node), []).append(part)
+        for root, parts in partial.items():
+            for part, count in _merged(parts, readers.get(root, ())):
+                shared = self._is_shared(root, body)
+                self._add("all-reduce", part.axes, part.held, body.times, forward=False, wide=count > 1, outside=shared)
+
+    def _step(self, step: Operation, body: Body, at: int) -> Iterator[tuple[int, _Partial]]:
+        """Adds the collectives of a step's forward pass; gives what its backward pass leaves in parts, by operand."""
+        if isinstance(step.of, Attention):
+            if self.sequence.size > 1:
+                axis = SEQUENCE
+                for kind, held, forward, wide in over_positions(step.of, self.sequence, self.placed, step.scope):
+                    self._add(kind, (axis,), held, body.times, forward=forward, wide=wide)
+                return
+            yield from self._gradients(step, step.of.group.ins, step.of.group.outs[0], at, True)
+            return
+        eqn, scope = step.of, step.scope
+        group = self._spread.get(id(eqn))
+        if group is not None:
+            if eqn is group.eqns[0]:
+                self._spread_out(group, scope, self._has_gradient_of(step, group), body)
+            return
+        how, facts = operands_of(eqn, scope), facts_of(eqn)
+        if how is not None:
+            summed = self._summed(eqn, scope, how.inner)
+            self._reduced(step.writes[0], scope, summed, body.times)
+            yield from self._gradients(step, eqn.invars[:2], eqn.outvars[0], at, True)
+        elif eqn.primitive.name == "gather":
+            numbers = eqn.params["dimension_numbers"]
+            entries = self.placed.entries(eqn.invars[0], scope)
+            summed = {a for d in numbers.collapsed_slice_dims for a in entries[d]}
+            self._looked_up(step, eqn, summed, body)
+        elif facts.reduces and "axes" in eqn.params:
+            entries = self.placed.entries(eqn.invars[0], scope)
+            summed = {a for d in eqn.params["axes"] for a in entries[d]}
+            for out in step.writes:
+                self._reduced(out, scope, summed, body.times, wide=True)
+        elif goes_by_element(eqn) or eqn.primitive.name == "broadcast_in_dim":
+            yield from self._gradients(step, eqn.invars, eqn.outvars[0], at, False)
+
+    def _looked_up(self, step: Operation, eqn: Equation, summed: set[str], body: Body) -> None:
+        """A lookup of what is split along the dim looked up: devices add up what they find. Of a grid's table the parts
+        are gathered, moved first where the classifier has it otherwise; its gradient takes the same way back."""
+        table, out, scope = eqn.invars[0], eqn.outvars[0], step.scope
+        layout = self.placed.layout
+        leaf = None if isinstance(table, Literal) else scope.origin.get(table)
+        if layout.grid is None or leaf not in layout.weights or not is_lookup(eqn):
+            both = summed & self.placed.axes(out, scope)
+            if both and leaf is not None:
+                # What splits the rows too can't also say who finds them: the table is gathered, in both passes, and its
+                # gradient summed whole.
+                held = self.placed.local(table, scope) * self.placed.size(both)
+                self._both("all-gather", both, held, body.times, of_weights=True)
+                self.looked_up.setdefault(leaf, set()).update(both)
+            else:
+                self._reduced(step.writes[0], scope, summed, body.times)
+            self._sum(table, scope, self.placed.axes(out, scope) - self.placed.axes(table, scope))
+            return
+        assert isinstance(table, Var)
+        (dim,) = eqn.params["dimension_numbers"].collapsed_slice_dims
+        before = self.placed.entries(table, scope)
+        whole = [-1 if d == dim else c for d, c in enumerate(self.placed.trace.dims.of(table, scope))]
+        rest = layout.spec(whole, table.aval.shape)
+        wanted = tuple((layout.grid.weight,) if d == dim else axes_of_entry(entry) for d, entry in enumerate(rest))
+        held = self._held(table.aval.shape, PartitionSpec(*(axes or None for axes in wanted)))
+        moved = {a for old, new in zip(before, wanted, strict=True) for a in (*old, *new) if (a in old) != (a in new)}
+        gone = {a for axes in before for a in axes} - {a for axes in wanted for a in axes}
+        if moved:
+            # Each device's part changes places with another's; what splits it no longer is gathered behind that.
+            part = held / self.placed.size(gone)
+            self._both("collective-permute", moved, part, body.times, of_weights=True)
+            if gone:
+                self._add("all-gather", gone, held, body.times, forward=True, of_weights=True)
+                self._add("reduce-scatter", gone, held, body.times, forward=False, of_weights=True)
+        held *= layout.grid.size
+        self._add("all-gather", (layout.grid.weight,), held, body.times, forward=True, of_weights=True)
+        self._add("reduce-scatter", (layout.grid.weight,), held, body.times, forward=False, of_weights=True)
+        split = {a for entry in (*before, *wanted) for a in entry}
+        self._sum(table, scope, self.placed.axes(out, scope) - split)
+
+    def _has_gradient_of(self, step: Operation, group: Group[dict[int, Spread]]) -> bool:
+        """Whether anybody wants the gradient of what a group of products reads."""
+        read = step.reads[1 - weight_at(group.eqns[0], step.scope)]
+        return read is not None and self._has_gradient(read)
+
+    def _spread_out(self, group: Group[dict[int, Spread]], scope: Scope, is_learned: bool, body: Body) -> None:
+        """What `cjax.sharding.products.matmul` moves: it gathers operands in both passes, and scatters results in the
+        one and gradients in the other."""
+        first, times = group.eqns[0], body.times
+        spread = group.of[id(first)]
+        x = first.invars[1 - weight_at(first, scope)]
+        if spread.gather_x is not None:
+            held = self._held(x.aval.shape, spread.x) * self.placed.size((spread.gather_x.axis,))
+            self._gathered(spread.gather_x.axis, held, body)
+            if is_learned:
+                self._add("reduce-scatter", (spread.gather_x.axis,), held, times, forward=False)
+        for eqn in group.eqns:
+            spread, w = group.of[id(eqn)], eqn.invars[weight_at(eqn, scope)]
+            beside = {a for entry in (*spread.x, *spread.y) for a in axes_of_entry(entry)}
+            moved = {a for entry in spread.w for a in axes_of_entry(entry)}
+            self._sum(w, scope, beside - moved)
+            if spread.gather_w is not None:
+                held = self._held(w.aval.shape, spread.w) * self.placed.size((spread.gather_w.axis,))
+                self._gathered(spread.gather_w.axis, held, body, of_weights=True)
+                self._add("reduce-scatter", (spread.gather_w.axis,), held, times, forward=False, of_weights=True)
+            if spread.scatter_y is not None:
+                shape = [n for d, n in enumerate(x.aval.shape) if d not in spread.contracted[0]]
+                shape += [n for d, n in enumerate(w.aval.shape) if d not in spread.contracted[1]]
+                held = self._held(shape, spread.y) * self.placed.size((spread.scatter_y.axis,))
+                self._add("reduce-scatter", (spread.scatter_y.axis,), held, times, forward=True)
+                self._add("all-gather", (spread.scatter_y.axis,), held, times, forward=False)
+
+    def _sum(self, weight: Atom, scope: Scope, axes: Iterable[str]) -> None:
+        leaf = None if isinstance(weight, Literal) else scope.origin.get(weight)
+        if leaf is not None:
+            real = {a for a in axes if self.placed.layout.axis_sizes.get(a, 1) > 1}
+            self.sums.setdefault(leaf, set()).update(real)
+
+    def _held(self, shape: Sequence[int], spec: PartitionSpec) -> float:
+        """How many numbers a device has of a tensor that is placed so."""
+        pairs = zip(shape, spec, strict=True)
+        return math.prod(math.ceil(n / self.placed.size(axes_of_entry(entry))) for n, entry in pairs)
+
+    def _gathered(self, axis: str, held: float, body: Body, of_weights: bool = False) -> None:
+        """In the forward pass, and again in the backward pass; outside of loops XLA finds that both are one."""
+        self._add("all-gather", (axis,), held, body.times, forward=True, of_weights=of_weights)
+        if self.stretch.stack is not None or (body.is_loop and self.placed.layout.grid is not None):
+            self._add("all-gather", (axis,), held, body.times, forward=False, of_weights=of_weights)
+
+    def _both(
+        self, kind: Kind, axes: Iterable[str], held: float, times: int, of_weights: bool = False
+    ) -> None:  # fmt: skip
+        for forward in (True, False):
+            self._add(kind, axes, held, times, forward=forward, of_weights=of_weights)
+
+    def _summed(self, eqn: Equation, scope: Scope, inner: tuple[tuple[int, ...], tuple[int, ...]]) -> set[str]:
+        """Axes along which a product sums: an operand that is whole there is cut where it stands."""
+        sides = [self.placed.entries(atom, scope) for atom in eqn.invars[:2]]
+        return {a for entries, dims in zip(sides, inner, strict=True) for d in dims for a in entries[d]}
+
+    def _reduced(self, made: Spot, scope: Scope, axes: Iterable[str], times: int, wide: bool = False) -> None:
+        """A result that devices have parts of is added up; along axes that split it, each keeps its own."""
+        out, remade = made.var, made in self._needed
+        of_out = self.placed.axes(out, scope)
+        kept, whole = frozenset(axes) & of_out, frozenset(axes) - of_out
+        local = self.placed.local(out, scope)
+        if kept:
+            self._add(
+                "reduce-scatter", kept, local * self.placed.size(kept), times, forward=True, wide=wide, remade=remade
+            )
+        if whole:
+            self._add("all-reduce", whole, local, times, forward=True, wide=wide, remade=remade)
+
+    def _gradients(
+        self, step: Operation, ins: Sequence[Atom], out: Var, at: int, is_product: bool
+    ) -> Iterator[tuple[int, _Partial]]:
+        """Operands whose gradient is left in parts: along axes that split the result and not them."""
+        scope = step.scope
+        of_out = self.placed.axes(out, scope)
+        if not of_out:
+            return
+        for index, atom in enumerate(ins):
+            node = step.reads[index]
+            if isinstance(atom, Literal) or node is None or not self._has_gradient(node):
+                continue
+            axes = of_out - self.placed.axes(atom, scope)
+            if is_weight(atom, scope):
+                self._sum(atom, scope, axes)
+                continue
+            if axes:
+                yield index, _Partial(axes, self.placed.local(atom, scope), at, is_product)
+
+    # --- what is known of a value ---
+
+    def _has_gradient(self, node: Spot) -> bool:
+        return self._wanted[node] if node in self._wanted else self._comes_with_gradient(node)
+
+    def _with_gradient(self, body: Body) -> dict[Spot, bool]:
+        """Of what a body makes, which values have a gradient that anybody wants."""
+        known: dict[Spot, bool] = {}
+        for step in body.steps:
+            read = (node for node in step.reads if node is not None)
+            any_of = any(known[n] if n in known else self._comes_with_gradient(n) for n in read)
+            stops = step.eqn is not None and facts_of(step.eqn).stops
+            for node in step.writes:
+                known[node] = any_of and not stops and _is_float(node)
+        return known
+
+    def _for_derivatives(self, body: Body) -> set[Spot]:
+        """What a backward pass needs, and so what makes it: operands of all that is not linear in them."""
+        needed: set[Spot] = set()
+        for step in reversed(body.steps):
+            facts = None if step.eqn is None else facts_of(step.eqn)
+            read = [node for node in step.reads if node is not None]
+            linear = facts is not None and (facts.linear or facts.view or (len(read) == 1 and bool(facts.linear_in)))
+            if needed.intersection(step.writes) or (not linear and any(map(self._has_gradient, step.writes))):
+                needed.update(read)
+        return needed
+
+    def _comes_with_gradient(self, node: Spot) -> bool:
+        return _is_float(node) and (bool(node.path) or node.var in self.learned)
+
+    def _is_shared(self, node: Spot, body: Body) -> bool:
+        """Whether all layers of a stack read the same value, so that its gradient is reduced behind the last."""
+        stack = self.stretch.stack
+        if stack is None or not isinstance(stack.of, RepeatedLayers):
+            return False
+        return (node.var,) in stack.reads
+
+    def _add(
+        self, kind: Kind, axes: Iterable[str], held: float, times: int, *, forward: bool, wide: bool = False,
+        of_weights: bool = False, outside: bool = False, remade: bool = True,
+    ) -> None:  # fmt: skip
+        named = tuple(a for a in self.placed.layout.axis_sizes if a in set(axes))
+        elements = times * received(kind, held, self.placed.size(named))
+        move = Move(kind, named, elements, forward, wide, times, of_weights, remade)
+        (self.outside if outside else self.found).append(move)
+
+
+def _merged(parts: Sequence[_Partial], readers: Sequence[int]) -> Iterator[tuple[_Partial, int]]:
+    """The reductions of a gradient that several readers give parts of, each with how many it is the sum of.
+
+    Autodiff adds gradients up from the last reader to the first. As long as all are parts, XLA adds these and reduces
+    the sum; behind a gradient that is whole already, each is reduced on its own.
+    """
+    by_step = {part.at: part for part in parts}
+    trailing: list[_Partial] = []
+    for at in sorted(readers, reverse=True):
+        if at not in by_step:
+            break
+        trailing.append(by_step.pop(at))
+    for axes in dict.fromkeys(part.axes for part in trailing):
+        same = [part for part in trailing if part.axes == axes]
+        yield same[0], len(same)
+    for part in by_step.values():
+        yield part, 1
+
+
+def _is_float(node: Spot) -> bool:
+    return jnp.issubdtype(node.var.aval.dtype, jnp.inexact)
+
+
+def _is_form(step: Operation) -> bool:
+    return step.eqn is not None and bool(facts_of(step.eqn).view)

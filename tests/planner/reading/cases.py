@@ -1,0 +1,178 @@
+"""Models and plans whose compiled steps have been audited: what a device receives in each is in `audited.json`."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cjax.models import BERT, GPT, T5, Llama, ViT, llama_loss, loss, masked_loss, t5_loss, vit_loss
+from cjax.models.bert import BERTConfig
+from cjax.models.gpt import GPTConfig
+from cjax.models.llama import LlamaConfig
+from cjax.models.t5 import T5Config
+from cjax.models.vit import ViTConfig
+from cjax.trace.author.capture import Capture, capture
+
+LAYERS, EMBED, VOCAB, SEQ, SOURCE, ROWS = 4, 128, 512, 64, 32, 16
+SIZES: dict[str, Any] = {"num_heads": 8, "embed_dim": EMBED, "mlp_dim": 4 * EMBED}
+TEXT: dict[str, Any] = {**SIZES, "vocab_size": VOCAB, "num_layers": LAYERS}
+
+
+def _tokens(**lengths: int) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct((ROWS, length), np.int32) for name, length in lengths.items()}
+
+
+class OwnLayer(nn.Module):
+    """A gated layer as no paper has it: the attention's result gates what the stream is multiplied by."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = nn.RMSNorm()(x)
+        mixed = nn.MultiHeadDotProductAttention(8, use_bias=False)(y, mask=nn.make_causal_mask(y[..., 0]))
+        gated = nn.Dense(3 * EMBED)(y) * nn.sigmoid(nn.Dense(3 * EMBED)(mixed))
+        return x + nn.Dense(EMBED, use_bias=False)(gated)
+
+
+class OwnModel(nn.Module):
+    """A user's own model."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(VOCAB, EMBED)(tokens)
+        for _ in range(LAYERS):
+            x = OwnLayer()(x)
+        return nn.Dense(VOCAB)(nn.RMSNorm()(x))
+
+
+class Expert(nn.Module):
+    """A layer whose tokens go to one of four experts, as many to each as there is room for."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        rows, length, width = x.shape
+        room = length // 2
+        gates = nn.softmax(nn.Dense(4, use_bias=False)(x))
+        chosen = jax.nn.one_hot(gates.argmax(-1), 4)
+        place = (jnp.cumsum(chosen, 1) * chosen).astype(int) - 1
+        dispatch = chosen[..., None] * jax.nn.one_hot(place, room)
+        up = self.param("up", nn.initializers.lecun_normal(), (4, width, 2 * width))
+        down = self.param("down", nn.initializers.lecun_normal(), (4, 2 * width, width))
+        given = jnp.einsum("bsec,bsd->ebcd", dispatch, x)
+        made = jnp.einsum("ebcf,efd->ebcd", nn.gelu(jnp.einsum("ebcd,edf->ebcf", given, up)), down)
+        return x + jnp.einsum("bsec,ebcd->bsd", dispatch * gates[..., None], made)
+
+
+class ExpertModel(nn.Module):
+    """A mixture of experts."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(VOCAB, EMBED)(tokens)
+        for _ in range(LAYERS):
+            y = nn.LayerNorm()(x)
+            x = x + nn.MultiHeadDotProductAttention(8)(y, mask=nn.make_causal_mask(y[..., 0]))
+            x = Expert()(x)
+        return nn.Dense(VOCAB)(x)
+
+
+def own_loss(model: Any, batch: Any) -> jax.Array:
+    logits = model(batch["inputs"])
+    picked = jnp.take_along_axis(nn.log_softmax(logits), batch["targets"][..., None], -1)
+    return -picked.mean()
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model as a user hands it over, and its batch."""
+
+    build: Any
+    loss: Any
+    batch: Any
+
+    def captured(self) -> Capture:
+        return capture(self.build, self.loss, self.batch)
+
+
+def _nnx(kind: Any, config: Any) -> Any:
+    return lambda rngs: kind(config, rngs=rngs)
+
+
+IMAGES = {
+    "images": jax.ShapeDtypeStruct((ROWS, 120, 120, 3), np.float32),
+    "labels": jax.ShapeDtypeStruct((ROWS,), np.int32),
+}
+MODELS: dict[str, Model] = {
+    "gpt": Model(_nnx(GPT, GPTConfig(**TEXT, context=SEQ)), loss, _tokens(inputs=SEQ, targets=SEQ)),
+    "bert": Model(_nnx(BERT, BERTConfig(**TEXT, context=SEQ)), masked_loss, _tokens(inputs=SEQ, targets=SEQ)),
+    "vit": Model(
+        _nnx(ViT, ViTConfig(LAYERS, 8, EMBED, mlp_dim=4 * EMBED, image_size=120, patch_size=15, num_classes=256)),
+        vit_loss, IMAGES,
+    ),
+    "t5": Model(
+        _nnx(T5, T5Config(**TEXT, num_decoder_layers=4, head_dim=16)), t5_loss,
+        _tokens(source=SOURCE, inputs=SEQ, targets=SEQ),
+    ),
+    "llama": Model(
+        _nnx(Llama, LlamaConfig(**TEXT, num_kv_heads=4, head_dim=16, context=SEQ)), llama_loss,
+        _tokens(inputs=SEQ, targets=SEQ),
+    ),
+    "own": Model(OwnModel(), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
+    "experts": Model(ExpertModel(), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
+}  # fmt: skip
+PAIRS: tuple[tuple[str, str], ...] = (
+    ("gpt", "data=8"),
+    ("gpt", "data=8 zero=1"),
+    ("gpt", "data=8 zero=2 microbatches=2"),
+    ("gpt", "data=8 zero=3"),
+    ("gpt", "data=8 zero=3 microbatches=2"),
+    ("gpt", "data=8 zero=3/4"),
+    ("gpt", "data=8 zero=1/2 microbatches=2"),
+    ("gpt", "data=8 zero=1 precision=bfloat16"),
+    ("gpt", "data=8 zero=3 precision=bfloat16"),
+    ("gpt", "data=1 tensor=8"),
+    ("gpt", "data=2 tensor=4 precision=bfloat16"),
+    ("gpt", "data=2 tensor=4 zero=1"),
+    ("gpt", "data=2 tensor=4 remat=block"),
+    ("gpt", "data=2 tensor=2d:4"),
+    ("gpt", "data=1 tensor=2.5d:8/2"),
+    ("gpt", "data=1 tensor=3d:8"),
+    ("gpt", "data=2 sequence=ring:4"),
+    ("gpt", "data=1 sequence=ring:8 precision=bfloat16"),
+    ("gpt", "data=2 sequence=all_to_all:4"),
+    ("gpt", "data=2 tensor=4 sequence=gather"),
+    ("gpt", "data=4 pipeline=2 microbatches=2"),
+    ("gpt", "data=2 pipeline=1f1b:4 microbatches=4 zero=1"),
+    ("gpt", "data=2 tensor=2 pipeline=gpipe:2 microbatches=4"),
+    ("bert", "data=2 tensor=4"),
+    ("bert", "data=2 tensor=2d:4"),
+    ("bert", "data=8 zero=2"),
+    ("bert", "data=2 sequence=ring:4"),
+    ("vit", "data=2 tensor=4"),
+    ("vit", "data=8 zero=3"),
+    ("vit", "data=2 pipeline=4 microbatches=4"),
+    ("vit", "data=1 tensor=3d:8"),
+    ("t5", "data=2 tensor=4"),
+    ("t5", "data=8 zero=1"),
+    ("t5", "data=2 tensor=2d:4"),
+    ("llama", "data=2 tensor=4"),
+    ("llama", "data=1 tensor=8"),
+    ("llama", "data=2 tensor=4 sequence=gather"),
+    ("llama", "data=8 zero=3"),
+    ("llama", "data=2 sequence=ring:4"),
+    ("llama", "data=1 sequence=all_to_all:8"),
+    ("own", "data=2 tensor=4"),
+    ("own", "data=8 zero=3"),
+    ("own", "data=2 tensor=2d:4"),
+    ("experts", "data=8"),
+    ("experts", "data=8 zero=3"),
+    ("experts", "data=2 tensor=4"),
+)
+
+
+@functools.cache
+def model(name: str) -> Capture:
+    return MODELS[name].captured()
