@@ -4,6 +4,7 @@ With CJAX_TEST_GPU=1 (make test-gpu) the GPUs that are here come first, for test
 """
 
 import os
+import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +32,10 @@ os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"  # nor should the next step ta
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {patience} {in_order} {generator} {uncut}".strip()
 cache_home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_home / "cjax" / "jax"))
+# Whether somebody has run `cjax calibrate` on this machine is nothing that a test should depend on.
+os.environ.setdefault("HF_HOME", str(cache_home / "huggingface"))
+unmeasured = tempfile.TemporaryDirectory()
+os.environ["XDG_CACHE_HOME"] = unmeasured.name
 
 import gc  # noqa: E402
 

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +54,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         def limited(devices: Any) -> Any:
             return dataclasses.replace(hardware_of(devices), memory=memory)
 
-        for module in ("cjax.planner.choice.decide", "cjax.program.program"):
-            monkeypatch.setattr(sys.modules[module], "hardware_of", limited)
+        monkeypatch.setattr("cjax.planner.choice.decide.hardware_of", limited)
 
     return set_limit
 
