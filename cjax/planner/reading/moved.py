@@ -29,7 +29,7 @@ import numpy as np
 from cjax.mesh import DATA, DEPTH, PIPE, SEQUENCE, ZERO
 from cjax.pipeline import build
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, Table
-from cjax.planner.work import HeldWeight, Part, Split, Weight, Work
+from cjax.planner.work import BATCH, HeldWeight, Part, Split, Weight, Work
 from cjax.sharding.layout.zero import SMALLEST
 
 Bytes = dict[str, np.ndarray]  # by mesh axes, as `data+sequence`
@@ -93,13 +93,20 @@ class _Plans:
 
 def _unlike(table: Table) -> tuple[_Plans, np.ndarray]:
     """The plans of a table that differ in who sums what, and for each plan which of them it is like."""
-    columns = {each.name: getattr(table, each.name) for each in fields(Table)}
     kept = ("data", "pipeline", "microbatches", "zero", "zero_group", "precision")
-    rows, places = np.unique(np.stack([columns[name] for name in kept]), axis=1, return_inverse=True)
-    zeros = np.zeros(rows.shape[1], np.int64)
-    few = Table(**{name: zeros for name in columns} | dict(zip(kept, rows, strict=True)))
+    first, places = _distinct(*(getattr(table, name) for name in kept))
+    few = Table(**{each.name: getattr(table, each.name)[first] for each in fields(Table)})
     half = np.where(few.precision == PRECISIONS.index("float32"), 4, 2)
-    return _Plans(few, half), places.reshape(-1)
+    return _Plans(few, half), places
+
+
+def _distinct(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of rows, a place of each that is unlike the others, and for every row which of those it is like."""
+    code = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        code = code * (int(column.max(initial=0)) + 1) + column
+    _, first, places = np.unique(code, return_index=True, return_inverse=True)
+    return first, places.reshape(-1)
 
 
 def _of_weights(work: Work, split: Split, of: _Plans) -> Moved:
@@ -111,7 +118,7 @@ def _of_weights(work: Work, split: Split, of: _Plans) -> Moved:
             layers = count * part.repeats / np.where(is_layer, of.table.pipeline, 1)
             for case in _cases(held, split, of.table, layers, is_layer):
                 if weight.is_trained:
-                    _gradients(found, weight, held, case, split, of)
+                    _gradients(found, weight, held, case, split, of, is_layer)
                 _gathers(found, part, weight, held, case, of)
     return found
 
@@ -181,12 +188,15 @@ def _cases(held: HeldWeight, split: Split, table: Table, layers: np.ndarray, is_
             (ZERO,) if is_grouped else (DATA, *inside),
             group,
             divides,
-            divides & evenly if is_late else divides,
+            # Micro-batches whose gradients all devices sum together are scattered by ZeRO-3 alone.
+            divides & (evenly if is_late else (table.zero == 3) | (table.microbatches == 1)),
             table.pipeline if is_staged and not is_late else np.ones_like(table.pipeline),
         )
 
 
-def _gradients(found: Moved, weight: Weight, held: HeldWeight, case: _Case, split: Split, of: _Plans) -> None:
+def _gradients(
+    found: Moved, weight: Weight, held: HeldWeight, case: _Case, split: Split, of: _Plans, is_layer: bool
+) -> None:  # fmt: skip
     """The sums of a weight's gradient."""
     wide, elements = weight.itemsize, float(held.elements)
     passes = case.times if case.is_late else case.times * of.table.microbatches
@@ -199,6 +209,9 @@ def _gradients(found: Moved, weight: Weight, held: HeldWeight, case: _Case, spli
         uses -= 1
     # One of its uses is scattered; what others add to is summed whole.
     whole = np.where(case.scatters, uses - 1, uses)
+    # Outside of layers, XLA takes a sum that is only added to others out of the loop over micro-batches.
+    once = (~case.scatters) & (not is_layer) & (not case.is_late)
+    whole = whole / np.where(once, of.table.microbatches, 1)
     _add(found.gradients, case.axes, whole * 2 * _share(case.every) * elements * size)
     _add(found.gradients, case.zero_axes, case.scatters * _share(case.group) * elements * size)
     rest = tuple(a for a in case.axes if a not in case.zero_axes)
@@ -220,31 +233,30 @@ def _gathers(found: Moved, part: Part, weight: Weight, held: HeldWeight, case: _
 
 
 def _of_stages(found: Moved, work: Work, split: Split, table: Table, half: np.ndarray) -> None:
-    """What stages hand each other: in each tick one activation forwards and one gradient backwards."""
-    streams = {part.stream for part in work.parts if part.repeats > 1 and part.stream is not None}
-    ticks = np.array([_ticks(*plan) for plan in _schedules(table)])
-    for stream in sorted(streams, key=str):
-        size = np.where(stream.is_computed, half, stream.itemsize)
-        message = split.local(stream.dims) / (table.data * table.microbatches) * size
-        _add(found.pipeline, (PIPE,), 2 * ticks * message)
-
-
-def _schedules(table: Table) -> Iterator[tuple[str, int, int, int]]:
+    """What stages hand each other: in each tick activations forwards and gradients backwards."""
+    stacks = sum(part.repeats > 1 for part in work.parts)
     columns = (table.schedule, table.pipeline, table.microbatches, table.chunks)
-    for schedule, stages, microbatches, chunks in zip(*(column.tolist() for column in columns), strict=True):
-        yield SCHEDULES[schedule], stages, microbatches, chunks
+    first, places = _distinct(*columns)
+    each = zip(*(column[first].tolist() for column in columns), strict=True)
+    ticks = np.array([_ticks(SCHEDULES[schedule], stacks, *sizes) for schedule, *sizes in each])[places]
+    for value in work.handed:
+        size = np.where(value.is_computed, half, value.itemsize)
+        rows = table.data * table.microbatches if any(name == BATCH for name, _ in value.dims) else 1
+        _add(found.pipeline, (PIPE,), 2 * ticks * split.local(value.dims) / rows * size)
 
 
 @functools.cache
-def _ticks(schedule: str, stages: int, microbatches: int, chunks: int) -> int:
-    """How many ticks a schedule has; none where there is no pipeline."""
-    if stages == 1:
+def _ticks(schedule: str, stacks: int, stages: int, microbatches: int, chunks: int) -> int:
+    """How many ticks a schedule has; none where there is no pipeline, or no such schedule. Of several stacks of layers
+    each is a chunk on every stage."""
+    if stages == 1 or stacks == 0:
         return 0
-    if schedule == "1f1b":
+    if schedule == "1f1b" and stacks == 1:
         return microbatches + 2 * (stages - 1)
-    if schedule == "gpipe":
-        return 2 * (microbatches + stages - 1) - 1
-    return build(schedule, stages, microbatches, chunks).num_ticks
+    try:
+        return build("interleaved" if schedule == "1f1b" else schedule, stages, microbatches, chunks * stacks).num_ticks
+    except ValueError:  # which whoever makes plans has to find out, and say
+        return 0
 
 
 def _weights(work: Work, split: Split) -> Iterator[Sequence[tuple[Weight, HeldWeight]]]:
