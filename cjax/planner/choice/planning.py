@@ -17,7 +17,7 @@ from cjax.planner.choice.search import Found, search
 from cjax.planner.choice.space import CARRIED, Space, space_of, words_of
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.duration import Durations, durations
-from cjax.planner.costs.memory import memory_of
+from cjax.planner.costs.memory import MemoryCost, memory_of
 from cjax.planner.costs.profiled import profiled
 from cjax.planner.hardware import Hardware
 from cjax.planner.profile import Profile, read_profile
@@ -93,7 +93,12 @@ class Planning:
                 raise ValueError(f"tensor={plan.tensor} splits nothing in this model")
             return found
 
-        return Question(self.readings.work, split, self.known, memory_of, self._durations)
+        return Question(self.readings.work, split, self.known, self._memory, self._durations)
+
+    def _memory(self, work: Work, split: Split, table: Table, hardware: Hardware) -> MemoryCost:
+        # As the devices are, and not with rates from measurements: which kernels there are hangs on what is known of
+        # the card.
+        return memory_of(work, split, table, self.hardware(hardware.num_devices))
 
     def _durations(self, work: Work, split: Split, table: Table, hardware: Hardware) -> Durations:
         _, calibration = profiled(self.hardware(hardware.num_devices), self._profile)
