@@ -26,7 +26,7 @@ FLOORS = (
     ("sharding", "pipeline"),
     ("planner",),
     ("gradients",),
-    ("audit", "report", "checkpoint"),
+    ("audit", "report", "checkpoint", "calibrate"),
     ("program",),
     ("parallelize",),
     ("data",),

@@ -10,6 +10,7 @@ from cjax.cards import Card, card_of_kind
 from cjax.cluster import Cluster
 from cjax.jax_compat.backends import is_of_this_process
 from cjax.mesh import Device, cluster_of, is_compile_only
+from cjax.planner.profile import Profile
 
 # What the CUDA context, NCCL's buffers and the allocator's slack take of a card before a program gets any.
 _RESERVED_ON_CARD = 3 * 2**29
@@ -142,6 +143,20 @@ def hardware_of_cluster(cluster: Cluster, num_devices: int) -> Hardware:
         adapters_per_host=_adapters(cluster, per_host),
         price=cluster.price,
         power=cluster.power,
+    )
+
+
+def with_measured(hardware: Hardware, profile: Profile) -> Hardware:
+    """The same facts, with measured rates where no datasheet has any: what a CPU does, and virtual devices of it."""
+    assert profile.kind == hardware.name, "read_profile gives that of these devices"
+    found = profile.at(hardware.num_devices)
+    return dataclasses.replace(
+        hardware,
+        memory_bandwidth=hardware.memory_bandwidth or found.memory_bandwidth,
+        bf16_flops=hardware.bf16_flops or found.matmul.get("bfloat16"),
+        f16_flops=hardware.f16_flops or found.matmul.get("float16"),
+        f32_flops=hardware.f32_flops or found.matmul.get("float32"),
+        host_bandwidth=hardware.host_bandwidth or found.links,
     )
 
 
