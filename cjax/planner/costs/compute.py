@@ -18,7 +18,9 @@ from cjax.planner.work import BATCH, AttentionWork, Dims, Part, Product, Split, 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.8))
 WIDE, NARROW = 64, 8  # tensor cores want dims that these divide
 UNALIGNED, CROOKED = 1.2, 9.0  # times slower where they don't
-LEAST_INNER = 1024  # of the parts of a product that is cut along the dim it adds up over, so that all cores have some
+_HIGH, _WIDE, _EFFICIENCY = np.array(TILES).T[:, :, None, None]  # [tiles, parts, plans]
+_PARTS = np.array([1.0, 2.0, 4.0, 8.0])[:, None]  # into which a product is cut along the dim that it adds up over
+LEAST_INNER = 1024  # of such a part; products are cut only where there are fewer tiles than cores
 FUSED_BACK = 2.5  # a flash kernel's backward pass in forward passes: five products for two
 SCORE_PASSES = 5.0  # over scores that no kernel keeps from the memory: made, masked, normalised, dropped out, read
 
@@ -146,7 +148,9 @@ class Computing:
         plain = self._matmul(whole, queries, np.full_like(keys, work.features), keys)
         plain = plain + self._matmul(whole, queries, keys, np.full_like(keys, work.features))
         plain = plain + self._touching(SCORE_PASSES * scores * self._item / self._memory)
-        return _either(is_fused, fused, plain), _either(is_fused, fused * FUSED_BACK, plain * 2)
+        # The kernel makes scores again that others would have kept: time, but no work of the model's.
+        back = dataclasses.replace(fused * 2, attention=FUSED_BACK * kernel)
+        return _either(is_fused, fused, plain), _either(is_fused, back, plain * 2)
 
     def _fuses(self, work: AttentionWork) -> bool:
         if not (self._software.is_fused and work.is_fused):
@@ -170,14 +174,8 @@ def _misaligned(*dims: np.ndarray) -> np.ndarray:
 
 def _busy(batch: np.ndarray, rows: np.ndarray, inner: np.ndarray, outer: np.ndarray, cores: int) -> np.ndarray:
     """Share of the cores' time that goes into the result, for the tiles and the cut of `inner` that suit it best."""
-    best = np.zeros_like(rows)
-    for high, wide, efficiency in TILES:
-        tiles = batch * np.ceil(rows / high) * np.ceil(outer / wide)
-        used = batch * rows * outer / (high * wide)
-        for parts in (1, 2, 4, 8):
-            waves = np.ceil(tiles * parts / cores)
-            busy = efficiency * used * parts / (waves * cores)
-            best = np.maximum(
-                best, np.where((parts == 1) | ((inner / parts >= LEAST_INNER) & (tiles < cores)), busy, 0.0)
-            )
-    return best
+    tiles = batch * np.ceil(rows / _HIGH) * np.ceil(outer / _WIDE)
+    used = _EFFICIENCY * (batch * rows * outer) / (_HIGH * _WIDE)
+    waves = np.ceil(tiles * _PARTS / cores)
+    may = (_PARTS == 1) | ((inner / _PARTS >= LEAST_INNER) & (tiles < cores))
+    return np.max(np.where(may, used * _PARTS / (waves * cores), 0.0), axis=(0, 1))

@@ -90,7 +90,7 @@ class _Plans:
 
     def __init__(self, work: Work, split: Split, table: Table, hardware: Hardware, calibration: Calibration) -> None:
         self._work, self._split, self._table, self._hardware = work, split, table, hardware
-        self._software = calibration.software
+        self._software, self._shares = calibration.software, (calibration.links, calibration.adapters)
         self._inner = split.num_devices  # neighbours that share a copy's stage
         self._is_half = table.precision != PRECISIONS.index("float32")
         self._item = np.where(self._is_half, 2.0, 4.0)
@@ -122,7 +122,7 @@ class _Plans:
         if self._software.cuts_sends and stream:
             bytes_ = bytes_ * self._split.parts_of(stream.dims) / self._inner
         stage_stride = self._inner * table.data
-        send = Transfer.over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
+        send = self._over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
         adds = (table.microbatches > 1) & (not self._software.adds_in_matmuls)
         states = np.where(table.zero >= 1, table.zero_group, 1)
         memory = hardware.memory_bandwidth or np.inf
@@ -188,7 +188,7 @@ class _Plans:
     def _moved(self, move: Move) -> Transfer:
         size = np.where(self._is_half & (not move.is_wide), 2.0, 4.0)
         bytes_ = move.elements * size / (1.0 if move.of_weights else self._share)
-        return Transfer.over(self._axes(move.axes), move.kind, bytes_, move.count)
+        return self._over(self._axes(move.axes), move.kind, bytes_, move.count)
 
     def _axes(self, axes: tuple[str, ...]) -> Group:
         """Members along these axes of the tensor and sequence words, the last of which are neighbours."""
@@ -201,7 +201,7 @@ class _Plans:
     def _gathered(self, part: Part, held: float) -> Transfer:
         group = self._zero_group()
         bytes_ = held * self._item * (group.size - 1) / group.size
-        return Transfer.over(group, "all-gather", bytes_, 1.0 * bool(part.weights)) * (self._table.zero == 3)
+        return self._over(group, "all-gather", bytes_, 1.0 * bool(part.weights)) * (self._table.zero == 3)
 
     # -- between copies -----------------------------------------------------------------------------------------------
     def _zero_group(self) -> Group:
@@ -229,10 +229,13 @@ class _Plans:
         size = software.gradient_bytes or np.where((table.microbatches > 1) & ~each, MASTER, self._item)
         part, apart = (group.size - 1) / group.size, (others.size - 1) / others.size
         layers = 1.0 * max(1, self._work.num_layers)
-        scatter = Transfer.over(group, "reduce-scatter", part * held * size, layers)
-        between = Transfer.over(others, "all-reduce", 2 * apart * held / group.size * size, layers)
-        gather = Transfer.over(group, "all-gather", part * held * software.weight_bytes, layers)
+        scatter = self._over(group, "reduce-scatter", part * held * size, layers)
+        between = self._over(others, "all-reduce", 2 * apart * held / group.size * size, layers)
+        gather = self._over(group, "all-gather", part * held * software.weight_bytes, layers)
         return scatter, between, gather * (table.zero < 3), each
+
+    def _over(self, group: Group, kind: str, bytes_: np.ndarray, count: np.ndarray | float) -> Transfer:
+        return Transfer.over(group, kind, bytes_, count, self._shares)
 
     def _is_split_in_sequence(self) -> bool:
         return self._split.sizes.get(SEQUENCE, 1) > 1 and self._software.is_lockstep
