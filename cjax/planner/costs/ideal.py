@@ -29,6 +29,7 @@ class Ways:
       tensor_forward, tensor_backward, sequence_forward, sequence_backward: what the words' collectives receive.
       gather: of one pass of ZeRO-3 over it, forward or backward.
       held: parameters that a device holds whole while it computes, on its share of the tensor axes.
+      exchanges: whether the sequence's are exchanges, which the attention between them waits for; rings go on beside.
     """
 
     forward: Pass
@@ -39,6 +40,7 @@ class Ways:
     sequence_backward: Transfer
     gather: Transfer
     held: np.ndarray
+    exchanges: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +173,8 @@ class _Plans:
                 moves[name] = moves[name] + self._moved(move) * times
             held = held + self._split.held[i] * times
             gather = gather + self._gathered(self._work.parts[i], self._split.held[i]) * times
-        return Ways(there, back, *moves.values(), gather, held)
+        exchanges = any(move.kind == "all-to-all" for i, _ in parts for move in self._split.moves[i])
+        return Ways(there, back, *moves.values(), gather, held, exchanges)
 
     def _moved(self, move: Move) -> Transfer:
         size = np.where(self._is_half & (not move.is_wide), 2.0, 4.0)

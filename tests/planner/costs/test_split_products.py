@@ -5,12 +5,12 @@ import pytest
 
 from cjax.plan import Plan
 from cjax.planner.costs.calibration import Calibration
-from cjax.planner.costs.duration import durations
+from cjax.planner.costs.duration import Durations, durations
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import Table
-from cjax.planner.work import BATCH, AttentionWork, Dims, Part, Product, Split, Work
+from cjax.planner.work import BATCH, AttentionWork, Dims, Move, Part, Product, Split, Work
 
-CARD = Hardware("card", 4, 4, 2**40, 1e12, 100e12, 100e12, 50e12)
+CARD = Hardware("card", 4, 4, 2**40, 1e12, 100e12, 100e12, 50e12, host_bandwidth=100e9)
 ONE_D = {"heads": ("tensor",), "ffn": ("tensor",)}
 GRID = {"heads": ("col",), "embed": ("col",), "ffn": ("col",), BATCH: ("row", "col")}
 CUBE = {"heads": ("j",), "embed": ("k",), "ffn": ("j",), BATCH: ("i", "j", "k")}
@@ -29,11 +29,13 @@ def work_of(vocab: int = 4096) -> Work:
 
 def computed(axes_of: dict[str, tuple[str, ...]], sizes: dict[str, int], plan: str, vocab: int = 4096) -> np.ndarray:
     """FLOPs, seconds in matmuls, and in attentions' kernels."""
-    split = Split(axes_of, sizes, ((), ()), (0, 0))
-    found = durations(
-        work_of(vocab), split, Table.of([Plan.parse(f"{plan} precision=bfloat16")]), CARD, Calibration("here")
-    )
+    found = asked(Split(axes_of, sizes, ((), ()), (0, 0)), plan, vocab)
     return np.array([found.flops[0], found.matmul[0], found.attention[0]])
+
+
+def asked(split: Split, plan: str, vocab: int = 4096) -> Durations:
+    table = Table.of([Plan.parse(f"{plan} precision=bfloat16")])
+    return durations(work_of(vocab), split, table, CARD, Calibration("here"))
 
 
 @pytest.mark.parametrize(
@@ -60,3 +62,13 @@ def test_a_split_of_positions_alone_keeps_the_kernel_away() -> None:
 def test_what_tensor_cores_do_not_take_is_filled_up() -> None:
     whole, odd = computed({}, {}, "data=4", 4096), computed({}, {}, "data=4", 4097)
     assert whole[1] < odd[1] < 1.1 * whole[1]
+
+
+def test_an_exchange_is_waited_for_and_a_ring_goes_on_beside() -> None:
+    waits = {}
+    for kind in ("collective-permute", "all-to-all"):
+        moves = (Move(kind, ("sequence",), 1e8, is_forward=True),)
+        waits[kind] = asked(
+            Split({"sequence": ("sequence",)}, {"sequence": 4}, (moves, ()), (0, 0)), "data=1"
+        ).sequence[0]
+    assert waits["all-to-all"] > 2 * waits["collective-permute"] > 0
