@@ -15,7 +15,6 @@ from cjax.cluster import Cluster
 from cjax.mesh import Device, is_compile_only, not_nan, own_context, resolve_devices
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
-from cjax.planner.hardware import hardware_of
 from cjax.program.batches import place_batch, table_limits
 from cjax.program.check import Check
 from cjax.program.compose import compose
@@ -378,7 +377,7 @@ class Program:
 
     @functools.cached_property
     def _report(self) -> Report:
-        facts, hardware = audit(self._compiled, self.mesh), hardware_of(list(self.mesh.devices.flat))
+        facts, hardware = audit(self._compiled, self.mesh), self._composed.planning.known(self.mesh.size)
         notes = self._evaluate.notes if self._composed.optimizer is None else self._lockstep.notes
         return describe_step(self._composed, facts, hardware, notes)
 

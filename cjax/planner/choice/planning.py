@@ -15,10 +15,12 @@ from cjax.planner.choice.explain import Explanation, explain
 from cjax.planner.choice.scored import Objective, Question, Scored
 from cjax.planner.choice.search import Found, search
 from cjax.planner.choice.space import CARRIED, Space, space_of, words_of
-from cjax.planner.costs.calibration import Calibration, calibration_of
+from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.duration import Durations, durations
 from cjax.planner.costs.memory import memory_of
+from cjax.planner.costs.profiled import profiled
 from cjax.planner.hardware import Hardware
+from cjax.planner.profile import Profile, read_profile
 from cjax.planner.reading.split import Splits
 from cjax.planner.reading.work import work_of
 from cjax.planner.table import Table
@@ -67,7 +69,16 @@ class Planning:
     @functools.cached_property
     def calibration(self) -> Calibration | None:
         """Of these devices; None where nobody has measured any like them."""
-        return calibration_of(self.hardware(1))
+        return profiled(self.hardware(1), self._profile)[1]
+
+    @functools.cached_property
+    def _profile(self) -> Profile | None:
+        """What was measured here on devices of this kind, absent ones too: a chip is a chip."""
+        return read_profile(self.hardware(1).name)
+
+    def known(self, num_devices: int) -> Hardware:
+        """So many of the devices, with measured rates where no datasheet has any."""
+        return profiled(self.hardware(num_devices), self._profile)[0]
 
     @functools.cached_property
     def question(self) -> Question:
@@ -80,10 +91,10 @@ class Planning:
                 raise ValueError(f"tensor={plan.tensor} splits nothing in this model")
             return found
 
-        return Question(self.work, split, self.hardware, memory_of, self._durations)
+        return Question(self.work, split, self.known, memory_of, self._durations)
 
     def _durations(self, work: Work, split: Split, table: Table, hardware: Hardware) -> Durations:
-        calibration = self.calibration
+        _, calibration = profiled(hardware, self._profile)
         if calibration is None:
             hardware, calibration = assumed(hardware)
         return durations(work, split, table, hardware, calibration)

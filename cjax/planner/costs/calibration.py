@@ -57,7 +57,8 @@ class Calibration:
 
     Args:
       source: where the constants are from, for the user.
-      cores: of the chip, among which the tiles of a matmul's result are shared out.
+      cores: of the chip, among which the tiles of a matmul's result are shared out; 0 for what has no tiles.
+      shares_cores: whether the devices are virtual, and share one processor's cores.
       matmul: share of the peak that a large aligned matmul reaches.
       attention: share of the peak that a flash kernel reaches.
       thin: how soon matmuls get slower as their least dim shrinks: half the rate at `thin` x peak / memory bandwidth.
@@ -99,6 +100,7 @@ class Calibration:
     peak: float = 1.0
     factor: float = 1.0
     spread: float = 0.1
+    shares_cores: bool = False
     software: Software = Software()
 
     def measured(self, ratio: float, source: str) -> "Calibration":

@@ -130,8 +130,10 @@ class Chip:
         """[batch, rows, inner] x [batch, inner, outer]."""
         flops = 2 * batch * rows * inner * outer
         least = flops / self._peak
-        pads = self._is_half & self._software.pads
-        matmul = least * _misaligned(inner, outer, pads) / _busy(batch, rows, inner, outer, self._cores)
+        matmul = least
+        if self._cores:
+            pads = self._is_half & self._software.pads
+            matmul = least * _misaligned(inner, outer, pads) / _busy(batch, rows, inner, outer, self._cores)
         dim = np.minimum(np.minimum(rows, inner), outer)
         thin = matmul * self._peak / self._memory * (self._item / 2) / dim
         none = np.zeros_like(flops)

@@ -118,6 +118,11 @@ class _Clock:
         is_late = piped & (late > early)
         layers = np.where(is_late, plans.short, plans.full)
         weights = (layers, 1.0 * ~is_late, 1.0 * (is_late | ~piped))
+        computed = np.where(piped, np.maximum(early, late), early + _sum(last))
+        if constants.shares_cores:
+            # A stage that waits leaves the cores to the others: what counts is an average stage's work.
+            layers, ends = plans.layers / plans.stages, 1.0 / plans.stages
+            weights, computed = (layers, ends, ends), layers * _sum(layer) + ends * (_sum(first) + _sum(last))
         found = {
             name: plans.microbatches
             * sum(
@@ -126,7 +131,6 @@ class _Clock:
             )
             for name in ("matmul", "attention", "elementwise", "recompute", "tensor", "sequence", "hidden")
         }
-        computed = np.where(piped, np.maximum(early, late), early + _sum(last))
         back = plans.full * layer[1].total + first[1].total + last[1].total
         found["elementwise"] = found["elementwise"] + plans.accumulate * plans.microbatches / constants.memory
         found["gather"], beside = self._exposed(plans.gather, plans.microbatches * computed, constants.hidden_gather)
@@ -205,6 +209,8 @@ class _Clock:
         bubble, sent = np.zeros_like(computed), np.zeros_like(computed)
         if not (plans.stages > 1).any():
             return bubble, sent
+        if constants.shares_cores:
+            return bubble, np.where(plans.stages > 1, 2 * plans.microbatches * plans.chunks * send, 0.0)
         # Half of a matmul's gradients are of weights.
         weight = plans.full * layer[1].matmul / 2
         if not constants.software.is_lockstep:
