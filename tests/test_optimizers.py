@@ -16,8 +16,9 @@ from contract import (
     NUM_STEPS,
     assert_close,
     author,
-    author_initial,
+    begun,
     bytes_on_a_device,
+    first_values,
     norm,
     on_host,
     program_of,
@@ -27,6 +28,7 @@ from contract import (
 )
 from optimizers import OPTIMIZERS, OURS
 from plans import cover, num_parts
+from starts import start
 from zoo import BATCH as ROWS
 
 import cjax
@@ -89,8 +91,8 @@ def test_does_with_the_same_gradients_as_on_one_device(name: str, plan: str) -> 
     with jax.enable_x64(True):
         model, optimizer = model_of(name, plan), OPTIMIZERS[name]()
         program = program_of(model, plan, wide=True, optimizer=optimizer)
-        state = program.init(0)
-        params = author_initial(model, wide=True)[0]
+        params = on_host(first_values(model, wide=True)[0])
+        state = begun(program, model, True, name)
         there, update = optimizer.init(params), jax.jit(optax.with_extra_args_support(optimizer).update)
         for step in range(NUM_STEPS):
             grads = gradients(params, step)
@@ -107,7 +109,7 @@ def test_does_with_the_same_gradients_as_on_one_device(name: str, plan: str) -> 
 def test_an_optimizer_that_follows_the_loss_asks_for_it() -> None:
     with pytest.raises(ValueError, match=r"program.update\(state, grads, loss\)"):
         program = program_of("nnx_mlp", "data=8", wide=False, optimizer=OPTIMIZERS["on a plateau"]())
-        program.update(program.init(0), author_initial("nnx_mlp", False)[0])
+        program.update(begun(program, "nnx_mlp", False, "on a plateau"), first_values("nnx_mlp", False)[0])
 
 
 def assert_leaves_close(given: PyTree, wanted: PyTree) -> None:
@@ -163,7 +165,8 @@ def test_packed_projections_are_layers_of_their_own(plan: str) -> None:
     optimizer = lamb(1e-2, split={name.split("/")[-2] + "/kernel": (-1, 3)})
     with jax.enable_x64(True):
         program = program_of("linen_packed_qkv", plan, wide=True, optimizer=optimizer)
-        state, params = program.init(0), author_initial("linen_packed_qkv", wide=True)[0]
+        params = first_values("linen_packed_qkv", wide=True)[0]
+        state = begun(program, "linen_packed_qkv", True, "lamb")
         there = optimizer.init(params)
         for step in range(2):
             grads = gradients(params, step)
@@ -181,7 +184,7 @@ def test_averaged_parameters_are_found_and_scored(plan: str) -> None:
     optimizer = optax.chain(optax.sgd(0.3), params_ema(0.5))
     program = program_of("nnx_decoder", plan, wide=False, optimizer=optimizer)
     batch = subject("nnx_decoder", False).batches[0]
-    state = program.init(0)
+    state = start(program, first_values("nnx_decoder", wide=False), moments=False)
     seen = [on_host(program.params(state))]
     for _ in range(3):
         state, _ = program.step(state, batch)
@@ -226,7 +229,7 @@ def test_noise_is_measured_from_the_parts_that_a_plan_has(name: str, plan: str, 
     batch, shape = case.batches[0], jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.batches[0])
     given = Given(TraceSource(case.captured, shape), optax.sgd(1e-2), measures=True)
     program = Program(compose(given, Plan.parse(plan).resolve(8), jax.devices()[:8]))
-    state, metrics = program.step(program.init(0), batch)
+    state, metrics = program.step(begun(program, name, wide=False), batch)
     there, whole = author(name, 1, False).steps[0], np.square(metrics["grad_norm"])
     np.testing.assert_allclose(metrics["loss"], there.loss, rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], norm(there.grads), rtol=1e-4)
@@ -240,7 +243,7 @@ def test_noise_is_measured_from_the_parts_that_a_plan_has(name: str, plan: str, 
 def part_square(name: str, plan: str, num_parts: int) -> float:
     """By the author's own loss: the mean squared norm of the parts' gradients, over an equal share of the weights."""
     case = subject(name, False)
-    params, frozen, model_state = author_initial(name, False)
+    params, frozen, model_state = first_values(name, False)
     shards = Plan.parse(plan).resolve(8).data if "zero=3" not in plan else 1
     parts = num_parts // shards  # micro-batch i is every i-th row of what a device has
     each = ROWS // shards

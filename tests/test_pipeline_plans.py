@@ -1,5 +1,6 @@
 """Models with layers under plans that cut them into stages: as their authors train them, held in parts, or refused."""
 
+import functools
 import os
 from typing import Any
 
@@ -13,7 +14,9 @@ from contract import (
     SUBJECTS,
     assert_trained_alike,
     author,
+    begun,
     bytes_on_a_device,
+    first_values,
     norm,
     on_host,
     program_of,
@@ -21,6 +24,7 @@ from contract import (
 )
 from flax import nnx
 from plans import NUM_DEVICES, cover, num_parts
+from starts import start
 from zoo import BATCH, MODELS, TEXT, case, linen, next_token, regression_batch, squared_error, tokens
 from zoo_linen import SEQ, LinenDecoder
 
@@ -222,7 +226,7 @@ def test_bfloat16_is_as_good_as_on_one_device(name: str, plan: str) -> None:
 
     def error(plan: str) -> float:
         program = program_of(name, f"{plan} precision=bfloat16", wide=False)
-        grads = on_host(program.value_and_grad(program.init(0), batch)[1])
+        grads = on_host(program.value_and_grad(begun(program, name, wide=False), batch)[1])
         return norm(jax.tree.map(lambda a, b: a - b, grads, wanted.grads))
 
     assert 0 < error(plan) <= 1.5 * error(f"data=1 microbatches={num_parts(plan)}")
@@ -265,6 +269,7 @@ def test_a_stage_holds_its_own_layers(plan: str, tensor: int, zero: int) -> None
 SCHEDULES = ["1f1b:4", "interleaved:4/2", "zero_bubble:4", "zero_bubble:4/2"]
 
 
+@functools.cache
 def temporary(schedule: str, num_microbatches: int) -> int:
     program = mini(f"pipeline={schedule} microbatches={num_microbatches}", 2 * num_microbatches, num_devices=4)
     return program.lower().compile().memory_analysis().temp_size_in_bytes
@@ -356,11 +361,28 @@ EVALUATED = [
 def test_evaluates_batches_of_any_size(name: str, plan: str, function: Any) -> None:
     """Whole micro-batches go through the pipeline together; rows left over, or too few, go behind them."""
     batch = subject(name, wide=False).batches[0]
-    piped, plain = (program_of(name, text, wide=False) for text in (plan, "data=8"))
-    state = piped.init(0)
-    batches = [jax.tree.map(lambda x, n=n: x[:n], batch) for n in (16, 11, 3)]
-    given = piped.evaluate(state, batches, function)
-    wanted = plain.evaluate(plain.restore(state), batches, function)
+    piped, author = program_of(name, plan, wide=False), subject(name, wide=False).captured
+    trees, sizes = first_values(name, wide=False), (16, 11, 3)
+    batches = [jax.tree.map(lambda x, n=n: x[:n], batch) for n in sizes]
+    given = piped.evaluate(start(piped, trees, moments=True), batches, function)
+
+    def call(model: Any, row: Any, key: Any, train: bool) -> Any:
+        return jnp.zeros(()), function(model, row)[0]
+
+    def alone(row: Any) -> Any:
+        """Each row by itself: when a model is scored, rows do not meet."""
+        row = jax.tree.map(lambda x: x[None], row)
+        return author.apply(*trees, row, jax.random.key(0), False, *([call] if function else []))[:2]
+
+    losses, aux = jax.jit(jax.vmap(alone))(batch)
+    weights = batch["mask"][:, 1:].sum(1) if name == "linen_masked_mean" else np.ones(BATCH)
+
+    def joined(rows: Any) -> Any:
+        return np.concatenate([np.asarray(rows)[:n] for n in sizes])
+
+    wanted = joined(aux) if function else {"loss": np.average(joined(losses), weights=joined(weights))}
+    if aux and not function:
+        wanted["aux"] = jax.tree.map(lambda rows: joined(rows).mean(), aux)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), given, wanted)
 
 
