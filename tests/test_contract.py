@@ -92,8 +92,8 @@ def pairs(chosen: list[str] | tuple[str, ...], names: list[str]) -> list[tuple[s
 # -- values -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "plan"), pairs(EXACT_PLANS, NAMES))
 def test_trains_as_its_author_would(name: str, plan: str) -> None:
-    """Loss, aux, every gradient and, after three steps, parameters, running statistics and random state; and what a step
-    leaves is placed as it should be."""
+    """Loss, aux, every gradient and, after three steps, parameters, running statistics and random state; and what a
+    step leaves is placed as it should be."""
 
     def look(program: Program, state: Any) -> None:
         # Float64, and gradients beside the optimizer's state (`contract.recording`).
@@ -199,8 +199,8 @@ def assert_held(name: str, plan: str, state: Any, width: int, moments: int) -> N
         assert high <= 1.1 * low, f"{what}: more than a tenth is small and kept whole"
 
 
-# What decides where a program's own init puts the author's first numbers, beside layouts and grids: layers spread over
-# stages in order, in turns and with a row that has none, moved about in the author's own loop; and splits of a sequence.
+# What decides where a program's own init puts the author's first numbers, beside layouts and grids: layers spread
+# over stages in order, in turns, with a row that has none, in the author's own loop; and a sequence that is split.
 BORN_APART = [
     ("linen_decoder", "pipeline=interleaved:2/2 microbatches=2 tensor=2"),
     ("linen_masked_mean", "pipeline=1f1b:2 microbatches=4"),

@@ -24,7 +24,7 @@ from contract import (
 )
 from flax import nnx
 from plans import NUM_DEVICES, cover, num_parts
-from starts import start
+from starts import begin, start
 from zoo import BATCH, MODELS, TEXT, case, linen, next_token, regression_batch, squared_error, tokens
 from zoo_linen import SEQ, LinenDecoder
 
@@ -33,6 +33,10 @@ from cjax.models.gpt import GPT, gpt
 from cjax.models.gpt import loss as gpt_loss
 from cjax.pipeline.schedule import forward_only, one_f_one_b
 from cjax.plan import Plan
+from cjax.program import Given, Program
+from cjax.program.compose import compose
+from cjax.trace.author.capture import capture
+from cjax.trace.source import TraceSource
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 
@@ -237,12 +241,16 @@ SIZES = gpt("gpt-mini", vocab_size=512, num_layers=8)
 OUTSIDE = (512 + 256 + 2) * 192  # embedding, which is the head too, positions, and the last norm: no layer's
 
 
-def mini(plan: str, rows: int, length: int = 64, num_devices: int = NUM_DEVICES) -> Any:
-    batch = {name: jax.ShapeDtypeStruct((rows, length), np.int32) for name in ("inputs", "targets")}
-    return cjax.parallelize(
-        lambda rngs: GPT(SIZES, rngs=rngs), gpt_loss, optax.adamw(1e-3), batch, plan,
-        devices=jax.devices()[:num_devices],
-    )  # fmt: skip
+@functools.cache
+def mini_source() -> TraceSource:
+    """What all plans and all numbers of rows share."""
+    batch = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in ("inputs", "targets")}
+    return TraceSource(capture(lambda rngs: GPT(SIZES, rngs=rngs), gpt_loss, batch), batch)
+
+
+def mini(plan: str, rows: int, num_devices: int = NUM_DEVICES) -> Program:
+    given = Given(mini_source().on_rows(rows), optax.adamw(1e-3))
+    return Program(compose(given, plan, jax.devices()[:num_devices]))
 
 
 @pytest.mark.parametrize(
@@ -256,8 +264,7 @@ def mini(plan: str, rows: int, length: int = 64, num_devices: int = NUM_DEVICES)
 )
 def test_a_stage_holds_its_own_layers(plan: str, tensor: int, zero: int) -> None:
     """Of parameters and of AdamW's moments: 1 / p of the layers, and all that is not in a layer."""
-    program = mini(plan, 16)
-    state = program.init(0)
+    state = begin(mini(plan, 16))
     size = Plan.parse(plan).pipeline.size
     layers = (SIZES.num_params - OUTSIDE) / size
     wanted = 4 * (layers + OUTSIDE) / tensor / zero
