@@ -330,8 +330,8 @@ def author_initial(name: str) -> Trees:
 
 @functools.cache
 def first_values(name: str, wide: bool) -> Trees:
-    """What both sides begin with: but for softmax in float32, which is exact enough where the author's own numbers keep it
-    from being sharp, none of an init, which would take as long to compile as the steps."""
+    """What both sides begin with: none of an init, which would take as long to compile as the steps, but for softmax in
+    float32, which is exact enough only where the author's own numbers keep it from being sharp."""
     if wide and name in WIDE:
         return widened(author_initial(name))
     captured = subject(name, wide).captured
