@@ -29,7 +29,7 @@ class GridProducts:
         self._dims, self._layout, self._mesh, self._lowering = dims, layout, mesh, lowering
         self._gathers = any(layout.axes_of.get(c) == (TENSOR,) for c in layout.positions)
 
-    def find(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
+    def find(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group[dict[int, Spread]]]:
         """Groups of matmuls with a weight each, that share the activation."""
         if self._layout.grid is None and not self._gathers:
             return []
@@ -49,7 +49,7 @@ class GridProducts:
             groups += [group for group in alone if group is not None]
         return groups
 
-    def evaluate(self, group: Group, ins: list[Any], scope: Scope) -> list[jax.Array]:
+    def evaluate(self, group: Group[dict[int, Spread]], ins: list[Any], scope: Scope) -> list[jax.Array]:
         """The results of such a group."""
         values = dict(zip(group.ins, ins, strict=True))
         xs, ws, spreads, dtypes = [], [], [], []

@@ -229,14 +229,14 @@ class Placer(Hooks):
         given = [self._lowering.raised(x, v) if self._lowering else x for x, v in zip(ins, eqn.invars, strict=True)]
         return evaluate_indexed(eqn, [jnp.asarray(x) for x in given], specs, self._mesh)
 
-    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
+    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group[Any]]:
         groups = self._products.find(eqns, results, scope)
         if self._sequence.size > 1 or self._kernel is not None:
             found = attention_groups(self._trace, eqns, results, scope)
             groups += found if self._sequence.size > 1 else fused_groups([group.of for group in found])
         return groups
 
-    def group(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+    def group(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         if isinstance(group.of, Attention):
             outs = self._attended(group.of, ins, changed, scope)
         elif isinstance(group.of, Fused):
@@ -252,7 +252,7 @@ class Placer(Hooks):
             attention, ins, changed, mesh=self._mesh, mode=self._sequence.mode, axis=SEQUENCE, spec=spec
         )  # fmt: skip
 
-    def _fused(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+    def _fused(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         """The result of an attention by a kernel, or by the author's equations where the kernel doesn't take it."""
         assert self._kernel is not None
         values = dict(zip(group.ins, ins, strict=True))
