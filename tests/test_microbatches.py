@@ -168,6 +168,24 @@ def test_rows_known_by_heart_are_refused() -> None:
             run("data=1 microbatches=2", loss)
 
 
+def only_on(*rows: int) -> Any:
+    """A loss whose author checks the number of rows, and says nothing where it is another."""
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        if len(batch["x"]) not in rows:
+            raise AssertionError  # as a bare `assert` does where pytest adds no words to it
+        return model(batch["x"]).mean()
+
+    return loss
+
+
+def test_a_bare_assertion_about_rows_is_explained() -> None:
+    with pytest.raises(ValueError, match=r"not on one of 2 micro-batches of it: AssertionError .*x\.shape\[0\]"):
+        run("data=1 microbatches=2", only_on(16))
+    with pytest.raises(ValueError, match=r"does not run on 32 \(AssertionError\).*x\.shape\[0\]"):
+        cjax.parallelize(nn.Dense(4), only_on(16), optax.sgd(0.1), BATCH, "data=8", measure_noise=True)
+
+
 def test_aux_that_cannot_be_put_together_is_refused() -> None:
     def loss(model: Any, batch: Any) -> Any:
         y = model(batch["x"])
