@@ -21,7 +21,7 @@ from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
 from cjax.sharding.apart.apart import Inside, apart, evaluate_apart, evaluate_inside, placements
 from cjax.sharding.apart.faults import holds, holds_apart, is_apart
-from cjax.sharding.apart.indexed import evaluate_indexed
+from cjax.sharding.apart.indexed import evaluate_indexed, reorders
 from cjax.sharding.attention.kernel import Fused, Kernel, attend_fused, fused_groups
 from cjax.sharding.attention.split import attend
 from cjax.sharding.layout.layout import NO_SEQUENCE, Layout
@@ -153,7 +153,9 @@ class Placer(Hooks):
         if eqn.primitive.name in ("cond", "while") and (holds_apart(eqn) or holds(eqn, self._is_off_grid)):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
         ins = self._off_grid(eqn, ins, scope)
-        if not is_apart(eqn) and not holds_apart(eqn):
+        # `slogdet` has a derivative of its own, which no hook sees, and which puts rows back in order by a gather.
+        is_hidden = self._may_stop() and holds(eqn, reorders)
+        if not is_apart(eqn) and not holds_apart(eqn) and not is_hidden:
             return bind(eqn, ins, given)
         atoms, dims = (eqn.invars, eqn.outvars), self._trace.dims
         in_specs, out_specs = (placements(some, self._layout, dims, scope) for some in atoms)
@@ -213,12 +215,16 @@ class Placer(Hooks):
         uneven = {d for d in dims if d < len(spec) and shape[d] % sizes[d]}
         return PartitionSpec(*(None if d in uneven else entry for d, entry in enumerate(spec)))
 
-    def _indexed(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any] | None:
-        """The results of a gather, a scatter or a sort where some axes are manual, and of the others the compiler could
-        take several: it could stop the process."""
+    def _may_stop(self) -> bool:
+        """Whether some axes are manual and of the others the compiler could take several: at a gather, a scatter or a
+        sort it could stop the process."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
         left = [axis for axis, size in self._mesh.shape.items() if size > 1 and axis not in manual]
-        if not manual or len(left) < (1 if PIPE in manual else 2):
+        return bool(manual) and len(left) >= (1 if PIPE in manual else 2)
+
+    def _indexed(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any] | None:
+        """The results of a gather, a scatter or a sort where the compiler could stop the process."""
+        if not self._may_stop():
             return None
         specs = [
             PartitionSpec()

@@ -45,6 +45,18 @@ class Conditional(nn.Module):
         return nn.Dense(4)(x + 2 * own(x, b))
 
 
+class Determinants(nn.Module):
+    """Layers that each scale by a determinant, whose derivative, JAX's own, gathers rows."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            y = jnp.tanh(nn.Dense(x.shape[-1])(x))
+            products = jnp.einsum("bsd,bse->bde", y, y) + jnp.diag(1.0 + jnp.arange(x.shape[-1]))
+            x = nn.Dense(x.shape[-1])(x) + 0.1 * jnp.linalg.slogdet(products)[1][:, None, None]
+        return x
+
+
 def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.conv_general_dilated(
         x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=x.shape[-1]
@@ -97,6 +109,11 @@ def test_convolutions_in_branches_and_in_derivatives_of_the_authors_own() -> Non
 
 def equation(function: Any, *shapes: tuple[int, ...]) -> Any:
     return simplify(jax.make_jaxpr(function)(*(jnp.ones(shape) for shape in shapes))).eqns[-1]
+
+
+def test_determinants_of_layers_in_stages_that_two_axes_split() -> None:
+    """XLA's partitioner stopped the process here (JAX 0.10.2 and 0.12.0.1)."""
+    assert off(Determinants(), "data=2 tensor=2 pipeline=1f1b:2 microbatches=2 loss=microbatch") < 2e-5
 
 
 def conv(groups: int, window: int = 3) -> Any:
