@@ -137,7 +137,7 @@ def _along(eqn: Equation, dim: int) -> tuple[list[Dims], list[Dims]]:
     return [dims] * len(eqn.invars), [dims] * len(eqn.outvars)
 
 
-def _matrices(eqn: Any) -> tuple[list[Dims], list[Dims]]:
+def _matrices(eqn: Equation) -> tuple[list[Dims], list[Dims]]:
     """Of an equation that takes matrices one by one."""
     num = eqn.invars[0].aval.ndim - 2
 

@@ -162,10 +162,10 @@ class Placer(Hooks):
         sizes = {axis: size for axis, size in self._mesh.shape.items() if axis not in manual}
         return evaluate_apart(eqn, ins, apart(eqn, given, in_specs, out_specs, sizes), self._mesh)
 
-    def _is_off_grid(self, eqn: Any) -> bool:
+    def _is_off_grid(self, eqn: Equation) -> bool:
         return self._layout.grid is not None and eqn.primitive.name in MATMULS
 
-    def _off_grid(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+    def _off_grid(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any]:
         """Operands of a matmul that is left to the compiler, weights without the axis along which the grid splits them:
         with the batch on that axis too, XLA's partitioner has been seen to sum gradients over the wrong devices."""
         if not self._is_off_grid(eqn):
