@@ -100,7 +100,9 @@ class _Memory:
         grads = np.where(self.scattered, trained / over, trained)
         found = [self._whole_step(grads), self._pipeline(grads)]
         parts = [np.where(self.is_staged, b, a) for a, b in zip(*found, strict=True)]
-        return MemoryCost(params, optimizer, batch, *parts, other=(GAPS_MOVED if self.moves_pieces else GAPS) * sum(parts))
+        return MemoryCost(
+            params, optimizer, batch, *parts, other=(GAPS_MOVED if self.moves_pieces else GAPS) * sum(parts)
+        )
 
     def _whole_step(self, grads: np.ndarray) -> tuple[np.ndarray, ...]:
         """Gradients, activations and what stands beside them at the fullest moment of a backward pass."""

@@ -154,9 +154,7 @@ class Planned(Hooks):
       keeps_bias: whether layers save what a kernel adds to scores.
     """
 
-    def __init__(
-        self, trace: Trace, remat: str, precision: str, has_kernel: bool, keeps_bias: bool = False
-    ) -> None:
+    def __init__(self, trace: Trace, remat: str, precision: str, has_kernel: bool, keeps_bias: bool = False) -> None:
         self._trace, self._remat, self._has_kernel = trace, remat, has_kernel
         self._keeps_bias = keeps_bias
         self._lowering = Lowering(trace.closed, LOWS[precision]) if precision in LOWS else None

@@ -67,9 +67,7 @@ class KeptBy(Mapping[tuple[Remat, Form, bool], tuple[Kept, ...]]):
         return self._at_once
 
 
-def _kept(
-    trace: Trace, naming: Naming, parts: Sequence[Stretch], hooks: Planned, staged: Planned
-) -> tuple[Kept, ...]:
+def _kept(trace: Trace, naming: Naming, parts: Sequence[Stretch], hooks: Planned, staged: Planned) -> tuple[Kept, ...]:
     """For each part of a model, what its backward pass needs of its forward pass, and what stands while it runs;
     without a pipeline, and in one."""
     step = derive(trace, naming, hooks)
