@@ -115,7 +115,9 @@ def test_words_behind_auto_are_fixed() -> None:
 def test_auto_splits_the_model_where_the_rows_are_too_few_and_refuses_what_nothing_shares() -> None:
     program = make(batch=batch(6))
     assert 6 % program.plan.data == 0 and program.plan.num_devices == 8 and program.plan.model_size > 1
-    with pytest.raises(ValueError, match=r"no plan shares 6 rows over 8 devices.* Use 8 rows, .*devices\(\)\[:6\].*leave out"):
+    with pytest.raises(
+        ValueError, match=r"no plan shares 6 rows over 8 devices.* Use 8 rows, .*devices\(\)\[:6\].*leave out"
+    ):
         make("auto tensor=1 pipeline=1", batch=batch(6))
 
 

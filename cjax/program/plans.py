@@ -1,5 +1,4 @@
-"""`cjax.plans`: the best plans for a model on machines that may not be here, by arithmetic, and the first few compiled.
-"""
+"""`cjax.plans`: the best plans for a model on machines that may not be here, by arithmetic, and the first few compiled."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -143,7 +143,9 @@ class Ranking:
             left, top = x(size / 2**30), y(seconds * 1e3)
             drawn += [_dot(left, top, plan, "mark", 5), _text(left + 7, top - 5, str(number))]
         size = f'width="{WIDTH}" height="{HEIGHT}"'
-        return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>', *drawn, "</svg>\n"])
+        return "\n".join(
+            [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>', *drawn, "</svg>\n"]
+        )
 
 
 def _cells(each: Ranked) -> list[str]:
