@@ -87,7 +87,7 @@ class Facts:
 
 
 # What all of them differ in from cjax: stages that do not wait for each other's ticks.
-PLAIN = Software(is_lockstep=False, gradient_bytes=2.0, weight_bytes=2.0, fuses_split=True)
+PLAIN = Software(is_lockstep=False, gradient_bytes=2.0, weight_bytes=2.0, fuses_split=True, pads=False)
 EARLY = dataclasses.replace(PLAIN, is_fused=False, hides_gradients=False, cuts_sends=True)
 MEGATRON_2022 = dataclasses.replace(EARLY, adds_in_matmuls=True)
 NEMO = dataclasses.replace(PLAIN, gradient_bytes=2.0, hides_tensor=True, cuts_sends=True, adds_in_matmuls=True)

@@ -32,6 +32,7 @@ class Software:
       hides_gradients: whether gradients are reduced beside the backward pass.
       rings: adapters that a collective between hosts uses; 0 for one for each member on a host.
       adds_in_matmuls: whether a matmul adds a gradient to that of the micro-batches before, in place of a pass for it.
+      pads: whether matmuls in 16 bits are filled up to dims that tensor cores take: XLA does.
       cuts_sends: whether the devices of a tensor axis send a stage's output in parts, each its own.
     """
 
@@ -47,6 +48,7 @@ class Software:
     hides_gradients: bool = True
     rings: int = 0
     adds_in_matmuls: bool = False
+    pads: bool = True
     cuts_sends: bool = False
 
 

@@ -114,11 +114,22 @@ class Computing:
         return dataclasses.replace(Pass.none(len(self._share)), touched=seconds)
 
     def _product(self, product: Product) -> tuple[Pass, Pass]:
-        sizes = (self._local(dims) for dims in (product.batch, product.rows, product.inner, product.outer))
-        batch, rows, inner, outer = sizes
+        # An axis that splits two dims of a product splits it once: between products, positions or features may be where
+        # weights are, too, but they are gathered for it.
+        outer, inner, rows, batch = self._apart(product.outer, product.inner, product.rows, product.batch)
         there = self._matmul(batch, rows, inner, outer)
         back = self._matmul(batch, rows, outer, inner) + self._matmul(batch, inner, rows, outer)
         return there * product.times, back * product.times
+
+    def _apart(self, *groups: Dims) -> list[np.ndarray]:
+        """Of each of these dims what a device has, where an axis serves the first that it splits."""
+        found, before = [], ()
+        for dims in groups:
+            share = self._share if any(name == BATCH for name, _ in dims) else 1.0
+            parts = self._split.parts_of((*before, *dims)) / self._split.parts_of(before)
+            found.append(np.maximum(elements(dims) / parts / share, 1.0) * np.ones_like(self._share))
+            before = (*before, *dims)
+        return found
 
     def _matmul(self, batch: np.ndarray, rows: np.ndarray, inner: np.ndarray, outer: np.ndarray) -> Pass:
         """[batch, rows, inner] x [batch, inner, outer]."""
@@ -126,7 +137,8 @@ class Computing:
         least = flops / self._peak
         matmul = least
         if self._cores:
-            matmul = least * _misaligned(inner, outer, rows) / _busy(batch, rows, inner, outer, self._cores)
+            pads = self._is_half & self._software.pads
+            matmul = least * _misaligned(inner, outer, pads) / _busy(batch, rows, inner, outer, self._cores)
         dim = np.minimum(np.minimum(rows, inner), outer)
         thin = matmul * self._peak / self._memory * (self._item / 2) / dim
         none = np.zeros_like(flops)
@@ -155,19 +167,20 @@ class Computing:
     def _fuses(self, work: AttentionWork) -> bool:
         if not (self._software.is_fused and work.is_fused):
             return False
-        return self._software.fuses_split or self._split.parts_of(work.queries) == 1
+        # Positions that are split where heads are not: those that heads share an axis with are gathered.
+        apart = self._split.parts_of((*work.heads, *work.queries)) / self._split.parts_of(work.heads)
+        return self._software.fuses_split or apart == 1
 
 
 def _either(condition: np.ndarray, one: Pass, other: Pass) -> Pass:
     return Pass(*(np.where(condition, mine, theirs) for mine, theirs in zip(one.arrays, other.arrays, strict=True)))
 
 
-def _misaligned(*dims: np.ndarray) -> np.ndarray:
+def _misaligned(inner: np.ndarray, outer: np.ndarray, pads: np.ndarray) -> np.ndarray:
     """How many times slower a matmul of these dims runs for their sake; rows may be any number."""
-    inner, outer, _ = (np.ceil(dim) for dim in dims)
     worst = np.ones_like(inner)
-    for dim in (inner, outer):
-        slow = np.where(dim % NARROW != 0, CROOKED, np.where(dim % WIDE != 0, UNALIGNED, 1.0))
+    for dim in (np.ceil(inner), np.ceil(outer)):
+        slow = np.where((dim % NARROW != 0) & ~pads, CROOKED, np.where(dim % WIDE != 0, UNALIGNED, 1.0))
         worst = np.maximum(worst, slow)
     return worst
 

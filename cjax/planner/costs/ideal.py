@@ -31,6 +31,7 @@ class Ways:
       tensor_forward, tensor_backward, sequence_forward, sequence_backward: what the words' collectives receive.
       gather: of one pass of ZeRO-3 over it, forward or backward.
       held: parameters that a device holds whole while it computes, on its share of the tensor axes.
+      exchanges: whether the sequence's are exchanges, which the attention between them waits for; rings go on beside.
     """
 
     forward: Pass
@@ -41,6 +42,7 @@ class Ways:
     sequence_backward: Transfer
     gather: Transfer
     held: np.ndarray
+    exchanges: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +176,7 @@ class _Plans:
                 moves[key] = moves[key] + self._moved(move) * times
             held = held + self._split.held[i] * times
             gather = gather + self._gathered(self._work.parts[i], self._split.held[i]) * times
+        exchanges = any(move.kind == "all-to-all" for i, _ in parts for move in self._split.moves[i])
         return Ways(
             there,
             back,
@@ -183,6 +186,7 @@ class _Plans:
             sequence_backward=moves[SEQUENCE, False],
             gather=gather,
             held=held,
+            exchanges=exchanges,
         )
 
     def _moved(self, move: Move) -> Transfer:
