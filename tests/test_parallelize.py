@@ -108,7 +108,9 @@ def test_what_auto_chose_is_in_the_report_and_trains() -> None:
 
 def test_words_behind_auto_are_fixed() -> None:
     assert str(make("auto precision=bfloat16 microbatches=2").plan) == "data=8 microbatches=2 precision=bfloat16"
-    assert str(make("auto tensor=2").plan) == "data=4 tensor=2"
+    assert make("auto data=4").plan.pipeline.size == 2, "nothing else takes two devices for a copy of this model"
+    with pytest.raises(ValueError, match="tensor=2 splits no weights of this model"):
+        make("auto tensor=2")
     assert str(make().replan("auto zero=1").plan) == "data=8 zero=1"
 
 

@@ -23,7 +23,7 @@ from cjax.planner.hardware import Hardware
 from cjax.planner.profile import Profile, read_profile
 from cjax.planner.reading.readings import Readings
 from cjax.planner.table import Table
-from cjax.planner.work import BATCH, Split, Work
+from cjax.planner.work import Split, Work
 from cjax.trace.microbatches.part import read_part
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
@@ -86,11 +86,14 @@ class Planning:
 
     @functools.cached_property
     def question(self) -> Question:
+        def held(plan: Plan) -> int:
+            parts = self.readings.work(plan).parts
+            return sum(n * part.repeats for n, part in zip(self.readings.split(plan).held, parts, strict=True))
+
         def split(plan: Plan) -> Split:
-            found, axes = self.readings.split(plan), plan.tensor.axis_sizes()
-            used = {axis for name, on in found.axes_of.items() if name != BATCH for axis in on}
-            if plan.tensor.size > 1 and not used & axes.keys():
-                raise ValueError(f"tensor={plan.tensor} splits nothing in this model")
+            found = self.readings.split(plan)
+            if plan.tensor.size > 1 and held(plan) >= held(Plan(data=1)):
+                raise ValueError(f"tensor={plan.tensor} splits no weights of this model")
             return found
 
         return Question(self.readings.work, split, self.known, self._memory, self._durations)
