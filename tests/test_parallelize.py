@@ -251,3 +251,12 @@ def test_the_users_arguments_stay_as_they_are() -> None:
     state, _ = program.step(program.init(0), given)
     assert all(np.array_equal(given[name], kept[name]) for name in kept)
     assert state.step == 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "given"),
+    [(optax.adamw, "the function adamw"), ("adamw", "a str"), (1e-3, "a float")],
+)
+def test_what_is_no_optimizer_is_refused(optimizer: Any, given: str) -> None:
+    with pytest.raises(TypeError, match=f"`optimizer` is {given}, not an optax transformation. Write optax.adamw"):
+        cjax.parallelize(nn.Dense(1), lambda model, x: model(x).mean(), optimizer, np.ones((8, 2), np.float32))

@@ -44,7 +44,7 @@ class Facts:
       is_float8: whether the layers' matmuls run in 8 bits.
       adapter: bytes/s of the network for each device, where it is not the card's usual.
       flops: how FLOP/s were counted, where tokens are not given.
-      micro_batch, recompute, chunks, zero: where the row does not say.
+      micro_batch, microbatches, recompute, chunks, zero: where the row does not say.
       power: share of the card's usual limit in watts. Clocks under load follow about its root.
       scale: what the published rate is multiplied with.
     """
@@ -60,6 +60,7 @@ class Facts:
     links: float = 0.0
     flops: str = ""
     micro_batch: int = 0
+    microbatches: int = 0
     recompute: str = ""
     chunks: int = 1
     zero: int | None = None
@@ -80,7 +81,7 @@ class Facts:
 
 
 # What all of them differ in from cjax: stages that do not wait for each other's ticks.
-PLAIN = Software(is_lockstep=False, gradient_bytes=2.0, weight_bytes=2.0, fuses_split=True)
+PLAIN = Software(is_lockstep=False, gradient_bytes=2.0, weight_bytes=2.0, fuses_split=True, pads=False)
 EARLY = dataclasses.replace(PLAIN, is_fused=False, hides_gradients=False, cuts_sends=True)
 MEGATRON_2022 = dataclasses.replace(EARLY, adds_in_matmuls=True)
 NEMO = dataclasses.replace(PLAIN, gradient_bytes=2.0, hides_tensor=True, cuts_sends=True, adds_in_matmuls=True)
@@ -129,7 +130,9 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
                      "76.1B": (2, 3), "145.6B": (2, 2), "310.1B": (1, 2), "529.6B": (1, 3), "1008B": (1, 1)}
             # fmt: on
             micro, chunks = sizes.get(row["params"], (1, 1)) if "Table 1" in source else (1, 1)
-            return "Megatron 2021", "none", EARLY, {"flops": "megatron", "micro_batch": micro, "chunks": chunks}
+            # Those scripts take PyTorch's data parallelism, which overlaps, where there is no pipeline.
+            software = dataclasses.replace(EARLY, hides_gradients=row["pp"] == "1")
+            return "Megatron 2021", "none", software, {"flops": "megatron", "micro_batch": micro, "chunks": chunks}
         case "Reducing":
             return "Megatron 2022", "none", MEGATRON_2022, {}
         case "Zero":
@@ -145,7 +148,9 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
             # of a pipeline keeps its parameters from the first micro-batch to the last.
             more = {"power": 500 / 700 if "500W" in row["hardware"] else 1.0}
             more |= {"is_float8": False} if "rowwise" in row["dtype"] else {}
-            return "torchtitan", hopper, software, more | ({"zero": 2} if row["pp"] != "1" else {})
+            if row["pp"] != "1":  # as many micro-batches as stages, unless told otherwise
+                more |= {"zero": 2, "microbatches": int(row["pp"])}
+            return "torchtitan", hopper, software, more
         case "JAX-Toolbox" if "ViT" not in source and "T5X" not in source:
             # On H100, XLA replaces attention by cuDNN's kernel without Transformer Engine, too: scores would not fit.
             is_fused = "TE" in row["dtype"] or card == "H100"

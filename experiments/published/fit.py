@@ -39,7 +39,7 @@ CONSTANTS: dict[str, tuple[float, float, float, float]] = {
 FACTOR_SPREAD = 0.15  # of systems' factors, in logarithms: what keeps that of a system with few runs near 1
 LAUNCH = 1e-5  # seconds of a layer's pass, where all of it is few microseconds; no run says
 COMPILED_STEP = 1e-2  # seconds beside a program that holds the whole step, optimizer and all
-NOISE = 0.035  # of identical configurations in one source
+NOISE = 0.05  # of identical configurations in one source 0.035; beyond this a row counts as an outlier's
 
 
 def ideals(runs: list[Run]) -> Ideal:
@@ -135,10 +135,6 @@ class Fit:
     values: dict[str, float]
     factors: dict[str, float]  # log, by system
     spread: float = 0.1  # standard deviation of a row around its prediction, as its tails have it
-
-    def spreads(self, problem: "Problem", rows: np.ndarray) -> np.ndarray:
-        """What a row's interval is made of."""
-        return np.full(len(rows), self.spread)
 
     def log_ratio(self, problem: Problem, rows: np.ndarray, with_factor: bool = True) -> np.ndarray:
         """log of predicted / published tokens a second."""

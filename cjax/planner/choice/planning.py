@@ -109,6 +109,13 @@ class Planning:
             hardware, calibration = assumed(hardware)
         return durations(work, split, table, hardware, calibration)
 
+    def on(self, hardware: Callable[[int], Hardware]) -> "Planning":
+        """The same model and batch on other devices: what has been read of them is not read again."""
+        other = replace(self, hardware=hardware)
+        read = {"trace": self.trace, "work": self.work, "_stacks": self._stacks}
+        vars(other).update(read, question=replace(self.question, hardware_at=hardware, durations=other._durations))
+        return other
+
     def space(self, auto: Auto, num_devices: int) -> Space:
         """What may be chosen from."""
         rows = [leaf.shape[0] for leaf in jax.tree.leaves(self.source.batch_shape) if leaf.shape]

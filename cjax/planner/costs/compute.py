@@ -18,7 +18,9 @@ from cjax.planner.work import BATCH, AttentionWork, Dims, Part, Product, Split, 
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.8))
 WIDE, NARROW = 64, 8  # tensor cores want dims that these divide
 UNALIGNED, CROOKED = 1.2, 9.0  # times slower where they don't
-LEAST_INNER = 1024  # of the parts of a product that is cut along the dim it adds up over, so that all cores have some
+_HIGH, _WIDE, _EFFICIENCY = np.array(TILES).T[:, :, None, None]  # [tiles, parts, plans]
+_PARTS = np.array([1.0, 2.0, 4.0, 8.0])[:, None]  # into which a product is cut along the dim that it adds up over
+LEAST_INNER = 1024  # of such a part; products are cut only where there are fewer tiles than cores
 FUSED_BACK = 2.5  # a flash kernel's backward pass in forward passes: five products for two
 SCORE_PASSES = 5.0  # over scores that no kernel keeps from the memory: made, masked, normalised, dropped out, read
 
@@ -112,11 +114,22 @@ class Computing:
         return dataclasses.replace(Pass.none(len(self._share)), touched=seconds)
 
     def _product(self, product: Product) -> tuple[Pass, Pass]:
-        sizes = (self._local(dims) for dims in (product.batch, product.rows, product.inner, product.outer))
-        batch, rows, inner, outer = sizes
+        # An axis that splits two dims of a product splits it once: between products, positions or features may be where
+        # weights are, too, but they are gathered for it.
+        outer, inner, rows, batch = self._apart(product.outer, product.inner, product.rows, product.batch)
         there = self._matmul(batch, rows, inner, outer)
         back = self._matmul(batch, rows, outer, inner) + self._matmul(batch, inner, rows, outer)
         return there * product.times, back * product.times
+
+    def _apart(self, *groups: Dims) -> list[np.ndarray]:
+        """Of each of these dims what a device has, where an axis serves the first that it splits."""
+        found, before = [], ()
+        for dims in groups:
+            share = self._share if any(name == BATCH for name, _ in dims) else 1.0
+            parts = self._split.parts_of((*before, *dims)) / self._split.parts_of(before)
+            found.append(np.maximum(elements(dims) / parts / share, 1.0) * np.ones_like(self._share))
+            before = (*before, *dims)
+        return found
 
     def _matmul(self, batch: np.ndarray, rows: np.ndarray, inner: np.ndarray, outer: np.ndarray) -> Pass:
         """[batch, rows, inner] x [batch, inner, outer]."""
@@ -124,7 +137,8 @@ class Computing:
         least = flops / self._peak
         matmul = least
         if self._cores:
-            matmul = least * _misaligned(inner, outer, rows) / _busy(batch, rows, inner, outer, self._cores)
+            pads = self._is_half & self._software.pads
+            matmul = least * _misaligned(inner, outer, pads) / _busy(batch, rows, inner, outer, self._cores)
         dim = np.minimum(np.minimum(rows, inner), outer)
         thin = matmul * self._peak / self._memory * (self._item / 2) / dim
         none = np.zeros_like(flops)
@@ -146,38 +160,35 @@ class Computing:
         plain = self._matmul(whole, queries, np.full_like(keys, work.features), keys)
         plain = plain + self._matmul(whole, queries, keys, np.full_like(keys, work.features))
         plain = plain + self._touching(SCORE_PASSES * scores * self._item / self._memory)
-        return _either(is_fused, fused, plain), _either(is_fused, fused * FUSED_BACK, plain * 2)
+        # The kernel makes scores again that others would have kept: time, but no work of the model's.
+        back = dataclasses.replace(fused * 2, attention=FUSED_BACK * kernel)
+        return _either(is_fused, fused, plain), _either(is_fused, back, plain * 2)
 
     def _fuses(self, work: AttentionWork) -> bool:
         if not (self._software.is_fused and work.is_fused):
             return False
-        return self._software.fuses_split or self._split.parts_of(work.queries) == 1
+        # Positions that are split where heads are not: those that heads share an axis with are gathered.
+        apart = self._split.parts_of((*work.heads, *work.queries)) / self._split.parts_of(work.heads)
+        return self._software.fuses_split or apart == 1
 
 
 def _either(condition: np.ndarray, one: Pass, other: Pass) -> Pass:
     return Pass(*(np.where(condition, mine, theirs) for mine, theirs in zip(one.arrays, other.arrays, strict=True)))
 
 
-def _misaligned(*dims: np.ndarray) -> np.ndarray:
+def _misaligned(inner: np.ndarray, outer: np.ndarray, pads: np.ndarray) -> np.ndarray:
     """How many times slower a matmul of these dims runs for their sake; rows may be any number."""
-    inner, outer, _ = (np.ceil(dim) for dim in dims)
     worst = np.ones_like(inner)
-    for dim in (inner, outer):
-        slow = np.where(dim % NARROW != 0, CROOKED, np.where(dim % WIDE != 0, UNALIGNED, 1.0))
+    for dim in (np.ceil(inner), np.ceil(outer)):
+        slow = np.where((dim % NARROW != 0) & ~pads, CROOKED, np.where(dim % WIDE != 0, UNALIGNED, 1.0))
         worst = np.maximum(worst, slow)
     return worst
 
 
 def _busy(batch: np.ndarray, rows: np.ndarray, inner: np.ndarray, outer: np.ndarray, cores: int) -> np.ndarray:
     """Share of the cores' time that goes into the result, for the tiles and the cut of `inner` that suit it best."""
-    best = np.zeros_like(rows)
-    for high, wide, efficiency in TILES:
-        tiles = batch * np.ceil(rows / high) * np.ceil(outer / wide)
-        used = batch * rows * outer / (high * wide)
-        for parts in (1, 2, 4, 8):
-            waves = np.ceil(tiles * parts / cores)
-            busy = efficiency * used * parts / (waves * cores)
-            best = np.maximum(
-                best, np.where((parts == 1) | ((inner / parts >= LEAST_INNER) & (tiles < cores)), busy, 0.0)
-            )
-    return best
+    tiles = batch * np.ceil(rows / _HIGH) * np.ceil(outer / _WIDE)
+    used = _EFFICIENCY * (batch * rows * outer) / (_HIGH * _WIDE)
+    waves = np.ceil(tiles * _PARTS / cores)
+    may = (_PARTS == 1) | ((inner / _PARTS >= LEAST_INNER) & (tiles < cores))
+    return np.max(np.where(may, used * _PARTS / (waves * cores), 0.0), axis=(0, 1))

@@ -159,8 +159,8 @@ class _Clock:
 
     # -- one micro-batch ----------------------------------------------------------------------------------------------
     def _both(self, ways: Ways, is_layer: bool) -> tuple[_Seconds, _Seconds]:
-        there = self._way(ways.forward, ways.tensor_forward, ways.sequence_forward, is_layer, 1.0)
-        back = self._way(ways.backward, ways.tensor_backward, ways.sequence_backward, is_layer, 2.0)
+        there = self._way(ways.forward, ways.tensor_forward, ways.sequence_forward, ways.exchanges, is_layer)
+        back = self._way(ways.backward, ways.tensor_backward, ways.sequence_backward, ways.exchanges, is_layer, 2.0)
         if not is_layer:
             return there, back
         remat = self._plans.remat
@@ -176,7 +176,9 @@ class _Clock:
             hidden=back.hidden + is_whole * there.hidden,
         )
 
-    def _way(self, one: Pass, tensor: Transfer, sequence: Transfer, is_layer: bool, launches: float) -> _Seconds:
+    def _way(
+        self, one: Pass, tensor: Transfer, sequence: Transfer, exchanges: bool, is_layer: bool, launches: float = 1.0
+    ) -> _Seconds:
         constants = self._constants
         share = constants.matmul * (constants.faster if is_layer else 1.0)
         thin = constants.thin * (constants.faster if is_layer else 1.0)
@@ -186,7 +188,9 @@ class _Clock:
         computed = matmul + attention + elementwise
         hidden = constants.overlapped if constants.software.hides_tensor else constants.hidden_tensor
         tensor_seconds, beside = self._exposed(tensor, computed, hidden)
-        sequence_seconds, beside_too = self._exposed(sequence, computed, constants.overlapped)
+        sequence_seconds, beside_too = self._exposed(
+            sequence, computed, constants.hidden_tensor if exchanges else constants.overlapped
+        )
         none = np.zeros_like(matmul)
         return _Seconds(matmul, attention, elementwise, none, tensor_seconds, sequence_seconds, beside + beside_too)
 

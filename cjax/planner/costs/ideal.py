@@ -31,6 +31,7 @@ class Ways:
       tensor_forward, tensor_backward, sequence_forward, sequence_backward: what the words' collectives receive.
       gather: of one pass of ZeRO-3 over it, forward or backward.
       held: parameters that a device holds whole while it computes, on its share of the tensor axes.
+      exchanges: whether the sequence's are exchanges, which the attention between them waits for; rings go on beside.
     """
 
     forward: Pass
@@ -41,6 +42,7 @@ class Ways:
     sequence_backward: Transfer
     gather: Transfer
     held: np.ndarray
+    exchanges: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +92,7 @@ class _Plans:
 
     def __init__(self, work: Work, split: Split, table: Table, hardware: Hardware, calibration: Calibration) -> None:
         self._work, self._split, self._table, self._hardware = work, split, table, hardware
-        self._software = calibration.software
+        self._software, self._shares = calibration.software, (calibration.links, calibration.adapters)
         self._inner = split.num_devices  # neighbours that share a copy's stage
         self._is_half = table.precision != PRECISIONS.index("float32")
         self._item = np.where(self._is_half, 2.0, 4.0)
@@ -122,7 +124,7 @@ class _Plans:
         if self._software.cuts_sends and stream:
             bytes_ = bytes_ * self._split.parts_of(stream.dims) / self._inner
         stage_stride = self._inner * table.data
-        send = Transfer.over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
+        send = self._over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
         adds = (table.microbatches > 1) & (not self._software.adds_in_matmuls)
         states = np.where(table.zero >= 1, table.zero_group, 1)
         memory = hardware.memory_bandwidth or np.inf
@@ -174,6 +176,7 @@ class _Plans:
                 moves[key] = moves[key] + self._moved(move) * times
             held = held + self._split.held[i] * times
             gather = gather + self._gathered(self._work.parts[i], self._split.held[i]) * times
+        exchanges = any(move.kind == "all-to-all" for i, _ in parts for move in self._split.moves[i])
         return Ways(
             there,
             back,
@@ -183,12 +186,13 @@ class _Plans:
             sequence_backward=moves[SEQUENCE, False],
             gather=gather,
             held=held,
+            exchanges=exchanges,
         )
 
     def _moved(self, move: Move) -> Transfer:
         size = np.where(self._is_half & (not move.is_wide), 2.0, 4.0)
         bytes_ = move.elements * size / (1.0 if move.of_weights else self._share)
-        return Transfer.over(self._axes(move.axes), move.kind, bytes_, move.count)
+        return self._over(self._axes(move.axes), move.kind, bytes_, move.count)
 
     def _axes(self, axes: tuple[str, ...]) -> Group:
         """Members along these axes of the tensor and sequence words, the last of which are neighbours."""
@@ -201,7 +205,7 @@ class _Plans:
     def _gathered(self, part: Part, held: float) -> Transfer:
         group = self._zero_group()
         bytes_ = held * self._item * (group.size - 1) / group.size
-        return Transfer.over(group, "all-gather", bytes_, 1.0 * bool(part.weights)) * (self._table.zero == 3)
+        return self._over(group, "all-gather", bytes_, 1.0 * bool(part.weights)) * (self._table.zero == 3)
 
     # -- between copies -----------------------------------------------------------------------------------------------
     def _zero_group(self) -> Group:
@@ -229,10 +233,13 @@ class _Plans:
         size = software.gradient_bytes or np.where((table.microbatches > 1) & ~each, MASTER, self._item)
         part, apart = (group.size - 1) / group.size, (others.size - 1) / others.size
         layers = 1.0 * max(1, self._work.num_layers)
-        scatter = Transfer.over(group, "reduce-scatter", part * held * size, layers)
-        between = Transfer.over(others, "all-reduce", 2 * apart * held / group.size * size, layers)
-        gather = Transfer.over(group, "all-gather", part * held * software.weight_bytes, layers)
+        scatter = self._over(group, "reduce-scatter", part * held * size, layers)
+        between = self._over(others, "all-reduce", 2 * apart * held / group.size * size, layers)
+        gather = self._over(group, "all-gather", part * held * software.weight_bytes, layers)
         return scatter, between, gather * (table.zero < 3), each
+
+    def _over(self, group: Group, kind: str, bytes_: np.ndarray, count: np.ndarray | float) -> Transfer:
+        return Transfer.over(group, kind, bytes_, count, self._shares)
 
     def _is_split_in_sequence(self) -> bool:
         return self._split.sizes.get(SEQUENCE, 1) > 1 and self._software.is_lockstep

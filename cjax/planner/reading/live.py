@@ -284,7 +284,17 @@ def _inside(op: Op) -> tuple[Array, ...]:
     for body in open_bodies(op.eqn):
         given = [Array(var, inner) for var in body.invars]
         slices = scan_of(op.eqn).xs(given) if is_scan(op.eqn) else []
-        for moment in timeline(body, inner, given, slices, keeps=False).moments():
-            if moment.size > sum(array.size for array in fullest):
-                fullest = moment.arrays
+        line = timeline(body, inner, given, slices, keeps=False)
+        turned = tuple(_turned(op, line, given)) if is_scan(op.eqn) else ()
+        for moment in line.moments():
+            if moment.size > sum(array.size for array in fullest[len(turned) :]):
+                fullest = (*turned, *moment.arrays)
     return fullest
+
+
+def _turned(op: Op, line: Timeline, given: Sequence[Array]) -> Iterator[Array]:
+    """What a loop multiplies by in all turns, both ways: it is there in two layouts."""
+    for array in scan_of(op.eqn).consts(given):
+        products = [each for each in line.ops if facts_of(each.eqn).product and array in map(line.form, each.reads)]
+        if len(products) > 1:
+            yield Array(array.var, array.scope)

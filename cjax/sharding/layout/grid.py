@@ -212,7 +212,7 @@ def spread_of(
     ends = _ends(grid, axes_of, w.classes, w.shape, contracted[1])
     if entries is None or ends is None or batch not in x.classes:
         return None
-    (w_dim, axis), (free, _) = ends
+    (w_dim, axis), _ = ends
     x_dim = dict(zip(contracted[1], contracted[0], strict=True))[w_dim]
     rows = x.classes.index(batch)
     if axes_of_entry(x.spec[x_dim]) != (axis,) or rows in contracted[0]:
