@@ -6,6 +6,7 @@ from typing import Any
 
 import optax
 
+from cjax.cluster import Cluster
 from cjax.mesh import Device, own_context, resolve_devices
 from cjax.models import readers
 from cjax.optim import LossScale
@@ -13,8 +14,8 @@ from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
 from cjax.program import Program
 from cjax.program.batches import batch_structs
-from cjax.program.compose import compose
 from cjax.program.composed import Given
+from cjax.program.program import composed_program
 from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
 from cjax.tree import PyTree
@@ -29,7 +30,7 @@ def parallelize(
     plan: Plan | str = "auto",
     *,
     wrt: Any = None,
-    devices: Sequence[Device] | str | None = None,
+    devices: Sequence[Device] | Cluster | str | None = None,
     schedule: Schedule | None = None,
     loss_scale: LossScale | None = None,
     measure_noise: bool = False,
@@ -42,9 +43,11 @@ def parallelize(
       loss: `loss(model, batch[, key][, train])`, a scalar mean, a `cjax.Mean`, or a pair of either and aux.
       optimizer: any optax transformation; None for evaluation alone.
       batch: arrays or ShapeDtypeStructs of global shape, batch dim first.
-      plan: text or `Plan`; see `cjax.Plan`.
+      plan: text or `Plan`; see `cjax.Plan`. "auto" searches for the fastest that fits memory, and "auto
+        precision=bfloat16" for the fastest with these words; `program.explain()` says why it is the one.
       wrt: what is trained: a regex on the path, `(path, leaf) -> bool`, or an NNX filter.
-      devices: JAX devices, or text such as "h100:64" to compile for hardware that is not here.
+      devices: JAX devices; or a `cjax.Cluster` or its text, such as "h100:64" or "a100:16/node=4,network=25GB/s", to
+        compile for machines that are not here.
       schedule: a table of your own for a plan with `pipeline`, from `cjax.pipeline`; as many stages and micro-batches.
       loss_scale: how `precision=float16` scales the loss, if not as `cjax.optim.LossScale()` does.
       measure_noise: whether steps also give `metrics["noise_scale"]`, the batch size in examples beyond which larger
@@ -68,7 +71,7 @@ def parallelize(
     shape = batch_structs(batch)
     source = TraceSource(capture(model, loss, batch, wrt), shape)
     given = Given(source, optimizer, loss_scale, measure_noise, verify, readers)
-    program = Program(compose(given, plan, resolve_devices(devices), schedule))
+    program = composed_program(given, plan, resolve_devices(devices), schedule)
     if loss_scale is not None and program.plan.precision != "float16":
         raise ValueError(
             f"loss_scale is for float16, and the plan {str(program.plan)!r} computes in {program.plan.precision}, "

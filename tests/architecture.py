@@ -20,13 +20,13 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first. A room may import rooms of its own floor (as long as no circle comes of it) and of the floors below.
 FLOORS = (
-    ("jax_compat", "tree", "cards", "plan"),
+    ("jax_compat", "tree", "cards", "plan", "cluster"),
     ("mesh",),
     ("trace",),
     ("sharding", "pipeline"),
     ("planner",),
     ("gradients",),
-    ("audit", "report", "checkpoint"),
+    ("audit", "report", "checkpoint", "calibrate"),
     ("program",),
     ("parallelize",),
     ("data",),
@@ -39,7 +39,7 @@ SUBROOMS = {
     "trace": (("jaxpr",), ("author",), ("dims", "layers"), ("emit",), ("examples",), ("",),
               ("attention", "stages", "microbatches")),
     "sharding": (("storage",), ("products",), ("layout", "attention"), ("apart",), ("place",)),
-    "planner": (("",), ("reading",)),
+    "planner": (("",), ("costs", "reading"), ("choice",)),
     "models": (("",), ("transformers",)),
     "data": (("",), ("text", "images"), ("tasks",)),
 }  # fmt: skip

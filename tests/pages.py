@@ -33,12 +33,13 @@ ROOMS = {
     "cjax.optim.schedules": "Schedules",
     "cjax.data": "Data",
     "cjax.models": "Models",
+    "cjax.cards": "Cards",
     "cjax.pipeline": "Schedules of pipelines",
 }
 # Of `cjax` itself, in the order in which they are met. The rest of what `dir(cjax)` shows are rooms.
 FRONT = (
-    *("parallelize", "Program", "State", "Mean", "Plan", "Tensor", "Sequence", "Pipeline", "Zero"),
-    *("simulate", "initialize", "attention", "generate", "audit", "OutOfMemory", "MismatchError"),
+    *("parallelize", "Program", "State", "Mean", "Plan", "Tensor", "Sequence", "Pipeline", "Zero", "Cluster"),
+    *("simulate", "initialize", "attention", "generate", "audit", "calibrate", "OutOfMemory", "MismatchError"),
 )
 # What Colossal-AI's users write, as keyword arguments of `Plan.from_colossal`.
 COLOSSAL: tuple[dict[str, Any], ...] = (
@@ -137,11 +138,19 @@ def colossal_elsewhere() -> str:
 
 def absent_cards() -> str:
     """The cards that plans are compiled for without having them."""
-    lines = ((f"`{card.name}`", card.kind, f"{card.memory / 2**30:.0f}", f"{card.bf16_flops / 1e12:.0f}",
-              f"{card.nvlink_bandwidth / 1e9:.0f}", f"{card.network_bandwidth / 1e9:.0f}")
-             for card in cards.CARDS.values())  # fmt: skip
-    head = ("name", "card", "GiB", "bfloat16 TFLOP/s", "GB/s inside a host", "GB/s to other hosts")
-    return rows(head, *lines)
+    lines = []
+    for card in cards.CARDS.values():
+        half = card.bf16_flops or card.f16_flops or card.f32_flops
+        note = "" if card.bf16_flops else " (float16)"
+        network = f"{card.adapters_per_host} x {card.network_bandwidth / 1e9:g}"
+        price = "" if card.price is None else f"{card.price:.2f}"
+        lines.append((
+            f"`{card.name}`", card.kind, f"{card.memory / 2**30:.0f}", f"{half / 1e12:.0f}{note}",
+            str(card.cards_per_host), f"{card.host_bandwidth / 1e9:g}", network, f"{card.power:g}", price,
+            "yes" if card.is_compilable else "no",
+        ))  # fmt: skip
+    head = ("name", "card", "GiB", "bfloat16 TFLOP/s", "a host", "GB/s inside", "GB/s between", "watts", "$ an hour")
+    return rows((*head, "compiles"), *lines)
 
 
 def reference() -> str:

@@ -1,5 +1,6 @@
 """What compiled steps do, against collectives, bytes and FLOPs known by construction."""
 
+import dataclasses
 import functools
 
 import jax
@@ -156,7 +157,7 @@ def test_megatron_pair_on_cpu(mesh):
     ],
 )
 def test_modules_are_the_authors(op_name, module):
-    assert Collective("all-reduce", (), 2, 2, (), 1.0, 1, op_name).module == module
+    assert Collective("all-reduce", (), 2, ((0, 1),), (), 1.0, 1, op_name).module == module
 
 
 def test_meshes_of_other_devices_and_other_programs(mesh):
@@ -273,14 +274,38 @@ def test_exposure_follows_the_rates_of_the_hardware():
     rates = dict(name="card", num_devices=4, memory=1, bf16_flops=2.0, f32_flops=1.0, memory_bandwidth=1e30)
     # The matmul lasts 2 * 256**3 s; in that time the links bring in half of the bytes, the network a quarter.
     pace = gather.bytes / 2 / (2 * 256**3)
-    within = Hardware(devices_per_host=4, host_bandwidth=pace, network_bandwidth=pace / 2, **rates)
-    across = Hardware(devices_per_host=2, host_bandwidth=pace, network_bandwidth=pace / 2, **rates)
+    within = Hardware(devices_per_host=4, host_bandwidth=pace, **rates)
+    # Two hosts, two adapters each: they bring two of the three parts that a device is to have.
+    adapters = dict(network_bandwidth=pace / 2 * (2 / 3) / 2, adapters_per_host=2)
+    across = Hardware(devices_per_host=2, host_bandwidth=pace, **adapters, **rates)
     np.testing.assert_allclose(gather.exposed_bytes(within), gather.bytes / 2)
     np.testing.assert_allclose(gather.exposed_bytes(across), gather.bytes * 3 / 4)
-    fast = Hardware(devices_per_host=4, host_bandwidth=pace / 1e6, network_bandwidth=pace / 1e6, **rates)
+    fast = Hardware(devices_per_host=4, host_bandwidth=pace / 1e6, **rates)
     np.testing.assert_allclose(gather.exposed_bytes(fast), gather.bytes, rtol=1e-5)
     unknown = Hardware(name="cpu", num_devices=4, devices_per_host=4, memory=1)
     assert gather.exposed_bytes(unknown) == gather.exposed_bytes() == 0
+
+
+def test_a_collective_uses_the_adapters_of_its_members():
+    machine = Hardware("card", 8, 4, 1, host_bandwidth=100.0, network_bandwidth=1.0, adapters_per_host=4)
+
+    def bandwidth(kind: str, *groups: tuple[int, ...]) -> float | None:
+        return Collective(kind, (), max(map(len, groups)), groups, (), 1.0, 1, "").bandwidth(machine)
+
+    assert bandwidth("all-reduce", (0, 1, 2, 3), (4, 5, 6, 7)) == 100
+    assert bandwidth("all-reduce", tuple(range(8))) == 4 * 7 / 4
+    assert bandwidth("all-to-all", tuple(range(8))) == 7 / 4
+    assert bandwidth("all-gather", (0, 4), (1, 5), (2, 6), (3, 7)) == 1
+    assert bandwidth("all-gather", (0, 1, 4, 5), (2, 3, 6, 7)) == 2 * 3 / 2
+    # Neighbours in the mesh's order, and yet on two hosts.
+    assert bandwidth("all-gather", (2, 3), (4, 5)) == 100 and bandwidth("all-gather", (3, 4)) == 1
+    assert bandwidth("collective-permute", (0, 1), (1, 2), (2, 3), (3, 0)) == 100
+    assert bandwidth("collective-permute", *((i, (i + 1) % 8) for i in range(8))) == 1
+    machine = dataclasses.replace(machine, adapters_per_host=1)
+    assert bandwidth("all-reduce", tuple(range(8))) == 7 / 4 and bandwidth("all-gather", (3, 4)) == 1
+    # In a ring two devices of a host look out: one sends, one receives. With all devices so, four share an adapter.
+    assert bandwidth("collective-permute", *((i, (i + 1) % 8) for i in range(8))) == 1
+    assert bandwidth("collective-permute", *((i, (i + 4) % 8) for i in range(8))) == 1 / 4
 
 
 @functools.cache

@@ -282,7 +282,7 @@ def test_a_grid_moves_while_it_multiplies(plan: str) -> None:
     hardware = hardware_of(devices)
 
     def seconds(received: float, c: Collective) -> float:
-        return received / (hardware.bandwidth(c.span) or math.nan)
+        return received / (c.bandwidth(hardware) or math.nan)
 
     inside = [c for c in facts.collectives if "while" in c.op_name]
     exposed = sum(seconds(c.exposed_bytes(hardware), c) for c in inside)

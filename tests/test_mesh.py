@@ -1,5 +1,6 @@
 """The mesh, virtual and absent devices, and processes that find each other."""
 
+import dataclasses
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import cjax.mesh as mesh_lib
 from cjax.cards import CARDS
+from cjax.cluster import Cluster
 from cjax.mesh import (
     BATCH_AXES,
     DATA,
@@ -95,7 +97,7 @@ def test_resolve_devices():
 
 @pytest.mark.parametrize(
     "text, word",
-    [("cpu:9", "simulate(9)"), ("h100", "h100:64"), ("b17:8", "h200"), ("cpu:0", "CPU"), ([], "h100:64"), ([3], "[3]")],
+    [("cpu:9", "simulate(9)"), ("h100:", "h100:8"), ("b17:8", "h200"), ("cpu:0", "CPU"), ([], "h100:64"), ([3], "[3]")],
 )
 def test_devices_that_make_no_sense_are_refused(text, word):
     with pytest.raises(ValueError) as error:
@@ -103,13 +105,24 @@ def test_devices_that_make_no_sense_are_refused(text, word):
     assert word in str(error.value)
 
 
-def test_cards_fill_hosts():
-    assert CARDS["h100"].xla_topology(4) == "1x1x4"
-    assert CARDS["h100"].xla_topology(64) == "8x1x8"
-    with pytest.raises(ValueError, match="h100:16 or h100:24"):
-        CARDS["h100"].xla_topology(20)
-    with pytest.raises(ValueError, match="at least one"):
-        CARDS["h100"].xla_topology(0)
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ("cpu", 'as "cpu:8"'),
+        ("cpu:8/node=4", "links and prices are of cards that are not here"),
+        ("h100", 'says no number of cards, .* write one, as "h100:8"'),
+        (Cluster("h100"), "says no number"),
+        ("v100:8", "nothing compiles for Tesla V100-SXM2-32GB, so v100 is for planning alone"),
+        (
+            Cluster(dataclasses.replace(CARDS["h100"], name="mine", chip=None), 8),
+            "a card of your own compiles with chip=",
+        ),
+        ("h100:20", "h100:16 or h100:24, or how many a host has: h100:20/node=10"),
+    ],
+)
+def test_machines_that_nothing_can_be_compiled_for(devices, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_devices(devices)
 
 
 def test_flags_set_too_late_are_noticed():
@@ -232,9 +245,9 @@ def test_coordinator_avoids_the_port_of_torchruns_own_store(monkeypatch):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("name", list(CARDS))
+@pytest.mark.parametrize("name", [name for name, card in CARDS.items() if card.is_compilable])
 def test_compiles_for_cards_that_are_not_here(name):
-    devices = resolve_devices(f"{name}:16")
+    devices = resolve_devices(f"{name}:16/node=8")
     assert len(devices) == 16 and is_compile_only(devices) and devices[0].device_kind == CARDS[name].kind
     assert [device.process_index for device in devices] == [0] * 8 + [1] * 8
     mesh = build_mesh({DATA: 2, TENSOR: 8}, devices)

@@ -55,39 +55,45 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         def limited(devices: Any) -> Any:
             return dataclasses.replace(hardware_of(devices), memory=memory)
 
-        for module in ("cjax.planner.decide", "cjax.program.program"):
+        for module in ("cjax.planner.choice.decide", "cjax.program.program"):
             monkeypatch.setattr(sys.modules[module], "hardware_of", limited)
 
     return set_limit
 
 
 # -- auto -------------------------------------------------------------------------------------------------------------
-PARAMS = 4 * (6 * (64 * 64 + 64) + 65)
-STATES = {0: 4 * PARAMS, 1: 2 * PARAMS + PARAMS // 4, 2: PARAMS + 3 * PARAMS // 8, 3: 4 * PARAMS // 8}
-# Two rows a device: a layer's input, tanh's result and its slope; what the last layer gives; two numbers for the error.
-ACTIVATIONS = 4 * 2 * (64 * (6 * 3 + 1) + 2)
+def sizes(**changes: Any) -> list[float]:
+    """Bytes a device by arithmetic, by ZeRO stage."""
+    planning = make("data=8", **changes)._composed.planning
+    return [planning.score(cjax.Plan(data=8, zero=stage)).bytes for stage in range(4)]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_auto_takes_the_least_zero_stage_that_fits_and_says_so(limit: Callable[[int], None], stage: int) -> None:
-    limit(int(1.15 * (STATES[stage] + ACTIVATIONS)))
+    found = sizes()
+    assert found == sorted(found, reverse=True)
+    limit(int(found[stage - 1]) - 1 if stage else int(2 * found[0]))
     program = make()
     assert program.plan == cjax.Plan(data=8, zero=stage)
-    (note,) = program._composed.notes
-    assert "auto chose" in note and "the least that fits" in note and "GiB" in note
+    note = program._composed.notes[0]
+    assert note.startswith(f"auto chose {program.plan}: the least arithmetic and bytes moved of ")
+    assert "plans that fit" in note and "iB" in note and "how fast a cpu is nobody has measured" in note
 
 
-def test_auto_turns_to_remat_and_micro_batches_and_says_when_that_is_not_enough(limit: Callable[[int], None]) -> None:
+def test_auto_turns_to_the_leanest_plan_where_none_fits_and_says_so(limit: Callable[[int], None]) -> None:
     limit(1000)
     program = make(batch=batch(64))
-    assert (program.plan.zero_stage, program.plan.remat, program.plan.microbatches) == (3, "block", 8)
-    assert "it may not fit" in program._composed.notes[0]
+    note = program._composed.notes[0]
+    assert "it may not fit" in note and "the leanest of" in note
+    planning = program._composed.planning
+    best, plain = (planning.score(plan) for plan in (program.plan, cjax.Plan(data=8, zero=3, remat="block")))
+    assert best.bytes <= plain.bytes
 
 
 def test_auto_without_an_optimizer_counts_none(limit: Callable[[int], None]) -> None:
-    limit(int(1.15 * (2 * PARAMS + ACTIVATIONS)))
+    limit(int(1.3 * sizes(optimizer=None)[0]))
     assert make(optimizer=None).plan.zero_stage == 0
-    assert make().plan.zero_stage == 2
+    assert make().plan.zero_stage > 0
 
 
 def test_what_auto_chose_is_in_the_report_and_trains() -> None:
@@ -100,9 +106,43 @@ def test_what_auto_chose_is_in_the_report_and_trains() -> None:
     assert str(again.plan) == "data=4"
 
 
-def test_auto_refuses_rows_that_the_devices_cannot_share() -> None:
-    with pytest.raises(ValueError, match=r"all 8 devices, and 6 rows do not divide. Use 8 rows.*jax.devices\(\)\[:6\]"):
-        make(batch=batch(6))
+def test_words_behind_auto_are_fixed() -> None:
+    assert str(make("auto precision=bfloat16 microbatches=2").plan) == "data=8 microbatches=2 precision=bfloat16"
+    assert str(make("auto tensor=2").plan) == "data=4 tensor=2"
+    assert str(make().replan("auto zero=1").plan) == "data=8 zero=1"
+
+
+def test_auto_splits_the_model_where_the_rows_are_too_few_and_refuses_what_nothing_shares() -> None:
+    program = make(batch=batch(6))
+    assert 6 % program.plan.data == 0 and program.plan.num_devices == 8 and program.plan.model_size > 1
+    with pytest.raises(ValueError, match=r"no plan shares 6 rows over 8 devices.* Use 8 rows, .*devices\(\)\[:6\].*leave out"):
+        make("auto tensor=1 pipeline=1", batch=batch(6))
+
+
+def test_a_model_that_refuses_what_auto_found_gets_another_plan() -> None:
+    """A loss of all pairs of examples can't be put together from micro-batches, which the memory would ask for."""
+
+    def pairs(model: Any, batch: Any) -> Any:
+        made = model(batch["x"])
+        return (jnp.abs(made - made.T) * batch["y"]).mean()
+
+    program = make("auto", loss=pairs)
+    assert program.plan.microbatches == 1
+    with pytest.raises(ValueError):
+        make("auto microbatches=2", loss=pairs)
+
+
+def test_a_plan_that_compiled_is_over_makes_room_for_the_next(limit: Callable[[int], None]) -> None:
+    """Where arithmetic says that it fits by a hair, the compiled step is asked before a program is made."""
+    needed = make("data=8", batch=batch(64)).report().memory.total
+    planning = make("data=8", batch=batch(64))._composed.planning
+    by_arithmetic = planning.score(cjax.Plan(data=8)).bytes
+    assert by_arithmetic < needed, "or there is nothing to find out"
+    limit(int(max(by_arithmetic, 0.95 * needed)))
+    program = make(batch=batch(64))
+    assert program.plan != cjax.Plan(data=8) and program.report().memory.fits
+    assert any("auto chose data=8:" in note for note in program._composed.notes)
+    assert any("data=8 is compiled to" in note for note in program._composed.notes)
 
 
 # -- composition ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -14,6 +15,10 @@ _WRAPPERS = re.compile(
     r"while|body|cond|scan|shard_map|closed_call|checkpoint|rematted_computation|eval_jaxpr|branch_\d+_fun"
     r"|pipeline_ticks|(?:all_)?runs_\d+_of_\d+"
 )
+
+# In these each member receives what no other does, so that a host's adapters bring each only its own.
+_EXCHANGES = frozenset({"all-to-all", "ragged-all-to-all", "collective-permute"})
+_DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 
 
 def author_module(op_name: str) -> str:
@@ -35,7 +40,7 @@ class Collective:
       axes: the mesh axes along which the members of a group differ; empty when no mesh is known.
       group_size: devices in a group (fewer than the axes have, where each group spans a part of them); of a permute,
         devices along its axes.
-      span: how far apart, in the mesh's order, the members of a group are at most, plus one.
+      groups: the devices of each group, by their places in the mesh's order; of a permute, who sends to whom.
       shapes: what goes in on each device (of an all-gather, what comes out).
       bytes: bytes each device receives, once.
       count: executions in a step: the product of the trip counts around it.
@@ -47,7 +52,7 @@ class Collective:
     kind: str
     axes: tuple[str, ...]
     group_size: int
-    span: int
+    groups: tuple[tuple[int, ...], ...]
     shapes: tuple[Shape, ...]
     bytes: float
     count: int
@@ -75,6 +80,13 @@ class Collective:
         """The author's module that asked for it, `Block_0/Attention_0`; empty outside of any."""
         return author_module(self.op_name)
 
+    def bandwidth(self, hardware: Hardware) -> float | None:
+        """Bytes/s at which a device receives, at most: that of the links, and of the adapters that its group uses."""
+        is_permute = self.kind == "collective-permute"
+        on_host, crossing = _on_hosts(self.groups, hardware.devices_per_host, is_permute)
+        size = 2 if is_permute else self.group_size
+        return hardware.bandwidth(size if crossing else on_host, on_host, crossing, self.kind in _EXCHANGES)
+
     def exposed_bytes(self, hardware: Hardware | None = None) -> float:
         """Bytes received in a step while the device has nothing else to do.
 
@@ -82,13 +94,30 @@ class Collective:
         Without, all or nothing: memory being several times faster than any link, work that multiplies no matrices and
         touches fewer bytes than arrive hides next to nothing.
         """
-        bandwidth = hardware.bandwidth(self.span) if hardware else None
+        bandwidth = self.bandwidth(hardware) if hardware else None
         if hardware is None or bandwidth is None or hardware.memory_bandwidth is None:
             hidden = self.is_async and (self.overlap_flops > 0 or self.overlap_bytes >= self.bytes)
             return 0.0 if hidden else self.total_bytes
-        peak = hardware.matmul_flops("bfloat16" if self.dtype in ("bf16", "f16") else "float32") or math.inf
+        peak = hardware.matmul_flops(_DTYPES.get(self.dtype, "float32")) or math.inf
         beside = max(self.overlap_flops / peak, self.overlap_bytes / hardware.memory_bandwidth)
         return max(self.bytes - beside * bandwidth, 0.0) * self.count
+
+
+@functools.lru_cache(maxsize=1024)
+def _on_hosts(groups: tuple[tuple[int, ...], ...], devices_per_host: int, is_permute: bool) -> tuple[int, int]:
+    """Of the groups that leave a host: the fewest members that one has on a host, and the most devices of one host.
+
+    Where none does: the members of the largest group, and 0. Of a permute's pairs those count that receive, since an
+    adapter sends and receives at once.
+    """
+    found = [collections.Counter(device // devices_per_host for device in group) for group in groups]
+    leaving = [hosts for hosts in found if len(hosts) > 1]
+    if not leaving:
+        return max(map(len, groups)), 0
+    left = [group for group, hosts in zip(groups, found, strict=True) if len(hosts) > 1]
+    devices = {device for group in left for device in group[1 if is_permute else 0 :]}
+    crossing = collections.Counter(device // devices_per_host for device in devices)
+    return min(min(hosts.values()) for hosts in leaving), max(crossing.values())
 
 
 @dataclasses.dataclass(frozen=True)

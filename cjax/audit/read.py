@@ -177,9 +177,7 @@ class ModuleReader:
             shapes = [hlo.Shape(s.dtype, (*s.dims[:dim], s.dims[dim] * size, *s.dims[dim + 1 :])) for s in into]
         received = RECEIVED[kind](size) * sum(shape.bytes for shape in into)
         self.exchanges.append((received, tuple(set(groups))))
-        span = max(max(group) - min(group) for group in groups) + 1
-        name = instruction.op_name
-        return [Collective(kind, axes, size, span, tuple(shapes), received, 1, name)]
+        return [Collective(kind, axes, size, groups, tuple(shapes), received, 1, instruction.op_name)]
 
 
 def _share_of_turns(instruction: hlo.Instruction) -> float:

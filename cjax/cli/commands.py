@@ -1,5 +1,6 @@
 """The commands by name."""
 
+from cjax.cli.calibrate import CalibrateCommand
 from cjax.cli.check import Check
 from cjax.cli.check_model import CheckModel
 from cjax.cli.inspect import Inspect
@@ -14,4 +15,5 @@ COMMANDS = {
     "check": Check,
     "check-model": CheckModel,
     "inspect": Inspect,
+    "calibrate": CalibrateCommand,
 }

@@ -1,5 +1,6 @@
 """The devices that a command runs on, before JAX has started any."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,13 @@ def training_devices(text: str | None, default_virtual: int = 8) -> list[Any]:
         ValueError: text that says neither, cards to compile for, or more accelerators than there are.
     """
     kind, _, number = (text or "").rpartition(":")
-    if text is not None and (not number.isdecimal() or int(number) < 1 or kind not in ("", "cpu", *CARDS)):
-        raise ValueError(f'--devices {text}: write a number, as "8", or "cpu:8" for virtual CPU devices')
-    if kind in CARDS:
+    if text is not None and re.split("[:/]", text)[0].lower() in CARDS:
         raise ValueError(
             f"--devices {text} stands for cards that are not here, on which nothing runs; "
             f'cjax plan --target {text} compiles for them, and "cpu:8" trains on virtual devices'
         )
+    if text is not None and (not number.isdecimal() or int(number) < 1 or kind not in ("", "cpu")):
+        raise ValueError(f'--devices {text}: write a number, as "8", or "cpu:8" for virtual CPU devices')
     if kind == "cpu":
         return simulate(int(number))
     here = quiet_devices()

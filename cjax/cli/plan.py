@@ -9,10 +9,11 @@ import jax
 import optax
 import tyro
 
-from cjax.cards import CARDS
 from cjax.cli.devices import training_devices
 from cjax.cli.options import check_options
 from cjax.cli.users import user_parts, with_lines
+from cjax.cluster import Cluster
+from cjax.mesh import num_cpus_named
 from cjax.models import GPT, gpt, loss
 from cjax.parallelize import parallelize
 
@@ -24,7 +25,8 @@ class PlanCommand:
     Attributes:
         model: a built-in one by name, such as gpt2-xl, or `file.py:function` with a function of yours that returns
             what `cjax.parallelize` takes: (model, loss, optimizer, batch).
-        target: cards to compile for, such as h100:64, a100:8, h200:16; or virtual devices, cpu:8.
+        target: cards to compile for, such as h100:64 or a100:8; machines of your own, such as
+            h100:64/node=8,nvlink=450GB/s,network=8x50GB/s,price=2.5; or virtual devices, cpu:8.
         plan: a plan, such as "tensor=8 zero=1"; give it several times to compare.
         batch: rows of the global batch, for a built-in model; 1 for each device if not given.
         seq: tokens per row, for a built-in model; its context if not given.
@@ -42,22 +44,26 @@ class PlanCommand:
 
     def run(self) -> int:
         check_options(self, {"batch": 1, "seq": 1})
-        kind, _, number = self.target.rpartition(":")
-        if kind not in ("cpu", *CARDS) or not number.isdecimal() or int(number) < 1:
-            kinds = ", ".join(CARDS)
-            raise ValueError(f"--target {self.target}: write one of {kinds} or cpu, and a number, as h100:64")
-        if kind == "cpu":
-            devices: Any = training_devices(self.target)
-        else:
-            # Compiling needs XLA's GPU compiler and no GPU; JAX should not look for one.
-            jax.config.update("jax_platforms", "cpu")
-            devices = self.target
+        num_devices, devices = self._target()
         if ".py:" not in self.model:
-            return self._compare(self._built_in(int(number)), devices)
+            return self._compare(self._built_in(num_devices), devices)
         if self.batch is not None or self.seq is not None:
             raise ValueError("--batch and --seq are for built-in models; yours brings its own batch")
         parts = user_parts(self.model)
         return with_lines(Path(self.model.rpartition(":")[0]), lambda: self._compare(parts, devices))
+
+    def _target(self) -> tuple[int, Any]:
+        """How many devices to plan for, and which."""
+        if (num_cpus := num_cpus_named(self.target)) is not None:
+            if num_cpus < 1:
+                raise ValueError(f"--target {self.target} is no device at all; write cpu:8")
+            return num_cpus, training_devices(f"cpu:{num_cpus}")
+        cluster = Cluster.parse(self.target)
+        if cluster.num_devices is None:
+            raise ValueError(f"--target {cluster} says no number of cards; write {cluster.with_devices(8)}")
+        # Compiling needs XLA's GPU compiler and no GPU; JAX should not look for one.
+        jax.config.update("jax_platforms", "cpu")
+        return cluster.num_devices, cluster
 
     def _compare(self, parts: tuple[Any, Any, Any, Any], devices: Any) -> int:
         plans = self.plan or ("auto",)

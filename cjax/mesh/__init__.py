@@ -18,9 +18,11 @@ from cjax.mesh.axes import build_mesh as build_mesh
 from cjax.mesh.axes import wrong_number_of_devices as wrong_number_of_devices
 from cjax.mesh.context import not_nan as not_nan
 from cjax.mesh.context import own_context as own_context
+from cjax.mesh.devices import cluster_of as cluster_of
 from cjax.mesh.devices import compile_lowered as compile_lowered
 from cjax.mesh.devices import compiler_options as compiler_options
 from cjax.mesh.devices import is_compile_only as is_compile_only
+from cjax.mesh.devices import num_cpus_named as num_cpus_named
 from cjax.mesh.devices import resolve_devices as resolve_devices
 from cjax.mesh.devices import simulate as simulate
 from cjax.mesh.launch import initialize as initialize

@@ -2,15 +2,19 @@
 
 import os
 import re
+import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from cjax.cards import CARDS
+from cjax.cards import CARDS, card_of_kind
+from cjax.cluster import Cluster
 from cjax.jax_compat.backends import (
     absent_gpus,
     clear_backends,
+    made_together,
     names_in_cache_key,
     only_compiles,
     without_compilation_cache,
@@ -19,6 +23,8 @@ from cjax.mesh.axes import Device
 from cjax.mesh.launch import check_joined
 
 _MOST_VIRTUAL = 4096
+# The machines for which devices that are not here were made, by what those of one call have in common.
+_CLUSTERS: weakref.WeakKeyDictionary[Any, Cluster] = weakref.WeakKeyDictionary()
 
 
 def simulate(num_devices: int) -> list[Device]:
@@ -74,15 +80,16 @@ def _set_num_cpu_devices(num_devices: int) -> bool:
     return True
 
 
-def resolve_devices(devices: Sequence[Device] | str | None = None) -> list[Device]:
+def resolve_devices(devices: Sequence[Device] | Cluster | str | None = None) -> list[Device]:
     """The devices meant by what a user passes as `devices`.
 
     Args:
-      devices: None for all that JAX sees; JAX devices; or text: `"h100:64"` (also a100, h200) for cards that are not
-        here, on which programs only compile, or `"cpu:8"` for the first 8 CPU devices of this process.
+      devices: None for all that JAX sees; JAX devices; a `Cluster` or its text, such as `"h100:64"`, for cards that are
+        not here, on which programs only compile; or `"cpu:8"` for the first 8 CPU devices of this process.
 
     Raises:
-      ValueError: when the text is malformed, or asks for CPU devices that don't exist.
+      ValueError: when the text is malformed, names a card that is not known or that nothing compiles for, or asks for
+        CPU devices that don't exist.
       RuntimeError: when this process evidently is not what it was meant to be: XLA_FLAGS set too late, one of several
         launched processes that never joined, or a compile target without the compiler (extra `cjax[aot]`).
 
@@ -94,49 +101,83 @@ def resolve_devices(devices: Sequence[Device] | str | None = None) -> list[Devic
         check_joined()
         _check_xla_flags()
         return list(found)
-    if not isinstance(devices, str):
-        found = list(devices) if isinstance(devices, Iterable) else []
-        if not found or not all(isinstance(device, jax.Device) for device in found):
-            raise ValueError(f'devices must be JAX devices or text such as "h100:64", not {devices!r}.')
-        if twice := sorted({str(device) for device in found if found.count(device) > 1}):
-            raise ValueError(
-                f"devices holds {', '.join(twice)} twice, and a device has one part of the work: give each once, as "
-                "jax.devices() does. (Virtual CPU devices, to try a plan with: cjax.simulate(8).)"
-            )
-        if len(platforms := sorted({device.platform for device in found})) > 1:
-            raise ValueError(
-                f"devices are of {' and '.join(platforms)}, and a program runs on one kind: give "
-                f"jax.devices({platforms[-1]!r})."
-            )
-        return found
-    match = re.fullmatch(r"\s*(\w+)\s*:\s*(\d+)\s*", devices)
-    kinds = ["cpu", *CARDS]
-    if match is None or match[1].lower() not in kinds:
+    if isinstance(devices, Cluster):
+        return _compile_only_devices(devices)
+    if isinstance(devices, str):
+        num_cpus = num_cpus_named(devices)
+        return _compile_only_devices(Cluster.parse(devices)) if num_cpus is None else _cpu_devices(devices, num_cpus)
+    found = list(devices) if isinstance(devices, Iterable) else []
+    if not found or not all(isinstance(device, jax.Device) for device in found):
+        raise ValueError(f'devices must be JAX devices, a cjax.Cluster or text such as "h100:64", not {devices!r}.')
+    if twice := sorted({str(device) for device in found if found.count(device) > 1}):
         raise ValueError(
-            f'No devices are called {devices!r}: write one of {", ".join(kinds)} and a number, as "h100:64".'
+            f"devices holds {', '.join(twice)} twice, and a device has one part of the work: give each once, as "
+            "jax.devices() does. (Virtual CPU devices, to try a plan with: cjax.simulate(8).)"
         )
-    name, num_devices = match[1].lower(), int(match[2])
-    if name == "cpu":
-        found = jax.devices("cpu")
-        if num_devices < 1:
-            raise ValueError(f'{devices!r} is no device at all; {len(found)} CPU device(s) here: "cpu:{len(found)}".')
-        if num_devices > len(found):
-            raise ValueError(f"{devices!r}: {len(found)} CPU device(s) here. Type first: cjax.simulate({num_devices})")
-        return found[:num_devices]
-    return _compile_only_devices(name, num_devices)
+    if len(platforms := sorted({device.platform for device in found})) > 1:
+        raise ValueError(
+            f"devices are of {' and '.join(platforms)}, and a program runs on one kind: give "
+            f"jax.devices({platforms[-1]!r})."
+        )
+    return found
 
 
-def _compile_only_devices(name: str, num_devices: int) -> list[Device]:
-    card = CARDS[name]
-    topology = card.xla_topology(num_devices)
+def num_cpus_named(text: str) -> int | None:
+    """8 of `"cpu:8"`; None for a text that names cards.
+
+    Raises:
+      ValueError: for CPU devices without a number, or with more than that said of them.
+    """
+    match = re.fullmatch(r"\s*cpu\b\s*(?::\s*(\d*)\s*)?(/?.*)", text, re.IGNORECASE | re.DOTALL)
+    if match is None:
+        return None
+    if not match[1] or match[2]:
+        more = "; links and prices are of cards that are not here" if match[2].startswith("/") else ""
+        raise ValueError(f'{text!r}: CPU devices are named with their number alone, as "cpu:8"{more}.')
+    return int(match[1])
+
+
+def _cpu_devices(text: str, num_devices: int) -> list[Device]:
+    found = jax.devices("cpu")
+    if num_devices < 1:
+        raise ValueError(f'{text!r} is no device at all; {len(found)} CPU device(s) here: "cpu:{len(found)}".')
+    if num_devices > len(found):
+        raise ValueError(f"{text!r}: {len(found)} CPU device(s) here. Type first: cjax.simulate({num_devices})")
+    return found[:num_devices]
+
+
+def _compile_only_devices(cluster: Cluster) -> list[Device]:
+    name = cluster.card.name
+    if cluster.num_devices is None:
+        raise ValueError(
+            f'"{cluster}" says no number of cards, which only a search can choose: write one, as "{name}:8".'
+        )
+    if not cluster.card.is_compilable:
+        like = "; a card of your own compiles with chip=..., as cjax.cards.CARDS has them" if name not in CARDS else ""
+        raise ValueError(
+            f"nothing compiles for {cluster.card.kind}, so {name} is for planning alone: cjax.plans and cjax plan "
+            f"--search tell what plans take on it{like}."
+        )
     try:
-        return absent_gpus(card.xla_target(), topology)
+        found = absent_gpus(cluster.xla_target, cluster.topology)
     except NotImplementedError as error:
         raise RuntimeError(
-            f'devices="{name}:{num_devices}" compiles with XLA\'s GPU compiler, which is not installed (or not for JAX '
+            f'devices="{cluster}" compiles with XLA\'s GPU compiler, which is not installed (or not for JAX '
             f"{jax.__version__}). Type\n  pip install 'cjax[aot]'\nand if that changes nothing, start Python with\n"
             "  JAX_PLATFORMS=cpu"
         ) from error
+    _CLUSTERS[made_together(found[0])] = cluster
+    return found
+
+
+def cluster_of(devices: Sequence[Device]) -> Cluster | None:
+    """The machines that devices which are not here belong to; None for devices that are, or of a card not known."""
+    if not is_compile_only(devices):
+        return None
+    if (cluster := _CLUSTERS.get(made_together(devices[0]))) is not None:
+        return cluster
+    card = card_of_kind(devices[0].device_kind)  # of a topology that cjax did not make
+    return Cluster(card) if card is not None else None
 
 
 def compiler_options(mesh: Mesh) -> dict[str, bool] | None:

@@ -132,7 +132,7 @@ class Plan:
         items: dict[str, Any] = {}
         for word in split(text):
             try:
-                items[word.name] = _build(word)
+                items[word.name] = build(word)
             except ValueError as error:
                 raise ValueError(underline(text, word.start, word.stop, str(error))) from None
         return cls(**items)
@@ -258,7 +258,7 @@ class Plan:
 _DEFAULT = Plan()
 
 
-def _build(word: Word) -> Any:
+def build(word: Word) -> Any:
     """The value of one word of a plan's text, as the Plan takes it."""
     match word.name:
         case "data":

@@ -49,7 +49,7 @@ FOREIGN_NAMES = {
         ("checkpoint", "checkpointing", "gradient_checkpointing", "activation_checkpointing", "recompute"),
         "remat=block",
     ),
-    "auto": 'plan="auto" alone, without any other word',
+    "auto": 'plan="auto", with the words that it may not change behind it, as in "auto precision=bfloat16"',
 }
 FOREIGN_WORDS = {
     **{"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "full": "block", "all": "block"},
@@ -81,10 +81,10 @@ class Word:
     stop: int
 
 
-def underline(text: str, start: int, stop: int, message: str) -> str:
-    """`message`, then the text with the characters from `start` to `stop` underlined."""
+def underline(text: str, start: int, stop: int, message: str, of: str = "plan") -> str:
+    """What the text is `of`, `message`, then the text with the characters from `start` to `stop` underlined."""
     line = re.sub(r"\s", " ", text)
-    return f"plan: {message}\n    {line}\n    {' ' * start}{'^' * max(1, stop - start)}"
+    return f"{of}: {message}\n    {line}\n    {' ' * start}{'^' * max(1, stop - start)}"
 
 
 def split(text: str) -> list[Word]:

@@ -93,6 +93,29 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What a part keeps in memory for its backward pass, and beside that.
+
+    Args:
+      saved: what the backward pass needs from the forward pass, of one layer where it is a layer of a stack.
+      working: sets of values that are in memory together while the backward pass runs, each at another moment; the
+        fullest of them counts. What a stack saved is not among them: all of it is there all the time.
+      staged: of a layer, what a stage of a pipeline saves of a micro-batch; `crossing`, what it hands from B to W.
+      payload: what it is handed there, and hands on.
+    """
+
+    saved: tuple[Value, ...]
+    working: tuple[tuple[Value, ...], ...] = ()
+    staged: tuple[Value, ...] = ()
+    crossing: tuple[Value, ...] = ()
+    payload: tuple[Value, ...] = ()
+
+
+# How a step computes: in float32; in a half precision, attentions as they are written; or these by a kernel.
+Form = Literal["float32", "half", "fused"]
+
+
+@dataclass(frozen=True)
 class Part:
     """A stretch of the model: what comes before the layers, one layer of a stack, what comes after.
 
@@ -101,8 +124,6 @@ class Part:
       repeats: how many such layers there are; 1 for what is no stack.
       products, attentions: matmuls; an attention's own two are in `attentions` alone.
       touched: what elementwise operations, norms and softmaxes outside of kernels read and write in one forward pass.
-      saved: by remat, what the backward pass needs from the forward pass of this part. Scores of an attention that is
-        fused are not among them.
       weights: its parameters, those of one layer.
       stream: what it hands on.
     """
@@ -112,7 +133,6 @@ class Part:
     products: tuple[Product, ...] = ()
     attentions: tuple[AttentionWork, ...] = ()
     touched: tuple[Value, ...] = ()
-    saved: Mapping[Remat, tuple[Value, ...]] = field(default_factory=dict)
     weights: tuple[Weight, ...] = ()
     stream: Value | None = None
 
@@ -129,6 +149,8 @@ class Work:
       batch_bytes: of one step's batch.
       handed: what a stage of a pipeline hands to the next, all of it in every tick.
       notes: what could not be read, for the user.
+      kept: what each part keeps in memory, by remat, how the step computes, and whether loops that add up over parts of
+        the examples are evaluated at once, as grids do; sizes are those under that precision.
     """
 
     parts: tuple[Part, ...]
@@ -138,6 +160,7 @@ class Work:
     batch_bytes: int = 0
     handed: tuple[Value, ...] = ()
     notes: tuple[str, ...] = ()
+    kept: Mapping[tuple[Remat, Form, bool], tuple[Kept, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_layers(self) -> int:

@@ -6,18 +6,21 @@ from cjax.gradients import LaidOut, arrange_stages, build_gradients, choose
 from cjax.mesh import Device, build_mesh
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
-from cjax.planner.decide import decide
-from cjax.planner.reading.readings import how_read
+from cjax.planner.choice.decide import Decision, decide, planning_of
+from cjax.planner.choice.planning import Planning
+from cjax.planner.reading.split import how_read
 from cjax.program.composed import Composed, Given
 from cjax.sharding.place.born import born
 from cjax.sharding.place.model import store_model
 from cjax.sharding.storage.optimizer import store_optimizer
 from cjax.trace.microbatches.part import read_part
 
+MOST_REFUSED = 8  # plans of a search, before the model's reason is the user's to see
+
 
 def compose(
     given: Given,
-    plan: Plan | str,
+    plan: Plan | str | Decision,
     devices: Sequence[Device],
     schedule: Schedule | None = None,
     num_rows: int | None = None,
@@ -26,7 +29,8 @@ def compose(
 
     Args:
       given: what the user gave.
-      plan: the plan, or "auto".
+      plan: the plan; "auto", which takes another plan if the model refuses the one that was found; or one that was
+        decided on before.
       devices: what the plan is for.
       schedule: the user's own, of a pipeline.
       num_rows: of the batch, in place of the user's.
@@ -35,7 +39,30 @@ def compose(
       ValueError: the plan does not suit the model, the batch or the devices; the message says what does.
     """
     source = given.source if num_rows is None else given.source.on_rows(num_rows)
-    plan, notes = decide(source, given.optimizer, plan, devices)
+    planning = planning_of(source, given.optimizer, devices)
+    if isinstance(plan, Decision):
+        return _composed(given, planning, plan, devices, schedule)
+    refused: list[Plan] = []
+    while True:
+        decision = decide(planning, plan, len(devices), refused)
+        try:
+            return _composed(given, planning, decision, devices, schedule)
+        except ValueError:
+            # What a search knows of a model is what splits and divides. Gradients and stages have reasons of their own.
+            if decision.found is None or _is_plain(decision.plan) or len(refused) == MOST_REFUSED:
+                raise
+            refused.append(decision.plan)
+
+
+def _is_plain(plan: Plan) -> bool:
+    """Whether there is nothing in a plan that a model could refuse."""
+    return plan.model_size == 1 and plan.microbatches == 1
+
+
+def _composed(
+    given: Given, planning: Planning, decision: Decision, devices: Sequence[Device], schedule: Schedule | None
+) -> Composed:
+    plan, source = decision.plan, planning.source
     how, size = how_read(plan), plan.pipeline.size
     trace = read_part(
         source,
@@ -64,6 +91,7 @@ def compose(
         )
     return Composed(
         given, source, plan, mesh, trace, storage, optimizer, choice, built.gradients, built.loss_size,
-        init=born(source.capture, storage), line=line,
-        notes=(*notes, *storage.layout.notes, *built.notes, *(line.notes if line else ())),
+        init=born(source.capture, storage), line=line, planning=planning, decision=decision,
+        has_own_schedule=schedule is not None,
+        notes=(*decision.notes, *storage.layout.notes, *built.notes, *(line.notes if line else ())),
     )  # fmt: skip

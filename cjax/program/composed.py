@@ -15,6 +15,8 @@ from cjax.gradients import Choice, Gradients, Line
 from cjax.mesh import BATCH_AXES
 from cjax.optim import LossScale, LossScaleState, NoiseState, init_noise
 from cjax.plan import Plan
+from cjax.planner.choice.decide import Decision
+from cjax.planner.choice.planning import Planning
 from cjax.program.state import Arrays, Shelves, State
 from cjax.sharding.place.born import Born
 from cjax.sharding.place.model import ModelStorage
@@ -67,6 +69,9 @@ class Composed:
       init: `key -> stored (params, frozen, model_state)`.
       notes: what a user should know.
       line: its way through the stages of a pipeline.
+      has_own_schedule: whether that is by a table of the user's.
+      planning: what can be asked about other plans.
+      decision: how the plan was chosen.
     """
 
     given: Given
@@ -81,7 +86,10 @@ class Composed:
     loss_size: int
     init: Born
     notes: tuple[str, ...]
+    planning: Planning
+    decision: Decision
     line: Line | None = None
+    has_own_schedule: bool = False
 
     @property
     def capture(self) -> Capture:

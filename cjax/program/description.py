@@ -1,5 +1,6 @@
 """What a program is composed of, and its compiled step, as plain facts for a report."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -156,14 +157,30 @@ def _time(composed: Composed, audit: Audit, hardware: Hardware) -> StepTime | No
         return None
     transfer = 0.0
     for each in audit.collectives:
-        bandwidth = hardware.bandwidth(each.span)
+        bandwidth = each.bandwidth(hardware)
         transfer += each.exposed_bytes(hardware) / bandwidth if bandwidth else 0.0
     compute = audit.flops / peak
-    if composed.line is None:
-        return StepTime(compute, transfer)
     # A backward is two forwards' work, half of it for the weights.
-    idle = simulate(composed.line.schedule).bubble
-    return StepTime(compute, transfer, compute * idle / (1 - idle))
+    idle = 0.0 if composed.line is None else simulate(composed.line.schedule).bubble
+    return _predicted(composed, StepTime(compute, transfer, compute * idle / (1 - idle)))
+
+
+def _predicted(composed: Composed, bound: StepTime) -> StepTime:
+    """With what is predicted of the plan, where the devices are calibrated; a schedule of one's own has no prediction."""
+    planning = composed.planning
+    if planning.calibration is None or composed.has_own_schedule or composed.given.optimizer is None:
+        return bound
+    scored = planning.score(composed.plan)
+    if isinstance(scored, str):
+        return bound
+    parts = {name: seconds for name, seconds in scored.seconds.items() if seconds}
+    low, high = scored.low, scored.high
+    # The compiled program may do what arithmetic does not know of.
+    unseen = bound.total - scored.time
+    if unseen > 0:
+        parts["unforeseen"] = unseen
+        low, high = low + unseen, high + unseen
+    return dataclasses.replace(bound, parts=parts, interval=(low, high), source=planning.calibration.source)
 
 
 def _padding(composed: Composed) -> list[str]:

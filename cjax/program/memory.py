@@ -1,11 +1,16 @@
 """Whether a plan fits, before its first step: the compiled program's memory against the device's."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from cjax.plan import Plan
-from cjax.planner.search import LADDER
+from cjax.plan import Auto, Plan
+from cjax.planner.choice.planning import Asked, Planning
+from cjax.planner.choice.scored import Scored
+from cjax.planner.choice.space import CARRIED
 from cjax.report import Candidate, Comparison, Report
+
+MAYBE = 1.1  # of what there is: arithmetic that says so may be wrong by as much
+MOST_TRIED = 6  # plans that are compiled in search of those that fit
 
 
 class OutOfMemory(MemoryError):
@@ -26,15 +31,37 @@ class OutOfMemory(MemoryError):
         super().__init__(f"plan {report.plan!r} does not fit.\n{report.summary}\n{advice}")
 
 
-def alternatives(plan: Plan, try_plan: Callable[[str], Report | str], wanted: int = 3) -> Comparison:
-    """The first plans that fit, of those that spend the least on it: more ZeRO, then remat, then micro-batches."""
-    base = dataclasses.replace(plan, data=-1)
-    found = []
-    for zero, remat, microbatches in LADDER:
-        candidate = dataclasses.replace(base, zero=max(zero, plan.zero_stage), remat=remat, microbatches=microbatches)
-        outcome = try_plan(str(candidate)) if candidate != base else "refused already"
+def alternatives(
+    planning: Planning, plan: Plan, report: Report, try_plan: Callable[[str], Report | str], wanted: int = 3
+) -> Comparison:
+    """Plans that fit, the fastest by prediction first, each compiled.
+
+    Args:
+      planning: what can be asked about plans.
+      plan: the plan that does not fit; its precision, loss and rules are the user's.
+      report: of that plan.
+      try_plan: the report of another, or why there is none.
+      wanted: how many.
+    """
+    kept = {name: getattr(plan, name) for name in ("precision", *CARRIED) if getattr(plan, name) is not None}
+    asked = Asked((plan.num_devices,), Auto(kept, f"auto instead of {plan}"))
+    limit, scored = report.memory.limit, planning.score(plan)
+    assert limit is not None, "only what has a limit is over it"
+    # Arithmetic was too low for this plan, so it is taken to be as low for the others.
+    more = 1.0 if isinstance(scored, str) else max(1.0, report.memory.total / max(1.0, scored.bytes))
+    found = planning.search(dataclasses.replace(asked, memory=int(MAYBE * limit / more)))
+    tried, fitting = 0, []
+    for each in _spread(found.front) or ([found.least] if found.least else []):
+        outcome = try_plan(str(each.plan)) if each.plan != plan else "refused already"
+        tried += 1
         if isinstance(outcome, Report) and outcome.memory.fits:
-            found.append(Candidate(str(candidate), report=outcome))
-        if len(found) == wanted:
+            fitting.append(Candidate(str(each.plan), report=outcome))
+        if len(fitting) == wanted or tried == MOST_TRIED:
             break
-    return Comparison(found)
+    return Comparison(fitting)
+
+
+def _spread(front: Sequence[Scored]) -> list[Scored]:
+    """The fastest, then from the leanest on: where arithmetic was wrong, plans beside a refused one are refused too."""
+    both = [each for pair in zip(front, reversed(front), strict=True) for each in pair]
+    return list({each.plan: each for each in both}.values())

@@ -11,16 +11,18 @@ import jax.numpy as jnp
 
 from cjax import checkpoint
 from cjax.audit import audit
+from cjax.cluster import Cluster
 from cjax.mesh import Device, is_compile_only, not_nan, own_context, resolve_devices
+from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
-from cjax.planner.hardware import hardware_of
 from cjax.program.batches import place_batch, table_limits
 from cjax.program.check import Check
 from cjax.program.compose import compose
-from cjax.program.composed import Composed
+from cjax.program.composed import Composed, Given
 from cjax.program.description import describe_step, describe_trace
 from cjax.program.evaluation import Evaluator
 from cjax.program.exchange import adopted, differentiable
+from cjax.program.explained import explained
 from cjax.program.keep import check_fits, store_leaves
 from cjax.program.lockstep import Lockstep
 from cjax.program.memory import OutOfMemory, alternatives
@@ -29,9 +31,11 @@ from cjax.program.starting import Starter, make_key
 from cjax.program.state import State, check_alive
 from cjax.program.steps import gradient_inputs, make_step, make_update
 from cjax.program.verify import check_plan, told, verify
-from cjax.report import Candidate, Comparison, Report, TraceSummary
+from cjax.report import Candidate, Comparison, Explained, Report, TraceSummary
 from cjax.trace.dims.tables import Limits
 from cjax.tree import PyTree
+
+MOST_SETTLED = 4  # plans of "auto" that are compiled before a program is made
 
 
 class Program:
@@ -140,7 +144,7 @@ class Program:
         compiled = self._compiled
         report = self.report()
         if not report.memory.fits:
-            raise OutOfMemory(report, alternatives(self.plan, self._try))
+            raise OutOfMemory(report, alternatives(self._composed.planning, self.plan, report, self._try))
         return compiled
 
     @functools.cached_property
@@ -335,10 +339,10 @@ class Program:
 
     # -- plans --------------------------------------------------------------------------------------------------
     @own_context
-    def replan(self, plan: Plan | str, devices: Sequence[Device] | str | None = None) -> "Program":
+    def replan(self, plan: Plan | str, devices: Sequence[Device] | Cluster | str | None = None) -> "Program":
         """The same model and loss under another plan, or on other devices."""
         found = list(self.mesh.devices.flat) if devices is None else resolve_devices(devices)
-        return Program(compose(self._composed.given, plan, found))
+        return composed_program(self._composed.given, plan, found)
 
     @own_context
     def compare(self, plans: Iterable[Plan | str]) -> Comparison:
@@ -373,9 +377,24 @@ class Program:
 
     @functools.cached_property
     def _report(self) -> Report:
-        facts, hardware = audit(self._compiled, self.mesh), hardware_of(list(self.mesh.devices.flat))
+        facts, hardware = audit(self._compiled, self.mesh), self._composed.planning.known(self.mesh.size)
         notes = self._evaluate.notes if self._composed.optimizer is None else self._lockstep.notes
         return describe_step(self._composed, facts, hardware, notes)
+
+    @own_context
+    def explain(self) -> Explained:
+        """Why this plan: for each of its words, what the nearest other values of it would cost, by arithmetic alone.
+
+        Prints as text, shows as HTML in a notebook, and has its facts as fields. Nothing is compiled.
+
+        Raises:
+          ValueError: a plan of which arithmetic can say nothing.
+        """
+        planning = self._composed.planning
+        found = planning.explain(self.plan)
+        if isinstance(found, str):
+            raise ValueError(f"plan {str(self.plan)!r} can't be explained: {found}")
+        return explained(found, planning, self._composed.decision)
 
     @own_context
     def check(self, state: State, batch: PyTree) -> Check:
@@ -410,3 +429,29 @@ class Program:
                 f"{what} needs devices that are here; this program is for {self.mesh.size} x {kind}, to compile only. "
                 "Use report() and lower(), or program.replan(plan, jax.devices()) to run on what is here."
             )
+
+
+def composed_program(
+    given: Given, plan: Plan | str, devices: Sequence[Device], schedule: Schedule | None = None
+) -> Program:
+    """The program of a plan. Of one that "auto" chose, and that fits so narrowly that only the compiled step can tell
+    whether it does, the step is compiled at once; where it is over, the next plan that fits takes its place.
+    """
+    program = Program(compose(given, plan, devices, schedule))
+    decision = program._composed.decision
+    if not decision.is_close:
+        return program
+    for _ in range(MOST_SETTLED):
+        memory = program.report().memory
+        leaner = [] if memory.fits else decision.leaner(memory.total)
+        found = None
+        for other in leaner[:MOST_SETTLED]:
+            try:
+                found = compose(given, other.noting(f"{program.plan} is compiled to {memory}"), devices, schedule)
+            except ValueError:  # the model refuses it, which no search knows before
+                continue
+            break
+        if found is None:
+            return program
+        program, decision = Program(found), found.decision
+    return program

@@ -1,6 +1,8 @@
 """What cjax found and what a plan costs, for people: text, notebook HTML, fields. Takes plain data."""
 
 from cjax.report.comparison import Candidate, Comparison
+from cjax.report.explained import Explained
+from cjax.report.ranking import Ranked, Ranking
 from cjax.report.step import FlopCount, MemoryUse, ParamRow, Report, StepTime, Transfer
 from cjax.report.summary import BlockRow, DimRow, TraceSummary
 
@@ -9,9 +11,12 @@ __all__ = [
     "Candidate",
     "Comparison",
     "DimRow",
+    "Explained",
     "FlopCount",
     "MemoryUse",
     "ParamRow",
+    "Ranked",
+    "Ranking",
     "Report",
     "StepTime",
     "TraceSummary",

@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits; where no time is known, the one that moves least; None when nothing fits."""
+        """The fastest that fits, by prediction where there is one; where no time is known, the one that moves least; None when nothing fits."""
         fitting = [each for each in self.candidates if each.report is not None and each.report.memory.fits]
         return min(fitting, key=_cost, default=None)
 
@@ -54,6 +54,7 @@ class Comparison:
         memory = bytes_unit(*(report.memory.total for report in self.reports))
         moves = bytes_unit(*(report.bytes_moved for report in self.reports))
         best = self.best if len(self.reports) > 1 else None
+        is_timed = any(report.time is not None and report.time.predicted is not None for report in self.reports)
         rows: list[Sequence[str]] = []
         for candidate in self.candidates:
             report = candidate.report
@@ -66,13 +67,15 @@ class Comparison:
             sizes = [memory(size) for size in (use.total, use.params, use.optimizer, use.activations)]
             moved = [moves(report.bytes_moved), "?" if exposed is None else moves(exposed)]
             times = [milliseconds(time.total), time.bound] if time else ["?", "?"]
-            rows.append((plan, fits, *sizes, *moved, *times))
+            said = ["?" if time is None or time.predicted is None else milliseconds(time.predicted)]
+            rows.append((plan, fits, *sizes, *moved, *(said if is_timed else []), *times))
         title = ("plan", "fits", f"memory, {memory.name}", "params", "optimizer", "activations")
-        title += (f"moves, {moves.name}", "not hidden", "step >=, ms", "bound")
-        return Table(title, rows, right=frozenset(range(2, 9)))
+        title += (f"moves, {moves.name}", "not hidden", *(["step, ms"] if is_timed else []), "step >=, ms", "bound")
+        return Table(title, rows, right=frozenset(range(2, len(title) - 1)))
 
 
 def _cost(candidate: Candidate) -> tuple[float, int]:
     report = candidate.report
     assert report is not None
-    return report.time.total if report.time else float("inf"), report.bytes_moved
+    time = report.time
+    return (time.predicted or time.total) if time else float("inf"), report.bytes_moved

@@ -1,12 +1,15 @@
 """How fast a run goes, and how much of the hardware it uses."""
 
 import time
+from collections import deque
 from typing import Any
 
 import jax
 
 from cjax.planner.hardware import hardware_of
 from cjax.program import Program
+
+_KEPT = 100  # of the latest steps
 
 
 class Meter:
@@ -28,10 +31,16 @@ class Meter:
         self._peak_steps = peak * hardware.num_devices / report.flops.model if peak and report.flops else None
         self._seconds: float | None = None
         self._last: tuple[float, int] | None = None
+        self._steps: deque[float] = deque(maxlen=_KEPT)
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self._unit, "mfu", "memory")
+
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        """What each of the latest steps took; without those that were compiled first, or came after a pause."""
+        return tuple(self._steps)
 
     def tick(self, samples: int) -> dict[str, float]:
         """A step is done, and `samples` were read so far. The first says nothing of speed: it was compiled."""
@@ -40,6 +49,7 @@ class Meter:
         facts: dict[str, float] = {}
         if last is not None and samples > last[1]:
             seconds = now - last[0]
+            self._steps.append(seconds)
             # A running mean over about ten steps: single ones jitter, since dispatch runs ahead of the devices.
             self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds
             facts[self._unit] = (samples - last[1]) * self._size / self._seconds

@@ -16,7 +16,7 @@ def described(facts: Audit, hardware: Hardware) -> Row:
     for each in facts.collectives:
         moved[f"{each.kind} {each.axis} {each.dtype}"] += each.total_bytes
         elements += each.total_bytes * sum(s.size for s in each.shapes) / sum(s.bytes for s in each.shapes)
-        bandwidth = hardware.bandwidth(each.span)
+        bandwidth = each.bandwidth(hardware)
         assert bandwidth is not None
         transfer += each.total_bytes / bandwidth
         exposed += each.exposed_bytes(hardware) / bandwidth

@@ -10,8 +10,9 @@ import optax
 from flax import nnx
 
 from cjax import Plan
-from cjax.models.gpt import GPT, MLP, Attention, Block, GPTConfig
+from cjax.models.gpt import GPT, Attention, Block, GPTConfig
 from cjax.models.gpt import loss as gpt_loss
+from cjax.models.past import Past
 
 PATCH = 14 * 14 * 3  # values of one patch of an image
 CLASSES = 1000
@@ -34,7 +35,8 @@ class Stack(nnx.Module):
 class Bidirectional(Attention):
     """GPT's attention, each position seeing all."""
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, past: Past | None = None) -> jax.Array:
+        assert past is None, "nothing is generated here"
         return self.out(jax.nn.dot_product_attention(self.query(x), self.key(x), self.value(x)))
 
 
@@ -43,8 +45,7 @@ class EncoderBlock(Block):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        self.attention = Bidirectional(config, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        self.attention = Bidirectional(config.embed_dim, config.num_heads, rngs=rngs)
 
 
 class ViT(nnx.Module):

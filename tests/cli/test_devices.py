@@ -29,5 +29,6 @@ def test_other_text_is_refused(text: str):
 
 
 def test_absent_cards_are_for_planning():
-    with pytest.raises(ValueError, match="cjax plan --target h100:64 compiles for them"):
-        training_devices("h100:64")
+    for text in ("h100:64", "h100-pcie:8/node=4"):
+        with pytest.raises(ValueError, match=f"cjax plan --target {text} compiles for them"):
+            training_devices(text)

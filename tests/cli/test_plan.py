@@ -76,7 +76,7 @@ def test_one_plan_is_reported_in_full(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["gpt-mini", "--target", "h1000:8"], "write one of a100, h100, h200 or cpu"),
+        (["gpt-mini", "--target", "h1000:8"], "no card is called 'h1000'.*did you mean h100"),
         (["gpt9"], "no GPT is called 'gpt9'"),
         (["nowhere.py:make", "--target", "cpu:8"], "no Python file nowhere.py"),
         (["FILE:nothing", "--target", "cpu:8"], "has no function nothing"),
@@ -84,7 +84,11 @@ def test_one_plan_is_reported_in_full(capsys, monkeypatch):
         (["FILE:make", "--target", "cpu:8", "--batch", "3"], "yours brings its own batch"),
         (["gpt-mini", "--target", "cpu:8", "--batch", "0"], "--batch 0: it is a whole number, at least 1"),
         (["gpt-mini", "--target", "cpu:8", "--seq", "-3"], "--seq -3: it is"),
-        (["gpt-mini", "--target", "cpu:0"], "write one of .* and a number"),
+        (["gpt-mini", "--target", "cpu:0"], "cpu:0 is no device at all; write cpu:8"),
+        (["gpt-mini", "--target", "cpu"], "named with their number alone"),
+        (["gpt-mini", "--target", "h100"], "h100 says no number of cards; write h100:8"),
+        (["gpt-mini", "--target", "h100:8/node=3"], "or h100:9.*node=2\n *h100:8/node=3\n *\\^{6}\n"),
+        (["gpt-mini", "--target", "v100:8"], "nothing compiles for Tesla V100-SXM2-32GB"),
         (["FILE:fails", "--target", "cpu:8"], 'net.py", line 31, in fails\n    raise KeyError.*\nKeyError: .width'),
         (["FILE:fails_later", "--target", "cpu:8"], r'net.py", line 36, in loss\n    return (?s:.*)\n\w*Error: '),
     ],

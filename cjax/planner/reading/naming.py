@@ -41,7 +41,7 @@ class Naming:
         heads = {dims.class_of(d) for m in find_products(self.trace)[1] for d in m.batched}
         for split in dims.splits:
             c = dims.class_of(split.whole)
-            if c in heads and split.major_size < most[c]:
+            if c in heads and c != self.trace.batch_class and split.major_size < most[c]:
                 self._fewer[c, split.size] = f"{self.name(c)}/{split.major_size}"
 
     def name(self, c: int, size: int = 0) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from cjax.jax_compat.core import Literal, Var
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.products import attentions_of, products_of
+from cjax.planner.reading.saved import KeptBy
 from cjax.planner.reading.stretches import Spot, Stretch, stretches
 from cjax.planner.reading.traffic import touched
 from cjax.planner.reading.weights import leaves_of, multiplied, weight_of
@@ -38,7 +39,6 @@ def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_parts: int = 1) -> W
                 tuple(p for body in stretch.bodies for p in products_of(body, naming, numbers)),
                 tuple(a for body in stretch.bodies for a in attentions_of(body, naming)),
                 tuple(v for body in stretch.bodies for v in touched(body, naming)),
-                {},
                 tuple(weight_of(trace, leaf, stretch, known, naming) for leaf in leaves),
                 _stream(stretch, naming) or (_stream(found[at + 1], naming) if at + 1 < len(found) else None),
             )
@@ -49,14 +49,9 @@ def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_parts: int = 1) -> W
     tokens = max((math.prod(leaf.shape[:2]) for leaf in words), default=num_rows)
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in batch)
     return Work(
-        tuple(parts),
-        num_parts * num_rows,
-        num_parts * tokens,
-        optimizer_bytes,
-        num_parts * size,
-        _handed(trace, found, naming),
-        _notes(trace),
-    )
+        tuple(parts), num_parts * num_rows, num_parts * tokens, optimizer_bytes, num_parts * size,
+        _handed(trace, found, naming), _notes(trace), KeptBy(trace, naming, found),
+    )  # fmt: skip
 
 
 def _handed(trace: Trace, found: Sequence[Stretch], naming: Naming) -> tuple[Value, ...]:

@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.layout.spreads import Spreads, weight_at
+from cjax.sharding.place.saved import KEPT
 from cjax.sharding.products.matmul import Spread, multiply
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
@@ -48,7 +50,8 @@ class GridProducts:
                 num_x = len(spread.x) - len(spread.contracted[0])
                 y = jnp.transpose(y, (*range(num_x, y.ndim), *range(num_x)))
             (out,) = eqn.outvars
-            results[out] = y[tuple(slice(size) for size in out.aval.shape)].astype(dtype)
+            # A product may be a sum over pieces of its operands. Layers save this result, not each piece's.
+            results[out] = checkpoint_name(y[tuple(slice(size) for size in out.aval.shape)].astype(dtype), KEPT)
         return [results[var] for var in group.outs]
 
     def _padded(self, x: jax.Array, w: jax.Array, spread: Spread) -> tuple[jax.Array, jax.Array]:

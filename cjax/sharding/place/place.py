@@ -227,7 +227,12 @@ class Placer(Hooks):
             for v in eqn.invars
         ]
         given = [self._lowering.raised(x, v) if self._lowering else x for x, v in zip(ins, eqn.invars, strict=True)]
-        return evaluate_indexed(eqn, [jnp.asarray(x) for x in given], specs, self._mesh)
+        outs = evaluate_indexed(eqn, [jnp.asarray(x) for x in given], specs, self._mesh)
+        if outs is None or self._lowering is None or eqn.primitive.name != "gather":
+            return outs
+        # In the dtype that a lookup without a pipeline has: in float32, all that is added to it would be float32 too.
+        low = jnp.asarray(self._lowering.given(eqn, ins, scope)[0][0]).dtype
+        return [x.astype(low) if x.dtype == jnp.float32 and low == self._lowering.low else x for x in outs]
 
     def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
         groups = self._products.find(eqns, results, scope)

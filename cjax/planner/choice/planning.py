@@ -1,0 +1,207 @@
+"""One model and its batch on devices of one kind, as a search asks of them: worked out once, for all that is asked."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import optax
+
+from cjax.plan import Auto, Plan
+from cjax.planner.choice.assumed import assumed
+from cjax.planner.choice.explain import Explanation, explain
+from cjax.planner.choice.scored import Objective, Question, Scored
+from cjax.planner.choice.search import Found, search
+from cjax.planner.choice.space import CARRIED, Space, space_of, words_of
+from cjax.planner.costs.calibration import Calibration
+from cjax.planner.costs.duration import Durations, durations
+from cjax.planner.costs.memory import memory_of
+from cjax.planner.costs.profiled import profiled
+from cjax.planner.hardware import Hardware
+from cjax.planner.profile import Profile, read_profile
+from cjax.planner.reading.split import Splits
+from cjax.planner.reading.work import work_of
+from cjax.planner.table import Table
+from cjax.planner.work import BATCH, Split, Work
+from cjax.trace.microbatches.part import read_part
+from cjax.trace.reading import Trace
+from cjax.trace.source import TraceSource
+from cjax.trace.stages.stacks import find_stacks, reads_states, torn_states
+
+MANY = 64  # plans of which the simplest is taken where times are guesses
+UNTOLD = 1.0  # times as long again has a guess to be before a word more is worth it
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What plans can be asked about.
+
+    Args:
+      source: the model, its loss and its batch.
+      optimizer: what trains it, if anything does.
+      hardware: so many of the devices.
+    """
+
+    source: TraceSource
+    optimizer: optax.GradientTransformation | None
+    hardware: Callable[[int], Hardware]
+
+    @functools.cached_property
+    def trace(self) -> Trace:
+        return self.source.read()
+
+    @functools.cached_property
+    def work(self) -> Work:
+        return work_of(self.trace, self._optimizer_bytes())
+
+    def _optimizer_bytes(self) -> float:
+        """Of its state for each byte of trained parameters."""
+        if self.optimizer is None:
+            return 0.0
+        params = self.source.capture.params_shape
+        with jax.numpy_dtype_promotion("standard"):  # of optax: see store_optimizer
+            made: Any = jax.eval_shape(self.optimizer.init, params)
+        whole = sum(_bytes(leaf) for leaf in jax.tree.leaves(params))
+        return sum(_bytes(leaf) for leaf in jax.tree.leaves(made)) / max(1, whole)
+
+    @functools.cached_property
+    def calibration(self) -> Calibration | None:
+        """Of these devices; None where nobody has measured any like them."""
+        return profiled(self.hardware(1), self._profile)[1]
+
+    @functools.cached_property
+    def _profile(self) -> Profile | None:
+        """What was measured here on devices of this kind, absent ones too: a chip is a chip."""
+        return read_profile(self.hardware(1).name)
+
+    def known(self, num_devices: int) -> Hardware:
+        """So many of the devices, with measured rates where no datasheet has any."""
+        return profiled(self.hardware(num_devices), self._profile)[0]
+
+    @functools.cached_property
+    def question(self) -> Question:
+        splits = Splits(self.work, self.trace, lambda: self.source.read(at_once=True))
+
+        def split(plan: Plan) -> Split:
+            found, axes = splits(plan), plan.tensor.axis_sizes()
+            used = {axis for name, on in found.axes_of.items() if name != BATCH for axis in on}
+            if plan.tensor.size > 1 and not used & axes.keys():
+                raise ValueError(f"tensor={plan.tensor} splits nothing in this model")
+            return found
+
+        return Question(self.work, split, self.known, memory_of, self._durations)
+
+    def _durations(self, work: Work, split: Split, table: Table, hardware: Hardware) -> Durations:
+        _, calibration = profiled(hardware, self._profile)
+        if calibration is None:
+            hardware, calibration = assumed(hardware)
+        return durations(work, split, table, hardware, calibration)
+
+    def space(self, auto: Auto, num_devices: int) -> Space:
+        """What may be chosen from."""
+        rows = [leaf.shape[0] for leaf in jax.tree.leaves(self.source.batch_shape) if leaf.shape]
+        return space_of(self.work, rows, self._stacks, self.hardware(num_devices).devices_per_host, auto)
+
+    @functools.cached_property
+    def _stacks(self) -> tuple[int, ...]:
+        """Layers of each stack that stages can share; none where the loss reads what it makes of other examples."""
+        stacks = find_stacks(self.trace)
+        if reads_states(self.trace, stacks) or torn_states(self.trace, stacks):
+            return ()
+        return tuple(stack.length for stack in stacks)
+
+    def search(self, asked: "Asked") -> Found:
+        """The best plans.
+
+        A loss that can't be put together from micro-batches is asked only when a plan has some: its answer takes two
+        more traces.
+        """
+        space = asked.limit(self.space(asked.auto, max(asked.num_devices)))
+        found = self._search(space, asked)
+        if not any(each.plan.microbatches > 1 for each in found.best) or not space.cuts_batch:
+            return found
+        if not (reason := self._undivided(found.best, asked.auto)):
+            return found
+        found = self._search(replace(space, cuts_batch=False), asked)
+        found.refused["microbatches"] = reason
+        return found
+
+    def _search(self, space: Space, asked: "Asked") -> Found:
+        """Where nobody has measured the devices, plans that split the model are tried if no other fits, or if the user
+        fixed such a word."""
+        question = self.question if asked.memory is None else self.question.within(asked.memory)
+        if self.calibration is not None:
+            return search(question, space, asked.num_devices, asked.objective, asked.top)
+        args = (asked.num_devices, asked.objective, max(asked.top, MANY))
+        found = search(question, replace(space, splits_model=False), *args)
+        if not found.best:
+            found = search(question, space, *args)
+        if asked.objective != "memory":
+            found.best = _simplest_first(found.best)
+        found.best = found.best[: asked.top]
+        return found
+
+    def _undivided(self, best: Sequence[Scored], auto: Auto) -> str:
+        """Why the loss can't be put together from parts; empty if it can."""
+        num = next(each.plan.microbatches for each in best if each.plan.microbatches > 1)
+        try:
+            read_part(self.source, num, apart=auto.fixed.get("loss") == "microbatch")
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def score(self, plan: Plan) -> Scored | str:
+        """One resolved plan, or why it can't be had."""
+        return self.question.score(plan)
+
+    def explain(self, plan: Plan) -> Explanation | str:
+        """What each word of a resolved plan is there for, or why it can't be had."""
+        carried = {name: getattr(plan, name) for name in CARRIED}
+        space = self.space(Auto(carried, "auto"), plan.num_devices)
+        return explain(self.question, space, plan)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a search.
+
+    Args:
+      auto: the words that are fixed.
+      num_devices: numbers of devices that may be taken.
+      objective: what is to be least.
+      top: how many plans are wanted.
+      refused: plans that turned out not to work: what made them so is left out.
+      memory: bytes a device that a plan may need; None: what the device has.
+    """
+
+    num_devices: tuple[int, ...]
+    auto: Auto = field(default_factory=Auto)
+    objective: Objective = "time"
+    top: int = 1
+    refused: tuple[Plan, ...] = ()
+    memory: int | None = None
+
+    def limit(self, space: Space) -> Space:
+        """`space` without what has been refused: the word that is the likeliest reason."""
+        for plan in self.refused:
+            if plan.pipeline.size > 1:
+                space = replace(space, stacks=())
+            elif plan.model_size > 1 or plan.sequence.mode == "gather":
+                space = replace(space, without=space.without | {words_of(plan)})
+            else:
+                space = replace(space, cuts_batch=False)
+        return space
+
+
+def _simplest_first(best: Sequence[Scored]) -> list[Scored]:
+    """Plans that nobody could tell apart without a measurement come in the order of their words."""
+    most = (1 + UNTOLD) * min((each.time for each in best), default=0.0)
+    near = [each for each in best if each.time <= most]
+    near.sort(key=lambda each: (each.num_devices, len(str(each.plan).split())))
+    return [*near, *(each for each in best if each.time > most)]
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize

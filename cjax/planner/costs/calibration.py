@@ -1,0 +1,188 @@
+"""How far real devices and software stay behind the datasheet: a few constants a card, each with where it is from.
+
+The constants of cards were fitted, all at once, on published training runs (`experiments/planner.py`, whose log is in
+docs/results), with one factor for each system whose runs these are. They are shares of the datasheet's rates, so that a
+card of the same kind with other memory or links needs none of its own.
+"""
+
+import dataclasses
+import math
+
+from cjax.planner.hardware import Hardware
+
+TEN_PERCENT = 1.2815515594600038  # of a normal distribution lies above so many standard deviations
+
+
+@dataclasses.dataclass(frozen=True)
+class Software:
+    """What a training system does with a plan, as far as time depends on it. The defaults are cjax's.
+
+    Args:
+      is_lockstep: whether all stages of a pipeline wait for each other in each tick.
+      gradient_bytes: of an element of a gradient as devices add it up; 0 for cjax's: the precision's, and float32 where
+        micro-batches were added up before.
+      weight_bytes: of an element of a parameter as ZeRO 1 and 2 gather it behind the optimizer.
+      reduces_each: whether gradients are reduced in each micro-batch under every ZeRO stage.
+      is_fused: whether a kernel computes attention where it can.
+      fuses_split: the same where positions are split over devices.
+      masks_whole: whether causal attentions compute the half that is masked, too.
+      passes: passes over memory for each that a compiler which fuses well would make, outside of matmuls.
+      hides_tensor: whether transfers of tensor parallelism are cut up and laid beside the matmul that needs them.
+      hides_gradients: whether gradients are reduced beside the backward pass.
+      rings: adapters that a collective between hosts uses; 0 for one for each member on a host.
+      adds_in_matmuls: whether a matmul adds a gradient to that of the micro-batches before, in place of a pass for it.
+      cuts_sends: whether the devices of a tensor axis send a stage's output in parts, each its own.
+    """
+
+    is_lockstep: bool = True
+    gradient_bytes: float = 0.0
+    weight_bytes: float = 4.0
+    reduces_each: bool = False
+    is_fused: bool = True
+    fuses_split: bool = False
+    masks_whole: bool = False
+    passes: float = 1.0
+    hides_tensor: bool = False
+    hides_gradients: bool = True
+    rings: int = 0
+    adds_in_matmuls: bool = False
+    cuts_sends: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What turns the datasheet's seconds into those of a clock.
+
+    Args:
+      source: where the constants are from, for the user.
+      cores: of the chip, among which the tiles of a matmul's result are shared out; 0 for what has no tiles.
+      shares_cores: whether the devices are virtual, and share one processor's cores.
+      matmul: share of the peak that a large aligned matmul reaches.
+      attention: share of the peak that a flash kernel reaches.
+      thin: how soon matmuls get slower as their least dim shrinks: half the rate at `thin` x peak / memory bandwidth.
+      memory: share of the memory's bandwidth that elementwise operations reach.
+      links, adapters: shares of the links' and of the network adapters' bandwidth that collectives reach.
+      latency: seconds a collective takes for each member on a host; `hop`: for each host on its way.
+      hidden_data, hidden_gather, hidden_tensor, hidden_pipeline: share of transfers that is hidden where there is
+        computation beside: of gradients, ZeRO-3's parameters, tensor parallelism, stages.
+      overlapped: the same of transfers that were cut up to lie beside the computation that needs them.
+      launch: seconds of a layer's pass that no size explains.
+      step: seconds of a step that nothing here explains.
+      straggling: share of a step by which it gets longer with each doubling of hosts.
+      faster: how much faster than in 16 bits the layers' matmuls are (float8; 1 elsewhere), of a peak `peak` times as
+        high.
+      factor: how much faster all is than this says; from runs of the same software.
+      spread: standard deviation of log time around the prediction.
+      software: what runs the plan.
+    """
+
+    source: str
+    cores: int = 108
+    matmul: float = 0.75
+    attention: float = 0.35
+    thin: float = 0.3
+    memory: float = 0.8
+    links: float = 0.8
+    adapters: float = 0.6
+    latency: float = 6e-6
+    hop: float = 20e-6
+    hidden_data: float = 0.4
+    hidden_gather: float = 0.6
+    hidden_tensor: float = 0.1
+    hidden_pipeline: float = 0.9
+    overlapped: float = 0.6
+    launch: float = 2e-5
+    step: float = 5e-3
+    straggling: float = 0.004
+    faster: float = 1.0
+    peak: float = 1.0
+    factor: float = 1.0
+    spread: float = 0.1
+    shares_cores: bool = False
+    software: Software = Software()
+
+    def measured(self, ratio: float, source: str) -> "Calibration":
+        """This one after a step of the program itself took `ratio` times what was predicted."""
+        return dataclasses.replace(
+            self, factor=self.factor / ratio, spread=min(self.spread, MEASURED_SPREAD), source=source
+        )
+
+
+MEASURED_SPREAD = 0.06  # of other plans of a program, once one was measured
+
+
+# Fitted by `experiments/planner.py`, which prints them; "JAX" is the factor of JAX's runs, "unseen" the spread of runs of
+# a system that the fit had not seen. A kernel of 2023 on H100 reached 0.18 of its peak where today's reach 0.29.
+FITTED = {
+    "matmul V100": 0.7948,
+    "matmul A100": 0.8152,
+    "matmul H100": 0.7117,
+    "faster": 1.498,
+    "attention A100": 0.3242,
+    "attention H100 2023": 0.1803,
+    "attention H100 2024": 0.2893,
+    "thin": 0.7446,
+    "memory": 0.9498,
+    "links": 0.8749,
+    "adapters": 0.6124,
+    "latency": 3.547e-05,
+    "hop": 3.688e-05,
+    "hidden data": 0.5875,
+    "hidden gather": 0.4417,
+    "hidden tensor": 0.1881,
+    "overlapped": 0.9132,
+    "hidden pipeline": 0.7635,
+    "step": 0.04233,
+    "straggling": 0.00172,
+    "JAX": 0.9918,
+    "unseen": 0.1178,
+}
+
+_STEP = 1e-2  # seconds that a step takes beside a program that holds all of it, optimizer too
+_LAUNCH = 1e-5
+_RUNS = {"V100": 21, "A100": 275, "H100": 104}
+_CORES = {"V100": 80, "A100": 108, "H100": 132}
+_KERNEL = {"V100": "attention A100", "A100": "attention A100", "H100": "attention H100 2024"}
+# Operations at the peak for each byte of memory, which says most about a chip's generation.
+_OPERATIONS_PER_BYTE = {"V100": 139.0, "A100": 153.0, "H100": 295.0}
+# Chips of which there are no runs: whose shares they are given. The first are the same chip, with other memory or links.
+_LIKE = {"H200": "H100", "H800": "H100", "GH200": "H100", "A800": "A100"}
+
+
+def _of_chip(chip: str) -> Calibration:
+    shared = ("thin", "memory", "links", "adapters", "latency", "hop", "overlapped", "straggling")
+    hidden = ("hidden data", "hidden gather", "hidden tensor", "hidden pipeline")
+    return Calibration(
+        f"fitted on {_RUNS[chip]} published runs on {chip}, with the factor of JAX's runs",
+        cores=_CORES[chip],
+        matmul=FITTED[f"matmul {chip}"],
+        attention=FITTED[_KERNEL[chip]],
+        launch=_LAUNCH,
+        step=_STEP,
+        factor=FITTED["JAX"],
+        spread=FITTED["unseen"],
+        **{name: FITTED[name] for name in shared},
+        **{name.replace(" ", "_"): FITTED[name] for name in hidden},
+    )
+
+
+def calibration_of(hardware: Hardware) -> Calibration | None:
+    """The constants for these devices; None where nothing is known of their rates, as of CPUs.
+
+    A card with a datasheet but without runs gets the shares of the one nearest to it, and a wider interval.
+    """
+    if hardware.bf16_flops is None or hardware.memory_bandwidth is None:
+        return None
+    words = hardware.name.upper().replace("-", " ").split()
+    for chip in _RUNS:
+        if any(word.startswith(chip) for word in words):
+            return _of_chip(chip)
+    for name, chip in _LIKE.items():
+        if any(word.startswith(name) for word in words):
+            found = _of_chip(chip)
+            return dataclasses.replace(found, source=f"{found.source}, the same chip", spread=1.2 * found.spread)
+    ratio = hardware.bf16_flops / hardware.memory_bandwidth
+    chip = min(_RUNS, key=lambda name: abs(math.log(ratio / _OPERATIONS_PER_BYTE[name])))
+    found = _of_chip(chip)
+    source = f"no published run on {hardware.name} is known; of the nearest chip: {found.source}"
+    return dataclasses.replace(found, source=source, spread=2 * found.spread)

@@ -1,0 +1,180 @@
+"""What a device computes in one pass over a part of the model: seconds at the datasheet's rates, and what slows them.
+
+A matmul runs in tiles that the chip's cores take in waves, so a result that cuts into few tiles leaves cores without
+work, and one with a small dim is waited for at the memory. Both are counted here, product by product; how much of the
+peak a large one reaches is the calibration's.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from cjax.planner.costs.calibration import Calibration
+from cjax.planner.hardware import Hardware
+from cjax.planner.work import BATCH, AttentionWork, Dims, Part, Product, Split, Value, elements
+
+# Results of a tile, and how well it runs beside the largest.
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.8))
+WIDE, NARROW = 64, 8  # tensor cores want dims that these divide
+UNALIGNED, CROOKED = 1.2, 9.0  # times slower where they don't
+LEAST_INNER = 1024  # of the parts of a product that is cut along the dim it adds up over, so that all cores have some
+FUSED_BACK = 2.5  # a flash kernel's backward pass in forward passes: five products for two
+SCORE_PASSES = 5.0  # over scores that no kernel keeps from the memory: made, masked, normalised, dropped out, read
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One micro-batch on its way through one part in one direction; arrays [plans], seconds at full rates.
+
+    Args:
+      matmul: with what alignment and waves cost.
+      thin: what small dims add for each unit of `Calibration.thin`.
+      attention: of flash kernels.
+      touched: of elementwise operations.
+      matmul_least, attention_least: without any loss.
+      flops: of all of it.
+    """
+
+    matmul: np.ndarray
+    thin: np.ndarray
+    attention: np.ndarray
+    touched: np.ndarray
+    matmul_least: np.ndarray
+    attention_least: np.ndarray
+    flops: np.ndarray
+
+    @classmethod
+    def none(cls, count: int) -> "Pass":
+        return cls(*(np.zeros(count) for _ in dataclasses.fields(cls)))
+
+    def __add__(self, other: "Pass") -> "Pass":
+        return Pass(*(mine + theirs for mine, theirs in zip(self.arrays, other.arrays, strict=True)))
+
+    def __mul__(self, times: np.ndarray | float) -> "Pass":
+        return Pass(*(array * times for array in self.arrays))
+
+    def __getitem__(self, rows: np.ndarray) -> "Pass":
+        return Pass(*(array[rows] for array in self.arrays))
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+
+
+class Chip:
+    """One device at work on a share of the batch.
+
+    Args:
+      hardware: its rates; ones that it does not know count as infinite.
+      calibration: its cores, and what its software does.
+      split: what the tensor and sequence words split.
+      share: parts into which data parallelism and micro-batches cut the batch. [plans]
+      is_half: whether it computes in 2 bytes. [plans]
+    """
+
+    def __init__(
+        self, hardware: Hardware, calibration: Calibration, split: Split, share: np.ndarray, is_half: np.ndarray
+    ) -> None:
+        self._split, self._share, self._is_half = split, share, is_half
+        self._software, self._cores = calibration.software, calibration.cores
+        half, whole = (hardware.matmul_flops(name) or np.inf for name in ("bfloat16", "float32"))
+        self._peak = np.where(is_half, half, whole)
+        self._memory = hardware.memory_bandwidth or np.inf
+        self._item = np.where(is_half, 2.0, 4.0)
+
+    def passes(self, part: Part) -> tuple[Pass, Pass]:
+        """Forward and backward through one layer of the part."""
+        there = back = Pass.none(len(self._share))
+        for product in part.products:
+            f, b = self._product(product)
+            there, back = there + f, back + b
+        for attention in part.attentions:
+            f, b = self._attention(attention)
+            there, back = there + f, back + b
+        # What is read and written forward is read and written for the gradient, beside the gradient itself.
+        touched = sum((self._bytes(value) for value in part.touched), np.zeros(len(self._share)))
+        touched = touched * self._software.passes / self._memory
+        return there + self._touching(touched), back + self._touching(2 * touched)
+
+    def _local(self, dims: Dims) -> np.ndarray:
+        share = self._share if any(name == BATCH for name, _ in dims) else 1.0
+        return np.maximum(elements(dims) / self._split.parts_of(dims) / share, 1.0) * np.ones_like(self._share)
+
+    def _bytes(self, value: Value) -> np.ndarray:
+        size = np.where(self._is_half & value.is_computed, min(2, value.itemsize), value.itemsize)
+        share = self._share if any(name == BATCH for name, _ in value.dims) else 1.0
+        return value.times * size * self._split.local(value.dims) / share
+
+    def _touching(self, seconds: np.ndarray) -> Pass:
+        return dataclasses.replace(Pass.none(len(self._share)), touched=seconds)
+
+    def _product(self, product: Product) -> tuple[Pass, Pass]:
+        sizes = (self._local(dims) for dims in (product.batch, product.rows, product.inner, product.outer))
+        batch, rows, inner, outer = sizes
+        there = self._matmul(batch, rows, inner, outer)
+        back = self._matmul(batch, rows, outer, inner) + self._matmul(batch, inner, rows, outer)
+        return there * product.times, back * product.times
+
+    def _matmul(self, batch: np.ndarray, rows: np.ndarray, inner: np.ndarray, outer: np.ndarray) -> Pass:
+        """[batch, rows, inner] x [batch, inner, outer]."""
+        flops = 2 * batch * rows * inner * outer
+        least = flops / self._peak
+        matmul = least
+        if self._cores:
+            matmul = least * _misaligned(inner, outer, rows) / _busy(batch, rows, inner, outer, self._cores)
+        dim = np.minimum(np.minimum(rows, inner), outer)
+        thin = matmul * self._peak / self._memory * (self._item / 2) / dim
+        none = np.zeros_like(flops)
+        return Pass(matmul, thin, none, none, least, none, flops)
+
+    def _attention(self, work: AttentionWork) -> tuple[Pass, Pass]:
+        sizes = (self._local(dims) for dims in (work.batch, work.heads, work.queries, work.keys))
+        batch, heads, queries, keys = sizes
+        # Positions that an axis splits are in one of the two dims.
+        scores = self._local((*work.batch, *work.heads, *work.queries, *work.keys)) * work.times
+        flops = 4 * scores * work.features
+        is_fused = self._is_half & self._fuses(work)
+        halved = 0.5 if work.is_causal else 1.0
+        kernel = flops * (1.0 if self._software.masks_whole else halved) / self._peak
+        least = flops * halved / self._peak
+        none = np.zeros_like(flops)
+        fused = Pass(none, none, kernel, none, none, least, flops * halved)
+        whole = scores / (queries * keys)  # matmuls of [queries, keys]
+        plain = self._matmul(whole, queries, np.full_like(keys, work.features), keys)
+        plain = plain + self._matmul(whole, queries, keys, np.full_like(keys, work.features))
+        plain = plain + self._touching(SCORE_PASSES * scores * self._item / self._memory)
+        return _either(is_fused, fused, plain), _either(is_fused, fused * FUSED_BACK, plain * 2)
+
+    def _fuses(self, work: AttentionWork) -> bool:
+        if not (self._software.is_fused and work.is_fused):
+            return False
+        return self._software.fuses_split or self._split.parts_of(work.queries) == 1
+
+
+def _either(condition: np.ndarray, one: Pass, other: Pass) -> Pass:
+    return Pass(*(np.where(condition, mine, theirs) for mine, theirs in zip(one.arrays, other.arrays, strict=True)))
+
+
+def _misaligned(*dims: np.ndarray) -> np.ndarray:
+    """How many times slower a matmul of these dims runs for their sake; rows may be any number."""
+    inner, outer, _ = (np.ceil(dim) for dim in dims)
+    worst = np.ones_like(inner)
+    for dim in (inner, outer):
+        slow = np.where(dim % NARROW != 0, CROOKED, np.where(dim % WIDE != 0, UNALIGNED, 1.0))
+        worst = np.maximum(worst, slow)
+    return worst
+
+
+def _busy(batch: np.ndarray, rows: np.ndarray, inner: np.ndarray, outer: np.ndarray, cores: int) -> np.ndarray:
+    """Share of the cores' time that goes into the result, for the tiles and the cut of `inner` that suit it best."""
+    best = np.zeros_like(rows)
+    for high, wide, efficiency in TILES:
+        tiles = batch * np.ceil(rows / high) * np.ceil(outer / wide)
+        used = batch * rows * outer / (high * wide)
+        for parts in (1, 2, 4, 8):
+            waves = np.ceil(tiles * parts / cores)
+            busy = efficiency * used * parts / (waves * cores)
+            best = np.maximum(
+                best, np.where((parts == 1) | ((inner / parts >= LEAST_INNER) & (tiles < cores)), busy, 0.0)
+            )
+    return best

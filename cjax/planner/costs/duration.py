@@ -1,0 +1,264 @@
+"""How long a plan's step takes: parts that add up, an interval around the sum, and a bound that no fit is part of."""
+
+import dataclasses
+
+import numpy as np
+
+from cjax.planner.costs.calibration import TEN_PERCENT, Calibration
+from cjax.planner.costs.compute import Pass
+from cjax.planner.costs.ideal import Ideal, Ways, ideal
+from cjax.planner.costs.pipelines import asynchronous, makespan, ticks
+from cjax.planner.costs.transfers import Transfer
+from cjax.planner.hardware import Hardware
+from cjax.planner.table import REMATS, SCHEDULES, Table
+from cjax.planner.work import Split, Work
+
+PARTS = (
+    "matmul", "attention", "elementwise", "recompute", "tensor", "sequence", "data", "gather", "pipeline", "bubble",
+    "optimizer", "overhead",
+)  # fmt: skip
+
+# Share of a step that nine of ten published runs spend outside of matmuls, attention and bubbles, and how uncertain what
+# goes beyond it is.
+USUAL, UNKNOWN = 0.4, 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Durations:
+    """Seconds of a step, and what they are spent on; arrays [plans].
+
+    Args:
+      matmul, attention, elementwise: what is computed once, forward and backward, on the slowest stage of a pipeline.
+      recompute: what of it is computed again for the backward pass.
+      tensor, sequence: their collectives, as far as nothing hides them. The same goes for all transfers here.
+      data: gradients, and parameters behind the optimizer under ZeRO 1 and 2.
+      gather: parameters under ZeRO-3.
+      pipeline: a stage's output on its way to the next.
+      bubble: stages that wait.
+      optimizer: the optimizer.
+      overhead: what a step takes beside all that; stragglers among many hosts.
+      hidden: transfers that go on beside computation. No part of the total.
+      bound: no software takes less on this hardware.
+      low, high: the ends of an 80 % interval around the total.
+      flops: that a device computes, what is computed again with it.
+      moved: bytes that a device receives, by axis.
+    """
+
+    matmul: np.ndarray
+    attention: np.ndarray
+    elementwise: np.ndarray
+    recompute: np.ndarray
+    tensor: np.ndarray
+    sequence: np.ndarray
+    data: np.ndarray
+    gather: np.ndarray
+    pipeline: np.ndarray
+    bubble: np.ndarray
+    optimizer: np.ndarray
+    overhead: np.ndarray
+    hidden: np.ndarray
+    bound: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    flops: np.ndarray
+    moved: dict[str, np.ndarray]
+
+    @property
+    def total(self) -> np.ndarray:
+        return sum((getattr(self, part) for part in PARTS), np.zeros_like(self.matmul))
+
+
+def durations(work: Work, split: Split, table: Table, hardware: Hardware, calibration: Calibration) -> Durations:
+    """How long a step takes under each plan of a table.
+
+    Args:
+      work: the model and its batch.
+      split: what the table's tensor and sequence words make of it.
+      table: the plans.
+      hardware: the devices. Links that it does not know cost nothing.
+      calibration: what they and their software make of the datasheet.
+    """
+    return timed(ideal(work, split, table, hardware, calibration), calibration)
+
+
+def timed(plans: Ideal, calibration: Calibration) -> Durations:
+    """The same of plans that were looked at before."""
+    return _Clock(plans, calibration).durations()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seconds:
+    """One micro-batch through one stretch, one way."""
+
+    matmul: np.ndarray
+    attention: np.ndarray
+    elementwise: np.ndarray
+    recompute: np.ndarray
+    tensor: np.ndarray
+    sequence: np.ndarray
+    hidden: np.ndarray
+
+    @property
+    def total(self) -> np.ndarray:
+        return self.matmul + self.attention + self.elementwise + self.recompute + self.tensor + self.sequence
+
+
+class _Clock:
+    def __init__(self, plans: Ideal, calibration: Calibration) -> None:
+        self._plans, self._constants = plans, calibration
+
+    def durations(self) -> Durations:
+        plans, constants = self._plans, self._constants
+        software = constants.software
+        layer, first, last = (self._both(ways, ways is plans.layer) for ways in (plans.layer, plans.first, plans.last))
+        piped = plans.stages > 1
+        # The stage that is waited for: the one with what comes before the layers, or the one with what comes after.
+        early = plans.full * _sum(layer) + _sum(first)
+        late = plans.short * _sum(layer) + _sum(last)
+        is_late = piped & (late > early)
+        layers = np.where(is_late, plans.short, plans.full)
+        weights = (layers, 1.0 * ~is_late, 1.0 * (is_late | ~piped))
+        computed = np.where(piped, np.maximum(early, late), early + _sum(last))
+        if constants.shares_cores:
+            # A stage that waits leaves the cores to the others: what counts is an average stage's work.
+            layers, ends = plans.layers / plans.stages, 1.0 / plans.stages
+            weights, computed = (layers, ends, ends), layers * _sum(layer) + ends * (_sum(first) + _sum(last))
+        found = {
+            name: plans.microbatches
+            * sum(
+                weight * sum(getattr(way, name) for way in ways)
+                for weight, ways in zip(weights, (layer, first, last), strict=True)
+            )
+            for name in ("matmul", "attention", "elementwise", "recompute", "tensor", "sequence", "hidden")
+        }
+        back = plans.full * layer[1].total + first[1].total + last[1].total
+        found["elementwise"] = found["elementwise"] + plans.accumulate * plans.microbatches / constants.memory
+        found["gather"], beside = self._exposed(plans.gather, plans.microbatches * computed, constants.hidden_gather)
+        each, beside_each = self._exposed(plans.reduce_each, plans.microbatches * computed, constants.hidden_data)
+        hidden = constants.hidden_data if software.hides_gradients else 0.0
+        once, beside_once = self._exposed(plans.reduce, back, hidden)
+        found["data"] = each + once
+        found["hidden"] = found["hidden"] + beside + beside_each + beside_once
+        found["bubble"], found["pipeline"] = self._pipelines(layer, first, last, computed)
+        found["optimizer"] = plans.optimizer / constants.memory
+        spent = sum(found[name] for name in found if name != "hidden")
+        found["overhead"] = constants.step + constants.straggling * np.log2(plans.hosts) * spent
+        found = {name: seconds / constants.factor for name, seconds in found.items()}
+        total = sum(found[name] for name in PARTS)
+        wide = np.exp(TEN_PERCENT * self._spread(found, total))
+        return Durations(
+            **found, bound=self._bound(), low=total / wide, high=total * wide, flops=self._flops(), moved=plans.moved
+        )
+
+    def _spread(self, found: dict[str, np.ndarray], total: np.ndarray) -> np.ndarray:
+        """Wider for plans that spend more outside of matmuls and attention than the runs that were fitted on."""
+        seldom = 1 - sum(found[name] for name in ("matmul", "attention", "recompute", "bubble")) / total
+        return np.hypot(self._constants.spread, UNKNOWN * np.maximum(0.0, seldom - USUAL))
+
+    # -- one micro-batch ----------------------------------------------------------------------------------------------
+    def _both(self, ways: Ways, is_layer: bool) -> tuple[_Seconds, _Seconds]:
+        there = self._way(ways.forward, ways.tensor_forward, ways.sequence_forward, is_layer, 1.0)
+        back = self._way(ways.backward, ways.tensor_backward, ways.sequence_backward, is_layer, 2.0)
+        if not is_layer:
+            return there, back
+        remat = self._plans.remat
+        light = there.attention + there.elementwise
+        again = np.where(remat == REMATS.index("dots"), light, 0.0)
+        is_whole = remat == REMATS.index("block")
+        again = np.where(is_whole, there.matmul + light, again)
+        return there, dataclasses.replace(
+            back,
+            recompute=again,
+            tensor=back.tensor + is_whole * there.tensor,
+            sequence=back.sequence + is_whole * there.sequence,
+            hidden=back.hidden + is_whole * there.hidden,
+        )
+
+    def _way(self, one: Pass, tensor: Transfer, sequence: Transfer, is_layer: bool, launches: float) -> _Seconds:
+        constants = self._constants
+        share = constants.matmul * (constants.faster if is_layer else 1.0)
+        thin = constants.thin * (constants.faster if is_layer else 1.0)
+        matmul = (one.matmul + thin * one.thin) / share
+        attention = one.attention / constants.attention
+        elementwise = one.touched / constants.memory + constants.launch * launches * is_layer
+        computed = matmul + attention + elementwise
+        hidden = constants.overlapped if constants.software.hides_tensor else constants.hidden_tensor
+        tensor_seconds, beside = self._exposed(tensor, computed, hidden)
+        sequence_seconds, beside_too = self._exposed(sequence, computed, constants.overlapped)
+        none = np.zeros_like(matmul)
+        return _Seconds(matmul, attention, elementwise, none, tensor_seconds, sequence_seconds, beside + beside_too)
+
+    def _exposed(self, transfer: Transfer, computed: np.ndarray, hidden: float) -> tuple[np.ndarray, np.ndarray]:
+        """What of a transfer is waited for, and what is not."""
+        constants = self._constants
+        seconds = transfer.seconds(constants.links, constants.adapters, constants.latency, constants.hop)
+        beside = hidden * np.minimum(seconds, computed)
+        return seconds - beside, beside
+
+    # -- pipelines ----------------------------------------------------------------------------------------------------
+    def _pipelines(
+        self, layer: tuple, first: tuple, last: tuple, computed: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Bubble, and transfers between stages."""
+        plans, constants = self._plans, self._constants
+        send = plans.send.seconds(constants.links, constants.adapters, constants.latency, constants.hop)
+        bubble, sent = np.zeros_like(computed), np.zeros_like(computed)
+        if not (plans.stages > 1).any():
+            return bubble, sent
+        if constants.shares_cores:
+            return bubble, np.where(plans.stages > 1, 2 * plans.microbatches * plans.chunks * send, 0.0)
+        # Half of a matmul's gradients are of weights.
+        weight = plans.full * layer[1].matmul / 2
+        if not constants.software.is_lockstep:
+            forward, backward = plans.full * layer[0].total, plans.full * layer[1].total - weight
+            for number, name in enumerate(SCHEDULES):
+                waits = asynchronous(name, plans.stages, plans.chunks, forward, backward, weight)
+                bubble = np.where((plans.schedule == number) & (plans.stages > 1), waits, bubble)
+            sent = (1 - constants.hidden_pipeline) * 2 * plans.microbatches * plans.chunks * send
+            return bubble, np.where(plans.stages > 1, sent, 0.0)
+        forward = (plans.full * layer[0].total + first[0].total) / plans.chunks
+        # What comes after the layers runs forwards and backwards in the tick of a B.
+        tail = plans.short * layer[1].total + last[0].total + last[1].total
+        whole = np.maximum(plans.full * layer[1].total + first[1].total, tail)
+        backward, weight = (whole - weight) / plans.chunks, weight / plans.chunks
+        columns = np.stack([plans.schedule, plans.stages, plans.microbatches, plans.chunks])
+        kinds, place = np.unique(columns[:, plans.stages > 1].astype(int), axis=1, return_inverse=True)
+        at = np.flatnonzero(plans.stages > 1)
+        for i, (schedule, stages, microbatches, chunks) in enumerate(kinds.T):
+            rows = at[place.reshape(-1) == i]
+            found = ticks(SCHEDULES[schedule], int(stages), int(microbatches), int(chunks))
+            args = (forward[rows], backward[rows], weight[rows])
+            alone = makespan(found, *args, np.zeros(len(rows)))
+            bubble[rows] = np.maximum(alone - microbatches * computed[rows], 0.0)
+            sent[rows] = makespan(found, *args, send[rows]) - alone
+        return bubble, sent
+
+    # -- what no software saves ---------------------------------------------------------------------------------------
+    def _least(self, ways: Ways, peak: float) -> np.ndarray:
+        again = self._again(ways)
+        passes = (ways.forward * (1 + again), ways.backward)
+        return sum((one.matmul_least + one.attention_least) / peak for one in passes)
+
+    def _again(self, ways: Ways) -> np.ndarray:
+        whole = self._plans.remat == REMATS.index("block")
+        return 1.0 * (whole if ways is self._plans.layer else np.zeros_like(whole))
+
+    def _bound(self) -> np.ndarray:
+        """Arithmetic at the peak, or the longest of the transfers at full rate: either could hide the other."""
+        plans = self._plans
+        layer, first, last = (
+            self._least(ways, self._constants.peak) for ways in (plans.layer, plans.first, plans.last)
+        )
+        return plans.microbatches * (plans.layers * layer + first + last) / plans.stages
+
+    def _flops(self) -> np.ndarray:
+        plans = self._plans
+        layer, first, last = (
+            ways.forward.flops * (1 + self._again(ways)) + ways.backward.flops
+            for ways in (plans.layer, plans.first, plans.last)
+        )
+        return plans.microbatches * (plans.layers * layer + first + last) / plans.stages
+
+
+def _sum(ways: tuple[_Seconds, _Seconds]) -> np.ndarray:
+    return ways[0].total + ways[1].total

@@ -1,0 +1,261 @@
+"""What plans do in a step, in seconds at the datasheet's rates: all that is no constant of a calibration.
+
+The split in two is for the fit as well as for the speed: what depends on plans alone is counted once, whatever the
+constants are that it is multiplied with.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from cjax.pipeline.partition import partition
+from cjax.planner.costs.calibration import Calibration
+from cjax.planner.costs.compute import Chip, Pass
+from cjax.planner.costs.transfers import Group, Transfer, group_of
+from cjax.planner.hardware import Hardware
+from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, Table
+from cjax.planner.work import Move, Part, Split, Work
+
+WITH_DATA = ("sequence", "depth")  # axes of a copy along which weights are alike, and gradients are added up
+MASTER = 4.0  # bytes of a parameter, and of a gradient that was added up
+
+
+@dataclasses.dataclass(frozen=True)
+class Ways:
+    """One micro-batch through one stretch of the model on one device.
+
+    Args:
+      forward, backward: what is computed.
+      tensor_forward, tensor_backward, sequence_forward, sequence_backward: what the words' collectives receive.
+      gather: of one pass of ZeRO-3 over it, forward or backward.
+      held: parameters that a device holds whole while it computes, on its share of the tensor axes.
+    """
+
+    forward: Pass
+    backward: Pass
+    tensor_forward: Transfer
+    tensor_backward: Transfer
+    sequence_forward: Transfer
+    sequence_backward: Transfer
+    gather: Transfer
+    held: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Ideal:
+    """Plans' steps; arrays [plans].
+
+    Args:
+      first, layer, last: what comes before the layers, an average layer, what comes after.
+      layers: in all; `full` of them are on the stage that has most, `short` on the one with the last part.
+      stages, chunks, microbatches, schedule, remat: the plan's.
+      reduce: gradients once a step, and parameters after them; `reduce_each` gradients with each micro-batch.
+      gather: ZeRO-3's parameters, layers' once for each direction; what is outside of them is kept from one to the other.
+      send: a stage's output to the next.
+      optimizer: the optimizer's pass over memory; `accumulate` that of one micro-batch's gradients.
+      hosts: that the devices are on.
+      moved: bytes a device receives in a step, by axis.
+    """
+
+    first: Ways
+    layer: Ways
+    last: Ways
+    layers: np.ndarray
+    full: np.ndarray
+    short: np.ndarray
+    stages: np.ndarray
+    chunks: np.ndarray
+    microbatches: np.ndarray
+    schedule: np.ndarray
+    remat: np.ndarray
+    reduce: Transfer
+    reduce_each: Transfer
+    gather: Transfer
+    send: Transfer
+    optimizer: np.ndarray
+    accumulate: np.ndarray
+    hosts: np.ndarray
+    moved: dict[str, np.ndarray]
+
+
+def ideal(work: Work, split: Split, table: Table, hardware: Hardware, calibration: Calibration) -> Ideal:
+    """Of plans that share their tensor and sequence words."""
+    return _Plans(work, split, table, hardware, calibration).ideal()
+
+
+class _Plans:
+    """A table at work: what its columns make of each size."""
+
+    def __init__(self, work: Work, split: Split, table: Table, hardware: Hardware, calibration: Calibration) -> None:
+        self._work, self._split, self._table, self._hardware = work, split, table, hardware
+        self._software = calibration.software
+        self._inner = split.num_devices  # neighbours that share a copy's stage
+        self._is_half = table.precision != PRECISIONS.index("float32")
+        self._item = np.where(self._is_half, 2.0, 4.0)
+        # What a device computes with one micro-batch depends on the batch's share and on the precision alone.
+        keys = np.stack([table.data * table.microbatches, self._is_half])
+        (shares, halves), self._place = np.unique(keys, axis=1, return_inverse=True)
+        self._place = self._place.reshape(-1)
+        self._chip = Chip(hardware, calibration, split, shares.astype(float), halves.astype(bool))
+        self._share = (table.data * table.microbatches).astype(float)
+
+    def ideal(self) -> Ideal:
+        table, work, hardware = self._table, self._work, self._hardware
+        stacks = [i for i, part in enumerate(work.parts) if part.repeats > 1]
+        cut = stacks[0] if stacks else len(work.parts)
+        first = self._ways([(i, 1.0) for i in range(cut)])
+        last = self._ways([(i, 1.0) for i in range(cut, len(work.parts)) if i not in stacks])
+        num = max(1, work.num_layers)
+        layer = self._ways([(i, work.parts[i].repeats / num) for i in stacks])
+        full, short = self._stages([work.parts[i] for i in stacks], first, layer, last)
+        ends = first.held + last.held if self._software.is_lockstep else np.maximum(first.held, last.held)
+        ends = np.where(table.pipeline > 1, ends, first.held + last.held)
+        held = full * layer.held + ends
+        scatter, between, weights, each = self._reduce(held)
+        gradients = scatter + between
+        often = np.where(each, table.microbatches, 1)
+        gathers = (layer.gather * (2 * full) + first.gather + last.gather) * table.microbatches
+        stream = work.parts[stacks[0]].stream if stacks else None
+        bytes_ = self._item * self._split.local(stream.dims) / self._share if stream else np.zeros(len(table))
+        if self._software.cuts_sends and stream:
+            bytes_ = bytes_ * self._split.parts_of(stream.dims) / self._inner
+        stage_stride = self._inner * table.data
+        send = Transfer.over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
+        adds = (table.microbatches > 1) & (not self._software.adds_in_matmuls)
+        states = np.where(table.zero >= 1, table.zero_group, 1)
+        memory = hardware.memory_bandwidth or np.inf
+        return Ideal(
+            first, layer, last, np.full(len(table), float(work.num_layers)), full, short,
+            table.pipeline.astype(float), table.chunks.astype(float), table.microbatches.astype(float),
+            table.schedule, table.remat, gradients * ~each + weights, gradients * (each * table.microbatches), gathers, send,
+            # Parameters and state are read and written, gradients read, computed copies written.
+            held / states * (2 * MASTER * (1 + work.optimizer_bytes) + MASTER + self._item) / memory,
+            held * (self._item + 2 * MASTER) / memory * adds,
+            np.ceil(table.data * table.pipeline * self._inner / hardware.devices_per_host),
+            self._received(
+                full, gathers + weights, scatter * often, between * often, send
+            ),
+        )  # fmt: skip
+
+    def _received(
+        self, full: np.ndarray, gathered: Transfer, scattered: Transfer, between: Transfer, send: Transfer
+    ) -> dict[str, np.ndarray]:
+        """Bytes a device receives in a step, by mesh axis."""
+        table = self._table
+        again = 1.0 + (table.remat == REMATS.index("block"))
+        moved: dict[str, np.ndarray] = {}
+        for part, moves in zip(self._work.parts, self._split.moves, strict=True):
+            layers = full * part.repeats / max(1, self._work.num_layers) if part.repeats > 1 else 1.0
+            for move in moves:
+                times = layers * (again if move.is_forward and part.repeats > 1 else 1.0) * table.microbatches
+                axis = "+".join(move.axes)
+                moved[axis] = moved.get(axis, np.zeros(len(table))) + times * self._moved(move).bytes
+        is_group = (table.zero > 0) & (table.zero_group < table.data)
+        grouped = gathered.bytes + scattered.bytes
+        moved["zero"] = grouped * is_group
+        moved["data"] = between.bytes + grouped * ~is_group
+        moved["pipe"] = 2 * send.bytes * table.microbatches * table.chunks * (table.pipeline > 1)
+        return {axis: bytes_ for axis, bytes_ in moved.items() if bytes_.any()}
+
+    # -- one pass -----------------------------------------------------------------------------------------------------
+    def _ways(self, parts: list[tuple[int, float]]) -> Ways:
+        count = len(self._table)
+        there = back = Pass.none(count)
+        moves = {name: Transfer.none(count) for name in ("tensor_f", "tensor_b", "sequence_f", "sequence_b")}
+        gather, held = Transfer.none(count), np.zeros(count)
+        for i, times in parts:
+            f, b = self._chip.passes(self._work.parts[i])
+            there, back = there + f[self._place] * times, back + b[self._place] * times
+            for move in self._split.moves[i]:
+                name = ("sequence" if "sequence" in move.axes else "tensor") + ("_f" if move.is_forward else "_b")
+                moves[name] = moves[name] + self._moved(move) * times
+            held = held + self._split.held[i] * times
+            gather = gather + self._gathered(self._work.parts[i], self._split.held[i]) * times
+        return Ways(there, back, *moves.values(), gather, held)
+
+    def _moved(self, move: Move) -> Transfer:
+        size = np.where(self._is_half & (not move.is_wide), 2.0, 4.0)
+        bytes_ = move.elements * size / (1.0 if move.of_weights else self._share)
+        return Transfer.over(self._axes(move.axes), move.kind, bytes_, move.count)
+
+    def _axes(self, axes: tuple[str, ...]) -> Group:
+        """Members along these axes of the tensor and sequence words, the last of which are neighbours."""
+        names = list(self._split.sizes)
+        inside = names[max(names.index(axis) for axis in axes) + 1 :]
+        size = np.prod([self._split.sizes[axis] for axis in axes])
+        stride = np.prod([self._split.sizes[axis] for axis in inside], initial=1)
+        return group_of(self._hardware, size, stride, self._software.rings)
+
+    def _gathered(self, part: Part, held: float) -> Transfer:
+        group = self._zero_group()
+        bytes_ = held * self._item * (group.size - 1) / group.size
+        return Transfer.over(group, "all-gather", bytes_, 1.0 * bool(part.weights)) * (self._table.zero == 3)
+
+    # -- between copies -----------------------------------------------------------------------------------------------
+    def _zero_group(self) -> Group:
+        # Neighbours of a copy are inside, so a group's members are as far apart as a copy is large.
+        return group_of(self._hardware, self._zero_size, self._inner, self._software.rings)
+
+    @property
+    def _zero_size(self) -> np.ndarray:
+        return np.where(self._table.zero > 0, self._table.zero_group, 1).astype(float)
+
+    def _others(self) -> Group:
+        """Who adds up gradients beyond a ZeRO group: other copies, and devices that hold the same weights of one."""
+        alike = np.prod([self._split.sizes.get(axis, 1) for axis in WITH_DATA])
+        stride = np.where(alike > 1, self._inner / alike, self._inner * self._zero_size)
+        size = self._table.data / self._zero_size * alike
+        return group_of(self._hardware, size, stride, self._software.rings)
+
+    def _reduce(self, held: np.ndarray) -> tuple[Transfer, Transfer, Transfer, np.ndarray]:
+        """Gradients within groups and between them, parameters behind the optimizer; where gradients are reduced with
+        each micro-batch."""
+        table, software = self._table, self._software
+        group, others = self._zero_group(), self._others()
+        # A device that adds up micro-batches of its own does so in float32; otherwise XLA reduces what a matmul made.
+        each = (table.zero == 3) | (self._is_split_in_sequence() & (table.microbatches > 1))
+        size = software.gradient_bytes or np.where((table.microbatches > 1) & ~each, MASTER, self._item)
+        part, apart = (group.size - 1) / group.size, (others.size - 1) / others.size
+        layers = 1.0 * max(1, self._work.num_layers)
+        scatter = Transfer.over(group, "reduce-scatter", part * held * size, layers)
+        between = Transfer.over(others, "all-reduce", 2 * apart * held / group.size * size, layers)
+        gather = Transfer.over(group, "all-gather", part * held * software.weight_bytes, layers)
+        return scatter, between, gather * (table.zero < 3), each
+
+    def _is_split_in_sequence(self) -> bool:
+        return self._split.sizes.get("sequence", 1) > 1 and self._software.is_lockstep
+
+    # -- stages -------------------------------------------------------------------------------------------------------
+    def _stages(self, stacks: list[Part], first: Ways, layer: Ways, last: Ways) -> tuple[np.ndarray, np.ndarray]:
+        """Layers on a stage that has as many as any, and on the one with the last part."""
+        table = self._table
+        lengths = tuple(part.repeats for part in stacks)
+        full = np.full(len(table), float(sum(lengths)))
+        short = full.copy()
+        if not lengths:
+            return full, short
+        head = last.forward.flops / np.maximum(layer.forward.flops, 1.0)
+        columns = np.stack([table.pipeline, table.schedule, table.chunks])
+        for stages, schedule, chunks in np.unique(columns, axis=1).T:
+            rows = (columns.T == (stages, schedule, chunks)).all(axis=1)
+            if stages > 1:
+                full[rows], short[rows] = self._cut(lengths, int(stages), int(schedule), int(chunks), head[rows][0])
+        return full, short
+
+    def _cut(
+        self, lengths: tuple[int, ...], stages: int, schedule: int, chunks: int, head: float
+    ) -> tuple[float, float]:
+        if self._software.is_lockstep:
+            is_v = SCHEDULES[schedule] == "zero_bubble" and chunks == 2
+            route = (*range(stages), *reversed(range(stages))) if is_v else tuple(range(stages)) * chunks
+            if len(route) % len(lengths):
+                return float("inf"), float("inf")
+            cut = partition(lengths, route, head)
+            ends = [block for block, stage in enumerate(route) if stage == route[-1]]
+            return float(sum(cut.rows) * len(route) / stages / len(lengths)), float(sum(cut.count[b] for b in ends))
+        # Where layers don't divide, the others count the embedding and the head as a layer each.
+        num = sum(lengths)
+        if num % stages == 0:
+            return num / stages, num / stages
+        full = -(-(num + 2) // stages)
+        return float(full), float(full - 1)

@@ -1,0 +1,259 @@
+"""Memory of a device under each plan, by arithmetic: what is stored between steps, and what a step needs beside it."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from cjax.mesh import DEPTH, SEQUENCE, TENSOR
+from cjax.pipeline.partition import partition
+from cjax.pipeline.schedule import build
+from cjax.pipeline.wiring import wire
+from cjax.planner.hardware import Hardware
+from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, Table
+from cjax.planner.work import BATCH, Form, Kept, Split, Value, Work, elements
+
+GAPS = 0.04  # of what a step needs beside what is stored
+_ONE_D = {TENSOR, SEQUENCE}
+
+
+@dataclass(frozen=True)
+class MemoryCost:
+    """Bytes a device by use, one number a plan; what a step needs beside what is stored is of its fullest moment.
+
+    Args:
+      params, optimizer, batch: stored between steps.
+      grads: gradients, in the dtype they are added up in.
+      activations: what the forward pass keeps for the backward pass, of all micro-batches in flight.
+      working: what the layer, or the loss, needs whose backward pass needs the most: gathered and rounded weights,
+        logits, one layer whole under recomputation.
+      sent: what stages of a pipeline hand on.
+      other: what XLA needs more, since values of all sizes and lifetimes leave gaps between them.
+    """
+
+    params: np.ndarray
+    optimizer: np.ndarray
+    batch: np.ndarray
+    grads: np.ndarray
+    activations: np.ndarray
+    working: np.ndarray
+    sent: np.ndarray
+    other: np.ndarray
+
+    @property
+    def total(self) -> np.ndarray:
+        return sum((getattr(self, field.name) for field in fields(self)), np.zeros(()))
+
+
+def memory_of(work: Work, split: Split, table: Table, hardware: Hardware) -> MemoryCost:
+    """What each plan of a table needs on the device that needs the most.
+
+    Args:
+      work: of the whole batch.
+      split: what the tensor and sequence words that the plans share make of it.
+      table: the plans.
+      hardware: what they are for; on GPUs a kernel computes attentions.
+    """
+    return _Memory(work, split, table, hardware).cost()
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """How layers lie on the stages of a pipeline, by stack and plan.
+
+    Args:
+      kept: layers of each stack that a stage keeps.
+      saved: layers whose activations it keeps, each of one micro-batch.
+      ends: what the last layers of a stack handed on, kept for what comes after it.
+      messages: places for what arrives.
+    """
+
+    kept: np.ndarray
+    saved: np.ndarray
+    ends: np.ndarray
+    messages: np.ndarray
+
+
+class _Memory:
+    def __init__(self, work: Work, split: Split, table: Table, hardware: Hardware) -> None:
+        self.work, self.split, self.table = work, split, table
+        self.shares = table.data * table.microbatches
+        self.stacks = [at for at, part in enumerate(work.parts) if part.repeats > 1]
+        self.is_staged = table.pipeline > 1
+        self.forms, self.exchanges = _forms(work, split, hardware), _exchanges_heads(split)
+        self.rows = self._rows()
+
+    def cost(self) -> MemoryCost:
+        table, over = self.table, self._zero_shares()
+        weights, trained = self._weights()
+        whole, state = weights.sum(0), trained.sum(0)
+        params = np.where(table.zero == 3, whole / over, whole)
+        optimizer = self.work.optimizer_bytes * np.where(table.zero >= 1, state / over, state)
+        batch = self.work.batch_bytes / table.data
+        # With one pass a gradient is scattered where it is made.
+        scattered = (table.zero == 3) | ((table.zero >= 1) & (table.microbatches == 1))
+        grads = np.where(scattered, trained / over, trained)
+        found = [self._whole_step(grads), self._pipeline(grads)]
+        parts = [np.where(self.is_staged, b, a) for a, b in zip(*found, strict=True)]
+        return MemoryCost(params, optimizer, batch, *parts, other=GAPS * sum(parts))
+
+    def _whole_step(self, grads: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Gradients, activations and what stands beside them at the fullest moment of a backward pass."""
+        zeros = np.zeros(len(self.table))
+        saved = self._each(lambda kept: kept.saved) * self._repeats()
+        working = self._fullest()
+        sums = np.where(self.table.microbatches > 1, grads.sum(0), 0.0)
+        best = [zeros, zeros, zeros, zeros]
+        for at, part in enumerate(self.work.parts):
+            mine = grads[at:].sum(0) + sums
+            held = saved[: at + (part.repeats > 1)].sum(0)
+            now = [mine, held, working[at], zeros]
+            fuller = sum(now) > sum(best)
+            best = [np.where(fuller, a, b) for a, b in zip(now, best, strict=True)]
+        return tuple(best)
+
+    def _pipeline(self, grads: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The same for the stages of a pipeline."""
+        rows, stacks = self.rows, self.stacks
+        if not self.is_staged.any():
+            return tuple(np.zeros(len(self.table)) for _ in range(4))
+        split = np.where(self.table.schedule == SCHEDULES.index("zero_bubble"), 1.0, 0.0)
+        layer = self._each(lambda kept: kept.staged) + split * self._each(lambda kept: kept.crossing)
+        activations = (rows.saved * layer[stacks]).sum(0)
+        payload = self._each(lambda kept: kept.payload)[stacks]
+        sent = (rows.ends * payload).sum(0) + (rows.messages + 1 + 4) * payload.max(0, initial=0.0)
+        outside = [at for at in range(len(self.work.parts)) if at not in stacks]
+        shared = grads[outside].sum(0)
+        working = self._fullest()
+        inner = np.max(working[stacks], axis=0)
+        outer = np.max(working[outside], axis=0, initial=0.0) + shared
+        return grads.sum(0), activations, np.maximum(inner, outer), sent
+
+    # -- what a device keeps of the model --
+    def _repeats(self) -> np.ndarray:
+        return np.asarray([part.repeats for part in self.work.parts], float)[:, None]
+
+    def _weights(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of parameters, and of trained ones, by part and plan, before ZeRO divides them."""
+        layers = self._repeats() * np.ones((1, len(self.table)))
+        layers[self.stacks] = self.rows.kept
+        sizes = []
+        for part, held in zip(self.work.parts, self.split.held, strict=True):
+            counts = max(1, sum(w.times * elements(w.dims) for w in part.weights))
+            every = sum(w.times * elements(w.dims) * w.itemsize for w in part.weights)
+            trained = sum(w.times * elements(w.dims) * w.itemsize for w in part.weights if w.is_trained)
+            sizes.append((every * held / counts, trained * held / counts))
+        both = np.asarray(sizes, float)
+        return both[:, :1] * layers, both[:, 1:] * layers
+
+    def _zero_shares(self) -> np.ndarray:
+        """Among how many devices ZeRO shares out a parameter."""
+        inner = self.split.sizes.get(SEQUENCE, 1) * self.split.sizes.get(DEPTH, 1)
+        grouped = self.table.zero_group < self.table.data
+        return np.where(grouped, self.table.zero_group, self.table.data * inner)
+
+    def _rows(self) -> _Rows:
+        """How layers lie on stages; without a pipeline one stage has all of them."""
+        table, count = self.table, len(self.stacks)
+        lengths = tuple(self.work.parts[at].repeats for at in self.stacks)
+        found = np.zeros((4, max(count, 1), len(table)))
+        columns = np.stack([table.schedule, table.pipeline, table.microbatches, table.chunks])
+        head = _head(self.work, self.stacks)
+        for kind, size, microbatches, chunks in np.unique(columns.T, axis=0).tolist():
+            mine = (columns == [[kind], [size], [microbatches], [chunks]]).all(0)
+            if size == 1:
+                found[0][:, mine] = np.asarray(lengths or (0,), float)[:, None]
+                continue
+            kept, saved, ends, messages = _places(SCHEDULES[kind], size, microbatches, chunks, lengths, head)
+            spare = int(bool(self.split.sizes.keys() - {TENSOR}))  # for what stages in lockstep throw away
+            found[0][:, mine] = np.asarray(kept, float)[:, None]
+            found[1][:, mine] = (np.asarray(saved, float) + spare * np.asarray(kept) / chunks)[:, None]
+            found[2][:, mine] = (np.asarray(ends, float) + spare)[:, None]
+            found[3][:, mine] = messages
+        return _Rows(found[0][:count], found[1][:count], found[2][:count], found[3][0])
+
+    # -- what a step keeps beside it --
+    def _each(self, of: Callable[[Kept], Iterable[Value]]) -> np.ndarray:
+        """Bytes of some values of each part, by part and plan."""
+        return self._by_kept(lambda kept, shares: self._bytes(of(kept), shares))
+
+    def _fullest(self) -> np.ndarray:
+        """Bytes of the fullest moment of each part."""
+
+        def most(kept: Kept, shares: np.ndarray) -> np.ndarray:
+            sets = [self._bytes(values, shares) for values in kept.working]
+            return np.max(sets, axis=0) if sets else np.zeros(len(shares))
+
+        return self._by_kept(most)
+
+    def _by_kept(self, of: Callable[[Kept, np.ndarray], np.ndarray]) -> np.ndarray:
+        found = np.zeros((len(self.work.parts), len(self.table)))
+        at_once = bool(self.split.sizes.keys() - _ONE_D)
+        for remat, name in enumerate(REMATS):
+            for form, precisions in self.forms.items():
+                mine = (self.table.remat == remat) & np.isin(self.table.precision, precisions)
+                if mine.any():
+                    for at, kept in enumerate(self.work.kept[name, form, at_once]):
+                        found[at, mine] = of(kept, self.shares[mine])
+        return found
+
+    def _bytes(self, values: Iterable[Value], shares: np.ndarray) -> np.ndarray:
+        divided = whole = 0.0
+        for value in values:
+            # Between two all-to-alls scores are float32, whatever the precision.
+            itemsize = max(4, value.itemsize) if self.exchanges and _is_scores(value) else value.itemsize
+            size = self.split.local(value.dims) * value.times * itemsize
+            if any(name == BATCH for name, _ in value.dims):
+                divided += size
+            else:
+                whole += size
+        return divided / shares + whole
+
+
+def _forms(work: Work, split: Split, hardware: Hardware) -> dict[Form, list[int]]:
+    """How the precisions of a table are computed."""
+    heads = min((each.kv_heads for part in work.parts for each in part.attentions), default=0)
+    # Every axis has to split a kernel's examples or heads, and each device needs the keys of its own heads.
+    takes = not _exchanges_heads(split) and split.sizes.get(TENSOR, 1) <= heads
+    half: Form = "fused" if hardware.memory_bandwidth is not None and takes else "half"
+    return {"float32": [PRECISIONS.index("float32")], half: [1, 2]}
+
+
+def _exchanges_heads(split: Split) -> bool:
+    """Whether attentions get all positions of some heads, as they do under sequence=all_to_all."""
+    return any(move.kind == "all-to-all" and SEQUENCE in move.axes for moves in split.moves for move in moves)
+
+
+def _is_scores(value: Value) -> bool:
+    """Whether a value has two dims of positions."""
+    names = [name for name, _ in value.dims]
+    return len(names) > len(set(names))
+
+
+def _head(work: Work, stacks: Sequence[int]) -> float:
+    """What comes after the last layer, in the arithmetic of one."""
+    if not stacks:
+        return 0.0
+    layer = sum(product.flops for product in work.parts[stacks[-1]].products)
+    after = sum(product.flops for part in work.parts[stacks[-1] + 1 :] for product in part.products)
+    return after / max(1, layer)
+
+
+@functools.cache
+def _places(
+    kind: str, size: int, microbatches: int, chunks: int, lengths: tuple[int, ...], head: float
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """By stack, the layers that a stage keeps, layers whose activations it has room for, and places for what ends a
+    stack; and places for messages."""
+    name = "interleaved" if len(lengths) > 1 and kind == "1f1b" else kind
+    count = chunks * len(lengths)
+    # Places are full after two micro-batches a stage; gpipe keeps all.
+    few = microbatches if name == "gpipe" else min(microbatches, 2 * size)
+    schedule = build(name, size, few, count)
+    cut = partition(lengths, schedule.route, head)
+    wiring = wire(schedule, cut)
+    # Stages that skip a layer that they have only room for do so by a branch, for which XLA copies what it hands on.
+    copies = [1 if cut.is_even(k) else 2 for k in range(len(lengths))]
+    saved = tuple(n * slots * rows for n, slots, rows in zip(copies, wiring.slots, cut.rows, strict=True))
+    return tuple(rows * chunks for rows in cut.rows), saved, wiring.end_slots, wiring.num_messages

@@ -1,0 +1,94 @@
+"""Predicted against measured: twelve plans of each of three models, on 8 virtual devices that share the cores here.
+
+    python experiments/planner_measured.py                 # about 10 minutes on 2 quiet cores; a log in docs/results
+
+The machine's rates are measured first (`cjax calibrate`), then every plan of a model takes a step in turn, round after
+round, and the least of its times counts: what else the machine does only adds. Expected: Spearman's correlation of
+predicted and measured times 0.85 or more, and the plan predicted first at most 10 % slower than the fastest measured.
+"""
+
+import argparse
+import datetime
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+
+import numpy as np
+import optax
+from predicted.models import Setting, settings
+from scipy.stats import spearmanr
+from shared.results import KEPT
+
+import cjax
+from cjax.calibrate import calibrate
+from cjax.planner.profile import write_profile
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--models", nargs="*", help="of GPT, Mixer, ConvNet")
+    parser.add_argument("--log", type=Path, default=KEPT / f"planner-measured-{datetime.date.today()}.log")
+    options = parser.parse_args()
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder  # not the user's own profile
+        profile = calibrate(jax.devices())
+        write_profile(profile)
+        say(f"{profile}\n")
+        for setting in settings():
+            if not options.models or setting.name in options.models:
+                compare(setting, options.rounds, say)
+    options.log.write_text("python experiments/planner_measured.py\n\n" + "\n".join(lines) + "\n")
+
+
+def compare(setting: Setting, rounds: int, say: Callable[[str], None]) -> None:
+    """One model: each plan's prediction beside its measured step."""
+    predicted, measured = {}, {}
+    program = cjax.parallelize(setting.model, setting.loss, optax.adam(1e-3), setting.batch, setting.plans[0])
+    running = {}
+    for plan in setting.plans:
+        mine = program.replan(plan)
+        time_of = mine.report().time
+        if time_of is None or time_of.predicted is None:
+            raise ValueError(f"{plan} has no prediction: its devices are not calibrated")
+        predicted[plan], measured[plan] = time_of, []
+        running[plan] = mine, mine.step(mine.init(0), setting.batch)[0]
+    for _ in range(rounds):
+        for plan, (mine, state) in running.items():
+            start = time.perf_counter()
+            state, metrics = mine.step(state, setting.batch)
+            jax.block_until_ready(metrics["loss"])
+            measured[plan].append(time.perf_counter() - start)
+            running[plan] = mine, state
+    least = np.array([min(measured[plan]) for plan in setting.plans])
+    told = np.array([predicted[plan].predicted for plan in setting.plans])
+    say(f"{setting.name}: ms a step, least of {rounds} rounds, and their median")
+    for plan, seconds, one in zip(setting.plans, least, told, strict=True):
+        parts = ", ".join(f"{k} {1e3 * v:.0f}" for k, v in predicted[plan].parts.items() if v > 0.005 * one)
+        median = 1e3 * np.median(measured[plan])
+        say(f"  {plan:42} measured {1e3 * seconds:7.1f} ({median:7.1f})  predicted {1e3 * one:7.1f}  ({parts})")
+    order = spearmanr(told, least).statistic
+    regret = least[told.argmin()] / least.min() - 1
+    factor = np.exp(np.median(np.log(least / told)))
+    off = np.median(np.abs(least / told / factor - 1))
+    say(
+        f"  Spearman {order:.2f} (goal 0.85), regret {100 * regret:.0f} % (goal 10); measured {factor:.2f} times "
+        f"predicted, with that factor {100 * off:.0f} % off at the median\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

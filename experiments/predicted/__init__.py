@@ -1,0 +1,1 @@
+"""Plans predicted and measured on devices that are here."""

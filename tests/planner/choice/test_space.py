@@ -1,0 +1,144 @@
+"""Which plans there are: every one is a plan that cjax would take, and nothing legal of the kind is missing."""
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+from planner.choice.fakes import space
+
+from cjax.pipeline.schedule import build
+from cjax.plan import Auto, Plan, Zero
+from cjax.planner.choice.space import CARRIED, num_words, plan_at, space_of, take
+from cjax.planner.work import AttentionWork, Part, Work
+
+PIPES_OF_7 = {"1f1b:7", "gpipe:7", "zero_bubble:7"}  # eight layers on seven stages
+legal = functools.cache(build)
+
+
+def plans(num_devices: int, auto: str = "auto", **facts: Any) -> list[Plan]:
+    found = space(auto, **facts)
+    tables = [(each, found.table(each, num_devices)) for each in found.arrangements(num_devices)]
+    return [plan_at(each, table, i) for each, table in tables for i in range(len(table))]
+
+
+@functools.cache
+def everything() -> list[Plan]:
+    return plans(8, num_rows=(24,), stacks=(6,))
+
+
+def test_each_plan_is_there_once_resolved_and_in_the_same_order() -> None:
+    found = everything()
+    again = plans(8, num_rows=(24,), stacks=(6,))
+    assert found == again and len(found) == len({str(plan) for plan in found}) > 1000
+    assert all(plan.num_devices == 8 and plan.resolve(8) == plan for plan in found[::7])
+    assert str(found[0]) == "data=8"
+
+
+def test_all_words_have_all_their_values() -> None:
+    words = {word for plan in plans(16) for word in str(plan).split()}
+    tensors = ["tensor=2", "tensor=8", "tensor=2d:4", "tensor=2d:16", "tensor=2.5d:8/2", "tensor=2.5d:16/4"]
+    tensors += ["tensor=3d:8"]
+    sequences = ["sequence=gather", "sequence=ring:16", "sequence=all_to_all:8"]
+    pipelines = ["pipeline=1f1b:8", "pipeline=gpipe:2", "pipeline=interleaved:2/4", "pipeline=zero_bubble:4/2"]
+    others = ["zero=1", "zero=2", "zero=3", "zero=3/8", "remat=dots", "remat=block", "microbatches=64", "data=16"]
+    assert words >= {*tensors, *sequences, *pipelines, *others}
+    assert not any(word.startswith("precision") for word in words), "the user's precision is the user's"
+
+
+@pytest.mark.parametrize("facts", [{}, {"stacks": (8, 4)}, {"num_rows": (48,), "stacks": (12,), "lengths": (96,)}])
+def test_what_divides_not_is_not_there(facts: dict[str, Any]) -> None:
+    rows, stacks = facts.get("num_rows", (64,))[0], facts.get("stacks", (8,))
+    for plan in plans(8, **facts):
+        sizes = plan.axis_sizes()
+        grid = {"2d": ("row",), "2.5d": ("depth", "row"), "3d": ("i", "j")}.get(plan.tensor.mode, ())
+        shares = plan.data * plan.microbatches
+        for axis in grid:
+            shares *= sizes[axis]
+        assert rows % shares == 0, plan
+        if plan.pipeline.size > 1:
+            assert all(n >= plan.pipeline.size * plan.pipeline.chunks for n in stacks), plan
+            kind = "interleaved" if plan.pipeline.schedule == "1f1b" and len(stacks) > 1 else plan.pipeline.schedule
+            legal(kind, plan.pipeline.size, plan.microbatches, plan.pipeline.chunks * len(stacks))
+
+
+def test_a_grid_needs_rows_and_heads_that_its_side_divides() -> None:
+    assert not [plan for plan in plans(8, num_rows=(3,)) if plan.tensor.mode != "1d"]
+    assert {plan.tensor.size for plan in plans(8, heads=((6, 6),))} == {1, 2, 4, 8}  # 2x2, 2x2x2: the side is 2
+    assert {plan.tensor.size for plan in plans(8, heads=((6, 6),)) if plan.tensor.mode == "1d"} == {1, 2}
+    assert {plan.tensor.size for plan in plans(8, heads=((7, 7),))} == {1}
+
+
+def test_split_positions_need_attentions_that_can_be_split_so() -> None:
+    sequences = {str(plan.sequence) for plan in plans(8, heads=((8, 2),), lengths=(1024,))}
+    assert "all_to_all:8" in sequences  # each of two heads of keys is copied to four, with one of queries
+    assert "all_to_all:8" not in {str(plan.sequence) for plan in plans(8, heads=((6, 6),))}
+    assert {str(plan.sequence) for plan in plans(8, lengths=(10,))} == {"ring:1", "gather", "ring:2", "all_to_all:2"}
+    assert {str(plan.sequence) for plan in plans(8, lengths=())} == {"ring:1"}
+    # Groups of heads that share keys stay together where positions are split.
+    both = {(plan.tensor.size, str(plan.sequence)) for plan in plans(8, heads=((8, 2),)) if plan.tensor.mode == "1d"}
+    assert (2, "ring:2") in both and (4, "ring:2") not in both and (4, "gather") in both
+
+
+def test_without_stacks_there_are_no_stages_and_without_parts_no_micro_batches() -> None:
+    assert {plan.pipeline.size for plan in plans(4, stacks=())} == {1}
+    assert {plan.microbatches for plan in plans(4, cuts_batch=False)} == {1}
+    assert {plan.model_size for plan in plans(8, splits_model=False)} == {1}
+    assert {plan.zero_stage for plan in plans(1)} == {0}
+    assert plans(7, stacks=()) == [] and {str(plan.pipeline) for plan in plans(7)} == PIPES_OF_7
+
+
+def test_arrangements_that_were_refused_are_left_out() -> None:
+    every, refused = space().arrangements(8), "tensor=2 sequence=gather"
+    kept = space(without=frozenset({refused})).arrangements(8)
+    assert [plan for plan in every if plan not in kept] == [Plan.parse(refused)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("data=4", "tensor=2", "tensor=2d:4", "tensor=1", "sequence=gather", "sequence=all_to_all:2", "sequence=1"),
+        *("pipeline=interleaved:2/3", "pipeline=1", "microbatches=6", "zero=1", "zero=0", "remat=block"),
+        *("zero=3/2", "precision=bfloat16", "loss=microbatch", "reduce=float32", 'rules={"vocab":null}', "tensor=2 zero=2"),
+    ],
+)
+def test_words_that_are_fixed_are_those_of_every_plan(words: str) -> None:
+    facts: dict[str, Any] = {"num_rows": (24,), "stacks": (6,)}
+    found, fixed = plans(8, f"auto {words}", **facts), Auto.parse(f"auto {words}").fixed
+    assert found
+    for plan, (name, value) in itertools.product(found, fixed.items()):
+        given = dict(plan.rules) if name == "rules" else getattr(plan, name)
+        # A group of all devices goes without saying.
+        assert given == value or (value == Zero(3, 2) and plan.data == 2 and given == Zero(3))
+    free = {name: value for name, value in fixed.items() if name not in ("precision", *CARRIED)}
+    every = [str(plan) for plan in everything() if all(getattr(plan, n) == v for n, v in free.items())]
+    assert len({*every} - {*map(str, found)}) == (len(every) if len(free) < len(fixed) else 0)
+    assert every or words == "zero=3/2", "a group within a host is not in the space, but the user's to fix"
+
+
+def test_a_group_of_zero_stays_in_a_host_where_all_devices_would_not() -> None:
+    found = plans(32, stacks=(), lengths=())
+    groups = {(plan.tensor.size, plan.zero.group) for plan in found if plan.tensor.mode == "1d"}
+    assert groups == {(1, None), (1, 8), (2, None), (2, 4), (4, None), (4, 2), (8, None)}
+    assert {plan.zero.group for plan in plans(8)} == {None}
+
+
+def test_words_are_counted_as_they_are_written() -> None:
+    found = space()
+    for each in found.arrangements(4):
+        table = found.table(each, 4)
+        words = [len(str(plan_at(each, table, i)).split()) for i in range(len(table))]
+        assert words == list(num_words(each, table))
+
+
+def test_some_rows_of_a_table() -> None:
+    table = space().table(Plan(), 8)
+    some = take(table, table.zero == 3)
+    assert 0 < len(some) < len(table) and set(some.zero) == {3}
+
+
+def test_a_space_knows_a_work_by_its_attentions() -> None:
+    attention = AttentionWork((("batch", 4),), (("heads", 6), ("groups", 2)), (("q", 32),), (("k", 16),), 64, 6)
+    work = Work((Part("layers", 3, attentions=(attention, attention)),), num_rows=4, tokens=128)
+    found = space_of(work, [4, 4], [3], 8, Auto())
+    assert (found.num_rows, found.stacks, found.heads, found.lengths) == ((4,), (3,), ((12, 6),), (32, 16))

@@ -1,0 +1,94 @@
+"""Memory by arithmetic, against what XLA needs for compiled steps: figures kept beside this file."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+from memory_cases import CASES, Case, figures, kept
+
+from cjax.cards import CARDS
+from cjax.plan import Plan
+from cjax.planner.costs.memory import MemoryCost, memory_of
+from cjax.planner.hardware import Hardware
+from cjax.planner.reading.split import Splits
+from cjax.planner.reading.work import work_of
+from cjax.planner.table import Table
+from cjax.planner.work import Work
+from cjax.trace.author.capture import capture
+from cjax.trace.reading import Trace
+from cjax.trace.source import TraceSource
+
+# Of every family and kind of plan one, small models first: a trace of a large one takes seconds.
+QUICK = [
+    "gpt2 b8 | h100:1 | data=1",
+    "gpt2 b8 | h100:1 | precision=bfloat16 remat=block",
+    "gpt2 b64 | a100:4 | zero=1 precision=bfloat16",
+    "gpt2 b64 | a100:4 | tensor=4 precision=bfloat16",
+    "gpt2 b64 | a100:4 | pipeline=1f1b:4 microbatches=8 precision=bfloat16",
+    "bert-base padded b64 | h100:2 | zero=2 microbatches=4",
+]
+
+
+@functools.cache
+def read(model: str) -> tuple[Work, Trace]:
+    made, of, batch = next(case for case in CASES.values() if case.model == model).make()
+    trace = TraceSource(capture(made, of, batch), batch).read()
+    return work_of(trace), trace
+
+
+@functools.cache
+def splits(model: str) -> Splits:
+    return Splits(*read(model))
+
+
+def hardware(devices: str) -> Hardware:
+    name, _, num = devices.partition(":")
+    card = CARDS[name]
+    return Hardware(name, int(num), min(int(num), 8), card.memory, card.memory_bandwidth)
+
+
+def predicted(case: Case) -> MemoryCost:
+    work, _ = read(case.model)
+    plan = Plan.parse(case.plan).resolve(int(case.devices.partition(":")[2]))
+    return memory_of(work, splits(case.model)(plan), Table.of([plan]), hardware(case.devices))
+
+
+def error(name: str, found: dict) -> float:
+    return float(predicted(CASES[name]).total[0]) / found["peak"] - 1
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_as_xla_says(name: str) -> None:
+    assert -0.03 < error(name, kept()[name]) < 0.12
+
+
+@pytest.mark.aot
+def test_every_pair_kept() -> None:
+    errors = {name: error(name, found) for name, found in kept().items() if "peak" in found}
+    sizes = np.abs(list(errors.values()))
+    assert len(errors) >= 60
+    assert np.median(sizes) <= 0.05 and np.quantile(sizes, 0.9) <= 0.12, errors
+    assert min(errors.values()) > -0.03, min(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", QUICK)
+def test_xla_says_what_is_kept(name: str) -> None:
+    assert figures(CASES[name])["peak"] == pytest.approx(kept()[name]["peak"], rel=0.02)
+
+
+def test_plans_are_columns() -> None:
+    """A table's numbers are those of its plans one by one."""
+    work, _ = read("gpt2 b64")
+    texts = [
+        "data=4", "data=4 zero=1 precision=bfloat16", "data=4 zero=3 remat=block", "data=4 microbatches=4 zero=2",
+        "data=2 pipeline=1f1b:2 microbatches=8", "data=2 pipeline=interleaved:2/3 microbatches=4 remat=dots",
+        "pipeline=zero_bubble:4 microbatches=8 precision=float16", "data=4 zero=3/2 microbatches=2",
+    ]  # fmt: skip
+    plans = [Plan.parse(text).resolve(4) for text in texts]
+    split, card = splits("gpt2 b64")(plans[0]), hardware("a100:4")
+    together = memory_of(work, split, Table.of(plans), card)
+    alone = [memory_of(work, split, Table.of([plan]), card) for plan in plans]
+    np.testing.assert_allclose(together.total, [float(each.total[0]) for each in alone])
+    assert (together.total > 0).all() and not math.isnan(together.total.sum())

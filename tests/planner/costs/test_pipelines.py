@@ -1,0 +1,54 @@
+"""Ticks counted by kind are those that `simulate` lays out, for any number of micro-batches."""
+
+import numpy as np
+import pytest
+
+from cjax.pipeline.schedule import build, one_f_one_b
+from cjax.pipeline.simulate import Times, simulate
+from cjax.planner.costs.pipelines import asynchronous, makespan, ticks
+
+SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("gpipe", 2), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1),
+             ("zero_bubble", 2)]  # fmt: skip
+TIMES = [(1.0, 1.0, 1.0), (1.0, 2.5, 0.25), (0.5, 0.75, 2.0)]
+
+
+def seconds(schedule: str, stages: int, microbatches: int, chunks: int, times: tuple, transfer: float = 0.0) -> float:
+    found = ticks(schedule, stages, microbatches, chunks)
+    of_a_chunk = (np.array([time / chunks]) for time in times)
+    return float(makespan(found, *of_a_chunk, np.array([transfer]))[0])
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_pipeline_takes_as_long_as_simulate_says(schedule: str, chunks: int, stages: int) -> None:
+    for rounds in (1, 2, 3, 5):
+        microbatches = stages * rounds + (0 if schedule == "interleaved" else rounds - 1)
+        for times in TIMES:
+            exact = simulate(build(schedule, stages, microbatches, chunks), Times(*times)).makespan
+            assert seconds(schedule, stages, microbatches, chunks, times) == pytest.approx(exact, rel=1e-12)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_transfers_lengthen_it_as_simulate_says(schedule: str, chunks: int) -> None:
+    """But for the first and the last few ticks, in which only ends of the pipeline send."""
+    times, transfer, stages, microbatches = TIMES[0], 0.125, 4, 24
+    exact = simulate(build(schedule, stages, microbatches, chunks), Times(*times, transfer=transfer)).makespan
+    assert exact <= seconds(schedule, stages, microbatches, chunks, times, transfer) <= exact + 2 * transfer
+
+
+def test_few_micro_batches() -> None:
+    for stages, microbatches in ((4, 1), (4, 2), (8, 3)):
+        for schedule in ("1f1b", "gpipe", "zero_bubble"):
+            exact = simulate(build(schedule, stages, microbatches), Times(*TIMES[1])).makespan
+            assert seconds(schedule, stages, microbatches, 1, TIMES[1]) == pytest.approx(exact)
+
+
+def test_stages_that_do_not_wait_for_ticks_have_the_papers_bubbles() -> None:
+    for stages, microbatches in ((2, 4), (4, 12)):
+        for times in TIMES:
+            exact = simulate(one_f_one_b(stages, microbatches, lead=1), Times(*times), lockstep=False).makespan
+            args = (np.array([float(stages)]), np.array([1.0]), *(np.array([time]) for time in times))
+            assert asynchronous("1f1b", *args)[0] == pytest.approx(exact - microbatches * sum(times))
+            exact = simulate(build("interleaved", stages, microbatches, 2), Times(*times), lockstep=False).makespan
+            args = (np.array([float(stages)]), np.array([2.0]), *(np.array([time]) for time in times))
+            assert asynchronous("interleaved", *args)[0] == pytest.approx(exact - microbatches * sum(times))

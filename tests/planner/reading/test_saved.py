@@ -1,0 +1,120 @@
+"""What a step keeps for its backward pass: shapes known by construction, and every model of the zoo."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from zoo import MODELS
+
+from cjax.models import GPT, loss
+from cjax.models.gpt import GPTConfig
+from cjax.planner.reading.work import work_of
+from cjax.planner.work import BATCH, Dims, Kept, Value, Work, elements
+from cjax.trace.author.capture import capture
+from cjax.trace.source import TraceSource
+
+ROWS, WIDTH, HIDDEN, LAYERS = 16, 32, 64, 4
+
+
+def read(model: Any, of: Any, batch: Any) -> Work:
+    shapes = jax.eval_shape(lambda: batch)
+    return work_of(TraceSource(capture(model, of, shapes), shapes).read())
+
+
+def size(values: Iterable[Value]) -> int:
+    return sum(elements(value.dims) * value.itemsize * value.times for value in values)
+
+
+def shapes(values: Iterable[Value]) -> list[tuple[Dims, int]]:
+    return sorted((value.dims, value.itemsize) for value in values for _ in range(value.times))
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        for _ in range(LAYERS):
+            x = x + nn.Dense(WIDTH)(jnp.tanh(nn.Dense(HIDDEN)(x)))
+        return x
+
+
+@functools.cache
+def stack() -> Work:
+    return read(Stack(), lambda model, x: (model(x) ** 2).mean(), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))
+
+
+def layer(remat: Any, form: Any = "float32") -> Kept:
+    work = stack()
+    return next(k for part, k in zip(work.parts, work.kept[remat, form, False], strict=True) if part.repeats == LAYERS)
+
+
+def test_a_layer_saves_results_of_matmuls_or_what_it_is_handed() -> None:
+    handed, made = ((BATCH, ROWS), ("embed", WIDTH)), ((BATCH, ROWS), ("ffn", HIDDEN))
+    assert shapes(layer("none").saved) == shapes(layer("dots").saved) == [(handed, 4), (made, 4)]
+    assert shapes(layer("block").saved) == [(handed, 4)]
+    assert sorted(n for _, n in shapes(layer("none", "half").saved)) == [2, 4]  # the stream stays float32
+
+
+def test_under_recomputation_a_layer_is_there_whole() -> None:
+    (most,) = [max(map(size, layer(remat).working)) for remat in ("block",)]
+    assert 4 * ROWS * 2 * HIDDEN <= most - 4 * 2 * WIDTH * HIDDEN <= 4 * ROWS * (4 * HIDDEN + 4 * WIDTH)
+
+
+def test_a_pipelines_stage_saves_the_same_of_a_layer_and_hands_on_the_stream() -> None:
+    found = layer("none")
+    assert shapes(found.staged) == shapes(found.saved)
+    assert shapes(found.payload) == [(((BATCH, ROWS), ("embed", WIDTH)), 4)]
+    assert size(found.crossing) > 0
+
+
+SEQ, HEADS = 64, 4
+CONFIG = GPTConfig(num_layers=3, num_heads=HEADS, embed_dim=64, mlp_dim=160, vocab_size=200, context=SEQ)
+
+
+@functools.cache
+def gpt() -> Work:
+    tokens = jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32)
+    return read(lambda rngs: GPT(CONFIG, rngs=rngs), loss, {"inputs": tokens, "targets": tokens})
+
+
+def test_scores_are_saved_unless_a_kernel_makes_them() -> None:
+    def scores(remat: Any, form: Any) -> int:
+        (_, kept, _) = gpt().kept[remat, form, False]
+        return sum(v.times for v in kept.saved if elements(v.dims) == ROWS * HEADS * SEQ * SEQ)
+
+    assert scores("none", "float32") >= 1 and scores("none", "half") >= 1 and scores("none", "fused") == 0
+    assert scores("block", "float32") == scores("dots", "fused") == 0
+
+
+def test_gpts_layer_under_a_kernel() -> None:
+    """The stream twice, queries, keys, values and what is mixed, the wide one: 22 bytes a position and feature in half
+    precision where the wide one is 4 times the stream's width, and a few for each row and head."""
+    (_, kept, _) = gpt().kept["none", "fused", False]
+    wide, rows = CONFIG.mlp_width, ROWS * SEQ
+    assert size(kept.saved) == pytest.approx(2 * rows * (6 * 64 + wide) + 4 * rows * (HEADS + 4), rel=0.02)
+
+
+def test_logits_are_a_part_at_a_time_but_in_a_grid() -> None:
+    config = GPTConfig(num_layers=2, num_heads=HEADS, embed_dim=32, vocab_size=4000, context=512)
+    tokens = jax.ShapeDtypeStruct((ROWS, 512), jnp.int32)
+    work = read(lambda rngs: GPT(config, rngs=rngs), loss, {"inputs": tokens, "targets": tokens})
+    part, whole = (
+        max(size(values) for values in work.kept["none", "fused", at_once][-1].working) for at_once in (False, True)
+    )
+    assert 4 * ROWS * 128 * 4000 < part < 4 * ROWS * 512 * 4000 < whole
+
+
+OTHERS = ("linen_conv", "linen_lstm", "linen_moe_capacity", "linen_remat", "linen_scan", "cjax_t5")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_are_read_and_no_batch_is_lost(name: str) -> None:
+    work = read(*MODELS[name].make())
+    found = work.kept["none", "float32", False]
+    values = [v for kept in found for values in (kept.saved, *kept.working) for v in values]
+    assert len(found) == len(work.parts) and values
+    largest = max(values, key=lambda v: elements(v.dims))
+    assert BATCH in dict(largest.dims) or not any(name == "?" for name, _ in largest.dims)
