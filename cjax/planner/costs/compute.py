@@ -11,13 +11,16 @@ import numpy as np
 
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.hardware import Hardware
+from cjax.planner.table import PRECISIONS
 from cjax.planner.work import BATCH, AttentionWork, Dims, Part, Product, Split, Value, elements
 
 # Results of a tile, and how well it runs beside the largest.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.8))
 WIDE, NARROW = 64, 8  # tensor cores want dims that these divide
 UNALIGNED, CROOKED = 1.2, 9.0  # times slower where they don't
-LEAST_INNER = 1024  # of the parts of a product that is cut along the dim it adds up over, so that all cores have some
+_HIGH, _WIDE, _EFFICIENCY = np.array(TILES).T[:, :, None, None]  # [tiles, parts, plans]
+_PARTS = np.array([1.0, 2.0, 4.0, 8.0])[:, None]  # into which a product is cut along the dim that it adds up over
+LEAST_INNER = 1024  # of such a part; products are cut only where there are fewer tiles than cores
 FUSED_BACK = 2.5  # a flash kernel's backward pass in forward passes: five products for two
 SCORE_PASSES = 5.0  # over scores that no kernel keeps from the memory: made, masked, normalised, dropped out, read
 
@@ -61,7 +64,7 @@ class Pass:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
-class Chip:
+class Computing:
     """One device at work on a share of the batch.
 
     Args:
@@ -69,18 +72,20 @@ class Chip:
       calibration: its cores, and what its software does.
       split: what the tensor and sequence words split.
       share: parts into which data parallelism and micro-batches cut the batch. [plans]
-      is_half: whether it computes in 2 bytes. [plans]
+      precision: places in `PRECISIONS`. [plans]
     """
 
     def __init__(
-        self, hardware: Hardware, calibration: Calibration, split: Split, share: np.ndarray, is_half: np.ndarray
+        self, hardware: Hardware, calibration: Calibration, split: Split, share: np.ndarray, precision: np.ndarray
     ) -> None:
-        self._split, self._share, self._is_half = split, share, is_half
+        self._split, self._share = split, share
+        self._is_half = precision != PRECISIONS.index("float32")
         self._software, self._cores = calibration.software, calibration.cores
-        half, whole = (hardware.matmul_flops(name) or np.inf for name in ("bfloat16", "float32"))
-        self._peak = np.where(is_half, half, whole)
+        # What a chip has no units for, it computes in float32.
+        whole = hardware.matmul_flops("float32") or np.inf
+        self._peak = np.array([hardware.matmul_flops(name) or whole for name in PRECISIONS])[precision]
         self._memory = hardware.memory_bandwidth or np.inf
-        self._item = np.where(is_half, 2.0, 4.0)
+        self._item = np.where(self._is_half, 2.0, 4.0)
 
     def passes(self, part: Part) -> tuple[Pass, Pass]:
         """Forward and backward through one layer of the part."""
@@ -155,7 +160,9 @@ class Chip:
         plain = self._matmul(whole, queries, np.full_like(keys, work.features), keys)
         plain = plain + self._matmul(whole, queries, keys, np.full_like(keys, work.features))
         plain = plain + self._touching(SCORE_PASSES * scores * self._item / self._memory)
-        return _either(is_fused, fused, plain), _either(is_fused, fused * FUSED_BACK, plain * 2)
+        # The kernel makes scores again that others would have kept: time, but no work of the model's.
+        back = dataclasses.replace(fused * 2, attention=FUSED_BACK * kernel)
+        return _either(is_fused, fused, plain), _either(is_fused, back, plain * 2)
 
     def _fuses(self, work: AttentionWork) -> bool:
         if not (self._software.is_fused and work.is_fused):
@@ -180,14 +187,8 @@ def _misaligned(inner: np.ndarray, outer: np.ndarray, pads: np.ndarray) -> np.nd
 
 def _busy(batch: np.ndarray, rows: np.ndarray, inner: np.ndarray, outer: np.ndarray, cores: int) -> np.ndarray:
     """Share of the cores' time that goes into the result, for the tiles and the cut of `inner` that suit it best."""
-    best = np.zeros_like(rows)
-    for high, wide, efficiency in TILES:
-        tiles = batch * np.ceil(rows / high) * np.ceil(outer / wide)
-        used = batch * rows * outer / (high * wide)
-        for parts in (1, 2, 4, 8):
-            waves = np.ceil(tiles * parts / cores)
-            busy = efficiency * used * parts / (waves * cores)
-            best = np.maximum(
-                best, np.where((parts == 1) | ((inner / parts >= LEAST_INNER) & (tiles < cores)), busy, 0.0)
-            )
-    return best
+    tiles = batch * np.ceil(rows / _HIGH) * np.ceil(outer / _WIDE)
+    used = _EFFICIENCY * (batch * rows * outer) / (_HIGH * _WIDE)
+    waves = np.ceil(tiles * _PARTS / cores)
+    may = (_PARTS == 1) | ((inner / _PARTS >= LEAST_INNER) & (tiles < cores))
+    return np.max(np.where(may, used * _PARTS / (waves * cores), 0.0), axis=(0, 1))

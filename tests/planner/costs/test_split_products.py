@@ -1,5 +1,7 @@
 """A product on several devices is shared out once, whatever dims their axes split."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -72,3 +74,18 @@ def test_an_exchange_is_waited_for_and_a_ring_goes_on_beside() -> None:
             Split({"sequence": ("sequence",)}, {"sequence": 4}, (moves, ()), (0, 0)), "data=1"
         ).sequence[0]
     assert waits["all-to-all"] > 2 * waits["collective-permute"] > 0
+
+
+def test_of_several_stacks_each_is_a_chunk_more() -> None:
+    one = work_of()
+    layers, head = one.parts
+    half = dataclasses.replace(layers, repeats=4)
+    split = Split({}, {}, ((), ()), (0, 0))
+    two = Split({}, {}, ((), (), ()), (0, 0, 0))
+    args = (CARD, Calibration("here"))
+
+    def step(work: Work, on: Split, plan: str) -> float:
+        return float(durations(work, on, Table.of([Plan.parse(f"data=1 microbatches=8 {plan}")]), *args).total[0])
+
+    both = step(Work((half, half, head), one.num_rows, one.tokens), two, "pipeline=1f1b:2")
+    assert both == pytest.approx(step(one, split, "pipeline=interleaved:2/2"), rel=1e-3)
