@@ -129,6 +129,10 @@ class _Plans:
         if self._software.cuts_sends and stream:
             bytes_ = bytes_ * self._split.parts_of(stream.dims) / self._inner
         stage_stride = self._inner * table.data
+        if self._software.is_lockstep:
+            # Of stages on several hosts some hand on between them, and all wait for these.
+            leaves = table.pipeline * stage_stride > hardware.devices_per_host
+            stage_stride = np.where(leaves, np.maximum(stage_stride, hardware.devices_per_host), stage_stride)
         send = self._over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
         adds = (table.microbatches > 1) & (not self._software.adds_in_matmuls)
         states = np.where(table.zero >= 1, table.zero_group, 1)
