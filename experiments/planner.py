@@ -55,7 +55,7 @@ def main() -> None:
         return
     report(say, options.write)
     log = options.log or LOGS / f"planner-published-{datetime.date.today()}.log"
-    log.write_text("python experiments/planner.py\n\n" + "\n".join(lines) + "\n")
+    log.write_text("\n".join(["python experiments/planner.py\n", *map(str.rstrip, lines), ""]))
 
 
 def report(say: Say, shows_constants: bool) -> None:

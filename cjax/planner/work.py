@@ -147,6 +147,7 @@ class Work:
       tokens: what a rate is counted in: positions of the whole batch, or its rows where it has none.
       optimizer_bytes: bytes of optimizer state for each byte of trained parameters (Adam in float32: 2).
       batch_bytes: of one step's batch.
+      handed: what a stage of a pipeline hands to the next, all of it in every tick.
       notes: what could not be read, for the user.
       kept: what each part keeps in memory, by remat, how the step computes, and whether loops that add up over parts of
         the examples are evaluated at once, as grids do; sizes are those under that precision.
@@ -157,6 +158,7 @@ class Work:
     tokens: int
     optimizer_bytes: float = 2.0
     batch_bytes: int = 0
+    handed: tuple[Value, ...] = ()
     notes: tuple[str, ...] = ()
     kept: Mapping[tuple[Remat, Form, bool], tuple[Kept, ...]] = field(default_factory=dict, compare=False, repr=False)
 

@@ -8,6 +8,7 @@ from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
 from cjax.planner.choice.decide import Decision, decide, planning_of
 from cjax.planner.choice.planning import Planning
+from cjax.planner.reading.readings import how_read
 from cjax.program.composed import Composed, Given
 from cjax.sharding.place.born import born
 from cjax.sharding.place.model import store_model
@@ -62,14 +63,12 @@ def _composed(
     given: Given, planning: Planning, decision: Decision, devices: Sequence[Device], schedule: Schedule | None
 ) -> Composed:
     plan, source = decision.plan, planning.source
-    is_grid, size = plan.tensor.mode != "1d", plan.pipeline.size
+    how, size = how_read(plan), plan.pipeline.size
     trace = read_part(
         source,
         plan.microbatches,
-        # Stages of a pipeline are made of whole layers; a grid splits both sides of a weight as it is.
-        pairs=not is_grid and plan.tensor.size > 1 and size == 1,
-        # A grid splits the products of such a loop both ways already, and each turn would send their weights again.
-        at_once=is_grid,
+        pairs=how.pairs,
+        at_once=how.at_once,
         adds_up=plan.microbatches > 1 or given.measures or plan.reduce is not None,
         apart=plan.loss == "microbatch",
     )

@@ -151,7 +151,7 @@ def spread_of(logs: np.ndarray, width: float = 1.2816) -> float:
 
 
 def spread_of_jax(problem: Problem, unseen: np.ndarray) -> float:
-    """Of cjax's plans: that of a system never seen, and how little a few runs of JAX tell of the factor for its like."""
+    """Of cjax's plans: that of a system never seen, and of a factor that few runs of JAX tell."""
     own = unseen[problem.system == problem.systems.index("JAX")]
     return float(np.hypot(spread_of(unseen), np.std(own) / len(own) ** 0.5))
 

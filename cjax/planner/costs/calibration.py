@@ -114,8 +114,8 @@ class Calibration:
 MEASURED_SPREAD = 0.06  # of other plans of a program, once one was measured
 
 
-# Fitted by `experiments/planner.py`, which prints them; "JAX" is the factor of JAX's runs, "spread" that of runs of a
-# system that the fit had not seen, and of the factor. A kernel of 2023 on H100 reached 0.18 of its peak where today's reach 0.29.
+# Fitted by `experiments/planner.py`, which prints them. "JAX" is the factor of JAX's runs; "spread" is that of runs of
+# a system that the fit had not seen, and of this factor. A kernel of 2023 reached 0.18 of an H100's peak, today's 0.29.
 FITTED = {
     "matmul V100": 0.7898,
     "matmul A100": 0.8148,

@@ -32,6 +32,8 @@ def _ring(attention: Attention, held: list[float], size: int) -> Iterator[Passed
     yield "collective-permute", (size - 1) * (key + value), False, False
     yield "collective-permute", size * (key + value), False, True
     if _is_zigzag(attention, size):
+        # Of two devices each keeps one of its halves where it is.
+        query, key, value, out = (part * (0.5 if size == 2 else 1.0) for part in held)
         rows = out / max(1, _features(attention.out))
         yield "collective-permute", query + key + value + out, True, False
         yield "collective-permute", query + key + value + out, False, False

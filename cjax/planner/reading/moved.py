@@ -17,17 +17,19 @@ A model whose examples meet (BatchNorm, capacities of experts) reduces once a mi
 that, and neither does this.
 """
 
+import collections
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
 from cjax.mesh import DATA, DEPTH, PIPE, SEQUENCE, ZERO
 from cjax.pipeline import build
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, Table
-from cjax.planner.work import HeldWeight, Part, Split, Weight, Work
+from cjax.planner.work import BATCH, HeldWeight, Part, Split, Weight, Work
 from cjax.sharding.layout.zero import SMALLEST
 
 Bytes = dict[str, np.ndarray]  # by mesh axes, as `data+sequence`
@@ -71,11 +73,53 @@ def moved(work: Work, split: Split, table: Table) -> Moved:
     found = Moved()
     half = np.where(table.precision == PRECISIONS.index("float32"), 4, 2)
     _of_words(found, work, split, table, half)
-    for part, some in zip(work.parts, _weights(work, split), strict=True):
-        for weight, held in some:
-            if weight.is_trained or held.elements:
-                _of_weight(found, part, weight, held, split, table, half)
     _of_stages(found, work, split, table, half)
+    # Of weights, plans that differ in schedule or remat alone move the same.
+    few, places = _unlike(table)
+    of_weights = _of_weights(work, split, few)
+    for purpose in ("gradients", "parameters"):
+        for axes, amount in getattr(of_weights, purpose).items():
+            _add(getattr(found, purpose), axes.split("+"), amount[places])
+    return found
+
+
+@dataclass(frozen=True)
+class _Plans:
+    """Plans, and how many bytes a computed number has under each."""
+
+    table: Table
+    half: np.ndarray
+
+
+def _unlike(table: Table) -> tuple[_Plans, np.ndarray]:
+    """The plans of a table that differ in who sums what, and for each plan which of them it is like."""
+    kept = ("data", "pipeline", "microbatches", "zero", "zero_group", "precision")
+    first, places = _distinct(*(getattr(table, name) for name in kept))
+    few = Table(**{each.name: getattr(table, each.name)[first] for each in fields(Table)})
+    half = np.where(few.precision == PRECISIONS.index("float32"), 4, 2)
+    return _Plans(few, half), places
+
+
+def _distinct(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of rows, a place of each that is unlike the others, and for every row which of those it is like."""
+    code = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        code = code * (int(column.max(initial=0)) + 1) + column
+    _, first, places = np.unique(code, return_index=True, return_inverse=True)
+    return first, places.reshape(-1)
+
+
+def _of_weights(work: Work, split: Split, of: _Plans) -> Moved:
+    found = Moved()
+    for part, some in zip(work.parts, _weights(work, split), strict=True):
+        alike = collections.Counter((replace(weight, name="", dims=()), held) for weight, held in some)
+        for (weight, held), count in alike.items():
+            is_layer = part.repeats > 1
+            layers = count * part.repeats / np.where(is_layer, of.table.pipeline, 1)
+            for case in _cases(held, split, of.table, layers, is_layer):
+                if weight.is_trained:
+                    _gradients(found, weight, held, case, split, of, is_layer)
+                _gathers(found, part, weight, held, case, of)
     return found
 
 
@@ -92,85 +136,127 @@ def _of_words(found: Moved, work: Work, split: Split, table: Table, half: np.nda
             _add(to, move.axes, move.elements * size * times * layers)
 
 
-def _of_weight(
-    found: Moved, part: Part, weight: Weight, held: HeldWeight, split: Split, table: Table, half: np.ndarray
-) -> None:
-    """The gradient and the gathers of one weight, and of those that other layers have of it."""
-    is_layer = part.repeats > 1
-    layers = part.repeats / np.where(is_layer, table.pipeline, 1)
-    wide, micro = weight.itemsize, table.microbatches
-    with_positions = split.sizes.get(SEQUENCE, 1) > 1
-    # Each device adds up its own, and all reduce once: in a pipeline, or where there are micro-batches.
-    waits = (table.zero < 3) & ((micro > 1) | (table.pipeline > 1)) & (table.data > 1) & (not with_positions)
-    times = np.where(waits, 1, np.where(table.pipeline > 1, 1, micro)) * layers
-    size = np.where(waits | (not weight.is_multiplied), wide, half)
-    grouped = table.zero_group < table.data
+@dataclass(frozen=True)
+class _Case:
+    """Plans of a table that are alike in who sums a weight's gradient.
+
+    Args:
+      times: how many such weights a device has, by plan; 0 for those of other cases.
+      is_late: whether devices add up their own, and all reduce once a step.
+      axes, every: over which axes it is summed, and how many devices these have.
+      zero_axes, group: those that ZeRO divides its state over.
+      divides: whether ZeRO divides it.
+      scatters: whether each device is given its part of the sum, and not the whole.
+      stages: stages over which it is summed behind that; 1 for none.
+    """
+
+    times: np.ndarray
+    is_late: bool
+    axes: tuple[str, ...]
+    every: np.ndarray
+    zero_axes: tuple[str, ...]
+    group: np.ndarray
+    divides: np.ndarray
+    scatters: np.ndarray
+    stages: np.ndarray
+
+
+def _cases(held: HeldWeight, split: Split, table: Table, layers: np.ndarray, is_layer: bool) -> Iterator[_Case]:
+    """The cases of a table, for one weight."""
     inside = tuple(a for a in held.sums if a in (SEQUENCE, DEPTH))
     others = tuple(a for a in held.sums if a not in inside)
     more = math.prod(split.sizes[a] for a in inside)
-    outside = math.prod(split.sizes[a] for a in others)
-    group = np.where(grouped, table.zero_group, table.data * more)
-    every = table.data * more * outside
-    stages = np.where(is_layer, 1, table.pipeline)
-    divides = (table.zero > 0) & (group > 1) & _divides(held, group)
-    elements = float(held.elements)
-    for is_grouped in (False, True):
-        for is_staged in (False, True):
-            chosen = (grouped == is_grouped) & ((stages > 1) == is_staged)
-            if not chosen.any():
-                continue
-            pipe = (PIPE,) if is_staged else ()
-            data = (DATA, ZERO) if is_grouped else (DATA,)
-            all_axes = (*pipe, *data, *inside, *others)
-            zero_axes = (ZERO,) if is_grouped else (DATA, *inside)
-            rest_axes = tuple(a for a in all_axes if a not in zero_axes)
-            whole = chosen * 2 * _share(every * stages) * elements
-            if weight.is_trained:
-                uses = np.where(divides, held.uses - 1, held.uses)
-                if held.gathered:
-                    cut = math.prod(split.sizes[a] for a in held.gathered)
-                    whole_sum = chosen * (~waits) * 2 * _share(every * stages * cut) * elements * cut
-                    _add(found.gradients, (*all_axes, *held.gathered), whole_sum * size * times)
-                    uses = uses - 1
-                uses = np.where(waits, np.where(divides, 0, 1), uses)
-                _add(found.gradients, all_axes, whole * size * times * uses)
-                _add(found.gradients, zero_axes, chosen * divides * _share(group) * elements * size * times)
-                parts = 2 * _share(every * stages / group) * elements / group
-                _add(found.gradients, rest_axes, chosen * divides * parts * size * times)
-            # Outside of layers all uses share a gather, but within groups, where a tied table has one for each.
-            passes = 2 if is_layer else held.uses if is_grouped else 1
-            gathers = np.where(table.zero == 3, passes * micro, 1) * layers
-            used = np.where((table.zero == 3) & weight.is_multiplied, half, wide)
-            needed = divides & ((table.zero == 3) | weight.is_trained)
-            _add(found.parameters, zero_axes, chosen * needed * _share(group) * elements * used * gathers)
+    every = table.data * more * math.prod(split.sizes[a] for a in others)
+    parts = (table.microbatches > 1) | (table.pipeline > 1)
+    waits = parts & (table.zero < 3) & (table.data > 1) & (split.sizes.get(SEQUENCE, 1) == 1)
+    grouped, staged = table.zero_group < table.data, (table.pipeline > 1) & (not is_layer)
+    for is_grouped, is_staged, is_late in itertools.product((False, True), repeat=3):
+        chosen = (grouped == is_grouped) & (staged == is_staged) & (waits == is_late)
+        if not chosen.any():
+            continue
+        # Who waits for the last micro-batch sums over stages in the same breath, all others behind it.
+        together = is_staged and is_late
+        group = table.zero_group if is_grouped else table.data * more
+        evenly, padded = _divides(held, group)
+        divides = (table.zero > 0) & (group > 1) & (evenly | padded)
+        data = (DATA, ZERO) if is_grouped else (DATA,)
+        yield _Case(
+            chosen * layers,
+            is_late,
+            (*((PIPE,) if together else ()), *data, *inside, *others),
+            every * table.pipeline if together else every,
+            (ZERO,) if is_grouped else (DATA, *inside),
+            group,
+            divides,
+            # Micro-batches whose gradients all devices sum together are scattered by ZeRO-3 alone.
+            divides & (evenly if is_late else (table.zero == 3) | (table.microbatches == 1)),
+            table.pipeline if is_staged and not is_late else np.ones_like(table.pipeline),
+        )
+
+
+def _gradients(
+    found: Moved, weight: Weight, held: HeldWeight, case: _Case, split: Split, of: _Plans, is_layer: bool
+) -> None:  # fmt: skip
+    """The sums of a weight's gradient."""
+    wide, elements = weight.itemsize, float(held.elements)
+    passes = case.times if case.is_late else case.times * of.table.microbatches
+    size = passes * (wide if case.is_late or not weight.is_multiplied else of.half)
+    uses = 1 if case.is_late else held.uses
+    if held.gathered and not case.is_late:
+        cut = math.prod(split.sizes[a] for a in held.gathered)
+        amount = 2 * _share(case.every * cut) * elements * cut
+        _add(found.gradients, (*case.axes, *held.gathered), amount * size)
+        uses -= 1
+    # One of its uses is scattered; what others add to is summed whole.
+    whole = np.where(case.scatters, uses - 1, uses)
+    # Outside of layers, XLA takes a sum that is only added to others out of the loop over micro-batches.
+    once = (~case.scatters) & (not is_layer) & (not case.is_late)
+    whole = whole / np.where(once, of.table.microbatches, 1)
+    _add(found.gradients, case.axes, whole * 2 * _share(case.every) * elements * size)
+    _add(found.gradients, case.zero_axes, case.scatters * _share(case.group) * elements * size)
+    rest = tuple(a for a in case.axes if a not in case.zero_axes)
+    part = elements / case.group
+    _add(found.gradients, rest, case.scatters * 2 * _share(case.every / case.group) * part * size)
+    left = np.where(case.scatters, part, elements)
+    _add(found.gradients, (PIPE,), 2 * _share(case.stages) * left * case.times * wide)
+
+
+def _gathers(found: Moved, part: Part, weight: Weight, held: HeldWeight, case: _Case, of: _Plans) -> None:
+    """What ZeRO gathers of a weight."""
+    table, is_third = of.table, of.table.zero == 3
+    # Outside of layers all uses share a gather, but within groups, where a tied table has one for each.
+    passes = 2 if part.repeats > 1 else held.uses if case.zero_axes == (ZERO,) else 1
+    times = np.where(is_third, passes * table.microbatches, 1) * case.times
+    size = np.where(is_third & weight.is_multiplied, of.half, weight.itemsize)
+    needed = case.divides & (is_third | weight.is_trained)
+    _add(found.parameters, case.zero_axes, needed * _share(case.group) * float(held.elements) * size * times)
 
 
 def _of_stages(found: Moved, work: Work, split: Split, table: Table, half: np.ndarray) -> None:
-    """What stages hand each other: in each tick one activation forwards and one gradient backwards."""
-    streams = {part.stream for part in work.parts if part.repeats > 1 and part.stream is not None}
-    ticks = np.array([_ticks(*plan) for plan in _schedules(table)])
-    for stream in sorted(streams, key=str):
-        size = np.where(stream.is_computed, half, stream.itemsize)
-        message = split.local(stream.dims) / (table.data * table.microbatches) * size
-        _add(found.pipeline, (PIPE,), 2 * ticks * message)
-
-
-def _schedules(table: Table) -> Iterator[tuple[str, int, int, int]]:
+    """What stages hand each other: in each tick activations forwards and gradients backwards."""
+    stacks = sum(part.repeats > 1 for part in work.parts)
     columns = (table.schedule, table.pipeline, table.microbatches, table.chunks)
-    for schedule, stages, microbatches, chunks in zip(*(column.tolist() for column in columns), strict=True):
-        yield SCHEDULES[schedule], stages, microbatches, chunks
+    first, places = _distinct(*columns)
+    each = zip(*(column[first].tolist() for column in columns), strict=True)
+    ticks = np.array([_ticks(SCHEDULES[schedule], stacks, *sizes) for schedule, *sizes in each])[places]
+    for value in work.handed:
+        size = np.where(value.is_computed, half, value.itemsize)
+        rows = table.data * table.microbatches if any(name == BATCH for name, _ in value.dims) else 1
+        _add(found.pipeline, (PIPE,), 2 * ticks * split.local(value.dims) / rows * size)
 
 
 @functools.cache
-def _ticks(schedule: str, stages: int, microbatches: int, chunks: int) -> int:
-    """How many ticks a schedule has; none where there is no pipeline."""
-    if stages == 1:
+def _ticks(schedule: str, stacks: int, stages: int, microbatches: int, chunks: int) -> int:
+    """How many ticks a schedule has; none where there is no pipeline, or no such schedule. Of several stacks of layers
+    each is a chunk on every stage."""
+    if stages == 1 or stacks == 0:
         return 0
-    if schedule == "1f1b":
+    if schedule == "1f1b" and stacks == 1:
         return microbatches + 2 * (stages - 1)
-    if schedule == "gpipe":
-        return 2 * (microbatches + stages - 1) - 1
-    return build(schedule, stages, microbatches, chunks).num_ticks
+    try:
+        return build("interleaved" if schedule == "1f1b" else schedule, stages, microbatches, chunks * stacks).num_ticks
+    except ValueError:  # which whoever makes plans has to find out, and say
+        return 0
 
 
 def _weights(work: Work, split: Split) -> Iterator[Sequence[tuple[Weight, HeldWeight]]]:
@@ -185,12 +271,13 @@ def _weights(work: Work, split: Split) -> Iterator[Sequence[tuple[Weight, HeldWe
         ]  # fmt: skip
 
 
-def _divides(held: HeldWeight, group: np.ndarray) -> np.ndarray:
-    """Whether ZeRO finds a dim of a weight to divide: see `cjax.sharding.layout.zero`."""
-    pairs = list(zip(held.shape, held.shards, strict=True))
-    evenly = np.any([n % (group * s) == 0 for n, s in pairs], axis=0) if pairs else np.zeros(len(group), bool)
-    padded = np.any([n >= 4 * group * s for n, s in pairs], axis=0) if pairs else evenly
-    return evenly | (padded & (math.prod(held.shape) >= SMALLEST))
+def _divides(held: HeldWeight, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whether ZeRO finds a dim of a weight that its group divides, or one to pad: see `cjax.sharding.layout.zero`."""
+    evenly = padded = np.zeros(len(group), bool)
+    for n, s in zip(held.shape, held.shards, strict=True):
+        evenly = evenly | (n % (group * s) == 0)
+        padded = padded | (n >= 4 * group * s)
+    return evenly, padded & (math.prod(held.shape) >= SMALLEST)
 
 
 def _share(size: np.ndarray) -> np.ndarray:

@@ -65,6 +65,7 @@ class Moves:
       placed: the layout.
       stretch: the stretch.
       sequence: how positions are split.
+      gathered: tables of a grid that an earlier lookup has gathered: XLA finds that both are one.
       learned: top-level variables whose gradient anybody wants; of what a loop is given, all floats count as such.
     """
 
@@ -72,6 +73,7 @@ class Moves:
     stretch: Stretch
     sequence: SequencePlan
     learned: frozenset[Var]
+    gathered: set[int]
     found: list[Move] = field(default_factory=list)
     outside: list[Move] = field(default_factory=list)  # of what all layers share: once, and not in each
     sums: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which its gradient is summed
@@ -152,16 +154,18 @@ class Moves:
         if layout.grid is None or leaf not in layout.weights or not is_lookup(eqn):
             both = summed & self.placed.axes(out, scope)
             if both and leaf is not None:
-                # What splits the rows too can't also say who finds them: the table is gathered, in both passes, and its
-                # gradient summed whole.
+                # What splits the rows too can't also say who finds them: the table is gathered, and its gradient summed
+                # whole; that of a product with it is gathered to be added.
                 held = self.placed.local(table, scope) * self.placed.size(both)
-                self._both("all-gather", both, held, body.times, of_weights=True)
+                self._add("all-gather", both, held, body.times, forward=True, of_weights=True)
+                if self._is_multiplied(leaf):
+                    self._add("all-gather", both, held, body.times, forward=False, of_weights=True)
                 self.looked_up.setdefault(leaf, set()).update(both)
             else:
                 self._reduced(step.writes[0], scope, summed, body.times)
             self._sum(table, scope, self.placed.axes(out, scope) - self.placed.axes(table, scope))
             return
-        assert isinstance(table, Var)
+        assert isinstance(table, Var) and leaf is not None
         (dim,) = eqn.params["dimension_numbers"].collapsed_slice_dims
         before = self.placed.entries(table, scope)
         whole = [-1 if d == dim else c for d, c in enumerate(self.placed.trace.dims.of(table, scope))]
@@ -170,15 +174,20 @@ class Moves:
         held = self._held(table.aval.shape, PartitionSpec(*(axes or None for axes in wanted)))
         moved = {a for old, new in zip(before, wanted, strict=True) for a in (*old, *new) if (a in old) != (a in new)}
         gone = {a for axes in before for a in axes} - {a for axes in wanted for a in axes}
+        again = leaf in self.gathered
+        self.gathered.add(leaf)
         if moved:
             # Each device's part changes places with another's; what splits it no longer is gathered behind that.
             part = held / self.placed.size(gone)
-            self._both("collective-permute", moved, part, body.times, of_weights=True)
-            if gone:
+            for forward in (False, *(() if again else (True,))):
+                self._add("collective-permute", moved, part, body.times, forward=forward, of_weights=True)
+            if gone and not again:
                 self._add("all-gather", gone, held, body.times, forward=True, of_weights=True)
+            if gone:
                 self._add("reduce-scatter", gone, held, body.times, forward=False, of_weights=True)
         held *= layout.grid.size
-        self._add("all-gather", (layout.grid.weight,), held, body.times, forward=True, of_weights=True)
+        if not again:
+            self._add("all-gather", (layout.grid.weight,), held, body.times, forward=True, of_weights=True)
         self._add("reduce-scatter", (layout.grid.weight,), held, body.times, forward=False, of_weights=True)
         split = {a for entry in (*before, *wanted) for a in entry}
         self._sum(table, scope, self.placed.axes(out, scope) - split)
@@ -192,6 +201,7 @@ class Moves:
         """What `cjax.sharding.products.matmul` moves: it gathers operands in both passes, and scatters results in the
         one and gradients in the other."""
         first, times = group.eqns[0], body.times
+        made = {spot.var: spot for step in body.steps for spot in step.writes}
         spread = group.of[id(first)]
         x = first.invars[1 - weight_at(first, scope)]
         if spread.gather_x is not None:
@@ -212,8 +222,12 @@ class Moves:
                 shape = [n for d, n in enumerate(x.aval.shape) if d not in spread.contracted[0]]
                 shape += [n for d, n in enumerate(w.aval.shape) if d not in spread.contracted[1]]
                 held = self._held(shape, spread.y) * self.placed.size((spread.scatter_y.axis,))
-                self._add("reduce-scatter", (spread.scatter_y.axis,), held, times, forward=True)
+                needed = not self._needed.isdisjoint(made[out] for out in eqn.outvars)
+                self._add("reduce-scatter", (spread.scatter_y.axis,), held, times, forward=True, remade=needed)
                 self._add("all-gather", (spread.scatter_y.axis,), held, times, forward=False)
+
+    def _is_multiplied(self, leaf: int) -> bool:
+        return any(leaf in (m.lhs_origin, m.rhs_origin) for m in self.placed.trace.dims.matmuls)
 
     def _sum(self, weight: Atom, scope: Scope, axes: Iterable[str]) -> None:
         leaf = None if isinstance(weight, Literal) else scope.origin.get(weight)
@@ -227,16 +241,11 @@ class Moves:
         return math.prod(math.ceil(n / self.placed.size(axes_of_entry(entry))) for n, entry in pairs)
 
     def _gathered(self, axis: str, held: float, body: Body, of_weights: bool = False) -> None:
-        """In the forward pass, and again in the backward pass; outside of loops XLA finds that both are one."""
-        self._add("all-gather", (axis,), held, body.times, forward=True, of_weights=of_weights)
+        """In the forward pass, and again in the backward pass; outside of loops XLA finds that both are one. A layer
+        that is made again gathers what its backward pass does."""
+        self._add("all-gather", (axis,), held, body.times, forward=True, of_weights=of_weights, remade=False)
         if self.stretch.stack is not None or (body.is_loop and self.placed.layout.grid is not None):
             self._add("all-gather", (axis,), held, body.times, forward=False, of_weights=of_weights)
-
-    def _both(
-        self, kind: Kind, axes: Iterable[str], held: float, times: int, of_weights: bool = False
-    ) -> None:  # fmt: skip
-        for forward in (True, False):
-            self._add(kind, axes, held, times, forward=forward, of_weights=of_weights)
 
     def _summed(self, eqn: Equation, scope: Scope, inner: tuple[tuple[int, ...], tuple[int, ...]]) -> set[str]:
         """Axes along which a product sums: an operand that is whole there is cut where it stands."""
@@ -269,6 +278,8 @@ class Moves:
             if isinstance(atom, Literal) or node is None or not self._has_gradient(node):
                 continue
             axes = of_out - self.placed.axes(atom, scope)
+            if not is_weight(atom, scope) and self._has_rows(out, scope) and not self._has_rows(atom, scope):
+                continue  # what all examples share, a bias of scores: summed over them as well, and small
             if is_weight(atom, scope):
                 self._sum(atom, scope, axes)
                 continue
@@ -276,6 +287,9 @@ class Moves:
                 yield index, _Partial(axes, self.placed.local(atom, scope), at, is_product)
 
     # --- what is known of a value ---
+
+    def _has_rows(self, var: Var, scope: Scope) -> bool:
+        return self.placed.trace.batch_class in self.placed.trace.dims.of(var, scope)
 
     def _has_gradient(self, node: Spot) -> bool:
         return self._wanted[node] if node in self._wanted else self._comes_with_gradient(node)

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from cjax.jax_compat.core import Atom, Literal
+from cjax.jax_compat.core import Atom, Literal, Var
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Scope
@@ -25,12 +25,19 @@ class PlacedTrace:
 
     trace: Trace
     layout: Layout
+    _known: dict[tuple[Var, int], tuple[Axes, ...]] = field(default_factory=dict)
 
     def entries(self, atom: Atom, scope: Scope) -> tuple[Axes, ...]:
         """The axes of each dim of a value; of a weight as it is used."""
-        shape = atom.aval.shape
         if isinstance(atom, Literal):
-            return tuple(() for _ in shape)
+            return tuple(() for _ in atom.aval.shape)
+        key = atom, id(scope)
+        if key not in self._known:
+            self._known[key] = self._entries(atom, scope)
+        return self._known[key]
+
+    def _entries(self, atom: Var, scope: Scope) -> tuple[Axes, ...]:
+        shape = atom.aval.shape
         classes, leaf = self.trace.dims.of(atom, scope), scope.origin.get(atom)
         whole = self.trace.leaves[leaf].shape if leaf is not None else ()
         if leaf is not None and whole[len(whole) - len(shape) :] == shape:

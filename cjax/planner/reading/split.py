@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 
 from cjax.jax_compat.core import Equation, Var
 from cjax.mesh import DATA, SEQUENCE
@@ -11,7 +12,7 @@ from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.placed import PlacedTrace
 from cjax.planner.reading.stretches import Stretch, stretches
 from cjax.planner.reading.weights import leaves_of
-from cjax.planner.work import BATCH, HeldWeight, Split, Work
+from cjax.planner.work import BATCH, HeldWeight, Move, Split, Work
 from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.jaxpr.primitives import facts_of
@@ -28,7 +29,7 @@ class Splits:
     """
 
     def __init__(self, work: Work, trace: Trace) -> None:
-        self._work, self._trace = work, trace
+        self._trace = trace
         self._stretches, self._naming = stretches(trace), Naming(trace)
         self._leaves = leaves_of(trace, self._stretches)
         self._learned, self._uses = _learned(trace), _uses(trace)
@@ -36,6 +37,8 @@ class Splits:
         stacks = [stretch.stack for stretch in self._stretches if stretch.stack]
         self._first = {i: group[0] for stack in stacks for group in stack.weights for i in group}
         self._made: dict[tuple[object, ...], Split | ValueError] = {}
+        rows = max((trace.leaves[i].shape[0] for i in trace.leaves_of("batch") if trace.leaves[i].shape), default=1)
+        self._num_parts = work.num_rows // rows
         assert len(work.parts) == len(self._stretches), "a split is of the work that was read off this trace"
 
     def __call__(self, plan: Plan) -> Split:
@@ -60,7 +63,8 @@ class Splits:
         sizes |= plan.tensor.axis_sizes()
         layout = make_layout(self._trace, sizes, plan.rules, sequence=plan.sequence)
         placed = PlacedTrace(self._trace, layout)
-        moves = [Moves(placed, stretch, plan.sequence, self._learned).read() for stretch in self._stretches]
+        gathered: set[int] = set()
+        moves = [Moves(placed, each, plan.sequence, self._learned, gathered).read() for each in self._stretches]
         looked_up = {i: axes for each in moves for i, axes in each.looked_up.items()}
         sums = [{self._first.get(i, i): axes for i, axes in each.sums.items()} for each in moves]
         summed = {i: set().union(*(each.get(i, ()) for each in sums)) for i in {i for each in sums for i in each}}
@@ -70,14 +74,19 @@ class Splits:
         )
         # Of what all layers of a stack read, the gradient is reduced once, where it was made: in front of them.
         more = [each.outside for each in moves[1:]] + [[]]
+        every = [(*each.found, *outside) for each, outside in zip(moves, more, strict=True)]
         return Split(
             self._axes_of(layout),
             {axis: size for axis, size in sizes.items() if size > 1},
-            tuple((*each.found, *outside) for each, outside in zip(moves, more, strict=True)),
+            tuple(tuple(self._of_batch(move) for move in moves) for moves in every),
             tuple(sum(weight.elements for weight in some) for some in weights),
             layout.notes,
             weights,
         )
+
+    def _of_batch(self, move: Move) -> Move:
+        """A collective of one micro-batch's trace, for the whole batch."""
+        return move if move.of_weights else replace(move, elements=move.elements * self._num_parts)
 
     def _held(
         self, layout: Layout, leaf: int, stretch: Stretch, sums: Collection[str], gathered: Collection[str]

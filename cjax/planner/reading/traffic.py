@@ -13,7 +13,6 @@ from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.stretches import Body, Operation, Spot
 from cjax.planner.work import Value
 from cjax.trace.jaxpr.primitives import facts_of, having, named
-from cjax.trace.reading import Trace
 
 # Fused into whoever reads their results: one element of these is made of few of the operands'.
 _FUSED = (
@@ -161,8 +160,3 @@ def _makes_kernel(step: Operation) -> bool:
 def _bytes(node: Spot) -> int:
     aval = node.var.aval
     return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 4)
-
-
-def unread(trace: Trace) -> tuple[str, ...]:
-    """What could not be read: loops of unknown length, primitives that cjax knows nothing of."""
-    return tuple(f"`{name}` is not counted: cjax knows nothing of it" for name in sorted(trace.dims.unknown))

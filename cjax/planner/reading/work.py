@@ -1,18 +1,21 @@
 """What a trace's work is, in numbers: the `Work` of a model and a batch."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from cjax.jax_compat.core import Literal
+from cjax.jax_compat.core import Literal, Var
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.products import attentions_of, products_of
 from cjax.planner.reading.saved import KeptBy
 from cjax.planner.reading.stretches import Spot, Stretch, stretches
-from cjax.planner.reading.traffic import touched, unread
+from cjax.planner.reading.traffic import touched
 from cjax.planner.reading.weights import leaves_of, multiplied, weight_of
 from cjax.planner.work import Part, Value, Work
+from cjax.trace.jaxpr.cost import cost
 from cjax.trace.reading import Trace
+from cjax.trace.stages.stacks import cut
 
 
 def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_parts: int = 1) -> Work:
@@ -46,9 +49,51 @@ def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_parts: int = 1) -> W
     tokens = max((math.prod(leaf.shape[:2]) for leaf in words), default=num_rows)
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in batch)
     return Work(
-        tuple(parts), num_parts * num_rows, num_parts * tokens, optimizer_bytes, num_parts * size, unread(trace),
+        tuple(parts),
+        num_parts * num_rows,
+        num_parts * tokens,
+        optimizer_bytes,
+        num_parts * size,
+        _handed(trace, found, naming),
+        _notes(trace),
         KeptBy(trace, naming, found),
-    )  # fmt: skip
+    )
+
+
+def _handed(trace: Trace, found: Sequence[Stretch], naming: Naming) -> tuple[Value, ...]:
+    """What stages send: what any stack's layers hand on, and what they read that other layers made. One form of message
+    serves all stacks, and values of one shape share a place in it, as `cjax.pipeline.buffers` packs them."""
+    stacks = [stretch.stack for stretch in found if stretch.stack is not None]
+    if not stacks:
+        return ()
+    parts = cut(trace, stacks)
+    message: list[Value] = []
+    for stack, sent in zip(parts.stacks, parts.transferred, strict=True):
+        entries = [(v,) for v in stack.initial if not isinstance(v, Literal)]
+        # And room for what each layer gives, or the last, where anybody reads it.
+        entries += [*(entry for entry in stack.outputs if entry), *((v,) for v in stack.last_only if v is not None)]
+        each = [_value(entry, trace, naming) for entry in (*entries, *sent)]
+        for value in set(each):
+            message += [value] * (each.count(value) - message.count(value))
+    return tuple(sorted(message, key=str))
+
+
+def _value(entry: tuple[Var, ...], trace: Trace, naming: Naming) -> Value:
+    """A variable, or those of all layers together."""
+    aval = entry[0].aval
+    dims = naming.dims(trace.dims.of(entry[0]), aval.shape)
+    return Value(
+        (("layers", len(entry)), *dims) if len(entry) > 1 else dims,
+        getattr(aval.dtype, "itemsize", 4),
+        str(aval.dtype) == "float32",
+    )
+
+
+def _notes(trace: Trace) -> tuple[str, ...]:
+    """What could not be read, for the user."""
+    found = [f"`{name}` is counted as nothing: cjax does not know what it does" for name in sorted(trace.dims.unknown)]
+    loops = cost(trace.closed).unbounded_loops
+    return (*found, *([f"{loops} loop(s) of unknown length are counted as one turn"] if loops else []))
 
 
 def _stream(stretch: Stretch, naming: Naming) -> Value | None:

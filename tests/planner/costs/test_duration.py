@@ -27,9 +27,9 @@ assert found is not None
 FITTED = found
 # Nothing hidden, nothing lost: what is left is arithmetic.
 PURE = Calibration(
-    "by hand", cores=132, matmul=1.0, attention=1.0, thin=0.0, memory=1.0, links=1.0, adapters=1.0, latency=0.0, hop=0.0,
-    hidden_data=0.0, hidden_gather=0.0, hidden_tensor=0.0, overlapped=0.0, hidden_pipeline=0.0, launch=0.0, step=0.0,
-    straggling=0.0,
+    "by hand", cores=132, matmul=1.0, attention=1.0, thin=0.0, memory=1.0, links=1.0, adapters=1.0, latency=0.0,
+    hop=0.0, hidden_data=0.0, hidden_gather=0.0, hidden_tensor=0.0, overlapped=0.0, hidden_pipeline=0.0, launch=0.0,
+    step=0.0, straggling=0.0,
 )  # fmt: skip
 
 

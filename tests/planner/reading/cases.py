@@ -170,9 +170,20 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("experts", "data=8"),
     ("experts", "data=8 zero=3"),
     ("experts", "data=2 tensor=4"),
+    ("gpt", "data=2 tensor=4 microbatches=2"),
+    ("gpt", "data=4 tensor=2 zero=3 precision=bfloat16"),
+    ("gpt", "data=2 tensor=2 sequence=ring:2"),
+    ("gpt", "data=2 tensor=2d:4 microbatches=2 remat=block"),
+    ("gpt", "data=2 sequence=ring:4 remat=block"),
+    ("gpt", "data=2 pipeline=2 tensor=2 microbatches=4 remat=block"),
+    ("gpt", "data=4 pipeline=2 microbatches=4 zero=3"),
+    ("gpt", "data=4 pipeline=interleaved:2/2 microbatches=4"),
+    ("gpt", "data=2 pipeline=zero_bubble:4 microbatches=8 precision=bfloat16"),
+    ("t5", "data=2 pipeline=4 microbatches=4"),
+    ("llama", "data=2 tensor=2 sequence=ring:2 microbatches=2"),
 )
 
 
 @functools.cache
-def model(name: str) -> Capture:
+def captured(name: str) -> Capture:
     return MODELS[name].captured()

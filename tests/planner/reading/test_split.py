@@ -3,11 +3,14 @@
 import math
 
 import pytest
+from planner.reading.cases import MODELS, captured
 from planner.reading.test_work import EMBED, HEADS, MLP, ROWS, SEQ, VOCAB, gpt
 
 from cjax.plan import Plan
 from cjax.planner.reading.split import Splits, split_of
 from cjax.planner.reading.work import work_of
+from cjax.planner.work import Move
+from cjax.trace.source import TraceSource
 
 
 def test_megatrons_four_reductions() -> None:
@@ -29,6 +32,56 @@ def test_megatrons_four_reductions() -> None:
     layers = (4 * EMBED**2 + 3 * EMBED + 2 * EMBED * MLP + MLP) // 4 + norms + 2 * EMBED
     assert split.held == (VOCAB // 4 * EMBED + SEQ * EMBED, layers, 2 * EMBED)
     assert split.num_devices == 4 and split.local((("heads", HEADS), ("batch", ROWS))) == HEADS * ROWS / 4
+
+
+def moves_of(text: str) -> list[list[Move]]:
+    trace = gpt()
+    return [list(moves) for moves in split_of(work_of(trace), trace, Plan.parse(text)).moves]
+
+
+def test_a_layer_made_again_repeats_what_its_derivative_needs() -> None:
+    """The attention's result is behind a norm that the backward pass differentiates; the block's own is not."""
+    _, layer, _ = moves_of("tensor=4")
+    assert [move.is_remade for move in layer if move.is_forward] == [True, False]
+
+
+def test_positions_are_gathered_before_products_and_scattered_behind() -> None:
+    stream = 3 / 4 * ROWS * SEQ * EMBED
+    _, layer, _ = moves_of("tensor=4 sequence=gather")
+    assert {(move.kind, move.is_forward) for move in layer if move.elements == stream} == {
+        (kind, forward) for kind in ("all-gather", "reduce-scatter") for forward in (True, False)
+    }
+    # Each half of a layer: gathered for its products and once more for their gradients, a gradient scattered; its
+    # result scattered, a gradient gathered.
+    assert sum(move.elements for move in layer) == 2 * 5 * stream
+
+
+def test_keys_and_values_go_round_a_ring() -> None:
+    _, layer, _ = moves_of("sequence=ring:4")
+    held = ROWS * SEQ * EMBED / 4  # of queries, keys and values each, and of the result
+    round_ = [move.elements for move in layer if move.kind == "collective-permute"]
+    # Keys and values three times in each pass, their gradients four times; and the mask is causal: all operands, the
+    # result and its gradient go to where early and late chunks meet, and home, with a sum for each row of each head.
+    assert sum(round_) == held * (3 * 2 + 3 * 2 + 4 * 2 + 4 + 4) + ROWS * SEQ * HEADS / 4
+    assert [move.elements for move in layer if move.is_wide] == [8 * held, ROWS * SEQ * HEADS / 4]
+    assert {move.axes for move in layer} == {("sequence",)}
+
+
+def test_heads_take_the_place_of_positions() -> None:
+    _, layer, _ = moves_of("sequence=all_to_all:4")
+    held = ROWS * SEQ * EMBED / 4
+    assert [(m.kind, m.elements, m.is_forward) for m in layer] == [
+        ("all-to-all", 3 / 4 * 4 * held, True), ("all-to-all", 3 / 4 * 4 * held, False)
+    ]  # fmt: skip
+
+
+def test_few_key_value_heads_stay_whole() -> None:
+    trace = TraceSource(captured("llama"), MODELS["llama"].batch).read()
+    work = work_of(trace)
+    heads = {name for part in work.parts for product in part.products for name, _ in product.outer if "heads" in name}
+    assert heads == {"heads"}
+    assert split_of(work, trace, Plan.parse("tensor=4")).local((("heads", 4),)) == 1
+    assert split_of(work, trace, Plan.parse("tensor=8")).local((("heads", 4),)) == 4
 
 
 def test_a_split_is_made_once() -> None:

@@ -9,6 +9,8 @@ from zoo import MODELS
 
 from cjax.models import GPT, loss
 from cjax.models.gpt import GPTConfig
+from cjax.plan import Plan
+from cjax.planner.reading.split import split_of
 from cjax.planner.reading.work import work_of
 from cjax.planner.work import BATCH, Work, elements
 from cjax.trace.author.capture import capture
@@ -83,6 +85,10 @@ def test_a_batch_is_its_parts_together() -> None:
     whole, part = work_of(gpt()), work_of(gpt(), num_parts=3)
     assert (part.num_rows, part.tokens, part.batch_bytes) == (3 * ROWS, 3 * ROWS * SEQ, 3 * whole.batch_bytes)
     assert forward_flops(part) == 3 * forward_flops(whole)
+    plan = Plan.parse("tensor=2d:4")
+    one, three = (split_of(work, gpt(), plan) for work in (whole, part))
+    for move, times in zip(one.moves[1], three.moves[1], strict=True):
+        assert times.elements == (1 if move.of_weights else 3) * move.elements
 
 
 def test_no_value_of_a_layer_is_as_large_as_its_scores() -> None:
