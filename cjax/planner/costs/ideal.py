@@ -103,6 +103,11 @@ class _Plans:
         self._place = self._place.reshape(-1)
         self._computing = Computing(hardware, calibration, split, shares.astype(float), precisions)
         self._share = (table.data * table.microbatches).astype(float)
+        # Every stage of cjax's holds a part of each stack: of several, each is a chunk more, and 1F1B is interleaved.
+        stacks = sum(part.repeats > 1 for part in work.parts) if self._software.is_lockstep else 1
+        self._chunks = table.chunks * max(1, stacks)
+        is_plain = (table.schedule == SCHEDULES.index("1f1b")) & (stacks > 1)
+        self._schedule = np.where(is_plain, SCHEDULES.index("interleaved"), table.schedule)
 
     def ideal(self) -> Ideal:
         table, work, hardware = self._table, self._work, self._hardware
@@ -124,14 +129,18 @@ class _Plans:
         if self._software.cuts_sends and stream:
             bytes_ = bytes_ * self._split.parts_of(stream.dims) / self._inner
         stage_stride = self._inner * table.data
+        if self._software.is_lockstep:
+            # Of stages on several hosts some hand on between them, and all wait for these.
+            leaves = table.pipeline * stage_stride > hardware.devices_per_host
+            stage_stride = np.where(leaves, np.maximum(stage_stride, hardware.devices_per_host), stage_stride)
         send = self._over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
         adds = (table.microbatches > 1) & (not self._software.adds_in_matmuls)
         states = np.where(table.zero >= 1, table.zero_group, 1)
         memory = hardware.memory_bandwidth or np.inf
         return Ideal(
             first, layer, last, np.full(len(table), float(work.num_layers)), full, short,
-            table.pipeline.astype(float), table.chunks.astype(float), table.microbatches.astype(float),
-            table.schedule, table.remat, gradients * ~each + weights, gradients * (each * table.microbatches), gathers,
+            table.pipeline.astype(float), self._chunks.astype(float), table.microbatches.astype(float),
+            self._schedule, table.remat, gradients * ~each + weights, gradients * (each * table.microbatches), gathers,
             send,
             # Parameters and state are read and written, gradients read, computed copies written.
             held / states * (2 * MASTER * (1 + work.optimizer_bytes) + MASTER + self._item) / memory,
@@ -232,7 +241,7 @@ class _Plans:
         if not lengths:
             return full, short
         head = last.forward.flops / np.maximum(layer.forward.flops, 1.0)
-        columns = np.stack([table.pipeline, table.schedule, table.chunks])
+        columns = np.stack([table.pipeline, self._schedule, self._chunks])
         for stages, schedule, chunks in np.unique(columns, axis=1).T:
             rows = (columns.T == (stages, schedule, chunks)).all(axis=1)
             if stages > 1:
@@ -245,8 +254,6 @@ class _Plans:
         if self._software.is_lockstep:
             is_v = SCHEDULES[schedule] == "zero_bubble" and chunks == 2
             route = (*range(stages), *reversed(range(stages))) if is_v else tuple(range(stages)) * chunks
-            if len(route) % len(lengths):
-                return float("inf"), float("inf")
             cut = partition(lengths, route, head)
             ends = [block for block, stage in enumerate(route) if stage == route[-1]]
             return float(sum(cut.rows) * len(route) / stages / len(lengths)), float(sum(cut.count[b] for b in ends))
