@@ -30,6 +30,8 @@ if _TYPE_CHECKING:
     from cjax import optim as optim
     from cjax import pipeline as pipeline
     from cjax import train as train
+    from cjax.program.plans import Plans as Plans
+    from cjax.program.plans import plans as plans
 
 __version__ = "0.1.0"
 
@@ -37,11 +39,16 @@ __version__ = "0.1.0"
 _ROOMS = ("checkpoint", "data", "models", "optim", "pipeline", "train")
 
 
+_LATE = {"plans": "cjax.program.plans", "Plans": "cjax.program.plans"}
+
+
 def __getattr__(name: str) -> _Any:
     if name in _ROOMS:
         return _importlib.import_module(f"cjax.{name}")
+    if name in _LATE:
+        return getattr(_importlib.import_module(_LATE[name]), name)
     raise AttributeError(f"module 'cjax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*(name for name in globals() if not name.startswith("_")), *_ROOMS})
+    return sorted({*(name for name in globals() if not name.startswith("_")), *_ROOMS, *_LATE})

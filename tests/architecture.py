@@ -7,6 +7,7 @@ each rule in the house as it is.
 import ast
 import copy
 import functools
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -402,22 +403,19 @@ class _Nameless(ast.NodeTransformer):
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
 def untyped(text: str) -> list[int]:
-    """Lines of annotations, and of names for types, with `Any` in them."""
+    """Lines that say `Any`: in annotations, quoted ones too, in names for types, casts, bounds and bases."""
     found: list[int] = []
     for node in nodes(text):
-        notes: list[ast.expr | None] = []
         match node:
-            case ast.FunctionDef(args=args) | ast.AsyncFunctionDef(args=args):
-                given = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
-                notes = [node.returns, *(arg.annotation for arg in given if arg is not None)]
-            case ast.AnnAssign():
-                notes = [node.annotation, node.value if dotted(node.annotation) == "TypeAlias" else None]
-            case ast.Assign():  # `Atom = Any`
-                notes = [node.value]
-        for part in (part for note in notes if note is not None for part in ast.walk(note)):
-            quoted = isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.isidentifier()
-            if dotted(part).rpartition(".")[2] == "Any" or (quoted and part.value == "Any"):
-                found.append(part.lineno)
+            case ast.Name(id="Any") | ast.Attribute(attr="Any"):
+                found.append(node.lineno)
+            case ast.alias(name="Any", asname=str()):  # by another name it would be seen nowhere
+                found.append(node.lineno)
+            case ast.Constant(value=str() as quoted) if re.search(r"\bAny\b", quoted):
+                try:
+                    found += [node.lineno for part in ast.walk(ast.parse(quoted, mode="eval")) if dotted(part) == "Any"]
+                except SyntaxError:
+                    pass  # words, and no type
     return sorted(found)
 
 

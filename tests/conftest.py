@@ -4,6 +4,7 @@ With CJAX_TEST_GPU=1 (make test-gpu) the GPUs that are here come first, for test
 """
 
 import os
+import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -25,12 +26,18 @@ is_quick = os.environ.get("CJAX_TEST_ALL") != "1" and metadata.version("jaxlib")
 generator = "--xla_cpu_use_fusion_emitters=false" if is_quick else ""
 # XLA cuts a program into 32 parts, to compile them on as many cores; with two, cutting costs a third of all compiling.
 uncut = "--xla_cpu_parallel_codegen_split_count=1" if os.environ.get("CJAX_TEST_ALL") != "1" else ""
+# Each operation would carry the lines of Python that it was written in, ten of them: an eighth of all compiling.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # A device that waits in a collective keeps a thread: with one for each device, those that wait can starve the others.
 os.environ.setdefault("NPROC", "32")
 os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"  # nor should the next step take threads from one that waits
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {patience} {in_order} {generator} {uncut}".strip()
 cache_home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_home / "cjax" / "jax"))
+# Whether somebody has run `cjax calibrate` on this machine is nothing that a test should depend on.
+os.environ.setdefault("HF_HOME", str(cache_home / "huggingface"))
+unmeasured = tempfile.TemporaryDirectory()
+os.environ["XDG_CACHE_HOME"] = unmeasured.name
 
 import gc  # noqa: E402
 
@@ -55,6 +62,13 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 gc.set_threshold(100_000, 50, 100)
 
 assert jax.device_count("cpu") == 8, f"tests need 8 virtual CPU devices, found {jax.device_count('cpu')}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kept_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where `contract.kept` keeps what all workers of this run share."""
+    base = tmp_path_factory.getbasetemp()
+    os.environ["CJAX_TEST_KEPT"] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kept")
 
 
 @pytest.fixture(scope="module")

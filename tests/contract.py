@@ -7,8 +7,12 @@ no layer stacked, nothing placed. Micro-batches are the loop that a reader of de
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import os
+import pickle
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +21,7 @@ import numpy as np
 import optax
 from optimizers import OPTIMIZERS
 from plans import NUM_DEVICES, num_parts, tensor_of
+from starts import Trees, is_key, start, values_for
 from zoo import MODELS, Batch, Case, case, regression_batch
 from zoo_cjax import ROWS
 from zoo_nnx import MLP as NNXMLP
@@ -24,6 +29,7 @@ from zoo_nnx import MLP as NNXMLP
 from cjax.plan import Plan
 from cjax.program import Given, Program
 from cjax.program.compose import compose
+from cjax.program.state import State
 from cjax.sharding.storage.storage import Storage
 from cjax.trace.author.capture import Capture, Mean, capture
 from cjax.trace.reading import Trace
@@ -50,10 +56,6 @@ def after_updates(name: str) -> tuple[float, float]:
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
-def is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def on_host(tree: PyTree) -> PyTree:
     """The leaves as NumPy arrays, random keys as their bits."""
     return jax.tree.map(lambda leaf: np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf), tree)
@@ -252,16 +254,16 @@ Look = Callable[[Program, Any], None]
 
 
 def train(name: str, plan: str, wide: bool, optimizer: str | None = None, look: Look | None = None) -> Run:
-    """The run under cjax; `look` sees the program and the state it begins with. Fails if anything is compiled after the
+    """The run under cjax; `look` sees the program and its state after a step. Fails if anything is compiled after the
     first step."""
     program, (first, second) = program_of(name, plan, wide, optimizer_of(optimizer)), subject(name, wide).batches
-    state, steps = program.init(0), []
-    if look:
-        look(program, state)
+    state, steps = begun(program, name, wide, optimizer), []
     params, model_state = None, None
     for index in range(NUM_STEPS):
         with no_compilation() if index else contextlib.nullcontext():
             state, metrics = program.step(state, second if index % 2 else first)
+        if look and not index:
+            look(program, state)
         params, _, model_state, (_, grads) = trees(program, state)
         steps.append(Step(np.asarray(metrics["loss"]), on_host(metrics.get("aux", {})), grads))
         assert int(metrics["skipped"]) == 0 and int(state.step) == index + 1
@@ -320,25 +322,67 @@ def grid_parts(name: str, path: str, plan: str) -> int:
 
 # -- the same model, trained by its author ----------------------------------------------------------------------------
 @functools.cache
-def author_initial(name: str, wide: bool) -> tuple[PyTree, PyTree, PyTree]:
+def author_initial(name: str) -> Trees:
     """params, frozen and model_state as the model's own init makes them."""
-    captured = subject(name, wide).captured
+    captured = subject(name, wide=False).captured
     return captured.initial or jax.jit(captured.init)(jax.random.key(0))
+
+
+@functools.cache
+def first_values(name: str, wide: bool) -> Trees:
+    """What both sides begin with: none of an init, which would take as long to compile as the steps, but for softmax in
+    float32, which is exact enough only where the author's own numbers keep it from being sharp."""
+    if wide and name in WIDE:
+        return widened(author_initial(name))
+    captured = subject(name, wide).captured
+    shapes = (captured.params_shape, captured.frozen_shape, captured.model_state_shape)
+    return captured.initial or values_for(*shapes)
+
+
+def begun(program: Program, name: str, wide: bool, optimizer: str | None = None) -> State:
+    """The state of a program that begins with these."""
+    return start(program, first_values(name, wide), moments=optimizer is None)
+
+
+def is_alike_in_parts(name: str) -> bool:
+    """Whether the sum over micro-batches is the whole batch's own: nothing is drawn, no examples meet, and a ratio is
+    one of sums."""
+    case = SUBJECTS[name]
+    return name in RATIOS or not (case.dropout or case.couples)
+
+
+@functools.cache
+def _backward(name: str, parts: int, wide: bool) -> Any:
+    return jax.jit(functools.partial(_part, subject(name, wide).captured, parts))
 
 
 @functools.cache
 def author(name: str, parts: int, wide: bool, optimizer: str | None = None) -> Run:
     """The run without cjax; `parts` micro-batches, each of every `parts`-th row."""
-    if name in RATIOS and parts > 1:
+    if parts > 1 and is_alike_in_parts(name):
         return author(name, 1, wide, optimizer)
+    return kept(f"{name} {parts} {wide} {optimizer}", lambda: _author(name, parts, wide, optimizer))
+
+
+def kept(name: str, make: Callable[[], Run]) -> Run:
+    """What `make` makes, made once by all processes of this run of tests."""
+    path = Path(os.environ["CJAX_TEST_KEPT"]) / hashlib.sha1(name.encode()).hexdigest()
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_bytes(pickle.dumps(make()))
+        own.replace(path)  # whole, or not there
+    return pickle.loads(path.read_bytes())
+
+
+def _author(name: str, parts: int, wide: bool, optimizer: str | None) -> Run:
     # Adam has one rule for all numbers, so that it may see them as one array: a hundred leaves compile far longer. What
     # is done leaf by leaf is done by NumPy, which compiles nothing.
     case, tx = subject(name, wide), optax.flatten(ADAM) if optimizer is None else optimizer_of(optimizer)
     captured, key = case.captured, jax.random.key(0)
-    params, frozen, model_state = author_initial(name, wide)
+    params, frozen, model_state = first_values(name, wide)
     params, first_state, opt_state = on_host(params), model_state, jax.jit(tx.init)(params)
-    backward, update = jax.jit(functools.partial(_part, captured, parts)), optax.with_extra_args_support(tx).update
-    update = jax.jit(update)
+    backward, update = _backward(name, parts, wide), jax.jit(optax.with_extra_args_support(tx).update)
     steps = []
     for index in range(NUM_STEPS):
         batch, step_key = case.batches[index % 2], jax.random.fold_in(key, index)

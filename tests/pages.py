@@ -39,7 +39,18 @@ ROOMS = {
 # Of `cjax` itself, in the order in which they are met. The rest of what `dir(cjax)` shows are rooms.
 FRONT = (
     *("parallelize", "Program", "State", "Mean", "Plan", "Tensor", "Sequence", "Pipeline", "Zero", "Cluster"),
-    *("simulate", "initialize", "attention", "generate", "audit", "calibrate", "OutOfMemory", "MismatchError"),
+    *(
+        "plans",
+        "Plans",
+        "simulate",
+        "initialize",
+        "attention",
+        "generate",
+        "audit",
+        "calibrate",
+        "OutOfMemory",
+        "MismatchError",
+    ),
 )
 # What Colossal-AI's users write, as keyword arguments of `Plan.from_colossal`.
 COLOSSAL: tuple[dict[str, Any], ...] = (

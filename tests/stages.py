@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from starts import begin, first_values
 
 import cjax
 
@@ -233,8 +234,7 @@ def error(name: str, plan: str, lockstep: bool = False) -> tuple[float, cjax.Pro
 
     program = cjax.parallelize(model, loss, optax.sgd(0.1), x, plan)
     program._lockstep.needed |= lockstep
-    state = program.init(0)
-    params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), program.params(state))
+    state, params = begin(program), first_values(program)[0]
     value, grads = program.value_and_grad(state, x)
     wanted, others = jax.jit(jax.value_and_grad(lambda p: loss(model.bind({"params": p}), x)))(params)
     scored = program.evaluate(state, x)["loss"]

@@ -163,6 +163,11 @@ BREACHES: list[tuple[Rule, Changes, str]] = [
             "def f(**more: 'Any') -> None: ...",
             "def f() -> list[typing.Any]: ...",
             "y: set[Any] = set()",
+            "def f(x: 'dict[str, Any]') -> None: ...",
+            "y = cast(Any, 1)",
+            "class Held(dict[str, Any]): ...",
+            "T = TypeVar('T', bound='Any')",
+            "from typing import Any as Whatever",
         )
     ),
     (architecture.traces_are_typed, {"cjax/trace/author/loss.py": "x: Any = 1"}, "fewer than UNTYPED"),

@@ -19,6 +19,7 @@ from contract import (
     assert_trained_alike,
     author,
     author_initial,
+    begun,
     bytes_on_a_device,
     grid_parts,
     norm,
@@ -91,12 +92,12 @@ def pairs(chosen: list[str] | tuple[str, ...], names: list[str]) -> list[tuple[s
 # -- values -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "plan"), pairs(EXACT_PLANS, NAMES))
 def test_trains_as_its_author_would(name: str, plan: str) -> None:
-    """Loss, aux, every gradient and, after three steps, parameters, running statistics and random state; and what it
-    begins with is placed as it should be."""
+    """Loss, aux, every gradient and, after three steps, parameters, running statistics and random state; and what a
+    step leaves is placed as it should be."""
 
     def look(program: Program, state: Any) -> None:
         # Float64, and gradients beside the optimizer's state (`contract.recording`).
-        assert_held_and_born(name, plan, program, state, width=8, moments=3)
+        assert_held(name, plan, state, width=8, moments=3)
 
     assert_trained_alike(name, plan, look if is_placed(name, plan) else None)
 
@@ -113,7 +114,7 @@ FLOATS = ["linen_tied", "nnx_llama"]
 )
 def test_float32_differs_by_rounding_alone(name: str, plan: str) -> None:
     program, batch = program_of(name, plan, wide=False), subject(name, wide=False).batches[0]
-    loss, grads = program.value_and_grad(program.init(0), batch)
+    loss, grads = program.value_and_grad(begun(program, name, wide=False), batch)
     wanted = author(name, num_parts(plan), wide=False).steps[0]
     assert_close(on_host(loss), wanted.loss, ROUNDED, "loss")
     assert_close(on_host(grads), wanted.grads, ROUNDED, "gradient of ")
@@ -141,7 +142,7 @@ def test_low_precision_is_as_good_as_on_one_device(name: str, plan: str) -> None
 
 def value_and_grad(name: str, plan: str, batch: Any) -> Any:
     program = program_of(name, plan, wide=False)
-    return on_host(program.value_and_grad(program.init(0), batch))
+    return on_host(program.value_and_grad(begun(program, name, wide=False), batch))
 
 
 # -- placement --------------------------------------------------------------------------------------------------------
@@ -189,22 +190,39 @@ def expected_bytes(name: str, plan: str, width: int, moments: int) -> list[tuple
     return [(low, high) for low, high in totals]
 
 
-def assert_held_and_born(name: str, plan: str, program: Program, state: Any, width: int, moments: int) -> None:
-    """Bytes by design.md's formulas, and the author's own numbers in them."""
+def assert_held(name: str, plan: str, state: Any, width: int, moments: int) -> None:
+    """Bytes by design.md's formulas."""
     held = [bytes_on_a_device(state._params), bytes_on_a_device(state._opt)]
     wanted_bytes = expected_bytes(name, plan, width, moments)
     for given, (low, high), what in zip(held, wanted_bytes, ("params", "optimizer"), strict=True):
         assert low <= given <= high, f"{what}: {given} bytes a device, not {low} to {high}"
         assert high <= 1.1 * low, f"{what}: more than a tenth is small and kept whole"
-    params, frozen, model_state, _ = trees(program, state)
-    for given, wanted in zip((params, frozen, model_state), on_host(author_initial(name, width == 8)), strict=True):
-        assert jax.tree.structure(given) == jax.tree.structure(wanted)
-        jax.tree.map(assert_same_bits, given, wanted)
+
+
+# What decides where a program's own init puts the author's first numbers, beside layouts and grids: layers spread
+# over stages in order, in turns, with a row that has none, in the author's own loop; and a sequence that is split.
+BORN_APART = [
+    ("linen_decoder", "pipeline=interleaved:2/2 microbatches=2 tensor=2"),
+    ("linen_masked_mean", "pipeline=1f1b:2 microbatches=4"),
+    ("linen_encoder_decoder", "pipeline=gpipe:2 microbatches=4 zero=3"),
+    ("nnx_scan", "pipeline=zero_bubble:2/2 microbatches=4 zero=1"),
+    ("nnx_llama", "tensor=2 sequence=ring:2 zero=1"),
+]
+
+
+# Made by the same layers' init as another model of the table.
+BORN_ALIKE = {"linen_tied", "linen_remat", "linen_moe_capacity", "nnx_mean", "cjax_bert", "cjax_vit"}
+
+
+def births() -> list[tuple[str, str]]:
+    """Every kind of init, every layout and every grid."""
+    rest = [name for name in NAMES if name not in {name for name, _ in BORN_APART} | BORN_ALIKE]
+    return [*cover(NAMES if ALL else rest, [*LAYOUTS, *GRIDS], 1), *BORN_APART]
 
 
 def placements() -> list[tuple[str, str]]:
-    """Beside the pairs whose training looks at this (`is_placed`), what these leave out."""
-    seen = [(n, layout_of(p)) for n, p in pairs(EXACT_PLANS, NAMES) if is_placed(n, p)]
+    """Beside the pairs that are born or trained and look at this (`is_placed`), what these leave out."""
+    seen = [(n, layout_of(p)) for n, p in (*pairs(EXACT_PLANS, NAMES), *births()) if is_placed(n, p)]
     by_data = [layout for layout in LAYOUTS if "tensor" not in layout]
     by_tensor = [layout for layout in LAYOUTS if "tensor" in layout]
     chosen = cover(NAMES, by_data, 1, [pair for pair in seen if pair[1] in by_data])
@@ -214,11 +232,24 @@ def placements() -> list[tuple[str, str]]:
     return [pair for pair in chosen if pair not in seen]
 
 
+@pytest.mark.parametrize(("name", "plan"), [*births(), *placements()] if ALL else births())
+def test_each_device_is_born_with_its_part(name: str, plan: str) -> None:
+    """The author's own numbers, each where it is kept."""
+    program = program_of(name, plan, wide=False, optimizer=optax.adamw(1e-3))
+    state = program.init(0)
+    params, frozen, model_state, _ = trees(program, state)
+    for given, wanted in zip((params, frozen, model_state), on_host(author_initial(name)), strict=True):
+        assert jax.tree.structure(given) == jax.tree.structure(wanted)
+        jax.tree.map(assert_same_bits, given, wanted)
+    if is_placed(name, plan):
+        assert_held(name, plan, state, width=4, moments=2)
+
+
 @pytest.mark.parametrize(("name", "plan"), placements())
-def test_each_device_holds_its_part_and_is_born_with_it(name: str, plan: str) -> None:
+def test_each_device_holds_its_part(name: str, plan: str) -> None:
     """16 bytes a parameter in all (gradients, 4, are test_gradients_are_held_in_parts)."""
     program = program_of(name, plan, wide=False, optimizer=optax.adamw(1e-3))
-    assert_held_and_born(name, plan, program, program.init(0), width=4, moments=2)
+    assert_held(name, plan, begun(program, name, wide=False), width=4, moments=2)
 
 
 def assert_same_bits(given: np.ndarray, wanted: np.ndarray) -> None:
@@ -243,7 +274,7 @@ def test_a_grid_splits_each_matrix_along_both_of_its_sides(name: str, plan: str)
     """A device holds 1/q^2 of a matrix in 2d and 2.5d, 1/l^3 in 3d, and 1/q or 1/l of a vector; ZeRO divides further,
     over data parallelism and the depth."""
     program = program_of(name, plan, wide=False, optimizer=optax.adamw(1e-3))
-    state, parts = program.init(0), program._composed
+    state, parts = begun(program, name, wide=False), program._composed
     stage, shards = int(plan.partition("zero=")[2] or 0), data_size(plan) * tensor_of(plan)[2]
     kept = {3: (parts.storage.params, state._params), 1: (parts.optimizer.storage, state._opt)}
     for first_stage, (storage, arrays) in kept.items():

@@ -1,5 +1,7 @@
 """float16 under every kind of plan: one overflow skips the step everywhere, and the scale is a part of the state."""
 
+import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from starts import begin
 
 import cjax
 from cjax.models.gpt import GPT, GPTConfig
@@ -55,9 +58,17 @@ def batch(poisoned: int | None = None) -> dict[str, np.ndarray]:
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "factor": factor}
 
 
+@functools.cache
+def first() -> cjax.Program:
+    """What the others are under other plans: all share one trace of the model."""
+    return cjax.parallelize(build, loss, optax.adamw(1e-2), batch(), "data=8 precision=float16")
+
+
 def make(plan: str, **options: Any) -> cjax.Program:
     text = plan if "precision" in plan else f"{plan} precision=float16"
-    return cjax.parallelize(build, loss, optax.adamw(1e-2), batch(), text, **options)
+    if options:
+        return cjax.parallelize(build, loss, optax.adamw(1e-2), batch(), text, **options)
+    return first().replan(text)
 
 
 def shards(state: cjax.State) -> list[list[np.ndarray]]:
@@ -68,7 +79,7 @@ def shards(state: cjax.State) -> list[list[np.ndarray]]:
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_overflow_on_one_device_skips_the_step_on_all(plan: str) -> None:
     program = make(plan)
-    state, metrics = program.step(program.init(0), batch())
+    state, metrics = program.step(begin(program), batch())
     assert metrics["skipped"] == 0 and metrics["loss_scale"] == 2**16
     before = shards(state)
     state, metrics = program.step(state, batch(poisoned=5))
@@ -84,7 +95,7 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(plan: str) -> None:
 def test_resume_keeps_the_whole_scaler_under_another_plan(tmp_path: Path) -> None:
     options: dict[str, Any] = {"loss_scale": LossScale(growth_interval=4, hysteresis=2)}
     program = make("data=8", **options)
-    state = program.init(0)
+    state = begin(program)
     for poisoned in (None, 3, None, 2, None):
         state, _ = program.step(state, batch(poisoned))
     kept = [np.asarray(x) for x in state._scaling]
@@ -104,7 +115,7 @@ def test_resume_keeps_the_whole_scaler_under_another_plan(tmp_path: Path) -> Non
 
 def test_a_run_goes_through_precisions_with_its_scale(tmp_path: Path) -> None:
     program = make("data=8", loss_scale=LossScale(initial=2.0**10))
-    state, _ = program.step(program.init(0), batch(poisoned=1))
+    state, _ = program.step(begin(program), batch(poisoned=1))
     wide = program.replan("data=8 precision=bfloat16")
     state, metrics = wide.step(wide.restore(state), batch())
     assert "loss_scale" not in metrics and float(state._scaling.scale) == 2**9
@@ -118,16 +129,17 @@ def small_gradients(model: Any, batch: Any) -> jax.Array:
 
 @pytest.mark.parametrize("plan", ["data=4 tensor=2 microbatches=2", "pipeline=2 microbatches=4"])
 def test_scaling_keeps_gradients_that_float16_would_lose(plan: str) -> None:
-    def norm(scaling: LossScale) -> float:
-        program = cjax.parallelize(
-            build, small_gradients, optax.sgd(1.0), batch(), f"{plan} precision=float16", loss_scale=scaling
-        )
-        return float(program.step(program.init(0), batch())[1]["grad_norm"])
-
     program = cjax.parallelize(build, small_gradients, optax.sgd(1.0), batch(), plan)
-    wanted = float(program.step(program.init(0), batch())[1]["grad_norm"])
-    assert abs(norm(LossScale(initial=2.0**24)) - wanted) < 0.01 * wanted
-    assert abs(norm(LossScale(initial=1.0)) - wanted) > 0.1 * wanted
+    low = program.replan(f"{plan} precision=float16")
+
+    def norm(scale: float) -> float:
+        scaling = jax.tree.map(lambda x: jax.device_put(np.array(x), low._composed.whole), LossScale(scale).init())
+        state = dataclasses.replace(begin(low), _scaling=scaling)
+        return float(low.step(state, batch())[1]["grad_norm"])
+
+    wanted = float(program.step(begin(program), batch())[1]["grad_norm"])
+    assert abs(norm(2.0**24) - wanted) < 0.01 * wanted
+    assert abs(norm(1.0) - wanted) > 0.1 * wanted
 
 
 def masked(model: Any, batch: Any) -> jax.Array:
@@ -141,7 +153,7 @@ def test_a_total_needs_no_other_scale_than_a_mean() -> None:
     """Gradients of a total of tokens are as many times larger than those of their mean, and so are those of a part."""
     plan, devices = "data=2 microbatches=4 precision=float16", jax.devices()[:2]
     program = cjax.parallelize(build, masked, optax.sgd(1.0), batch(), plan, devices=devices)
-    _, metrics = program.step(program.init(0), batch())
+    _, metrics = program.step(begin(program), batch())
     assert program._composed.loss_size == ROWS * SEQ
     assert make("data=2 microbatches=4", devices=devices)._composed.loss_size == 8
     assert metrics["skipped"] == 0

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from starts import begin
 from zoo_cjax import ROWS
 
 import cjax
@@ -29,7 +30,7 @@ def program(name: str, plan: str = "data=1", num: int = 1) -> cjax.Program:
 @functools.cache
 def alone(name: str) -> np.ndarray:
     one = program(name)
-    return np.asarray(cjax.generate(one.model(one.init(3)), PROMPT, 12, temperature=0))
+    return np.asarray(cjax.generate(one.model(begin(one)), PROMPT, 12, temperature=0))
 
 
 # Each model under three of the plans, and each plan with a model at least.
@@ -39,7 +40,7 @@ PAIRS = [(name, plan) for i, name in enumerate(NAMES) for j, plan in enumerate(P
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
 def test_greedy_texts_are_those_of_one_device(name: str, plan: str) -> None:
     made = program(name, plan, 8)
-    found = cjax.generate(made, PROMPT, 12, temperature=0, state=made.init(3))
+    found = cjax.generate(made, PROMPT, 12, temperature=0, state=begin(made))
     np.testing.assert_array_equal(found, alone(name))
     assert len({tuple(row) for row in alone(name)}) > 1, "rows differ, so that mixing them up would show"
 
@@ -48,20 +49,20 @@ def test_padding_travels_with_its_rows() -> None:
     present = np.arange(5) < np.array([[5], [3], [2], [5], [4], [1], [5], [2]])
     one, eight = program("cjax_t5"), program("cjax_t5", "data=2 tensor=4", 8)
     options: dict[str, Any] = {"temperature": 0, "present": present}
-    found = cjax.generate(eight, PROMPT, 6, state=eight.init(3), **options)
-    np.testing.assert_array_equal(found, cjax.generate(one, PROMPT, 6, state=one.init(3), **options))
+    found = cjax.generate(eight, PROMPT, 6, state=begin(eight), **options)
+    np.testing.assert_array_equal(found, cjax.generate(one, PROMPT, 6, state=begin(one), **options))
 
 
 @pytest.mark.parametrize("plan", ["tensor=2d:4", "tensor=2 sequence=ring:2", "pipeline=1f1b:2 microbatches=2"])
 def test_other_plans_say_what_to_write(plan: str) -> None:
     made = program("cjax_gpt", plan, 8)
     with pytest.raises(ValueError, match='program.replan\\("tensor=8"\\)'):
-        cjax.generate(made, PROMPT, 2, temperature=0, state=made.init(0))
+        cjax.generate(made, PROMPT, 2, temperature=0, state=begin(made))
 
 
 def test_what_cannot_be_said_is_refused() -> None:
     made = program("cjax_gpt", "data=8", 8)
-    state = made.init(0)
+    state = begin(made)
     with pytest.raises(ValueError, match="state=state"):
         cjax.generate(made, PROMPT, 2, temperature=0)
     with pytest.raises(ValueError, match="give 8 or 16"):
@@ -91,7 +92,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 def test_a_prompt_that_is_none_is_refused(name: str) -> None:
     tokens, said = WRONG[name]
     made = program("cjax_gpt")
-    state = made.init(0)
+    state = begin(made)
     with pytest.raises(ValueError, match=said):
         cjax.generate(made, tokens, 2, temperature=0, state=state)
     with pytest.raises(ValueError, match=said):
@@ -99,7 +100,7 @@ def test_a_prompt_that_is_none_is_refused(name: str) -> None:
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:
-    model = program("cjax_gpt").model(program("cjax_gpt").init(0))
+    model = program("cjax_gpt").model(begin(program("cjax_gpt")))
     for num in (-3, 2.5, "3", True):
         with pytest.raises(ValueError, match="num_tokens="):
             cjax.generate(model, PROMPT, num, temperature=0)  # type: ignore[arg-type]

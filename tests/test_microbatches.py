@@ -159,6 +159,26 @@ def test_each_micro_batch_may_be_a_batch_of_its_own() -> None:
     assert program.check(state, BATCH)
 
 
+@pytest.mark.parametrize("plan", ["data=8", "data=2 microbatches=2"])
+def test_a_weight_that_is_trained_is_refused_and_one_that_is_counted_is_not(plan: str) -> None:
+    """Gradients are those of the total alone, which total / weight would not have."""
+
+    def gated(model: Any, batch: Any, cut: Any = lambda weight: weight) -> Any:
+        y = model(batch["x"])
+        gates = jax.nn.sigmoid(y[..., 0])
+        return cjax.Mean((gates * y[..., 1]).sum(), cut(gates).sum())
+
+    with pytest.raises(ValueError, match=r"The weight of a cjax.Mean .* depends on .*stop_gradient\(weight\)"):
+        run(plan, gated)
+    for cut in (jax.lax.stop_gradient, lambda gates: (gates > 0.5).astype("float32")):
+        run(plan, lambda model, batch, cut=cut: gated(model, batch, cut))
+
+
+def test_a_mean_that_is_refused_is_not_told_to_be_one() -> None:
+    with pytest.raises(ValueError, match=r"The total of the loss looks at .* Use microbatches=1, or write loss=micro"):
+        run("data=1 microbatches=2", lambda model, batch: cjax.Mean(model(batch["x"]).var(), 1.0))
+
+
 def test_rows_known_by_heart_are_refused() -> None:
     for loss in (
         lambda model, batch: (batch["square"] @ model(batch["x"]).sum(1)).mean(),
@@ -166,6 +186,24 @@ def test_rows_known_by_heart_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="knows how many rows"):
             run("data=1 microbatches=2", loss)
+
+
+def only_on(*rows: int) -> Any:
+    """A loss whose author checks the number of rows, and says nothing where it is another."""
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        if len(batch["x"]) not in rows:
+            raise AssertionError  # as a bare `assert` does where pytest adds no words to it
+        return model(batch["x"]).mean()
+
+    return loss
+
+
+def test_a_bare_assertion_about_rows_is_explained() -> None:
+    with pytest.raises(ValueError, match=r"not on one of 2 micro-batches of it: AssertionError .*x\.shape\[0\]"):
+        run("data=1 microbatches=2", only_on(16))
+    with pytest.raises(ValueError, match=r"does not run on 32 \(AssertionError\).*x\.shape\[0\]"):
+        cjax.parallelize(nn.Dense(4), only_on(16), optax.sgd(0.1), BATCH, "data=8", measure_noise=True)
 
 
 def test_aux_that_cannot_be_put_together_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +54,7 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         def limited(devices: Any) -> Any:
             return dataclasses.replace(hardware_of(devices), memory=memory)
 
-        for module in ("cjax.planner.choice.decide", "cjax.program.program"):
-            monkeypatch.setattr(sys.modules[module], "hardware_of", limited)
+        monkeypatch.setattr("cjax.planner.choice.decide.hardware_of", limited)
 
     return set_limit
 
@@ -115,7 +113,9 @@ def test_words_behind_auto_are_fixed() -> None:
 def test_auto_splits_the_model_where_the_rows_are_too_few_and_refuses_what_nothing_shares() -> None:
     program = make(batch=batch(6))
     assert 6 % program.plan.data == 0 and program.plan.num_devices == 8 and program.plan.model_size > 1
-    with pytest.raises(ValueError, match=r"no plan shares 6 rows over 8 devices.* Use 8 rows, .*devices\(\)\[:6\].*leave out"):
+    with pytest.raises(
+        ValueError, match=r"no plan shares 6 rows over 8 devices.* Use 8 rows, .*devices\(\)\[:6\].*leave out"
+    ):
         make("auto tensor=1 pipeline=1", batch=batch(6))
 
 
@@ -242,3 +242,12 @@ def test_the_users_arguments_stay_as_they_are() -> None:
     state, _ = program.step(program.init(0), given)
     assert all(np.array_equal(given[name], kept[name]) for name in kept)
     assert state.step == 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "given"),
+    [(optax.adamw, "the function adamw"), ("adamw", "a str"), (1e-3, "a float")],
+)
+def test_what_is_no_optimizer_is_refused(optimizer: Any, given: str) -> None:
+    with pytest.raises(TypeError, match=f"`optimizer` is {given}, not an optax transformation. Write optax.adamw"):
+        cjax.parallelize(nn.Dense(1), lambda model, x: model(x).mean(), optimizer, np.ones((8, 2), np.float32))

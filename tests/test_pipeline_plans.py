@@ -1,5 +1,6 @@
 """Models with layers under plans that cut them into stages: as their authors train them, held in parts, or refused."""
 
+import functools
 import os
 from typing import Any
 
@@ -13,7 +14,9 @@ from contract import (
     SUBJECTS,
     assert_trained_alike,
     author,
+    begun,
     bytes_on_a_device,
+    first_values,
     norm,
     on_host,
     program_of,
@@ -21,6 +24,7 @@ from contract import (
 )
 from flax import nnx
 from plans import NUM_DEVICES, cover, num_parts
+from starts import begin, start
 from zoo import BATCH, MODELS, TEXT, case, linen, next_token, regression_batch, squared_error, tokens
 from zoo_linen import SEQ, LinenDecoder
 
@@ -29,6 +33,10 @@ from cjax.models.gpt import GPT, gpt
 from cjax.models.gpt import loss as gpt_loss
 from cjax.pipeline.schedule import forward_only, one_f_one_b
 from cjax.plan import Plan
+from cjax.program import Given, Program
+from cjax.program.compose import compose
+from cjax.trace.author.capture import capture
+from cjax.trace.source import TraceSource
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 
@@ -193,15 +201,28 @@ def every_pair() -> list[tuple[str, str]]:
     return [*((name, plan) for name in NAMES for plan in (*LAYOUTS, *DEEPER) if fits(name, plan)), *PARTICULAR]
 
 
+# Layers of the same kinds as another model's of the table, under another author's names.
+ALIKE = {"cjax_bert": "linen_encoder", "cjax_llama": "nnx_llama", "cjax_vit": "linen_vit"}
+
+
 def pairs() -> list[tuple[str, str]]:
-    """Every model and every plan, deep ones for models of many layers, and half of what is particular."""
+    """Half of what is particular; every plan and every kind of model that has none of it, deep plans for models of many
+    layers."""
     if ALL:
         return every_pair()
-    able = [name for name in NAMES if fits(name, DEEPER[1])]
+    chosen = PARTICULAR[::2]
+    missing = [name for name in NAMES if name not in ALIKE and name not in {name for name, _ in chosen}]
+    able = [name for name in missing if fits(name, DEEPER[1])]
     deeper = [pair for pair in cover(able, DEEPER, 1) if fits(*pair)]
-    rest = [name for name in NAMES if name not in {name for name, _ in deeper}]
+    rest = [name for name in missing if name not in {name for name, _ in deeper}]
     others = [pair for pair in cover(rest, LAYOUTS, 1) if fits(*pair)]
-    return sorted({*deeper, *others, *PARTICULAR[::2]})
+    return sorted({*deeper, *others, *chosen})
+
+
+def test_default_run_covers_every_kind_of_model_and_plan() -> None:
+    chosen = pairs()
+    assert {name for name, _ in chosen} >= {*NAMES} - {*ALIKE} and {*ALIKE.values()} <= {name for name, _ in chosen}
+    assert {plan for _, plan in chosen} >= {*LAYOUTS, *DEEPER}
 
 
 @pytest.mark.parametrize(("name", "plan"), pairs())
@@ -222,7 +243,7 @@ def test_bfloat16_is_as_good_as_on_one_device(name: str, plan: str) -> None:
 
     def error(plan: str) -> float:
         program = program_of(name, f"{plan} precision=bfloat16", wide=False)
-        grads = on_host(program.value_and_grad(program.init(0), batch)[1])
+        grads = on_host(program.value_and_grad(begun(program, name, wide=False), batch)[1])
         return norm(jax.tree.map(lambda a, b: a - b, grads, wanted.grads))
 
     assert 0 < error(plan) <= 1.5 * error(f"data=1 microbatches={num_parts(plan)}")
@@ -233,12 +254,16 @@ SIZES = gpt("gpt-mini", vocab_size=512, num_layers=8)
 OUTSIDE = (512 + 256 + 2) * 192  # embedding, which is the head too, positions, and the last norm: no layer's
 
 
-def mini(plan: str, rows: int, length: int = 64, num_devices: int = NUM_DEVICES) -> Any:
-    batch = {name: jax.ShapeDtypeStruct((rows, length), np.int32) for name in ("inputs", "targets")}
-    return cjax.parallelize(
-        lambda rngs: GPT(SIZES, rngs=rngs), gpt_loss, optax.adamw(1e-3), batch, plan,
-        devices=jax.devices()[:num_devices],
-    )  # fmt: skip
+@functools.cache
+def mini_source() -> TraceSource:
+    """What all plans and all numbers of rows share."""
+    batch = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in ("inputs", "targets")}
+    return TraceSource(capture(lambda rngs: GPT(SIZES, rngs=rngs), gpt_loss, batch), batch)
+
+
+def mini(plan: str, rows: int, num_devices: int = NUM_DEVICES) -> Program:
+    given = Given(mini_source().on_rows(rows), optax.adamw(1e-3))
+    return Program(compose(given, plan, jax.devices()[:num_devices]))
 
 
 @pytest.mark.parametrize(
@@ -252,8 +277,7 @@ def mini(plan: str, rows: int, length: int = 64, num_devices: int = NUM_DEVICES)
 )
 def test_a_stage_holds_its_own_layers(plan: str, tensor: int, zero: int) -> None:
     """Of parameters and of AdamW's moments: 1 / p of the layers, and all that is not in a layer."""
-    program = mini(plan, 16)
-    state = program.init(0)
+    state = begin(mini(plan, 16))
     size = Plan.parse(plan).pipeline.size
     layers = (SIZES.num_params - OUTSIDE) / size
     wanted = 4 * (layers + OUTSIDE) / tensor / zero
@@ -265,6 +289,7 @@ def test_a_stage_holds_its_own_layers(plan: str, tensor: int, zero: int) -> None
 SCHEDULES = ["1f1b:4", "interleaved:4/2", "zero_bubble:4", "zero_bubble:4/2"]
 
 
+@functools.cache
 def temporary(schedule: str, num_microbatches: int) -> int:
     program = mini(f"pipeline={schedule} microbatches={num_microbatches}", 2 * num_microbatches, num_devices=4)
     return program.lower().compile().memory_analysis().temp_size_in_bytes
@@ -356,11 +381,28 @@ EVALUATED = [
 def test_evaluates_batches_of_any_size(name: str, plan: str, function: Any) -> None:
     """Whole micro-batches go through the pipeline together; rows left over, or too few, go behind them."""
     batch = subject(name, wide=False).batches[0]
-    piped, plain = (program_of(name, text, wide=False) for text in (plan, "data=8"))
-    state = piped.init(0)
-    batches = [jax.tree.map(lambda x, n=n: x[:n], batch) for n in (16, 11, 3)]
-    given = piped.evaluate(state, batches, function)
-    wanted = plain.evaluate(plain.restore(state), batches, function)
+    piped, author = program_of(name, plan, wide=False), subject(name, wide=False).captured
+    trees, sizes = first_values(name, wide=False), (16, 11, 3)
+    batches = [jax.tree.map(lambda x, n=n: x[:n], batch) for n in sizes]
+    given = piped.evaluate(start(piped, trees, moments=True), batches, function)
+
+    def call(model: Any, row: Any, key: Any, train: bool) -> Any:
+        return jnp.zeros(()), function(model, row)[0]
+
+    def alone(row: Any) -> Any:
+        """Each row by itself: when a model is scored, rows do not meet."""
+        row = jax.tree.map(lambda x: x[None], row)
+        return author.apply(*trees, row, jax.random.key(0), False, *([call] if function else []))[:2]
+
+    losses, aux = jax.jit(jax.vmap(alone))(batch)
+    weights = batch["mask"][:, 1:].sum(1) if name == "linen_masked_mean" else np.ones(BATCH)
+
+    def joined(rows: Any) -> Any:
+        return np.concatenate([np.asarray(rows)[:n] for n in sizes])
+
+    wanted = joined(aux) if function else {"loss": np.average(joined(losses), weights=joined(weights))}
+    if not function and aux:
+        wanted["aux"] = jax.tree.map(lambda rows: joined(rows).mean(), aux)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), given, wanted)
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from contract import norm, on_host, program_of, subject
+from contract import begun, norm, on_host, program_of, subject
 
 import cjax
 from cjax.models.gpt import GPT, gpt
@@ -18,7 +18,7 @@ NAME = "linen_tied"
 
 def gradients(plan: str) -> Any:
     program = program_of(NAME, plan, wide=False)
-    return on_host(program.value_and_grad(program.init(0), subject(NAME, False).batches[0])[1])
+    return on_host(program.value_and_grad(begun(program, NAME, wide=False), subject(NAME, False).batches[0])[1])
 
 
 def apart(a: Any, b: Any) -> float:

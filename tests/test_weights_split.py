@@ -14,6 +14,7 @@ import optax
 import pytest
 from contract import EXACT, assert_close, bytes_on_a_device, on_host, widened
 from flax import nnx
+from starts import begin, first_values, values_for
 
 import cjax
 from cjax.program import Given, Program
@@ -203,17 +204,29 @@ PAIRS += [
 ]
 
 
+@functools.cache
+def by_its_author(name: str) -> Any:
+    """Loss and gradients on one device."""
+    model, x, _ = MODELS[name]
+    x = x.astype("float64")
+    author = captured(model, x)
+    trees = values_for(author.params_shape, author.frozen_shape, author.model_state_shape)
+
+    def loss(params: Any) -> jax.Array:
+        return author.apply(params, *trees[1:], x, jax.random.key(0), True)[0]
+
+    return on_host(jax.jit(jax.value_and_grad(loss))(trees[0]))
+
+
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
 def test_equal_to_one_device_and_split(name: str, plan: str) -> None:
     model, x, share = MODELS[name]
     with jax.enable_x64(True):
         x = x.astype("float64")
-        program, author, key = program_of(model, x, plan), captured(model, x), jax.random.key(0)
-        state = program.init(0)
+        program = program_of(model, x, plan)
+        params, state = first_values(program)[0], begin(program)
         given = on_host(program.value_and_grad(state, x))
-        params, frozen, model_state = author.init(key)
-        wanted = jax.jit(jax.value_and_grad(lambda p: author.apply(p, frozen, model_state, x, key, True)[0]))(params)
-        assert_close(given, on_host(wanted), EXACT)
+        assert_close(given, by_its_author(name), EXACT)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if plan == "tensor=4":
         assert bytes_on_a_device(state._params) <= share * total

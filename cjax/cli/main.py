@@ -15,7 +15,7 @@ except ModuleNotFoundError as error:
     # Commands are declared with tyro's types. Without it there is still one thing to say.
     if error.name != "tyro":
         raise
-    COMMANDS = {}
+    COMMANDS = {}  # pyright: ignore[reportConstantRedefinition]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

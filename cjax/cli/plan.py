@@ -6,30 +6,43 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 import tyro
 
+from cjax.cli.built_in import built_in
 from cjax.cli.devices import training_devices
-from cjax.cli.options import check_options
+from cjax.cli.options import check_options, flag
 from cjax.cli.users import user_parts, with_lines
 from cjax.cluster import Cluster
 from cjax.mesh import num_cpus_named
-from cjax.models import GPT, gpt, loss
 from cjax.parallelize import parallelize
+from cjax.plan import is_auto
+from cjax.planner.choice.scored import check_objective
+from cjax.program.plans import plans
+
+ROWS = 256  # of the batch, where neither it nor the number of devices is said
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanCommand:
-    """Compares plans for a model on machines that may not be here, by compiling; nothing is trained.
+    """Compares plans for a model on machines that may not be here, by compiling, or searches for the best.
 
     Attributes:
-        model: a built-in one by name, such as gpt2-xl, or `file.py:function` with a function of yours that returns
-            what `cjax.parallelize` takes: (model, loss, optimizer, batch).
+        model: a built-in one by name, such as gpt2-xl, llama-3-8b, bert-large, t5-base or vit-l16, or
+            `file.py:function` with a function of yours that returns what `cjax.parallelize` takes: (model, loss,
+            optimizer, batch).
         target: cards to compile for, such as h100:64 or a100:8; machines of your own, such as
-            h100:64/node=8,nvlink=450GB/s,network=8x50GB/s,price=2.5; or virtual devices, cpu:8.
-        plan: a plan, such as "tensor=8 zero=1"; give it several times to compare.
+            h100:64/node=8,nvlink=450GB/s,network=8x50GB/s,price=2.5; or virtual devices, cpu:8. With --search, a card
+            alone leaves the number to the search.
+        plan: a plan, such as "tensor=8 zero=1"; give it several times to compare. With --search, "auto" and the words
+            that every plan has to have: "auto precision=bfloat16".
         batch: rows of the global batch, for a built-in model; 1 for each device if not given.
         seq: tokens per row, for a built-in model; its context if not given.
+        search: predict all plans, without compiling, and list the best.
+        objective: what is to be least: time, memory, cost or energy.
+        price: dollars for an hour of one device.
+        top: how many plans to list.
+        verify: how many of these to compile.
+        explain: say of the best plan what other values of its words would cost.
     """
 
     model: tyro.conf.Positional[str]
@@ -37,20 +50,36 @@ class PlanCommand:
     plan: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     batch: int | None = None
     seq: int | None = None
+    search: bool = False
+    objective: str | None = None
+    price: float | None = None
+    top: int | None = None
+    verify: int | None = None
+    explain: bool = False
 
     @staticmethod
     def parse(arguments: Sequence[str]) -> "PlanCommand":
         return tyro.cli(PlanCommand, args=arguments, prog="cjax plan")
 
     def run(self) -> int:
-        check_options(self, {"batch": 1, "seq": 1})
+        check_options(self, {"batch": 1, "seq": 1, "top": 1, "verify": 0})
+        self._check_search()
         num_devices, devices = self._target()
+        answer = self._search if self.search else self._compare
         if ".py:" not in self.model:
-            return self._compare(self._built_in(num_devices), devices)
+            return answer(built_in(self.model, self.batch or num_devices, self.seq), devices)
         if self.batch is not None or self.seq is not None:
             raise ValueError("--batch and --seq are for built-in models; yours brings its own batch")
         parts = user_parts(self.model)
-        return with_lines(Path(self.model.rpartition(":")[0]), lambda: self._compare(parts, devices))
+        return with_lines(Path(self.model.rpartition(":")[0]), lambda: answer(parts, devices))
+
+    def _check_search(self) -> None:
+        """Refuses options that go with a search without one, and several plans with one."""
+        names = ("objective", "price", "top", "verify", "explain")
+        if not self.search and (given := [flag(name) for name in names if getattr(self, name) not in (None, False)]):
+            raise ValueError(f"{', '.join(given)} {'goes' if len(given) == 1 else 'go'} with --search")
+        if self.search and (len(self.plan) > 1 or any(not is_auto(plan) for plan in self.plan)):
+            raise ValueError('--search takes one --plan: "auto", and behind it the words that every plan has to have')
 
     def _target(self) -> tuple[int, Any]:
         """How many devices to plan for, and which."""
@@ -59,24 +88,35 @@ class PlanCommand:
                 raise ValueError(f"--target {self.target} is no device at all; write cpu:8")
             return num_cpus, training_devices(f"cpu:{num_cpus}")
         cluster = Cluster.parse(self.target)
-        if cluster.num_devices is None:
-            raise ValueError(f"--target {cluster} says no number of cards; write {cluster.with_devices(8)}")
+        if cluster.num_devices is None and not self.search:
+            raise ValueError(
+                f"--target {cluster} says no number of cards; write {cluster.with_devices(8)}, or --search"
+            )
         # Compiling needs XLA's GPU compiler and no GPU; JAX should not look for one.
         jax.config.update("jax_platforms", "cpu")
-        return cluster.num_devices, cluster
+        return cluster.num_devices or ROWS, cluster
 
     def _compare(self, parts: tuple[Any, Any, Any, Any], devices: Any) -> int:
-        plans = self.plan or ("auto",)
-        if len(plans) == 1:
-            print(parallelize(*parts, plan=plans[0], devices=devices).report())
+        given = self.plan or ("auto",)
+        if len(given) == 1:
+            print(parallelize(*parts, plan=given[0], devices=devices).report())
             return 0
         # Any plan will do to trace the model; `auto` would search for one that nobody asked for.
-        comparison = parallelize(*parts, plan="data=-1", devices=devices).compare(list(plans))
+        comparison = parallelize(*parts, plan="data=-1", devices=devices).compare(list(given))
         print(f"{self.model} on {self.target}\n\n{comparison}")
         return 0 if comparison.reports else 1
 
-    def _built_in(self, num_devices: int) -> tuple[Any, Any, Any, Any]:
-        config = gpt(self.model)
-        shape = (self.batch or num_devices, self.seq or config.context)
-        tokens = jax.ShapeDtypeStruct(shape, "int32")
-        return lambda rngs: GPT(config, rngs=rngs), loss, optax.adamw(1e-3), {"inputs": tokens, "targets": tokens}
+    def _search(self, parts: tuple[Any, Any, Any, Any], devices: Any) -> int:
+        found = plans(
+            parts,
+            devices,
+            check_objective(self.objective or "time"),
+            self.top or 8,
+            self.verify or 0,
+            plan=self.plan[0] if self.plan else "auto",
+            price=self.price,
+        )
+        print(f"{self.model} on {self.target}\n\n{found}")
+        if self.explain:
+            print(f"\n{found.explain()}")
+        return 0

@@ -230,9 +230,10 @@ def _read_options(file: Path) -> Train:
     known = [field.name for field in dataclasses.fields(Train)]
     try:
         found = json.loads(file.read_bytes())
-        if not isinstance(found, dict) or (unknown := [name for name in found if name not in known]):
-            what = f"options that are none: {', '.join(unknown)}" if isinstance(found, dict) else "no options"
-            raise ValueError(f"it holds {what}")
+        if not isinstance(found, dict):
+            raise ValueError("it holds no options")
+        if unknown := [name for name in found if name not in known]:
+            raise ValueError(f"it holds options that are none: {', '.join(unknown)}")
         return Train(**found)
     except (ValueError, RecursionError) as error:
         raise ValueError(

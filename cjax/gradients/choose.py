@@ -8,20 +8,24 @@ with the choice, into the report or into the error of who asked for what needs a
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal as OneOf
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from cjax.gradients.line import Line
+from cjax.jax_compat.core import Equation, Literal
 from cjax.mesh import BATCH_AXES
 from cjax.plan import Plan
 from cjax.sharding.place.local import LocalRows, local_rows
 from cjax.sharding.place.model import ModelStorage
+from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
+from cjax.trace.stages.counters import depends
 
-Kind = Literal["whole", "parts", "own parts", "pipeline", "own pipeline"]
-Cause = Literal["one pass", "positions", "one shard", "zero", "rows"]
+Kind = OneOf["whole", "parts", "own parts", "pipeline", "own pipeline"]
+Cause = OneOf["one pass", "positions", "one shard", "zero", "rows"]
 
 
 @dataclass(frozen=True)
@@ -104,9 +108,11 @@ def choose(source: TraceSource, loss: LaidOut, measures: bool = False) -> Choice
       measures: whether gradients of parts of the batch are measured.
 
     Raises:
-      ValueError: `reduce` needs each device's own sums, or `measures` gradients of two batch sizes, and there are none.
+      ValueError: `reduce` needs each device's own sums, or `measures` gradients of two batch sizes, and there are none;
+        or the weight of a `Mean` is trained.
     """
     plan = loss.plan
+    _check_weight(loss.trace)
     found = _own_rows(source, loss, measures)
     # Always, where it can be had: gradients are sent once a step in place of once a micro-batch.
     if isinstance(found, LocalRows):
@@ -126,6 +132,29 @@ def choose(source: TraceSource, loss: LaidOut, measures: bool = False) -> Choice
     if loss.line is not None:
         return Choice("pipeline", reason=found)
     return Choice("parts" if plan.microbatches > 1 else "whole", reason=found)
+
+
+def _check_weight(trace: Trace) -> None:
+    """A weight is a number that totals of parts are divided by: a gradient of its own would be left out."""
+    if not trace.has_weight:
+        return
+    jaxpr = trace.closed.jaxpr
+    on = {jaxpr.invars[i]: frozenset(["params"]) for i in trace.leaves_of("params")}
+    depends(jaxpr.eqns, on, lambda eqn, kinds: kinds if _passes_on(eqn) else frozenset())
+    weight = jaxpr.outvars[1]
+    if not isinstance(weight, Literal) and on.get(weight):
+        raise ValueError(
+            "The weight of a cjax.Mean counts as a number, and this one depends on the parameters that are trained: "
+            "gradients would lack what comes by way of it. Write cjax.Mean(total, jax.lax.stop_gradient(weight)) if "
+            "they are to, or return total / weight (with microbatches=1, or with loss=microbatch, if each micro-batch "
+            "may be a batch of its own)."
+        )
+
+
+def _passes_on(eqn: Equation) -> bool:
+    """Whether derivatives pass through an equation."""
+    dtypes = (getattr(var.aval, "dtype", bool) for var in eqn.outvars)
+    return not facts_of(eqn).stops and any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
 
 
 def _own_rows(source: TraceSource, loss: LaidOut, measures: bool) -> LocalRows | Reason:

@@ -33,7 +33,7 @@ def sown_collections() -> Iterator[set[str]]:
     sown = {"intermediates"}
     with _lock:
         if _sow is None:
-            _sow, nn.Module.sow = nn.Module.sow, _watched  # type: ignore[method-assign]
+            _sow, nn.Module.sow = nn.Module.sow, _watched
         _num_watching += 1
     _watchers.set((*_watchers.get(), sown))
     try:
@@ -42,7 +42,7 @@ def sown_collections() -> Iterator[set[str]]:
         with _lock:
             _num_watching -= 1
             if _num_watching == 0 and nn.Module.sow is _watched:  # or else somebody has put another around it
-                nn.Module.sow, _sow = _sow, None  # type: ignore[method-assign]
+                nn.Module.sow, _sow = _sow, None
         _watchers.set(tuple(each for each in _watchers.get() if each is not sown))
 
 

@@ -27,7 +27,7 @@ def own_context(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         is_set = not jax.sharding.get_abstract_mesh().empty
-        mesh = jax.set_mesh(None) if is_set else contextlib.nullcontext()  # type: ignore[arg-type]
+        mesh = jax.set_mesh(None) if is_set else contextlib.nullcontext()
         with mesh, jax.transfer_guard("allow"), jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
             return function(*args, **kwargs)
 

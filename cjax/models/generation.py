@@ -144,7 +144,7 @@ def _check(model: Decoder, tokens: Any, key: jax.Array | None, choice: _Choice, 
 @functools.partial(jax.jit, static_argnums=(0, 5, 6))
 def _generate(
     graph: nnx.GraphDef[Decoder],
-    state: nnx.State,
+    state: nnx.State[Any, Any],
     tokens: jax.Array,
     present: jax.Array | None,
     key: jax.Array,
@@ -191,19 +191,21 @@ def _continue(
     if num_tokens == 0:
         return text
 
-    def write(text: jax.Array, position: jax.Array | int, hidden: jax.Array, done: jax.Array) -> tuple:
+    def write(
+        text: jax.Array, position: jax.Array | int, hidden: jax.Array, done: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         before = jax.lax.dynamic_index_in_dim(text, position - 1, axis=1, keepdims=False)
         token = choose(hidden, position, done, before)
         done = done | jnp.isin(token, jnp.asarray(stop, jnp.int32))
         return jax.lax.dynamic_update_index_in_dim(text, token, position, axis=1), done
 
-    def next_cached(carry: tuple) -> tuple:
+    def next_cached(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         position, text, done, past = carry
         newest = jax.lax.dynamic_slice_in_dim(text, position - 1, 1, axis=1)
         text, done = write(text, position, run(newest, past), done)
         return position + 1, text, done, past
 
-    def next_sliding(carry: tuple) -> tuple:
+    def next_sliding(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         position, text, done = carry
         window = jax.lax.dynamic_slice_in_dim(text, position - context, context, axis=1)
         text, done = write(text, position, run(window, None), done)

@@ -64,13 +64,21 @@ class GPTConfig:
 
 
 # GPT-2: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
-# 175B: Brown et al., "Language Models are Few-Shot Learners", 2020, without its alternating sparse attention.
+# GPT-3: Brown et al., "Language Models are Few-Shot Learners", 2020, without its alternating sparse attention. Heads of
+# 128 in the 1.3B (its table has 24, which do not divide its width) and 5120 wide for the 13B's 5140.
 presets: dict[str, GPTConfig] = {
     "gpt-mini": GPTConfig(num_layers=4, num_heads=4, embed_dim=192, context=256, vocab_size=256),
     "gpt2": GPTConfig(),
     "gpt2-medium": GPTConfig(num_layers=24, num_heads=16, embed_dim=1024),
     "gpt2-large": GPTConfig(num_layers=36, num_heads=20, embed_dim=1280),
     "gpt2-xl": GPTConfig(num_layers=48, num_heads=25, embed_dim=1600),
+    "gpt3-125m": GPTConfig(context=2048),
+    "gpt3-350m": GPTConfig(num_layers=24, num_heads=16, embed_dim=1024, context=2048),
+    "gpt3-760m": GPTConfig(num_layers=24, num_heads=16, embed_dim=1536, context=2048),
+    "gpt3-1.3b": GPTConfig(num_layers=24, num_heads=16, embed_dim=2048, context=2048),
+    "gpt3-2.7b": GPTConfig(num_layers=32, num_heads=32, embed_dim=2560, context=2048),
+    "gpt3-6.7b": GPTConfig(num_layers=32, num_heads=32, embed_dim=4096, context=2048),
+    "gpt3-13b": GPTConfig(num_layers=40, num_heads=40, embed_dim=5120, context=2048),
     "gpt3-175b": GPTConfig(num_layers=96, num_heads=96, embed_dim=12288, context=2048),
 }
 

@@ -99,6 +99,9 @@ presets: dict[str, LlamaConfig] = {
     "llama-3-8b": _llama3,
     "llama-3-70b": dataclasses.replace(_llama2_70b, context=8192, vocab_size=128256, rope_theta=500000.0),
     "llama-3.1-8b": dataclasses.replace(_llama3, context=131072, rope_factor=8.0),
+    "llama-3.1-405b": dataclasses.replace(
+        _llama3, num_layers=126, num_heads=128, embed_dim=16384, mlp_dim=53248, context=131072, rope_factor=8.0
+    ),
     "llama-3.2-1b": dataclasses.replace(
         _llama3, num_layers=16, embed_dim=2048, head_dim=64, mlp_dim=8192, context=131072, rope_factor=32.0, tied=True
     ),

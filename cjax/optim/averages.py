@@ -13,7 +13,7 @@ from cjax.optim.trust import need_params
 class ParamsEmaState(NamedTuple):
     """count: int32[], updates so far; average: the parameters' tree, float32 at least."""
 
-    count: jax.typing.ArrayLike
+    count: jax.typing.ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]  # as optax names its own
     average: PyTree
 
 

@@ -12,7 +12,7 @@ class NoiseState(NamedTuple):
     """Averages over the steps so far, of which `count` (int32[]) were measured: `noise`, the trace of the covariance of
     one example's gradient, and `signal`, the squared norm of the true gradient; float32[], not debiased."""
 
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]  # as optax names its own
     noise: jax.Array
     signal: jax.Array
 

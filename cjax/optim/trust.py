@@ -74,7 +74,7 @@ def need_params(params: PyTree | None) -> PyTree:
     return params
 
 
-class SplitDim(tuple):
+class SplitDim(tuple[int, ...]):
     """(dim, number of layers along it) of a parameter; () for one layer. A leaf, where a tuple would be a tree."""
 
 

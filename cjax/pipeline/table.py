@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -116,21 +115,6 @@ class Schedule:
     def held(self) -> tuple[int, ...]:
         """For each stage, the most chunk activations it holds at once; divide by `num_chunks` for whole stages."""
         return held_in(self.ticks)
-
-    def slot_of(self) -> dict[Placed, int]:
-        """Which of its stage's `slots` each op writes (F) or reads: F takes the lowest that is free."""
-        last = "W" if self.split else "B"
-        free = [list(range(self.slots)) for _ in range(self.num_stages)]
-        slot_of: dict[Placed, int] = {}
-        taken: dict[tuple[int, int, int], int] = {}
-        for at in self.placed():
-            key = at.stage, at.op.microbatch, at.op.chunk
-            if at.op.kind == "F":
-                taken[key] = heappop(free[at.stage])
-            slot_of[at] = taken[key]
-            if at.op.kind == last:
-                heappush(free[at.stage], taken[key])
-        return slot_of
 
     def waiting(self) -> tuple[int, int]:
         """The most messages, (activations, gradients), that one stage has to put aside at once.

@@ -32,6 +32,7 @@ from cjax.sharding.storage.storage import Slot, Storage, axes_of_entry
 from cjax.trace.attention.positions import positions
 from cjax.trace.jaxpr.cost import cost
 from cjax.trace.jaxpr.covered import PRIMITIVES, TESTED
+from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.primitives import FACTS
 from cjax.trace.reading import Trace, primitives
 
@@ -166,7 +167,7 @@ def _time(composed: Composed, audit: Audit, hardware: Hardware) -> StepTime | No
 
 
 def _predicted(composed: Composed, bound: StepTime) -> StepTime:
-    """With what is predicted of the plan, where the devices are calibrated; a schedule of one's own has no prediction."""
+    """With what is predicted, where the devices are calibrated and the schedule is one that the plan names."""
     planning = composed.planning
     if planning.calibration is None or composed.has_own_schedule or composed.given.optimizer is None:
         return bound
@@ -246,14 +247,10 @@ def describe_trace(trace: Trace, model: str) -> TraceSummary:
         what = _block_name([trace.leaves[index[v]].name for v in weights[0]]) if weights else "layers"
         blocks.append(BlockRow(run.repeats, what, run.period, run.repeats * run.period / total))
     for eqn in trace.closed.jaxpr.eqns:
-        if eqn.primitive.name == "scan" and any(trace.dims.top.origin.get(v) is not None for v in _vars(eqn)):
+        if eqn.primitive.name == "scan" and any(trace.dims.top.origin.get(v) is not None for v in variables(eqn)):
             inner = len(eqn.params["jaxpr"].jaxpr.eqns)
             blocks.append(BlockRow(eqn.params["length"], "the author's own scan", inner, 1 / total))
     return TraceSummary(model, dims, blocks, dict(trace.dims.unknown))
-
-
-def _vars(eqn: Any) -> list[Any]:
-    return [v for v in eqn.invars if not hasattr(v, "val")]
 
 
 def _block_name(names: list[str]) -> str:

@@ -1,12 +1,10 @@
-"""`cjax.plans`: the best plans for a model on machines that may not be here, by arithmetic, and the first few compiled.
-"""
+"""`cjax.plans`: the best plans for a model on machines that may not be here, by arithmetic; the first few compiled."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cjax.audit import audit
 from cjax.cluster import Cluster
 from cjax.mesh import Device, num_cpus_named, resolve_devices
 from cjax.plan import Auto, Plan, is_auto
@@ -76,7 +74,8 @@ def plans(
 
     >>> import flax.linen as nn, jax, optax
     >>> batch = jax.ShapeDtypeStruct((64, 512), "float32")
-    >>> found = plans((nn.Dense(512), lambda model, x: (model(x) ** 2).mean(), optax.adam(1e-3), batch), "h100:8", verify=0)
+    >>> call = nn.Dense(512), lambda model, x: (model(x) ** 2).mean(), optax.adam(1e-3), batch
+    >>> found = plans(call, "h100:8", verify=0)
     >>> found.best.num_devices, found.best.bytes < found.best.limit
     (8, True)
     """
@@ -153,14 +152,12 @@ def _nothing_fits(planning: Planning, asked: Asked, found: Found) -> str:
     if found.least is None:
         return no_plan(planning, asked, found)
     least = found.least
-    more = f"; on {least.num_devices} devices the leanest, {str(least.plan)!r}, needs about {of_limit(least.bytes, least.limit)}"
+    needs = f"needs about {of_limit(least.bytes, least.limit)}"
+    more = f"; on {least.num_devices} devices the leanest, {str(least.plan)!r}, {needs}"
     enough = _enough(planning, asked)
     then = f" From {enough} devices on one does." if enough else " Nor does one on 16 times as many."
-    return (
-        f"no plan fits memory{more}.{then} Or take a smaller batch, or leave words of {str(asked.auto)!r} open."
-        if asked.auto.fixed
-        else f"no plan fits memory{more}.{then} Or take a smaller batch, or precision=bfloat16."
-    )
+    words = f"leave words of {str(asked.auto)!r} open" if asked.auto.fixed else 'write "auto precision=bfloat16"'
+    return f"no plan fits memory{more}.{then} Or take a smaller batch, or {words}."
 
 
 def _enough(planning: Planning, asked: Asked) -> int | None:
@@ -173,7 +170,7 @@ def _enough(planning: Planning, asked: Asked) -> int | None:
     return None
 
 
-# -- compiled -----------------------------------------------------------------------------------------------------------
+# -- compiled ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Row:
     scored: Scored
@@ -249,7 +246,7 @@ def _by_kind(moved: Any) -> dict[str, float]:
     return found
 
 
-# -- the table ----------------------------------------------------------------------------------------------------------
+# -- the table --------------------------------------------------------------------------------------------------------
 def _table(planning: Planning, asked: Asked, found: Found, rows: list[_Row], notes: list[str]) -> Plans:
     is_timed = planning.calibration is not None
     marked = {"leanest": found.leanest, "fewest devices": found.fewest, "cheapest": found.cheapest}

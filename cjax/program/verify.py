@@ -104,13 +104,14 @@ def outcome(composed: Composed, state: State, trees: tuple[PyTree, PyTree, PyTre
         stored = [store_leaves(shelf, tree, composed.mesh) for shelf, tree in zip(shelves, trees, strict=True)]
     run, placed = Lockstep(composed).gradients(), place_batch(composed, batch, table_limits(composed.trace))
     key, step, scaling = jax.device_put((state._key, state.step, state._scaling), composed.whole)
-    for _ in range(8):
-        loss, aux, grads, model_state = run(*stored, key, step, scaling, placed)
+    loss, aux, grads, model_state = run(*stored, key, step, scaling, placed)
+    for _ in range(7):
         norms = [float(jax.numpy.abs(g).max()) for g in grads if g.size] if composed.scaling else []
         if np.isfinite(norms).all():
             break
         # A step would be skipped and the factor lowered; what is asked here is whether its gradients are right.
         scaling = scaling._replace(scale=scaling.scale / 16)
+        loss, aux, grads, model_state = run(*stored, key, step, scaling, placed)
     return Outcome(float(loss), aux, storage.params.load(grads), storage.model_state.load(model_state))
 
 

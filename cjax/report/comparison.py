@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits, by prediction where there is one; where no time is known, the one that moves least; None when nothing fits."""
+        """The fastest that fits, by prediction where there is one; without times the one that moves least, if any."""
         fitting = [each for each in self.candidates if each.report is not None and each.report.memory.fits]
         return min(fitting, key=_cost, default=None)
 

@@ -62,12 +62,14 @@ class Ranking:
       front: of all plans that fit, (seconds, bytes, plan) of those that no other beats in both.
       notes: what else there is to say.
 
-    >>> plan = Ranked("data=8 zero=1", 8, {"matmul": 0.62}, (0.54, 0.72), 105_000, 0.41, 2**34, 2**36, marks=("fastest",))
+    >>> time, interval, memory = {"matmul": 0.62}, (0.54, 0.72), 2**34
+    >>> plan = Ranked("data=8 zero=1", 8, time, interval, 105_000, 0.41, memory, 2**36, marks=("fastest",))
     >>> print(Ranking("8 x H100", "time", [plan], 1200, 400))
     on      8 x H100
     of      400 plans that fit, of 1,200
+    best    data=8 zero=1: matmul 620
     <BLANKLINE>
-    plan           step, ms       tokens/s  MFU   GiB    marks
+    plan           step, ms       tokens/s   MFU    GiB  marks
     -------------  -------------  --------  ----  -----  -------
     data=8 zero=1  620 (540-720)   105,000  41 %  ~16.0  fastest
     """
@@ -143,7 +145,9 @@ class Ranking:
             left, top = x(size / 2**30), y(seconds * 1e3)
             drawn += [_dot(left, top, plan, "mark", 5), _text(left + 7, top - 5, str(number))]
         size = f'width="{WIDTH}" height="{HEIGHT}"'
-        return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>', *drawn, "</svg>\n"])
+        return "\n".join(
+            [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>', *drawn, "</svg>\n"]
+        )
 
 
 def _cells(each: Ranked) -> list[str]:

@@ -136,7 +136,9 @@ class StepTime:
         least = f">= {milliseconds(self.total)} ms: {shown}: {self.bound}-bound"
         if self.predicted is None:
             return least
-        return f"about {about(self.predicted, *self.interval)}: {parts_text(self.parts)}; {least}; constants {self.source}"
+        return (
+            f"about {about(self.predicted, *self.interval)}: {parts_text(self.parts)}; {least}; constants {self.source}"
+        )
 
 
 @dataclass(frozen=True, repr=False)

@@ -79,9 +79,25 @@ class TraceSource:
 
         return found(True) if pairs and found(False).is_chain else found(False)
 
+    def run(self, num_parts: int = 1, rows: int | None = None, counters: frozenset[int] = frozenset()) -> None:
+        """Runs the author's Python as `read` would, and reads nothing: whatever this raises is the author's own."""
+        self._trace(self._part(num_parts, rows), num_parts, True, None, counters)
+
     def flat(self, rows: int, like: Trace, num_parts: int, *, train: bool = True) -> ClosedJaxpr:
-        """The equations of the loss on so many rows, in the form of the trace `like`, which is of others."""
-        return flattened(self._trace(self._part(num_parts, rows), num_parts, train, None, like.counters), like)
+        """The equations of the loss on so many rows, in the form of the trace `like`, which is of others.
+
+        Raises:
+          ValueError: the loss does not run on so many.
+        """
+        try:
+            traced = self._trace(self._part(num_parts, rows), num_parts, train, None, like.counters)
+        except Exception as error:  # from the author's own code, which may know its number of rows by heart
+            raise ValueError(
+                f"How a loss adds up is read off two numbers of rows, and this one does not run on {rows} "
+                f"({first_line(error)}). Take the number from the batch that it is given (x.shape[0]), and give each "
+                "example a row of its own in every leaf."
+            ) from error
+        return flattened(traced, like)
 
     def _part(self, num_parts: int, rows: int | None) -> PyTree:
         if rows is not None:
@@ -96,6 +112,11 @@ class TraceSource:
         if key not in self._traced:
             self._traced[key] = trace_part(self.capture, shape, num_parts, train, call, counters)
         return self._traced[key]
+
+
+def first_line(error: Exception) -> str:
+    """What an exception of the author's says, or which it is: a bare assertion says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _with_rows(shape: PyTree, num: int) -> PyTree:

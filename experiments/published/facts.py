@@ -1,7 +1,7 @@
 """What a user of each system would know of a run beside its row: card, year, kernels, what is overlapped."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from cjax.planner.costs.calibration import Software
 from cjax.planner.hardware import Hardware
@@ -10,11 +10,22 @@ Kernel = Literal["none", "flash", "flash 2023", "flash 2024"]
 
 # Jean Zay's hosts of 8: "NVLink 4 inter-gpu connects, 4 OmniPath links", in the project's own words. 4 of an A100's 12.
 JEAN_ZAY = {"links": 100e9, "adapter": 50e9 / 8}
+
+
+def _card_of(name: str, memory: int, memory_bandwidth: float, flops: float, links: float, adapter: float) -> Hardware:
+    """Eight of them on a host, with an adapter each; 16 bits at `flops`, TF32 at half of it."""
+    return Hardware(
+        name, 8, 8, memory * 2**30, memory_bandwidth=memory_bandwidth, bf16_flops=flops, f16_flops=flops,
+        f32_flops=flops / 2, host_bandwidth=links, network_bandwidth=adapter, adapters_per_host=8,
+    )  # fmt: skip
+
+
+# V100's 16 bits are float16; rows do not tell the two apart.
 CARDS = {
-    "V100": Hardware("V100", 1, 8, 32 * 2**30, 0.9e12, 125e12, 15.7e12, 150e9, 12.5e9),
-    "A100-40": Hardware("A100-40", 1, 8, 40 * 2**30, 1.555e12, 312e12, 156e12, 300e9, 25e9),
-    "A100": Hardware("A100", 1, 8, 80 * 2**30, 2.039e12, 312e12, 156e12, 300e9, 25e9),
-    "H100": Hardware("H100", 1, 8, 80 * 2**30, 3.352e12, 989.4e12, 494.7e12, 450e9, 50e9),
+    "V100": _card_of("V100", 32, 0.9e12, 125e12, 150e9, 12.5e9),
+    "A100-40": _card_of("A100-40", 40, 1.555e12, 312e12, 300e9, 25e9),
+    "A100": _card_of("A100", 80, 2.039e12, 312e12, 300e9, 25e9),
+    "H100": _card_of("H100", 80, 3.352e12, 989.4e12, 450e9, 50e9),
 }
 CORES = {"V100": 80, "A100-40": 108, "A100": 108, "H100": 132}
 
@@ -33,7 +44,7 @@ class Facts:
       is_float8: whether the layers' matmuls run in 8 bits.
       adapter: bytes/s of the network for each device, where it is not the card's usual.
       flops: how FLOP/s were counted, where tokens are not given.
-      micro_batch, recompute, chunks, zero: where the row does not say.
+      micro_batch, microbatches, recompute, chunks, zero: where the row does not say.
       power: share of the card's usual limit in watts. Clocks under load follow about its root.
       scale: what the published rate is multiplied with.
     """
@@ -49,6 +60,7 @@ class Facts:
     links: float = 0.0
     flops: str = ""
     micro_batch: int = 0
+    microbatches: int = 0
     recompute: str = ""
     chunks: int = 1
     zero: int | None = None
@@ -69,7 +81,7 @@ class Facts:
 
 
 # What all of them differ in from cjax: stages that do not wait for each other's ticks.
-PLAIN = Software(is_lockstep=False, gradient_bytes=2.0, weight_bytes=2.0, fuses_split=True)
+PLAIN = Software(is_lockstep=False, gradient_bytes=2.0, weight_bytes=2.0, fuses_split=True, pads=False)
 EARLY = dataclasses.replace(PLAIN, is_fused=False, hides_gradients=False, cuts_sends=True)
 MEGATRON_2022 = dataclasses.replace(EARLY, adds_in_matmuls=True)
 NEMO = dataclasses.replace(PLAIN, gradient_bytes=2.0, hides_tensor=True, cuts_sends=True, adds_in_matmuls=True)
@@ -84,7 +96,9 @@ def facts_of(row: dict[str, str]) -> Facts | str:
     if found is None:
         return "system"
     name, kernel, software, more = found
-    more = {"is_float8": "8" in row["dtype"] and "fp" in row["dtype"].lower().replace("float", "fp")} | more
+    more: dict[str, Any] = {
+        "is_float8": "8" in row["dtype"] and "fp" in row["dtype"].lower().replace("float", "fp")
+    } | more
     return Facts(name, row["source"], card, kernel, software, **more)
 
 
@@ -99,7 +113,7 @@ def _card(row: dict[str, str]) -> str | None:
     return "H100" if "H100" in text else None
 
 
-def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, Software, dict] | None:
+def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, Software, dict[str, Any]] | None:
     hopper: Kernel = "flash 2024"
     match source.split(" ")[0]:
         case "Megatron-LM" if "Table 2" in source and row["zero"] == "3":
@@ -110,10 +124,15 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
                 {"flops": "megatron"},
             )
         case "Megatron-LM" if "(2020)" not in source:
+            # Micro-batch and chunks, from examples/sc21 of Megatron-LM.
+            # fmt: off
             sizes = {"1.7B": (16, 1), "3.6B": (16, 1), "7.5B": (16, 1), "18.4B": (8, 1), "39.1B": (4, 1),
-                     "76.1B": (2, 3), "145.6B": (2, 2), "310.1B": (1, 2), "529.6B": (1, 3), "1008B": (1, 1)}  # fmt: skip
+                     "76.1B": (2, 3), "145.6B": (2, 2), "310.1B": (1, 2), "529.6B": (1, 3), "1008B": (1, 1)}
+            # fmt: on
             micro, chunks = sizes.get(row["params"], (1, 1)) if "Table 1" in source else (1, 1)
-            return "Megatron 2021", "none", EARLY, {"flops": "megatron", "micro_batch": micro, "chunks": chunks}
+            # Those scripts take PyTorch's data parallelism, which overlaps, where there is no pipeline.
+            software = dataclasses.replace(EARLY, hides_gradients=row["pp"] == "1")
+            return "Megatron 2021", "none", software, {"flops": "megatron", "micro_batch": micro, "chunks": chunks}
         case "Reducing":
             return "Megatron 2022", "none", MEGATRON_2022, {}
         case "Zero":
@@ -129,7 +148,9 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
             # of a pipeline keeps its parameters from the first micro-batch to the last.
             more = {"power": 500 / 700 if "500W" in row["hardware"] else 1.0}
             more |= {"is_float8": False} if "rowwise" in row["dtype"] else {}
-            return "torchtitan", hopper, software, more | ({"zero": 2} if row["pp"] != "1" else {})
+            if row["pp"] != "1":  # as many micro-batches as stages, unless told otherwise
+                more |= {"zero": 2, "microbatches": int(row["pp"])}
+            return "torchtitan", hopper, software, more
         case "JAX-Toolbox" if "ViT" not in source and "T5X" not in source:
             # On H100, XLA replaces attention by cuDNN's kernel without Transformer Engine, too: scores would not fit.
             is_fused = "TE" in row["dtype"] or card == "H100"

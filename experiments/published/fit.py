@@ -1,6 +1,8 @@
 """Least squares of the planner's constants on published runs: all at once, in logarithms, with a factor a system."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -8,7 +10,7 @@ from scipy.optimize import least_squares
 from cjax.planner.costs.calibration import TEN_PERCENT, Calibration
 from cjax.planner.costs.duration import timed
 from cjax.planner.costs.ideal import Ideal, ideal
-from published.facts import CORES
+from published.facts import CORES, Facts
 from published.rows import Run
 
 # Constant: what is known of it before any run is seen, how surely (standard deviation of its logarithm), least, most.
@@ -37,7 +39,7 @@ CONSTANTS: dict[str, tuple[float, float, float, float]] = {
 FACTOR_SPREAD = 0.15  # of systems' factors, in logarithms: what keeps that of a system with few runs near 1
 LAUNCH = 1e-5  # seconds of a layer's pass, where all of it is few microseconds; no run says
 COMPILED_STEP = 1e-2  # seconds beside a program that holds the whole step, optimizer and all
-NOISE = 0.035  # of identical configurations in one source
+NOISE = 0.05  # of identical configurations in one source 0.035; beyond this a row counts as an outlier's
 
 
 def ideals(runs: list[Run]) -> Ideal:
@@ -49,7 +51,7 @@ def ideals(runs: list[Run]) -> Ideal:
     return _stack(found)
 
 
-def _stack(parts: list):
+def _stack(parts: list[Any]) -> Any:
     if isinstance(parts[0], dict):  # bytes by axis, which no constant touches
         return {}
     if not dataclasses.is_dataclass(parts[0]):
@@ -58,7 +60,7 @@ def _stack(parts: list):
     return type(parts[0])(*(_stack([getattr(part, name) for part in parts]) for name in names))
 
 
-def take(plans: Ideal, rows: np.ndarray) -> Ideal:
+def take(plans: Any, rows: np.ndarray) -> Any:
     if isinstance(plans, dict):
         return {}
     if not dataclasses.is_dataclass(plans):
@@ -78,12 +80,11 @@ class Problem:
     def calibration(self, values: dict[str, float], rows: np.ndarray) -> Calibration:
         facts = [self.runs[i].facts for i in rows]
 
-        def each(one) -> np.ndarray:
+        def each(one: Callable[[Facts], float]) -> Any:  # constants of many runs are arrays
             return np.array([one(fact) for fact in facts], float)
 
         soft = [fact.software for fact in facts]
-        hides = np.array([one.hides_gradients for one in soft])
-        overlaps = np.array([one.hides_tensor for one in soft])
+        hides: Any = np.array([one.hides_gradients for one in soft])
         kernels = {
             "none": "attention A100",
             "flash": "attention A100",
@@ -100,9 +101,9 @@ class Problem:
             adapters=values["adapters"],
             latency=values["latency"],
             hop=values["hop"],
-            hidden_data=np.where(hides, values["hidden data"], 0.0),
+            hidden_data=hides * values["hidden data"],
             hidden_gather=values["hidden gather"],
-            hidden_tensor=np.where(overlaps, values["overlapped"], values["hidden tensor"]),
+            hidden_tensor=each(lambda fact: values["overlapped" if fact.software.hides_tensor else "hidden tensor"]),
             overlapped=values["overlapped"],
             hidden_pipeline=values["hidden pipeline"],
             launch=LAUNCH,
@@ -134,10 +135,6 @@ class Fit:
     values: dict[str, float]
     factors: dict[str, float]  # log, by system
     spread: float = 0.1  # standard deviation of a row around its prediction, as its tails have it
-
-    def spreads(self, problem: "Problem", rows: np.ndarray) -> np.ndarray:
-        """What a row's interval is made of."""
-        return np.full(len(rows), self.spread)
 
     def log_ratio(self, problem: Problem, rows: np.ndarray, with_factor: bool = True) -> np.ndarray:
         """log of predicted / published tokens a second."""

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import math
 import re
 from pathlib import Path
@@ -47,11 +48,11 @@ class Run:
         """Seconds."""
         return self.batch * self.positions / (self.rate * self.gpus)
 
-    @property
+    @functools.cached_property
     def work(self) -> Work:
         return work_of_decoder(self.decoder, self.batch, self.positions, self.spread)
 
-    @property
+    @functools.cached_property
     def split(self) -> Split:
         return split_of_decoder(self.decoder, self.work, self.spread)
 
@@ -102,6 +103,7 @@ def run_of(line: int, row: Row) -> Run | str:
         return "sizes that multiply to the devices"
     micro = facts.micro_batch or int(row["micro_batch"] or 0)
     batch = int(row["global_batch"] or 0) or micro * data
+    micro = micro or (batch // (data * facts.microbatches) if facts.microbatches else 0)
     if not batch:
         return "batch"
     micro = micro or (1 if pipeline > 1 or batch < data * 16 or facts.system == "NeMo" else 0)

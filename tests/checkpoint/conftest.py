@@ -47,6 +47,8 @@ def assert_same(actual, expected) -> None:
     for a, b in zip(plain(actual), plain(expected), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         np.testing.assert_array_equal(a, b)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert getattr(a, "dtype", None) == getattr(b, "dtype", None), "a random key is one again, not its bits"
 
 
 @pytest.fixture

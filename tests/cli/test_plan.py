@@ -1,10 +1,13 @@
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
+import cjax
 from cjax import models
 from cjax.cli import main
+from cjax.cli.built_in import built_in
 
 USER_FILE = """
 import jax
@@ -73,11 +76,62 @@ def test_one_plan_is_reported_in_full(capsys, monkeypatch):
     assert "plan    data=4 tensor=2 zero=1" in text and "mlp/up/kernel" in text
 
 
+def test_a_search_needs_no_devices_and_compiles_nothing(capsys, monkeypatch):
+    def nobody(*args, **options):
+        raise AssertionError("a search compiles nothing")
+
+    monkeypatch.setattr("cjax.program.plans.resolve_devices", nobody)
+    monkeypatch.setattr("jax.stages.Lowered.compile", nobody)
+    arguments = ["gpt-mini", "--target", "v100:16/price=2", "--search", "--batch", "64", "--top", "3", "--explain"]
+    assert main(["plan", *arguments, "--plan", "auto precision=float16", "--objective", "cost"]) == 0
+    text = capsys.readouterr().out
+    assert "gpt-mini on v100:16/price=2" in text and "least cost first" in text and text.count("precision=float16") > 3
+    assert "what it costs" in text and "fastest" in text
+
+
+@pytest.mark.parametrize("name", ["llama-mini", "bert-mini", "t5-mini", "vit-mini"])
+def test_models_of_all_families_have_names(name: str):
+    model, loss, optimizer, batch = built_in(name, 4, None if "vit" in name else 16)
+    program = cjax.parallelize(model, loss, optimizer, batch, "data=2", devices=jax.devices()[:2])
+    assert program.plan.data == 2 and {leaf.shape[0] for leaf in jax.tree.leaves(batch)} == {4}
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["gpt-mini", "--target", "h1000:8"], "no card is called 'h1000'.*did you mean h100"),
-        (["gpt9"], "no GPT is called 'gpt9'"),
+        (["gpt9"], "no model is called 'gpt9'; did you mean gpt2"),
+        (
+            ["vit-l16", "--seq", "8", "--target", "cpu:8"],
+            "--seq is for models of text, and vit-l16 reads images",
+        ),
+        (["minilm-l6", "--target", "cpu:8"], "minilm-l6 has no words to predict"),
+        (["gpt-mini", "--objective", "cost"], "--objective goes with --search"),
+        (["gpt-mini", "--top", "3", "--price", "2"], "--price, --top go with --search"),
+        (
+            ["gpt-mini", "--search", "--objective", "speed"],
+            "time, memory, cost, energy, not 'speed'",
+        ),
+        (["gpt-mini", "--search", "--plan", "data=8"], '--search takes one --plan: "auto", and behind it'),
+        (["gpt-mini", "--search", "--top", "0"], "--top 0: it is a whole number, at least 1"),
+        (["gpt-mini", "--search", "--price", "-1"], "price=-1.0: it is dollars for an hour"),
+        (
+            [
+                "gpt-mini",
+                "--search",
+                "--target",
+                "h100:8",
+                "--batch",
+                "7",
+                "--plan",
+                "auto tensor=1 pipeline=1",
+            ],
+            "no plan shares 7 rows over 8 devices",
+        ),
+        (
+            ["gpt-mini", "--search", "--target", "h100:1/memory=1.51GiB", "--batch", "8"],
+            "no plan fits memory; on 1 devices the leanest",
+        ),
         (["nowhere.py:make", "--target", "cpu:8"], "no Python file nowhere.py"),
         (["FILE:nothing", "--target", "cpu:8"], "has no function nothing"),
         (["FILE:wrong", "--target", "cpu:8"], r"returned a tuple of 2; it should return \(model, loss"),

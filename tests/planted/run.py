@@ -77,7 +77,7 @@ def run(tests: Sequence[str], root: Path, limit: float) -> tuple[int | None, lis
             os.waitpid(child, 0)
         out.seek(0)
         text = out.read()
-    return status, re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.M), text
+    return status, re.findall(r"^(?:FAILED|ERROR) ((?:tests|cjax)\b.+?)(?: - .*)?$", text, re.M), text
 
 
 def _in_fork(tests: Sequence[str], root: Path, out: int) -> NoReturn:

@@ -1,6 +1,7 @@
 """What people switch on to look for a bug, or have around all of their code, is no error from inside of cjax."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def test_everything_works_with_all_of_it_on(tmp_path: Path) -> None:
     plan = "data=2 tensor=2 zero=1 microbatches=2"
     wanted = everything(plan, tmp_path / "usual")
     mesh = jax.make_mesh((8,), ("mine",))
+    gc.freeze()  # what was made by now; each look for leaks goes through all the rest
     with switched_on(**STRICT), jax.set_mesh(mesh):
         found = everything(plan, tmp_path / "strict")
         assert jax.config.values["jax_transfer_guard"] == "disallow" and not jax.sharding.get_abstract_mesh().empty

@@ -91,3 +91,18 @@ def test_evaluation_gives_up_nothing(program: cjax.Program) -> None:
     first = program.evaluate(state, rows())
     assert_same(first, program.evaluate(state, rows()))
     program.step(state, rows())
+
+
+def test_a_loss_that_knows_its_rows_by_heart_is_scored_on_so_many() -> None:
+    """How it adds up can't be read off another number of rows, so batches count by theirs."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        return (((model(batch["x"]) - batch["y"]) ** 2).sum(-1) * np.arange(8)).mean()
+
+    given = [rows(8, 1), rows(8, 2)]
+    program = make("data=1", loss=loss, optimizer=None, devices=jax.devices()[:1], batch=given[0])
+    state = program.init(0)
+    model = program.model(state)
+    np.testing.assert_allclose(
+        program.evaluate(state, given)["loss"], np.mean([loss(model, batch) for batch in given]), rtol=1e-5
+    )

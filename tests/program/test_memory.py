@@ -24,7 +24,8 @@ def wide() -> cjax.Program:
 def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def set_limit(memory: int) -> None:
         monkeypatch.setattr(
-            "cjax.program.program.hardware_of", lambda devices: dataclasses.replace(hardware_of(devices), memory=memory)
+            "cjax.planner.choice.decide.hardware_of",
+            lambda devices: dataclasses.replace(hardware_of(devices), memory=memory),
         )
 
     return set_limit

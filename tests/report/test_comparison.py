@@ -47,3 +47,15 @@ def test_best() -> None:
 def test_html() -> None:
     html = Comparison([candidate("zero=1", 40, 0.2), Candidate("tensor=<3>", reason="a\nb & c")])._repr_html_()
     assert "tensor=&lt;3&gt;" in html and "<td colspan='9'" in html and "a\nb &amp; c" in html
+
+
+def test_what_is_predicted_stands_beside_the_bound_and_decides() -> None:
+    slow, fast = candidate("zero=3", 40, 0.1), candidate("zero=1", 50, 0.2)
+    for each, parts in ((slow, {"matmul": 0.5}), (fast, {"matmul": 0.3})):
+        assert each.report is not None and each.report.time is not None
+        object.__setattr__(each.report.time, "parts", parts)
+    comparison = Comparison([slow, fast])
+    assert comparison.best is fast
+    lines = [" ".join(line.split()) for line in str(comparison).splitlines()]
+    assert "zero=3 yes 40.0 40.0 0 0 0 0 500 100 compute" in lines
+    assert all(len(line) <= 100 for line in str(comparison).splitlines())

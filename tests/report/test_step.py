@@ -97,6 +97,10 @@ def test_fields() -> None:
          "moves   1.0 GiB a device and step: data 1.0; all hidden"),
         ({"transfers": [Transfer("all-reduce", "data", GIB, 1), Transfer("all-gather", "data", GIB, 1, 5)]},
          "moves   2.0 GiB a device and step: data 2.0; overlap unknown"),
+        (
+            {"time": StepTime(0.2, 0.081, 0, {"matmul": 0.5, "data": 0.12}, (0.54, 0.72), "fitted on runs")},
+            "step    about 620 ms (540-720): matmul 500, data 120; >= 281 ms: compute 200, transfer 81, bubble 0:",
+        ),
         ({"time": StepTime(0.2, 0.3)}, "step    >= 500 ms: compute 200, transfer 300, bubble 0: transfer-bound"),
         ({"time": None}, "step    time unknown: nobody told how fast this hardware is"),
         ({"watch": ()}, "watch   nothing"),

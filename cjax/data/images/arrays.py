@@ -118,7 +118,7 @@ def read_npz(path: Path, channels: int | None, held_out: float) -> tuple[ImageAr
 def digits(channels: int | None, held_out: float) -> tuple[ImageArrays, ImageArrays]:
     """scikit-learn's 1,797 digits of 8 x 8 pixels, which come with it."""
     try:
-        from sklearn.datasets import load_digits  # type: ignore[import-not-found]
+        from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError(
             "without a path the images are scikit-learn's digits: pip install scikit-learn, or give an .npz file or a "

@@ -42,7 +42,7 @@ class TensorReader:
 
 def load(
     path: str | Path,
-    kind: type[Model] = nnx.Module,  # type: ignore[assignment]
+    kind: type[Model] = nnx.Module,
     *,
     shardings: Shardings = None,
     seed: int = 0,

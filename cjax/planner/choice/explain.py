@@ -8,7 +8,7 @@ from cjax.plan import Pipeline, Plan, Tensor, Zero
 from cjax.plan import Sequence as SequencePlan
 from cjax.planner.choice.scored import Question, Scored, of_limit, size_text
 from cjax.planner.choice.space import MODES, Space, arrangement_of, divisors, tensors_of
-from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES
+from cjax.planner.table import PRECISIONS, REMATS
 
 WORDS = ("tensor", "sequence", "pipeline", "microbatches", "zero", "remat", "precision")
 # What the parts of a step's time are, in the words in which differences are told.
@@ -202,8 +202,9 @@ def _pipelines(plan: Plan, space: Space) -> list[Pipeline]:
         except ValueError:  # as many chunks as that need more layers
             continue
     if now.size > 1:
-        schedules = [schedule for schedule in SCHEDULES if schedule != now.schedule]
-        found += [Pipeline(now.size, each, 2 if each == "interleaved" else 1) for each in schedules]
+        each = [Pipeline(now.size, "1f1b"), Pipeline(now.size, "gpipe"), Pipeline(now.size, "zero_bubble")]
+        each.append(Pipeline(now.size, "interleaved", 2))
+        found += [pipeline for pipeline in each if pipeline.schedule != now.schedule]
         chunks = [c for c in divisors(min(space.stacks) // now.size) if c > 1 and c != now.chunks]
         near = [c for c in chunks if c < now.chunks][-1:] + [c for c in chunks if c > now.chunks][:1]
         found += [replace(now, chunks=c) for c in near if now.schedule == "interleaved"]

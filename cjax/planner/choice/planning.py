@@ -17,12 +17,11 @@ from cjax.planner.choice.search import Found, search
 from cjax.planner.choice.space import CARRIED, Space, space_of, words_of
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.duration import Durations, durations
-from cjax.planner.costs.memory import memory_of
+from cjax.planner.costs.memory import MemoryCost, memory_of
 from cjax.planner.costs.profiled import profiled
 from cjax.planner.hardware import Hardware
 from cjax.planner.profile import Profile, read_profile
-from cjax.planner.reading.split import Splits
-from cjax.planner.reading.work import work_of
+from cjax.planner.reading.readings import Readings
 from cjax.planner.table import Table
 from cjax.planner.work import BATCH, Split, Work
 from cjax.trace.microbatches.part import read_part
@@ -53,8 +52,13 @@ class Planning:
         return self.source.read()
 
     @functools.cached_property
+    def readings(self) -> Readings:
+        return Readings(self.source, self._optimizer_bytes())
+
+    @functools.cached_property
     def work(self) -> Work:
-        return work_of(self.trace, self._optimizer_bytes())
+        """As plans without tensor parallelism have it read."""
+        return self.readings.work(Plan())
 
     def _optimizer_bytes(self) -> float:
         """Of its state for each byte of trained parameters."""
@@ -82,22 +86,32 @@ class Planning:
 
     @functools.cached_property
     def question(self) -> Question:
-        splits = Splits(self.work, self.trace, lambda: self.source.read(at_once=True))
-
         def split(plan: Plan) -> Split:
-            found, axes = splits(plan), plan.tensor.axis_sizes()
+            found, axes = self.readings.split(plan), plan.tensor.axis_sizes()
             used = {axis for name, on in found.axes_of.items() if name != BATCH for axis in on}
             if plan.tensor.size > 1 and not used & axes.keys():
                 raise ValueError(f"tensor={plan.tensor} splits nothing in this model")
             return found
 
-        return Question(self.work, split, self.known, memory_of, self._durations)
+        return Question(self.readings.work, split, self.known, self._memory, self._durations)
+
+    def _memory(self, work: Work, split: Split, table: Table, hardware: Hardware) -> MemoryCost:
+        # As the devices are, and not with rates from measurements: which kernels there are hangs on what is known of
+        # the card.
+        return memory_of(work, split, table, self.hardware(hardware.num_devices))
 
     def _durations(self, work: Work, split: Split, table: Table, hardware: Hardware) -> Durations:
-        _, calibration = profiled(hardware, self._profile)
+        _, calibration = profiled(self.hardware(hardware.num_devices), self._profile)
         if calibration is None:
             hardware, calibration = assumed(hardware)
         return durations(work, split, table, hardware, calibration)
+
+    def on(self, hardware: Callable[[int], Hardware]) -> "Planning":
+        """The same model and batch on other devices: what has been read of them is not read again."""
+        other = replace(self, hardware=hardware)
+        read = {"trace": self.trace, "work": self.work, "_stacks": self._stacks}
+        vars(other).update(read, question=replace(self.question, hardware_at=hardware, durations=other._durations))
+        return other
 
     def space(self, auto: Auto, num_devices: int) -> Space:
         """What may be chosen from."""

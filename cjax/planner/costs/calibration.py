@@ -8,6 +8,7 @@ card of the same kind with other memory or links needs none of its own.
 import dataclasses
 import math
 
+from cjax.cards import card_of_kind
 from cjax.planner.hardware import Hardware
 
 TEN_PERCENT = 1.2815515594600038  # of a normal distribution lies above so many standard deviations
@@ -31,6 +32,7 @@ class Software:
       hides_gradients: whether gradients are reduced beside the backward pass.
       rings: adapters that a collective between hosts uses; 0 for one for each member on a host.
       adds_in_matmuls: whether a matmul adds a gradient to that of the micro-batches before, in place of a pass for it.
+      pads: whether matmuls in 16 bits are filled up to dims that tensor cores take: XLA does.
       cuts_sends: whether the devices of a tensor axis send a stage's output in parts, each its own.
     """
 
@@ -46,6 +48,7 @@ class Software:
     hides_gradients: bool = True
     rings: int = 0
     adds_in_matmuls: bool = False
+    pads: bool = True
     cuts_sends: bool = False
 
 
@@ -111,31 +114,31 @@ class Calibration:
 MEASURED_SPREAD = 0.06  # of other plans of a program, once one was measured
 
 
-# Fitted by `experiments/planner.py`, which prints them; "JAX" is the factor of JAX's runs, "unseen" the spread of runs of
-# a system that the fit had not seen. A kernel of 2023 on H100 reached 0.18 of its peak where today's reach 0.29.
+# Fitted by `experiments/planner.py`, which prints them. "JAX" is the factor of JAX's runs; "spread" is that of runs of
+# a system that the fit had not seen, and of this factor. A kernel of 2023 reached 0.18 of an H100's peak, today's 0.29.
 FITTED = {
-    "matmul V100": 0.7948,
-    "matmul A100": 0.8152,
-    "matmul H100": 0.7117,
-    "faster": 1.498,
-    "attention A100": 0.3242,
-    "attention H100 2023": 0.1803,
-    "attention H100 2024": 0.2893,
-    "thin": 0.7446,
-    "memory": 0.9498,
-    "links": 0.8749,
-    "adapters": 0.6124,
-    "latency": 3.547e-05,
-    "hop": 3.688e-05,
-    "hidden data": 0.5875,
-    "hidden gather": 0.4417,
-    "hidden tensor": 0.1881,
-    "overlapped": 0.9132,
-    "hidden pipeline": 0.7635,
-    "step": 0.04233,
-    "straggling": 0.00172,
-    "JAX": 0.9918,
-    "unseen": 0.1178,
+    "matmul V100": 0.7898,
+    "matmul A100": 0.8148,
+    "matmul H100": 0.7088,
+    "faster": 1.528,
+    "attention A100": 0.3256,
+    "attention H100 2023": 0.1807,
+    "attention H100 2024": 0.2924,
+    "thin": 0.7179,
+    "memory": 0.9014,
+    "links": 0.9132,
+    "adapters": 0.6197,
+    "latency": 3.088e-05,
+    "hop": 3.844e-05,
+    "hidden data": 0.5684,
+    "hidden gather": 0.453,
+    "hidden tensor": 0.1215,
+    "overlapped": 0.8692,
+    "hidden pipeline": 0.7928,
+    "step": 0.03565,
+    "straggling": 0.001923,
+    "JAX": 0.9954,
+    "spread": 0.1226,
 }
 
 _STEP = 1e-2  # seconds that a step takes beside a program that holds all of it, optimizer too
@@ -145,13 +148,11 @@ _CORES = {"V100": 80, "A100": 108, "H100": 132}
 _KERNEL = {"V100": "attention A100", "A100": "attention A100", "H100": "attention H100 2024"}
 # Operations at the peak for each byte of memory, which says most about a chip's generation.
 _OPERATIONS_PER_BYTE = {"V100": 139.0, "A100": 153.0, "H100": 295.0}
-# Chips of which there are no runs: whose shares they are given. The first are the same chip, with other memory or links.
+# The same chips with other memory or links, of which there are no runs.
 _LIKE = {"H200": "H100", "H800": "H100", "GH200": "H100", "A800": "A100"}
 
 
 def _of_chip(chip: str) -> Calibration:
-    shared = ("thin", "memory", "links", "adapters", "latency", "hop", "overlapped", "straggling")
-    hidden = ("hidden data", "hidden gather", "hidden tensor", "hidden pipeline")
     return Calibration(
         f"fitted on {_RUNS[chip]} published runs on {chip}, with the factor of JAX's runs",
         cores=_CORES[chip],
@@ -160,9 +161,19 @@ def _of_chip(chip: str) -> Calibration:
         launch=_LAUNCH,
         step=_STEP,
         factor=FITTED["JAX"],
-        spread=FITTED["unseen"],
-        **{name: FITTED[name] for name in shared},
-        **{name.replace(" ", "_"): FITTED[name] for name in hidden},
+        spread=FITTED["spread"],
+        thin=FITTED["thin"],
+        memory=FITTED["memory"],
+        links=FITTED["links"],
+        adapters=FITTED["adapters"],
+        latency=FITTED["latency"],
+        hop=FITTED["hop"],
+        hidden_data=FITTED["hidden data"],
+        hidden_gather=FITTED["hidden gather"],
+        hidden_tensor=FITTED["hidden tensor"],
+        hidden_pipeline=FITTED["hidden pipeline"],
+        overlapped=FITTED["overlapped"],
+        straggling=FITTED["straggling"],
     )
 
 
@@ -171,7 +182,8 @@ def calibration_of(hardware: Hardware) -> Calibration | None:
 
     A card with a datasheet but without runs gets the shares of the one nearest to it, and a wider interval.
     """
-    if hardware.bf16_flops is None or hardware.memory_bandwidth is None:
+    peak = hardware.bf16_flops or hardware.f16_flops
+    if peak is None or hardware.memory_bandwidth is None:
         return None
     words = hardware.name.upper().replace("-", " ").split()
     for chip in _RUNS:
@@ -181,8 +193,9 @@ def calibration_of(hardware: Hardware) -> Calibration | None:
         if any(word.startswith(name) for word in words):
             found = _of_chip(chip)
             return dataclasses.replace(found, source=f"{found.source}, the same chip", spread=1.2 * found.spread)
-    ratio = hardware.bf16_flops / hardware.memory_bandwidth
+    ratio = peak / hardware.memory_bandwidth
     chip = min(_RUNS, key=lambda name: abs(math.log(ratio / _OPERATIONS_PER_BYTE[name])))
-    found = _of_chip(chip)
+    found, card = _of_chip(chip), card_of_kind(hardware.name)
     source = f"no published run on {hardware.name} is known; of the nearest chip: {found.source}"
-    return dataclasses.replace(found, source=source, spread=2 * found.spread)
+    cores = card.chip.cores if card is not None and card.chip is not None else found.cores
+    return dataclasses.replace(found, source=source, spread=2 * found.spread, cores=cores)

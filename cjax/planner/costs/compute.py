@@ -11,13 +11,16 @@ import numpy as np
 
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.hardware import Hardware
+from cjax.planner.table import PRECISIONS
 from cjax.planner.work import BATCH, AttentionWork, Dims, Part, Product, Split, Value, elements
 
 # Results of a tile, and how well it runs beside the largest.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.8))
 WIDE, NARROW = 64, 8  # tensor cores want dims that these divide
 UNALIGNED, CROOKED = 1.2, 9.0  # times slower where they don't
-LEAST_INNER = 1024  # of the parts of a product that is cut along the dim it adds up over, so that all cores have some
+_HIGH, _WIDE, _EFFICIENCY = np.array(TILES).T[:, :, None, None]  # [tiles, parts, plans]
+_PARTS = np.array([1.0, 2.0, 4.0, 8.0])[:, None]  # into which a product is cut along the dim that it adds up over
+LEAST_INNER = 1024  # of such a part; products are cut only where there are fewer tiles than cores
 FUSED_BACK = 2.5  # a flash kernel's backward pass in forward passes: five products for two
 SCORE_PASSES = 5.0  # over scores that no kernel keeps from the memory: made, masked, normalised, dropped out, read
 
@@ -61,7 +64,7 @@ class Pass:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
-class Chip:
+class Computing:
     """One device at work on a share of the batch.
 
     Args:
@@ -69,18 +72,20 @@ class Chip:
       calibration: its cores, and what its software does.
       split: what the tensor and sequence words split.
       share: parts into which data parallelism and micro-batches cut the batch. [plans]
-      is_half: whether it computes in 2 bytes. [plans]
+      precision: places in `PRECISIONS`. [plans]
     """
 
     def __init__(
-        self, hardware: Hardware, calibration: Calibration, split: Split, share: np.ndarray, is_half: np.ndarray
+        self, hardware: Hardware, calibration: Calibration, split: Split, share: np.ndarray, precision: np.ndarray
     ) -> None:
-        self._split, self._share, self._is_half = split, share, is_half
+        self._split, self._share = split, share
+        self._is_half = precision != PRECISIONS.index("float32")
         self._software, self._cores = calibration.software, calibration.cores
-        half, whole = (hardware.matmul_flops(name) or np.inf for name in ("bfloat16", "float32"))
-        self._peak = np.where(is_half, half, whole)
+        # What a chip has no units for, it computes in float32.
+        whole = hardware.matmul_flops("float32") or np.inf
+        self._peak = np.array([hardware.matmul_flops(name) or whole for name in PRECISIONS])[precision]
         self._memory = hardware.memory_bandwidth or np.inf
-        self._item = np.where(is_half, 2.0, 4.0)
+        self._item = np.where(self._is_half, 2.0, 4.0)
 
     def passes(self, part: Part) -> tuple[Pass, Pass]:
         """Forward and backward through one layer of the part."""
@@ -109,11 +114,22 @@ class Chip:
         return dataclasses.replace(Pass.none(len(self._share)), touched=seconds)
 
     def _product(self, product: Product) -> tuple[Pass, Pass]:
-        sizes = (self._local(dims) for dims in (product.batch, product.rows, product.inner, product.outer))
-        batch, rows, inner, outer = sizes
+        # An axis that splits two dims of a product splits it once: between products, positions or features may be where
+        # weights are, too, but they are gathered for it.
+        outer, inner, rows, batch = self._apart(product.outer, product.inner, product.rows, product.batch)
         there = self._matmul(batch, rows, inner, outer)
         back = self._matmul(batch, rows, outer, inner) + self._matmul(batch, inner, rows, outer)
         return there * product.times, back * product.times
+
+    def _apart(self, *groups: Dims) -> list[np.ndarray]:
+        """Of each of these dims what a device has, where an axis serves the first that it splits."""
+        found, before = [], ()
+        for dims in groups:
+            share = self._share if any(name == BATCH for name, _ in dims) else 1.0
+            parts = self._split.parts_of((*before, *dims)) / self._split.parts_of(before)
+            found.append(np.maximum(elements(dims) / parts / share, 1.0) * np.ones_like(self._share))
+            before = (*before, *dims)
+        return found
 
     def _matmul(self, batch: np.ndarray, rows: np.ndarray, inner: np.ndarray, outer: np.ndarray) -> Pass:
         """[batch, rows, inner] x [batch, inner, outer]."""
@@ -121,7 +137,8 @@ class Chip:
         least = flops / self._peak
         matmul = least
         if self._cores:
-            matmul = least * _misaligned(inner, outer, rows) / _busy(batch, rows, inner, outer, self._cores)
+            pads = self._is_half & self._software.pads
+            matmul = least * _misaligned(inner, outer, pads) / _busy(batch, rows, inner, outer, self._cores)
         dim = np.minimum(np.minimum(rows, inner), outer)
         thin = matmul * self._peak / self._memory * (self._item / 2) / dim
         none = np.zeros_like(flops)
@@ -143,38 +160,35 @@ class Chip:
         plain = self._matmul(whole, queries, np.full_like(keys, work.features), keys)
         plain = plain + self._matmul(whole, queries, keys, np.full_like(keys, work.features))
         plain = plain + self._touching(SCORE_PASSES * scores * self._item / self._memory)
-        return _either(is_fused, fused, plain), _either(is_fused, fused * FUSED_BACK, plain * 2)
+        # The kernel makes scores again that others would have kept: time, but no work of the model's.
+        back = dataclasses.replace(fused * 2, attention=FUSED_BACK * kernel)
+        return _either(is_fused, fused, plain), _either(is_fused, back, plain * 2)
 
     def _fuses(self, work: AttentionWork) -> bool:
         if not (self._software.is_fused and work.is_fused):
             return False
-        return self._software.fuses_split or self._split.parts_of(work.queries) == 1
+        # Positions that are split where heads are not: those that heads share an axis with are gathered.
+        apart = self._split.parts_of((*work.heads, *work.queries)) / self._split.parts_of(work.heads)
+        return self._software.fuses_split or apart == 1
 
 
 def _either(condition: np.ndarray, one: Pass, other: Pass) -> Pass:
     return Pass(*(np.where(condition, mine, theirs) for mine, theirs in zip(one.arrays, other.arrays, strict=True)))
 
 
-def _misaligned(*dims: np.ndarray) -> np.ndarray:
+def _misaligned(inner: np.ndarray, outer: np.ndarray, pads: np.ndarray) -> np.ndarray:
     """How many times slower a matmul of these dims runs for their sake; rows may be any number."""
-    inner, outer, _ = (np.ceil(dim) for dim in dims)
     worst = np.ones_like(inner)
-    for dim in (inner, outer):
-        slow = np.where(dim % NARROW != 0, CROOKED, np.where(dim % WIDE != 0, UNALIGNED, 1.0))
+    for dim in (np.ceil(inner), np.ceil(outer)):
+        slow = np.where((dim % NARROW != 0) & ~pads, CROOKED, np.where(dim % WIDE != 0, UNALIGNED, 1.0))
         worst = np.maximum(worst, slow)
     return worst
 
 
 def _busy(batch: np.ndarray, rows: np.ndarray, inner: np.ndarray, outer: np.ndarray, cores: int) -> np.ndarray:
     """Share of the cores' time that goes into the result, for the tiles and the cut of `inner` that suit it best."""
-    best = np.zeros_like(rows)
-    for high, wide, efficiency in TILES:
-        tiles = batch * np.ceil(rows / high) * np.ceil(outer / wide)
-        used = batch * rows * outer / (high * wide)
-        for parts in (1, 2, 4, 8):
-            waves = np.ceil(tiles * parts / cores)
-            busy = efficiency * used * parts / (waves * cores)
-            best = np.maximum(
-                best, np.where((parts == 1) | ((inner / parts >= LEAST_INNER) & (tiles < cores)), busy, 0.0)
-            )
-    return best
+    tiles = batch * np.ceil(rows / _HIGH) * np.ceil(outer / _WIDE)
+    used = _EFFICIENCY * (batch * rows * outer) / (_HIGH * _WIDE)
+    waves = np.ceil(tiles * _PARTS / cores)
+    may = (_PARTS == 1) | ((inner / _PARTS >= LEAST_INNER) & (tiles < cores))
+    return np.max(np.where(may, used * _PARTS / (waves * cores), 0.0), axis=(0, 1))

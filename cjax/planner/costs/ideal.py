@@ -5,19 +5,21 @@ constants are that it is multiplied with.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 
 from cjax.pipeline.partition import partition
 from cjax.planner.costs.calibration import Calibration
-from cjax.planner.costs.compute import Chip, Pass
+from cjax.planner.costs.compute import Computing, Pass
 from cjax.planner.costs.moved import moved
 from cjax.planner.costs.transfers import Group, Transfer, group_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS, SCHEDULES, Table
 from cjax.planner.work import Move, Part, Split, Work
 
-WITH_DATA = ("sequence", "depth")  # axes of a copy along which weights are alike, and gradients are added up
+SEQUENCE = "sequence"
+WITH_DATA = (SEQUENCE, "depth")  # axes of a copy along which weights are alike, and gradients are added up
 MASTER = 4.0  # bytes of a parameter, and of a gradient that was added up
 
 
@@ -30,6 +32,7 @@ class Ways:
       tensor_forward, tensor_backward, sequence_forward, sequence_backward: what the words' collectives receive.
       gather: of one pass of ZeRO-3 over it, forward or backward.
       held: parameters that a device holds whole while it computes, on its share of the tensor axes.
+      exchanges: whether the sequence's are exchanges, which the attention between them waits for; rings go on beside.
     """
 
     forward: Pass
@@ -40,6 +43,7 @@ class Ways:
     sequence_backward: Transfer
     gather: Transfer
     held: np.ndarray
+    exchanges: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +55,7 @@ class Ideal:
       layers: in all; `full` of them are on the stage that has most, `short` on the one with the last part.
       stages, chunks, microbatches, schedule, remat: the plan's.
       reduce: gradients once a step, and parameters after them; `reduce_each` gradients with each micro-batch.
-      gather: ZeRO-3's parameters, layers' once for each direction; what is outside of them is kept from one to the
-        other.
+      gather: ZeRO-3's parameters, layers' once for each direction; the others are kept from one to the other.
       send: a stage's output to the next.
       optimizer: the optimizer's pass over memory; `accumulate` that of one micro-batch's gradients.
       hosts: that the devices are on.
@@ -90,15 +93,15 @@ class _Plans:
 
     def __init__(self, work: Work, split: Split, table: Table, hardware: Hardware, calibration: Calibration) -> None:
         self._work, self._split, self._table, self._hardware = work, split, table, hardware
-        self._software = calibration.software
+        self._software, self._shares = calibration.software, (calibration.links, calibration.adapters)
         self._inner = split.num_devices  # neighbours that share a copy's stage
         self._is_half = table.precision != PRECISIONS.index("float32")
         self._item = np.where(self._is_half, 2.0, 4.0)
         # What a device computes with one micro-batch depends on the batch's share and on the precision alone.
-        keys = np.stack([table.data * table.microbatches, self._is_half])
-        (shares, halves), self._place = np.unique(keys, axis=1, return_inverse=True)
+        keys = np.stack([table.data * table.microbatches, table.precision])
+        (shares, precisions), self._place = np.unique(keys, axis=1, return_inverse=True)
         self._place = self._place.reshape(-1)
-        self._chip = Chip(hardware, calibration, split, shares.astype(float), halves.astype(bool))
+        self._computing = Computing(hardware, calibration, split, shares.astype(float), precisions)
         self._share = (table.data * table.microbatches).astype(float)
 
     def ideal(self) -> Ideal:
@@ -121,15 +124,15 @@ class _Plans:
         if self._software.cuts_sends and stream:
             bytes_ = bytes_ * self._split.parts_of(stream.dims) / self._inner
         stage_stride = self._inner * table.data
-        send = Transfer.over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
+        send = self._over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
         adds = (table.microbatches > 1) & (not self._software.adds_in_matmuls)
         states = np.where(table.zero >= 1, table.zero_group, 1)
         memory = hardware.memory_bandwidth or np.inf
         return Ideal(
             first, layer, last, np.full(len(table), float(work.num_layers)), full, short,
             table.pipeline.astype(float), table.chunks.astype(float), table.microbatches.astype(float),
-            table.schedule, table.remat,
-            gradients * ~each + weights, gradients * (each * table.microbatches), gathers, send,
+            table.schedule, table.remat, gradients * ~each + weights, gradients * (each * table.microbatches), gathers,
+            send,
             # Parameters and state are read and written, gradients read, computed copies written.
             held / states * (2 * MASTER * (1 + work.optimizer_bytes) + MASTER + self._item) / memory,
             held * (self._item + 2 * MASTER) / memory * adds,
@@ -141,35 +144,46 @@ class _Plans:
     def _ways(self, parts: list[tuple[int, float]]) -> Ways:
         count = len(self._table)
         there = back = Pass.none(count)
-        moves = {name: Transfer.none(count) for name in ("tensor_f", "tensor_b", "sequence_f", "sequence_b")}
+        moves = {(axis, way): Transfer.none(count) for axis in ("tensor", SEQUENCE) for way in (True, False)}
         gather, held = Transfer.none(count), np.zeros(count)
         for i, times in parts:
-            f, b = self._chip.passes(self._work.parts[i])
+            f, b = self._computing.passes(self._work.parts[i])
             there, back = there + f[self._place] * times, back + b[self._place] * times
             for move in self._split.moves[i]:
-                name = ("sequence" if "sequence" in move.axes else "tensor") + ("_f" if move.is_forward else "_b")
-                moves[name] = moves[name] + self._moved(move) * times
+                key = SEQUENCE if SEQUENCE in move.axes else "tensor", move.is_forward
+                moves[key] = moves[key] + self._moved(move) * times
             held = held + self._split.held[i] * times
             gather = gather + self._gathered(self._work.parts[i], self._split.held[i]) * times
-        return Ways(there, back, *moves.values(), gather, held)
+        exchanges = any(move.kind == "all-to-all" for i, _ in parts for move in self._split.moves[i])
+        return Ways(
+            there,
+            back,
+            tensor_forward=moves["tensor", True],
+            tensor_backward=moves["tensor", False],
+            sequence_forward=moves[SEQUENCE, True],
+            sequence_backward=moves[SEQUENCE, False],
+            gather=gather,
+            held=held,
+            exchanges=exchanges,
+        )
 
     def _moved(self, move: Move) -> Transfer:
         size = np.where(self._is_half & (not move.is_wide), 2.0, 4.0)
         bytes_ = move.elements * size / (1.0 if move.of_weights else self._share)
-        return Transfer.over(self._axes(move.axes), move.kind, bytes_, move.count)
+        return self._over(self._axes(move.axes), move.kind, bytes_, move.count)
 
     def _axes(self, axes: tuple[str, ...]) -> Group:
         """Members along these axes of the tensor and sequence words, the last of which are neighbours."""
         names = list(self._split.sizes)
         inside = names[max(names.index(axis) for axis in axes) + 1 :]
-        size = np.prod([self._split.sizes[axis] for axis in axes])
-        stride = np.prod([self._split.sizes[axis] for axis in inside], initial=1)
+        size = math.prod(self._split.sizes[axis] for axis in axes)
+        stride = math.prod(self._split.sizes[axis] for axis in inside)
         return group_of(self._hardware, size, stride, self._software.rings)
 
     def _gathered(self, part: Part, held: float) -> Transfer:
         group = self._zero_group()
         bytes_ = held * self._item * (group.size - 1) / group.size
-        return Transfer.over(group, "all-gather", bytes_, 1.0 * bool(part.weights)) * (self._table.zero == 3)
+        return self._over(group, "all-gather", bytes_, 1.0 * bool(part.weights)) * (self._table.zero == 3)
 
     # -- between copies -----------------------------------------------------------------------------------------------
     def _zero_group(self) -> Group:
@@ -182,7 +196,7 @@ class _Plans:
 
     def _others(self) -> Group:
         """Who adds up gradients beyond a ZeRO group: other copies, and devices that hold the same weights of one."""
-        alike = np.prod([self._split.sizes.get(axis, 1) for axis in WITH_DATA])
+        alike = math.prod(self._split.sizes.get(axis, 1) for axis in WITH_DATA)
         stride = np.where(alike > 1, self._inner / alike, self._inner * self._zero_size)
         size = self._table.data / self._zero_size * alike
         return group_of(self._hardware, size, stride, self._software.rings)
@@ -197,13 +211,16 @@ class _Plans:
         size = software.gradient_bytes or np.where((table.microbatches > 1) & ~each, MASTER, self._item)
         part, apart = (group.size - 1) / group.size, (others.size - 1) / others.size
         layers = 1.0 * max(1, self._work.num_layers)
-        scatter = Transfer.over(group, "reduce-scatter", part * held * size, layers)
-        between = Transfer.over(others, "all-reduce", 2 * apart * held / group.size * size, layers)
-        gather = Transfer.over(group, "all-gather", part * held * software.weight_bytes, layers)
+        scatter = self._over(group, "reduce-scatter", part * held * size, layers)
+        between = self._over(others, "all-reduce", 2 * apart * held / group.size * size, layers)
+        gather = self._over(group, "all-gather", part * held * software.weight_bytes, layers)
         return scatter, between, gather * (table.zero < 3), each
 
+    def _over(self, group: Group, kind: str, bytes_: np.ndarray, count: np.ndarray | float) -> Transfer:
+        return Transfer.over(group, kind, bytes_, count, self._shares)
+
     def _is_split_in_sequence(self) -> bool:
-        return self._split.sizes.get("sequence", 1) > 1 and self._software.is_lockstep
+        return self._split.sizes.get(SEQUENCE, 1) > 1 and self._software.is_lockstep
 
     # -- stages -------------------------------------------------------------------------------------------------------
     def _stages(self, stacks: list[Part], first: Ways, layer: Ways, last: Ways) -> tuple[np.ndarray, np.ndarray]:

@@ -8,13 +8,14 @@ import numpy as np
 
 from cjax.mesh import DEPTH, SEQUENCE, TENSOR
 from cjax.pipeline.partition import partition
-from cjax.pipeline.schedule import build
-from cjax.pipeline.wiring import wire
+from cjax.planner.costs.places import places, route_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, Table
 from cjax.planner.work import BATCH, Form, Kept, Split, Value, Work, elements
 
-GAPS = 0.04  # of what a step needs beside what is stored
+# Of what a step needs beside what is stored, what XLA leaves free between values of all sizes and lifetimes: more where
+# positions or grids make it move pieces of what layers read.
+GAPS, GAPS_MOVED = 0.05, 0.08
 _ONE_D = {TENSOR, SEQUENCE}
 
 
@@ -81,6 +82,11 @@ class _Memory:
         self.shares = table.data * table.microbatches
         self.stacks = [at for at, part in enumerate(work.parts) if part.repeats > 1]
         self.is_staged = table.pipeline > 1
+        # With one pass a gradient is scattered where it is made.
+        self.scattered = (table.zero == 3) | ((table.zero >= 1) & (table.microbatches == 1))
+        self.is_grid = bool(split.sizes.keys() - _ONE_D)
+        queries = {name for part in work.parts for each in part.attentions for name, _ in each.queries}
+        self.moves_pieces = self.is_grid or not queries.isdisjoint(split.axes_of)
         self.forms, self.exchanges = _forms(work, split, hardware), _exchanges_heads(split)
         self.rows = self._rows()
 
@@ -91,12 +97,12 @@ class _Memory:
         params = np.where(table.zero == 3, whole / over, whole)
         optimizer = self.work.optimizer_bytes * np.where(table.zero >= 1, state / over, state)
         batch = self.work.batch_bytes / table.data
-        # With one pass a gradient is scattered where it is made.
-        scattered = (table.zero == 3) | ((table.zero >= 1) & (table.microbatches == 1))
-        grads = np.where(scattered, trained / over, trained)
+        grads = np.where(self.scattered, trained / over, trained)
         found = [self._whole_step(grads), self._pipeline(grads)]
         parts = [np.where(self.is_staged, b, a) for a, b in zip(*found, strict=True)]
-        return MemoryCost(params, optimizer, batch, *parts, other=GAPS * sum(parts))
+        return MemoryCost(
+            params, optimizer, batch, *parts, other=(GAPS_MOVED if self.moves_pieces else GAPS) * sum(parts)
+        )
 
     def _whole_step(self, grads: np.ndarray) -> tuple[np.ndarray, ...]:
         """Gradients, activations and what stands beside them at the fullest moment of a backward pass."""
@@ -104,14 +110,33 @@ class _Memory:
         saved = self._each(lambda kept: kept.saved) * self._repeats()
         working = self._fullest()
         sums = np.where(self.table.microbatches > 1, grads.sum(0), 0.0)
+        # Layers' gradients that are scattered as they are made stand once more in the order that the optimizer reads.
+        turned = np.where(self.scattered | self.is_grid, grads * (self._repeats() > 1), 0.0)
+        unscattered = self._unscattered()
         best = [zeros, zeros, zeros, zeros]
         for at, part in enumerate(self.work.parts):
-            mine = grads[at:].sum(0) + sums
+            mine = grads[at:].sum(0) + turned[at:].sum(0) + sums
             held = saved[: at + (part.repeats > 1)].sum(0)
-            now = [mine, held, working[at], zeros]
+            # Of what comes after a stack, a gradient may wait until its layers' are made.
+            waits = unscattered[at:].max(0)
+            now = [mine, held, working[at] + waits, zeros]
             fuller = sum(now) > sum(best)
             best = [np.where(fuller, a, b) for a, b in zip(now, best, strict=True)]
         return tuple(best)
+
+    def _unscattered(self) -> np.ndarray:
+        """Of parts that run once, the largest gradient: it is whole when it is made, and then scattered. In a grid it is
+        there for each of the axes that split it, while all layers' gradients are made."""
+        found = np.zeros((len(self.work.parts), len(self.table)))
+        if self.is_grid:
+            weights = [weight for part in self.work.parts if part.repeats == 1 for weight in part.weights]
+            return found + 2 * max((elements(weight.dims) * weight.itemsize for weight in weights), default=0)
+        for at, part in enumerate(self.work.parts):
+            if part.repeats == 1 and part.weights:
+                count = sum(weight.times * elements(weight.dims) for weight in part.weights)
+                largest = max(elements(weight.dims) * weight.itemsize for weight in part.weights)
+                found[at] = np.where(self.scattered, largest * self.split.held[at] / count, 0.0)
+        return found
 
     def _pipeline(self, grads: np.ndarray) -> tuple[np.ndarray, ...]:
         """The same for the stages of a pipeline."""
@@ -189,12 +214,11 @@ class _Memory:
 
     def _by_kept(self, of: Callable[[Kept, np.ndarray], np.ndarray]) -> np.ndarray:
         found = np.zeros((len(self.work.parts), len(self.table)))
-        at_once = bool(self.split.sizes.keys() - _ONE_D)
         for remat, name in enumerate(REMATS):
             for form, precisions in self.forms.items():
                 mine = (self.table.remat == remat) & np.isin(self.table.precision, precisions)
                 if mine.any():
-                    for at, kept in enumerate(self.work.kept[name, form, at_once]):
+                    for at, kept in enumerate(self.work.kept[name, form, self.is_grid]):
                         found[at, mine] = of(kept, self.shares[mine])
         return found
 
@@ -248,12 +272,10 @@ def _places(
     stack; and places for messages."""
     name = "interleaved" if len(lengths) > 1 and kind == "1f1b" else kind
     count = chunks * len(lengths)
-    # Places are full after two micro-batches a stage; gpipe keeps all.
-    few = microbatches if name == "gpipe" else min(microbatches, 2 * size)
-    schedule = build(name, size, few, count)
-    cut = partition(lengths, schedule.route, head)
-    wiring = wire(schedule, cut)
-    # Stages that skip a layer that they have only room for do so by a branch, for which XLA copies what it hands on.
-    copies = [1 if cut.is_even(k) else 2 for k in range(len(lengths))]
-    saved = tuple(n * slots * rows for n, slots, rows in zip(copies, wiring.slots, cut.rows, strict=True))
-    return tuple(rows * chunks for rows in cut.rows), saved, wiring.end_slots, wiring.num_messages
+    cut = partition(lengths, route_of(name, size, count), head)
+    slots, ends, messages = places(name, size, microbatches, count, cut)
+    # XLA copies what a branch hands on, where it is not the only one that changes it: of stages that skip a layer which
+    # they have but room for, and of several stacks.
+    copies = [1 if cut.is_even(k) and len(lengths) == 1 else 2 for k in range(len(lengths))]
+    saved = tuple(n * room * rows for n, room, rows in zip(copies, slots, cut.rows, strict=True))
+    return tuple(rows * chunks for rows in cut.rows), saved, ends, messages

@@ -6,7 +6,8 @@ import numpy as np
 
 from cjax.planner.hardware import Hardware
 
-SELDOM = ("all-gather", "reduce-scatter")  # rings: a step for each host on the way
+Shares = tuple[float, float]  # of the links' rate, and of the adapters'
+RINGS = ("all-gather", "reduce-scatter")  # rings: a step for each host on the way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Group:
 def group_of(hardware: Hardware, size: np.ndarray | int, stride: np.ndarray | int, rings: int = 0) -> Group:
     """The group of `size` devices that are `stride` neighbours apart in the mesh's order.
 
-    A ring of k members on each host enters and leaves it over k adapters: each member has one, and cuts of the ring
+    A ring of k members on each host enters and leaves it over k devices' share of its adapters, since cuts of the ring
     start at each of them. So 8 members on a host have 8 times the bandwidth of a group with one there.
 
     Args:
@@ -45,7 +46,8 @@ def group_of(hardware: Hardware, size: np.ndarray | int, stride: np.ndarray | in
     hosts = np.ceil(size / on_host)
     adapters = np.minimum(on_host, rings) if rings else on_host
     fast = hardware.host_bandwidth or np.inf
-    slow = (hardware.network_bandwidth or np.inf) * adapters
+    share = (hardware.adapters_per_host or hardware.devices_per_host) / hardware.devices_per_host
+    slow = (hardware.network_bandwidth or np.inf) * share * adapters
     slow, inside = np.where(hosts > 1, slow, np.inf), np.where(on_host > 1, fast, np.inf)
     return Group(size, on_host, hosts, inside, slow)
 
@@ -54,7 +56,7 @@ def group_bandwidth(hardware: Hardware, size: int, stride: int) -> float:
     """Bytes/s that a member receives at the datasheet's rates.
 
     >>> from cjax.planner.hardware import Hardware
-    >>> hosts = Hardware("card", 64, 8, 1, host_bandwidth=450e9, network_bandwidth=50e9)
+    >>> hosts = Hardware("card", 64, 8, 1, host_bandwidth=450e9, network_bandwidth=50e9, adapters_per_host=8)
     >>> [group_bandwidth(hosts, *group) / 1e9 for group in ((8, 1), (64, 1), (8, 8), (16, 4))]
     [450.0, 400.0, 50.0, 100.0]
     """
@@ -68,7 +70,8 @@ class Transfer:
 
     Args:
       bytes: in all.
-      fast, slow: seconds at the full rate of the links inside of hosts, and of the adapters: the slower one counts.
+      fast, slow: seconds at the full rate of the links inside of hosts, for collectives that wait for these, and of the
+        adapters for the others.
       members, hops: how often a latency is paid.
     """
 
@@ -83,16 +86,23 @@ class Transfer:
         return cls(*(np.zeros(count) for _ in range(5)))
 
     @classmethod
-    def over(cls, group: Group, kind: str, bytes: np.ndarray, count: np.ndarray | float) -> "Transfer":
-        """`count` collectives that receive so many bytes together; nothing where the group has one member."""
+    def over(
+        cls, group: Group, kind: str, bytes: np.ndarray, count: np.ndarray | float, shares: Shares = (1.0, 1.0)
+    ) -> "Transfer":
+        """`count` collectives that receive so many bytes together; nothing where the group has one member.
+
+        Whether they wait for the links or for the adapters depends on the shares of their rates that are reached.
+        """
         there = group.size > 1
         moved = np.where(there, bytes, 0.0)
-        hops = group.hosts - 1 if kind in SELDOM else 2 * np.ceil(np.log2(np.maximum(group.hosts, 1.0)))
+        hops = group.hosts - 1 if kind in RINGS else 2 * np.ceil(np.log2(np.maximum(group.hosts, 1.0)))
         hops = np.where(kind == "collective-permute", np.minimum(group.hosts - 1, 1.0), hops)
         members = np.where(kind == "collective-permute", 1.0, group.on_host - 1)
         times = np.where(there, count, 0.0)
         shape = np.broadcast(moved, times, hops).shape
-        arrays = (moved, moved / group.fast, moved / group.slow, times * members, times * hops)
+        fast, slow = moved / group.fast, moved / group.slow
+        is_slow = slow / shares[1] > fast / shares[0]
+        arrays = (moved, fast * ~is_slow, slow * is_slow, times * members, times * hops)
         return cls(*(np.array(np.broadcast_to(array, shape)) for array in arrays))
 
     def __add__(self, other: "Transfer") -> "Transfer":
@@ -103,12 +113,12 @@ class Transfer:
 
     def seconds(self, links: float, adapters: float, latency: float, hop: float) -> np.ndarray:
         """With these shares of the rates."""
-        return np.maximum(self.fast / links, self.slow / adapters) + self.members * latency + self.hops * hop
+        return self.fast / links + self.slow / adapters + self.members * latency + self.hops * hop
 
     @property
     def least(self) -> np.ndarray:
         """Seconds that nothing can save."""
-        return np.maximum(self.fast, self.slow)
+        return self.fast + self.slow
 
 
 def _arrays(transfer: Transfer) -> tuple[np.ndarray, ...]:

@@ -151,10 +151,12 @@ class Planned(Hooks):
       remat: what layers save, as a plan says it.
       precision: of the computation, as a plan says it.
       has_kernel: whether attentions that have a kernel's form are computed by one.
+      keeps_bias: whether layers save what a kernel adds to scores.
     """
 
-    def __init__(self, trace: Trace, remat: str, precision: str, has_kernel: bool) -> None:
+    def __init__(self, trace: Trace, remat: str, precision: str, has_kernel: bool, keeps_bias: bool = False) -> None:
         self._trace, self._remat, self._has_kernel = trace, remat, has_kernel
+        self._keeps_bias = keeps_bias
         self._lowering = Lowering(trace.closed, LOWS[precision]) if precision in LOWS else None
         self._complexes = has_complex(trace.closed.jaxpr)
         dims = trace.dims
@@ -180,7 +182,7 @@ class Planned(Hooks):
         if self._lowering is not None and _suits(fused.attention):
             products = [values[node.var].astype(self._lowering.low) for node in _products(fused.attention)]
             added = [values[node.var] for node in _added(fused)]
-            return [_kernel(fused)(*products, *added)]
+            return [_kernel(fused, self._keeps_bias)(*products, *added)]
 
         def apply(step: Applied[Equation, Any], read: list[Any]) -> list[Any]:
             return self.equation(step.of, read, scope)
@@ -215,25 +217,10 @@ def _width(node: Node) -> int:
     return math.prod(size for label, size in pairs if not label)
 
 
-def _kernel(fused: Fused) -> Callable[..., jax.Array]:
+def _kernel(fused: Fused, keeps_bias: bool) -> Callable[..., jax.Array]:
     """What stands for a kernel in a trace that nobody runs: it reads, saves and makes what the kernel does, with dims
     that are known to be the same."""
     attention = fused.attention
-
-    def scores(query: jax.Array, key: jax.Array) -> list[jax.Array]:
-        """The bias that the kernel is given, if any."""
-        if not fused.form.added and not fused.form.masks:
-            return []
-        nodes = [node for node, _ in (*fused.form.added, *fused.form.masks)]
-        seen = {one for node in nodes for label in node.labels for one in label}
-        q, k = (_flat(x, node, attention) for x, node in ((query, attention.query), (key, attention.key)))
-        labels = list(attention.roles)
-        whole = sum(_spread(x[..., 0], own, labels) for x, own in (q, k))
-        positions = {attention.label("query"), attention.label("key")}
-        for axis, one in enumerate(labels):
-            if one not in seen | positions:
-                whole = lax.slice_in_dim(whole, 0, 1, axis=axis)
-        return [_stored(whole)]
 
     @jax.custom_vjp
     def attend(*operands: jax.Array) -> jax.Array:
@@ -241,21 +228,41 @@ def _kernel(fused: Fused) -> Callable[..., jax.Array]:
 
     def forward(*operands: jax.Array) -> tuple[jax.Array, Any]:
         query, key, value = map(_stored, operands[:3])
-        others = _first(key, value, *scores(query, key))
+        bias = _bias(fused, query, key)
+        # Made where the kernel is called, a bias is a result like the kernel's own to whoever saves results there.
+        bias = [checkpoint_name(x, KERNEL) if keeps_bias else _stored(x) for x in bias]
+        others = _first(key, value, *bias)
         flat, labels = _flat(query, attention.query, attention)
         out = checkpoint_name(_shaped(flat + others, labels, attention), KERNEL)
         sums = checkpoint_name((flat + others).astype(jnp.float32).sum(-1), KERNEL)
-        return out, (operands, out, sums)
+        return out, (operands, bias, out, sums)
 
     def backward(saved: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-        operands, out, sums = saved
+        operands, bias, out, sums = saved
         query, key, value = map(_stored, operands[:3])
-        cotangent = _stored(cotangent)
-        read = _first(query, key, value, out, sums, cotangent, *scores(query, key))
+        read = _first(query, key, value, *bias, out, sums, _stored(cotangent))
         return tuple(checkpoint_name(x + read.astype(x.dtype), KERNEL) for x in (query, key, value, *operands[3:]))
 
     attend.defvjp(forward, backward)
     return attend
+
+
+def _bias(fused: Fused, query: jax.Array, key: jax.Array) -> list[jax.Array]:
+    """What stands for the bias that a kernel is given, if any, and where it has a gradient, for what it is rounded
+    from."""
+    attention, form = fused.attention, fused.form
+    if not form.added and not form.masks:
+        return []
+    nodes = [node for node, _ in (*form.added, *form.masks)]
+    seen = {one for node in nodes for label in node.labels for one in label}
+    sides = (_flat(x, node, attention) for x, node in ((query, attention.query), (key, attention.key)))
+    labels = list(attention.roles)
+    whole = sum(_spread(x[..., 0], own, labels) for x, own in sides)
+    positions = {attention.label("query"), attention.label("key")}
+    for axis, one in enumerate(labels):
+        if one not in seen | positions:
+            whole = lax.slice_in_dim(whole, 0, 1, axis=axis)
+    return [whole, whole.astype(jnp.float32)] if form.added else [whole]
 
 
 def _stored(value: jax.Array) -> jax.Array:

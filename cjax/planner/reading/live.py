@@ -6,12 +6,13 @@ operation that makes it to the last that reads it, or reads what is made of it o
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from cjax.jax_compat.core import Atom, Equation, Jaxpr, Literal, Var
 from cjax.planner.reading.derivative import KERNEL, itemsize_of
 from cjax.trace.dims.find import Scope
+from cjax.trace.jaxpr.identity import equation_key
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.view import is_scan, open_bodies, scan_of
 
@@ -78,6 +79,7 @@ def ops_of(jaxpr: Jaxpr, scope: Scope, inputs: Sequence[Array]) -> tuple[list[Op
     for var in jaxpr.constvars:
         env[var] = Array(var, scope)
     ops: list[Op] = []
+    same: dict[Hashable, Op] = {}
 
     def read(atom: Atom) -> Array | None:
         return None if isinstance(atom, Literal) else env.get(atom)
@@ -94,9 +96,13 @@ def ops_of(jaxpr: Jaxpr, scope: Scope, inputs: Sequence[Array]) -> tuple[list[Op
                 for var, out in zip(eqn.outvars, outs, strict=True):
                     env[var] = out or _constant(var, scope)
                 continue
-        writes = tuple(Array(var, scope) for var in eqn.outvars)
-        env.update(zip(eqn.outvars, writes, strict=True))
-        ops.append(Op(eqn, scope, reads, writes))
+        op = Op(eqn, scope, reads, tuple(Array(var, scope) for var in eqn.outvars))
+        if op.is_fused:  # a compiler makes no number twice
+            numbers = tuple(str(atom.val) if isinstance(atom, Literal) else env.get(atom) for atom in eqn.invars)
+            op = same.setdefault((equation_key(eqn), numbers), op)
+        if op.eqn is eqn:
+            ops.append(op)
+        env.update(zip(eqn.outvars, op.writes, strict=True))
     return ops, [read(atom) for atom in jaxpr.outvars]
 
 
@@ -194,65 +200,79 @@ def timeline(
       keeps: whether its results stay to the end.
     """
     ops, results = ops_of(jaxpr, scope, given)
-    maker = {array: at for at, op in enumerate(ops) for array in op.writes}
-    root: dict[Array, Array] = {}
-    for op in ops:
-        if op.is_view:
-            root[op.writes[0]] = root.get(op.reads[0], op.reads[0])
-
-    def form(array: Array) -> Array:
-        return root.get(array, array)
-
-    stands = {array for op in ops if not op.is_fused for array in op.writes}
-    stands |= {form(array) for op in ops if op.takes_values for array in op.reads}
-    stands |= {form(array) for array in results if array is not None}
-    made_of: dict[Array, tuple[Array, ...]] = {}
-
-    def sources(array: Array) -> tuple[Array, ...]:
-        array = form(array)
-        return (array,) if array in stands or array not in maker else made_of[array]
-
-    for op in ops:
-        if op.is_view and op.writes[0] not in stands:
-            continue
-        read = tuple(dict.fromkeys(source for array in op.reads for source in sources(array)))
-        made_of.update(dict.fromkeys(op.writes, read))
-    found = Timeline(ops, roots=root, results=[array for array in results if array is not None])
-    # What is made of other values one by one is made where it is first read.
+    flow = _Flow(ops, [array for array in results if array is not None])
+    found = Timeline(ops, roots=flow.roots, results=flow.results)
     last, first = len(ops), {}
+    # What is made of other values one by one is made where it is first read.
     for at in range(len(ops) - 1, -1, -1):
         op = ops[at]
-        mine = [array for array in op.writes if array in stands]
+        mine = [array for array in op.writes if array in flow.stands]
         if not mine:
             continue
-        when = min((first.get(array, at) for array in mine), default=at) if op.is_fused else at
-        when = max(when, at)
-        for array in mine:
-            found.born[array] = when
-        for source in made_of.get(op.writes[0], ()) if op.is_fused else sources_of(op, sources):
+        when = max(at, min(first.get(array, at) for array in mine)) if flow.waits(op) else at
+        found.born.update(dict.fromkeys(mine, when))
+        for source in flow.made_of[op.writes[0]]:
             first[source] = min(first.get(source, last), when)
             found.dies[source] = max(found.dies.get(source, -1), when)
-    for array in results:
-        if array is not None and keeps and form(array) in found.born:
-            found.dies[form(array)] = last
+    for array in map(flow.form, flow.results if keeps else ()):
+        if array in found.born:
+            found.dies[array] = last
+    own = set(counted)
+    for array in found.dies.keys() - found.born.keys():
+        if array in own:
+            found.born[array] = first[array]
+        else:
+            del found.dies[array]
     for array, at in found.born.items():
         found.dies.setdefault(array, at)
-    own = set(counted)
-    for array in list(found.dies):
-        if array not in found.born:
-            if array in own:
-                found.born[array] = first[array]
-            else:
-                del found.dies[array]
-    for at, op in enumerate(ops):
-        inside = _inside(op)
-        if inside:
-            found.inner[at] = inside
+    found.inner.update((at, inside) for at, op in enumerate(ops) if (inside := _inside(op)))
     return found
 
 
-def sources_of(op: Op, sources: Callable[[Array], tuple[Array, ...]]) -> tuple[Array, ...]:
-    return tuple(dict.fromkeys(source for array in op.reads for source in sources(array)))
+class _Flow:
+    """Which values of some operations stand in memory, and what each is made of."""
+
+    def __init__(self, ops: Sequence[Op], results: list[Array]) -> None:
+        self.results = results
+        self.roots: dict[Array, Array] = {}
+        for op in ops:
+            if op.is_view:
+                self.roots[op.writes[0]] = self.form(op.reads[0])
+        self._sums = self._added(ops)
+        self.stands = {array for op in ops if not op.is_fused or op in self._sums for array in op.writes}
+        self.stands |= {self.form(array) for op in ops if op.takes_values for array in op.reads}
+        self.stands |= {self.form(array) for array in results}
+        self._makes = {array for op in ops for array in op.writes}
+        self.made_of: dict[Array, tuple[Array, ...]] = {}
+        for op in ops:
+            if not op.is_view or op.writes[0] in self.stands:
+                read = tuple(dict.fromkeys(source for array in op.reads for source in self._sources(array)))
+                self.made_of.update(dict.fromkeys(op.writes, read))
+
+    def form(self, array: Array) -> Array:
+        """What a value is but another shape of."""
+        return self.roots.get(array, array)
+
+    def waits(self, op: Op) -> bool:
+        """Whether an operation runs when its result is wanted."""
+        return op.is_fused and op not in self._sums
+
+    def _added(self, ops: Sequence[Op]) -> set[Op]:
+        """Additions of a product that nobody else reads: it is added to what is there as it is made."""
+        readers: dict[Array, int] = {}
+        for op in ops:
+            for array in op.reads if not op.is_view else ():
+                readers[self.form(array)] = readers.get(self.form(array), 0) + 1
+        kept = {self.form(array) for array in self.results}
+        products = {array for op in ops if facts_of(op.eqn).product for array in op.writes}
+        once = {array for array in products - kept if readers.get(array) == 1}
+        sums = (op for op in ops if op.eqn.primitive.name in ("add", "add_any"))
+        return {op for op in sums if any(self.form(array) in once for array in op.reads)}
+
+    def _sources(self, array: Array) -> tuple[Array, ...]:
+        """The values in memory that one is made of: itself, where it stands there or comes from outside."""
+        array = self.form(array)
+        return (array,) if array in self.stands or array not in self._makes else self.made_of[array]
 
 
 def _inside(op: Op) -> tuple[Array, ...]:
@@ -264,7 +284,17 @@ def _inside(op: Op) -> tuple[Array, ...]:
     for body in open_bodies(op.eqn):
         given = [Array(var, inner) for var in body.invars]
         slices = scan_of(op.eqn).xs(given) if is_scan(op.eqn) else []
-        for moment in timeline(body, inner, given, slices, keeps=False).moments():
-            if moment.size > sum(array.size for array in fullest):
-                fullest = moment.arrays
+        line = timeline(body, inner, given, slices, keeps=False)
+        turned = tuple(_turned(op, line, given)) if is_scan(op.eqn) else ()
+        for moment in line.moments():
+            if moment.size > sum(array.size for array in fullest[len(turned) :]):
+                fullest = (*turned, *moment.arrays)
     return fullest
+
+
+def _turned(op: Op, line: Timeline, given: Sequence[Array]) -> Iterator[Array]:
+    """What a loop multiplies by in all turns, both ways: it is there in two layouts."""
+    for array in scan_of(op.eqn).consts(given):
+        products = [each for each in line.ops if facts_of(each.eqn).product and array in map(line.form, each.reads)]
+        if len(products) > 1:
+            yield Array(array.var, array.scope)

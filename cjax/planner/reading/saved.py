@@ -45,8 +45,8 @@ class KeptBy(Mapping[tuple[Remat, Form, bool], tuple[Kept, ...]]):
             remat, form, at_once = key
             trace = self._whole() if at_once else self._trace
             precision = "float32" if form == "float32" else "bfloat16"
-            hooks = Planned(trace, remat, precision, form == "fused")
-            self._found[key] = _kept(trace, self._naming, self._parts, hooks)
+            whole, staged = (Planned(trace, remat, precision, form == "fused", keeps) for keeps in (False, True))
+            self._found[key] = _kept(trace, self._naming, self._parts, whole, staged)
         return self._found[key]
 
     def __iter__(self) -> Iterator[tuple[Remat, Form, bool]]:
@@ -67,8 +67,9 @@ class KeptBy(Mapping[tuple[Remat, Form, bool], tuple[Kept, ...]]):
         return self._at_once
 
 
-def _kept(trace: Trace, naming: Naming, parts: Sequence[Stretch], hooks: Planned) -> tuple[Kept, ...]:
-    """For each part of a model, what its backward pass needs of its forward pass, and what stands while it runs."""
+def _kept(trace: Trace, naming: Naming, parts: Sequence[Stretch], hooks: Planned, staged: Planned) -> tuple[Kept, ...]:
+    """For each part of a model, what its backward pass needs of its forward pass, and what stands while it runs;
+    without a pipeline, and in one."""
     step = derive(trace, naming, hooks)
     jaxpr, scope = step.of.closed.jaxpr, step.of.classes.top
     inputs = [Array(var, scope) for var in jaxpr.invars]
@@ -97,7 +98,7 @@ def _kept(trace: Trace, naming: Naming, parts: Sequence[Stretch], hooks: Planned
             own = [a for a in moment.arrays if a not in results and (owner.get(a, at) == at and a not in stacked)]
             moments[at].append(Moment(moment.op, moment.at, tuple(own)))
     stacks = [part.stack for part in parts if part.stack is not None]
-    of_stages = iter(staged_of(trace, naming, stacks, hooks) if stacks and not trace.at_once else [])
+    of_stages = iter(staged_of(trace, naming, stacks, staged) if stacks and not trace.at_once else [])
     found = []
     for part, arrays, each in zip(parts, saved, moments, strict=True):
         working = tuple(_values(step, moment.arrays) for moment in _fullest(step, each))

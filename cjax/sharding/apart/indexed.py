@@ -19,7 +19,7 @@ from cjax.jax_compat.core import Equation
 from cjax.sharding.products.region import in_region, raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.jaxpr.evaluate import bind_as_is
-from cjax.trace.jaxpr.primitives import having
+from cjax.trace.jaxpr.primitives import having, named
 
 # For each dim of an array a name, the same for dims that go together; None for those that have to be whole.
 Dims = list[Hashable]
@@ -78,6 +78,11 @@ def evaluate_indexed(
     return [found[i] for i in range(len(eqn.outvars))]
 
 
+def reorders(eqn: Equation) -> bool:
+    """Whether an equation's derivative gathers what the equation has put in another order."""
+    return eqn.primitive.name in _REORDERS
+
+
 def _axes(
     eqn: Equation, in_dims: Sequence[Dims], in_specs: Sequence[PartitionSpec], left: Sequence[str], mesh: Mesh
 ) -> dict[Hashable, tuple[str, ...]]:
@@ -132,7 +137,7 @@ def _along(eqn: Equation, dim: int) -> tuple[list[Dims], list[Dims]]:
     return [dims] * len(eqn.invars), [dims] * len(eqn.outvars)
 
 
-def _matrices(eqn: Any) -> tuple[list[Dims], list[Dims]]:
+def _matrices(eqn: Equation) -> tuple[list[Dims], list[Dims]]:
     """Of an equation that takes matrices one by one."""
     num = eqn.invars[0].aval.ndim - 2
 
@@ -142,11 +147,13 @@ def _matrices(eqn: Any) -> tuple[list[Dims], list[Dims]]:
     return [dims(v) for v in eqn.invars], [dims(v) for v in eqn.outvars]
 
 
+_REORDERS = named("eig lu")
+
 DIMS: Mapping[str, Callable[[Any], tuple[list[Dims], list[Dims]]]] = {
     "gather": _gather,
     **dict.fromkeys(having("scatter"), _scatter),
     "sort": lambda eqn: _along(eqn, eqn.params["dimension"]),
-    **dict.fromkeys(("eig", "lu"), _matrices),
+    **dict.fromkeys(_REORDERS, _matrices),
     "top_k": lambda eqn: _along(eqn, eqn.params["axis"]),
     # JAX's derivative of it has the shape of the whole: nothing is split.
     "approx_top_k": lambda eqn: ([[None] * eqn.invars[0].aval.ndim], [[None] * v.aval.ndim for v in eqn.outvars]),

@@ -66,7 +66,7 @@ def kernel_for(mesh: Mesh) -> Kernel | None:
     return cudnn if mesh.devices.flat[0].platform in ("gpu", "cuda") else None
 
 
-def fused_groups(attentions: Sequence[Attention]) -> list[Group]:
+def fused_groups(attentions: Sequence[Attention]) -> list[Group[Fused]]:
     """Those that have a kernel's form, as groups. They read what the attention does, and what its equations do: if the
     kernel refuses, these are evaluated as they stand, with a mask that other layers share and the kernel never sees."""
     found = []

@@ -64,6 +64,11 @@ def is_product(m: Matmul) -> bool:
     return (m.lhs_origin is None) != (m.rhs_origin is None) and not (m.batched or m.is_conv or m.looped)
 
 
+def is_between(m: Matmul) -> bool:
+    """Whether a matmul is one of two activations."""
+    return m.lhs_origin is None and m.rhs_origin is None
+
+
 def assign(trace: Trace, grid: Grid, excluded: set[int]) -> tuple[dict[int, str], list[str]]:
     """The axis of each class of features, and what there is to say about the rest.
 
@@ -71,14 +76,14 @@ def assign(trace: Trace, grid: Grid, excluded: set[int]) -> tuple[dict[int, str]
       ValueError: heads that the grid does not divide.
     """
     dims = trace.dims
-    between = [m for m in dims.matmuls if m.lhs_origin is None and m.rhs_origin is None]
+    between = [m for m in dims.matmuls if is_between(m)]
     forbidden = excluded | {dims.class_of(d) for m in between for d in m.contracted} | trace.part_classes
     forbidden |= {dims.class_of(d) for d in dims.packed}
     heads = {dims.class_of(d) for m in between if m.contracted for d in m.batched}
     work: dict[int, list[float]] = {}
     for m in dims.matmuls:
         weight = m.rhs if m.lhs_origin is None else m.lhs
-        for c in {dims.class_of(d) for d in weight} if m not in between else ():
+        for c in {dims.class_of(d) for d in weight} if not is_between(m) else ():
             of = work.setdefault(c, [0.0, 0.0])
             amount = math.prod(dims.size[d] for d in (*m.out, *m.contracted))
             of[0] += amount
@@ -207,7 +212,7 @@ def spread_of(
     ends = _ends(grid, axes_of, w.classes, w.shape, contracted[1])
     if entries is None or ends is None or batch not in x.classes:
         return None
-    (w_dim, axis), (free, _) = ends
+    (w_dim, axis), _ = ends
     x_dim = dict(zip(contracted[1], contracted[0], strict=True))[w_dim]
     rows = x.classes.index(batch)
     if axes_of_entry(x.spec[x_dim]) != (axis,) or rows in contracted[0]:

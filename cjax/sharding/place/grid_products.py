@@ -26,7 +26,7 @@ class GridProducts:
         self._mesh, self._lowering = mesh, lowering
         self.find = Spreads(dims, layout).find
 
-    def evaluate(self, group: Group, ins: list[Any], scope: Scope) -> list[jax.Array]:
+    def evaluate(self, group: Group[dict[int, Spread]], ins: list[Any], scope: Scope) -> list[jax.Array]:
         """The results of such a group."""
         values = dict(zip(group.ins, ins, strict=True))
         xs, ws, spreads, dtypes = [], [], [], []

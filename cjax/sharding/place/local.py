@@ -25,7 +25,7 @@ from cjax.trace.examples.values import Value
 from cjax.trace.microbatches.combine import share_alike
 from cjax.trace.microbatches.mirror import Draw, Mirror, Unlike, counterparts, drawing
 from cjax.trace.reading import Trace
-from cjax.trace.source import TraceSource
+from cjax.trace.source import TraceSource, first_line
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,12 @@ def local_rows(source: TraceSource, trace: Trace, storage: ModelStorage, plan: P
 def _read_rows(source: TraceSource, plan: Plan, rows: int, like: Trace) -> Trace:
     """The loss on so many rows of a micro-batch."""
     try:
-        return source.read(
-            plan.microbatches, rows, forms=like.forms, counters=like.counters, pairs=like.pairs, at_once=like.at_once
-        )
-    except (TypeError, ValueError) as error:
-        raise Unlike(f"the model can't be traced on {rows} rows ({str(error).splitlines()[0]})") from error
+        source.run(plan.microbatches, rows, like.counters)
+    except Exception as error:  # from the author's own code, which may know the number of rows by heart
+        raise Unlike(f"the model can't be traced on {rows} rows ({first_line(error)})") from error
+    return source.read(
+        plan.microbatches, rows, forms=like.forms, counters=like.counters, pairs=like.pairs, at_once=like.at_once
+    )
 
 
 def _one_row(source: TraceSource, plan: Plan, trace: Trace, num_shards: int) -> tuple[Mirror, Trace, dict[int, Draw]]:

@@ -21,7 +21,7 @@ from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
 from cjax.sharding.apart.apart import Inside, apart, evaluate_apart, evaluate_inside, placements
 from cjax.sharding.apart.faults import holds, holds_apart, is_apart
-from cjax.sharding.apart.indexed import evaluate_indexed
+from cjax.sharding.apart.indexed import evaluate_indexed, reorders
 from cjax.sharding.attention.kernel import Fused, Kernel, attend_fused, fused_groups
 from cjax.sharding.attention.split import attend
 from cjax.sharding.layout.layout import NO_SEQUENCE, Layout
@@ -153,17 +153,19 @@ class Placer(Hooks):
         if eqn.primitive.name in ("cond", "while") and (holds_apart(eqn) or holds(eqn, self._is_off_grid)):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
         ins = self._off_grid(eqn, ins, scope)
-        if not is_apart(eqn) and not holds_apart(eqn):
+        # `slogdet` has a derivative of its own, which no hook sees, and which puts rows back in order by a gather.
+        is_hidden = self._may_stop() and holds(eqn, reorders)
+        if not is_apart(eqn) and not holds_apart(eqn) and not is_hidden:
             return bind(eqn, ins, given)
         atoms, dims = (eqn.invars, eqn.outvars), self._trace.dims
         in_specs, out_specs = (placements(some, self._layout, dims, scope) for some in atoms)
         sizes = {axis: size for axis, size in self._mesh.shape.items() if axis not in manual}
         return evaluate_apart(eqn, ins, apart(eqn, given, in_specs, out_specs, sizes), self._mesh)
 
-    def _is_off_grid(self, eqn: Any) -> bool:
+    def _is_off_grid(self, eqn: Equation) -> bool:
         return self._layout.grid is not None and eqn.primitive.name in MATMULS
 
-    def _off_grid(self, eqn: Any, ins: list[Any], scope: Scope) -> list[Any]:
+    def _off_grid(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any]:
         """Operands of a matmul that is left to the compiler, weights without the axis along which the grid splits them:
         with the batch on that axis too, XLA's partitioner has been seen to sum gradients over the wrong devices."""
         if not self._is_off_grid(eqn):
@@ -213,12 +215,16 @@ class Placer(Hooks):
         uneven = {d for d in dims if d < len(spec) and shape[d] % sizes[d]}
         return PartitionSpec(*(None if d in uneven else entry for d, entry in enumerate(spec)))
 
-    def _indexed(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any] | None:
-        """The results of a gather, a scatter or a sort where some axes are manual, and of the others the compiler could
-        take several: it could stop the process."""
+    def _may_stop(self) -> bool:
+        """Whether some axes are manual and of the others the compiler could take several: at a gather, a scatter or a
+        sort it could stop the process."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
         left = [axis for axis, size in self._mesh.shape.items() if size > 1 and axis not in manual]
-        if not manual or len(left) < (1 if PIPE in manual else 2):
+        return bool(manual) and len(left) >= (1 if PIPE in manual else 2)
+
+    def _indexed(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any] | None:
+        """The results of a gather, a scatter or a sort where the compiler could stop the process."""
+        if not self._may_stop():
             return None
         specs = [
             PartitionSpec()
@@ -234,14 +240,14 @@ class Placer(Hooks):
         low = jnp.asarray(self._lowering.given(eqn, ins, scope)[0][0]).dtype
         return [x.astype(low) if x.dtype == jnp.float32 and low == self._lowering.low else x for x in outs]
 
-    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
+    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group[Any]]:
         groups = self._products.find(eqns, results, scope)
         if self._sequence.size > 1 or self._kernel is not None:
             found = attention_groups(self._trace, eqns, results, scope)
             groups += found if self._sequence.size > 1 else fused_groups([group.of for group in found])
         return groups
 
-    def group(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+    def group(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         if isinstance(group.of, Attention):
             outs = self._attended(group.of, ins, changed, scope)
         elif isinstance(group.of, Fused):
@@ -257,7 +263,7 @@ class Placer(Hooks):
             attention, ins, changed, mesh=self._mesh, mode=self._sequence.mode, axis=SEQUENCE, spec=spec
         )  # fmt: skip
 
-    def _fused(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+    def _fused(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         """The result of an attention by a kernel, or by the author's equations where the kernel doesn't take it."""
         assert self._kernel is not None
         values = dict(zip(group.ins, ins, strict=True))

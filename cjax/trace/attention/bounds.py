@@ -100,7 +100,9 @@ def _as_stored(eqn: Equation, found: Interval) -> Interval:
     return (found[0] - slack * abs(found[0]), found[1] + slack * abs(found[1]))
 
 
-def _compare(yes: Callable[[Interval, Interval], bool], no: Callable[[Interval, Interval], bool]) -> Callable:
+def _compare(
+    yes: Callable[[Interval, Interval], bool], no: Callable[[Interval, Interval], bool]
+) -> Callable[[Interval, Interval], Interval]:
     return lambda x, y: (1.0, 1.0) if yes(x, y) else (0.0, 0.0) if no(x, y) else (0.0, 1.0)
 
 
@@ -117,6 +119,10 @@ def _choice(which: Interval, *cases: Interval) -> Interval:
 
 def _absolute(x: Interval) -> Interval:
     return (0.0 if x[0] <= 0 <= x[1] else min(map(abs, x)), max(map(abs, x)))
+
+
+def _opposite(x: Interval) -> Interval:
+    return (1.0 - x[1], 1.0 - x[0])
 
 
 def _both(how: Callable[[float, float], float]) -> Callable[[Interval, Interval], Interval]:
@@ -140,11 +146,11 @@ _RULES: dict[str, Callable[..., Interval]] = {
     "le": lambda x, y: _at_least(y, x),
     "lt": lambda x, y: _above(y, x),
     "eq": _equal,
-    "ne": lambda x, y: tuple(1.0 - end for end in reversed(_equal(x, y))),
+    "ne": lambda x, y: _opposite(_equal(x, y)),
     # Of booleans; in other integers these are bits, of which nothing is known.
     "and": lambda x, y: _both(min)(x, y) if _is_truth(x) and _is_truth(y) else ANY,
     "or": lambda x, y: _both(max)(x, y) if _is_truth(x) and _is_truth(y) else ANY,
-    "not": lambda x: (1.0 - x[1], 1.0 - x[0]) if _is_truth(x) else ANY,
+    "not": lambda x: _opposite(x) if _is_truth(x) else ANY,
     "select_n": _choice,
 }
 

@@ -67,7 +67,7 @@ class Attention:
     scores_eqn: Equation
     key_first: bool
     out_eqn: Equation
-    group: Group
+    group: Group[None]
 
     @property
     def eqns(self) -> tuple[Equation, ...]:
@@ -333,7 +333,7 @@ class _Builder:
             roles.setdefault(one, "heads" if one in heads else "batch")
         return roles
 
-    def _group(self, operands: Sequence[Node]) -> Group:
+    def _group(self, operands: Sequence[Node]) -> Group[None]:
         """The equations that nobody else needs, with the operands as inputs."""
         trace = self.walk.trace
         members = {id(eqn): eqn for eqn in (self.walk.start, *self.walk.spine)}

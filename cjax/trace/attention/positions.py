@@ -1,10 +1,9 @@
 """The sequence of a trace: the positions of its attentions, and its attentions as groups of equations."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from cjax.jax_compat.core import Atom, Equation
-from cjax.trace.attention.find import find_attentions
+from cjax.trace.attention.find import Attention, find_attentions
 from cjax.trace.dims.find import Scope
 from cjax.trace.emit.emit import layer_of
 from cjax.trace.jaxpr.groups import Group
@@ -27,10 +26,12 @@ def positions(trace: Trace) -> tuple[dict[int, int], list[str]]:
     return found, list(dict.fromkeys(reasons))
 
 
-def attention_groups(trace: Trace, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope) -> list[Group]:
+def attention_groups(
+    trace: Trace, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope
+) -> list[Group[Attention]]:
     """The attentions among the equations of a body, as groups of them."""
     attentions, _ = find_attentions(eqns, results, _before(trace, eqns), list(scope.origin))
-    return [dataclasses.replace(attention.group, of=attention) for attention in attentions]
+    return [Group(a.group.eqns, a.group.ins, a.group.outs, a) for a in attentions]
 
 
 def _bodies(trace: Trace) -> Iterator[tuple[Sequence[Equation], Sequence[Atom], Scope]]:

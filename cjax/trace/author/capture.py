@@ -229,7 +229,7 @@ def _unplaced(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 def _capture_nnx(model: object, call: Loss, batch: PyTree, wrt: Wrt) -> Capture:
     trained = nnx_parts.param_filter(wrt)
-    graphdef: nnx.GraphDef | None = None
+    graphdef: nnx.GraphDef[nnx.Module] | None = None
     name = ""
 
     def split(model: nnx.Module) -> Trees:

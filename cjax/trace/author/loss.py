@@ -22,7 +22,7 @@ class Mean:
 
     Args:
         total: scalar, the sum over all that counts (tokens, examples).
-        weight: scalar, how much counted.
+        weight: scalar, how much counted; a number to the derivative, so that it may not depend on what is trained.
 
     >>> def loss(model, batch):
     ...     losses = model(batch["x"])

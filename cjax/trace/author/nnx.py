@@ -41,7 +41,7 @@ def set_eval(model: nnx.Module) -> None:
     """Puts `model` in evaluation mode, in which updating statistics is an error."""
     model.eval()
 
-    def refuse(variable: nnx.Variable, value: object) -> object:
+    def refuse(variable: nnx.Variable[object], value: object) -> object:
         raise ValueError(f"The loss updates statistics (a {type(variable).__name__}) during evaluation, {EVAL_HINT}")
 
     for _, variable in nnx.iter_graph(model):

@@ -204,6 +204,6 @@ RULES: dict[str, Rule] = {
     "random_bits": _random_bits,
     "iota": _iota,
     "concatenate": _along("dimension"),
+    **dict.fromkeys(having("reduces") - having("tells_place"), _reduction),
+    **dict.fromkeys(having("cumulates"), _along("axis")),
 }
-RULES |= dict.fromkeys(having("reduces") - having("tells_place"), _reduction)
-RULES |= dict.fromkeys(having("cumulates"), _along("axis"))

@@ -43,7 +43,7 @@ class Hooks:
         """Which of these equations to evaluate together; `results` are variables read after the last of them."""
         return []
 
-    def group(self, group: Group, ins: Values, changed: Changed, scope: Scope) -> Values:
+    def group(self, group: Group[object], ins: Values, changed: Changed, scope: Scope) -> Values:
         """The results of a group, of which some literals may be `changed`."""
         raise AssertionError("whoever makes groups evaluates them")
 

@@ -205,7 +205,12 @@ def _alike(context: Context, made: Value) -> Value:
 
 
 def _dot_place(
-    value: Value, shape: tuple[int, ...], contracting: Sequence, batch_dims: Sequence, side: int, lhs_rank: int
+    value: Value,
+    shape: tuple[int, ...],
+    contracting: Sequence[Sequence[int]],
+    batch_dims: Sequence[Sequence[int]],
+    side: int,
+    lhs_rank: int,
 ) -> tuple[str, int]:
     """Whether an operand's examples are contracted, batched or free, and at which dim: of both operands together for
     contracted and batched ones, of the result for free and batched ones."""

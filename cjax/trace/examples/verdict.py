@@ -113,10 +113,10 @@ def follow(
     return reader.read(closed, [*reader.consts(closed), *values], False, twins)
 
 
-def verdict(loss: Value, what: str = "The loss") -> Lifted:
-    """What micro-batches of a loss are allowed, and how they combine."""
+def verdict(loss: Value, what: str = "The loss", of_mean: bool = False) -> Lifted:
+    """What micro-batches of a loss are allowed, and how they combine; `of_mean` if it is a part of a `Mean` already."""
     couplings = tuple(sorted(str(place) for place in loss.couplings))
-    instead = f"Use microbatches=1, return cjax.Mean(total, weight), or write {APART}."
+    instead = f"Use microbatches=1{'' if of_mean else ', return cjax.Mean(total, weight)'}, or write {APART}."
     # Inside the model, layers that look at a batch (BatchNorm, capacities of experts) look at a micro-batch instead:
     # what everybody accepts who uses them, and the report names it. The loss is what is being minimised; were it to
     # look at fewer examples it would be another, so there it is refused.

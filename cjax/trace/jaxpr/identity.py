@@ -15,7 +15,7 @@ from cjax.jax_compat.functions import closed_over, given_as_static, is_bookkeepi
 from cjax.jax_compat.jaxprs import context_key
 from cjax.trace.jaxpr.view import consts_of, opened
 
-_FUNCTIONS = types.FunctionType | types.MethodType | functools.partial | jax.custom_jvp | jax.custom_vjp
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, jax.custom_jvp, jax.custom_vjp)
 
 
 class _Structure:

@@ -134,7 +134,7 @@ class _Flattener:
             env[outvar] = replaced(body_env, atom)
         return True
 
-    def _flatten_bodies(self, name: str, invars: list[Atom], params: Params) -> tuple[list[Atom], dict]:
+    def _flatten_bodies(self, name: str, invars: list[Atom], params: Params) -> tuple[list[Atom], Params]:
         new = dict(params)
         for key, value in params.items():
             if isinstance(value, Jaxpr | ClosedJaxpr):

@@ -138,7 +138,7 @@ def _check_mean(results: Sequence[Value]) -> None:
     """The total and the weight of a `Mean`, which its author says can be added up, must be such sums or means."""
     kinds = set()
     for value, name in zip(results[:2], ("total", "weight"), strict=True):
-        found = verdict(value, f"The {name} of the loss")
+        found = verdict(value, f"The {name} of the loss", of_mean=True)
         if found.refused and found.kind != "sum":
             raise ValueError(found.reason)
         if value.kind in ("mixed", "ratio"):

@@ -3,7 +3,7 @@
 from cjax.jax_compat.core import ClosedJaxpr
 from cjax.trace.microbatches.combine import counters, lift
 from cjax.trace.reading import Trace
-from cjax.trace.source import TraceSource
+from cjax.trace.source import TraceSource, first_line
 
 
 def read_part(
@@ -28,11 +28,12 @@ def read_part(
       ValueError: the loss runs on the whole batch alone, or can't be put together from parts.
     """
     try:
-        trace = source.read(num_parts, pairs=pairs, at_once=at_once)
+        source.run(num_parts)
     except Exception as error:  # from the author's own code, which may know the size of the whole batch by heart
         if num_parts > 1:
             _blame_rows(source, num_parts, error)
         raise
+    trace = source.read(num_parts, pairs=pairs, at_once=at_once)
     if not adds_up:
         return trace
 
@@ -54,12 +55,12 @@ def read_part(
 def _blame_rows(source: TraceSource, num: int, error: Exception) -> None:
     """Raises ValueError if `error`, of a loss on a micro-batch, does not come with the whole batch."""
     try:
-        source.read()
+        source.run()
     except Exception:  # it comes with any number of rows: the author's own, and for him to see as it is
         error.add_note(f"The loss ran on one of {num} micro-batches of this batch; see microbatches.")
         return
     raise ValueError(
-        f"The loss runs on the whole batch and not on one of {num} micro-batches of it: {str(error).splitlines()[0]} "
+        f"The loss runs on the whole batch and not on one of {num} micro-batches of it: {first_line(error)} "
         "It, or a leaf of the batch, knows how many rows the batch has. Take the number from the batch that it is "
         "given (x.shape[0]), give each example a row of its own in every leaf, or use microbatches=1."
     ) from error

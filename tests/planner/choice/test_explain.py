@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from planner.choice.fakes import question, space
+from toys import question, space
 
 from cjax.plan import Plan
 from cjax.planner.choice.explain import WORDS, Alternative, Explanation, difference, explain

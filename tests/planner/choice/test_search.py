@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from planner.choice.fakes import GIB, Bytes, question, space, split
+from toys import GIB, Bytes, question, space, split
 
 from cjax.plan import Plan
 from cjax.planner.choice.scored import SECONDS, Objective, Question, Scored, check_objective
 from cjax.planner.choice.search import search
-from cjax.planner.choice.space import Space, plan_at
+from cjax.planner.choice.space import plan_at
 from cjax.planner.table import Table
 from cjax.planner.work import Split
 

@@ -5,7 +5,7 @@ import itertools
 from typing import Any
 
 import pytest
-from planner.choice.fakes import space
+from toys import space
 
 from cjax.pipeline.schedule import build
 from cjax.plan import Auto, Plan, Zero
@@ -99,7 +99,14 @@ def test_arrangements_that_were_refused_are_left_out() -> None:
     [
         *("data=4", "tensor=2", "tensor=2d:4", "tensor=1", "sequence=gather", "sequence=all_to_all:2", "sequence=1"),
         *("pipeline=interleaved:2/3", "pipeline=1", "microbatches=6", "zero=1", "zero=0", "remat=block"),
-        *("zero=3/2", "precision=bfloat16", "loss=microbatch", "reduce=float32", 'rules={"vocab":null}', "tensor=2 zero=2"),
+        *(
+            "zero=3/2",
+            "precision=bfloat16",
+            "loss=microbatch",
+            "reduce=float32",
+            'rules={"vocab":null}',
+            "tensor=2 zero=2",
+        ),
     ],
 )
 def test_words_that_are_fixed_are_those_of_every_plan(words: str) -> None:

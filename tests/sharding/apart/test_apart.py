@@ -9,9 +9,12 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import cjax
-from cjax.sharding.apart.apart import Lane, lanes
+from cjax.mesh import build_mesh
+from cjax.sharding.apart.apart import Lane, apart, evaluate_apart, lanes
+from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.jaxpr.simplify import simplify
 
 ROWS, LENGTH, WIDTH = 16, 6, 16
@@ -40,6 +43,18 @@ class Conditional(nn.Module):
         x = nn.Dense(WIDTH)(x)
         x = lax.cond(x.sum() > 99, lambda: x, lambda: x + convolved(x, a))
         return nn.Dense(4)(x + 2 * own(x, b))
+
+
+class Determinants(nn.Module):
+    """Layers that each scale by a determinant, whose derivative, JAX's own, gathers rows."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            y = jnp.tanh(nn.Dense(x.shape[-1])(x))
+            products = jnp.einsum("bsd,bse->bde", y, y) + jnp.diag(1.0 + jnp.arange(x.shape[-1]))
+            x = nn.Dense(x.shape[-1])(x) + 0.1 * jnp.linalg.slogdet(products)[1][:, None, None]
+        return x
 
 
 def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -96,14 +111,56 @@ def equation(function: Any, *shapes: tuple[int, ...]) -> Any:
     return simplify(jax.make_jaxpr(function)(*(jnp.ones(shape) for shape in shapes))).eqns[-1]
 
 
+def test_determinants_of_layers_in_stages_that_two_axes_split() -> None:
+    """XLA's partitioner stopped the process here (JAX 0.10.2 and 0.12.0.1)."""
+    assert off(Determinants(), "data=2 tensor=2 pipeline=1f1b:2 microbatches=2 loss=microbatch") < 2e-5
+
+
+def conv(groups: int, window: int = 3) -> Any:
+    def of(x: Any, w: Any) -> Any:
+        numbers = ("NWC", "WIO", "NWC")
+        return lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=numbers, feature_group_count=groups)
+
+    return equation(of, (8, 6, 12), (window, 12 // groups, 24))
+
+
+@pytest.mark.parametrize(
+    ("groups", "x", "w", "split"),
+    [
+        (
+            1,
+            P("data", None, "tensor"),
+            P(None, "tensor"),
+            [P("data", None, "tensor"), P(None, "tensor"), ("tensor",)],
+        ),  # channels are summed over
+        (1, P("data", None, "tensor"), P(), [P("data"), P(), ()]),  # a sum would cost more than to bring them together
+        (
+            6,
+            P(None, None, ("tensor", "data")),
+            P(None, None, ("tensor", "data")),
+            [P(None, None, "tensor"), P(None, None, "tensor"), ()],
+        ),
+        (
+            4,
+            P(None, None, ("tensor", "data")),
+            P(),
+            [P(None, None, ("tensor", "data")), P(None, None, ("tensor", "data")), ()],
+        ),
+    ],
+)
+def test_each_device_computes_its_part(groups: int, x: P, w: P, split: list[Any]) -> None:
+    """Along axes that divide what is done one by one; what parts make of channels that are summed over is added up."""
+    eqn, mesh = conv(groups), build_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
+    parts = apart(eqn, eqn.params, [x, w], [P(None, None, x[2] if groups > 1 else None)], dict(mesh.shape))
+    whole = [as_spec([axes_of_entry(entry) for entry in (*spec, *[None] * 3)][:3]) for spec in split[:2]]
+    assert [*parts.ins, parts.sums] == [*whole, split[2]]
+    rng = np.random.default_rng(0)
+    given = [jnp.asarray(rng.normal(size=v.aval.shape), jnp.float32) for v in eqn.invars]
+    (found,) = jax.jit(lambda *given: evaluate_apart(eqn, given, parts, mesh))(*given)
+    np.testing.assert_allclose(found, eqn.primitive.bind(*given, **eqn.params), rtol=1e-4, atol=1e-4)
+
+
 def test_lanes_of_a_convolution() -> None:
-    def conv(groups: int, window: int = 3) -> Any:
-        def of(x: Any, w: Any) -> Any:
-            numbers = ("NWC", "WIO", "NWC")
-            return lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=numbers, feature_group_count=groups)
-
-        return equation(of, (8, 6, 12), (window, 12 // groups, 24))
-
     rows = Lane((0, None), (0,), 8)
     assert lanes(conv(4)) == [rows, Lane((2, 2), (2,), 4, "feature_group_count")]
     dense = [rows, Lane((None, 2), (2,), 24), Lane((2, 1), (None,), 12)]

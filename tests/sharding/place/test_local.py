@@ -136,6 +136,33 @@ def test_waits_only_where_examples_meet_in_sums(name: str, num_devices: int) -> 
         pytest.raises(ValueError, _raise, found).match(reason)
 
 
+def found_for(loss: Any, monkeypatch: pytest.MonkeyPatch | None = None) -> LocalRows | str:
+    """Of two micro-batches on eight devices; with `monkeypatch`, reading a trace of a device's own rows fails."""
+    captured, shape = capture(Net(), loss, batch()), jax.eval_shape(lambda: batch())
+    plan, source = cjax.Plan.parse(f"microbatches={PARTS}").resolve(8), TraceSource(captured, shape)
+    trace, mesh = read_part(source, PARTS), jax.sharding.AbstractMesh((8, 1), ("data", "tensor"))
+    storage = store_model(captured, trace, plan, mesh)  # type: ignore[arg-type]
+    if monkeypatch is not None:
+        monkeypatch.setattr("cjax.trace.source.read", lambda *args: _raise("a fault of ours"))
+    return local_rows(source, trace, storage, plan, mesh)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [AssertionError(), ZeroDivisionError("by rows"), ValueError("rows\nand more")])
+def test_what_the_author_raises_for_fewer_rows_is_a_reason(error: Exception) -> None:
+    def loss(model: Any, batch: Any) -> jax.Array:
+        if len(batch["x"]) < BATCH // PARTS:
+            raise error
+        return mean(model, batch)
+
+    said = {AssertionError: "AssertionError", ZeroDivisionError: "by rows", ValueError: "rows"}[type(error)]
+    assert found_for(loss) == f"the model can't be traced on 2 rows ({said})"
+
+
+def test_what_we_raise_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="a fault of ours"):
+        found_for(mean, monkeypatch)
+
+
 def _raise(text: str) -> None:
     raise ValueError(text)
 

@@ -151,6 +151,15 @@ def test_low_precision_adds_up_in_float32() -> None:
     np.testing.assert_array_equal(y.astype(np.float32), jnp.full((2, 2), 2 + 62 / 512, jnp.bfloat16).astype(np.float32))
 
 
+def test_sums_of_low_precision_are_kept_wide_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There operands stay as they are, and the matmul itself sums wide: CPUs have no kernel for it, so this is read."""
+    monkeypatch.setattr(matmul, "raised_on_cpu", lambda operand, mesh: operand)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        x, w = jnp.ones((2, 64), dtype), jnp.ones((64, 2), dtype)
+        made = str(jax.make_jaxpr(lambda x, w: multiply(x, [w], [SQUARE], grid("2d"), steps=2))(x, w))
+        assert made.count("dot_general[") == made.count("preferred_element_type=float32") == 2, made
+
+
 def test_the_number_of_steps_follows_from_the_size() -> None:
     mesh = grid("2d")
 

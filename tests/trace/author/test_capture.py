@@ -529,6 +529,29 @@ def test_open_mode_is_training() -> None:
     assert run(captured, trees, x, train=False)[0] == run(captured, (*trees[:2], model_state), x, train=False)[0]
 
 
+def test_a_mode_that_was_chosen_stays() -> None:
+    """Training opens no dropout that its author closed; the loss says so where it wants one open."""
+
+    def closed(rngs: nnx.Rngs) -> Net:
+        net = Net(rngs)
+        net.dropout.deterministic = True
+        return net
+
+    def opened(model: Any, x: Any) -> Any:
+        model.train()
+        return plain(model, x)
+
+    with nnx.use_eager_sharding(False):
+        by_hand = closed(nnx.Rngs(KEY))
+        wanted = plain(by_hand, X)
+    captured = capture(closed, plain, X_SHAPE)
+    trees = captured.init(KEY)
+    total, _, model_state = run(captured, trees, X)
+    assert_close(total, wanted)
+    assert model_state["dropout"]["rngs"]["count"].get_value() == 0
+    assert run(capture(closed, opened, X_SHAPE), trees, X)[0] != total
+
+
 # --- wrt ---
 
 

@@ -367,6 +367,20 @@ def test_statistics_inside_a_model_are_allowed_and_named():
     assert lifted.couplings == ("Normed/BatchNorm_0 (reduce_sum)",)
 
 
+class Cumulated(nn.Module):
+    """Each row sees the sum of those before it, as places in an expert's queue are counted."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(jnp.cumsum(nn.Dense(3)(x), 0))
+
+
+def test_rows_that_see_those_before_them_stay_rows_within_a_model():
+    lifted = of_module(Cumulated(), lambda y: (y**2).mean())
+    assert lifted.kind == "mean" and not lifted.refused
+    assert [text.partition(" (")[0] for text in lifted.couplings] == ["Cumulated"]
+
+
 def test_statistics_around_a_model_are_refused():
     jnp.roll(DATA["x"], 1, 0)  # JAX keeps its trace, with the place of whoever called it first
     for loss in (lambda y: ((y - y.mean(0)) ** 2).mean(), lambda y: (y * jnp.roll(y, 1, 0)).mean()):

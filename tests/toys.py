@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from cjax.plan import Auto, Plan
-from cjax.planner.hardware import Hardware
 from cjax.planner.choice.scored import SECONDS, Question
 from cjax.planner.choice.space import Space
+from cjax.planner.hardware import Hardware
 from cjax.planner.table import Table
 from cjax.planner.work import Part, Split, Work
 
@@ -61,7 +61,7 @@ def durations(work: Work, split: Split, table: Table, hardware: Hardware) -> Any
 
 
 def question(memory_gib: float = 40, split: Callable[[Plan], Split] = split, **facts: Any) -> Question:
-    return Question(WORK, split, lambda num: hardware(num, memory_gib, **facts), memory, durations)
+    return Question(lambda plan: WORK, split, lambda num: hardware(num, memory_gib, **facts), memory, durations)
 
 
 def space(auto: str = "auto", **facts: Any) -> Space:

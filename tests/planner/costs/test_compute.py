@@ -1,0 +1,102 @@
+"""Passes over parts, against arithmetic by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cjax.planner.costs.calibration import Calibration, Software
+from cjax.planner.costs.compute import CROOKED, FUSED_BACK, UNALIGNED, Computing, Pass
+from cjax.planner.hardware import Hardware
+from cjax.planner.table import PRECISIONS
+from cjax.planner.work import AttentionWork, Part, Product, Split, Value
+
+PEAK, MEMORY, CORES = 1e14, 1e12, 100
+CARD = Hardware("card", 8, 8, 1, memory_bandwidth=MEMORY, bf16_flops=PEAK, f16_flops=PEAK, f32_flops=PEAK / 4)
+WHOLE = Split({}, {}, ((),), (0,))
+# 2 rows of 6400 positions: 100 tiles of 128 x 256 for each 256 features.
+MATMUL = Product((), (("batch", 2), ("position", 6400)), (("in", 1024),), (("out", 256),), reads=0)
+
+
+def passes(
+    part: Part, split: Split = WHOLE, share: float = 1, precision: str = "bfloat16", **software: bool
+) -> tuple[Pass, Pass]:
+    calibration = Calibration("test", cores=CORES, software=dataclasses.replace(Software(), **software))
+    place = np.array([PRECISIONS.index(precision)])
+    return Computing(CARD, calibration, split, np.array([float(share)]), place).passes(part)
+
+
+def matmul(**changes: object) -> Part:
+    return Part("one", products=(dataclasses.replace(MATMUL, **changes),))
+
+
+def test_a_matmul_that_fills_all_cores_runs_at_the_peak() -> None:
+    there, back = passes(matmul())
+    flops = 2 * 12800 * 1024 * 256
+    assert there.flops[0] == flops
+    assert there.matmul[0] == there.matmul_least[0] == pytest.approx(flops / PEAK)
+    assert there.thin[0] == pytest.approx(flops / PEAK * (PEAK / MEMORY) / 256)
+    assert back.flops[0] == 2 * flops
+    assert back.matmul_least[0] == pytest.approx(2 * flops / PEAK)
+
+
+def test_float32_runs_at_its_own_peak_and_moves_twice_the_bytes() -> None:
+    half, whole = passes(matmul())[0], passes(matmul(), precision="float32")[0]
+    assert whole.matmul[0] == pytest.approx(4 * half.matmul[0])
+    assert whole.thin[0] == pytest.approx(2 * half.thin[0])
+
+
+def test_a_wave_that_is_not_full_takes_as_long_as_a_full_one() -> None:
+    """101 rows of tiles for 100 cores are two waves of the largest; smaller ones fill them better."""
+    more = matmul(rows=(("batch", 2), ("position", 6464)))
+    busy = passes(more)[0].matmul_least[0] / passes(more)[0].matmul[0]
+    assert 0.5 < busy < 0.95
+
+
+@pytest.mark.parametrize(("inner", "slower"), [(1024, 1.0), (1032, UNALIGNED), (1028, CROOKED)])
+def test_tensor_cores_want_dims_that_eights_divide(inner: int, slower: float) -> None:
+    there = passes(matmul(inner=(("in", inner),)))[0]
+    assert there.matmul[0] == pytest.approx(slower * there.matmul_least[0])
+
+
+def test_micro_batches_and_axes_divide_what_they_name() -> None:
+    split = Split({"out": ("tensor",)}, {"tensor": 2}, ((),), (0,))
+    whole, part = passes(matmul())[0], passes(matmul(), split, share=2)[0]
+    assert part.flops[0] == whole.flops[0] / 4
+
+
+HEADS, LENGTH, FEATURES = 16, 2048, 64
+ATTENTION = AttentionWork(
+    (("batch", 4),), (("heads", HEADS),), (("position", LENGTH),), (("keys", LENGTH),), FEATURES, HEADS, is_causal=True
+)
+
+
+def test_a_kernel_computes_half_of_causal_scores() -> None:
+    there, back = passes(Part("one", attentions=(ATTENTION,)))
+    flops = 4 * 4 * HEADS * LENGTH**2 * FEATURES
+    assert there.attention[0] == there.attention_least[0] == pytest.approx(flops / 2 / PEAK)
+    assert back.attention[0] == pytest.approx(FUSED_BACK * there.attention[0])
+    assert there.matmul[0] == there.touched[0] == 0
+    whole = passes(Part("one", attentions=(dataclasses.replace(ATTENTION, is_causal=False),)))[0]
+    assert whole.attention[0] == pytest.approx(flops / PEAK)
+
+
+@pytest.mark.parametrize("reason", ["work", "software", "precision", "split"])
+def test_without_a_kernel_all_scores_are_made_and_go_through_memory(reason: str) -> None:
+    work = dataclasses.replace(ATTENTION, is_fused=reason != "work")
+    split = Split({"position": ("sequence",)}, {"sequence": 2}, ((),), (0,)) if reason == "split" else WHOLE
+    precision = "float32" if reason == "precision" else "bfloat16"
+    there = passes(Part("one", attentions=(work,)), split, precision=precision, is_fused=reason != "software")[0]
+    assert there.attention[0] == 0
+    parts, item = (2 if reason == "split" else 1), (4 if reason == "precision" else 2)
+    assert there.flops[0] == pytest.approx(4 * 4 * HEADS * LENGTH**2 * FEATURES / parts)
+    assert there.touched[0] == pytest.approx(5 * 4 * HEADS * LENGTH**2 * item / parts / MEMORY)
+
+
+def test_elementwise_operations_move_their_bytes_once_forward_and_twice_backward() -> None:
+    dims = (("batch", 4), ("position", 1000))
+    part = Part("one", touched=(Value(dims, 4, times=3), Value(dims, 4, is_computed=False)))
+    there, back = passes(part, share=2)
+    assert there.touched[0] == pytest.approx((3 * 2 + 4) * 2000 / MEMORY)
+    assert back.touched[0] == 2 * there.touched[0]
+    assert passes(part, precision="float32")[0].touched[0] == pytest.approx((3 * 4 + 4) * 4000 / MEMORY)
