@@ -71,6 +71,7 @@ UNDER = {
     "gpt 6.7b b64 | h100:16 | tensor=2d:4 zero=1 precision=bfloat16": -0.05,
     "gpt2-medium b32 | a100:4 | microbatches=4 zero=1 precision=bfloat16": -0.05,
     "mixer-l b256 | h100:4 | zero=3 precision=bfloat16 remat=block": -0.09,
+    "moe 8x b32 | h100:4 | precision=bfloat16": -0.06,
 }
 
 
