@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.duration import durations
 from cjax.planner.costs.transformer import Decoder, Spread, split_of_decoder, work_of_decoder
 from cjax.planner.table import SCHEDULES, Table
@@ -37,7 +38,7 @@ def behind(problem: Problem, found: Fit, run: Run, is_same: bool = True) -> tupl
     return float(mine / best - 1), name
 
 
-def _times(run: Run, calibration, spread: Spread, table: Table) -> np.ndarray:
+def _times(run: Run, calibration: Calibration, spread: Spread, table: Table) -> np.ndarray:
     work = work_of_decoder(run.decoder, run.batch, run.positions, spread)
     split = split_of_decoder(run.decoder, work, spread)
     return durations(work, split, table, run.hardware, calibration).total

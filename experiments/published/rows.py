@@ -65,10 +65,17 @@ class Run:
         return self.facts.hardware(self.gpus)
 
     @property
-    def setting(self) -> tuple:
+    def setting(self) -> tuple[object, ...]:
         """What plans are compared for: model, batch, devices, software."""
-        model = dataclasses.replace(self.decoder)
-        return self.facts.system, self.facts.source, model, self.batch, self.positions, self.gpus, self.facts.is_float8
+        return (
+            self.facts.system,
+            self.facts.source,
+            self.decoder,
+            self.batch,
+            self.positions,
+            self.gpus,
+            self.facts.is_float8,
+        )
 
 
 def read(path: Path = ROWS, guesses: bool = False) -> tuple[list[Run], dict[str, int]]:

@@ -42,7 +42,7 @@ class Ways:
     sequence_backward: Transfer
     gather: Transfer
     held: np.ndarray
-    exchanges: bool
+    exchanges: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,7 @@ class _Plans:
             sequence_backward=moves[SEQUENCE, False],
             gather=gather,
             held=held,
-            exchanges=exchanges,
+            exchanges=np.full(count, exchanges),
         )
 
     def _moved(self, move: Move) -> Transfer:

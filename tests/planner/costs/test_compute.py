@@ -55,8 +55,15 @@ def test_a_wave_that_is_not_full_takes_as_long_as_a_full_one() -> None:
 
 @pytest.mark.parametrize(("inner", "slower"), [(1024, 1.0), (1032, UNALIGNED), (1028, CROOKED)])
 def test_tensor_cores_want_dims_that_eights_divide(inner: int, slower: float) -> None:
-    there = passes(matmul(inner=(("in", inner),)))[0]
+    there = passes(matmul(inner=(("in", inner),)), pads=False)[0]
     assert there.matmul[0] == pytest.approx(slower * there.matmul_least[0])
+
+
+def test_xla_fills_dims_up_for_them_in_16_bits() -> None:
+    crooked = matmul(inner=(("in", 1028),))
+    half, whole = passes(crooked)[0], passes(crooked, precision="float32")[0]
+    assert half.matmul[0] == pytest.approx(UNALIGNED * half.matmul_least[0])
+    assert whole.matmul[0] == pytest.approx(CROOKED * whole.matmul_least[0])
 
 
 def test_micro_batches_and_axes_divide_what_they_name() -> None:
