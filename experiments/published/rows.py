@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from cjax.plan import Plan
-from cjax.planner.costs.transformer import Decoder, Spread, split_of_decoder, work_of_decoder
+from cjax.planner.costs.transformer import Decoder, Sharing, split_of_decoder, work_of_decoder
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import Table
 from cjax.planner.work import Split, Work
@@ -36,7 +36,7 @@ class Run:
     line: int
     facts: Facts
     decoder: Decoder
-    spread: Spread
+    spread: Sharing
     plan: Plan
     batch: int
     positions: int
@@ -121,7 +121,7 @@ def run_of(line: int, row: Row, guesses: bool = False) -> Run | str:
     rate = facts.scale * _rate(row, decoder, positions, facts)
     if not rate:
         return "rate"
-    spread = Spread(tensor, "sp" in row["tp_mode"] and tensor > 1, context)
+    spread = Sharing(tensor, "sp" in row["tp_mode"] and tensor > 1, context)
     plan = _plan(row, facts, data, pipeline, microbatches, decoder.layers)
     return Run(line, facts, decoder, spread, plan, batch, positions, gpus, rate)
 

@@ -10,7 +10,7 @@ from cjax.planner.costs.calibration import TEN_PERCENT, Calibration
 from cjax.planner.costs.compute import Pass
 from cjax.planner.costs.ideal import Ideal, Ways, ideal
 from cjax.planner.costs.pipelines import asynchronous, makespan, ticks
-from cjax.planner.costs.transfers import Transfer
+from cjax.planner.costs.transfers import Receipt
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import REMATS, SCHEDULES, Table
 from cjax.planner.work import Split, Work
@@ -182,8 +182,8 @@ class _Clock:
     def _way(
         self,
         one: Pass,
-        tensor: Transfer,
-        sequence: Transfer,
+        tensor: Receipt,
+        sequence: Receipt,
         exchanges: np.ndarray,
         is_layer: bool,
         launches: float = 1.0,
@@ -204,7 +204,7 @@ class _Clock:
         return _Seconds(matmul, attention, elementwise, none, tensor_seconds, sequence_seconds, beside + beside_too)
 
     def _exposed(
-        self, transfer: Transfer, computed: np.ndarray, hidden: float | np.ndarray
+        self, transfer: Receipt, computed: np.ndarray, hidden: float | np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """What of a transfer is waited for, and what is not."""
         constants = self._constants
