@@ -12,9 +12,10 @@ import numpy as np
 from cjax.pipeline.partition import partition
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.compute import Computing, Pass
+from cjax.planner.costs.moved import moved
 from cjax.planner.costs.transfers import Members, Receipt, group_of
 from cjax.planner.hardware import Hardware
-from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, Table
+from cjax.planner.table import PRECISIONS, SCHEDULES, Table
 from cjax.planner.work import Move, Part, Split, Work
 
 SEQUENCE = "sequence"
@@ -102,6 +103,11 @@ class _Plans:
         self._place = self._place.reshape(-1)
         self._computing = Computing(hardware, calibration, split, shares.astype(float), precisions)
         self._share = (table.data * table.microbatches).astype(float)
+        # Every stage of cjax's holds a part of each stack: of several, each is a chunk more, and 1F1B is interleaved.
+        stacks = sum(part.repeats > 1 for part in work.parts) if self._software.is_lockstep else 1
+        self._chunks = table.chunks * max(1, stacks)
+        is_plain = (table.schedule == SCHEDULES.index("1f1b")) & (stacks > 1)
+        self._schedule = np.where(is_plain, SCHEDULES.index("interleaved"), table.schedule)
 
     def ideal(self) -> Ideal:
         table, work, hardware = self._table, self._work, self._hardware
@@ -117,50 +123,31 @@ class _Plans:
         held = full * layer.held + ends
         scatter, between, weights, each = self._reduce(held)
         gradients = scatter + between
-        often = np.where(each, table.microbatches, 1)
         gathers = (layer.gather * (2 * full) + first.gather + last.gather) * table.microbatches
         stream = work.parts[stacks[0]].stream if stacks else None
         bytes_ = self._item * self._split.local(stream.dims) / self._share if stream else np.zeros(len(table))
         if self._software.cuts_sends and stream:
             bytes_ = bytes_ * self._split.parts_of(stream.dims) / self._inner
         stage_stride = self._inner * table.data
+        if self._software.is_lockstep:
+            # Of stages on several hosts some hand on between them, and all wait for these.
+            leaves = table.pipeline * stage_stride > hardware.devices_per_host
+            stage_stride = np.where(leaves, np.maximum(stage_stride, hardware.devices_per_host), stage_stride)
         send = self._over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
         adds = (table.microbatches > 1) & (not self._software.adds_in_matmuls)
         states = np.where(table.zero >= 1, table.zero_group, 1)
         memory = hardware.memory_bandwidth or np.inf
         return Ideal(
             first, layer, last, np.full(len(table), float(work.num_layers)), full, short,
-            table.pipeline.astype(float), table.chunks.astype(float), table.microbatches.astype(float),
-            table.schedule, table.remat, gradients * ~each + weights, gradients * (each * table.microbatches), gathers,
+            table.pipeline.astype(float), self._chunks.astype(float), table.microbatches.astype(float),
+            self._schedule, table.remat, gradients * ~each + weights, gradients * (each * table.microbatches), gathers,
             send,
             # Parameters and state are read and written, gradients read, computed copies written.
             held / states * (2 * MASTER * (1 + work.optimizer_bytes) + MASTER + self._item) / memory,
             held * (self._item + 2 * MASTER) / memory * adds,
             np.ceil(table.data * table.pipeline * self._inner / hardware.devices_per_host),
-            self._received(
-                full, gathers + weights, scatter * often, between * often, send
-            ),
+            moved(work, self._split, table).by_axis(),
         )  # fmt: skip
-
-    def _received(
-        self, full: np.ndarray, gathered: Receipt, scattered: Receipt, between: Receipt, send: Receipt
-    ) -> dict[str, np.ndarray]:
-        """Bytes a device receives in a step, by mesh axis."""
-        table = self._table
-        again = 1.0 + (table.remat == REMATS.index("block"))
-        moved: dict[str, np.ndarray] = {}
-        for part, moves in zip(self._work.parts, self._split.moves, strict=True):
-            layers = full * part.repeats / max(1, self._work.num_layers) if part.repeats > 1 else 1.0
-            for move in moves:
-                times = layers * (again if move.is_forward and part.repeats > 1 else 1.0) * table.microbatches
-                axis = "+".join(move.axes)
-                moved[axis] = moved.get(axis, np.zeros(len(table))) + times * self._moved(move).bytes
-        is_group = (table.zero > 0) & (table.zero_group < table.data)
-        grouped = gathered.bytes + scattered.bytes
-        moved["zero"] = grouped * is_group
-        moved["data"] = between.bytes + grouped * ~is_group
-        moved["pipe"] = 2 * send.bytes * table.microbatches * table.chunks * (table.pipeline > 1)
-        return {axis: bytes_ for axis, bytes_ in moved.items() if bytes_.any()}
 
     # -- one pass -----------------------------------------------------------------------------------------------------
     def _ways(self, parts: list[tuple[int, float]]) -> Ways:
@@ -254,7 +241,7 @@ class _Plans:
         if not lengths:
             return full, short
         head = last.forward.flops / np.maximum(layer.forward.flops, 1.0)
-        columns = np.stack([table.pipeline, table.schedule, table.chunks])
+        columns = np.stack([table.pipeline, self._schedule, self._chunks])
         for stages, schedule, chunks in np.unique(columns, axis=1).T:
             rows = (columns.T == (stages, schedule, chunks)).all(axis=1)
             if stages > 1:
@@ -267,8 +254,6 @@ class _Plans:
         if self._software.is_lockstep:
             is_v = SCHEDULES[schedule] == "zero_bubble" and chunks == 2
             route = (*range(stages), *reversed(range(stages))) if is_v else tuple(range(stages)) * chunks
-            if len(route) % len(lengths):
-                return float("inf"), float("inf")
             cut = partition(lengths, route, head)
             ends = [block for block, stage in enumerate(route) if stage == route[-1]]
             return float(sum(cut.rows) * len(route) / stages / len(lengths)), float(sum(cut.count[b] for b in ends))

@@ -1,5 +1,7 @@
 """A product on several devices is shared out once, whatever dims their axes split."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.duration import Durations, durations
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import Table
-from cjax.planner.work import BATCH, AttentionWork, Dims, Move, Part, Product, Split, Work
+from cjax.planner.work import BATCH, AttentionWork, Dims, Move, Part, Product, Split, Value, Work
 
 CARD = Hardware("card", 4, 4, 2**40, 1e12, 100e12, 100e12, 50e12, host_bandwidth=100e9)
 ONE_D = {"heads": ("tensor",), "ffn": ("tensor",)}
@@ -72,3 +74,32 @@ def test_an_exchange_is_waited_for_and_a_ring_goes_on_beside() -> None:
             Split({"sequence": ("sequence",)}, {"sequence": 4}, (moves, ()), (0, 0)), "data=1"
         ).sequence[0]
     assert waits["all-to-all"] > 2 * waits["collective-permute"] > 0
+
+
+def test_of_several_stacks_each_is_a_chunk_more() -> None:
+    one = work_of()
+    layers, head = one.parts
+    half = dataclasses.replace(layers, repeats=4)
+    split = Split({}, {}, ((), ()), (0, 0))
+    two = Split({}, {}, ((), (), ()), (0, 0, 0))
+    args = (CARD, Calibration("here"))
+
+    def step(work: Work, on: Split, plan: str) -> float:
+        return float(durations(work, on, Table.of([Plan.parse(f"data=1 microbatches=8 {plan}")]), *args).total[0])
+
+    both = step(Work((half, half, head), one.num_rows, one.tokens), two, "pipeline=1f1b:2")
+    assert both == pytest.approx(step(one, split, "pipeline=interleaved:2/2"), rel=1e-3)
+
+
+def test_stages_wait_for_those_that_hand_on_between_hosts() -> None:
+    stream = Value((*STREAM, ("embed", 2048)), 4)
+    work = work_of()
+    layers = dataclasses.replace(work.parts[0], stream=stream)
+    work = dataclasses.replace(work, parts=(layers, work.parts[1]))
+    table = Table.of([Plan.parse("data=1 pipeline=1f1b:4 microbatches=8 precision=bfloat16")])
+    sent = {}
+    for cards in (2, 4):
+        hosts = dataclasses.replace(CARD, devices_per_host=cards, network_bandwidth=1e9, adapters_per_host=1)
+        found = durations(work, Split({}, {}, ((), ()), (0, 0)), table, hosts, Calibration("here"))
+        sent[cards] = float(found.pipeline[0])
+    assert sent[2] > 10 * sent[4] > 0
