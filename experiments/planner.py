@@ -27,7 +27,7 @@ from published.rows import ROWS, read
 
 from cjax.planner.costs.calibration import FITTED, calibration_of
 from cjax.planner.costs.duration import durations
-from cjax.planner.costs.transformer import Decoder, Spread, split_of_decoder, work_of_decoder
+from cjax.planner.costs.transformer import Decoder, Sharing, split_of_decoder, work_of_decoder
 from cjax.planner.table import Table
 
 LOGS = Path(__file__).parent.parent / "docs" / "results"
@@ -152,7 +152,7 @@ def speed(say: Say) -> None:
     assert calibration is not None
     gpt, count, start = Decoder(96, 12288, 96, 51200), 0, time.process_time()
     for tensor, context in itertools.product((1, 2, 4, 8), (1, 2)):
-        spread = Spread(tensor, tensor > 1, context)
+        spread = Sharing(tensor, tensor > 1, context)
         work = work_of_decoder(gpt, 1024, 2048, spread)
         table = _tables(1024 // (tensor * context))
         durations(work, split_of_decoder(gpt, work, spread), table, hardware, calibration)

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from cjax.plan import Plan
-from cjax.planner.costs.transformer import Decoder, Spread, split_of_decoder, work_of_decoder
+from cjax.planner.costs.transformer import Decoder, Sharing, split_of_decoder, work_of_decoder
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import Table
 from cjax.planner.work import Split, Work
@@ -36,7 +36,7 @@ class Run:
     line: int
     facts: Facts
     decoder: Decoder
-    spread: Spread
+    spread: Sharing
     plan: Plan
     batch: int
     positions: int
@@ -65,10 +65,17 @@ class Run:
         return self.facts.hardware(self.gpus)
 
     @property
-    def setting(self) -> tuple:
+    def setting(self) -> tuple[object, ...]:
         """What plans are compared for: model, batch, devices, software."""
-        model = dataclasses.replace(self.decoder)
-        return self.facts.system, self.facts.source, model, self.batch, self.positions, self.gpus, self.facts.is_float8
+        return (
+            self.facts.system,
+            self.facts.source,
+            self.decoder,
+            self.batch,
+            self.positions,
+            self.gpus,
+            self.facts.is_float8,
+        )
 
 
 def read(path: Path = ROWS, guesses: bool = False) -> tuple[list[Run], dict[str, int]]:
@@ -114,7 +121,7 @@ def run_of(line: int, row: Row, guesses: bool = False) -> Run | str:
     rate = facts.scale * _rate(row, decoder, positions, facts)
     if not rate:
         return "rate"
-    spread = Spread(tensor, "sp" in row["tp_mode"] and tensor > 1, context)
+    spread = Sharing(tensor, "sp" in row["tp_mode"] and tensor > 1, context)
     plan = _plan(row, facts, data, pipeline, microbatches, decoder.layers)
     return Run(line, facts, decoder, spread, plan, batch, positions, gpus, rate)
 

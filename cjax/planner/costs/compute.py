@@ -145,8 +145,7 @@ class Computing:
         return Pass(matmul, thin, none, none, least, none, flops)
 
     def _attention(self, work: AttentionWork) -> tuple[Pass, Pass]:
-        sizes = (self._local(dims) for dims in (work.batch, work.heads, work.queries, work.keys))
-        batch, heads, queries, keys = sizes
+        queries, keys = self._local(work.queries), self._local(work.keys)
         # Positions that an axis splits are in one of the two dims.
         scores = self._local((*work.batch, *work.heads, *work.queries, *work.keys)) * work.times
         flops = 4 * scores * work.features

@@ -49,7 +49,7 @@ class Decoder:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
+class Sharing:
     """What Megatron's words make of a decoder.
 
     Args:
@@ -63,7 +63,7 @@ class Spread:
     context: int = 1
 
 
-def work_of_decoder(decoder: Decoder, rows: int, positions: int, spread: Spread = Spread()) -> Work:
+def work_of_decoder(decoder: Decoder, rows: int, positions: int, spread: Sharing = Sharing()) -> Work:
     """One step over `rows` sequences of so many positions.
 
     Dims that tensor parallelism splits are "heads", "kv", "inner" and "vocab"; context parallelism splits "positions",
@@ -128,11 +128,11 @@ def work_of_decoder(decoder: Decoder, rows: int, positions: int, spread: Spread 
     return Work((first, layer, last), rows, rows * positions)
 
 
-def split_of_decoder(decoder: Decoder, work: Work, spread: Spread = Spread()) -> Split:
+def split_of_decoder(decoder: Decoder, work: Work, spread: Sharing = Sharing()) -> Split:
     """Megatron's split: two all-reduces of the stream in each pass over a layer, or a gather and a scatter in each
     one's place where positions are split as well; keys and values go round the devices that share a sequence.
 
-    >>> spread = Spread(tensor=8)
+    >>> spread = Sharing(tensor=8)
     >>> gpt = Decoder(96, 12288, 96, 51200)
     >>> split_of_decoder(gpt, work_of_decoder(gpt, 8, 2048), spread).num_devices
     8

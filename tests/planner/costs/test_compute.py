@@ -59,6 +59,13 @@ def test_tensor_cores_want_dims_that_eights_divide(inner: int, slower: float) ->
     assert there.matmul[0] == pytest.approx(slower * there.matmul_least[0])
 
 
+def test_xla_fills_dims_up_for_them_in_16_bits() -> None:
+    crooked = matmul(inner=(("in", 1028),))
+    half, whole = passes(crooked)[0], passes(crooked, precision="float32")[0]
+    assert half.matmul[0] == pytest.approx(UNALIGNED * half.matmul_least[0])
+    assert whole.matmul[0] == pytest.approx(CROOKED * whole.matmul_least[0])
+
+
 def test_micro_batches_and_axes_divide_what_they_name() -> None:
     split = Split({"out": ("tensor",)}, {"tensor": 2}, ((),), (0,))
     whole, part = passes(matmul())[0], passes(matmul(), split, share=2)[0]

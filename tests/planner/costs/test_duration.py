@@ -12,7 +12,7 @@ from cjax.pipeline.simulate import Times, simulate
 from cjax.plan import Plan
 from cjax.planner.costs.calibration import Calibration, Software, calibration_of
 from cjax.planner.costs.duration import PARTS, Durations, durations
-from cjax.planner.costs.transformer import Decoder, Spread, split_of_decoder, work_of_decoder
+from cjax.planner.costs.transformer import Decoder, Sharing, split_of_decoder, work_of_decoder
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import Table
 
@@ -36,7 +36,7 @@ PURE = Calibration(
 def of(*plans: str, calibration: Calibration = FITTED, hardware: Hardware = H100, rows: int = ROWS) -> Durations:
     """Of plans that share a tensor word."""
     parsed = [Plan.parse(plan if "precision" in plan else f"precision=bfloat16 {plan}") for plan in plans]
-    spread = Spread(parsed[0].tensor.size)
+    spread = Sharing(parsed[0].tensor.size)
     work = work_of_decoder(GPT, rows, LENGTH, spread)
     return durations(work, split_of_decoder(GPT, work, spread), Table.of(parsed), hardware, calibration)
 
