@@ -1,4 +1,4 @@
-"""Models and plans whose compiled steps were audited: `planner/reading/audited.json` has what a device receives in each."""
+"""Models and plans whose compiled steps were audited; `planner/costs/audited.json` has what a device receives."""
 
 import dataclasses
 import functools

@@ -1,7 +1,7 @@
 """Bytes by axis, as arithmetic has them, against those of compiled steps.
 
 `audited.json` has what `cjax.audit` read from programs that XLA compiled for eight H100s: bytes a device receives in a
-step, by mesh axes. `python tests/planner/reading/test_moved.py` makes it anew, for an hour on two cores.
+step, by mesh axes. `python tests/planner/costs/test_moved.py` makes it anew, for an hour on two cores.
 """
 
 import functools
@@ -20,7 +20,7 @@ import cjax
 from cjax.audit import audit
 from cjax.mesh import compile_lowered
 from cjax.plan import Plan
-from cjax.planner.reading.moved import moved
+from cjax.planner.costs.moved import moved
 from cjax.planner.reading.split import Splits
 from cjax.planner.reading.work import work_of
 from cjax.planner.table import Table
@@ -47,14 +47,11 @@ def read(name: str) -> tuple[Work, Splits]:
 
 
 def predicted(name: str, text: str) -> dict[str, float]:
-    """Bytes by axes, those of one device left out of their names, as the audit has them."""
+    """Bytes by axes, as the audit has them."""
     plan = Plan.parse(text)
     work, splits = read(name)
-    found: dict[str, float] = {}
-    for axes, amount in moved(work, splits(plan), Table.of([plan])).by_axis().items():
-        real = "+".join(a for a in axes.split("+") if plan.data > 1 or a != "data")
-        found[real] = found.get(real, 0.0) + float(amount[0])
-    return found
+    found = moved(work, splits(plan), Table.of([plan])).by_axis()
+    return {axes: float(amount[0]) for axes, amount in found.items()}
 
 
 def compiled(name: str, plan: str) -> dict[str, float]:
