@@ -93,6 +93,8 @@ def report(say: Say, shows_constants: bool) -> None:
     early, broken = checks.above_bound(problem, found)
     say(f"\nbound above the prediction: {checks.names(early)}; above the published step: {checks.names(broken)}")
     _recipes(problem, found, say)
+    say("")
+    speed(say)
     _outliers(problem, np.median(folds, axis=0), say)
     values = {
         **found.values,
@@ -130,7 +132,7 @@ def _outliers(problem: Problem, logs: np.ndarray, say: Say) -> None:
 def foretell(path: Path, say: Say) -> None:
     """Rates of other rows by the constants in cjax; factors of systems that the fit knows."""
     known = fit(problem := Problem(read(ROWS)[0]), np.arange(len(problem.runs)))
-    runs, left = read(path)
+    runs, left = read(path, guesses=True)
     if not runs:
         sys.exit(f"{path}: no row says enough: {left}")
     asked = Problem(runs)

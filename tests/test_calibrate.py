@@ -61,6 +61,7 @@ def test_one_device_has_no_links() -> None:
 def test_sizes_grow_until_one_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = module._Bench(jax.devices()[:1])
     monkeypatch.setattr(module, "_EDGES", (8, 16, 32))
+    monkeypatch.setattr(module, "_LONG", 60.0)
     assert [timed.size for timed in bench.matmuls("float32", 60)] == [2 * 8**3, 2 * 16**3, 2 * 32**3]
     monkeypatch.setattr(module, "_LONG", 0.0)
     assert len(bench.matmuls("float32", 60)) == 1

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 import cjax
+from cjax.planner.choice import planning as planning_module
 from cjax.planner.hardware import hardware_of
 from cjax.program.steps import make_init
 
@@ -66,11 +67,12 @@ def sizes(**changes: Any) -> list[float]:
     return [planning.score(cjax.Plan(data=8, zero=stage)).bytes for stage in range(4)]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_auto_takes_the_least_zero_stage_that_fits_and_says_so(limit: Callable[[int], None], stage: int) -> None:
     found = sizes()
-    assert found == sorted(found, reverse=True)
-    limit(int(found[stage - 1]) - 1 if stage else int(2 * found[0]))
+    # Without micro-batches the second saves nothing: gradients are in parts before the optimizer reads them anyway.
+    assert found[0] > found[1] >= found[2] > found[3]
+    limit({0: int(2 * found[0]), 1: int(found[0]) - 1, 3: int(found[2]) - 1}[stage])
     program = make()
     assert program.plan == cjax.Plan(data=8, zero=stage)
     note = program._composed.notes[0]
@@ -106,7 +108,9 @@ def test_what_auto_chose_is_in_the_report_and_trains() -> None:
 
 def test_words_behind_auto_are_fixed() -> None:
     assert str(make("auto precision=bfloat16 microbatches=2").plan) == "data=8 microbatches=2 precision=bfloat16"
-    assert str(make("auto tensor=2").plan) == "data=4 tensor=2"
+    assert make("auto data=4").plan.pipeline.size == 2, "nothing else takes two devices for a copy of this model"
+    with pytest.raises(ValueError, match="tensor=2 splits no weights of this model"):
+        make("auto tensor=2")
     assert str(make().replan("auto zero=1").plan) == "data=8 zero=1"
 
 
@@ -132,17 +136,22 @@ def test_a_model_that_refuses_what_auto_found_gets_another_plan() -> None:
         make("auto microbatches=2", loss=pairs)
 
 
-def test_a_plan_that_compiled_is_over_makes_room_for_the_next(limit: Callable[[int], None]) -> None:
+def test_a_plan_that_compiled_is_over_makes_room_for_the_next(
+    limit: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where arithmetic says that it fits by a hair, the compiled step is asked before a program is made."""
-    needed = make("data=8", batch=batch(64)).report().memory.total
-    planning = make("data=8", batch=batch(64))._composed.planning
-    by_arithmetic = planning.score(cjax.Plan(data=8)).bytes
-    assert by_arithmetic < needed, "or there is nothing to find out"
-    limit(int(max(by_arithmetic, 0.95 * needed)))
-    program = make(batch=batch(64))
+    honest = planning_module.memory_of
+
+    def too_low(*args: Any) -> Any:
+        found = honest(*args)
+        return dataclasses.replace(found, **{use: 0.6 * size for use, size in vars(found).items()})
+
+    monkeypatch.setattr(planning_module, "memory_of", too_low)
+    limit(int(1.02 * sizes()[0]))
+    program = make()
     assert program.plan != cjax.Plan(data=8) and program.report().memory.fits
-    assert any("auto chose data=8:" in note for note in program._composed.notes)
-    assert any("data=8 is compiled to" in note for note in program._composed.notes)
+    notes = program._composed.notes
+    assert notes[0].startswith("auto chose data=8:") and any("data=8 is compiled to" in note for note in notes)
 
 
 # -- composition ------------------------------------------------------------------------------------------------------

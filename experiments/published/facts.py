@@ -1,6 +1,7 @@
 """What a user of each system would know of a run beside its row: card, year, kernels, what is overlapped."""
 
 import dataclasses
+import re
 from typing import Any, Literal
 
 from cjax.planner.costs.calibration import Software
@@ -26,8 +27,13 @@ CARDS = {
     "A100-40": _card_of("A100-40", 40, 1.555e12, 312e12, 300e9, 25e9),
     "A100": _card_of("A100", 80, 2.039e12, 312e12, 300e9, 25e9),
     "H100": _card_of("H100", 80, 3.352e12, 989.4e12, 450e9, 50e9),
+    "H200": _card_of("H200", 141, 4.8e12, 989.4e12, 450e9, 50e9),
+    "H800": _card_of("H800", 80, 3.352e12, 989.4e12, 200e9, 50e9),
+    "A800": _card_of("A800", 80, 2.039e12, 312e12, 200e9, 25e9),
 }
-CORES = {"V100": 80, "A100-40": 108, "A100": 108, "H100": 132}
+CHIPS = {"V100": "V100", "A100-40": "A100", "A100": "A100", "A800": "A100", "H100": "H100", "H200": "H100",
+         "H800": "H100"}  # fmt: skip
+CORES = {"V100": 80, "A100": 108, "H100": 132}  # by chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +93,18 @@ MEGATRON_2022 = dataclasses.replace(EARLY, adds_in_matmuls=True)
 NEMO = dataclasses.replace(PLAIN, gradient_bytes=2.0, hides_tensor=True, cuts_sends=True, adds_in_matmuls=True)
 
 
-def facts_of(row: dict[str, str]) -> Facts | str:
-    """Of a row, or why it is none of these."""
-    card = _card(row)
+def facts_of(row: dict[str, str], guesses: bool = False) -> Facts | str:
+    """Of a row, or why it is none of these.
+
+    Args:
+      row: of the file.
+      guesses: whether a system that nothing is known of is taken for one that does as most do, and a card for that
+        whose chip it has. Nothing is fitted on such rows.
+    """
+    card = _card(row) or (_like(row) if guesses else None)
     if card is None:
         return "card"
-    found = _system(row, row["source"], card)
+    found = _system(row, row["source"], card) or (_usual(row, card) if guesses else None)
     if found is None:
         return "system"
     name, kernel, software, more = found
@@ -100,6 +112,21 @@ def facts_of(row: dict[str, str]) -> Facts | str:
         "is_float8": "8" in row["dtype"] and "fp" in row["dtype"].lower().replace("float", "fp")
     } | more
     return Facts(name, row["source"], card, kernel, software, **more)
+
+
+def _like(row: dict[str, str]) -> str | None:
+    return next((card for card in ("H200", "H800", "A800") if card in row["hardware"]), None)
+
+
+def _usual(row: dict[str, str], card: str) -> tuple[str, Kernel, Software, dict[str, Any]]:
+    """Today's kernels, and adapters as the row has them."""
+    kernels: dict[str, Kernel] = {"V100": "none", "A100": "flash", "H100": "flash 2024"}
+    kernel = kernels[CHIPS[card]]
+    more: dict[str, Any] = {"flops": "whole"}
+    if found := re.search(r"(\d+)x(\d+) ?Gb/s", row["interconnect"]):
+        more["adapter"] = int(found[1]) * int(found[2]) / 8 * 1e9 / int(row["gpus_per_node"] or 8)
+    software = dataclasses.replace(PLAIN, is_fused=kernel != "none")
+    return f"{row['source'].split(' ')[0]} (not among those fitted on)", kernel, software, more
 
 
 def _card(row: dict[str, str]) -> str | None:

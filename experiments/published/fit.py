@@ -10,7 +10,7 @@ from scipy.optimize import least_squares
 from cjax.planner.costs.calibration import TEN_PERCENT, Calibration
 from cjax.planner.costs.duration import timed
 from cjax.planner.costs.ideal import Ideal, ideal
-from published.facts import CORES, Facts
+from published.facts import CHIPS, CORES, Facts
 from published.rows import Run
 
 # Constant: what is known of it before any run is seen, how surely (standard deviation of its logarithm), least, most.
@@ -46,7 +46,7 @@ def ideals(runs: list[Run]) -> Ideal:
     """All runs, one below the other."""
     found = []
     for run in runs:
-        calibration = Calibration("", cores=CORES[run.facts.card], software=run.facts.software)
+        calibration = Calibration("", cores=CORES[CHIPS[run.facts.card]], software=run.facts.software)
         found.append(ideal(run.work, run.split, run.table, run.hardware, calibration))
     return _stack(found)
 
@@ -93,7 +93,7 @@ class Problem:
         }
         return Calibration(
             "fit",
-            matmul=each(lambda fact: values[f"matmul {fact.card[:4]}"]),
+            matmul=each(lambda fact: values[f"matmul {CHIPS[fact.card]}"]),
             attention=each(lambda fact: values[kernels[fact.kernel]]),
             thin=values["thin"],
             memory=values["memory"],
@@ -123,7 +123,7 @@ class Problem:
             for field in dataclasses.fields(arrays)
             if isinstance(value := getattr(arrays, field.name), np.ndarray)
         }
-        return dataclasses.replace(arrays, cores=CORES[run.facts.card], **scalars)
+        return dataclasses.replace(arrays, cores=CORES[CHIPS[run.facts.card]], **scalars)
 
     def predict(self, values: dict[str, float], rows: np.ndarray | None = None):
         rows = np.arange(len(self.runs)) if rows is None else rows

@@ -71,12 +71,12 @@ class Run:
         return self.facts.system, self.facts.source, model, self.batch, self.positions, self.gpus, self.facts.is_float8
 
 
-def read(path: Path = ROWS) -> tuple[list[Run], dict[str, int]]:
-    """All rows that say enough, and why the others do not."""
+def read(path: Path = ROWS, guesses: bool = False) -> tuple[list[Run], dict[str, int]]:
+    """All rows that say enough, and why the others do not; `guesses` as in `facts_of`."""
     runs, left_out = [], {}
     with path.open() as file:
         for line, row in enumerate(csv.DictReader(file), 2):
-            found = run_of(line, row)
+            found = run_of(line, row, guesses)
             if isinstance(found, Run):
                 runs.append(found)
             else:
@@ -84,9 +84,9 @@ def read(path: Path = ROWS) -> tuple[list[Run], dict[str, int]]:
     return runs, left_out
 
 
-def run_of(line: int, row: Row) -> Run | str:
+def run_of(line: int, row: Row, guesses: bool = False) -> Run | str:
     """A row, or what it lacks."""
-    facts = facts_of(row)
+    facts = facts_of(row, guesses)
     if isinstance(facts, str):
         return facts
     decoder = decoder_of(row)

@@ -68,6 +68,20 @@ def test_a_row_that_lacks_something_says_what(changes: Row, lack: str) -> None:
     assert run_of(2, GPT3 | changes) == lack
 
 
+def test_a_system_that_nobody_knows_is_asked_about_but_not_fitted_on() -> None:
+    row = GPT3 | {"source": "Mine", "hardware": "H200", "interconnect": "NVSwitch + 8x200Gb/s IB", "gpus_per_node": "8"}
+    assert run_of(2, row) == "card"
+    run = run_of(2, row, guesses=True)
+    assert isinstance(run, Run)
+    assert (run.facts.kernel, run.hardware.network_bandwidth, run.hardware.memory_bandwidth) == (
+        "flash 2024",
+        25e9,
+        4.8e12,
+    )
+    (said,) = Fit(FITTED, {}).log_ratio(Problem([run]), np.array([0]))
+    assert said > np.log(1.5), "an H200 is faster than the A100s of that row"
+
+
 def test_the_constants_in_cjax_are_those_of_the_fit(found: Fit) -> None:
     for name, value in found.values.items():
         assert value == pytest.approx(FITTED[name], rel=0.03), name

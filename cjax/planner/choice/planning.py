@@ -21,9 +21,10 @@ from cjax.planner.costs.memory import MemoryCost, memory_of
 from cjax.planner.costs.profiled import profiled
 from cjax.planner.hardware import Hardware
 from cjax.planner.profile import Profile, read_profile
-from cjax.planner.reading.readings import Readings
+from cjax.planner.reading.split import Splits
+from cjax.planner.reading.work import work_of
 from cjax.planner.table import Table
-from cjax.planner.work import BATCH, Split, Work
+from cjax.planner.work import Split, Work
 from cjax.trace.microbatches.part import read_part
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
@@ -52,13 +53,8 @@ class Planning:
         return self.source.read()
 
     @functools.cached_property
-    def readings(self) -> Readings:
-        return Readings(self.source, self._optimizer_bytes())
-
-    @functools.cached_property
     def work(self) -> Work:
-        """As plans without tensor parallelism have it read."""
-        return self.readings.work(Plan())
+        return work_of(self.trace, self._optimizer_bytes())
 
     def _optimizer_bytes(self) -> float:
         """Of its state for each byte of trained parameters."""
@@ -86,14 +82,15 @@ class Planning:
 
     @functools.cached_property
     def question(self) -> Question:
+        splits = Splits(self.work, self.trace, lambda: self.source.read(at_once=True))
+
         def split(plan: Plan) -> Split:
-            found, axes = self.readings.split(plan), plan.tensor.axis_sizes()
-            used = {axis for name, on in found.axes_of.items() if name != BATCH for axis in on}
-            if plan.tensor.size > 1 and not used & axes.keys():
-                raise ValueError(f"tensor={plan.tensor} splits nothing in this model")
+            found = splits(plan)
+            if plan.tensor.size > 1 and sum(found.held) >= sum(splits(Plan(data=1)).held):
+                raise ValueError(f"tensor={plan.tensor} splits no weights of this model")
             return found
 
-        return Question(self.readings.work, split, self.known, self._memory, self._durations)
+        return Question(self.work, split, self.known, self._memory, self._durations)
 
     def _memory(self, work: Work, split: Split, table: Table, hardware: Hardware) -> MemoryCost:
         # As the devices are, and not with rates from measurements: which kernels there are hangs on what is known of

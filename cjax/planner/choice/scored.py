@@ -173,14 +173,14 @@ class Question:
     """What a search asks of: one model and its batch, on devices of one kind.
 
     Args:
-      work: what a step has to do, as an arrangement has it read.
+      work: what a step has to do.
       split: what the tensor and sequence words make of it; raises ValueError with the reason where they can't.
       hardware_at: so many of the devices.
       memory: (work, split, table, hardware) -> bytes by use, as the fields of a dataclass.
       durations: the same -> seconds.
     """
 
-    work: Callable[[Plan], Work]
+    work: Work
     split: Callable[[Plan], Split]
     hardware_at: Callable[[int], Hardware]
     memory: Callable[[Work, Split, Table, Hardware], Any]
@@ -207,19 +207,18 @@ class Question:
         if isinstance(split, str):
             return split
         hardware = self.hardware_at(num_devices)
-        work = self.work(arrangement)
-        found = self.memory(work, split, table, hardware)
+        found = self.memory(self.work, split, table, hardware)
         uses = {use.name: getattr(found, use.name) for use in fields(found)}
-        return Costs(arrangement, table, hardware, work, uses)
+        return Costs(arrangement, table, hardware, self.work, uses)
 
     def timed(self, costs: Costs, rows: np.ndarray) -> Costs:
         """Some plans of these, with their times."""
         split = self.split_or_reason(costs.arrangement)
         assert isinstance(split, Split), "costs without a split"
         table = take(costs.table, rows)
-        found = self.durations(costs.work, split, table, costs.hardware)
+        found = self.durations(self.work, split, table, costs.hardware)
         memory = {use: sizes[rows] for use, sizes in costs.memory.items()}
-        return Costs(costs.arrangement, table, costs.hardware, costs.work, memory, found)
+        return Costs(costs.arrangement, table, costs.hardware, self.work, memory, found)
 
     def score(self, plan: Plan) -> Scored | str:
         """One resolved plan, whether or not it fits; or why it can't be had."""

@@ -12,9 +12,10 @@ import numpy as np
 from cjax.pipeline.partition import partition
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.compute import Computing, Pass
+from cjax.planner.costs.moved import moved
 from cjax.planner.costs.transfers import Group, Transfer, group_of
 from cjax.planner.hardware import Hardware
-from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, Table
+from cjax.planner.table import PRECISIONS, SCHEDULES, Table
 from cjax.planner.work import Move, Part, Split, Work
 
 SEQUENCE = "sequence"
@@ -122,7 +123,6 @@ class _Plans:
         held = full * layer.held + ends
         scatter, between, weights, each = self._reduce(held)
         gradients = scatter + between
-        often = np.where(each, table.microbatches, 1)
         gathers = (layer.gather * (2 * full) + first.gather + last.gather) * table.microbatches
         stream = work.parts[stacks[0]].stream if stacks else None
         bytes_ = self._item * self._split.local(stream.dims) / self._share if stream else np.zeros(len(table))
@@ -146,30 +146,8 @@ class _Plans:
             held / states * (2 * MASTER * (1 + work.optimizer_bytes) + MASTER + self._item) / memory,
             held * (self._item + 2 * MASTER) / memory * adds,
             np.ceil(table.data * table.pipeline * self._inner / hardware.devices_per_host),
-            self._received(
-                full, gathers + weights, scatter * often, between * often, send
-            ),
+            moved(work, self._split, table).by_axis(),
         )  # fmt: skip
-
-    def _received(
-        self, full: np.ndarray, gathered: Transfer, scattered: Transfer, between: Transfer, send: Transfer
-    ) -> dict[str, np.ndarray]:
-        """Bytes a device receives in a step, by mesh axis."""
-        table = self._table
-        again = 1.0 + (table.remat == REMATS.index("block"))
-        moved: dict[str, np.ndarray] = {}
-        for part, moves in zip(self._work.parts, self._split.moves, strict=True):
-            layers = full * part.repeats / max(1, self._work.num_layers) if part.repeats > 1 else 1.0
-            for move in moves:
-                times = layers * (again if move.is_forward and part.repeats > 1 else 1.0) * table.microbatches
-                axis = "+".join(move.axes)
-                moved[axis] = moved.get(axis, np.zeros(len(table))) + times * self._moved(move).bytes
-        is_group = (table.zero > 0) & (table.zero_group < table.data)
-        grouped = gathered.bytes + scattered.bytes
-        moved["zero"] = grouped * is_group
-        moved["data"] = between.bytes + grouped * ~is_group
-        moved["pipe"] = 2 * send.bytes * table.microbatches * self._chunks * (table.pipeline > 1)
-        return {axis: bytes_ for axis, bytes_ in moved.items() if bytes_.any()}
 
     # -- one pass -----------------------------------------------------------------------------------------------------
     def _ways(self, parts: list[tuple[int, float]]) -> Ways:

@@ -100,9 +100,8 @@ class _Memory:
         grads = np.where(self.scattered, trained / over, trained)
         found = [self._whole_step(grads), self._pipeline(grads)]
         parts = [np.where(self.is_staged, b, a) for a, b in zip(*found, strict=True)]
-        return MemoryCost(
-            params, optimizer, batch, *parts, other=(GAPS_MOVED if self.moves_pieces else GAPS) * sum(parts)
-        )
+        gaps = GAPS_MOVED if self.moves_pieces else GAPS
+        return MemoryCost(params, optimizer, batch, *parts, gaps * np.sum(parts, axis=0))
 
     def _whole_step(self, grads: np.ndarray) -> tuple[np.ndarray, ...]:
         """Gradients, activations and what stands beside them at the fullest moment of a backward pass."""
@@ -125,8 +124,8 @@ class _Memory:
         return tuple(best)
 
     def _unscattered(self) -> np.ndarray:
-        """Of parts that run once, the largest gradient: it is whole when it is made, and then scattered. In a grid it is
-        there for each of the axes that split it, while all layers' gradients are made."""
+        """Of parts that run once, the largest gradient: it is whole when it is made, and then scattered. In a grid it
+        is there for each of the axes that split it, while all layers' gradients are made."""
         found = np.zeros((len(self.work.parts), len(self.table)))
         if self.is_grid:
             weights = [weight for part in self.work.parts if part.repeats == 1 for weight in part.weights]

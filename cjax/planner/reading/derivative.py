@@ -92,7 +92,7 @@ def named(closed: ClosedJaxpr, inputs: Sequence[Sequence[int]], naming: Naming) 
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTrace:
     """A loss and its gradients, as one trace: from the loss's own derivative, which is its first input, and the leaves
     of the other trace, those of a stack's layers stacked, to gradients.
 
@@ -105,7 +105,7 @@ class Step:
     places: Mapping[int, int]
 
 
-def derive(trace: Trace, naming: Naming, hooks: "Planned") -> Step:
+def derive(trace: Trace, naming: Naming, hooks: "Planned") -> StepTrace:
     """The loss and gradients of a trace.
 
     Args:
@@ -140,7 +140,7 @@ def derive(trace: Trace, naming: Naming, hooks: "Planned") -> Step:
     made = simplify(make_jaxpr(step)(jax.ShapeDtypeStruct((), jnp.float32), *shapes))
     inputs = [(), *(naming.trace.classes_of(group[0]) for group in groups)]
     places = {leaf: at for at, group in enumerate(groups, 1) for leaf in group}
-    return Step(named(made, inputs, naming), places)
+    return StepTrace(named(made, inputs, naming), places)
 
 
 class Planned(Hooks):
@@ -257,7 +257,8 @@ def _bias(fused: Fused, query: jax.Array, key: jax.Array) -> list[jax.Array]:
     seen = {one for node in nodes for label in node.labels for one in label}
     sides = (_flat(x, node, attention) for x, node in ((query, attention.query), (key, attention.key)))
     labels = list(attention.roles)
-    whole = sum(_spread(x[..., 0], own, labels) for x, own in sides)
+    of_query, of_key = (_spread(x[..., 0], own, labels) for x, own in sides)
+    whole = of_query + of_key
     positions = {attention.label("query"), attention.label("key")}
     for axis, one in enumerate(labels):
         if one not in seen | positions:

@@ -11,8 +11,8 @@ from typing import get_args
 
 from cjax.jax_compat.core import Literal
 from cjax.plan import Remat
-from cjax.planner.reading.derivative import Planned, Step, derive
-from cjax.planner.reading.live import Array, Moment, Op, timeline
+from cjax.planner.reading.derivative import Planned, StepTrace, derive
+from cjax.planner.reading.live import Array, Moment, Operation, timeline
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.staged import staged_of
 from cjax.planner.reading.stretches import Stretch
@@ -107,12 +107,12 @@ def _kept(trace: Trace, naming: Naming, parts: Sequence[Stretch], hooks: Planned
     return tuple(found)
 
 
-def _turn(ops: Sequence[Op], seed: Array) -> int:
+def _turn(ops: Sequence[Operation], seed: Array) -> int:
     """Where the backward pass begins: at the first operation on the loss's own derivative."""
     return next((at for at, op in enumerate(ops) if seed in op.reads), len(ops))
 
 
-def _loops(step: Step, part: Stretch, ops: Sequence[Op]) -> tuple[int, ...]:
+def _loops(step: StepTrace, part: Stretch, ops: Sequence[Operation]) -> tuple[int, ...]:
     """The loops over a stack's layers: forward, and backward if they are trained."""
     if part.stack is None:
         return ()
@@ -143,7 +143,7 @@ def _part_at(ends: Sequence[tuple[int, int]], at: int) -> int:
     return next((part for part, (first, last) in enumerate(ends) if first <= at <= last), 0)
 
 
-def _values(step: Step, arrays: Iterable[Array], stacked: Iterable[Array] = ()) -> tuple[Value, ...]:
+def _values(step: StepTrace, arrays: Iterable[Array], stacked: Iterable[Array] = ()) -> tuple[Value, ...]:
     """Arrays by the names of their dims, equal ones together; of `stacked` ones what a layer has."""
     counts: dict[Value, int] = {}
     whole = set(stacked)
@@ -153,7 +153,7 @@ def _values(step: Step, arrays: Iterable[Array], stacked: Iterable[Array] = ()) 
     return tuple(Value(v.dims, v.itemsize, v.is_computed, n) for v, n in counts.items())
 
 
-def _fullest(step: Step, moments: Sequence[Moment]) -> list[Moment]:
+def _fullest(step: StepTrace, moments: Sequence[Moment]) -> list[Moment]:
     """The moments that need the most, whichever dim a plan splits."""
     sizes = [
         [(array.size, {name for name, _ in step.of.dims(array.var, array.scope)}) for array in m.arrays]

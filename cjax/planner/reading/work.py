@@ -49,15 +49,9 @@ def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_parts: int = 1) -> W
     tokens = max((math.prod(leaf.shape[:2]) for leaf in words), default=num_rows)
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in batch)
     return Work(
-        tuple(parts),
-        num_parts * num_rows,
-        num_parts * tokens,
-        optimizer_bytes,
-        num_parts * size,
-        _handed(trace, found, naming),
-        _notes(trace),
-        KeptBy(trace, naming, found),
-    )
+        tuple(parts), num_parts * num_rows, num_parts * tokens, optimizer_bytes, num_parts * size,
+        _handed(trace, found, naming), _notes(trace), KeptBy(trace, naming, found),
+    )  # fmt: skip
 
 
 def _handed(trace: Trace, found: Sequence[Stretch], naming: Naming) -> tuple[Value, ...]:

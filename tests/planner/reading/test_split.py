@@ -3,8 +3,8 @@
 import math
 
 import pytest
-from planner.reading.cases import MODELS, captured
-from planner.reading.test_work import EMBED, HEADS, MLP, ROWS, SEQ, VOCAB, gpt
+from reading_cases import MODELS, captured
+from small_gpt import EMBED, HEADS, MLP, ROWS, SEQ, VOCAB, gpt
 
 from cjax.plan import Plan
 from cjax.planner.reading.split import Splits, split_of

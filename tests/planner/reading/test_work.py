@@ -1,33 +1,19 @@
 """What a trace's work is: its arithmetic is the trace's own, in products and attentions of named dims."""
 
-import functools
 import math
 
 import jax
 import pytest
+from small_gpt import EMBED, HEADS, LAYERS, MLP, ROWS, SEQ, VOCAB, gpt
 from zoo import MODELS
 
-from cjax.models import GPT, loss
-from cjax.models.gpt import GPTConfig
 from cjax.plan import Plan
 from cjax.planner.reading.split import split_of
 from cjax.planner.reading.work import work_of
 from cjax.planner.work import BATCH, Work, elements
 from cjax.trace.author.capture import capture
 from cjax.trace.jaxpr.cost import cost
-from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
-
-ROWS, SEQ, EMBED, HEADS, MLP, VOCAB, LAYERS = 16, 64, 48, 4, 160, 200, 3
-CONFIG = GPTConfig(
-    num_layers=LAYERS, num_heads=HEADS, embed_dim=EMBED, mlp_dim=MLP, vocab_size=VOCAB, context=SEQ
-)  # fmt: skip
-TOKENS = {name: jax.ShapeDtypeStruct((ROWS, SEQ), "int32") for name in ("inputs", "targets")}
-
-
-@functools.cache
-def gpt() -> Trace:
-    return TraceSource(capture(lambda rngs: GPT(CONFIG, rngs=rngs), loss, TOKENS), TOKENS).read()
 
 
 def forward_flops(work: Work) -> int:

@@ -169,9 +169,10 @@ def _cases(held: HeldWeight, split: Split, table: Table, layers: np.ndarray, is_
     every = table.data * more * math.prod(split.sizes[a] for a in others)
     parts = (table.microbatches > 1) | (table.pipeline > 1)
     waits = parts & (table.zero < 3) & (table.data > 1) & (split.sizes.get(SEQUENCE, 1) == 1)
-    grouped, staged = table.zero_group < table.data, (table.pipeline > 1) & (not is_layer)
-    for is_grouped, is_staged, is_late in itertools.product((False, True), repeat=3):
-        chosen = (grouped == is_grouped) & (staged == is_staged) & (waits == is_late)
+    grouped = (table.zero_group > 1) & (table.zero_group < table.data)
+    staged, alone = (table.pipeline > 1) & (not is_layer), table.data == 1
+    for is_grouped, is_staged, is_late, is_alone in itertools.product((False, True), repeat=4):
+        chosen = (grouped == is_grouped) & (staged == is_staged) & (waits == is_late) & (alone == is_alone)
         if not chosen.any():
             continue
         # Who waits for the last micro-batch sums over stages in the same breath, all others behind it.
@@ -179,13 +180,13 @@ def _cases(held: HeldWeight, split: Split, table: Table, layers: np.ndarray, is_
         group = table.zero_group if is_grouped else table.data * more
         evenly, padded = _divides(held, group)
         divides = (table.zero > 0) & (group > 1) & (evenly | padded)
-        data = (DATA, ZERO) if is_grouped else (DATA,)
+        data = () if is_alone else (DATA, ZERO) if is_grouped else (DATA,)
         yield _Case(
             chosen * layers,
             is_late,
             (*((PIPE,) if together else ()), *data, *inside, *others),
             every * table.pipeline if together else every,
-            (ZERO,) if is_grouped else (DATA, *inside),
+            (ZERO,) if is_grouped else (*data, *inside),
             group,
             divides,
             # Micro-batches whose gradients all devices sum together are scattered by ZeRO-3 alone.
@@ -239,7 +240,8 @@ def _of_stages(found: Moved, work: Work, split: Split, table: Table, half: np.nd
     first, places = _distinct(*columns)
     each = zip(*(column[first].tolist() for column in columns), strict=True)
     ticks = np.array([_ticks(SCHEDULES[schedule], stacks, *sizes) for schedule, *sizes in each])[places]
-    for value in work.handed:
+    streams = tuple(part.stream for part in work.parts if part.repeats > 1 and part.stream is not None)
+    for value in work.handed or streams[:1]:
         size = np.where(value.is_computed, half, value.itemsize)
         rows = table.data * table.microbatches if any(name == BATCH for name, _ in value.dims) else 1
         _add(found.pipeline, (PIPE,), 2 * ticks * split.local(value.dims) / rows * size)

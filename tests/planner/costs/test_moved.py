@@ -1,7 +1,7 @@
 """Bytes by axis, as arithmetic has them, against those of compiled steps.
 
 `audited.json` has what `cjax.audit` read from programs that XLA compiled for eight H100s: bytes a device receives in a
-step, by mesh axes. `python tests/planner/reading/test_moved.py` makes it anew, for an hour on two cores.
+step, by mesh axes. `python tests/planner/costs/test_moved.py` makes it anew, for an hour on two cores.
 """
 
 import functools
@@ -14,13 +14,13 @@ import jax
 import numpy as np
 import optax
 import pytest
-from planner.reading.cases import MODELS, PAIRS, captured
+from reading_cases import MODELS, PAIRS, captured
 
 import cjax
 from cjax.audit import audit
 from cjax.mesh import compile_lowered
 from cjax.plan import Plan
-from cjax.planner.reading.moved import moved
+from cjax.planner.costs.moved import moved
 from cjax.planner.reading.split import Splits
 from cjax.planner.reading.work import work_of
 from cjax.planner.table import Table
@@ -40,21 +40,18 @@ ANEW = (("gpt", "data=2 tensor=4 zero=1"), ("own", "data=8 zero=3"), ("bert", "d
 
 
 @functools.cache
-def read(name: str, is_grid: bool) -> tuple[Work, Splits]:
-    trace = TraceSource(captured(name), MODELS[name].batch).read(at_once=is_grid)
-    work = work_of(trace)
-    return work, Splits(work, trace)
+def read(name: str) -> tuple[Work, Splits]:
+    source = TraceSource(captured(name), MODELS[name].batch)
+    work = work_of(source.read())
+    return work, Splits(work, source.read(), lambda: source.read(at_once=True))
 
 
 def predicted(name: str, text: str) -> dict[str, float]:
-    """Bytes by axes, those of one device left out of their names, as the audit has them."""
+    """Bytes by axes, as the audit has them."""
     plan = Plan.parse(text)
-    work, splits = read(name, plan.tensor.mode != "1d")
-    found: dict[str, float] = {}
-    for axes, amount in moved(work, splits(plan), Table.of([plan])).by_axis().items():
-        real = "+".join(a for a in axes.split("+") if plan.data > 1 or a != "data")
-        found[real] = found.get(real, 0.0) + float(amount[0])
-    return found
+    work, splits = read(name)
+    found = moved(work, splits(plan), Table.of([plan])).by_axis()
+    return {axes: float(amount[0]) for axes, amount in found.items()}
 
 
 def compiled(name: str, plan: str) -> dict[str, float]:
@@ -101,7 +98,7 @@ def test_a_table_of_plans_is_its_plans_one_by_one() -> None:
              "data=8 zero=2 precision=bfloat16",
              "data=2 remat=block pipeline=interleaved:2/2 microbatches=4"]  # fmt: skip
     plans = [Plan.parse(f"tensor=2 {text}") for text in texts]
-    work, splits = read("gpt", False)
+    work, splits = read("gpt")
     together = moved(work, splits(plans[0]), Table.of(plans)).by_axis()
     for at, plan in enumerate(plans):
         alone = moved(work, splits(plan), Table.of([plan])).by_axis()

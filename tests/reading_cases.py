@@ -1,4 +1,4 @@
-"""Models and plans whose compiled steps have been audited: what a device receives in each is in `audited.json`."""
+"""Models and plans whose compiled steps were audited; `planner/costs/audited.json` has what a device receives."""
 
 import dataclasses
 import functools
