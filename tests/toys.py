@@ -61,7 +61,7 @@ def durations(work: Work, split: Split, table: Table, hardware: Hardware) -> Any
 
 
 def question(memory_gib: float = 40, split: Callable[[Plan], Split] = split, **facts: Any) -> Question:
-    return Question(WORK, split, lambda num: hardware(num, memory_gib, **facts), memory, durations)
+    return Question(lambda plan: WORK, split, lambda num: hardware(num, memory_gib, **facts), memory, durations)
 
 
 def space(auto: str = "auto", **facts: Any) -> Space:

@@ -8,7 +8,7 @@ from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
 from cjax.planner.choice.decide import Decision, decide, planning_of
 from cjax.planner.choice.planning import Planning
-from cjax.planner.reading.split import how_read
+from cjax.planner.reading.readings import how_read
 from cjax.program.composed import Composed, Given
 from cjax.sharding.place.born import born
 from cjax.sharding.place.model import store_model

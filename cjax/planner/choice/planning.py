@@ -21,8 +21,7 @@ from cjax.planner.costs.memory import MemoryCost, memory_of
 from cjax.planner.costs.profiled import profiled
 from cjax.planner.hardware import Hardware
 from cjax.planner.profile import Profile, read_profile
-from cjax.planner.reading.split import Splits
-from cjax.planner.reading.work import work_of
+from cjax.planner.reading.readings import Readings
 from cjax.planner.table import Table
 from cjax.planner.work import Split, Work
 from cjax.trace.microbatches.part import read_part
@@ -53,8 +52,13 @@ class Planning:
         return self.source.read()
 
     @functools.cached_property
+    def readings(self) -> Readings:
+        return Readings(self.source, self._optimizer_bytes())
+
+    @functools.cached_property
     def work(self) -> Work:
-        return work_of(self.trace, self._optimizer_bytes())
+        """As plans without tensor parallelism have it read."""
+        return self.readings.work(Plan())
 
     def _optimizer_bytes(self) -> float:
         """Of its state for each byte of trained parameters."""
@@ -82,15 +86,13 @@ class Planning:
 
     @functools.cached_property
     def question(self) -> Question:
-        splits = Splits(self.work, self.trace, lambda: self.source.read(at_once=True))
-
         def split(plan: Plan) -> Split:
-            found = splits(plan)
-            if plan.tensor.size > 1 and sum(found.held) >= sum(splits(Plan(data=1)).held):
+            found = self.readings.split(plan)
+            if plan.tensor.size > 1 and sum(found.held) >= sum(self.readings.split(Plan(data=1)).held):
                 raise ValueError(f"tensor={plan.tensor} splits no weights of this model")
             return found
 
-        return Question(self.work, split, self.known, self._memory, self._durations)
+        return Question(self.readings.work, split, self.known, self._memory, self._durations)
 
     def _memory(self, work: Work, split: Split, table: Table, hardware: Hardware) -> MemoryCost:
         # As the devices are, and not with rates from measurements: which kernels there are hangs on what is known of

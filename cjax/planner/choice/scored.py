@@ -173,14 +173,14 @@ class Question:
     """What a search asks of: one model and its batch, on devices of one kind.
 
     Args:
-      work: what a step has to do.
+      work: what a step has to do, as an arrangement has it read.
       split: what the tensor and sequence words make of it; raises ValueError with the reason where they can't.
       hardware_at: so many of the devices.
       memory: (work, split, table, hardware) -> bytes by use, as the fields of a dataclass.
       durations: the same -> seconds.
     """
 
-    work: Work
+    work: Callable[[Plan], Work]
     split: Callable[[Plan], Split]
     hardware_at: Callable[[int], Hardware]
     memory: Callable[[Work, Split, Table, Hardware], Any]
@@ -207,18 +207,19 @@ class Question:
         if isinstance(split, str):
             return split
         hardware = self.hardware_at(num_devices)
-        found = self.memory(self.work, split, table, hardware)
+        work = self.work(arrangement)
+        found = self.memory(work, split, table, hardware)
         uses = {use.name: getattr(found, use.name) for use in fields(found)}
-        return Costs(arrangement, table, hardware, self.work, uses)
+        return Costs(arrangement, table, hardware, work, uses)
 
     def timed(self, costs: Costs, rows: np.ndarray) -> Costs:
         """Some plans of these, with their times."""
         split = self.split_or_reason(costs.arrangement)
         assert isinstance(split, Split), "costs without a split"
         table = take(costs.table, rows)
-        found = self.durations(self.work, split, table, costs.hardware)
+        found = self.durations(costs.work, split, table, costs.hardware)
         memory = {use: sizes[rows] for use, sizes in costs.memory.items()}
-        return Costs(costs.arrangement, table, costs.hardware, self.work, memory, found)
+        return Costs(costs.arrangement, table, costs.hardware, costs.work, memory, found)
 
     def score(self, plan: Plan) -> Scored | str:
         """One resolved plan, whether or not it fits; or why it can't be had."""

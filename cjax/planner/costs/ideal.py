@@ -20,6 +20,8 @@ from cjax.planner.work import Move, Part, Split, Work
 
 SEQUENCE = "sequence"
 WITH_DATA = (SEQUENCE, "depth")  # axes of a copy along which weights are alike, and gradients are added up
+# What each member receives is its own and comes from one other: a host's other adapters do not carry a part of it.
+EXCHANGES = ("all-to-all", "collective-permute")
 MASTER = 4.0  # bytes of a parameter, and of a gradient that was added up
 
 
@@ -179,15 +181,15 @@ class _Plans:
     def _moved(self, move: Move) -> Transfer:
         size = np.where(self._is_half & (not move.is_wide), 2.0, 4.0)
         bytes_ = move.elements * size / (1.0 if move.of_weights else self._share)
-        return self._over(self._axes(move.axes), move.kind, bytes_, move.count)
+        return self._over(self._axes(move.axes, move.kind in EXCHANGES), move.kind, bytes_, move.count)
 
-    def _axes(self, axes: tuple[str, ...]) -> Group:
+    def _axes(self, axes: tuple[str, ...], is_exchange: bool) -> Group:
         """Members along these axes of the tensor and sequence words, the last of which are neighbours."""
         names = list(self._split.sizes)
         inside = names[max(names.index(axis) for axis in axes) + 1 :]
         size = math.prod(self._split.sizes[axis] for axis in axes)
         stride = math.prod(self._split.sizes[axis] for axis in inside)
-        return group_of(self._hardware, size, stride, self._software.rings)
+        return group_of(self._hardware, size, stride, 1 if is_exchange else self._software.rings)
 
     def _gathered(self, part: Part, held: float) -> Transfer:
         group = self._zero_group()

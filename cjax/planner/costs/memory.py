@@ -101,7 +101,7 @@ class _Memory:
         found = [self._whole_step(grads), self._pipeline(grads)]
         parts = [np.where(self.is_staged, b, a) for a, b in zip(*found, strict=True)]
         gaps = GAPS_MOVED if self.moves_pieces else GAPS
-        return MemoryCost(params, optimizer, batch, *parts, gaps * np.sum(parts, axis=0))
+        return MemoryCost(params, optimizer, batch, *parts, other=gaps * np.sum(parts, axis=0))
 
     def _whole_step(self, grads: np.ndarray) -> tuple[np.ndarray, ...]:
         """Gradients, activations and what stands beside them at the fullest moment of a backward pass."""

@@ -1,10 +1,8 @@
 """What the tensor and sequence words of a plan make of a work: where dims go, what a device holds, what it receives."""
 
-import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
-from typing import NamedTuple
 
 from cjax.jax_compat.core import Equation, Var
 from cjax.mesh import DATA, SEQUENCE
@@ -22,38 +20,26 @@ from cjax.trace.reading import Trace
 from cjax.trace.stages.counters import depends
 
 
-class HowRead(NamedTuple):
-    """How a plan has a trace read: see `cjax.trace.reading.read`."""
-
-    pairs: bool
-    at_once: bool
-
-
-def how_read(plan: Plan) -> HowRead:
-    """How a plan has a trace read."""
-    is_grid = plan.tensor.mode != "1d"
-    return HowRead(
-        # Stages of a pipeline are made of whole layers; a grid splits both sides of a weight as it is.
-        pairs=not is_grid and plan.tensor.size > 1 and plan.pipeline.size == 1,
-        # A grid splits the products of such a loop both ways already, and each turn would send their weights again.
-        at_once=is_grid,
-    )
-
-
 class Splits:
     """The splits of one work, each made once for a tensor and sequence word: what a search asks again and again.
 
     Args:
       work: of the trace.
       trace: that it was read off.
-      at_once: makes the same trace with loops that add up over parts of the examples evaluated at once, as grids have
-        it read; the trace itself if left out.
     """
 
-    def __init__(self, work: Work, trace: Trace, at_once: Callable[[], Trace] | None = None) -> None:
-        self._work, self._at_once = work, at_once
-        self._plain = _Splits(work, trace)
+    def __init__(self, work: Work, trace: Trace) -> None:
+        self._trace = trace
+        self._stretches, self._naming = stretches(trace), Naming(trace)
+        self._leaves = leaves_of(trace, self._stretches)
+        self._learned, self._uses = _learned(trace), _uses(trace)
+        # By leaf of any layer, that of the first.
+        stacks = [stretch.stack for stretch in self._stretches if stretch.stack]
+        self._first = {i: group[0] for stack in stacks for group in stack.weights for i in group}
         self._made: dict[tuple[object, ...], Split | ValueError] = {}
+        rows = max((trace.leaves[i].shape[0] for i in trace.leaves_of("batch") if trace.leaves[i].shape), default=1)
+        self._num_parts = work.num_rows // rows
+        assert len(work.parts) == len(self._stretches), "a split is of the work that was read off this trace"
 
     def __call__(self, plan: Plan) -> Split:
         """The split of a plan.
@@ -64,8 +50,7 @@ class Splits:
         key = (plan.tensor, plan.sequence, tuple(sorted((name, str(axes)) for name, axes in plan.rules.items())))
         if key not in self._made:
             try:
-                splits = self._grids if how_read(plan).at_once else self._plain
-                self._made[key] = splits.split(plan)
+                self._made[key] = self._split(plan)
             except ValueError as error:
                 self._made[key] = error
         found = self._made[key]
@@ -73,28 +58,7 @@ class Splits:
             raise found
         return found
 
-    @functools.cached_property
-    def _grids(self) -> "_Splits":
-        return self._plain if self._at_once is None else _Splits(self._work, self._at_once())
-
-
-class _Splits:
-    """Splits of one trace."""
-
-    def __init__(self, work: Work, trace: Trace) -> None:
-        self._trace = trace
-        self._stretches, self._naming = stretches(trace), Naming(trace)
-        self._leaves = leaves_of(trace, self._stretches)
-        self._learned, self._uses = _learned(trace), _uses(trace)
-        # By leaf of any layer, that of the first.
-        stacks = [stretch.stack for stretch in self._stretches if stretch.stack]
-        self._first = {i: group[0] for stack in stacks for group in stack.weights for i in group}
-        rows = max((trace.leaves[i].shape[0] for i in trace.leaves_of("batch") if trace.leaves[i].shape), default=1)
-        self._num_parts = work.num_rows // rows
-        alike = [[len(part.weights) for part in work.parts], [len(leaves) for leaves in self._leaves]]
-        assert alike[0] == alike[1], "a split is of the work that was read off this trace"
-
-    def split(self, plan: Plan) -> Split:
+    def _split(self, plan: Plan) -> Split:
         sizes = {DATA: 1} | ({SEQUENCE: plan.sequence.size} if plan.sequence.size > 1 else {})
         sizes |= plan.tensor.axis_sizes()
         layout = make_layout(self._trace, sizes, plan.rules, sequence=plan.sequence)

@@ -21,10 +21,8 @@ from cjax.audit import audit
 from cjax.mesh import compile_lowered
 from cjax.plan import Plan
 from cjax.planner.costs.moved import moved
-from cjax.planner.reading.split import Splits
-from cjax.planner.reading.work import work_of
+from cjax.planner.reading.readings import Readings
 from cjax.planner.table import Table
-from cjax.planner.work import Work
 from cjax.trace.source import TraceSource
 
 AUDITED = Path(__file__).parent / "audited.json"
@@ -40,17 +38,15 @@ ANEW = (("gpt", "data=2 tensor=4 zero=1"), ("own", "data=8 zero=3"), ("bert", "d
 
 
 @functools.cache
-def read(name: str) -> tuple[Work, Splits]:
-    source = TraceSource(captured(name), MODELS[name].batch)
-    work = work_of(source.read())
-    return work, Splits(work, source.read(), lambda: source.read(at_once=True))
+def read(name: str) -> Readings:
+    return Readings(TraceSource(captured(name), MODELS[name].batch))
 
 
 def predicted(name: str, text: str) -> dict[str, float]:
     """Bytes by axes, as the audit has them."""
     plan = Plan.parse(text)
-    work, splits = read(name)
-    found = moved(work, splits(plan), Table.of([plan])).by_axis()
+    readings = read(name)
+    found = moved(readings.work(plan), readings.split(plan), Table.of([plan])).by_axis()
     return {axes: float(amount[0]) for axes, amount in found.items()}
 
 
@@ -98,10 +94,10 @@ def test_a_table_of_plans_is_its_plans_one_by_one() -> None:
              "data=8 zero=2 precision=bfloat16",
              "data=2 remat=block pipeline=interleaved:2/2 microbatches=4"]  # fmt: skip
     plans = [Plan.parse(f"tensor=2 {text}") for text in texts]
-    work, splits = read("gpt")
-    together = moved(work, splits(plans[0]), Table.of(plans)).by_axis()
+    work, split = read("gpt").work(plans[0]), read("gpt").split(plans[0])
+    together = moved(work, split, Table.of(plans)).by_axis()
     for at, plan in enumerate(plans):
-        alone = moved(work, splits(plan), Table.of([plan])).by_axis()
+        alone = moved(work, split, Table.of([plan])).by_axis()
         for axes, amount in together.items():
             np.testing.assert_allclose(amount[at], alone.get(axes, [0.0])[0], err_msg=f"{plan}: {axes}")
 
