@@ -159,8 +159,8 @@ def by_links(results: Results, place: str) -> str:
     if not texts:
         return ""
     first = (
-        "## By links and cards a host\n\nGPT-2 medium, 32 x 1,024 tokens, four A100-40GB. Speed in percent of the fastest "
-        "plan."
+        "## By links and cards a host\n\nGPT-2 medium, 32 x 1,024 tokens, four A100-40GB. Speed in percent of the "
+        "fastest plan."
     )
     return "\n\n".join([first, *texts, _why_links(results)])
 

@@ -8,6 +8,7 @@ from shared.results import Results
 from .answers import by_batch, by_links, by_model, findings, short
 from .pictures import draw
 from .scales import bert, energy, gpt3, numbers, weak
+from .view import fits, part_of
 
 HEAD = """# Which plan is fastest
 
@@ -19,7 +20,8 @@ TRUST = """## How far to trust this
 
 - The constants are {source}: decoders of 1 to 1,000 billion parameters, most of them on 8 cards and more. The 80 % interval of a usual plan is {low:.0%} to {high:.0%} of its step. It is of one plan: two plans of one model err together, so that their order is surer than either.
 - **Never measured**: PCIe boxes (four cards share a root complex, which the model takes for 32 GB/s each, one way: many boxes have less), A100 with 40 GB, Ethernet below 100 Gb/s, encoders, T5, vision transformers, convolutional nets, and 2D, 2.5D and 3D tensor modes at any size. There the numbers are arithmetic with a decoder's constants.
-- Small models and small batches lie at the edge of what was fitted: a step of some 50 ms is a fifth overhead here, which is a guess.
+- Small models and small batches lie at the edge of what was fitted: {overhead}
+- A card with less power is counted at the same speed: PCIe cards clock lower under load than this page says, so their steps are somewhat longer and their energy somewhat more.
 - Convolutions are counted as matmuls. cuDNN has kernels for few channels that matmuls have not, so that a ResNet is likely faster than said, under every plan alike.
 - Compile what you mean to take: `cjax.plans(..., verify=3)` has XLA's own memory and transfers in place of these."""  # noqa: E501
 
@@ -39,4 +41,13 @@ def write_page(results: Results, page: Path, log: Path) -> None:
 
 def _trust(results: Results) -> str:
     found = results.of("constants")
-    return TRUST.format(**found[0]) if found else ""
+    return TRUST.format(**found[0], overhead=_overhead(results)) if found else ""
+
+
+def _overhead(results: Results) -> str:
+    """Of the shortest step."""
+    row = min((row for row in results.of("size") if fits(row)), key=lambda row: row["s"], default=None)
+    if row is None:
+        return "their steps are overhead in part, which is a guess."
+    share = part_of(row, "overhead")
+    return f"of the shortest step here, {1e3 * row['s']:.0f} ms, {share:.0f} % are overhead that nothing explains."

@@ -98,7 +98,7 @@ def _kept(trace: Trace, naming: Naming, parts: Sequence[Stretch], hooks: Planned
             own = [a for a in moment.arrays if a not in results and (owner.get(a, at) == at and a not in stacked)]
             moments[at].append(Moment(moment.op, moment.at, tuple(own)))
     stacks = [part.stack for part in parts if part.stack is not None]
-    of_stages = iter(staged_of(trace, naming, stacks, staged) if stacks and not trace.at_once else [])
+    of_stages = iter(staged_of(trace, naming, stacks, staged) if stacks else [])
     found = []
     for part, arrays, each in zip(parts, saved, moments, strict=True):
         working = tuple(_values(step, moment.arrays) for moment in _fullest(step, each))

@@ -97,6 +97,11 @@ def test_gpts_layer_under_a_kernel() -> None:
     assert size(kept.saved) == pytest.approx(2 * rows * (6 * 64 + wide) + 4 * rows * (HEADS + 4), rel=0.02)
 
 
+def test_a_pipelines_stage_beside_a_grid_saves_as_much_of_a_layer() -> None:
+    alone, beside = (gpt().kept["none", "fused", at_once][1] for at_once in (False, True))
+    assert size(beside.staged) == size(alone.staged) > 0 and size(beside.payload) == size(alone.payload)
+
+
 def test_logits_are_a_part_at_a_time_but_in_a_grid() -> None:
     config = GPTConfig(num_layers=2, num_heads=HEADS, embed_dim=32, vocab_size=4000, context=512)
     tokens = jax.ShapeDtypeStruct((ROWS, 512), jnp.int32)
