@@ -10,8 +10,8 @@ from pathlib import Path
 from cjax.plan import Plan
 from cjax.planner.costs.transformer import Decoder, Sharing, split_of_decoder, work_of_decoder
 from cjax.planner.hardware import Hardware
-from cjax.planner.table import Table
-from cjax.planner.work import Split, Work
+from cjax.planner.table import PlanTable
+from cjax.planner.work import Work, WorkSplit
 from published.facts import Facts, facts_of
 from published.models import decoder_of
 
@@ -53,12 +53,12 @@ class Run:
         return work_of_decoder(self.decoder, self.batch, self.positions, self.spread)
 
     @functools.cached_property
-    def split(self) -> Split:
+    def split(self) -> WorkSplit:
         return split_of_decoder(self.decoder, self.work, self.spread)
 
     @property
-    def table(self) -> Table:
-        return Table.of([self.plan])
+    def table(self) -> PlanTable:
+        return PlanTable.of([self.plan])
 
     @property
     def hardware(self) -> Hardware:

@@ -12,8 +12,8 @@ from cjax.planner.costs.ideal import Ideal, Ways, ideal
 from cjax.planner.costs.pipelines import asynchronous, makespan, ticks
 from cjax.planner.costs.transfers import Receipt
 from cjax.planner.hardware import Hardware
-from cjax.planner.table import REMATS, SCHEDULES, Table
-from cjax.planner.work import Split, Work
+from cjax.planner.table import REMATS, SCHEDULES, PlanTable
+from cjax.planner.work import Work, WorkSplit
 
 PARTS = (
     "matmul", "attention", "elementwise", "recompute", "tensor", "sequence", "data", "gather", "pipeline", "bubble",
@@ -70,7 +70,9 @@ class Durations:
         return _added(getattr(self, part) for part in PARTS)
 
 
-def durations(work: Work, split: Split, table: Table, hardware: Hardware, calibration: Calibration) -> Durations:
+def durations(
+    work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware, calibration: Calibration
+) -> Durations:
     """How long a step takes under each plan of a table.
 
     Args:

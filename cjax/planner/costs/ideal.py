@@ -15,8 +15,8 @@ from cjax.planner.costs.compute import Computing, Pass
 from cjax.planner.costs.moved import moved
 from cjax.planner.costs.transfers import Members, Receipt, group_of
 from cjax.planner.hardware import Hardware
-from cjax.planner.table import PRECISIONS, SCHEDULES, Table
-from cjax.planner.work import Move, Part, Split, Work
+from cjax.planner.table import PRECISIONS, SCHEDULES, PlanTable
+from cjax.planner.work import AxisMove, Part, Work, WorkSplit
 
 SEQUENCE = "sequence"
 WITH_DATA = (SEQUENCE, "depth")  # axes of a copy along which weights are alike, and gradients are added up
@@ -85,7 +85,7 @@ class Ideal:
     moved: dict[str, np.ndarray]
 
 
-def ideal(work: Work, split: Split, table: Table, hardware: Hardware, calibration: Calibration) -> Ideal:
+def ideal(work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware, calibration: Calibration) -> Ideal:
     """Of plans that share their tensor and sequence words."""
     return _Plans(work, split, table, hardware, calibration).ideal()
 
@@ -93,7 +93,9 @@ def ideal(work: Work, split: Split, table: Table, hardware: Hardware, calibratio
 class _Plans:
     """A table at work: what its columns make of each size."""
 
-    def __init__(self, work: Work, split: Split, table: Table, hardware: Hardware, calibration: Calibration) -> None:
+    def __init__(
+        self, work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware, calibration: Calibration
+    ) -> None:
         self._work, self._split, self._table, self._hardware = work, split, table, hardware
         self._software, self._shares = calibration.software, (calibration.links, calibration.adapters)
         self._inner = split.num_devices  # neighbours that share a copy's stage
@@ -178,7 +180,7 @@ class _Plans:
             exchanges=np.full(count, exchanges),
         )
 
-    def _moved(self, move: Move) -> Receipt:
+    def _moved(self, move: AxisMove) -> Receipt:
         size = np.where(self._is_half & (not move.is_wide), 2.0, 4.0)
         bytes_ = move.elements * size / (1.0 if move.of_weights else self._share)
         return self._over(self._axes(move.axes, move.kind in EXCHANGES), move.kind, bytes_, move.count)

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from cjax.jax_compat.core import ClosedJaxpr, Equation, Literal, make_jaxpr
 from cjax.planner.reading.naming import Naming
-from cjax.planner.work import BATCH, Dims, Value
+from cjax.planner.work import BATCH, Dims, NamedTensor
 from cjax.sharding.attention.kernel import Fused, fused_groups
 from cjax.sharding.place.saved import checkpointed, has_complex, kept
 from cjax.trace.attention.find import Attention
@@ -62,11 +62,11 @@ class Named:
                 found.append((name, size * self.num_parts if name == BATCH else size))
         return tuple(found)
 
-    def value(self, var: Any, scope: Scope | None = None, first: int = 0) -> Value:
+    def value(self, var: Any, scope: Scope | None = None, first: int = 0) -> NamedTensor:
         """A variable as a value, or a number."""
         aval = var.aval
         dims = () if isinstance(var, Literal) else self.dims(var, scope or self.classes.top, first)
-        return Value(dims, itemsize_of(aval), bool(jnp.issubdtype(aval.dtype, jnp.floating)))
+        return NamedTensor(dims, itemsize_of(aval), bool(jnp.issubdtype(aval.dtype, jnp.floating)))
 
 
 def itemsize_of(aval: Any) -> int:
