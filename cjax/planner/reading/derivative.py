@@ -171,12 +171,12 @@ class Planned(Hooks):
         given, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
         return kept(eqn, bind(eqn, given, params), self._remat)
 
-    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
+    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> Sequence[Group[Any]]:
         if not self._has_kernel:
             return []
         return fused_groups([group.of for group in attention_groups(self._trace, eqns, results, scope)])
 
-    def group(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+    def group(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         fused: Fused = group.of
         values = dict(zip(group.ins, ins, strict=True))
         if self._lowering is not None and _suits(fused.attention):

@@ -12,7 +12,7 @@ from typing import get_args
 from cjax.jax_compat.core import Literal
 from cjax.plan import Remat
 from cjax.planner.reading.derivative import Planned, StepTrace, derive
-from cjax.planner.reading.live import Array, Moment, Operation, timeline
+from cjax.planner.reading.live import Array, Moment, LiveOperation, timeline
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.staged import staged_of
 from cjax.planner.reading.stretches import Stretch
@@ -107,12 +107,12 @@ def _kept(trace: Trace, naming: Naming, parts: Sequence[Stretch], hooks: Planned
     return tuple(found)
 
 
-def _turn(ops: Sequence[Operation], seed: Array) -> int:
+def _turn(ops: Sequence[LiveOperation], seed: Array) -> int:
     """Where the backward pass begins: at the first operation on the loss's own derivative."""
     return next((at for at, op in enumerate(ops) if seed in op.reads), len(ops))
 
 
-def _loops(step: StepTrace, part: Stretch, ops: Sequence[Operation]) -> tuple[int, ...]:
+def _loops(step: StepTrace, part: Stretch, ops: Sequence[LiveOperation]) -> tuple[int, ...]:
     """The loops over a stack's layers: forward, and backward if they are trained."""
     if part.stack is None:
         return ()
