@@ -12,7 +12,7 @@ from typing import get_args
 from cjax.jax_compat.core import Literal
 from cjax.plan import Remat
 from cjax.planner.reading.derivative import Planned, StepTrace, derive
-from cjax.planner.reading.live import Array, Moment, LiveOperation, timeline
+from cjax.planner.reading.live import Array, LiveOperation, Moment, timeline
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.staged import staged_of
 from cjax.planner.reading.stretches import Stretch
