@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from cjax.mesh import DATA, DEPTH, PIPE, SEQUENCE, ZERO
-from cjax.pipeline import build
+from cjax.planner.costs.pipelines import ticks
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
 from cjax.planner.work import BATCH, HeldWeight, Part, Weight, Work, WorkSplit
 from cjax.sharding.layout.zero import SMALLEST
@@ -239,12 +239,12 @@ def _of_stages(found: Moved, work: Work, split: WorkSplit, table: PlanTable, hal
     columns = (table.schedule, table.pipeline, table.microbatches, table.chunks)
     first, places = _distinct(*columns)
     each = zip(*(column[first].tolist() for column in columns), strict=True)
-    ticks = np.array([_ticks(SCHEDULES[schedule], stacks, *sizes) for schedule, *sizes in each])[places]
+    counts = np.array([_ticks(SCHEDULES[schedule], stacks, *sizes) for schedule, *sizes in each])[places]
     streams = tuple(part.stream for part in work.parts if part.repeats > 1 and part.stream is not None)
     for value in work.handed or streams[:1]:
         size = np.where(value.is_computed, half, value.itemsize)
         rows = table.data * table.microbatches if any(name == BATCH for name, _ in value.dims) else 1
-        _add(found.pipeline, (PIPE,), 2 * ticks * split.local(value.dims) / rows * size)
+        _add(found.pipeline, (PIPE,), 2 * counts * split.local(value.dims) / rows * size)
 
 
 @functools.cache
@@ -253,10 +253,11 @@ def _ticks(schedule: str, stacks: int, stages: int, microbatches: int, chunks: i
     each is a chunk on every stage."""
     if stages == 1 or stacks == 0:
         return 0
-    if schedule == "1f1b" and stacks == 1:
-        return microbatches + 2 * (stages - 1)
     try:
-        return build("interleaved" if schedule == "1f1b" else schedule, stages, microbatches, chunks * stacks).num_ticks
+        kinds = ticks(
+            "interleaved" if schedule == "1f1b" and stacks > 1 else schedule, stages, microbatches, chunks * stacks
+        )
+        return sum(kinds.values())
     except ValueError:  # which whoever makes plans has to find out, and say
         return 0
 
