@@ -142,12 +142,10 @@ def weak(results: Results, place: str) -> str:
     said = f" On {numbers[-1]} cards the fastest is {words(last)}, {ms(last)} ms a step." if last else ""
     return (
         f"## From {numbers[0]} to {numbers[-1]} cards\n\nGPT-2 large, 8 rows of 1,024 tokens a card, A100-40GB, "
-        "hosts of 8 "
-        "with NVLink and 8 adapters of 25 GB/s. Thousands of tokens a second and card, and what is left of "
-        f"it.{said} What "
-        "falls is ZeRO over all cards, whose gathers go round all hosts once for each layer; ZeRO within hosts was "
-        "among "
-        f"the plans of its rows.\n\n{table(['flavour', *map(str, numbers)], lines)}\n\n![weak "
+        "hosts of 8 with NVLink and 8 adapters of 25 GB/s. Thousands of tokens a second and card, and what is left of "
+        f"it.{said} ZeRO "
+        "is in groups of a host (`/8`) where that is faster: over all cards its gathers would go round all hosts once "
+        f"for each layer.\n\n{table(['flavour', *map(str, numbers)], lines)}\n\n![weak "
         f"scaling]({place}/weak.svg)"
     )
 
