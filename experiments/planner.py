@@ -27,8 +27,8 @@ from published.rows import ROWS, read
 
 from cjax.planner.costs.calibration import FITTED, calibration_of
 from cjax.planner.costs.duration import durations
-from cjax.planner.costs.transformer import Decoder, Spread, split_of_decoder, work_of_decoder
-from cjax.planner.table import Table
+from cjax.planner.costs.transformer import Decoder, Sharing, split_of_decoder, work_of_decoder
+from cjax.planner.table import PlanTable
 
 LOGS = Path(__file__).parent.parent / "docs" / "results"
 Say = Callable[[str], None]
@@ -152,7 +152,7 @@ def speed(say: Say) -> None:
     assert calibration is not None
     gpt, count, start = Decoder(96, 12288, 96, 51200), 0, time.process_time()
     for tensor, context in itertools.product((1, 2, 4, 8), (1, 2)):
-        spread = Spread(tensor, tensor > 1, context)
+        spread = Sharing(tensor, tensor > 1, context)
         work = work_of_decoder(gpt, 1024, 2048, spread)
         table = _tables(1024 // (tensor * context))
         durations(work, split_of_decoder(gpt, work, spread), table, hardware, calibration)
@@ -161,7 +161,7 @@ def speed(say: Say) -> None:
     say(f"{count} plans in {took:.2f} s of one core: {1e5 * took / count:.2f} s for 100,000")
 
 
-def _tables(devices: int) -> Table:
+def _tables(devices: int) -> PlanTable:
     kinds = [(0, 1), (1, 1), (2, 2), (2, 4), (3, 1), (3, 2)]
     rows = [
         (devices // stages, stages, *kind, parts, zero, group, remat, precision)
@@ -171,7 +171,7 @@ def _tables(devices: int) -> Table:
         for group in (8, devices // stages)
         if 1024 % (devices // stages * parts) == 0 and not (kind[0] == 2 and parts % stages)
     ]
-    return Table(*np.array(rows, np.int64).T)
+    return PlanTable(*np.array(rows, np.int64).T)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from cjax.plan import Auto, Plan
 from cjax.planner.choice.scored import SECONDS, Question
 from cjax.planner.choice.space import Space
 from cjax.planner.hardware import Hardware
-from cjax.planner.table import Table
-from cjax.planner.work import Part, Split, Work
+from cjax.planner.table import PlanTable
+from cjax.planner.work import Part, Work, WorkSplit
 
 GIB = 2**30
 WORK = Work((Part("layers", repeats=8),), num_rows=64, tokens=64 * 1024)
@@ -23,10 +23,10 @@ def hardware(num_devices: int, memory: float = 40, **facts: Any) -> Hardware:
     return Hardware("toy", num_devices, 8, int(memory * GIB), **known)
 
 
-def split(plan: Plan) -> Split:
+def split(plan: Plan) -> WorkSplit:
     if plan.tensor.mode == "3d":
         raise ValueError("no cubes here")
-    return Split({}, plan.axis_sizes(), ((),), (0,))
+    return WorkSplit({}, plan.axis_sizes(), ((),), (0,))
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Bytes:
     activations: np.ndarray
 
 
-def memory(work: Work, split: Split, table: Table, hardware: Hardware) -> Bytes:
+def memory(work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware) -> Bytes:
     """60 GiB of parameters and as much of activations, each divided by what divides it."""
     zero = np.where(table.zero > 0, table.zero_group, 1)
     state = 60 * GIB / (split.num_devices * table.pipeline) / zero
@@ -44,7 +44,7 @@ def memory(work: Work, split: Split, table: Table, hardware: Hardware) -> Bytes:
     return Bytes(state, activations)
 
 
-def durations(work: Work, split: Split, table: Table, hardware: Hardware) -> Any:
+def durations(work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware) -> Any:
     """8 seconds of arithmetic on one device; transfers grow with what shares a matmul, bubbles with stages."""
     devices = table.data * table.pipeline * split.num_devices
     matmul = 8 / devices * (1 + 0.01 * table.microbatches)
@@ -60,7 +60,7 @@ def durations(work: Work, split: Split, table: Table, hardware: Hardware) -> Any
     return SimpleNamespace(**parts, total=total, low=0.9 * total, high=1.2 * total, bound=0.5 * total, moved={})
 
 
-def question(memory_gib: float = 40, split: Callable[[Plan], Split] = split, **facts: Any) -> Question:
+def question(memory_gib: float = 40, split: Callable[[Plan], WorkSplit] = split, **facts: Any) -> Question:
     return Question(lambda plan: WORK, split, lambda num: hardware(num, memory_gib, **facts), memory, durations)
 
 

@@ -31,14 +31,14 @@ _FREE = frozenset(
 
 
 @dataclasses.dataclass
-class Work:
+class Execution:
     """What running a computation once amounts to."""
 
     flops: float = 0.0
     bytes: float = 0.0
     collectives: list[Collective] = dataclasses.field(default_factory=list)
 
-    def add(self, other: "Work", times: float = 1) -> None:
+    def add(self, other: "Execution", times: float = 1) -> None:
         self.flops += other.flops * times
         self.bytes += other.bytes * times
         self.collectives += [dataclasses.replace(each, count=each.count * times) for each in other.collectives]
@@ -49,13 +49,13 @@ class ModuleReader:
 
     def __init__(self, module: hlo.Module, mesh: Mesh | None):
         self.module, self.mesh = module, mesh
-        self.done: dict[str, Work] = {}
+        self.done: dict[str, Execution] = {}
         self.exchanges: list[tuple[float, tuple[tuple[int, ...], ...]]] = []  # bytes received, and groups
         self.unknown_loops = 0
         self.uncounted: set[str] = set()
         self.attention_kernels: set[str] = set()
 
-    def work(self, computation: str) -> Work:
+    def work(self, computation: str) -> Execution:
         if computation not in self.done:
             self.done[computation] = self._read(computation)
         return self.done[computation]
@@ -70,9 +70,9 @@ class ModuleReader:
                     partners[device].update(other for other in group if other != device)
         return max(map(len, partners.values()), default=0)
 
-    def _read(self, computation: str) -> Work:
+    def _read(self, computation: str) -> Execution:
         instructions = {each.name: each for each in self.module.computations[computation]}
-        total = Work()
+        total = Execution()
         in_flight: dict[str, range] = {}  # start instruction -> its collectives' places in total.collectives
         for instruction in instructions.values():
             if instruction.opcode in _FREE:
@@ -101,9 +101,9 @@ class ModuleReader:
                     total.collectives[place] = dataclasses.replace(total.collectives[place], is_async=True)
         return total
 
-    def _one(self, instruction: hlo.Instruction, operands: list[hlo.Shape]) -> Work:
+    def _one(self, instruction: hlo.Instruction, operands: list[hlo.Shape]) -> Execution:
         """The work of one instruction, with all that it calls."""
-        work = Work()
+        work = Execution()
         kind = instruction.opcode.removesuffix("-start")
         if kind in RECEIVED:
             work.collectives += self._collective(instruction, kind, operands)
@@ -118,7 +118,7 @@ class ModuleReader:
             branches = [self.work(name) for name in instruction.called]
             # Which branch runs is known at run time only; the dearest of each kind is reported.
             dearest = max(branches, key=lambda branch: sum(each.total_bytes for each in branch.collectives))
-            once = Work(max(b.flops for b in branches), max(b.bytes for b in branches), dearest.collectives)
+            once = Execution(max(b.flops for b in branches), max(b.bytes for b in branches), dearest.collectives)
             work.add(once, _share_of_turns(instruction))
             return work
         for name in instruction.called:

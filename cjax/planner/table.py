@@ -13,7 +13,7 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Table:
+class PlanTable:
     """Resolved plans that share their tensor and sequence words, a column for each other word.
 
     Args:
@@ -35,10 +35,10 @@ class Table:
         return len(self.data)
 
     @classmethod
-    def of(cls, plans: Sequence[Plan]) -> "Table":
+    def of(cls, plans: Sequence[Plan]) -> "PlanTable":
         """The columns of resolved plans of one tensor and sequence arrangement.
 
-        >>> Table.of([Plan.parse("data=8 zero=1"), Plan.parse("data=8 remat=block")]).remat.tolist()
+        >>> PlanTable.of([Plan.parse("data=8 zero=1"), Plan.parse("data=8 remat=block")]).remat.tolist()
         [0, 2]
         """
         assert len({(plan.tensor, plan.sequence) for plan in plans}) <= 1, "a table has one tensor and sequence"

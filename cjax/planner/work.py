@@ -1,8 +1,8 @@
 """What a step has to do, whatever the plan: plain numbers by named dims, for the whole batch.
 
 A `Work` is read off a trace (`cjax.planner.reading`) or written down from a model's published shapes
-(`cjax.planner.transformer`). A `Split` says what the tensor and sequence words of a plan make of it. All other words
-of a plan only divide: they are columns of a `Table`, and every cost is an array with one entry a plan.
+(`cjax.planner.costs.transformer`). A `WorkSplit` says what the tensor and sequence words of a plan make of it. All
+other words of a plan only divide: they are columns of a `PlanTable`, and every cost is an array with one entry a plan.
 """
 
 import math
@@ -23,7 +23,7 @@ def elements(dims: Dims) -> int:
 
 
 @dataclass(frozen=True)
-class Value:
+class NamedTensor:
     """A tensor that the forward pass makes, and how many of it."""
 
     dims: Dims
@@ -33,7 +33,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Product:
+class MatmulWork:
     """A matmul or convolution of the forward pass: [batch, rows, inner] x [batch, inner, outer].
 
     `batch` is in both operands (heads of an attention that no kernel computes, experts). `rows` are the activation's
@@ -104,11 +104,11 @@ class Kept:
       payload: what it is handed there, and hands on.
     """
 
-    saved: tuple[Value, ...]
-    working: tuple[tuple[Value, ...], ...] = ()
-    staged: tuple[Value, ...] = ()
-    crossing: tuple[Value, ...] = ()
-    payload: tuple[Value, ...] = ()
+    saved: tuple[NamedTensor, ...]
+    working: tuple[tuple[NamedTensor, ...], ...] = ()
+    staged: tuple[NamedTensor, ...] = ()
+    crossing: tuple[NamedTensor, ...] = ()
+    payload: tuple[NamedTensor, ...] = ()
 
 
 # How a step computes: in float32; in a half precision, attentions as they are written; or these by a kernel.
@@ -130,11 +130,11 @@ class Part:
 
     name: str
     repeats: int = 1
-    products: tuple[Product, ...] = ()
+    products: tuple[MatmulWork, ...] = ()
     attentions: tuple[AttentionWork, ...] = ()
-    touched: tuple[Value, ...] = ()
+    touched: tuple[NamedTensor, ...] = ()
     weights: tuple[Weight, ...] = ()
-    stream: Value | None = None
+    stream: NamedTensor | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Work:
     tokens: int
     optimizer_bytes: float = 2.0
     batch_bytes: int = 0
-    handed: tuple[Value, ...] = ()
+    handed: tuple[NamedTensor, ...] = ()
     notes: tuple[str, ...] = ()
     kept: Mapping[tuple[Remat, Form, bool], tuple[Kept, ...]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -182,7 +182,7 @@ Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 
 
 @dataclass(frozen=True)
-class Move:
+class AxisMove:
     """A collective that the tensor or sequence words bring into one pass over one part (one layer of a stack).
 
     Args:
@@ -232,7 +232,7 @@ class HeldWeight:
 
 
 @dataclass(frozen=True)
-class Split:
+class WorkSplit:
     """What the tensor and sequence words of a plan make of a work.
 
     Args:
@@ -246,7 +246,7 @@ class Split:
 
     axes_of: Mapping[str, tuple[str, ...]]
     sizes: Mapping[str, int]
-    moves: tuple[tuple[Move, ...], ...]
+    moves: tuple[tuple[AxisMove, ...], ...]
     held: tuple[int, ...]
     notes: tuple[str, ...] = ()
     weights: tuple[tuple[HeldWeight, ...], ...] = ()

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -97,12 +98,12 @@ class Order:
 
 def order(problem: Problem, logs: np.ndarray) -> Order:
     """By `logs` of predicted / published rate."""
-    groups: dict[tuple, list[int]] = defaultdict(list)
+    groups: dict[Any, list[int]] = defaultdict(list)
     for i, run in enumerate(problem.runs):
         groups[run.setting].append(i)
     right, regrets, places = [], [], []
     for rows in groups.values():
-        plans: dict[tuple, list[int]] = defaultdict(list)
+        plans: dict[Any, list[int]] = defaultdict(list)
         for i in rows:  # repeated measurements of a plan are one
             plans[problem.runs[i].spread, problem.runs[i].plan, problem.runs[i].facts.software].append(i)
         if len(plans) < 2:

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.duration import durations
-from cjax.planner.costs.transformer import Decoder, Spread, split_of_decoder, work_of_decoder
-from cjax.planner.table import SCHEDULES, Table
+from cjax.planner.costs.transformer import Decoder, Sharing, split_of_decoder, work_of_decoder
+from cjax.planner.table import SCHEDULES, PlanTable
 from published.fit import Fit, Problem
 from published.rows import Run
 
@@ -37,24 +38,24 @@ def behind(problem: Problem, found: Fit, run: Run, is_same: bool = True) -> tupl
     return float(mine / best - 1), name
 
 
-def _times(run: Run, calibration, spread: Spread, table: Table) -> np.ndarray:
+def _times(run: Run, calibration: Calibration, spread: Sharing, table: PlanTable) -> np.ndarray:
     work = work_of_decoder(run.decoder, run.batch, run.positions, spread)
     split = split_of_decoder(run.decoder, work, spread)
     return durations(work, split, table, run.hardware, calibration).total
 
 
-def _others(run: Run) -> Iterator[tuple[Spread, Table]]:
+def _others(run: Run) -> Iterator[tuple[Sharing, PlanTable]]:
     decoder = run.decoder
-    own = Table.of([run.plan])
+    own = PlanTable.of([run.plan])
     for tensor, context in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32)):
         if run.gpus % (tensor * context) or (decoder.kv_heads or decoder.heads) % tensor:
             continue
         rows = list(_rows(run, decoder, run.gpus // (tensor * context), own))
         if rows:
-            yield Spread(tensor, tensor > 1, context), Table(*np.array(rows, np.int64).T)
+            yield Sharing(tensor, tensor > 1, context), PlanTable(*np.array(rows, np.int64).T)
 
 
-def _rows(run: Run, decoder: Decoder, devices: int, own: Table) -> Iterator[tuple[int, ...]]:
+def _rows(run: Run, decoder: Decoder, devices: int, own: PlanTable) -> Iterator[tuple[int, ...]]:
     for stages in (1, 2, 4, 8, 16):
         layers = decoder.layers + (2 if decoder.layers % 2 == 0 and decoder.layers % stages else 0)
         if devices % stages or layers % stages:
@@ -71,7 +72,7 @@ def _rows(run: Run, decoder: Decoder, devices: int, own: Table) -> Iterator[tupl
             yield data, stages, schedule, chunks, microbatches, zero, data, 0, int(own.precision[0])
 
 
-def _memory(run: Run, spread: Spread, table: Table) -> np.ndarray:
+def _memory(run: Run, spread: Sharing, table: PlanTable) -> np.ndarray:
     """Bytes of Megatron: weights in 2, gradients in 4, state in 12 that the optimizer's devices share; activations."""
     decoder = run.decoder
     layers = np.ceil(decoder.layers / table.pipeline)
@@ -87,7 +88,7 @@ def _memory(run: Run, spread: Spread, table: Table) -> np.ndarray:
     return state + tokens * width / spread.tensor * layers * flying + logits + 2 * 2**30
 
 
-def _name(spread: Spread, table: Table, at: int) -> str:
+def _name(spread: Sharing, table: PlanTable, at: int) -> str:
     micro = f"microbatches={table.microbatches[at]}"
     return (
         f"data={table.data[at]} tensor={spread.tensor} context={spread.context} "

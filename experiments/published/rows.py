@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 
 from cjax.plan import Plan
-from cjax.planner.costs.transformer import Decoder, Spread, split_of_decoder, work_of_decoder
+from cjax.planner.costs.transformer import Decoder, Sharing, split_of_decoder, work_of_decoder
 from cjax.planner.hardware import Hardware
-from cjax.planner.table import Table
-from cjax.planner.work import Split, Work
+from cjax.planner.table import PlanTable
+from cjax.planner.work import Work, WorkSplit
 from published.facts import Facts, facts_of
 from published.models import decoder_of
 
@@ -36,7 +36,7 @@ class Run:
     line: int
     facts: Facts
     decoder: Decoder
-    spread: Spread
+    spread: Sharing
     plan: Plan
     batch: int
     positions: int
@@ -53,22 +53,29 @@ class Run:
         return work_of_decoder(self.decoder, self.batch, self.positions, self.spread)
 
     @functools.cached_property
-    def split(self) -> Split:
+    def split(self) -> WorkSplit:
         return split_of_decoder(self.decoder, self.work, self.spread)
 
     @property
-    def table(self) -> Table:
-        return Table.of([self.plan])
+    def table(self) -> PlanTable:
+        return PlanTable.of([self.plan])
 
     @property
     def hardware(self) -> Hardware:
         return self.facts.hardware(self.gpus)
 
     @property
-    def setting(self) -> tuple:
+    def setting(self) -> tuple[object, ...]:
         """What plans are compared for: model, batch, devices, software."""
-        model = dataclasses.replace(self.decoder)
-        return self.facts.system, self.facts.source, model, self.batch, self.positions, self.gpus, self.facts.is_float8
+        return (
+            self.facts.system,
+            self.facts.source,
+            self.decoder,
+            self.batch,
+            self.positions,
+            self.gpus,
+            self.facts.is_float8,
+        )
 
 
 def read(path: Path = ROWS, guesses: bool = False) -> tuple[list[Run], dict[str, int]]:
@@ -114,7 +121,7 @@ def run_of(line: int, row: Row, guesses: bool = False) -> Run | str:
     rate = facts.scale * _rate(row, decoder, positions, facts)
     if not rate:
         return "rate"
-    spread = Spread(tensor, "sp" in row["tp_mode"] and tensor > 1, context)
+    spread = Sharing(tensor, "sp" in row["tp_mode"] and tensor > 1, context)
     plan = _plan(row, facts, data, pipeline, microbatches, decoder.layers)
     return Run(line, facts, decoder, spread, plan, batch, positions, gpus, rate)
 

@@ -124,7 +124,7 @@ def test_models_of_all_families_have_names(name: str):
                 "--batch",
                 "7",
                 "--plan",
-                "auto tensor=1 pipeline=1",
+                "auto data=8",
             ],
             "no plan shares 7 rows over 8 devices",
         ),

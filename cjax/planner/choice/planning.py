@@ -22,8 +22,8 @@ from cjax.planner.costs.profiled import profiled
 from cjax.planner.hardware import Hardware
 from cjax.planner.profile import Profile, read_profile
 from cjax.planner.reading.readings import Readings
-from cjax.planner.table import Table
-from cjax.planner.work import Split, Work
+from cjax.planner.table import PlanTable
+from cjax.planner.work import Work, WorkSplit
 from cjax.trace.microbatches.part import read_part
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
@@ -86,7 +86,7 @@ class Planning:
 
     @functools.cached_property
     def question(self) -> Question:
-        def split(plan: Plan) -> Split:
+        def split(plan: Plan) -> WorkSplit:
             found = self.readings.split(plan)
             if plan.tensor.size > 1 and sum(found.held) >= sum(self.readings.split(Plan(data=1)).held):
                 raise ValueError(f"tensor={plan.tensor} splits no weights of this model")
@@ -94,12 +94,12 @@ class Planning:
 
         return Question(self.readings.work, split, self.known, self._memory, self._durations)
 
-    def _memory(self, work: Work, split: Split, table: Table, hardware: Hardware) -> MemoryCost:
+    def _memory(self, work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware) -> MemoryCost:
         # As the devices are, and not with rates from measurements: which kernels there are hangs on what is known of
         # the card.
         return memory_of(work, split, table, self.hardware(hardware.num_devices))
 
-    def _durations(self, work: Work, split: Split, table: Table, hardware: Hardware) -> Durations:
+    def _durations(self, work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware) -> Durations:
         _, calibration = profiled(self.hardware(hardware.num_devices), self._profile)
         if calibration is None:
             hardware, calibration = assumed(hardware)

@@ -12,8 +12,8 @@ from cjax.plan import Plan
 from cjax.planner.choice.space import arrangement_of, num_words, plan_at, take, words_of
 from cjax.planner.costs.duration import PARTS
 from cjax.planner.hardware import Hardware
-from cjax.planner.table import PRECISIONS, Table
-from cjax.planner.work import Split, Work
+from cjax.planner.table import PRECISIONS, PlanTable
+from cjax.planner.work import Work, WorkSplit
 
 Objective = Literal["time", "memory", "cost", "energy"]
 SECONDS = PARTS
@@ -86,7 +86,7 @@ class Costs:
     """
 
     arrangement: Plan
-    table: Table
+    table: PlanTable
     hardware: Hardware
     work: Work
     memory: Mapping[str, np.ndarray]
@@ -181,17 +181,17 @@ class Question:
     """
 
     work: Callable[[Plan], Work]
-    split: Callable[[Plan], Split]
+    split: Callable[[Plan], WorkSplit]
     hardware_at: Callable[[int], Hardware]
-    memory: Callable[[Work, Split, Table, Hardware], Any]
-    durations: Callable[[Work, Split, Table, Hardware], Any]
-    _splits: dict[str, Split | str] = field(default_factory=dict)
+    memory: Callable[[Work, WorkSplit, PlanTable, Hardware], Any]
+    durations: Callable[[Work, WorkSplit, PlanTable, Hardware], Any]
+    _splits: dict[str, WorkSplit | str] = field(default_factory=dict)
 
     def within(self, memory: int) -> "Question":
         """The same on devices that have so many bytes."""
         return replace(self, hardware_at=lambda num: replace(self.hardware_at(num), memory=memory))
 
-    def split_or_reason(self, arrangement: Plan) -> Split | str:
+    def split_or_reason(self, arrangement: Plan) -> WorkSplit | str:
         """What the arrangement makes of the work, or why it can't be had; asked for once."""
         key = words_of(arrangement)
         if key not in self._splits:
@@ -201,7 +201,7 @@ class Question:
                 self._splits[key] = str(error)
         return self._splits[key]
 
-    def memory_of(self, arrangement: Plan, table: Table, num_devices: int) -> Costs | str:
+    def memory_of(self, arrangement: Plan, table: PlanTable, num_devices: int) -> Costs | str:
         """Bytes of all plans of a table, or why the arrangement can't be had."""
         split = self.split_or_reason(arrangement)
         if isinstance(split, str):
@@ -215,7 +215,7 @@ class Question:
     def timed(self, costs: Costs, rows: np.ndarray) -> Costs:
         """Some plans of these, with their times."""
         split = self.split_or_reason(costs.arrangement)
-        assert isinstance(split, Split), "costs without a split"
+        assert isinstance(split, WorkSplit), "costs without a split"
         table = take(costs.table, rows)
         found = self.durations(costs.work, split, table, costs.hardware)
         memory = {use: sizes[rows] for use, sizes in costs.memory.items()}
@@ -224,7 +224,7 @@ class Question:
     def score(self, plan: Plan) -> Scored | str:
         """One resolved plan, whether or not it fits; or why it can't be had."""
         arrangement = arrangement_of(plan)
-        costs = self.memory_of(arrangement, Table.of([plan]), plan.num_devices)
+        costs = self.memory_of(arrangement, PlanTable.of([plan]), plan.num_devices)
         return costs if isinstance(costs, str) else self.timed(costs, np.arange(1)).row(0)
 
 

@@ -2,7 +2,7 @@
 
 An arrangement is what the tensor and sequence words say; whether the model can be split so, the layout knows, and says
 so when it is asked for the split. All other words only divide, so that the plans of one arrangement are the rows of a
-`Table`: none of them is a `Plan` until somebody wants to see it.
+`PlanTable`: none of them is a `Plan` until somebody wants to see it.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 from cjax.plan import Auto, Pipeline, Plan, Tensor, Zero
 from cjax.plan import Sequence as SequencePlan
 from cjax.plan.parts import TensorMode
-from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, Table
+from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
 from cjax.planner.work import Work, elements
 from cjax.sharding.layout.grid import grid_of
 
@@ -111,7 +111,7 @@ class Space:
         )
 
     # -- the other words -----------------------------------------------------------------------------------------
-    def table(self, arrangement: Plan, num_devices: int) -> Table:
+    def table(self, arrangement: Plan, num_devices: int) -> PlanTable:
         """All plans of an arrangement on so many devices; empty where the batch does not divide."""
         copies = num_devices // (arrangement.tensor.size * arrangement.sequence.size)
         blocks = []
@@ -124,7 +124,7 @@ class Space:
             if counts and zeros:
                 blocks.append(self._block(data, pipeline, counts, zeros))
         columns = np.concatenate(blocks, axis=1) if blocks else np.zeros((len(COLUMNS), 0), np.int64)
-        return Table(*columns)
+        return PlanTable(*columns)
 
     def counts(self, plan: Plan) -> list[int]:
         """Numbers of micro-batches that a resolved plan could have."""
@@ -236,7 +236,7 @@ def space_of(work: Work, num_rows: Sequence[int], stacks: Sequence[int], devices
     )
 
 
-def plan_at(arrangement: Plan, table: Table, row: int) -> Plan:
+def plan_at(arrangement: Plan, table: PlanTable, row: int) -> Plan:
     """One row of a table as a resolved plan, as its author would have written it."""
     at = {name: int(getattr(table, name)[row]) for name in COLUMNS}
     return replace(
@@ -261,12 +261,12 @@ def words_of(plan: Plan) -> str:
     return str(Plan(tensor=plan.tensor, sequence=plan.sequence, rules=plan.rules))
 
 
-def take(table: Table, rows: np.ndarray) -> Table:
+def take(table: PlanTable, rows: np.ndarray) -> PlanTable:
     """Some rows of a table: a mask, or numbers of rows."""
-    return Table(*(getattr(table, name)[rows] for name in COLUMNS))
+    return PlanTable(*(getattr(table, name)[rows] for name in COLUMNS))
 
 
-def num_words(arrangement: Plan, table: Table) -> np.ndarray:
+def num_words(arrangement: Plan, table: PlanTable) -> np.ndarray:
     """How many words the text of each plan has, `data` among them."""
     own = (arrangement.tensor.size > 1) + (arrangement.sequence != SequencePlan()) + 1
     words = [table.pipeline > 1, table.microbatches > 1, table.zero > 0, table.remat > 0, table.precision > 0]

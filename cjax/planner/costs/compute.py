@@ -12,7 +12,7 @@ import numpy as np
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS
-from cjax.planner.work import BATCH, AttentionWork, Dims, Part, Product, Split, Value, elements
+from cjax.planner.work import BATCH, AttentionWork, Dims, MatmulWork, NamedTensor, Part, WorkSplit, elements
 
 # Results of a tile, and how well it runs beside the largest.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.8))
@@ -76,7 +76,7 @@ class Computing:
     """
 
     def __init__(
-        self, hardware: Hardware, calibration: Calibration, split: Split, share: np.ndarray, precision: np.ndarray
+        self, hardware: Hardware, calibration: Calibration, split: WorkSplit, share: np.ndarray, precision: np.ndarray
     ) -> None:
         self._split, self._share = split, share
         self._is_half = precision != PRECISIONS.index("float32")
@@ -105,7 +105,7 @@ class Computing:
         share = self._share if any(name == BATCH for name, _ in dims) else 1.0
         return np.maximum(elements(dims) / self._split.parts_of(dims) / share, 1.0) * np.ones_like(self._share)
 
-    def _bytes(self, value: Value) -> np.ndarray:
+    def _bytes(self, value: NamedTensor) -> np.ndarray:
         size = np.where(self._is_half & value.is_computed, min(2, value.itemsize), value.itemsize)
         share = self._share if any(name == BATCH for name, _ in value.dims) else 1.0
         return value.times * size * self._split.local(value.dims) / share
@@ -113,7 +113,7 @@ class Computing:
     def _touching(self, seconds: np.ndarray) -> Pass:
         return dataclasses.replace(Pass.none(len(self._share)), touched=seconds)
 
-    def _product(self, product: Product) -> tuple[Pass, Pass]:
+    def _product(self, product: MatmulWork) -> tuple[Pass, Pass]:
         # An axis that splits two dims of a product splits it once: between products, positions or features may be where
         # weights are, too, but they are gathered for it.
         outer, inner, rows, batch = self._apart(product.outer, product.inner, product.rows, product.batch)
@@ -145,8 +145,7 @@ class Computing:
         return Pass(matmul, thin, none, none, least, none, flops)
 
     def _attention(self, work: AttentionWork) -> tuple[Pass, Pass]:
-        sizes = (self._local(dims) for dims in (work.batch, work.heads, work.queries, work.keys))
-        batch, heads, queries, keys = sizes
+        queries, keys = self._local(work.queries), self._local(work.keys)
         # Positions that an axis splits are in one of the two dims.
         scores = self._local((*work.batch, *work.heads, *work.queries, *work.keys)) * work.times
         flops = 4 * scores * work.features

@@ -10,10 +10,10 @@ from cjax.planner.costs.calibration import TEN_PERCENT, Calibration
 from cjax.planner.costs.compute import Pass
 from cjax.planner.costs.ideal import Ideal, Ways, ideal
 from cjax.planner.costs.pipelines import asynchronous, makespan, ticks
-from cjax.planner.costs.transfers import Transfer
+from cjax.planner.costs.transfers import Receipt
 from cjax.planner.hardware import Hardware
-from cjax.planner.table import REMATS, SCHEDULES, Table
-from cjax.planner.work import Split, Work
+from cjax.planner.table import REMATS, SCHEDULES, PlanTable
+from cjax.planner.work import Work, WorkSplit
 
 PARTS = (
     "matmul", "attention", "elementwise", "recompute", "tensor", "sequence", "data", "gather", "pipeline", "bubble",
@@ -70,7 +70,9 @@ class Durations:
         return _added(getattr(self, part) for part in PARTS)
 
 
-def durations(work: Work, split: Split, table: Table, hardware: Hardware, calibration: Calibration) -> Durations:
+def durations(
+    work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware, calibration: Calibration
+) -> Durations:
     """How long a step takes under each plan of a table.
 
     Args:
@@ -103,6 +105,9 @@ class _Seconds:
     @property
     def total(self) -> np.ndarray:
         return self.matmul + self.attention + self.elementwise + self.recompute + self.tensor + self.sequence
+
+
+_Both = tuple[_Seconds, _Seconds]  # forward, backward
 
 
 class _Clock:
@@ -158,7 +163,7 @@ class _Clock:
         return np.hypot(self._constants.spread, UNKNOWN * np.maximum(0.0, seldom - USUAL))
 
     # -- one micro-batch ----------------------------------------------------------------------------------------------
-    def _both(self, ways: Ways, is_layer: bool) -> tuple[_Seconds, _Seconds]:
+    def _both(self, ways: Ways, is_layer: bool) -> _Both:
         there = self._way(ways.forward, ways.tensor_forward, ways.sequence_forward, ways.exchanges, is_layer)
         back = self._way(ways.backward, ways.tensor_backward, ways.sequence_backward, ways.exchanges, is_layer, 2.0)
         if not is_layer:
@@ -177,7 +182,13 @@ class _Clock:
         )
 
     def _way(
-        self, one: Pass, tensor: Transfer, sequence: Transfer, exchanges: bool, is_layer: bool, launches: float = 1.0
+        self,
+        one: Pass,
+        tensor: Receipt,
+        sequence: Receipt,
+        exchanges: np.ndarray,
+        is_layer: bool,
+        launches: float = 1.0,
     ) -> _Seconds:
         constants = self._constants
         share = constants.matmul * (constants.faster if is_layer else 1.0)
@@ -189,12 +200,14 @@ class _Clock:
         hidden = constants.overlapped if constants.software.hides_tensor else constants.hidden_tensor
         tensor_seconds, beside = self._exposed(tensor, computed, hidden)
         sequence_seconds, beside_too = self._exposed(
-            sequence, computed, constants.hidden_tensor if exchanges else constants.overlapped
+            sequence, computed, np.where(exchanges, constants.hidden_tensor, constants.overlapped)
         )
         none = np.zeros_like(matmul)
         return _Seconds(matmul, attention, elementwise, none, tensor_seconds, sequence_seconds, beside + beside_too)
 
-    def _exposed(self, transfer: Transfer, computed: np.ndarray, hidden: float) -> tuple[np.ndarray, np.ndarray]:
+    def _exposed(
+        self, transfer: Receipt, computed: np.ndarray, hidden: float | np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """What of a transfer is waited for, and what is not."""
         constants = self._constants
         seconds = transfer.seconds(constants.links, constants.adapters, constants.latency, constants.hop)
@@ -203,7 +216,7 @@ class _Clock:
 
     # -- pipelines ----------------------------------------------------------------------------------------------------
     def _pipelines(
-        self, layer: tuple, first: tuple, last: tuple, computed: np.ndarray
+        self, layer: _Both, first: _Both, last: _Both, computed: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Bubble, and transfers between stages."""
         plans, constants = self._plans, self._constants
@@ -270,5 +283,5 @@ def _added(arrays: Iterable[np.ndarray]) -> np.ndarray:
     return functools.reduce(np.add, arrays)
 
 
-def _sum(ways: tuple[_Seconds, _Seconds]) -> np.ndarray:
+def _sum(ways: _Both) -> np.ndarray:
     return ways[0].total + ways[1].total

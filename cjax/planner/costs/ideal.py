@@ -13,10 +13,10 @@ from cjax.pipeline.partition import partition
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.compute import Computing, Pass
 from cjax.planner.costs.moved import moved
-from cjax.planner.costs.transfers import Group, Transfer, group_of
+from cjax.planner.costs.transfers import Members, Receipt, group_of
 from cjax.planner.hardware import Hardware
-from cjax.planner.table import PRECISIONS, SCHEDULES, Table
-from cjax.planner.work import Move, Part, Split, Work
+from cjax.planner.table import PRECISIONS, SCHEDULES, PlanTable
+from cjax.planner.work import AxisMove, Part, Work, WorkSplit
 
 SEQUENCE = "sequence"
 WITH_DATA = (SEQUENCE, "depth")  # axes of a copy along which weights are alike, and gradients are added up
@@ -39,13 +39,13 @@ class Ways:
 
     forward: Pass
     backward: Pass
-    tensor_forward: Transfer
-    tensor_backward: Transfer
-    sequence_forward: Transfer
-    sequence_backward: Transfer
-    gather: Transfer
+    tensor_forward: Receipt
+    tensor_backward: Receipt
+    sequence_forward: Receipt
+    sequence_backward: Receipt
+    gather: Receipt
     held: np.ndarray
-    exchanges: bool
+    exchanges: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,17 +75,17 @@ class Ideal:
     microbatches: np.ndarray
     schedule: np.ndarray
     remat: np.ndarray
-    reduce: Transfer
-    reduce_each: Transfer
-    gather: Transfer
-    send: Transfer
+    reduce: Receipt
+    reduce_each: Receipt
+    gather: Receipt
+    send: Receipt
     optimizer: np.ndarray
     accumulate: np.ndarray
     hosts: np.ndarray
     moved: dict[str, np.ndarray]
 
 
-def ideal(work: Work, split: Split, table: Table, hardware: Hardware, calibration: Calibration) -> Ideal:
+def ideal(work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware, calibration: Calibration) -> Ideal:
     """Of plans that share their tensor and sequence words."""
     return _Plans(work, split, table, hardware, calibration).ideal()
 
@@ -93,7 +93,9 @@ def ideal(work: Work, split: Split, table: Table, hardware: Hardware, calibratio
 class _Plans:
     """A table at work: what its columns make of each size."""
 
-    def __init__(self, work: Work, split: Split, table: Table, hardware: Hardware, calibration: Calibration) -> None:
+    def __init__(
+        self, work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware, calibration: Calibration
+    ) -> None:
         self._work, self._split, self._table, self._hardware = work, split, table, hardware
         self._software, self._shares = calibration.software, (calibration.links, calibration.adapters)
         self._inner = split.num_devices  # neighbours that share a copy's stage
@@ -155,8 +157,8 @@ class _Plans:
     def _ways(self, parts: list[tuple[int, float]]) -> Ways:
         count = len(self._table)
         there = back = Pass.none(count)
-        moves = {(axis, way): Transfer.none(count) for axis in ("tensor", SEQUENCE) for way in (True, False)}
-        gather, held = Transfer.none(count), np.zeros(count)
+        moves = {(axis, way): Receipt.none(count) for axis in ("tensor", SEQUENCE) for way in (True, False)}
+        gather, held = Receipt.none(count), np.zeros(count)
         for i, times in parts:
             f, b = self._computing.passes(self._work.parts[i])
             there, back = there + f[self._place] * times, back + b[self._place] * times
@@ -175,15 +177,15 @@ class _Plans:
             sequence_backward=moves[SEQUENCE, False],
             gather=gather,
             held=held,
-            exchanges=exchanges,
+            exchanges=np.full(count, exchanges),
         )
 
-    def _moved(self, move: Move) -> Transfer:
+    def _moved(self, move: AxisMove) -> Receipt:
         size = np.where(self._is_half & (not move.is_wide), 2.0, 4.0)
         bytes_ = move.elements * size / (1.0 if move.of_weights else self._share)
         return self._over(self._axes(move.axes, move.kind in EXCHANGES), move.kind, bytes_, move.count)
 
-    def _axes(self, axes: tuple[str, ...], is_exchange: bool) -> Group:
+    def _axes(self, axes: tuple[str, ...], is_exchange: bool) -> Members:
         """Members along these axes of the tensor and sequence words, the last of which are neighbours."""
         names = list(self._split.sizes)
         inside = names[max(names.index(axis) for axis in axes) + 1 :]
@@ -191,13 +193,13 @@ class _Plans:
         stride = math.prod(self._split.sizes[axis] for axis in inside)
         return group_of(self._hardware, size, stride, 1 if is_exchange else self._software.rings)
 
-    def _gathered(self, part: Part, held: float) -> Transfer:
+    def _gathered(self, part: Part, held: float) -> Receipt:
         group = self._zero_group()
         bytes_ = held * self._item * (group.size - 1) / group.size
         return self._over(group, "all-gather", bytes_, 1.0 * bool(part.weights)) * (self._table.zero == 3)
 
     # -- between copies -----------------------------------------------------------------------------------------------
-    def _zero_group(self) -> Group:
+    def _zero_group(self) -> Members:
         # Neighbours of a copy are inside, so a group's members are as far apart as a copy is large.
         return group_of(self._hardware, self._zero_size, self._inner, self._software.rings)
 
@@ -205,14 +207,14 @@ class _Plans:
     def _zero_size(self) -> np.ndarray:
         return np.where(self._table.zero > 0, self._table.zero_group, 1).astype(float)
 
-    def _others(self) -> Group:
+    def _others(self) -> Members:
         """Who adds up gradients beyond a ZeRO group: other copies, and devices that hold the same weights of one."""
         alike = math.prod(self._split.sizes.get(axis, 1) for axis in WITH_DATA)
         stride = np.where(alike > 1, self._inner / alike, self._inner * self._zero_size)
         size = self._table.data / self._zero_size * alike
         return group_of(self._hardware, size, stride, self._software.rings)
 
-    def _reduce(self, held: np.ndarray) -> tuple[Transfer, Transfer, Transfer, np.ndarray]:
+    def _reduce(self, held: np.ndarray) -> tuple[Receipt, Receipt, Receipt, np.ndarray]:
         """Gradients within groups and between them, parameters behind the optimizer; where gradients are reduced with
         each micro-batch."""
         table, software = self._table, self._software
@@ -227,8 +229,8 @@ class _Plans:
         gather = self._over(group, "all-gather", part * held * software.weight_bytes, layers)
         return scatter, between, gather * (table.zero < 3), each
 
-    def _over(self, group: Group, kind: str, bytes_: np.ndarray, count: np.ndarray | float) -> Transfer:
-        return Transfer.over(group, kind, bytes_, count, self._shares)
+    def _over(self, group: Members, kind: str, bytes_: np.ndarray, count: np.ndarray | float) -> Receipt:
+        return Receipt.over(group, kind, bytes_, count, self._shares)
 
     def _is_split_in_sequence(self) -> bool:
         return self._split.sizes.get(SEQUENCE, 1) > 1 and self._software.is_lockstep

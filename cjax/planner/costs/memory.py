@@ -10,8 +10,8 @@ from cjax.mesh import DEPTH, SEQUENCE, TENSOR
 from cjax.pipeline.partition import partition
 from cjax.planner.costs.places import places, route_of
 from cjax.planner.hardware import Hardware
-from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, Table
-from cjax.planner.work import BATCH, Form, Kept, Split, Value, Work, elements
+from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
+from cjax.planner.work import BATCH, Form, Kept, NamedTensor, Work, WorkSplit, elements
 
 # Of what a step needs beside what is stored, what XLA leaves free between values of all sizes and lifetimes: more where
 # positions or grids make it move pieces of what layers read.
@@ -47,7 +47,7 @@ class MemoryCost:
         return sum((getattr(self, field.name) for field in fields(self)), np.zeros(()))
 
 
-def memory_of(work: Work, split: Split, table: Table, hardware: Hardware) -> MemoryCost:
+def memory_of(work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware) -> MemoryCost:
     """What each plan of a table needs on the device that needs the most.
 
     Args:
@@ -77,7 +77,7 @@ class _Rows:
 
 
 class _Memory:
-    def __init__(self, work: Work, split: Split, table: Table, hardware: Hardware) -> None:
+    def __init__(self, work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware) -> None:
         self.work, self.split, self.table = work, split, table
         self.shares = table.data * table.microbatches
         self.stacks = [at for at, part in enumerate(work.parts) if part.repeats > 1]
@@ -198,7 +198,7 @@ class _Memory:
         return _Rows(found[0][:count], found[1][:count], found[2][:count], found[3][0])
 
     # -- what a step keeps beside it --
-    def _each(self, of: Callable[[Kept], Iterable[Value]]) -> np.ndarray:
+    def _each(self, of: Callable[[Kept], Iterable[NamedTensor]]) -> np.ndarray:
         """Bytes of some values of each part, by part and plan."""
         return self._by_kept(lambda kept, shares: self._bytes(of(kept), shares))
 
@@ -221,7 +221,7 @@ class _Memory:
                         found[at, mine] = of(kept, self.shares[mine])
         return found
 
-    def _bytes(self, values: Iterable[Value], shares: np.ndarray) -> np.ndarray:
+    def _bytes(self, values: Iterable[NamedTensor], shares: np.ndarray) -> np.ndarray:
         divided = whole = 0.0
         for value in values:
             # Between two all-to-alls scores are float32, whatever the precision.
@@ -234,7 +234,7 @@ class _Memory:
         return divided / shares + whole
 
 
-def _forms(work: Work, split: Split, hardware: Hardware) -> dict[Form, list[int]]:
+def _forms(work: Work, split: WorkSplit, hardware: Hardware) -> dict[Form, list[int]]:
     """How the precisions of a table are computed."""
     heads = min((each.kv_heads for part in work.parts for each in part.attentions), default=0)
     # Every axis has to split a kernel's examples or heads, and each device needs the keys of its own heads.
@@ -243,12 +243,12 @@ def _forms(work: Work, split: Split, hardware: Hardware) -> dict[Form, list[int]
     return {"float32": [PRECISIONS.index("float32")], half: [1, 2]}
 
 
-def _exchanges_heads(split: Split) -> bool:
+def _exchanges_heads(split: WorkSplit) -> bool:
     """Whether attentions get all positions of some heads, as they do under sequence=all_to_all."""
     return any(move.kind == "all-to-all" and SEQUENCE in move.axes for moves in split.moves for move in moves)
 
 
-def _is_scores(value: Value) -> bool:
+def _is_scores(value: NamedTensor) -> bool:
     """Whether a value has two dims of positions."""
     names = [name for name, _ in value.dims]
     return len(names) > len(set(names))

@@ -2,7 +2,7 @@
 
 What is predicted is what cjax does, as `cjax.audit` counts it in the compiled step, not what a formula would like:
 
-- The tensor and sequence words' own collectives (`Split.moves`), once a micro-batch. Under remat=block those of the
+- The tensor and sequence words' own collectives (`WorkSplit.moves`), once a micro-batch. Under remat=block those of the
   forward pass that a layer's derivative needs come again.
 - Gradients, summed over data parallelism together with the axes that tensor and sequence words sum them over. In one
   pass XLA reduces each where it is made, a tied table's for each of its uses, in the precision of the matmul that made
@@ -28,8 +28,8 @@ import numpy as np
 
 from cjax.mesh import DATA, DEPTH, PIPE, SEQUENCE, ZERO
 from cjax.pipeline import build
-from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, Table
-from cjax.planner.work import BATCH, HeldWeight, Part, Split, Weight, Work
+from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
+from cjax.planner.work import BATCH, HeldWeight, Part, Weight, Work, WorkSplit
 from cjax.sharding.layout.zero import SMALLEST
 
 Bytes = dict[str, np.ndarray]  # by mesh axes, as `data+sequence`
@@ -62,7 +62,7 @@ class Moved:
         return found
 
 
-def moved(work: Work, split: Split, table: Table) -> Moved:
+def moved(work: Work, split: WorkSplit, table: PlanTable) -> Moved:
     """What each plan of a table moves.
 
     Args:
@@ -87,15 +87,15 @@ def moved(work: Work, split: Split, table: Table) -> Moved:
 class _Plans:
     """Plans, and how many bytes a computed number has under each."""
 
-    table: Table
+    table: PlanTable
     half: np.ndarray
 
 
-def _unlike(table: Table) -> tuple[_Plans, np.ndarray]:
+def _unlike(table: PlanTable) -> tuple[_Plans, np.ndarray]:
     """The plans of a table that differ in who sums what, and for each plan which of them it is like."""
     kept = ("data", "pipeline", "microbatches", "zero", "zero_group", "precision")
     first, places = _distinct(*(getattr(table, name) for name in kept))
-    few = Table(**{each.name: getattr(table, each.name)[first] for each in fields(Table)})
+    few = PlanTable(**{each.name: getattr(table, each.name)[first] for each in fields(PlanTable)})
     half = np.where(few.precision == PRECISIONS.index("float32"), 4, 2)
     return _Plans(few, half), places
 
@@ -109,7 +109,7 @@ def _distinct(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first, places.reshape(-1)
 
 
-def _of_weights(work: Work, split: Split, of: _Plans) -> Moved:
+def _of_weights(work: Work, split: WorkSplit, of: _Plans) -> Moved:
     found = Moved()
     for part, some in zip(work.parts, _weights(work, split), strict=True):
         alike = collections.Counter((replace(weight, name="", dims=()), held) for weight, held in some)
@@ -123,7 +123,7 @@ def _of_weights(work: Work, split: Split, of: _Plans) -> Moved:
     return found
 
 
-def _of_words(found: Moved, work: Work, split: Split, table: Table, half: np.ndarray) -> None:
+def _of_words(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half: np.ndarray) -> None:
     """The tensor and sequence words' collectives: of activations by the share of the batch, of weights once each."""
     for part, moves in zip(work.parts, split.moves, strict=True):
         layers = part.repeats / np.where(part.repeats > 1, table.pipeline, 1)
@@ -161,7 +161,7 @@ class _Case:
     stages: np.ndarray
 
 
-def _cases(held: HeldWeight, split: Split, table: Table, layers: np.ndarray, is_layer: bool) -> Iterator[_Case]:
+def _cases(held: HeldWeight, split: WorkSplit, table: PlanTable, layers: np.ndarray, is_layer: bool) -> Iterator[_Case]:
     """The cases of a table, for one weight."""
     inside = tuple(a for a in held.sums if a in (SEQUENCE, DEPTH))
     others = tuple(a for a in held.sums if a not in inside)
@@ -196,7 +196,7 @@ def _cases(held: HeldWeight, split: Split, table: Table, layers: np.ndarray, is_
 
 
 def _gradients(
-    found: Moved, weight: Weight, held: HeldWeight, case: _Case, split: Split, of: _Plans, is_layer: bool
+    found: Moved, weight: Weight, held: HeldWeight, case: _Case, split: WorkSplit, of: _Plans, is_layer: bool
 ) -> None:  # fmt: skip
     """The sums of a weight's gradient."""
     wide, elements = weight.itemsize, float(held.elements)
@@ -233,7 +233,7 @@ def _gathers(found: Moved, part: Part, weight: Weight, held: HeldWeight, case: _
     _add(found.parameters, case.zero_axes, needed * _share(case.group) * float(held.elements) * size * times)
 
 
-def _of_stages(found: Moved, work: Work, split: Split, table: Table, half: np.ndarray) -> None:
+def _of_stages(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half: np.ndarray) -> None:
     """What stages hand each other: in each tick activations forwards and gradients backwards."""
     stacks = sum(part.repeats > 1 for part in work.parts)
     columns = (table.schedule, table.pipeline, table.microbatches, table.chunks)
@@ -261,7 +261,7 @@ def _ticks(schedule: str, stacks: int, stages: int, microbatches: int, chunks: i
         return 0
 
 
-def _weights(work: Work, split: Split) -> Iterator[Sequence[tuple[Weight, HeldWeight]]]:
+def _weights(work: Work, split: WorkSplit) -> Iterator[Sequence[tuple[Weight, HeldWeight]]]:
     """The weights of each part, and what is held of them: as the layout has it, or by their dims."""
     for at, part in enumerate(work.parts):
         if split.weights:

@@ -11,7 +11,7 @@ RINGS = ("all-gather", "reduce-scatter")  # rings: a step for each host on the w
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class Members:
     """Devices that exchange something; all fields are arrays or numbers that broadcast with plans.
 
     Args:
@@ -29,7 +29,7 @@ class Group:
     slow: np.ndarray
 
 
-def group_of(hardware: Hardware, size: np.ndarray | int, stride: np.ndarray | int, rings: int = 0) -> Group:
+def group_of(hardware: Hardware, size: np.ndarray | int, stride: np.ndarray | int, rings: int = 0) -> Members:
     """The group of `size` devices that are `stride` neighbours apart in the mesh's order.
 
     A ring of k members on each host enters and leaves it over k devices' share of its adapters, since cuts of the ring
@@ -49,7 +49,7 @@ def group_of(hardware: Hardware, size: np.ndarray | int, stride: np.ndarray | in
     share = (hardware.adapters_per_host or hardware.devices_per_host) / hardware.devices_per_host
     slow = (hardware.network_bandwidth or np.inf) * share * adapters
     slow, inside = np.where(hosts > 1, slow, np.inf), np.where(on_host > 1, fast, np.inf)
-    return Group(size, on_host, hosts, inside, slow)
+    return Members(size, on_host, hosts, inside, slow)
 
 
 def group_bandwidth(hardware: Hardware, size: int, stride: int) -> float:
@@ -65,7 +65,7 @@ def group_bandwidth(hardware: Hardware, size: int, stride: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
+class Receipt:
     """What a device receives, before any share of a rate is known; arrays [plans].
 
     Args:
@@ -82,13 +82,13 @@ class Transfer:
     hops: np.ndarray
 
     @classmethod
-    def none(cls, count: int) -> "Transfer":
+    def none(cls, count: int) -> "Receipt":
         return cls(*(np.zeros(count) for _ in range(5)))
 
     @classmethod
     def over(
-        cls, group: Group, kind: str, bytes: np.ndarray, count: np.ndarray | float, shares: Shares = (1.0, 1.0)
-    ) -> "Transfer":
+        cls, group: Members, kind: str, bytes: np.ndarray, count: np.ndarray | float, shares: Shares = (1.0, 1.0)
+    ) -> "Receipt":
         """`count` collectives that receive so many bytes together; nothing where the group has one member.
 
         Whether they wait for the links or for the adapters depends on the shares of their rates that are reached.
@@ -105,11 +105,11 @@ class Transfer:
         arrays = (moved, fast * ~is_slow, slow * is_slow, times * members, times * hops)
         return cls(*(np.array(np.broadcast_to(array, shape)) for array in arrays))
 
-    def __add__(self, other: "Transfer") -> "Transfer":
-        return Transfer(*(mine + theirs for mine, theirs in zip(_arrays(self), _arrays(other), strict=True)))
+    def __add__(self, other: "Receipt") -> "Receipt":
+        return Receipt(*(mine + theirs for mine, theirs in zip(_arrays(self), _arrays(other), strict=True)))
 
-    def __mul__(self, times: np.ndarray | float) -> "Transfer":
-        return Transfer(*(array * times for array in _arrays(self)))
+    def __mul__(self, times: np.ndarray | float) -> "Receipt":
+        return Receipt(*(array * times for array in _arrays(self)))
 
     def seconds(self, links: float, adapters: float, latency: float, hop: float) -> np.ndarray:
         """With these shares of the rates."""
@@ -121,5 +121,5 @@ class Transfer:
         return self.fast + self.slow
 
 
-def _arrays(transfer: Transfer) -> tuple[np.ndarray, ...]:
+def _arrays(transfer: Receipt) -> tuple[np.ndarray, ...]:
     return tuple(getattr(transfer, field.name) for field in dataclasses.fields(transfer))

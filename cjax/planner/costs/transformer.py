@@ -3,7 +3,18 @@
 import dataclasses
 import math
 
-from cjax.planner.work import BATCH, AttentionWork, Dims, Move, Part, Product, Split, Value, Weight, Work
+from cjax.planner.work import (
+    BATCH,
+    AttentionWork,
+    AxisMove,
+    Dims,
+    MatmulWork,
+    NamedTensor,
+    Part,
+    Weight,
+    Work,
+    WorkSplit,
+)
 
 PAD = 128  # a vocabulary is filled up to a multiple of this for each device that splits it
 
@@ -49,7 +60,7 @@ class Decoder:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spread:
+class Sharing:
     """What Megatron's words make of a decoder.
 
     Args:
@@ -63,7 +74,7 @@ class Spread:
     context: int = 1
 
 
-def work_of_decoder(decoder: Decoder, rows: int, positions: int, spread: Spread = Spread()) -> Work:
+def work_of_decoder(decoder: Decoder, rows: int, positions: int, spread: Sharing = Sharing()) -> Work:
     """One step over `rows` sequences of so many positions.
 
     Dims that tensor parallelism splits are "heads", "kv", "inner" and "vocab"; context parallelism splits "positions",
@@ -83,8 +94,8 @@ def work_of_decoder(decoder: Decoder, rows: int, positions: int, spread: Spread 
     kvs: Dims = (("kv", kv), ("feature", head))
     inner: Dims = (("inner", of.inner),)
 
-    def product(read: int, there: Dims, out: Dims, times: int = 1) -> Product:
-        return Product((), stream, there, out, reads=read, times=times)
+    def product(read: int, there: Dims, out: Dims, times: int = 1) -> MatmulWork:
+        return MatmulWork((), stream, there, out, reads=read, times=times)
 
     gates = 2 if of.is_gated else 1
     joined: Dims = (("heads", of.heads), ("feature", head + 2 * head * kv // of.heads))
@@ -106,33 +117,33 @@ def work_of_decoder(decoder: Decoder, rows: int, positions: int, spread: Spread 
         ),
         touched=(
             # Two norms (read, write), two sums with the stream (two read, one written), each in half precision.
-            Value((*between, *hidden), 4, times=10),
+            NamedTensor((*between, *hidden), 4, times=10),
             # Queries and keys turned and laid out; the result laid out.
-            Value((*stream, *heads), 4, times=4),
-            Value((*stream, *kvs), 4, times=2),
+            NamedTensor((*stream, *heads), 4, times=4),
+            NamedTensor((*stream, *kvs), 4, times=2),
             # The activation reads what each gate gives and writes one.
-            Value((*stream, *inner), 4, times=gates + 1),
+            NamedTensor((*stream, *inner), 4, times=gates + 1),
         ),
         weights=(Weight("layer", (("parameters", of.layer_parameters),)),),
-        stream=Value((*between, *hidden), 4),
+        stream=NamedTensor((*between, *hidden), 4),
     )  # fmt: skip
     table = Weight("table", (("vocab", vocab), *hidden))
-    first = Part("embedding", touched=(Value((*between, *hidden), 4, times=2),), weights=(table,))
+    first = Part("embedding", touched=(NamedTensor((*between, *hidden), 4, times=2),), weights=(table,))
     last = Part(
         "head",
-        products=(Product((), stream, hidden, (("vocab", vocab),), reads=0),),
+        products=(MatmulWork((), stream, hidden, (("vocab", vocab),), reads=0),),
         # The loss is computed in float32: cast, shifted, exponentials, their sum.
-        touched=(Value((*stream, ("vocab", vocab)), 4, is_computed=False, times=2),),
+        touched=(NamedTensor((*stream, ("vocab", vocab)), 4, is_computed=False, times=2),),
         weights=() if of.is_tied else (table,),
     )
     return Work((first, layer, last), rows, rows * positions)
 
 
-def split_of_decoder(decoder: Decoder, work: Work, spread: Spread = Spread()) -> Split:
+def split_of_decoder(decoder: Decoder, work: Work, spread: Sharing = Sharing()) -> WorkSplit:
     """Megatron's split: two all-reduces of the stream in each pass over a layer, or a gather and a scatter in each
     one's place where positions are split as well; keys and values go round the devices that share a sequence.
 
-    >>> spread = Spread(tensor=8)
+    >>> spread = Sharing(tensor=8)
     >>> gpt = Decoder(96, 12288, 96, 51200)
     >>> split_of_decoder(gpt, work_of_decoder(gpt, 8, 2048), spread).num_devices
     8
@@ -153,11 +164,11 @@ def split_of_decoder(decoder: Decoder, work: Work, spread: Spread = Spread()) ->
         once = (context - 1) * kv
         # Backward, keys and values come by again, and their gradients with them.
         layer += tuple(
-            Move("collective-permute", ("sequence",), once * times, is_forward=way, count=(context - 1))
+            AxisMove("collective-permute", ("sequence",), once * times, is_forward=way, count=(context - 1))
             for way, times in ((True, 1), (False, 2))
         )
     held = tuple(sum(math.prod(size for _, size in weight.dims) for weight in part.weights) for part in work.parts)
-    return Split(
+    return WorkSplit(
         axes_of=axes_of,
         sizes={axis: size for axis, size in axes.items() if size > 1},
         moves=(ends[0], layer, ends[1]),
@@ -165,28 +176,28 @@ def split_of_decoder(decoder: Decoder, work: Work, spread: Spread = Spread()) ->
     )
 
 
-def _tensor_moves(stream: float, tensor: int, is_split: bool) -> tuple[Move, ...]:
+def _tensor_moves(stream: float, tensor: int, is_split: bool) -> tuple[AxisMove, ...]:
     if tensor == 1:
         return ()
     share = (tensor - 1) / tensor
-    moves: list[Move] = []
+    moves: list[AxisMove] = []
     for way in (True, False):
         if not is_split:
-            moves.append(Move("all-reduce", ("tensor",), 2 * 2 * share * stream, way, count=2))
+            moves.append(AxisMove("all-reduce", ("tensor",), 2 * 2 * share * stream, way, count=2))
             continue
         # The backward pass gathers the activations again, which are kept in parts.
         gathers = 2 if way else 4
-        moves.append(Move("all-gather", ("tensor",), gathers * share * stream, way, count=gathers))
-        moves.append(Move("reduce-scatter", ("tensor",), 2 * share * stream, way, count=2))
+        moves.append(AxisMove("all-gather", ("tensor",), gathers * share * stream, way, count=gathers))
+        moves.append(AxisMove("reduce-scatter", ("tensor",), 2 * share * stream, way, count=2))
     return tuple(moves)
 
 
-def _ends_moves(stream: float, tensor: int, is_split: bool) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+def _ends_moves(stream: float, tensor: int, is_split: bool) -> tuple[tuple[AxisMove, ...], tuple[AxisMove, ...]]:
     """The embedding's and the head's: one of the stream each, forward and backward."""
     if tensor == 1:
         return (), ()
     share = (tensor - 1) / tensor * (1 if is_split else 2)
     kinds = ("reduce-scatter", "all-gather") if is_split else ("all-reduce", "all-reduce")
-    first = (Move(kinds[0], ("tensor",), share * stream, True),)
-    last = (Move(kinds[1], ("tensor",), share * stream, False),)
+    first = (AxisMove(kinds[0], ("tensor",), share * stream, True),)
+    last = (AxisMove(kinds[1], ("tensor",), share * stream, False),)
     return first, last

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from cjax.jax_compat.core import ClosedJaxpr, Equation, Literal, make_jaxpr
 from cjax.planner.reading.naming import Naming
-from cjax.planner.work import BATCH, Dims, Value
+from cjax.planner.work import BATCH, Dims, NamedTensor
 from cjax.sharding.attention.kernel import Fused, fused_groups
 from cjax.sharding.place.saved import checkpointed, has_complex, kept
 from cjax.trace.attention.find import Attention
@@ -62,11 +62,11 @@ class Named:
                 found.append((name, size * self.num_parts if name == BATCH else size))
         return tuple(found)
 
-    def value(self, var: Any, scope: Scope | None = None, first: int = 0) -> Value:
+    def value(self, var: Any, scope: Scope | None = None, first: int = 0) -> NamedTensor:
         """A variable as a value, or a number."""
         aval = var.aval
         dims = () if isinstance(var, Literal) else self.dims(var, scope or self.classes.top, first)
-        return Value(dims, itemsize_of(aval), bool(jnp.issubdtype(aval.dtype, jnp.floating)))
+        return NamedTensor(dims, itemsize_of(aval), bool(jnp.issubdtype(aval.dtype, jnp.floating)))
 
 
 def itemsize_of(aval: Any) -> int:
@@ -171,12 +171,12 @@ class Planned(Hooks):
         given, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
         return kept(eqn, bind(eqn, given, params), self._remat)
 
-    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group]:
+    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> Sequence[Group[Any]]:
         if not self._has_kernel:
             return []
         return fused_groups([group.of for group in attention_groups(self._trace, eqns, results, scope)])
 
-    def group(self, group: Group, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+    def group(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         fused: Fused = group.of
         values = dict(zip(group.ins, ins, strict=True))
         if self._lowering is not None and _suits(fused.attention):

@@ -41,7 +41,7 @@ class Array:
 
 
 @dataclass(eq=False)
-class Operation:
+class LiveOperation:
     """An equation, what it reads and writes, and the operations inside of it that are not its own body's."""
 
     eqn: Equation
@@ -73,13 +73,13 @@ class Operation:
         return not (self.is_fused or facts_of(self.eqn).reduces)
 
 
-def ops_of(jaxpr: Jaxpr, scope: Scope, inputs: Sequence[Array]) -> tuple[list[Operation], list[Array | None]]:
+def ops_of(jaxpr: Jaxpr, scope: Scope, inputs: Sequence[Array]) -> tuple[list[LiveOperation], list[Array | None]]:
     """The operations of a jaxpr, remats and custom derivatives looked through, and its results."""
     env: dict[Var, Array] = dict(zip(jaxpr.invars, inputs, strict=True))
     for var in jaxpr.constvars:
         env[var] = Array(var, scope)
-    ops: list[Operation] = []
-    same: dict[Hashable, Operation] = {}
+    ops: list[LiveOperation] = []
+    same: dict[Hashable, LiveOperation] = {}
 
     def read(atom: Atom) -> Array | None:
         return None if isinstance(atom, Literal) else env.get(atom)
@@ -96,7 +96,7 @@ def ops_of(jaxpr: Jaxpr, scope: Scope, inputs: Sequence[Array]) -> tuple[list[Op
                 for var, out in zip(eqn.outvars, outs, strict=True):
                     env[var] = out or _constant(var, scope)
                 continue
-        op = Operation(eqn, scope, reads, tuple(Array(var, scope) for var in eqn.outvars))
+        op = LiveOperation(eqn, scope, reads, tuple(Array(var, scope) for var in eqn.outvars))
         if op.is_fused:  # a compiler makes no number twice
             numbers = tuple(str(atom.val) if isinstance(atom, Literal) else env.get(atom) for atom in eqn.invars)
             op = same.setdefault((equation_key(eqn), numbers), op)
@@ -116,7 +116,7 @@ def _constant(var: Var, scope: Scope) -> Array:
 class Moment:
     """What is in memory while one operation runs."""
 
-    op: Operation
+    op: LiveOperation
     at: int
     arrays: tuple[Array, ...]
 
@@ -134,7 +134,7 @@ class Timeline:
       born, dies: by value that stands in memory, the first and the last operation that it is there for.
     """
 
-    ops: list[Operation]
+    ops: list[LiveOperation]
     born: dict[Array, int] = field(default_factory=dict)
     dies: dict[Array, int] = field(default_factory=dict)
     inner: dict[int, tuple[Array, ...]] = field(default_factory=dict)
@@ -165,7 +165,7 @@ class Timeline:
                 alive.pop(array, None)
 
 
-def _in_place(op: Operation, made: list[Array], dying: list[Array]) -> tuple[list[Array], list[Array]]:
+def _in_place(op: LiveOperation, made: list[Array], dying: list[Array]) -> tuple[list[Array], list[Array]]:
     """What an operation makes in the place of what, of all that it reads for the last time."""
     if is_scan(op.eqn):
         loop = scan_of(op.eqn)
@@ -232,7 +232,7 @@ def timeline(
 class _Flow:
     """Which values of some operations stand in memory, and what each is made of."""
 
-    def __init__(self, ops: Sequence[Operation], results: list[Array]) -> None:
+    def __init__(self, ops: Sequence[LiveOperation], results: list[Array]) -> None:
         self.results = results
         self.roots: dict[Array, Array] = {}
         for op in ops:
@@ -253,11 +253,11 @@ class _Flow:
         """What a value is but another shape of."""
         return self.roots.get(array, array)
 
-    def waits(self, op: Operation) -> bool:
+    def waits(self, op: LiveOperation) -> bool:
         """Whether an operation runs when its result is wanted."""
         return op.is_fused and op not in self._sums
 
-    def _added(self, ops: Sequence[Operation]) -> set[Operation]:
+    def _added(self, ops: Sequence[LiveOperation]) -> set[LiveOperation]:
         """Additions of a product that nobody else reads: it is added to what is there as it is made."""
         readers: dict[Array, int] = {}
         for op in ops:
@@ -275,7 +275,7 @@ class _Flow:
         return (array,) if array in self.stands or array not in self._makes else self.made_of[array]
 
 
-def _inside(op: Operation) -> tuple[Array, ...]:
+def _inside(op: LiveOperation) -> tuple[Array, ...]:
     """What is alive inside a loop or a branch at its fullest moment, beside its operands and results."""
     inner = op.scope.inner.get(id(op.eqn))
     if inner is None or not (facts_of(op.eqn).loop or facts_of(op.eqn).branches):
@@ -292,7 +292,7 @@ def _inside(op: Operation) -> tuple[Array, ...]:
     return fullest
 
 
-def _turned(op: Operation, line: Timeline, given: Sequence[Array]) -> Iterator[Array]:
+def _turned(op: LiveOperation, line: Timeline, given: Sequence[Array]) -> Iterator[Array]:
     """What a loop multiplies by in all turns, both ways: it is there in two layouts."""
     for array in scan_of(op.eqn).consts(given):
         products = [each for each in line.ops if facts_of(each.eqn).product and array in map(line.form, each.reads)]

@@ -22,7 +22,7 @@ from cjax.planner.reading.placed import PlacedTrace
 from cjax.planner.reading.products import is_weight, operands_of
 from cjax.planner.reading.stretches import Body, Operation, Spot, Stretch
 from cjax.planner.reading.traffic import forms_of
-from cjax.planner.work import Kind, Move
+from cjax.planner.work import AxisMove, Kind
 from cjax.sharding.layout.spreads import Spreads, weight_at
 from cjax.sharding.products.lookup import is_lookup
 from cjax.sharding.products.matmul import Spread
@@ -74,8 +74,8 @@ class Moves:
     sequence: SequencePlan
     learned: frozenset[Var]
     gathered: set[int]
-    found: list[Move] = field(default_factory=list)
-    outside: list[Move] = field(default_factory=list)  # of what all layers share: once, and not in each
+    found: list[AxisMove] = field(default_factory=list)
+    outside: list[AxisMove] = field(default_factory=list)  # of what all layers share: once, and not in each
     sums: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which its gradient is summed
     looked_up: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which it is gathered for that
     _wanted: dict[Spot, bool] = field(default_factory=dict)
@@ -332,7 +332,7 @@ class Moves:
     ) -> None:  # fmt: skip
         named = tuple(a for a in self.placed.layout.axis_sizes if a in set(axes))
         elements = times * received(kind, held, self.placed.size(named))
-        move = Move(kind, named, elements, forward, wide, times, of_weights, remade)
+        move = AxisMove(kind, named, elements, forward, wide, times, of_weights, remade)
         (self.outside if outside else self.found).append(move)
 
 

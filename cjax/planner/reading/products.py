@@ -8,7 +8,7 @@ from cjax.jax_compat.core import Atom, Equation, Literal
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.stretches import Body, Operation, Spot
 from cjax.planner.reading.traffic import forms_of
-from cjax.planner.work import AttentionWork, Dims, Product
+from cjax.planner.work import AttentionWork, Dims, MatmulWork
 from cjax.sharding.attention.kernel import refusal
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.form import NoForm, kernel_form
@@ -62,7 +62,7 @@ def is_weight(atom: Atom, scope: Scope) -> bool:
     return not isinstance(atom, Literal) and (atom in scope.origin or scope.source.get(atom) == WEIGHT)
 
 
-def products_of(body: Body, naming: Naming, numbers: dict[Spot, int]) -> Iterator[Product]:
+def products_of(body: Body, naming: Naming, numbers: dict[Spot, int]) -> Iterator[MatmulWork]:
     """The products of a body, those of its attentions left out.
 
     Args:
@@ -83,7 +83,7 @@ def products_of(body: Body, naming: Naming, numbers: dict[Spot, int]) -> Iterato
         yield product_of(eqn, step.scope, how, naming, number, body.times)
 
 
-def product_of(eqn: Equation, scope: Scope, how: Operands, naming: Naming, reads: int, times: int) -> Product:
+def product_of(eqn: Equation, scope: Scope, how: Operands, naming: Naming, reads: int, times: int) -> MatmulWork:
     dims = naming.trace.dims
 
     def named(atom: Atom, positions: tuple[int, ...]) -> Dims:
@@ -98,7 +98,7 @@ def product_of(eqn: Equation, scope: Scope, how: Operands, naming: Naming, reads
     inner = named(sides[w], how.inner[w])
     if eqn.primitive.name == "conv_general_dilated":
         rows, outer, inner = _convolved(eqn, scope, naming)
-    return Product(named(sides[x], how.batch[x]), rows, inner, outer, reads, how.weight is not None, times)
+    return MatmulWork(named(sides[x], how.batch[x]), rows, inner, outer, reads, how.weight is not None, times)
 
 
 def _convolved(eqn: Equation, scope: Scope, naming: Naming) -> tuple[Dims, Dims, Dims]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from cjax.plan import Plan
 from cjax.planner.reading.split import Splits
 from cjax.planner.reading.work import work_of
-from cjax.planner.work import Split, Work
+from cjax.planner.work import Work, WorkSplit
 from cjax.trace.source import TraceSource
 
 
@@ -54,7 +54,7 @@ class Readings:
         """The work that a plan divides: the same in numbers for all, but for layers that some plans take in pairs."""
         return self._of(plan)[0]
 
-    def split(self, plan: Plan) -> Split:
+    def split(self, plan: Plan) -> WorkSplit:
         """What the tensor and sequence words of a plan make of it.
 
         Raises:

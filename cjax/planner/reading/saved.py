@@ -12,11 +12,11 @@ from typing import get_args
 from cjax.jax_compat.core import Literal
 from cjax.plan import Remat
 from cjax.planner.reading.derivative import Planned, StepTrace, derive
-from cjax.planner.reading.live import Array, Moment, Operation, timeline
+from cjax.planner.reading.live import Array, LiveOperation, Moment, timeline
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.staged import staged_of
 from cjax.planner.reading.stretches import Stretch
-from cjax.planner.work import Form, Kept, Value
+from cjax.planner.work import Form, Kept, NamedTensor
 from cjax.trace.dims.find import find_dims
 from cjax.trace.jaxpr.view import is_scan
 from cjax.trace.layers.at_once import all_at_once
@@ -107,12 +107,12 @@ def _kept(trace: Trace, naming: Naming, parts: Sequence[Stretch], hooks: Planned
     return tuple(found)
 
 
-def _turn(ops: Sequence[Operation], seed: Array) -> int:
+def _turn(ops: Sequence[LiveOperation], seed: Array) -> int:
     """Where the backward pass begins: at the first operation on the loss's own derivative."""
     return next((at for at, op in enumerate(ops) if seed in op.reads), len(ops))
 
 
-def _loops(step: StepTrace, part: Stretch, ops: Sequence[Operation]) -> tuple[int, ...]:
+def _loops(step: StepTrace, part: Stretch, ops: Sequence[LiveOperation]) -> tuple[int, ...]:
     """The loops over a stack's layers: forward, and backward if they are trained."""
     if part.stack is None:
         return ()
@@ -143,14 +143,14 @@ def _part_at(ends: Sequence[tuple[int, int]], at: int) -> int:
     return next((part for part, (first, last) in enumerate(ends) if first <= at <= last), 0)
 
 
-def _values(step: StepTrace, arrays: Iterable[Array], stacked: Iterable[Array] = ()) -> tuple[Value, ...]:
+def _values(step: StepTrace, arrays: Iterable[Array], stacked: Iterable[Array] = ()) -> tuple[NamedTensor, ...]:
     """Arrays by the names of their dims, equal ones together; of `stacked` ones what a layer has."""
-    counts: dict[Value, int] = {}
+    counts: dict[NamedTensor, int] = {}
     whole = set(stacked)
     for array in arrays:
         value = step.of.value(array.var, array.scope, 1 if array in whole else 0)
         counts[value] = counts.get(value, 0) + 1
-    return tuple(Value(v.dims, v.itemsize, v.is_computed, n) for v, n in counts.items())
+    return tuple(NamedTensor(v.dims, v.itemsize, v.is_computed, n) for v, n in counts.items())
 
 
 def _fullest(step: StepTrace, moments: Sequence[Moment]) -> list[Moment]:

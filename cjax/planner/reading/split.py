@@ -12,7 +12,7 @@ from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.placed import PlacedTrace
 from cjax.planner.reading.stretches import Stretch, stretches
 from cjax.planner.reading.weights import leaves_of
-from cjax.planner.work import BATCH, HeldWeight, Move, Split, Work
+from cjax.planner.work import BATCH, AxisMove, HeldWeight, Work, WorkSplit
 from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.jaxpr.primitives import facts_of
@@ -36,12 +36,12 @@ class Splits:
         # By leaf of any layer, that of the first.
         stacks = [stretch.stack for stretch in self._stretches if stretch.stack]
         self._first = {i: group[0] for stack in stacks for group in stack.weights for i in group}
-        self._made: dict[tuple[object, ...], Split | ValueError] = {}
+        self._made: dict[tuple[object, ...], WorkSplit | ValueError] = {}
         rows = max((trace.leaves[i].shape[0] for i in trace.leaves_of("batch") if trace.leaves[i].shape), default=1)
         self._num_parts = work.num_rows // rows
         assert len(work.parts) == len(self._stretches), "a split is of the work that was read off this trace"
 
-    def __call__(self, plan: Plan) -> Split:
+    def __call__(self, plan: Plan) -> WorkSplit:
         """The split of a plan.
 
         Raises:
@@ -58,7 +58,7 @@ class Splits:
             raise found
         return found
 
-    def _split(self, plan: Plan) -> Split:
+    def _split(self, plan: Plan) -> WorkSplit:
         sizes = {DATA: 1} | ({SEQUENCE: plan.sequence.size} if plan.sequence.size > 1 else {})
         sizes |= plan.tensor.axis_sizes()
         layout = make_layout(self._trace, sizes, plan.rules, sequence=plan.sequence)
@@ -75,7 +75,7 @@ class Splits:
         # Of what all layers of a stack read, the gradient is reduced once, where it was made: in front of them.
         more = [each.outside for each in moves[1:]] + [[]]
         every = [(*each.found, *outside) for each, outside in zip(moves, more, strict=True)]
-        return Split(
+        return WorkSplit(
             self._axes_of(layout),
             {axis: size for axis, size in sizes.items() if size > 1},
             tuple(tuple(self._of_batch(move) for move in moves) for moves in every),
@@ -84,7 +84,7 @@ class Splits:
             weights,
         )
 
-    def _of_batch(self, move: Move) -> Move:
+    def _of_batch(self, move: AxisMove) -> AxisMove:
         """A collective of one micro-batch's trace, for the whole batch."""
         return move if move.of_weights else replace(move, elements=move.elements * self._num_parts)
 
@@ -115,7 +115,7 @@ class Splits:
         return found
 
 
-def split_of(work: Work, trace: Trace, plan: Plan) -> Split:
+def split_of(work: Work, trace: Trace, plan: Plan) -> WorkSplit:
     """What the tensor and sequence words of a plan make of a work. `Splits` keeps what it needs for many plans.
 
     Args:

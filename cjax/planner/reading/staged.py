@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from cjax.jax_compat.core import Literal, make_jaxpr
 from cjax.planner.reading.derivative import Named, Planned, named
 from cjax.planner.reading.naming import Naming
-from cjax.planner.work import Value
+from cjax.planner.work import NamedTensor
 from cjax.trace.emit.backward import Derivative, is_real
 from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.reading import Trace
@@ -17,7 +17,7 @@ from cjax.trace.stages.stacks import LayerStack, cut, widened
 from cjax.trace.stages.stages import Stages
 
 Arrays = list[Any]
-Staged = tuple[tuple[Value, ...], tuple[Value, ...], tuple[Value, ...]]  # saved, crossing, payload
+Staged = tuple[tuple[NamedTensor, ...], tuple[NamedTensor, ...], tuple[NamedTensor, ...]]  # saved, crossing, payload
 
 
 def staged_of(trace: Trace, naming: Naming, stacks: Sequence[LayerStack], hooks: Planned) -> list[Staged]:
@@ -121,5 +121,5 @@ class _Stack:
         return [*own, *fixed, *handed, *between, *moved]
 
 
-def _values(found: Named, variables: Sequence[Any]) -> tuple[Value, ...]:
+def _values(found: Named, variables: Sequence[Any]) -> tuple[NamedTensor, ...]:
     return tuple(found.value(var) for var in variables)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.stretches import Body, Operation, Spot
-from cjax.planner.work import Value
+from cjax.planner.work import NamedTensor
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 
 # Fused into whoever reads their results: one element of these is made of few of the operands'.
@@ -21,7 +21,7 @@ _FUSED = (
 _SMALL = 4096  # elements: of what is smaller nobody counts the bytes, and it is as well read as made again
 
 
-def touched(body: Body, naming: Naming) -> Iterator[Value]:
+def touched(body: Body, naming: Naming) -> Iterator[NamedTensor]:
     """What the kernels of a body read and write in one pass over its stretch; single numbers are not worth counting."""
     for kernel in _Kernels(body).found():
         for node in kernel:
@@ -29,12 +29,12 @@ def touched(body: Body, naming: Naming) -> Iterator[Value]:
                 yield value_of(node, body, naming)
 
 
-def value_of(node: Spot, body: Body, naming: Naming) -> Value:
+def value_of(node: Spot, body: Body, naming: Naming) -> NamedTensor:
     """A value by the names of its dims."""
     aval = node.var.aval
     dims = naming.dims(naming.trace.dims.of(node.var, body.scopes[node.path]), aval.shape)
     itemsize = getattr(aval.dtype, "itemsize", 4)
-    return Value(dims, itemsize, is_computed(node), body.times)
+    return NamedTensor(dims, itemsize, is_computed(node), body.times)
 
 
 def is_computed(node: Spot) -> bool:

@@ -12,7 +12,7 @@ from cjax.planner.reading.saved import KeptBy
 from cjax.planner.reading.stretches import Spot, Stretch, stretches
 from cjax.planner.reading.traffic import touched
 from cjax.planner.reading.weights import leaves_of, multiplied, weight_of
-from cjax.planner.work import Part, Value, Work
+from cjax.planner.work import NamedTensor, Part, Work
 from cjax.trace.jaxpr.cost import cost
 from cjax.trace.reading import Trace
 from cjax.trace.stages.stacks import cut
@@ -54,14 +54,14 @@ def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_parts: int = 1) -> W
     )  # fmt: skip
 
 
-def _handed(trace: Trace, found: Sequence[Stretch], naming: Naming) -> tuple[Value, ...]:
+def _handed(trace: Trace, found: Sequence[Stretch], naming: Naming) -> tuple[NamedTensor, ...]:
     """What stages send: what any stack's layers hand on, and what they read that other layers made. One form of message
     serves all stacks, and values of one shape share a place in it, as `cjax.pipeline.buffers` packs them."""
     stacks = [stretch.stack for stretch in found if stretch.stack is not None]
     if not stacks:
         return ()
     parts = cut(trace, stacks)
-    message: list[Value] = []
+    message: list[NamedTensor] = []
     for stack, sent in zip(parts.stacks, parts.transferred, strict=True):
         entries = [(v,) for v in stack.initial if not isinstance(v, Literal)]
         # And room for what each layer gives, or the last, where anybody reads it.
@@ -72,11 +72,11 @@ def _handed(trace: Trace, found: Sequence[Stretch], naming: Naming) -> tuple[Val
     return tuple(sorted(message, key=str))
 
 
-def _value(entry: tuple[Var, ...], trace: Trace, naming: Naming) -> Value:
+def _value(entry: tuple[Var, ...], trace: Trace, naming: Naming) -> NamedTensor:
     """A variable, or those of all layers together."""
     aval = entry[0].aval
     dims = naming.dims(trace.dims.of(entry[0]), aval.shape)
-    return Value(
+    return NamedTensor(
         (("layers", len(entry)), *dims) if len(entry) > 1 else dims,
         getattr(aval.dtype, "itemsize", 4),
         str(aval.dtype) == "float32",
@@ -90,7 +90,7 @@ def _notes(trace: Trace) -> tuple[str, ...]:
     return (*found, *([f"{loops} loop(s) of unknown length are counted as one turn"] if loops else []))
 
 
-def _stream(stretch: Stretch, naming: Naming) -> Value | None:
+def _stream(stretch: Stretch, naming: Naming) -> NamedTensor | None:
     """The largest of what a layer of a stack is handed."""
     if stretch.stack is None:
         return None
@@ -99,4 +99,4 @@ def _stream(stretch: Stretch, naming: Naming) -> Value | None:
     if largest is None:
         return None
     dims, aval = naming.trace.dims, largest.aval
-    return Value(naming.dims(dims.of(largest), aval.shape), aval.dtype.itemsize, str(aval.dtype) == "float32")
+    return NamedTensor(naming.dims(dims.of(largest), aval.shape), aval.dtype.itemsize, str(aval.dtype) == "float32")

@@ -14,8 +14,8 @@ from cjax.plan import Plan
 from cjax.planner.choice.scored import SECONDS, Objective, Question, Scored, check_objective
 from cjax.planner.choice.search import search
 from cjax.planner.choice.space import plan_at
-from cjax.planner.table import Table
-from cjax.planner.work import Split
+from cjax.planner.table import PlanTable
+from cjax.planner.work import WorkSplit
 
 SMALL = {"num_rows": (16,), "stacks": (4,), "lengths": ()}
 
@@ -88,7 +88,7 @@ def test_same_input_same_plans() -> None:
 def test_arrangements_that_the_model_refuses_are_told_and_asked_for_once() -> None:
     asked: list[Plan] = []
 
-    def refuses(plan: Plan) -> Split:
+    def refuses(plan: Plan) -> WorkSplit:
         asked.append(plan)
         if plan.tensor.size > 1:
             raise ValueError("heads 8: no")
@@ -109,7 +109,7 @@ def test_plans_that_differ_and_gain_nothing_are_one() -> None:
 
 def test_fewer_words_win_a_tie() -> None:
     def flat(*args: Any) -> Any:
-        table: Table = args[2]
+        table: PlanTable = args[2]
         parts = dict.fromkeys(SECONDS, np.zeros(len(table))) | {"matmul": np.ones(len(table))}
         total = parts["matmul"]
         return SimpleNamespace(**parts, total=total, low=total, high=total, bound=total, moved={})

@@ -9,17 +9,17 @@ from cjax.planner.costs.calibration import Calibration, Software
 from cjax.planner.costs.compute import CROOKED, FUSED_BACK, UNALIGNED, Computing, Pass
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS
-from cjax.planner.work import AttentionWork, Part, Product, Split, Value
+from cjax.planner.work import AttentionWork, MatmulWork, NamedTensor, Part, WorkSplit
 
 PEAK, MEMORY, CORES = 1e14, 1e12, 100
 CARD = Hardware("card", 8, 8, 1, memory_bandwidth=MEMORY, bf16_flops=PEAK, f16_flops=PEAK, f32_flops=PEAK / 4)
-WHOLE = Split({}, {}, ((),), (0,))
+WHOLE = WorkSplit({}, {}, ((),), (0,))
 # 2 rows of 6400 positions: 100 tiles of 128 x 256 for each 256 features.
-MATMUL = Product((), (("batch", 2), ("position", 6400)), (("in", 1024),), (("out", 256),), reads=0)
+MATMUL = MatmulWork((), (("batch", 2), ("position", 6400)), (("in", 1024),), (("out", 256),), reads=0)
 
 
 def passes(
-    part: Part, split: Split = WHOLE, share: float = 1, precision: str = "bfloat16", **software: bool
+    part: Part, split: WorkSplit = WHOLE, share: float = 1, precision: str = "bfloat16", **software: bool
 ) -> tuple[Pass, Pass]:
     calibration = Calibration("test", cores=CORES, software=dataclasses.replace(Software(), **software))
     place = np.array([PRECISIONS.index(precision)])
@@ -59,8 +59,15 @@ def test_tensor_cores_want_dims_that_eights_divide(inner: int, slower: float) ->
     assert there.matmul[0] == pytest.approx(slower * there.matmul_least[0])
 
 
+def test_xla_fills_dims_up_for_them_in_16_bits() -> None:
+    crooked = matmul(inner=(("in", 1028),))
+    half, whole = passes(crooked)[0], passes(crooked, precision="float32")[0]
+    assert half.matmul[0] == pytest.approx(UNALIGNED * half.matmul_least[0])
+    assert whole.matmul[0] == pytest.approx(CROOKED * whole.matmul_least[0])
+
+
 def test_micro_batches_and_axes_divide_what_they_name() -> None:
-    split = Split({"out": ("tensor",)}, {"tensor": 2}, ((),), (0,))
+    split = WorkSplit({"out": ("tensor",)}, {"tensor": 2}, ((),), (0,))
     whole, part = passes(matmul())[0], passes(matmul(), split, share=2)[0]
     assert part.flops[0] == whole.flops[0] / 4
 
@@ -84,7 +91,7 @@ def test_a_kernel_computes_half_of_causal_scores() -> None:
 @pytest.mark.parametrize("reason", ["work", "software", "precision", "split"])
 def test_without_a_kernel_all_scores_are_made_and_go_through_memory(reason: str) -> None:
     work = dataclasses.replace(ATTENTION, is_fused=reason != "work")
-    split = Split({"position": ("sequence",)}, {"sequence": 2}, ((),), (0,)) if reason == "split" else WHOLE
+    split = WorkSplit({"position": ("sequence",)}, {"sequence": 2}, ((),), (0,)) if reason == "split" else WHOLE
     precision = "float32" if reason == "precision" else "bfloat16"
     there = passes(Part("one", attentions=(work,)), split, precision=precision, is_fused=reason != "software")[0]
     assert there.attention[0] == 0
@@ -95,7 +102,7 @@ def test_without_a_kernel_all_scores_are_made_and_go_through_memory(reason: str)
 
 def test_elementwise_operations_move_their_bytes_once_forward_and_twice_backward() -> None:
     dims = (("batch", 4), ("position", 1000))
-    part = Part("one", touched=(Value(dims, 4, times=3), Value(dims, 4, is_computed=False)))
+    part = Part("one", touched=(NamedTensor(dims, 4, times=3), NamedTensor(dims, 4, is_computed=False)))
     there, back = passes(part, share=2)
     assert there.touched[0] == pytest.approx((3 * 2 + 4) * 2000 / MEMORY)
     assert back.touched[0] == 2 * there.touched[0]

@@ -12,9 +12,9 @@ from cjax.pipeline.simulate import Times, simulate
 from cjax.plan import Plan
 from cjax.planner.costs.calibration import Calibration, Software, calibration_of
 from cjax.planner.costs.duration import PARTS, Durations, durations
-from cjax.planner.costs.transformer import Decoder, Spread, split_of_decoder, work_of_decoder
+from cjax.planner.costs.transformer import Decoder, Sharing, split_of_decoder, work_of_decoder
 from cjax.planner.hardware import Hardware
-from cjax.planner.table import Table
+from cjax.planner.table import PlanTable
 
 H100 = Hardware(
     "NVIDIA H100 80GB HBM3", 64, 8, 80 * 2**30, memory_bandwidth=3.35e12, bf16_flops=989e12, f16_flops=989e12,
@@ -36,9 +36,9 @@ PURE = Calibration(
 def of(*plans: str, calibration: Calibration = FITTED, hardware: Hardware = H100, rows: int = ROWS) -> Durations:
     """Of plans that share a tensor word."""
     parsed = [Plan.parse(plan if "precision" in plan else f"precision=bfloat16 {plan}") for plan in plans]
-    spread = Spread(parsed[0].tensor.size)
+    spread = Sharing(parsed[0].tensor.size)
     work = work_of_decoder(GPT, rows, LENGTH, spread)
-    return durations(work, split_of_decoder(GPT, work, spread), Table.of(parsed), hardware, calibration)
+    return durations(work, split_of_decoder(GPT, work, spread), PlanTable.of(parsed), hardware, calibration)
 
 
 PLANS = [
@@ -165,7 +165,7 @@ def test_a_pipeline_in_lockstep_waits_as_simulate_says(plan: str) -> None:
     plain = [dataclasses.replace(part, products=(), touched=()) for part in work.parts]
     work = dataclasses.replace(work, parts=(plain[0], work.parts[1], plain[2]))
     parsed = Plan.parse(f"data=16 pipeline={plan} microbatches=16 precision=bfloat16")
-    each = durations(work, split_of_decoder(decoder, work), Table.of([parsed]), H100, PURE)
+    each = durations(work, split_of_decoder(decoder, work), PlanTable.of([parsed]), H100, PURE)
     busy = each.matmul[0] + each.attention[0] + each.elementwise[0] - accumulated(each)
     forward = (each.flops[0] / 3) / each.flops[0]
     assert 0 < forward < 1

@@ -13,7 +13,7 @@ from cjax.planner.costs.memory import MemoryCost, memory_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.reading.split import Splits
 from cjax.planner.reading.work import work_of
-from cjax.planner.table import Table
+from cjax.planner.table import PlanTable
 from cjax.planner.work import Work
 from cjax.trace.author.capture import capture
 from cjax.trace.reading import Trace
@@ -51,7 +51,7 @@ def hardware(devices: str) -> Hardware:
 def predicted(case: Case) -> MemoryCost:
     work, _ = read(case.model)
     plan = Plan.parse(case.plan).resolve(int(case.devices.partition(":")[2]))
-    return memory_of(work, splits(case.model)(plan), Table.of([plan]), hardware(case.devices))
+    return memory_of(work, splits(case.model)(plan), PlanTable.of([plan]), hardware(case.devices))
 
 
 def error(name: str, found: dict) -> float:
@@ -100,7 +100,7 @@ def test_plans_are_columns() -> None:
     ]  # fmt: skip
     plans = [Plan.parse(text).resolve(4) for text in texts]
     split, card = splits("gpt2 b64")(plans[0]), hardware("a100:4")
-    together = memory_of(work, split, Table.of(plans), card)
-    alone = [memory_of(work, split, Table.of([plan]), card) for plan in plans]
+    together = memory_of(work, split, PlanTable.of(plans), card)
+    alone = [memory_of(work, split, PlanTable.of([plan]), card) for plan in plans]
     np.testing.assert_allclose(together.total, [float(each.total[0]) for each in alone])
     assert (together.total > 0).all() and not math.isnan(together.total.sum())

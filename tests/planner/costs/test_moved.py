@@ -22,7 +22,7 @@ from cjax.mesh import compile_lowered
 from cjax.plan import Plan
 from cjax.planner.costs.moved import moved
 from cjax.planner.reading.readings import Readings
-from cjax.planner.table import Table
+from cjax.planner.table import PlanTable
 from cjax.trace.source import TraceSource
 
 AUDITED = Path(__file__).parent / "audited.json"
@@ -46,7 +46,7 @@ def predicted(name: str, text: str) -> dict[str, float]:
     """Bytes by axes, as the audit has them."""
     plan = Plan.parse(text)
     readings = read(name)
-    found = moved(readings.work(plan), readings.split(plan), Table.of([plan])).by_axis()
+    found = moved(readings.work(plan), readings.split(plan), PlanTable.of([plan])).by_axis()
     return {axes: float(amount[0]) for axes, amount in found.items()}
 
 
@@ -95,9 +95,9 @@ def test_a_table_of_plans_is_its_plans_one_by_one() -> None:
              "data=2 remat=block pipeline=interleaved:2/2 microbatches=4"]  # fmt: skip
     plans = [Plan.parse(f"tensor=2 {text}") for text in texts]
     work, split = read("gpt").work(plans[0]), read("gpt").split(plans[0])
-    together = moved(work, split, Table.of(plans)).by_axis()
+    together = moved(work, split, PlanTable.of(plans)).by_axis()
     for at, plan in enumerate(plans):
-        alone = moved(work, split, Table.of([plan])).by_axis()
+        alone = moved(work, split, PlanTable.of([plan])).by_axis()
         for axes, amount in together.items():
             np.testing.assert_allclose(amount[at], alone.get(axes, [0.0])[0], err_msg=f"{plan}: {axes}")
 

@@ -9,8 +9,8 @@ from cjax.plan import Plan
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.duration import Durations, durations
 from cjax.planner.hardware import Hardware
-from cjax.planner.table import Table
-from cjax.planner.work import BATCH, AttentionWork, Dims, Move, Part, Product, Split, Value, Work
+from cjax.planner.table import PlanTable
+from cjax.planner.work import BATCH, AttentionWork, AxisMove, Dims, MatmulWork, NamedTensor, Part, Work, WorkSplit
 
 CARD = Hardware("card", 4, 4, 2**40, 1e12, 100e12, 100e12, 50e12, host_bandwidth=100e9)
 ONE_D = {"heads": ("tensor",), "ffn": ("tensor",)}
@@ -21,22 +21,22 @@ STREAM: Dims = ((BATCH, 16), ("sequence", 1024))
 
 def work_of(vocab: int = 4096) -> Work:
     embed, ffn = (("embed", 2048),), (("ffn", 8192),)
-    products = (Product((), STREAM, embed, ffn, reads=0), Product((), STREAM, ffn, embed, reads=1))
+    products = (MatmulWork((), STREAM, embed, ffn, reads=0), MatmulWork((), STREAM, ffn, embed, reads=1))
     attention = AttentionWork(
         ((BATCH, 16),), (("heads", 16),), (("sequence", 1024),), (("sequence", 1024),), features=128, kv_heads=16
     )
-    head = Product((), STREAM, embed, (("vocab", vocab),), reads=0)
+    head = MatmulWork((), STREAM, embed, (("vocab", vocab),), reads=0)
     return Work((Part("layers", 8, products, (attention,)), Part("head", 1, (head,))), 16, 16 * 1024)
 
 
 def computed(axes_of: dict[str, tuple[str, ...]], sizes: dict[str, int], plan: str, vocab: int = 4096) -> np.ndarray:
     """FLOPs, seconds in matmuls, and in attentions' kernels."""
-    found = asked(Split(axes_of, sizes, ((), ()), (0, 0)), plan, vocab)
+    found = asked(WorkSplit(axes_of, sizes, ((), ()), (0, 0)), plan, vocab)
     return np.array([found.flops[0], found.matmul[0], found.attention[0]])
 
 
-def asked(split: Split, plan: str, vocab: int = 4096) -> Durations:
-    table = Table.of([Plan.parse(f"{plan} precision=bfloat16")])
+def asked(split: WorkSplit, plan: str, vocab: int = 4096) -> Durations:
+    table = PlanTable.of([Plan.parse(f"{plan} precision=bfloat16")])
     return durations(work_of(vocab), split, table, CARD, Calibration("here"))
 
 
@@ -69,9 +69,9 @@ def test_what_tensor_cores_do_not_take_is_filled_up() -> None:
 def test_an_exchange_is_waited_for_and_a_ring_goes_on_beside() -> None:
     waits = {}
     for kind in ("collective-permute", "all-to-all"):
-        moves = (Move(kind, ("sequence",), 1e8, is_forward=True),)
+        moves = (AxisMove(kind, ("sequence",), 1e8, is_forward=True),)
         waits[kind] = asked(
-            Split({"sequence": ("sequence",)}, {"sequence": 4}, (moves, ()), (0, 0)), "data=1"
+            WorkSplit({"sequence": ("sequence",)}, {"sequence": 4}, (moves, ()), (0, 0)), "data=1"
         ).sequence[0]
     assert waits["all-to-all"] > 2 * waits["collective-permute"] > 0
 
@@ -80,26 +80,26 @@ def test_of_several_stacks_each_is_a_chunk_more() -> None:
     one = work_of()
     layers, head = one.parts
     half = dataclasses.replace(layers, repeats=4)
-    split = Split({}, {}, ((), ()), (0, 0))
-    two = Split({}, {}, ((), (), ()), (0, 0, 0))
+    split = WorkSplit({}, {}, ((), ()), (0, 0))
+    two = WorkSplit({}, {}, ((), (), ()), (0, 0, 0))
     args = (CARD, Calibration("here"))
 
-    def step(work: Work, on: Split, plan: str) -> float:
-        return float(durations(work, on, Table.of([Plan.parse(f"data=1 microbatches=8 {plan}")]), *args).total[0])
+    def step(work: Work, on: WorkSplit, plan: str) -> float:
+        return float(durations(work, on, PlanTable.of([Plan.parse(f"data=1 microbatches=8 {plan}")]), *args).total[0])
 
     both = step(Work((half, half, head), one.num_rows, one.tokens), two, "pipeline=1f1b:2")
     assert both == pytest.approx(step(one, split, "pipeline=interleaved:2/2"), rel=1e-3)
 
 
 def test_stages_wait_for_those_that_hand_on_between_hosts() -> None:
-    stream = Value((*STREAM, ("embed", 2048)), 4)
+    stream = NamedTensor((*STREAM, ("embed", 2048)), 4)
     work = work_of()
     layers = dataclasses.replace(work.parts[0], stream=stream)
     work = dataclasses.replace(work, parts=(layers, work.parts[1]))
-    table = Table.of([Plan.parse("data=1 pipeline=1f1b:4 microbatches=8 precision=bfloat16")])
+    table = PlanTable.of([Plan.parse("data=1 pipeline=1f1b:4 microbatches=8 precision=bfloat16")])
     sent = {}
     for cards in (2, 4):
         hosts = dataclasses.replace(CARD, devices_per_host=cards, network_bandwidth=1e9, adapters_per_host=1)
-        found = durations(work, Split({}, {}, ((), ()), (0, 0)), table, hosts, Calibration("here"))
+        found = durations(work, WorkSplit({}, {}, ((), ()), (0, 0)), table, hosts, Calibration("here"))
         sent[cards] = float(found.pipeline[0])
     assert sent[2] > 10 * sent[4] > 0

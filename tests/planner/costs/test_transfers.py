@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from cjax.planner.costs.transfers import Transfer, group_bandwidth, group_of
+from cjax.planner.costs.transfers import Receipt, group_bandwidth, group_of
 from cjax.planner.hardware import Hardware
 
 HOSTS = Hardware("card", 512, 8, 1, host_bandwidth=400e9, network_bandwidth=50e9, adapters_per_host=8)
@@ -47,22 +47,22 @@ def test_gradients_over_eight_hosts_take_a_tenth_of_what_one_adapter_would() -> 
     """GPT-2 XL's 1.56 billion gradients, reduced and gathered in float32 on 64 H100."""
     h100 = hosts(host_bandwidth=450e9)
     bytes_ = 2 * 4 * 1.558e9 * 63 / 64
-    moved = Transfer.over(group_of(h100, 64, 1), "reduce-scatter", np.array([bytes_]), 1.0)
+    moved = Receipt.over(group_of(h100, 64, 1), "reduce-scatter", np.array([bytes_]), 1.0)
     assert moved.least[0] == pytest.approx(0.0307, rel=0.01)
 
 
 def test_seconds_by_hand() -> None:
     group = group_of(HOSTS, 32, 2)  # 4 members on each of 8 hosts
-    moved = Transfer.over(group, "all-gather", np.array([8e9]), 3.0)
+    moved = Receipt.over(group, "all-gather", np.array([8e9]), 3.0)
     # 8 GB by 4 adapters of 50 GB/s, of which half is reached; three times 3 members and 7 hosts.
     seconds = moved.seconds(links=0.8, adapters=0.5, latency=1e-3, hop=1e-2)
     assert seconds[0] == pytest.approx(8 / (200 * 0.5) + 3 * 3e-3 + 3 * 7e-2)
-    tree = Transfer.over(group, "all-reduce", np.array([8e9]), 1.0)
+    tree = Receipt.over(group, "all-reduce", np.array([8e9]), 1.0)
     assert tree.hops[0] == 2 * 3
 
 
 def test_a_group_of_one_moves_nothing() -> None:
-    moved = Transfer.over(group_of(HOSTS, np.array([1, 2]), 1), "all-reduce", np.array([1e9, 1e9]), 1.0)
+    moved = Receipt.over(group_of(HOSTS, np.array([1, 2]), 1), "all-reduce", np.array([1e9, 1e9]), 1.0)
     assert moved.bytes.tolist() == [0, 1e9]
     assert moved.seconds(1.0, 1.0, 1e-6, 1e-6)[0] == 0
 

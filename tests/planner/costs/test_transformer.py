@@ -2,7 +2,7 @@
 
 import pytest
 
-from cjax.planner.costs.transformer import Decoder, Spread, split_of_decoder, work_of_decoder
+from cjax.planner.costs.transformer import Decoder, Sharing, split_of_decoder, work_of_decoder
 
 GPT3 = Decoder(96, 12288, 96, 51200)
 LLAMA = Decoder(80, 8192, 64, 32000, ffn=28672, kv_heads=8, is_gated=True, is_tied=False)
@@ -26,7 +26,7 @@ def test_flops_are_megatrons_formula() -> None:
 @pytest.mark.parametrize("is_split", [False, True])
 def test_a_layer_moves_four_streams_in_each_direction(is_split: bool) -> None:
     """Two all-reduces, which are a gather and a scatter each; split positions are gathered once more backward."""
-    spread = Spread(tensor=8, is_split=is_split)
+    spread = Sharing(tensor=8, is_split=is_split)
     work = work_of_decoder(GPT3, 2, 2048, spread)
     moves = split_of_decoder(GPT3, work, spread).moves[1]
     stream = 2 * 2048 * GPT3.hidden * 7 / 8
@@ -35,7 +35,7 @@ def test_a_layer_moves_four_streams_in_each_direction(is_split: bool) -> None:
 
 
 def test_keys_and_values_go_round_the_devices_that_share_a_sequence() -> None:
-    spread = Spread(tensor=2, context=4)
+    spread = Sharing(tensor=2, context=4)
     work = work_of_decoder(LLAMA, 1, 8192, spread)
     split = split_of_decoder(LLAMA, work, spread)
     ring = [move for move in split.moves[1] if move.axes == ("sequence",)]
@@ -47,5 +47,5 @@ def test_keys_and_values_go_round_the_devices_that_share_a_sequence() -> None:
 
 
 def test_a_vocabulary_is_filled_up_for_the_devices_that_split_it() -> None:
-    work = work_of_decoder(Decoder(2, 256, 4, 50000), 1, 128, Spread(tensor=8))
+    work = work_of_decoder(Decoder(2, 256, 4, 50000), 1, 128, Sharing(tensor=8))
     assert dict(work.parts[2].products[0].outer)["vocab"] == 50176

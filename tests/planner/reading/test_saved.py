@@ -13,7 +13,7 @@ from zoo import MODELS
 from cjax.models import GPT, loss
 from cjax.models.gpt import GPTConfig
 from cjax.planner.reading.work import work_of
-from cjax.planner.work import BATCH, Dims, Kept, Value, Work, elements
+from cjax.planner.work import BATCH, Dims, Kept, NamedTensor, Work, elements
 from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
 
@@ -25,11 +25,11 @@ def read(model: Any, of: Any, batch: Any) -> Work:
     return work_of(TraceSource(capture(model, of, shapes), shapes).read())
 
 
-def size(values: Iterable[Value]) -> int:
+def size(values: Iterable[NamedTensor]) -> int:
     return sum(elements(value.dims) * value.itemsize * value.times for value in values)
 
 
-def shapes(values: Iterable[Value]) -> list[tuple[Dims, int]]:
+def shapes(values: Iterable[NamedTensor]) -> list[tuple[Dims, int]]:
     return sorted((value.dims, value.itemsize) for value in values for _ in range(value.times))
 
 

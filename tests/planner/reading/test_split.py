@@ -9,7 +9,7 @@ from small_gpt import EMBED, HEADS, MLP, ROWS, SEQ, VOCAB, gpt
 from cjax.plan import Plan
 from cjax.planner.reading.split import Splits, split_of
 from cjax.planner.reading.work import work_of
-from cjax.planner.work import Move
+from cjax.planner.work import AxisMove
 from cjax.trace.source import TraceSource
 
 
@@ -34,7 +34,7 @@ def test_megatrons_four_reductions() -> None:
     assert split.num_devices == 4 and split.local((("heads", HEADS), ("batch", ROWS))) == HEADS * ROWS / 4
 
 
-def moves_of(text: str) -> list[list[Move]]:
+def moves_of(text: str) -> list[list[AxisMove]]:
     trace = gpt()
     return [list(moves) for moves in split_of(work_of(trace), trace, Plan.parse(text)).moves]
 
