@@ -1,6 +1,7 @@
 """The first half of the page: four cards, by model, batch and links, and what the reports found."""
 
 from collections import Counter
+from typing import Any
 
 from shared.markdown import table
 from shared.results import Results, Row
@@ -16,7 +17,7 @@ FAR = 3.0  # "nearly three times", as the reports have it
 
 
 def named(row: Row) -> str:
-    return NAMES.get(row["model"], row["model"])
+    return str(NAMES.get(row["model"], row["model"]))
 
 
 def short(results: Results, place: str) -> str:
@@ -46,8 +47,11 @@ def short(results: Results, place: str) -> str:
         )
     least = [row for row in View(results, "gpt3").rows if fits(row)]
     if least:
-        num = min(row["devices"] for row in least)
-        lines.append(f"- **GPT-3 175B** fits {num} A100 with 80 GB, by prediction; published runs took 64 to 128.")
+        few = min(least, key=lambda row: (row["devices"], row["s"]))
+        lines.append(
+            f"- **GPT-3 175B** fits {few['devices']} A100 with 80 GB, by prediction: {few['gib']:.1f} of "
+            f"{few['limit']:.1f} GiB; published runs took 64 to 128."
+        )
     return "## In short\n\n" + "\n".join(lines) if lines else ""
 
 
@@ -107,7 +111,7 @@ def _several(names: list[str]) -> str:
 
 
 # -- by batch and links ----------------------------------------------------------------
-def _shares(view: View, by: str, values: list, head: list[str]) -> str:
+def _shares(view: View, by: str, values: list[Any], head: list[str]) -> str:
     flavours = [each for each in view.values("flavour") if each != BEST]
     lines = []
     for flavour in flavours:

@@ -1,13 +1,13 @@
 """The flavours of parallelism: which words of a plan each of them fixes. All other words are the search's."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from cjax.plan import Auto, Pipeline, Sequence, Tensor, Zero
 from cjax.plan.parts import SequenceMode, TensorMode
 from cjax.planner.choice.space import divisors, tensors_of
 
-Words = Mapping[str, Any]
+Words = dict[str, Any]
 PLAIN: Words = {"tensor": Tensor(), "sequence": Sequence(), "pipeline": Pipeline(), "precision": "bfloat16"}
 MOST_CHUNKS = 6
 HOST = 8

@@ -46,7 +46,7 @@ class Case:
 
     def call(self) -> Call:
         """What `parallelize` takes, but for an optimizer."""
-        sizes = dict(self.sizes)
+        sizes: dict[str, Any] = dict(self.sizes)
         if self.model.startswith("resnet"):
             return ResNet(**sizes), images_loss, self._images(224)
         if self.model.startswith("vit"):

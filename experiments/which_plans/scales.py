@@ -4,7 +4,7 @@ from shared.markdown import table
 from shared.results import Results, Row
 
 from .answers import named
-from .flavours import BEST, COMBINED
+from .flavours import COMBINED
 from .view import NOTHING, View, fits, ms, part_of, rate, times, words
 
 PUBLISHED = (128, 96, 64)  # GPUs that runs of GPT-3 175B were published on
@@ -37,7 +37,7 @@ def gpt3(results: Results, place: str) -> str:
         zero = view.row("zero=3", devices=num)
         waits = f"{part_of(best, 'tensor', 'data', 'gather', 'pipeline'):.0f} %, {part_of(best, 'bubble'):.0f} %"
         lines.append([str(num), words(best), ms(best), f"{rate(best):,.0f}", f"{100 * best['mfu']:.0f} %", waits,
-                      f"{best['gib']:.0f}", ms(zero)])  # fmt: skip
+                      f"{best['gib']:.0f} of {best['limit']:.0f}", ms(zero)])  # fmt: skip
     head = ["cards", "fastest plan", "step, ms", "tokens/s", "MFU", "transfers, idle", "GiB", "`zero=3` alone, ms"]
     fit = sorted(row["devices"] for row in rows if fits(row))
     asked = view.values("devices")
@@ -45,7 +45,8 @@ def gpt3(results: Results, place: str) -> str:
         f"The fewest of {', '.join(map(str, asked))} that a plan fits are **{fit[0]}**; published runs took "
         f"{', '.join(map(str, PUBLISHED))}. Parameters, gradients and Adam's state are 16 bytes a parameter in "
         "float32, so "
-        f"2.8 TB in all: what a plan adds is activations. " if fit else "No plan fits any of these numbers. "
+        "2.8 TB in all: what a plan adds is activations. One that fills its cards to the last percents may not fit "
+        "once compiled. " if fit else "No plan fits any of these numbers. "
     )  # fmt: skip
     case = rows[0]
     return (
@@ -102,8 +103,8 @@ def bert(results: Results, place: str) -> str:
     return (
         "## BERT: the largest batch, the longest sequence\n\nBERT large on A100-40GB, bfloat16, no recomputation, no "
         "micro-batches, weights whole unless the flavour splits them. Solved from memory at two batches and at three "
-        f"lengths, so good to a few percent. {gain}The seeds' sequences are longer by a ring as well: 3.0 times tensor "
-        "parallelism's in the paper on rings, on 64 cards of 16 GB.\n\n"
+        f"lengths, so good to a few percent. {gain}The paper on rings has 3.0 times, on 64 cards of 16 "
+        "GB. Copies take as long sequences as long as each has a row: rings are for fewer rows than cards.\n\n"
         + "\n\n".join(texts)
         + "\n\nThe same compiled for H100: [Choosing a mode](choosing.md#long-sequences)."
     )
@@ -142,12 +143,10 @@ def weak(results: Results, place: str) -> str:
     said = f" On {numbers[-1]} cards the fastest is {words(last)}, {ms(last)} ms a step." if last else ""
     return (
         f"## From {numbers[0]} to {numbers[-1]} cards\n\nGPT-2 large, 8 rows of 1,024 tokens a card, A100-40GB, "
-        "hosts of 8 "
-        "with NVLink and 8 adapters of 25 GB/s. Thousands of tokens a second and card, and what is left of "
-        f"it.{said} What "
-        "falls is ZeRO over all cards, whose gathers go round all hosts once for each layer; ZeRO within hosts was "
-        "among "
-        f"the plans of its rows.\n\n{table(['flavour', *map(str, numbers)], lines)}\n\n![weak "
+        "hosts of 8 with NVLink and 8 adapters of 25 GB/s. Thousands of tokens a second and card, and what is left of "
+        f"it.{said} ZeRO "
+        "is in groups of a host (`/8`) where that is faster: over all cards its gathers would go round all hosts once "
+        f"for each layer.\n\n{table(['flavour', *map(str, numbers)], lines)}\n\n![weak "
         f"scaling]({place}/weak.svg)"
     )
 
@@ -164,7 +163,6 @@ def energy(results: Results, place: str) -> str:
             "sequence=ring",
             "pipeline=1f1b",
             "pipeline=interleaved",
-            BEST,
         ):
             row = view.row(flavour)
             if row and row["kwh"]:

@@ -108,8 +108,9 @@ class Planning:
     def on(self, hardware: Callable[[int], Hardware]) -> "Planning":
         """The same model and batch on other devices: what has been read of them is not read again."""
         other = replace(self, hardware=hardware)
-        read = {"trace": self.trace, "work": self.work, "_stacks": self._stacks}
-        vars(other).update(read, question=replace(self.question, hardware_at=hardware, durations=other._durations))
+        read = {name: getattr(self, name) for name in ("trace", "readings", "work", "_stacks")}
+        asks = {"hardware_at": other.known, "memory": other._memory, "durations": other._durations}
+        vars(other).update(read, question=replace(self.question, **asks))
         return other
 
     def space(self, auto: Auto, num_devices: int) -> Space:

@@ -1,0 +1,36 @@
+"""One model asked about on several kinds of devices."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from cjax import Plan
+from cjax.cluster import Cluster
+from cjax.models import GPT, gpt, loss
+from cjax.planner.choice.planning import Planning
+from cjax.planner.choice.scored import Scored
+from cjax.planner.hardware import Hardware, hardware_of_cluster
+from cjax.trace.author.capture import capture
+from cjax.trace.source import TraceSource
+
+
+def on_a100(num_devices: int) -> Hardware:
+    return hardware_of_cluster(Cluster("a100"), num_devices)
+
+
+def on_h100(num_devices: int) -> Hardware:
+    return hardware_of_cluster(Cluster("h100"), num_devices)
+
+
+def test_on_other_devices_a_plan_costs_what_it_would_if_it_were_read_again() -> None:
+    config = gpt("gpt-mini", num_layers=2, context=32)
+    tokens = jax.ShapeDtypeStruct((16, 32), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    source = TraceSource(capture(lambda rngs: GPT(config, rngs=rngs), loss, batch, None), batch)
+    first = Planning(source, optax.adam(1e-3), on_a100)
+    plan = Plan.parse("data=2 tensor=2 precision=bfloat16")
+    found = first.score(plan)
+    there, anew = first.on(on_h100), Planning(source, optax.adam(1e-3), on_h100)
+    assert there.trace is first.trace and there.work is first.work
+    assert there.score(plan) == anew.score(plan) != found
+    assert isinstance(found, Scored) and first.score(plan) == found
