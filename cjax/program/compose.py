@@ -39,7 +39,7 @@ def compose(
       ValueError: the plan does not suit the model, the batch or the devices; the message says what does.
     """
     source = given.source if num_rows is None else given.source.on_rows(num_rows)
-    planning = planning_of(source, given.optimizer, devices)
+    planning = planning_of(source, given.optimizer, devices, given.learned)
     if isinstance(plan, Decision):
         return _composed(given, planning, plan, devices, schedule)
     refused: list[Plan] = []

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Given:
       measures: whether gradients of parts of the batch are measured.
       verifies: whether a plan is checked before the first step.
       readers: of the weights in a folder of another library, by the folder; None: there are none.
+      learned: what measured steps have taught, for predictions under all plans: see `Planning.learn`.
     """
 
     source: TraceSource
@@ -49,6 +50,7 @@ class Given:
     measures: bool = False
     verifies: bool = False
     readers: Readers | None = None
+    learned: dict[str, tuple[float, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

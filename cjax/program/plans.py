@@ -127,11 +127,11 @@ def _planned(
             return _priced(hardware_of_cluster(cluster, num), price)
 
         numbers = _numbers(cluster) if cluster.num_devices is None else (cluster.num_devices,)
-        planning = Planning(given.source, given.optimizer, hardware)
+        planning = Planning(given.source, given.optimizer, hardware, given.learned)
         return planning, numbers, lambda num: resolve_devices(cluster.with_devices(num))
     here = resolve_devices(devices)
     facts = _priced(hardware_of(here), price)
-    planning = planning_of(given.source, given.optimizer, here)
+    planning = planning_of(given.source, given.optimizer, here, given.learned)
     planning = dataclasses.replace(planning, hardware=lambda num: dataclasses.replace(facts, num_devices=num))
     return planning, (len(here),), lambda num: here
 

@@ -397,6 +397,19 @@ class Program:
         return explained(found, planning, self._composed.decision)
 
     @own_context
+    def learn(self, step_seconds: Sequence[float]) -> None:
+        """Takes measured steps for the measure of predictions, under this plan and all others of this model; `fit` does.
+
+        Args:
+          step_seconds: what steps of this program took, without those that were compiled first.
+
+        Raises:
+          ValueError: seconds that no step can have taken.
+        """
+        self._composed.planning.learn(self.plan, step_seconds)
+        vars(self).pop("_report", None)
+
+    @own_context
     def check(self, state: State, batch: PyTree) -> Check:
         """This plan against the author's own loss on one device: loss, aux, every gradient, and what is farthest off.
 

@@ -18,6 +18,8 @@ from cjax.train.signals import StopRequest
 from cjax.train.stream import Stream
 from cjax.tree import PyTree, leaf_names
 
+ENOUGH_STEPS = 10  # whose median says what a step takes
+
 
 class NotFiniteError(FloatingPointError):
     """The loss or the gradient of a step was not finite, and `fit` was told to stop then.
@@ -233,6 +235,8 @@ class _Loop:
                     ended = received.name
                     break
             self._read(state)
+            if len(self.meter.step_seconds) >= ENOUGH_STEPS:
+                self.program.learn(self.meter.step_seconds)
             if self.saved != self.step:
                 self._save(state)
             if self.checkpoints is not None:

@@ -60,15 +60,19 @@ class Decision:
 
 
 def planning_of(
-    source: TraceSource, optimizer: optax.GradientTransformation | None, devices: Sequence[Device]
+    source: TraceSource,
+    optimizer: optax.GradientTransformation | None,
+    devices: Sequence[Device],
+    learned: dict[str, tuple[float, str]] | None = None,
 ) -> Planning:
-    """What can be asked about plans on these devices."""
+    """What can be asked about plans on these devices; `learned` is what measured steps have taught before."""
 
     @functools.cache  # asked when a search needs it: a plan that the user wrote out needs no facts
     def facts() -> Hardware:
         return hardware_of(devices)
 
-    return Planning(source, optimizer, lambda num_devices: dataclasses.replace(facts(), num_devices=num_devices))
+    known = {} if learned is None else learned
+    return Planning(source, optimizer, lambda num_devices: dataclasses.replace(facts(), num_devices=num_devices), known)
 
 
 def decide(planning: Planning, plan: Plan | str, num_devices: int, refused: Sequence[Plan] = ()) -> Decision:

@@ -20,7 +20,7 @@ from cjax.planner.costs.duration import Durations, durations
 from cjax.planner.costs.memory import MemoryCost, memory_of
 from cjax.planner.costs.profiled import profiled
 from cjax.planner.hardware import Hardware
-from cjax.planner.profile import Profile, read_profile
+from cjax.planner.profile import Profile, factor_of, read_profile
 from cjax.planner.reading.readings import Readings
 from cjax.planner.table import PlanTable
 from cjax.planner.work import Work, WorkSplit
@@ -41,11 +41,13 @@ class Planning:
       source: the model, its loss and its batch.
       optimizer: what trains it, if anything does.
       hardware: so many of the devices.
+      learned: by kind of device, how many times longer than predicted a step of this model took, and what says so.
     """
 
     source: TraceSource
     optimizer: optax.GradientTransformation | None
     hardware: Callable[[int], Hardware]
+    learned: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     @functools.cached_property
     def trace(self) -> Trace:
@@ -70,10 +72,33 @@ class Planning:
         whole = sum(_bytes(leaf) for leaf in jax.tree.leaves(params))
         return sum(_bytes(leaf) for leaf in jax.tree.leaves(made)) / max(1, whole)
 
-    @functools.cached_property
+    @property
     def calibration(self) -> Calibration | None:
         """Of these devices; None where nobody has measured any like them."""
-        return profiled(self.hardware(1), self._profile)[1]
+        return self._calibrated(self.hardware(1))
+
+    def _calibrated(self, hardware: Hardware) -> Calibration | None:
+        _, calibration = profiled(hardware, self._profile)
+        if calibration is None or hardware.name not in self.learned:
+            return calibration
+        return calibration.measured(*self.learned[hardware.name])
+
+    def learn(self, plan: Plan, step_seconds: Sequence[float]) -> None:
+        """Takes what steps of this program took for the measure of all further predictions on such devices.
+
+        Where nobody has measured the devices, there is no prediction that it could be the measure of.
+
+        Args:
+          plan: the program's, resolved.
+          step_seconds: of some steps, without those that were compiled first.
+        """
+        name = self.hardware(1).name
+        self.learned.pop(name, None)
+        base, scored = self.calibration, self.score(plan)
+        if base is not None and not isinstance(scored, str):
+            ratio = factor_of(step_seconds, scored.time)
+            said = f"{base.source}; steps of this program took {ratio:.2f} times as long as these say"
+            self.learned[name] = ratio, said
 
     @functools.cached_property
     def _profile(self) -> Profile | None:
@@ -100,7 +125,7 @@ class Planning:
         return memory_of(work, split, table, self.hardware(hardware.num_devices))
 
     def _durations(self, work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware) -> Durations:
-        _, calibration = profiled(self.hardware(hardware.num_devices), self._profile)
+        calibration = self._calibrated(self.hardware(hardware.num_devices))
         if calibration is None:
             hardware, calibration = assumed(hardware)
         return durations(work, split, table, hardware, calibration)

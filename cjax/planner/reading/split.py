@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from cjax.jax_compat.core import Equation, Var
-from cjax.mesh import DATA, SEQUENCE
+from cjax.mesh import DATA, SEQUENCE, TENSOR
 from cjax.plan import Plan
 from cjax.planner.reading.moves import Moves
 from cjax.planner.reading.naming import Naming
@@ -15,6 +15,7 @@ from cjax.planner.reading.weights import leaves_of
 from cjax.planner.work import BATCH, AxisMove, HeldWeight, Work, WorkSplit
 from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.sharding.storage.storage import axes_of_entry
+from cjax.trace.attention.positions import positions
 from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.reading import Trace
 from cjax.trace.stages.counters import depends
@@ -62,6 +63,8 @@ class Splits:
         sizes = {DATA: 1} | ({SEQUENCE: plan.sequence.size} if plan.sequence.size > 1 else {})
         sizes |= plan.tensor.axis_sizes()
         layout = make_layout(self._trace, sizes, plan.rules, sequence=plan.sequence)
+        if plan.sequence.mode == "gather":
+            self._check_positions(sizes[TENSOR])
         placed = PlacedTrace(self._trace, layout)
         gathered: set[int] = set()
         moves = [Moves(placed, each, plan.sequence, self._learned, gathered).read() for each in self._stretches]
@@ -83,6 +86,14 @@ class Splits:
             layout.notes,
             weights,
         )
+
+    def _check_positions(self, size: int) -> None:
+        """What fills positions up, and where, is not followed here: without it such a plan would seem too cheap."""
+        for length in positions(self._trace)[0].values():
+            if length % size:
+                raise ValueError(
+                    f"sequence=gather pads {length} positions for {size} devices, and what that costs is not known"
+                )
 
     def _of_batch(self, move: AxisMove) -> AxisMove:
         """A collective of one micro-batch's trace, for the whole batch."""

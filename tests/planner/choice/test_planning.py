@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 from cjax import Plan
 from cjax.cluster import Cluster
@@ -34,3 +35,23 @@ def test_on_other_devices_a_plan_costs_what_it_would_if_it_were_read_again() -> 
     assert there.trace is first.trace and there.work is first.work
     assert there.score(plan) == anew.score(plan) != found
     assert isinstance(found, Scored) and first.score(plan) == found
+
+
+def test_a_runs_own_steps_are_the_measure_of_what_is_predicted_from_then_on() -> None:
+    tokens = jax.ShapeDtypeStruct((16, 32), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    config = gpt("gpt-mini", num_layers=2, context=32)
+    source = TraceSource(capture(lambda rngs: GPT(config, rngs=rngs), loss, batch, None), batch)
+    planning = Planning(source, optax.adam(1e-3), on_a100)
+    plans = [Plan.parse(text) for text in ("data=8", "data=4 tensor=2")]
+    before = [planning.score(plan) for plan in plans]
+    assert all(isinstance(each, Scored) for each in before)
+    planning.learn(plans[0], [9.0, 2 * before[0].time, 2 * before[0].time])
+    after = [planning.score(plan) for plan in plans]
+    for one, other in zip(before, after, strict=True):
+        assert other.time == pytest.approx(2 * one.time)
+        assert other.high / other.low < one.high / one.low
+        assert other.bytes == one.bytes
+    assert planning.calibration is not None and "took 2.00 times" in planning.calibration.source
+    planning.learn(plans[0], [before[0].time])  # says how far the constants are off, not the last prediction
+    assert planning.score(plans[0]).time == pytest.approx(before[0].time)
