@@ -398,7 +398,7 @@ class Program:
 
     @own_context
     def learn(self, step_seconds: Sequence[float]) -> None:
-        """Takes measured steps for the measure of predictions, under this plan and all others of this model; `fit` does.
+        """Takes measured steps for the measure of predictions, under this plan and all others; `fit` does it.
 
         Args:
           step_seconds: what steps of this program took, without those that were compiled first.
