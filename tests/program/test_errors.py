@@ -76,7 +76,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "optimizer": ({"optimizer": 1e-3}, TypeError, ["a float", "optax.adamw(1e-3)", "None"]),
     "optimizer uncalled": ({"optimizer": optax.adam}, TypeError, ["function adam", "optax.adamw(1e-3)"]),
-    "target": ({"devices": "h900:8"}, ValueError, ["'h900:8'", "h100", '"h100:64"']),
+    "target": ({"devices": "h900:8"}, ValueError, ["'h900'", "h100", "did you mean h200", "cjax.Cluster(card, 64)"]),
     "class": ({"model": Net}, TypeError, ["class Net", "`Net(...)`"]),
     "nnx class": ({"model": nnx.Linear}, TypeError, ["class Linear", "`lambda rngs: Linear(..., rngs=rngs)`"]),
     "no batch": ({"batch": None}, ValueError, ["no rows", "np.zeros((8, 5)"]),
