@@ -162,7 +162,9 @@ def _time(composed: Composed, audit: Audit, hardware: Hardware) -> StepTime | No
         transfer += each.exposed_bytes(hardware) / bandwidth if bandwidth else 0.0
     compute = audit.flops / peak
     # A backward is two forwards' work, half of it for the weights.
-    idle = 0.0 if composed.line is None else simulate(composed.line.schedule).bubble
+    calibration = composed.planning.calibration
+    is_shared = calibration is not None and calibration.shares_cores  # whose idle time others have
+    idle = 0.0 if composed.line is None or is_shared else simulate(composed.line.schedule).bubble
     return _predicted(composed, StepTime(compute, transfer, compute * idle / (1 - idle)))
 
 
