@@ -235,12 +235,12 @@ class _Loop:
                     ended = received.name
                     break
             self._read(state)
-            if len(self.meter.step_seconds) >= ENOUGH_STEPS:
-                self.program.learn(self.meter.step_seconds)
             if self.saved != self.step:
                 self._save(state)
             if self.checkpoints is not None:
                 self.checkpoints.wait()
+            if len(self.meter.step_seconds) >= ENOUGH_STEPS:
+                self.program.learn(self.meter.step_seconds)
         return state, ended
 
     def _is_due(self, every: int | None) -> bool:

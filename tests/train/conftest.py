@@ -51,6 +51,10 @@ class SmallProgram:
     def __init__(self, plan: str = "data=1") -> None:
         self.plan = type("P", (), {"precision": "float32", "__str__": lambda _: plan})()
         self.num_steps = 0
+        self.learned: tuple[float, ...] = ()
+
+    def learn(self, step_seconds: tuple[float, ...]) -> None:
+        self.learned = step_seconds
 
     def init(self, seed: int = 0) -> SmallState:
         return SmallState(jnp.int32(0), jnp.zeros(3), jnp.zeros(3), jax.random.key(seed))

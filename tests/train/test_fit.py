@@ -28,6 +28,7 @@ def test_it_learns(program: SmallProgram):
     np.testing.assert_allclose(result.state.w, TRUTH, atol=0.1)
     assert result.loss is not None and result.loss < 0.01
     assert result.metrics is None and result.checkpoint is None
+    assert 10 < len(program.learned) <= 100 and all(seconds > 0 for seconds in program.learned)
 
 
 def test_a_run_leaves_a_folder(tmp_path: Path, program: SmallProgram):

@@ -94,8 +94,9 @@ class Planning:
         """
         name = self.hardware(1).name
         self.learned.pop(name, None)
-        base, scored = self.calibration, self.score(plan)
-        if base is not None and not isinstance(scored, str):
+        base = self.calibration
+        scored = "" if base is None else self.score(plan)
+        if base is not None and isinstance(scored, Scored):
             ratio = factor_of(step_seconds, scored.time)
             said = f"{base.source}; steps of this program took {ratio:.2f} times as long as these say"
             self.learned[name] = ratio, said

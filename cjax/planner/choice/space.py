@@ -20,6 +20,7 @@ from cjax.planner.work import Work, elements
 from cjax.sharding.layout.grid import grid_of
 
 MODES: tuple[TensorMode, ...] = ("1d", "2d", "2.5d", "3d")
+WIDEST = 256  # devices that share one layer of one copy: on more, the messages of each are too small for any links
 CARRIED = ("loss", "reduce", "rules")  # words that no search changes
 COLUMNS = ("data", "pipeline", "schedule", "chunks", "microbatches", "zero", "zero_group", "remat", "precision")
 
@@ -58,13 +59,16 @@ class Space:
     def arrangements(self, num_devices: int) -> list[Plan]:
         """The tensor and sequence words for so many devices, the plainest first, as plans that leave the rest open.
 
-        Those are left out that heads, positions or the batch rule out. What else a layout refuses it says itself.
+        Those are left out that heads, positions or the batch rule out, and those of more than `WIDEST` devices unless
+        the user fixed a word of them. What else a layout refuses it says itself.
         """
         carried = {name: self.fixed[name] for name in CARRIED if name in self.fixed}
         found = []
         for size in divisors(num_devices):
             for tensor in self._tensors(size):
                 for sequence in self._sequences(num_devices // size, tensor):
+                    if size * sequence.size > WIDEST and not self.fixed.keys() & {"tensor", "sequence"}:
+                        continue
                     plan = Plan(tensor=tensor, sequence=sequence, **carried)
                     if words_of(plan) not in self.without:
                         found.append(plan)

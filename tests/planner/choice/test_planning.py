@@ -1,9 +1,11 @@
 """One model asked about on several kinds of devices."""
 
+import contract
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from zoo import MODELS
 
 from cjax import Plan
 from cjax.cluster import Cluster
@@ -55,3 +57,15 @@ def test_a_runs_own_steps_are_the_measure_of_what_is_predicted_from_then_on() ->
     assert planning.calibration is not None and "took 2.00 times" in planning.calibration.source
     planning.learn(plans[0], [before[0].time])  # says how far the constants are off, not the last prediction
     assert planning.score(plans[0]).time == pytest.approx(before[0].time)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_has_a_prediction(name: str) -> None:
+    planning = Planning(contract.source_of(name), optax.adam(1e-3), on_h100)
+    for text in ("data=8", "data=8 zero=3 remat=block precision=bfloat16", "data=4 tensor=2 microbatches=2"):
+        scored = planning.score(Plan.parse(text))
+        if isinstance(scored, Scored):
+            assert 0 < scored.low < scored.time < scored.high < 1
+            assert 0 < scored.bytes < 2**30
+        else:
+            assert text.startswith("data=4 tensor")

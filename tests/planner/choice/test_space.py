@@ -1,5 +1,6 @@
 """Which plans there are: every one is a plan that cjax would take, and nothing legal of the kind is missing."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -9,7 +10,7 @@ from toys import space
 
 from cjax.pipeline.schedule import build
 from cjax.plan import Auto, Plan, Zero
-from cjax.planner.choice.space import CARRIED, num_words, plan_at, space_of, take
+from cjax.planner.choice.space import CARRIED, WIDEST, num_words, plan_at, space_of, take
 from cjax.planner.work import AttentionWork, Part, Work
 
 PIPES_OF_7 = {"1f1b:7", "gpipe:7", "zero_bubble:7"}  # eight layers on seven stages
@@ -149,3 +150,11 @@ def test_a_space_knows_a_work_by_its_attentions() -> None:
     work = Work((Part("layers", 3, attentions=(attention, attention)),), num_rows=4, tokens=128)
     found = space_of(work, [4, 4], [3], 8, Auto())
     assert (found.num_rows, found.stacks, found.heads, found.lengths) == ((4,), (3,), ((12, 6),), (32, 16))
+
+
+def test_no_layer_is_shared_by_more_devices_than_links_could_serve() -> None:
+    of = space(num_rows=(4096,), heads=((512, 512),), lengths=(4096,))
+    sizes = [plan.tensor.size * plan.sequence.size for plan in of.arrangements(1024)]
+    assert max(sizes) == WIDEST
+    fixed = dataclasses.replace(of, auto=Auto.parse("auto tensor=512"))
+    assert [plan.tensor.size for plan in fixed.arrangements(1024)][:1] == [512]
