@@ -89,7 +89,7 @@ def plans(
     found = planning.search(asked)
     if not found.best:
         raise ValueError(_nothing_fits(planning, asked, found))
-    rows, notes = _verified(given, planning, found, found_devices, top, verify)
+    rows, notes = _verified(given, found, found_devices, top, verify)
     return _table(planning, asked, found, rows, notes)
 
 
@@ -179,7 +179,6 @@ class _Row:
 
 def _verified(
     given: Given,
-    planning: Planning,
     found: Found,
     devices: Callable[[int], Sequence[Device]],
     top: int,
@@ -197,7 +196,7 @@ def _verified(
             notes.append(f"none of these is compiled: {str(error).splitlines()[0]}")
             waiting.insert(0, each)
             break
-        outcome = _compiled(given, planning, each, here)
+        outcome = _compiled(given, each, here)
         if isinstance(outcome, str):
             notes.append(f"{each.plan} is left out: {outcome}")
         else:
@@ -205,13 +204,15 @@ def _verified(
     return [*rows, *(_Row(each) for each in waiting)][:top], notes
 
 
-def _compiled(given: Given, planning: Planning, scored: Scored, devices: Sequence[Device]) -> Scored | str:
+def _compiled(given: Given, scored: Scored, devices: Sequence[Device]) -> Scored | str:
     """A plan with the compiled program's memory and transfers, or why it can't be had."""
     try:
         program = Program(compose(given, Decision(scored.plan), devices))
         report = program.report()
-    except ValueError as error:
-        return str(error).splitlines()[0]
+    except Exception as error:
+        # Whatever it is, XLA's own errors included: a plan that can't be had is left out, and the others are listed.
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
     if not report.memory.fits:
         return f"compiled it needs {report.memory}"
     uses = {use: float(size) for use, size in report.memory.parts.items()}

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cjax.report.render import Lines, Table, milliseconds
+from cjax.report.render import Lines, Sheet, Table, milliseconds
 
 Row = tuple[str, str, float | None, float | None, str]
 
 
 @dataclass(frozen=True, repr=False)
-class Explained:
+class Explained(Sheet):
     """What each word of a plan is there for; prints as text, shows as HTML in a notebook.
 
     Args:
@@ -43,15 +43,6 @@ class Explained:
     limit: int
     rows: Sequence[Row]
     notes: Sequence[str] = ()
-
-    def __str__(self) -> str:
-        return f"{self._lines().text()}\n\n{self._table().text()}"
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return self._lines().html() + self._table().html()
 
     def _lines(self) -> Lines:
         step = f"about {about(sum(self.time.values()), *self.interval)}: {parts_text(self.time)}"

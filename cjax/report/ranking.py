@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from cjax.report.explained import about, parts_text
-from cjax.report.render import Lines, Table
+from cjax.report.render import Lines, Sheet, Table
 
 WIDTH, HEIGHT, LEFT, BOTTOM, EDGE = 560, 260, 64, 40, 16
 STYLE = (
@@ -51,7 +51,7 @@ class Ranked:
 
 
 @dataclass(frozen=True, repr=False)
-class Ranking:
+class Ranking(Sheet):
     """Plans in the order of an objective; prints as text, shows as HTML in a notebook.
 
     Args:
@@ -86,14 +86,8 @@ class Ranking:
     def best(self) -> Ranked:
         return self.plans[0]
 
-    def __str__(self) -> str:
-        return f"{self._lines().text()}\n\n{self._table().text()}"
-
-    def __repr__(self) -> str:
-        return str(self)
-
     def _repr_html_(self) -> str:
-        return self._lines().html() + self._table().html() + self.picture
+        return super()._repr_html_() + self.picture
 
     def _lines(self) -> Lines:
         many = f"{self.num_fitting:,} plans that fit, of {self.num_plans:,}"

@@ -1,5 +1,6 @@
 """Numbers with units, labelled lines and tables, each as text of at most 100 columns and as HTML."""
 
+import abc
 import html
 import itertools
 import re
@@ -172,6 +173,25 @@ class Table:
     def _cell(self, tag: str, text: str, column: int) -> str:
         side = "right" if column in self.right else "left"
         return f"<{tag} style='text-align:{side}'>{html.escape(text)}</{tag}>"
+
+
+class Sheet(abc.ABC):
+    """Lines with a table below, for those that have both: prints as text, shows as HTML in a notebook."""
+
+    @abc.abstractmethod
+    def _lines(self) -> Lines: ...
+
+    @abc.abstractmethod
+    def _table(self) -> Table: ...
+
+    def __str__(self) -> str:
+        return f"{self._lines().text()}\n\n{self._table().text()}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return self._lines().html() + self._table().html()
 
 
 def wrap(text: str, width: int) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cjax.report.render import Lines, Table
+from cjax.report.render import Lines, Sheet, Table
 
 MAX_PLACES = 4
 
@@ -28,7 +28,7 @@ class BlockRow:
 
 
 @dataclass(frozen=True, repr=False)
-class TraceSummary:
+class TraceSummary(Sheet):
     """What was read off a traced loss; prints as text, shows as HTML in a notebook.
 
     >>> print(TraceSummary("GPT", [DimRow("embed", (64,), ("wte:1", "wpe:1"))], [BlockRow(12, "Block", 90, 0.95)]))
@@ -45,15 +45,6 @@ class TraceSummary:
     dims: Sequence[DimRow]
     blocks: Sequence[BlockRow] = ()
     unknown: Mapping[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"{self._lines().text()}\n\n{self._table().text()}"
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        return self._lines().html() + self._table().html()
 
     def _lines(self) -> Lines:
         blocks = [

@@ -103,7 +103,13 @@ class Planning:
 
     @functools.cached_property
     def _profile(self) -> Profile | None:
-        """What was measured here on devices of this kind, absent ones too: a chip is a chip."""
+        """What was measured here on devices of this kind, absent ones too: a chip is a chip.
+
+        Of several processes each has a file of its own, or none: all of them have to come to the same plan, or they wait
+        for each other in different programs.
+        """
+        if jax.distributed.is_initialized():
+            return None
         return read_profile(self.hardware(1).name)
 
     def known(self, num_devices: int) -> Hardware:

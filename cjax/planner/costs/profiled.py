@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from cjax.cards import card_of_kind
 from cjax.planner.costs.calibration import Calibration, calibration_of
 from cjax.planner.hardware import Hardware, with_measured
 from cjax.planner.profile import Profile
@@ -39,8 +40,10 @@ def profiled(hardware: Hardware, profile: Profile | None) -> tuple[Hardware, Cal
             shares["memory"] = min(1.0, found.memory_bandwidth / known.memory_bandwidth)
         if known.bf16_flops and "bfloat16" in found.matmul:
             shares["matmul"] = min(1.0, found.matmul["bfloat16"] / known.bf16_flops)
-        if known.host_bandwidth and found.links:
-            shares["links"] = min(1.0, found.links / known.host_bandwidth)
+        # Measured were the links that the card comes with; those that are planned for may be others.
+        card = card_of_kind(hardware.name)
+        if card is not None and found.links:
+            shares["links"] = min(1.0, found.links / card.host_bandwidth)
         return known, dataclasses.replace(fitted, **shares)
     hidden = dict.fromkeys(("hidden_data", "hidden_gather", "hidden_tensor", "overlapped", "hidden_pipeline"), 0.0)
     return known, Calibration(
