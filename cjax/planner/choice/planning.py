@@ -105,8 +105,8 @@ class Planning:
     def _profile(self) -> Profile | None:
         """What was measured here on devices of this kind, absent ones too: a chip is a chip.
 
-        Of several processes each has a file of its own, or none: all of them have to come to the same plan, or they wait
-        for each other in different programs.
+        Of several processes each has a file of its own, or none: all of them have to come to the same plan, or they
+        wait for each other in different programs.
         """
         if jax.distributed.is_initialized():
             return None
