@@ -27,6 +27,7 @@ FLOORS = (
     ("sharding", "pipeline"),
     ("planner",),
     ("gradients",),
+    ("walk",),
     ("audit", "report", "checkpoint", "calibrate"),
     ("program",),
     ("parallelize",),
