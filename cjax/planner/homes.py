@@ -56,7 +56,7 @@ class Homes:
     of: Mapping[Kind, tuple[tuple[Home, ...], ...]]
 
 
-class Row(NamedTuple):
+class RowBytes(NamedTuple):
     """Bytes of what one layer has of one kind: on one device; in host memory, of all devices of a process; on disk, of
     all that a process keeps of it, each part once."""
 
@@ -67,7 +67,7 @@ class Row(NamedTuple):
 
 # kind -> stack -> layer; a kind that no layer has is left out, and a layer without it (one that is not trained has no
 # gradients) has a row of no bytes.
-RowSizes = Mapping[Kind, tuple[tuple[Row, ...], ...]]
+RowSizes = Mapping[Kind, tuple[tuple[RowBytes, ...], ...]]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ def held(sizes: RowSizes, peaks: Peaks, homes: Homes) -> Held:
         for rows, places in zip(stacks, homes.of[kind], strict=True):
             for row, home in zip(rows, places, strict=True):
                 found[home][kind] += getattr(row, home) * (HALVES[kind] if home == "disk" else 1)
-    at = {phase: peaks.outside + getattr(peaks, phase) + _rows(phase, sizes, homes) for phase in PHASES}
+    at: dict[Phase, int] = {
+        phase: peaks.outside + getattr(peaks, phase) + _rows(phase, sizes, homes) for phase in PHASES
+    }
     return Held(at, found["device"], found["host"], found["disk"])
 
 

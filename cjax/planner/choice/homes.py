@@ -24,7 +24,7 @@ from cjax.planner.homes import (
     Kind,
     Peaks,
     Phase,
-    Row,
+    RowBytes,
     RowSizes,
     held,
 )
@@ -68,7 +68,7 @@ def choose_homes(
       ValueError: no layers; a budget smaller than the least that works, which is named; host memory or disk too small
         for the rest, with what is missing.
 
-    >>> row = (Row(4, 4, 4),) * 8
+    >>> row = (RowBytes(4, 4, 4),) * 8
     >>> homes = choose_homes({"params": (row,), "opt": (row,)}, Peaks(10, 1, 1, 1, 1), budget=10 + 1 + 4 * 8 + 4 * 4)
     >>> [sum(home == "device" for home in homes.of[kind][0]) for kind in ("params", "opt")]
     [8, 2]
@@ -80,7 +80,7 @@ def choose_homes(
         )
     shapes = {tuple(map(len, stacks)) for stacks in sizes.values()}
     assert len(shapes) == 1, f"all kinds have a row for each layer, if one of no bytes, and not {shapes}"
-    forced = {kind for name in offload for kind in KINDS_OF[name]}
+    forced: set[Kind] = {kind for name in offload for kind in KINDS_OF[name]}
     room = _Room(sizes, peaks, forced)
     kept = room.best(budget)
     if kept is None:
@@ -107,6 +107,8 @@ class _Room:
             for phase in PHASES
         }
         self._beside = {phase: self._held_beside(phase, grads, inputs) for phase in PHASES}
+        lowest = [self._fixed[phase] + self._beside[phase].min() for phase in PHASES]
+        self._lowest = np.max(lowest, axis=0)  # what no choice of gradients and inputs comes below
         self._moved = chain.moved, grads.moved[:, None] + inputs.moved[None, :]
 
     def _held_beside(self, phase: Phase, grads: "_Kept", inputs: "_Kept") -> np.ndarray:
@@ -141,6 +143,8 @@ class _Room:
         for at in reversed(range(len(of_chain))):
             if found is not None and of_chain[at] + beside.min() >= found[0]:
                 break  # fewer rows of the chain move more
+            if budget is not None and self._lowest[at] > budget:
+                continue
             fits = np.ones(beside.shape, bool) if budget is None else self._peaks(at) <= budget
             if not fits.any():
                 continue
@@ -155,7 +159,11 @@ class _Room:
 
     def least(self) -> int:
         """The smallest budget with which there is a choice."""
-        return min(int(self._peaks(at).min()) for at in range(len(self._moved[0])))
+        least = int(self._peaks(0).min())
+        for at in range(1, len(self._lowest)):
+            if self._lowest[at] < least:
+                least = min(least, int(self._peaks(at).min()))
+        return least
 
 
 @dataclass(frozen=True)
@@ -237,7 +245,7 @@ def _with_disk(sizes: RowSizes, kept: set[tuple[Kind, int, int]], host: int | No
     return Homes({kind: tuple(tuple(places) for places in stacks) for kind, stacks in found.items()})
 
 
-def _row(sizes: RowSizes, at: tuple[Kind, int, int]) -> Row:
+def _row(sizes: RowSizes, at: tuple[Kind, int, int]) -> RowBytes:
     kind, stack, layer = at
     return sizes[kind][stack][layer]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cjax.plan import Plan
 from cjax.plan.sizes import CLASSES, Offloaded, num_bytes
 from cjax.planner.choice.homes import CHAIN, KINDS_OF, choose_homes, places, rounded_up, times_moved
-from cjax.planner.homes import HALVES, KINDS, Home, Homes, Kind, Peaks, Row, RowSizes, held, most_alive
+from cjax.planner.homes import HALVES, KINDS, Home, Homes, Kind, Peaks, RowBytes, RowSizes, held, most_alive
 
 
 @st.composite
@@ -20,9 +20,9 @@ def models(draw: st.DrawFn, most_layers: int = 3) -> tuple[RowSizes, Peaks]:
     kinds = ["params", *draw(st.lists(st.sampled_from(KINDS[1:]), unique=True))]
     devices = draw(st.integers(1, 3))
 
-    def row(is_trained: bool, kind: str) -> Row:
+    def row(is_trained: bool, kind: str) -> RowBytes:
         size = draw(st.integers(1, 9)) if is_trained or kind in ("params", "frozen", "inputs") else 0
-        return Row(size, size * devices, size * draw(st.integers(1, devices)))
+        return RowBytes(size, size * devices, size * draw(st.integers(1, devices)))
 
     trained = [[draw(st.booleans()) for _ in range(length)] for length in lengths]
     sizes: dict[Any, Any] = {
@@ -43,7 +43,7 @@ def moved(sizes: RowSizes, homes: Homes) -> int:
 
 
 def with_kept(sizes: RowSizes, kept: set[Any]) -> Homes:
-    def home(at: Any, row: Row) -> Home:
+    def home(at: Any, row: RowBytes) -> Home:
         return "device" if at in kept or not row.device else "host"
 
     return Homes({
@@ -71,7 +71,7 @@ def test_the_least_that_moves_of_all_that_fits(
     model: tuple[RowSizes, Peaks], budget: int, offload: list[Offloaded]
 ) -> None:
     sizes, peaks = model
-    forced = {kind for name in offload for kind in KINDS_OF[name]}
+    forced: set[Kind] = {kind for name in offload for kind in KINDS_OF[name]}
     every = choices(sizes, forced)
     fitting = [homes for homes in every if held(sizes, peaks, homes).peak <= budget]
     if not fitting:
@@ -86,7 +86,7 @@ def test_the_least_that_moves_of_all_that_fits(
     assert held(sizes, peaks, chosen).peak <= budget
     assert moved(sizes, chosen) == min(moved(sizes, homes) for homes in fitting)
     assert chosen == choose_homes(sizes, peaks, budget, offload=offload)
-    for kind in forced & sizes.keys():
+    for kind in (kind for kind in KINDS if kind in forced and kind in sizes):
         rows = zip(sum(sizes[kind], ()), sum(chosen.of[kind], ()), strict=True)
         assert all(home == "host" for row, home in rows if row.device)
 
@@ -128,10 +128,10 @@ def test_host_and_disk_hold_no_more_than_they_may(model: tuple[RowSizes, Peaks],
 
 
 ROWS: RowSizes = {
-    "params": ((Row(4, 8, 8),) * 6,),
-    "opt": ((Row(8, 16, 16),) * 6,),
-    "grads": ((Row(4, 8, 8),) * 6,),
-    "inputs": ((Row(2, 4, 4),) * 6,),
+    "params": ((RowBytes(4, 8, 8),) * 6,),
+    "opt": ((RowBytes(8, 16, 16),) * 6,),
+    "grads": ((RowBytes(4, 8, 8),) * 6,),
+    "inputs": ((RowBytes(2, 4, 4),) * 6,),
 }
 PEAKS = Peaks(outside=10, forward=3, after=5, backward=7, update=2)
 
