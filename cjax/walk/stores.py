@@ -2,7 +2,7 @@
 
 A row is what one layer has of one kind: a tuple of arrays. What is fetched is what was put last, bit for bit, whatever
 the homes and the order of calls. Moving happens in threads: `ahead` brings a row while another is computed with, `put`
-takes one away while the next is computed. Of one `Rows` at most `room` rows are on the devices at once: the one in use,
+takes one away while the next is computed. Of one `LayerRows` at most `room` rows are on the devices at once: the one in use,
 and those on their way in or out.
 """
 
@@ -30,7 +30,7 @@ ROOM = 2  # rows of one kind that a device has place for: the one in use, and on
 THREADS = 2  # that read, and as many that write: one has a row in flight while the other waits for the disk
 
 
-class Rows(Protocol):
+class LayerRows(Protocol):
     """The rows of one kind of one stack. Called from one thread."""
 
     waited: float
@@ -326,7 +326,7 @@ class MovedRows:
             self.waited += time.perf_counter() - start
 
 
-def make_rows(shapes: Sequence[jax.ShapeDtypeStruct], homes: Sequence[Home], room: int = ROOM) -> Rows:
+def make_rows(shapes: Sequence[jax.ShapeDtypeStruct], homes: Sequence[Home], room: int = ROOM) -> LayerRows:
     """The rows of one kind of one stack.
 
     Args:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from cjax.planner.homes import Home
 from cjax.walk import stores
-from cjax.walk.stores import Arrays, Rows, make_rows
+from cjax.walk.stores import Arrays, LayerRows, make_rows
 
 LAYERS = 4
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
@@ -88,7 +88,7 @@ def test_what_is_fetched_is_what_was_put(
         rows.close()
 
 
-def follow(rows: Rows, shapes: list[jax.ShapeDtypeStruct], calls: list[tuple[str, int]]) -> None:
+def follow(rows: LayerRows, shapes: list[jax.ShapeDtypeStruct], calls: list[tuple[str, int]]) -> None:
     """Makes the calls, beside a dict that does the same."""
     known: dict[int, list[np.ndarray]] = {}
     for seed, (name, layer) in enumerate(calls):
