@@ -2,8 +2,8 @@
 
 A row is what one layer has of one kind: a tuple of arrays. What is fetched is what was put last, bit for bit, whatever
 the homes and the order of calls. Moving happens in threads: `ahead` brings a row while another is computed with, `put`
-takes one away while the next is computed. Of one `LayerRows` at most `room` rows are on the devices at once: the one in use,
-and those on their way in or out.
+takes one away while the next is computed. At most `room` rows are on the devices at once: the one in use, and those on
+their way in or out.
 """
 
 import contextlib
@@ -17,7 +17,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import jax
 
 from cjax.mesh import own_context
-from cjax.planner.homes import Home
+from cjax.planner.homes import Home, Kind
+from cjax.walk.disk import DiskKeeper
+from cjax.walk.files import Folder
 
 Arrays = tuple[jax.Array, ...]
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
@@ -326,16 +328,35 @@ class MovedRows:
             self.waited += time.perf_counter() - start
 
 
-def make_rows(shapes: Sequence[jax.ShapeDtypeStruct], homes: Sequence[Home], room: int = ROOM) -> LayerRows:
+def make_rows(
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    homes: Sequence[Home],
+    kind: Kind,
+    stack: int = 0,
+    folder: Folder | None = None,
+    room: int = ROOM,
+) -> LayerRows:
     """The rows of one kind of one stack.
 
     Args:
         shapes: the arrays of a row, each with its sharding.
         homes: of each layer.
+        kind: of the rows; decides which of them the folder's commits are about.
+        stack: its number.
+        folder: of those on disk.
         room: how many rows the devices have place for, at least 2.
 
     Raises:
-        ValueError: these devices can't reach the host's memory by themselves.
+        ValueError: these devices can't reach the host's memory by themselves, or `disk=` is too little.
+        OSError: the disk has no place, or can't be used.
+
+    Example:
+        >>> device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        >>> rows = make_rows([jax.ShapeDtypeStruct((2,), "float32", sharding=device)], ["host", "host"], "params")
+        >>> rows.put(1, (jax.device_put(jax.numpy.arange(2.0), device),))
+        >>> rows.ahead(1)
+        >>> rows.fetch(1)
+        (Array([0., 1.], dtype=float32),)
     """
     shapes = tuple(shapes)
     keepers: dict[Home, Keeper | None] = {"device": None}
@@ -343,7 +364,15 @@ def make_rows(shapes: Sequence[jax.ShapeDtypeStruct], homes: Sequence[Home], roo
         _check_memory(shapes)
     if "host" in homes:
         keepers["host"] = HostKeeper(shapes)
-    return MovedRows(shapes, [keepers[home] for home in homes], room)
+    if "disk" in homes:
+        assert folder is not None, "rows on disk have a folder"
+        layers = [layer for layer, home in enumerate(homes) if home == "disk"]
+        # A thread has one buffer, and so has the walk itself, which reads what no thread has begun.
+        keepers["disk"] = DiskKeeper(shapes, layers, folder, kind, stack, readers=THREADS + 1, writers=THREADS)
+    rows = MovedRows(shapes, [keepers[home] for home in homes], room)
+    if folder is not None and "disk" in homes:
+        folder.before_commit(rows.settle)
+    return rows
 
 
 def _check_memory(shapes: Shapes) -> None:

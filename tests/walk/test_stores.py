@@ -2,8 +2,10 @@
 
 import gc
 import itertools
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cjax.planner.homes import Home
+from cjax.planner.homes import KINDS, Home, Kind
 from cjax.walk import stores
+from cjax.walk.files import Folder
 from cjax.walk.stores import Arrays, LayerRows, make_rows
 
 LAYERS = 4
@@ -42,6 +45,12 @@ def struct(shape: tuple[int, ...], dtype: str, spec: P) -> jax.ShapeDtypeStruct:
 
 with jax.enable_x64(True):
     STRUCTS = [struct(*each) for each in SHAPES]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    with Folder(tmp_path / "rows", {}) as found:
+        yield found
 
 
 def drawn(shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> list[np.ndarray]:
@@ -71,24 +80,29 @@ def on_devices() -> int:
     return sum(x.nbytes for x in there if len(x.sharding.device_set) > 1)
 
 
-CALLS = ("ahead", "fetch", "put", "drop", "forget", "settle", "update")
+CALLS = ("ahead", "fetch", "put", "drop", "forget", "settle", "update", "commit")
 call = st.tuples(st.sampled_from(CALLS), st.integers(0, LAYERS - 1))
-homes_of_layers = st.lists(st.sampled_from(["device", "host"]), min_size=LAYERS, max_size=LAYERS)
+homes_of_layers = st.lists(st.sampled_from(["device", "host", "disk"]), min_size=LAYERS, max_size=LAYERS)
 
 
 @settings(max_examples=25)
-@given(homes=homes_of_layers, calls=st.lists(call, max_size=40), which=st.sets(st.sampled_from(STRUCTS), max_size=5))
+@given(
+    homes=homes_of_layers,
+    kind=st.sampled_from(KINDS),
+    calls=st.lists(call, max_size=40),
+    which=st.sets(st.sampled_from(STRUCTS), max_size=5),
+)
 def test_what_is_fetched_is_what_was_put(
-    homes: list[Home], calls: list[tuple[str, int]], which: set[jax.ShapeDtypeStruct]
+    homes: list[Home], kind: Kind, calls: list[tuple[str, int]], which: set[jax.ShapeDtypeStruct]
 ) -> None:
     shapes = sorted(which, key=STRUCTS.index)
-    with jax.enable_x64(True):
-        rows = make_rows(shapes, homes)
-        follow(rows, shapes, calls)
+    with jax.enable_x64(True), tempfile.TemporaryDirectory() as path, Folder(path, {}) as folder:
+        rows = make_rows(shapes, homes, kind, folder=folder)
+        follow(rows, folder, shapes, calls)
         rows.close()
 
 
-def follow(rows: LayerRows, shapes: list[jax.ShapeDtypeStruct], calls: list[tuple[str, int]]) -> None:
+def follow(rows: LayerRows, folder: Folder, shapes: list[jax.ShapeDtypeStruct], calls: list[tuple[str, int]]) -> None:
     """Makes the calls, beside a dict that does the same."""
     known: dict[int, list[np.ndarray]] = {}
     for seed, (name, layer) in enumerate(calls):
@@ -97,6 +111,8 @@ def follow(rows: LayerRows, shapes: list[jax.ShapeDtypeStruct], calls: list[tupl
             rows.put(layer, placed(known[layer], shapes))
         elif name == "settle":
             rows.settle()
+        elif name == "commit":
+            folder.commit(seed, {})
         elif layer in known and name in ("ahead", "drop"):
             getattr(rows, name)(layer)
         elif layer in known and name == "forget":
@@ -114,11 +130,11 @@ def follow(rows: LayerRows, shapes: list[jax.ShapeDtypeStruct], calls: list[tupl
         assert_same(rows.fetch(layer), values, shapes)
 
 
-@pytest.mark.parametrize("home", ["host"])
-def test_a_donated_copy_leaves_the_row_whole(home: Home) -> None:
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_a_donated_copy_leaves_the_row_whole(home: Home, folder: Folder) -> None:
     shapes = [struct((8, 64), "float32", P("data")), struct((8, 64), "float32", P())]
     values = drawn(shapes, 0)
-    rows = make_rows(shapes, [home])
+    rows = make_rows(shapes, [home], "opt", folder=folder)
     rows.put(0, placed(values, shapes))
     change = jax.jit(lambda row: jax.tree.map(lambda x: jnp.where(x == x, 1, 2), row), donate_argnums=0)
     for _ in range(3):
@@ -129,12 +145,12 @@ def test_a_donated_copy_leaves_the_row_whole(home: Home) -> None:
     rows.close()
 
 
-@pytest.mark.parametrize("home", ["host"])
+@pytest.mark.parametrize("home", ["host", "disk"])
 @pytest.mark.parametrize("room", [2, 3])
-def test_devices_hold_the_row_in_use_and_those_on_their_way(home: Home, room: int) -> None:
+def test_devices_hold_the_row_in_use_and_those_on_their_way(home: Home, room: int, folder: Folder) -> None:
     shapes = [struct((8, 1024), "float32", P("data")), struct((8,), "float32", P())]
     size = sum(shape.size * shape.dtype.itemsize for shape in shapes)
-    rows = make_rows(shapes, [home] * 8, room=room)
+    rows = make_rows(shapes, [home] * 8, "opt", folder=folder, room=room)
     gc.collect()
     before = on_devices()
     most = 0
@@ -160,10 +176,10 @@ def test_devices_hold_the_row_in_use_and_those_on_their_way(home: Home, room: in
     assert on_devices() == before
 
 
-@pytest.mark.parametrize("home", ["device", "host"])
-def test_nothing_grows(home: Home) -> None:
+@pytest.mark.parametrize("home", ["device", "host", "disk"])
+def test_nothing_grows(home: Home, folder: Folder) -> None:
     shapes = [struct((2,), "float32", P())]
-    rows = make_rows(shapes, [home] * 2)
+    rows = make_rows(shapes, [home] * 2, "opt", folder=folder)
     row = placed(drawn(shapes, 0), shapes)
     threads = threading.active_count()
     counts = []
@@ -230,7 +246,7 @@ def test_what_a_thread_could_not_do_is_raised_by_the_next_call() -> None:
 
 def test_a_row_that_was_never_put_is_our_fault() -> None:
     shapes = [struct((2,), "float32", P())]
-    rows = make_rows(shapes, ["host", "device"])
+    rows = make_rows(shapes, ["host", "device"], "opt")
     for layer in range(2):
         with pytest.raises(AssertionError, match="never put"):
             rows.fetch(layer)
@@ -243,5 +259,5 @@ def test_a_row_that_was_never_put_is_our_fault() -> None:
 def test_devices_without_host_memory_are_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "HOST", "far_away")
     with pytest.raises(ValueError, match=r"device, pinned_host.*and not far_away.*budget="):
-        make_rows([struct((2,), "float32", P())], ["host"])
-    make_rows([struct((2,), "float32", P())], ["device"]).close()
+        make_rows([struct((2,), "float32", P())], ["host"], "opt")
+    make_rows([struct((2,), "float32", P())], ["device"], "opt").close()
