@@ -17,6 +17,7 @@ from cjax.mesh import num_cpus_named
 from cjax.parallelize import parallelize
 from cjax.plan import is_auto
 from cjax.planner.choice.scored import check_objective
+from cjax.program import Program
 from cjax.program.plans import plans
 
 ROWS = 256  # of the batch, where neither it nor the number of devices is said
@@ -37,6 +38,7 @@ class PlanCommand:
             that every plan has to have: "auto precision=bfloat16".
         batch: rows of the global batch, for a built-in model; 1 for each device if not given.
         seq: tokens per row, for a built-in model; its context if not given.
+        disk_folder: what plans with disk= want on virtual devices; nothing is written to it.
         search: predict all plans, without compiling, and list the best.
         objective: what is to be least: time, memory, cost or energy.
         price: dollars for an hour of one device.
@@ -50,6 +52,7 @@ class PlanCommand:
     plan: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     batch: int | None = None
     seq: int | None = None
+    disk_folder: str | None = None
     search: bool = False
     objective: str | None = None
     price: float | None = None
@@ -99,12 +102,15 @@ class PlanCommand:
     def _compare(self, parts: tuple[Any, Any, Any, Any], devices: Any) -> int:
         given = self.plan or ("auto",)
         if len(given) == 1:
-            print(parallelize(*parts, plan=given[0], devices=devices).report())
+            print(self._program(parts, given[0], devices).report())
             return 0
         # Any plan will do to trace the model; `auto` would search for one that nobody asked for.
-        comparison = parallelize(*parts, plan="data=-1", devices=devices).compare(list(given))
+        comparison = self._program(parts, "data=-1", devices).compare(list(given))
         print(f"{self.model} on {self.target}\n\n{comparison}")
         return 0 if comparison.reports else 1
+
+    def _program(self, parts: tuple[Any, Any, Any, Any], plan: str, devices: Any) -> Program:
+        return parallelize(*parts, plan=plan, devices=devices, disk_folder=self.disk_folder)
 
     def _search(self, parts: tuple[Any, Any, Any, Any], devices: Any) -> int:
         found = plans(

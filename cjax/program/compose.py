@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from cjax.gradients import LaidOut, arrange_stages, build_gradients, choose
-from cjax.mesh import Device, build_mesh
+from cjax.mesh import Device, build_mesh, is_compile_only
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
 from cjax.planner.choice.decide import Decision, decide, planning_of
@@ -63,6 +63,13 @@ def _composed(
     given: Given, planning: Planning, decision: Decision, devices: Sequence[Device], schedule: Schedule | None
 ) -> Composed:
     plan, source = decision.plan, planning.source
+    if plan.disk is not None and given.disk_folder is None and not is_compile_only(devices):
+        raise ValueError(
+            f"plan {str(plan)!r} may keep state on disk, and nothing says in which folder: give parallelize "
+            'disk_folder="...", or the command --disk-folder; or leave out disk=.'
+        )
+    if plan.walks:
+        raise ValueError(f"plan {str(plan)!r}: no program walks over layers; leave out budget= and offload=.")
     how, size = how_read(plan), plan.pipeline.size
     trace = read_part(
         source,

@@ -41,6 +41,7 @@ class Given:
       measures: whether gradients of parts of the batch are measured.
       verifies: whether a plan is checked before the first step.
       readers: of the weights in a folder of another library, by the folder; None: there are none.
+      disk_folder: where a plan with `disk=` keeps what it moves there; None: no plan may.
       learned: what measured steps have taught, for predictions under all plans: see `Planning.learn`.
     """
 
@@ -50,6 +51,7 @@ class Given:
     measures: bool = False
     verifies: bool = False
     readers: Readers | None = None
+    disk_folder: Path | None = None
     learned: dict[str, tuple[float, str]] = field(default_factory=dict)
 
 
