@@ -41,13 +41,38 @@ class StoredOptimizer:
     reads_loss: bool
 
 
-def store_optimizer(
+@dataclass(frozen=True)
+class TracedOptimizer:
+    """An optimizer traced on the user's own tree, and where its state lives.
+
+    Attributes:
+      init: leaves of the parameters -> leaves of the state.
+      update: leaves of (gradients, state, parameters), and the loss -> leaves of (parameters, state), and what `more`
+        made.
+      storage: of the state.
+      owners: for each leaf of the state, (what it is, the parameter that it belongs to), or None.
+      local: for each slot of the parameters, where the optimizer's part of one leaf of it lives.
+      reads_loss: whether an update depends on the loss.
+
+    Both traces are flat, and of leaves in the forms that slots have.
+    """
+
+    init: ClosedJaxpr
+    update: ClosedJaxpr
+    storage: Storage
+    owners: tuple[tuple[str, int] | None, ...]
+    local: tuple[PartitionSpec, ...]
+    reads_loss: bool
+
+
+def trace_optimizer(
     optimizer: optax.GradientTransformation,
     params_shape: PyTree,
     params: Storage,
     spec_of: Callable[[int], PartitionSpec],
     mesh: Mesh,
-) -> StoredOptimizer:
+    more: Callable[[PyTree], tuple[jax.Array, ...]] = lambda grads: (),
+) -> TracedOptimizer:
     """Trace an optimizer and decide where its state lives.
 
     Args:
@@ -57,6 +82,7 @@ def store_optimizer(
       spec_of: placement of the optimizer's part of a parameter, by its index: like the parameter, and over the data
         axis under ZeRO.
       mesh: the mesh.
+      more: numbers that an update gives besides, of the gradients.
 
     Raises:
       TypeError: `optimizer` is something else.
@@ -70,9 +96,9 @@ def store_optimizer(
 
     more_args = optax.with_extra_args_support(optimizer)
 
-    def step(grads: PyTree, state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
+    def step(grads: PyTree, state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree, Arrays]:
         updates, state = more_args.update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state
+        return optax.apply_updates(params, updates), state, more(grads)
 
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     with jax.numpy_dtype_promotion("standard"):
@@ -80,16 +106,41 @@ def store_optimizer(
     reads_loss = any(closed.jaxpr.invars[-1] in eqn.invars for eqn in closed.jaxpr.eqns)
     forms = params.forms
     state_forms = _state_forms(closed, forms, params_shape, state_leaves, owners)
-    closed = refine(closed, [*forms, *state_forms, *forms, whole(())], [*forms, *state_forms])
+    scalars = closed.jaxpr.outvars[len(forms) + len(state_forms) :]
+    outs = [*forms, *state_forms, *(whole(atom.aval.shape) for atom in scalars)]
+    closed = refine(closed, [*forms, *state_forms, *forms, whole(())], outs)
     placements = _placements(closed, params_shape, state_leaves, owners, forms, state_forms, spec_of)
     rows_of = _state_rows(params, state_leaves, owners, groups)
     storage = make_storage(
         state_shape, groups, placements.__getitem__, mesh.shape, state_forms.__getitem__, rows_of.get
     )
+    local = tuple(spec_of(slot.leaves[0]) for slot in params.slots)
+    return TracedOptimizer(
+        refine(simplify(first), forms, state_forms), closed, storage, tuple(owners), local, reads_loss
+    )
+
+
+def store_optimizer(
+    optimizer: optax.GradientTransformation,
+    params_shape: PyTree,
+    params: Storage,
+    spec_of: Callable[[int], PartitionSpec],
+    mesh: Mesh,
+) -> StoredOptimizer:
+    """An optimizer on stored arrays, whose state lives where its parameter's part is updated.
+
+    Args:
+      optimizer, params_shape, params, spec_of, mesh: as `trace_optimizer` takes them.
+
+    Raises:
+      TypeError: `optimizer` is something else.
+    """
+    traced = trace_optimizer(optimizer, params_shape, params, spec_of, mesh)
+    storage = traced.storage
     in_groups = _offset(params.groups, 0)
-    num_params, num_state = len(jax.tree.leaves(params_shape)), len(state_leaves)
+    num_params, num_state = len(params.forms), len(traced.owners)
     run = vectorize(
-        closed,
+        traced.update,
         [
             *in_groups,
             *_offset(storage.groups, num_params),
@@ -98,8 +149,8 @@ def store_optimizer(
         ],
         [*in_groups, *_offset(storage.groups, num_params)],
     )
-    run_init = vectorize(refine(simplify(first), forms, state_forms), in_groups, storage.groups)
-    local = tuple(slot.stacked(spec_of(slot.leaves[0])) for slot in params.slots)
+    run_init = vectorize(traced.init, in_groups, storage.groups)
+    local = tuple(slot.stacked(spec) for slot, spec in zip(params.slots, traced.local, strict=True))
 
     def constrain(arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> list[jax.Array]:
         if mesh.size == 1:
@@ -118,7 +169,7 @@ def store_optimizer(
         new_params = constrain(outs[: len(params.slots)], local)
         return params.pad(new_params), storage.pad(outs[len(params.slots) :])
 
-    return StoredOptimizer(storage, init, update, reads_loss)
+    return StoredOptimizer(storage, init, update, traced.reads_loss)
 
 
 def _check_kind(optimizer: Any) -> None:
