@@ -90,7 +90,7 @@ class Peaks:
 
 
 @dataclass(frozen=True)
-class Held:
+class Occupied:
     """What homes hold, at most.
 
     Args:
@@ -113,7 +113,7 @@ class Held:
         return max(self.peaks, key=lambda phase: self.peaks[phase])
 
 
-def held(sizes: RowSizes, peaks: Peaks, homes: Homes) -> Held:
+def occupied(sizes: RowSizes, peaks: Peaks, homes: Homes) -> Occupied:
     """What these homes hold of these rows."""
     found: dict[str, dict[Kind, int]] = {home: dict.fromkeys(sizes, 0) for home in get_args(Home)}
     for kind, stacks in sizes.items():
@@ -123,7 +123,7 @@ def held(sizes: RowSizes, peaks: Peaks, homes: Homes) -> Held:
     at: dict[Phase, int] = {
         phase: peaks.outside + getattr(peaks, phase) + _rows(phase, sizes, homes) for phase in PHASES
     }
-    return Held(at, found["device"], found["host"], found["disk"])
+    return Occupied(at, found["device"], found["host"], found["disk"])
 
 
 def _rows(phase: Phase, sizes: RowSizes, homes: Homes) -> int:

@@ -26,7 +26,7 @@ from cjax.planner.homes import (
     Phase,
     RowBytes,
     RowSizes,
-    held,
+    occupied,
 )
 
 CHAIN: tuple[Kind, ...] = ("params", "frozen", "opt")
@@ -54,6 +54,7 @@ def choose_homes(
     host: int | None = None,
     disk: int | None = None,
     offload: Sequence[Offloaded] = (),
+    record: int = 0,
 ) -> Homes:
     """Where each row lives.
 
@@ -63,6 +64,8 @@ def choose_homes(
       budget: bytes that a device may hold; None: no limit, so that only `offload` takes rows away.
       host, disk: bytes of a process; None: no limit to the host's memory, and no disk.
       offload: what may not live on the devices.
+      record: bytes that a process keeps on disk beside rows, if it keeps any there: what belongs to no layer, so that a
+        step on disk is complete.
 
     Raises:
       ValueError: no layers; a budget smaller than the least that works, which is named; host memory or disk too small
@@ -85,8 +88,8 @@ def choose_homes(
     kept = room.best(budget)
     if kept is None:
         raise ValueError(_too_small(room, sizes, peaks, budget or 0, offload))
-    homes = _with_disk(sizes, kept, host, disk)
-    found = held(sizes, peaks, homes)
+    homes = _with_disk(sizes, kept, host, disk, record)
+    found = occupied(sizes, peaks, homes)
     assert budget is None or found.peak <= budget, "homes that hold more than what they were chosen for"
     return homes
 
@@ -222,7 +225,9 @@ def times_moved(kind: Kind) -> int:
 
 
 # -- host and disk ----------------------------------------------------------------------------------------------------
-def _with_disk(sizes: RowSizes, kept: set[tuple[Kind, int, int]], host: int | None, disk: int | None) -> Homes:
+def _with_disk(
+    sizes: RowSizes, kept: set[tuple[Kind, int, int]], host: int | None, disk: int | None, record: int
+) -> Homes:
     """Homes of all rows: host memory takes what does not stay as far as that goes, and the disk the rest."""
     found: dict[Kind, list[list[Home]]] = {
         kind: [["device"] * len(rows) for rows in stacks] for kind, stacks in sizes.items()
@@ -238,6 +243,7 @@ def _with_disk(sizes: RowSizes, kept: set[tuple[Kind, int, int]], host: int | No
             on_disk += row.disk * HALVES[kind]
         else:
             in_host += row.host
+    on_disk += record if on_disk else 0
     if on_disk and (disk is None or on_disk > disk):
         assert host is not None, "memory without a limit is full"
         total = sum(_row(sizes, at).host for at in away)
@@ -266,8 +272,8 @@ def _too_small(room: _Room, sizes: RowSizes, peaks: Peaks, budget: int, offload:
     least = room.least()
     kept = room.best(least)
     assert kept is not None, "the least budget has a choice"
-    homes = _with_disk(sizes, kept, None, None)
-    fullest = held(sizes, peaks, homes).fullest
+    homes = _with_disk(sizes, kept, None, None, 0)
+    fullest = occupied(sizes, peaks, homes).fullest
     own = getattr(peaks, fullest)
     parts = {
         "outside of layers": peaks.outside,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cjax.plan import Plan
 from cjax.plan.sizes import CLASSES, Offloaded, num_bytes
 from cjax.planner.choice.homes import CHAIN, KINDS_OF, choose_homes, places, rounded_up, times_moved
-from cjax.planner.homes import HALVES, KINDS, Home, Homes, Kind, Peaks, RowBytes, RowSizes, held, most_alive
+from cjax.planner.homes import HALVES, KINDS, Home, Homes, Kind, Peaks, RowBytes, RowSizes, most_alive, occupied
 
 
 @st.composite
@@ -73,17 +73,17 @@ def test_the_least_that_moves_of_all_that_fits(
     sizes, peaks = model
     forced: set[Kind] = {kind for name in offload for kind in KINDS_OF[name]}
     every = choices(sizes, forced)
-    fitting = [homes for homes in every if held(sizes, peaks, homes).peak <= budget]
+    fitting = [homes for homes in every if occupied(sizes, peaks, homes).peak <= budget]
     if not fitting:
         with pytest.raises(ValueError, match="less than a device needs at least") as raised:
             choose_homes(sizes, peaks, budget, offload=offload)
         found = re.search(r"write (budget=\w+)", str(raised.value))
-        least = min(held(sizes, peaks, homes).peak for homes in every)
+        least = min(occupied(sizes, peaks, homes).peak for homes in every)
         assert found and Plan.parse(found[1]).budget == least  # sizes this small are exact
         choose_homes(sizes, peaks, least, offload=offload)
         return
     chosen = choose_homes(sizes, peaks, budget, offload=offload)
-    assert held(sizes, peaks, chosen).peak <= budget
+    assert occupied(sizes, peaks, chosen).peak <= budget
     assert moved(sizes, chosen) == min(moved(sizes, homes) for homes in fitting)
     assert chosen == choose_homes(sizes, peaks, budget, offload=offload)
     for kind in (kind for kind in KINDS if kind in forced and kind in sizes):
@@ -118,7 +118,7 @@ def test_host_and_disk_hold_no_more_than_they_may(model: tuple[RowSizes, Peaks],
             room = {"host": host, "disk": disk, name: num_bytes(name, text, least=0)}
             choose_homes(sizes, peaks, **room, offload=CLASSES)
         return
-    found = held(sizes, peaks, homes)
+    found = occupied(sizes, peaks, homes)
     assert sum(found.host.values()) <= host and sum(found.disk.values()) <= disk
     rows: list[tuple[Kind, int, int]] = [
         (kind, k, layer) for kind in sizes for k, of in enumerate(sizes[kind]) for layer in range(len(of))
@@ -167,6 +167,8 @@ def test_what_was_short_is_said() -> None:
         choose_homes(ROWS, PEAKS, host=100, offload=CLASSES)
     with pytest.raises(ValueError, match=r"disk=10B is .* less; write disk=\w+, or host=216B"):
         choose_homes(ROWS, PEAKS, host=100, disk=10, offload=CLASSES)
+    with pytest.raises(ValueError, match=r"disk=200B is 45 B less; write disk=245B"):
+        choose_homes(ROWS, PEAKS, host=100, disk=200, offload=CLASSES, record=77)
     with pytest.raises(ValueError, match="no layers that repeat"):
         choose_homes({}, PEAKS, budget=100)
     with pytest.raises(ValueError, match=r"10 B outside of layers, 2 B the update itself, 32 B rows of layers"):
