@@ -42,7 +42,8 @@ def describe_walk(
     """
     there = occupied(sizes, peaks, homes)
     classes = []
-    for kind in (kind for kind in KINDS if kind in sizes):
+    kinds: list[Kind] = [kind for kind in KINDS if kind in sizes]
+    for kind in kinds:
         layers: dict[str, int] = dict.fromkeys(get_args(Home), 0)
         for rows, places in zip(sizes[kind], homes.of[kind], strict=True):
             for row, home in zip(rows, places, strict=True):
