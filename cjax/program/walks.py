@@ -106,8 +106,9 @@ def _nothing(plans: Sequence[Plan], refused: Sequence[tuple[Plan, ValueError]]) 
         plan, error = refused[0]
         return f"no plan can be had; {str(plan)!r}: {error}"
     error, plan = min(short, key=lambda each: (each[0].what != "room", each[0].missing))
-    many = f"none of {len(plans)} plans fits" if len(plans) > 1 else "the plan does not fit"
-    return f"{many}. {_without(plan)!r} comes nearest: {error}"
+    if len(plans) == 1:
+        return f"the plan does not fit: {error}"
+    return f"none of {len(plans)} plans fits. {_without(plan)!r} comes nearest: {error}"
 
 
 def _without(plan: Plan) -> str:
