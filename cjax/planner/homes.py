@@ -14,7 +14,7 @@ class Homes:
     """For each kind of what layers have, each stack and each layer in it: its home.
 
     Args:
-      of: kind -> stack -> layer -> home. "inputs" are what layers were handed in the forward pass, of all micro-batches.
+      of: kind -> stack -> layer -> home. "inputs" are what layers were handed going forward, of all micro-batches.
     """
 
     of: Mapping[Kind, tuple[tuple[Home, ...], ...]]

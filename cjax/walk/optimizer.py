@@ -109,6 +109,11 @@ class RowOptimizer:
         found = {given.kind for _, given in piece.reads} if piece else set()
         return frozenset(found & {"grads", "opt", "params"})
 
+    def is_early(self, k: int, layer: int) -> bool:
+        """Whether a layer's export of the first round reads its gradients alone, and so can be made as they are."""
+        piece = self._passes.exports.get((1, (k, layer)))
+        return piece is None or (self.reads(1, k, layer) <= {"grads"} and not piece.reads_of("joint"))
+
     def init_row(self, k: int, layer: int, params: Arrays) -> Arrays:
         """A layer's first state, from its parameters."""
         piece, program = self._inits[k, layer], self._init_programs[k, layer]

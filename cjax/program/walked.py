@@ -1,0 +1,160 @@
+"""States of programs that walk over layers: what belongs to layers is in rows, each at its home."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cjax.mesh import compiler_options
+from cjax.planner.homes import Kind
+from cjax.program.keep import load_slot, members, store_slot
+from cjax.program.state import Arrays, State
+from cjax.sharding.storage.storage import Slot, Storage
+from cjax.tree import PyTree
+from cjax.walk.layer_slots import layer_slot
+from cjax.walk.stores import HOST, LayerRows, moved
+from cjax.walk.walk import Held, in_turn
+from cjax.walk.walker import OutsideState, Walker
+
+ROWS: tuple[Kind, ...] = ("params", "frozen", "opt")
+Value = Callable[[int, NamedSharding], Any]  # a leaf's number and placement -> its value
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "_params", "_frozen", "_opt", "_model_state", "_key", "_scaling", "_noise"],
+    meta_fields=["_shelves", "_walker", "_held"],
+)
+@dataclass(frozen=True)
+class WalkedState(State):
+    """A state whose arrays are those that belong to no layer; layers have rows."""
+
+    _walker: Walker
+    _held: Held
+
+    @property
+    def outside(self) -> OutsideState:
+        return OutsideState(self._params, self._frozen, self._opt, self._model_state)
+
+    def __repr__(self) -> str:
+        if self.step.is_deleted():
+            return "State(given up to a step)"
+        return f"State(step={self.step}, layers in {', '.join(sorted(self._walker.places))})"
+
+
+def walked_trees(state: WalkedState, *kinds: Kind) -> list[PyTree]:
+    """Trees of a state in the user's own structure: see `tree_of`."""
+    outside = {"params": state._params, "frozen": state._frozen, "opt": state._opt}
+    mesh = state._shelves.mesh
+    return [
+        tree_of(state._walker, getattr(state._held, kind), kind, getattr(state._shelves, kind), outside[kind], mesh)
+        for kind in kinds
+    ]
+
+
+def tree_of(
+    walker: Walker, held: Sequence[LayerRows], kind: Kind, shelf: Storage, outside: Arrays, mesh: Mesh
+) -> PyTree:
+    """A stored tree as the user's own, in arrays of their own: in host memory what layers do not have on devices.
+
+    Args:
+      walker: tells what is whose.
+      held: the rows of each stack.
+      kind: what they are; gradients lie as parameters do.
+      shelf: how the tree is kept.
+      outside: the stored arrays of what belongs to no layer.
+      mesh: the mesh.
+    """
+    own: Kind = "params" if kind == "grads" else kind
+    placed = members(shelf, shelf.leaf_shardings(mesh))
+    leaves: list[Any] = [None] * sum(len(slot.leaves) for slot in shelf.slots)
+    for index, array in zip(walker.outside(own), outside, strict=True):
+        slot = shelf.slots[index]
+        for leaf, value in zip(slot.leaves, load_slot(slot, array, placed[index], mesh), strict=True):
+            leaves[leaf] = _copy(value)
+    for k, length in enumerate(walker.lengths):
+        slots = walker.slots(own, k)
+        apart: dict[int, list[Any]] = {index: [] for index in slots if not shelf.slots[index].is_stack}
+        for at, (row,) in in_turn([held[k]], range(length) if slots else ()):
+            for index, array in zip(slots, row, strict=True):
+                slot = shelf.slots[index]
+                value = load_slot(layer_slot(slot), array, [_of_layer(slot, placed[index][0])], mesh)[0]
+                value = _copy(value) if walker.home(kind, k, at) == "device" else _to_host(value)
+                if slot.is_stack:
+                    leaves[slot.layer_leaves[at]] = value
+                else:
+                    apart[index].append(value)
+        for index, parts in apart.items():
+            leaves[shelf.slots[index].leaves[0]] = _joined(parts, placed[index][0])
+    return jax.tree.unflatten(shelf.treedef, leaves)
+
+
+def _to_host(array: jax.Array) -> jax.Array:
+    return moved(array, array.sharding.with_memory_kind(HOST))
+
+
+def _of_layer(slot: Slot, placed: NamedSharding) -> NamedSharding:
+    """The placement of one layer of a slot, in the user's shape."""
+    return placed if slot.is_stack else NamedSharding(placed.mesh, PartitionSpec(*placed.spec[1:]))
+
+
+@jax.jit
+def _copy(array: jax.Array) -> jax.Array:
+    # A program that changes nothing hands out what it was given, which a step would take.
+    return jnp.copy(array)
+
+
+def _joined(parts: list[jax.Array], placed: NamedSharding) -> jax.Array:
+    """One leaf of all layers: on the devices if all of them are."""
+    if all(x.sharding.memory_kind != HOST for x in parts):
+        options = compiler_options(placed.mesh)
+        return jax.jit(lambda xs: jnp.stack(xs), out_shardings=placed, compiler_options=options)(parts)
+    return jax.device_put(np.stack([np.asarray(x) for x in parts]), placed.with_memory_kind(HOST))
+
+
+def fill(walker: Walker, held: Held, kind: Kind, shelf: Storage, mesh: Mesh, value: Value) -> Arrays:
+    """Puts rows of one kind, of values by leaf, and returns the stored arrays of what is outside."""
+    placed = members(shelf, shelf.leaf_shardings(mesh))
+    own: Kind = "params" if kind == "grads" else kind
+    for k, length in enumerate(walker.lengths):
+        slots, structs = walker.slots(own, k), walker.structs(kind, k)
+        whole = {index: value(shelf.slots[index].leaves[0], placed[index][0]) for index in slots
+                 if not shelf.slots[index].is_stack}  # fmt: skip
+        for at in range(length):
+            row = []
+            for index, struct in zip(slots, structs, strict=True):
+                slot, where = shelf.slots[index], _of_layer(shelf.slots[index], placed[index][0])
+                leaf = _part(whole[index], at) if index in whole else value(slot.layer_leaves[at], where)
+                row.append(jax.device_put(store_slot(layer_slot(slot), [leaf], [where], mesh), struct.sharding))
+            getattr(held, kind)[k].put(at, tuple(row))
+    outside = []
+    for index in walker.outside(own):
+        slot = shelf.slots[index]
+        leaves = [value(leaf, where) for leaf, where in zip(slot.leaves, placed[index], strict=True)]
+        outside.append(store_slot(slot, leaves, placed[index], mesh))
+    return tuple(outside)
+
+
+def _part(leaf: Any, at: int) -> Any:
+    """A layer of a leaf that holds all of them; host memory is read by the host."""
+    in_host = not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind == HOST
+    return np.asarray(leaf)[at] if in_host else leaf[at]
+
+
+def values_of(shelf: Storage, tree: PyTree) -> Value:
+    """The leaves of a tree of the user's."""
+    leaves = shelf.treedef.flatten_up_to(tree)
+    return lambda leaf, placed: leaves[leaf]
+
+
+def empty_rows(walker: Walker, held: Held) -> None:
+    """Rows of kinds of which layers have no arrays."""
+    for kind in ROWS:
+        for k, length in enumerate(walker.lengths):
+            for at in range(length) if not walker.slots(kind, k) else ():
+                getattr(held, kind)[k].put(at, ())
