@@ -74,7 +74,7 @@ class RowOptimizer:
           ValueError: what it does with several layers can't be done in passes.
         """
         norm = lambda grads: (optax.tree.norm(grads),)  # noqa: E731
-        traced = trace_optimizer(optimizer, params_shape, params, spec_of, mesh, norm)
+        traced = trace_optimizer(optimizer, params_shape, params, spec_of, mesh, norm, across_labels=True)
         _check_pure(traced)
         params_laid = in_rows(params, stacks)
         opt_laid = state_in_rows(traced, params_laid, params_shape)
