@@ -214,7 +214,7 @@ class RowOptimizer:
     ) -> tuple[Arrays, Arrays]:
         """The new (parameters, state) outside; as they were, if the step is not finite. Gives up its operands."""
         piece, program = self._passes.outside, self._outside_program
-        num = sum(len(self._params.laid.storage.slots[i].leaves) for i in self.outside_params)
+        num = self._params.laid.num_outside
 
         def update(
             grads: Arrays, opt: Arrays, params: Arrays, loss: jax.Array, finite: jax.Array, more: More

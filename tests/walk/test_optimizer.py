@@ -1,7 +1,5 @@
 """Optimizers row by row: as optax would have it on the user's own tree, or refused with what to write instead."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
