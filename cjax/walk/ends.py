@@ -36,6 +36,11 @@ class Laid:
     outside: tuple[int, ...]
 
     @property
+    def num_outside(self) -> int:
+        """Leaves outside."""
+        return sum(len(self.storage.slots[index].leaves) for index in self.outside)
+
+    @property
     def leaves(self) -> list["Leaf"]:
         """Of each leaf of the user's tree, whose it is."""
         found: dict[int, Leaf] = {}

@@ -74,7 +74,7 @@ class RowOptimizer:
           ValueError: what it does with several layers can't be done in passes.
         """
         norm = lambda grads: (optax.tree.norm(grads),)  # noqa: E731
-        traced = trace_optimizer(optimizer, params_shape, params, spec_of, mesh, norm)
+        traced = trace_optimizer(optimizer, params_shape, params, spec_of, mesh, norm, across_labels=True)
         _check_pure(traced)
         params_laid = in_rows(params, stacks)
         opt_laid = state_in_rows(traced, params_laid, params_shape)
@@ -219,7 +219,7 @@ class RowOptimizer:
     ) -> tuple[Arrays, Arrays]:
         """The new (parameters, state) outside; as they were, if the step is not finite. Gives up its operands."""
         piece, program = self._passes.outside, self._outside_program
-        num = sum(len(self._params.laid.storage.slots[i].leaves) for i in self.outside_params)
+        num = self._params.laid.num_outside
 
         def update(
             grads: Arrays, opt: Arrays, params: Arrays, loss: jax.Array, finite: jax.Array, more: More
