@@ -1,7 +1,7 @@
 """States of programs that walk over layers: what belongs to layers is in rows, each at its home."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +140,60 @@ def fill(walker: Walker, held: Held, kind: Kind, shelf: Storage, mesh: Mesh, val
     return tuple(outside)
 
 
+@dataclass(frozen=True)
+class Replaced:
+    """Stored arrays of one tree, with given values in the place of those they name.
+
+    Args:
+      shelf: how the tree is kept.
+      mesh: the mesh.
+      given: a leaf's number -> its value, or None.
+      problems: what is wrong with values.
+    """
+
+    shelf: Storage
+    mesh: Mesh
+    given: Callable[[int], Any]
+    problems: list[str]
+
+    @functools.cached_property
+    def _placed(self) -> Sequence[list[Any]]:
+        return members(self.shelf, self.shelf.leaf_shardings(self.mesh))
+
+    def row(self, slots: Sequence[int], at: int, row: Arrays) -> Arrays:
+        """A layer's arrays."""
+        found = list(row)
+        for place, index in enumerate(slots):
+            slot = self.shelf.slots[index]
+            value = self.given(slot.layer_leaves[at] if slot.is_stack else slot.leaves[0])
+            if value is None:
+                continue
+            # Of a leaf that holds all layers, each reads the whole: a file has no other parts by name.
+            whole = value.placed(self._placed[index][0], self.problems)
+            if whole is not None:
+                where = _of_layer(slot, self._placed[index][0])
+                leaf = whole if slot.is_stack else _part(whole, at)
+                found[place] = store_slot(layer_slot(slot), [leaf], [where], self.mesh)
+        return tuple(found)
+
+    def outside(self, slots: Sequence[int], arrays: Arrays) -> Arrays:
+        """The arrays of what belongs to no layer."""
+        found = list(arrays)
+        for place, index in enumerate(slots):
+            slot, placed = self.shelf.slots[index], self._placed[index]
+            values = [self.given(leaf) for leaf in slot.leaves]
+            if not any(value is not None for value in values):
+                continue
+            own = load_slot(slot, arrays[place], placed, self.mesh)
+            leaves = [
+                x if value is None else value.placed(where, self.problems)
+                for x, value, where in zip(own, values, placed, strict=True)
+            ]
+            if all(leaf is not None for leaf in leaves):
+                found[place] = store_slot(slot, leaves, placed, self.mesh)
+        return tuple(found)
+
+
 def _part(leaf: Any, at: int) -> Any:
     """A layer of a leaf that holds all of them; host memory is read by the host."""
     in_host = not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind == HOST
@@ -150,6 +204,13 @@ def values_of(shelf: Storage, tree: PyTree) -> Value:
     """The leaves of a tree of the user's."""
     leaves = shelf.treedef.flatten_up_to(tree)
     return lambda leaf, placed: leaves[leaf]
+
+
+def each_row(walker: Walker) -> Iterator[tuple[int, int]]:
+    """Stack and layer of all rows."""
+    for k, length in enumerate(walker.lengths):
+        for at in range(length):
+            yield k, at
 
 
 def empty_rows(walker: Walker, held: Held) -> None:

@@ -1,7 +1,8 @@
 """What a program that walks over layers does in the place of compiled steps."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,16 +12,19 @@ from cjax.gradients import mean
 from cjax.mesh import compiler_options
 from cjax.optim import LossScale, LossScaleState, count_skipped, init_noise
 from cjax.program.composed import Composed
-from cjax.program.keep import load_slot, members, store_leaves
+from cjax.program.keep import store_leaves
 from cjax.program.starting import given_values, refuse_values
 from cjax.program.state import Arrays
-from cjax.program.steps import aux_means, make_trees
-from cjax.program.walked import Value, WalkedState, empty_rows, fill, tree_of, values_of
+from cjax.program.steps import aux_means
+from cjax.program.walked import Replaced, Value, WalkedState, each_row, empty_rows, fill, tree_of, values_of
 from cjax.tree import PyTree
+from cjax.walk.birth import RowBirth, Tree
+from cjax.walk.files import Folder
 from cjax.walk.walk import Held, Row, in_turn
 from cjax.walk.walker import OutsideState
 
 KINDS = ("params", "frozen", "opt")
+Given = Callable[[int, int], Any]  # tree, leaf -> a value that replaces the model's own, or None
 
 
 class Walking:
@@ -39,38 +43,53 @@ class Walking:
     # -- states -------------------------------------------------------------------------------------------------------
     def start(self, key: jax.Array, params: Any) -> WalkedState:
         """A fresh state; `params` (see `Program.init`) replace the parameters they name."""
-        composed, initial = self._composed, self._composed.capture.initial
+        composed = self._composed
         given = {} if params is None else given_values(composed, params)
-        shelves = (composed.shelves.params, composed.shelves.frozen, composed.shelves.model_state)
-        if initial is None:
-            own = [self._leaves(*both) for both in zip(shelves, make_trees(composed)(key), strict=True)]
-        else:
-            own = [shelf.treedef.flatten_up_to(tree) for shelf, tree in zip(shelves, initial, strict=True)]
         problems: list[str] = []
-
-        def value(tree: int) -> Value:
-            def of(leaf: int, where: Any) -> Any:
-                found = given.get((tree, leaf))
-                return own[tree][leaf] if found is None else found.placed(where, problems)
-
-            return of
-
-        held, outside = self._walker.hold(), []
-        for tree, kind in enumerate(KINDS[:2]):
-            outside.append(fill(self._walker, held, kind, shelves[tree], composed.mesh, value(tree)))
-            refuse_values(problems, composed)
-        model_state = store_leaves(shelves[2], jax.tree.unflatten(shelves[2].treedef, own[2]), composed.mesh)
+        values = {name: found for name, found in given.items()}
+        born = self._adopted if composed.capture.initial is not None else functools.partial(self._born, key)
+        held = self._walker.hold(self._folder())
+        *outside, model_state = born(held, lambda tree, leaf: values.get((tree, leaf)), problems)
+        refuse_values(problems, composed)
         scaling = (composed.scaling or LossScale()).init()
         small = jax.device_put((jnp.int32(0), key, scaling, init_noise()), composed.whole)
         return self._state(held, (*outside, self._first_opt(held, outside[0]), model_state), small)
 
-    def _leaves(self, shelf: Any, stored: Arrays) -> list[Any]:
-        leaves: list[Any] = [None] * sum(len(slot.leaves) for slot in shelf.slots)
-        placed = members(shelf, shelf.leaf_shardings(self._composed.mesh))
-        for slot, array, where in zip(shelf.slots, stored, placed, strict=True):
-            for leaf, value in zip(slot.leaves, load_slot(slot, array, where, self._composed.mesh), strict=True):
-                leaves[leaf] = value
-        return leaves
+    def _adopted(self, held: Held, given: Given, problems: list[str]) -> tuple[Arrays, Arrays, Arrays]:
+        """Rows of the values that the model holds, and what is outside of them."""
+        composed, initial = self._composed, self._composed.capture.initial
+        assert initial is not None
+        shelves = composed.shelves
+        outside = []
+        for tree, (kind, shelf) in enumerate((("params", shelves.params), ("frozen", shelves.frozen))):
+            own = values_of(shelf, initial[tree])
+
+            def value(leaf: int, where: Any, tree: int = tree, own: Value = own) -> Any:
+                found = given(tree, leaf)
+                return own(leaf, where) if found is None else found.placed(where, problems)
+
+            outside.append(fill(self._walker, held, kind, shelf, composed.mesh, value))
+            refuse_values(problems, composed)
+        return outside[0], outside[1], store_leaves(shelves.model_state, initial[2], composed.mesh)
+
+    def _born(self, key: jax.Array, held: Held, given: Given, problems: list[str]) -> tuple[Arrays, Arrays, Arrays]:
+        """Rows of the author's init, row by row, and what is outside of them."""
+        composed, walker = self._composed, self._walker
+        numbers = range(len(walker.lengths))
+        stacks: dict[Tree, Any] = {kind: [walker.slots(kind, k) for k in numbers] for kind in ("params", "frozen")}
+        birth = RowBirth(composed.capture, composed.storage, stacks, composed.mesh)
+        shelves = {"params": composed.shelves.params, "frozen": composed.shelves.frozen}
+        replaced = {}
+        for tree, (kind, shelf) in enumerate(shelves.items()):
+            replaced[kind] = Replaced(shelf, composed.mesh, functools.partial(given, tree), problems)
+            for k, at in each_row(walker) if any(stacks[kind]) else ():
+                if slots := stacks[kind][k]:
+                    row = birth.init_row(kind, k, at, key)
+                    getattr(held, kind)[k].put(at, replaced[kind].row(slots, at, row))
+        params, frozen, model_state = birth.init_outside(key)
+        params = replaced["params"].outside(walker.outside("params"), params)
+        frozen = replaced["frozen"].outside(walker.outside("frozen"), frozen)
+        return params, frozen, model_state
 
     def _first_opt(self, held: Held, params: Arrays) -> Arrays:
         optimizer = self._walker.optimizer
@@ -81,9 +100,13 @@ class Walking:
                 held.opt[k].put(at, optimizer.init_row(k, at, row))
         return optimizer.init_outside(params)
 
+    def _folder(self) -> Folder | None:
+        """The folder of rows on disk."""
+        return None
+
     def restored(self, trees: Mapping[str, PyTree], model_state: Arrays, small: Any) -> WalkedState:
         """A state from the user's trees "params", "frozen" and "opt", the stored model state, and the small rest."""
-        composed, held = self._composed, self._walker.hold()
+        composed, held = self._composed, self._walker.hold(self._folder())
         outside = []
         for kind in KINDS:
             shelf = getattr(composed.shelves, kind)

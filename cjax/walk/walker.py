@@ -53,16 +53,15 @@ class Walker:
       optimizer: the optimizer, row by row; None for evaluation alone.
       mesh: the mesh.
       homes: of all rows.
-      folder: of those on disk.
     """
 
     def __init__(
         self, programs: Programs, lengths: Sequence[int], storage: ModelStorage, optimizer: RowOptimizer | None,
-        mesh: Mesh, homes: Homes, folder: Folder | None = None,
+        mesh: Mesh, homes: Homes,
     ) -> None:  # fmt: skip
         self.programs, self.lengths, self.optimizer = programs, tuple(lengths), optimizer
         self._storage, self._mesh = storage, mesh
-        self.homes, self._folder = homes, folder
+        self.homes = homes
         self._walk = Walk(programs, lengths)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -107,12 +106,12 @@ class Walker:
         """All homes that rows have."""
         return {home for kind in self.homes.of.values() for stack in kind for home in stack}
 
-    def hold(self) -> Held:
-        """Places for all rows, which are empty."""
+    def hold(self, folder: Folder | None) -> Held:
+        """Places for all rows, which are empty; `folder` of those on disk."""
         numbers = range(len(self.lengths))
         return Held(
             **{
-                kind: [make_rows(self.structs(kind, k), self.homes.of[kind][k], kind, k, self._folder) for k in numbers]
+                kind: [make_rows(self.structs(kind, k), self.homes.of[kind][k], kind, k, folder) for k in numbers]
                 for kind in KINDS
             }
         )
