@@ -20,6 +20,7 @@ from cjax.program.walked import Replaced, Value, WalkedState, each_row, empty_ro
 from cjax.tree import PyTree
 from cjax.walk.birth import RowBirth, Tree
 from cjax.walk.files import Folder
+from cjax.walk.measured import Measured, measure
 from cjax.walk.walk import Held, Row, in_turn
 from cjax.walk.walker import OutsideState
 
@@ -39,6 +40,17 @@ class Walking:
         self._aux = jax.jit(
             lambda out: aux_means(composed, out), out_shardings=composed.whole, compiler_options=options
         )
+
+    @functools.cached_property
+    def measured(self) -> Measured:
+        """The programs of a step, compiled for this batch, and what devices need for them."""
+        composed, shape = self._composed, self._composed.state_shape
+        scale = None
+        if composed.scaling is not None:
+            scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=composed.whole)
+        params, frozen = (tuple(self._walker.outside_structs(kind)) for kind in ("params", "frozen"))
+        batch = composed.with_batch(composed.batch_shape)
+        return measure(self._walker, (params, frozen, shape._model_state, batch, shape._key, scale))
 
     # -- states -------------------------------------------------------------------------------------------------------
     def start(self, key: jax.Array, params: Any) -> WalkedState:

@@ -13,11 +13,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.gradients import Denominator, Evaluated, Scale, averaged, divisor_of
-from cjax.mesh import BATCH_AXES, compiler_options
+from cjax.mesh import BATCH_AXES
 from cjax.sharding.place.model import ModelStorage
 from cjax.sharding.storage.storage import Slot, axes_of_entry
 from cjax.trace.emit.backward import is_real
 from cjax.tree import PyTree
+from cjax.walk.jitted import Jitted
 from cjax.walk.layer_slots import layer_slot
 from cjax.walk.model import Arrays, Outside, WalkModel, row_spec
 
@@ -71,8 +72,8 @@ class Programs:
         self.back_enter = self._jit(self._back_enter, donate=("sums",))
         self.close = self._jit(self._close, donate=("grads",))
 
-    def _jit(self, function: Callable[..., Any], donate: Sequence[str] = ()) -> Any:
-        return jax.jit(function, donate_argnames=tuple(donate), compiler_options=compiler_options(self.mesh))
+    def _jit(self, function: Callable[..., Any], donate: Sequence[str] = ()) -> Jitted:
+        return Jitted(function, self.mesh, donate)
 
     # -- placements --
     def sharding(self, x: Any, spec: PartitionSpec) -> NamedSharding:
@@ -83,7 +84,7 @@ class Programs:
 
     def place(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """`x` where `spec` says."""
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or self.mesh.size == 1:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(x, spec))
 
@@ -267,7 +268,7 @@ class Programs:
 
     def _divisor(self, results: Any, scale: Scale) -> jax.Array:
         """What sums of gradients are divided by, from sums of results."""
-        return divisor_of(results[1], self.model.num, self._denominator, scale)[1]
+        return self._whole(divisor_of(results[1], self.model.num, self._denominator, scale)[1])
 
     def _close(
         self, results: Any, grads: tuple[jax.Array, ...], model_state: Any, states: Arrays, scale: Scale

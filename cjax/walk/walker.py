@@ -93,6 +93,15 @@ class Walker:
             for s in found
         ]
 
+    def outside_structs(self, kind: Kind) -> list[jax.ShapeDtypeStruct]:
+        """The stored arrays of what belongs to no stack, as placed."""
+        storage = self.optimizer.storage if kind == "opt" and self.optimizer else getattr(self._storage, kind, None)
+        slots = storage.slots if storage is not None else ()
+        return [
+            jax.ShapeDtypeStruct(s.stored_shape, s.dtype, sharding=NamedSharding(self._mesh, s.stored_spec))
+            for s in (slots[i] for i in self.outside(kind))
+        ]
+
     @functools.cached_property
     def _inputs(self) -> list[list[jax.ShapeDtypeStruct]]:
         return [part * self.programs.model.num for part in self.programs.payload_structs()]
