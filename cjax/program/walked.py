@@ -17,7 +17,7 @@ from cjax.program.state import Arrays, State
 from cjax.sharding.storage.storage import Slot, Storage
 from cjax.tree import PyTree
 from cjax.walk.layer_slots import layer_slot
-from cjax.walk.stores import HOST, LayerRows, moved
+from cjax.walk.stores import HOST, moved
 from cjax.walk.walk import Held, in_turn
 from cjax.walk.walker import OutsideState, Walker
 
@@ -44,7 +44,7 @@ class WalkedState(State):
     def __repr__(self) -> str:
         if self.step.is_deleted():
             return "State(given up to a step)"
-        return f"State(step={self.step}, layers in {', '.join(sorted(self._walker.places))})"
+        return f"State(step={self.step}, layers on {', '.join(sorted(self._held.homes.used))})"
 
 
 def walked_trees(state: WalkedState, *kinds: Kind) -> list[PyTree]:
@@ -52,26 +52,23 @@ def walked_trees(state: WalkedState, *kinds: Kind) -> list[PyTree]:
     outside = {"params": state._params, "frozen": state._frozen, "opt": state._opt}
     mesh = state._shelves.mesh
     return [
-        tree_of(state._walker, getattr(state._held, kind), kind, getattr(state._shelves, kind), outside[kind], mesh)
-        for kind in kinds
+        tree_of(state._walker, state._held, kind, getattr(state._shelves, kind), outside[kind], mesh) for kind in kinds
     ]
 
 
-def tree_of(
-    walker: Walker, held: Sequence[LayerRows], kind: Kind, shelf: Storage, outside: Arrays, mesh: Mesh
-) -> PyTree:
+def tree_of(walker: Walker, held: Held, kind: Kind, shelf: Storage, outside: Arrays, mesh: Mesh) -> PyTree:
     """A stored tree as the user's own, in arrays of their own: in host memory what layers do not have on devices.
 
     Args:
       walker: tells what is whose.
-      held: the rows of each stack.
+      held: the rows.
       kind: what they are; gradients lie as parameters do.
       shelf: how the tree is kept.
       outside: the stored arrays of what belongs to no layer.
       mesh: the mesh.
     """
     own: Kind = "params" if kind == "grads" else kind
-    placed = members(shelf, shelf.leaf_shardings(mesh))
+    placed, homes = members(shelf, shelf.leaf_shardings(mesh)), held.homes
     leaves: list[Any] = [None] * sum(len(slot.leaves) for slot in shelf.slots)
     for index, array in zip(walker.outside(own), outside, strict=True):
         slot = shelf.slots[index]
@@ -80,11 +77,11 @@ def tree_of(
     for k, length in enumerate(walker.lengths):
         slots = walker.slots(own, k)
         apart: dict[int, list[Any]] = {index: [] for index in slots if not shelf.slots[index].is_stack}
-        for at, (row,) in in_turn([held[k]], range(length) if slots else ()):
+        for at, (row,) in in_turn([getattr(held, kind)[k]], range(length) if slots else ()):
             for index, array in zip(slots, row, strict=True):
                 slot = shelf.slots[index]
                 value = load_slot(layer_slot(slot), array, [_of_layer(slot, placed[index][0])], mesh)[0]
-                value = _copy(value) if walker.home(kind, k, at) == "device" else _to_host(value)
+                value = _copy(value) if homes.of[kind][k][at] == "device" else _to_host(value)
                 if slot.is_stack:
                     leaves[slot.layer_leaves[at]] = value
                 else:

@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import hashlib
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +14,8 @@ import jax.numpy as jnp
 from cjax.gradients import mean
 from cjax.mesh import compiler_options
 from cjax.optim import LossScale, LossScaleState, count_skipped, init_noise
+from cjax.planner.choice.homes import choose_homes
+from cjax.planner.homes import Homes, Peaks
 from cjax.program.composed import Composed
 from cjax.program.keep import store_leaves
 from cjax.program.starting import given_values, refuse_values
@@ -20,11 +25,19 @@ from cjax.program.walked import Replaced, Value, WalkedState, each_row, empty_ro
 from cjax.tree import PyTree
 from cjax.walk.birth import RowBirth, Tree
 from cjax.walk.files import Folder
-from cjax.walk.measured import Measured, measure
+from cjax.walk.measured import Measured, measure, row_sizes
 from cjax.walk.walk import Held, Row, in_turn
 from cjax.walk.walker import OutsideState
 
 KINDS = ("params", "frozen", "opt")
+
+
+def made(folder: Path) -> Path:
+    """A folder that is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 Given = Callable[[int, int], Any]  # tree, leaf -> a value that replaces the model's own, or None
 
 
@@ -52,6 +65,46 @@ class Walking:
         batch = composed.with_batch(composed.batch_shape)
         return measure(self._walker, (params, frozen, shape._model_state, batch, shape._key, scale))
 
+    @functools.cached_property
+    def homes(self) -> Homes:
+        """Where rows live: the least that moves, of what the plan allows.
+
+        Raises:
+          ValueError: nothing fits what the plan says; see `choose_homes`.
+        """
+        plan = self._composed.plan
+        # Without a budget nothing has to be known of programs: only what is told to go goes.
+        peaks = self.measured.peaks if plan.budget is not None else Peaks(0, 0, 0, 0, 0)
+        return choose_homes(row_sizes(self._walker), peaks, plan.budget, plan.host, plan.disk, plan.offload)
+
+    def _hold(self) -> Held:
+        return self._walker.hold(self.homes, self._folder)
+
+    @functools.cached_property
+    def _folder(self) -> Folder | None:
+        """The folder of rows on disk."""
+        if "disk" not in self.homes.used:
+            return None
+        composed = self._composed
+        if composed.given.disk_folder is None:
+            raise ValueError(
+                f"plan {str(composed.plan)!r} keeps layers on disk, and nobody said where: give parallelize "
+                'disk_folder="/scratch/run" (--disk-folder of the commands), on a disk of this machine.'
+            )
+        identity = self._identity()
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+        # Of each program its own, so that a run can go on under another plan while this one's rows are read.
+        return Folder(made(composed.given.disk_folder) / f"cjax-{digest}", identity, composed.plan.disk)
+
+    def _identity(self) -> dict[str, Any]:
+        """What tells this program's rows from others'."""
+        composed = self._composed
+        shapes = {
+            name: [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(shelf.leaf_shapes())]
+            for name, shelf in zip(("params", "frozen", "opt", "model_state"), composed.shelves, strict=True)
+        }
+        return {"plan": str(composed.plan), "devices": composed.mesh.size, **shapes}
+
     # -- states -------------------------------------------------------------------------------------------------------
     def start(self, key: jax.Array, params: Any) -> WalkedState:
         """A fresh state; `params` (see `Program.init`) replace the parameters they name."""
@@ -60,7 +113,7 @@ class Walking:
         problems: list[str] = []
         values = {name: found for name, found in given.items()}
         born = self._adopted if composed.capture.initial is not None else functools.partial(self._born, key)
-        held = self._walker.hold(self._folder())
+        held = self._hold()
         *outside, model_state = born(held, lambda tree, leaf: values.get((tree, leaf)), problems)
         refuse_values(problems, composed)
         scaling = (composed.scaling or LossScale()).init()
@@ -112,13 +165,9 @@ class Walking:
                 held.opt[k].put(at, optimizer.init_row(k, at, row))
         return optimizer.init_outside(params)
 
-    def _folder(self) -> Folder | None:
-        """The folder of rows on disk."""
-        return None
-
     def restored(self, trees: Mapping[str, PyTree], model_state: Arrays, small: Any) -> WalkedState:
         """A state from the user's trees "params", "frozen" and "opt", the stored model state, and the small rest."""
-        composed, held = self._composed, self._walker.hold(self._folder())
+        composed, held = self._composed, self._hold()
         outside = []
         for kind in KINDS:
             shelf = getattr(composed.shelves, kind)
@@ -168,7 +217,7 @@ class Walking:
 
         out, outer = self._walker.gradients(held, state.outside, batch, key, scale, put)
         shelf = self._composed.shelves.params
-        tree = tree_of(self._walker, held.grads, "grads", shelf, outer, self._composed.mesh)
+        tree = tree_of(self._walker, held, "grads", shelf, outer, self._composed.mesh)
         for k, length in enumerate(self._walker.lengths):
             for at in range(length):
                 held.grads[k].forget(at)

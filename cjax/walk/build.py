@@ -7,7 +7,6 @@ from jax.sharding import Mesh
 
 from cjax.gradients import LaidOut, divide_by, total_of
 from cjax.plan import Plan
-from cjax.planner.homes import KINDS, Homes, Kind
 from cjax.sharding.place.model import ModelStorage, store_model
 from cjax.sharding.place.staged import stage_model
 from cjax.trace.author.capture import Capture
@@ -79,17 +78,4 @@ def build_walker(
         own = [model.places(k, "params") for k in range(len(stacks))]
         rows = RowOptimizer(optimizer, params_shape, storage.params, own, specs.__getitem__, mesh)
     lengths = [stack.length for stack in stacks]
-    return Walker(programs, lengths, storage, rows, mesh, _homes(plan, lengths))
-
-
-_CLASSES: dict[str, tuple[Kind, ...]] = {
-    "params": ("params", "frozen"),
-    "optimizer": ("opt",),
-    "gradients": ("grads",),
-    "activations": ("inputs",),
-}
-
-
-def _homes(plan: Plan, lengths: Sequence[int]) -> Homes:
-    away = {kind for name in plan.offload for kind in _CLASSES[name]}
-    return Homes({kind: tuple(("host" if kind in away else "device",) * n for n in lengths) for kind in KINDS})
+    return Walker(programs, lengths, storage, rows, mesh)

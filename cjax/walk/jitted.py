@@ -17,14 +17,22 @@ class Jitted:
       function: of arrays.
       mesh: what it is compiled for.
       donate: names of arguments that are given up.
+      placed: where its results go, if it does not say so itself.
     """
 
-    def __init__(self, function: Callable[..., Any], mesh: Mesh, donate: Sequence[str] = ()) -> None:
+    def __init__(
+        self, function: Callable[..., Any], mesh: Mesh, donate: Sequence[str] = (), placed: PyTree = None
+    ) -> None:
         self._mesh = mesh
-        self._jit: Any = jax.jit(function, donate_argnames=tuple(donate), compiler_options=compiler_options(mesh))
+        more = {} if placed is None else {"out_shardings": placed}
+        options = compiler_options(mesh)
+        self._jit: Any = jax.jit(function, donate_argnames=tuple(donate), compiler_options=options, **more)
         self.compiled: jax.stages.Compiled | None = None
 
     def __call__(self, *args: Any) -> Any:
+        """Its results; of shapes, their shapes."""
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
+            return self.eval_shape(*args)
         run = self._jit if self.compiled is None else self.compiled
         return run(*args)
 

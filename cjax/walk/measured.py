@@ -12,6 +12,7 @@ import numpy as np
 
 from cjax.planner.homes import KINDS, Peaks, RowBytes, RowSizes
 from cjax.walk.jitted import Jitted
+from cjax.walk.optimizer import RowOptimizer
 from cjax.walk.walker import Walker
 
 
@@ -161,7 +162,33 @@ class Measuring:
             "backward", "back enter", programs.back_enter, num, out, index, states, grads, outer,
             beside=num * num_bytes(grads),
         )  # fmt: skip
-        self._compile("backward", "close", programs.close, 1, results, outer, new, states, self._scale)
+        _, outer = self._compile("backward", "close", programs.close, 1, results, outer, new, states, self._scale)
+        if walker.optimizer is not None:
+            self._update(walker.optimizer, tuple(outer))
+
+    def _update(self, optimizer: RowOptimizer, grads: Any) -> None:
+        """The last pass, which has the most at once: the others read parts of the same rows, and make numbers."""
+        walker, loss = self._walker, jax.ShapeDtypeStruct((), jnp.float32)
+        rest = (grads, tuple(self._opt()), self._params, loss)
+        rows = [tuple(tuple(walker.structs(kind, k)) for kind in ("grads", "opt", "params"))
+                for k in range(len(walker.lengths))]  # fmt: skip
+        joint = optimizer.join(0, {}, *rest, {})
+        for number in range(1, optimizer.num_rounds + 1):
+            exports = {
+                (k, at): optimizer.export(number, k, at, *rows[k], joint)
+                for k, length in enumerate(walker.lengths)
+                for at in range(length)
+            }
+            joint = optimizer.join(number, exports, *rest, joint)
+        whole = jax.sharding.NamedSharding(self._programs.mesh, jax.sharding.PartitionSpec())
+        joint = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), joint)
+        for k, length in enumerate(walker.lengths):
+            if not rows[k][0]:
+                continue
+            update = optimizer.compile_update(k, 0, *rows[k], joint)
+            assert update.compiled is not None
+            self.pieces.append(Piece(f"update {k}", update.compiled, length))
+            self._peaks["update"] = max(self._peaks["update"], update.temporary)
 
 
 def measure(walker: Walker, inputs: Any) -> Measured:

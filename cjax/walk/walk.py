@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from cjax.gradients import Evaluated, Scale
+from cjax.planner.homes import KINDS, Homes
 from cjax.tree import PyTree
 from cjax.walk.model import Arrays, Outside
 from cjax.walk.programs import Programs
@@ -23,12 +24,14 @@ class Held:
     """What layers have between their turns; for each stack the rows of its layers.
 
     Args:
+      homes: where they are.
       params, frozen: weights.
       opt: the optimizer's state.
       grads: gradients, from the backward pass to the update.
       inputs: what layers were handed, from the forward pass to the backward pass.
     """
 
+    homes: Homes
     params: Sequence[LayerRows]
     frozen: Sequence[LayerRows]
     opt: Sequence[LayerRows]
@@ -37,7 +40,7 @@ class Held:
 
     @property
     def every(self) -> list[LayerRows]:
-        return [rows for kind in dataclasses.fields(self) for rows in getattr(self, kind.name)]
+        return [rows for kind in KINDS for rows in getattr(self, kind)]
 
 
 def in_turn(stores: Sequence[LayerRows], order: Sequence[int]) -> Iterator[tuple[int, list[Row]]]:

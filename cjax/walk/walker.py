@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from cjax.gradients import Evaluated, Scale, mean
-from cjax.planner.homes import KINDS, Home, Homes, Kind
+from cjax.planner.homes import KINDS, Homes, Kind
 from cjax.sharding.place.model import ModelStorage
 from cjax.tree import PyTree
 from cjax.walk.files import Folder
@@ -52,16 +52,14 @@ class Walker:
       storage: where the model's arrays are kept.
       optimizer: the optimizer, row by row; None for evaluation alone.
       mesh: the mesh.
-      homes: of all rows.
     """
 
     def __init__(
         self, programs: Programs, lengths: Sequence[int], storage: ModelStorage, optimizer: RowOptimizer | None,
-        mesh: Mesh, homes: Homes,
+        mesh: Mesh,
     ) -> None:  # fmt: skip
         self.programs, self.lengths, self.optimizer = programs, tuple(lengths), optimizer
         self._storage, self._mesh = storage, mesh
-        self.homes = homes
         self._walk = Walk(programs, lengths)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -106,24 +104,14 @@ class Walker:
     def _inputs(self) -> list[list[jax.ShapeDtypeStruct]]:
         return [part * self.programs.model.num for part in self.programs.payload_structs()]
 
-    def home(self, kind: Kind, k: int, at: int) -> Home:
-        """Where a row is between its uses."""
-        return self.homes.of[kind][k][at]
-
-    @property
-    def places(self) -> set[Home]:
-        """All homes that rows have."""
-        return {home for kind in self.homes.of.values() for stack in kind for home in stack}
-
-    def hold(self, folder: Folder | None) -> Held:
+    def hold(self, homes: Homes, folder: Folder | None) -> Held:
         """Places for all rows, which are empty; `folder` of those on disk."""
         numbers = range(len(self.lengths))
-        return Held(
-            **{
-                kind: [make_rows(self.structs(kind, k), self.homes.of[kind][k], kind, k, folder) for k in numbers]
-                for kind in KINDS
-            }
-        )
+        rows = {
+            kind: [make_rows(self.structs(kind, k), homes.of[kind][k], kind, k, folder) for k in numbers]
+            for kind in KINDS
+        }
+        return Held(homes, **rows)
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def gradients(
