@@ -19,7 +19,7 @@ from cjax.gradients.line import Line, arrange_stages
 from cjax.gradients.pipelined import forwarded
 
 __all__ = [
-    "Built", "Choice", "Denominator", "Evaluated", "Graded", "Gradients", "LaidOut", "Line", "Reason", "Scale", "arrange_stages",
-    "averaged", "build_gradients", "choose", "cut_rows", "divide_by", "divisor_of", "divisors", "forwarded", "mean",
-    "reduction", "total_of",
+    "Built", "Choice", "Denominator", "Evaluated", "Graded", "Gradients", "LaidOut", "Line", "Reason", "Scale",
+    "arrange_stages", "averaged", "build_gradients", "choose", "cut_rows", "divide_by", "divisor_of", "divisors",
+    "forwarded", "mean", "reduction", "total_of",
 ]  # fmt: skip

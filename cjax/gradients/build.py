@@ -128,7 +128,7 @@ def _executor(staged: StagedModel, line: Line, num_parts: int) -> Executor:
 
 
 def total_of(trace: Trace, num_parts: int) -> Callable[[list[jax.Array]], tuple[jax.Array, Any]]:
-    """From the results of one of `num_parts` parts to its total, and what is added up over parts: total, weight, aux."""
+    """From the results of one of `num_parts` parts to its total, and to what is added up: total, weight, aux."""
 
     def total(outs: list[jax.Array]) -> tuple[jax.Array, Any]:
         out = _sorted_results(trace, outs, num_parts)

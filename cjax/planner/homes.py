@@ -55,6 +55,11 @@ class Homes:
 
     of: Mapping[Kind, tuple[tuple[Home, ...], ...]]
 
+    @property
+    def used(self) -> set[Home]:
+        """All homes that some row has."""
+        return {home for kind in self.of.values() for stack in kind for home in stack}
+
 
 class RowBytes(NamedTuple):
     """Bytes of what one layer has of one kind: on one device; in host memory, of all devices of a process; on disk, of

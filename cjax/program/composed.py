@@ -26,6 +26,8 @@ from cjax.trace.author.capture import Capture
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
 from cjax.tree import PyTree
+from cjax.walk.optimizer import RowOptimizer
+from cjax.walk.walker import Walker
 
 Readers = Callable[[Path], Mapping[str, Any]]
 
@@ -73,6 +75,7 @@ class Composed:
       init: `key -> stored (params, frozen, model_state)`.
       notes: what a user should know.
       line: its way through the stages of a pipeline.
+      walker: what walks over its layers, where a plan moves them out of the devices.
       has_own_schedule: whether that is by a table of the user's.
       planning: what can be asked about other plans.
       decision: how the plan was chosen.
@@ -84,7 +87,7 @@ class Composed:
     mesh: Mesh
     trace: Trace
     storage: ModelStorage
-    optimizer: StoredOptimizer | None
+    optimizer: StoredOptimizer | RowOptimizer | None
     choice: Choice
     gradients: Gradients
     loss_size: int
@@ -93,6 +96,7 @@ class Composed:
     planning: Planning
     decision: Decision
     line: Line | None = None
+    walker: Walker | None = None
     has_own_schedule: bool = False
 
     @property

@@ -31,6 +31,7 @@ from cjax.program.starting import Starter, make_key
 from cjax.program.state import State, check_alive
 from cjax.program.steps import gradient_inputs, make_step, make_update
 from cjax.program.verify import check_plan, told, verify
+from cjax.program.walking import Walking
 from cjax.report import Candidate, Comparison, Explained, Report, TraceSummary
 from cjax.trace.dims.tables import Limits
 from cjax.tree import PyTree
@@ -51,7 +52,9 @@ class Program:
     def __init__(self, composed: Composed) -> None:
         self._composed = composed
         self._lockstep = Lockstep(composed)
-        self._start, self._evaluate = Starter(composed), Evaluator(composed, self._lockstep)
+        self._walking = Walking(composed) if composed.walker else None
+        self._start = self._walking.start if self._walking else Starter(composed)
+        self._evaluate = Evaluator(composed, self._lockstep)
         self.plan, self.mesh, self.loss_scale = composed.plan, composed.mesh, composed.scaling
         self.verified: Check | str | None = None
 
@@ -141,6 +144,8 @@ class Program:
 
     @functools.cached_property
     def _step(self) -> Any:
+        if self._walking is not None:
+            return self._walking.step
         compiled = self._compiled
         report = self.report()
         if not report.memory.fits:
@@ -186,6 +191,9 @@ class Program:
         placed = place_batch(self._composed, batch, self._limits)
         state = self._own(state)
         self._verify(state, batch)
+        if self._walking is not None:
+            loss, _, grads, _ = self._walking.value_and_grad(self._with_params(state, params), placed)
+            return loss, grads
         stored = gradient_inputs(self._with_params(state, params))
         loss, _, grads, _ = self._value_and_grad(*stored, placed)
         return loss, self._composed.storage.params.load(grads)
@@ -228,8 +236,12 @@ class Program:
             raise ValueError(
                 "this optimizer follows the loss (optax calls it `value`): give it, program.update(state, grads, loss)"
             )
+        loss = jnp.float32(0 if loss is None else loss)
+        if self._walking is not None:
+            tree = check_fits(self._composed.storage.params, grads, "these gradients are")
+            return self._walking.update(state, tree, loss)
         grads = self._stored_params(grads, "these gradients are")
-        return self._update(state, grads, jnp.float32(0 if loss is None else loss))[0]
+        return self._update(state, grads, loss)[0]
 
     def _stored_params(self, tree: PyTree, what: str) -> Any:
         storage = self._composed.storage.params

@@ -36,6 +36,11 @@ class Laid:
     outside: tuple[int, ...]
 
     @property
+    def num_outside(self) -> int:
+        """Leaves outside."""
+        return sum(len(self.storage.slots[index].leaves) for index in self.outside)
+
+    @property
     def leaves(self) -> list["Leaf"]:
         """Of each leaf of the user's tree, whose it is."""
         found: dict[int, Leaf] = {}
@@ -99,6 +104,7 @@ def state_in_rows(traced: TracedOptimizer, params: Laid, params_shape: PyTree) -
     names = leaf_names(params_shape)
     state_names = leaf_names(traced.storage.leaf_shapes())
     leaves = params.leaves
+    shapes = {leaf: slot.shape for slot in params.storage.slots for leaf in slot.leaves}
     dims = None
     stacks: list[list[int]] = [[] for _ in params.stacks]
     for index, slot in enumerate(traced.storage.slots):
@@ -116,6 +122,9 @@ def state_in_rows(traced: TracedOptimizer, params: Laid, params_shape: PyTree) -
                     "each layer can be a factor on its updates), or leave budget= and offload= out."
                 )
             stacks[leaf.stack].append(index)
+            continue
+        if slot.shape == shapes[belongs[1]]:
+            stacks[leaf.stack].append(index)  # as the parameter, whether an update reads it or not
             continue
         dims = dims or find_dims(traced.update)
         layer_dim = dims.class_of(dims.inputs[belongs[1]][0])

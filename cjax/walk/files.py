@@ -334,6 +334,8 @@ class Folder:
             if os.fstat(file.fileno()).st_size < size and found == first:
                 raise cut_short(path, size)
         if found != first:
+            if not found.startswith(self._start()):
+                raise ValueError(f"{path} holds rows of another run than {self._beside('')}: one of the two was moved")
             raise self._other_homes(name)
         return self._record.halves[name]
 
@@ -354,9 +356,11 @@ class Folder:
         allocate(unfinished, size, first)
         os.replace(unfinished, path)
 
+    def _start(self) -> bytes:
+        return _MAGIC + f"{self._run}\n".encode()
+
     def _first_bytes(self, facts: Mapping[str, Any]) -> bytes:
-        text = json.dumps({**facts, "run": self._run}).encode()
-        return (_MAGIC + text).ljust(BLOCK, b"\0")
+        return (self._start() + json.dumps(facts).encode()).ljust(BLOCK, b"\0")
 
     def _remove_rows(self) -> None:
         for ending in (".rows", ".rows.new"):

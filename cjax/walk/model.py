@@ -18,6 +18,7 @@ from cjax.trace.jaxpr.view import scan_of
 from cjax.trace.stages.stacks import Entry
 from cjax.trace.stages.stages import Stages
 from cjax.tree import PyTree
+from cjax.walk.layer_slots import layer_slot
 
 Arrays = list[jax.Array]
 Total = Callable[[Arrays], tuple[jax.Array, Any]]  # results of the loss -> its total, results that are added up
@@ -194,8 +195,8 @@ class WalkModel:
         left = {"params": iter(params), "frozen": iter(frozen)}
         found = []
         for kind, at in self.model.slots[k]:
-            slot, x = self._slots(kind)[at], next(left[kind])
-            found.append(x[tuple(slice(0, n) for n in _row_shape(slot, slot.shape))])
+            x = next(left[kind])
+            found.append(x[tuple(slice(0, n) for n in layer_slot(self._slots(kind)[at]).shape)])
         return found
 
     # -- back --
@@ -303,10 +304,6 @@ class WalkModel:
 def row_spec(slot: Slot, spec: PartitionSpec) -> PartitionSpec:
     """The placement of one layer of what a slot stores, from that of a leaf."""
     return spec if slot.is_stack else PartitionSpec(*spec[1:])
-
-
-def _row_shape(slot: Slot, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return shape if slot.is_stack else shape[1:]
 
 
 def _with_params(out: Outside, params: tuple[jax.Array, ...]) -> Outside:

@@ -1,6 +1,7 @@
-"""The programs of a walk, each jitted once. What goes from one to the next is placed, or each would be compiled for every
-placement that the compiler might choose for it."""
+"""The programs of a walk, each jitted once. What goes from one to the next is placed, or each would be compiled for
+every placement that the compiler might choose for it."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -8,14 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.gradients import Denominator, Evaluated, Scale, averaged, divisor_of
-from cjax.mesh import BATCH_AXES, compiler_options
+from cjax.mesh import BATCH_AXES
 from cjax.sharding.place.model import ModelStorage
 from cjax.sharding.storage.storage import Slot, axes_of_entry
 from cjax.trace.emit.backward import is_real
 from cjax.tree import PyTree
+from cjax.walk.jitted import Jitted
+from cjax.walk.layer_slots import layer_slot
 from cjax.walk.model import Arrays, Outside, WalkModel, row_spec
 
 Row = tuple[Arrays, Arrays]  # of a layer: params, frozen
@@ -32,12 +36,19 @@ class Programs:
       mesh: the mesh.
       denominator: what the sum of all totals is divided by, from the sum of all weights.
       is_zero: whether gradients are kept where ZeRO has the optimizer's state.
+      batch_shape: of a whole batch.
     """
 
     def __init__(
-        self, model: WalkModel, storage: ModelStorage, mesh: Mesh, denominator: Denominator, is_zero: bool
+        self,
+        model: WalkModel,
+        storage: ModelStorage,
+        mesh: Mesh,
+        denominator: Denominator,
+        is_zero: bool,
+        batch_shape: PyTree,
     ) -> None:
-        self.model, self.mesh = model, mesh
+        self.model, self.mesh, self._batch_shape = model, mesh, batch_shape
         self._storage, self._denominator, self._is_zero = storage, denominator, is_zero
         self._specs = [model.payload_specs(k) for k in range(model.num_stacks)]
         numbers = range(model.num_stacks)
@@ -52,7 +63,8 @@ class Programs:
         self.finish = self._jit(self._finish, donate=("sums", "states"))
         self.back_leave = [self._jit(functools.partial(self._back_leave, k), donate=("sums",)) for k in numbers[:-1]]
         self.backward = [
-            self._jit(functools.partial(self._backward, k), donate=("moving", "passing", "own", "outer")) for k in numbers
+            self._jit(functools.partial(self._backward, k), donate=("moving", "passing", "own", "outer"))
+            for k in numbers
         ]
         self.average = [self._jit(functools.partial(self._average, k), donate=("sums",)) for k in numbers]
         self.back_once = [self._jit(functools.partial(self._back_once, k), donate=("sums",)) for k in numbers]
@@ -60,17 +72,55 @@ class Programs:
         self.back_enter = self._jit(self._back_enter, donate=("sums",))
         self.close = self._jit(self._close, donate=("grads",))
 
-    def _jit(self, function: Callable[..., Any], donate: Sequence[str] = ()) -> Any:
-        return jax.jit(function, donate_argnames=tuple(donate), compiler_options=compiler_options(self.mesh))
+    def _jit(self, function: Callable[..., Any], donate: Sequence[str] = ()) -> Jitted:
+        return Jitted(function, self.mesh, donate)
 
     # -- placements --
-    def place(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """`x` where `spec` says, whole along dims that do not divide evenly: results of programs have to."""
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or self.mesh.size == 1:
-            return x
+    def sharding(self, x: Any, spec: PartitionSpec) -> NamedSharding:
+        """What `spec` says, whole along dims that do not divide evenly: results of programs have to."""
         sizes = [math.prod(self.mesh.shape[axis] for axis in axes_of_entry(entry)) for entry in spec]
         even = [None if n % size else entry for n, size, entry in zip(x.shape, sizes, spec, strict=True)]
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*even)))
+        return NamedSharding(self.mesh, PartitionSpec(*even))
+
+    def place(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """`x` where `spec` says."""
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return jax.lax.with_sharding_constraint(x, self.sharding(x, spec))
+
+    def gradient_structs(self, k: int) -> list[jax.ShapeDtypeStruct]:
+        """The gradients of a layer of stack `k`, as placed."""
+        slots = [self._storage.params.slots[at] for at in self.model.places(k, "params")]
+        found = []
+        for slot in slots:
+            x = jax.ShapeDtypeStruct(layer_slot(slot).stored_shape, slot.dtype)
+            where = self.sharding(x, row_spec(slot, self.gradient_spec(slot)))
+            found.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where))
+        return found
+
+    def payload_structs(self) -> list[list[jax.ShapeDtypeStruct]]:
+        """For each stack what its layers change of one micro-batch, as placed."""
+        storage, model = self._storage, self.model
+        params, frozen = ([tree.shape()[i] for i in model.outside(kind)] for kind, tree in
+                          (("params", storage.params), ("frozen", storage.frozen)))  # fmt: skip
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        out, _, states = self.begin.eval_shape(
+            tuple(params), tuple(frozen), storage.model_state.shape(), self._batch_shape, key
+        )
+        out = dataclasses.replace(out, params=tuple(params), frozen=tuple(frozen))
+        payload, states = self.enter.eval_shape(out, np.int32(0), states)
+        found = []
+        for k in range(model.num_stacks):
+            specs = model.passing(k, self._specs[k])[0]
+            found.append(
+                [
+                    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(x, spec))
+                    for x, spec in zip(model.passing(k, payload)[0], specs, strict=True)
+                ]
+            )
+            if k + 1 < model.num_stacks:
+                payload = self.leave[k].eval_shape(out, np.int32(0), states, payload)
+        return found
 
     def _whole(self, results: Any) -> Any:
         return jax.tree.map(lambda x: self.place(x, PartitionSpec(*[None] * x.ndim)), results)
@@ -98,9 +148,7 @@ class Programs:
 
     def _own_gradients(self, k: int, grads: Arrays) -> Arrays:
         slots = [self._storage.params.slots[at] for at in self.model.places(k, "params")]
-        return [
-            self.place(g, row_spec(slot, self.gradient_spec(slot))) for g, slot in zip(grads, slots, strict=True)
-        ]
+        return [self.place(g, row_spec(slot, self.gradient_spec(slot))) for g, slot in zip(grads, slots, strict=True)]
 
     def _outer_gradients(self, grads: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         slots = [self._storage.params.slots[at] for at in self.model.outside("params")]
@@ -220,7 +268,7 @@ class Programs:
 
     def _divisor(self, results: Any, scale: Scale) -> jax.Array:
         """What sums of gradients are divided by, from sums of results."""
-        return divisor_of(results[1], self.model.num, self._denominator, scale)[1]
+        return self._whole(divisor_of(results[1], self.model.num, self._denominator, scale)[1])
 
     def _close(
         self, results: Any, grads: tuple[jax.Array, ...], model_state: Any, states: Arrays, scale: Scale

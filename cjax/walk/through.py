@@ -32,7 +32,8 @@ def operand_dims(eqn: Equation, dim: int, num: int) -> Operands | None:
     if eqn.effects:
         return None
     if goes_by_element(eqn):
-        return tuple(dim if _shape(atom) else None for atom in eqn.invars)
+        size = _shape(eqn.outvars[0])[dim]  # an operand may have 1 there, which stands for all
+        return tuple(dim if _shape(atom) and _shape(atom)[dim] == size else None for atom in eqn.invars)
     rule = _RULES.get(eqn.primitive.name)
     if rule is None:
         facts = facts_of(eqn)

@@ -1,7 +1,7 @@
-"""A step, layer by layer: what is next is fetched while one layer is computed, and what is done is written behind."""
+"""Passes over layers: what is next is fetched while one layer is computed, and what is done is written behind."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,37 +9,57 @@ import jax
 import numpy as np
 
 from cjax.gradients import Evaluated, Scale
+from cjax.planner.homes import KINDS, Homes
 from cjax.tree import PyTree
 from cjax.walk.model import Arrays, Outside
 from cjax.walk.programs import Programs
-from cjax.walk.stores import Rows
+from cjax.walk.stores import LayerRows
 
-Put = Callable[[int, int, Arrays, Arrays], None]  # stack, layer, gradients, params
+Row = tuple[jax.Array, ...]
+Put = Callable[[int, int, Row, Row], None]  # stack, layer, gradients, params
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Held:
     """What layers have between their turns; for each stack the rows of its layers.
 
     Args:
+      homes: where they are.
       params, frozen: weights.
       opt: the optimizer's state.
       grads: gradients, from the backward pass to the update.
       inputs: what layers were handed, from the forward pass to the backward pass.
     """
 
-    params: Sequence[Rows]
-    frozen: Sequence[Rows]
-    opt: Sequence[Rows]
-    grads: Sequence[Rows]
-    inputs: Sequence[Rows]
+    homes: Homes
+    params: Sequence[LayerRows]
+    frozen: Sequence[LayerRows]
+    opt: Sequence[LayerRows]
+    grads: Sequence[LayerRows]
+    inputs: Sequence[LayerRows]
+
+    @property
+    def every(self) -> list[LayerRows]:
+        return [rows for kind in KINDS for rows in getattr(self, kind)]
+
+
+def in_turn(stores: Sequence[LayerRows], order: Sequence[int]) -> Iterator[tuple[int, list[Row]]]:
+    """Layers in order, each with its rows; those of the next are on their way meanwhile."""
+    for store in stores if order else ():
+        store.ahead(order[0])
+    for here, at in enumerate(order):
+        found = [store.fetch(at) for store in stores]
+        for store in stores if here + 1 < len(order) else ():
+            store.ahead(order[here + 1])
+        yield at, found
+        found.clear()  # or they would be on the devices until the next are there
 
 
 class Walk:
     """Loss and gradients of a batch, by a walk over layers.
 
-    All micro-batches go through a layer before the next, so that its weights are moved once a pass. Two layers at most
-    are on the devices: programs are waited for, since JAX would fetch all of them as soon as it is asked.
+    All micro-batches go through a layer before the next, so that its weights are moved once a pass. Programs are waited
+    for, layer by layer: JAX would otherwise fetch all that it is asked for, as soon as it is asked.
 
     Args:
       programs: what is called.
@@ -52,14 +72,14 @@ class Walk:
     def gradients(
         self,
         held: Held,
-        params: tuple[jax.Array, ...],
-        frozen: tuple[jax.Array, ...],
-        model_state: tuple[jax.Array, ...],
+        params: Row,
+        frozen: Row,
+        model_state: Row,
         batch: PyTree,
         key: jax.Array,
         scale: Scale,
         put: Put,
-    ) -> tuple[Evaluated, tuple[jax.Array, ...]]:
+    ) -> tuple[Evaluated, Row]:
         """What the batch gives, with the model state behind it, and the gradients of `params`.
 
         Args:
@@ -81,10 +101,11 @@ class Walk:
             back, own = self._back_through(k, held, out, states, ends[k], back, once[k], divisor, put)
             outer = programs.back_once[k](out, states, own, outer)
             for i in range(self._num) if k else ():
-                grads = [*back[i][0], *back[i][1]]
+                payload = [*ends[k - 1][i][0], *ends[k - 1][i][1]]
                 outer, *back[i] = programs.back_leave[k - 1](
-                    out, np.int32(i), states, [*ends[k - 1][i][0], *ends[k - 1][i][1]], grads, outer
+                    out, np.int32(i), states, payload, [*back[i][0], *back[i][1]], outer
                 )
+                ends[k - 1][i][0] = []  # nobody reads it again
         for i in range(self._num):
             outer = programs.back_enter(out, np.int32(i), states, [*back[i][0], *back[i][1]], outer)
         return programs.close(results, outer, new, states, scale)
@@ -101,25 +122,23 @@ class Walk:
             once.append(programs.once[k](out, states))
             parts = [model.passing(k, payload) for payload in payloads]
             moving, passing = [part[0] for part in parts], [part[1] for part in parts]
-            for at, row in self._rows(k, range(length), held.params, held.frozen):
-                held.inputs[k].put(at, [x for some in moving for x in some])
+            for at, row in in_turn([held.params[k], held.frozen[k]], range(length)):
+                held.inputs[k].put(at, tuple(x for some in moving for x in some))
                 for i in numbers:
                     given = [*moving[i], *passing[i]]
                     moving[i], states = programs.forward[k](
-                        row, once[k], out, np.int32(i), np.int32(at), states, given
+                        tuple(row), once[k], out, np.int32(i), np.int32(at), states, given
                     )
-                self._wait(moving)
+                jax.block_until_ready(moving)
             ends.append([list(both) for both in zip(moving, passing, strict=True)])
             if k + 1 < len(self._lengths):
-                payloads = [
-                    programs.leave[k](out, np.int32(i), states, [*moving[i], *passing[i]]) for i in numbers
-                ]
+                payloads = [programs.leave[k](out, np.int32(i), states, [*moving[i], *passing[i]]) for i in numbers]
         sums, back = programs.zeros(out, states, [*ends[-1][0][0], *ends[-1][0][1]]), []
         for i in numbers:
             payload = [*ends[-1][i][0], *ends[-1][i][1]]
             sums, states, *grads = programs.finish(out, np.int32(i), states, payload, sums, scale)
             back.append(grads)
-            ends[-1][i][0] = []  # nobody reads it again
+            ends[-1][i][0] = []
         return sums, states, back, ends, once
 
     def _back_through(
@@ -129,32 +148,18 @@ class Walk:
         """The gradients of what a stack was handed, and of what all its layers read."""
         programs, outer = self._programs, self._programs.zero_once[k](once)
         back = [list(both) for both in back]
-        order = range(self._lengths[k] - 1, -1, -1)
-        for at, (params, frozen, inputs) in self._rows(k, order, held.params, held.frozen, held.inputs):
+        stores = [held.params[k], held.frozen[k], held.inputs[k]]
+        for at, rows in in_turn(stores, range(self._lengths[k] - 1, -1, -1)):
+            params, frozen, inputs = rows
             own, size = programs.zero_row[k](params), len(inputs) // self._num
             for i in range(self._num):
                 payload = [*inputs[i * size : (i + 1) * size], *ends[i][1]]
                 *back[i], own, outer = programs.backward[k](
                     (params, frozen), once, out, np.int32(i), np.int32(at), states, payload, *back[i], own, outer
                 )
-            held.inputs[k].drop(at)
+            jax.block_until_ready(back)
             del inputs, payload
-            put(k, at, programs.average[k](own, divisor), params)
-            self._wait(back)
+            rows.pop()
+            held.inputs[k].forget(at)
+            put(k, at, tuple(programs.average[k](own, divisor)), params)
         return back, outer
-
-    def _rows(self, k: int, order: Sequence[int], *kinds: Sequence[Rows]) -> Any:
-        """Layers in order, each with its rows of some kinds; the rows of the next are on their way meanwhile."""
-        stores = [of[k] for of in kinds]
-        for store in stores:
-            store.ahead(order[0])
-        for here, at in enumerate(order):
-            found = tuple(store.fetch(at) for store in stores)
-            if here + 1 < len(order):
-                for store in stores:
-                    store.ahead(order[here + 1])
-            yield at, found
-            del found
-
-    def _wait(self, arrays: Any) -> None:
-        jax.block_until_ready(arrays)

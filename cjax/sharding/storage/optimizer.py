@@ -72,6 +72,7 @@ def trace_optimizer(
     spec_of: Callable[[int], PartitionSpec],
     mesh: Mesh,
     more: Callable[[PyTree], tuple[jax.Array, ...]] = lambda grads: (),
+    across_labels: bool = False,
 ) -> TracedOptimizer:
     """Trace an optimizer and decide where its state lives.
 
@@ -83,6 +84,8 @@ def trace_optimizer(
         axis under ZeRO.
       mesh: the mesh.
       more: numbers that an update gives besides, of the gradients.
+      across_labels: whether state is stacked too that layers have under names of their own, as those that
+        `optax.multi_transform` labels by layer do: an update layer by layer needs it, one of all at once does not.
 
     Raises:
       TypeError: `optimizer` is something else.
@@ -92,7 +95,11 @@ def trace_optimizer(
         first, state_shape = make_jaxpr(optimizer.init, return_shape=True)(params_shape)
     owners = _owners(leaf_names(params_shape), leaf_names(state_shape))
     state_leaves = jax.tree.leaves(state_shape)
-    groups = stackable(_stacks(owners, [s.layer_leaves for s in params.slots if s.is_stack]), state_leaves)
+    param_groups = [slot.layer_leaves for slot in params.slots if slot.is_stack]
+    stacks = _stacks(owners, param_groups)
+    if across_labels:
+        stacks += _unnamed_stacks(owners, param_groups, {leaf for group in stacks for leaf in group})
+    groups = stackable(stacks, state_leaves)
 
     more_args = optax.with_extra_args_support(optimizer)
 
@@ -202,6 +209,22 @@ def _stacks(owners: Sequence[tuple[str, int] | None], param_groups: Sequence[tup
             members = [by_owner.get((kind, i)) for i in group]
             if all(m is not None for m in members):
                 stacks.append(tuple(m for m in members if m is not None))
+    return stacks
+
+
+def _unnamed_stacks(
+    owners: Sequence[tuple[str, int] | None], param_groups: Sequence[tuple[int, ...]], taken: set[int]
+) -> list[tuple[int, ...]]:
+    """What is left of layers' state, in the order that each has it in."""
+    left: dict[int, list[int]] = {}
+    for leaf, owner in enumerate(owners):
+        if owner is not None and leaf not in taken:
+            left.setdefault(owner[1], []).append(leaf)
+    stacks: list[tuple[int, ...]] = []
+    for group in param_groups:
+        members = [left.get(param, []) for param in group]
+        if len(set(map(len, members))) == 1:
+            stacks += zip(*members, strict=True)
     return stacks
 
 
