@@ -16,7 +16,7 @@ from cjax.program.homes import describe_walk
 from cjax.program.plans import planned
 from cjax.report.walk import WalkRanking, WalkRow
 
-GUESSED = "by arithmetic of sizes and rates, as a lower bound: no step of such a plan was compiled or measured"
+GUESSED = "memory and time are arithmetic of shapes and rates: nothing of it was compiled or measured"
 
 
 def walk_plans(
@@ -117,4 +117,6 @@ def _without(plan: Plan) -> str:
 
 
 def _use(each: ScoredWalk) -> Any:
-    return describe_walk(each.plan, each.sizes, each.peaks, each.homes, each.cost, each.rates, each.tokens)
+    return describe_walk(
+        each.plan, each.sizes, each.peaks, each.homes, each.cost, each.rates, each.tokens, is_bound=False
+    )

@@ -65,6 +65,8 @@ class WalkUse:
       tokens: of a step; `hidden_from`, those from which the forward and backward passes hide all that they move; None:
         no number does.
       rates: what the seconds go by, in words.
+      is_bound: whether computing is counted at the devices' peak, so that no step is faster; otherwise it is as
+        predicted.
     """
 
     classes: Sequence[ClassUse]
@@ -78,6 +80,7 @@ class WalkUse:
     tokens: int = 0
     hidden_from: int | None = None
     rates: str = ""
+    is_bound: bool = True
 
     @property
     def seconds(self) -> float | None:
@@ -130,9 +133,10 @@ class WalkUse:
         parts = ", ".join(f"{name} {milliseconds(phase.total)}" for name, phase in self.phases.items())
         waits = sum(phase.total - phase.compute for phase in self.phases.values())
         hidden = f"{milliseconds(waits)} of it not hidden" if waits else "all transfers hidden"
+        about = ">=" if self.is_bound else "about"
         return (
-            f">= {milliseconds(self.seconds)} ms with {self.tokens:,} tokens: {parts}; {hidden}; {self.bound}-bound; "
-            f"{self._from()}; {self.rates}"
+            f"{about} {milliseconds(self.seconds)} ms with {self.tokens:,} tokens: {parts}; {hidden}; "
+            f"{self.bound}-bound; {self._from()}; {self.rates}"
         )
 
     def _from(self) -> str:

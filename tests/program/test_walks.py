@@ -24,8 +24,8 @@ def least(target: str, plan: str = "zero=3") -> str:
 
 def test_the_fastest_come_first_with_what_they_hold_and_move() -> None:
     found = walk_plans(CALL, "h100:2", "2MiB", "4MiB", "8MiB", plan="auto precision=bfloat16", top=3)
-    times = [each.use.seconds for each in found.plans]
-    assert len(times) == 3 and times == sorted(times)
+    times = [each.use.seconds or 0.0 for each in found.plans]
+    assert len(times) == 3 and 0 < times[0] and times == sorted(times)
     assert found.num_fitting <= found.num_plans and found.shared == "budget=2MiB host=4MiB disk=8MiB"
     for each in found.plans:
         assert "precision=bfloat16" in each.plan and "budget" not in each.plan
@@ -35,7 +35,7 @@ def test_the_fastest_come_first_with_what_they_hold_and_move() -> None:
     assert text.startswith("on      2 x NVIDIA H100 80GB HBM3\nof ")
     for label in ("best", "holds", "homes", "link", "walk", "note"):
         assert re.search(rf"^{label} ", text, re.MULTILINE)
-    assert "as a lower bound" in re.sub(r"\s+", " ", text) and max(map(len, text.splitlines())) <= 100
+    assert "nothing of it was compiled" in re.sub(r"\s+", " ", text) and max(map(len, text.splitlines())) <= 100
 
 
 def test_all_of_a_device_where_nobody_says_how_much() -> None:

@@ -15,7 +15,7 @@ from cjax.planner.choice.homes import TooLittle
 from cjax.planner.choice.planning import Planning
 from cjax.planner.choice.walks import row_sizes, score_walk, walks_in
 from cjax.planner.hardware import hardware_of_cluster
-from cjax.planner.homes import Peaks, RowBytes, RowSizes
+from cjax.planner.homes import Kind, Peaks, RowBytes, RowSizes
 from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
 
@@ -34,14 +34,15 @@ def planning() -> Planning:
 def rows(planning: Planning, text: str, num_devices: int = 4) -> tuple[RowSizes, Peaks]:
     plan = Plan.parse(text).resolve(num_devices)
     question = planning.question
-    split = question.split(dataclasses.replace(plan, data=1, zero=0, microbatches=1))  # pyright: ignore
+    split = question.split(dataclasses.replace(plan, data=1, zero=0, microbatches=1))
     return row_sizes(question.work(plan), split, plan, question.hardware_at(num_devices))
 
 
 def test_rows_are_the_models_own(planning: Planning) -> None:
     sizes, peaks = rows(planning, "data=1", 1)
     stream = ROWS * SEQ * EMBED * 4
-    for kind, size in (("params", LAYER), ("opt", 2 * LAYER), ("grads", LAYER), ("inputs", stream)):
+    wanted: list[tuple[Kind, int]] = [("params", LAYER), ("opt", 2 * LAYER), ("grads", LAYER), ("inputs", stream)]
+    for kind, size in wanted:
         assert sizes[kind] == ((sizes[kind][0][0],) * LAYERS,)
         assert sizes[kind][0][0] == pytest.approx([size] * 3, rel=0.01)
     assert "frozen" not in sizes
