@@ -3,10 +3,11 @@
 Kept on the devices are parameters first (of each byte stored they move the most, four a step), then frozen ones, then
 optimizer state, whole layers at a time, from the first layer on; beside these gradients, from the first layer on, and
 inputs, from the last one back, since the backward pass makes the former as it uses up the latter. Of all these choices
-that fit, the one that moves the least is taken, so that more room never moves more.
+that fit, the one that moves the least is taken, so that more room never moves more; or, where seconds are known and
+these are fewer, the one that moves the least in the update.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,6 +70,7 @@ def choose_homes(
     disk: int | None = None,
     offload: Sequence[Offloaded] = (),
     record: int = 0,
+    seconds: Callable[[Homes], float] | None = None,
 ) -> Homes:
     """Where each row lives.
 
@@ -80,6 +82,8 @@ def choose_homes(
       offload: what may not live on the devices.
       record: bytes that a process keeps on disk beside rows, if it keeps any there: what belongs to no layer, so that a
         step on disk is complete.
+      seconds: of a step with some homes, where that is known: besides the least that moves, the least that moves in the
+        update is tried, which computing does not hide, and the faster of both taken.
 
     Raises:
       TooLittle: a budget smaller than the least that works, which is named; host memory or disk too small for the
@@ -100,26 +104,35 @@ def choose_homes(
     assert len(shapes) == 1, f"all kinds have a row for each layer, if one of no bytes, and not {shapes}"
     forced: set[Kind] = {kind for name in offload for kind in KINDS_OF[name]}
     room = _Room(sizes, peaks, forced)
-    kept = room.best(budget)
-    if kept is None:
-        assert budget is not None, "without a limit anything fits"
-        raise TooLittle(_too_small(room, sizes, peaks, budget, offload), "budget", room.least() - budget)
-    homes = _with_disk(sizes, kept, host, disk, record)
-    found = occupied(sizes, peaks, homes)
-    assert budget is None or found.peak <= budget, "homes that hold more than what they were chosen for"
+    found: list[Homes] = []
+    refused: list[TooLittle] = []
+    for times in (times_moved,) if seconds is None else (times_moved, times_exposed):
+        kept = room.best(budget, times)
+        if kept is None:
+            assert budget is not None, "without a limit anything fits"
+            raise TooLittle(_too_small(room, sizes, peaks, budget, offload), "budget", room.least() - budget)
+        try:
+            found.append(_with_disk(sizes, kept, host, disk, record))
+        except TooLittle as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    homes = found[0] if seconds is None else min(found, key=seconds)
+    assert budget is None or occupied(sizes, peaks, homes).peak <= budget, "homes that hold more than they may"
     return homes
 
 
 class _Room:
     """All choices at once: how many rows of the chain stay (`chain`), how many gradients and how many inputs (a
-    matrix), and for each the bytes that a device holds at most, and that it moves."""
+    matrix), and for each the bytes that a device holds at most."""
 
     def __init__(self, sizes: RowSizes, peaks: Peaks, forced: set[Kind]) -> None:
         self._sizes = sizes
         self.chain = [at for kind in CHAIN if kind not in forced for at in places(sizes, kind)]
         self._grads = [] if "grads" in forced else list(places(sizes, "grads"))
         self._inputs = [] if "inputs" in forced else list(reversed(list(places(sizes, "inputs"))))
-        chain, grads, inputs = (_Kept.of(sizes, kept) for kept in (self.chain, self._grads, self._inputs))
+        kept = self._kept = [_Kept.of(sizes, rows) for rows in (self.chain, self._grads, self._inputs)]
+        chain, grads, inputs = kept
         always = {phase: peaks.outside + getattr(peaks, phase) for phase in PHASES}
         self._fixed = {
             phase: always[phase] + chain.held + sum(chain.passing[kind] for kind in CHAIN if kind in PASSING[phase])
@@ -128,7 +141,6 @@ class _Room:
         self._beside = {phase: self._held_beside(phase, grads, inputs) for phase in PHASES}
         lowest = [self._fixed[phase] + self._beside[phase].min() for phase in PHASES]
         self._lowest = np.max(lowest, axis=0)  # what no choice of gradients and inputs comes below
-        self._moved = chain.moved, grads.moved[:, None] + inputs.moved[None, :]
 
     def _held_beside(self, phase: Phase, grads: "_Kept", inputs: "_Kept") -> np.ndarray:
         found = np.zeros((len(grads.held), len(inputs.held)), np.int64)
@@ -155,9 +167,11 @@ class _Room:
         """By gradients and inputs kept, with so many rows of the chain."""
         return np.max([self._fixed[phase][at] + self._beside[phase] for phase in PHASES], axis=0)
 
-    def best(self, budget: int | None) -> set[tuple[Kind, int, int]] | None:
-        """The rows that stay: the least that moves; of equals, more of the chain, then more gradients."""
-        of_chain, beside = self._moved
+    def best(self, budget: int | None, times: Callable[[Kind], int]) -> set[tuple[Kind, int, int]] | None:
+        """The rows that stay: the least that moves, were each moved so many times; of equals, more of the chain, then
+        more gradients."""
+        of_chain, grads, inputs = (each.moved(times) for each in self._kept)
+        beside = grads[:, None] + inputs[None, :]
         found: tuple[int, int, int, int] | None = None
         for at in reversed(range(len(of_chain))):
             if found is not None and of_chain[at] + beside.min() >= found[0]:
@@ -187,19 +201,19 @@ class _Room:
 
 @dataclass(frozen=True)
 class _Kept:
-    """By the number of rows that stay, of a list of them: bytes on a device, bytes that pass through it, by kind, and
-    bytes that it moves in a step."""
+    """By the number of rows that stay, of a list of them: bytes on a device, and bytes that pass through it, by kind.
+
+    `rows` are kinds and bytes of each.
+    """
 
     held: np.ndarray
     passing: dict[Kind, np.ndarray]
-    moved: np.ndarray
+    rows: Sequence[tuple[Kind, int]]
 
     @staticmethod
     def of(sizes: RowSizes, kept: Sequence[tuple[Kind, int, int]]) -> "_Kept":
         device = [sizes[kind][stack][layer].device for kind, stack, layer in kept]
-        saved = [size * times_moved(kind) for size, (kind, _, _) in zip(device, kept, strict=True)]
         held = np.concatenate([[0], np.cumsum(device, dtype=np.int64)]).astype(np.int64)
-        moved = sum(saved) - np.concatenate([[0], np.cumsum(saved, dtype=np.int64)]).astype(np.int64)
         left = {(kind, stack): [row.device for row in rows] for kind in sizes for stack, rows in enumerate(sizes[kind])}
         passing: dict[Kind, np.ndarray] = {}
         for kind in sizes:
@@ -211,7 +225,13 @@ class _Kept:
                 sums.append(sum(each.total for each in now.values()))
             passing[kind] = np.asarray(sums, np.int64)
         absent = np.zeros(len(kept) + 1, np.int64)
-        return _Kept(held, {**dict.fromkeys((*CHAIN, "grads", "inputs"), absent), **passing}, moved)
+        rows: list[tuple[Kind, int]] = [(kind, size) for size, (kind, _, _) in zip(device, kept, strict=True)]
+        return _Kept(held, {**dict.fromkeys((*CHAIN, "grads", "inputs"), absent), **passing}, rows)
+
+    def moved(self, times: Callable[[Kind], int]) -> np.ndarray:
+        """Bytes of the rows that don't stay, were each moved so many times."""
+        sizes = [size * times(kind) for kind, size in self.rows]
+        return sum(sizes) - np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).astype(np.int64)
 
 
 class _Largest:
@@ -238,6 +258,11 @@ def places(sizes: RowSizes, kind: Kind) -> Iterator[tuple[Kind, int, int]]:
 def times_moved(kind: Kind) -> int:
     """How often a step moves a row that is not at home on the devices, in either direction."""
     return sum(sum(kinds.get(kind, (0, 0))) for kinds in TRAFFIC.values())
+
+
+def times_exposed(kind: Kind) -> int:
+    """The same, what the update brings in counted before all else: the passes forward and back compute beside."""
+    return 1000 * TRAFFIC["update"].get(kind, (0, 0))[0] + times_moved(kind)
 
 
 # -- host and disk ----------------------------------------------------------------------------------------------------
@@ -286,7 +311,7 @@ def _no_place(host: int, disk: int | None, total: int, on_disk: int) -> str:
 # -- a budget that is too small ---------------------------------------------------------------------------------------
 def _too_small(room: _Room, sizes: RowSizes, peaks: Peaks, budget: int, offload: Sequence[Offloaded]) -> str:
     least = room.least()
-    kept = room.best(least)
+    kept = room.best(least, times_moved)
     assert kept is not None, "the least budget has a choice"
     homes = _with_disk(sizes, kept, None, None, 0)
     fullest = occupied(sizes, peaks, homes).fullest

@@ -84,9 +84,18 @@ def score_walk(question: Question, plan: Plan, rates: WalkRates | None = None) -
         raise ValueError(split)
     work, hardware = question.work(arrangement), question.hardware_at(plan.num_devices)
     sizes, peaks = row_sizes(work, split, plan, hardware)
-    homes = choose_homes(sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload)
-    rates = rates or rates_of(hardware)
-    cost = walk_cost(sizes, homes, rates, _compute(question, work, split, plan, hardware), work.tokens)
+    rates, compute = rates or rates_of(hardware), _compute(question, work, split, plan, hardware)
+    assert rates is not None
+
+    def cost_of(homes: Homes) -> WalkCost:
+        return walk_cost(sizes, homes, rates, compute, work.tokens)
+
+    is_timed = rates.link is not None and compute is not None
+    homes = choose_homes(
+        sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload,
+        seconds=(lambda homes: cost_of(homes).total or 0.0) if is_timed else None,
+    )  # fmt: skip
+    cost = cost_of(homes)
     peak = hardware.matmul_flops(plan.precision)
     mfu = work.model_flops / (plan.num_devices * peak * cost.total) if peak and cost.total else None
     return ScoredWalk(plan, sizes, peaks, homes, rates, cost, work.tokens, mfu)

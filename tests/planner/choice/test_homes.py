@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cjax.plan import Plan
 from cjax.plan.sizes import CLASSES, Offloaded, num_bytes
 from cjax.planner.choice.homes import CHAIN, KINDS_OF, choose_homes, places, rounded_up, times_moved
+from cjax.planner.costs.walk import WalkRates, walk_cost
 from cjax.planner.homes import HALVES, KINDS, Home, Homes, Kind, Peaks, RowBytes, RowSizes, most_alive, occupied
 
 
@@ -86,7 +87,8 @@ def test_the_least_that_moves_of_all_that_fits(
     assert occupied(sizes, peaks, chosen).peak <= budget
     assert moved(sizes, chosen) == min(moved(sizes, homes) for homes in fitting)
     assert chosen == choose_homes(sizes, peaks, budget, offload=offload)
-    for kind in (kind for kind in KINDS if kind in forced and kind in sizes):
+    gone: set[Kind] = {kind for kind in forced if kind in sizes}
+    for kind in gone:
         rows = zip(sum(sizes[kind], ()), sum(chosen.of[kind], ()), strict=True)
         assert all(home == "host" for row, home in rows if row.device)
 
@@ -115,7 +117,7 @@ def test_host_and_disk_hold_no_more_than_they_may(model: tuple[RowSizes, Peaks],
     except ValueError as error:
         words = re.findall(r"(host|disk)=(\w+)", str(error).partition("; write ")[2])
         for name, text in words:  # either of them is enough
-            room = {"host": host, "disk": disk, name: num_bytes(name, text, least=0)}
+            room: Any = {"host": host, "disk": disk, name: num_bytes(name, text, least=0)}
             choose_homes(sizes, peaks, **room, offload=CLASSES)
         return
     found = occupied(sizes, peaks, homes)
@@ -125,6 +127,37 @@ def test_host_and_disk_hold_no_more_than_they_may(model: tuple[RowSizes, Peaks],
     ]
     on_disk = [at for at in rows if homes.of[at[0]][at[1]][at[2]] == "disk"]
     assert sum(found.disk.values()) == sum(sizes[k][s][i].disk * HALVES[k] for k, s, i in on_disk)
+
+
+@settings(max_examples=60, deadline=None)
+@given(models(), st.integers(0, 120), st.floats(0, 50), st.floats(0, 50))
+def test_where_seconds_are_known_no_step_is_slower_for_it(
+    model: tuple[RowSizes, Peaks], budget: int, forward: float, backward: float
+) -> None:
+    sizes, peaks = model
+
+    def seconds(homes: Homes) -> float:
+        compute: Any = {"forward": forward, "backward": backward}
+        return walk_cost(sizes, homes, WalkRates(1.0), compute, 1).total or 0.0
+
+    try:
+        by_bytes = choose_homes(sizes, peaks, budget)
+    except ValueError:
+        return
+    by_time = choose_homes(sizes, peaks, budget, seconds=seconds)
+    assert seconds(by_time) <= seconds(by_bytes) and occupied(sizes, peaks, by_time).peak <= budget
+
+
+def test_what_computing_hides_leaves_before_what_the_update_waits_for() -> None:
+    """With room for the inputs or for as much of the optimizer's state: the former move beside the backward pass."""
+
+    sizes: RowSizes = {**ROWS, "inputs": ((RowBytes(16, 32, 32),) * 6,)}
+
+    def seconds(homes: Homes) -> float:
+        return walk_cost(sizes, homes, WalkRates(1.0), {"forward": 1e3, "backward": 1e3}, 1).total or 0.0
+
+    found = [choose_homes(sizes, PEAKS, 120), choose_homes(sizes, PEAKS, 120, seconds=seconds)]
+    assert kept(found[1])["inputs"] < kept(found[0])["inputs"] and seconds(found[1]) < seconds(found[0])
 
 
 ROWS: RowSizes = {
