@@ -17,12 +17,13 @@ from cjax.jax_compat.core import Atom, ClosedJaxpr, Var, make_jaxpr
 from cjax.jax_compat.core import Literal as Number
 from cjax.mesh import compiler_options
 from cjax.sharding.place.model import ModelStorage
+from cjax.sharding.storage.storage import Storage
 from cjax.trace.author.capture import Capture
 from cjax.trace.dims.refine import refine
 from cjax.trace.dims.refine_rules import whole
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.simplify import simplify
-from cjax.walk.ends import in_rows
+from cjax.walk.ends import Leaf, in_rows
 from cjax.walk.passes import SMALL
 from cjax.walk.slices import Given, Program, Slice, cut, share
 from cjax.walk.unstack import size_of, unstack
@@ -69,8 +70,12 @@ class RowBirth:
           mesh: the mesh.
         """
         self._captured, self._mesh = captured, mesh
-        kept = {"params": storage.params, "frozen": storage.frozen, "model_state": storage.model_state}
-        self._trees = {tree: Values(in_rows(kept[tree], stacks.get(tree, ())), mesh) for tree in TREES}
+        kept: Mapping[Tree, Storage] = {
+            "params": storage.params, "frozen": storage.frozen, "model_state": storage.model_state,
+        }  # fmt: skip
+        self._trees: dict[Tree, Values] = {
+            tree: Values(in_rows(kept[tree], stacks.get(tree, ())), mesh) for tree in TREES
+        }
         self._planned: dict[Any, _Planned] = {}
         self._jitted: dict[object, Any] = {}
         self._last: tuple[jax.Array, list[jax.Array]] | None = None
@@ -134,14 +139,14 @@ class RowBirth:
 
 
 def _planned(closed: ClosedJaxpr, trees: Mapping[Tree, Values]) -> _Planned:
-    leaves = [(tree, leaf) for tree in TREES for leaf in trees[tree].laid.leaves]
+    leaves: list[tuple[Tree, Leaf]] = [(tree, leaf) for tree in TREES for leaf in trees[tree].laid.leaves]
     apart = unstack(closed, {}, {i: leaf.num for i, (_, leaf) in enumerate(leaves) if leaf.num})
     rows: dict[Row, list[tuple[int, Atom]]] = {}
     outside: dict[Tree, list[tuple[int, Atom]]] = {tree: [] for tree in TREES}
     for (tree, leaf), parts in zip(leaves, apart.outs, strict=True):
         for layer, atom in enumerate(parts):
             owner = leaf.owner(layer)
-            of = outside[tree] if owner is None else rows.setdefault((tree, *owner), [])
+            of = outside[tree] if owner is None else rows.setdefault((tree, owner[0], owner[1]), [])
             of.append((leaf.place, atom))
     outs = {row: [atom for _, atom in sorted(of, key=lambda out: out[0])] for row, of in rows.items()}
     rest = [atom for tree in TREES for _, atom in sorted(outside[tree], key=lambda out: out[0])]

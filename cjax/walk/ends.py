@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cjax.jax_compat.core import Atom, ClosedJaxpr, Var
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Literal, Var
 from cjax.sharding.storage.optimizer import TracedOptimizer
 from cjax.sharding.storage.storage import Slot, Storage
 from cjax.trace.dims.find import find_dims
@@ -118,7 +118,8 @@ def state_in_rows(traced: TracedOptimizer, params: Laid, params_shape: PyTree) -
                     f"The optimizer keeps {name} for {param}, and not the same for the other layers of its stack. With "
                     "budget= or offload=, layers are updated one by one, all in the same way: give all of them the "
                     "same optimizer (labels and masks by what a leaf is, not by the number of its layer; a rate for "
-                    "each layer can be a factor on its updates), or leave budget= and offload= out."
+                    "each layer can be a factor on its updates; what is not trained at all is for `wrt`), or leave "
+                    "budget= and offload= out."
                 )
             stacks[leaf.stack].append(index)
             continue
@@ -183,4 +184,8 @@ def find_owners(closed: ClosedJaxpr, ins: Inputs, outs: Sequence[Sequence[Leaf]]
             made[leaf.owner(layer)].append(((tree, leaf.place), atom))
     results = {owner: tuple(atom for _, atom in sorted(of, key=lambda out: out[0])) for owner, of in made.items()}
     more = tuple(atom for (atom,) in apart.outs[len(flat_outs) :])
-    return own(apart.closed, owner_of), Ends(given, results, more)
+    owned = own(apart.closed, owner_of, (*results[None], *more))
+    results[None], more = (
+        tuple(owned.copies.get(a, a) if type(a) is not Literal else a for a in of) for of in (results[None], more)
+    )
+    return owned, Ends(given, results, more)

@@ -26,6 +26,7 @@ from cjax.walk.passes import SMALL, Refused, plan_init, plan_passes
 from cjax.walk.slices import Program, Slice, share
 from cjax.walk.values import Values
 
+MOST_ROUNDS = 8  # more would be one for each layer, of a walk that has each once
 Arrays = tuple[jax.Array, ...]
 Joint = Mapping[str, jax.Array]
 More = Mapping[str, Sequence[Any]]  # what a slice reads besides, by kind
@@ -93,6 +94,12 @@ class RowOptimizer:
             self._inits = plan_init(self._init_owned, init_ends)
         except Refused as refused:
             raise ValueError(_why(refused, params_laid, params_shape)) from None
+        if self._owned.num_rounds > MOST_ROUNDS:
+            raise ValueError(
+                f"The optimizer needs {self._owned.num_rounds} passes over all layers for one update, each behind the "
+                "one before: it goes from layer to layer. Let it put together what it needs of layers in one sum "
+                "(sum(...) of a list, as optax.tree.norm does), or leave budget= and offload= out."
+            )
         (norm,) = ends.more
         assert type(norm) is not Literal, "of no gradients"
         self._norm, self.num_rounds = norm, self._owned.num_rounds
@@ -183,6 +190,8 @@ class RowOptimizer:
                 made |= {"norm": norm, "finite": jnp.isfinite(loss) & jnp.isfinite(norm)}
             return made
 
+        if not names:
+            return dict(joint)
         given = [exports[owner][i] for owner, i in (at[var] for var in piece.reads_of("export"))]
         run = self._jit(("join", None), program, run_join, self._whole)
         return {**joint, **run(given, grads, opt, params, loss, self._more(owned, piece, joint))}

@@ -76,6 +76,8 @@ def _broadcast(eqn: Equation, dim: int, num: int) -> Operands | None:
 
 def _reshape(eqn: Equation, dim: int, num: int) -> Operands | None:
     before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    if eqn.params["dimensions"] is not None:
+        return None
     for own, size in enumerate(before):
         if size % num == 0 and math.prod(before[:own]) == math.prod(after[:dim]):
             return _first(eqn, own)
