@@ -233,8 +233,8 @@ def counted_compilations() -> Iterator[list[float]]:
 
 # The fewest passes: one for all norms of gradients, another where a norm waits for a number of all layers.
 ROUNDS = {
-    "adamw, vectors not decayed": 1, "global clipping": 1, "lamb": 1, "lamb of optax": 2, "lamb, as FusedLAMB": 2, "novograd": 1,
-    "every second step": 1,
+    "adamw, vectors not decayed": 1, "global clipping": 1, "lamb": 1, "lamb of optax": 2,
+    "lamb, as FusedLAMB": 2, "novograd": 1, "every second step": 1,
 }  # fmt: skip
 
 
