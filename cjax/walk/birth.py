@@ -23,9 +23,9 @@ from cjax.trace.dims.refine import refine
 from cjax.trace.dims.refine_rules import whole
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.simplify import simplify
-from cjax.walk.ends import Leaf, in_rows
+from cjax.walk.ends import LeafPlace, in_rows
 from cjax.walk.passes import SMALL
-from cjax.walk.slices import Given, Program, Slice, cut, share
+from cjax.walk.slices import Read, Slice, SliceProgram, cut, share
 from cjax.walk.unstack import size_of, unstack
 from cjax.walk.values import Values
 
@@ -47,10 +47,10 @@ class _Planned:
     """
 
     rows: Mapping[Row, Slice]
-    programs: Mapping[Row, Program]
-    shared: Program
+    programs: Mapping[Row, SliceProgram]
+    shared: SliceProgram
     names: Mapping[Var, int]
-    outside: Program
+    outside: SliceProgram
     consts: Mapping[Var, Any]
 
 
@@ -139,7 +139,7 @@ class RowBirth:
 
 
 def _planned(closed: ClosedJaxpr, trees: Mapping[Tree, Values]) -> _Planned:
-    leaves: list[tuple[Tree, Leaf]] = [(tree, leaf) for tree in TREES for leaf in trees[tree].laid.leaves]
+    leaves: list[tuple[Tree, LeafPlace]] = [(tree, leaf) for tree in TREES for leaf in trees[tree].laid.leaves]
     apart = unstack(closed, {}, {i: leaf.num for i, (_, leaf) in enumerate(leaves) if leaf.num})
     rows: dict[Row, list[tuple[int, Atom]]] = {}
     outside: dict[Tree, list[tuple[int, Atom]]] = {tree: [] for tree in TREES}
@@ -157,22 +157,22 @@ def _planned(closed: ClosedJaxpr, trees: Mapping[Tree, Values]) -> _Planned:
     many = _read_by_several(apart.closed, list(outs.values()))
     taken: dict[Var, None] = {}
 
-    def alone(var: Var) -> Given | None:
+    def alone(var: Var) -> Read | None:
         if var in consts:
-            return Given("const")
-        return None if var in made else Given("key", 0)
+            return Read("const")
+        return None if var in made else Read("key", 0)
 
-    def with_shared(var: Var) -> Given | None:
+    def with_shared(var: Var) -> Read | None:
         # A value that is larger than what it is made of, as drawn numbers are, is made anew rather than kept.
         if var in made and var in many and size_of(var) <= min(SMALL, sum(map(size_of, variables(made[var])))):
             taken[var] = None
-            return Given("shared")
+            return Read("shared")
         return alone(var)
 
     slices = {row: cut(atoms, made, with_shared) for row, atoms in outs.items()}
-    shared = Program([cut(list(taken), made, alone)])
+    shared = SliceProgram([cut(list(taken), made, alone)])
     names = {var: place for place, var in enumerate(taken)}
-    return _Planned(slices, share(slices), shared, names, Program([cut(rest, made, alone)]), consts)
+    return _Planned(slices, share(slices), shared, names, SliceProgram([cut(rest, made, alone)]), consts)
 
 
 def _read_by_several(closed: ClosedJaxpr, rows: Sequence[Sequence[Atom]]) -> set[Var]:

@@ -20,10 +20,10 @@ from cjax.mesh import compiler_options
 from cjax.sharding.storage.optimizer import TracedOptimizer, trace_optimizer
 from cjax.sharding.storage.storage import Storage
 from cjax.tree import PyTree, leaf_names
-from cjax.walk.ends import Laid, Leaf, find_owners, in_rows, state_in_rows
+from cjax.walk.ends import Laid, LeafPlace, find_owners, in_rows, state_in_rows
 from cjax.walk.owners import Owned, Owner
 from cjax.walk.passes import SMALL, Refused, plan_init, plan_passes
-from cjax.walk.slices import Program, Slice, share
+from cjax.walk.slices import Slice, SliceProgram, share
 from cjax.walk.values import Values
 
 MOST_ROUNDS = 8  # more would be one for each layer, of a walk that has each once
@@ -86,7 +86,7 @@ class RowOptimizer:
         self._params, self._opt = Values(params_laid, mesh, traced.local), Values(opt_laid, mesh)
         of_params, of_opt = params_laid.leaves, opt_laid.leaves
 
-        ins = [("grads", of_params), ("opt", of_opt), ("params", of_params), ("loss", [Leaf(None, 0)])]
+        ins = [("grads", of_params), ("opt", of_opt), ("params", of_params), ("loss", [LeafPlace(None, 0)])]
         self._owned, ends = find_owners(traced.update, ins, [of_params, of_opt])
         self._init_owned, init_ends = find_owners(traced.init, [("params", of_params)], [of_opt])
         try:
@@ -104,8 +104,8 @@ class RowOptimizer:
         assert type(norm) is not Literal, "of no gradients"
         self._norm, self.num_rounds = norm, self._owned.num_rounds
         self._init_programs = share(self._inits)
-        self._join_programs = [Program([piece]) for piece in self._passes.joins]
-        self._outside_program = Program([self._passes.outside])
+        self._join_programs = [SliceProgram([piece]) for piece in self._passes.joins]
+        self._outside_program = SliceProgram([self._passes.outside])
         known = [var for of_round in self._passes.known for var in of_round]
         self._names = {var: f"value {n}" for n, var in enumerate(known)}
         self._jitted: dict[object, Any] = {}
@@ -239,7 +239,9 @@ class RowOptimizer:
         made = run(grads, opt, params, loss, joint["finite"], self._more(self._owned, piece, joint))
         return _given_up(grads, made)
 
-    def _jit(self, role: Role, program: Program, function: Callable[..., Any], shardings: Any, donate: Any = ()) -> Any:
+    def _jit(
+        self, role: Role, program: SliceProgram, function: Callable[..., Any], shardings: Any, donate: Any = ()
+    ) -> Any:
         """Jitted once for each program of a stack."""
         key = role, id(program)
         if key not in self._jitted:
