@@ -174,6 +174,8 @@ class Walker:
             found = (given.get(kind, ()) for kind in ("grads", "opt", "params"))
             exports[k, at] = optimizer.export(number, k, at, *found, joint)
             jax.block_until_ready(exports[k, at])
+            rows.clear()
+            del given, found
 
     def _update_rows(self, k: int, held: Held, joint: Any) -> None:
         optimizer = self.optimizer
@@ -188,3 +190,4 @@ class Walker:
             jax.block_until_ready((params, opt))
             held.params[k].put(at, params)
             held.opt[k].put(at, opt)
+            del grads, opt, params  # or they would be there while the next are fetched
