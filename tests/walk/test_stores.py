@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,11 @@ from jax.sharding import PartitionSpec as P
 from cjax.planner.homes import KINDS, Home, Kind
 from cjax.walk import stores
 from cjax.walk.files import Folder
-from cjax.walk.stores import Arrays, LayerRows, make_rows
+from cjax.walk.moving import THREADS, Arrays, MovedRows
+from cjax.walk.stores import LayerRows, make_rows
 
 LAYERS = 4
+ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
 # Split, whole, split twice, by two axes at once; no element, one element, odd sizes; padding is a dim like any other.
 SHAPES = [
@@ -85,7 +88,7 @@ call = st.tuples(st.sampled_from(CALLS), st.integers(0, LAYERS - 1))
 homes_of_layers = st.lists(st.sampled_from(["device", "host", "disk"]), min_size=LAYERS, max_size=LAYERS)
 
 
-@settings(max_examples=25)
+@settings(max_examples=300 if ALL else 25)
 @given(
     homes=homes_of_layers,
     kind=st.sampled_from(KINDS),
@@ -178,6 +181,7 @@ def test_devices_hold_the_row_in_use_and_those_on_their_way(home: Home, room: in
     for layer in itertools.chain(range(8), reversed(range(8))):
         for other in range(8):
             rows.ahead(other)
+        most = max(most, on_devices() - before)
         row = rows.fetch(layer)
         most = max(most, on_devices() - before)
         if layer % 2:
@@ -186,6 +190,9 @@ def test_devices_hold_the_row_in_use_and_those_on_their_way(home: Home, room: in
         most = max(most, on_devices() - before)
     rows.settle()
     assert size <= most <= room * size
+    # None of the threads waits: a process that gave up now would wait for them.
+    for pool in (rows._readers, rows._writers):
+        assert [done.result(30) for done in [pool.submit(lambda: 1) for _ in range(THREADS)]] == [1] * THREADS
     for layer in range(8):
         rows.drop(layer)
     rows.settle()
@@ -210,7 +217,7 @@ def test_nothing_grows(home: Home, folder: Folder) -> None:
             gc.collect()
             counts.append(len(jax.live_arrays()))
     assert counts[0] == counts[1]
-    assert threading.active_count() <= threads + 2 * stores.THREADS
+    assert threading.active_count() <= threads + 2 * THREADS
     assert rows.waited >= 0
     rows.close()
 
@@ -235,7 +242,7 @@ def test_calls_return_before_rows_are_home() -> None:
     slow = Slow()
     shapes = [struct((2,), "float32", P())]
     values = drawn(shapes, 0)
-    rows = stores.MovedRows(tuple(shapes), [slow] * 3)
+    rows = MovedRows(tuple(shapes), [slow] * 3, room=2)
     rows.put(0, placed(values, shapes))
     rows.ahead(0)  # neither waits for the other thread
     assert not slow.go.is_set()
@@ -250,7 +257,7 @@ def test_the_last_of_two_that_are_put_at_once_stays() -> None:
     slow = Slow()
     shapes = [struct((2,), "float32", P())]
     values = [drawn(shapes, seed) for seed in range(2)]
-    rows = stores.MovedRows(tuple(shapes), [slow])
+    rows = MovedRows(tuple(shapes), [slow], room=2)
     for each in values:
         rows.put(0, placed(each, shapes))
     threading.Timer(0.1, slow.go.set).start()  # until then the other thread could go first
@@ -267,7 +274,7 @@ def test_what_a_thread_could_not_do_is_raised_by_the_next_call() -> None:
 
     shapes = [struct((2,), "float32", P())]
     for name in ("ahead", "fetch", "put", "drop", "forget", "settle"):
-        rows = stores.MovedRows(tuple(shapes), [Full(tuple(shapes))] * 2)
+        rows = MovedRows(tuple(shapes), [Full(tuple(shapes))] * 2, room=2)
         rows.put(0, placed(drawn(shapes, 0), shapes))
         while rows._writing:
             pass
