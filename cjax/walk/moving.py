@@ -64,7 +64,7 @@ class _Ahead:
     at: _At = _At.ASKED
     is_wanted: bool = False  # `fetch` waits for it, or sees to it itself
     is_dropped: bool = False
-    work: Future[None] | None = None  # of the thread that is, or was, at it
+    has_thread: bool = False
     buffered: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed, the buffer is free again
     load: Callable[[], Arrays] | None = None
     row: Arrays | None = None
@@ -87,6 +87,7 @@ class MovedRows:
         self._room = room
         self._resident: dict[int, Arrays] = {}
         self._aheads: dict[int, _Ahead] = {}  # in the order in which they were asked for
+        self._reading: dict[int, list[Future[None]]] = {}  # of a layer, also what was dropped since
         self._writing: dict[int, Future[None]] = {}
         self._leaving = 0  # rows that were put, and are on the devices still
         self._error: Exception | None = None
@@ -196,17 +197,24 @@ class MovedRows:
         """Sends on what may go on. Called with the lock, by whoever changed something."""
         self._changed.notify_all()
         # A row that `fetch` reads itself has a buffer of its own.
-        buffered = sum(other.work is not None and other.at in _BUFFERED for other in self._aheads.values())
+        buffered = sum(other.has_thread and other.at in _BUFFERED for other in self._aheads.values())
         for ahead in self._aheads.values():
             if ahead.is_wanted:
                 continue
             if ahead.at is _At.ASKED and buffered < THREADS:
                 ahead.at = _At.READING
-                ahead.work = self._readers.submit(apart(self._bring), ahead, self._writing.get(ahead.layer))
+                self._begin(ahead, self._bring, self._writing.get(ahead.layer))
                 buffered += 1
             elif ahead.at is _At.READ and self._may_come(ahead):
                 ahead.at = _At.COMING
-                ahead.work = self._readers.submit(apart(self._finish), ahead)
+                self._begin(ahead, self._finish)
+
+    def _begin(self, ahead: _Ahead, function: Callable[..., None], *arguments: Future[None] | None) -> None:
+        ahead.has_thread = True
+        self._reading[ahead.layer] = [
+            *self._at_work(ahead.layer),
+            self._readers.submit(apart(function), ahead, *arguments),
+        ]
 
     def _bring(self, ahead: _Ahead, behind: Future[None] | None) -> None:
         """A thread reads a row, and brings it to the devices if there is room."""
@@ -285,15 +293,17 @@ class MovedRows:
         return self._leaving + sum(other.at in _ON_DEVICES for other in self._aheads.values())
 
     def _drop(self, layer: int) -> list[Future[None]]:
-        """Gives up what `ahead` began; returns what is still at it. Called with the lock."""
+        """Gives up what `ahead` began; returns who is still at a row of this layer. Called with the lock."""
         ahead = self._aheads.pop(layer, None)
-        if ahead is None:
-            return []
-        ahead.is_dropped = True
-        if ahead.at in _MOVING and ahead.work is not None:
-            return [ahead.work]
-        ahead.buffered.close()
-        return []
+        if ahead is not None:
+            ahead.is_dropped = True
+            if ahead.at not in _MOVING:
+                ahead.buffered.close()
+        return self._at_work(layer)
+
+    def _at_work(self, layer: int) -> list[Future[None]]:
+        """Threads that read a row, whether it is wanted or not."""
+        return [work for work in self._reading.get(layer, ()) if not work.done()]
 
     # -- shared -------------------------------------------------------------------------------------------------------
     def _check(self, row: Arrays) -> None:

@@ -1,11 +1,12 @@
 """One law for all homes: what is fetched is what was put last, bit for bit, and devices hold no more than they may."""
 
+import contextlib
 import gc
 import itertools
 import os
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -92,7 +93,7 @@ homes_of_layers = st.lists(st.sampled_from(["device", "host", "disk"]), min_size
 @given(
     homes=homes_of_layers,
     kind=st.sampled_from(KINDS),
-    calls=st.lists(call, max_size=40),
+    calls=st.lists(call, min_size=10, max_size=60),
     which=st.sets(st.sampled_from(STRUCTS), max_size=5),
 )
 def test_what_is_fetched_is_what_was_put(
@@ -264,6 +265,40 @@ def test_the_last_of_two_that_are_put_at_once_stays() -> None:
     rows.settle()
     assert slow.go.is_set()
     assert_same(rows.fetch(0), values[-1], shapes)
+    rows.close()
+
+
+class SlowToRead(stores.HostKeeper):
+    """Holds whoever reads up until it may go."""
+
+    def __init__(self) -> None:
+        super().__init__((struct((2,), "float32", P()),))
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def loading(self, layer: int) -> contextlib.AbstractContextManager[Callable[[], Arrays]]:
+        self.begun.set()
+        assert self.go.wait(60)
+        return super().loading(layer)
+
+
+@pytest.mark.parametrize("name", ["forget", "put"])
+def test_a_row_is_not_changed_under_a_thread_that_reads_it(name: str) -> None:
+    """Also where what it reads is not wanted any more."""
+    slow = SlowToRead()
+    shapes = [struct((2,), "float32", P())]
+    rows = MovedRows(tuple(shapes), [slow], room=2)
+    rows.put(0, placed(drawn(shapes, 0), shapes))
+    rows.settle()
+    rows.ahead(0)
+    assert slow.begun.wait(60)
+    rows.drop(0)
+    threading.Timer(0.1, slow.go.set).start()
+    if name == "forget":
+        rows.forget(0)
+    else:
+        rows.put(0, placed(drawn(shapes, 1), shapes))
+    rows.settle()
+    assert slow.go.is_set()
     rows.close()
 
 
