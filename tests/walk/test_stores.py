@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cjax.planner.homes import KINDS, Home, Kind
-from cjax.walk import stores
+from cjax.walk import direct, disk, stores
 from cjax.walk.files import Folder
 from cjax.walk.moving import THREADS, Arrays, MovedRows
 from cjax.walk.stores import LayerRows, make_rows
@@ -78,9 +78,9 @@ def assert_same(row: Arrays, values: Sequence[np.ndarray], shapes: Sequence[jax.
             assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(value[shard.index]).tobytes(), shape
 
 
-def on_devices() -> int:
-    """Bytes alive there; an array and its shards are one."""
-    there = [x for x in jax.live_arrays() if not x.is_deleted() and x.sharding.memory_kind == "device"]
+def alive(kind: str = "device") -> int:
+    """Bytes in one kind of memory; an array and its shards are one."""
+    there = [x for x in jax.live_arrays() if not x.is_deleted() and x.sharding.memory_kind == kind]
     return sum(x.nbytes for x in there if len(x.sharding.device_set) > 1)
 
 
@@ -89,7 +89,7 @@ call = st.tuples(st.sampled_from(CALLS), st.integers(0, LAYERS - 1))
 homes_of_layers = st.lists(st.sampled_from(["device", "host", "disk"]), min_size=LAYERS, max_size=LAYERS)
 
 
-@settings(max_examples=300 if ALL else 25)
+@settings(max_examples=300 if ALL else 12)
 @given(
     homes=homes_of_layers,
     kind=st.sampled_from(KINDS),
@@ -174,23 +174,25 @@ def test_devices_hold_the_row_in_use_and_those_on_their_way(home: Home, room: in
     size = sum(shape.size * shape.dtype.itemsize for shape in shapes)
     rows = make_rows(shapes, [home] * 8, "opt", folder=folder, room=room)
     gc.collect()
-    before = on_devices()
-    most = 0
+    before, before_on_host = alive(), alive("pinned_host")
+    most = most_on_host = 0
     for layer in range(8):
         rows.put(layer, placed(drawn(shapes, layer), shapes))
-        most = max(most, on_devices() - before)
+        most = max(most, alive() - before)
     for layer in itertools.chain(range(8), reversed(range(8))):
         for other in range(8):
             rows.ahead(other)
-        most = max(most, on_devices() - before)
+        most = max(most, alive() - before)
         row = rows.fetch(layer)
-        most = max(most, on_devices() - before)
+        most = max(most, alive() - before)
         if layer % 2:
             rows.put(layer, row)
         del row
-        most = max(most, on_devices() - before)
+        most = max(most, alive() - before)
+        most_on_host = max(most_on_host, alive("pinned_host") - before_on_host)
     rows.settle()
     assert size <= most <= room * size
+    assert most_on_host <= (8 * (home == "host") + THREADS) * size
     # None of the threads waits: a process that gave up now would wait for them.
     for pool in (rows._readers, rows._writers):
         assert [done.result(30) for done in [pool.submit(lambda: 1) for _ in range(THREADS)]] == [1] * THREADS
@@ -199,12 +201,20 @@ def test_devices_hold_the_row_in_use_and_those_on_their_way(home: Home, room: in
     rows.settle()
     rows.close()
     gc.collect()
-    assert on_devices() == before
+    assert alive() == before
 
 
-@pytest.mark.parametrize("home", ["device", "host", "disk"])
-def test_nothing_grows(home: Home, folder: Folder) -> None:
-    shapes = [struct((2,), "float32", P())]
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_nothing_grows(home: Home, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers: list[np.ndarray] = []
+
+    def counted(num_bytes: int) -> np.ndarray:
+        buffers.append(direct.buffer(num_bytes))
+        return buffers[-1]
+
+    monkeypatch.setattr(disk, "buffer", counted)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = [jax.ShapeDtypeStruct((2,), np.float32, sharding=one)]
     rows = make_rows(shapes, [home] * 2, "opt", folder=folder)
     row = placed(drawn(shapes, 0), shapes)
     threads = threading.active_count()
@@ -219,6 +229,7 @@ def test_nothing_grows(home: Home, folder: Folder) -> None:
             counts.append(len(jax.live_arrays()))
     assert counts[0] == counts[1]
     assert threading.active_count() <= threads + 2 * THREADS
+    assert len(buffers) <= 2 * THREADS + 1
     assert rows.waited >= 0
     rows.close()
 
@@ -319,6 +330,23 @@ def test_what_a_thread_could_not_do_is_raised_by_the_next_call() -> None:
         with pytest.raises(OSError, match="no place"):  # nor is it forgotten then
             rows.settle()
         rows.close()
+
+
+def test_a_row_that_could_not_be_read_is_no_secret() -> None:
+    """Nobody fetches it, and it is told."""
+    unread = SlowToRead()
+    unread.loading = lambda layer: (_ for _ in ()).throw(OSError(5, f"{layer} can't be read"))
+    shapes = [struct((2,), "float32", P())]
+    rows = MovedRows(tuple(shapes), [unread] * 2, room=2)
+    rows.put(0, placed(drawn(shapes, 0), shapes))
+    rows.ahead(0)
+    with pytest.raises(OSError, match="0 can't be read"):
+        rows.close()
+    rows = MovedRows(tuple(shapes), [unread], room=2)
+    rows.ahead(0)
+    with pytest.raises(OSError, match="0 can't be read"):
+        rows.fetch(0)
+    rows.close()  # it was told
 
 
 def test_a_row_that_was_never_put_is_our_fault() -> None:
