@@ -5,7 +5,7 @@ from cjax.report.explained import Explained
 from cjax.report.ranking import Ranked, Ranking
 from cjax.report.step import FlopCount, MemoryUse, ParamRow, Report, StepTime, Transfer
 from cjax.report.summary import BlockRow, DimRow, TraceSummary
-from cjax.report.walk import ClassUse, PhaseUse, WalkUse
+from cjax.report.walk import ClassUse, PhaseUse, WalkRanking, WalkRow, WalkUse
 
 __all__ = [
     "BlockRow",
@@ -24,5 +24,7 @@ __all__ = [
     "StepTime",
     "TraceSummary",
     "Transfer",
+    "WalkRanking",
+    "WalkRow",
     "WalkUse",
 ]

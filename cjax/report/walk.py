@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cjax.report.render import Table, bytes_unit, milliseconds
+from cjax.report.render import Lines, Sheet, Table, bytes_unit, milliseconds
 
 PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 
@@ -65,6 +65,8 @@ class WalkUse:
       tokens: of a step; `hidden_from`, those from which the forward and backward passes hide all that they move; None:
         no number does.
       rates: what the seconds go by, in words.
+      is_bound: whether computing is counted at the devices' peak, so that no step is faster; otherwise it is as
+        predicted.
     """
 
     classes: Sequence[ClassUse]
@@ -78,6 +80,7 @@ class WalkUse:
     tokens: int = 0
     hidden_from: int | None = None
     rates: str = ""
+    is_bound: bool = True
 
     @property
     def seconds(self) -> float | None:
@@ -130,9 +133,10 @@ class WalkUse:
         parts = ", ".join(f"{name} {milliseconds(phase.total)}" for name, phase in self.phases.items())
         waits = sum(phase.total - phase.compute for phase in self.phases.values())
         hidden = f"{milliseconds(waits)} of it not hidden" if waits else "all transfers hidden"
+        about = ">=" if self.is_bound else "about"
         return (
-            f">= {milliseconds(self.seconds)} ms with {self.tokens:,} tokens: {parts}; {hidden}; {self.bound}-bound; "
-            f"{self._from()}; {self.rates}"
+            f"{about} {milliseconds(self.seconds)} ms with {self.tokens:,} tokens: {parts}; {hidden}; "
+            f"{self.bound}-bound; {self._from()}; {self.rates}"
         )
 
     def _from(self) -> str:
@@ -146,3 +150,59 @@ class WalkUse:
 def _of(size: int, limit: int | None) -> str:
     unit = bytes_unit(size if limit is None else limit)
     return f"{unit(size)} {unit.name}" if limit is None else f"{unit(size)} of {unit(limit)} {unit.name}"
+
+
+@dataclass(frozen=True)
+class WalkRow:
+    """One plan of a `WalkRanking`: its text without the words that all share, and what is predicted of it."""
+
+    plan: str
+    use: WalkUse
+    mfu: float | None
+
+
+@dataclass(frozen=True, repr=False)
+class WalkRanking(Sheet):
+    """Plans that walk over layers, the fastest first; prints as text, shows as HTML in a notebook.
+
+    Args:
+      on: what they are for, such as "8 x NVIDIA H100 80GB HBM3".
+      shared: the words that all plans have, such as "budget=70GiB host=1TiB".
+      plans: the best.
+      num_plans, num_fitting: how many there are in all.
+      notes: what else there is to say.
+    """
+
+    on: str
+    shared: str
+    plans: Sequence[WalkRow]
+    num_plans: int
+    num_fitting: int
+    notes: Sequence[str] = ()
+
+    @property
+    def best(self) -> WalkRow:
+        return self.plans[0]
+
+    def _lines(self) -> Lines:
+        fit = f"{self.num_fitting:,} plans that fit, of {self.num_plans:,}"
+        many = f"{fit if self.num_plans > 1 else 'one plan, which fits'}, with {self.shared}"
+        lines = [("on", self.on), ("of", many), ("best", f"{self.best.plan} {self.shared}"), *self.best.use.lines()]
+        return Lines([*lines, *(("note", note) for note in self.notes)])
+
+    def _table(self) -> Table:
+        gib = 2**30
+        rows = []
+        for each in self.plans:
+            use, seconds = each.use, each.use.seconds
+            sizes = (use.peak, use.total("host"), use.total("disk"), use.total("disk_written"))
+            rows.append((
+                each.plan,
+                "" if seconds is None else milliseconds(seconds),
+                "" if not seconds else f"{use.tokens / seconds:,.0f}",
+                "" if each.mfu is None else f"{100 * each.mfu:.2g} %",
+                *(f"{size / gib:,.1f}" if size >= gib / 20 or not size else f"{size / gib:.2g}" for size in sizes),
+                use.bound,
+            ))  # fmt: skip
+        title = ("plan", "step, ms", "tokens/s", "MFU", "GiB", "host GiB", "disk GiB", "written a step", "bound")
+        return Table(title, rows, right=frozenset(range(1, 8)))

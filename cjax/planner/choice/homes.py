@@ -8,6 +8,7 @@ that fit, the one that moves the least is taken, so that more room never moves m
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -47,6 +48,19 @@ _NAMES: dict[Phase, str] = {
 }
 
 
+class TooLittle(ValueError):
+    """A budget, host memory or a disk that is too small.
+
+    Attributes:
+      what: "budget", or "room" for what leaves the devices.
+      missing: bytes.
+    """
+
+    def __init__(self, message: str, what: Literal["budget", "room"], missing: int) -> None:
+        super().__init__(message)
+        self.what, self.missing = what, missing
+
+
 def choose_homes(
     sizes: RowSizes,
     peaks: Peaks,
@@ -68,8 +82,9 @@ def choose_homes(
         step on disk is complete.
 
     Raises:
-      ValueError: no layers; a budget smaller than the least that works, which is named; host memory or disk too small
-        for the rest, with what is missing.
+      TooLittle: a budget smaller than the least that works, which is named; host memory or disk too small for the
+        rest, with what is missing.
+      ValueError: no layers.
 
     >>> row = (RowBytes(4, 4, 4),) * 8
     >>> homes = choose_homes({"params": (row,), "opt": (row,)}, Peaks(10, 1, 1, 1, 1), budget=10 + 1 + 4 * 8 + 4 * 4)
@@ -87,7 +102,8 @@ def choose_homes(
     room = _Room(sizes, peaks, forced)
     kept = room.best(budget)
     if kept is None:
-        raise ValueError(_too_small(room, sizes, peaks, budget or 0, offload))
+        assert budget is not None, "without a limit anything fits"
+        raise TooLittle(_too_small(room, sizes, peaks, budget, offload), "budget", room.least() - budget)
     homes = _with_disk(sizes, kept, host, disk, record)
     found = occupied(sizes, peaks, homes)
     assert budget is None or found.peak <= budget, "homes that hold more than what they were chosen for"
@@ -247,7 +263,7 @@ def _with_disk(
     if on_disk and (disk is None or on_disk > disk):
         assert host is not None, "memory without a limit is full"
         total = sum(_row(sizes, at).host for at in away)
-        raise ValueError(_no_place(host, disk, total, on_disk))
+        raise TooLittle(_no_place(host, disk, total, on_disk), "room", on_disk - (disk or 0))
     return Homes({kind: tuple(tuple(places) for places in stacks) for kind, stacks in found.items()})
 
 

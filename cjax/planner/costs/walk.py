@@ -117,7 +117,9 @@ def reading_again(times: Mapping[Kind, int]) -> Traffic:
     >>> reading_again({"grads": 1})["update"]["grads"]
     (2, 0)
     """
-    update = {kind: (reads + times.get(kind, 0), writes) for kind, (reads, writes) in TRAFFIC["update"].items()}
+    update: Mapping[Kind, tuple[int, int]] = {
+        kind: (reads + times.get(kind, 0), writes) for kind, (reads, writes) in TRAFFIC["update"].items()
+    }
     return {**TRAFFIC, "update": update}
 
 
@@ -140,11 +142,13 @@ def walk_cost(
       tokens: of a step, with which arithmetic and inputs grow.
       traffic: how often rows are read and written.
     """
-    moved = {kind: RowsMoved() for kind in KINDS if kind in sizes}
+    moved: dict[Kind, RowsMoved] = {kind: RowsMoved() for kind in KINDS if kind in sizes}
     seconds: dict[Phase, PhaseSeconds] = {}
     of_phase: dict[Phase, tuple[RowsMoved, RowsMoved]] = {}
     for phase, kinds in traffic.items():
-        each = {kind: _moved(kind, sizes, homes, times) for kind, times in kinds.items() if kind in sizes}
+        each: dict[Kind, RowsMoved] = {
+            kind: _moved(kind, sizes, homes, times) for kind, times in kinds.items() if kind in sizes
+        }
         for kind, more in each.items():
             moved[kind] = _sum(moved[kind], more)
         inputs = each.pop("inputs", RowsMoved())
