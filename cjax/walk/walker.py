@@ -61,7 +61,7 @@ class Walker:
         mesh: Mesh, homes: Homes, folder: Folder | None = None,
     ) -> None:  # fmt: skip
         self.programs, self.lengths, self.optimizer = programs, tuple(lengths), optimizer
-        self._storage, self._mesh = storage, mesh
+        self.storage, self._mesh = storage, mesh
         self.homes, self._folder = homes, folder
         self._walk = Walk(programs, lengths)
 
@@ -87,7 +87,7 @@ class Walker:
         if kind == "opt":
             slots = self.optimizer.storage.slots if self.optimizer else ()
         else:
-            slots = getattr(self._storage, kind).slots
+            slots = getattr(self.storage, kind).slots
         found = [layer_slot(slots[i]) for i in self.slots(kind, k)]
         return [
             jax.ShapeDtypeStruct(s.stored_shape, s.dtype, sharding=NamedSharding(self._mesh, s.stored_spec))
