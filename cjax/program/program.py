@@ -32,6 +32,7 @@ from cjax.program.state import State, check_alive
 from cjax.program.steps import gradient_inputs, make_step, make_update
 from cjax.program.verify import check_plan, told, verify
 from cjax.program.walk_report import describe_walked
+from cjax.program.walked import WalkedState
 from cjax.program.walking import Walking
 from cjax.report import Candidate, Comparison, Explained, Report, TraceSummary
 from cjax.trace.dims.tables import Limits
@@ -211,6 +212,10 @@ class Program:
     def _with_params(self, state: State, params: PyTree | None) -> State:
         if params is None:
             return state
+        if self._walking is not None:
+            assert isinstance(state, WalkedState)
+            tree = check_fits(self._composed.storage.params, params, "these params are")
+            return self._walking.with_params(state, tree)
         return dataclasses.replace(state, _params=self._stored_params(params, "these params are"))
 
     @functools.cached_property

@@ -59,7 +59,7 @@ class Walker:
         mesh: Mesh,
     ) -> None:  # fmt: skip
         self.programs, self.lengths, self.optimizer = programs, tuple(lengths), optimizer
-        self._storage, self._mesh = storage, mesh
+        self.storage, self._mesh = storage, mesh
         self._walk = Walk(programs, lengths)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class Walker:
         if kind == "opt":
             slots = self.optimizer.storage.slots if self.optimizer else ()
         else:
-            slots = getattr(self._storage, kind).slots
+            slots = getattr(self.storage, kind).slots
         found = [layer_slot(slots[i]) for i in self.slots(kind, k)]
         return [
             jax.ShapeDtypeStruct(s.stored_shape, s.dtype, sharding=NamedSharding(self._mesh, s.stored_spec))
@@ -93,7 +93,7 @@ class Walker:
 
     def outside_structs(self, kind: Kind) -> list[jax.ShapeDtypeStruct]:
         """The stored arrays of what belongs to no stack, as placed."""
-        storage = self.optimizer.storage if kind == "opt" and self.optimizer else getattr(self._storage, kind, None)
+        storage = self.optimizer.storage if kind == "opt" and self.optimizer else getattr(self.storage, kind, None)
         slots = storage.slots if storage is not None else ()
         return [
             jax.ShapeDtypeStruct(s.stored_shape, s.dtype, sharding=NamedSharding(self._mesh, s.stored_spec))
