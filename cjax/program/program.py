@@ -31,6 +31,8 @@ from cjax.program.starting import Starter, make_key
 from cjax.program.state import State, check_alive
 from cjax.program.steps import gradient_inputs, make_step, make_update
 from cjax.program.verify import check_plan, told, verify
+from cjax.program.walk_report import describe_walked
+from cjax.program.walked import WalkedState
 from cjax.program.walking import Walking
 from cjax.report import Candidate, Comparison, Explained, Report, TraceSummary
 from cjax.trace.dims.tables import Limits
@@ -145,6 +147,9 @@ class Program:
     @functools.cached_property
     def _step(self) -> Any:
         if self._walking is not None:
+            report = self.report()
+            if not report.memory.fits:
+                raise OutOfMemory(report, alternatives(self._composed.planning, self.plan, report, self._try))
             return self._walking.step
         compiled = self._compiled
         report = self.report()
@@ -168,6 +173,12 @@ class Program:
     @own_context
     def lower(self) -> jax.stages.Lowered:
         """The step, lowered for the plan's mesh: for anyone's tools. Without an optimizer, the evaluation."""
+        if self._walking is not None:
+            raise ValueError(
+                f"plan {str(self.plan)!r} walks over the layers: its step is several programs, and none is the step. "
+                "report() tells of all of them together; program.replan(plan without budget= and offload=).lower() "
+                "gives the step as one."
+            )
         if self._composed.optimizer is None:
             return self._evaluate.lower()
         if self._lockstep.asks and not self._lockstep.needed:
@@ -201,6 +212,10 @@ class Program:
     def _with_params(self, state: State, params: PyTree | None) -> State:
         if params is None:
             return state
+        if self._walking is not None:
+            assert isinstance(state, WalkedState)
+            tree = check_fits(self._composed.storage.params, params, "these params are")
+            return self._walking.with_params(state, tree)
         return dataclasses.replace(state, _params=self._stored_params(params, "these params are"))
 
     @functools.cached_property
@@ -389,6 +404,9 @@ class Program:
 
     @functools.cached_property
     def _report(self) -> Report:
+        if self._walking is not None:
+            hardware = self._composed.planning.known(self.mesh.size)
+            return describe_walked(self._composed, self._walking.measured, self._walking.homes, hardware)
         facts, hardware = audit(self._compiled, self.mesh), self._composed.planning.known(self.mesh.size)
         notes = self._evaluate.notes if self._composed.optimizer is None else self._lockstep.notes
         return describe_step(self._composed, facts, hardware, notes)

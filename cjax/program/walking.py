@@ -26,6 +26,7 @@ from cjax.tree import PyTree
 from cjax.walk.birth import RowBirth, Tree
 from cjax.walk.files import Folder
 from cjax.walk.measured import Measured, measure, row_sizes
+from cjax.walk.stores import make_rows
 from cjax.walk.walk import Held, Row, in_turn
 from cjax.walk.walker import OutsideState
 
@@ -173,6 +174,18 @@ class Walking:
             shelf = getattr(composed.shelves, kind)
             outside.append(fill(self._walker, held, kind, shelf, composed.mesh, values_of(shelf, trees[kind])))
         return self._state(held, (*outside, model_state), small)
+
+    def with_params(self, state: WalkedState, params: PyTree) -> WalkedState:
+        """`state` with a tree like the parameters in their place; layers' are in host memory between their turns."""
+        walker, shelf = self._walker, self._composed.shelves.params
+        rows = [make_rows(walker.structs("params", k), ["host"] * n, "params", k) for k, n in enumerate(walker.lengths)]
+        held = dataclasses.replace(state._held, params=rows)
+        outside = fill(walker, held, "params", shelf, self._composed.mesh, values_of(shelf, params))
+        for k, length in enumerate(walker.lengths):
+            for at in range(length) if not walker.slots("params", k) else ():
+                rows[k].put(at, ())
+            rows[k].settle()
+        return dataclasses.replace(state, _params=outside, _held=held)
 
     def _state(self, held: Held, trees: Any, small: Any) -> WalkedState:
         empty_rows(self._walker, held)

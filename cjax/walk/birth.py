@@ -17,14 +17,15 @@ from cjax.jax_compat.core import Atom, ClosedJaxpr, Var, make_jaxpr
 from cjax.jax_compat.core import Literal as Number
 from cjax.mesh import compiler_options
 from cjax.sharding.place.model import ModelStorage
+from cjax.sharding.storage.storage import Storage
 from cjax.trace.author.capture import Capture
 from cjax.trace.dims.refine import refine
 from cjax.trace.dims.refine_rules import whole
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.simplify import simplify
-from cjax.walk.ends import in_rows
+from cjax.walk.ends import LeafPlace, in_rows
 from cjax.walk.passes import SMALL
-from cjax.walk.slices import Given, Program, Slice, cut, share
+from cjax.walk.slices import Read, Slice, SliceProgram, cut, share
 from cjax.walk.unstack import size_of, unstack
 from cjax.walk.values import Values
 
@@ -46,10 +47,10 @@ class _Planned:
     """
 
     rows: Mapping[Row, Slice]
-    programs: Mapping[Row, Program]
-    shared: Program
+    programs: Mapping[Row, SliceProgram]
+    shared: SliceProgram
     names: Mapping[Var, int]
-    outside: Program
+    outside: SliceProgram
     consts: Mapping[Var, Any]
 
 
@@ -69,8 +70,12 @@ class RowBirth:
           mesh: the mesh.
         """
         self._captured, self._mesh = captured, mesh
-        kept = {"params": storage.params, "frozen": storage.frozen, "model_state": storage.model_state}
-        self._trees = {tree: Values(in_rows(kept[tree], stacks.get(tree, ())), mesh) for tree in TREES}
+        kept: Mapping[Tree, Storage] = {
+            "params": storage.params, "frozen": storage.frozen, "model_state": storage.model_state,
+        }  # fmt: skip
+        self._trees: dict[Tree, Values] = {
+            tree: Values(in_rows(kept[tree], stacks.get(tree, ())), mesh) for tree in TREES
+        }
         self._planned: dict[Any, _Planned] = {}
         self._jitted: dict[object, Any] = {}
         self._last: tuple[jax.Array, list[jax.Array]] | None = None
@@ -134,14 +139,14 @@ class RowBirth:
 
 
 def _planned(closed: ClosedJaxpr, trees: Mapping[Tree, Values]) -> _Planned:
-    leaves = [(tree, leaf) for tree in TREES for leaf in trees[tree].laid.leaves]
+    leaves: list[tuple[Tree, LeafPlace]] = [(tree, leaf) for tree in TREES for leaf in trees[tree].laid.leaves]
     apart = unstack(closed, {}, {i: leaf.num for i, (_, leaf) in enumerate(leaves) if leaf.num})
     rows: dict[Row, list[tuple[int, Atom]]] = {}
     outside: dict[Tree, list[tuple[int, Atom]]] = {tree: [] for tree in TREES}
     for (tree, leaf), parts in zip(leaves, apart.outs, strict=True):
         for layer, atom in enumerate(parts):
             owner = leaf.owner(layer)
-            of = outside[tree] if owner is None else rows.setdefault((tree, *owner), [])
+            of = outside[tree] if owner is None else rows.setdefault((tree, owner[0], owner[1]), [])
             of.append((leaf.place, atom))
     outs = {row: [atom for _, atom in sorted(of, key=lambda out: out[0])] for row, of in rows.items()}
     rest = [atom for tree in TREES for _, atom in sorted(outside[tree], key=lambda out: out[0])]
@@ -152,22 +157,22 @@ def _planned(closed: ClosedJaxpr, trees: Mapping[Tree, Values]) -> _Planned:
     many = _read_by_several(apart.closed, list(outs.values()))
     taken: dict[Var, None] = {}
 
-    def alone(var: Var) -> Given | None:
+    def alone(var: Var) -> Read | None:
         if var in consts:
-            return Given("const")
-        return None if var in made else Given("key", 0)
+            return Read("const")
+        return None if var in made else Read("key", 0)
 
-    def with_shared(var: Var) -> Given | None:
+    def with_shared(var: Var) -> Read | None:
         # A value that is larger than what it is made of, as drawn numbers are, is made anew rather than kept.
         if var in made and var in many and size_of(var) <= min(SMALL, sum(map(size_of, variables(made[var])))):
             taken[var] = None
-            return Given("shared")
+            return Read("shared")
         return alone(var)
 
     slices = {row: cut(atoms, made, with_shared) for row, atoms in outs.items()}
-    shared = Program([cut(list(taken), made, alone)])
+    shared = SliceProgram([cut(list(taken), made, alone)])
     names = {var: place for place, var in enumerate(taken)}
-    return _Planned(slices, share(slices), shared, names, Program([cut(rest, made, alone)]), consts)
+    return _Planned(slices, share(slices), shared, names, SliceProgram([cut(rest, made, alone)]), consts)
 
 
 def _read_by_several(closed: ClosedJaxpr, rows: Sequence[Sequence[Atom]]) -> set[Var]:

@@ -11,8 +11,8 @@ import numpy as np
 from cjax.planner.homes import Kind
 from cjax.walk.direct import BLOCK, buffer, whole_blocks
 from cjax.walk.files import Folder
+from cjax.walk.moving import Arrays
 
-Arrays = tuple[jax.Array, ...]
 Index = tuple[slice, ...]
 Part = tuple[tuple[int, int], ...]  # of an array: from where to where in each dim
 _ALIGNED = 128  # where each part begins in a row: enough for a number of any kind

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cjax.jax_compat.core import Atom, ClosedJaxpr, Var
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Literal, Var
 from cjax.sharding.storage.optimizer import TracedOptimizer
 from cjax.sharding.storage.storage import Slot, Storage
 from cjax.trace.dims.find import find_dims
@@ -11,12 +11,12 @@ from cjax.tree import PyTree, leaf_names
 from cjax.walk.branches import both_branches
 from cjax.walk.layer_slots import layer_slot, num_layers
 from cjax.walk.owners import Owned, Owner, own
-from cjax.walk.slices import Given
+from cjax.walk.slices import Read
 from cjax.walk.unstack import unstack
 
 
 @dataclass(frozen=True)
-class Rows:
+class StackSlots:
     """What a stack has of one tree: slots, and how a layer's array of each is kept.
 
     `apart` are those of which one leaf of the user's tree holds all layers.
@@ -32,7 +32,7 @@ class Laid:
     """One tree in rows: those of each stack, and the slots outside."""
 
     storage: Storage
-    stacks: tuple[Rows, ...]
+    stacks: tuple[StackSlots, ...]
     outside: tuple[int, ...]
 
     @property
@@ -41,24 +41,24 @@ class Laid:
         return sum(len(self.storage.slots[index].leaves) for index in self.outside)
 
     @property
-    def leaves(self) -> list["Leaf"]:
+    def leaves(self) -> list["LeafPlace"]:
         """Of each leaf of the user's tree, whose it is."""
-        found: dict[int, Leaf] = {}
+        found: dict[int, LeafPlace] = {}
         for k, rows in enumerate(self.stacks):
             for place, index in enumerate(rows.slots):
                 slot = self.storage.slots[index]
                 for layer, leaf in enumerate(slot.leaves):
-                    found[leaf] = Leaf(k, place, layer, num_layers(slot) if rows.apart[place] else 0)
+                    found[leaf] = LeafPlace(k, place, layer, num_layers(slot) if rows.apart[place] else 0)
         place = 0
         for index in self.outside:
             for leaf in self.storage.slots[index].leaves:
-                found[leaf] = Leaf(None, place)
+                found[leaf] = LeafPlace(None, place)
                 place += 1
         return [found[leaf] for leaf in range(len(found))]
 
 
 @dataclass(frozen=True)
-class Leaf:
+class LeafPlace:
     """A leaf of the user's tree: its stack (None: outside), its place in a row, and its layer; or that it holds `num`
     layers."""
 
@@ -76,7 +76,7 @@ class Leaf:
 class Ends:
     """The inputs and results of a trace, by owner; None is the outside. `more` are results that belong to no tree."""
 
-    given: Mapping[Owner | None, Mapping[Var, Given]]
+    given: Mapping[Owner | None, Mapping[Var, Read]]
     outs: Mapping[Owner | None, tuple[Atom, ...]]
     more: tuple[Atom, ...]
 
@@ -84,7 +84,7 @@ class Ends:
 def in_rows(storage: Storage, stacks: Sequence[Sequence[int]]) -> Laid:
     """A tree in rows, the slots of each stack given."""
     rows = tuple(
-        Rows(
+        StackSlots(
             tuple(slots),
             tuple(layer_slot(storage.slots[i]) for i in slots),
             tuple(not storage.slots[i].is_stack for i in slots),
@@ -119,7 +119,8 @@ def state_in_rows(traced: TracedOptimizer, params: Laid, params_shape: PyTree) -
                     f"The optimizer keeps {name} for {param}, and not the same for the other layers of its stack. With "
                     "budget= or offload=, layers are updated one by one, all in the same way: give all of them the "
                     "same optimizer (labels and masks by what a leaf is, not by the number of its layer; a rate for "
-                    "each layer can be a factor on its updates), or leave budget= and offload= out."
+                    "each layer can be a factor on its updates; what is not trained at all is for `wrt`), or leave "
+                    "budget= and offload= out."
                 )
             stacks[leaf.stack].append(index)
             continue
@@ -143,10 +144,10 @@ def state_in_rows(traced: TracedOptimizer, params: Laid, params_shape: PyTree) -
     return in_rows(traced.storage, stacks)
 
 
-Inputs = Sequence[tuple[str, Sequence[Leaf]]]
+Inputs = Sequence[tuple[str, Sequence[LeafPlace]]]
 
 
-def find_owners(closed: ClosedJaxpr, ins: Inputs, outs: Sequence[Sequence[Leaf]]) -> tuple[Owned, Ends]:
+def find_owners(closed: ClosedJaxpr, ins: Inputs, outs: Sequence[Sequence[LeafPlace]]) -> tuple[Owned, Ends]:
     """Whose each value of a trace is.
 
     Args:
@@ -162,7 +163,7 @@ def find_owners(closed: ClosedJaxpr, ins: Inputs, outs: Sequence[Sequence[Leaf]]
             layers[leaf.stack] = max(layers.get(leaf.stack, 0), leaf.num, leaf.layer + 1)
     first = {k: sum(n for other, n in layers.items() if other < k) for k in layers}
 
-    def bits(leaf: Leaf) -> int:
+    def bits(leaf: LeafPlace) -> int:
         if leaf.stack is None:
             return 0
         return ((1 << leaf.num) - 1 if leaf.num else 1 << leaf.layer) << first[leaf.stack]
@@ -174,11 +175,11 @@ def find_owners(closed: ClosedJaxpr, ins: Inputs, outs: Sequence[Sequence[Leaf]]
         {i: leaf.num for i, (_, leaf) in enumerate(flat_outs) if leaf.num},
     )
     owner_of: dict[Var, Owner] = {}
-    given: dict[Owner | None, dict[Var, Given]] = {None: {}}
+    given: dict[Owner | None, dict[Var, Read]] = {None: {}}
     for (kind, leaf), parts in zip(flat_ins, apart.ins, strict=True):
         for layer, var in enumerate(parts):
             owner = leaf.owner(layer)
-            given.setdefault(owner, {})[var] = Given(kind, leaf.place)
+            given.setdefault(owner, {})[var] = Read(kind, leaf.place)
             if owner is not None:
                 owner_of[var] = owner
     made: dict[Owner | None, list[tuple[tuple[int, int], Atom]]] = {owner: [] for owner in given}
@@ -187,4 +188,8 @@ def find_owners(closed: ClosedJaxpr, ins: Inputs, outs: Sequence[Sequence[Leaf]]
             made[leaf.owner(layer)].append(((tree, leaf.place), atom))
     results = {owner: tuple(atom for _, atom in sorted(of, key=lambda out: out[0])) for owner, of in made.items()}
     more = tuple(atom for (atom,) in apart.outs[len(flat_outs) :])
-    return own(apart.closed, owner_of), Ends(given, results, more)
+    owned = own(apart.closed, owner_of, (*results[None], *more))
+    results[None], more = (
+        tuple(owned.copies.get(a, a) if type(a) is not Literal else a for a in of) for of in (results[None], more)
+    )
+    return owned, Ends(given, results, more)

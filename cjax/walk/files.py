@@ -53,16 +53,16 @@ class RowFile:
         row_bytes: whole blocks.
         places: of each row, 1 or 2.
         current: for each row "0" or "1", its place that is committed, or "-".
-        overwrite: called before a place that is committed is written over.
+        before_write: called before each write, told whether what it writes over is committed.
     """
 
     def __init__(
-        self, file: BlockFile, row_bytes: int, places: int, current: str, overwrite: Callable[[], None]
+        self, file: BlockFile, row_bytes: int, places: int, current: str, before_write: Callable[[bool], None]
     ) -> None:
         self._file = file
         self._row_bytes = row_bytes
         self._places = places
-        self._overwrite = overwrite
+        self._before_write = before_write
         self.current = list(current)
         self.newest = list(current)  # which `read` reads
 
@@ -72,8 +72,7 @@ class RowFile:
 
     def write(self, row: int, data: np.ndarray) -> None:
         place = "1" if self._places == 2 and self.current[row] == "0" else "0"
-        if place == self.current[row]:
-            self._overwrite()
+        self._before_write(place == self.current[row])
         self.newest[row] = _NOWHERE  # until all of it is there
         self._file.write(self._place(row, place), data)
         self.newest[row] = place
@@ -125,6 +124,7 @@ class Folder:
         given = {**identity, "processes": jax.process_count()}
         self._identity = json.dumps(given, sort_keys=True, default=str)
         self._lock = -1
+        self._is_between = False  # two commits: which of them a process that is killed leaves is not known
         self._record: Record | None = None
         try:
             with self._together("open"):
@@ -170,7 +170,7 @@ class Folder:
             current = self._committed(name, path, first, size)
         else:
             self._make(path, first, size)
-        rows = RowFile(BlockFile(path), row_bytes, places, current, self._uncommit)
+        rows = RowFile(BlockFile(path), row_bytes, places, current, self._before_write)
         if _IS_STATE[kind]:
             self._files[name] = rows
         else:
@@ -191,8 +191,10 @@ class Folder:
 
         Raises:
             ValueError: more bytes than `disk=` allows.
-            OSError: it could not be written; what was committed before still is.
+            OSError: it could not be written; what was committed before still is. Where it broke off in the last of its
+                steps, between the two, this folder has to be opened anew.
         """
+        self._refuse_between()
         unfinished = self._beside(".new")
         with self._together("commit"):
             for settle in self._settle:
@@ -209,6 +211,8 @@ class Folder:
             except OSError:
                 unfinished.unlink(missing_ok=True)
                 raise
+        # An interrupt in here too leaves it so: what is current then must not be guessed.
+        self._is_between = True
         with self._together("commit"), explained(f"{self.path} can't be written"):
             if jax.process_count() > 1 and self._beside("").exists():
                 os.replace(self._beside(""), self._beside(".before"))
@@ -218,9 +222,10 @@ class Folder:
         self._record = record
         for file in self._files.values():
             file.current = list(file.newest)
+        self._is_between = False
 
     def resume(self) -> tuple[int, dict[str, np.ndarray]] | None:
-        """What was committed last, its step and small arrays; None if nothing was.
+        """What was committed last, its step and small arrays; None if nothing was. To be called when all rows are made.
 
         Raises:
             ValueError: the rows that were made from this folder are not those that were committed.
@@ -368,8 +373,21 @@ class Folder:
                 if _is_ours(path):
                     path.unlink()
 
+    def _before_write(self, is_current: bool) -> None:
+        """Called by threads. What is committed and about to be written over is no state any more."""
+        self._refuse_between()
+        if is_current:
+            self._uncommit()
+
+    def _refuse_between(self) -> None:
+        if self._is_between:
+            raise OSError(
+                errno.EIO,
+                f"a commit to {self.path} broke off when it was about to be the current one: start again, with the "
+                "same folder, and the run goes on from it or from the one before",
+            )
+
     def _uncommit(self) -> None:
-        """Called by threads: what was committed is about to be written over, so it is no state any more."""
         with self._guard, explained(f"{self.path} can't be written"):
             if self._record is not None:
                 for ending in (".before", ""):
@@ -381,9 +399,9 @@ class Folder:
         total = self.num_bytes + size
         if self._limit is not None and total > self._limit:
             raise ValueError(
-                f"disk={self._limit / 2**20:,.1f}MiB is too little: {name} takes {shown(size)}, with what is there "
-                f"{shown(total)}. Give disk={-(-total // 2**20)}MiB or more, or more by budget= or host=, so that less "
-                "is on disk"
+                f"disk={self._limit / 2**20:,.1f}MiB is too little: {shown(size)} for {name}, "
+                f"{shown(total)} in all. Give disk={-(-total // 2**20)}MiB or more, or more by budget= or host=, so "
+                "that less is on disk"
             )
 
     def _refuse_others(self, path: Path) -> None:
@@ -399,7 +417,7 @@ class Folder:
         failed: Exception | None = None
         try:
             yield
-        except (OSError, ValueError) as error:
+        except Exception as error:
             failed = error
         if jax.process_count() > 1:
             fine = multihost_utils.process_allgather(np.array(failed is None)).tolist()

@@ -19,7 +19,7 @@ def layer_slot(slot: Slot) -> Slot:
     >>> from cjax.sharding.storage.storage import Slot
     >>> both = Slot((0,), (2, 3), jnp.float32, (2, 4), PartitionSpec(None, "data"), (1, 1))
     >>> layer_slot(both).stored_shape, layer_slot(both).stored_spec
-    ((4,), PartitionSpec('data',))
+    ((4,), P('data',))
     """
     assert slot.rows is None, "of a pipeline"
     if slot.is_stack:

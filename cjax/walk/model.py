@@ -1,8 +1,9 @@
 """What a walk computes, as functions of arrays: what comes before the layers, one layer, what comes after, and back."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -55,10 +56,17 @@ class WalkModel:
       model: the loss in stages.
       num_microbatches: how many parts a batch has.
       total: sorts the results of the loss.
+      unread: slots of "params" and "frozen" of which layers have rows that are not read here.
     """
 
-    def __init__(self, model: StagedModel, num_microbatches: int, total: Total) -> None:
-        self.model, self.num, self.total = model, num_microbatches, total
+    def __init__(
+        self,
+        model: StagedModel,
+        num_microbatches: int,
+        total: Total,
+        unread: Mapping[str, frozenset[int]] = MappingProxyType({}),
+    ) -> None:
+        self.model, self.num, self.total, self._unread = model, num_microbatches, total, unread
         self.num_stacks = len(self.stages.cut.stacks)
 
     @property
@@ -72,7 +80,7 @@ class WalkModel:
 
     def outside(self, kind: str) -> tuple[int, ...]:
         """The slots of "params" or "frozen" that belong to no stack."""
-        mine = {at for k in range(self.num_stacks) for at in self.places(k, kind)}
+        mine = {at for k in range(self.num_stacks) for at in self.places(k, kind)} | self._unread.get(kind, frozenset())
         return tuple(at for at in range(len(self._slots(kind))) if at not in mine)
 
     def _slots(self, kind: str) -> tuple[Slot, ...]:
@@ -81,6 +89,9 @@ class WalkModel:
     def _whole(self, kind: str, outside: Sequence[jax.Array]) -> Any:
         """The tuple of all slots' arrays, without those of layers, which nobody reads there."""
         found = dict(zip(self.outside(kind), outside, strict=True))
+        for at in self._unread.get(kind, ()):
+            slot = self._slots(kind)[at]
+            found[at] = jnp.zeros(slot.stored_shape, slot.dtype)  # never made, since nobody reads it
         return tuple(found.get(at) for at in range(len(self._slots(kind))))
 
     def passing(self, k: int, payload: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -126,10 +137,15 @@ class WalkModel:
     def results(self, out: Outside, index: Any, states: Arrays, payload: Arrays) -> tuple[jax.Array, Any, Arrays]:
         """The total of the loss, all results that are added up, and new states."""
         last = self.num_stacks - 1
-        outs = self.stages.leave(last, self._shared(out), self._given(out, index, states), payload)
+        values, new = self.values(out, index, states, payload)
+        total, results = self.total(values)
+        return total, results, self._renewed("after", last, states, new)
+
+    def values(self, out: Outside, index: Any, states: Arrays, payload: Arrays) -> tuple[Arrays, Arrays]:
+        """The results of the loss as they are, and states that are made behind the last layer."""
+        outs = self.stages.leave(self.num_stacks - 1, self._shared(out), self._given(out, index, states), payload)
         num = len(self.stages.cut.results())
-        total, results = self.total(outs[:num])
-        return total, results, self._renewed("after", last, states, outs[num:])
+        return outs[:num], outs[num:]
 
     def _renewed(self, whose: str, k: int, states: Arrays, new: Arrays) -> Arrays:
         """`states` with those that are made outside of layers replaced."""

@@ -19,13 +19,14 @@ from cjax.jax_compat.core import Literal
 from cjax.sharding.storage.optimizer import TracedOptimizer, trace_optimizer
 from cjax.sharding.storage.storage import Storage
 from cjax.tree import PyTree, leaf_names
-from cjax.walk.ends import Laid, Leaf, find_owners, in_rows, state_in_rows
+from cjax.walk.ends import Laid, LeafPlace, find_owners, in_rows, state_in_rows
 from cjax.walk.jitted import Jitted
 from cjax.walk.owners import Owned, Owner
 from cjax.walk.passes import SMALL, Refused, plan_init, plan_passes
-from cjax.walk.slices import Program, Slice, share
+from cjax.walk.slices import Slice, SliceProgram, share
 from cjax.walk.values import Values
 
+MOST_ROUNDS = 8  # more would be one for each layer, of a walk that has each once
 Arrays = tuple[jax.Array, ...]
 Joint = Mapping[str, jax.Array]
 More = Mapping[str, Sequence[Any]]  # what a slice reads besides, by kind
@@ -85,7 +86,7 @@ class RowOptimizer:
         self._params, self._opt = Values(params_laid, mesh, traced.local), Values(opt_laid, mesh)
         of_params, of_opt = params_laid.leaves, opt_laid.leaves
 
-        ins = [("grads", of_params), ("opt", of_opt), ("params", of_params), ("loss", [Leaf(None, 0)])]
+        ins = [("grads", of_params), ("opt", of_opt), ("params", of_params), ("loss", [LeafPlace(None, 0)])]
         self._owned, ends = find_owners(traced.update, ins, [of_params, of_opt])
         self._init_owned, init_ends = find_owners(traced.init, [("params", of_params)], [of_opt])
         try:
@@ -93,12 +94,18 @@ class RowOptimizer:
             self._inits = plan_init(self._init_owned, init_ends)
         except Refused as refused:
             raise ValueError(_why(refused, params_laid, params_shape)) from None
+        if self._owned.num_rounds > MOST_ROUNDS:
+            raise ValueError(
+                f"The optimizer needs {self._owned.num_rounds} passes over all layers for one update, each behind the "
+                "one before: it goes from layer to layer. Let it put together what it needs of layers in one sum "
+                "(sum(...) of a list, as optax.tree.norm does), or leave budget= and offload= out."
+            )
         (norm,) = ends.more
         assert type(norm) is not Literal, "of no gradients"
         self._norm, self.num_rounds = norm, self._owned.num_rounds
         self._init_programs = share(self._inits)
-        self._join_programs = [Program([piece]) for piece in self._passes.joins]
-        self._outside_program = Program([self._passes.outside])
+        self._join_programs = [SliceProgram([piece]) for piece in self._passes.joins]
+        self._outside_program = SliceProgram([self._passes.outside])
         known = [var for of_round in self._passes.known for var in of_round]
         self._names = {var: f"value {n}" for n, var in enumerate(known)}
         self._jitted: dict[object, Any] = {}
@@ -188,6 +195,8 @@ class RowOptimizer:
                 made |= {"norm": norm, "finite": jnp.isfinite(loss) & jnp.isfinite(norm)}
             return made
 
+        if not names:
+            return dict(joint)
         given = [exports[owner][i] for owner, i in (at[var] for var in piece.reads_of("export"))]
         run = self._jit(("join", None), program, run_join, self._whole)
         return {**joint, **run(given, grads, opt, params, loss, self._more(owned, piece, joint))}
@@ -248,7 +257,7 @@ class RowOptimizer:
         return _given_up(grads, made)
 
     def _jit(
-        self, role: Role, program: Program, function: Callable[..., Any], placed: Any, donate: Sequence[str] = ()
+        self, role: Role, program: SliceProgram, function: Callable[..., Any], placed: Any, donate: Sequence[str] = ()
     ) -> Jitted:
         """Jitted once for each program of a stack."""
         key = role, id(program)

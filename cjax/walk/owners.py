@@ -10,7 +10,9 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Literal, Var
+import jax
+
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Literal, Var, make_jaxpr
 from cjax.jax_compat.jaxprs import new_var
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.layers.grouping import CHAINED
@@ -29,6 +31,7 @@ class Owned:
       joint: variables that joint equations make, in order.
       exports: for each round (from 1) and layer, the variables that joint equations read, in order.
       consts: arrays that the trace closes over.
+      copies: for results that the outside has and a layer makes, the joint variable that holds the same.
     """
 
     made: Mapping[Var, Equation]
@@ -37,18 +40,20 @@ class Owned:
     joint: Mapping[Var, None]
     exports: Mapping[int, Mapping[Owner, tuple[Var, ...]]]
     consts: Mapping[Var, object]
+    copies: Mapping[Atom, Atom]
 
     @property
     def num_rounds(self) -> int:
         return max(self.exports, default=0)
 
 
-def own(closed: ClosedJaxpr, owner_of: Mapping[Var, Owner]) -> Owned:
+def own(closed: ClosedJaxpr, owner_of: Mapping[Var, Owner], outside: Sequence[Atom] = ()) -> Owned:
     """Find the owner and the round of each value.
 
     Args:
       closed: a flat trace without equations that nothing needs.
       owner_of: owners of inputs; those left out are outside.
+      outside: results that the outside has.
 
     >>> import jax, jax.numpy as jnp
     >>> closed = jax.make_jaxpr(lambda x, y: (x / (x + y), y))(1.0, 2.0)
@@ -67,12 +72,16 @@ def own(closed: ClosedJaxpr, owner_of: Mapping[Var, Owner]) -> Owned:
             found.add(eqn)
         else:
             found.add_chain(eqn, *chain)
+    copies: dict[Atom, Atom] = {}
+    for atom in outside:
+        if type(atom) is not Literal and found.owner[atom] is not None:
+            copies[atom] = found.add_copy(atom)
     exports = {
         number: {owner: tuple(dict.fromkeys(read)) for owner, read in layers.items()}
         for number, layers in found.exports.items()
     }
     consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    return Owned(found.made, found.owner, found.round_of, dict.fromkeys(found.joint), exports, consts)
+    return Owned(found.made, found.owner, found.round_of, dict.fromkeys(found.joint), exports, consts, copies)
 
 
 @dataclass
@@ -102,6 +111,13 @@ class _Found:
                 owner = self.owner[var]
                 if owner is not None:
                     self.exports.setdefault(number, {}).setdefault(owner, []).append(var)
+
+    def add_copy(self, var: Var) -> Var:
+        """The outside's own of a layer's value."""
+        shape = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+        (eqn,) = make_jaxpr(jax.lax.optimization_barrier)(shape).eqns  # of keys too
+        self.add(eqn.replace(invars=[var]), True)
+        return eqn.outvars[0]
 
     def add_chain(self, eqn: Equation, terms: Sequence[Atom], before: Sequence[Equation]) -> None:
         """A long sum. Each layer adds up its own terms, so that it exports one number; and the sum of all is joint at

@@ -1,5 +1,6 @@
 """An optimizer's update as slices: what each pass over the layers makes, and what is made of all of them in between."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -7,12 +8,12 @@ from cjax.jax_compat.core import Literal, Var
 from cjax.trace.jaxpr.groups import variables
 from cjax.walk.ends import Ends
 from cjax.walk.owners import Owned, Owner
-from cjax.walk.slices import Given, Program, Slice, cut, share
+from cjax.walk.slices import Read, Slice, SliceProgram, cut, share
 from cjax.walk.unstack import size_of
 
 SMALL = 64 * 1024  # bytes that a layer may give to others, or take from the outside
 
-Places = Mapping[Var, Given]
+Places = Mapping[Var, Read]
 
 
 class Refused(Exception):
@@ -40,7 +41,7 @@ class Passes:
     joins: tuple[Slice, ...]
     known: tuple[tuple[Var, ...], ...]
     outside: Slice
-    programs: Mapping[tuple[object, ...], Program]
+    programs: Mapping[tuple[object, ...], SliceProgram]
 
 
 def plan_passes(owned: Owned, ends: Ends) -> Passes:
@@ -78,14 +79,22 @@ def plan_passes(owned: Owned, ends: Ends) -> Passes:
 
 def layer_given(
     owned: Owned, places: Places, owner: Owner, taken: dict[Var, None] | None
-) -> Callable[[Var], Given | None]:
+) -> Callable[[Var], Read | None]:
     """How a layer's slice comes by a variable: it is in its row, the outside has it (noted in `taken`), or it is made.
 
     Of the outside's values, those are made anew that are larger than what they are made of, such as zeros and random
     numbers; with `taken` None, all.
     """
 
-    def given(var: Var) -> Given | None:
+    @functools.cache
+    def smallest(var: Var) -> int:
+        """Bytes of the least that a variable can be made of, or its own."""
+        eqn = owned.made.get(var)
+        if eqn is None or var in owned.joint:
+            return size_of(var)
+        return min(size_of(var), sum(map(smallest, variables(eqn))))
+
+    def given(var: Var) -> Read | None:
         if var in places:
             return places[var]
         if owned.owner[var] is not None:
@@ -93,9 +102,9 @@ def layer_given(
                 raise Refused(var, owner)
             return None
         if var in owned.consts:
-            return Given("const")
+            return Read("const")
         eqn = owned.made.get(var)
-        if eqn is not None and (taken is None or sum(map(size_of, variables(eqn))) < size_of(var)):
+        if eqn is not None and (taken is None or smallest(var) < size_of(var)):
             if var not in owned.joint:
                 return None
         if taken is None or (size_of(var) > SMALL and (eqn is None or var in owned.joint)):
@@ -103,24 +112,24 @@ def layer_given(
         if size_of(var) > SMALL:
             return None
         taken[var] = None
-        return Given("joint")
+        return Read("joint")
 
     return given
 
 
-def _outside_given(owned: Owned, ends: Ends, number: int, taken: dict[Var, None]) -> Callable[[Var], Given | None]:
+def _outside_given(owned: Owned, ends: Ends, number: int, taken: dict[Var, None]) -> Callable[[Var], Read | None]:
     """How the program behind a round's pass comes by a variable: as an input, out of the pass, or from the programs
     before it, which is noted in `taken`."""
     places = ends.given[None]
 
-    def given(var: Var) -> Given | None:
+    def given(var: Var) -> Read | None:
         if owned.owner[var] is not None:
-            return Given("export")
+            return Read("export")
         if var in owned.consts:
-            return Given("const")
+            return Read("const")
         if (var in taken or var in owned.joint) and owned.round_of[var] < number and var not in places:
             taken[var] = None
-            return Given("joint")
+            return Read("joint")
         return places.get(var)
 
     return given
@@ -133,10 +142,10 @@ def plan_init(owned: Owned, ends: Ends) -> dict[Owner | None, Slice]:
       Refused: it reads another's.
     """
 
-    def outside(var: Var) -> Given | None:
+    def outside(var: Var) -> Read | None:
         if owned.owner[var] is not None:
             raise Refused(var, None)
-        return Given("const") if var in owned.consts else ends.given[None].get(var)
+        return Read("const") if var in owned.consts else ends.given[None].get(var)
 
     return {
         owner: cut(outs, owned.made, outside if owner is None else layer_given(owned, ends.given[owner], owner, None))

@@ -57,6 +57,7 @@ class Programs:
         self.once = [self._jit(functools.partial(self._once, k)) for k in numbers]
         self.forward = [self._jit(functools.partial(self._forward, k), donate=("states",)) for k in numbers]
         self.leave = [self._jit(functools.partial(self._leave, k)) for k in numbers[:-1]]
+        self.values = self._jit(self._values)
         self.zeros = self._jit(self._zeros)
         self.zero_row = [self._jit(functools.partial(self._zero_row, k)) for k in numbers]
         self.zero_once = [self._jit(functools.partial(self._zero_once, k)) for k in numbers]
@@ -190,6 +191,10 @@ class Programs:
 
     def _leave(self, k: int, out: Outside, index: jax.Array, states: Arrays, payload: Arrays) -> Arrays:
         return self._payload(k + 1, self.model.leave(k, out, index, states, payload))
+
+    def _values(self, out: Outside, index: jax.Array, states: Arrays, payload: Arrays) -> Arrays:
+        """The results of the loss, on all devices."""
+        return self._whole(self.model.values(out, index, states, payload)[0])
 
     # -- backward --
     def _zeros(self, out: Outside, states: Arrays, payload: Arrays) -> tuple[Any, tuple[jax.Array, ...]]:

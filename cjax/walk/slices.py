@@ -20,7 +20,7 @@ from cjax.trace.jaxpr.identity import equation_key
 
 
 @dataclass(frozen=True)
-class Given:
+class Read:
     """How a slice comes by a variable that it does not make.
 
     Attributes:
@@ -43,7 +43,7 @@ class Slice:
     """
 
     eqns: tuple[Equation, ...]
-    reads: tuple[tuple[Var, Given], ...]
+    reads: tuple[tuple[Var, Read], ...]
     outs: tuple[Atom, ...]
 
     @property
@@ -94,7 +94,7 @@ class Slice:
         return reads, eqns, outs
 
 
-def cut(outs: Sequence[Atom], made: Mapping[Var, Equation], given: Callable[[Var], Given | None]) -> Slice:
+def cut(outs: Sequence[Atom], made: Mapping[Var, Equation], given: Callable[[Var], Read | None]) -> Slice:
     """The slice that makes `outs`.
 
     Args:
@@ -108,12 +108,12 @@ def cut(outs: Sequence[Atom], made: Mapping[Var, Equation], given: Callable[[Var
     >>> import jax.numpy as jnp
     >>> jaxpr = jax.make_jaxpr(lambda x, y: (x + 1, y + 2))(1.0, 1.0).jaxpr
     >>> made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns}
-    >>> one, two = (cut([out], made, lambda v: None if v in made else Given("x")) for out in jaxpr.outvars)
+    >>> one, two = (cut([out], made, lambda v: None if v in made else Read("x")) for out in jaxpr.outvars)
     >>> one.key == two.key, [float(s.number(s.numbers[0])) for s in (one, two)]
     (True, [1.0, 2.0])
     """
     eqns: list[Equation] = []
-    reads: dict[Var, Given] = {}
+    reads: dict[Var, Read] = {}
     done: set[Var] = set()
     for out in outs:
         pending: list[Atom | Equation] = [out]
@@ -137,14 +137,14 @@ def cut(outs: Sequence[Atom], made: Mapping[Var, Equation], given: Callable[[Var
     return Slice(tuple(eqns), tuple(reads.items()), tuple(outs))
 
 
-class Program:
+class SliceProgram:
     """What equal slices compute. Made of all of them, so that it knows in which numbers they differ.
 
     >>> import jax.numpy as jnp
     >>> jaxpr = jax.make_jaxpr(lambda x, y: (x + 1, y + 2))(1.0, 1.0).jaxpr
     >>> made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns}
-    >>> slices = [cut([out], made, lambda v: None if v in made else Given("x")) for out in jaxpr.outvars]
-    >>> program = Program(slices)
+    >>> slices = [cut([out], made, lambda v: None if v in made else Read("x")) for out in jaxpr.outvars]
+    >>> program = SliceProgram(slices)
     >>> [float(program.run({"x": [5.0]}, program.numbers(s))[0]) for s in slices]
     [6.0, 7.0]
     """
@@ -183,12 +183,12 @@ class Program:
 Name = TypeVar("Name", bound=Hashable)
 
 
-def share(slices: Mapping[Name, Slice]) -> dict[Name, Program]:
+def share(slices: Mapping[Name, Slice]) -> dict[Name, SliceProgram]:
     """A program for each slice; one for equal ones."""
     alike: dict[Hashable, list[Name]] = {}
     for name, piece in slices.items():
         alike.setdefault(piece.key, []).append(name)
-    programs: dict[Name, Program] = {}
+    programs: dict[Name, SliceProgram] = {}
     for names in alike.values():
-        programs.update(dict.fromkeys(names, Program([slices[name] for name in names])))
+        programs.update(dict.fromkeys(names, SliceProgram([slices[name] for name in names])))
     return programs

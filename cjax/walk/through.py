@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from cjax.jax_compat.core import Atom, Equation, Params
+from cjax.jax_compat.core import Equation, Params
 from cjax.jax_compat.random import is_threefry
+from cjax.trace.dims.refine_rules import shape_of
 from cjax.trace.jaxpr.primitives import facts_of, goes_by_element
 
 Operands = tuple[int | None, ...]
@@ -32,8 +33,8 @@ def operand_dims(eqn: Equation, dim: int, num: int) -> Operands | None:
     if eqn.effects:
         return None
     if goes_by_element(eqn):
-        size = _shape(eqn.outvars[0])[dim]  # an operand may have 1 there, which stands for all
-        return tuple(dim if _shape(atom) and _shape(atom)[dim] == size else None for atom in eqn.invars)
+        size = shape_of(eqn.outvars[0])[dim]  # an operand may have 1 there, which stands for all
+        return tuple(dim if shape_of(atom) and shape_of(atom)[dim] == size else None for atom in eqn.invars)
     rule = _RULES.get(eqn.primitive.name)
     if rule is None:
         facts = facts_of(eqn)
@@ -56,10 +57,6 @@ _SIZES = {
 }  # fmt: skip
 
 
-def _shape(atom: Atom) -> tuple[int, ...]:
-    return tuple(getattr(atom.aval, "shape", ()))
-
-
 def _first(eqn: Equation, dim: int | None) -> Operands:
     return (dim, *(None for _ in eqn.invars[1:]))
 
@@ -69,13 +66,15 @@ def _kept(rank: int, gone: Sequence[int], dim: int) -> int:
 
 
 def _broadcast(eqn: Equation, dim: int, num: int) -> Operands | None:
-    places, shape = eqn.params["broadcast_dimensions"], _shape(eqn.invars[0])
+    places, shape = eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0])
     own = places.index(dim) if dim in places else None
-    return _first(eqn, own if own is not None and shape[own] == _shape(eqn.outvars[0])[dim] else None)
+    return _first(eqn, own if own is not None and shape[own] == shape_of(eqn.outvars[0])[dim] else None)
 
 
 def _reshape(eqn: Equation, dim: int, num: int) -> Operands | None:
-    before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    if eqn.params["dimensions"] is not None:
+        return None
     for own, size in enumerate(before):
         if size % num == 0 and math.prod(before[:own]) == math.prod(after[:dim]):
             return _first(eqn, own)
@@ -83,7 +82,7 @@ def _reshape(eqn: Equation, dim: int, num: int) -> Operands | None:
 
 
 def _reduced(eqn: Equation, dim: int, num: int) -> Operands | None:
-    return _first(eqn, _kept(len(_shape(eqn.invars[0])), eqn.params["axes"], dim))
+    return _first(eqn, _kept(len(shape_of(eqn.invars[0])), eqn.params["axes"], dim))
 
 
 def _along(eqn: Equation, dim: int, num: int) -> Operands | None:
@@ -91,8 +90,8 @@ def _along(eqn: Equation, dim: int, num: int) -> Operands | None:
 
 
 def _batch(eqn: Equation, dim: int, num: int) -> Operands | None:
-    same = {_shape(v)[:1] for v in (*eqn.invars, *eqn.outvars)}
-    ok = dim == 0 and len(same) == 1 and all(len(_shape(v)) > 2 for v in eqn.invars)
+    same = {shape_of(v)[:1] for v in (*eqn.invars, *eqn.outvars)}
+    ok = dim == 0 and len(same) == 1 and all(len(shape_of(v)) > 2 for v in eqn.invars)
     return tuple(0 for _ in eqn.invars) if ok else None
 
 
@@ -104,7 +103,7 @@ def _dot_general(eqn: Equation, dim: int, num: int) -> Operands | None:
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     if dim < len(lhs_batch):
         return lhs_batch[dim], rhs_batch[dim]
-    lhs, rhs = (len(_shape(v)) for v in eqn.invars)
+    lhs, rhs = (len(shape_of(v)) for v in eqn.invars)
     free = [i for i in range(lhs) if i not in (*lhs_sum, *lhs_batch)]
     dim -= len(lhs_batch)
     if dim < len(free):
@@ -113,13 +112,13 @@ def _dot_general(eqn: Equation, dim: int, num: int) -> Operands | None:
 
 
 def _slice(eqn: Equation, dim: int, num: int) -> Operands | None:
-    strides = eqn.params["strides"] or (1,) * len(_shape(eqn.invars[0]))
-    is_all = eqn.params["limit_indices"][dim] == _shape(eqn.invars[0])[dim] and strides[dim] == 1
+    strides = eqn.params["strides"] or (1,) * len(shape_of(eqn.invars[0]))
+    is_all = eqn.params["limit_indices"][dim] == shape_of(eqn.invars[0])[dim] and strides[dim] == 1
     return _first(eqn, dim) if is_all and eqn.params["start_indices"][dim] == 0 else None
 
 
 def _dynamic_slice(eqn: Equation, dim: int, num: int) -> Operands | None:
-    return _first(eqn, dim) if eqn.params["slice_sizes"][dim] == _shape(eqn.invars[0])[dim] else None
+    return _first(eqn, dim) if eqn.params["slice_sizes"][dim] == shape_of(eqn.invars[0])[dim] else None
 
 
 def _drawn(eqn: Equation, dim: int, num: int) -> Operands | None:
@@ -130,14 +129,14 @@ def _drawn(eqn: Equation, dim: int, num: int) -> Operands | None:
 
 
 def _keys(eqn: Equation, dim: int, num: int) -> Operands | None:
-    rank = min(len(_shape(v)) for v in (eqn.invars[0], eqn.outvars[0]))
+    rank = min(len(shape_of(v)) for v in (eqn.invars[0], eqn.outvars[0]))
     return _first(eqn, dim) if dim < rank else None
 
 
 _RULES: dict[str, Callable[[Equation, int, int], Operands | None]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    "squeeze": lambda eqn, dim, num: (_kept(len(_shape(eqn.invars[0])), eqn.params["dimensions"], dim),),
+    "squeeze": lambda eqn, dim, num: (_kept(len(shape_of(eqn.invars[0])), eqn.params["dimensions"], dim),),
     "transpose": lambda eqn, dim, num: (eqn.params["permutation"][dim],),
     "sort": _sort,
     "rev": lambda eqn, dim, num: None if dim in eqn.params["dimensions"] else (dim,),

@@ -124,12 +124,14 @@ class _Apart:
         self.eqns.append(eqn)
         self._made.update((var, eqn) for var in eqn.outvars)
 
-    def _trace(self, key: Hashable, function: Callable[..., object], atoms: Sequence[Atom], near: Equation) -> Atom:
+    def _trace(
+        self, key: Hashable, function: Callable[..., object], atoms: Sequence[Atom], near: Equation | None
+    ) -> Atom:
         """The result of a small function of ours, as if it stood where `near` does."""
         avals = tuple((v.aval.shape, v.aval.dtype) for v in atoms)
         if (key, avals) not in self._traced:
             self._traced[key, avals] = make_jaxpr(function)(*(jax.ShapeDtypeStruct(*aval) for aval in avals))
-        place, start = place_of(near), len(self.eqns)
+        place, start = {} if near is None else place_of(near), len(self.eqns)
         (out,) = put_in_place(self._traced[key, avals], atoms, self.eqns, lambda eqn: place)
         self._made.update((var, eqn) for eqn in self.eqns[start:] for var in eqn.outvars)
         return out
@@ -141,7 +143,6 @@ class _Apart:
         if atom not in self._env:
             dim, layers = self.layers[atom]
             near = self.eqns[-1] if self.eqns else None
-            assert near is not None, "an input of several layers comes out as it is"
             join = lambda *parts: lax.concatenate(parts, dim)  # noqa: E731
             self._env[atom] = self._trace(("whole", dim, len(layers)), join, layers, near)
         return self._env[atom]
@@ -170,11 +171,10 @@ class _Apart:
                 self._parts[out, dim, num] = layers
             return self._parts[var, dim, num]
         size = var.aval.shape[dim] // num
-        near = eqn or self.eqns[0]
         cut = lambda x, start: lax.dynamic_slice_in_dim(x, start, size, dim)  # noqa: E731
         # Where it starts is an operand, so that layers are alike but for a number.
         starts = [new_literal(np.int32(layer * size), Aval((), np.dtype(np.int32))) for layer in range(num)]
-        return tuple(self._trace(("cut", dim, num), cut, [var, start], near) for start in starts)
+        return tuple(self._trace(("cut", dim, num), cut, [var, start], eqn) for start in starts)
 
     def _emit(self, eqn: Equation, dim: int, num: int, dims: Sequence[int | None]) -> list[Layers]:
         """An equation for each layer; of each result, the part of each layer."""

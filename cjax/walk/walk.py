@@ -158,8 +158,9 @@ class Walk:
                     (params, frozen), once, out, np.int32(i), np.int32(at), states, payload, *back[i], own, outer
                 )
             jax.block_until_ready(back)
-            del inputs, payload
-            rows.pop()
+            rows.clear()
+            del frozen, inputs, payload  # none may be there while the next is fetched
             held.inputs[k].forget(at)
             put(k, at, tuple(programs.average[k](own, divisor)), params)
+            del params, own
         return back, outer

@@ -59,7 +59,7 @@ class Walker:
         mesh: Mesh,
     ) -> None:  # fmt: skip
         self.programs, self.lengths, self.optimizer = programs, tuple(lengths), optimizer
-        self._storage, self._mesh = storage, mesh
+        self.storage, self._mesh = storage, mesh
         self._walk = Walk(programs, lengths)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class Walker:
         if kind == "opt":
             slots = self.optimizer.storage.slots if self.optimizer else ()
         else:
-            slots = getattr(self._storage, kind).slots
+            slots = getattr(self.storage, kind).slots
         found = [layer_slot(slots[i]) for i in self.slots(kind, k)]
         return [
             jax.ShapeDtypeStruct(s.stored_shape, s.dtype, sharding=NamedSharding(self._mesh, s.stored_spec))
@@ -93,7 +93,7 @@ class Walker:
 
     def outside_structs(self, kind: Kind) -> list[jax.ShapeDtypeStruct]:
         """The stored arrays of what belongs to no stack, as placed."""
-        storage = self.optimizer.storage if kind == "opt" and self.optimizer else getattr(self._storage, kind, None)
+        storage = self.optimizer.storage if kind == "opt" and self.optimizer else getattr(self.storage, kind, None)
         slots = storage.slots if storage is not None else ()
         return [
             jax.ShapeDtypeStruct(s.stored_shape, s.dtype, sharding=NamedSharding(self._mesh, s.stored_spec))
@@ -174,6 +174,8 @@ class Walker:
             found = (given.get(kind, ()) for kind in ("grads", "opt", "params"))
             exports[k, at] = optimizer.export(number, k, at, *found, joint)
             jax.block_until_ready(exports[k, at])
+            rows.clear()
+            del given, found
 
     def _update_rows(self, k: int, held: Held, joint: Any) -> None:
         optimizer = self.optimizer
@@ -188,3 +190,4 @@ class Walker:
             jax.block_until_ready((params, opt))
             held.params[k].put(at, params)
             held.opt[k].put(at, opt)
+            del grads, opt, params  # or they would be there while the next are fetched

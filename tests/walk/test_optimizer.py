@@ -1,11 +1,13 @@
 """Optimizers row by row: as optax would have it on the user's own tree, or refused with what to write instead."""
 
+import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from contract import no_compilation
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optimizers import OPTIMIZERS, Optimizer
 
@@ -164,7 +166,177 @@ def compare(optimizer: Optimizer, num_devices: int = 2, num_steps: int = 3) -> W
     return walk
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+REFUSED = {"labelled by path": "not the same for the other layers"}  # only some layers of a stack have moments
+
+
+# What differs in what it reads beside a leaf's own gradient: norms and factors of a leaf, of all, the loss, a branch.
+FEW = ("lamb, as FusedLAMB", "lars, as Lars", "average of parameters", "adafactor", "muon", "novograd", "prodigy",
+       "adaptive clipping", "on a plateau", "every second step")  # fmt: skip
+ALL = os.environ.get("CJAX_TEST_ALL") == "1"
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in REFUSED] if ALL else FEW)
 def test_does_as_on_the_whole_tree(name: str) -> None:
     with jax.enable_x64(True):
         compare(OPTIMIZERS[name]())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_says_what_it_can_not_do(name: str) -> None:
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        Walk(OPTIMIZERS[name](), tree(0))
+
+
+def by_layer(params: PyTree) -> PyTree:
+    """Another rate for one layer; state of the same kind."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: "first" if "layer_0" in str(path) else "rest", params)
+
+
+def test_state_under_the_names_of_layers_and_one_program_for_layers_that_differ_in_numbers() -> None:
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.multi_transform({"first": optax.adamw(1e-1), "rest": optax.adamw(1e-2)}, by_layer),
+        optax.inject_hyperparams(optax.scale)(step_size=optax.linear_schedule(1.0, 0.1, 3)),
+    )
+    with jax.enable_x64(True):
+        walk = compare(optimizer)
+        updates = {id(walk.rows._passes.programs["update", (0, layer)]) for layer in range(3)}
+        assert len(updates) == 1, "layers differ in a number alone"
+        with no_compilation():
+            walk.step(gradients(tree(0), 5), 1.0)
+
+
+def test_equal_layers_compile_once() -> None:
+    """Encoder, decoder and outside: an init, an export and an update each, with none of the outside to export; and two
+    joins."""
+    params = jax.tree.map(np.float32, tree(0))
+    walk = Walk(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), params)
+    walk.step(jax.tree.map(np.float32, gradients(params, 0)), 1.0)
+    jitted = walk.rows._jitted
+    assert sorted(name for (name, _), _ in jitted) == [
+        "export", "export", "init", "init", "init outside", "join", "join", "update", "update", "update outside"
+    ]  # fmt: skip
+    assert all(run._cache_size() == 1 for run in jitted.values())
+
+
+# The fewest passes: one for all norms of gradients, another where a norm waits for a number of all layers.
+ROUNDS = {
+    "adamw, vectors not decayed": 1, "global clipping": 1, "lamb": 1, "lamb of optax": 2,
+    "lamb, as FusedLAMB": 2, "novograd": 1, "every second step": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_takes_as_few_passes_as_can_be(name: str) -> None:
+    shape = jax.eval_shape(lambda: jax.tree.map(jnp.float32, tree(0)))
+    storage, stacks, specs = stored(shape, mesh_of(1))
+    rows = RowOptimizer(OPTIMIZERS[name](), shape, storage, stacks, specs.__getitem__, mesh_of(1))
+    assert rows.num_rounds == ROUNDS[name]
+    assert rows.reads(1, 0, 0) == {"grads"} or "lamb" in name or name == "novograd"
+    assert len(rows.slots[0]) == len(rows.slots[1]) or "novograd" in name
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    params = jax.tree.map(np.float32, tree(0))
+    walk = Walk(optax.adam(1e-1), params, 1)
+    walk.step(jax.tree.map(np.float32, gradients(params, 0)), 1.0)
+    before = walk.trees()
+    for loss, factor in ((1.0, np.float32(np.nan)), (np.inf, np.float32(1))):
+        grads = jax.tree.map(np.float32, gradients(params, 1))
+        grads["decoder"]["bias"][3, 2] *= factor
+        joint = walk.step(grads, loss)
+        assert not joint["finite"]
+        jax.tree.map(np.testing.assert_array_equal, walk.trees(), before)
+    assert walk.step(jax.tree.map(np.float32, gradients(params, 1)), 1.0)["finite"]
+
+
+def test_gives_up_what_it_is_given() -> None:
+    params = jax.tree.map(np.float32, tree(0))
+    walk = Walk(optax.adam(1e-1), params, 1)
+    grads = jax.tree.map(np.float32, gradients(params, 0))
+    old = (*walk.row_params[1, 2], *walk.row_opt[0, 1], *walk.outside_params)
+    walk.step(grads, 1.0)
+    assert all(array.is_deleted() for array in old)
+
+
+def test_state_is_in_parts_as_its_parameter_is() -> None:
+    """ZeRO over 8 devices: what each of them has of a row is an eighth, padded."""
+    with jax.enable_x64(True):
+        walk = compare(optax.adamw(1e-2), num_devices=8, num_steps=1)
+    kernel = next(a for a in walk.row_opt[1, 0] if a.ndim == 2)
+    assert kernel.shape == (9, 16) and kernel.addressable_shards[0].data.shape == (9, 2)
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+def mixed(params: PyTree) -> optax.GradientTransformation:
+    """Each layer's update is that of all layers together."""
+
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        layers = updates["encoder"]
+        mean = jax.tree.map(lambda *leaves: sum(leaves) / 3, *layers.values())
+        return {**updates, "encoder": dict.fromkeys(layers, mean)}, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def rotated(params: PyTree) -> optax.GradientTransformation:
+    """The layers of an author's stack meet in a product."""
+
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        kernel = updates["decoder"]["kernel"]
+        kernel = jnp.einsum("lab,lk->kab", kernel, jnp.ones((kernel.shape[0],) * 2, kernel.dtype))
+        return {**updates, "decoder": {**updates["decoder"], "kernel": kernel}}, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def big(layers: int) -> PyTree:
+    """Kernels that are too large to be handed from layer to layer."""
+    small = jax.tree.map(np.float32, tree(0))
+    kernel = jax.ShapeDtypeStruct((200, 100), jnp.float32)
+    for layer in small["encoder"].values():
+        layer["kernel"] = kernel
+    small["decoder"]["kernel"] = jax.ShapeDtypeStruct((4, 200, 100), jnp.float32)
+    return jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), small))
+
+
+@pytest.mark.parametrize("make", [mixed, rotated])
+def test_large_things_of_several_layers_are_not_put_together(make: object) -> None:
+    shape = big(4)
+    storage, stacks, specs = stored(shape, mesh_of(1))
+    with pytest.raises(ValueError, match=r"float32\[.*200, 100\] of layer 0 of the stack of .*optax.adamw"):
+        RowOptimizer(make(shape), shape, storage, stacks, specs.__getitem__, mesh_of(1))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("make", [mixed, rotated])
+def test_small_ones_are(make: object) -> None:
+    with jax.enable_x64(True):
+        compare(optax.chain(make(tree(0)), optax.sgd(1e-2)), num_steps=1)  # type: ignore[operator]
+
+
+def test_an_optimizer_that_prints_is_refused() -> None:
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        jax.debug.print("{}", updates["head"])
+        return updates, state
+
+    with pytest.raises(ValueError, match="jax.debug.print"):
+        Walk(optax.GradientTransformation(lambda params: optax.EmptyState(), update), tree(0), 1)
+
+
+def test_an_optimizer_that_goes_from_layer_to_layer_is_refused() -> None:
+    """Each layer's rate is that of the one before, a little changed by it."""
+
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        rate, new = jnp.float32(1), {}
+        for number in range(20):
+            rate = jnp.tanh(rate * updates[f"{number:02}"].sum())
+            new[f"{number:02}"] = updates[f"{number:02}"] * rate
+        return new, state
+
+    shape = {f"{number:02}": jax.ShapeDtypeStruct((3, 2), jnp.float32) for number in range(20)}
+    storage = make_storage(shape, [tuple(range(20))], lambda i: P(None, None), {"data": 1}, lambda i: None)
+    with pytest.raises(ValueError, match="10 passes over all layers"):
+        RowOptimizer(
+            optax.GradientTransformation(lambda params: optax.EmptyState(), update), shape, storage, [(0,)],
+            lambda i: P(None, None), mesh_of(1),
+        )  # fmt: skip

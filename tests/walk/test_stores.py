@@ -1,10 +1,12 @@
 """One law for all homes: what is fetched is what was put last, bit for bit, and devices hold no more than they may."""
 
+import contextlib
 import gc
 import itertools
+import os
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -17,11 +19,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cjax.planner.homes import KINDS, Home, Kind
-from cjax.walk import stores
+from cjax.walk import direct, disk, stores
 from cjax.walk.files import Folder
-from cjax.walk.stores import Arrays, LayerRows, make_rows
+from cjax.walk.moving import THREADS, Arrays, MovedRows
+from cjax.walk.stores import LayerRows, make_rows
 
 LAYERS = 4
+ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
 # Split, whole, split twice, by two axes at once; no element, one element, odd sizes; padding is a dim like any other.
 SHAPES = [
@@ -74,9 +78,9 @@ def assert_same(row: Arrays, values: Sequence[np.ndarray], shapes: Sequence[jax.
             assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(value[shard.index]).tobytes(), shape
 
 
-def on_devices() -> int:
-    """Bytes alive there; an array and its shards are one."""
-    there = [x for x in jax.live_arrays() if not x.is_deleted() and x.sharding.memory_kind == "device"]
+def alive(kind: str = "device") -> int:
+    """Bytes in one kind of memory; an array and its shards are one."""
+    there = [x for x in jax.live_arrays() if not x.is_deleted() and x.sharding.memory_kind == kind]
     return sum(x.nbytes for x in there if len(x.sharding.device_set) > 1)
 
 
@@ -85,11 +89,11 @@ call = st.tuples(st.sampled_from(CALLS), st.integers(0, LAYERS - 1))
 homes_of_layers = st.lists(st.sampled_from(["device", "host", "disk"]), min_size=LAYERS, max_size=LAYERS)
 
 
-@settings(max_examples=25)
+@settings(max_examples=300 if ALL else 12)
 @given(
     homes=homes_of_layers,
     kind=st.sampled_from(KINDS),
-    calls=st.lists(call, max_size=40),
+    calls=st.lists(call, min_size=10, max_size=60),
     which=st.sets(st.sampled_from(STRUCTS), max_size=5),
 )
 def test_what_is_fetched_is_what_was_put(
@@ -170,33 +174,47 @@ def test_devices_hold_the_row_in_use_and_those_on_their_way(home: Home, room: in
     size = sum(shape.size * shape.dtype.itemsize for shape in shapes)
     rows = make_rows(shapes, [home] * 8, "opt", folder=folder, room=room)
     gc.collect()
-    before = on_devices()
-    most = 0
+    before, before_on_host = alive(), alive("pinned_host")
+    most = most_on_host = 0
     for layer in range(8):
         rows.put(layer, placed(drawn(shapes, layer), shapes))
-        most = max(most, on_devices() - before)
+        most = max(most, alive() - before)
     for layer in itertools.chain(range(8), reversed(range(8))):
         for other in range(8):
             rows.ahead(other)
+        most = max(most, alive() - before)
         row = rows.fetch(layer)
-        most = max(most, on_devices() - before)
+        most = max(most, alive() - before)
         if layer % 2:
             rows.put(layer, row)
         del row
-        most = max(most, on_devices() - before)
+        most = max(most, alive() - before)
+        most_on_host = max(most_on_host, alive("pinned_host") - before_on_host)
     rows.settle()
     assert size <= most <= room * size
+    assert most_on_host <= (8 * (home == "host") + THREADS) * size
+    # None of the threads waits: a process that gave up now would wait for them.
+    for pool in (rows._readers, rows._writers):
+        assert [done.result(30) for done in [pool.submit(lambda: 1) for _ in range(THREADS)]] == [1] * THREADS
     for layer in range(8):
         rows.drop(layer)
     rows.settle()
     rows.close()
     gc.collect()
-    assert on_devices() == before
+    assert alive() == before
 
 
-@pytest.mark.parametrize("home", ["device", "host", "disk"])
-def test_nothing_grows(home: Home, folder: Folder) -> None:
-    shapes = [struct((2,), "float32", P())]
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_nothing_grows(home: Home, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers: list[np.ndarray] = []
+
+    def counted(num_bytes: int) -> np.ndarray:
+        buffers.append(direct.buffer(num_bytes))
+        return buffers[-1]
+
+    monkeypatch.setattr(disk, "buffer", counted)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = [jax.ShapeDtypeStruct((2,), np.float32, sharding=one)]
     rows = make_rows(shapes, [home] * 2, "opt", folder=folder)
     row = placed(drawn(shapes, 0), shapes)
     threads = threading.active_count()
@@ -210,7 +228,8 @@ def test_nothing_grows(home: Home, folder: Folder) -> None:
             gc.collect()
             counts.append(len(jax.live_arrays()))
     assert counts[0] == counts[1]
-    assert threading.active_count() <= threads + 2 * stores.THREADS
+    assert threading.active_count() <= threads + 2 * THREADS
+    assert len(buffers) <= 2 * THREADS + 1
     assert rows.waited >= 0
     rows.close()
 
@@ -235,7 +254,7 @@ def test_calls_return_before_rows_are_home() -> None:
     slow = Slow()
     shapes = [struct((2,), "float32", P())]
     values = drawn(shapes, 0)
-    rows = stores.MovedRows(tuple(shapes), [slow] * 3)
+    rows = MovedRows(tuple(shapes), [slow] * 3, room=2)
     rows.put(0, placed(values, shapes))
     rows.ahead(0)  # neither waits for the other thread
     assert not slow.go.is_set()
@@ -250,13 +269,47 @@ def test_the_last_of_two_that_are_put_at_once_stays() -> None:
     slow = Slow()
     shapes = [struct((2,), "float32", P())]
     values = [drawn(shapes, seed) for seed in range(2)]
-    rows = stores.MovedRows(tuple(shapes), [slow])
+    rows = MovedRows(tuple(shapes), [slow], room=2)
     for each in values:
         rows.put(0, placed(each, shapes))
     threading.Timer(0.1, slow.go.set).start()  # until then the other thread could go first
     rows.settle()
     assert slow.go.is_set()
     assert_same(rows.fetch(0), values[-1], shapes)
+    rows.close()
+
+
+class SlowToRead(stores.HostKeeper):
+    """Holds whoever reads up until it may go."""
+
+    def __init__(self) -> None:
+        super().__init__((struct((2,), "float32", P()),))
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def loading(self, layer: int) -> contextlib.AbstractContextManager[Callable[[], Arrays]]:
+        self.begun.set()
+        assert self.go.wait(60)
+        return super().loading(layer)
+
+
+@pytest.mark.parametrize("name", ["forget", "put"])
+def test_a_row_is_not_changed_under_a_thread_that_reads_it(name: str) -> None:
+    """Also where what it reads is not wanted any more."""
+    slow = SlowToRead()
+    shapes = [struct((2,), "float32", P())]
+    rows = MovedRows(tuple(shapes), [slow], room=2)
+    rows.put(0, placed(drawn(shapes, 0), shapes))
+    rows.settle()
+    rows.ahead(0)
+    assert slow.begun.wait(60)
+    rows.drop(0)
+    threading.Timer(0.1, slow.go.set).start()
+    if name == "forget":
+        rows.forget(0)
+    else:
+        rows.put(0, placed(drawn(shapes, 1), shapes))
+    rows.settle()
+    assert slow.go.is_set()
     rows.close()
 
 
@@ -267,7 +320,7 @@ def test_what_a_thread_could_not_do_is_raised_by_the_next_call() -> None:
 
     shapes = [struct((2,), "float32", P())]
     for name in ("ahead", "fetch", "put", "drop", "forget", "settle"):
-        rows = stores.MovedRows(tuple(shapes), [Full(tuple(shapes))] * 2)
+        rows = MovedRows(tuple(shapes), [Full(tuple(shapes))] * 2, room=2)
         rows.put(0, placed(drawn(shapes, 0), shapes))
         while rows._writing:
             pass
@@ -277,6 +330,23 @@ def test_what_a_thread_could_not_do_is_raised_by_the_next_call() -> None:
         with pytest.raises(OSError, match="no place"):  # nor is it forgotten then
             rows.settle()
         rows.close()
+
+
+def test_a_row_that_could_not_be_read_is_no_secret() -> None:
+    """Nobody fetches it, and it is told."""
+    unread = SlowToRead()
+    unread.loading = lambda layer: (_ for _ in ()).throw(OSError(5, f"{layer} can't be read"))
+    shapes = [struct((2,), "float32", P())]
+    rows = MovedRows(tuple(shapes), [unread] * 2, room=2)
+    rows.put(0, placed(drawn(shapes, 0), shapes))
+    rows.ahead(0)
+    with pytest.raises(OSError, match="0 can't be read"):
+        rows.close()
+    rows = MovedRows(tuple(shapes), [unread], room=2)
+    rows.ahead(0)
+    with pytest.raises(OSError, match="0 can't be read"):
+        rows.fetch(0)
+    rows.close()  # it was told
 
 
 def test_a_row_that_was_never_put_is_our_fault() -> None:
