@@ -34,7 +34,7 @@ from cjax.walk.direct import (
     shown,
     sync_names,
 )
-from cjax.walk.record import Record, read_record, record_bytes, write_record
+from cjax.walk.record import Committed, read_record, record_bytes, write_record
 
 # Two places a row: what is put is durable at the next commit. One: what is put once, and what no other run reads.
 _PLACES: Mapping[Kind, int] = {"params": 2, "opt": 2, "frozen": 1, "grads": 1, "inputs": 1}
@@ -125,7 +125,7 @@ class Folder:
         self._identity = json.dumps(given, sort_keys=True, default=str)
         self._lock = -1
         self._is_between = False  # two commits: which of them a process that is killed leaves is not known
-        self._record: Record | None = None
+        self._record: Committed | None = None
         try:
             with self._together("open"):
                 self._lock = self._locked()
@@ -202,7 +202,7 @@ class Folder:
             for file in self._files.values():
                 file.sync()
             halves = {name: "".join(file.newest) for name, file in self._files.items()}
-            record = Record(step, self._identity, self._run, halves)
+            record = Committed(step, self._identity, self._run, halves)
             # The one that is current stays until the new one is there, and with several processes the one before it.
             self._reserve("the small arrays", (2 + (jax.process_count() > 1)) * record_bytes(record, small))
             self._refuse_others(unfinished)
@@ -284,7 +284,7 @@ class Folder:
         os.pwrite(handle, _LOCK + f"{os.getpid()}\n".encode(), 0)
         return handle
 
-    def _known(self) -> Record | None:
+    def _known(self) -> Committed | None:
         """What was committed last. Where nothing was, rows that are there mean nothing, and go."""
         path, before = self._beside(""), self._beside(".before")
         self._refuse_others(path)

@@ -22,7 +22,7 @@ _DIGEST = hashlib.sha256
 
 
 @dataclass(frozen=True)
-class Record:
+class Committed:
     """What was committed, but for the small arrays.
 
     Args:
@@ -38,7 +38,7 @@ class Record:
     halves: Mapping[str, str]
 
 
-def write_record(path: Path, record: Record, small: Mapping[str, np.ndarray]) -> None:
+def write_record(path: Path, record: Committed, small: Mapping[str, np.ndarray]) -> None:
     """Writes a record; returns when it is on the disk.
 
     Raises:
@@ -58,14 +58,14 @@ def write_record(path: Path, record: Record, small: Mapping[str, np.ndarray]) ->
         os.fsync(file.fileno())
 
 
-def record_bytes(record: Record, small: Mapping[str, np.ndarray]) -> int:
+def record_bytes(record: Committed, small: Mapping[str, np.ndarray]) -> int:
     """How many bytes it takes on the disk, or a few more."""
     infos = sum(len(name) + 100 for name in small)
     text = len(json.dumps(asdict(record))) + infos
     return len(MAGIC) + _LENGTH + text + sum(np.asarray(x).nbytes for x in small.values()) + _DIGEST().digest_size
 
 
-def read_record(path: Path) -> tuple[Record, dict[str, np.ndarray]]:
+def read_record(path: Path) -> tuple[Committed, dict[str, np.ndarray]]:
     """What `write_record` wrote.
 
     Raises:
@@ -91,7 +91,7 @@ def read_record(path: Path) -> tuple[Record, dict[str, np.ndarray]]:
         # A copy, which begins where numbers of its kind may begin.
         small[name] = np.frombuffer(body[place : place + size].tobytes(), kind).reshape(shape).copy()
         place += size
-    return Record(**known), small
+    return Committed(**known), small
 
 
 def is_record(path: Path) -> bool:

@@ -20,7 +20,7 @@ from hypothesis.extra import numpy as arrays_of
 from cjax.walk import files
 from cjax.walk.direct import BLOCK, buffer
 from cjax.walk.files import Folder
-from cjax.walk.record import Record, read_record, write_record
+from cjax.walk.record import Committed, read_record, write_record
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 ROWS = 3
@@ -164,7 +164,7 @@ small_arrays = arrays_of.arrays(
 def test_small_arrays_come_back_as_they_were(small: dict[str, np.ndarray]) -> None:
     small["low"] = np.frombuffer(bytes(range(6)), jnp.bfloat16)
     small["turned"] = np.arange(6).reshape(2, 3).T
-    record = Record(5, '{"a": 1}', "run", {"params-0": "01-"})
+    record = Committed(5, '{"a": 1}', "run", {"params-0": "01-"})
     with tempfile.TemporaryDirectory() as folder:
         write_record(Path(folder, "commit"), record, small)
         found, arrays = read_record(Path(folder, "commit"))
