@@ -1,6 +1,7 @@
 """Optimizers row by row: as optax would have it on the user's own tree, or refused with what to write instead."""
 
 import os
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from contract import no_compilation
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optimizers import OPTIMIZERS, Optimizer
 
+from cjax.sharding.storage.optimizer import store_optimizer
 from cjax.sharding.storage.storage import Slot, Storage, make_storage
 from cjax.tree import PyTree, leaf_names
 from cjax.walk.ends import in_rows
@@ -95,9 +97,14 @@ class Here:
                 leaves.update(found)
         for i, array in zip(self.laid.outside, outside, strict=True):
             slot = storage.slots[i]
-            value = np.asarray(slot.load(array))
+            value = on_host(slot.load(array))
             leaves.update(zip(slot.leaves, value if slot.is_stack else [value], strict=True))
         return storage.treedef.unflatten([leaves[i] for i in range(len(leaves))])
+
+
+def on_host(array: jax.Array) -> np.ndarray:
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(array) if is_key else array)
 
 
 class Walk:
@@ -140,9 +147,9 @@ def gradients(params: PyTree, step: int) -> PyTree:
 
 
 def assert_same(here: PyTree, there: PyTree, what: str) -> None:
-    assert jax.tree.structure(here) == jax.tree.structure(there)
+    assert jax.tree.structure(here) == jax.tree.structure(there), what
     for name, a, b in zip(leaf_names(there), jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
+        a, b = on_host(a), on_host(b)
         assert a.shape == b.shape and a.dtype == b.dtype, (what, name, a.dtype, b.dtype)
         if not np.array_equal(a, b):
             assert np.linalg.norm(a - b) <= EXACT * np.linalg.norm(b), (what, name)
@@ -172,13 +179,19 @@ REFUSED = {"labelled by path": "not the same for the other layers"}  # only some
 # What differs in what it reads beside a leaf's own gradient: norms and factors of a leaf, of all, the loss, a branch.
 FEW = ("lamb, as FusedLAMB", "lars, as Lars", "average of parameters", "adafactor", "muon", "novograd", "prodigy",
        "adaptive clipping", "on a plateau", "every second step")  # fmt: skip
+# And what the table has not: numbers drawn for each layer, and a branch that asks whether all is finite.
+MORE: dict[str, Callable[[], Optimizer]] = {
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(1e-2)),
+    "if finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
+}
+TABLE = OPTIMIZERS | MORE
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in REFUSED] if ALL else FEW)
+@pytest.mark.parametrize("name", [name for name in TABLE if name not in REFUSED] if ALL else (*FEW, "if finite"))
 def test_does_as_on_the_whole_tree(name: str) -> None:
     with jax.enable_x64(True):
-        compare(OPTIMIZERS[name]())
+        compare(TABLE[name]())
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -204,6 +217,20 @@ def test_state_under_the_names_of_layers_and_one_program_for_layers_that_differ_
         assert len(updates) == 1, "layers differ in a number alone"
         with no_compilation():
             walk.step(gradients(tree(0), 5), 1.0)
+
+
+def test_numbers_that_the_outside_draws_for_a_layer_are_drawn_in_its_own_program() -> None:
+    """What is handed to it are keys, and not as many numbers as it has parameters."""
+    shape = jax.eval_shape(lambda: jax.tree.map(jnp.float32, tree(0)))
+    storage, stacks, specs = stored(shape, mesh_of(1))
+    rows = RowOptimizer(MORE["noise"](), shape, storage, stacks, specs.__getitem__, mesh_of(1))
+    for owner in ((0, 1), (1, 2)):
+        piece = rows._passes.updates[owner]
+        drawn = [eqn.outvars[0].aval.shape for eqn in piece.eqns if eqn.primitive.name == "random_bits"]
+        assert {shape[-2:] for shape in drawn} >= {(9, 10), (7,)} or owner[0] == 1
+        assert all(
+            jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key) or v.aval.size < 90 for v in piece.reads_of("joint")
+        )
 
 
 def test_equal_layers_compile_once() -> None:
@@ -232,6 +259,7 @@ def test_takes_as_few_passes_as_can_be(name: str) -> None:
     storage, stacks, specs = stored(shape, mesh_of(1))
     rows = RowOptimizer(OPTIMIZERS[name](), shape, storage, stacks, specs.__getitem__, mesh_of(1))
     assert rows.num_rounds == ROUNDS[name]
+    assert rows.storage == store_optimizer(OPTIMIZERS[name](), shape, storage, specs.__getitem__, mesh_of(1)).storage
     assert rows.reads(1, 0, 0) == {"grads"} or "lamb" in name or name == "novograd"
     assert len(rows.slots[0]) == len(rows.slots[1]) or "novograd" in name
 
@@ -301,17 +329,17 @@ def big(layers: int) -> PyTree:
 
 
 @pytest.mark.parametrize("make", [mixed, rotated])
-def test_large_things_of_several_layers_are_not_put_together(make: object) -> None:
+def test_large_things_of_several_layers_are_not_put_together(make: Callable[[PyTree], Optimizer]) -> None:
     shape = big(4)
     storage, stacks, specs = stored(shape, mesh_of(1))
     with pytest.raises(ValueError, match=r"float32\[.*200, 100\] of layer 0 of the stack of .*optax.adamw"):
-        RowOptimizer(make(shape), shape, storage, stacks, specs.__getitem__, mesh_of(1))  # type: ignore[operator]
+        RowOptimizer(make(shape), shape, storage, stacks, specs.__getitem__, mesh_of(1))
 
 
 @pytest.mark.parametrize("make", [mixed, rotated])
-def test_small_ones_are(make: object) -> None:
+def test_small_ones_are(make: Callable[[PyTree], Optimizer]) -> None:
     with jax.enable_x64(True):
-        compare(optax.chain(make(tree(0)), optax.sgd(1e-2)), num_steps=1)  # type: ignore[operator]
+        compare(optax.chain(make(tree(0)), optax.sgd(1e-2)), num_steps=1)
 
 
 def test_an_optimizer_that_prints_is_refused() -> None:
