@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from cjax.gradients import mean
 from cjax.mesh import compiler_options
 from cjax.optim import LossScale, LossScaleState, count_skipped, init_noise
+from cjax.planner.homes import Home
 from cjax.program.composed import Composed
 from cjax.program.keep import load_slot, members, store_leaves
 from cjax.program.starting import given_values, refuse_values
@@ -94,7 +95,8 @@ class Walking:
     def with_params(self, state: WalkedState, params: PyTree) -> WalkedState:
         """`state` with a tree like the parameters in their place; layers' are in host memory between their turns."""
         walker, shelf = self._walker, self._composed.shelves.params
-        rows = [make_rows(walker.structs("params", k), ["host"] * n, "params", k) for k, n in enumerate(walker.lengths)]
+        homes: list[list[Home]] = [["host"] * length for length in walker.lengths]
+        rows = [make_rows(walker.structs("params", k), of, "params", k) for k, of in enumerate(homes)]
         held = dataclasses.replace(state._held, params=rows)
         outside = fill(walker, held, "params", shelf, self._composed.mesh, values_of(shelf, params))
         for k, length in enumerate(walker.lengths):
