@@ -338,6 +338,22 @@ class Program:
         return state_from(self._composed, arrays)
 
     @own_context
+    def resume(self) -> State | None:
+        """The state after the last step of a run that has ended, however it did, from its `disk_folder`; None if there
+        is none. For plans that keep all of layers on disk (`host=0B disk=...`); others go on from checkpoints.
+
+        Raises:
+          ValueError: the plan keeps some of it elsewhere.
+        """
+        self._must_run("resume")
+        if self._walking is None:
+            raise ValueError(
+                f"plan {str(self.plan)!r} keeps nothing on disk between steps: go on from a checkpoint, "
+                "program.restore(path)."
+            )
+        return self._walking.resume()
+
+    @own_context
     def abstract_state(self) -> PyTree:
         """The logical arrays of a state as placed ShapeDtypeStructs: what `cjax.checkpoint.restore` takes."""
         return shapes_of(self._composed)

@@ -111,9 +111,12 @@ def _gathered_score(composed: Composed, subject: Subject, reads: LayerReads) -> 
     piece = Piece(slice(None), subject.source.num_rows, trace, 1)
 
     def run(params: Arrays, frozen: Arrays, rows: Rows, model_state: Arrays, batch: PyTree, key: jax.Array) -> Any:
+        trees: list[tuple[Kind, Storage, Arrays]] = [
+            ("params", storage.params, params), ("frozen", storage.frozen, frozen)
+        ]  # fmt: skip
         whole = [
             _stored(shelf, walker.outside(kind), outside, {at: found for (k, at), found in rows.items() if k == kind})
-            for kind, shelf, outside in (("params", storage.params, params), ("frozen", storage.frozen, frozen))
+            for kind, shelf, outside in trees
         ]
         outs = loss(*whole, model_state, jax.tree.leaves(batch), key, jnp.int32(0))[:num]
         return combined(subject.trace, [piece], [outs])

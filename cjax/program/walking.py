@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cjax.gradients import mean
 from cjax.mesh import compiler_options
 from cjax.optim import LossScale, LossScaleState, count_skipped, init_noise
 from cjax.planner.choice.homes import choose_homes
-from cjax.planner.homes import Homes, Peaks
+from cjax.planner.homes import Home, Homes, Peaks
 from cjax.program.composed import Composed
 from cjax.program.keep import store_leaves
 from cjax.program.starting import given_values, refuse_values
@@ -33,6 +34,18 @@ from cjax.walk.walker import OutsideState
 KINDS = ("params", "frozen", "opt")
 
 
+def _data(x: jax.Array) -> jax.Array:
+    """What can be written of an array: of keys their numbers."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _placed(array: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """What was written, as it was."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.device_put(jax.random.wrap_key_data(array), like.sharding)
+    return jax.device_put(array, like.sharding)
+
+
 def made(folder: Path) -> Path:
     """A folder that is there."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,6 +61,7 @@ class Walking:
     def __init__(self, composed: Composed) -> None:
         assert composed.walker is not None
         self._composed, self._walker = composed, composed.walker
+        self._last: tuple[jax.Array, Held] | None = None
         options = compiler_options(composed.mesh)
         self._inputs = jax.jit(self._make_inputs, out_shardings=composed.whole, compiler_options=options)
         self._behind = jax.jit(self._make_behind, compiler_options=options)
@@ -79,7 +93,56 @@ class Walking:
         return choose_homes(row_sizes(self._walker), peaks, plan.budget, plan.host, plan.disk, plan.offload)
 
     def _hold(self) -> Held:
+        """Places for a state's rows. The disk has room for one: a state that was there is given up."""
+        if self._folder is not None:
+            if self._last is not None:
+                step, held = self._last
+                if not step.is_deleted():
+                    step.delete()
+                for rows in held.every:
+                    rows.close()
+                self._folder.clear()
         return self._walker.hold(self.homes, self._folder)
+
+    @functools.cached_property
+    def _is_durable(self) -> bool:
+        """Whether all that layers have is on disk, so that a run that is killed can go on from there."""
+        if self._folder is None or jax.process_count() > 1:
+            return False
+        numbers = range(len(self._walker.lengths))
+        of = self.homes.of
+        return all(set(of[kind][k]) == {"disk"} for kind in KINDS for k in numbers if self._walker.slots(kind, k))
+
+    def _commit(self, state: WalkedState) -> None:
+        """From now on, a run that is killed goes on from this state."""
+        if not self._is_durable:
+            return
+        assert self._folder is not None
+        small = {f"{i}": np.asarray(_data(x)) for i, x in enumerate(jax.tree.leaves(state))}
+        self._folder.commit(int(state.step), small)
+
+    def resume(self) -> WalkedState | None:
+        """The state that the disk holds, of a run that has ended; None if there is none."""
+        if self._folder is None or not self._is_durable:
+            raise ValueError(
+                f"plan {str(self._composed.plan)!r} does not keep all that layers have on disk, so that nothing of a "
+                "run that has ended is left there: go on from a checkpoint, program.restore(path)."
+            )
+        if self._folder.step is None:
+            return None
+        held = self._hold()
+        found = self._folder.resume()
+        assert found is not None
+        shape = self._outside_shape()
+        leaves, treedef = jax.tree.flatten(shape)
+        arrays = [_placed(found[1][f"{i}"], leaf) for i, leaf in enumerate(leaves)]
+        step, params, frozen, opt, model_state, key, scaling, noise = jax.tree.unflatten(treedef, arrays)
+        return self._state(held, (params, frozen, opt, model_state), (step, key, scaling, noise), is_new=False)
+
+    def _outside_shape(self) -> Any:
+        shape = self._composed.state_shape
+        trees = (tuple(self._walker.outside_structs(kind)) for kind in KINDS)
+        return (shape.step, *trees, shape._model_state, shape._key, shape._scaling, shape._noise)
 
     @functools.cached_property
     def _folder(self) -> Folder | None:
@@ -110,6 +173,11 @@ class Walking:
     def start(self, key: jax.Array, params: Any) -> WalkedState:
         """A fresh state; `params` (see `Program.init`) replace the parameters they name."""
         composed = self._composed
+        if self._folder is not None and self._folder.step:
+            raise ValueError(
+                f"{self._folder.path} holds this run as it was after step {self._folder.step}: go on with "
+                "state = program.resume(), or remove that folder to begin anew."
+            )
         given = {} if params is None else given_values(composed, params)
         problems: list[str] = []
         values = {name: found for name, found in given.items()}
@@ -178,7 +246,8 @@ class Walking:
     def with_params(self, state: WalkedState, params: PyTree) -> WalkedState:
         """`state` with a tree like the parameters in their place; layers' are in host memory between their turns."""
         walker, shelf = self._walker, self._composed.shelves.params
-        rows = [make_rows(walker.structs("params", k), ["host"] * n, "params", k) for k, n in enumerate(walker.lengths)]
+        homes: list[list[Home]] = [["host"] * length for length in walker.lengths]
+        rows = [make_rows(walker.structs("params", k), of, "params", k) for k, of in enumerate(homes)]
         held = dataclasses.replace(state._held, params=rows)
         outside = fill(walker, held, "params", shelf, self._composed.mesh, values_of(shelf, params))
         for k, length in enumerate(walker.lengths):
@@ -187,13 +256,17 @@ class Walking:
             rows[k].settle()
         return dataclasses.replace(state, _params=outside, _held=held)
 
-    def _state(self, held: Held, trees: Any, small: Any) -> WalkedState:
+    def _state(self, held: Held, trees: Any, small: Any, is_new: bool = True) -> WalkedState:
         empty_rows(self._walker, held)
         for rows in held.every:
             rows.settle()
         step, key, scaling, noise = small
         shelves, walker = self._composed.shelves, self._walker
-        return WalkedState(step, *trees, key, scaling, noise, shelves, walker, held)
+        state = WalkedState(step, *trees, key, scaling, noise, shelves, walker, held)
+        self._last = step, held
+        if is_new:
+            self._commit(state)
+        return state
 
     # -- steps --------------------------------------------------------------------------------------------------------
     def step(self, state: WalkedState, batch: PyTree) -> tuple[WalkedState, dict[str, Any]]:
@@ -239,9 +312,12 @@ class Walking:
     def _next(
         self, state: WalkedState, outside: OutsideState, step: jax.Array, model_state: Arrays, scaling: LossScaleState
     ) -> WalkedState:
-        return dataclasses.replace(
+        new = dataclasses.replace(
             state, step=step, _params=outside.params, _opt=outside.opt, _model_state=model_state, _scaling=scaling
         )
+        self._last = step, state._held
+        self._commit(new)
+        return new
 
     def _make_inputs(self, key: jax.Array, step: jax.Array, scaling: LossScaleState) -> tuple[jax.Array, Any]:
         scale = None if self._composed.scaling is None else scaling.scale / self._composed.loss_size

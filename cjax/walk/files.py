@@ -224,6 +224,11 @@ class Folder:
             file.current = list(file.newest)
         self._is_between = False
 
+    @property
+    def step(self) -> int | None:
+        """The step that was committed last."""
+        return None if self._record is None else self._record.step
+
     def resume(self) -> tuple[int, dict[str, np.ndarray]] | None:
         """What was committed last, its step and small arrays; None if nothing was. To be called when all rows are made.
 

@@ -147,11 +147,10 @@ class ForwardWalk:
             parts.clear()
             for at, rows in in_turn([held.params[mine], held.frozen[mine]], range(self._lengths[k])):
                 row = self._pick(k, rows)
-                for i in numbers:
-                    given = [*moving[i], *passing[i]]
-                    moving[i], _ = programs.forward[k](row, once, out, i, np.int32(at), states, given)
+                for i, behind in zip(numbers, passing, strict=True):
+                    moving[i], _ = programs.forward[k](row, once, out, i, np.int32(at), states, [*moving[i], *behind])
                 jax.block_until_ready(moving)
-                del row, given
+                del row
             payloads = [[*a, *b] for a, b in zip(moving, passing, strict=True)]
             if k + 1 < len(self._whose):
                 payloads = [

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -44,7 +45,7 @@ def test_evaluation_gives_the_numbers_of_one_program(name: str) -> None:
         assert_same(walks.evaluate(state, batches), plain.evaluate(other, batches), tolerance)
 
 
-# -- a stack of its own, cheap to compile, whose layers are large beside what goes through them -------------------------
+# -- a stack of its own, cheap to compile, whose layers are large beside what goes through them -----------------------
 LAYERS, WIDTH, ROWS = 6, 32, 8
 
 
@@ -92,9 +93,14 @@ def both(plan: str, function: Any, batch: Any = None, tolerance: float = 1e-5) -
 
 
 @pytest.mark.parametrize(
-    "plan", ["data=2 zero=3 offload=params", "tensor=2 offload=params", "data=2 microbatches=3 offload=params+activations",
-             "data=2 offload=optimizer"],
-)  # fmt: skip
+    "plan",
+    [
+        "data=2 zero=3 offload=params",
+        "tensor=2 offload=params",
+        "data=2 microbatches=4 offload=params+activations",
+        "data=2 offload=optimizer",
+    ],
+)
 def test_every_plan_that_walks_gives_the_same(plan: str) -> None:
     wanted = tower("data=2")[0].evaluate(tower("data=2")[1], [rows(), rows(5, 1)])
     assert_same(tower(plan)[0].evaluate(tower(plan)[1], [rows(), rows(5, 1)]), wanted, 1e-5)
@@ -108,7 +114,7 @@ def test_a_function_of_the_model_is_walked_through_too() -> None:
     found = both(AWAY, results)
     assert found["y"].shape == (ROWS + 5, 3)
     # Under micro-batches it sees its batch whole all the same: what is largest in a part is not what is in the batch.
-    both("data=2 microbatches=3 offload=params+activations", results, rows(7, 2))
+    both("data=2 microbatches=4 offload=params+activations", results, rows(7, 2))
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2])
@@ -118,7 +124,7 @@ def test_a_function_may_look_at_what_a_walk_has_room_for(layers: int) -> None:
 
 def weights(model: Any, batch: Any) -> Any:
     found = [model.variables["params"][f"block_{i}"]["up"]["kernel"] for i in range(LAYERS)]
-    return {"norm": sum(jnp.sum(w * w) for w in found), "first": found[0][:, : batch["x"].shape[0]]}
+    return {"norm": sum(jnp.sum(w * w) for w in found), "first": found[0].mean() + batch["x"].sum()}
 
 
 def twice(model: Any, batch: Any) -> Any:
@@ -140,7 +146,7 @@ def test_other_parameters_are_scored_in_place_of_the_states() -> None:
     given["block_3"] = jax.tree.map(jnp.asarray, given["block_3"])
     before = program.evaluate(state, rows())
     assert_same(program.evaluate(state, rows(), params=given), plain.evaluate(other, rows(), params=given), 1e-5)
-    assert program.evaluate(state, rows())["loss"] == before["loss"] != program.evaluate(state, rows(), params=given)
+    assert program.evaluate(state, rows())["loss"] == before["loss"]
     with pytest.raises(ValueError, match="these params are of another model"):
         program.evaluate(state, rows(), params={"first": given["first"]})
     found = program.value_and_grad(state, rows(), given), plain.value_and_grad(other, rows(), given)
@@ -150,13 +156,14 @@ def test_other_parameters_are_scored_in_place_of_the_states() -> None:
 def live_bytes() -> int:
     """On the first device, what is in host memory aside."""
     arrays = [x for x in jax.live_arrays() if not x.is_deleted() and x.sharding.memory_kind == "device"]
-    first = jax.devices()[0]
-    return sum(shard.data.nbytes for x in arrays for shard in x.addressable_shards if shard.device == first)
+    mine = [x for x in arrays if jax.devices()[0] in x.sharding.device_set]
+    # By shapes: to ask an array for its shards makes arrays of them.
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in mine)
 
 
 def test_nothing_is_compiled_again_and_two_layers_are_on_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     program, state = tower(AWAY)
-    wanted, seen, fetch = program.evaluate(state, rows()), [], MovedRows.fetch
+    wanted, seen, fetch = float(program.evaluate(state, [rows(), rows()])["loss"]), [], MovedRows.fetch
     gc.collect()
     before = live_bytes()
 
@@ -167,7 +174,7 @@ def test_nothing_is_compiled_again_and_two_layers_are_on_the_devices(monkeypatch
 
     monkeypatch.setattr(MovedRows, "fetch", watched)
     with no_compilation():
-        assert program.evaluate(state, [rows(), rows()])["loss"] == pytest.approx(wanted["loss"])
+        assert float(program.evaluate(state, [rows(), rows()])["loss"]) == wanted
     layer = 4 * (2 * WIDTH * 2 * WIDTH + 3 * WIDTH)
     assert len(seen) == 2 * 2 * LAYERS and layer <= max(seen) < 2.5 * layer
     gc.collect()
