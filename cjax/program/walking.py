@@ -55,6 +55,9 @@ def made(folder: Path) -> Path:
 Given = Callable[[int, int], Any]  # tree, leaf -> a value that replaces the model's own, or None
 
 
+_OPEN: dict[Path, "Walking"] = {}  # folders that this process has open
+
+
 class Walking:
     """Runs the walks of one program."""
 
@@ -94,14 +97,9 @@ class Walking:
 
     def _hold(self) -> Held:
         """Places for a state's rows. The disk has room for one: a state that was there is given up."""
-        if self._folder is not None:
-            if self._last is not None:
-                step, held = self._last
-                if not step.is_deleted():
-                    step.delete()
-                for rows in held.every:
-                    rows.close()
-                self._folder.clear()
+        if self._folder is not None and self._last is not None:
+            self._give_up()
+            self._folder.clear()
         return self._walker.hold(self.homes, self._folder)
 
     @functools.cached_property
@@ -158,7 +156,28 @@ class Walking:
         identity = self._identity()
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
         # Of each program its own, so that a run can go on under another plan while this one's rows are read.
-        return Folder(made(composed.given.disk_folder) / f"cjax-{digest}", identity, composed.plan.disk)
+        path = made(composed.given.disk_folder).absolute() / f"cjax-{digest}"
+        if path in _OPEN:
+            _OPEN[path]._release()  # the same program, made anew in the same process: as in a notebook
+        folder = Folder(path, identity, composed.plan.disk)
+        _OPEN[path] = self
+        return folder
+
+    def _release(self) -> None:
+        """Gives up the state that is on disk, and the folder."""
+        self._give_up()
+        if (folder := vars(self).pop("_folder", None)) is not None:
+            folder.close()
+
+    def _give_up(self) -> None:
+        """The last state can't be used from here on."""
+        if self._last is not None:
+            step, held = self._last
+            if not step.is_deleted():
+                step.delete()
+            for rows in held.every:
+                rows.close()
+        self._last = None
 
     def _identity(self) -> dict[str, Any]:
         """What tells this program's rows from others'."""
