@@ -1,0 +1,206 @@
+"""Plans that walk over layers: as authors train their models, to the same bits wherever rows live, within a budget."""
+
+import gc
+import hashlib
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from contract import OPTIMIZER, assert_trained_alike, source_of, subject
+from zoo import MODELS
+
+import cjax
+from cjax.plan import Plan
+from cjax.planner.homes import occupied
+from cjax.program import Program
+from cjax.program.compose import compose
+from cjax.program.composed import Given
+from cjax.walk import walk, walker
+
+ALL = os.environ.get("CJAX_TEST_ALL") == "1"
+EVERYTHING = "offload=params+optimizer+gradients+activations"
+# Models of every kind with layers, under all that a walk goes with.
+PAIRS = [
+    ("linen_decoder", f"zero=3 {EVERYTHING}"),
+    ("linen_encoder_decoder", "data=4 tensor=2 zero=1 microbatches=2 offload=params+optimizer"),
+    ("linen_scan", f"data=8 {EVERYTHING}"),
+    ("linen_part_frozen", "zero=2 microbatches=2 offload=params+optimizer"),
+]
+MORE = [
+    ("nnx_llama", "tensor=4 remat=block offload=optimizer"),
+    ("linen_tied", f"zero=1/4 {EVERYTHING}"),
+    ("linen_encoder", "sequence=ring:2 zero=3 offload=params+optimizer"),
+    ("linen_masked_mean", "zero=2 microbatches=2 offload=activations"),
+    ("linen_moe_soft", "data=8 offload=gradients"),
+    ("linen_remat", "zero=3 microbatches=4 offload=params"),
+    ("linen_vit", "tensor=2 offload=params+optimizer"),
+    ("nnx_decoder", f"data=2 tensor=4 zero=3 {EVERYTHING}"),
+    ("nnx_scan", "zero=2 offload=params+optimizer"),
+    ("cjax_gpt", f"zero=3 microbatches=2 {EVERYTHING}"),
+    ("cjax_t5", "tensor=4 offload=params+optimizer"),
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), [*PAIRS, *MORE] if ALL else PAIRS)
+def test_trains_as_its_author_would(name: str, plan: str) -> None:
+    assert_trained_alike(name, plan)
+
+
+def program_of(name: str, plan: str, folder: Path | None = None) -> Program:
+    given = Given(source_of(name), OPTIMIZER, disk_folder=folder)
+    return Program(compose(given, Plan.parse(plan).resolve(8), jax.devices()))
+
+
+def trained(program: Program, name: str, num_steps: int = 2) -> Any:
+    state = program.init(3)
+    for index in range(num_steps):
+        state, _ = program.step(state, subject(name, False).batches[index % 2])
+    return state
+
+
+def digest(program: Program, state: Any) -> str:
+    """Of all that a checkpoint would hold."""
+    found = hashlib.sha256()
+    for x in jax.tree.leaves(program.to_arrays(state)):
+        is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+        found.update(np.asarray(jax.random.key_data(x) if is_key else x).tobytes())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize("name", ["linen_tied", "nnx_scan", "linen_encoder_decoder"] if ALL else ["linen_tied"])
+def test_wherever_rows_live_the_bits_are_the_same(name: str, tmp_path: Path) -> None:
+    found = set()
+    for number, homes in enumerate(
+        (
+            "offload=optimizer",
+            EVERYTHING,
+            "offload=params+optimizer host=0B disk=10MB",
+            "budget=330kB host=30kB disk=9MB",
+        )
+    ):
+        program = program_of(name, f"zero=1 {homes}", tmp_path / str(number))
+        used = program._walking.homes.used
+        assert ("disk" in used) == ("disk" in homes), used
+        found.add(digest(program, trained(program, name)))
+    assert len(found) == 1
+
+
+def alive() -> int:
+    """Bytes of arrays on one device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.live_arrays()
+        if not x.is_deleted()
+        and x.sharding.memory_kind != "pinned_host"
+        and not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
+
+
+@pytest.mark.parametrize("plan", ["zero=1 budget=300kB", f"data=8 {EVERYTHING}"])
+def test_a_device_never_holds_more_than_was_said(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "linen_tied"
+    program = program_of(name, plan)
+    state = trained(program, name)
+    gc.collect()
+    parts = program._walking
+    said = occupied(parts.measured.sizes, parts.measured.peaks, parts.homes)
+    # What other tests have kept, and this one's own state is counted by `said`.
+    own = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(state)
+        if not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
+    resident = sum(said.device.values()) - said.device["inputs"] - said.device["grads"]
+    before, most = alive() - own - resident, 0
+    assert program.plan.budget is None or said.peak <= program.plan.budget
+
+    def watched(function: Any) -> Any:
+        def rows(*args: Any) -> Any:
+            nonlocal most
+            for each in function(*args):
+                most = max(most, alive() - before)
+                yield each
+
+        return rows
+
+    for room in (walk, walker):
+        monkeypatch.setattr(room, "in_turn", watched(walk.in_turn))
+    program.step(state, subject(name, False).batches[0])
+    assert 0 < most <= said.peak
+
+
+def test_a_run_goes_on_from_its_disk(tmp_path: Path) -> None:
+    plan, name = "zero=1 offload=params+optimizer host=0B disk=10MB", "linen_tied"
+    program = program_of(name, plan, tmp_path)
+    assert program.resume() is None
+    state = trained(program, name)
+    was = digest(program, state)
+    again = program_of(name, plan, tmp_path)  # takes the folder over, as a process that comes after would
+    with pytest.raises(ValueError, match="after step 2: go on with state = program.resume"):
+        again.init(0)
+    resumed = again.resume()
+    assert resumed is not None and int(resumed.step) == 2 and digest(again, resumed) == was
+    with pytest.raises(ValueError, match="given up"):
+        program.step(state, subject(name, False).batches[0])
+
+
+def test_another_budget_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    name = "linen_tied"
+    first = program_of(name, "zero=1 offload=params+optimizer")
+    state = trained(first, name)
+    was = digest(first, state)
+    for plan in ("zero=3 budget=260kB", "tensor=2", f"data=8 {EVERYTHING}"):
+        other = first.replan(plan)
+        moved = other.restore(state)
+        assert digest(other, moved) == was
+    first.save(tmp_path / "kept", state)
+    last = first.replan("zero=3 offload=optimizer")
+    assert digest(last, last.restore(tmp_path / "kept")) == was
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    name = "linen_tied"
+    program = program_of(name, f"zero=1 {EVERYTHING}")
+    state = program.init(0)
+    was = jax.tree.map(np.asarray, program.params(state))
+    batch = jax.tree.map(np.asarray, subject(name, False).batches[0])
+    grads = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), was)
+    state = program.update(state, grads, 1.0)
+    jax.tree.map(np.testing.assert_array_equal, program.params(state), was)
+    state, metrics = program.step(state, batch)
+    assert int(state.step) == 2 and int(metrics["skipped"]) == 0
+
+
+def test_gradients_are_those_of_one_program() -> None:
+    name, batch = "linen_tied", subject("linen_tied", False).batches[0]
+    found = []
+    for plan in (f"zero=1 {EVERYTHING}", "zero=1"):
+        program = program_of(name, plan)
+        found.append(program.value_and_grad(program.init(0), batch))
+    assert float(found[0][0]) == pytest.approx(float(found[1][0]), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "words"),
+    [
+        ("nnx_mlp", "data=8 offload=optimizer", "no layers that repeat were found"),
+        ("linen_tied", "zero=1 budget=90kB", r"budget=90kB is less than a device needs at least.*write budget="),
+        ("linen_tied", "zero=1 offload=optimizer host=1kB", "host"),
+        ("linen_tied", "zero=1 offload=optimizer host=0B disk=10MB", "disk_folder="),
+    ],
+)
+def test_what_cannot_be_had_says_what_to_write(name: str, plan: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        program_of(name, plan).init(0)
+
+
+def test_no_noise_of_parts() -> None:
+    model, loss, batch = MODELS["linen_tied"].make(np.float32)
+    with pytest.raises(ValueError, match="leave measure_noise out"):
+        cjax.parallelize(model, loss, optax.adam(1e-3), batch, "data=8 offload=optimizer", measure_noise=True)
