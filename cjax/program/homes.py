@@ -1,13 +1,11 @@
 """The homes of a plan that walks over layers, and what its step costs, in words for the report."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import get_args
 
 from cjax.plan import Plan
-from cjax.planner.costs.walk import DISK_READ, DISK_WRITE, WalkCost, WalkRates, rates_of, reading_again, walk_cost
-from cjax.planner.hardware import Hardware
-from cjax.planner.homes import KINDS, TRAFFIC, Home, Homes, Kind, Peaks, Phase, RowSizes, occupied
+from cjax.planner.costs.walk import DISK_READ, DISK_WRITE, WalkCost, WalkRates
+from cjax.planner.homes import KINDS, Home, Homes, Kind, Peaks, Phase, RowSizes, occupied
 from cjax.report.walk import ClassUse, PhaseUse, WalkUse
 
 NAMES: Mapping[Kind, str] = {
@@ -24,39 +22,6 @@ PASSES: Mapping[Phase, str] = {
     "backward": "the backward pass",
     "update": "the update",
 }
-
-
-def walk_use(
-    plan: Plan,
-    sizes: RowSizes,
-    peaks: Peaks,
-    homes: Homes,
-    hardware: Hardware,
-    tokens: int,
-    flops: Mapping[Phase, float] | None = None,
-    again: Mapping[Kind, int] = MappingProxyType({}),
-    record: int = 0,
-) -> WalkUse:
-    """What a report says of a program's homes: computing at the devices' peak beside what is moved.
-
-    Args:
-      plan: what they were chosen for.
-      sizes: of the rows.
-      peaks: what a device needs beside rows.
-      homes: of the rows.
-      hardware: the devices.
-      tokens: of a step.
-      flops: that a device computes in a step, by phase ("after" counts to "backward"); None: not known.
-      again: how often more than once the update reads rows of a kind.
-      record: bytes that a process keeps on disk beside rows, if it keeps any there.
-    """
-    peak, rates = hardware.matmul_flops(plan.precision), rates_of(hardware)
-    compute: dict[Phase, float] | None = None
-    if flops is not None and peak:
-        compute = {phase: flops.get(phase, 0.0) / peak for phase in TRAFFIC}
-        compute["backward"] += flops.get("after", 0.0) / peak
-    cost = walk_cost(sizes, homes, rates, compute, tokens, reading_again(again))
-    return describe_walk(plan, sizes, peaks, homes, cost, rates, tokens, record)
 
 
 def describe_walk(

@@ -7,15 +7,16 @@ import jax
 from jax.sharding import Mesh
 
 from cjax.audit import Audit, audit, hlo
-from cjax.planner.costs.walk import rates_of, walk_cost
+from cjax.planner.costs.walk import rates_of, reading_again, walk_cost
 from cjax.planner.hardware import Hardware
-from cjax.planner.homes import Homes, Kind, occupied
+from cjax.planner.homes import Homes, Kind, Phase, occupied
 from cjax.program.composed import Composed
 from cjax.program.description import param_rows, time_of, transfer_rows, uncovered
 from cjax.program.homes import describe_walk
 from cjax.report import FlopCount, MemoryUse, Report
 from cjax.trace.jaxpr.cost import cost
 from cjax.walk.measured import Measured, Piece, num_bytes
+from cjax.walk.optimizer import RowOptimizer
 
 FORWARD = ("begin", "enter", "once", "forward", "leave")
 
@@ -25,24 +26,26 @@ def describe_walked(composed: Composed, measured: Measured, homes: Homes, hardwa
     audits = [(piece, _audited(piece, composed.mesh)) for piece in measured.pieces]
     whole = _together(audits)
     peak = hardware.matmul_flops(composed.plan.precision)
-    compute = None
+    compute: dict[Phase, float] | None = None
     if peak is not None:
         compute = {"forward": 0.0, "backward": 0.0}
         for piece, facts in audits:
-            phase = "forward" if piece.name.split()[0] in FORWARD else "backward"
+            phase: Phase = "forward" if piece.name.split()[0] in FORWARD else "backward"
             compute[phase] += piece.calls * facts.flops / peak
     tokens = _num_tokens(composed)
     rates = rates_of(hardware)
-    step = walk_cost(measured.sizes, homes, rates, compute, tokens)
+    assert composed.walker is not None
+    optimizer, lengths = composed.walker.optimizer, composed.walker.lengths
+    again = {} if optimizer is None else reads_again(optimizer, len(lengths))
+    step = walk_cost(measured.sizes, homes, rates, compute, tokens, reading_again(again))
     there = occupied(measured.sizes, measured.peaks, homes)
     shape = composed.state_shape
-    assert composed.walker is not None
     kinds: tuple[Kind, ...] = ("params", "frozen", "opt")
     outside = {kind: num_bytes(composed.walker.outside_structs(kind)) for kind in kinds}
     carried, batch = num_bytes(shape._model_state), num_bytes(composed.with_batch(composed.batch_shape))
     state = there.device["params"] + there.device["frozen"] + outside["params"] + outside["frozen"]
-    optimizer = there.device["opt"] + outside["opt"]
-    rest = max(0, there.peak - state - optimizer - carried - batch)
+    opt_state = there.device["opt"] + outside["opt"]
+    rest = max(0, there.peak - state - opt_state - carried - batch)
     forward = cost(composed.trace.closed)
     model = 3.0 * forward.flops * composed.plan.microbatches
     matmul = 3.0 * forward.matmul_flops * composed.plan.microbatches
@@ -50,7 +53,7 @@ def describe_walked(composed: Composed, measured: Measured, homes: Homes, hardwa
         plan=str(composed.plan),
         devices=f"{composed.mesh.size} x {hardware.name}",
         memory=MemoryUse(
-            params=state, optimizer=optimizer, carried=carried, batch=batch, activations=rest, limit=hardware.memory
+            params=state, optimizer=opt_state, carried=carried, batch=batch, activations=rest, limit=hardware.memory
         ),
         params=param_rows(composed),
         transfers=transfer_rows(whole, hardware if hardware.memory_bandwidth is not None else None),
@@ -59,6 +62,22 @@ def describe_walked(composed: Composed, measured: Measured, homes: Homes, hardwa
         watch=[*composed.notes, *uncovered(composed.trace)],
         walk=describe_walk(composed.plan, measured.sizes, measured.peaks, homes, step, rates, tokens),
     )
+
+
+def reads_again(optimizer: RowOptimizer, num_stacks: int) -> dict[Kind, int]:
+    """How many passes before the last bring rows of each kind to the devices: those of the stack that has the most."""
+    found: dict[Kind, int] = {}
+    kinds: tuple[Kind, ...] = ("params", "opt", "grads")
+    for kind in kinds:
+        passes = [
+            sum(
+                kind in optimizer.reads(number, k, 0) and not (number == 1 and optimizer.is_early(k, 0))
+                for number in range(1, optimizer.num_rounds + 1)
+            )
+            for k in range(num_stacks)
+        ]
+        found[kind] = max(passes, default=0)
+    return found
 
 
 def _num_tokens(composed: Composed) -> int:

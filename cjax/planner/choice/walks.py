@@ -66,13 +66,12 @@ def walks_in(space: Space, num_devices: int) -> list[Plan]:
     return found
 
 
-def score_walk(question: Question, plan: Plan, rates: WalkRates | None = None) -> ScoredWalk:
+def score_walk(question: Question, plan: Plan) -> ScoredWalk:
     """What is predicted of a resolved plan with a budget.
 
     Args:
       question: the model, its batch and the devices.
       plan: the plan.
-      rates: of links and disks, if not those of the datasheets.
 
     Raises:
       TooLittle: it does not fit; with what would.
@@ -84,8 +83,7 @@ def score_walk(question: Question, plan: Plan, rates: WalkRates | None = None) -
         raise ValueError(split)
     work, hardware = question.work(arrangement), question.hardware_at(plan.num_devices)
     sizes, peaks = row_sizes(work, split, plan, hardware)
-    rates, compute = rates or rates_of(hardware), _compute(question, work, split, plan, hardware)
-    assert rates is not None
+    rates, compute = rates_of(hardware), _compute(question, work, split, plan, hardware)
 
     def cost_of(homes: Homes) -> WalkCost:
         return walk_cost(sizes, homes, rates, compute, work.tokens)
