@@ -64,6 +64,7 @@ class Card:
       price: dollars for an hour of one card; None where nobody asks one.
       cards_per_host, adapters_per_host: as vendors build their hosts.
       chip: what XLA is told of it; None for a card that is for planning alone.
+      pcie_bandwidth: bytes/s from the memory of its host to one card, and as much back at once: PCIe 4.0 x16.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Card:
     cards_per_host: int = 8
     adapters_per_host: int = 8
     chip: Chip | None = None
+    pcie_bandwidth: float = 32e9
 
     @property
     def is_compilable(self) -> bool:
@@ -211,6 +213,7 @@ _H100 = Card(
     power=700,
     price=2.69,
     chip=_HOPPER,
+    pcie_bandwidth=64e9,
 )
 _H100_PCIE = dataclasses.replace(
     _H100,
@@ -246,6 +249,7 @@ _V100 = Card(
     power=300,
     price=0.55,
     adapters_per_host=4,
+    pcie_bandwidth=16e9,
 )
 _V100_16 = dataclasses.replace(_V100, name="v100-16gb", kind="Tesla V100-SXM2-16GB", memory=16945512448)
 _RTX3090 = Card(

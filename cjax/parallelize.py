@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import optax
@@ -35,6 +36,7 @@ def parallelize(
     loss_scale: LossScale | None = None,
     measure_noise: bool = False,
     verify: bool = False,
+    disk_folder: str | Path | None = None,
 ) -> Program:
     """Lay a Flax model out over many devices.
 
@@ -56,6 +58,8 @@ def parallelize(
       verify: whether the plan is checked before the first step, on a few rows of its batch against the loss as you
         wrote it on one device; a plan that computes something else raises `cjax.MismatchError`. A model that does not
         fit one device is not checked, and `program.verified` and the report say so.
+      disk_folder: where plans with `disk=` keep what they move there, of all processes; made if it is missing. No plan
+        can name it: a plan is no property of a machine. Other plans leave it alone.
 
     >>> import flax.linen as nn, jax, numpy as np
     >>> batch = {"x": np.ones((8, 3), "float32"), "y": np.zeros((8, 1), "float32")}
@@ -70,7 +74,8 @@ def parallelize(
     _check_kinds(schedule, loss_scale, measure_noise)
     shape = batch_structs(batch)
     source = TraceSource(capture(model, loss, batch, wrt), shape)
-    given = Given(source, optimizer, loss_scale, measure_noise, verify, readers)
+    folder = None if disk_folder is None else _checked_folder(disk_folder)
+    given = Given(source, optimizer, loss_scale, measure_noise, verify, readers, folder)
     program = composed_program(given, plan, resolve_devices(devices), schedule)
     if loss_scale is not None and program.plan.precision != "float16":
         raise ValueError(
@@ -87,6 +92,14 @@ def _check_kinds(schedule: Any, loss_scale: Any, measure_noise: Any) -> None:
         raise TypeError(f"`loss_scale` is {loss_scale!r}; write cjax.optim.LossScale(initial=2.0**15).")
     if not isinstance(measure_noise, bool):
         raise TypeError(f"`measure_noise` is {measure_noise!r}; write True or False.")
+
+
+def _checked_folder(folder: Any) -> Path:
+    if not isinstance(folder, str | Path) or not str(folder):
+        raise TypeError(f'`disk_folder` is {folder!r}; give the path of a folder, such as "/scratch/run".')
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise ValueError(f"disk_folder={str(folder)!r} is a file; give a folder, which is made if it is missing.")
+    return Path(folder)
 
 
 def _check_optimizer(optimizer: Any) -> None:

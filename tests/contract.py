@@ -239,6 +239,9 @@ def trees(program: Program, state: Any) -> tuple[PyTree, PyTree, PyTree, PyTree]
 
     What is loaded is on the host already, so that no program is compiled to slice each leaf out of its stack.
     """
+    if program._composed.walker is not None:
+        arrays = program.to_arrays(state)
+        return tuple(on_host(arrays[name]) for name in ("params", "frozen", "carried", "opt_state"))
     storage, optimizer = program._composed.storage, program._composed.optimizer
     stored = (state._params, state._frozen, state._model_state)
     shelves = (storage.params, storage.frozen, storage.model_state)

@@ -64,6 +64,8 @@ def start(program: Program, trees: Trees, *, moments: bool) -> State:
     """The state that begins with these values; with `moments`, all that the optimizer keeps is zero at first, else its
     own init is asked, which is compiled."""
     parts = program._composed
+    if parts.walker is not None:
+        return _start_of_walk(program, trees, moments)
     shelves = (parts.shelves.params, parts.shelves.frozen, parts.shelves.model_state)
     held = [stored(shelf, program.mesh, jax.tree.leaves(tree)) for shelf, tree in zip(shelves, trees, strict=True)]
     key = jax.device_put(jax.random.key(0), parts.whole)
@@ -78,6 +80,19 @@ def start(program: Program, trees: Trees, *, moments: bool) -> State:
     params, frozen, model_state = held
     opt = jax.tree.map(zeros, parts.state_shape._opt)
     return State(step, params, frozen, opt, model_state, key, scaling, noise, parts.shelves)
+
+
+def _start_of_walk(program: Program, trees: Trees, moments: bool) -> State:
+    """The same for a program whose layers have rows."""
+    parts = program._composed
+    params, frozen, model_state = trees
+    small = {"step": np.int32(0), "key": jax.random.key(0), "loss_scale": (parts.scaling or LossScale()).init()}
+    if moments:
+        opt = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), parts.shelves.opt.leaf_shapes())
+    else:
+        opt = jax.jit(parts.given.optimizer.init)(jax.tree.map(np.asarray, params))
+    state = {"params": params, "frozen": frozen, "carried": model_state, "opt_state": opt, "noise_scale": init_noise()}
+    return program.from_arrays(state | small)
 
 
 def first_values(program: Program) -> Trees:

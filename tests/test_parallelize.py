@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -260,3 +261,15 @@ def test_the_users_arguments_stay_as_they_are() -> None:
 def test_what_is_no_optimizer_is_refused(optimizer: Any, given: str) -> None:
     with pytest.raises(TypeError, match=f"`optimizer` is {given}, not an optax transformation. Write optax.adamw"):
         cjax.parallelize(nn.Dense(1), lambda model, x: model(x).mean(), optimizer, np.ones((8, 2), np.float32))
+
+
+def test_the_folder_of_what_goes_to_disk(tmp_path: Path) -> None:
+    """A plan with `disk=` wants one where it is to run; compiled for devices that are not here, it needs none."""
+    plan = "budget=1GiB host=0B disk=1GiB"
+    with pytest.raises(ValueError, match="nothing says in which folder: give parallelize disk_folder="):
+        make(plan)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file; give a folder"):
+        make("zero=1", disk_folder=tmp_path / "file")
+    with pytest.raises(TypeError, match="give the path of a folder"):
+        make("zero=1", disk_folder=3)

@@ -52,12 +52,14 @@ class CheckModel:
         plans: the plans; one of each kind that the devices allow, if not given.
         devices: how many; "cpu:8" for virtual ones even where there are others.
         timeout: seconds that one plan may take, compiling included.
+        disk_folder: where plans with disk= keep what they move there; made if it is missing.
     """
 
     model: tyro.conf.Positional[str]
     plans: tuple[str, ...] = ()
     devices: str | None = None
     timeout: float = 900.0
+    disk_folder: str | None = None
 
     @staticmethod
     def parse(arguments: Sequence[str]) -> "CheckModel":
@@ -104,7 +106,7 @@ class _Worker:
         self.lost: tuple[str, str] | None = None
         self._timeout, self._told, self._noise = command.timeout, folder / "told", folder / "noise"
         self._told.write_text("")
-        job = [command.model, command.devices, self.plans, str(self._told)]
+        job = [command.model, command.devices, self.plans, str(self._told), command.disk_folder]
         with self._noise.open("w") as noise:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "cjax.cli.check_model", json.dumps(job)], stdout=noise, stderr=noise
@@ -168,10 +170,10 @@ def cover(num_devices: int) -> list[str]:
 
 def work(job: str) -> None:
     """What a worker does: a line of JSON for each plan that it begins, and for each that it is through with."""
-    model, text, plans, told = json.loads(job)
+    model, text, plans, told, folder = json.loads(job)
     devices = training_devices(text)
     network, loss, optimizer, batch = user_parts(model)
-    base = parallelize(network, loss, optimizer, batch, "data=1", devices=devices[:1])
+    base = parallelize(network, loss, optimizer, batch, "data=1", devices=devices[:1], disk_folder=folder)
     state, batch = base.init(0), _with_values(batch)
     plans = plans or cover(len(devices))
     with Path(told).open("a") as file:

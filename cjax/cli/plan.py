@@ -17,7 +17,9 @@ from cjax.mesh import num_cpus_named
 from cjax.parallelize import parallelize
 from cjax.plan import is_auto
 from cjax.planner.choice.scored import check_objective
+from cjax.program import Program
 from cjax.program.plans import plans
+from cjax.program.walks import walk_plans
 
 ROWS = 256  # of the batch, where neither it nor the number of devices is said
 
@@ -37,6 +39,11 @@ class PlanCommand:
             that every plan has to have: "auto precision=bfloat16".
         batch: rows of the global batch, for a built-in model; 1 for each device if not given.
         seq: tokens per row, for a built-in model; its context if not given.
+        disk_folder: what plans with disk= want on virtual devices; nothing is written to it.
+        budget: bytes that a device may hold, such as 70GiB, in plans that walk over layers: whether any of these can
+            train the model there, and how fast, by arithmetic. All that a device has, if host or disk are given alone.
+        host: bytes of host memory for the devices of one host, such as 1TiB; no limit if not given.
+        disk: bytes of disk for the devices of one host, such as 4TiB; none if not given.
         search: predict all plans, without compiling, and list the best.
         objective: what is to be least: time, memory, cost or energy.
         price: dollars for an hour of one device.
@@ -50,6 +57,10 @@ class PlanCommand:
     plan: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     batch: int | None = None
     seq: int | None = None
+    disk_folder: str | None = None
+    budget: str | None = None
+    host: str | None = None
+    disk: str | None = None
     search: bool = False
     objective: str | None = None
     price: float | None = None
@@ -65,7 +76,8 @@ class PlanCommand:
         check_options(self, {"batch": 1, "seq": 1, "top": 1, "verify": 0})
         self._check_search()
         num_devices, devices = self._target()
-        answer = self._search if self.search else self._compare
+        is_walk = any(size is not None for size in (self.budget, self.host, self.disk))
+        answer = self._walk if is_walk else self._search if self.search else self._compare
         if ".py:" not in self.model:
             return answer(built_in(self.model, self.batch or num_devices, self.seq), devices)
         if self.batch is not None or self.seq is not None:
@@ -75,6 +87,13 @@ class PlanCommand:
 
     def _check_search(self) -> None:
         """Refuses options that go with a search without one, and several plans with one."""
+        walked = [flag(name) for name in ("budget", "host", "disk") if getattr(self, name) is not None]
+        if walked and self.search:
+            raise ValueError(f"{', '.join(walked)} looks for plans by itself; leave out --search")
+        if walked and len(self.plan) > 1:
+            raise ValueError(f'{", ".join(walked)} takes one --plan: one of yours, or "auto" and words behind it')
+        if walked:
+            return
         names = ("objective", "price", "top", "verify", "explain")
         if not self.search and (given := [flag(name) for name in names if getattr(self, name) not in (None, False)]):
             raise ValueError(f"{', '.join(given)} {'goes' if len(given) == 1 else 'go'} with --search")
@@ -99,12 +118,24 @@ class PlanCommand:
     def _compare(self, parts: tuple[Any, Any, Any, Any], devices: Any) -> int:
         given = self.plan or ("auto",)
         if len(given) == 1:
-            print(parallelize(*parts, plan=given[0], devices=devices).report())
+            print(self._program(parts, given[0], devices).report())
             return 0
         # Any plan will do to trace the model; `auto` would search for one that nobody asked for.
-        comparison = parallelize(*parts, plan="data=-1", devices=devices).compare(list(given))
+        comparison = self._program(parts, "data=-1", devices).compare(list(given))
         print(f"{self.model} on {self.target}\n\n{comparison}")
         return 0 if comparison.reports else 1
+
+    def _program(self, parts: tuple[Any, Any, Any, Any], plan: str, devices: Any) -> Program:
+        return parallelize(*parts, plan=plan, devices=devices, disk_folder=self.disk_folder)
+
+    def _walk(self, parts: tuple[Any, Any, Any, Any], devices: Any) -> int:
+        for name in ("objective", "price", "verify", "explain", "disk_folder"):
+            if getattr(self, name) not in (None, False):
+                raise ValueError(f"{flag(name)} does not go with --budget, --host and --disk, which only calculate")
+        plan = self.plan[0] if self.plan else "auto"
+        found = walk_plans(parts, devices, self.budget, self.host, self.disk, plan=plan, top=self.top or 8)
+        print(f"{self.model} on {self.target}\n\n{found}")
+        return 0
 
     def _search(self, parts: tuple[Any, Any, Any, Any], devices: Any) -> int:
         found = plans(

@@ -53,6 +53,7 @@ class Train:
         folder: of the run; a new one below `runs` if not given.
         resume: the folder of a run to go on with; options given beside it replace those of the run.
         verify: check the plan before the first step against one device, and refuse to train if it computes otherwise.
+        disk_folder: where plans with disk= keep what they move there; made if it is missing.
         on_nan: what to do at a step that is not finite.
         checkpoint_every: steps between checkpoints.
         evaluate_every: steps between evaluations on held-out text.
@@ -78,6 +79,7 @@ class Train:
     folder: str | None = None
     resume: str | None = None
     verify: bool = False
+    disk_folder: str | None = None
     on_nan: Literal["stop", "skip"] = "stop"
     checkpoint_every: int = 100
     evaluate_every: int = 100
@@ -112,6 +114,7 @@ class Train:
             plan=self.plan or ("tensor=2 zero=1" if len(devices) % 2 == 0 else "zero=1"),
             devices=devices,
             verify=self.verify,
+            disk_folder=self.disk_folder,
         )
         data = dataclasses.replace(data, shard=program.data_shard)
         self._remember(folder)
@@ -208,7 +211,7 @@ class Train:
         if jax.process_index() == 0 and not is_taken:
             folder.mkdir(parents=True, exist_ok=True)
             options = dataclasses.asdict(self) | {"resume": None, "folder": None}
-            for name in ("data", "vocabulary"):
+            for name in ("data", "vocabulary", "disk_folder"):
                 if (place := getattr(self, name)) is not None:
                     options[name] = str(Path(place).absolute())
             (folder / "options.json").write_text(json.dumps(options, indent=1))

@@ -353,12 +353,7 @@ def averaged(
 ) -> Graded:
     """The loss and gradients of the whole from the sums over its parts; and how large a part's gradient is alone, from
     the sum of squared norms that was `measured`, and of how many."""
-    # Without a weight each part is a mean over equally many rows: their sum is over their number.
-    weight = None if sums.weight is None else denominator(sums.weight)
-    # Of no example that counts all totals are 0, and so is their mean.
-    divisor = jnp.asarray(num_parts) if weight is None else jnp.where(weight == 0, 1, weight)
-    if scale is not None:
-        divisor = divisor * scale
+    weight, divisor = divisor_of(sums.weight, num_parts, denominator, scale)
     grads = jax.tree.map(lambda g: g / divisor.astype(g.dtype), grads)
     total = sums.total / num_parts if weight is None else sums.total
     aux = [(t / num_parts if w is None else t, w) for t, w in sums.aux]
@@ -366,6 +361,17 @@ def averaged(
     square, parts = measured
     part_square = None if square is None else square * parts / jnp.square(divisor.astype(jnp.float32))
     return Graded(Evaluated(total, weight, aux, sums.model_state), grads, part_square, parts)
+
+
+def divisor_of(
+    weight: jax.Array | None, num_parts: int, denominator: Denominator, scale: Scale
+) -> tuple[jax.Array | None, jax.Array]:
+    """What the sum of all totals is divided by, None where parts average; and what gradients of that sum are."""
+    # Without a weight each part is a mean over equally many rows: their sum is over their number.
+    weight = None if weight is None else denominator(weight)
+    # Of no example that counts all totals are 0, and so is their mean.
+    divisor = jnp.asarray(num_parts) if weight is None else jnp.where(weight == 0, 1, weight)
+    return weight, divisor if scale is None else divisor * scale
 
 
 def _first(leaves: list[jax.Array], parts: list[jax.Array], treedef: Any) -> PyTree:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -90,7 +90,7 @@ def _parts(loss: LaidOut, measures: bool) -> Gradients:
     def constrain(parts: list[jax.Array]) -> list[jax.Array]:
         return [lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, axes))) for x in parts]
 
-    return micro_batched(_as_loss(loss.trace, run, num), num, constrain, _divide_by(loss), measures)
+    return micro_batched(_as_loss(loss.trace, run, num), num, constrain, divide_by(loss), measures)
 
 
 def _own_parts(loss: LaidOut, local: LocalRows, reductions: Sequence[Reduction], measures: bool) -> Gradients:
@@ -98,14 +98,14 @@ def _own_parts(loss: LaidOut, local: LocalRows, reductions: Sequence[Reduction],
     num, mesh = loss.plan.microbatches, loss.mesh
     run = place_loss(local.trace, loss.storage, loss.plan, mesh, local.layout, local.draw)
     own = _as_loss(local.trace, run, num * loss.num_shards)
-    return locally_accumulated(own, num, local.axes, reductions, mesh, _divide_by(loss), measures)
+    return locally_accumulated(own, num, local.axes, reductions, mesh, divide_by(loss), measures)
 
 
 def _pipeline(loss: LaidOut, line: Line) -> Gradients:
     """Of micro-batches that go through stages, within which all devices see them together."""
     staged = stage_model(loss.trace, line.stacks, loss.storage, loss.plan, loss.mesh)
     num = loss.plan.microbatches
-    return pipelined(staged, _executor(staged, line, num), num, (), (), loss.mesh, _divide_by(loss))
+    return pipelined(staged, _executor(staged, line, num), num, (), (), loss.mesh, divide_by(loss))
 
 
 def _own_pipeline(
@@ -118,21 +118,26 @@ def _own_pipeline(
     num, mesh = loss.plan.microbatches, loss.mesh
     staged = stage_model(local.trace, stacks, loss.storage, loss.plan, mesh, local.layout, local.draw)
     executor = _executor(staged, line, num * loss.num_shards)
-    return pipelined(staged, executor, num, local.axes, reductions, mesh, _divide_by(loss), measures)
+    return pipelined(staged, executor, num, local.axes, reductions, mesh, divide_by(loss), measures)
 
 
 def _executor(staged: StagedModel, line: Line, num_parts: int) -> Executor:
     """What runs the stages of a model, and adds up results over micro-batches."""
-    trace = staged.stages.cut.trace
-
-    def total(outs: list[jax.Array]) -> Any:
-        out = _sorted_results(trace, outs, num_parts)
-        return out.total, (out.total, out.weight, out.aux)
-
+    total = total_of(staged.stages.cut.trace, num_parts)
     return Executor(staged.stages, line.schedule, line.partition, staged.trained, PIPE, total, staged.states)
 
 
-def _divide_by(loss: LaidOut) -> Denominator:
+def total_of(trace: Trace, num_parts: int) -> Callable[[list[jax.Array]], tuple[jax.Array, Any]]:
+    """From the results of one of `num_parts` parts to its total, and to what is added up: total, weight, aux."""
+
+    def total(outs: list[jax.Array]) -> tuple[jax.Array, Any]:
+        out = _sorted_results(trace, outs, num_parts)
+        return out.total, (out.total, out.weight, out.aux)
+
+    return total
+
+
+def divide_by(loss: LaidOut) -> Denominator:
     return functools.partial(denominator, loss.trace.ratio)
 
 

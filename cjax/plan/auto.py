@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from cjax.plan.plan import build
-from cjax.plan.text import split, underline
+from cjax.plan.plan import WALKED, build
+from cjax.plan.text import EXAMPLES, Word, split, underline
 
 WORD = "auto"
 
@@ -45,11 +45,21 @@ class Auto:
         for word in split(rest):
             try:
                 fixed[word.name] = build(word)
+                _check_searched(word)
             except ValueError as error:
                 raise ValueError(underline(text, word.start, word.stop, str(error))) from None
         if fixed.get("data") == -1:
             del fixed["data"]  # the devices that are left: what a search takes anyway
         return cls(MappingProxyType(fixed), " ".join(text.split()))
+
+
+def _check_searched(word: Word) -> None:
+    """A search times steps of one program: what a walk over layers takes it does not know."""
+    if word.name in WALKED:
+        raise ValueError(
+            f"a search does not choose among plans that walk over layers, so {word.name} does not go behind auto; "
+            f"write out the plan, such as zero=3 {EXAMPLES[word.name]}"
+        )
 
 
 def is_auto(text: str) -> bool:

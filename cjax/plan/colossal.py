@@ -25,6 +25,8 @@ NEEDLESS = {
     "every plan accumulates": ("enable_gradient_accumulation",),
     "program.init(seed) takes one": ("seed",),
 }
+# Theirs are shares of a class or wherever there is room, and ours are bytes: nobody can tell one from the other.
+OFFLOAD = 'leave it out, and give Plan(..., offload="{}"), or budget="16GiB", bytes of a device, and the rest is chosen'
 # No plan can say it, but someone else can: each key with who.
 ELSEWHERE = {
     **dict.fromkeys(("clip_grad_norm", "max_norm"), "clip in the optimizer: optax.clip_by_global_norm"),
@@ -33,8 +35,8 @@ ELSEWHERE = {
         "give parallelize loss_scale=cjax.optim.LossScale(initial=...); precision=bfloat16 needs none",
     ),
     **dict.fromkeys(("norm_type",), "clip in the optimizer, by any norm"),
-    **dict.fromkeys(("cpu_offload", "offload_optim_frac", "offload_param_frac"), "plans don't offload"),
-    **dict.fromkeys(("offload_optimizer_config", "offload_param_config"), "plans don't offload"),
+    **dict.fromkeys(("cpu_offload", "offload_optim_frac", "offload_optimizer_config"), OFFLOAD.format("optimizer")),
+    **dict.fromkeys(("offload_param_frac", "offload_param_config"), OFFLOAD.format("params")),
     **dict.fromkeys(("fp8_communication", "use_fp8"), "plans have no fp8; write precision=bfloat16"),
     "custom_policy": "nothing to write: layouts come from the trace; Plan(rules=...) changes one",
     "num_layers_per_stage": "stages are balanced by cost",
@@ -195,7 +197,7 @@ def _zero(config: _Config) -> str:
         if stage is None:
             config.problems.append(f"shard_param_frac={share!r}: parameters are sharded (1) or whole (0)")
     if policy not in (None, "static", "cuda"):
-        config.problems.append(f'placement policy {policy!r}: plans don\'t offload; plan="auto" finds one that fits')
+        config.problems.append(f"placement policy {policy!r}: {OFFLOAD.format('params+optimizer')}")
     if config.take("master_weights") is False:
         config.problems.append("master_weights=False: master weights are always kept, in float32")
     return f"zero={stage}" if stage not in (None, 0, "0") else ""

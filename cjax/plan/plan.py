@@ -19,9 +19,20 @@ from cjax.plan.parts import (
     store,
     whole_number,
 )
-from cjax.plan.text import Word, choice, number, sized, split, underline
+from cjax.plan.sizes import Offloaded, num_bytes, offloaded, size_text
+from cjax.plan.text import Word, choice, classes, number, sized, split, underline
 
 Axes = str | tuple[str, ...] | None
+SIZES = ("budget", "host", "disk")
+WALKED = (*SIZES, "offload")  # the words of plans that walk over layers
+
+
+class Clash(ValueError):
+    """Words that are right alone, and not together: `name` is the one to change."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 @dataclass(frozen=True, init=False)
@@ -41,6 +52,12 @@ class Plan:
       reduce: the dtype in which devices that saw different examples add up their gradients, each its own sum first and
         all together once a step; None leaves it to the precision, and to when XLA reduces best.
       remat: what is recomputed in the backward pass: nothing, all but matmul outputs, or each block from its input.
+      budget: bytes that a device may hold, as a number or as text such as "16GiB": the step then walks over the layers,
+        and what does not fit waits in host memory, or on disk. None: all that it has, and nothing is moved out.
+      host: bytes that each process may keep in host memory of what is moved out; None: as much as that is.
+      disk: bytes that each process may keep on disk of what host memory doesn't take; None: nothing.
+      offload: what leaves the devices even where it would fit: "params", "optimizer" (its state), "gradients" and
+        "activations" (what layers were handed), with "+" between several.
       rules: dim -> mesh axis or axes (None: kept whole), where a dim is a found name or `path/of/parameter:number`.
 
     Raises ValueError for values that no number of devices can satisfy.
@@ -61,6 +78,10 @@ class Plan:
     precision: Precision
     reduce: Precision | None
     remat: Remat
+    budget: int | None
+    host: int | None
+    disk: int | None
+    offload: tuple[Offloaded, ...]
     rules: Mapping[str, Axes]
 
     def __init__(
@@ -76,6 +97,10 @@ class Plan:
         rules: Mapping[str, Axes] = MappingProxyType({}),
         reduce: Precision | None = None,
         loss: LossOf = "batch",
+        budget: int | str | None = None,
+        host: int | str | None = None,
+        disk: int | str | None = None,
+        offload: str | tuple[str, ...] | list[str] = (),
     ) -> None:
         tensor = tensor if isinstance(tensor, Tensor) else Tensor(tensor)
         sequence = sequence if isinstance(sequence, Sequence) else Sequence(sequence)
@@ -100,8 +125,13 @@ class Plan:
             precision=precision,
             reduce=reduce,
             remat=remat,
+            budget=None if budget is None else num_bytes("budget", budget),
+            host=None if host is None else num_bytes("host", host, least=0),
+            disk=None if disk is None else num_bytes("disk", disk),
+            offload=offloaded(offload),
             rules=MappingProxyType({key: _check_rule(key, axes) for key, axes in sorted(rules.items())}),
         )
+        self._check_walk()
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -117,6 +147,9 @@ class Plan:
         shown = {name: value for name, value in items.items() if value != getattr(_DEFAULT, name)}
         if "rules" in shown:
             shown["rules"] = json.dumps(dict(self.rules), separators=(",", ":"))
+        shown |= {name: size_text(shown[name]) for name in SIZES if name in shown}
+        if "offload" in shown:
+            shown["offload"] = "+".join(self.offload)
         return " ".join(f"{name}={value}" for name, value in shown.items()) or "data=-1"
 
     @classmethod
@@ -130,12 +163,17 @@ class Plan:
         data=2 tensor=2d:4 zero=1
         """
         items: dict[str, Any] = {}
-        for word in split(text):
+        words = split(text)
+        for word in words:
             try:
                 items[word.name] = build(word)
             except ValueError as error:
                 raise ValueError(underline(text, word.start, word.stop, str(error))) from None
-        return cls(**items)
+        try:
+            return cls(**items)
+        except Clash as clash:
+            word = next(word for word in words if word.name == clash.name)
+            raise ValueError(underline(text, word.start, word.stop, str(clash))) from None
 
     @classmethod
     def from_colossal(cls, config: Mapping[str, Any] | None = None, **kwargs: Any) -> "Plan":
@@ -161,6 +199,15 @@ class Plan:
     def num_devices(self) -> int:
         """Devices in all, of a resolved plan."""
         return self._resolved().data * self.model_size
+
+    @property
+    def walks(self) -> bool:
+        """Whether a step goes from layer to layer, with what it has moved out of the devices brought in for each.
+
+        >>> Plan(budget="16GiB").walks, Plan(offload="optimizer").walks, Plan(zero=3).walks
+        (True, True, False)
+        """
+        return self.budget is not None or bool(self.offload)
 
     @property
     def zero_stage(self) -> int:
@@ -202,6 +249,40 @@ class Plan:
         if problem := self._misfit(num_devices):
             raise ValueError(problem)
         return replace(self, data=num_devices // self.model_size)
+
+    def _check_walk(self) -> None:
+        """Raises `Clash` for words that don't go with each other or with a walk over layers."""
+        rooms = [f"{name}={size_text(room)}" for name in ("host", "disk") if (room := getattr(self, name)) is not None]
+        if not self.walks and rooms:
+            needed = " ".join(rooms if self.host is not None else ["host=64GiB", *rooms])
+            raise Clash(
+                rooms[0].partition("=")[0],
+                f"{' and '.join(rooms)} {'is' if len(rooms) == 1 else 'are'} room for what leaves the devices, and "
+                f"nothing does; write budget=16GiB {needed} (of each device), or offload=optimizer {needed}",
+            )
+        if self.disk is not None and self.host is None:
+            raise Clash(
+                "disk",
+                "the disk takes what host memory does not, and nothing says how much that takes; write "
+                f"host=64GiB {rooms[0]}, or host=0B {rooms[0]} to keep all of it on disk",
+            )
+        if not self.walks:
+            return
+        why = "a step that walks over layers (budget=, offload=)"
+        if self.pipeline.size > 1:
+            instead = "leave it out, or write zero=3, which shares out layers too"
+            raise Clash(
+                "pipeline", f"{why} has all layers on all devices, and pipeline={self.pipeline} does not; {instead}"
+            )
+        if self.tensor.mode != "1d":
+            instead = f"write tensor={self.tensor.size} (1d)"
+            raise Clash("tensor", f"{why} does not go with the grid tensor={self.tensor}; {instead}")
+        if self.reduce is not None:
+            raise Clash(
+                "reduce",
+                f"{why} adds up the gradients of each layer in their own dtype, and not in {self.reduce}; leave out "
+                f"reduce={self.reduce}",
+            )
 
     def _resolved(self) -> "Plan":
         if self.data == -1:
@@ -277,6 +358,10 @@ def build(word: Word) -> Any:
             return Pipeline(**_renamed(sized(word), mode="schedule", part="chunks"))
         case "zero":
             return Zero(**_renamed(sized(word), size="stage", part="group"))
+        case "budget" | "host" | "disk":
+            return num_bytes(word.name, word.value, least=0 if word.name == "host" else 1)
+        case "offload":
+            return offloaded(classes(word))
         case "rules":
             return json.loads(word.value, object_pairs_hook=_distinct)
         case _:

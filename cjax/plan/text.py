@@ -7,10 +7,11 @@ from difflib import get_close_matches
 from typing import Any, NoReturn, get_args
 
 from cjax.plan.parts import LossOf, Precision, Remat, Schedule, SequenceMode, TensorMode
+from cjax.plan.sizes import CLASSES, UNITS
 
 NAMES = (
     *("data", "tensor", "sequence", "pipeline", "microbatches", "loss"),
-    *("zero", "precision", "reduce", "remat", "rules"),
+    *("zero", "precision", "reduce", "remat", "budget", "host", "disk", "offload", "rules"),
 )
 
 WORDS: dict[str, tuple[str, ...]] = {
@@ -21,6 +22,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "precision": get_args(Precision),
     "reduce": get_args(Precision),
     "remat": get_args(Remat),
+    "offload": CLASSES,
 }
 
 # What other systems call it. None of these is an alias: one way to write a plan, and the error teaches it.
@@ -49,12 +51,20 @@ FOREIGN_NAMES = {
         ("checkpoint", "checkpointing", "gradient_checkpointing", "activation_checkpointing", "recompute"),
         "remat=block",
     ),
+    **dict.fromkeys(("cpu_offload", "offload_optimizer", "optimizer_offload", "offload_optim"), "offload=optimizer"),
+    **dict.fromkeys(("offload_params", "offload_param", "param_offload"), "offload=params"),
+    **dict.fromkeys(("offload_activations", "activation_offloading", "cpu_checkpointing"), "offload=activations"),
+    **dict.fromkeys(("max_memory", "device_memory", "gpu_memory"), "budget=16GiB"),
+    **dict.fromkeys(("cpu_memory", "host_memory", "ram"), "budget=16GiB host=200GiB"),
+    **dict.fromkeys(("nvme", "nvme_offload", "ssd"), "budget=16GiB host=200GiB disk=2TiB"),
     "auto": 'plan="auto", with the words that it may not change behind it, as in "auto precision=bfloat16"',
 }
 FOREIGN_WORDS = {
     **{"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "full": "block", "all": "block"},
     **{"ulysses": "all_to_all", "ring_attn": "ring", "split_gather": "gather", "megatron": "1d", "summa": "2d"},
     **{"tesseract": "2.5d", "2p5d": "2.5d", "zbv": "zero_bubble", "zb": "zero_bubble", "true": "block"},
+    **{"parameters": "params", "weights": "params", "opt_state": "optimizer", "optim": "optimizer"},
+    **{"optimizer_state": "optimizer", "grads": "gradients", "acts": "activations"},
 }
 EXAMPLES = {
     "tensor": "tensor=4 or tensor=2d:4",
@@ -68,6 +78,10 @@ EXAMPLES = {
     "precision": "precision=bfloat16",
     "reduce": "reduce=float32",
     "remat": "remat=block",
+    "budget": "budget=16GiB",
+    "host": "budget=16GiB host=200GiB",
+    "disk": "budget=16GiB host=200GiB disk=2TiB",
+    "offload": "offload=params+optimizer",
 }
 
 
@@ -131,6 +145,8 @@ def _refuse_name(text: str, start: int, stop: int, name: str, value: str) -> NoR
         message = f"{name} needs a value, with no space around '='; write {EXAMPLES[plain]}"
     elif plain in FOREIGN_NAMES:
         message = f"{name!r} is not a name here; write {FOREIGN_NAMES[plain].format(value=value or 'N')}"
+    elif name in UNITS:
+        message = f"{name!r} stands alone; write a size without a space, as in {EXAMPLES['budget']}"
     elif owners:
         sized = f":{value or 'N'}" if owners[0] in ("tensor", "sequence", "pipeline") and plain != "gather" else ""
         message = f"{name!r} is no name; write {owners[0]}={plain}{sized}"
@@ -146,6 +162,15 @@ def choice(word: Word) -> str:
     allowed = WORDS[word.name]
     if word.value not in allowed:
         _refuse_word(word, word.value, "{}")
+    return word.value
+
+
+def classes(word: Word) -> str:
+    """The value of a name that takes several words with "+" between them."""
+    given = word.value.split("+")
+    for i, each in enumerate(given):
+        if each not in WORDS[word.name]:
+            _refuse_word(word, each, "+".join([*given[:i], "{}", *given[i + 1 :]]))
     return word.value
 
 

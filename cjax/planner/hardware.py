@@ -36,6 +36,7 @@ class Hardware:
         devices in use reach.
       price: dollars for an hour of one device.
       power: watts that one device draws at most.
+      pcie_bandwidth: bytes/s between a device and its host's memory, each way.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Hardware:
     adapters_per_host: int | None = None
     price: float | None = None
     power: float | None = None
+    pcie_bandwidth: float | None = None
 
     def matmul_flops(self, dtype: str) -> float | None:
         """Peak FLOP/s of matmuls with operands of this dtype, such as `"bfloat16"`; None where unknown."""
@@ -143,6 +145,7 @@ def hardware_of_cluster(cluster: Cluster, num_devices: int) -> Hardware:
         adapters_per_host=_adapters(cluster, per_host),
         price=cluster.price,
         power=cluster.power,
+        pcie_bandwidth=card.pcie_bandwidth,
     )
 
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from cjax.gradients import LaidOut, arrange_stages, build_gradients, choose
-from cjax.mesh import Device, build_mesh
+from jax.sharding import Mesh
+
+from cjax.gradients import Choice, LaidOut, Reason, arrange_stages, build_gradients, choose
+from cjax.mesh import Device, build_mesh, is_compile_only
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
 from cjax.planner.choice.decide import Decision, decide, planning_of
@@ -13,7 +15,10 @@ from cjax.program.composed import Composed, Given
 from cjax.sharding.place.born import born
 from cjax.sharding.place.model import store_model
 from cjax.sharding.storage.optimizer import store_optimizer
+from cjax.trace.microbatches.combine import loss_size
 from cjax.trace.microbatches.part import read_part
+from cjax.trace.reading import Trace
+from cjax.walk.build import build_walker, find_layers, store_layers
 
 MOST_REFUSED = 8  # plans of a search, before the model's reason is the user's to see
 
@@ -63,6 +68,11 @@ def _composed(
     given: Given, planning: Planning, decision: Decision, devices: Sequence[Device], schedule: Schedule | None
 ) -> Composed:
     plan, source = decision.plan, planning.source
+    if plan.disk is not None and given.disk_folder is None and not is_compile_only(devices):
+        raise ValueError(
+            f"plan {str(plan)!r} may keep state on disk, and nothing says in which folder: give parallelize "
+            'disk_folder="...", or the command --disk-folder; or leave out disk=.'
+        )
     how, size = how_read(plan), plan.pipeline.size
     trace = read_part(
         source,
@@ -79,6 +89,8 @@ def _composed(
             f"pipeline={schedule.num_stages} microbatches={schedule.num_microbatches}"
         )
     line = arrange_stages(trace, plan, schedule) if size > 1 else None
+    if plan.walks:
+        return _walked(given, planning, decision, trace, mesh)
     storage = store_model(source.capture, trace, plan, mesh, line.rows if line else {})
     loss = LaidOut(trace, storage, plan, mesh, line)
     choice = choose(source, loss, given.measures)
@@ -94,4 +106,26 @@ def _composed(
         init=born(source.capture, storage), line=line, planning=planning, decision=decision,
         has_own_schedule=schedule is not None,
         notes=(*decision.notes, *storage.layout.notes, *built.notes, *(line.notes if line else ())),
+    )  # fmt: skip
+
+
+def _walked(given: Given, planning: Planning, decision: Decision, trace: Trace, mesh: Mesh) -> Composed:
+    """A program whose steps walk over the layers."""
+    plan, source = decision.plan, planning.source
+    if given.measures:
+        raise ValueError(
+            "measure_noise needs gradients of parts of the batch beside those of the whole, and with budget= or "
+            "offload= there are none of all layers at once: leave measure_noise out, or budget= and offload=."
+        )
+    stacks = find_layers(trace)
+    storage = store_layers(source.capture, trace, plan, mesh, stacks)
+    loss = LaidOut(trace, storage, plan, mesh)
+    # All devices see a micro-batch together, whatever the plan: the walk is between programs, each over all of them.
+    choice = Choice("parts", reason=Reason("one pass", "a layer's gradients are made in programs of their own"))
+    built = build_gradients(loss, choice)
+    walker = build_walker(stacks, loss, given.optimizer, source.capture.params_shape, source.batch_shape)
+    return Composed(
+        given, source, plan, mesh, trace, storage, walker.optimizer, choice, built.gradients,
+        plan.microbatches * loss_size(trace), init=born(source.capture, storage), planning=planning, decision=decision,
+        walker=walker, notes=(*decision.notes, *storage.layout.notes),
     )  # fmt: skip

@@ -26,6 +26,8 @@ from cjax.trace.author.capture import Capture
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
 from cjax.tree import PyTree
+from cjax.walk.optimizer import RowOptimizer
+from cjax.walk.walker import Walker
 
 Readers = Callable[[Path], Mapping[str, Any]]
 
@@ -41,6 +43,7 @@ class Given:
       measures: whether gradients of parts of the batch are measured.
       verifies: whether a plan is checked before the first step.
       readers: of the weights in a folder of another library, by the folder; None: there are none.
+      disk_folder: where a plan with `disk=` keeps what it moves there; None: no plan may.
       learned: what measured steps have taught, for predictions under all plans: see `Planning.learn`.
     """
 
@@ -50,6 +53,7 @@ class Given:
     measures: bool = False
     verifies: bool = False
     readers: Readers | None = None
+    disk_folder: Path | None = None
     learned: dict[str, tuple[float, str]] = field(default_factory=dict)
 
 
@@ -71,6 +75,7 @@ class Composed:
       init: `key -> stored (params, frozen, model_state)`.
       notes: what a user should know.
       line: its way through the stages of a pipeline.
+      walker: what walks over its layers, where a plan moves them out of the devices.
       has_own_schedule: whether that is by a table of the user's.
       planning: what can be asked about other plans.
       decision: how the plan was chosen.
@@ -82,7 +87,7 @@ class Composed:
     mesh: Mesh
     trace: Trace
     storage: ModelStorage
-    optimizer: StoredOptimizer | None
+    optimizer: StoredOptimizer | RowOptimizer | None
     choice: Choice
     gradients: Gradients
     loss_size: int
@@ -91,6 +96,7 @@ class Composed:
     planning: Planning
     decision: Decision
     line: Line | None = None
+    walker: Walker | None = None
     has_own_schedule: bool = False
 
     @property

@@ -56,10 +56,10 @@ def describe_step(composed: Composed, audit: Audit, hardware: Hardware, more: Se
         plan=str(composed.plan),
         devices=f"{composed.mesh.size} x {hardware.name}",
         memory=memory,
-        params=_param_rows(composed),
-        transfers=_transfers(audit, hardware if knows_overlap else None),
+        params=param_rows(composed),
+        transfers=transfer_rows(audit, hardware if knows_overlap else None),
         flops=FlopCount(model_flops, matmul, recomputed if recomputed > 0.01 * matmul else 0.0, audit.flops),
-        time=_time(composed, audit, hardware),
+        time=time_of(composed, audit, hardware),
         shares=shares,
         watch=[
             *composed.notes,
@@ -119,7 +119,7 @@ def _memory(composed: Composed, audit: Audit, hardware: Hardware) -> MemoryUse:
     )
 
 
-def _param_rows(composed: Composed) -> list[ParamRow]:
+def param_rows(composed: Composed) -> list[ParamRow]:
     sizes, trace = dict(composed.mesh.shape), composed.trace
     rows = {}
     for storage, kind in ((composed.storage.params, "params"), (composed.storage.frozen, "frozen")):
@@ -142,7 +142,7 @@ def _param_rows(composed: Composed) -> list[ParamRow]:
     return [rows[i] for i in sorted(rows)]
 
 
-def _transfers(audit: Audit, hardware: Hardware | None) -> list[Transfer]:
+def transfer_rows(audit: Audit, hardware: Hardware | None) -> list[Transfer]:
     found: dict[tuple[str, str], list[Any]] = {}
     for each in audit.collectives:
         row = found.setdefault((each.kind, each.axis), [0, 0, 0])
@@ -152,7 +152,7 @@ def _transfers(audit: Audit, hardware: Hardware | None) -> list[Transfer]:
     return [Transfer(kind, axis, *row) for (kind, axis), row in sorted(found.items(), key=lambda item: -item[1][0])]
 
 
-def _time(composed: Composed, audit: Audit, hardware: Hardware) -> StepTime | None:
+def time_of(composed: Composed, audit: Audit, hardware: Hardware) -> StepTime | None:
     peak = hardware.matmul_flops(composed.plan.precision)
     if peak is None:
         return None

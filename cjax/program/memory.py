@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from cjax.plan import Auto, Plan
+from cjax.plan.sizes import size_text
 from cjax.planner.choice.planning import Asked, Planning
 from cjax.planner.choice.scored import Scored
 from cjax.planner.choice.space import CARRIED
@@ -25,10 +26,21 @@ class OutOfMemory(MemoryError):
         self.report = report
         self.alternatives = alternatives
         fitting = [candidate.plan for candidate in alternatives.candidates if candidate.report is not None]
-        advice = "No plan tried fits; use more devices, a smaller batch, or a smaller model."
+        advice = (
+            "No plan tried fits; use more devices, a smaller batch, or a smaller model; or let host memory have what "
+            f"does not fit, if layers repeat: {_budget(report)}."
+        )
         if fitting:
             advice = "These fit: " + "; ".join(f'plan="{plan}"' for plan in fitting)
         super().__init__(f"plan {report.plan!r} does not fit.\n{report.summary}\n{advice}")
+
+
+def _budget(report: Report) -> str:
+    """A plan for all that a device has, in whole units."""
+    limit = report.memory.limit
+    assert limit is not None, "only what has a limit is over it"
+    unit = next(unit for unit in (2**30, 2**20, 1) if limit >= 8 * unit)
+    return f'plan="zero=3 budget={size_text(limit // unit * unit)}"'
 
 
 def alternatives(

@@ -114,6 +114,14 @@ def _given(program_or_call: Any) -> tuple[Given, Sequence[Device] | None]:
     return Given(TraceSource(capture(model, loss, batch, None), shape), optimizer), None
 
 
+def planned(
+    program_or_call: Any, devices: Sequence[Device] | Cluster | str
+) -> tuple[Planning, tuple[int, ...], Callable[[int], Sequence[Device]]]:
+    """What can be asked about a model on devices that may not be here, for which numbers of them, and these devices,
+    which need not exist until then."""
+    return _planned(_given(program_or_call)[0], devices, None)
+
+
 def _planned(
     given: Given, devices: Sequence[Device] | Cluster | str | None, price: float | None
 ) -> tuple[Planning, tuple[int, ...], Callable[[int], Sequence[Device]]]:

@@ -31,6 +31,9 @@ from cjax.program.starting import Starter, make_key
 from cjax.program.state import State, check_alive
 from cjax.program.steps import gradient_inputs, make_step, make_update
 from cjax.program.verify import check_plan, told, verify
+from cjax.program.walk_report import describe_walked
+from cjax.program.walked import WalkedState
+from cjax.program.walking import Walking
 from cjax.report import Candidate, Comparison, Explained, Report, TraceSummary
 from cjax.trace.dims.tables import Limits
 from cjax.tree import PyTree
@@ -51,7 +54,9 @@ class Program:
     def __init__(self, composed: Composed) -> None:
         self._composed = composed
         self._lockstep = Lockstep(composed)
-        self._start, self._evaluate = Starter(composed), Evaluator(composed, self._lockstep)
+        self._walking = Walking(composed) if composed.walker else None
+        self._start = self._walking.start if self._walking else Starter(composed)
+        self._evaluate = Evaluator(composed, self._lockstep)
         self.plan, self.mesh, self.loss_scale = composed.plan, composed.mesh, composed.scaling
         self.verified: Check | str | None = None
 
@@ -141,6 +146,11 @@ class Program:
 
     @functools.cached_property
     def _step(self) -> Any:
+        if self._walking is not None:
+            report = self.report()
+            if not report.memory.fits:
+                raise OutOfMemory(report, alternatives(self._composed.planning, self.plan, report, self._try))
+            return self._walking.step
         compiled = self._compiled
         report = self.report()
         if not report.memory.fits:
@@ -163,6 +173,12 @@ class Program:
     @own_context
     def lower(self) -> jax.stages.Lowered:
         """The step, lowered for the plan's mesh: for anyone's tools. Without an optimizer, the evaluation."""
+        if self._walking is not None:
+            raise ValueError(
+                f"plan {str(self.plan)!r} walks over the layers: its step is several programs, and none is the step. "
+                "report() tells of all of them together; program.replan(plan without budget= and offload=).lower() "
+                "gives the step as one."
+            )
         if self._composed.optimizer is None:
             return self._evaluate.lower()
         if self._lockstep.asks and not self._lockstep.needed:
@@ -186,6 +202,9 @@ class Program:
         placed = place_batch(self._composed, batch, self._limits)
         state = self._own(state)
         self._verify(state, batch)
+        if self._walking is not None:
+            loss, _, grads, _ = self._walking.value_and_grad(self._with_params(state, params), placed)
+            return loss, grads
         stored = gradient_inputs(self._with_params(state, params))
         loss, _, grads, _ = self._value_and_grad(*stored, placed)
         return loss, self._composed.storage.params.load(grads)
@@ -193,6 +212,10 @@ class Program:
     def _with_params(self, state: State, params: PyTree | None) -> State:
         if params is None:
             return state
+        if self._walking is not None:
+            assert isinstance(state, WalkedState)
+            tree = check_fits(self._composed.storage.params, params, "these params are")
+            return self._walking.with_params(state, tree)
         return dataclasses.replace(state, _params=self._stored_params(params, "these params are"))
 
     @functools.cached_property
@@ -228,8 +251,12 @@ class Program:
             raise ValueError(
                 "this optimizer follows the loss (optax calls it `value`): give it, program.update(state, grads, loss)"
             )
+        loss = jnp.float32(0 if loss is None else loss)
+        if self._walking is not None:
+            tree = check_fits(self._composed.storage.params, grads, "these gradients are")
+            return self._walking.update(state, tree, loss)
         grads = self._stored_params(grads, "these gradients are")
-        return self._update(state, grads, jnp.float32(0 if loss is None else loss))[0]
+        return self._update(state, grads, loss)[0]
 
     def _stored_params(self, tree: PyTree, what: str) -> Any:
         storage = self._composed.storage.params
@@ -311,6 +338,22 @@ class Program:
         return state_from(self._composed, arrays)
 
     @own_context
+    def resume(self) -> State | None:
+        """The state after the last step of a run that has ended, however it did, from its `disk_folder`; None if there
+        is none. For plans that keep all of layers on disk (`host=0B disk=...`); others go on from checkpoints.
+
+        Raises:
+          ValueError: the plan keeps some of it elsewhere.
+        """
+        self._must_run("resume")
+        if self._walking is None:
+            raise ValueError(
+                f"plan {str(self.plan)!r} keeps nothing on disk between steps: go on from a checkpoint, "
+                "program.restore(path)."
+            )
+        return self._walking.resume()
+
+    @own_context
     def abstract_state(self) -> PyTree:
         """The logical arrays of a state as placed ShapeDtypeStructs: what `cjax.checkpoint.restore` takes."""
         return shapes_of(self._composed)
@@ -377,6 +420,9 @@ class Program:
 
     @functools.cached_property
     def _report(self) -> Report:
+        if self._walking is not None:
+            hardware = self._composed.planning.known(self.mesh.size)
+            return describe_walked(self._composed, self._walking.measured, self._walking.homes, hardware)
         facts, hardware = audit(self._compiled, self.mesh), self._composed.planning.known(self.mesh.size)
         notes = self._evaluate.notes if self._composed.optimizer is None else self._lockstep.notes
         return describe_step(self._composed, facts, hardware, notes)

@@ -1,7 +1,7 @@
 """A state as logical arrays in the user's own trees, and back."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,8 +9,10 @@ import jax.numpy as jnp
 
 from cjax.mesh import compiler_options
 from cjax.program.composed import Composed
-from cjax.program.keep import check_fits, store_leaves
+from cjax.program.keep import check_fits, load_slot, members, store_leaves
 from cjax.program.state import Shelves, State, check_alive
+from cjax.program.walked import WalkedState, walked_trees
+from cjax.program.walking import Walking
 from cjax.tree import PyTree
 
 TREES = ("params", "frozen", "opt_state", "carried")
@@ -26,10 +28,28 @@ def arrays_of(state: State) -> dict[str, PyTree]:
 def trees_of(state: State, *names: str) -> dict[str, PyTree]:
     """Some of the trees of a state: "params", "frozen", "opt_state", "carried". The others are not copied."""
     check_alive(state)
+    if isinstance(state, WalkedState):
+        return _walked_trees(state, names)
     every = (state._params, state._frozen, state._opt, state._model_state)
     stored: dict[str, Any] = dict(zip(TREES, every, strict=True))
     trees = _loader(state._shelves, names)([stored[name] for name in names])
     return dict(zip(names, trees, strict=True))
+
+
+def _walked_trees(state: WalkedState, names: Sequence[str]) -> dict[str, PyTree]:
+    shelves = state._shelves
+    found: dict[str, PyTree] = {}
+    for name in names:
+        if name == "carried":
+            placed = members(shelves.model_state, shelves.model_state.leaf_shardings(shelves.mesh))
+            leaves: dict[int, Any] = {}
+            for slot, array, where in zip(shelves.model_state.slots, state._model_state, placed, strict=True):
+                leaves.update(zip(slot.leaves, map(_copy, load_slot(slot, array, where, shelves.mesh)), strict=True))
+            found[name] = jax.tree.unflatten(shelves.model_state.treedef, [leaves[i] for i in range(len(leaves))])
+        else:
+            kind: Any = {"params": "params", "frozen": "frozen", "opt_state": "opt"}[name]
+            (found[name],) = walked_trees(state, kind)
+    return found
 
 
 @jax.jit
@@ -78,11 +98,17 @@ def state_from(composed: Composed, arrays: dict[str, PyTree]) -> State:
             f"a state is made of {', '.join(needed)}, and this is {given}: give what program.to_arrays(state) gave, or "
             "cjax.checkpoint.restore(path, program.abstract_state())[0]"
         )
-    stored = []
-    for name, shelf in zip(TREES, composed.shelves, strict=True):
-        tree = check_fits(shelf, arrays[name], f"this state's {name} are")
-        stored.append(store_leaves(shelf, tree, composed.mesh))
-    params, frozen, opt, model_state = stored
+    trees = {
+        name: check_fits(shelf, arrays[name], f"this state's {name} are")
+        for name, shelf in zip(TREES, composed.shelves, strict=True)
+    }
     small = [arrays[name] for name in ("step", "key", "loss_scale", "noise_scale")]
     step, key, scaling, noise = jax.tree.map(lambda x: _copy(jax.device_put(x, composed.whole)), small)
+    if composed.walker is not None:
+        model_state = store_leaves(composed.shelves.model_state, trees["carried"], composed.mesh)
+        kinds = dict(zip(("params", "frozen", "opt"), (trees[name] for name in TREES), strict=False))
+        return Walking(composed).restored(kinds, model_state, (step, key, scaling, noise))
+    params, frozen, opt, model_state = (
+        store_leaves(shelf, trees[name], composed.mesh) for name, shelf in zip(TREES, composed.shelves, strict=True)
+    )
     return State(step, params, frozen, opt, model_state, key, scaling, noise, composed.shelves)

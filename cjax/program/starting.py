@@ -32,7 +32,7 @@ class Starter:
         composed, initial = self._composed, self._composed.capture.initial
         if initial is None and params is None:
             return self._init(key)
-        given = {} if params is None else _given(composed, params)
+        given = {} if params is None else given_values(composed, params)
         shelves = (composed.shelves.params, composed.shelves.frozen, composed.shelves.model_state)
         stored: list[list[Any]] = [[None] * len(shelf.slots) for shelf in shelves]
         if initial is None:
@@ -57,7 +57,7 @@ class Starter:
                 ]
                 if not problems:
                     arrays[place] = store_slot(slot, leaves, placed, composed.mesh)
-        _raise(problems, composed)
+        refuse_values(problems, composed)
         return self._adopt(*map(tuple, stored), jax.device_put(key, composed.whole))
 
 
@@ -110,7 +110,7 @@ class _Value:
         return array
 
 
-def _given(composed: Composed, params: Any) -> dict[tuple[int, int], _Value]:
+def given_values(composed: Composed, params: Any) -> dict[tuple[int, int], _Value]:
     """The given values by tree (params, frozen) and leaf; what does not fit is listed at once."""
     wanted = _wanted(composed)
     given = _named(composed, params, wanted)
@@ -130,7 +130,7 @@ def _given(composed: Composed, params: Any) -> dict[tuple[int, int], _Value]:
         for tree, i, _, sharding in wanted.values():
             if (tree, i) in values and callable(values[tree, i].value):
                 values[tree, i].placed(sharding, problems)
-    _raise(problems, composed)
+    refuse_values(problems, composed)
     return values
 
 
@@ -144,7 +144,7 @@ def _wanted(composed: Composed) -> dict[str, tuple[int, int, Any, Any]]:
     return found
 
 
-def _raise(problems: list[str], composed: Composed) -> None:
+def refuse_values(problems: list[str], composed: Composed) -> None:
     if problems:
         known = ", ".join(list(_wanted(composed))[:4])
         raise ValueError(

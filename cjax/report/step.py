@@ -16,6 +16,7 @@ from cjax.report.render import (
     fraction_text,
     milliseconds,
 )
+from cjax.report.walk import WalkUse
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ class Report:
         follows from their rows.
       watch: what the reader should know and might not expect, one phrase each.
       chart, picture: of a pipeline, who does what when: as text, and as SVG for notebooks.
+      walk: of a plan that walks over layers, where these have what, and what a step moves; None for all others.
 
     >>> print(Report("data=2", "2 x CPU", MemoryUse(params=2**31, optimizer=2**32, limit=2**34)).summary)
     fits    6.0 of 16.0 GiB a device: params 2.0, optimizer 4.0
@@ -173,6 +175,7 @@ class Report:
     watch: Sequence[str] = ()
     chart: str = ""
     picture: str = ""
+    walk: WalkUse | None = None
 
     @property
     def bytes_moved(self) -> int:
@@ -195,7 +198,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The five lines: fits, split, moves, step, watch."""
+        """The five lines: fits, split, moves, step, watch; of a walk over layers, more between moves and step."""
         return self._lines().text()
 
     def __str__(self) -> str:
@@ -215,6 +218,7 @@ class Report:
         time = "time unknown: nobody told how fast this hardware is" if self.time is None else str(self.time)
         watch = "; ".join(self.watch) or "nothing"
         lines = [(fits, str(self.memory)), ("split", self._split()), ("moves", self._moves())]
+        lines += self.walk.lines() if self.walk is not None else []
         return Lines([*lines, ("step", time), ("watch", watch)])
 
     def _split(self) -> str:
@@ -241,6 +245,8 @@ class Report:
         tables = [param_table(self.params)] if self.params else []
         if self.transfers:
             tables.append(_transfer_table(self.transfers))
+        if self.walk is not None:
+            tables.append(self.walk.table())
         if self.flops:
             shown = {
                 "model": "model, forward and backward",

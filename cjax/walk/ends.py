@@ -104,6 +104,7 @@ def state_in_rows(traced: TracedOptimizer, params: Laid, params_shape: PyTree) -
     names = leaf_names(params_shape)
     state_names = leaf_names(traced.storage.leaf_shapes())
     leaves = params.leaves
+    shapes = {leaf: slot.shape for slot in params.storage.slots for leaf in slot.leaves}
     dims = None
     stacks: list[list[int]] = [[] for _ in params.stacks]
     for index, slot in enumerate(traced.storage.slots):
@@ -122,6 +123,9 @@ def state_in_rows(traced: TracedOptimizer, params: Laid, params_shape: PyTree) -
                     "budget= and offload= out."
                 )
             stacks[leaf.stack].append(index)
+            continue
+        if slot.shape == shapes[belongs[1]]:
+            stacks[leaf.stack].append(index)  # as the parameter, whether an update reads it or not
             continue
         dims = dims or find_dims(traced.update)
         layer_dim = dims.class_of(dims.inputs[belongs[1]][0])

@@ -16,11 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from cjax.jax_compat.core import Literal
-from cjax.mesh import compiler_options
 from cjax.sharding.storage.optimizer import TracedOptimizer, trace_optimizer
 from cjax.sharding.storage.storage import Storage
 from cjax.tree import PyTree, leaf_names
 from cjax.walk.ends import Laid, LeafPlace, find_owners, in_rows, state_in_rows
+from cjax.walk.jitted import Jitted
 from cjax.walk.owners import Owned, Owner
 from cjax.walk.passes import SMALL, Refused, plan_init, plan_passes
 from cjax.walk.slices import Slice, SliceProgram, share
@@ -116,6 +116,11 @@ class RowOptimizer:
         found = {given.kind for _, given in piece.reads} if piece else set()
         return frozenset(found & {"grads", "opt", "params"})
 
+    def is_early(self, k: int, layer: int) -> bool:
+        """Whether a layer's export of the first round reads its gradients alone, and so can be made as they are."""
+        piece = self._passes.exports.get((1, (k, layer)))
+        return piece is None or (self.reads(1, k, layer) <= {"grads"} and not piece.reads_of("joint"))
+
     def init_row(self, k: int, layer: int, params: Arrays) -> Arrays:
         """A layer's first state, from its parameters."""
         piece, program = self._inits[k, layer], self._init_programs[k, layer]
@@ -200,6 +205,18 @@ class RowOptimizer:
         self, k: int, layer: int, grads: Arrays, opt: Arrays, params: Arrays, joint: Joint
     ) -> tuple[Arrays, Arrays]:
         """A layer's new (parameters, state); as they were, if the step is not finite. Gives up its operands."""
+        run, args = self._update_of(k, layer, grads, opt, params, joint)
+        return _given_up(grads, run(*args))
+
+    def compile_update(self, k: int, layer: int, grads: Arrays, opt: Arrays, params: Arrays, joint: Joint) -> Jitted:
+        """The program of `update_row`, compiled ahead for rows and joint numbers as structs."""
+        run, args = self._update_of(k, layer, grads, opt, params, joint)
+        run.compile(*args)
+        return run
+
+    def _update_of(
+        self, k: int, layer: int, grads: Arrays, opt: Arrays, params: Arrays, joint: Joint
+    ) -> tuple[Jitted, tuple[Any, ...]]:
         piece, program = self._passes.updates[k, layer], self._passes.programs["update", (k, layer)]
         num = len(params)
 
@@ -214,9 +231,9 @@ class RowOptimizer:
             return self._if_finite(finite, new, (params, opt))
 
         shardings = (self._params.row_shardings(k), self._opt.row_shardings(k))
-        run = self._jit(("update", k), program, update, shardings, donate=(1, 2))
-        made = run(grads, opt, params, joint["finite"], self._more(self._owned, piece, joint), program.numbers(piece))
-        return _given_up(grads, made)
+        run = self._jit(("update", k), program, update, shardings, donate=("opt", "params"))
+        more = self._more(self._owned, piece, joint)
+        return run, (grads, opt, params, joint["finite"], more, program.numbers(piece))
 
     def update_outside(
         self, grads: Arrays, opt: Arrays, params: Arrays, loss: jax.Array, joint: Joint
@@ -235,19 +252,17 @@ class RowOptimizer:
             return self._if_finite(finite, new, (params, opt))
 
         shardings = (self._params.outside_shardings(), self._opt.outside_shardings())
-        run = self._jit(("update outside", None), program, update, shardings, donate=(1, 2))
+        run = self._jit(("update outside", None), program, update, shardings, donate=("opt", "params"))
         made = run(grads, opt, params, loss, joint["finite"], self._more(self._owned, piece, joint))
         return _given_up(grads, made)
 
     def _jit(
-        self, role: Role, program: SliceProgram, function: Callable[..., Any], shardings: Any, donate: Any = ()
-    ) -> Any:
+        self, role: Role, program: SliceProgram, function: Callable[..., Any], placed: Any, donate: Sequence[str] = ()
+    ) -> Jitted:
         """Jitted once for each program of a stack."""
         key = role, id(program)
         if key not in self._jitted:
-            self._jitted[key] = jax.jit(
-                function, out_shardings=shardings, donate_argnums=donate, compiler_options=compiler_options(self._mesh)
-            )
+            self._jitted[key] = Jitted(function, self._mesh, donate, placed)
         return self._jitted[key]
 
     def _more(self, owned: Owned, piece: Slice, joint: Joint) -> More:

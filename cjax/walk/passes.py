@@ -100,7 +100,8 @@ def layer_given(
             return None
         if var in owned.consts:
             return Read("const")
-        if var in owned.made and var not in owned.joint and (least is None or least[var] < size_of(var)):
+        is_made = var in owned.made and var not in owned.joint
+        if is_made and (least is None or least[var] < size_of(var) or size_of(var) > SMALL):
             return None
         if least is None or size_of(var) > SMALL:
             raise Refused(var, owner)

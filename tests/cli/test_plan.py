@@ -89,6 +89,18 @@ def test_a_search_needs_no_devices_and_compiles_nothing(capsys, monkeypatch):
     assert "what it costs" in text and "fastest" in text
 
 
+def test_room_beside_the_devices_is_answered_by_arithmetic(capsys, monkeypatch):
+    def nobody(*args, **options):
+        raise AssertionError("nothing is compiled")
+
+    monkeypatch.setattr("jax.stages.Lowered.compile", nobody)
+    room = ["--host", "1GiB", "--disk", "4GiB", "--budget", "64MiB", "--plan", "auto precision=bfloat16", "--top", "2"]
+    assert main(["plan", "gpt-mini", "--target", "h100:8", "--seq", "64", *room]) == 0
+    text = capsys.readouterr().out
+    assert "gpt-mini on h100:8" in text and "budget=64MiB host=1GiB disk=4GiB" in text
+    assert text.count("precision=bfloat16") >= 2 and "bound" in text
+
+
 @pytest.mark.parametrize("name", ["llama-mini", "bert-mini", "t5-mini", "vit-mini"])
 def test_models_of_all_families_have_names(name: str):
     model, loss, optimizer, batch = built_in(name, 4, None if "vit" in name else 16)
@@ -113,6 +125,11 @@ def test_models_of_all_families_have_names(name: str):
             "time, memory, cost, energy, not 'speed'",
         ),
         (["gpt-mini", "--search", "--plan", "data=8"], '--search takes one --plan: "auto", and behind it'),
+        (["gpt-mini", "--search", "--host", "1TiB"], "--host looks for plans by itself; leave out --search"),
+        (["gpt-mini", "--host", "1TiB", "--disk", "4T"], r"disk=4T has the unit 'T'.*write disk=4TiB"),
+        (["gpt-mini", "--budget", "1GiB", "--verify", "2"], "--verify does not go with --budget, --host and --disk"),
+        (["gpt-mini", "--budget", "1GiB", "--plan", "zero=1", "--plan", "zero=3"], "--budget takes one --plan"),
+        (["FILE:make", "--target", "h100:2", "--budget", "1GiB"], "it has no layers that repeat"),
         (["gpt-mini", "--search", "--top", "0"], "--top 0: it is a whole number, at least 1"),
         (["gpt-mini", "--search", "--price", "-1"], "price=-1.0: it is dollars for an hour"),
         (

@@ -223,6 +223,8 @@ class Question:
 
     def score(self, plan: Plan) -> Scored | str:
         """One resolved plan, whether or not it fits; or why it can't be had."""
+        if plan.walks:
+            return WALKS
         arrangement = arrangement_of(plan)
         costs = self.memory_of(arrangement, PlanTable.of([plan]), plan.num_devices)
         return costs if isinstance(costs, str) else self.timed(costs, np.arange(1)).row(0)
@@ -248,6 +250,7 @@ def size_text(size: float) -> str:
     return f"{size / scale:,.3g} {name}"
 
 
+WALKS = "its step walks over layers, which is not the step of one program that a search predicts"
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 

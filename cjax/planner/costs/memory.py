@@ -1,5 +1,6 @@
 """Memory of a device under each plan, by arithmetic: what is stored between steps, and what a step needs beside it."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -8,6 +9,7 @@ import numpy as np
 
 from cjax.mesh import DEPTH, SEQUENCE, TENSOR
 from cjax.pipeline.partition import partition
+from cjax.plan import Plan
 from cjax.planner.costs.places import places, route_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
@@ -57,6 +59,45 @@ def memory_of(work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware
       hardware: what they are for; on GPUs a kernel computes attentions.
     """
     return _Memory(work, split, table, hardware).cost()
+
+
+@dataclass(frozen=True)
+class PartMemory:
+    """Bytes a device of one part of a model under one plan: of one layer, where it is a stack.
+
+    Args:
+      repeats: layers.
+      params, frozen: trained and other parameters, as ZeRO shares them out.
+      grads, optimizer: of trained ones; gradients are shared out as they are made.
+      saved: what a layer is handed and needs again in the backward pass, of one micro-batch.
+      working: what its backward pass needs at its fullest moment, the layer made again with it.
+    """
+
+    repeats: int
+    params: float
+    frozen: float
+    grads: float
+    optimizer: float
+    saved: float
+    working: float
+
+
+def part_memory(work: Work, split: WorkSplit, plan: Plan, hardware: Hardware) -> list[PartMemory]:
+    """What each part of a model needs where layers are made again in the backward pass, of a resolved plan without
+    stages."""
+    table = PlanTable.of([dataclasses.replace(plan, remat="block")])
+    found = _Memory(work, split, table, hardware)
+    (over,) = found._zero_shares()
+    weights, trained = (sizes[:, 0] / found._repeats()[:, 0] for sizes in found._weights())
+    saved, working = found._each(lambda kept: kept.saved)[:, 0], found._fullest()[:, 0]
+    state, params = (over if plan.zero_stage >= least else 1.0 for least in (1, 3))
+    return [
+        PartMemory(
+            part.repeats, learned / params, (every - learned) / params, learned / state,
+            work.optimizer_bytes * learned / state, float(kept), (1 + GAPS) * float(most),
+        )
+        for part, every, learned, kept, most in zip(work.parts, weights, trained, saved, working, strict=True)
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)

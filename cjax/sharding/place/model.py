@@ -46,7 +46,7 @@ def store_model(
     trace: Trace,
     plan: Plan,
     mesh: Mesh,
-    rows: Mapping[tuple[int, ...], StageRows] = MappingProxyType({}),
+    rows: Mapping[tuple[int, ...], StageRows | None] = MappingProxyType({}),
 ) -> ModelStorage:
     """Decide where each array of the model lives.
 
@@ -55,8 +55,8 @@ def store_model(
       trace: of the loss.
       plan: the plan.
       mesh: the mesh.
-      rows: for weights that stages of a pipeline have their own of, how layers are spread over these: by the leaves of
-        all layers in order, or the one leaf that holds them all.
+      rows: for weights that are kept a layer at a time, how layers are spread over the stages of a pipeline, None where
+        there is none: by the leaves of all layers in order, or the one leaf that holds them all.
 
     Raises:
       ValueError: what the plan asks for does not divide; see `make_layout`.
@@ -106,9 +106,12 @@ def store_model(
     )
 
 
-def _in_rows(leaf: int, spec: PartitionSpec, rows: Mapping[tuple[int, ...], StageRows]) -> PartitionSpec:
-    """The placement of a leaf that holds all layers: its first dim goes over the stages."""
-    return PartitionSpec(rows[leaf,].axis, *spec[1:]) if (leaf,) in rows else spec
+def _in_rows(leaf: int, spec: PartitionSpec, rows: Mapping[tuple[int, ...], StageRows | None]) -> PartitionSpec:
+    """The placement of a leaf that holds all layers: its first dim goes over the stages, if there are any."""
+    if (leaf,) not in rows:
+        return spec
+    found = rows[leaf,]
+    return PartitionSpec(found.axis if found else None, *spec[1:])
 
 
 def _stacked_inputs(trace: Trace, stacked: Sequence[tuple[Any, ...]]) -> list[tuple[int, ...]]:
@@ -117,13 +120,21 @@ def _stacked_inputs(trace: Trace, stacked: Sequence[tuple[Any, ...]]) -> list[tu
 
 
 def make_placer(
-    trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh, layout: Layout, draw: Draw | None = None
+    trace: Trace,
+    storage: ModelStorage,
+    plan: Plan,
+    mesh: Mesh,
+    layout: Layout,
+    draw: Draw | None = None,
+    reduces: bool = False,
 ) -> Placer:
-    """The hooks that place a trace of this model; arguments as for `place_loss`."""
+    """The hooks that place a trace of this model; arguments as for `place_loss`. `reduces`: whether ZeRO's shares of
+    gradients are made in each backward pass whatever the stage."""
     # With one batch, stage 1 splits gradients too: a reduce-scatter moves half of what an all-reduce does, and the
     # update needs no more. With micro-batches, gradients of stages 1 and 2 are reduced once, after the last of them.
     local = layout is not storage.layout  # each device adds up its own rows' gradients, and all reduce once
     reduces_here = plan.zero_stage == 3 or (plan.zero_stage >= 1 and plan.microbatches == 1 and not local)
+    reduces_here = reduces_here or (reduces and plan.zero_stage >= 1)
     gradient = storage.state_specs if reduces_here else storage.used_specs
     weights = {
         i: WeightPlacement(used, grad) for i, (used, grad) in enumerate(zip(storage.used_specs, gradient, strict=True))

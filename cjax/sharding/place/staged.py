@@ -33,12 +33,12 @@ class StagedModel:
     @functools.cached_property
     def trained(self) -> list[list[bool]]:
         """For each stack, which of its weights are trained."""
-        return [[kind == "params" for kind, _ in found] for found in self._found]
+        return [[kind == "params" for kind, _ in found] for found in self.slots]
 
     @functools.cached_property
     def in_stacks(self) -> tuple[bool, ...]:
         """For each stored parameter, whether a stack has one each of it."""
-        mine = {at for found in self._found for kind, at in found if kind == "params"}
+        mine = {at for found in self.slots for kind, at in found if kind == "params"}
         return tuple(at in mine for at in range(len(self.storage.params.slots)))
 
     @functools.cached_property
@@ -60,13 +60,13 @@ class StagedModel:
     @property
     def _num_frozen(self) -> int:
         """How many stored frozen arrays are in no stack; they come first among what is given."""
-        mine = {at for found in self._found for kind, at in found if kind == "frozen"}
+        mine = {at for found in self.slots for kind, at in found if kind == "frozen"}
         return len(self.storage.frozen.slots) - len(mine)
 
     def stage_specs(self, kind: str) -> tuple[PartitionSpec, ...]:
         """Over the pipe axis alone, the placement of the stored arrays of "params" or "frozen"."""
         storage: Storage = getattr(self.storage, kind)
-        mine = {at for found in self._found for k, at in found if k == kind}
+        mine = {at for found in self.slots for k, at in found if k == kind}
         return tuple(
             PartitionSpec(slot.rows.axis) if at in mine and slot.rows else PartitionSpec()
             for at, slot in enumerate(storage.slots)
@@ -82,7 +82,7 @@ class StagedModel:
         arrays = {"params": params, "frozen": frozen}
         return [
             [_trim(getattr(self.storage, kind).slots[at], arrays[kind][at]) for kind, at in found]
-            for found in self._found
+            for found in self.slots
         ]
 
     def given(self, frozen: Arrays, model_state: Arrays, batch: Sequence[Any], key: Any, index: Any) -> list[Any]:
@@ -92,7 +92,7 @@ class StagedModel:
             self.placer.constrain(x, self.layout.spec(trace.classes_of(i), x.shape)) if x.ndim else x
             for i, x in zip(trace.leaves_of("batch"), batch, strict=True)
         ]
-        mine = {at for found in self._found for kind, at in found if kind == "frozen"}
+        mine = {at for found in self.slots for kind, at in found if kind == "frozen"}
         slots = enumerate(zip(self.storage.frozen.slots, frozen, strict=True))
         whole = [slot.in_layer_order(slot.unpad(x)) for at, (slot, x) in slots if at not in mine]
         return [*whole, *self.storage.model_state.in_layer_order(model_state), *rows, key, index]
@@ -115,15 +115,15 @@ class StagedModel:
     def stored_gradients(self, shared: Sequence[jax.Array], stacks: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """Gradients in the order and the shapes of stored parameters."""
         others, found = iter(shared), {}
-        for of_stack, arrays in zip(self._found, stacks, strict=True):
+        for of_stack, arrays in zip(self.slots, stacks, strict=True):
             mine = [at for kind, at in of_stack if kind == "params"]
             found.update(zip(mine, arrays, strict=True))
         slots = self.storage.params.slots
         return [_fill(slot, found[at]) if at in found else slot.pad(next(others)) for at, slot in enumerate(slots)]
 
     @functools.cached_property
-    def _found(self) -> list[list[tuple[str, int]]]:
-        """For each stack, the stored arrays of its weights."""
+    def slots(self) -> list[list[tuple[str, int]]]:
+        """For each stack, the stored arrays of its weights: the tree that each is in, and its place there."""
         num_params = self.storage.num_params
         places: dict[tuple[int, ...], tuple[str, int]] = {}
         for kind, offset in (("params", 0), ("frozen", num_params)):
@@ -140,10 +140,11 @@ def stage_model(
     mesh: Mesh,
     layout: Layout | None = None,
     draw: Draw | None = None,
+    reduces: bool = False,
 ) -> StagedModel:
-    """The loss of a trace in stages, cut at its stacks of layers; other arguments as for `place_loss`."""
+    """The loss of a trace in stages, cut at its stacks of layers; other arguments as for `make_placer`."""
     layout = layout or storage.layout
-    placer = make_placer(trace, storage, plan, mesh, layout, draw)
+    placer = make_placer(trace, storage, plan, mesh, layout, draw, reduces)
     stacks = [widened(stack, trace, placer) for stack in stacks]
     mine = {group for stack in stacks for group in stack.weights}
     num_params = storage.num_params

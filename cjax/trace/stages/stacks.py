@@ -110,8 +110,9 @@ class CutTrace:
         return found[::-1]
 
 
-def find_stacks(trace: Trace) -> tuple[LayerStack, ...]:
-    """All stacks of layers with weights of their own, in order; empty if there is none."""
+def find_stacks(trace: Trace, least: float = LEAST_SHARE) -> tuple[LayerStack, ...]:
+    """All stacks of layers with weights of their own, in order; empty if there is none. One with less than `least` of
+    the arithmetic of the dearest is left out."""
     eqns = trace.closed.jaxpr.eqns
     index: dict[Var, int] = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
     weights = {*trace.leaves_of("params"), *trace.leaves_of("frozen")}
@@ -125,7 +126,7 @@ def find_stacks(trace: Trace) -> tuple[LayerStack, ...]:
     # pass through.
     found = [stack for stack in found if stack.layered and stack.initial]
     most = max((stack.flops for stack in found), default=0)
-    return tuple(sorted((s for s in found if s.flops >= LEAST_SHARE * most), key=lambda stack: stack.start))
+    return tuple(sorted((s for s in found if s.flops >= least * most), key=lambda stack: stack.start))
 
 
 def cut(trace: Trace, stacks: Sequence[LayerStack]) -> CutTrace:

@@ -1,0 +1,168 @@
+"""Plans that walk over layers, by arithmetic alone: homes of what a device can't hold, and the time of a step.
+
+What a program for such a plan needs, its own compiled pieces say. Here it is what the same plan needs without a walk,
+each layer made again in the backward pass, one layer at a time.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cjax.plan import Plan
+from cjax.planner.choice.homes import choose_homes
+from cjax.planner.choice.scored import Question
+from cjax.planner.choice.space import Space, arrangement_of, plan_at
+from cjax.planner.costs.duration import PARTS
+from cjax.planner.costs.memory import PartMemory, part_memory
+from cjax.planner.costs.walk import WalkCost, WalkRates, rates_of, walk_cost
+from cjax.planner.hardware import Hardware
+from cjax.planner.homes import Homes, Kind, Occupied, Peaks, Phase, RowBytes, RowSizes, occupied
+from cjax.planner.table import REMATS, PlanTable
+from cjax.planner.work import Work, WorkSplit
+
+# Forward, of what both passes are counted together in: the backward pass has two matmuls for each.
+FORWARD = 1 / 3
+
+
+@dataclass(frozen=True)
+class ScoredWalk:
+    """One plan that walks over layers, and what is predicted of it.
+
+    Args:
+      plan: resolved, with its budget.
+      sizes, peaks: of its rows and beside them.
+      homes: of its rows.
+      rates: that the time goes by.
+      cost: of a step.
+      tokens: of a step.
+      mfu: the model's own arithmetic as a share of what the devices could do; None where their peak is unknown.
+    """
+
+    plan: Plan
+    sizes: RowSizes
+    peaks: Peaks
+    homes: Homes
+    rates: WalkRates
+    cost: WalkCost
+    tokens: int
+    mfu: float | None
+
+    @property
+    def occupied(self) -> Occupied:
+        return occupied(self.sizes, self.peaks, self.homes)
+
+
+def walks_in(space: Space, num_devices: int) -> list[Plan]:
+    """The plans without stages and grids that a space has, with ZeRO 3 over all copies where the user says nothing."""
+    found = []
+    for arrangement in space.arrangements(num_devices):
+        table = space.table(arrangement, num_devices)
+        # A walk makes each layer again anyway: `remat` says only what of it is kept while its gradient is made.
+        fits = (table.pipeline == 1) & (table.remat == REMATS.index(space.fixed.get("remat", "none")))
+        if "zero" not in space.fixed:
+            fits &= (table.zero == table.zero.max(initial=0)) & (table.zero_group == table.data)
+        if arrangement.tensor.mode == "1d":
+            found += [plan_at(arrangement, table, int(row)) for row in np.nonzero(fits)[0]]
+    return found
+
+
+def score_walk(question: Question, plan: Plan, rates: WalkRates | None = None) -> ScoredWalk:
+    """What is predicted of a resolved plan with a budget.
+
+    Args:
+      question: the model, its batch and the devices.
+      plan: the plan.
+      rates: of links and disks, if not those of the datasheets.
+
+    Raises:
+      TooLittle: it does not fit; with what would.
+      ValueError: the layout can't split the model so.
+    """
+    arrangement = arrangement_of(plan)
+    split = question.split_or_reason(arrangement)
+    if isinstance(split, str):
+        raise ValueError(split)
+    work, hardware = question.work(arrangement), question.hardware_at(plan.num_devices)
+    sizes, peaks = row_sizes(work, split, plan, hardware)
+    rates, compute = rates or rates_of(hardware), _compute(question, work, split, plan, hardware)
+    assert rates is not None
+
+    def cost_of(homes: Homes) -> WalkCost:
+        return walk_cost(sizes, homes, rates, compute, work.tokens)
+
+    is_timed = rates.link is not None and compute is not None
+    homes = choose_homes(
+        sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload,
+        seconds=(lambda homes: cost_of(homes).total or 0.0) if is_timed else None,
+    )  # fmt: skip
+    cost = cost_of(homes)
+    peak = hardware.matmul_flops(plan.precision)
+    mfu = work.model_flops / (plan.num_devices * peak * cost.total) if peak and cost.total else None
+    return ScoredWalk(plan, sizes, peaks, homes, rates, cost, work.tokens, mfu)
+
+
+def row_sizes(work: Work, split: WorkSplit, plan: Plan, hardware: Hardware) -> tuple[RowSizes, Peaks]:
+    """Rows of a resolved plan, and what a device needs beside them; one process for the devices of each host."""
+    parts = part_memory(work, split, plan, hardware)
+    stacks = [part for part in parts if part.repeats > 1]
+    local = min(hardware.devices_per_host, plan.num_devices)
+
+    def row(kind: Kind, size: float) -> RowBytes:
+        # Each device has its own copy in host memory; on disk equal ones are one. What layers are handed is whole on
+        # all devices that share a matmul.
+        if kind == "inputs":
+            parts = plan.data * plan.sequence.size
+        else:
+            shares = plan.zero_stage >= (3 if kind in ("params", "frozen") else 1)
+            parts = plan.tensor.size * (plan.zero_group * plan.sequence.size if shares else 1)
+        return RowBytes(round(size), round(size) * local, round(size) * min(local, parts))
+
+    of: dict[Kind, list[float]] = {
+        "params": [part.params for part in stacks],
+        "frozen": [part.frozen for part in stacks],
+        "opt": [part.optimizer for part in stacks],
+        "grads": [part.grads for part in stacks],
+        "inputs": [plan.microbatches * part.saved for part in stacks],
+    }
+    sizes: RowSizes = {
+        kind: tuple((row(kind, size),) * part.repeats for size, part in zip(rows, stacks, strict=True))
+        for kind, rows in of.items()
+        if any(rows)
+    }
+    return sizes, _peaks(work, parts, plan)
+
+
+def _peaks(work: Work, parts: list[PartMemory], plan: Plan) -> Peaks:
+    stacks = [part for part in parts if part.repeats > 1]
+    rest = [part for part in parts if part.repeats == 1]
+    outside = sum(part.params + part.frozen + part.grads + part.optimizer for part in rest)
+    outside += work.batch_bytes / plan.data
+    # What goes from layer to layer, of all micro-batches: the one that a layer is given, and the one that it gives.
+    streams = 2 * plan.microbatches * max((part.saved for part in stacks), default=0.0)
+    layer = max((part.working for part in stacks), default=0.0)
+    ends = max((part.working for part in rest), default=0.0)
+    # The optimizer's own values, were none of them in the place of another, are one more set of parameters.
+    update = max((part.params for part in parts), default=0.0)
+    return Peaks(
+        round(outside), round(streams + layer), round(streams + ends), round(streams + layer), round(update),
+        birth=round(max((part.params for part in stacks), default=0.0)),
+    )  # fmt: skip
+
+
+def _compute(
+    question: Question, work: Work, split: WorkSplit, plan: Plan, hardware: Hardware
+) -> dict[Phase, float] | None:
+    """Seconds of each pass, transfers between devices with them, as the same plan has them without a walk; None where
+    the devices' rates are unknown."""
+    if hardware.matmul_flops(plan.precision) is None:
+        return None
+    table = PlanTable.of([replace(plan, remat="block")])
+    found = question.durations(work, split, table, hardware)
+    of = {name: float(getattr(found, name)[0]) for name in PARTS}
+    both = sum(of[name] for name in ("matmul", "attention", "elementwise", "tensor", "sequence"))
+    # Parameters are gathered for each of the two passes.
+    return {
+        "forward": FORWARD * both + of["gather"] / 2,
+        "backward": (1 - FORWARD) * both + of["recompute"] + of["data"] + of["gather"] / 2,
+        "update": of["optimizer"] + of["overhead"],
+    }

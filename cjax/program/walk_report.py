@@ -1,0 +1,94 @@
+"""The report of a program that walks over layers: its programs together, and where rows live."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from cjax.audit import Audit, audit, hlo
+from cjax.planner.costs.walk import rates_of, walk_cost
+from cjax.planner.hardware import Hardware
+from cjax.planner.homes import Homes, Kind, occupied
+from cjax.program.composed import Composed
+from cjax.program.description import param_rows, time_of, transfer_rows, uncovered
+from cjax.program.homes import describe_walk
+from cjax.report import FlopCount, MemoryUse, Report
+from cjax.trace.jaxpr.cost import cost
+from cjax.walk.measured import Measured, Piece, num_bytes
+
+FORWARD = ("begin", "enter", "once", "forward", "leave")
+
+
+def describe_walked(composed: Composed, measured: Measured, homes: Homes, hardware: Hardware) -> Report:
+    """What a step needs, moves and takes, from its programs as they are compiled."""
+    audits = [(piece, _audited(piece, composed.mesh)) for piece in measured.pieces]
+    whole = _together(audits)
+    peak = hardware.matmul_flops(composed.plan.precision)
+    compute = None
+    if peak is not None:
+        compute = {"forward": 0.0, "backward": 0.0}
+        for piece, facts in audits:
+            phase = "forward" if piece.name.split()[0] in FORWARD else "backward"
+            compute[phase] += piece.calls * facts.flops / peak
+    tokens = _num_tokens(composed)
+    rates = rates_of(hardware)
+    step = walk_cost(measured.sizes, homes, rates, compute, tokens)
+    there = occupied(measured.sizes, measured.peaks, homes)
+    shape = composed.state_shape
+    assert composed.walker is not None
+    kinds: tuple[Kind, ...] = ("params", "frozen", "opt")
+    outside = {kind: num_bytes(composed.walker.outside_structs(kind)) for kind in kinds}
+    carried, batch = num_bytes(shape._model_state), num_bytes(composed.with_batch(composed.batch_shape))
+    state = there.device["params"] + there.device["frozen"] + outside["params"] + outside["frozen"]
+    optimizer = there.device["opt"] + outside["opt"]
+    rest = max(0, there.peak - state - optimizer - carried - batch)
+    forward = cost(composed.trace.closed)
+    model = 3.0 * forward.flops * composed.plan.microbatches
+    matmul = 3.0 * forward.matmul_flops * composed.plan.microbatches
+    return Report(
+        plan=str(composed.plan),
+        devices=f"{composed.mesh.size} x {hardware.name}",
+        memory=MemoryUse(
+            params=state, optimizer=optimizer, carried=carried, batch=batch, activations=rest, limit=hardware.memory
+        ),
+        params=param_rows(composed),
+        transfers=transfer_rows(whole, hardware if hardware.memory_bandwidth is not None else None),
+        flops=FlopCount(model, matmul, max(0.0, whole.flops * composed.mesh.size - matmul), whole.flops),
+        time=time_of(composed, whole, hardware),
+        watch=[*composed.notes, *uncovered(composed.trace)],
+        walk=describe_walk(composed.plan, measured.sizes, measured.peaks, homes, step, rates, tokens),
+    )
+
+
+def _num_tokens(composed: Composed) -> int:
+    """Numbers of the first leaf of whole numbers with two dims, or rows."""
+    leaves = jax.tree.leaves(composed.batch_shape)
+    texts = [leaf for leaf in leaves if len(leaf.shape) == 2 and leaf.dtype.kind in "iu"]
+    return max((leaf.shape[0] * leaf.shape[1] for leaf in texts), default=max(x.shape[0] for x in leaves if x.shape))
+
+
+def _audited(piece: Piece, mesh: Mesh) -> Audit:
+    """What a program does. One that only makes numbers, out of none, is a program for one device."""
+    text = piece.compiled.as_text()
+    return audit(piece.compiled, mesh if text and hlo.parse(text).num_devices == mesh.size else None)
+
+
+def _together(audits: Sequence[tuple[Piece, Audit]]) -> Audit:
+    """One step's facts, of programs that are called several times."""
+    collectives = [
+        dataclasses.replace(each, count=each.count * piece.calls)
+        for piece, facts in audits
+        for each in facts.collectives
+    ]
+    first = audits[0][1]
+    return dataclasses.replace(
+        first,
+        collectives=tuple(collectives),
+        memory=None,
+        flops=sum(piece.calls * facts.flops for piece, facts in audits),
+        bytes_accessed=sum(piece.calls * facts.bytes_accessed for piece, facts in audits),
+        unknown_loops=sum(facts.unknown_loops for _, facts in audits),
+        uncounted=tuple(sorted({name for _, facts in audits for name in facts.uncounted})),
+        attention_kernels=tuple(sorted({name for _, facts in audits for name in facts.attention_kernels})),
+    )

@@ -1,0 +1,349 @@
+"""What a program that walks over layers does in the place of compiled steps."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cjax.gradients import mean
+from cjax.mesh import compiler_options
+from cjax.optim import LossScale, LossScaleState, count_skipped, init_noise
+from cjax.planner.choice.homes import choose_homes
+from cjax.planner.homes import Home, Homes, Peaks
+from cjax.program.composed import Composed
+from cjax.program.keep import store_leaves
+from cjax.program.starting import given_values, refuse_values
+from cjax.program.state import Arrays
+from cjax.program.steps import aux_means
+from cjax.program.walked import Replaced, Value, WalkedState, each_row, empty_rows, fill, tree_of, values_of
+from cjax.tree import PyTree
+from cjax.walk.birth import RowBirth, Tree
+from cjax.walk.files import Folder
+from cjax.walk.measured import Measured, measure, row_sizes
+from cjax.walk.stores import make_rows
+from cjax.walk.walk import Held, Row, in_turn
+from cjax.walk.walker import OutsideState
+
+KINDS = ("params", "frozen", "opt")
+
+
+def _data(x: jax.Array) -> jax.Array:
+    """What can be written of an array: of keys their numbers."""
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _placed(array: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """What was written, as it was."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.device_put(jax.random.wrap_key_data(array), like.sharding)
+    return jax.device_put(array, like.sharding)
+
+
+def made(folder: Path) -> Path:
+    """A folder that is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+Given = Callable[[int, int], Any]  # tree, leaf -> a value that replaces the model's own, or None
+
+
+_OPEN: dict[Path, "Walking"] = {}  # folders that this process has open
+
+
+class Walking:
+    """Runs the walks of one program."""
+
+    def __init__(self, composed: Composed) -> None:
+        assert composed.walker is not None
+        self._composed, self._walker = composed, composed.walker
+        self._last: tuple[jax.Array, Held] | None = None
+        options = compiler_options(composed.mesh)
+        self._inputs = jax.jit(self._make_inputs, out_shardings=composed.whole, compiler_options=options)
+        self._behind = jax.jit(self._make_behind, compiler_options=options)
+        self._aux = jax.jit(
+            lambda out: aux_means(composed, out), out_shardings=composed.whole, compiler_options=options
+        )
+
+    @functools.cached_property
+    def measured(self) -> Measured:
+        """The programs of a step, compiled for this batch, and what devices need for them."""
+        composed, shape = self._composed, self._composed.state_shape
+        scale = None
+        if composed.scaling is not None:
+            scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=composed.whole)
+        params, frozen = (tuple(self._walker.outside_structs(kind)) for kind in ("params", "frozen"))
+        batch = composed.with_batch(composed.batch_shape)
+        return measure(self._walker, (params, frozen, shape._model_state, batch, shape._key, scale))
+
+    @functools.cached_property
+    def homes(self) -> Homes:
+        """Where rows live: the least that moves, of what the plan allows.
+
+        Raises:
+          ValueError: nothing fits what the plan says; see `choose_homes`.
+        """
+        plan = self._composed.plan
+        # Without a budget nothing has to be known of programs: only what is told to go goes.
+        peaks = self.measured.peaks if plan.budget is not None else Peaks(0, 0, 0, 0, 0)
+        return choose_homes(row_sizes(self._walker), peaks, plan.budget, plan.host, plan.disk, plan.offload)
+
+    def _hold(self) -> Held:
+        """Places for a state's rows. The disk has room for one: a state that was there is given up."""
+        if self._folder is not None and self._last is not None:
+            self._give_up()
+            self._folder.clear()
+        return self._walker.hold(self.homes, self._folder)
+
+    @functools.cached_property
+    def _is_durable(self) -> bool:
+        """Whether all that layers have is on disk, so that a run that is killed can go on from there."""
+        if self._folder is None or jax.process_count() > 1:
+            return False
+        numbers = range(len(self._walker.lengths))
+        of = self.homes.of
+        return all(set(of[kind][k]) == {"disk"} for kind in KINDS for k in numbers if self._walker.slots(kind, k))
+
+    def _commit(self, state: WalkedState) -> None:
+        """From now on, a run that is killed goes on from this state."""
+        if not self._is_durable:
+            return
+        assert self._folder is not None
+        small = {f"{i}": np.asarray(_data(x)) for i, x in enumerate(jax.tree.leaves(state))}
+        self._folder.commit(int(state.step), small)
+
+    def resume(self) -> WalkedState | None:
+        """The state that the disk holds, of a run that has ended; None if there is none."""
+        if self._folder is None or not self._is_durable:
+            raise ValueError(
+                f"plan {str(self._composed.plan)!r} does not keep all that layers have on disk, so that nothing of a "
+                "run that has ended is left there: go on from a checkpoint, program.restore(path)."
+            )
+        if self._folder.step is None:
+            return None
+        held = self._hold()
+        found = self._folder.resume()
+        assert found is not None
+        shape = self._outside_shape()
+        leaves, treedef = jax.tree.flatten(shape)
+        arrays = [_placed(found[1][f"{i}"], leaf) for i, leaf in enumerate(leaves)]
+        step, params, frozen, opt, model_state, key, scaling, noise = jax.tree.unflatten(treedef, arrays)
+        return self._state(held, (params, frozen, opt, model_state), (step, key, scaling, noise), is_new=False)
+
+    def _outside_shape(self) -> Any:
+        shape = self._composed.state_shape
+        trees = (tuple(self._walker.outside_structs(kind)) for kind in KINDS)
+        return (shape.step, *trees, shape._model_state, shape._key, shape._scaling, shape._noise)
+
+    @functools.cached_property
+    def _folder(self) -> Folder | None:
+        """The folder of rows on disk."""
+        if "disk" not in self.homes.used:
+            return None
+        composed = self._composed
+        if composed.given.disk_folder is None:
+            raise ValueError(
+                f"plan {str(composed.plan)!r} keeps layers on disk, and nobody said where: give parallelize "
+                'disk_folder="/scratch/run" (--disk-folder of the commands), on a disk of this machine.'
+            )
+        identity = self._identity()
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+        # Of each program its own, so that a run can go on under another plan while this one's rows are read.
+        path = made(composed.given.disk_folder).absolute() / f"cjax-{digest}"
+        if path in _OPEN:
+            _OPEN[path]._release()  # the same program, made anew in the same process: as in a notebook
+        folder = Folder(path, identity, composed.plan.disk)
+        _OPEN[path] = self
+        return folder
+
+    def _release(self) -> None:
+        """Gives up the state that is on disk, and the folder."""
+        self._give_up()
+        if (folder := vars(self).pop("_folder", None)) is not None:
+            folder.close()
+
+    def _give_up(self) -> None:
+        """The last state can't be used from here on."""
+        if self._last is not None:
+            step, held = self._last
+            if not step.is_deleted():
+                step.delete()
+            for rows in held.every:
+                rows.close()
+        self._last = None
+
+    def _identity(self) -> dict[str, Any]:
+        """What tells this program's rows from others'."""
+        composed = self._composed
+        shapes = {
+            name: [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(shelf.leaf_shapes())]
+            for name, shelf in zip(("params", "frozen", "opt", "model_state"), composed.shelves, strict=True)
+        }
+        return {"plan": str(composed.plan), "devices": composed.mesh.size, **shapes}
+
+    # -- states -------------------------------------------------------------------------------------------------------
+    def start(self, key: jax.Array, params: Any) -> WalkedState:
+        """A fresh state; `params` (see `Program.init`) replace the parameters they name."""
+        composed = self._composed
+        if self._folder is not None and self._folder.step:
+            raise ValueError(
+                f"{self._folder.path} holds this run as it was after step {self._folder.step}: go on with "
+                "state = program.resume(), or remove that folder to begin anew."
+            )
+        given = {} if params is None else given_values(composed, params)
+        problems: list[str] = []
+        values = {name: found for name, found in given.items()}
+        born = self._adopted if composed.capture.initial is not None else functools.partial(self._born, key)
+        held = self._hold()
+        *outside, model_state = born(held, lambda tree, leaf: values.get((tree, leaf)), problems)
+        refuse_values(problems, composed)
+        scaling = (composed.scaling or LossScale()).init()
+        small = jax.device_put((jnp.int32(0), key, scaling, init_noise()), composed.whole)
+        return self._state(held, (*outside, self._first_opt(held, outside[0]), model_state), small)
+
+    def _adopted(self, held: Held, given: Given, problems: list[str]) -> tuple[Arrays, Arrays, Arrays]:
+        """Rows of the values that the model holds, and what is outside of them."""
+        composed, initial = self._composed, self._composed.capture.initial
+        assert initial is not None
+        shelves = composed.shelves
+        outside = []
+        for tree, (kind, shelf) in enumerate((("params", shelves.params), ("frozen", shelves.frozen))):
+            own = values_of(shelf, initial[tree])
+
+            def value(leaf: int, where: Any, tree: int = tree, own: Value = own) -> Any:
+                found = given(tree, leaf)
+                return own(leaf, where) if found is None else found.placed(where, problems)
+
+            outside.append(fill(self._walker, held, kind, shelf, composed.mesh, value))
+            refuse_values(problems, composed)
+        return outside[0], outside[1], store_leaves(shelves.model_state, initial[2], composed.mesh)
+
+    def _born(self, key: jax.Array, held: Held, given: Given, problems: list[str]) -> tuple[Arrays, Arrays, Arrays]:
+        """Rows of the author's init, row by row, and what is outside of them."""
+        composed, walker = self._composed, self._walker
+        numbers = range(len(walker.lengths))
+        stacks: dict[Tree, Any] = {kind: [walker.slots(kind, k) for k in numbers] for kind in ("params", "frozen")}
+        birth = RowBirth(composed.capture, composed.storage, stacks, composed.mesh)
+        shelves = {"params": composed.shelves.params, "frozen": composed.shelves.frozen}
+        replaced = {}
+        for tree, (kind, shelf) in enumerate(shelves.items()):
+            replaced[kind] = Replaced(shelf, composed.mesh, functools.partial(given, tree), problems)
+            for k, at in each_row(walker) if any(stacks[kind]) else ():
+                if slots := stacks[kind][k]:
+                    row = birth.init_row(kind, k, at, key)
+                    getattr(held, kind)[k].put(at, replaced[kind].row(slots, at, row))
+        params, frozen, model_state = birth.init_outside(key)
+        params = replaced["params"].outside(walker.outside("params"), params)
+        frozen = replaced["frozen"].outside(walker.outside("frozen"), frozen)
+        return params, frozen, model_state
+
+    def _first_opt(self, held: Held, params: Arrays) -> Arrays:
+        optimizer = self._walker.optimizer
+        if optimizer is None:
+            return ()
+        for k, length in enumerate(self._walker.lengths):
+            for at, (row,) in in_turn([held.params[k]], range(length) if self._walker.slots("opt", k) else ()):
+                held.opt[k].put(at, optimizer.init_row(k, at, row))
+        return optimizer.init_outside(params)
+
+    def restored(self, trees: Mapping[str, PyTree], model_state: Arrays, small: Any) -> WalkedState:
+        """A state from the user's trees "params", "frozen" and "opt", the stored model state, and the small rest."""
+        composed, held = self._composed, self._hold()
+        outside = []
+        for kind in KINDS:
+            shelf = getattr(composed.shelves, kind)
+            outside.append(fill(self._walker, held, kind, shelf, composed.mesh, values_of(shelf, trees[kind])))
+        return self._state(held, (*outside, model_state), small)
+
+    def with_params(self, state: WalkedState, params: PyTree) -> WalkedState:
+        """`state` with a tree like the parameters in their place; layers' are in host memory between their turns."""
+        walker, shelf = self._walker, self._composed.shelves.params
+        homes: list[list[Home]] = [["host"] * length for length in walker.lengths]
+        rows = [make_rows(walker.structs("params", k), of, "params", k) for k, of in enumerate(homes)]
+        held = dataclasses.replace(state._held, params=rows)
+        outside = fill(walker, held, "params", shelf, self._composed.mesh, values_of(shelf, params))
+        for k, length in enumerate(walker.lengths):
+            for at in range(length) if not walker.slots("params", k) else ():
+                rows[k].put(at, ())
+            rows[k].settle()
+        return dataclasses.replace(state, _params=outside, _held=held)
+
+    def _state(self, held: Held, trees: Any, small: Any, is_new: bool = True) -> WalkedState:
+        empty_rows(self._walker, held)
+        for rows in held.every:
+            rows.settle()
+        step, key, scaling, noise = small
+        shelves, walker = self._composed.shelves, self._walker
+        state = WalkedState(step, *trees, key, scaling, noise, shelves, walker, held)
+        self._last = step, held
+        if is_new:
+            self._commit(state)
+        return state
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+    def step(self, state: WalkedState, batch: PyTree) -> tuple[WalkedState, dict[str, Any]]:
+        """One step of training; gives up `state`."""
+        composed = self._composed
+        key, scale = self._inputs(state._key, state.step, state._scaling)
+        counted = state.step + 1
+        done = self._walker.step(state._held, state.outside, batch, key, scale, state.step.delete)
+        kept = (done.out.model_state, state._model_state)
+        model_state, scaling, skipped = self._behind(*kept, state._scaling, done.finite)
+        metrics: dict[str, Any] = {"loss": done.loss, "grad_norm": done.norm, "skipped": skipped}
+        if composed.scaling is not None:
+            metrics["loss_scale"] = state._scaling.scale
+        if composed.trace.aux_is_mean:
+            metrics["aux"] = self._aux(done.out)
+        return self._next(state, done.outside, counted, model_state, scaling), metrics
+
+    def update(self, state: WalkedState, grads: PyTree, loss: jax.Array) -> WalkedState:
+        """The state after the optimizer has taken gradients, a tree like the parameters; gives up `state`."""
+        shelf, counted = self._composed.shelves.params, state.step + 1
+        outer = fill(self._walker, state._held, "grads", shelf, self._composed.mesh, values_of(shelf, grads))
+        give_up = state.step.delete
+        done = self._walker.update(state._held, state.outside, outer, None, loss, {}, give_up)
+        _, scaling, _ = self._behind((), (), state._scaling, done.finite)
+        return self._next(state, done.outside, counted, state._model_state, scaling)
+
+    def value_and_grad(self, state: WalkedState, batch: PyTree) -> tuple[jax.Array, PyTree, PyTree, Arrays]:
+        """The loss, aux, gradients in the user's own tree, and the new model state; `state` stays."""
+        key, scale = self._inputs(state._key, state.step, state._scaling)
+        held = state._held
+
+        def put(k: int, at: int, grads: Row, params: Row) -> None:
+            held.grads[k].put(at, grads)
+
+        out, outer = self._walker.gradients(held, state.outside, batch, key, scale, put)
+        shelf = self._composed.shelves.params
+        tree = tree_of(self._walker, held, "grads", shelf, outer, self._composed.mesh)
+        for k, length in enumerate(self._walker.lengths):
+            for at in range(length):
+                held.grads[k].forget(at)
+        return mean(out.total, out.weight), self._aux(out), tree, out.model_state
+
+    def _next(
+        self, state: WalkedState, outside: OutsideState, step: jax.Array, model_state: Arrays, scaling: LossScaleState
+    ) -> WalkedState:
+        new = dataclasses.replace(
+            state, step=step, _params=outside.params, _opt=outside.opt, _model_state=model_state, _scaling=scaling
+        )
+        self._last = step, state._held
+        self._commit(new)
+        return new
+
+    def _make_inputs(self, key: jax.Array, step: jax.Array, scaling: LossScaleState) -> tuple[jax.Array, Any]:
+        scale = None if self._composed.scaling is None else scaling.scale / self._composed.loss_size
+        return jax.random.fold_in(key, step), scale
+
+    def _make_behind(self, new: Arrays, old: Arrays, scaling: LossScaleState, finite: jax.Array) -> Any:
+        """The model state and the loss's scale after a step, and whether it was skipped."""
+        kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+        follow = count_skipped if self._composed.scaling is None else self._composed.scaling.adjust
+        return kept, follow(scaling, finite), 1 - finite.astype(jnp.int32)

@@ -1,0 +1,444 @@
+"""The folder of a run on disk: files of rows, and a record of what was committed.
+
+A row that must survive has two places in its file. One is current, which is what the last commit says; what is put goes
+to the other. A commit waits until all is on the disk, and makes the new places the current ones by one rename: a
+process may be killed at any moment, and what was committed last is whole. Each process has files of its own.
+
+Only files that begin as ours do are ever written over or removed.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from cjax.mesh import own_context
+from cjax.planner.homes import Kind
+from cjax.walk.direct import (
+    BLOCK,
+    BlockFile,
+    allocate,
+    cut_short,
+    explained,
+    shown,
+    sync_names,
+)
+from cjax.walk.record import Committed, read_record, record_bytes, write_record
+
+# Two places a row: what is put is durable at the next commit. One: what is put once, and what no other run reads.
+_PLACES: Mapping[Kind, int] = {"params": 2, "opt": 2, "frozen": 1, "grads": 1, "inputs": 1}
+_IS_STATE: Mapping[Kind, bool] = {"params": True, "opt": True, "frozen": True, "grads": False, "inputs": False}
+_OURS = b"cjax "
+_MAGIC = _OURS + b"rows 1\n"
+_LOCK = _OURS + b"lock 1\n"
+_NOWHERE = "-"  # of a row that has no current place
+
+
+class RowFile:
+    """The rows of one kind of one stack that are on disk. `read` and `write` of one row are never called at once.
+
+    Args:
+        file: whose first block says what it is.
+        row_bytes: whole blocks.
+        places: of each row, 1 or 2.
+        current: for each row "0" or "1", its place that is committed, or "-".
+        before_write: called before each write, told whether what it writes over is committed.
+    """
+
+    def __init__(
+        self, file: BlockFile, row_bytes: int, places: int, current: str, before_write: Callable[[bool], None]
+    ) -> None:
+        self._file = file
+        self._row_bytes = row_bytes
+        self._places = places
+        self._before_write = before_write
+        self.current = list(current)
+        self.newest = list(current)  # which `read` reads
+
+    def read(self, row: int, into: np.ndarray) -> None:
+        assert self.newest[row] != _NOWHERE, f"row {row} of {self._file.path} was never put, or forgotten"
+        self._file.read(self._place(row, self.newest[row]), into)
+
+    def write(self, row: int, data: np.ndarray) -> None:
+        place = "1" if self._places == 2 and self.current[row] == "0" else "0"
+        self._before_write(place == self.current[row])
+        self.newest[row] = _NOWHERE  # until all of it is there
+        self._file.write(self._place(row, place), data)
+        self.newest[row] = place
+
+    def forget(self, row: int) -> None:
+        self.newest[row] = _NOWHERE
+
+    def sync(self) -> None:
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _place(self, row: int, place: str) -> int:
+        return BLOCK + (row * self._places + int(place)) * self._row_bytes
+
+
+class Folder:
+    """The folder of one run; in it, each process sees to files of its own.
+
+    Args:
+        path: is made if it is missing; the folder that it is in must be there.
+        identity: what tells this program from others, in JSON's types: another program's state is refused.
+        limit: how many bytes this process may have there (`disk=`).
+
+    Raises:
+        ValueError: the folder holds another program's state, or a damaged record.
+        BlockingIOError: another process works with it.
+        OSError: it can't be made, read or written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as path, Folder(path, {"model": "mine"}) as folder:
+        ...     folder.commit(3, {"count": np.array(3)})
+        ...     folder.resume()
+        (3, {'count': array(3)})
+    """
+
+    @own_context
+    def __init__(self, path: str | Path, identity: Mapping[str, Any], limit: int | None = None) -> None:
+        self.path = Path(path).absolute()
+        self.num_bytes = 0  # that files of rows take
+        self._index = jax.process_index()
+        self._limit = limit
+        self._files: dict[str, RowFile] = {}
+        self._scratch: list[RowFile] = []
+        self._settle: list[Callable[[], None]] = []
+        self._guard = threading.Lock()
+        given = {**identity, "processes": jax.process_count()}
+        self._identity = json.dumps(given, sort_keys=True, default=str)
+        self._lock = -1
+        self._is_between = False  # two commits: which of them a process that is killed leaves is not known
+        self._record: Committed | None = None
+        try:
+            with self._together("open"):
+                self._lock = self._locked()
+                self._record = self._known()
+            self._go_back()
+        except BaseException:
+            self.close()
+            raise
+        self._run = self._record.run if self._record else secrets.token_hex(8)
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+    def rows(self, kind: Kind, stack: int, num_rows: int, row_bytes: int, layout: str) -> RowFile:
+        """The file of the rows of one kind of one stack, with what was committed if the folder has it.
+
+        Args:
+            kind: decides whether what is put outlives the process.
+            stack: its number.
+            num_rows: of this stack, that are on disk.
+            row_bytes: whole blocks.
+            layout: what else must be the same for a row to mean the same.
+
+        Raises:
+            ValueError: more bytes than `disk=` allows, or rows of another layout there.
+            OSError: no place on the disk, no permission, a file that is not ours or was cut short.
+        """
+        assert kind in get_args(Kind) and row_bytes % BLOCK == 0 and num_rows
+        name = f"{kind}-{stack}"
+        places = _PLACES[kind]
+        size = BLOCK + num_rows * places * row_bytes
+        self._reserve(name, size)
+        path = self.path / f"{name}.{self._index}.rows"
+        layout = hashlib.sha256(layout.encode()).hexdigest()
+        first = self._first_bytes({"name": name, "rows": num_rows, "bytes": row_bytes, "layout": layout})
+        current = _NOWHERE * num_rows
+        if self._record and _IS_STATE[kind]:
+            current = self._committed(name, path, first, size)
+        else:
+            self._make(path, first, size)
+        rows = RowFile(BlockFile(path), row_bytes, places, current, self._before_write)
+        if _IS_STATE[kind]:
+            self._files[name] = rows
+        else:
+            # It has no name from now on: however this process ends, it leaves nothing of it.
+            path.unlink()
+            self._scratch.append(rows)
+        self.num_bytes += size
+        return rows
+
+    def before_commit(self, settle: Callable[[], None]) -> None:
+        """What is called before each commit: it returns when all that was put is written."""
+        self._settle.append(settle)
+
+    # -- commits ------------------------------------------------------------------------------------------------------
+    @own_context
+    def commit(self, step: int, small: Mapping[str, np.ndarray]) -> None:
+        """Makes all rows that were put, and `small`, what a run that is killed from now on is resumed with.
+
+        Raises:
+            ValueError: more bytes than `disk=` allows.
+            OSError: it could not be written; what was committed before still is. Where it broke off in the last of its
+                steps, between the two, this folder has to be opened anew.
+        """
+        self._refuse_between()
+        unfinished = self._beside(".new")
+        with self._together("commit"):
+            for settle in self._settle:
+                settle()
+            for file in self._files.values():
+                file.sync()
+            halves = {name: "".join(file.newest) for name, file in self._files.items()}
+            record = Committed(step, self._identity, self._run, halves)
+            # The one that is current stays until the new one is there, and with several processes the one before it.
+            self._reserve("the small arrays", (2 + (jax.process_count() > 1)) * record_bytes(record, small))
+            self._refuse_others(unfinished)
+            try:
+                write_record(unfinished, record, small)
+            except OSError:
+                unfinished.unlink(missing_ok=True)
+                raise
+        # An interrupt in here too leaves it so: what is current then must not be guessed.
+        self._is_between = True
+        with self._together("commit"), explained(f"{self.path} can't be written"):
+            if jax.process_count() > 1 and self._beside("").exists():
+                os.replace(self._beside(""), self._beside(".before"))
+            os.replace(unfinished, self._beside(""))
+            sync_names(self.path)
+        # All processes have it: only now may what was current before be written over.
+        self._record = record
+        for file in self._files.values():
+            file.current = list(file.newest)
+        self._is_between = False
+
+    @property
+    def step(self) -> int | None:
+        """The step that was committed last."""
+        return None if self._record is None else self._record.step
+
+    def resume(self) -> tuple[int, dict[str, np.ndarray]] | None:
+        """What was committed last, its step and small arrays; None if nothing was. To be called when all rows are made.
+
+        Raises:
+            ValueError: the rows that were made from this folder are not those that were committed.
+        """
+        if self._record is None:
+            return None
+        if missing := sorted(set(self._record.halves) ^ set(self._files)):
+            raise self._other_homes(missing[0])
+        return self._record.step, read_record(self._beside(""))[1]
+
+    def clear(self) -> None:
+        """Removes this process's files from the folder; what was committed is gone. No rows may be in use."""
+        self._uncommit()
+        for file in (*self._files.values(), *self._scratch):
+            file.close()
+        self._files.clear()
+        self._scratch.clear()
+        self._settle.clear()
+        self.num_bytes = 0
+        self._remove_rows()
+
+    def close(self) -> None:
+        """Gives the folder back to other processes. No rows may be in use."""
+        for file in (*self._files.values(), *self._scratch):
+            file.close()
+        self._files.clear()
+        self._scratch.clear()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    # -- what is there ------------------------------------------------------------------------------------------------
+    def _locked(self) -> int:
+        """Makes the folder, and takes it for this process until that ends, however it does."""
+        if not self.path.parent.is_dir():
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"the folder {self.path} can't be made: {self.path.parent} is not there. Is its disk mounted? If "
+                f"so: mkdir -p {self.path.parent}",
+            )
+        path = self.path / f"lock.{self._index}"
+        with explained(f"the folder {self.path} can't be used"):
+            self.path.mkdir(exist_ok=True)
+            self._refuse_others(path)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            whose = os.pread(handle, 100, len(_LOCK)).decode(errors="replace").strip()
+            os.close(handle)
+            raise BlockingIOError(
+                errno.EWOULDBLOCK,
+                f"{self.path} is in use by process {whose or 'unknown'}: wait for its end, or name another folder",
+            ) from error
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, _LOCK + f"{os.getpid()}\n".encode(), 0)
+        return handle
+
+    def _known(self) -> Committed | None:
+        """What was committed last. Where nothing was, rows that are there mean nothing, and go."""
+        path, before = self._beside(""), self._beside(".before")
+        self._refuse_others(path)
+        if before.exists() and not path.exists():  # a commit was cut off between its two renames
+            os.replace(before, path)
+        if not path.exists():
+            self._remove_rows()
+            return None
+        record, _ = read_record(path)
+        if record.identity != self._identity:
+            there, given = json.loads(record.identity), json.loads(self._identity)
+            names = [name for name in sorted({*there, *given}) if there.get(name) != given.get(name)]
+            differing = "; ".join(f"{name}: {there.get(name)!r:.80}, here {given.get(name)!r:.80}" for name in names)
+            raise ValueError(
+                f"{self.path} holds the state of another program, of step {record.step} ({differing}). Name another "
+                "folder, or remove this one if nobody needs it"
+            )
+        return record
+
+    def _go_back(self) -> None:
+        """One process may have been killed before it had committed what others had: all go back to what all have."""
+        if jax.process_count() == 1:
+            return
+        mine = self._record.step if self._record else -1
+        steps = multihost_utils.process_allgather(np.array(mine)).tolist()
+        last = min(steps)
+        with self._together("open"):
+            if last < 0 <= max(steps):
+                without = [process for process, step in enumerate(steps) if step < 0]
+                raise ValueError(
+                    f"of the processes, {without} have no state in {self.path}, and the others have: name the folder "
+                    "that all worked with, or another one"
+                )
+            if mine > last:
+                record, _ = read_record(self._beside(".before"))
+                if record.step != last:
+                    raise ValueError(f"processes have committed different steps in {self.path}: {steps}")
+                os.replace(self._beside(".before"), self._beside(""))
+                sync_names(self.path)
+                self._record = record
+
+    def _committed(self, name: str, path: Path, first: bytes, size: int) -> str:
+        """Which places of a file of rows are current, which is there and whole."""
+        assert self._record is not None
+        if name not in self._record.halves:
+            raise self._other_homes(name)
+        with (
+            explained(f"{path}, which holds rows of step {self._record.step}, can't be read"),
+            open(path, "rb") as file,
+        ):
+            found = file.read(len(first))
+            if os.fstat(file.fileno()).st_size < size and found == first:
+                raise cut_short(path, size)
+        if found != first:
+            if not found.startswith(self._start()):
+                raise ValueError(f"{path} holds rows of another run than {self._beside('')}: one of the two was moved")
+            raise self._other_homes(name)
+        return self._record.halves[name]
+
+    def _other_homes(self, name: str) -> ValueError:
+        step = self._record.step if self._record else -1
+        return ValueError(
+            f"{self.path} holds the state of this program, of step {step}, but keeps {name} otherwise than this plan "
+            "does: give the budget=, host=, disk= and offload= that it was made with, or another folder"
+        )
+
+    # -- files --------------------------------------------------------------------------------------------------------
+    def _make(self, path: Path, first: bytes, size: int) -> None:
+        """A file of rows that none is in yet. It has its name when its place on the disk is its own."""
+        unfinished = path.with_name(path.name + ".new")
+        for each in (path, unfinished):
+            self._refuse_others(each)
+            each.unlink(missing_ok=True)
+        allocate(unfinished, size, first)
+        os.replace(unfinished, path)
+
+    def _start(self) -> bytes:
+        return _MAGIC + f"{self._run}\n".encode()
+
+    def _first_bytes(self, facts: Mapping[str, Any]) -> bytes:
+        return (self._start() + json.dumps(facts).encode()).ljust(BLOCK, b"\0")
+
+    def _remove_rows(self) -> None:
+        for ending in (".rows", ".rows.new"):
+            for path in sorted(self.path.glob(f"*.{self._index}{ending}")):
+                if _is_ours(path):
+                    path.unlink()
+
+    def _before_write(self, is_current: bool) -> None:
+        """Called by threads. What is committed and about to be written over is no state any more."""
+        self._refuse_between()
+        if is_current:
+            self._uncommit()
+
+    def _refuse_between(self) -> None:
+        if self._is_between:
+            raise OSError(
+                errno.EIO,
+                f"a commit to {self.path} broke off when it was about to be the current one: start again, with the "
+                "same folder, and the run goes on from it or from the one before",
+            )
+
+    def _uncommit(self) -> None:
+        with self._guard, explained(f"{self.path} can't be written"):
+            if self._record is not None:
+                for ending in (".before", ""):
+                    self._beside(ending).unlink(missing_ok=True)
+                sync_names(self.path)
+                self._record = None
+
+    def _reserve(self, name: str, size: int) -> None:
+        total = self.num_bytes + size
+        if self._limit is not None and total > self._limit:
+            raise ValueError(
+                f"disk={self._limit / 2**20:,.1f}MiB is too little: {shown(size)} for {name}, "
+                f"{shown(total)} in all. Give disk={-(-total // 2**20)}MiB or more, or more by budget= or host=, so "
+                "that less is on disk"
+            )
+
+    def _refuse_others(self, path: Path) -> None:
+        if path.exists() and not _is_ours(path):
+            raise FileExistsError(errno.EEXIST, f"{path} is in the way, and is no file of cjax's: move it away")
+
+    def _beside(self, ending: str) -> Path:
+        return self.path / f"commit.{self._index}{ending}"
+
+    @contextlib.contextmanager
+    def _together(self, what: str) -> Iterator[None]:
+        """What every process does before any goes on: where one fails, all raise."""
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failed = error
+        if jax.process_count() > 1:
+            fine = multihost_utils.process_allgather(np.array(failed is None)).tolist()
+            if failed is None and not all(fine):
+                whose = [i for i, is_fine in enumerate(fine) if not is_fine]
+                failed = OSError(
+                    errno.EIO, f"processes {whose} could not {what} in {self.path}; what they raised says why"
+                )
+        if failed is not None:
+            raise failed
+
+
+def _is_ours(path: Path) -> bool:
+    """All our files begin so from the moment they have a size."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        first = file.read(len(_OURS))
+    return first == _OURS or not first

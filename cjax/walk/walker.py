@@ -1,0 +1,193 @@
+"""A model that is trained by walks over its layers: where its rows live, and a step."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from cjax.gradients import Evaluated, Scale, mean
+from cjax.planner.homes import KINDS, Homes, Kind
+from cjax.sharding.place.model import ModelStorage
+from cjax.tree import PyTree
+from cjax.walk.files import Folder
+from cjax.walk.layer_slots import layer_slot
+from cjax.walk.optimizer import RowOptimizer
+from cjax.walk.programs import Programs
+from cjax.walk.stores import make_rows
+from cjax.walk.walk import Held, Row, Walk, in_turn
+
+
+@dataclass(frozen=True)
+class OutsideState:
+    """What belongs to no layer, as stored."""
+
+    params: Row
+    frozen: Row
+    opt: Row
+    model_state: Row
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a step gave: the outside after it, what the batch gave, the loss, the norm of the gradients, and whether all
+    of it is finite."""
+
+    outside: OutsideState
+    out: Evaluated
+    loss: jax.Array
+    norm: jax.Array
+    finite: jax.Array
+
+
+class Walker:
+    """What walks over a model.
+
+    Args:
+      programs: what a walk calls.
+      lengths: the number of layers of each stack.
+      storage: where the model's arrays are kept.
+      optimizer: the optimizer, row by row; None for evaluation alone.
+      mesh: the mesh.
+    """
+
+    def __init__(
+        self, programs: Programs, lengths: Sequence[int], storage: ModelStorage, optimizer: RowOptimizer | None,
+        mesh: Mesh,
+    ) -> None:  # fmt: skip
+        self.programs, self.lengths, self.optimizer = programs, tuple(lengths), optimizer
+        self.storage, self._mesh = storage, mesh
+        self._walk = Walk(programs, lengths)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+    def slots(self, kind: Kind, k: int) -> tuple[int, ...]:
+        """The slots of a stored tree of which stack `k` has a row for each layer, in a row's order."""
+        if kind == "opt":
+            return self.optimizer.slots[k] if self.optimizer else ()
+        return self.programs.model.places(k, kind)
+
+    def outside(self, kind: Kind) -> tuple[int, ...]:
+        """The slots of a stored tree that belong to no stack."""
+        if kind == "opt":
+            return self.optimizer.outside if self.optimizer else ()
+        return self.programs.model.outside(kind)
+
+    def structs(self, kind: Kind, k: int) -> list[jax.ShapeDtypeStruct]:
+        """A row of stack `k`: arrays as placed."""
+        if kind == "grads":
+            return self.programs.gradient_structs(k)
+        if kind == "inputs":
+            return self._inputs[k]
+        if kind == "opt":
+            slots = self.optimizer.storage.slots if self.optimizer else ()
+        else:
+            slots = getattr(self.storage, kind).slots
+        found = [layer_slot(slots[i]) for i in self.slots(kind, k)]
+        return [
+            jax.ShapeDtypeStruct(s.stored_shape, s.dtype, sharding=NamedSharding(self._mesh, s.stored_spec))
+            for s in found
+        ]
+
+    def outside_structs(self, kind: Kind) -> list[jax.ShapeDtypeStruct]:
+        """The stored arrays of what belongs to no stack, as placed."""
+        storage = self.optimizer.storage if kind == "opt" and self.optimizer else getattr(self.storage, kind, None)
+        slots = storage.slots if storage is not None else ()
+        return [
+            jax.ShapeDtypeStruct(s.stored_shape, s.dtype, sharding=NamedSharding(self._mesh, s.stored_spec))
+            for s in (slots[i] for i in self.outside(kind))
+        ]
+
+    @functools.cached_property
+    def _inputs(self) -> list[list[jax.ShapeDtypeStruct]]:
+        return [part * self.programs.model.num for part in self.programs.payload_structs()]
+
+    def hold(self, homes: Homes, folder: Folder | None) -> Held:
+        """Places for all rows, which are empty; `folder` of those on disk."""
+        numbers = range(len(self.lengths))
+        rows = {
+            kind: [make_rows(self.structs(kind, k), homes.of[kind][k], kind, k, folder) for k in numbers]
+            for kind in KINDS
+        }
+        return Held(homes, **rows)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+    def gradients(
+        self, held: Held, outside: OutsideState, batch: PyTree, key: jax.Array, scale: Scale, put: Any
+    ) -> tuple[Evaluated, Row]:
+        """What a batch gives, and the gradients of params outside; arguments as of `Walk.gradients`."""
+        return self._walk.gradients(held, outside.params, outside.frozen, outside.model_state, batch, key, scale, put)
+
+    def step(
+        self, held: Held, outside: OutsideState, batch: PyTree, key: jax.Array, scale: Scale, give_up: Any
+    ) -> Stepped:
+        """One step. `give_up` is called before the first row is changed: what fails behind that leaves no whole state.
+
+        A step that is not finite changes no row.
+        """
+        optimizer, exports = self.optimizer, {}
+        assert optimizer is not None
+
+        def put(k: int, at: int, grads: Row, params: Row) -> None:
+            if optimizer.is_early(k, at):  # a norm, while the gradients are here
+                exports[k, at] = optimizer.export(1, k, at, grads, (), params, {})
+            held.grads[k].put(at, grads)
+
+        out, grads = self.gradients(held, outside, batch, key, scale, put)
+        loss = mean(out.total, out.weight)
+        return self.update(held, outside, grads, out, loss, exports, give_up)
+
+    def update(
+        self, held: Held, outside: OutsideState, grads: Row, out: Evaluated | None, loss: jax.Array, exports: Any,
+        give_up: Any,
+    ) -> Any:  # fmt: skip
+        """The update, of gradients that are in their rows already."""
+        optimizer = self.optimizer
+        assert optimizer is not None
+        rest = (grads, outside.opt, outside.params, loss)
+        joint = optimizer.join(0, {}, *rest, {})
+        for number in range(1, optimizer.num_rounds + 1):
+            exports = {**exports} if number == 1 else {}
+            for k in range(len(self.lengths)):
+                self._export(number, k, held, joint, exports)
+            joint = optimizer.join(number, exports, *rest, joint)
+        finite = joint["finite"]
+        give_up()
+        if bool(finite):
+            for k in range(len(self.lengths)):
+                self._update_rows(k, held, joint)
+        params, opt = optimizer.update_outside(*rest, joint)
+        return Stepped(dataclasses.replace(outside, params=params, opt=opt), out, loss, joint["norm"], finite)
+
+    def _export(self, number: int, k: int, held: Held, joint: Any, exports: Any) -> None:
+        """A round's pass over the layers of a stack, those aside that have exported already."""
+        optimizer = self.optimizer
+        assert optimizer is not None
+        left = [at for at in range(self.lengths[k]) if (k, at) not in exports]
+        if not left or not self.slots("params", k):
+            return
+        kinds = [kind for kind in ("grads", "opt", "params") if kind in optimizer.reads(number, k, left[0])]
+        for at, rows in in_turn([getattr(held, kind)[k] for kind in kinds], left):
+            given = dict(zip(kinds, rows, strict=True))
+            found = (given.get(kind, ()) for kind in ("grads", "opt", "params"))
+            exports[k, at] = optimizer.export(number, k, at, *found, joint)
+            jax.block_until_ready(exports[k, at])
+            rows.clear()
+            del given, found
+
+    def _update_rows(self, k: int, held: Held, joint: Any) -> None:
+        optimizer = self.optimizer
+        assert optimizer is not None
+        if not self.slots("params", k):
+            return
+        for at, rows in in_turn([held.grads[k], held.opt[k], held.params[k]], range(self.lengths[k])):
+            grads, opt, params = rows
+            rows.clear()
+            params, opt = optimizer.update_row(k, at, grads, opt, params, joint)
+            held.grads[k].forget(at)
+            jax.block_until_ready((params, opt))
+            held.params[k].put(at, params)
+            held.opt[k].put(at, opt)
+            del grads, opt, params  # or they would be there while the next are fetched

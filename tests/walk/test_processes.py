@@ -1,0 +1,106 @@
+"""Two real processes keep rows together: each its own shards, and what was committed is what both have."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+PROCESS = """
+import shutil, sys
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from cjax.walk.files import Folder
+from cjax.walk.stores import make_rows
+
+address, index, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, 2, index)
+mesh = Mesh(np.array(jax.devices()).reshape(4), ("a",))
+shapes = [
+    jax.ShapeDtypeStruct(size, "float32", sharding=NamedSharding(mesh, spec))
+    for size, spec in (((8, 3), P("a")), ((5,), P()))
+]
+HOMES = ["device", "host", "disk"]
+
+
+def row(seed):
+    values = [np.random.default_rng((seed, k)).normal(size=shape.shape).astype("f") for k, shape in enumerate(shapes)]
+    return values, tuple(
+        jax.make_array_from_callback(shape.shape, shape.sharding, lambda index: value[index])
+        for value, shape in zip(values, shapes)
+    )
+
+
+def check(rows, layer, seed):
+    rows.ahead(layer)
+    for x, value, shape in zip(rows.fetch(layer), row(seed)[0], shapes):
+        assert x.sharding == shape.sharding and not x.is_fully_addressable
+        for shard in x.addressable_shards:
+            np.testing.assert_array_equal(shard.data, value[shard.index])
+
+
+def opened(limit=None):
+    folder = Folder(path, {}, limit)
+    return folder, make_rows(shapes, HOMES, "params", folder=folder)
+
+
+folder, rows = opened()
+assert folder.resume() is None
+for step in range(3):
+    for layer in range(3):
+        rows.put(layer, row(10 * step + layer)[1])
+    folder.commit(step, {"step": np.array(step + 100 * index)})
+    for layer in range(3):
+        check(rows, layer, 10 * step + layer)
+rows.close()
+folder.close()
+if index == 1:  # as if it had been killed before it had committed what the other has
+    shutil.copyfile(path + "/commit.1.before", path + "/commit.1")
+multihost_utils.sync_global_devices("killed")
+folder, rows = opened(limit=None if index else 1 << 17)
+known = folder.resume()
+assert known == (1, {"step": 1 + 100 * index}), known
+check(rows, 2, 12)
+rows.put(2, row(40)[1])
+try:
+    folder.commit(2, {"large": np.zeros(0 if index else 1 << 20, np.int8)})
+except (OSError, ValueError) as error:
+    assert ("[0] could not commit" if index else "disk=0.1MiB is too little") in str(error), error
+else:
+    raise AssertionError("one has no place for it")
+assert folder.resume() == known
+rows.close()
+folder.close()
+try:
+    Folder(path, {"model": "other"} if index else {})
+except (OSError, ValueError) as error:
+    assert ("another program" if index else "[1] could not open") in str(error), error
+else:
+    raise AssertionError("one is another program")
+folder, rows = opened()
+check(rows, 2, 12)
+"""
+
+
+def test_two_processes_keep_their_own_shards_and_go_back_together(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, address, str(index), tmp_path / "rows"],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
+    names = {f"{name}.{index}{end}" for index in range(2) for name, end in (("commit", ""), ("lock", ""))}
+    assert names <= {each.name for each in (tmp_path / "rows").iterdir()}
