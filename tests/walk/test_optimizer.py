@@ -18,7 +18,8 @@ from cjax.tree import PyTree, leaf_names
 from cjax.walk.ends import in_rows
 from cjax.walk.optimizer import Arrays, RowOptimizer
 
-EXACT = 1e-12
+# Without most of XLA's optimizations, powers of a scalar differ by 1e-9 from one program to another.
+EXACT = 1e-9
 P = PartitionSpec
 
 
