@@ -1,6 +1,5 @@
 """An optimizer's update as slices: what each pass over the layers makes, and what is made of all of them in between."""
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -55,12 +54,13 @@ def plan_passes(owned: Owned, ends: Ends) -> Passes:
             if sum(map(size_of, read)) > SMALL:
                 raise Refused(max(read, key=size_of), owner)
     taken: dict[Var, None] = {}
+    least = _least_bytes(owned)
     exports: dict[tuple[int, Owner], Slice] = {}
     for number, layers in owned.exports.items():
         for owner, read in layers.items():
-            exports[number, owner] = cut(read, owned.made, layer_given(owned, ends.given[owner], owner, taken))
+            exports[number, owner] = cut(read, owned.made, layer_given(owned, ends.given[owner], owner, least, taken))
     updates = {
-        owner: cut(outs, owned.made, layer_given(owned, ends.given[owner], owner, taken))
+        owner: cut(outs, owned.made, layer_given(owned, ends.given[owner], owner, least, taken))
         for owner, outs in ends.outs.items()
         if owner is not None
     }
@@ -78,21 +78,18 @@ def plan_passes(owned: Owned, ends: Ends) -> Passes:
 
 
 def layer_given(
-    owned: Owned, places: Places, owner: Owner, taken: dict[Var, None] | None
+    owned: Owned, places: Places, owner: Owner, least: Mapping[Var, int] | None, taken: dict[Var, None]
 ) -> Callable[[Var], Read | None]:
     """How a layer's slice comes by a variable: it is in its row, the outside has it (noted in `taken`), or it is made.
 
-    Of the outside's values, those are made anew that are larger than what they are made of, such as zeros and random
-    numbers; with `taken` None, all.
+    Args:
+      owned: whose each value is.
+      places: what is in the layer's row.
+      owner: the layer.
+      least: of `_least_bytes`. What the outside has is made anew where less is needed for that than it has bytes, such
+        as zeros and drawn numbers; with None, always.
+      taken: what is read of the outside.
     """
-
-    @functools.cache
-    def smallest(var: Var) -> int:
-        """Bytes of the least that a variable can be made of, or its own."""
-        eqn = owned.made.get(var)
-        if eqn is None or var in owned.joint:
-            return size_of(var)
-        return min(size_of(var), sum(map(smallest, variables(eqn))))
 
     def given(var: Var) -> Read | None:
         if var in places:
@@ -103,18 +100,27 @@ def layer_given(
             return None
         if var in owned.consts:
             return Read("const")
-        eqn = owned.made.get(var)
-        if eqn is not None and (taken is None or smallest(var) < size_of(var)):
-            if var not in owned.joint:
-                return None
-        if taken is None or (size_of(var) > SMALL and (eqn is None or var in owned.joint)):
-            raise Refused(var, owner)
-        if size_of(var) > SMALL:
+        is_made = var in owned.made and var not in owned.joint
+        if is_made and (least is None or least[var] < size_of(var) or size_of(var) > SMALL):
             return None
+        if least is None or size_of(var) > SMALL:
+            raise Refused(var, owner)
         taken[var] = None
         return Read("joint")
 
     return given
+
+
+def _least_bytes(owned: Owned) -> dict[Var, int]:
+    """For each value that is made outside, the fewest bytes it can be made of: its own, or those of what it is made of.
+    Numbers and constants are at hand."""
+    least: dict[Var, int] = {}
+    for var, eqn in owned.made.items():
+        if owned.owner[var] is None:
+            read = [v for v in variables(eqn) if v not in owned.consts]
+            parts = sum(least.get(v, size_of(v)) for v in dict.fromkeys(read))
+            least[var] = size_of(var) if var in owned.joint else min(size_of(var), parts)
+    return least
 
 
 def _outside_given(owned: Owned, ends: Ends, number: int, taken: dict[Var, None]) -> Callable[[Var], Read | None]:
@@ -148,6 +154,8 @@ def plan_init(owned: Owned, ends: Ends) -> dict[Owner | None, Slice]:
         return Read("const") if var in owned.consts else ends.given[None].get(var)
 
     return {
-        owner: cut(outs, owned.made, outside if owner is None else layer_given(owned, ends.given[owner], owner, None))
+        owner: cut(
+            outs, owned.made, outside if owner is None else layer_given(owned, ends.given[owner], owner, None, {})
+        )
         for owner, outs in ends.outs.items()
     }

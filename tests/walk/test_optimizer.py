@@ -18,7 +18,8 @@ from cjax.tree import PyTree, leaf_names
 from cjax.walk.ends import in_rows
 from cjax.walk.optimizer import Arrays, RowOptimizer
 
-EXACT = 1e-12
+# Without most of XLA's optimizations, powers of a scalar differ by 1e-9 from one program to another.
+EXACT = 1e-9
 P = PartitionSpec
 
 
@@ -227,9 +228,9 @@ def test_numbers_that_the_outside_draws_for_a_layer_are_drawn_in_its_own_program
     for owner in ((0, 1), (1, 2)):
         piece = rows._passes.updates[owner]
         drawn = [eqn.outvars[0].aval.shape for eqn in piece.eqns if eqn.primitive.name == "random_bits"]
-        assert {shape[-2:] for shape in drawn} >= {(9, 10), (7,)} or owner[0] == 1
+        assert (9, 10) in drawn or (4, 9, 10) in drawn
         assert all(
-            jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key) or v.aval.size < 90 for v in piece.reads_of("joint")
+            jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key) or v.aval.size == 1 for v in piece.reads_of("joint")
         )
 
 
