@@ -17,9 +17,9 @@ from cjax.models.generation import (
     check_choice,
     check_num_tokens,
     empty_memory,
-    last_logits,
     next_logits,
     read_prompt,
+    read_source,
     sample,
 )
 from cjax.models.generation import generate as continued
@@ -102,14 +102,14 @@ def generate(
     tokens = jax.device_put(jnp.asarray(tokens, jnp.int32), split)
     if texts is None:
         return continued(model, tokens, num_tokens, key, **options)
-    return _Walked(source, texts, model, state)(tokens, num_tokens, key, **options)
+    return _Walked(texts, model, state)(tokens, num_tokens, key, **options)
 
 
 class _Walked:
     """Texts of a program that walks: each token is a pass over the layers, for all rows at once."""
 
-    def __init__(self, program: Program, texts: Texts, model: Decoder, state: State) -> None:
-        self._program, self._texts, self._model, self._state = program, texts, model, state
+    def __init__(self, texts: Texts, model: Decoder, state: State) -> None:
+        self._texts, self._model, self._state = texts, model, state
 
     def __call__(
         self,
@@ -127,23 +127,26 @@ class _Walked:
         start = jnp.zeros([batch, 1], jnp.int32) if is_t5 else tokens
         length = start.shape[1]
         end = length + num_tokens
-        context = num_tokens + 1 if is_t5 else model.config.context
+        context = num_tokens + 1 if isinstance(model, T5) else model.config.context  # relative positions have no end
         text, done = jnp.pad(start, ((0, 0), (0, num_tokens))), jnp.zeros([batch], bool)
         memory = _memory_shape(model, batch, min(end, context), tokens.shape[1])
         given: dict[str, jax.Array] = {} if present is None else {"present": present}
-        first = given | ({"source": tokens} if is_t5 else {})
+        known: list[Any] = [()] * len(memory)
+        if is_t5 and num_tokens:
+            known = self._texts.score(self._state, given | {"source": tokens}, read_source)
         rows, position = None, length
         while position < end and not bool(done.all()):
-            if position <= context:
-                new = {"new": start} if rows is None else {"new": text[:, position - 1 : position]}
-                new |= {"length": jnp.int32(0 if rows is None else position - 1)}
-                new = self._texts.placed(new | (first if rows is None else given))
-                if rows is None:
-                    rows = self._texts.memory(jax.tree.map(_struct, new), memory)
-                logits = self._texts(self._state, new, memory, rows)
-            else:  # the window slides: nothing that was remembered stands where it stood
-                window = text[:, position - context : position]
-                logits = self._program.evaluate(self._state, {"tokens": window}, _window_logits)
+            # Behind the context the window slides: nothing that was remembered stands where it stood, and all of it is
+            # made again.
+            before = 0 if rows is None or position > context else position - 1
+            first = max(before, position - context)
+            # Not text[:, first:position], which would be another program for each token.
+            some = jax.lax.dynamic_slice_in_dim(text, np.int32(first), position - first, axis=1)
+            new = self._texts.placed({"new": some, "length": np.int32(before), **given})
+            if rows is None:
+                rows = self._texts.memory(jax.tree.map(_struct, new), memory, known)
+                known = []
+            logits = self._texts(self._state, new, memory, rows)
             text, done = _write(text, done, logits, np.int32(position), key, choice)
             position += 1
         if rows is not None:
@@ -159,10 +162,6 @@ def _memory_shape(model: Decoder, batch: int, room: int, source_length: int) -> 
 
 def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _window_logits(model: Any, batch: Any) -> jax.Array:
-    return last_logits(model, model.hidden(batch["tokens"]))
 
 
 @functools.partial(jax.jit, static_argnums=5)

@@ -130,21 +130,20 @@ def next_logits(model: Decoder, given: Mapping[str, jax.Array], memory: Memory) 
     Args:
         model: in eval mode.
         given: `new` tokens [batch, new length] and the `length` of what came before; of a T5 also `present`, if there
-            is padding, and in the first pass the `source`.
-        memory: what `empty_memory` gave, or the pass before.
+            is padding.
+        memory: what `empty_memory` gave, of a T5 with `read_source` at its layers' ends; or the pass before.
     """
     pasts = [Past(keys, values, given["length"]) for keys, values, *_ in memory]
     if isinstance(model, T5):
-        present = given.get("present")
-        source = [(layer[2], layer[3]) for layer in memory]
-        if "source" in given:
-            source = model.remember(model.encode(given["source"], present))
-        hidden = model.decode(given["new"], source, present, pasts)
+        hidden = model.decode(given["new"], [(layer[2], layer[3]) for layer in memory], given.get("present"), pasts)
     else:
-        source = [()] * len(memory)
         hidden = model.hidden(given["new"], pasts)
-    new = [(past.keys, past.values, *more) for past, more in zip(pasts, source, strict=True)]
-    return last_logits(model, hidden), new
+    return last_logits(model, hidden), [(p.keys, p.values, *old[2:]) for p, old in zip(pasts, memory, strict=True)]
+
+
+def read_source(model: Any, given: Mapping[str, jax.Array]) -> Memory:
+    """What each layer of a T5's decoder remembers of the `source`."""
+    return [(keys, values) for keys, values in model.remember(model.encode(given["source"], given.get("present")))]
 
 
 def empty_memory(model: Decoder, batch: int, room: int, source_length: int) -> Memory:

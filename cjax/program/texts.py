@@ -1,7 +1,7 @@
 """Passes over new tokens in programs that walk: weights come layer by layer, and so does what layers remember."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,10 @@ from cjax.gradients import LaidOut
 from cjax.mesh import compiler_options
 from cjax.planner.homes import Home
 from cjax.program.composed import Composed, batch_shardings
+from cjax.program.evaluation import Evaluator, Function
+from cjax.program.lockstep import Lockstep
 from cjax.program.scores import layout_of
+from cjax.program.state import State
 from cjax.program.walked import WalkedState
 from cjax.trace.source import TraceSource
 from cjax.tree import PyTree
@@ -32,7 +35,7 @@ class Texts:
     def __init__(self, composed: Composed, step: Step) -> None:
         # As the model alone would continue a text: in the precision of its weights, whatever it was trained in.
         self._composed = dataclasses.replace(composed, plan=dataclasses.replace(composed.plan, precision="float32"))
-        self._step = step
+        self._step, self._evaluate = step, Evaluator(self._composed, Lockstep(self._composed))
         self._made: dict[Hashable, MemoryWalk] = {}
 
     def model(self) -> Any:
@@ -40,12 +43,17 @@ class Texts:
         capture = self._composed.capture
         return capture.rebuild(capture.params_shape, capture.frozen_shape, capture.model_state_shape)
 
-    def memory(self, given: PyTree, memory: PyTree) -> LayerRows:
-        """Empty memory of all layers: at home on the devices, or on the host where activations are not.
+    def score(self, state: State, given: PyTree, function: Function) -> PyTree:
+        """What a function of the model makes of what is given, as `evaluate` would have it."""
+        return self._evaluate(state, [given], function)
+
+    def memory(self, given: PyTree, memory: PyTree, known: Sequence[Sequence[jax.Array]]) -> LayerRows:
+        """Memory of all layers before the first pass: at home on the devices, or on the host where activations are not.
 
         Args:
           given: of the first pass, shapes.
           memory: for each layer its arrays, shapes.
+          known: for each layer the last of them; others are zeros.
         """
         walk, walker = self._walk(given, memory), self._composed.walker
         assert walker is not None
@@ -57,11 +65,12 @@ class Texts:
             lambda: tuple(jnp.zeros(s.shape, s.dtype) for s in structs), out_shardings=shardings,
             compiler_options=compiler_options(self._composed.mesh),
         )  # fmt: skip
-        for layer in range(len(homes)):
-            rows.put(layer, zeros())
+        for layer, some in enumerate(known):
+            first = len(structs) - len(some)
+            rows.put(layer, (*zeros()[:first], *jax.device_put(tuple(some), shardings[first:])))
         return rows
 
-    def __call__(self, state: WalkedState, given: PyTree, memory: PyTree, rows: LayerRows) -> jax.Array:
+    def __call__(self, state: State, given: PyTree, memory: PyTree, rows: LayerRows) -> jax.Array:
         """The outcome of a pass; `rows` are new behind it.
 
         Args:
@@ -70,6 +79,7 @@ class Texts:
           memory: for each layer its arrays, shapes.
           rows: what `memory` gave.
         """
+        assert isinstance(state, WalkedState)
         shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
         walk, rest = self._walk(shape, memory), (state._params, state._frozen, state._model_state)
         return walk(state._held, rows, *rest, given, state._key)
@@ -89,9 +99,7 @@ class Texts:
         composed, step = self._composed, self._step
         assert composed.walker is not None
         batch = {"memory": memory, "other": given}
-
-        def call(model: Any, batch: PyTree, key: jax.Array, train: bool) -> tuple[None, PyTree]:
-            return None, step(model, batch["other"], batch["memory"])
+        call: Any = lambda model, batch, key, train: (None, step(model, batch["other"], batch["memory"]))  # noqa: E731
 
         like = composed.trace
         trace = TraceSource(composed.capture, batch).read(

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -147,13 +148,14 @@ class MemoryWalk:
         return Outside((), (), tuple(x[None] for x in model_state), tuple(rows), key)
 
     def _layer(
-        self, k: int, row: tuple[Row, Row], memory: Row, once: Arrays, out: Outside, at: jax.Array, payload: Arrays
+        self, k: int, row: tuple[Any, ...], memory: Row, once: Arrays, out: Outside, at: jax.Array, payload: Arrays
     ) -> tuple[Arrays, Row]:
         """What a layer hands on, and what it remembers."""
         model, stages = self._programs.model, self._remembering
         stack, places = stages.cut.stacks[k], self._found.places
         weights = model.weights(k, *row)
-        ready = [stages.hooks.weight(group[0], w) for group, w in zip(stack.weights, weights, strict=False)]
+        groups = stack.weights[: len(weights)]
+        ready = [stages.hooks.weight(group[0], w) for group, w in zip(groups, weights, strict=True)]
         # Each group has one leaf of each layer, in the same place of its memory.
         ready += [memory[places[0].index(group[0])] for group in self._read[k]]
         assert len(ready) == len(stack.weights)

@@ -1,6 +1,5 @@
 """Optimizers row by row: as optax would have it on the user's own tree, or refused with what to write instead."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
