@@ -1,15 +1,30 @@
 """`cjax.generate`: texts continued by a trained decoder, on one device or where a program keeps it."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cjax.mesh import BATCH_AXES, own_context
-from cjax.models.generation import Decoder, read_prompt
+from cjax.models import T5
+from cjax.models.generation import (
+    Choice,
+    Decoder,
+    check_choice,
+    check_num_tokens,
+    empty_memory,
+    next_logits,
+    read_prompt,
+    read_source,
+    sample,
+)
 from cjax.models.generation import generate as continued
 from cjax.program import Program, State
+from cjax.program.texts import Texts
 
 
 @own_context
@@ -68,7 +83,8 @@ def generate(
             f'Write other = program.replan("tensor={source.mesh.size}"), and '
             "generate(other, ..., state=other.restore(state))"
         )
-    model = source.model(state)
+    texts = source.texts(state, next_logits)
+    model = source.model(state) if texts is None else texts.model()
     if not isinstance(model, Decoder):
         kind = type(model).__name__
         raise TypeError(f"generate continues texts with a GPT, Llama or T5, and this program trains a {kind}")
@@ -83,4 +99,77 @@ def generate(
     split = NamedSharding(source.mesh, PartitionSpec(axes or None))
     if options.get("present") is not None:
         options["present"] = jax.device_put(jnp.asarray(options["present"]), split)
-    return continued(model, jax.device_put(jnp.asarray(tokens, jnp.int32), split), num_tokens, key, **options)
+    tokens = jax.device_put(jnp.asarray(tokens, jnp.int32), split)
+    if texts is None:
+        return continued(model, tokens, num_tokens, key, **options)
+    return _Walked(texts, model, state)(tokens, num_tokens, key, **options)
+
+
+class _Walked:
+    """Texts of a program that walks: each token is a pass over the layers, for all rows at once."""
+
+    def __init__(self, texts: Texts, model: Decoder, state: State) -> None:
+        self._texts, self._model, self._state = texts, model, state
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        num_tokens: int,
+        key: jax.Array | None,
+        present: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        check_num_tokens(num_tokens)
+        choice, model = Choice.of(**options), self._model
+        check_choice(model, tokens, key, choice, present)
+        key = jax.random.key(0) if key is None else key
+        is_t5, batch = isinstance(model, T5), len(tokens)
+        start = jnp.zeros([batch, 1], jnp.int32) if is_t5 else tokens
+        length = start.shape[1]
+        end = length + num_tokens
+        context = num_tokens + 1 if isinstance(model, T5) else model.config.context  # relative positions have no end
+        text, done = jnp.pad(start, ((0, 0), (0, num_tokens))), jnp.zeros([batch], bool)
+        memory = _memory_shape(model, batch, min(end, context), tokens.shape[1])
+        given: dict[str, jax.Array] = {} if present is None else {"present": present}
+        known: list[Any] = [()] * len(memory)
+        if is_t5 and num_tokens:
+            known = self._texts.score(self._state, given | {"source": tokens}, read_source)
+        rows, position = None, length
+        while position < end and not bool(done.all()):
+            # Behind the context the window slides: nothing that was remembered stands where it stood, and all of it is
+            # made again.
+            before = 0 if rows is None or position > context else position - 1
+            first = max(before, position - context)
+            # Not text[:, first:position], which would be another program for each token.
+            some = jax.lax.dynamic_slice_in_dim(text, np.int32(first), position - first, axis=1)
+            new = self._texts.placed({"new": some, "length": np.int32(before), **given})
+            if rows is None:
+                rows = self._texts.memory(jax.tree.map(_struct, new), memory, known)
+                known = []
+            logits = self._texts(self._state, new, memory, rows)
+            text, done = _write(text, done, logits, np.int32(position), key, choice)
+            position += 1
+        if rows is not None:
+            rows.close()
+        # All rows may have ended early: their last tokens fill what is left.
+        return jnp.where(jnp.arange(end) < position, text, text[:, position - 1 : position])
+
+
+def _memory_shape(model: Decoder, batch: int, room: int, source_length: int) -> Any:
+    graph, state = nnx.split(model)
+    return jax.eval_shape(lambda state: empty_memory(nnx.merge(graph, state), batch, room, source_length), state)
+
+
+def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=5)
+def _write(
+    text: jax.Array, done: jax.Array, logits: jax.Array, position: Any, key: jax.Array, choice: Choice
+) -> tuple[jax.Array, jax.Array]:
+    """`text` with a token at this position, and which rows have ended."""
+    before = jax.lax.dynamic_index_in_dim(text, position - 1, axis=1, keepdims=False)
+    token = jnp.where(done, before, sample(logits, jax.random.fold_in(key, position), choice))
+    done = done | jnp.isin(token, jnp.asarray(choice.stop, jnp.int32))
+    return jax.lax.dynamic_update_index_in_dim(text, token, position, axis=1), done

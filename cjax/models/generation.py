@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,13 +21,24 @@ Decoder = GPT | Llama | T5
 
 
 @dataclasses.dataclass(frozen=True)
-class _Choice:
+class Choice:
     """How a token is chosen, and when a text ends."""
 
     temperature: float
     top_k: int | None
     top_p: float | None
     stop: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[int] = (),
+    ) -> "Choice":
+        """From a user's options."""
+        return cls(float(temperature), top_k, None if top_p is None else float(top_p), tuple(map(int, stop)))
 
 
 def generate(
@@ -71,8 +82,8 @@ def generate(
     """
     prompt = read_prompt(tokens, model.config.vocab_size)
     check_num_tokens(num_tokens)
-    choice = _Choice(float(temperature), top_k, None if top_p is None else float(top_p), tuple(map(int, stop)))
-    _check(model, prompt, key, choice, present)
+    choice = Choice.of(temperature, top_k, top_p, stop)
+    check_choice(model, prompt, key, choice, present)
     graph, state = nnx.split(model)
     key = jax.random.key(0) if key is None else key
     return _generate(graph, state, jnp.asarray(prompt, jnp.int32), present, key, int(num_tokens), choice)
@@ -109,7 +120,47 @@ def check_num_tokens(num_tokens: Any) -> None:
         raise ValueError(f"generate got num_tokens={num_tokens!r}; it adds a whole number of tokens, such as 20")
 
 
-def _check(model: Decoder, tokens: Any, key: jax.Array | None, choice: _Choice, present: jax.Array | None) -> None:
+# -- a pass over new tokens, for those who keep each layer's memory themselves ---------------------------------------
+Memory = list[tuple[jax.Array, ...]]  # of each layer: keys and values, and of a T5 those of the encoder's text
+
+
+def next_logits(model: Decoder, given: Mapping[str, jax.Array], memory: Memory) -> tuple[jax.Array, Memory]:
+    """Logits [batch, vocab] of the token after the new ones, and the memory with these.
+
+    Args:
+        model: in eval mode.
+        given: `new` tokens [batch, new length] and the `length` of what came before; of a T5 also `present`, if there
+            is padding.
+        memory: what `empty_memory` gave, of a T5 with `read_source` at its layers' ends; or the pass before.
+    """
+    pasts = [Past(keys, values, given["length"]) for keys, values, *_ in memory]
+    if isinstance(model, T5):
+        hidden = model.decode(given["new"], [(layer[2], layer[3]) for layer in memory], given.get("present"), pasts)
+    else:
+        hidden = model.hidden(given["new"], pasts)
+    return last_logits(model, hidden), [(p.keys, p.values, *old[2:]) for p, old in zip(pasts, memory, strict=True)]
+
+
+def read_source(model: Any, given: Mapping[str, jax.Array]) -> Memory:
+    """What each layer of a T5's decoder remembers of the `source`."""
+    return [(keys, values) for keys, values in model.remember(model.encode(given["source"], given.get("present")))]
+
+
+def empty_memory(model: Decoder, batch: int, room: int, source_length: int) -> Memory:
+    """What layers remember before the first pass: zeros, with room for so many tokens."""
+    memory: Memory = [(past.keys, past.values) for past in model.make_past(batch, room)]
+    if not isinstance(model, T5):
+        return memory
+    source = model.remember(jnp.zeros([batch, source_length, model.config.embed_dim], memory[0][0].dtype))
+    return [(*own, *(jnp.zeros_like(x) for x in more)) for own, more in zip(memory, source, strict=True)]
+
+
+def last_logits(model: Decoder, hidden: jax.Array) -> jax.Array:
+    """Of the last position, [batch, vocab]."""
+    return model.classify(hidden[:, -1:])[:, 0].astype(jnp.float32)
+
+
+def check_choice(model: Decoder, tokens: Any, key: jax.Array | None, choice: Choice, present: jax.Array | None) -> None:
     if not isinstance(model, T5):
         if tokens.shape[1] > model.config.context:
             raise ValueError(
@@ -149,7 +200,7 @@ def _generate(
     present: jax.Array | None,
     key: jax.Array,
     num_tokens: int,
-    choice: _Choice,
+    choice: Choice,
 ) -> jax.Array:
     model = nnx.merge(graph, state)
     model.eval()
@@ -167,8 +218,7 @@ def _generate(
             return model.hidden(new, past)
 
     def choose(hidden: jax.Array, position: jax.Array | int, done: jax.Array, before: jax.Array) -> jax.Array:
-        logits = model.classify(hidden[:, -1:])[:, 0].astype(jnp.float32)
-        return jnp.where(done, before, _sample(logits, jax.random.fold_in(key, position), choice))
+        return jnp.where(done, before, sample(last_logits(model, hidden), jax.random.fold_in(key, position), choice))
 
     return _continue(run, choose, start, num_tokens, context, model.make_past, choice.stop)
 
@@ -225,7 +275,8 @@ def _continue(
     return jnp.where(jnp.arange(end) < position, text, last)
 
 
-def _sample(logits: jax.Array, key: jax.Array, choice: _Choice) -> jax.Array:
+def sample(logits: jax.Array, key: jax.Array, choice: Choice) -> jax.Array:
+    """A token for each row of logits."""
     if choice.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / choice.temperature

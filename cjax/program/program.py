@@ -30,6 +30,7 @@ from cjax.program.saving import arrays_of, shapes_of, state_from, trees_of
 from cjax.program.starting import Starter, make_key
 from cjax.program.state import State, check_alive
 from cjax.program.steps import gradient_inputs, make_step, make_update
+from cjax.program.texts import Step, Texts
 from cjax.program.verify import check_plan, told, verify
 from cjax.program.walk_report import describe_walked
 from cjax.program.walked import WalkedState
@@ -57,6 +58,7 @@ class Program:
         self._walking = Walking(composed) if composed.walker else None
         self._start = self._walking.start if self._walking else Starter(composed)
         self._evaluate = Evaluator(composed, self._lockstep)
+        self._texts: dict[Step, Texts] = {}
         self.plan, self.mesh, self.loss_scale = composed.plan, composed.mesh, composed.scaling
         self.verified: Check | str | None = None
 
@@ -286,6 +288,13 @@ class Program:
             raise TypeError(f"`fn` is a {type(fn).__name__}; give a function `fn(model, batch)`, or leave it out.")
         state = self._with_params(self._own(state), params)
         return self._evaluate(state, [batch] if self._is_one(batch) else batch, fn)
+
+    def texts(self, state: State, step: Step) -> Texts | None:
+        """Passes over new tokens from a state of a program that walks over its layers; None of any other."""
+        if self._walking is None:
+            return None
+        self._own(state)
+        return self._texts.setdefault(step, Texts(self._composed, step))
 
     def _is_one(self, batch: Any) -> bool:
         """Whether this is a batch, rather than several; one for `fn` may be of another structure."""

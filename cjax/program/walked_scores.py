@@ -25,7 +25,7 @@ from cjax.program.walked import WalkedState
 from cjax.sharding.place.model import place_loss
 from cjax.sharding.storage.storage import Storage
 from cjax.tree import PyTree
-from cjax.walk.forward import ForwardWalk, LayerReads, read_layers
+from cjax.walk.forward import ForwardWalk, LayerReads, held_still, read_layers
 from cjax.walk.stores import ROOM
 from cjax.walk.walk import in_turn
 
@@ -41,7 +41,7 @@ def walked_score(composed: Composed, subject: Subject) -> Score:
     """
     walker = composed.walker
     assert walker is not None
-    reads = read_layers(subject.trace, walker)
+    reads = read_layers(held_still(subject.trace), walker)
     if not reads.in_turn:
         _check_room(composed, subject, reads)
         return _gathered_score(composed, subject, reads)
@@ -51,7 +51,7 @@ def walked_score(composed: Composed, subject: Subject) -> Score:
     walks = []
     for piece in pieces:
         shape = jax.eval_shape(piece.of, subject.source.batch_shape)
-        layout, found = layout_of(composed, piece.trace), read_layers(piece.trace, walker)
+        layout, found = layout_of(composed, piece.trace), read_layers(held_still(piece.trace), walker)
         walks.append(ForwardWalk(found, walker, loss, layout, piece.num_parts, shape))
     options = compiler_options(composed.mesh)
     cut = jax.jit(lambda batch: [piece.of(batch) for piece in pieces], compiler_options=options)

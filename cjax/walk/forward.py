@@ -11,7 +11,7 @@ from cjax.gradients import LaidOut, divide_by, total_of
 from cjax.jax_compat.core import ClosedJaxpr, Literal
 from cjax.planner.homes import Kind
 from cjax.sharding.layout.layout import Layout
-from cjax.sharding.place.staged import stage_model
+from cjax.sharding.place.staged import StagedModel, stage_model
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.reading import Trace
 from cjax.trace.stages.stacks import LayerStack, find_stacks
@@ -29,7 +29,7 @@ class LayerReads:
     """Which weights of a walker's layers a trace reads.
 
     Args:
-      trace: changes no model state.
+      trace: what is computed.
       stacks: the stacks in it whose layers are those of one of the walker's, in order.
       whose: the walker's stack for each.
       rows: all that is read: the kind, the slot, the walker's stack and the layer.
@@ -44,8 +44,13 @@ class LayerReads:
 
 
 def read_layers(trace: Trace, walker: Walker) -> LayerReads:
-    """What a trace of the walker's model, of whatever is done with it, reads of its layers."""
-    trace, storage = _held_still(trace), walker.storage
+    """What a trace of the walker's model, of whatever is done with it, reads of its layers.
+
+    Args:
+      trace: whose new model state nobody asks for; see `held_still`.
+      walker: the walker.
+    """
+    storage = walker.storage
     groups: list[dict[tuple[int, ...], tuple[Kind, int]]] = []
     for k in range(len(walker.lengths)):
         groups.append({})
@@ -60,7 +65,7 @@ def read_layers(trace: Trace, walker: Walker) -> LayerReads:
             stacks.append(_with_weights(trace, stack, groups[mine[0]]))
             whose.append(mine[0])
     covered = {i for stack in stacks for group in stack.weights for i in group}
-    read, rows, in_turn = _read_leaves(trace), [], bool(stacks)
+    read, rows, in_turn = read_leaves(trace), [], bool(stacks)
     for k, found in enumerate(groups):
         for group, (kind, at) in found.items():
             # One leaf that holds all layers is read as a whole.
@@ -78,14 +83,14 @@ def _with_weights(trace: Trace, stack: LayerStack, known: Collection[tuple[int, 
     return dataclasses.replace(stack, weights=weights, reads=(*stack.reads, *more))
 
 
-def _held_still(trace: Trace) -> Trace:
+def held_still(trace: Trace) -> Trace:
     """`trace` with a model state that stays as it is: nobody asks for the new one."""
     jaxpr, states = trace.closed.jaxpr, trace.leaves_of("model_state")
     outvars = [*jaxpr.outvars[: len(jaxpr.outvars) - len(states)], *(jaxpr.invars[i] for i in states)]
     return dataclasses.replace(trace, closed=ClosedJaxpr(jaxpr.replace(outvars=outvars), trace.closed.consts))
 
 
-def _read_leaves(trace: Trace) -> set[int]:
+def read_leaves(trace: Trace) -> set[int]:
     """The inputs that results are made of."""
     jaxpr = trace.closed.jaxpr
     live = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
@@ -93,6 +98,35 @@ def _read_leaves(trace: Trace) -> set[int]:
         if live & set(eqn.outvars):
             live |= set(variables(eqn))
     return {i for i, var in enumerate(jaxpr.invars) if var in live}
+
+
+def forward_programs(
+    staged: StagedModel, reads: LayerReads, walker: Walker, loss: LaidOut, num_parts: int, batch_shape: PyTree
+) -> Programs:
+    """The programs of a trace that is in stages; arguments as of `ForwardWalk`."""
+    read = {(kind, at) for found in staged.slots for kind, at in found}
+    unread = {
+        kind: frozenset(
+            at for k in range(len(walker.lengths)) for at in walker.slots(kind, k) if (kind, at) not in read
+        )
+        for kind in KINDS
+    }
+    model = WalkModel(staged, num_parts, total_of(reads.trace, num_parts), unread)
+    of_trace = LaidOut(reads.trace, loss.storage, loss.plan, loss.mesh)
+    return Programs(model, loss.storage, loss.mesh, divide_by(of_trace), False, batch_shape)
+
+
+class Picked:
+    """Of the rows of a walker's layers, what a trace reads: in another order, it may be, or not all."""
+
+    def __init__(self, model: WalkModel, whose: Sequence[int], walker: Walker) -> None:
+        self._picks = [
+            [[walker.slots(kind, mine).index(at) for at in model.places(k, kind)] for kind in KINDS]
+            for k, mine in enumerate(whose)
+        ]
+
+    def __call__(self, k: int, rows: Sequence[Row]) -> tuple[Row, ...]:
+        return tuple(tuple(row[i] for i in pick) for row, pick in zip(rows, self._picks[k], strict=True))
 
 
 class ForwardWalk:
@@ -111,24 +145,10 @@ class ForwardWalk:
         self, reads: LayerReads, walker: Walker, loss: LaidOut, layout: Layout, num_parts: int, batch_shape: PyTree
     ) -> None:
         assert reads.in_turn, "what is read apart from its layer has no turn"
-        plan, mesh, storage, trace = loss.plan, loss.mesh, loss.storage, reads.trace
-        staged = stage_model(trace, reads.stacks, storage, plan, mesh, layout)
-        read = {(kind, at) for found in staged.slots for kind, at in found}
-        unread = {
-            kind: frozenset(
-                at for k in range(len(walker.lengths)) for at in walker.slots(kind, k) if (kind, at) not in read
-            )
-            for kind in KINDS
-        }
-        model = WalkModel(staged, num_parts, total_of(trace, num_parts), unread)
-        of_trace = LaidOut(trace, storage, plan, mesh)
-        self._programs = Programs(model, storage, mesh, divide_by(of_trace), False, batch_shape)
+        staged = stage_model(reads.trace, reads.stacks, loss.storage, loss.plan, loss.mesh, layout)
+        self._programs = forward_programs(staged, reads, walker, loss, num_parts, batch_shape)
         self._whose, self._lengths = reads.whose, [walker.lengths[k] for k in reads.whose]
-        # Layers may be read in another order here, or not all of their weights.
-        self._picks = [
-            [[walker.slots(kind, mine).index(at) for at in model.places(k, kind)] for kind in KINDS]
-            for k, mine in enumerate(reads.whose)
-        ]
+        self._pick = Picked(self._programs.model, reads.whose, walker)
 
     def __call__(
         self, held: Held, params: Row, frozen: Row, model_state: Row, batch: PyTree, key: jax.Array
@@ -157,6 +177,3 @@ class ForwardWalk:
                     programs.leave[k](out, i, states, payload) for i, payload in zip(numbers, payloads, strict=True)
                 ]
         return [programs.values(out, i, states, payload) for i, payload in zip(numbers, payloads, strict=True)]
-
-    def _pick(self, k: int, rows: Sequence[Row]) -> tuple[Row, ...]:
-        return tuple(tuple(row[i] for i in pick) for row, pick in zip(rows, self._picks[k], strict=True))

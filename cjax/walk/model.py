@@ -195,8 +195,7 @@ class WalkModel:
     ) -> tuple[Arrays, Arrays]:
         """What layer `at` of stack `k` makes of what moves, for micro-batch `index`; and states, new ones if it
         `renews` them."""
-        ready = self.stages.ready(k, self._weights(k, *row))
-        recomputed = self.stages.recomputed(k, self._shared(out), self._given(out, index, states))
+        ready, recomputed = self.stages.ready(k, self.weights(k, *row)), self.recomputed(k, out, index, states)
         outs = self.stages.layer(k, ready, once, recomputed, at, payload)
         found = list(states)
         if renews and self.stages.cut.states.layers[k]:
@@ -206,7 +205,11 @@ class WalkModel:
                     found[i] = lax.dynamic_update_index_in_dim(states[i], new[j].astype(states[i].dtype), at, 0)
         return self.passing(k, outs)[0], found
 
-    def _weights(self, k: int, params: Arrays, frozen: Arrays) -> Arrays:
+    def recomputed(self, k: int, out: Outside, index: Any, states: Arrays) -> Arrays:
+        """What layers of stack `k` read that depends on the micro-batch alone."""
+        return self.stages.recomputed(k, self._shared(out), self._given(out, index, states))
+
+    def weights(self, k: int, params: Arrays, frozen: Arrays) -> Arrays:
         """A layer's weights in the order of its stack, without padding."""
         left = {"params": iter(params), "frozen": iter(frozen)}
         found = []

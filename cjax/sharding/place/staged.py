@@ -129,7 +129,10 @@ class StagedModel:
         for kind, offset in (("params", 0), ("frozen", num_params)):
             for at, slot in enumerate(getattr(self.storage, kind).slots):
                 places[tuple(leaf + offset for leaf in slot.layer_leaves)] = kind, at
-        return [[places[group] for group in stack.weights] for stack in self.stages.cut.stacks]
+        stacks, leaves = self.stages.cut.stacks, self.stages.cut.trace.leaves
+        # What layers remember from pass to pass is theirs as weights are, and stored by nobody.
+        stored = [[group for group in s.weights if leaves[group[0]].kind != "model_state"] for s in stacks]
+        return [[places[group] for group in groups] for groups in stored]
 
 
 def stage_model(

@@ -1,6 +1,8 @@
 """What a pipeline runs, as functions: what comes before the first layer, one layer, what comes after the last."""
 
+import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from cjax.trace.emit.emit import Emitter, Env, Hooks
 from cjax.trace.jaxpr.view import scan_of
 from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.stages.counters import narrowed, run
-from cjax.trace.stages.stacks import CutTrace, Entry, writes
+from cjax.trace.stages.stacks import CutTrace, Entry, States, writes
 from cjax.trace.stages.stacks import reads as item_reads
 
 Arrays = list[jax.Array]
@@ -39,6 +41,12 @@ class Stages:
         self._emitter = Emitter(hooks)
         self._groups = (*trained, *given)
         self._num_trained = len(trained)
+
+    def without_states(self) -> "Stages":
+        """The same, of a model state that stays as it is."""
+        found = copy.copy(self)
+        found.cut = replace(self.cut, states=States(((),) * len(self.cut.stacks), (), ()))
+        return found
 
     # -- around the stacks --
     def enter(self, trained: Arrays, given: Arrays) -> Arrays:

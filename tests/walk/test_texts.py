@@ -1,0 +1,75 @@
+"""Greedy texts of programs that walk are those of a model in device memory."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from contract import no_compilation
+from zoo_cjax import ROWS
+
+import cjax
+from cjax.models import T5
+
+PROMPT = np.random.default_rng(0).integers(0, 101, (4, 5)).astype(np.int32)
+
+
+@functools.cache
+def program(name: str, plan: str) -> tuple[cjax.Program, Any]:
+    kind, config, loss, batch, _ = ROWS[name]
+    if kind is T5:
+        config = dataclasses.replace(config, tied=False)  # tied and untrained, it says the same whatever it reads
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
+    made = cjax.parallelize(
+        lambda rngs: kind(config, rngs=rngs),
+        loss,
+        None,
+        shapes,
+        plan,
+        devices=jax.devices()[: 1 if plan == "data=1" else 2],
+    )
+    return made, made.init(0)
+
+
+def text(name: str, plan: str, num: int, **options: Any) -> np.ndarray:
+    made, state = program(name, plan)
+    return np.asarray(cjax.generate(made, PROMPT, num, temperature=0, state=state, **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("cjax_gpt", "data=2 offload=params+activations"),
+        ("cjax_llama", "tensor=2 offload=params+activations"),
+        ("cjax_t5", "data=2 zero=3 offload=params"),
+    ],
+)
+def test_greedy_texts_are_those_in_device_memory(name: str, plan: str) -> None:
+    # Of a GPT and a Llama the context is 12: the window slides at the end.
+    wanted = text(name, "data=1", 9)
+    np.testing.assert_array_equal(text(name, plan, 9), wanted)
+    with no_compilation():
+        text(name, plan, 9)
+    assert len({tuple(row) for row in wanted}) > 1, "rows differ, so that mixing them up would show"
+
+
+def test_texts_end_and_padding_counts_as_in_device_memory() -> None:
+    wanted, plan = text("cjax_gpt", "data=1", 4), "data=2 offload=params+activations"
+    stop = [int(wanted[0, 6]), int(wanted[1, 5])]
+    np.testing.assert_array_equal(text("cjax_gpt", plan, 4, stop=stop), text("cjax_gpt", "data=1", 4, stop=stop))
+    assert text("cjax_gpt", plan, 0).shape == (4, 5)
+    present = np.arange(5) < np.array([[5], [3], [1], [4]])
+    found = text("cjax_t5", "data=2 zero=3 offload=params", 3, present=present)
+    np.testing.assert_array_equal(found, text("cjax_t5", "data=1", 3, present=present))
+
+
+def test_samples_are_those_in_device_memory() -> None:
+    found = []
+    for plan in ("data=1", "data=2 offload=params+activations"):
+        made, state = program("cjax_gpt", plan)
+        found.append(cjax.generate(made, PROMPT, 4, jax.random.key(3), state=state, top_k=5, top_p=0.9))
+    np.testing.assert_array_equal(*map(np.asarray, found))
+    with pytest.raises(ValueError, match="longer than this model's context"):
+        cjax.generate(made, np.zeros((2, 13), np.int32), 2, temperature=0, state=state)
