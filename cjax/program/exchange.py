@@ -8,7 +8,7 @@ import jax
 
 from cjax.program.composed import Composed
 from cjax.program.keep import check_fits, store_leaves
-from cjax.program.saving import MODEL, trees_of
+from cjax.program.saving import MODEL, arrays_of, state_from, trees_of
 from cjax.program.state import State, check_alive
 from cjax.tree import PyTree, leaf_names
 
@@ -19,7 +19,7 @@ def adopted(composed: Composed, state: State, source: Any) -> State:
     Raises:
       ValueError: parameters that this model has not, or of other shapes.
     """
-    shelves = {"_params": composed.shelves.params, "_frozen": composed.shelves.frozen}
+    shelves = {"params": composed.shelves.params, "frozen": composed.shelves.frozen}
     own = dict(zip(shelves, trees_of(state, *MODEL[:2]).values(), strict=True))
     known = {name for tree in own.values() for name in leaf_names(tree)}
     changes: dict[str, Any] = {}
@@ -27,7 +27,7 @@ def adopted(composed: Composed, state: State, source: Any) -> State:
         check_alive(source)
         given, model_state = trees_of(source, "params", "carried").values()
         tree = check_fits(composed.shelves.model_state, model_state, "this state's model state (`carried`) is")
-        changes["_model_state"] = store_leaves(composed.shelves.model_state, tree, composed.mesh)
+        changes["carried"] = tree
     else:
         given = source
     if isinstance(given, Mapping) and given.keys() <= known:
@@ -49,8 +49,14 @@ def adopted(composed: Composed, state: State, source: Any) -> State:
         tree = jax.tree.unflatten(
             shelf.treedef, [values.get(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
         )
-        changes[field] = store_leaves(shelf, check_fits(shelf, tree, "these parameters are"), composed.mesh)
-    return dataclasses.replace(state, **changes)
+        changes[field] = check_fits(shelf, tree, "these parameters are")
+    if composed.walker is not None:
+        return state_from(composed, arrays_of(state) | changes)
+    shelves["carried"] = composed.shelves.model_state
+    fields = {"params": "_params", "frozen": "_frozen", "carried": "_model_state"}
+    return dataclasses.replace(
+        state, **{fields[name]: store_leaves(shelves[name], tree, composed.mesh) for name, tree in changes.items()}
+    )
 
 
 def differentiable(value_and_grad: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[[PyTree], jax.Array]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from cjax.program.lockstep import Lockstep
 from cjax.program.reference import Inputs, perturbed, reference_of
 from cjax.program.saving import MODEL, trees_of
 from cjax.program.state import State
+from cjax.program.walking import Walking
 from cjax.tree import PyTree
 
 
@@ -97,6 +99,8 @@ _BYTES = {"bfloat16": 2, "float16": 2}  # float32 leaves a model its own numbers
 
 def outcome(composed: Composed, state: State, trees: tuple[PyTree, PyTree, PyTree], batch: PyTree) -> Outcome:
     """What this program computes from a state of any plan, of which `trees` are the user's own."""
+    if composed.walker is not None:
+        return _walked_outcome(composed, state, trees, batch)
     storage = composed.storage
     stored: Any = (state._params, state._frozen, state._model_state)
     if state._shelves is not composed.shelves:
@@ -113,6 +117,24 @@ def outcome(composed: Composed, state: State, trees: tuple[PyTree, PyTree, PyTre
         scaling = scaling._replace(scale=scaling.scale / 16)
         loss, aux, grads, model_state = run(*stored, key, step, scaling, placed)
     return Outcome(float(loss), aux, storage.params.load(grads), storage.model_state.load(model_state))
+
+
+def _walked_outcome(composed: Composed, state: State, trees: Iterable[PyTree], batch: PyTree) -> Outcome:
+    """The same of a program that walks; with rows of its own, since a run's are on the way."""
+    params, frozen, carried = trees
+    model_state = store_leaves(composed.shelves.model_state, carried, composed.mesh)
+    small = jax.device_put((state.step, state._key, state._scaling, state._noise), composed.whole)
+    walking = Walking(composed)
+    begun = walking.beside({"params": params, "frozen": frozen}, model_state, small)
+    placed = place_batch(composed, batch, table_limits(composed.trace))
+    loss, aux, grads, new = walking.value_and_grad(begun, placed)
+    for _ in range(7):
+        found = [np.asarray(g) for g in jax.tree.leaves(grads) if g.size and composed.scaling is not None]
+        if np.isfinite([float(np.abs(g).max()) for g in found]).all():
+            break
+        begun = dataclasses.replace(begun, _scaling=begun._scaling._replace(scale=begun._scaling.scale / 16))
+        loss, aux, grads, new = walking.value_and_grad(begun, placed)
+    return Outcome(float(loss), aux, grads, composed.shelves.model_state.load(new))
 
 
 def _bytes_on(device: Any, tree: PyTree) -> int:

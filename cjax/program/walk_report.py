@@ -15,7 +15,7 @@ from cjax.program.description import param_rows, time_of, transfer_rows, uncover
 from cjax.program.homes import describe_walk
 from cjax.report import FlopCount, MemoryUse, Report
 from cjax.trace.jaxpr.cost import cost
-from cjax.walk.measured import Measured, Piece, num_bytes
+from cjax.walk.measured import Measured, WalkPiece, num_bytes
 from cjax.walk.optimizer import RowOptimizer
 
 FORWARD = ("begin", "enter", "once", "forward", "leave")
@@ -87,13 +87,13 @@ def _num_tokens(composed: Composed) -> int:
     return max((leaf.shape[0] * leaf.shape[1] for leaf in texts), default=max(x.shape[0] for x in leaves if x.shape))
 
 
-def _audited(piece: Piece, mesh: Mesh) -> Audit:
+def _audited(piece: WalkPiece, mesh: Mesh) -> Audit:
     """What a program does. One that only makes numbers, out of none, is a program for one device."""
     text = piece.compiled.as_text()
     return audit(piece.compiled, mesh if text and hlo.parse(text).num_devices == mesh.size else None)
 
 
-def _together(audits: Sequence[tuple[Piece, Audit]]) -> Audit:
+def _together(audits: Sequence[tuple[WalkPiece, Audit]]) -> Audit:
     """One step's facts, of programs that are called several times."""
     collectives = [
         dataclasses.replace(each, count=each.count * piece.calls)

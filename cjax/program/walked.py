@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cjax.mesh import compiler_options
+from cjax.mesh import compiler_options, own_context
 from cjax.planner.homes import Kind
 from cjax.program.keep import load_slot, members, store_slot
-from cjax.program.state import Arrays, State
+from cjax.program.state import Arrays, State, check_alive
 from cjax.sharding.storage.storage import Slot, Storage
 from cjax.tree import PyTree
 from cjax.walk.layer_slots import layer_slot
@@ -40,6 +40,15 @@ class WalkedState(State):
     @property
     def outside(self) -> OutsideState:
         return OutsideState(self._params, self._frozen, self._opt, self._model_state)
+
+    @own_context
+    def find_opt_states(self, kind: type) -> list[Any]:
+        """As of `State`: what layers have of them is in arrays of its own, in host memory where they have it there."""
+        check_alive(self)
+        if not isinstance(kind, type):
+            raise TypeError(f"find_opt_states takes a class, such as optax.ScaleByAdamState, not {kind!r}")
+        (tree,) = walked_trees(self, "opt")
+        return [node for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)) if isinstance(node, kind)]
 
     def __repr__(self) -> str:
         if self.step.is_deleted():

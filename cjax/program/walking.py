@@ -16,6 +16,7 @@ from cjax.gradients import mean
 from cjax.mesh import compiler_options
 from cjax.optim import LossScale, LossScaleState, count_skipped, init_noise
 from cjax.planner.choice.homes import choose_homes
+from cjax.planner.homes import KINDS as ROW_KINDS
 from cjax.planner.homes import Home, Homes, Peaks
 from cjax.program.composed import Composed
 from cjax.program.keep import store_leaves
@@ -93,7 +94,16 @@ class Walking:
         plan = self._composed.plan
         # Without a budget nothing has to be known of programs: only what is told to go goes.
         peaks = self.measured.peaks if plan.budget is not None else Peaks(0, 0, 0, 0, 0)
-        return choose_homes(row_sizes(self._walker), peaks, plan.budget, plan.host, plan.disk, plan.offload)
+        sizes = row_sizes(self._walker)
+        return choose_homes(
+            sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload, record=2 * self._record_bytes
+        )
+
+    @property
+    def _record_bytes(self) -> int:
+        """What the disk has of what belongs to no layer."""
+        return sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(self._outside_shape())
+                   if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key))  # fmt: skip
 
     def _hold(self) -> Held:
         """Places for a state's rows. The disk has room for one: a state that was there is given up."""
@@ -253,6 +263,21 @@ class Walking:
                 held.opt[k].put(at, optimizer.init_row(k, at, row))
         return optimizer.init_outside(params)
 
+    def beside(self, trees: Mapping[str, PyTree], model_state: Arrays, small: Any) -> WalkedState:
+        """A state for gradients alone, without the optimizer's. Its rows are in host memory; no others are touched."""
+        composed = self._composed
+        homes = Homes({kind: tuple(("host",) * n for n in self._walker.lengths) for kind in ROW_KINDS})
+        held, outside = self._walker.hold(homes, None), []
+        for kind in KINDS[:2]:
+            shelf = getattr(composed.shelves, kind)
+            outside.append(fill(self._walker, held, kind, shelf, composed.mesh, values_of(shelf, trees[kind])))
+        empty_rows(self._walker, held)
+        step, key, scaling, noise = small
+        params, frozen = outside
+        return WalkedState(
+            step, params, frozen, (), model_state, key, scaling, noise, composed.shelves, self._walker, held
+        )
+
     def restored(self, trees: Mapping[str, PyTree], model_state: Arrays, small: Any) -> WalkedState:
         """A state from the user's trees "params", "frozen" and "opt", the stored model state, and the small rest."""
         composed, held = self._composed, self._hold()
@@ -281,7 +306,8 @@ class Walking:
             rows.settle()
         step, key, scaling, noise = small
         shelves, walker = self._composed.shelves, self._walker
-        state = WalkedState(step, *trees, key, scaling, noise, shelves, walker, held)
+        params, frozen, opt, model_state = trees
+        state = WalkedState(step, params, frozen, opt, model_state, key, scaling, noise, shelves, walker, held)
         self._last = step, held
         if is_new:
             self._commit(state)
@@ -294,6 +320,7 @@ class Walking:
         key, scale = self._inputs(state._key, state.step, state._scaling)
         counted = state.step + 1
         done = self._walker.step(state._held, state.outside, batch, key, scale, state.step.delete)
+        assert done.out is not None
         kept = (done.out.model_state, state._model_state)
         model_state, scaling, skipped = self._behind(*kept, state._scaling, done.finite)
         metrics: dict[str, Any] = {"loss": done.loss, "grad_norm": done.norm, "skipped": skipped}

@@ -17,7 +17,7 @@ from cjax.walk.walker import Walker
 
 
 @dataclass(frozen=True)
-class Piece:
+class WalkPiece:
     """A compiled program of a walk.
 
     Args:
@@ -41,7 +41,7 @@ class Measured:
       peaks: bytes of a device beside rows.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WalkPiece, ...]
     sizes: RowSizes
     peaks: Peaks
 
@@ -84,14 +84,14 @@ class Measuring:
     def __init__(self, walker: Walker, inputs: Any) -> None:
         self._walker, self._programs, self._num = walker, walker.programs, walker.programs.model.num
         self._params, self._frozen, self._model_state, self._batch, self._key, self._scale = inputs
-        self.pieces: list[Piece] = []
+        self.pieces: list[WalkPiece] = []
         self._peaks = {"forward": 0, "after": 0, "backward": 0, "update": 0, "birth": 0}
         self.kept = 0  # what is there all the time besides state
 
     def _compile(self, phase: str, name: str, program: Jitted, calls: int, *args: Any, beside: int = 0) -> Any:
         outs = program.compile(*args)
         assert program.compiled is not None
-        self.pieces.append(Piece(name, program.compiled, calls))
+        self.pieces.append(WalkPiece(name, program.compiled, calls))
         self._peaks[phase] = max(self._peaks[phase], program.temporary + beside)
         return outs
 
@@ -168,26 +168,27 @@ class Measuring:
 
     def _update(self, optimizer: RowOptimizer, grads: Any) -> None:
         """The last pass, which has the most at once: the others read parts of the same rows, and make numbers."""
-        walker, loss = self._walker, jax.ShapeDtypeStruct((), jnp.float32)
-        rest = (grads, tuple(self._opt()), self._params, loss)
-        rows = [tuple(tuple(walker.structs(kind, k)) for kind in ("grads", "opt", "params"))
+        walker = self._walker
+        loss: Any = jax.ShapeDtypeStruct((), jnp.float32)
+        opt: Any = tuple(self._opt())
+        rows: list[Any] = [tuple(tuple(walker.structs(kind, k)) for kind in ("grads", "opt", "params"))
                 for k in range(len(walker.lengths))]  # fmt: skip
-        joint = optimizer.join(0, {}, *rest, {})
+        joint = optimizer.join(0, {}, grads, opt, self._params, loss, {})
         for number in range(1, optimizer.num_rounds + 1):
             exports = {
-                (k, at): optimizer.export(number, k, at, *rows[k], joint)
+                (k, at): optimizer.export(number, k, at, rows[k][0], rows[k][1], rows[k][2], joint)
                 for k, length in enumerate(walker.lengths)
                 for at in range(length)
             }
-            joint = optimizer.join(number, exports, *rest, joint)
+            joint = optimizer.join(number, exports, grads, opt, self._params, loss, joint)
         whole = jax.sharding.NamedSharding(self._programs.mesh, jax.sharding.PartitionSpec())
         joint = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), joint)
         for k, length in enumerate(walker.lengths):
             if not rows[k][0]:
                 continue
-            update = optimizer.compile_update(k, 0, *rows[k], joint)
+            update = optimizer.compile_update(k, 0, rows[k][0], rows[k][1], rows[k][2], joint)
             assert update.compiled is not None
-            self.pieces.append(Piece(f"update {k}", update.compiled, length))
+            self.pieces.append(WalkPiece(f"update {k}", update.compiled, length))
             self._peaks["update"] = max(self._peaks["update"], update.temporary)
 
 

@@ -16,6 +16,7 @@ from cjax.sharding.place.staged import StagedModel
 from cjax.sharding.storage.storage import Slot
 from cjax.trace.emit.backward import is_real
 from cjax.trace.jaxpr.view import scan_of
+from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.stages.stacks import Entry
 from cjax.trace.stages.stages import Stages
 from cjax.tree import PyTree
@@ -296,7 +297,7 @@ class WalkModel:
         """Where what stack `k` is handed lies."""
         cut, layout = self.stages.cut, self.model.layout
         stack, top = cut.stacks[k], cut.trace.dims.top
-        if stack.is_run:
+        if isinstance(stack.of, RepeatedLayers):
             scope, names = top, [first for first, *_ in stack.of.carries]
         else:
             loop = scan_of(stack.of)

@@ -55,7 +55,7 @@ def in_turn(stores: Sequence[LayerRows], order: Sequence[int]) -> Iterator[tuple
         found.clear()  # or they would be on the devices until the next are there
 
 
-class Walk:
+class LayerWalk:
     """Loss and gradients of a batch, by a walk over layers.
 
     All micro-batches go through a layer before the next, so that its weights are moved once a pass. Programs are waited
@@ -153,13 +153,14 @@ class Walk:
             params, frozen, inputs = rows
             own, size = programs.zero_row[k](params), len(inputs) // self._num
             for i in range(self._num):
-                payload = [*inputs[i * size : (i + 1) * size], *ends[i][1]]
+                handed = [*inputs[i * size : (i + 1) * size], *ends[i][1]]
                 *back[i], own, outer = programs.backward[k](
-                    (params, frozen), once, out, np.int32(i), np.int32(at), states, payload, *back[i], own, outer
+                    (params, frozen), once, out, np.int32(i), np.int32(at), states, handed, *back[i], own, outer
                 )
+                del handed
             jax.block_until_ready(back)
             rows.clear()
-            del frozen, inputs, payload  # none may be there while the next is fetched
+            del frozen, inputs  # none may be there while the next is fetched
             held.inputs[k].forget(at)
             put(k, at, tuple(programs.average[k](own, divisor)), params)
             del params, own

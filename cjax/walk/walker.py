@@ -18,7 +18,7 @@ from cjax.walk.layer_slots import layer_slot
 from cjax.walk.optimizer import RowOptimizer
 from cjax.walk.programs import Programs
 from cjax.walk.stores import make_rows
-from cjax.walk.walk import Held, Row, Walk, in_turn
+from cjax.walk.walk import Held, LayerWalk, Row, in_turn
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Stepped:
     of it is finite."""
 
     outside: OutsideState
-    out: Evaluated
+    out: Evaluated | None
     loss: jax.Array
     norm: jax.Array
     finite: jax.Array
@@ -60,7 +60,7 @@ class Walker:
     ) -> None:  # fmt: skip
         self.programs, self.lengths, self.optimizer = programs, tuple(lengths), optimizer
         self.storage, self._mesh = storage, mesh
-        self._walk = Walk(programs, lengths)
+        self._walk = LayerWalk(programs, lengths)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
     def slots(self, kind: Kind, k: int) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ class Walker:
     def gradients(
         self, held: Held, outside: OutsideState, batch: PyTree, key: jax.Array, scale: Scale, put: Any
     ) -> tuple[Evaluated, Row]:
-        """What a batch gives, and the gradients of params outside; arguments as of `Walk.gradients`."""
+        """What a batch gives, and the gradients of params outside; arguments as of `LayerWalk.gradients`."""
         return self._walk.gradients(held, outside.params, outside.frozen, outside.model_state, batch, key, scale, put)
 
     def step(
@@ -171,11 +171,12 @@ class Walker:
         kinds = [kind for kind in ("grads", "opt", "params") if kind in optimizer.reads(number, k, left[0])]
         for at, rows in in_turn([getattr(held, kind)[k] for kind in kinds], left):
             given = dict(zip(kinds, rows, strict=True))
-            found = (given.get(kind, ()) for kind in ("grads", "opt", "params"))
-            exports[k, at] = optimizer.export(number, k, at, *found, joint)
+            exports[k, at] = optimizer.export(
+                number, k, at, given.get("grads", ()), given.get("opt", ()), given.get("params", ()), joint
+            )
             jax.block_until_ready(exports[k, at])
             rows.clear()
-            del given, found
+            del given
 
     def _update_rows(self, k: int, held: Held, joint: Any) -> None:
         optimizer = self.optimizer
