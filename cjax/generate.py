@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cjax.mesh import BATCH_AXES, own_context
 from cjax.models import T5
 from cjax.models.generation import (
-    TokenChoice,
     Decoder,
+    TokenChoice,
     check_choice,
     check_num_tokens,
     empty_memory,
