@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cjax.mesh import BATCH_AXES, own_context
 from cjax.models import T5
 from cjax.models.generation import (
-    Choice,
     Decoder,
+    TokenChoice,
     check_choice,
     check_num_tokens,
     empty_memory,
@@ -24,6 +24,7 @@ from cjax.models.generation import (
 )
 from cjax.models.generation import generate as continued
 from cjax.program import Program, State
+from cjax.program.program import texts_of
 from cjax.program.texts import Texts
 
 
@@ -38,6 +39,10 @@ def generate(
     **options: Any,
 ) -> jax.Array:
     """Continues each row of `tokens`; greedy texts are the same tokens under every plan.
+
+    Under `budget=` and `offload=` each token is a pass over the layers, whose weights are fetched once for all rows:
+    many rows cost little more than one. What layers remember of earlier tokens is in host memory with
+    `offload=activations`, or where the budget has no room for it.
 
     Args:
         source: a trained GPT, Llama or T5, or a program of one.
@@ -83,7 +88,7 @@ def generate(
             f'Write other = program.replan("tensor={source.mesh.size}"), and '
             "generate(other, ..., state=other.restore(state))"
         )
-    texts = source.texts(state, next_logits)
+    texts = texts_of(source, state, next_logits)
     model = source.model(state) if texts is None else texts.model()
     if not isinstance(model, Decoder):
         kind = type(model).__name__
@@ -120,7 +125,7 @@ class _Walked:
         **options: Any,
     ) -> jax.Array:
         check_num_tokens(num_tokens)
-        choice, model = Choice.of(**options), self._model
+        choice, model = TokenChoice.of(**options), self._model
         check_choice(model, tokens, key, choice, present)
         key = jax.random.key(0) if key is None else key
         is_t5, batch = isinstance(model, T5), len(tokens)
@@ -166,7 +171,7 @@ def _struct(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 @functools.partial(jax.jit, static_argnums=5)
 def _write(
-    text: jax.Array, done: jax.Array, logits: jax.Array, position: Any, key: jax.Array, choice: Choice
+    text: jax.Array, done: jax.Array, logits: jax.Array, position: Any, key: jax.Array, choice: TokenChoice
 ) -> tuple[jax.Array, jax.Array]:
     """`text` with a token at this position, and which rows have ended."""
     before = jax.lax.dynamic_index_in_dim(text, position - 1, axis=1, keepdims=False)

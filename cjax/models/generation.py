@@ -21,7 +21,7 @@ Decoder = GPT | Llama | T5
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class TokenChoice:
     """How a token is chosen, and when a text ends."""
 
     temperature: float
@@ -36,7 +36,7 @@ class Choice:
         top_k: int | None = None,
         top_p: float | None = None,
         stop: Sequence[int] = (),
-    ) -> "Choice":
+    ) -> "TokenChoice":
         """From a user's options."""
         return cls(float(temperature), top_k, None if top_p is None else float(top_p), tuple(map(int, stop)))
 
@@ -82,7 +82,7 @@ def generate(
     """
     prompt = read_prompt(tokens, model.config.vocab_size)
     check_num_tokens(num_tokens)
-    choice = Choice.of(temperature, top_k, top_p, stop)
+    choice = TokenChoice.of(temperature, top_k, top_p, stop)
     check_choice(model, prompt, key, choice, present)
     graph, state = nnx.split(model)
     key = jax.random.key(0) if key is None else key
@@ -160,7 +160,9 @@ def last_logits(model: Decoder, hidden: jax.Array) -> jax.Array:
     return model.classify(hidden[:, -1:])[:, 0].astype(jnp.float32)
 
 
-def check_choice(model: Decoder, tokens: Any, key: jax.Array | None, choice: Choice, present: jax.Array | None) -> None:
+def check_choice(
+    model: Decoder, tokens: Any, key: jax.Array | None, choice: TokenChoice, present: jax.Array | None
+) -> None:
     if not isinstance(model, T5):
         if tokens.shape[1] > model.config.context:
             raise ValueError(
@@ -200,7 +202,7 @@ def _generate(
     present: jax.Array | None,
     key: jax.Array,
     num_tokens: int,
-    choice: Choice,
+    choice: TokenChoice,
 ) -> jax.Array:
     model = nnx.merge(graph, state)
     model.eval()
@@ -275,7 +277,7 @@ def _continue(
     return jnp.where(jnp.arange(end) < position, text, last)
 
 
-def sample(logits: jax.Array, key: jax.Array, choice: Choice) -> jax.Array:
+def sample(logits: jax.Array, key: jax.Array, choice: TokenChoice) -> jax.Array:
     """A token for each row of logits."""
     if choice.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

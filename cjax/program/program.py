@@ -289,13 +289,6 @@ class Program:
         state = self._with_params(self._own(state), params)
         return self._evaluate(state, [batch] if self._is_one(batch) else batch, fn)
 
-    def texts(self, state: State, step: Step) -> Texts | None:
-        """Passes over new tokens from a state of a program that walks over its layers; None of any other."""
-        if self._walking is None:
-            return None
-        self._own(state)
-        return self._texts.setdefault(step, Texts(self._composed, step))
-
     def _is_one(self, batch: Any) -> bool:
         """Whether this is a batch, rather than several; one for `fn` may be of another structure."""
         if isinstance(batch, Iterator):
@@ -497,6 +490,16 @@ class Program:
                 f"{what} needs devices that are here; this program is for {self.mesh.size} x {kind}, to compile only. "
                 "Use report() and lower(), or program.replan(plan, jax.devices()) to run on what is here."
             )
+
+
+def texts_of(program: Program, state: State, step: Step) -> Texts | None:
+    """Passes over new tokens from a state of a program that walks over its layers; None of any other."""
+    if program._walking is None:
+        return None
+    program._own(state)
+    if step not in program._texts:
+        program._texts[step] = Texts(program._composed, step)
+    return program._texts[step]
 
 
 def composed_program(

@@ -1,15 +1,14 @@
 """Passes over new tokens in programs that walk: weights come layer by layer, and so does what layers remember."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from cjax.gradients import LaidOut
-from cjax.mesh import compiler_options
-from cjax.planner.homes import Home
+from cjax.planner.homes import Home, Kind
 from cjax.program.composed import Composed, batch_shardings
 from cjax.program.evaluation import Evaluator, Function
 from cjax.program.lockstep import Lockstep
@@ -20,6 +19,7 @@ from cjax.trace.source import TraceSource
 from cjax.tree import PyTree
 from cjax.walk.memory import MemoryWalk, remembering
 from cjax.walk.stores import LayerRows, make_rows
+from cjax.walk.walker import Walker
 
 Step = Callable[[Any, PyTree, PyTree], tuple[jax.Array, PyTree]]  # model, given, memory -> outcome, new memory
 
@@ -48,7 +48,7 @@ class Texts:
         return self._evaluate(state, [given], function)
 
     def memory(self, given: PyTree, memory: PyTree, known: Sequence[Sequence[jax.Array]]) -> LayerRows:
-        """Memory of all layers before the first pass: at home on the devices, or on the host where activations are not.
+        """Memory of all layers before the first pass.
 
         Args:
           given: of the first pass, shapes.
@@ -57,18 +57,27 @@ class Texts:
         """
         walk, walker = self._walk(given, memory), self._composed.walker
         assert walker is not None
-        # Nobody comes back to a text whose process is gone, and the disk is slow: what would be there is on the host.
-        homes: list[Home] = ["device" if home == "device" else "host" for home in walker.homes.of["inputs"][walk.whose]]
         structs = walk.structs()
+        homes = self._homes(walker, len(memory), _num_bytes(structs))
         rows, shardings = make_rows(structs, homes, "inputs", walk.whose), tuple(s.sharding for s in structs)
-        zeros = jax.jit(
-            lambda: tuple(jnp.zeros(s.shape, s.dtype) for s in structs), out_shardings=shardings,
-            compiler_options=compiler_options(self._composed.mesh),
-        )  # fmt: skip
         for layer, some in enumerate(known):
             first = len(structs) - len(some)
-            rows.put(layer, (*zeros()[:first], *jax.device_put(tuple(some), shardings[first:])))
+            rows.put(layer, (*walk.empty()[:first], *jax.device_put(tuple(some), shardings[first:])))
         return rows
+
+    def _homes(self, walker: Walker, num_layers: int, size: int) -> list[Home]:
+        """On the devices, or on the host where layers' inputs are to be, or a budget has no room. What it has is what
+        training has there and texts have not: gradients, and what layers were handed."""
+        plan = self._composed.plan
+        if plan.budget is None or "activations" in plan.offload:
+            return ["host" if "activations" in plan.offload else "device"] * num_layers
+        kinds: tuple[Kind, ...] = ("grads", "inputs")
+        room = sum(
+            _num_bytes(walker.structs(kind, k)) * walker.homes.of[kind][k].count("device")
+            for kind in kinds
+            for k in range(len(walker.lengths))
+        )
+        return ["device" if (layer + 1) * size <= room else "host" for layer in range(num_layers)]
 
     def __call__(self, state: State, given: PyTree, memory: PyTree, rows: LayerRows) -> jax.Array:
         """The outcome of a pass; `rows` are new behind it.
@@ -109,3 +118,9 @@ class Texts:
         found = remembering(trace, [jax.tree.leaves(layer) for layer in places])
         loss = LaidOut(like, composed.storage, composed.plan, composed.mesh)
         return MemoryWalk(found, composed.walker, loss, layout_of(composed, trace), given)
+
+
+def _num_bytes(structs: Sequence[jax.ShapeDtypeStruct]) -> int:
+    """Of one device."""
+    shapes = ((s.sharding.shard_shape(s.shape), s.dtype) for s in structs if s.sharding is not None)
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)

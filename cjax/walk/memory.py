@@ -104,6 +104,13 @@ class MemoryWalk:
         self._mine = next(k for k, of in enumerate(self._read) if of)
         self.whose = self._whose[self._mine]  # the walker's stack that remembers
 
+        self.empty = jax.jit(
+            self._make_empty, out_shardings=tuple(s.sharding for s in self.structs()), compiler_options=options
+        )
+
+    def _make_empty(self) -> Row:
+        return tuple(jnp.zeros(s.shape, s.dtype) for s in self.structs())
+
     def structs(self) -> list[jax.ShapeDtypeStruct]:
         """A layer's memory: arrays as placed."""
         trace, layout = self._found.trace, self._programs.model.model.layout
