@@ -85,7 +85,7 @@ def _check_room(composed: Composed, subject: Subject, reads: LayerReads) -> None
     assert walker is not None
     away: dict[tuple[Kind, int], set[int]] = {}
     for kind, _, k, layer in reads.rows:
-        if walker.home(kind, k, layer) != "device":
+        if walker.homes.of[kind][k][layer] != "device":
             away.setdefault((kind, k), set()).add(layer)
     most = max(map(len, away.values()), default=0)
     if most <= ROOM:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from cjax.gradients import Evaluated, Scale, mean
-from cjax.planner.homes import KINDS, Homes, Kind
+from cjax.planner.homes import KINDS, Home, Homes, Kind
 from cjax.sharding.place.model import ModelStorage
 from cjax.tree import PyTree
 from cjax.walk.files import Folder
@@ -60,6 +60,9 @@ class Walker:
     ) -> None:  # fmt: skip
         self.programs, self.lengths, self.optimizer = programs, tuple(lengths), optimizer
         self.storage, self._mesh = storage, mesh
+        home: Home = "device"
+        # Of the state that was held last.
+        self.homes = Homes(dict.fromkeys(KINDS, tuple((home,) * length for length in lengths)))
         self._walk = LayerWalk(programs, lengths)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -106,7 +109,7 @@ class Walker:
 
     def hold(self, homes: Homes, folder: Folder | None) -> Held:
         """Places for all rows, which are empty; `folder` of those on disk."""
-        numbers = range(len(self.lengths))
+        self.homes, numbers = homes, range(len(self.lengths))
         rows = {
             kind: [make_rows(self.structs(kind, k), homes.of[kind][k], kind, k, folder) for k in numbers]
             for kind in KINDS
