@@ -35,7 +35,7 @@ from cjax.program.texts import Step, Texts
 from cjax.program.verify import check_plan, told, verify
 from cjax.program.walk_report import describe_walked
 from cjax.program.walked import WalkedState
-from cjax.program.walking import NO_STEP, walking_of
+from cjax.program.walking import NO_STEP, NOTHING_KEPT, walking_of
 from cjax.report import Candidate, Comparison, Explained, Report, TraceSummary
 from cjax.trace.dims.tables import Limits
 from cjax.tree import PyTree
@@ -177,15 +177,9 @@ class Program:
     def lower(self) -> jax.stages.Lowered:
         """The step, lowered for the plan's mesh: for anyone's tools. Without an optimizer, the evaluation."""
         if self._walking is not None:
-            raise ValueError(
-                f"plan {str(self.plan)!r} walks over the layers: its step is several programs, and none is the step. "
-                "report() tells of all of them together; program.replan(plan without budget= and offload=).lower() "
-                "gives the step as one."
-            )
+            raise ValueError(NO_STEP.format(str(self.plan)))
         if self._composed.optimizer is None:
             return self._evaluate.lower()
-        if self._walking is not None:
-            raise ValueError(NO_STEP.format(str(self.plan)))
         if self._lockstep.asks and not self._lockstep.needed:
             _ = self._compiled  # tells which of two programs it is
         return self._lower_step(self._lockstep.needed)
@@ -337,10 +331,7 @@ class Program:
         """
         self._must_run("resume")
         if self._walking is None:
-            raise ValueError(
-                f"plan {str(self.plan)!r} keeps nothing on disk between steps: go on from a checkpoint, "
-                "program.restore(path)."
-            )
+            raise ValueError(NOTHING_KEPT.format(str(self.plan)))
         return self._walking.resume()
 
     @own_context

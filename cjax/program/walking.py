@@ -16,7 +16,6 @@ from cjax.gradients import mean
 from cjax.mesh import compiler_options
 from cjax.optim import LossScale, LossScaleState, count_skipped, init_noise
 from cjax.planner.choice.homes import choose_homes
-from cjax.planner.homes import KINDS as ROW_KINDS
 from cjax.planner.homes import Home, Homes, Kind, Peaks
 from cjax.program.composed import Composed
 from cjax.program.keep import store_leaves
@@ -55,9 +54,10 @@ def made(folder: Path) -> Path:
 
 
 NO_STEP = (
-    "plan {!r} walks over the layers: its step is several programs, and none is the step. report() tells of all of them "
-    "together; program.replan(a plan without budget= and offload=).lower() gives the step as one."
+    "plan {!r} walks over the layers: its step is several programs, and none is the step. report() tells of all of "
+    "them together; program.replan(a plan without budget= and offload=).lower() gives the step as one."
 )
+NOTHING_KEPT = "plan {!r} keeps nothing on disk between steps: go on from a checkpoint, program.restore(path)."
 Given = Callable[[int, int], Any]  # tree, leaf -> a value that replaces the model's own, or None
 
 
@@ -278,9 +278,7 @@ class Walking:
     def beside(self, trees: Mapping[str, PyTree], model_state: Arrays, small: Any) -> WalkedState:
         """A state for gradients alone, without the optimizer's. Its rows are in host memory; no others are touched."""
         composed = self._composed
-        home: Home = "host"
-        host = tuple((home,) * n for n in self._walker.lengths)
-        held, outside = self._walker.hold(Homes(dict.fromkeys(ROW_KINDS, host)), None), []
+        held, outside = self._walker.hold(Homes.all_at("host", self._walker.lengths), None), []
         for kind in KINDS[:2]:
             shelf = getattr(composed.shelves, kind)
             outside.append(fill(self._walker, held, kind, shelf, composed.mesh, values_of(shelf, trees[kind])))

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from cjax.gradients import Evaluated, Scale, mean
-from cjax.planner.homes import KINDS, Home, Homes, Kind
+from cjax.planner.homes import KINDS, Homes, Kind
 from cjax.sharding.place.model import ModelStorage
 from cjax.tree import PyTree
 from cjax.walk.files import Folder
@@ -60,9 +60,7 @@ class Walker:
     ) -> None:  # fmt: skip
         self.programs, self.lengths, self.optimizer = programs, tuple(lengths), optimizer
         self.storage, self._mesh = storage, mesh
-        home: Home = "device"
-        # Of the state that was held last.
-        self.homes = Homes(dict.fromkeys(KINDS, tuple((home,) * length for length in lengths)))
+        self.homes = Homes.all_at("device", lengths)  # of the state that was held last
         self._walk = LayerWalk(programs, lengths)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
