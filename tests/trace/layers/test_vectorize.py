@@ -153,7 +153,7 @@ def nnx_init(layers):
 
 
 @pytest.mark.parametrize("init", [linen_init, nnx_init])
-@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("implementation", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.full)])
 def test_initial_parameters_are_the_same(init, implementation):
     key = jax.random.key(5, impl=implementation)
     want, got = rolled(init(3), key)
