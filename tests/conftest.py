@@ -48,7 +48,7 @@ from hypothesis import settings  # noqa: E402
 from jax._src.interpreters import mlir  # noqa: E402
 
 # The first example of a property may compile; a deadline would fail it on a slow machine and pass it on the next run.
-settings.register_profile("cjax", deadline=None)
+settings.register_profile("cjax", deadline=None, max_examples=100 if os.environ.get("CJAX_TEST_ALL") == "1" else 30)
 settings.load_profile("cjax")
 
 jax.config.update("jax_platforms", PLATFORMS)

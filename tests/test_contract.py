@@ -64,7 +64,7 @@ BROKEN = [  # pairs that broke once
     ("nnx_llama", "tensor=4"),  # heads were found to be as few as the key-value heads, and kept whole
     ("nnx_llama", "tensor=8"),
 ]
-# By default each kind of model once in all tables of pairs, those of pipelines, sequences and fused attention among them
+# By default each kind of model once in all tables of pairs, of pipelines, sequences and fused attention too
 # (tests/test_tables.py): here with a plan that asks something of it, such as a grid of a transformer's matrices.
 ONCE = [
     ("linen_decoder", "data=2 tensor=4 zero=3 microbatches=2 remat=block"),
@@ -84,7 +84,7 @@ ONCE = [
     ("nnx_llama", "tensor=3d:8 microbatches=2"),
     ("cjax_gpt", "tensor=2d:4 zero=3"),
 ]
-# And each plan: what is left of them with models that have one reference for any number of micro-batches, and few equations.
+# And each plan: the others with models of few equations, which have one reference for any number of micro-batches.
 SMALL_MODELS = ["nnx_llama", "nnx_llama", "nnx_mlp"]
 
 # Models whose layers round differently: attention, recurrence, convolution, experts, norms, and those of `cjax.models`.
@@ -237,8 +237,8 @@ BORN_APART = [
 
 # Made by the same layers' init as another model of the table.
 BORN_ALIKE = {
-    "linen_tied", "linen_remat", "linen_moe_capacity", "nnx_mean", "cjax_bert", "cjax_vit", "linen_decoder", "linen_encoder",
-    "linen_encoder_decoder", "linen_mixer", "linen_conv", "nnx_decoder",
+    "linen_tied", "linen_remat", "linen_moe_capacity", "nnx_mean", "cjax_bert", "cjax_vit", "linen_decoder",
+    "linen_encoder", "linen_encoder_decoder", "linen_mixer", "linen_conv", "nnx_decoder",
 }  # fmt: skip
 
 

@@ -108,7 +108,7 @@ REFERENCES: dict[Any, Any] = {}
 
 
 def reference(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """By the equations; one for all modes and meshes where the kind is of the table, whose `args` are always `values`."""
+    """By the equations; one for all modes and meshes for kinds of the table, whose `args` are always `values`."""
     if not any(function is kind for kind, _ in KINDS.values()):
         return with_gradients(function, args)
     key = (function, *((x.shape, x.dtype) for x in args))
