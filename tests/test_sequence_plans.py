@@ -28,10 +28,10 @@ from cjax.trace.source import TraceSource
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 # Every mode, alone and with all that it can be combined with; in tests/sharding/attention, every kind of attention.
 PAIRS = [
+    ("nnx_llama", "sequence=ring:4 zero=1/2"),
     ("linen_remat", "sequence=all_to_all:2 microbatches=2"),
     ("linen_tied", "tensor=2d:4 sequence=ring:2"),
     ("linen_masked_mean", "sequence=ring:2 microbatches=2 zero=3"),
-    ("nnx_llama", "sequence=ring:4 zero=1/2"),
     ("nnx_llama", "sequence=ring:2 tensor=2 remat=block"),
     ("nnx_llama", "sequence=all_to_all:2 zero=3"),
     ("cjax_bert", "sequence=all_to_all:2"),
