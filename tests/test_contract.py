@@ -69,7 +69,7 @@ BROKEN = [  # pairs that broke once
 ONCE = [
     ("linen_decoder", "data=2 tensor=4 zero=3 microbatches=2 remat=block"),
     ("linen_encoder", "tensor=2"),
-    ("linen_encoder_decoder", "zero=2"),
+    ("nnx_encoder", "tensor=4"),
     ("linen_packed_qkv", "tensor=2.5d:8/2 zero=1 microbatches=2"),
     ("linen_masked_mean", "data=4 tensor=2 zero=2"),
     ("linen_moe_capacity", "zero=2 microbatches=2"),
@@ -79,7 +79,7 @@ ONCE = [
     ("linen_lstm", "tensor=8 microbatches=2"),
     ("nnx_decoder", "tensor=2.5d:8/2"),
     ("nnx_conv", "tensor=2.5d:8/2 microbatches=2"),
-    ("nnx_mlp", "data=4 tensor=2 remat=dots"),
+    ("nnx_llama", "data=4 tensor=2 remat=dots"),
     ("nnx_mean", "zero=3"),
     ("nnx_llama", "tensor=3d:8 microbatches=2"),
     ("cjax_gpt", "tensor=2d:4 zero=3"),
@@ -245,7 +245,8 @@ BORN_APART = [
 # Made by the same layers' init as another model of the table.
 BORN_ALIKE = {
     "linen_tied", "linen_remat", "linen_moe_capacity", "nnx_mean", "cjax_bert", "cjax_vit", "linen_decoder",
-    "linen_encoder", "linen_encoder_decoder", "linen_mixer", "linen_conv", "nnx_decoder",
+    "linen_encoder", "linen_encoder_decoder", "linen_mixer", "linen_conv", "linen_vit", "nnx_decoder", "cjax_t5",
+    "cjax_llama",
 }  # fmt: skip
 
 
@@ -255,8 +256,12 @@ def births() -> list[tuple[str, str]]:
     if ALL:
         return [*cover(NAMES, [*LAYOUTS, *GRIDS], 1), *BORN_APART]
     # A few are drawn by long programs, as an LSTM's orthogonal kernels are: those once, and the others with all plans.
-    long = {"linen_lstm": "zero=3", "linen_moe_soft": "tensor=2.5d:8/2 zero=1", "linen_part_frozen": "tensor=3d:8",
-            "linen_vit": "zero=1", "cjax_t5": "tensor=2d:4"}  # fmt: skip
+    long = {
+        "linen_lstm": "zero=3",
+        "linen_moe_soft": "tensor=2.5d:8/2 zero=1",
+        "linen_part_frozen": "tensor=3d:8",
+        "linen_scan": "data=4 tensor=2 zero=2",
+    }
     plans = [plan for plan in (*LAYOUTS, *GRIDS) if plan not in long.values()]
     return [*long.items(), *cover([name for name in rest if name not in long], plans, 1), *BORN_APART]
 
