@@ -99,7 +99,7 @@ LOW_ONCE = [
 def pairs(chosen: list[str] | tuple[str, ...], once: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """All of them in the full run; by default `once`, and the other plans with models that compile quickly."""
     rest = [plan for plan in chosen if plan not in TWINS and plan not in {plan for _, plan in once}]
-    broken = [pair for pair in BROKEN if pair[1] in rest]
+    broken = [pair for pair in BROKEN if pair[1] in chosen and pair not in once]
     rest = [plan for plan in rest if plan not in {plan for _, plan in broken}]
     small = SMALL_MODELS if once is ONCE else ["nnx_llama"]
     return [*once, *broken, *((small[i % len(small)], plan) for i, plan in enumerate(rest))]
