@@ -25,6 +25,7 @@ LAYER = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 def test_the_baseline_is_the_same_model() -> None:
     config = GPTConfig(num_layers=2, num_heads=4, embed_dim=24, context=10, vocab_size=40)
     rng = np.random.default_rng(0)
