@@ -84,8 +84,9 @@ ONCE = [
     ("nnx_llama", "tensor=3d:8 microbatches=2"),
     ("cjax_gpt", "tensor=2d:4 zero=3"),
 ]
-# And each plan: the others with models of few equations, which have one reference for any number of micro-batches.
-SMALL_MODELS = ["nnx_llama", "nnx_llama", "nnx_mlp"]
+# And each plan: the others with models of few equations, which have one reference for any number of micro-batches; with
+# attention where the plan splits it.
+QUICK = {True: "nnx_llama", False: "nnx_mlp"}
 
 # Models whose layers round differently: attention, recurrence, convolution, experts, norms, and those of `cjax.models`.
 ROUNDING = ["linen_encoder", "linen_encoder_decoder", "linen_lstm", "linen_moe_soft", "nnx_conv", "nnx_llama", *ROWS]
@@ -101,8 +102,7 @@ def pairs(chosen: list[str] | tuple[str, ...], once: list[tuple[str, str]]) -> l
     rest = [plan for plan in chosen if plan not in TWINS and plan not in {plan for _, plan in once}]
     broken = [pair for pair in BROKEN if pair[1] in chosen and pair not in once]
     rest = [plan for plan in rest if plan not in {plan for _, plan in broken}]
-    small = SMALL_MODELS if once is ONCE else ["nnx_llama"]
-    return [*once, *broken, *((small[i % len(small)], plan) for i, plan in enumerate(rest))]
+    return [*once, *broken, *((QUICK[once is LOW_ONCE or "tensor" in plan], plan) for plan in rest)]
 
 
 def exact_pairs() -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from starts import begin
 
 import cjax
 from cjax.models import (
@@ -122,7 +123,7 @@ def test_it_trains_on_eight_devices_as_on_one(name: str):
 
 @pytest.mark.parametrize("name", CASES)
 def test_its_large_parameters_are_split(name: str):
-    state = program(name).init(0)
+    state = begin(program(name))
     params = program(name).params(state)
     held = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
     wanted = {path for path in held if re.search(CASES[name].split, path)}
