@@ -85,8 +85,8 @@ def test_a_plan_that_compiled_is_over_is_left_out_and_the_next_one_taken(monkeyp
     first, second = (each.plan for each in cjax.plans(program, top=2, verify=0).plans[:2])
     honest = plans_module._compiled
 
-    def over(given: Any, planning: Any, scored: Scored, devices: Any) -> Any:
-        outcome = honest(given, planning, scored, devices)
+    def over(given: Any, scored: Scored, devices: Any) -> Any:
+        outcome = honest(given, scored, devices)
         return "compiled it needs too much" if str(scored.plan) == first else outcome
 
     monkeypatch.setattr(plans_module, "_compiled", over)
