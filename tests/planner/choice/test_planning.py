@@ -1,5 +1,7 @@
 """One model asked about on several kinds of devices."""
 
+from pathlib import Path
+
 import contract
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,10 @@ from zoo import MODELS
 from cjax import Plan
 from cjax.cluster import Cluster
 from cjax.models import GPT, gpt, loss
-from cjax.planner.choice.planning import Planning
+from cjax.planner.choice.planning import Asked, Planning
 from cjax.planner.choice.scored import Scored
 from cjax.planner.hardware import Hardware, hardware_of_cluster
+from cjax.planner.profile import Profile, machine_of, profile_path, write_profile
 from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
 
@@ -57,6 +60,26 @@ def test_a_runs_own_steps_are_the_measure_of_what_is_predicted_from_then_on() ->
     assert planning.calibration is not None and "took 2.00 times" in planning.calibration.source
     planning.learn(plans[0], [before[0].time])  # says how far the constants are off, not the last prediction
     assert planning.score(plans[0]).time == pytest.approx(before[0].time)
+
+
+def test_several_processes_read_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each machine may have a file of its own, or none: all have to choose the same plan."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    profile = Profile("cpu", machine_of("cpu"), 8, True, {"float32": 1e10}, 1e9, {}, 1e-4, 1e-3, "0.10.2", "2026-11-23")
+    write_profile(profile)
+    source = contract.source_of("linen_tied")
+
+    def planning() -> Planning:
+        return Planning(source, optax.adam(1e-3), lambda num: Hardware("cpu", num, num, 2**33))
+
+    alone = planning()
+    assert alone.calibration is not None and alone.calibration.source == profile.source
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    together = planning()
+    assert together.calibration is None and together.known(8).f32_flops is None
+    chosen = [each.plan for each in together.search(Asked((8,), top=4)).best]
+    profile_path("cpu").unlink()
+    assert [each.plan for each in planning().search(Asked((8,), top=4)).best] == chosen
 
 
 @pytest.mark.parametrize("name", MODELS)
