@@ -229,8 +229,10 @@ class _Memory:
         found = np.zeros((4, max(count, 1), len(table)))
         columns = np.stack([table.schedule, table.pipeline, table.microbatches, table.chunks])
         head = _head(self.work, self.stacks)
-        for kind, size, microbatches, chunks in np.unique(columns.T, axis=0).tolist():
-            mine = (columns == [[kind], [size], [microbatches], [chunks]]).all(0)
+        kinds, place = np.unique(columns, axis=1, return_inverse=True)
+        order = np.argsort(place.reshape(-1), kind="stable")
+        ends = np.cumsum(np.bincount(place.reshape(-1), minlength=kinds.shape[1]))
+        for (kind, size, microbatches, chunks), mine in zip(kinds.T.tolist(), np.split(order, ends[:-1]), strict=True):
             if size == 1:
                 found[0][:, mine] = np.asarray(lengths or (0,), float)[:, None]
                 continue
