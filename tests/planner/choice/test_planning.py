@@ -92,3 +92,34 @@ def test_every_model_has_a_prediction(name: str) -> None:
             assert 0 < scored.bytes < 2**30
         else:
             assert text.startswith("data=4 tensor")
+
+
+# What `auto` once climbed, cheapest first: ZeRO, remat, micro-batches.
+LADDER = (
+    (0, "none", 1), (1, "none", 1), (2, "none", 1), (3, "none", 1), (2, "dots", 1), (3, "dots", 1), (3, "block", 1),
+    (3, "block", 2), (3, "block", 4),
+)  # fmt: skip
+
+
+# One of each kind of the zoo: a search reads a model as three plans have it, in seconds.
+KINDS = ("linen_tied", "linen_conv", "linen_lstm", "linen_moe_capacity")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_auto_is_never_slower_than_a_ladder_of_data_parallel_plans(name: str) -> None:
+    """By prediction, with plenty of memory and with little, whichever of the ladder's plans is the first that fits."""
+    planning = Planning(contract.source_of(name), optax.adam(1e-3), on_h100)
+    num = 2
+    rungs = [Plan(zero=zero, remat=remat, microbatches=many).resolve(num) for zero, remat, many in LADDER]
+    rows = [leaf.shape[0] for leaf in jax.tree.leaves(planning.source.batch_shape) if leaf.shape]
+    scored = [planning.score(rung) for rung in rungs if all(n % (num * rung.microbatches) == 0 for n in rows)]
+    known = [each for each in scored if isinstance(each, Scored)]
+    for limit in (2**34, min(int(each.bytes) + 1 for each in known)):
+        found = planning.search(Asked((num,), memory=limit))
+        whole = "microbatches" in found.refused  # the ladder would have been refused as well
+        first = next(
+            (each for each in known if each.bytes <= limit and (each.plan.microbatches == 1 or not whole)), None
+        )
+        if first is not None:
+            assert found.best and found.best[0].bytes <= limit
+            assert found.best[0].time <= first.time * (1 + 1e-6), (str(found.best[0].plan), str(first.plan))
