@@ -58,8 +58,8 @@ class Homes:
     @classmethod
     def all_at(cls, home: Home, lengths: Sequence[int]) -> "Homes":
         """The same for all rows of stacks of these lengths."""
-        stacks: list[tuple[Home, ...]] = [(home,) * length for length in lengths]
-        return cls(dict.fromkeys(KINDS, tuple(stacks)))
+        stacks = [list[Home]([home]) * length for length in lengths]
+        return cls(dict.fromkeys(KINDS, tuple(map(tuple, stacks))))
 
     @property
     def used(self) -> set[Home]:

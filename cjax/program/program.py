@@ -91,7 +91,7 @@ class Program:
           FileNotFoundError: no such file or folder.
           ValueError: unknown names or wrong shapes in `params`, all listed at once.
         """
-        self._must_run("init")
+        must_run(self.mesh, "init")
         return self._start(make_key(seed_or_key), params)
 
     @own_context
@@ -310,7 +310,7 @@ class Program:
         Raises:
           ValueError: another model's checkpoint; every missing, unexpected or differently shaped leaf is listed.
         """
-        self._must_run("restore")
+        must_run(self.mesh, "restore")
         # Evaluation takes what was trained: without an optimizer here, its state is left where it is.
         unread = () if self._composed.optimizer else ("opt_state",)
         if isinstance(source, State):
@@ -329,7 +329,7 @@ class Program:
         Raises:
           ValueError: the plan keeps some of it elsewhere.
         """
-        self._must_run("resume")
+        must_run(self.mesh, "resume")
         if self._walking is None:
             raise ValueError(NOTHING_KEPT.format(str(self.plan)))
         return self._walking.resume()
@@ -446,7 +446,7 @@ class Program:
         Raises:
           MemoryError: the model does not fit one device.
         """
-        self._must_run("check")
+        must_run(self.mesh, "check")
         place_batch(self._composed, batch, self._limits)
         return check_plan(self._composed, self._own(state), batch)
 
@@ -455,15 +455,12 @@ class Program:
             self.verified = verify(self._composed, state, batch)
 
     def _must_train(self, what: str) -> None:
-        self._must_run(what)
+        must_run(self.mesh, what)
         if self._composed.optimizer is None:
             raise ValueError(
                 f"{what} needs an optimizer, and this program was made with None, for evaluation; "
                 "give parallelize one, such as optax.adamw(1e-3)."
             )
-
-    def _must_run(self, what: str) -> None:
-        must_run(self.mesh, what)
 
 
 def texts_of(program: Program, state: State, step: Step) -> Texts | None:

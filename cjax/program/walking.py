@@ -61,10 +61,12 @@ NOTHING_KEPT = "plan {!r} keeps nothing on disk between steps: go on from a chec
 Given = Callable[[int, int], Any]  # tree, leaf -> a value that replaces the model's own, or None
 
 
-@functools.cache
 def walking_of(composed: Composed) -> "Walking":
     """What runs a program's walks: one for each program, since it has the compiled programs and the folder."""
-    return Walking(composed)
+    kept = vars(composed)  # as a cached property would, of a class that knows nothing of walks
+    if "_walking" not in kept:
+        kept["_walking"] = Walking(composed)
+    return kept["_walking"]
 
 
 _OPEN: dict[Path, "Walking"] = {}  # folders that this process has open
