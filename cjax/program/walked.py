@@ -66,7 +66,7 @@ def walked_trees(state: WalkedState, *kinds: Kind) -> list[PyTree]:
 
 
 def tree_of(walker: Walker, held: Held, kind: Kind, shelf: Storage, outside: Arrays, mesh: Mesh) -> PyTree:
-    """A stored tree as the user's own, in arrays of their own: in host memory what layers do not have on devices.
+    """A stored tree as the user's own, in arrays of their own: NumPy's for what layers do not have on the devices.
 
     Args:
       walker: tells what is whose.
@@ -100,7 +100,13 @@ def tree_of(walker: Walker, held: Held, kind: Kind, shelf: Storage, outside: Arr
     return jax.tree.unflatten(shelf.treedef, leaves)
 
 
-def _to_host(array: jax.Array) -> jax.Array:
+def _to_host(array: jax.Array) -> Any:
+    """A copy for the host: NumPy's, which anything can be done with. Where a process has a part alone, that part, in
+    memory of the host that belongs to the devices."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return _copy(array)
+    if array.is_fully_addressable:
+        return np.array(array)
     return moved(array, array.sharding.with_memory_kind(HOST))
 
 
@@ -115,13 +121,13 @@ def _copy(array: jax.Array) -> jax.Array:
     return jnp.copy(array)
 
 
-def _joined(parts: list[jax.Array], placed: NamedSharding) -> jax.Array:
+def _joined(parts: list[Any], placed: NamedSharding) -> Any:
     """One leaf of all layers: on the devices if all of them are."""
-    if all(x.sharding.memory_kind != HOST for x in parts):
+    if all(isinstance(x, jax.Array) for x in parts):
         assert isinstance(placed.mesh, Mesh)
         options = compiler_options(placed.mesh)
         return jax.jit(lambda xs: jnp.stack(xs), out_shardings=placed, compiler_options=options)(parts)
-    return jax.device_put(np.stack([np.asarray(x) for x in parts]), placed.with_memory_kind(HOST))
+    return np.stack([np.asarray(x) for x in parts])
 
 
 def fill(walker: Walker, held: Held, kind: Kind, shelf: Storage, mesh: Mesh, value: Value) -> Arrays:
