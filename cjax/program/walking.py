@@ -290,7 +290,8 @@ class Walking:
     def with_params(self, state: WalkedState, params: PyTree) -> WalkedState:
         """`state` with a tree like the parameters in their place; layers' are in host memory between their turns."""
         walker, shelf = self._walker, self._composed.shelves.params
-        homes: tuple[tuple[Home, ...], ...] = tuple(("host",) * length for length in walker.lengths)
+        host: Home = "host"
+        homes = tuple((host,) * length for length in walker.lengths)
         rows = [make_rows(walker.structs("params", k), of, "params", k) for k, of in enumerate(homes)]
         held = dataclasses.replace(state._held, params=rows, homes=Homes({**state._held.homes.of, "params": homes}))
         outside = fill(walker, held, "params", shelf, self._composed.mesh, values_of(shelf, params))

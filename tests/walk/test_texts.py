@@ -73,7 +73,7 @@ def test_samples_are_those_in_device_memory() -> None:
     for plan in ("data=1", "data=2 offload=params+activations"):
         made, state = program("cjax_gpt", plan)
         found.append(cjax.generate(made, PROMPT, 4, jax.random.key(3), state=state, top_k=5, top_p=0.9))
-    np.testing.assert_array_equal(*map(np.asarray, found))
+    np.testing.assert_array_equal(np.asarray(found[0]), np.asarray(found[1]))
     with pytest.raises(ValueError, match="longer than this model's context"):
         cjax.generate(made, np.zeros((2, 13), np.int32), 2, temperature=0, state=state)
 
