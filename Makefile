@@ -11,7 +11,7 @@ STAMP := $(VENV)/.installed-$(EXTRAS)
 # worksteal keeps a file's tests together (shared compiled programs) until a worker runs dry.
 PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help setup train lint docs test test-all test-aot test-gpu test-strangers search
+.PHONY: help setup train lint docs test tests test-all test-aot test-gpu test-strangers search
 
 help:
 	@echo "make train | test | test-all | test-aot | test-gpu | test-strangers | search | docs | lint | setup (EXTRAS=test,gpu for NVIDIA GPUs)"
@@ -42,7 +42,11 @@ lint: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
-test: lint
+# Lint takes one core for a minute; it is done long before the tests are.
+test: setup
+	@$(MAKE) --no-print-directory --jobs 2 lint tests
+
+tests: setup
 	$(PYTEST)
 
 # The full product of all tables, part by part: goes on where it was stopped; the log is kept with the code.

@@ -241,7 +241,8 @@ def _cases() -> list[Case]:
         ]),
         ("gpt2-medium b32", lambda: gpt("gpt2-medium", 32), "a100:4", [
             "data=2 tensor=2 precision=bfloat16", "microbatches=4 zero=1 precision=bfloat16", "zero=2",
-            "microbatches=2 zero=3 precision=bfloat16",
+            "microbatches=2 zero=3 precision=bfloat16", "zero=3 precision=bfloat16 remat=dots",
+            "data=2 tensor=2 sequence=gather zero=1 microbatches=2 precision=bfloat16",
         ]),
         ("gpt2-xl b64", lambda: gpt("gpt2-xl", 64), "h100:8", [
             "precision=bfloat16", "zero=1 precision=bfloat16 remat=dots", "zero=3 precision=bfloat16",
@@ -264,7 +265,7 @@ def _cases() -> list[Case]:
             "pipeline=1f1b:4 microbatches=8 precision=bfloat16",
         ]),
         ("bert-base padded b64", lambda: bert("bert-base", 64, padded=True, dropout=0.1), "h100:2", [
-            "precision=bfloat16", "zero=2 microbatches=4",
+            "precision=bfloat16", "zero=2 microbatches=4", "zero=3 precision=bfloat16 remat=block",
         ]),
         ("vit-l16 b256", lambda: vit("vit-l16", 256), "a100:4", [
             "precision=bfloat16", "zero=1 precision=bfloat16 remat=dots", "tensor=2 precision=bfloat16", "zero=3",
@@ -273,7 +274,8 @@ def _cases() -> list[Case]:
             "zero=3 precision=bfloat16", "microbatches=4 zero=1 precision=bfloat16",
         ]),
         ("t5-base b64", lambda: t5("t5-base", 64), "a100:4", [
-            "precision=bfloat16", "zero=1", "tensor=4 precision=bfloat16",
+            "precision=bfloat16", "zero=1", "tensor=4 precision=bfloat16", "zero=3 precision=bfloat16",
+            "zero=2 microbatches=4 precision=bfloat16 remat=block",
         ]),
         ("t5-3b b32", lambda: t5("t5-3b", 32), "h100:8", [
             "zero=3 precision=bfloat16 remat=block", "pipeline=1f1b:4 microbatches=8 precision=bfloat16",
@@ -292,7 +294,7 @@ def _cases() -> list[Case]:
         ]),
         ("moe 8x b32", lambda: moe(32), "h100:4", [
             "precision=bfloat16", "zero=3 precision=bfloat16", "tensor=4 precision=bfloat16",
-            "zero=1 precision=bfloat16 remat=block",
+            "zero=1 precision=bfloat16 remat=block", "zero=3 precision=bfloat16 remat=block",
         ]),
         ("gpt3-175b b64", lambda: gpt("gpt3-175b", 64, 2048), "h100:64", [
             "pipeline=1f1b:8 microbatches=32 tensor=8 precision=bfloat16 remat=dots",

@@ -38,10 +38,7 @@ DEEPER = (
 
 
 # By default these: every kind of state that a model carries, and of `cjax.models`, which carry parameters alone, two.
-CHOSEN = [
-    "linen_part_frozen", "linen_encoder_decoder", "linen_lstm", "linen_moe_soft", "nnx_conv", "nnx_scan", "cjax_t5",
-    "cjax_llama",
-]  # fmt: skip
+CHOSEN = ["linen_part_frozen", "nnx_llama", "linen_lstm", "nnx_conv", "nnx_scan", "linen_masked_mean"]
 
 
 def pairs() -> list[tuple[str, str]]:

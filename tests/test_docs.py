@@ -7,11 +7,13 @@ import subprocess
 import sys
 import tokenize
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import snippets
+from forked import Forks
 
 import cjax
 import cjax.report as report
@@ -31,11 +33,23 @@ PLACES = r"(?<![\w.~-])/(?:work|tmp|home|root|opt|usr|mnt|var|Users)\b"
 ELSEWHERE = re.compile(PLACES + r"|\b\d+(?:\.\d+){3}\b|pypi|index-url")
 
 
+def variables() -> dict[str, str]:
+    given = dict(os.environ) | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    given |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    given.pop("CJAX_TEST_ALL", None)
+    return given
+
+
 def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = dict(os.environ) | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    variables |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"} | environment
-    variables.pop("CJAX_TEST_ALL", None)
-    return subprocess.run([sys.executable, *command], cwd=cwd, env=variables, capture_output=True, text=True)
+    given = variables() | environment
+    return subprocess.run([sys.executable, *command], cwd=cwd, env=given, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    forks = Forks(variables())
+    yield forks
+    forks.close()
 
 
 # -- snippets ---------------------------------------------------------------------------------------------------------
@@ -50,9 +64,9 @@ def pages_with(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("page", pages_with("alone"))
-def test_snippets_do_what_they_say(page: Path, tmp_path: Path) -> None:
-    done = run(str(ROOT / "tests" / "snippets.py"), str(page), cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_snippets_do_what_they_say(page: Path, tmp_path: Path, forks: Forks) -> None:
+    status, printed = forks.run([str(ROOT / "tests" / "snippets.py"), str(page)], tmp_path)
+    assert status == 0, printed
 
 
 @pytest.mark.aot
@@ -128,9 +142,9 @@ def test_extras_are_those_of_the_project() -> None:
 
 
 # -- what must not go stale -------------------------------------------------------------------------------------------
-def test_parts_that_are_read_off_the_code_are_fresh() -> None:
-    done = run(str(ROOT / "tests" / "pages.py"), "--check", cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_parts_that_are_read_off_the_code_are_fresh(tmp_path: Path, forks: Forks) -> None:
+    status, printed = forks.run([str(ROOT / "tests" / "pages.py"), "--check"], tmp_path)
+    assert status == 0, printed
 
 
 def test_the_readme_is_short() -> None:

@@ -123,6 +123,10 @@ def nnx_classify_images(model: Any, batch: Batch) -> jax.Array:
     return cross_entropy(model(batch["images"]), batch["labels"]).mean()
 
 
+def regression(model: Any, batch: Batch, train: bool) -> jax.Array:
+    return jnp.square(model(batch["x"], train=train)[:, 0] - batch["y"]).mean()
+
+
 def squared_error(model: Any, batch: Batch) -> jax.Array:
     return jnp.square(model(batch["x"])[:, 0] - batch["y"]).mean()
 

@@ -215,3 +215,16 @@ class LinenLSTM(nn.Module):
         for features in (32, 48):
             x = nn.RNN(nn.OptimizedLSTMCell(features, param_dtype=self.param_dtype))(x)
         return nn.Dense(VOCAB)(x)
+
+
+class Layered(nn.Module):
+    """Layers of few equations, for what is a matter of schedules or of leaves alone."""
+
+    layers: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = nn.Dense(24)(x)
+        for _ in range(self.layers):
+            x = x + nn.Dense(24)(nn.tanh(nn.Dense(32)(x)))
+        return nn.Dense(1)(x)

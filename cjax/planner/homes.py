@@ -4,7 +4,7 @@ A step walks over the layers three times: forward, backward, and once more for t
 known. Rows that are not at home on the devices pass through them: the one in use, and the next or the last one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -54,6 +54,12 @@ class Homes:
     """
 
     of: Mapping[Kind, tuple[tuple[Home, ...], ...]]
+
+    @classmethod
+    def all_at(cls, home: Home, lengths: Sequence[int]) -> "Homes":
+        """The same for all rows of stacks of these lengths."""
+        stacks: list[tuple[Home, ...]] = [(home,) * length for length in lengths]
+        return cls(dict.fromkeys(KINDS, tuple(stacks)))
 
     @property
     def used(self) -> set[Home]:

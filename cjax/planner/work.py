@@ -102,6 +102,10 @@ class Kept:
         fullest of them counts. What a stack saved is not among them: all of it is there all the time.
       staged: of a layer, what a stage of a pipeline saves of a micro-batch; `crossing`, what it hands from B to W.
       payload: what it is handed there, and hands on.
+      waiting: the largest of what products for parameters' gradients alone read: XLA may put them off until all layers'
+        are made.
+      ahead: of what stands in front of a stack that is not the first, its forward pass's fullest moment, and what the
+        stack's backward pass will write beside parameters' gradients.
     """
 
     saved: tuple[NamedTensor, ...]
@@ -109,6 +113,8 @@ class Kept:
     staged: tuple[NamedTensor, ...] = ()
     crossing: tuple[NamedTensor, ...] = ()
     payload: tuple[NamedTensor, ...] = ()
+    waiting: tuple[NamedTensor, ...] = ()
+    ahead: tuple[NamedTensor, ...] = ()
 
 
 # How a step computes: in float32; in a half precision, attentions as they are written; or these by a kernel.

@@ -160,6 +160,7 @@ def _fresh(scaling: LossScale | None = None) -> tuple[LossScaleState, NoiseState
 
 def new_state(composed: Composed, params: Arrays, frozen: Arrays, model_state: Arrays, key: jax.Array) -> State:
     """The state before the first step."""
+    assert not isinstance(composed.optimizer, RowOptimizer), "rows have states of their own"
     opt = composed.optimizer.init(params) if composed.optimizer else ()
     return State(jnp.int32(0), params, frozen, opt, model_state, key, *_fresh(composed.scaling), composed.shelves)
 

@@ -23,6 +23,7 @@ from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
 
 MOST_DEVICES = 1024  # that a search goes up to where nobody says how many
+SPARE = 4  # times as many plans are at hand as are to be compiled: some may turn out not to work
 AXES = {"pipe": "pipeline", "data": "data", "zero": "data", "sequence": "sequence"}  # all others are of the tensor mode
 TRANSFERS = {"tensor": ("tensor",), "sequence": ("sequence",), "data": ("data", "gather"), "pipeline": ("pipeline",)}
 
@@ -85,11 +86,16 @@ def plans(
         raise ValueError(f'`plan` is {plan!r}: write "auto", and behind it the words that every plan has to have')
     given, own = _given(program_or_call)
     planning, numbers, found_devices = _planned(given, own if devices is None else devices, price)
-    asked = Asked(numbers, Auto.parse(plan), objective, top + max(0, verify))
+    asked = Asked(numbers, Auto.parse(plan), objective, top + SPARE * verify)
     found = planning.search(asked)
     if not found.best:
         raise ValueError(_nothing_fits(planning, asked, found))
     rows, notes = _verified(given, found, found_devices, top, verify)
+    if not rows:
+        raise ValueError(
+            f"None of the {len(notes)} best plans can be had: {'; '.join(notes[:3])}. Fix words of the plan, as in "
+            'plan="auto remat=block", or list plans by arithmetic alone with verify=0.'
+        )
     return _table(planning, asked, found, rows, notes)
 
 
@@ -192,7 +198,8 @@ def _verified(
     top: int,
     verify: int,
 ) -> tuple[list[_Row], list[str]]:
-    """The first plans, compiled as far as that goes; in the order in which they are best."""
+    """The first plans, compiled as far as that goes; in the order in which they are best. `found` is left without those
+    that can't be had."""
     rows: list[_Row] = []
     notes: list[str] = []
     waiting = list(found.best)
@@ -207,9 +214,25 @@ def _verified(
         outcome = _compiled(given, each, here)
         if isinstance(outcome, str):
             notes.append(f"{each.plan} is left out: {outcome}")
+            _leave_out(found, each)
         else:
             rows.append(_Row(outcome, is_exact=True))
     return [*rows, *(_Row(each) for each in waiting)][:top], notes
+
+
+def _leave_out(found: Found, scored: Scored) -> None:
+    """Takes a plan out of what a search found: the best of those that are left have its marks."""
+    found.best = [each for each in found.best if each != scored]
+    found.front = [each for each in found.front if each != scored]
+    orders: dict[str, Callable[[Scored], Any]] = {
+        "fastest": lambda each: each.time,
+        "leanest": lambda each: each.bytes,
+        "cheapest": lambda each: (each.time * each.num_devices, each.time),
+        "fewest": lambda each: (each.num_devices, each.time),
+    }
+    for name, order in orders.items():
+        if getattr(found, name) == scored:
+            setattr(found, name, min([*found.best, *found.front], key=order, default=None))
 
 
 def _compiled(given: Given, scored: Scored, devices: Sequence[Device]) -> Scored | str:
@@ -219,8 +242,10 @@ def _compiled(given: Given, scored: Scored, devices: Sequence[Device]) -> Scored
         report = program.report()
     except Exception as error:
         # Whatever it is, XLA's own errors included: a plan that can't be had is left out, and the others are listed.
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+        said, kind = str(error).strip().partition("\n")[0], type(error).__name__
+        if isinstance(error, ValueError) and said:
+            return said
+        return f"{kind}: {said}" if said else kind
     if not report.memory.fits:
         return f"compiled it needs {report.memory}"
     uses = {use: float(size) for use, size in report.memory.parts.items()}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from cjax import checkpoint
 from cjax.audit import audit
 from cjax.cluster import Cluster
-from cjax.mesh import Device, is_compile_only, not_nan, own_context, resolve_devices
+from cjax.mesh import Device, not_nan, own_context, resolve_devices
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
 from cjax.program.batches import place_batch, table_limits
@@ -27,14 +27,15 @@ from cjax.program.keep import check_fits, store_leaves
 from cjax.program.lockstep import Lockstep
 from cjax.program.memory import OutOfMemory, alternatives
 from cjax.program.saving import arrays_of, shapes_of, state_from, trees_of
-from cjax.program.starting import Starter, make_key
+from cjax.program.scores import is_one
+from cjax.program.starting import Starter, make_key, must_run
 from cjax.program.state import State, check_alive
 from cjax.program.steps import gradient_inputs, make_step, make_update
 from cjax.program.texts import Step, Texts
 from cjax.program.verify import check_plan, told, verify
 from cjax.program.walk_report import describe_walked
 from cjax.program.walked import WalkedState
-from cjax.program.walking import Walking
+from cjax.program.walking import NO_STEP, NOTHING_KEPT, walking_of
 from cjax.report import Candidate, Comparison, Explained, Report, TraceSummary
 from cjax.trace.dims.tables import Limits
 from cjax.tree import PyTree
@@ -55,7 +56,7 @@ class Program:
     def __init__(self, composed: Composed) -> None:
         self._composed = composed
         self._lockstep = Lockstep(composed)
-        self._walking = Walking(composed) if composed.walker else None
+        self._walking = walking_of(composed) if composed.walker else None
         self._start = self._walking.start if self._walking else Starter(composed)
         self._evaluate = Evaluator(composed, self._lockstep)
         self._texts: dict[Step, Texts] = {}
@@ -176,11 +177,7 @@ class Program:
     def lower(self) -> jax.stages.Lowered:
         """The step, lowered for the plan's mesh: for anyone's tools. Without an optimizer, the evaluation."""
         if self._walking is not None:
-            raise ValueError(
-                f"plan {str(self.plan)!r} walks over the layers: its step is several programs, and none is the step. "
-                "report() tells of all of them together; program.replan(plan without budget= and offload=).lower() "
-                "gives the step as one."
-            )
+            raise ValueError(NO_STEP.format(str(self.plan)))
         if self._composed.optimizer is None:
             return self._evaluate.lower()
         if self._lockstep.asks and not self._lockstep.needed:
@@ -205,7 +202,9 @@ class Program:
         state = self._own(state)
         self._verify(state, batch)
         if self._walking is not None:
-            loss, _, grads, _ = self._walking.value_and_grad(self._with_params(state, params), placed)
+            walked = self._with_params(state, params)
+            assert isinstance(walked, WalkedState)
+            loss, _, grads, _ = self._walking.value_and_grad(walked, placed)
             return loss, grads
         stored = gradient_inputs(self._with_params(state, params))
         loss, _, grads, _ = self._value_and_grad(*stored, placed)
@@ -255,6 +254,7 @@ class Program:
             )
         loss = jnp.float32(0 if loss is None else loss)
         if self._walking is not None:
+            assert isinstance(state, WalkedState)
             tree = check_fits(self._composed.storage.params, grads, "these gradients are")
             return self._walking.update(state, tree, loss)
         grads = self._stored_params(grads, "these gradients are")
@@ -287,25 +287,7 @@ class Program:
         if fn is not None and not callable(fn):
             raise TypeError(f"`fn` is a {type(fn).__name__}; give a function `fn(model, batch)`, or leave it out.")
         state = self._with_params(self._own(state), params)
-        return self._evaluate(state, [batch] if self._is_one(batch) else batch, fn)
-
-    def _is_one(self, batch: Any) -> bool:
-        """Whether this is a batch, rather than several; one for `fn` may be of another structure."""
-        if isinstance(batch, Iterator):
-            return False
-        if batch is None:
-            raise TypeError("evaluate takes a batch or an iterable of batches, not None.")
-        if isinstance(batch, Mapping) or hasattr(batch, "shape"):
-            return True
-        if not jax.tree_util.all_leaves([batch]):
-            return jax.tree.structure(batch) == self._batch_structure
-        if not isinstance(batch, Iterable):
-            raise TypeError(f"evaluate takes a batch or an iterable of batches, not a {type(batch).__name__}.")
-        return False
-
-    @functools.cached_property
-    def _batch_structure(self) -> Any:
-        return jax.tree.structure(self._composed.batch_shape)
+        return self._evaluate(state, [batch] if is_one(batch, self._composed.batch_shape) else batch, fn)
 
     # -- keeping ------------------------------------------------------------------------------------------------
     @own_context
@@ -349,10 +331,7 @@ class Program:
         """
         self._must_run("resume")
         if self._walking is None:
-            raise ValueError(
-                f"plan {str(self.plan)!r} keeps nothing on disk between steps: go on from a checkpoint, "
-                "program.restore(path)."
-            )
+            raise ValueError(NOTHING_KEPT.format(str(self.plan)))
         return self._walking.resume()
 
     @own_context
@@ -484,12 +463,7 @@ class Program:
             )
 
     def _must_run(self, what: str) -> None:
-        if is_compile_only([self.mesh.devices.flat[0]]):
-            kind = self.mesh.devices.flat[0].device_kind
-            raise ValueError(
-                f"{what} needs devices that are here; this program is for {self.mesh.size} x {kind}, to compile only. "
-                "Use report() and lower(), or program.replan(plan, jax.devices()) to run on what is here."
-            )
+        must_run(self.mesh, what)
 
 
 def texts_of(program: Program, state: State, step: Step) -> Texts | None:

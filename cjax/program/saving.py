@@ -12,7 +12,7 @@ from cjax.program.composed import Composed
 from cjax.program.keep import check_fits, load_slot, members, store_leaves
 from cjax.program.state import Shelves, State, check_alive
 from cjax.program.walked import WalkedState, walked_trees
-from cjax.program.walking import Walking
+from cjax.program.walking import walking_of
 from cjax.tree import PyTree
 
 TREES = ("params", "frozen", "opt_state", "carried")
@@ -106,8 +106,8 @@ def state_from(composed: Composed, arrays: dict[str, PyTree]) -> State:
     step, key, scaling, noise = jax.tree.map(lambda x: _copy(jax.device_put(x, composed.whole)), small)
     if composed.walker is not None:
         model_state = store_leaves(composed.shelves.model_state, trees["carried"], composed.mesh)
-        kinds = dict(zip(("params", "frozen", "opt"), (trees[name] for name in TREES), strict=False))
-        return Walking(composed).restored(kinds, model_state, (step, key, scaling, noise))
+        kinds = {"params": trees["params"], "frozen": trees["frozen"], "opt": trees["opt_state"]}
+        return walking_of(composed).restored(kinds, model_state, (step, key, scaling, noise))
     params, frozen, opt, model_state = (
         store_leaves(shelf, trees[name], composed.mesh) for name, shelf in zip(TREES, composed.shelves, strict=True)
     )

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,3 +143,18 @@ def value_of(total: Any, weight: Any) -> Any:
     if weight is None:
         return total[0] if len(total) == 1 else jnp.concatenate(total)
     return total / weight
+
+
+def is_one(batch: Any, shape: PyTree) -> bool:
+    """Whether this is a batch, rather than several; one for a function may be of another structure than `shape`."""
+    if isinstance(batch, Iterator):
+        return False
+    if batch is None:
+        raise TypeError("evaluate takes a batch or an iterable of batches, not None.")
+    if isinstance(batch, Mapping) or hasattr(batch, "shape"):
+        return True
+    if not jax.tree_util.all_leaves([batch]):
+        return jax.tree.structure(batch) == jax.tree.structure(shape)
+    if not isinstance(batch, Iterable):
+        raise TypeError(f"evaluate takes a batch or an iterable of batches, not a {type(batch).__name__}.")
+    return False

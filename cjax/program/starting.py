@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from cjax.mesh import is_compile_only
 from cjax.program.composed import Composed
 from cjax.program.keep import load_slot, members, store_slot
 from cjax.program.sound import Sound, loses
@@ -201,3 +203,13 @@ class _Slice:
 
     def __call__(self, index: Any) -> Any:
         return self._piece[index]
+
+
+def must_run(mesh: Mesh, what: str) -> None:
+    """Raises ValueError where the devices of a program are not here."""
+    if is_compile_only([mesh.devices.flat[0]]):
+        kind = mesh.devices.flat[0].device_kind
+        raise ValueError(
+            f"{what} needs devices that are here; this program is for {mesh.size} x {kind}, to compile only. "
+            "Use report() and lower(), or program.replan(plan, jax.devices()) to run on what is here."
+        )

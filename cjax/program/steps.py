@@ -12,6 +12,7 @@ from cjax.mesh import compiler_options
 from cjax.optim import LossScaleState, count_skipped, measure_noise, noise_scale
 from cjax.program.composed import Composed, new_state
 from cjax.program.state import Arrays, State
+from cjax.sharding.storage.optimizer import StoredOptimizer
 from cjax.tree import PyTree
 
 Metrics = dict[str, Any]
@@ -148,7 +149,7 @@ def _updated(composed: Composed, state: State, grads: Arrays, loss: jax.Array) -
     GPUs select: the select is fused into the update, which reads both anyway, while a branch would hold up the host
     until the gradients are there. CPUs branch: their compiler would repeat a part of the update for each select.
     """
-    assert composed.optimizer is not None
+    assert isinstance(composed.optimizer, StoredOptimizer)
     update, old = composed.optimizer.update, (state._params, state._opt)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)

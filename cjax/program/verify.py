@@ -19,7 +19,7 @@ from cjax.program.lockstep import Lockstep
 from cjax.program.reference import Inputs, perturbed, reference_of
 from cjax.program.saving import MODEL, trees_of
 from cjax.program.state import State
-from cjax.program.walking import Walking
+from cjax.program.walking import walking_of
 from cjax.tree import PyTree
 
 
@@ -124,7 +124,7 @@ def _walked_outcome(composed: Composed, state: State, trees: Iterable[PyTree], b
     params, frozen, carried = trees
     model_state = store_leaves(composed.shelves.model_state, carried, composed.mesh)
     small = jax.device_put((state.step, state._key, state._scaling, state._noise), composed.whole)
-    walking = Walking(composed)
+    walking = walking_of(composed)
     begun = walking.beside({"params": params, "frozen": frozen}, model_state, small)
     placed = place_batch(composed, batch, table_limits(composed.trace))
     loss, aux, grads, new = walking.value_and_grad(begun, placed)

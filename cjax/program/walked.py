@@ -118,6 +118,7 @@ def _copy(array: jax.Array) -> jax.Array:
 def _joined(parts: list[jax.Array], placed: NamedSharding) -> jax.Array:
     """One leaf of all layers: on the devices if all of them are."""
     if all(x.sharding.memory_kind != HOST for x in parts):
+        assert isinstance(placed.mesh, Mesh)
         options = compiler_options(placed.mesh)
         return jax.jit(lambda xs: jnp.stack(xs), out_shardings=placed, compiler_options=options)(parts)
     return jax.device_put(np.stack([np.asarray(x) for x in parts]), placed.with_memory_kind(HOST))

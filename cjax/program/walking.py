@@ -16,14 +16,14 @@ from cjax.gradients import mean
 from cjax.mesh import compiler_options
 from cjax.optim import LossScale, LossScaleState, count_skipped, init_noise
 from cjax.planner.choice.homes import choose_homes
-from cjax.planner.homes import KINDS as ROW_KINDS
-from cjax.planner.homes import Home, Homes, Peaks
+from cjax.planner.homes import Home, Homes, Kind, Peaks
 from cjax.program.composed import Composed
 from cjax.program.keep import store_leaves
 from cjax.program.starting import given_values, refuse_values
 from cjax.program.state import Arrays
 from cjax.program.steps import aux_means
 from cjax.program.walked import Replaced, Value, WalkedState, each_row, empty_rows, fill, tree_of, values_of
+from cjax.sharding.storage.storage import Storage
 from cjax.tree import PyTree
 from cjax.walk.birth import RowBirth, Tree
 from cjax.walk.files import Folder
@@ -32,7 +32,7 @@ from cjax.walk.stores import make_rows
 from cjax.walk.walk import Held, Row, in_turn
 from cjax.walk.walker import OutsideState
 
-KINDS = ("params", "frozen", "opt")
+KINDS: tuple[Kind, ...] = ("params", "frozen", "opt")
 
 
 def _data(x: jax.Array) -> jax.Array:
@@ -43,7 +43,7 @@ def _data(x: jax.Array) -> jax.Array:
 def _placed(array: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
     """What was written, as it was."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.device_put(jax.random.wrap_key_data(array), like.sharding)
+        return jax.device_put(jax.random.wrap_key_data(jnp.asarray(array)), like.sharding)
     return jax.device_put(array, like.sharding)
 
 
@@ -53,7 +53,18 @@ def made(folder: Path) -> Path:
     return folder
 
 
+NO_STEP = (
+    "plan {!r} walks over the layers: its step is several programs, and none is the step. report() tells of all of "
+    "them together; program.replan(a plan without budget= and offload=).lower() gives the step as one."
+)
+NOTHING_KEPT = "plan {!r} keeps nothing on disk between steps: go on from a checkpoint, program.restore(path)."
 Given = Callable[[int, int], Any]  # tree, leaf -> a value that replaces the model's own, or None
+
+
+@functools.cache
+def walking_of(composed: Composed) -> "Walking":
+    """What runs a program's walks: one for each program, since it has the compiled programs and the folder."""
+    return Walking(composed)
 
 
 _OPEN: dict[Path, "Walking"] = {}  # folders that this process has open
@@ -224,7 +235,8 @@ class Walking:
         assert initial is not None
         shelves = composed.shelves
         outside = []
-        for tree, (kind, shelf) in enumerate((("params", shelves.params), ("frozen", shelves.frozen))):
+        kept: dict[Kind, Storage] = {"params": shelves.params, "frozen": shelves.frozen}
+        for tree, (kind, shelf) in enumerate(kept.items()):
             own = values_of(shelf, initial[tree])
 
             def value(leaf: int, where: Any, tree: int = tree, own: Value = own) -> Any:
@@ -241,8 +253,8 @@ class Walking:
         numbers = range(len(walker.lengths))
         stacks: dict[Tree, Any] = {kind: [walker.slots(kind, k) for k in numbers] for kind in ("params", "frozen")}
         birth = RowBirth(composed.capture, composed.storage, stacks, composed.mesh)
-        shelves = {"params": composed.shelves.params, "frozen": composed.shelves.frozen}
-        replaced = {}
+        shelves: dict[Tree, Storage] = {"params": composed.shelves.params, "frozen": composed.shelves.frozen}
+        replaced: dict[Tree, Replaced] = {}
         for tree, (kind, shelf) in enumerate(shelves.items()):
             replaced[kind] = Replaced(shelf, composed.mesh, functools.partial(given, tree), problems)
             for k, at in each_row(walker) if any(stacks[kind]) else ():
@@ -266,8 +278,7 @@ class Walking:
     def beside(self, trees: Mapping[str, PyTree], model_state: Arrays, small: Any) -> WalkedState:
         """A state for gradients alone, without the optimizer's. Its rows are in host memory; no others are touched."""
         composed = self._composed
-        homes = Homes({kind: tuple(("host",) * n for n in self._walker.lengths) for kind in ROW_KINDS})
-        held, outside = self._walker.hold(homes, None), []
+        held, outside = self._walker.hold(Homes.all_at("host", self._walker.lengths), None), []
         for kind in KINDS[:2]:
             shelf = getattr(composed.shelves, kind)
             outside.append(fill(self._walker, held, kind, shelf, composed.mesh, values_of(shelf, trees[kind])))
@@ -290,10 +301,11 @@ class Walking:
     def with_params(self, state: WalkedState, params: PyTree) -> WalkedState:
         """`state` with a tree like the parameters in their place; layers' are in host memory between their turns."""
         walker, shelf = self._walker, self._composed.shelves.params
-        host: Home = "host"
-        homes = tuple((host,) * length for length in walker.lengths)
+        homes: list[list[Home]] = [["host"] * length for length in walker.lengths]
         rows = [make_rows(walker.structs("params", k), of, "params", k) for k, of in enumerate(homes)]
-        held = dataclasses.replace(state._held, params=rows, homes=Homes({**state._held.homes.of, "params": homes}))
+        held = dataclasses.replace(
+            state._held, params=rows, homes=Homes({**state._held.homes.of, "params": tuple(map(tuple, homes))})
+        )
         outside = fill(walker, held, "params", shelf, self._composed.mesh, values_of(shelf, params))
         for k, length in enumerate(walker.lengths):
             for at in range(length) if not walker.slots("params", k) else ():

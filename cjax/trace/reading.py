@@ -1,8 +1,10 @@
 """What the user's model is: a flat trace, the dims and stacks of layers found in it, and names for both."""
 
 import collections
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,8 @@ from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.layers.at_once import all_at_once
 from cjax.trace.layers.repeats import RepeatedLayers, find_runs, paired
 from cjax.tree import PyTree, leaf_names
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,20 @@ class Trace:
 
     def classes_of(self, leaf: int) -> tuple[int, ...]:
         return tuple(self.dims.class_of(d) for d in self.dims.inputs[leaf])
+
+
+def once(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
+    """A function of nothing but a trace, evaluated once for each: a search asks for hundreds of layouts of one. What it
+    gives is everybody's, so nobody may change it."""
+
+    @functools.wraps(function)
+    def kept(trace: Trace) -> T:
+        known = vars(trace).setdefault("_known", {})
+        if function not in known:
+            known[function] = function(trace)
+        return known[function]
+
+    return kept
 
 
 def primitives(trace: Trace) -> frozenset[str]:

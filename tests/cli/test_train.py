@@ -55,7 +55,9 @@ def test_a_run_leaves_all_that_it_promises(whole: Path):
     assert summary.meta["data"]["samples"] == 96
 
 
-@pytest.mark.parametrize("plan, tolerance", [(None, 0.0), ("tensor=4 zero=3", 1e-4)])
+@pytest.mark.parametrize(
+    "plan, tolerance", [(None, 0.0), pytest.param("tensor=4 zero=3", 1e-4, marks=pytest.mark.full)]
+)
 def test_it_resumes_under_the_same_plan_and_under_another(
     whole: Path, text: Path, tmp_path: Path, plan: str | None, tolerance: float, monkeypatch
 ):

@@ -2,6 +2,7 @@
 an H100 must show: flash attention, logits never whole, no matmul in float32, memory within the formula."""
 
 import dataclasses
+import os
 
 import bench_gpu
 import numpy as np
@@ -13,7 +14,7 @@ from benchmarks.models import ROWS, TINY
 import cjax
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", TINY if os.environ.get("CJAX_TEST_ALL") == "1" else ["gpt"])
 def test_a_row_is_timed_and_its_arithmetic_counted(name: str) -> None:
     row = TINY[name]
     found = bench_gpu.facts(row, row.batch, bench_gpu.run_cjax(row, row.batch, 1, "precision=bfloat16"))
@@ -23,6 +24,7 @@ def test_a_row_is_timed_and_its_arithmetic_counted(name: str) -> None:
     assert "tokens/s" in bench_gpu.line(name, "cjax", row.batch, row, found)
 
 
+@pytest.mark.full
 def test_a_side_runs_in_a_process_of_its_own_and_says_why_it_failed(capsys: pytest.CaptureFixture[str]) -> None:
     results = bench_gpu.main(["--tiny", "--rows", "gpt", "--steps", "1", "--sides", "cjax", "--plan", "tensor=3"])
     assert "tensor" in results[0]["failed"]

@@ -14,6 +14,7 @@ from large_batches.tables import epochs_to, write_tables
 from shared.results import Results
 
 
+@pytest.mark.full
 def test_large_batches_are_trained_and_shown(tmp_path: Path) -> None:
     large_batch.main(["--tiny", "--here", "--optimizers", "lamb", "--out", str(tmp_path)])
     results = Results(tmp_path / "results.jsonl")

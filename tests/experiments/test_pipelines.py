@@ -10,6 +10,7 @@ from pipelines.tables import write_tables
 from shared.results import Results
 
 
+@pytest.mark.full
 def test_pipelines_are_measured_and_shown(tmp_path: Path) -> None:
     results = Results(tmp_path / "results.jsonl")
     size = SizeOfStep(num_layers=2, vocab_size=16, length=4, rows=1)

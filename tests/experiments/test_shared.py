@@ -25,6 +25,7 @@ LAYER = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 def test_the_baseline_is_the_same_model() -> None:
     config = GPTConfig(num_layers=2, num_heads=4, embed_dim=24, context=10, vocab_size=40)
     rng = np.random.default_rng(0)
@@ -51,7 +52,11 @@ def test_the_baseline_is_the_same_model() -> None:
     np.testing.assert_allclose(ours["grad_norm"], by_hand["grad_norm"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("plan", ["tensor=4", "tensor=2d:4", "tensor=2.5d:8/2", "tensor=3d:8"])
+MODES = ["tensor=2d:4", "tensor=4", "tensor=2.5d:8/2", "tensor=3d:8"]
+
+
+@pytest.mark.parametrize("plan", MODES)
+@pytest.mark.full
 def test_layers_by_gspmd_alone_are_the_same_layers(plan: str) -> None:
     case = Case("", "blocks", width=32, heads=4, layers=3, length=6, batch=8)
     batch = {"x": np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)}

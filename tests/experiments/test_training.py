@@ -18,6 +18,7 @@ HERE = ["--tiny", "--devices", "8"]
 SIZES = LlamaConfig(2, 4, 2, 16, 24, context=8, vocab_size=32)
 
 
+@pytest.mark.full
 def test_a_vit_learns_digits() -> None:
     assert train_vit.main([*HERE, "--plan", "data=2 tensor=2 zero=1"]) > 0.3  # one in ten by chance
 
@@ -40,6 +41,7 @@ def test_a_gpt_learns_text(text: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "a sample:\n" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_adapters_are_all_that_is_trained(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "merged"
     plans = ["--plan", "data=2 tensor=2 zero=1", "--compare", "data=1", "zero=3"]

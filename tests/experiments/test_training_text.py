@@ -27,6 +27,7 @@ def sentences(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_sentences_are_told_apart_from_weights_on_any_plan(sentences: Path, tmp_path: Path, capsys) -> None:
     weights, folder = tmp_path / "weights", tmp_path / "run"
     tokenizer = train_tokenizer([sentences.read_text()], 200, kind="wordpiece")
@@ -64,6 +65,7 @@ def test_docstrings_of_classes_and_functions() -> None:
     assert all("\n" not in text for text in examples.texts)
 
 
+@pytest.mark.full
 def test_spans_are_filled_in(tmp_path: Path, capsys) -> None:
     text = tmp_path / "text.txt"
     text.write_text("one two three four five six seven eight nine ten\n" * 300)

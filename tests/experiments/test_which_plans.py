@@ -45,6 +45,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_rows_say_what_a_plan_takes_or_why_there_is_none(log: Path) -> None:
     rows = {(row["part"], row["cluster"], row["flavour"]): row for row in Results(log).rows if "flavour" in row}
     data, best = (rows["size", "a100-40gb", name] for name in ("data", BEST))

@@ -71,7 +71,7 @@ def test_masked_words_equal_the_architecture_written_by_hand(tied: bool):
     words = hand.read(model.token_embed.embedding).T if tied else hand.read(head.words.kernel)
     expected = x @ words + hand.read(head.bias)
     np.testing.assert_allclose(call(model, batch), expected, rtol=2e-4, atol=2e-4)
-    found = masked_loss(model, jax.tree.map(jnp.asarray, batch))
+    found = nnx.jit(masked_loss)(model, jax.tree.map(jnp.asarray, batch))
     np.testing.assert_allclose(found, hand.mean_loss(expected, batch["targets"]), rtol=1e-4)
 
 
@@ -85,7 +85,7 @@ def test_classes_equal_the_architecture_written_by_hand(pooling: str):
         pooled = np.stack([row[true].mean(0) for row, true in zip(hidden, present, strict=True)])
     expected = hand.linear(model.class_head, pooled)
     np.testing.assert_allclose(call(model, batch), expected, rtol=2e-4, atol=2e-4)
-    value, aux = classes_loss(model, jax.tree.map(jnp.asarray, batch))
+    value, aux = nnx.jit(classes_loss)(model, jax.tree.map(jnp.asarray, batch))
     np.testing.assert_allclose(value, hand.mean_loss(expected, batch["labels"]), rtol=1e-4)
     assert aux["accuracy"] == (expected.argmax(-1) == batch["labels"]).mean()
 

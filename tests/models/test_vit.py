@@ -62,8 +62,9 @@ def test_logits_and_loss_equal_the_architecture_written_by_hand():
     model, labels = make(), np.array([4, 1, 1])
     images = np.random.default_rng(0).normal(size=(3, 6, 6, 2)).astype(np.float32)
     expected = reference_logits(model, images)
-    np.testing.assert_allclose(model(jnp.asarray(images)), expected, rtol=2e-4, atol=2e-4)
-    value, aux = loss(model, {"images": jnp.asarray(images), "labels": jnp.asarray(labels)})
+    both = nnx.jit(lambda model, batch: (model(batch["images"]), *loss(model, batch)))
+    logits, value, aux = both(model, {"images": jnp.asarray(images), "labels": jnp.asarray(labels)})
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
     np.testing.assert_allclose(value, hand.mean_loss(expected, labels), rtol=1e-4)
     assert aux["accuracy"] == np.float32((expected.argmax(-1) == labels).mean())
 

@@ -64,7 +64,7 @@ def params_bytes(program: cjax.Program) -> int:
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("part", ["all", "half", "none"])
+@pytest.mark.parametrize("part", ["all", pytest.param("half", marks=pytest.mark.full), "none"])
 def test_a_state_that_starts_from_given_values_holds_little_beside_itself(wide: cjax.Program, part: str) -> None:
     """The parameters and the two moments of Adam are three times the parameters' bytes, whatever they start from."""
     size, given = params_bytes(wide), on_host(wide.params(wide.init(1)))

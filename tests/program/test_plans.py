@@ -85,14 +85,49 @@ def test_a_plan_that_compiled_is_over_is_left_out_and_the_next_one_taken(monkeyp
     first, second = (each.plan for each in cjax.plans(program, top=2, verify=0).plans[:2])
     honest = plans_module._compiled
 
-    def over(given: Any, planning: Any, scored: Scored, devices: Any) -> Any:
-        outcome = honest(given, planning, scored, devices)
+    def over(given: Any, scored: Scored, devices: Any) -> Any:
+        outcome = honest(given, scored, devices)
         return "compiled it needs too much" if str(scored.plan) == first else outcome
 
     monkeypatch.setattr(plans_module, "_compiled", over)
     found = cjax.plans(program, top=1, verify=1)
     assert found.best.plan == second and found.best.is_exact
     assert f"{first} is left out: compiled it needs too much" in found.notes
+    assert first not in [each.plan for each in found.plans] + [text for _, _, text in found.front]
+
+
+def test_a_plan_is_left_out_whatever_its_compilation_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA's own errors are no ValueErrors, and some say nothing: the others are listed all the same."""
+    program = make("data=8", model=Net(64))
+    first, second, third = (each.plan for each in cjax.plans(program, top=3, verify=0).plans[:3])
+    errors = {
+        first: jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nallocating 3 GiB"),
+        second: NotImplementedError(),
+    }
+    honest = plans_module.compose
+
+    def compose(given: Any, decision: Any, devices: Any) -> Any:
+        if str(decision.plan) in errors:
+            raise errors[str(decision.plan)]
+        return honest(given, decision, devices)
+
+    monkeypatch.setattr(plans_module, "compose", compose)
+    found = cjax.plans(program, top=1, verify=1)
+    assert found.best.plan == third and found.best.is_exact
+    assert f"{first} is left out: JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory" in found.notes
+    assert f"{second} is left out: NotImplementedError" in found.notes
+
+    monkeypatch.setattr(plans_module, "SPARE", 1)
+    errors[third] = NotImplementedError()
+    with pytest.raises(ValueError, match=f"None of the 2 best plans can be had: {first} is left out: JaxRuntimeError"):
+        cjax.plans(program, top=1, verify=1)
+
+    def stopped(given: Any, decision: Any, devices: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plans_module, "compose", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        cjax.plans(program, top=1, verify=1)
 
 
 def test_transfers_are_scaled_to_what_the_program_sends() -> None:

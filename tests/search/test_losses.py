@@ -33,6 +33,7 @@ def test_kept(recipe):
     assert verdict(recipe, BATCH) == "equal"
 
 
+@pytest.mark.full
 def test_some_at_random():
     counts, failed = search(12, seed=3, shrinks=False)
     assert not failed and counts["equal"]

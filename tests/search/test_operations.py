@@ -102,6 +102,7 @@ def test_what_is_on_the_list_is_wrong_without_cjax_and_right_with_it(fault: str,
 
 
 @pytest.mark.parametrize(("fault", "operation"), STOPS.items())
+@pytest.mark.full
 def test_what_stops_the_process_without_cjax_runs_with_it(fault: str, operation: str) -> None:
     """In processes of their own."""
     assert not [what for _, _, what in search([operation], 3, 1, avoids=True) if what]

@@ -1,5 +1,6 @@
 """A loss, read: what its dims are called, what belongs to the batch, and what runs from layer to layer."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ from traces import plain_trace
 from zoo import MODELS
 
 from cjax.trace.author.capture import capture
+from cjax.trace.reading import Trace, once
 from cjax.trace.source import TraceSource
 
 LINEN_ATTENTION = {
@@ -115,3 +117,18 @@ def test_all_leaves_of_a_batch_have_the_same_rows() -> None:
     trace = plain_trace(loss, params={"w": jnp.ones(3)}, batch={"x": jnp.ones((4, 3)), "y": jnp.ones((4, 5))})
     x, y = (trace.classes_of(i) for i in trace.leaves_of("batch"))
     assert x[0] == y[0] == trace.batch_class and x[1] != y[1]
+
+
+def test_what_is_asked_of_a_trace_again_is_worked_out_once() -> None:
+    """And anew of another one, be it equal in every field."""
+    asked: list[Trace] = []
+
+    @once
+    def count(trace: Trace) -> int:
+        asked.append(trace)
+        return len(trace.leaves)
+
+    rows = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+    trace = TraceSource(capture(nn.Dense(4), lambda model, x: (model(x) ** 2).mean(), rows), rows).read()
+    assert count(trace) == count(trace) == len(trace.leaves) and asked == [trace]
+    assert count(dataclasses.replace(trace)) == len(trace.leaves) and len(asked) == 2

@@ -1,5 +1,6 @@
 """Memory of a device under each plan, by arithmetic: what is stored between steps, and what a step needs beside it."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,7 @@ from cjax.plan import Plan
 from cjax.planner.costs.places import places, route_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
-from cjax.planner.work import BATCH, Form, Kept, NamedTensor, Work, WorkSplit, elements
+from cjax.planner.work import BATCH, Form, HeldWeight, Kept, NamedTensor, Work, WorkSplit, elements
 
 # Of what a step needs beside what is stored, what XLA leaves free between values of all sizes and lifetimes: more where
 # positions or grids make it move pieces of what layers read.
@@ -148,21 +149,65 @@ class _Memory:
         """Gradients, activations and what stands beside them at the fullest moment of a backward pass."""
         zeros = np.zeros(len(self.table))
         saved = self._each(lambda kept: kept.saved) * self._repeats()
-        working = self._fullest()
+        working, ahead = self._fullest(), self._each(lambda kept: kept.ahead)
+        working[self.stacks] += self._partial()[self.stacks]
         sums = np.where(self.table.microbatches > 1, grads.sum(0), 0.0)
-        # Layers' gradients that are scattered as they are made stand once more in the order that the optimizer reads.
-        turned = np.where(self.scattered | self.is_grid, grads * (self._repeats() > 1), 0.0)
+        turned, of_layers = self._turned(grads), grads * (self._repeats() > 1)
         unscattered = self._unscattered()
+        waiting = np.where(self.scattered, 0.0, self._each(lambda kept: kept.waiting))
+        # What backward loops write is cleared in front of the first of them; before the loss, where that is in a loop
+        # over micro-batches or products are a grid's.
+        is_early = (self.table.microbatches > 1) | self.is_grid
+        last, looked_up = max(self.stacks, default=-1), self._looked_up()
         best = [zeros, zeros, zeros, zeros]
         for at, part in enumerate(self.work.parts):
-            mine = grads[at:].sum(0) + turned[at:].sum(0) + sums
+            layers = of_layers.sum(0) if at <= last else np.where(is_early, of_layers.sum(0), 0.0)
+            mine = layers + (grads - of_layers)[at:].sum(0) + turned[at:].sum(0) + sums
             held = saved[: at + (part.repeats > 1)].sum(0)
-            # Of what comes after a stack, a gradient may wait until its layers' are made.
-            waits = unscattered[at:].max(0)
-            now = [mine, held, working[at] + waits, zeros]
-            fuller = sum(now) > sum(best)
-            best = [np.where(fuller, a, b) for a, b in zip(now, best, strict=True)]
+            # Of what comes after a stack, a gradient may wait until its layers' are made, or to be made itself.
+            waits = np.maximum(unscattered[at:].max(0), waiting[at + 1 :].max(0, initial=0.0))
+            beside = looked_up[:at].sum(0) if at <= last else zeros
+            now = [mine, held, working[at] + waits + beside, zeros]
+            # Where layers' parameters are gathered, it is all cleared in front of the forward pass.
+            gathers = (self.table.zero == 3) & (ahead[at] > 0)
+            first = [of_layers.sum(0) + turned.sum(0) + sums, zeros, ahead[at], zeros]
+            for each, counts in ((now, True), (first, gathers)):
+                fuller = (sum(each) > sum(best)) & counts
+                best = [np.where(fuller, a, b) for a, b in zip(each, best, strict=True)]
         return tuple(best)
+
+    def _turned(self, grads: np.ndarray) -> np.ndarray:
+        """What stands of layers in a second order. ZeRO-3 gathers a stack's weights along the dim that it splits: where
+        that is not the first, what a device has of them is turned so that it is, for the whole step. In a grid
+        gradients are, in the order that the optimizer reads."""
+        found = np.zeros_like(grads)
+        for at in self.stacks:
+            size = sum(4.0 * each.elements for each in self.split.weights[at] if _is_turned(each))
+            found[at] = np.where(self.table.zero == 3, self.work.parts[at].repeats * size / self._zero_shares(), 0.0)
+        return grads * (self._repeats() > 1) if self.is_grid else found
+
+    def _looked_up(self) -> np.ndarray:
+        """Of what stands before layers, the largest table that is looked up in and read by no product: what its
+        gradient is added up in is cleared before theirs are made."""
+        found = np.zeros((len(self.work.parts), len(self.table)))
+        size = np.where(np.isin(self.table.precision, self.forms["float32"]), 4.0, 2.0)
+        for at, part in enumerate(self.work.parts):
+            if part.repeats == 1 and not self.is_grid:
+                tables = (each.elements for each in self.split.weights[at] if each.uses == 1 and len(each.shape) > 1)
+                found[at] = size * max(tables, default=0)
+        return found
+
+    def _partial(self) -> np.ndarray:
+        """Under sequence=gather, what devices add up for the gradient of what they gathered: for each product that
+        reads it all positions, in float32, before each keeps its own."""
+        found = np.zeros((len(self.work.parts), len(self.table)))
+        for at, part in enumerate(self.work.parts):
+            dims = part.stream.dims if part.stream is not None else ()
+            if any(TENSOR in self.split.axes_of.get(name, ()) for name, _ in dims):
+                readers = collections.Counter(each.reads for each in part.products if each.is_weight)
+                size = 4.0 * self.split.local(dims) * self.split.sizes[TENSOR]
+                found[at] = size * max(readers.values(), default=0) / self.shares
+        return found
 
     def _unscattered(self) -> np.ndarray:
         """Of parts that run once, the largest gradient: it is whole when it is made, and then scattered. In a grid it
@@ -225,8 +270,10 @@ class _Memory:
         found = np.zeros((4, max(count, 1), len(table)))
         columns = np.stack([table.schedule, table.pipeline, table.microbatches, table.chunks])
         head = _head(self.work, self.stacks)
-        for kind, size, microbatches, chunks in np.unique(columns.T, axis=0).tolist():
-            mine = (columns == [[kind], [size], [microbatches], [chunks]]).all(0)
+        kinds, place = np.unique(columns, axis=1, return_inverse=True)
+        order = np.argsort(place.reshape(-1), kind="stable")
+        ends = np.cumsum(np.bincount(place.reshape(-1), minlength=kinds.shape[1]))
+        for (kind, size, microbatches, chunks), mine in zip(kinds.T.tolist(), np.split(order, ends[:-1]), strict=True):
             if size == 1:
                 found[0][:, mine] = np.asarray(lengths or (0,), float)[:, None]
                 continue
@@ -287,6 +334,12 @@ def _forms(work: Work, split: WorkSplit, hardware: Hardware) -> dict[Form, list[
 def _exchanges_heads(split: WorkSplit) -> bool:
     """Whether attentions get all positions of some heads, as they do under sequence=all_to_all."""
     return any(move.kind == "all-to-all" and SEQUENCE in move.axes for moves in split.moves for move in moves)
+
+
+def _is_turned(weight: HeldWeight) -> bool:
+    """Whether the dim that ZeRO splits of a weight, as `cjax.sharding.layout.zero` chooses it, is not the first."""
+    dims = sorted(range(len(weight.shape)), key=lambda i: (weight.shards[i] > 1, -weight.shape[i]))
+    return len(dims) > 1 and dims[0] != 0
 
 
 def _is_scores(value: NamedTensor) -> bool:

@@ -19,6 +19,8 @@ from cjax.trace.jaxpr.view import is_scan, open_bodies, scan_of
 FUSED = (having("cheap") | having("elementwise") | having("free") | named("split unstack")) - named(
     "optimization_barrier copy"
 )
+# What takes a chip many instructions: made once where several operations read it.
+DEAR = named("tanh erf erfc erf_inv atan2 lgamma digamma")
 
 
 @dataclass(eq=False)
@@ -238,9 +240,12 @@ class _Flow:
         for op in ops:
             if op.is_view:
                 self.roots[op.writes[0]] = self.form(op.reads[0])
+        self._readers = self._count(ops)
         self._sums = self._added(ops)
         self.stands = {array for op in ops if not op.is_fused or op in self._sums for array in op.writes}
         self.stands |= {self.form(array) for op in ops if op.takes_values for array in op.reads}
+        dear = (array for op in ops if op.eqn.primitive.name in DEAR for array in op.writes)
+        self.stands |= {array for array in dear if self._readers.get(array, 0) > 1}
         self.stands |= {self.form(array) for array in results}
         self._makes = {array for op in ops for array in op.writes}
         self.made_of: dict[Array, tuple[Array, ...]] = {}
@@ -257,15 +262,19 @@ class _Flow:
         """Whether an operation runs when its result is wanted."""
         return op.is_fused and op not in self._sums
 
-    def _added(self, ops: Sequence[LiveOperation]) -> set[LiveOperation]:
-        """Additions of a product that nobody else reads: it is added to what is there as it is made."""
+    def _count(self, ops: Sequence[LiveOperation]) -> dict[Array, int]:
+        """How many operations read each value, in whatever form."""
         readers: dict[Array, int] = {}
         for op in ops:
             for array in op.reads if not op.is_view else ():
                 readers[self.form(array)] = readers.get(self.form(array), 0) + 1
+        return readers
+
+    def _added(self, ops: Sequence[LiveOperation]) -> set[LiveOperation]:
+        """Additions of a product that nobody else reads: it is added to what is there as it is made."""
         kept = {self.form(array) for array in self.results}
         products = {array for op in ops if facts_of(op.eqn).product for array in op.writes}
-        once = {array for array in products - kept if readers.get(array) == 1}
+        once = {array for array in products - kept if self._readers.get(array) == 1}
         sums = (op for op in ops if op.eqn.primitive.name in ("add", "add_any"))
         return {op for op in sums if any(self.form(array) in once for array in op.reads)}
 

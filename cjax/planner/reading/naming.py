@@ -1,5 +1,6 @@
 """Names for the dims of a trace's values: those of their classes, so that what is split alike is called alike."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -48,6 +49,7 @@ class Naming:
         """The name of a class, or of its dims of this size."""
         return self._fewer.get((c, size)) or self._names.get(c) or f"dim{c}"
 
+    @functools.cached_property
     def classes(self) -> dict[str, tuple[int, int]]:
         """By name, the class and the size of its dims, 0 if it is of all sizes."""
         every = {self.trace.dims.class_of(d) for d in range(len(self.trace.dims.size))}

@@ -12,13 +12,14 @@ from typing import get_args
 from cjax.jax_compat.core import Literal
 from cjax.plan import Remat
 from cjax.planner.reading.derivative import Planned, StepTrace, derive
-from cjax.planner.reading.live import Array, LiveOperation, Moment, timeline
+from cjax.planner.reading.live import Array, LiveOperation, Moment, Timeline, timeline
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.staged import staged_of
 from cjax.planner.reading.stretches import Stretch
 from cjax.planner.work import Form, Kept, NamedTensor
 from cjax.trace.dims.find import find_dims
-from cjax.trace.jaxpr.view import is_scan
+from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.view import is_scan, scan_of
 from cjax.trace.layers.at_once import all_at_once
 from cjax.trace.layers.repeats import find_runs
 from cjax.trace.reading import Trace
@@ -92,19 +93,55 @@ def _kept(trace: Trace, naming: Naming, parts: Sequence[Stretch], hooks: Planned
         saved[at].append(array)
     owner = {array: at for at, arrays in enumerate(saved) for array in arrays}
     moments: list[list[Moment]] = [[] for _ in parts]
+    forward: list[list[Moment]] = [[] for _ in parts]
     for moment in line.moments():
-        if moment.at >= turn:
+        if moment.at < turn:
+            forward[_in_front(loops, moment.at)].append(moment)
+        else:
             at = _part_at(ends, moment.at)
             own = [a for a in moment.arrays if a not in results and (owner.get(a, at) == at and a not in stacked)]
             moments[at].append(Moment(moment.op, moment.at, tuple(own)))
     stacks = [part.stack for part in parts if part.stack is not None]
     of_stages = iter(staged_of(trace, naming, stacks, staged) if stacks else [])
     found = []
-    for part, arrays, each in zip(parts, saved, moments, strict=True):
+    for at, (part, arrays, each) in enumerate(zip(parts, saved, moments, strict=True)):
         working = tuple(_values(step, moment.arrays) for moment in _fullest(step, each))
         mine = next(of_stages, ((), (), ())) if part.stack is not None else ((), (), ())
-        found.append(Kept(_values(step, arrays, {a for a in arrays if a in stacked}), working, *mine))
+        waiting = _values(step, _waiting(line, ends[at], turn)) if not loops[at] else ()
+        ahead = _values(step, _ahead(line, loops, at, forward[at]))
+        found.append(Kept(_values(step, arrays, {a for a in arrays if a in stacked}), working, *mine, waiting, ahead))
     return tuple(found)
+
+
+def _in_front(loops: Sequence[tuple[int, ...]], at: int) -> int:
+    """What a forward operation belongs to: the part in front of the next loop over layers, with the loop's start."""
+    return max(0, next((part for part, own in enumerate(loops) if own and at <= own[0]), len(loops)) - 1)
+
+
+def _waiting(line: Timeline, ends: tuple[int, int], turn: int) -> list[Array]:
+    """The largest value of a backward pass that products read which are for parameters' gradients alone."""
+    wanted, found = set(line.results), list[Array]()
+    for at, op in reversed([*enumerate(line.ops)][turn:]):
+        if not wanted.intersection(op.writes):
+            continue
+        if facts_of(op.eqn).product and ends[0] <= at <= ends[1]:
+            made = (line.form(array) for array in op.reads)
+            found += [array for array in made if line.born.get(array, -1) >= turn]
+        elif op.is_fused:
+            wanted.update(op.reads)
+    return sorted(found, key=lambda array: -array.size)[:1]
+
+
+def _ahead(line: Timeline, loops: Sequence[tuple[int, ...]], at: int, moments: Sequence[Moment]) -> list[Array]:
+    """What stands in front of a later stack while the forward pass runs, where backward loops' results have room."""
+    if loops[at] or not any(loops[:at]) or not any(loops[at:]) or not moments:
+        return []
+    last = next(own[-1] for own in loops[at:] if own)
+    results = set(line.results)
+    written = scan_of(line.ops[last].eqn).ys(line.ops[last].writes)
+    cleared = [array for array in written if line.form(array) not in results]
+    standing = [[array for array in m.arrays if array not in line.inner.get(m.at, ())] for m in moments]
+    return [*max(standing, key=lambda arrays: sum(array.size for array in arrays)), *cleared]
 
 
 def _turn(ops: Sequence[LiveOperation], seed: Array) -> int:

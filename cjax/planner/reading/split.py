@@ -115,7 +115,7 @@ class Splits:
     def _axes_of(self, layout: Layout) -> dict[str, tuple[str, ...]]:
         """The axes by name of a dim."""
         found = {}
-        for name, (c, size) in self._naming.classes().items():
+        for name, (c, size) in self._naming.classes.items():
             axes = tuple(a for a in layout.axes_of.get(c, ()) if layout.axis_sizes.get(a, 1) > 1)
             if axes and (c, size) not in layout.whole:
                 found[name] = axes

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cjax.sharding.layout.independent import best_set
 from cjax.trace.dims.find import Dims, Matmul
-from cjax.trace.reading import Trace
+from cjax.trace.reading import Trace, once
 
 FEW = 0.05  # of all weights: as much may stay whole without a word
 
@@ -91,6 +91,7 @@ def whole_classes(trace: Trace, between: Sequence[Matmul]) -> dict[int, str]:
     return found | {dims.class_of(d): "packs several tensors" for d in dims.packed}
 
 
+@once
 def find_products(trace: Trace) -> tuple[list[Product], list[Matmul]]:
     """The weight matmuls, equal ones merged, and the matmuls between activations."""
     dims = trace.dims

@@ -7,9 +7,10 @@ from cjax.trace.attention.find import Attention, find_attentions
 from cjax.trace.dims.find import Scope
 from cjax.trace.emit.emit import layer_of
 from cjax.trace.jaxpr.groups import Group
-from cjax.trace.reading import Trace
+from cjax.trace.reading import Trace, once
 
 
+@once
 def positions(trace: Trace) -> tuple[dict[int, int], list[str]]:
     """Classes of the dims that are positions in an attention, each with its length; and why what looks like an
     attention is none."""

@@ -1,5 +1,8 @@
 """One model asked about on several kinds of devices."""
 
+import os
+from pathlib import Path
+
 import contract
 import jax
 import jax.numpy as jnp
@@ -10,9 +13,10 @@ from zoo import MODELS
 from cjax import Plan
 from cjax.cluster import Cluster
 from cjax.models import GPT, gpt, loss
-from cjax.planner.choice.planning import Planning
+from cjax.planner.choice.planning import Asked, Planning
 from cjax.planner.choice.scored import Scored
 from cjax.planner.hardware import Hardware, hardware_of_cluster
+from cjax.planner.profile import Profile, machine_of, profile_path, write_profile
 from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
 
@@ -59,7 +63,31 @@ def test_a_runs_own_steps_are_the_measure_of_what_is_predicted_from_then_on() ->
     assert planning.score(plans[0]).time == pytest.approx(before[0].time)
 
 
-@pytest.mark.parametrize("name", MODELS)
+def test_several_processes_read_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each machine may have a file of its own, or none: all have to choose the same plan."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    profile = Profile("cpu", machine_of("cpu"), 8, True, {"float32": 1e10}, 1e9, {}, 1e-4, 1e-3, "0.10.2", "2026-11-23")
+    write_profile(profile)
+    source = contract.source_of("linen_tied")
+
+    def planning() -> Planning:
+        return Planning(source, optax.adam(1e-3), lambda num: Hardware("cpu", num, num, 2**33))
+
+    alone = planning()
+    assert alone.calibration is not None and alone.calibration.source == profile.source
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    together = planning()
+    assert together.calibration is None and together.known(8).f32_flops is None
+    chosen = [each.plan for each in together.search(Asked((8,), top=4)).best]
+    profile_path("cpu").unlink()
+    assert [each.plan for each in planning().search(Asked((8,), top=4)).best] == chosen
+
+
+# By default of every kind of layer one.
+KINDS = ["cjax_t5", "linen_moe_capacity", "linen_scan", "linen_lstm", "nnx_conv", "nnx_llama", "linen_mixer"]
+
+
+@pytest.mark.parametrize("name", MODELS if os.environ.get("CJAX_TEST_ALL") == "1" else KINDS)
 def test_every_model_has_a_prediction(name: str) -> None:
     planning = Planning(contract.source_of(name), optax.adam(1e-3), on_h100)
     for text in ("data=8", "data=8 zero=3 remat=block precision=bfloat16", "data=4 tensor=2 microbatches=2"):
@@ -69,3 +97,34 @@ def test_every_model_has_a_prediction(name: str) -> None:
             assert 0 < scored.bytes < 2**30
         else:
             assert text.startswith("data=4 tensor")
+
+
+# What `auto` once climbed, cheapest first: ZeRO, remat, micro-batches.
+LADDER = (
+    (0, "none", 1), (1, "none", 1), (2, "none", 1), (3, "none", 1), (2, "dots", 1), (3, "dots", 1), (3, "block", 1),
+    (3, "block", 2), (3, "block", 4),
+)  # fmt: skip
+
+
+# One of each kind of the zoo: a search reads a model as three plans have it, in seconds.
+KINDS = ("linen_tied", "linen_conv", "linen_lstm", "linen_moe_capacity")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_auto_is_never_slower_than_a_ladder_of_data_parallel_plans(name: str) -> None:
+    """By prediction, with plenty of memory and with little, whichever of the ladder's plans is the first that fits."""
+    planning = Planning(contract.source_of(name), optax.adam(1e-3), on_h100)
+    num = 2
+    rungs = [Plan(zero=zero, remat=remat, microbatches=many).resolve(num) for zero, remat, many in LADDER]
+    rows = [leaf.shape[0] for leaf in jax.tree.leaves(planning.source.batch_shape) if leaf.shape]
+    scored = [planning.score(rung) for rung in rungs if all(n % (num * rung.microbatches) == 0 for n in rows)]
+    known = [each for each in scored if isinstance(each, Scored)]
+    for limit in (2**34, min(int(each.bytes) + 1 for each in known)):
+        found = planning.search(Asked((num,), memory=limit))
+        whole = "microbatches" in found.refused  # the ladder would have been refused as well
+        first = next(
+            (each for each in known if each.bytes <= limit and (each.plan.microbatches == 1 or not whole)), None
+        )
+        if first is not None:
+            assert found.best and found.best[0].bytes <= limit
+            assert found.best[0].time <= first.time * (1 + 1e-6), (str(found.best[0].plan), str(first.plan))

@@ -27,6 +27,8 @@ QUICK = [
     "gpt2 b64 | a100:4 | tensor=4 precision=bfloat16",
     "gpt2 b64 | a100:4 | pipeline=1f1b:4 microbatches=8 precision=bfloat16",
     "bert-base padded b64 | h100:2 | zero=2 microbatches=4",
+    "t5-base b64 | a100:4 | precision=bfloat16",
+    "mixer-l b256 | h100:4 | zero=3 precision=bfloat16 remat=block",
 ]
 
 
@@ -63,25 +65,13 @@ def test_as_xla_says(name: str) -> None:
     assert -0.03 < error(name, kept()[name]) < 0.12
 
 
-# XLA's needs are more than 3 % above the arithmetic here: it makes one product of all layers' keys and values of an
-# encoder's output (T5), and packs buffers of many sizes with gaps.
-UNDER = {
-    "t5-3b b32 | h100:8 | zero=3 precision=bfloat16 remat=block": -0.12,
-    "t5-base b64 | a100:4 | precision=bfloat16": -0.05,
-    "gpt 6.7b b64 | h100:16 | tensor=2d:4 zero=1 precision=bfloat16": -0.05,
-    "gpt2-medium b32 | a100:4 | microbatches=4 zero=1 precision=bfloat16": -0.05,
-    "mixer-l b256 | h100:4 | zero=3 precision=bfloat16 remat=block": -0.09,
-    "moe 8x b32 | h100:4 | precision=bfloat16": -0.06,
-}
-
-
 @pytest.mark.aot
 def test_every_pair_kept() -> None:
     errors = {name: error(name, found) for name, found in kept().items() if "peak" in found}
     sizes = np.abs(list(errors.values()))
-    assert len(errors) >= 60
+    assert len(errors) >= 70
     assert np.median(sizes) <= 0.05 and np.quantile(sizes, 0.9) <= 0.12, errors
-    assert not {name: e for name, e in errors.items() if e < UNDER.get(name, -0.03)}
+    assert not {name: e for name, e in errors.items() if e < -0.03}
 
 
 @pytest.mark.aot

@@ -123,3 +123,46 @@ def test_other_models_are_read_and_no_batch_is_lost(name: str) -> None:
     assert len(found) == len(work.parts) and values
     largest = max(values, key=lambda v: elements(v.dims))
     assert BATCH in dict(largest.dims) or not any(name == "?" for name, _ in largest.dims)
+
+
+def test_what_is_dear_to_make_and_read_twice_stands_in_float32() -> None:
+    """A layer's tanh, of which a product reads one form and its derivative another."""
+
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for _ in range(LAYERS):
+                x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(HIDDEN)(x)))
+            return x
+
+    work = read(Twice(), lambda model, x: (model(x) ** 2).mean(), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))
+    at = next(i for i, part in enumerate(work.parts) if part.repeats == LAYERS)
+    (kept, plain) = (which.kept["block", "half", False][at] for which in (work, stack()))
+
+    def wide(found: Kept) -> int:
+        return max(
+            sum(v.times for v in some if v.itemsize == 4 and ("ffn", HIDDEN) in v.dims) for some in found.working
+        )
+
+    assert wide(kept) >= 1 and wide(plain) <= wide(kept)
+
+
+def test_logits_wait_for_the_product_that_learns_the_table() -> None:
+    """What is computed a part at a time, in a loop, leaves nothing to wait for."""
+    tokens = jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    whole = read(lambda rngs: GPT(CONFIG, rngs=rngs), functools.partial(loss, chunk=None), batch)
+    (_, layer, after) = whole.kept["none", "half", False]
+    assert shapes(after.waiting) == [(((BATCH, ROWS), ("sequence", SEQ), ("vocab", 200)), 2)] and not layer.waiting
+    in_parts = read(lambda rngs: GPT(CONFIG, rngs=rngs), functools.partial(loss, chunk=16), batch)
+    (_, _, after) = in_parts.kept["none", "half", False]
+    assert all(elements(v.dims) < ROWS * SEQ * 200 for v in after.waiting)
+
+
+def test_what_all_layers_of_a_decoder_read_of_an_encoder_stands_ahead() -> None:
+    """Keys and values of all layers, one by one and together, and room for what is learned of them."""
+    found = read(*MODELS["cjax_t5"].make()).kept["block", "half", False]
+    ahead = [each for each in found if each.ahead]
+    assert len(ahead) == 1 and sum(1 for each in found if each.saved) >= 3
+    stacked = [v for v in ahead[0].ahead if len(v.dims) == 5]
+    assert sum(v.times for v in stacked) >= 4 and sum(v.times for v in ahead[0].ahead if len(v.dims) == 4) >= 4

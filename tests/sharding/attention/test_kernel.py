@@ -111,7 +111,7 @@ def test_the_kernel_gives_what_the_author_wrote(name: str) -> None:
             return lambda *qkv: jnp.sin(how(*qkv)).sum()
 
         grads = [
-            jax.grad(total(how), argnums=(0, 1, 2))(query, key, value)
+            jax.jit(jax.grad(total(how), argnums=(0, 1, 2)))(query, key, value)
             for how in (function, lambda *qkv: by_kernel(function, *qkv))
         ]
         # jax.nn.dot_product_attention itself computes its softmax in float32.

@@ -1,5 +1,6 @@
 """Complex numbers in layers: what is saved of them for the backward pass, and models that are made of them."""
 
+import os
 from typing import Any
 
 import flax.linen as nn
@@ -56,7 +57,7 @@ class Linen(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         turns = jnp.exp(1j * jnp.arange(LENGTH))[:, None]  # read by all layers, as rotary tables are
-        for _ in range(4):
+        for _ in range(2):
             x = StateSpace(self.paired)(x) + (x * turns).real
         return nn.Dense(4)(x)
 
@@ -75,7 +76,7 @@ class Layer(nnx.Module):
 
 class Stack(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([Layer(rngs) for _ in range(4)])
+        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for layer in self.layers:
@@ -112,10 +113,16 @@ def compared(model: Any, plan: str, tolerance: float) -> None:
     wanted = graded(params)
     _, found = program.value_and_grad(state, BATCH)
     assert distance(found, wanted) < tolerance
-    updates, _ = optimizer.update(wanted, optimizer.init(params), params)
     state, metrics = program.step(state, BATCH)
-    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(wanted)), rel=tolerance)
-    assert distance(program.params(state), optax.apply_updates(params, updates)) < tolerance
+    norm, moved = jax.jit(stepped, static_argnums=0)(optimizer, wanted, params)
+    assert float(metrics["grad_norm"]) == pytest.approx(float(norm), rel=tolerance)
+    assert distance(program.params(state), moved) < tolerance
+
+
+def stepped(optimizer: optax.GradientTransformation, grads: Any, params: Any) -> Any:
+    """The gradients' norm, and what the optimizer makes of the parameters by itself."""
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    return optax.tree.norm(grads), optax.apply_updates(params, updates)
 
 
 @pytest.mark.parametrize(
@@ -125,20 +132,20 @@ def compared(model: Any, plan: str, tolerance: float) -> None:
         ("data=4 tensor=2 zero=3 remat=dots", 3e-5),
         ("data=4 tensor=2 microbatches=2 zero=2 remat=block", 3e-5),
         ("data=2 tensor=2 pipeline=1f1b:2 microbatches=4", 3e-5),
-    ],
+    ][0 if os.environ.get("CJAX_TEST_ALL") == "1" else 3 :],
 )
 def test_complex_parameters_in_layers(plan: str, tolerance: float) -> None:
     compared(Linen(), plan, tolerance)
 
 
 def test_complex_numbers_stay_what_they_are_under_bfloat16() -> None:
-    errors = []
+    errors, graded = [], jax.jit(jax.grad(lambda p: loss(Linen().bind({"params": p}), BATCH)))
     for plan, devices in (("data=8", jax.devices()), ("data=1", jax.devices()[:1])):
         plan = f"{plan} precision=bfloat16"
         program = cjax.parallelize(Linen(), loss, optax.adam(1e-2), BATCH, plan, devices=devices)
         state = program.init(0)
         params = jax.tree.map(np.asarray, program.params(state))
-        wanted = jax.jit(jax.grad(lambda p: loss(Linen().bind({"params": p}), BATCH)))(params)
+        wanted = graded(params)
         found = jax.tree.map(np.asarray, program.value_and_grad(state, BATCH)[1])
         assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, params)
         errors.append(float(optax.tree.norm(jax.tree.map(lambda a, b: a - b, found, wanted))))

@@ -72,6 +72,7 @@ def test_a_side_or_a_depth_of_one(side: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("mode", "side"), [("2d", 4), ("3d", 3)])
+@pytest.mark.full
 def test_on_more_devices_than_there_are_here(mode: str, side: int) -> None:
     paths = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, sys.path)])
     done = subprocess.run(

@@ -152,8 +152,15 @@ def nnx_init(layers):
     return lambda key: nnx.to_pure_dict(nnx.state(NNXModel(layers, nnx.Rngs(key)), nnx.Param))
 
 
-@pytest.mark.parametrize("init", [linen_init, nnx_init])
-@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+INITS = [
+    (linen_init, "threefry2x32"),
+    (linen_init, "rbg"),
+    (nnx_init, "threefry2x32"),
+    pytest.param(nnx_init, "rbg", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("init", "implementation"), INITS)
 def test_initial_parameters_are_the_same(init, implementation):
     key = jax.random.key(5, impl=implementation)
     want, got = rolled(init(3), key)

@@ -1,0 +1,74 @@
+"""What was measured on devices that are here, where a plan is for others of their kind, joined in another way."""
+
+import dataclasses
+
+import pytest
+
+from cjax.cards import CARDS
+from cjax.cluster import Cluster
+from cjax.planner.costs.calibration import calibration_of
+from cjax.planner.costs.profiled import profiled
+from cjax.planner.hardware import Hardware, hardware_of_cluster
+from cjax.planner.profile import Profile
+
+A100 = CARDS["a100"]
+assert A100.bf16_flops is not None
+ON_CARD = Profile(
+    kind=A100.kind, machine="", num_devices=8, shares_cores=False, matmul={"bfloat16": 0.5 * A100.bf16_flops},
+    memory_bandwidth=0.75 * A100.memory_bandwidth, link_bandwidth={"all-reduce": 0.5 * A100.host_bandwidth},
+    latency=7e-5, launch=1e-5, jax="0.10.2", date="2026-11-23",
+)  # fmt: skip
+ON_CORES = Profile(
+    kind="cpu", machine="Some Processor, 4 cores", num_devices=8, shares_cores=True, matmul={"float32": 1e10},
+    memory_bandwidth=1e9, link_bandwidth={"all-gather": 4e8, "all-reduce": 2e8}, latency=7e-4, launch=1e-3,
+    jax="0.10.2", date="2026-11-23",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("wiring", ["", "/nvlink=25GB/s", "/nvlink=900GB/s", "/node=4,network=4x25GB/s"])
+def test_the_share_of_links_is_of_those_that_were_measured(wiring: str) -> None:
+    """Half of what the card's own links could do is half of what others could, slower and faster ones."""
+    planned = hardware_of_cluster(Cluster.parse(f"a100:16{wiring}"), 16)
+    fitted = calibration_of(planned)
+    known, found = profiled(planned, ON_CARD)
+    assert fitted is not None and found is not None
+    assert known == planned, "a datasheet's figures stay, whatever was measured"
+    assert (found.links, found.matmul, found.memory) == (0.5, 0.5, 0.75)
+    assert found.latency == pytest.approx(1e-5) and found.source == ON_CARD.source
+    measured = {"links", "matmul", "memory", "latency", "source"}
+    for field in dataclasses.fields(found):
+        assert field.name in measured or getattr(found, field.name) == getattr(fitted, field.name), field.name
+
+
+def test_no_share_is_more_than_all() -> None:
+    """Else a bound would be none."""
+    planned = hardware_of_cluster(Cluster.parse("a100:8"), 8)
+    fast = {"all-reduce": 3 * A100.host_bandwidth}
+    _, found = profiled(planned, dataclasses.replace(ON_CARD, link_bandwidth=fast, memory_bandwidth=1e15))
+    assert found is not None and (found.links, found.memory) == (1.0, 1.0)
+
+
+def test_of_one_card_no_links_were_measured() -> None:
+    planned = hardware_of_cluster(Cluster.parse("a100:8"), 8)
+    fitted, (_, found) = calibration_of(planned), profiled(planned, dataclasses.replace(ON_CARD, link_bandwidth={}))
+    assert fitted is not None and found is not None and found.links == fitted.links
+
+
+@pytest.mark.parametrize("num", [1, 2, 8, 16])
+def test_virtual_devices_have_together_what_the_cores_have(num: int) -> None:
+    known, found = profiled(Hardware("cpu", num, num, 2**30), ON_CORES)
+    assert found is not None and found.shares_cores and found.cores == 0
+    rates = (known.f32_flops, known.memory_bandwidth, known.host_bandwidth)
+    assert [num * rate for rate in rates if rate] == pytest.approx([8e10, 8e9, 8 * 3e8])
+    assert known.bf16_flops is None, "nobody measured it"
+    # What was measured is reached whole, and nothing is hidden where all cores are busy.
+    assert (found.matmul, found.memory, found.links, found.factor) == (1.0, 1.0, 1.0, 1.0)
+    assert found.hidden_data == found.hidden_tensor == found.hidden_pipeline == found.overlapped == 0.0
+    assert found.latency * max(1, num - 1) == pytest.approx(7e-4)
+
+
+@pytest.mark.parametrize("name", ["a100:16/nvlink=25GB/s", "cpu"])
+def test_without_a_profile_nothing_changes(name: str) -> None:
+    cpus = Hardware("cpu", 8, 8, 2**30)
+    planned = cpus if name == "cpu" else hardware_of_cluster(Cluster.parse(name), 16)
+    assert profiled(planned, None) == (planned, calibration_of(planned))

@@ -1,0 +1,41 @@
+"""What the default run trains beside its author, all tables of models and plans together.
+
+Each table covers the words that are its own; a kind of model need come in one of them alone.
+"""
+
+import test_contract
+import test_fused_attention
+import test_pipeline_plans
+import test_sequence_plans
+from contract import UNDER_ALL
+from plans import features
+
+PAIRS = [
+    *test_contract.exact_pairs(),
+    *test_pipeline_plans.pairs(),
+    *test_sequence_plans.PAIRS,
+    *((name, plan) for name, plan, _ in test_fused_attention.PAIRS),
+]
+
+
+def test_every_kind_of_model_is_trained() -> None:
+    assert {name for name, _ in PAIRS} >= {*UNDER_ALL}
+
+
+def test_every_word_is_trained_with_attention() -> None:
+    """Not by models alone that a plan has little to ask of."""
+    words = {
+        word for name, plan in PAIRS if name not in ("layered", "layered_28", "nnx_mlp") for word in features(plan)
+    }
+    assert words >= {
+        "zero=1", "zero=2", "zero=3", "zero=1/4", "zero=3/4", "tensor=2", "tensor=4", "tensor=8", "tensor=2d:4",
+        "tensor=2.5d:8/2", "tensor=3d:8", "sequence=ring:4", "sequence=all_to_all:2", "sequence=gather", "microbatches",
+        "remat=block", "remat=dots", "pipeline=gpipe:2", "pipeline=1f1b:2", "pipeline=interleaved:2/2",
+        "pipeline=zero_bubble:2",
+    }  # fmt: skip
+
+
+def test_every_kind_is_trained_in_several_ways() -> None:
+    """Transformers, which a plan splits along every dim, under more than one plan."""
+    ways = {name: {plan for other, plan in PAIRS if other == name} for name in ("nnx_llama", "linen_masked_mean")}
+    assert len(ways["nnx_llama"]) >= 8 and len(ways["linen_masked_mean"]) >= 3
