@@ -59,14 +59,14 @@ def walked_score(composed: Composed, subject: Subject) -> Score:
         results = [_whole(piece, parts) for piece, parts in zip(pieces, outs, strict=True)]
         return combined(subject.trace, pieces, results)
 
-    together = jax.jit(put, out_shardings=composed.whole, compiler_options=options)
+    combine = jax.jit(put, out_shardings=composed.whole, compiler_options=options)
 
     def score(state: State, batch: PyTree) -> list[Pair]:
         assert isinstance(state, WalkedState)
         some = [batch] if len(pieces) == 1 else cut(batch)
         rest = (state._params, state._frozen, state._model_state)
         outs = [walk(state._held, *rest, part, state._key) for walk, part in zip(walks, some, strict=True)]
-        return together(outs)
+        return combine(outs)
 
     return score
 
