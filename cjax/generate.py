@@ -149,7 +149,7 @@ class _Walked:
             some = jax.lax.dynamic_slice_in_dim(text, np.int32(first), position - first, axis=1)
             new = self._texts.placed({"new": some, "length": np.int32(before), **given})
             if rows is None:
-                rows = self._texts.memory(jax.tree.map(_struct, new), memory, known)
+                rows = self._texts.memory(self._state, jax.tree.map(_struct, new), memory, known)
                 known = []
             logits = self._texts(self._state, new, memory, rows)
             text, done = _write(text, done, logits, np.int32(position), key, choice)

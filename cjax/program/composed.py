@@ -57,7 +57,7 @@ class Given:
     learned: dict[str, tuple[float, str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Composed:
     """What `compose` made under one plan; each is a function or a table of an earlier room.
 

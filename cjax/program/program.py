@@ -468,9 +468,7 @@ def texts_of(program: Program, state: State, step: Step) -> Texts | None:
     if program._walking is None:
         return None
     program._own(state)
-    if step not in program._texts:
-        program._texts[step] = Texts(program._composed, step)
-    return program._texts[step]
+    return program._texts.get(step) or program._texts.setdefault(step, Texts(program._composed, step))
 
 
 def composed_program(

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from cjax.gradients import LaidOut
-from cjax.planner.homes import Home, Kind
+from cjax.planner.homes import Home, Homes, Kind
 from cjax.program.composed import Composed, batch_shardings
 from cjax.program.evaluation import Evaluator, Function
 from cjax.program.lockstep import Lockstep
@@ -47,25 +47,26 @@ class Texts:
         """What a function of the model makes of what is given, as `evaluate` would have it."""
         return self._evaluate(state, [given], function)
 
-    def memory(self, given: PyTree, memory: PyTree, known: Sequence[Sequence[jax.Array]]) -> LayerRows:
+    def memory(self, state: State, given: PyTree, memory: PyTree, known: Sequence[Sequence[jax.Array]]) -> LayerRows:
         """Memory of all layers before the first pass.
 
         Args:
+          state: of the program.
           given: of the first pass, shapes.
           memory: for each layer its arrays, shapes.
           known: for each layer the last of them; others are zeros.
         """
         walk, walker = self._walk(given, memory), self._composed.walker
-        assert walker is not None
+        assert walker is not None and isinstance(state, WalkedState)
         structs = walk.structs()
-        homes = self._homes(walker, len(memory), _num_bytes(structs))
+        homes = self._homes(walker, state._held.homes, len(memory), _num_bytes(structs))
         rows, shardings = make_rows(structs, homes, "inputs", walk.whose), tuple(s.sharding for s in structs)
         for layer, some in enumerate(known):
             first = len(structs) - len(some)
             rows.put(layer, (*walk.empty()[:first], *jax.device_put(tuple(some), shardings[first:])))
         return rows
 
-    def _homes(self, walker: Walker, num_layers: int, size: int) -> list[Home]:
+    def _homes(self, walker: Walker, homes: Homes, num_layers: int, size: int) -> list[Home]:
         """On the devices, or on the host where layers' inputs are to be, or a budget has no room. What it has is what
         training has there and texts have not: gradients, and what layers were handed."""
         plan = self._composed.plan
@@ -73,7 +74,7 @@ class Texts:
             return ["host" if "activations" in plan.offload else "device"] * num_layers
         kinds: tuple[Kind, ...] = ("grads", "inputs")
         room = sum(
-            _num_bytes(walker.structs(kind, k)) * walker.homes.of[kind][k].count("device")
+            _num_bytes(walker.structs(kind, k)) * homes.of[kind][k].count("device")
             for kind in kinds
             for k in range(len(walker.lengths))
         )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from cjax.gradients import LaidOut
 from cjax.mesh import compiler_options
-from cjax.planner.homes import Kind
+from cjax.planner.homes import Homes, Kind
 from cjax.program.composed import Composed
 from cjax.program.scores import (
     Pair,
@@ -37,13 +37,12 @@ def walked_score(composed: Composed, subject: Subject) -> Score:
     """What scores batches like the subject's: `(state, placed batch) -> pairs of total and weight`.
 
     Raises:
-      ValueError: what is scored needs weights of more layers at once than a walk has room for.
+      ValueError: when it is called, where what is scored needs weights of more layers at once than there is room for.
     """
     walker = composed.walker
     assert walker is not None
     reads = read_layers(held_still(subject.trace), walker)
     if not reads.in_turn:
-        _check_room(composed, subject, reads)
         return _gathered_score(composed, subject, reads)
     # A function of the user's may make a number of its rows that is no mean over them: it sees all of them at once.
     pieces = pieces_of(composed, subject, in_parts=subject.call is None)
@@ -60,14 +59,14 @@ def walked_score(composed: Composed, subject: Subject) -> Score:
         results = [_whole(piece, parts) for piece, parts in zip(pieces, outs, strict=True)]
         return combined(subject.trace, pieces, results)
 
-    together = jax.jit(put, out_shardings=composed.whole, compiler_options=options)
+    combine = jax.jit(put, out_shardings=composed.whole, compiler_options=options)
 
     def score(state: State, batch: PyTree) -> list[Pair]:
         assert isinstance(state, WalkedState)
         some = [batch] if len(pieces) == 1 else cut(batch)
         rest = (state._params, state._frozen, state._model_state)
         outs = [walk(state._held, *rest, part, state._key) for walk, part in zip(walks, some, strict=True)]
-        return together(outs)
+        return combine(outs)
 
     return score
 
@@ -79,13 +78,11 @@ def _whole(piece: Piece, parts: list[Arrays]) -> list[jax.Array]:
     return put_together(piece.trace, [jnp.stack(values) for values in zip(*parts, strict=True)])
 
 
-def _check_room(composed: Composed, subject: Subject, reads: LayerReads) -> None:
+def _check_room(composed: Composed, subject: Subject, reads: LayerReads, homes: Homes) -> None:
     """A walk has room for two layers of each stack; more must be on the devices anyway."""
-    walker = composed.walker
-    assert walker is not None
     away: dict[tuple[Kind, int], set[int]] = {}
     for kind, _, k, layer in reads.rows:
-        if walker.homes.of[kind][k][layer] != "device":
+        if homes.of[kind][k][layer] != "device":
             away.setdefault((kind, k), set()).add(layer)
     most = max(map(len, away.values()), default=0)
     if most <= ROOM:
@@ -125,6 +122,7 @@ def _gathered_score(composed: Composed, subject: Subject, reads: LayerReads) -> 
 
     def score(state: State, batch: PyTree) -> list[Pair]:
         assert isinstance(state, WalkedState)
+        _check_room(composed, subject, reads, state._held.homes)
         rows: dict[tuple[Kind, int], dict[int, jax.Array]] = {}
         for (kind, k), layers in wanted.items():
             slots = walker.slots(kind, k)

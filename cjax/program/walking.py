@@ -305,7 +305,9 @@ class Walking:
         walker, shelf = self._walker, self._composed.shelves.params
         homes: list[list[Home]] = [["host"] * length for length in walker.lengths]
         rows = [make_rows(walker.structs("params", k), of, "params", k) for k, of in enumerate(homes)]
-        held = dataclasses.replace(state._held, params=rows)
+        held = dataclasses.replace(
+            state._held, params=rows, homes=Homes({**state._held.homes.of, "params": tuple(map(tuple, homes))})
+        )
         outside = fill(walker, held, "params", shelf, self._composed.mesh, values_of(shelf, params))
         for k, length in enumerate(walker.lengths):
             for at in range(length) if not walker.slots("params", k) else ():
