@@ -65,7 +65,7 @@ def test_absent_hardware_runs_nothing_and_says_what_does(
     program: cjax.Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = program.init(0)
-    monkeypatch.setattr("cjax.program.program.is_compile_only", lambda devices: True)
+    monkeypatch.setattr("cjax.program.starting.is_compile_only", lambda devices: True)
     calls = {"init": lambda: program.init(0), "step": lambda: program.step(state, rows())}
     for what, call in {**calls, "restore": lambda: program.restore(state)}.items():
         message = refusal(call)

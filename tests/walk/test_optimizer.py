@@ -244,7 +244,7 @@ def test_equal_layers_compile_once() -> None:
     assert sorted(name for (name, _), _ in jitted) == [
         "export", "export", "init", "init", "init outside", "join", "join", "update", "update", "update outside"
     ]  # fmt: skip
-    assert all(run._cache_size() == 1 for run in jitted.values())
+    assert all(run._jit._cache_size() == 1 for run in jitted.values())
 
 
 # The fewest passes: one for all norms of gradients, another where a norm waits for a number of all layers.
