@@ -44,6 +44,7 @@ import itertools  # noqa: E402
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from forked import Forks  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from jax._src.interpreters import mlir  # noqa: E402
 
@@ -102,6 +103,14 @@ def kept_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Where `contract.kept` keeps what all workers of this run share."""
     base = tmp_path_factory.getbasetemp()
     os.environ["CJAX_TEST_KEPT"] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kept")
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """For scripts that need a process of their own, but not to import JAX anew."""
+    forks = Forks()
+    yield forks
+    forks.close()
 
 
 @pytest.fixture(scope="module")

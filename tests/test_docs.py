@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +44,6 @@ def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
     return subprocess.run([sys.executable, *command], cwd=cwd, env=given, capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    forks = Forks(variables())
-    yield forks
-    forks.close()
-
-
 # -- snippets ---------------------------------------------------------------------------------------------------------
 def pages_with(kind: str) -> list[Any]:
     """Pages that show something to be run: alone, or (`aot`) with GPUs that are not here."""
@@ -65,8 +57,8 @@ def pages_with(kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("page", pages_with("alone"))
 def test_snippets_do_what_they_say(page: Path, tmp_path: Path, forks: Forks) -> None:
-    status, printed = forks.run([str(ROOT / "tests" / "snippets.py"), str(page)], tmp_path)
-    assert status == 0, printed
+    done = forks.run([str(ROOT / "tests" / "snippets.py"), str(page)], variables(), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.aot
@@ -143,8 +135,8 @@ def test_extras_are_those_of_the_project() -> None:
 
 # -- what must not go stale -------------------------------------------------------------------------------------------
 def test_parts_that_are_read_off_the_code_are_fresh(tmp_path: Path, forks: Forks) -> None:
-    status, printed = forks.run([str(ROOT / "tests" / "pages.py"), "--check"], tmp_path)
-    assert status == 0, printed
+    done = forks.run([str(ROOT / "tests" / "pages.py"), "--check"], variables(), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_readme_is_short() -> None:

@@ -4,13 +4,14 @@ import dataclasses
 import os
 import socket
 import subprocess
-import sys
 import textwrap
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forked import Forks, without_settings
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -40,12 +41,10 @@ def no_launcher(monkeypatch):
             monkeypatch.delenv(name)
 
 
-def run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a fresh Python, without what the tests set for JAX."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=clean | env, capture_output=True, text=True, timeout=120
-    )
+@pytest.fixture
+def run(forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs code in a process of its own, without what the tests set for JAX."""
+    return lambda code, **env: forks.run(["-c", textwrap.dedent(code)], without_settings(os.environ) | env)
 
 
 def test_axes_are_auto_and_ordered_outermost_first():
@@ -125,7 +124,7 @@ def test_machines_that_nothing_can_be_compiled_for(devices, message):
         resolve_devices(devices)
 
 
-def test_flags_set_too_late_are_noticed():
+def test_flags_set_too_late_are_noticed(run):
     done = run(
         """
         import jax, os, cjax.mesh
@@ -138,7 +137,7 @@ def test_flags_set_too_late_are_noticed():
     assert done.returncode and "cjax.simulate(8)" in done.stderr and "after JAX had started" in done.stderr
 
 
-def test_simulate_before_and_after_jax_has_started():
+def test_simulate_before_and_after_jax_has_started(run):
     done = run(
         """
         import jax, jax.numpy as jnp
@@ -156,19 +155,8 @@ def test_simulate_before_and_after_jax_has_started():
     assert "import cjax; cjax.simulate(2)" in done.stderr
 
 
-def test_importing_starts_no_backend():
-    done = run(
-        """
-        import jax, cjax.mesh
-        jax.config.update("jax_num_cpu_devices", 3)     # JAX refuses this once a backend has started
-        """,
-        JAX_PLATFORMS="cpu",
-    )
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("torchrun", [True, False])
-def test_two_processes_meet_by_the_variables_of_torchrun_or_mpirun(torchrun):
+def test_two_processes_meet_by_the_variables_of_torchrun_or_mpirun(forks, torchrun):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -184,27 +172,18 @@ def test_two_processes_meet_by_the_variables_of_torchrun_or_mpirun(torchrun):
         total = jax.jit(jnp.sum)(x).item()
         print("sum", total, jax.process_index(), jax.process_count())
     """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    clean = without_settings(os.environ)
     clean |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = []
+    environments = []
     for rank in range(2):
         own = {"RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": f"{rank}", "LOCAL_WORLD_SIZE": "2"}
         if not torchrun:
             size = {"WORLD_SIZE": "SIZE", "LOCAL_WORLD_SIZE": "LOCAL_SIZE"}
             own = {f"OMPI_COMM_WORLD_{size.get(name, name)}": value for name, value in own.items()}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(code)],
-                env=clean | own,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    for rank, process in enumerate(processes):
-        out, err = process.communicate(timeout=100)
-        assert process.returncode == 0, err
-        assert out.splitlines()[-1].split() == ["sum", "6.0", str(rank), "2"]
+        environments.append(clean | own)
+    for rank, done in enumerate(forks.together([["-c", textwrap.dedent(code)]] * 2, environments)):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1].split() == ["sum", "6.0", str(rank), "2"]
 
 
 def test_alone_there_is_nothing_to_initialize():
@@ -260,7 +239,7 @@ def test_compiles_for_cards_that_are_not_here(name):
 
 @pytest.mark.aot
 @pytest.mark.parametrize("first", ["", "jax.numpy.ones(3).sum()"], ids=["first", "after JAX has started"])
-def test_absent_cards_need_no_environment(first):
+def test_absent_cards_need_no_environment(run, first):
     done = run(f"""
         import jax, cjax.mesh
         {first}
@@ -271,7 +250,7 @@ def test_absent_cards_need_no_environment(first):
     assert done.returncode == 0, done.stderr
 
 
-def test_absent_cards_without_the_compiler_say_what_to_install():
+def test_absent_cards_without_the_compiler_say_what_to_install(run):
     # Hides the plugin, should it be installed, from both places where JAX looks for plugins.
     done = run(
         """

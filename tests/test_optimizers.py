@@ -198,11 +198,12 @@ def test_packed_projections_are_layers_of_their_own(plan: str) -> None:
 @pytest.mark.parametrize(
     "plan", ["data=4 tensor=2 zero=1", *(["pipeline=1f1b:2 microbatches=2 zero=3"] if ALL else [])]
 )
-def test_averaged_parameters_are_found_and_scored(plan: str) -> None:
+@pytest.mark.parametrize("name", ["nnx_llama", *(["nnx_decoder"] if ALL else [])])
+def test_averaged_parameters_are_found_and_scored(name: str, plan: str) -> None:
     optimizer = optax.chain(optax.sgd(0.3), params_ema(0.5))
-    program = program_of("nnx_llama", plan, wide=False, optimizer=optimizer)
-    batch = subject("nnx_llama", False).batches[0]
-    state = start(program, first_values("nnx_llama", wide=False), moments=False)
+    program = program_of(name, plan, wide=False, optimizer=optimizer)
+    batch = subject(name, False).batches[0]
+    state = start(program, first_values(name, wide=False), moments=False)
     seen = [on_host(program.params(state))]
     for _ in range(3):
         state, _ = program.step(state, batch)

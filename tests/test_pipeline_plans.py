@@ -345,9 +345,10 @@ def test_stages_hand_on_one_activation_and_one_gradient(plan: str, num_devices: 
     assert {each.bytes for each in sent} == {4 * rows * 64 * 192 / parts}
 
 
-def test_a_table_of_the_users_own() -> None:
+@pytest.mark.parametrize("name", ["layered", *(["linen_tied"] if ALL else [])])
+def test_a_table_of_the_users_own(name: str) -> None:
     """The papers' 1F1B, in which stages hold p - r micro-batches: the same numbers, in other ticks."""
-    model, loss, batch = SUBJECTS["layered"].make(np.float32)
+    model, loss, batch = SUBJECTS[name].make(np.float32)
     plan = "data=1 pipeline=2 microbatches=4"
 
     def gradients(**given: Any) -> Any:

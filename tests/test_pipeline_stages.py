@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from forked import Forks
 from stages import LENGTH, MODELS, ROWS, error
 
 import cjax
@@ -51,13 +50,10 @@ if ALL:
     ]
 
 
-def test_moves_along_split_dims() -> None:
+def test_moves_along_split_dims(forks: Forks) -> None:
     """In a process of its own: a hang, which XLA ends after a minute by stopping the process, must not be ours."""
     flags = re.sub(r"(terminate_timeout_seconds)=\d+", r"\1=60", os.environ["XLA_FLAGS"])
-    run = subprocess.run(
-        [sys.executable, str(STAGES), *MOVED], capture_output=True, text=True, timeout=600,
-        env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(STAGES.parent.parent)},
-    )  # fmt: skip
+    run = forks.run([str(STAGES), *MOVED], os.environ | {"XLA_FLAGS": flags})
     said = dict(line.rsplit(": ", 1) for line in run.stdout.splitlines())
     assert list(said) == MOVED, f"{run.stdout}\n{run.stderr[-2000:]}"
     assert all(float(off.split()[0]) < 1e-12 for off in said.values()), run.stdout

@@ -14,12 +14,12 @@ import cjax
 from cjax.models.gpt import GPT, gpt
 from cjax.models.gpt import loss as gpt_loss
 
-NAME = "nnx_llama"
+ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 
 
-def gradients(plan: str) -> Any:
-    program = program_of(NAME, plan, wide=False)
-    return on_host(program.value_and_grad(begun(program, NAME, wide=False), subject(NAME, False).batches[0])[1])
+def gradients(name: str, plan: str) -> Any:
+    program = program_of(name, plan, wide=False)
+    return on_host(program.value_and_grad(begun(program, name, wide=False), subject(name, False).batches[0])[1])
 
 
 def apart(a: Any, b: Any) -> float:
@@ -29,18 +29,19 @@ def apart(a: Any, b: Any) -> float:
 PLANS = ["data=4 tensor=2 microbatches=2 zero=2", "data=8"]
 
 
-@pytest.mark.parametrize("plan", PLANS if os.environ.get("CJAX_TEST_ALL") == "1" else PLANS[:1])
-def test_devices_add_up_in_the_dtype_that_is_asked_for(plan: str) -> None:
+@pytest.mark.parametrize("plan", PLANS if ALL else PLANS[:1])
+@pytest.mark.parametrize("name", ["nnx_llama", *(["linen_tied"] if ALL else [])])
+def test_devices_add_up_in_the_dtype_that_is_asked_for(name: str, plan: str) -> None:
     """Rounding each device's sum to bfloat16 costs about 2^-9; adding the same sums up in float32 nothing."""
-    wanted = gradients(plan)
-    exact, rounded = (gradients(f"{plan} reduce={dtype}") for dtype in ("float32", "bfloat16"))
+    wanted = gradients(name, plan)
+    exact, rounded = (gradients(name, f"{plan} reduce={dtype}") for dtype in ("float32", "bfloat16"))
     assert apart(exact, wanted) < 1e-6
     assert 1e-4 < apart(rounded, wanted) < 5e-3
 
 
 def test_refuses_what_has_no_sums_of_its_own() -> None:
     with pytest.raises(ValueError, match="reduce=float32 needs each device's own sum .* zero=3 .*: .* write zero=2"):
-        program_of(NAME, "zero=3 reduce=float32", wide=False)
+        program_of("nnx_llama", "zero=3 reduce=float32", wide=False)
     with pytest.raises(ValueError, match="positions are split: leave `reduce` out"):
         program_of("nnx_decoder", "data=2 sequence=all_to_all:4 reduce=float32", wide=False)
 

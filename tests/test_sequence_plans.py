@@ -86,7 +86,7 @@ def test_positions_are_those_of_attentions() -> None:
 
 def test_scores_are_never_whole() -> None:
     """No array of the step has as many numbers as a device's share of the matrix of scores."""
-    model = LinenDecoder(1, 0.0)
+    model = LinenDecoder(2 if ALL else 1, 0.0)
     batch = {"tokens": jax.ShapeDtypeStruct((2, 257), np.int32)}
     loss = MODELS["linen_decoder"].make(np.float32)[1]
 
@@ -99,8 +99,8 @@ def test_scores_are_never_whole() -> None:
     assert not squares("sequence=ring:4")
 
 
-def test_evaluates_batches_that_do_not_divide() -> None:
-    name = "nnx_llama"
+@pytest.mark.parametrize("name", ["nnx_llama", *(["nnx_decoder"] if ALL else [])])
+def test_evaluates_batches_that_do_not_divide(name: str) -> None:
     batch = subject(name, wide=False).batches[0]
     program, plain = (program_of(name, plan, wide=False) for plan in ("sequence=ring:2", "data=8"))
     state = begun(program, name, wide=False)

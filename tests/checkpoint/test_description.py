@@ -1,9 +1,9 @@
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import Forks
 
 from cjax.checkpoint import Checkpointer, inspect, save
 
@@ -32,13 +32,14 @@ def test_the_folder_of_a_run_shows_its_latest(tmp_path: Path):
     assert inspect(tmp_path / "checkpoints" / "2").step == 2
 
 
-def test_no_devices_are_needed(tmp_path: Path):
+def test_no_devices_are_needed(tmp_path: Path, forks: Forks):
     save(tmp_path / "c", {"w": np.ones(3)}, {"step": 3})
     code = (
         "import sys; from cjax.checkpoint import inspect; from jax._src import xla_bridge;"
         "print(inspect(sys.argv[1]).step, xla_bridge.backends_are_initialized())"
     )
-    ran = subprocess.run([sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, check=True)
+    ran = forks.run(["-c", code, str(tmp_path / "c")], os.environ)
+    assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["3", "False"]
 
 

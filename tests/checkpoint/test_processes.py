@@ -2,12 +2,11 @@
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
+from forked import Forks
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -57,22 +56,14 @@ save(same, tree, {})
 """
 
 
-def test_two_processes_write_and_one_reads(tmp_path: Path):
+def test_two_processes_write_and_one_reads(tmp_path: Path, forks: Forks):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, address, str(index), tmp_path],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
+    processes = [["-c", PROCESS, address, str(index), str(tmp_path)] for index in range(2)]
+    done = forks.together(processes, [environment] * 2)
+    assert [each.returncode for each in done] == [0, 0], "\n".join(each.stderr for each in done)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "same"]
     assert inspect(tmp_path).meta["num_processes"] == 2 and inspect(tmp_path).meta["num_devices"] == 4
     sharding = NamedSharding(make_mesh(8), P("a"))

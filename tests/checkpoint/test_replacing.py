@@ -2,12 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import Forks
 
 from cjax.checkpoint import Checkpointer, inspect, restore, save
 from cjax.checkpoint.description import FILE_NAME, checkpoint_steps
@@ -74,13 +73,13 @@ for number in range(1, 1000):
 
 
 @pytest.fixture(scope="module", params=["same name", "run"])
-def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Path]]:
+def killed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, forks: Forks
+) -> tuple[str, list[Path]]:
     """Folders in which a second checkpoint was being written, each cut off one operation later; the last is done."""
     root = tmp_path_factory.mktemp("killed")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, request.param, str(root)], env=environment, capture_output=True, text=True
-    )
+    done = forks.run(["-c", KILLED, request.param, str(root)], environment)
     assert done.returncode == 0, done.stderr
     return request.param, sorted(folder for folder in root.iterdir() if folder.name != "first")
 

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+from forked import Forks
 
 from cjax.cli import main
 
@@ -54,8 +55,8 @@ def test_a_mistake_is_one_message_and_the_traceback_on_request(tmp_path, capsys,
         main(["inspect", str(tmp_path)])
 
 
-def test_without_its_packages_it_says_what_to_install():
+def test_without_its_packages_it_says_what_to_install(forks: Forks):
     code = "import sys; sys.modules['tyro'] = None; from cjax.cli import main; sys.exit(main(['check']))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ran = forks.run(["-c", code], os.environ)
     assert ran.returncode == 1
     assert 'needs tyro and rich: pip install "cjax[cli]"' in ran.stderr

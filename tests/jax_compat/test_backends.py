@@ -2,7 +2,6 @@
 
 import logging
 import os
-import subprocess
 import sys
 import textwrap
 import weakref
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from forked import Forks
 
 from cjax.cards import CARDS
 from cjax.jax_compat.backends import (
@@ -21,14 +21,9 @@ from cjax.jax_compat.backends import (
     without_plugin_failures,
 )
 
-ROOT = Path(__file__).parent.parent.parent
 
-
-def run(code: str, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True,
-    )  # fmt: skip
+def run(forks: Forks, code: str, **environment: str) -> None:
+    done = forks.run(["-c", textwrap.dedent(code)], os.environ | environment)
     assert done.returncode == 0, done.stderr
 
 
@@ -85,7 +80,7 @@ def test_devices_of_one_topology_are_told_from_those_of_another() -> None:
     assert [known[made_together(device)] for device in (*one, *other)] == ["one", "one", "other", "other"]
 
 
-def test_a_process_forgets_its_devices_and_whether_it_caches(tmp_path: Path) -> None:
+def test_a_process_forgets_its_devices_and_whether_it_caches(tmp_path: Path, forks: Forks) -> None:
     code = """
         import pathlib, jax
         from cjax.jax_compat.backends import clear_backends, without_compilation_cache
@@ -108,12 +103,12 @@ def test_a_process_forgets_its_devices_and_whether_it_caches(tmp_path: Path) -> 
         assert jax.device_count() == 3 and jax.numpy.arange(3).sum() == 3
     """
     run(
-        code, JAX_COMPILATION_CACHE_DIR=str(tmp_path), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        forks, code, JAX_COMPILATION_CACHE_DIR=str(tmp_path), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
         JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
     )  # fmt: skip
 
 
-def test_cards_without_the_compiler_are_an_error_and_leave_the_environment_alone() -> None:
+def test_cards_without_the_compiler_are_an_error_and_leave_the_environment_alone(forks: Forks) -> None:
     # Hides the plugin, should it be installed, from both places where JAX looks for plugins.
     code = """
         import importlib.metadata, os, pkgutil
@@ -128,4 +123,4 @@ def test_cards_without_the_compiler_are_an_error_and_leave_the_environment_alone
         else:
             raise AssertionError("absent cards without a compiler for them")
     """
-    run(code)
+    run(forks, code)

@@ -1,10 +1,7 @@
 """Which axes of a grid split what, in models whose right answer is known."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +10,7 @@ import numpy as np
 import pytest
 from contract import trace_of
 from flax import nnx
+from forked import Forks
 from jax.sharding import PartitionSpec as P
 
 import cjax
@@ -207,19 +205,15 @@ def test_key_value_heads_fewer_than_the_axis_stay_whole() -> None:
     assert specs(trace, "2d:4")["blocks/0/key"] == ["row", "col", None]
 
 
-def test_key_value_heads_fewer_than_the_axis_on_sixteen_devices() -> None:
+def test_key_value_heads_fewer_than_the_axis_on_sixteen_devices(forks: Forks) -> None:
     """The whole model, against one device: a grid of 4 x 4, of which two share a key-value head."""
     code = (
-        "import cjax, jax; cjax.simulate(16); from zoo import MODELS\n"
-        "jax.config.update('jax_disable_most_optimizations', True)\n"
+        "import cjax; cjax.simulate(16); from zoo import MODELS\n"
         "model, loss, batch = MODELS['nnx_llama'].make()\n"
         "program = cjax.parallelize(model, loss, None, batch, 'tensor=2d:16')\n"
         "found = program.check(program.init(0), batch); assert found.is_close, found"
     )
-    tests = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(tests), str(tests.parent)])
-    env = os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    done = forks.run(["-c", code], os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})
     assert done.returncode == 0, done.stderr
 
 

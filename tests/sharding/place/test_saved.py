@@ -15,7 +15,9 @@ from jax._src.ad_checkpoint import saved_residuals
 import cjax
 from cjax.sharding.place.saved import checkpointed, has_complex
 
+ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 ROWS, LENGTH, WIDTH, STATE = 16, 6, 8, 4
+LAYERS = 4 if ALL else 2
 
 
 def scanned(decay: jax.Array, inputs: jax.Array) -> jax.Array:
@@ -57,7 +59,7 @@ class Linen(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         turns = jnp.exp(1j * jnp.arange(LENGTH))[:, None]  # read by all layers, as rotary tables are
-        for _ in range(2):
+        for _ in range(LAYERS):
             x = StateSpace(self.paired)(x) + (x * turns).real
         return nn.Dense(4)(x)
 
@@ -76,7 +78,7 @@ class Layer(nnx.Module):
 
 class Stack(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
+        self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for layer in self.layers:
@@ -132,7 +134,7 @@ def stepped(optimizer: optax.GradientTransformation, grads: Any, params: Any) ->
         ("data=4 tensor=2 zero=3 remat=dots", 3e-5),
         ("data=4 tensor=2 microbatches=2 zero=2 remat=block", 3e-5),
         ("data=2 tensor=2 pipeline=1f1b:2 microbatches=4", 3e-5),
-    ][0 if os.environ.get("CJAX_TEST_ALL") == "1" else 3 :],
+    ][0 if ALL else 3 :],
 )
 def test_complex_parameters_in_layers(plan: str, tolerance: float) -> None:
     compared(Linen(), plan, tolerance)
