@@ -1,0 +1,142 @@
+"""Models larger than the devices: what a budget holds, compiled for an absent H100, and one of 1/120 kept to here.
+
+    python experiments/offload.py sizes     # GPT-2 XL in 6 GiB, Llama 7B in 12, 13B in 16; needs the extra aot
+    python experiments/offload.py depth     # 256 layers under 1/120 of what plain training needs, on this CPU
+
+`sizes` compiles the programs of a walk for one H100, with 8,192 tokens a micro-batch, and runs nothing. `depth` trains
+three steps on one virtual device, plain, with everything at home on the device, and under the budget, and compares all
+bits of the latter two. Each row is kept in the log as soon as it is known. Half a minute of one core each. Expected:
+every budget is kept, and the bits are the same.
+"""
+
+import argparse
+import functools
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # the card is compiled for, not looked for
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+import optax
+from shared.results import KEPT, Results, Row
+
+import cjax
+from cjax.models import GPT, gpt
+from cjax.models import loss as gpt_loss
+from cjax.models.llama import Llama, LlamaConfig
+from cjax.models.llama import loss as llama_loss
+
+LOG = KEPT / "offload-2026-11-23.log"
+NUM_LAYERS, WIDTH, FACTOR = 256, 128, 120
+LLAMAS = {"llama-7b": (32, 32, 4096, 11008), "llama-13b": (40, 40, 5120, 13824)}
+SIZES = {"gpt2-xl": "6GiB", "llama-7b": "12GiB", "llama-13b": "16GiB"}
+
+
+def size(name: str, budget: str) -> Row:
+    """A model under its budget, compiled."""
+    make: Any
+    if name == "gpt2-xl":
+        sizes = gpt(name, context=1024)
+        make, loss, rows, length = (lambda rngs: GPT(sizes, rngs=rngs)), gpt_loss, 8, 1024
+    else:
+        layers, heads, embed, ffn = LLAMAS[name]
+        config = LlamaConfig(layers, heads, heads, embed, ffn, context=2048)
+        make, loss, rows, length = (lambda rngs: Llama(config, rngs=rngs)), llama_loss, 4, 2048
+    ids = jax.ShapeDtypeStruct((rows, length), "int32")
+    batch, plan = {"inputs": ids, "targets": ids}, f"precision=bfloat16 budget={budget}"
+    began = time.perf_counter()
+    walk = cjax.parallelize(make, loss, optax.adamw(1e-4), batch, plan, "h100:1").report().walk
+    assert walk is not None and walk.seconds is not None
+    moved = {name: walk.total(name) for name in ("host", "link_in", "link_out")}
+    return {
+        "peak": walk.peak,
+        "fullest": walk.fullest,
+        **moved,
+        "least_seconds": round(walk.seconds, 3),
+        "hidden_from": walk.hidden_from,
+        "compiled_in": round(time.perf_counter() - began, 1),
+    }
+
+
+class Layer(nn.Module):
+    """Two matmuls and a residual."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        y = nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))
+        return x + nn.Dense(WIDTH)(nn.relu(y)), None
+
+
+class Deep(nn.Module):
+    """Layers in a scan, so that tracing takes no longer with more of them."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=NUM_LAYERS)
+        x, _ = layers()(x, None)
+        return nn.Dense(4)(x)
+
+
+def deep_loss(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def bits(program: cjax.Program, state: cjax.State) -> str:
+    found = hashlib.sha256()
+    arrays = program.to_arrays(state)
+    for x in jax.tree.leaves({name: arrays[name] for name in ("params", "opt_state")}):
+        found.update(np.asarray(x).tobytes())
+    return found.hexdigest()[:16]
+
+
+def trained(plain: cjax.Program, plan: str, needs: int) -> Row:
+    """Three steps under a plan."""
+    program, batch = plain.replan(plan), deep_batch()
+    state, losses, began = program.init(0), [], time.perf_counter()
+    for _ in range(3):
+        state, metrics = program.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    seconds = (time.perf_counter() - began) / 3
+    report = program.report()
+    peak = report.walk.peak if report.walk else report.memory.total
+    return {
+        "layers": NUM_LAYERS,
+        "peak": peak,
+        "plain_to_peak": round(needs / peak, 1),
+        "bits": bits(program, state),
+        "losses": losses,
+        "seconds_a_step": round(seconds, 2),
+    }
+
+
+def deep_batch() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {"x": rng.normal(size=(4, WIDTH)).astype("float32"), "y": rng.normal(size=(4, 4)).astype("float32")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("sizes", "depth"))
+    parser.add_argument("--log", type=Path, default=LOG)
+    args = parser.parse_args()
+    results = Results(args.log)
+    if args.what == "sizes":
+        for name, budget in SIZES.items():
+            key = {"part": "sizes", "model": name, "budget": budget}
+            print(results.get(key, functools.partial(size, name, budget)))
+        return
+    plain = cjax.parallelize(Deep(), deep_loss, optax.adamw(1e-3), deep_batch(), "data=1", devices=jax.devices()[:1])
+    needs = plain.report().memory.total
+    for plan in ("data=1", "data=1 budget=64GiB", f"data=1 budget={needs // FACTOR}B"):
+        print(results.get({"part": "depth", "plan": plan}, functools.partial(trained, plain, plan, needs)))
+
+
+if __name__ == "__main__":
+    main()
