@@ -1,22 +1,27 @@
 """The parts of transformers in NumPy, float64, one row at a time: what the models are checked against."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 Array = np.ndarray
 
 
-def generic(model: nnx.Module, size: float = 0.3) -> Any:
-    """The model with no parameter zero or one, so that none can be left out unseen."""
-    graph, state = nnx.split(model)
-    leaves, treedef = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(3), len(leaves))
-    leaves = [leaf + size * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+def generic(build: Callable[[], nnx.Module], size: float = 0.3) -> Any:
+    """The model with no parameter zero or one, so that none can be left out unseen; its own init is not compiled."""
+    graph, state = nnx.split(nnx.eval_shape(build))
+    rng = np.random.default_rng(3)
+
+    def value(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        middle = 1.0 if "scale" in jax.tree_util.keystr(path) else 0.0
+        return jnp.asarray(middle + size * rng.standard_normal(leaf.shape), leaf.dtype)
+
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(value, state))
 
 
 def read(variable: Any) -> Array:

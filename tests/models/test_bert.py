@@ -14,7 +14,7 @@ classes = dataclasses.replace(tiny, head="classes", pooling="first", num_classes
 
 
 def make(config: BERTConfig = tiny) -> BERT:
-    return hand.generic(BERT(config, rngs=nnx.Rngs(0)))
+    return hand.generic(lambda: BERT(config, rngs=nnx.Rngs(0)))
 
 
 def make_batch(length: int = 9) -> dict[str, np.ndarray]:

@@ -21,7 +21,7 @@ MODELS = {
 
 
 def make(name: str) -> GPT | Llama | T5:
-    return hand.generic(MODELS[name]())
+    return hand.generic(MODELS[name])
 
 
 def make_tokens(length: int, batch: int = 3) -> np.ndarray:

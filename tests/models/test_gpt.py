@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from models import by_hand as hand
 
 from cjax.models import GPT, GPTConfig, generate, gpt, loss, presets
 
@@ -75,13 +76,7 @@ def reference_logits(model: GPT, tokens: np.ndarray) -> np.ndarray:
 
 
 def make_generic() -> GPT:
-    """A model in which no parameter is zero or one, so that none can be left out unseen."""
-    model = make()
-    graph, state = nnx.split(model)
-    leaves, treedef = jax.tree.flatten(state)
-    keys = jax.random.split(jax.random.key(3), len(leaves))
-    leaves = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
+    return hand.generic(make)
 
 
 def test_logits_equal_the_architecture_written_by_hand():

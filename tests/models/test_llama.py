@@ -16,7 +16,7 @@ tiny = LlamaConfig(
 
 
 def make(config: LlamaConfig = tiny) -> Llama:
-    return hand.generic(Llama(config, rngs=nnx.Rngs(0)))
+    return hand.generic(lambda: Llama(config, rngs=nnx.Rngs(0)))
 
 
 def make_tokens(length: int) -> np.ndarray:

@@ -17,7 +17,7 @@ tiny = T5Config(
 
 
 def make(config: T5Config = tiny) -> T5:
-    return hand.generic(T5(config, rngs=nnx.Rngs(0)), 0.2)
+    return hand.generic(lambda: T5(config, rngs=nnx.Rngs(0)), 0.25)
 
 
 def make_batch() -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ tiny = ViTConfig(
 
 
 def make() -> ViT:
-    return hand.generic(ViT(tiny, rngs=nnx.Rngs(0)))
+    return hand.generic(lambda: ViT(tiny, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize("name", presets)

@@ -39,7 +39,8 @@ MODELS = {
 
 def make(name: str) -> nnx.Module:
     kind, config = MODELS[name]
-    return hand.generic(kind(dataclasses.replace(config, **_no_dropout(config)), rngs=nnx.Rngs(0)))
+    sizes = dataclasses.replace(config, **_no_dropout(config))
+    return hand.generic(lambda: kind(sizes, rngs=nnx.Rngs(0)))
 
 
 def _no_dropout(config) -> dict:
