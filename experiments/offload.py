@@ -1,7 +1,7 @@
 """Models larger than the devices: what a budget holds, compiled for an absent H100, and one of 1/120 kept to here.
 
     python experiments/offload.py sizes     # GPT-2 XL in 6 GiB, Llama 7B in 12, 13B in 16; needs the extra aot
-    python experiments/offload.py depth     # 256 layers under 1/120 of what plain training needs, on this CPU
+    python experiments/offload.py depth     # 320 layers under 1/120 of what plain training needs, on this CPU
 
 `sizes` compiles the programs of a walk for one H100, with 8,192 tokens a micro-batch, and runs nothing. `depth` trains
 three steps on one virtual device, plain, with everything at home on the device, and under the budget, and compares all
@@ -34,7 +34,7 @@ from cjax.models.llama import Llama, LlamaConfig
 from cjax.models.llama import loss as llama_loss
 
 LOG = KEPT / "offload-2026-11-23.log"
-NUM_LAYERS, WIDTH, FACTOR = 256, 128, 120
+NUM_LAYERS, WIDTH, FACTOR = 320, 128, 120
 LLAMAS = {"llama-7b": (32, 32, 4096, 11008), "llama-13b": (40, 40, 5120, 13824)}
 SIZES = {"gpt2-xl": "6GiB", "llama-7b": "12GiB", "llama-13b": "16GiB"}
 
@@ -52,7 +52,7 @@ def size(name: str, budget: str) -> Row:
     ids = jax.ShapeDtypeStruct((rows, length), "int32")
     batch, plan = {"inputs": ids, "targets": ids}, f"precision=bfloat16 budget={budget}"
     began = time.perf_counter()
-    walk = cjax.parallelize(make, loss, optax.adamw(1e-4), batch, plan, "h100:1").report().walk
+    walk = cjax.parallelize(make, loss, optax.adamw(1e-4), batch, plan, devices="h100:1").report().walk
     assert walk is not None and walk.seconds is not None
     moved = {name: walk.total(name) for name in ("host", "link_in", "link_out")}
     return {
@@ -71,7 +71,7 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
         y = nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))
-        return x + nn.Dense(WIDTH)(nn.relu(y)), None
+        return x + nn.Dense(WIDTH)(nn.relu(y)) * NUM_LAYERS**-0.5, None
 
 
 class Deep(nn.Module):
@@ -132,7 +132,7 @@ def main() -> None:
             key = {"part": "sizes", "model": name, "budget": budget}
             print(results.get(key, functools.partial(size, name, budget)))
         return
-    plain = cjax.parallelize(Deep(), deep_loss, optax.adamw(1e-3), deep_batch(), "data=1", devices=jax.devices()[:1])
+    plain = cjax.parallelize(Deep(), deep_loss, optax.adamw(1e-5), deep_batch(), "data=1", devices=jax.devices()[:1])
     needs = plain.report().memory.total
     for plan in ("data=1", "data=1 budget=64GiB", f"data=1 budget={needs // FACTOR}B"):
         print(results.get({"part": "depth", "plan": plan}, functools.partial(trained, plain, plan, needs)))
