@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from zoo import MODELS
+from contract import trace_of
 
 from cjax.models import GPT, loss
 from cjax.models.gpt import GPTConfig
@@ -117,7 +117,7 @@ OTHERS = ("linen_conv", "linen_lstm", "linen_moe_capacity", "linen_remat", "line
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_are_read_and_no_batch_is_lost(name: str) -> None:
-    work = read(*MODELS[name].make())
+    work = work_of(trace_of(name))
     found = work.kept["none", "float32", False]
     values = [v for kept in found for values in (kept.saved, *kept.working) for v in values]
     assert len(found) == len(work.parts) and values

@@ -2,8 +2,8 @@
 
 import math
 
-import jax
 import pytest
+from contract import trace_of
 from small_gpt import EMBED, HEADS, LAYERS, MLP, ROWS, SEQ, VOCAB, gpt
 from zoo import MODELS
 
@@ -11,9 +11,7 @@ from cjax.plan import Plan
 from cjax.planner.reading.split import split_of
 from cjax.planner.reading.work import work_of
 from cjax.planner.work import BATCH, Work, elements
-from cjax.trace.author.capture import capture
 from cjax.trace.jaxpr.cost import cost
-from cjax.trace.source import TraceSource
 
 
 def forward_flops(work: Work) -> int:
@@ -29,8 +27,7 @@ def forward_flops(work: Work) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_flops_are_those_of_the_trace(name: str) -> None:
-    model, of, batch = MODELS[name].make()
-    trace = TraceSource(capture(model, of, batch), jax.eval_shape(lambda: batch)).read()
+    trace = trace_of(name)
     assert forward_flops(work_of(trace)) == pytest.approx(cost(trace.closed).matmul_flops, rel=1e-3)
 
 
@@ -88,8 +85,7 @@ def test_no_value_of_a_layer_is_as_large_as_its_scores() -> None:
 
 
 def test_classes_of_scanned_layers_are_layers_too() -> None:
-    model, of, batch = MODELS["linen_scan"].make()
-    trace = TraceSource(capture(model, of, batch), jax.eval_shape(lambda: batch)).read()
+    trace = trace_of("linen_scan")
     work = work_of(trace)
     assert [part.repeats for part in work.parts] == [1, 4, 1] and work.num_layers == 4
     assert len(work.parts[1].products) == 6

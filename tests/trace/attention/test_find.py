@@ -6,15 +6,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from contract import trace_of
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from zoo import MODELS
 
 from cjax.trace.attention.find import Attention, find_attentions
-from cjax.trace.author.capture import capture
 from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.jaxpr.simplify import simplify
-from cjax.trace.source import TraceSource
 
 B, S, H, D = 2, 12, 6, 5
 Q = jnp.ones((B, S, H, D))
@@ -53,10 +52,7 @@ COUNTS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str) -> None:
-    model, loss, batch = MODELS[name].make()
-    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    trace = TraceSource(capture(model, loss, batch), shape).read()
-    count, reasons = everywhere(trace.closed.jaxpr)
+    count, reasons = everywhere(trace_of(name).closed.jaxpr)
     assert count == COUNTS.get(name, 0)
     assert not reasons
 

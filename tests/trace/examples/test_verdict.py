@@ -7,10 +7,10 @@ import optax
 import pytest
 import zoo
 from contract import RATIOS as RATIOS_OF_THE_ZOO
+from contract import subject
 from flax import linen as nn
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from cjax.trace.author.capture import capture
 from cjax.trace.examples.verdict import lift_mean
 from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.microbatches.combine import denominator
@@ -424,8 +424,7 @@ def test_ratios_and_means_blend():
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_the_zoo(name):
     case = zoo.MODELS[name]
-    model, loss, batch = case.make()
-    captured = capture(model, loss, batch)
+    captured, batch = subject(name, wide=False).captured, subject(name, wide=False).batches[0]
     trees = captured.params_shape, captured.frozen_shape, captured.model_state_shape
 
     def first(*args):
