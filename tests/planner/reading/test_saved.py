@@ -161,7 +161,7 @@ def test_logits_wait_for_the_product_that_learns_the_table() -> None:
 
 def test_what_all_layers_of_a_decoder_read_of_an_encoder_stands_ahead() -> None:
     """Keys and values of all layers, one by one and together, and room for what is learned of them."""
-    found = read(*MODELS["cjax_t5"].make()).kept["block", "half", False]
+    found = work_of(trace_of("cjax_t5")).kept["block", "half", False]
     ahead = [each for each in found if each.ahead]
     assert len(ahead) == 1 and sum(1 for each in found if each.saved) >= 3
     stacked = [v for v in ahead[0].ahead if len(v.dims) == 5]
