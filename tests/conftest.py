@@ -116,8 +116,7 @@ def forks() -> Iterator[Forks]:
 @pytest.fixture(scope="module")
 def settled() -> Iterator[None]:
     """For modules that collect garbage themselves, or have JAX do it at each trace to look for leaks: programs of other
-    modules are millions of objects, which each collection would go through."""
-    gc.collect()
+    modules are millions of objects, which each collection would go through for seconds."""
     gc.freeze()
     yield
     gc.unfreeze()

@@ -25,11 +25,10 @@ ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 PLANS = [
     "zero=3",
     "data=4 tensor=2 zero=1 microbatches=2",
-    "tensor=2d:4",
     "pipeline=zero_bubble:4 microbatches=8",
 ]
 if ALL:
-    PLANS += ["data=8", "data=2 sequence=all_to_all:2 tensor=2", "pipeline=1f1b:2 microbatches=4 zero=1"]
+    PLANS += ["data=8", "tensor=2d:4", "data=2 sequence=all_to_all:2 tensor=2", "pipeline=1f1b:2 microbatches=4 zero=1"]
 
 
 class Weighted(nnx.Module):

@@ -222,7 +222,7 @@ ONCE = [
     ("linen_mixer", "pipeline=zero_bubble:2/2 microbatches=4 zero=3"),
     ("linen_moe_soft", "pipeline=1f1b:2 microbatches=4 zero=1"),
     ("linen_tied", "pipeline=1f1b:4 microbatches=8 tensor=2"),
-    ("linen_encoder_decoder", "pipeline=1f1b:2 microbatches=2 tensor=2"),
+    ("linen_encoder_decoder", "pipeline=gpipe:2 microbatches=2"),
     # and every other plan with a model that compiles quickly.
     ("layered", "pipeline=1f1b:8 microbatches=8"),
     ("layered", "pipeline=interleaved:4/2 microbatches=8 tensor=2"),
@@ -315,7 +315,7 @@ def temporary(schedule: str, num_microbatches: int) -> int:
     return program.lower().compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES if ALL else ["1f1b:4", "zero_bubble:4/2"])
+@pytest.mark.parametrize("schedule", SCHEDULES if ALL else ["1f1b:4"])
 def test_memory_does_not_grow_with_the_number_of_micro_batches(schedule: str) -> None:
     """From 2p on; with p of them a stage holds fewer than it has places for."""
     few, many = temporary(schedule, 8), temporary(schedule, 32)
@@ -332,7 +332,7 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(schedule: str) ->
         ("pipeline=1f1b:2 microbatches=4 data=2", 4, 2),
         ("pipeline=zero_bubble:2 microbatches=8 tensor=2", 4, 1),  # between layers 1d keeps activations whole
         ("pipeline=1f1b:2 microbatches=8 sequence=ring:2", 4, 2),
-    ][: 5 if ALL else 3],
+    ][: 5 if ALL else 2],
 )
 def test_stages_hand_on_one_activation_and_one_gradient(plan: str, num_devices: int, parts: int) -> None:
     """In each tick one each way, in as many parts as it is split into anyway."""
@@ -391,7 +391,7 @@ EVALUATED = [
     ("linen_tied", "pipeline=zero_bubble:2/2 microbatches=4 zero=3", logits),
     ("linen_masked_mean", "pipeline=1f1b:2 microbatches=4 sequence=ring:2", None),
     ("nnx_scan", "pipeline=interleaved:2/2 microbatches=4", None),
-]
+][: 3 if ALL else 2]
 if ALL:  # two stacks are evaluated in tests/test_pipeline_stages.py too
     EVALUATED += [
         ("linen_decoder", "pipeline=1f1b:2 microbatches=4", None),

@@ -23,6 +23,7 @@ from cjax.program.composed import Given
 from cjax.walk import walk, walker
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
+pytestmark = pytest.mark.usefixtures("settled")
 EVERYTHING = "offload=params+optimizer+gradients+activations"
 # Models of every kind with layers, under all that a walk goes with.
 PAIRS = [

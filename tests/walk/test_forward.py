@@ -19,10 +19,15 @@ from cjax.program import Given, Program
 from cjax.program.compose import compose
 from cjax.walk.stores import MovedRows
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 AWAY = "data=2 offload=params"
 # Unrolled and scanned, Linen and NNX, two stacks, tied embeddings, frozen layers, packed weights, a masked mean, aux.
-NAMES = ("linen_scan", "linen_part_frozen", "linen_packed_qkv", "linen_masked_mean", "linen_encoder_decoder",
-         "nnx_encoder", "nnx_scan", "cjax_t5")  # fmt: skip
+NAMES = [
+    *("linen_part_frozen", "linen_masked_mean", "linen_encoder_decoder", "nnx_scan"),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("linen_scan", "linen_packed_qkv")),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("nnx_encoder", "cjax_t5")),
+]
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from cjax.walk.stores import LayerRows, make_rows
 
 LAYERS = 4
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
+pytestmark = pytest.mark.usefixtures("settled")
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
 # Split, whole, split twice, by two axes at once; no element, one element, odd sizes; padding is a dim like any other.
 SHAPES = [

@@ -45,7 +45,7 @@ def text(name: str, plan: str, num: int, **options: Any) -> np.ndarray:
     ("name", "plan"),
     [
         ("cjax_gpt", "data=2 offload=params+activations"),
-        ("cjax_llama", "tensor=2 offload=params+activations"),
+        pytest.param("cjax_llama", "tensor=2 offload=params+activations", marks=pytest.mark.full),
         ("cjax_t5", "data=2 zero=3 offload=params"),
     ],
 )

@@ -251,7 +251,13 @@ def test_equals_the_equations(kind: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["ring", "all_to_all"])
-@pytest.mark.parametrize("kind", ["alibi", "learned_bias", "grouped", "grouped_dropout", "dropout", "heads_first"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("alibi", "learned_bias", "grouped"),
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("grouped_dropout", "dropout", "heads_first")),
+    ],
+)
 def test_beside_axes_for_batch_and_heads(kind: str, mode: str) -> None:
     function, shapes = KINDS[kind]
     with jax.enable_x64(True):
