@@ -40,13 +40,12 @@ unmeasured = tempfile.TemporaryDirectory()
 os.environ["XDG_CACHE_HOME"] = unmeasured.name
 
 import gc  # noqa: E402
-import itertools  # noqa: E402
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from forked import Forks  # noqa: E402
 from hypothesis import settings  # noqa: E402
-from jax._src.interpreters import mlir  # noqa: E402
+from quick import few_collections, few_contexts  # noqa: E402
 
 # The first example of a property may compile; a deadline would fail it on a slow machine and pass it on the next run.
 settings.register_profile("cjax", deadline=None, max_examples=100 if os.environ.get("CJAX_TEST_ALL") == "1" else 30)
@@ -60,29 +59,7 @@ jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-# Traces are millions of small objects, which live as long as a module's programs do: Python would look through all of
-# them every few seconds of tracing, and find nothing.
-gc.set_threshold(100_000, 50, 100)
-
-
-def few_contexts() -> None:
-    """JAX lowers each program in a context of its own, which takes a quarter of what the smallest programs compile for;
-    here 200 share one. Where a JAX has no such function, nothing is changed."""
-    make = getattr(mlir, "make_ir_context", None)
-    if make is None:
-        return
-    contexts: list[object] = []
-
-    def shared() -> object:
-        number = next(counted)
-        if number % 200 == 0:
-            contexts[:] = [make()]
-        return contexts[0]
-
-    counted = itertools.count()
-    mlir.make_ir_context = shared
-
-
+few_collections()
 few_contexts()
 
 assert jax.device_count("cpu") == 8, f"tests need 8 virtual CPU devices, found {jax.device_count('cpu')}"

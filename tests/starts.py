@@ -34,11 +34,14 @@ def drawn(shapes: PyTree, seed: int, near: float = 0.0) -> PyTree:
         if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
             seeds = rng.integers(0, 2**31, shape.shape)
             return jax.vmap(jax.random.key)(seeds.reshape(-1)).reshape(shape.shape)
-        if not jnp.issubdtype(shape.dtype, jnp.floating):
+        if not jnp.issubdtype(shape.dtype, jnp.inexact):
             return np.zeros(shape.shape, shape.dtype)
         about = near or ("scale" in name.lower())
         spread = 0.1 if about or len(shape.shape) < 2 else np.prod(shape.shape) ** -0.25
-        return (about + spread * rng.standard_normal(shape.shape)).astype(shape.dtype)
+        found = about + spread * rng.standard_normal(shape.shape)
+        if jnp.issubdtype(shape.dtype, jnp.complexfloating):
+            found = found + 1j * spread * rng.standard_normal(shape.shape)
+        return found.astype(shape.dtype)
 
     leaves = [one(name, leaf) for name, leaf in zip(leaf_names(shapes), jax.tree.leaves(shapes), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)

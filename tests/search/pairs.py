@@ -15,6 +15,7 @@ import optax
 from search.models import Spec, loss_of, model_of, parts_of, traits, wrt_of
 from search.plans import num_parts
 from search.reference import SGD, Diverged, Flat, Reference, Run, is_key, on_host
+from starts import start
 
 import cjax
 from cjax.program.state import State
@@ -112,8 +113,8 @@ def flat(tree: PyTree) -> Flat:
 class Pairs:
     """A model with its reference, under as many plans as one likes."""
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec, self.reference, self.allowed = spec, Reference(spec), tolerance(spec)
+    def __init__(self, spec: Spec, own_init: bool = True) -> None:
+        self.spec, self.reference, self.allowed = spec, Reference(spec, own_init=own_init), tolerance(spec)
         author, batch = self.reference.author, self.reference.batches[0]
         self.held = on_host((author.params, author.frozen, author.model_state))
         self.first = cjax.parallelize(
@@ -163,33 +164,19 @@ class Pairs:
         return Outcome("equal")
 
     def _start(self, program: cjax.Program) -> State:
-        """The author's first values, stored on the host as the program keeps them: nothing is compiled for it."""
-        parts = program._composed
-        shelves = dict(zip(("params", "frozen", "carried"), (parts.shelves.params, parts.shelves.frozen,
-                                                             parts.shelves.model_state), strict=True))  # fmt: skip
-        shape = parts.state_shape
+        """The author's first values, as the program keeps them: nothing is compiled for it."""
 
-        def stored(name: str, kept: Flat) -> tuple[Any, ...]:
-            storage = shelves[name]
-            keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(storage.leaf_shapes())]
-            names = leaf_names(storage.leaf_shapes())
-            leaves = [jax.random.wrap_key_data(kept[n]) if k else kept[n] for n, k in zip(names, keys, strict=True)]
-            arrays = []
-            for slot, sharding in zip(storage.slots, storage.shardings(program.mesh), strict=True):
-                picked = [leaves[i] for i in slot.leaves]
-                stack = jnp.stack if any(map(is_key, picked)) else np.stack
-                array = slot.store(stack(picked) if slot.is_stack else picked[0])
-                arrays.append(jax.device_put(array if is_key(array) else np.asarray(array), sharding))
-            return tuple(arrays)
+        def tree(shapes: PyTree, kept: Flat) -> PyTree:
+            leaves = [
+                jax.random.wrap_key_data(kept[name]) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else kept[name]
+                for name, leaf in zip(leaf_names(shapes), jax.tree.leaves(shapes), strict=True)
+            ]
+            return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
-        def zeros(leaf: Any) -> Any:
-            return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
-
-        params, frozen, model_state = (stored(n, kept) for n, kept in zip(shelves, self.held, strict=True))
-        small = jax.tree.map(zeros, (shape.step, shape._scaling, shape._noise))
-        key = jax.device_put(jax.random.key(0), parts.whole)
-        opt = jax.tree.map(zeros, shape._opt)
-        return State(small[0], params, frozen, opt, model_state, key, small[1], small[2], parts.shelves)
+        shelves = program._composed.shelves
+        shapes = (shelf.leaf_shapes() for shelf in (shelves.params, shelves.frozen, shelves.model_state))
+        params, frozen, model_state = map(tree, shapes, self.held)
+        return start(program, (params, frozen, model_state), moments=True)
 
     def _trees(self, program: cjax.Program, state: State) -> dict[str, PyTree]:
         shelves = program._composed.shelves

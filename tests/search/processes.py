@@ -33,14 +33,15 @@ class Process:
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._served = 0
 
-    def outcomes(self, spec: Any, plans: Sequence[str], own_init: int = 0) -> list[dict[str, str]]:
+    def outcomes(self, spec: Any, plans: Sequence[str], own_init: int | None = None) -> list[dict[str, str]]:
         """For each plan {plan, kind, what}; kind is equal, refused, wrong, error, abort, hang or model (of the model
-        itself: its author's own training fails)."""
+        itself: its author's own training fails). Under the plan of number `own_init` the program's own init is compared
+        too; with none at all (-1) all begin with what the author's makes; with None, with numbers drawn on the host."""
         found: list[dict[str, str]] = []
         while len(found) < len(plans):
             self._start()
             rest = list(plans[len(found) :])
-            job = {"spec": spec, "plans": rest, "own_init": own_init - len(found)}
+            job = {"spec": spec, "plans": rest, "own_init": None if own_init is None else own_init - len(found)}
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
             began = "model"

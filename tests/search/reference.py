@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from flax import nnx, traverse_util
 from search.models import Spec, Total, batch_of, loss_of, model_of, parts_of, traits, wrt_of
+from starts import drawn
 
 from cjax.tree import PyTree
 
@@ -58,11 +59,24 @@ def with_aux(result: Any) -> tuple[Any, PyTree]:
     return result if isinstance(result, tuple) else (result, {})
 
 
-def linen_author(spec: Spec, loss: Callable[..., Any], batch: PyTree) -> Author:
+def made(init: Callable[..., PyTree], is_own: bool, *args: Any) -> PyTree:
+    """What `init` makes or, compiling nothing, other numbers in the same places."""
+    if is_own:
+        return jax.jit(init)(*args)
+    params, rest = jax.eval_shape(init, *args)
+    return drawn(params, 0), drawn(rest, 1, near=1.0)
+
+
+def linen_author(spec: Spec, loss: Callable[..., Any], batch: PyTree, own_init: bool) -> Author:
     model, trained = model_of(spec), is_trained(spec)
     init = nn.init(lambda bound, batch: loss(bound, batch, True), model, mutable=True)
-    variables = dict(jax.jit(lambda key, batch: init({"params": key}, batch))(jax.random.key(0), batch))
-    flat = traverse_util.flatten_dict(variables.pop("params"), sep="/")
+
+    def make(key: Any, batch: PyTree) -> tuple[Flat, Flat]:
+        variables = dict(init({"params": key}, batch))
+        params = variables.pop("params")
+        return traverse_util.flatten_dict(params, sep="/"), traverse_util.flatten_dict(variables, sep="/")
+
+    flat, model_state = made(make, own_init, jax.random.key(0), batch)
 
     def apply(params: Flat, frozen: Flat, model_state: Flat, batch: PyTree, key: Any, part: Any) -> Any:
         key = key if part is None else jax.random.fold_in(key, part)
@@ -73,7 +87,6 @@ def linen_author(spec: Spec, loss: Callable[..., Any], batch: PyTree) -> Author:
         (value, aux), updated = run(trees, batch, rngs=rngs)
         return value, aux, traverse_util.flatten_dict(dict(updated), sep="/")
 
-    model_state = traverse_util.flatten_dict(variables, sep="/")
     return Author(*(_among(flat, trained, yes) for yes in (True, False)), model_state, apply)
 
 
@@ -85,18 +98,18 @@ def by_path(state: Any) -> Flat:
     return {"/".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(state)}
 
 
-def nnx_author(spec: Spec, loss: Callable[..., Any], batch: PyTree) -> Author:
-    made: Any = None
+def nnx_author(spec: Spec, loss: Callable[..., Any], batch: PyTree, own_init: bool) -> Author:
+    split: Any = None
 
     def make(key: Any) -> tuple[Flat, Flat]:
-        nonlocal made
+        nonlocal split
         model = model_of(spec)(nnx.Rngs(key))
         params, rest = nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
-        made = nnx.split(model)
+        split = nnx.split(model)
         return by_path(params), by_path(rest)
 
-    flat, model_state = jax.jit(make)(jax.random.key(0))
-    definition, state = made
+    flat, model_state = made(make, own_init, jax.random.key(0))
+    definition, state = split
     streams = {
         "/".join(map(str, path)): isinstance(variable, nnx.RngKey)
         for path, variable in nnx.to_flat_state(state)
@@ -128,15 +141,16 @@ class Diverged(Exception):
 
 
 class Reference:
-    """All that plans of one model are compared with; runs are made when they are asked for, once."""
+    """All that plans of one model are compared with; runs are made when they are asked for, once. They begin with what
+    the author's own init makes, or with other numbers, which need no program."""
 
-    def __init__(self, spec: Spec, steps: int = NUM_STEPS) -> None:
+    def __init__(self, spec: Spec, steps: int = NUM_STEPS, own_init: bool = True) -> None:
         self.spec, self.num_steps = spec, steps
         self.batches = batch_of(spec, 0), batch_of(spec, 1)
         make = {"linen": linen_author, "nnx": nnx_author}[spec["flavour"]]
         # A ratio is taken apart as cjax promises to: its two sums, each over all micro-batches.
         loss = loss_of(spec | {"loss": "total"} if spec["loss"] == "masked" else spec)
-        self.author = make(spec, loss, self.batches[0])
+        self.author = make(spec, loss, self.batches[0], own_init)
 
     def parts_of(self, microbatches: int) -> int:
         """In how many parts the reference must be computed: in one where their number must not matter."""
@@ -149,7 +163,9 @@ class Reference:
     @functools.cache  # noqa: B019
     def _run(self, parts: int) -> Run:
         author, key = self.author, jax.random.key(0)
-        params, model_state, state = author.params, author.model_state, SGD.init(author.params)
+        params, model_state = author.params, author.model_state
+        # Momentum, zero at first: its own init would compile a program for each shape.
+        state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(SGD.init, params))
         step = functools.partial(self._step, parts)
         step = step if self._is_rounded_twice() else jax.jit(step)
         steps = []

@@ -37,7 +37,11 @@ def serve() -> None:
     os.dup2(2, 1)
     sys.path.insert(0, str(TESTS))
     import jax
+    from quick import few_collections, few_contexts
     from search.pairs import Outcome, Pairs
+
+    few_collections()
+    few_contexts()
 
     def answer(**what: object) -> None:
         answers.write(json.dumps(what) + "\n")
@@ -47,13 +51,13 @@ def serve() -> None:
         job = json.loads(line)
         answer(began="model")
         try:
-            pairs = Pairs(job["spec"])
+            pairs = Pairs(job["spec"], job["own_init"] is not None)
         except Exception as error:
             answer(model=f"{type(error).__name__}: {error}"[:600])
             continue
         for number, plan in enumerate(job["plans"]):
             answer(began=plan)
-            outcome: Outcome = pairs.outcome(plan, own_init=job.get("own_init", 0) == number)
+            outcome: Outcome = pairs.outcome(plan, own_init=job["own_init"] == number)
             answer(plan=plan, kind=outcome.kind, what=outcome.what)
         answer(done=True)
         del pairs
