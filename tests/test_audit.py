@@ -100,10 +100,43 @@ def test_small_ones_are_separable(mesh):
     assert facts.moved() == LOCAL_BYTES + 2 * 7 / 8 * 4
 
 
+MIXED = """HloModule mixed, num_partitions=1
+%turn (s: (s32[], f32[8,8])) -> (s32[], f32[8,8]) {
+  %s = (s32[], f32[8,8]) parameter(0)
+  %i = s32[] get-tuple-element((s32[], f32[8,8]) %s), index=0
+  %x = f32[8,8] get-tuple-element((s32[], f32[8,8]) %s), index=1
+  %y = f32[8,8] dot(f32[8,8] %x, f32[8,8] %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t = (s32[], f32[8,8]) tuple(s32[] %i, f32[8,8] %y)
+}
+%more (c: (s32[], f32[8,8])) -> pred[] {
+  %c = (s32[], f32[8,8]) parameter(0)
+  %j = s32[] get-tuple-element((s32[], f32[8,8]) %c), index=0
+  %n = s32[] constant(3)
+  ROOT %less = pred[] compare(s32[] %j, s32[] %n), direction=LT
+}
+ENTRY %main (a: bf16[8,8]) -> f32[8,8] {
+  %a = bf16[8,8] parameter(0)
+  %b = f32[8,8] dot(bf16[8,8] %a, bf16[8,8] %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %zero = s32[] constant(0)
+  %first = (s32[], f32[8,8]) tuple(s32[] %zero, f32[8,8] %b)
+  %loop = (s32[], f32[8,8]) while((s32[], f32[8,8]) %first), condition=%more, body=%turn
+  ROOT %result = f32[8,8] get-tuple-element((s32[], f32[8,8]) %loop), index=1
+}
+"""
+
+
 def test_one_device_moves_nothing():
     facts = audit(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile())
     assert facts.collectives == () and facts.num_partners == 0 and facts.flops == 2 * 8**3
     assert "nothing" in str(facts)
+    assert facts.flops_float32 == facts.flops and ", 1 of them in float32" in str(facts)
+
+
+def test_products_in_float32_are_told_from_others():
+    """In a loop, beside one in low precision; text as GPUs have it, since CPUs multiply all in float32."""
+    facts = audit_text(MIXED)
+    assert (facts.flops, facts.flops_float32) == (2 * 8**3 + 3 * 2 * 8**3, 3 * 2 * 8**3)
+    assert ", 0.75 of them in float32" in str(facts)
 
 
 def test_memory_counts_donated_arguments_once(mesh):

@@ -262,6 +262,7 @@ def test_a_grid_moves_its_linears_and_little_else(plan: str) -> None:
     """The layers of a transformer, by the formulas of its linears; the classifier and the table, once a step; and what
     has no formula, a hundredth of that."""
     facts, _ = grid_facts(f"{plan} precision=bfloat16")
+    assert facts.flops_float32 == 0, str(facts)
     by_reason: dict[str, list[Collective]] = {}
     for c in facts.collectives:
         by_reason.setdefault(reason(c, tensor_of(plan)[0]), []).append(c)

@@ -60,6 +60,7 @@ def audit_text(text: str, mesh: Mesh | None = None, memory: Memory | None = None
         collectives=tuple(dataclasses.replace(each, count=round(each.count)) for each in total.collectives),
         memory=memory,
         flops=total.flops,
+        flops_float32=total.flops_float32,
         bytes_accessed=total.bytes,
         num_devices=module.num_devices,
         num_partners=reader.num_partners(),

@@ -143,6 +143,8 @@ class Audit:
       collectives: every collective instruction.
       memory: bytes, from XLA; None where the platform does not tell.
       flops: of matmuls and convolutions, trip counts included.
+      flops_float32: of these, those of which an operand is float32 or wider: bfloat16 multiplies twice as fast at
+        least.
       bytes_accessed: bytes read and written by instructions, trip counts included.
       num_devices: devices the program runs on.
       num_partners: distinct devices that one device exchanges data with, at most; transfers
@@ -161,6 +163,7 @@ class Audit:
     unknown_loops: int
     uncounted: tuple[str, ...]
     attention_kernels: tuple[str, ...] = ()
+    flops_float32: float = 0.0
 
     def select(
         self, kind: str | None = None, axes: Sequence[str] | None = None, min_bytes: float = 0
@@ -204,7 +207,8 @@ def _render(facts: Audit) -> str:
             f"memory  {_size(memory.peak)} a device: arguments {_size(memory.arguments)}, outputs "
             f"{_size(memory.outputs)} (in place {_size(memory.aliased)}), temporary {_size(memory.temporary)}"
         )
-    lines.append(f"work    {facts.flops:.4g} FLOP in matmuls and convolutions a device and step")
+    share = f", {facts.flops_float32 / facts.flops:.3g} of them in float32" if facts.flops_float32 else ""
+    lines.append(f"work    {facts.flops:.4g} FLOP in matmuls and convolutions a device and step{share}")
     by_axis = ", ".join(f"{axis} {_size(moved)}" for axis, moved in facts.moved_by_axis().items()) or "nothing"
     lines.append(
         f"moves   {_size(facts.moved())} a device and step: {by_axis}; {_size(facts.exposed_bytes())} not hidden; "

@@ -35,11 +35,13 @@ class Execution:
     """What running a computation once amounts to."""
 
     flops: float = 0.0
+    flops_float32: float = 0.0
     bytes: float = 0.0
     collectives: list[Collective] = dataclasses.field(default_factory=list)
 
     def add(self, other: "Execution", times: float = 1) -> None:
         self.flops += other.flops * times
+        self.flops_float32 += other.flops_float32 * times
         self.bytes += other.bytes * times
         self.collectives += [dataclasses.replace(each, count=each.count * times) for each in other.collectives]
 
@@ -118,7 +120,10 @@ class ModuleReader:
             branches = [self.work(name) for name in instruction.called]
             # Which branch runs is known at run time only; the dearest of each kind is reported.
             dearest = max(branches, key=lambda branch: sum(each.total_bytes for each in branch.collectives))
-            once = Execution(max(b.flops for b in branches), max(b.bytes for b in branches), dearest.collectives)
+            once = Execution(
+                max(branch.flops for branch in branches), max(branch.flops_float32 for branch in branches),
+                max(branch.bytes for branch in branches), dearest.collectives,
+            )  # fmt: skip
             work.add(once, _share_of_turns(instruction))
             return work
         for name in instruction.called:
@@ -129,6 +134,8 @@ class ModuleReader:
         work.bytes = 0.0 if work.collectives else self._traffic(instruction, operands)
         flops = hlo.matmul_flops(instruction, operands)
         work.flops += flops or 0.0
+        if flops and any(shape.dtype in ("f32", "f64") for shape in operands[:2]):
+            work.flops_float32 += flops
         target = instruction.attribute(r'custom_call_target="([^"]*)"') or ""
         if "fmha" in target:
             self.attention_kernels.add(target)

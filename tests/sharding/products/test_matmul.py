@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cjax.audit import Audit, audit
+from cjax.jax_compat.core import jaxprs_in_params
 from cjax.mesh import build_mesh
 from cjax.sharding.products import matmul
 from cjax.sharding.products.matmul import MAX_STEPS, STEP_BYTES, Move, Spread, multiply
@@ -158,6 +159,43 @@ def test_sums_of_low_precision_are_kept_wide_on_accelerators(monkeypatch: pytest
         x, w = jnp.ones((2, 64), dtype), jnp.ones((64, 2), dtype)
         made = str(jax.make_jaxpr(lambda x, w: multiply(x, [w], [SQUARE], grid("2d"), steps=2))(x, w))
         assert made.count("dot_general[") == made.count("preferred_element_type=float32") == 2, made
+
+
+def test_gradients_are_multiplied_in_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of wide sums too: a float32 operand would halve a card's speed, and hold nothing that bfloat16 does not."""
+    monkeypatch.setattr(matmul, "raised_on_cpu", lambda operand, mesh: operand)
+    x, w = jnp.ones((2, 64), jnp.bfloat16), jnp.ones((64, 2), jnp.bfloat16)
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        (y,) = multiply(x, [w], [SQUARE], grid("2d"), steps=1)
+        return y.astype(jnp.float32).sum()
+
+    read: list[Any] = []
+
+    def walk(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                read.extend(v.aval.dtype for v in eqn.invars)
+            for inner in jaxprs_in_params(eqn.params):
+                walk(inner)
+
+    walk(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w).jaxpr)
+    assert len(read) >= 6 and set(read) == {jnp.dtype(jnp.bfloat16)}, read
+
+
+@pytest.mark.parametrize("shapes", [((3, 4, 5), (4, 5, 6)), ((5, 3, 4), (6, 4, 2, 5)), ((4,), (4, 7)), ((2, 4), (4,))])
+def test_the_derivative_of_a_wide_sum(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Of any dims in any order, as JAX's own has it."""
+    shared = [n for n in (4, 5) if n in shapes[0] and n in shapes[1]]
+    for order in (shared, shared[::-1]):
+        contracted = (tuple(map(shapes[0].index, order)), tuple(map(shapes[1].index, order)))
+        x, w = arrays(shapes)
+        with jax.enable_x64(True):
+            y, pull = jax.vjp(lambda x, w: jnp.tensordot(x, w, contracted), x, w)  # noqa: B023
+            seed = jnp.asarray(*arrays([y.shape]))
+            given = matmul._summed_wide_backward(contracted, None, (x, w), seed)
+            for one, wanted in zip(given, pull(seed), strict=True):
+                np.testing.assert_allclose(one, wanted, rtol=1e-12)
 
 
 def test_the_number_of_steps_follows_from_the_size() -> None:
