@@ -181,6 +181,15 @@ def test_bfloat16_halves_what_zero_3_gathers() -> None:
     assert low.moved("all-gather") == pytest.approx(0.5 * wide.moved("all-gather"), rel=0.1)
 
 
+@pytest.mark.parametrize(
+    "plan", ["tensor=4 sequence=gather", "sequence=ring:4 zero=1", "pipeline=1f1b:2 microbatches=2"]
+)
+def test_no_product_of_low_precision_has_an_operand_in_float32(plan: str) -> None:
+    """Grids are asked where their bytes are."""
+    facts = compiled("linen_decoder", f"{plan} precision=bfloat16").facts
+    assert facts.flops > 0 and facts.flops_float32 == 0, str(facts)
+
+
 # -- 2D, 2.5D and 3D --------------------------------------------------------------------------------------------------
 # A layer of GPT-3's width, 16,384 tokens at a time.
 WIDE, WIDE_HEADS, WIDE_VOCAB, WIDE_LAYERS, WIDE_BATCH, WIDE_SEQ = 8192, 64, 51200, 4, 64, 256
