@@ -221,11 +221,14 @@ class _Clock:
         """Bubble, and transfers between stages."""
         plans, constants = self._plans, self._constants
         send = plans.send.seconds(constants.links, constants.adapters, constants.latency, constants.hop)
-        bubble, sent = np.zeros_like(computed), np.zeros_like(computed)
+        bubble = np.zeros_like(computed)
         if not (plans.stages > 1).any():
-            return bubble, sent
+            return bubble, np.zeros_like(computed)
+        rows = plans.rows.seconds(constants.links, constants.adapters, constants.latency, constants.hop)
+        # In lockstep a tick ends when its messages are there: XLA lays nothing beside them.
+        arrived = send + rows
         if constants.shares_cores:
-            return bubble, np.where(plans.stages > 1, 2 * plans.microbatches * plans.chunks * send, 0.0)
+            return bubble, arrived
         # Half of a matmul's gradients are of weights.
         weight = plans.full * layer[1].matmul / 2
         if not constants.software.is_lockstep:
@@ -244,13 +247,11 @@ class _Clock:
         kinds, place = np.unique(columns[:, plans.stages > 1].astype(int), axis=1, return_inverse=True)
         at = np.flatnonzero(plans.stages > 1)
         for i, (schedule, stages, microbatches, chunks) in enumerate(kinds.T):
-            rows = at[place.reshape(-1) == i]
+            mine = at[place.reshape(-1) == i]
             found = ticks(SCHEDULES[schedule], int(stages), int(microbatches), int(chunks))
-            args = (forward[rows], backward[rows], weight[rows])
-            alone = makespan(found, *args, np.zeros(len(rows)))
-            bubble[rows] = np.maximum(alone - microbatches * computed[rows], 0.0)
-            sent[rows] = makespan(found, *args, send[rows]) - alone
-        return bubble, sent
+            args = (forward[mine], backward[mine], weight[mine])
+            bubble[mine] = np.maximum(makespan(found, *args) - microbatches * computed[mine], 0.0)
+        return bubble, arrived
 
     # -- what no software saves ---------------------------------------------------------------------------------------
     def _least(self, ways: Ways, peak: float) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 from cjax.pipeline.partition import partition
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.compute import Computing, Pass
-from cjax.planner.costs.moved import moved
+from cjax.planner.costs.moved import handed, messages, moved, to_optimizer
 from cjax.planner.costs.transfers import Members, Receipt, group_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS, SCHEDULES, PlanTable
@@ -58,7 +58,8 @@ class Ideal:
       stages, chunks, microbatches, schedule, remat: the plan's.
       reduce: gradients once a step, and parameters after them; `reduce_each` gradients with each micro-batch.
       gather: ZeRO-3's parameters, layers' once for each direction; the others are kept from one to the other.
-      send: a stage's output to the next.
+      send: a stage's output to the next; in lockstep all messages of a step, both ways.
+      rows: layers on their way to the optimizer and back.
       optimizer: the optimizer's pass over memory; `accumulate` that of one micro-batch's gradients.
       hosts: that the devices are on.
       moved: bytes a device receives in a step, by axis.
@@ -79,6 +80,7 @@ class Ideal:
     reduce_each: Receipt
     gather: Receipt
     send: Receipt
+    rows: Receipt
     optimizer: np.ndarray
     accumulate: np.ndarray
     hosts: np.ndarray
@@ -128,16 +130,14 @@ class _Plans:
         scatter, between, weights, each = self._reduce(held)
         gradients = scatter + between
         gathers = (layer.gather * (2 * full) + first.gather + last.gather) * table.microbatches
-        stream = work.parts[stacks[0]].stream if stacks else None
-        bytes_ = self._item * self._split.local(stream.dims) / self._share if stream else np.zeros(len(table))
-        if self._software.cuts_sends and stream:
-            bytes_ = bytes_ * self._split.parts_of(stream.dims) / self._inner
         stage_stride = self._inner * table.data
         if self._software.is_lockstep:
             # Of stages on several hosts some hand on between them, and all wait for these.
             leaves = table.pipeline * stage_stride > hardware.devices_per_host
             stage_stride = np.where(leaves, np.maximum(stage_stride, hardware.devices_per_host), stage_stride)
-        send = self._over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
+        neighbours = group_of(hardware, 2, stage_stride)
+        send = self._over(neighbours, "collective-permute", *self._sent(stacks))
+        rows = self._over(neighbours, "collective-permute", to_optimizer(work, self._split, table), 1.0)
         adds = (table.microbatches > 1) & (not self._software.adds_in_matmuls)
         states = np.where(table.zero >= 1, table.zero_group, 1)
         memory = hardware.memory_bandwidth or np.inf
@@ -145,13 +145,25 @@ class _Plans:
             first, layer, last, np.full(len(table), float(work.num_layers)), full, short,
             table.pipeline.astype(float), self._chunks.astype(float), table.microbatches.astype(float),
             self._schedule, table.remat, gradients * ~each + weights, gradients * (each * table.microbatches), gathers,
-            send,
+            send, rows * (rows.bytes > 0),
             # Parameters and state are read and written, gradients read, computed copies written.
             held / states * (2 * MASTER * (1 + work.optimizer_bytes) + MASTER + self._item) / memory,
             held * (self._item + 2 * MASTER) / memory * adds,
             np.ceil(table.data * table.pipeline * self._inner / hardware.devices_per_host),
             moved(work, self._split, table).by_axis(),
         )  # fmt: skip
+
+    def _sent(self, stacks: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that stages hand on, and in how many messages."""
+        table = self._table
+        if self._software.is_lockstep:
+            count = 1.0 * messages(self._work, table)
+            return count * handed(self._work, self._split, table), count
+        stream = self._work.parts[stacks[0]].stream if stacks else None
+        bytes_ = self._item * self._split.local(stream.dims) / self._share if stream else np.zeros(len(table))
+        if self._software.cuts_sends and stream:
+            bytes_ = bytes_ * self._split.parts_of(stream.dims) / self._inner
+        return bytes_, np.ones(len(table))
 
     # -- one pass -----------------------------------------------------------------------------------------------------
     def _ways(self, parts: list[tuple[int, float]]) -> Ways:
