@@ -24,9 +24,10 @@ class Profile:
       num_devices: how many worked at once.
       shares_cores: whether they are virtual and share the cores of one processor.
       matmul: FLOP/s of large matmuls by dtype.
-      memory_bandwidth: bytes/s that an elementwise operation reads and writes.
+      memory_bandwidth: bytes/s that an activation function reads and writes.
       link_bandwidth: bytes/s that a device receives, by collective; empty where there is one device.
-      latency: seconds of a collective that moves next to nothing; 0 where there is one device.
+      latency: seconds of a collective that moves next to nothing, between computations where devices share cores; 0
+        where there is one device.
       launch: seconds of a program that does next to nothing.
       jax: the version that measured.
       date: when, as YYYY-MM-DD.

@@ -100,6 +100,7 @@ class _Plans:
     ) -> None:
         self._work, self._split, self._table, self._hardware = work, split, table, hardware
         self._software, self._shares = calibration.software, (calibration.links, calibration.adapters)
+        self._meets, self._kinds = calibration.shares_cores, dict(calibration.kinds)
         self._inner = split.num_devices  # neighbours that share a copy's stage
         self._is_half = table.precision != PRECISIONS.index("float32")
         self._item = np.where(self._is_half, 2.0, 4.0)
@@ -236,13 +237,15 @@ class _Plans:
         size = software.gradient_bytes or np.where((table.microbatches > 1) & ~each, MASTER, self._item)
         part, apart = (group.size - 1) / group.size, (others.size - 1) / others.size
         layers = 1.0 * max(1, self._work.num_layers)
-        scatter = self._over(group, "reduce-scatter", part * held * size, layers)
+        kind, times = ("reduce-scatter", 1) if software.scatters else ("all-reduce", 2)
+        scatter = self._over(group, kind, times * part * held * size, layers)
         between = self._over(others, "all-reduce", 2 * apart * held / group.size * size, layers)
         gather = self._over(group, "all-gather", part * held * software.weight_bytes, layers)
         return scatter, between, gather * (table.zero < 3), each
 
     def _over(self, group: Members, kind: str, bytes_: np.ndarray, count: np.ndarray | float) -> Receipt:
-        return Receipt.over(group, kind, bytes_, count, self._shares)
+        found = Receipt.over(group, kind, bytes_, count, self._shares, self._meets)
+        return dataclasses.replace(found, fast=found.fast / self._kinds.get(kind, 1.0))
 
     def _is_split_in_sequence(self) -> bool:
         return self._split.sizes.get(SEQUENCE, 1) > 1 and self._software.is_lockstep
