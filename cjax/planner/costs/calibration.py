@@ -34,8 +34,8 @@ class Software:
       adds_in_matmuls: whether a matmul adds a gradient to that of the micro-batches before, in place of a pass for it.
       pads: whether matmuls in 16 bits are filled up to dims that tensor cores take: XLA does.
       cuts_sends: whether the devices of a tensor axis send a stage's output in parts, each its own.
-      scatters: whether of gradients that ZeRO divides each device is sent its part alone; XLA's CPU compiler adds all of
-        them up everywhere and takes the part then.
+      scatters: whether each device is sent its part alone of gradients that ZeRO divides; XLA's CPU compiler adds all
+        of them up everywhere and takes the part then.
     """
 
     is_lockstep: bool = True

@@ -172,7 +172,7 @@ class _Clock:
         light = there.attention + there.elementwise
         again = np.where(remat == REMATS.index("dots"), light, 0.0)
         is_whole = remat == REMATS.index("block")
-        again = np.where(is_whole, there.matmul + light, again)
+        again = np.where(is_whole, self._matmul(ways.again, is_layer) + light, again)
         return there, dataclasses.replace(
             back,
             recompute=again,
@@ -191,9 +191,7 @@ class _Clock:
         launches: float = 1.0,
     ) -> _Seconds:
         constants = self._constants
-        share = constants.matmul * (constants.faster if is_layer else 1.0)
-        thin = constants.thin * (constants.faster if is_layer else 1.0)
-        matmul = (one.matmul + thin * one.thin) / share
+        matmul = self._matmul(one, is_layer)
         attention = one.attention / constants.attention
         elementwise = one.touched / constants.memory + constants.launch * launches * is_layer
         computed = matmul + attention + elementwise
@@ -204,6 +202,10 @@ class _Clock:
         )
         none = np.zeros_like(matmul)
         return _Seconds(matmul, attention, elementwise, none, tensor_seconds, sequence_seconds, beside + beside_too)
+
+    def _matmul(self, one: Pass, is_layer: bool) -> np.ndarray:
+        faster = self._constants.faster if is_layer else 1.0
+        return (one.matmul + self._constants.thin * faster * one.thin) / (self._constants.matmul * faster)
 
     def _exposed(
         self, transfer: Receipt, computed: np.ndarray, hidden: float | np.ndarray
@@ -255,8 +257,7 @@ class _Clock:
 
     # -- what no software saves ---------------------------------------------------------------------------------------
     def _least(self, ways: Ways, peak: float) -> np.ndarray:
-        again = self._again(ways)
-        passes = (ways.forward * (1 + again), ways.backward)
+        passes = (ways.forward, ways.again * self._again(ways), ways.backward)
         return _added((one.matmul_least + one.attention_least) / peak for one in passes)
 
     def _again(self, ways: Ways) -> np.ndarray:
@@ -274,7 +275,7 @@ class _Clock:
     def _flops(self) -> np.ndarray:
         plans = self._plans
         layer, first, last = (
-            ways.forward.flops * (1 + self._again(ways)) + ways.backward.flops
+            ways.forward.flops + ways.again.flops * self._again(ways) + ways.backward.flops
             for ways in (plans.layer, plans.first, plans.last)
         )
         return plans.microbatches * (plans.layers * layer + first + last) / plans.stages

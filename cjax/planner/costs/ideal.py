@@ -30,7 +30,7 @@ class Ways:
     """One micro-batch through one stretch of the model on one device.
 
     Args:
-      forward, backward: what is computed.
+      forward, backward: what is computed; `again`, what remat=block computes of the forward pass a second time.
       tensor_forward, tensor_backward, sequence_forward, sequence_backward: what the words' collectives receive.
       gather: of one pass of ZeRO-3 over it, forward or backward.
       held: parameters that a device holds whole while it computes, on its share of the tensor axes.
@@ -39,6 +39,7 @@ class Ways:
 
     forward: Pass
     backward: Pass
+    again: Pass
     tensor_forward: Receipt
     tensor_backward: Receipt
     sequence_forward: Receipt
@@ -169,12 +170,12 @@ class _Plans:
     # -- one pass -----------------------------------------------------------------------------------------------------
     def _ways(self, parts: list[tuple[int, float]]) -> Ways:
         count = len(self._table)
-        there = back = Pass.none(count)
+        there = back = again = Pass.none(count)
         moves = {(axis, way): Receipt.none(count) for axis in ("tensor", SEQUENCE) for way in (True, False)}
         gather, held = Receipt.none(count), np.zeros(count)
         for i, times in parts:
-            f, b = self._computing.passes(self._work.parts[i])
-            there, back = there + f[self._place] * times, back + b[self._place] * times
+            f, b, a = (one[self._place] * times for one in self._computing.passes(self._work.parts[i]))
+            there, back, again = there + f, back + b, again + a
             for move in self._split.moves[i]:
                 key = SEQUENCE if SEQUENCE in move.axes else "tensor", move.is_forward
                 moves[key] = moves[key] + self._moved(move) * times
@@ -184,6 +185,7 @@ class _Plans:
         return Ways(
             there,
             back,
+            again,
             tensor_forward=moves["tensor", True],
             tensor_backward=moves["tensor", False],
             sequence_forward=moves[SEQUENCE, True],
