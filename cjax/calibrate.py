@@ -20,6 +20,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Edges of square matmuls, tried in this order until one takes `_LONG`: large ones show the rate, small ones the losses.
 _EDGES = (128, 256, 512, 1024, 2048, 4096, 8192)
 _LONG = 0.02
+# A thin product, of few rows: edges of its weights on accelerators and on CPUs. Weights are read for each product anew.
+_THIN, _WIDTH = 64, {False: 8192, True: 1024}
 # Bytes a device of an array that is only read and written, and those that it receives, on accelerators and on CPUs.
 _TOUCHED = {False: 2**28, True: 2**23}
 _SENT = {False: (2**12, 2**26), True: (2**12, 2**22)}
@@ -81,6 +83,7 @@ def calibrate(devices: Sequence[Device] | str | None = None, seconds: float = 45
     timed = [bench.nothing(), bench.elementwise()]
     for dtype in DTYPES:
         timed += bench.matmuls(dtype, (end - time.perf_counter()) / 2)
+    timed.append(bench.thin())
     if len(found) > 1 and bench.is_cpu:
         timed += [bench.turns(waits) for waits in (False, True)]
     if len(found) > 1:
@@ -135,6 +138,16 @@ class _Bench:
                 break
         return timed
 
+    def thin(self) -> _Timed:
+        """A few rows times weights, and both gradients of that."""
+        width = _WIDTH[self.is_cpu]
+
+        def function(x: jax.Array) -> Any:
+            made, back = jax.vjp(jnp.dot, x[:_THIN], x[_THIN:])
+            return made, *back(made)
+
+        return self._timed("thin", 3 * 2 * _THIN * width**2, function, (_THIN + width, width), "float32")
+
     def collective(self, kind: str, size: int) -> _Timed:
         """Each device receives `size` bytes, or a little more."""
         num = self.mesh.size
@@ -179,7 +192,7 @@ def _profile(devices: Sequence[Device], timed: Sequence[_Timed]) -> Profile:
     by_name: dict[str, list[_Timed]] = {}
     for each in timed:
         by_name.setdefault(each.what, []).append(each)
-    (nothing,), (elementwise,) = by_name.pop("nothing"), by_name.pop("elementwise")
+    (nothing,), (elementwise,), (thin,) = (by_name.pop(what) for what in ("nothing", "elementwise", "thin"))
     links, latencies = {}, []
     for kind in [kind for kind in by_name if kind in COLLECTIVES]:
         small, large = by_name.pop(kind)
@@ -191,12 +204,14 @@ def _profile(devices: Sequence[Device], timed: Sequence[_Timed]) -> Profile:
         (alone,), (waiting,) = (by_name.pop(_WAITING[waits]) for waits in (False, True))
         latency = max(latency, (waiting.seconds - alone.seconds) / _TURNS)
     kind = devices[0].device_kind
+    matmul = {what.split()[1]: max(each.size / each.seconds for each in found) for what, found in by_name.items()}
     return Profile(
         kind=kind,
         machine=machine_of(kind),
         num_devices=len(devices),
         shares_cores=devices[0].platform == "cpu" and len(devices) > 1,
-        matmul={what.split()[1]: max(each.size / each.seconds for each in found) for what, found in by_name.items()},
+        matmul=matmul,
+        thin=max(0.0, thin.seconds - thin.size / matmul["float32"]) * _THIN / thin.size,
         memory_bandwidth=elementwise.size / elementwise.seconds,
         link_bandwidth=links,
         latency=latency,

@@ -35,6 +35,12 @@ def test_rates_are_of_one_device_while_all_work(profile: Profile) -> None:
     assert "shares its cores" not in profile.source and "which share its cores" in str(profile)
 
 
+def test_thin_matmuls_are_slower(profile: Profile) -> None:
+    (row,) = (row for row in profile.samples if row["what"] == "thin")
+    assert row["seconds"] == pytest.approx(row["size"] * (1 / profile.matmul["float32"] + profile.thin / 64))
+    assert "thin matmuls" in str(profile)
+
+
 def test_planning_reads_them_where_no_datasheet_is(profile: Profile) -> None:
     facts = with_measured(hardware_of(jax.devices()[:4]), profile)
     assert facts.memory_bandwidth == 2 * profile.memory_bandwidth  # half as many share the cores

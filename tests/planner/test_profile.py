@@ -12,7 +12,7 @@ from cjax.planner.profile import Profile, factor_of, machine_of, profile_path, r
 
 PROFILE = Profile(
     kind="cpu", machine=machine_of("cpu"), num_devices=8, shares_cores=True, matmul={"float32": 1e9, "bfloat16": 5e8},
-    memory_bandwidth=2e9, link_bandwidth={"all-reduce": 1e8, "all-gather": 3e8, "all-to-all": 1e6}, latency=1e-4,
+    thin=6.4e-8, memory_bandwidth=2e9, link_bandwidth={"all-reduce": 1e8, "all-gather": 3e8, "all-to-all": 1e6}, latency=1e-4,
     launch=1e-5, jax="0.10.2", date="2026-11-23", samples=({"what": "elementwise", "size": 4, "seconds": 2e-9},),
 )  # fmt: skip
 
@@ -60,7 +60,7 @@ def test_another_file_can_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"form": 2}, {"matmul": {}}, {"matmul": {"float32": -1.0}}, {"memory_bandwidth": 0}, {"latency": -1.0},
+        {"form": 1}, {"thin": -1e-9}, {"matmul": {}}, {"matmul": {"float32": -1.0}}, {"memory_bandwidth": 0}, {"latency": -1.0},
         {"latency": "soon"}, {"link_bandwidth": {"all-reduce": float("nan")}}, {"more": 1}, {"samples": [{"what": 1}]},
     ],
 )  # fmt: skip
@@ -81,6 +81,7 @@ def test_what_is_no_json_object_is_refused(text: str) -> None:
 def test_devices_that_share_cores_share_them_out() -> None:
     four = PROFILE.at(4)
     assert four.matmul == {"float32": 2e9, "bfloat16": 1e9} and four.memory_bandwidth == 4e9
+    assert four.thin == 3.2e-8, "half the rate at the same dim as before"
     assert four.links == 2 * PROFILE.links == 2e8 and four.latency == PROFILE.latency and four.num_devices == 4
     own = dataclasses.replace(PROFILE, shares_cores=False)
     assert own.at(4) == own

@@ -23,7 +23,7 @@ def profiled(hardware: Hardware, profile: Profile | None) -> tuple[Hardware, Cal
       profile: what `cjax calibrate` found, if it did.
 
     >>> from cjax.planner.hardware import Hardware
-    >>> profile = Profile("cpu", "", 8, True, {"float32": 1e10}, 1e9, {"all-gather": 5e8}, 1e-4, 1e-3, "", "2026-11-23")
+    >>> profile = Profile("cpu", "", 8, True, {"float32": 1e10}, 0.0, 1e9, {"all-gather": 5e8}, 1e-4, 1e-3, "", "2026-11-23")
     >>> known, constants = profiled(Hardware("cpu", 4, 4, 2**30), profile)
     >>> known.f32_flops, constants.shares_cores
     (20000000000.0, True)
@@ -50,6 +50,8 @@ def profiled(hardware: Hardware, profile: Profile | None) -> tuple[Hardware, Cal
         cores=0,
         matmul=1.0,
         attention=1.0,
+        # What `Computing` counts of a thin matmul is that its weights are read from memory once for each.
+        thin=found.thin * found.memory_bandwidth / 2,
         memory=1.0,
         links=1.0,
         adapters=1.0,

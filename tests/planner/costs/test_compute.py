@@ -53,6 +53,14 @@ def test_a_wave_that_is_not_full_takes_as_long_as_a_full_one() -> None:
     assert 0.5 < busy < 0.95
 
 
+def test_made_again_is_what_the_backward_pass_needs() -> None:
+    place = np.array([PRECISIONS.index("bfloat16")])
+    computing = Computing(CARD, Calibration("test", cores=CORES), WHOLE, np.array([1.0]), place)
+    last = dataclasses.replace(MATMUL, is_remade=False)
+    there, _, again = computing.passes(Part("one", products=(MATMUL, MATMUL, last)))
+    assert again.matmul[0] == pytest.approx(there.matmul[0] * 2 / 3) and again.flops[0] * 3 == there.flops[0] * 2
+
+
 @pytest.mark.parametrize(("inner", "slower"), [(1024, 1.0), (1032, UNALIGNED), (1028, CROOKED)])
 def test_tensor_cores_want_dims_that_eights_divide(inner: int, slower: float) -> None:
     there = passes(matmul(inner=(("in", inner),)), pads=False)[0]
