@@ -23,7 +23,7 @@ def profiled(hardware: Hardware, profile: Profile | None) -> tuple[Hardware, Cal
       profile: what `cjax calibrate` found, if it did.
 
     >>> from cjax.planner.hardware import Hardware
-    >>> profile = Profile("cpu", "", 8, True, {"float32": 1e10}, 0.0, 1e9, {"all-gather": 5e8}, 1e-4, 1e-3, "", "2026-11-23")
+    >>> profile = Profile("cpu", "", 8, True, {"float32": 1e10}, 0.0, 1e9, {"all-gather": 5e8}, 1e-4, 1e-3, "", "")
     >>> known, constants = profiled(Hardware("cpu", 4, 4, 2**30), profile)
     >>> known.f32_flops, constants.shares_cores
     (20000000000.0, True)
