@@ -37,8 +37,8 @@ def test_rates_are_of_one_device_while_all_work(profile: Profile) -> None:
 
 def test_thin_matmuls_are_slower(profile: Profile) -> None:
     (row,) = (row for row in profile.samples if row["what"] == "thin")
-    assert row["seconds"] == pytest.approx(row["size"] * (1 / profile.matmul["float32"] + profile.thin / 64))
-    assert "thin matmuls" in str(profile)
+    slower = max(0.0, row["seconds"] / row["size"] - 1 / profile.matmul["float32"])
+    assert profile.thin == pytest.approx(64 * slower)
 
 
 def test_planning_reads_them_where_no_datasheet_is(profile: Profile) -> None:
