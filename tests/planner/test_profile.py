@@ -13,7 +13,8 @@ from cjax.planner.profile import Profile, factor_of, machine_of, profile_path, r
 PROFILE = Profile(
     kind="cpu", machine=machine_of("cpu"), num_devices=8, shares_cores=True, matmul={"float32": 1e9, "bfloat16": 5e8},
     thin=6.4e-8, memory_bandwidth=2e9, link_bandwidth={"all-reduce": 1e8, "all-gather": 3e8, "all-to-all": 1e6},
-    latency=1e-4, launch=1e-5, jax="0.10.2", date="2026-11-23", samples=({"what": "elementwise", "size": 4, "seconds": 2e-9},),
+    latency=1e-4, launch=1e-5, jax="0.10.2", date="2026-11-23",
+    samples=({"what": "elementwise", "size": 4, "seconds": 2e-9},),
 )  # fmt: skip
 
 
@@ -65,7 +66,8 @@ def test_another_file_can_be_named(tmp_path: Path) -> None:
     "change",
     [
         {"form": 1}, {"thin": -1e-9}, {"matmul": {}}, {"matmul": {"float32": -1.0}}, {"memory_bandwidth": 0},
-        {"latency": -1.0}, {"latency": "soon"}, {"link_bandwidth": {"all-reduce": float("nan")}}, {"more": 1}, {"samples": [{"what": 1}]},
+        {"latency": -1.0}, {"latency": "soon"}, {"link_bandwidth": {"all-reduce": float("nan")}}, {"more": 1},
+        {"samples": [{"what": 1}]},
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_profile_is_refused(cache: Path, change: dict[str, Any]) -> None:
