@@ -85,7 +85,7 @@ class Profile:
         rows = [("on", self.source)]
         rows += [(f"matmul {dtype}", f"{rate / 1e12:.4g} TFLOP/s a device") for dtype, rate in self.matmul.items()]
         half = self.thin * self.matmul.get("float32", 0.0)
-        rows += [("thin matmuls", f"half of that where the least dim is {half:.0f}")] * bool(half)
+        rows.append(("thin matmuls", f"half the rate of float32 where the least dim is {half:.0f}"))
         rows.append(("memory", f"{self.memory_bandwidth / 1e9:.4g} GB/s a device"))
         rows += [(kind, f"{rate / 1e9:.4g} GB/s received a device") for kind, rate in self.link_bandwidth.items()]
         rows += [("collective", f"{1e6 * self.latency:.4g} us at least")] * bool(self.latency)

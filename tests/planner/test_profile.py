@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_thin_matmuls_are_told() -> None:
-    assert "half of that where the least dim is 64" in str(PROFILE)
+    assert "half the rate of float32 where the least dim is 64" in str(PROFILE)
 
 
 def test_it_is_kept_for_the_kind_of_device_and_the_processor(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
