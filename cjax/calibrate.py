@@ -20,10 +20,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Edges of square matmuls, tried in this order until one takes `_LONG`: large ones show the rate, small ones the losses.
 _EDGES = (128, 256, 512, 1024, 2048, 4096, 8192)
 _LONG = 0.02
+# A thin product, of few rows: edges of its weights on accelerators and on CPUs. Weights are read for each product anew.
+_THIN, _WIDTH = 64, {False: 8192, True: 1024}
 # Bytes a device of an array that is only read and written, and those that it receives, on accelerators and on CPUs.
 _TOUCHED = {False: 2**28, True: 2**23}
 _SENT = {False: (2**12, 2**26), True: (2**12, 2**22)}
+_ROWS = 64  # of such an array
 _ROUNDS = 8
+_TURNS, _EDGE = 8, 256  # products, of this edge, between which devices of a CPU wait for each other
+_WAITING = {False: "turns", True: "turns with a collective each"}
 _ENOUGH = 0.005  # seconds that a program is run for in each round, once or more
 
 
@@ -78,6 +83,9 @@ def calibrate(devices: Sequence[Device] | str | None = None, seconds: float = 45
     timed = [bench.nothing(), bench.elementwise()]
     for dtype in DTYPES:
         timed += bench.matmuls(dtype, (end - time.perf_counter()) / 2)
+    timed.append(bench.thin())
+    if len(found) > 1 and bench.is_cpu:
+        timed += [bench.turns(waits) for waits in (False, True)]
     if len(found) > 1:
         timed += [bench.collective(kind, size) for kind in COLLECTIVES for size in _SENT[bench.is_cpu]]
     for _ in range(_ROUNDS):
@@ -99,9 +107,25 @@ class _Bench:
         return self._timed("nothing", 0, lambda x: x + 1, (8,), "float32")
 
     def elementwise(self) -> _Timed:
-        """Bytes that are read and written, half of them each."""
+        """Bytes that are read and written, half of them each. An activation function: on accelerators any operation is
+        as fast as memory is, a CPU computes most of what models do between matmuls more slowly than that."""
         size = _TOUCHED[self.is_cpu]
-        return self._timed("elementwise", 2 * size, lambda x: x * 0.5 + 1, (size // 4,), "float32")
+        return self._timed("elementwise", 2 * size, jax.nn.gelu, (size // 4,), "float32")
+
+    def turns(self, waits: bool) -> _Timed:
+        """Products, behind each of which devices add up a single row, or not.
+
+        Devices that share cores are never equally far: what a collective costs a CPU is that those that are ahead fall
+        asleep, and are woken up.
+        """
+
+        def function(x: jax.Array) -> jax.Array:
+            for _ in range(_TURNS):
+                x = jnp.tanh(_product(x))
+                x = x.at[0].set(jax.lax.psum(x[0], DATA)) if waits else x
+            return x
+
+        return self._timed(_WAITING[waits], _TURNS, function, (_EDGE, _EDGE), "float32")
 
     def matmuls(self, dtype: str, seconds: float) -> list[_Timed]:
         """Of each size until one is long, or the time is over."""
@@ -114,12 +138,23 @@ class _Bench:
                 break
         return timed
 
+    def thin(self) -> _Timed:
+        """A few rows times weights, and both gradients of that."""
+        width = _WIDTH[self.is_cpu]
+
+        def function(x: jax.Array) -> Any:
+            made, back = jax.vjp(jnp.dot, x[:_THIN], x[_THIN:])
+            return made, *back(made)
+
+        return self._timed("thin", 3 * 2 * _THIN * width**2, function, (_THIN + width, width), "float32")
+
     def collective(self, kind: str, size: int) -> _Timed:
         """Each device receives `size` bytes, or a little more."""
         num = self.mesh.size
         received = RECEIVED[kind](num)
-        elements = math.ceil(size / 4 / received / num) * num
-        return self._timed(kind, round(received * 4 * elements), COLLECTIVES[kind], (elements,), "float32")
+        columns = math.ceil(size / 4 / received / num / _ROWS) * num
+        elements = _ROWS * columns
+        return self._timed(kind, round(received * 4 * elements), COLLECTIVES[kind], (_ROWS, columns), "float32")
 
     def _timed(self, what: str, size: int, function: Callable[[jax.Array], Any], shape: Any, dtype: str) -> _Timed:
         """A program that does `function` on each device, to an array of this shape there. It has run once."""
@@ -142,11 +177,13 @@ def _to_the_next(x: jax.Array) -> jax.Array:
     return jax.lax.ppermute(x, DATA, [(i, (i + 1) % num) for i in range(num)])
 
 
+# Along the last dim, as positions and features are gathered and scattered: what is sent is laid out for it, which takes
+# CPUs longer than to send it.
 COLLECTIVES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "all-reduce": lambda x: jax.lax.psum(x, DATA),
-    "all-gather": lambda x: jax.lax.all_gather(x, DATA, tiled=True),
-    "reduce-scatter": lambda x: jax.lax.psum_scatter(x, DATA, tiled=True),
-    "all-to-all": lambda x: jax.lax.all_to_all(x, DATA, 0, 0, tiled=True),
+    "all-gather": lambda x: jax.lax.all_gather(x, DATA, axis=1, tiled=True),
+    "reduce-scatter": lambda x: jax.lax.psum_scatter(x, DATA, scatter_dimension=1, tiled=True),
+    "all-to-all": lambda x: jax.lax.all_to_all(x, DATA, 1, 1, tiled=True),
     "collective-permute": _to_the_next,
 }
 
@@ -155,23 +192,29 @@ def _profile(devices: Sequence[Device], timed: Sequence[_Timed]) -> Profile:
     by_name: dict[str, list[_Timed]] = {}
     for each in timed:
         by_name.setdefault(each.what, []).append(each)
-    (nothing,), (elementwise,) = by_name.pop("nothing"), by_name.pop("elementwise")
+    (nothing,), (elementwise,), (thin,) = (by_name.pop(what) for what in ("nothing", "elementwise", "thin"))
     links, latencies = {}, []
     for kind in [kind for kind in by_name if kind in COLLECTIVES]:
         small, large = by_name.pop(kind)
         # What a small one takes is latency; what a large one takes beside it is its bytes.
         links[kind] = (large.size - small.size) / max(large.seconds - small.seconds, 0.05 * large.seconds)
         latencies.append(small.seconds)
+    latency = max(0.0, sorted(latencies)[len(latencies) // 2] - nothing.seconds) if latencies else 0.0
+    if _WAITING[True] in by_name:
+        (alone,), (waiting,) = (by_name.pop(_WAITING[waits]) for waits in (False, True))
+        latency = max(latency, (waiting.seconds - alone.seconds) / _TURNS)
     kind = devices[0].device_kind
+    matmul = {what.split()[1]: max(each.size / each.seconds for each in found) for what, found in by_name.items()}
     return Profile(
         kind=kind,
         machine=machine_of(kind),
         num_devices=len(devices),
         shares_cores=devices[0].platform == "cpu" and len(devices) > 1,
-        matmul={what.split()[1]: max(each.size / each.seconds for each in found) for what, found in by_name.items()},
+        matmul=matmul,
+        thin=max(0.0, thin.seconds - thin.size / matmul["float32"]) * _THIN / thin.size,
         memory_bandwidth=elementwise.size / elementwise.seconds,
         link_bandwidth=links,
-        latency=max(0.0, sorted(latencies)[len(latencies) // 2] - nothing.seconds) if latencies else 0.0,
+        latency=latency,
         launch=nothing.seconds,
         jax=jax.__version__,
         date=datetime.date.today().isoformat(),

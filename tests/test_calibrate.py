@@ -30,9 +30,15 @@ def test_rates_are_of_one_device_while_all_work(profile: Profile) -> None:
         assert rate == max(row["size"] / row["seconds"] for row in profile.samples if row["what"] == what)
     for what, rate in profile.link_bandwidth.items():
         small, large = (row for row in profile.samples if row["what"] == what)
-        assert 2**12 <= small["size"] < 2**13 and 2**22 <= large["size"] < 2**22 + 2**8
+        assert 2**12 <= small["size"] < 2**14 and 2**22 <= large["size"] < 2**22 + 2**13
         assert large["size"] / large["seconds"] <= 1.01 * rate
     assert "shares its cores" not in profile.source and "which share its cores" in str(profile)
+
+
+def test_thin_matmuls_are_slower(profile: Profile) -> None:
+    (row,) = (row for row in profile.samples if row["what"] == "thin")
+    slower = max(0.0, row["seconds"] / row["size"] - 1 / profile.matmul["float32"])
+    assert profile.thin == pytest.approx(64 * slower)
 
 
 def test_planning_reads_them_where_no_datasheet_is(profile: Profile) -> None:
@@ -43,12 +49,19 @@ def test_planning_reads_them_where_no_datasheet_is(profile: Profile) -> None:
     assert facts.memory == hardware_of(jax.devices()[:4]).memory
 
 
+def test_a_collective_costs_cores_that_are_shared_what_it_costs_between_products(profile: Profile) -> None:
+    rows = {row["what"]: row for row in profile.samples}
+    alone, waiting = rows["turns"], rows["turns with a collective each"]
+    assert alone["size"] == waiting["size"]
+    assert profile.latency >= (waiting["seconds"] - alone["seconds"]) / waiting["size"]
+
+
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_a_collective_receives_what_is_counted(kind: str) -> None:
     mesh = build_mesh({DATA: 8}, jax.devices())
     mapped = jax.shard_map(COLLECTIVES[kind], mesh=mesh, in_specs=P(DATA), out_specs=P(DATA), check_vma=False)
     program = jax.jit(mapped, compiler_options=compiler_options(mesh))
-    (found,) = audit_text(program.lower(jnp.ones(8 * 64)).compile().as_text(), mesh).collectives
+    (found,) = audit_text(program.lower(jnp.ones((8 * 8, 8))).compile().as_text(), mesh).collectives
     assert found.kind == kind and found.bytes == RECEIVED[kind](8) * 4 * 64
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_FORM = 1  # of the file; another one is measured anew
+_FORM = 2  # of the file; another one is measured anew
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -24,9 +24,12 @@ class Profile:
       num_devices: how many worked at once.
       shares_cores: whether they are virtual and share the cores of one processor.
       matmul: FLOP/s of large matmuls by dtype.
-      memory_bandwidth: bytes/s that an elementwise operation reads and writes.
+      thin: seconds that each FLOP of a matmul takes longer, times the matmul's least dim: half the rate where the
+        least dim is this times the rate. In float32.
+      memory_bandwidth: bytes/s that an activation function reads and writes.
       link_bandwidth: bytes/s that a device receives, by collective; empty where there is one device.
-      latency: seconds of a collective that moves next to nothing; 0 where there is one device.
+      latency: seconds of a collective that moves next to nothing, between computations where devices share cores; 0
+        where there is one device.
       launch: seconds of a program that does next to nothing.
       jax: the version that measured.
       date: when, as YYYY-MM-DD.
@@ -38,6 +41,7 @@ class Profile:
     num_devices: int
     shares_cores: bool
     matmul: Mapping[str, float]
+    thin: float
     memory_bandwidth: float
     link_bandwidth: Mapping[str, float]
     latency: float
@@ -49,7 +53,7 @@ class Profile:
     def at(self, num_devices: int) -> "Profile":
         """The same for another number of devices: those that share cores share them out anew, others stay as they are.
 
-        >>> shared = Profile("cpu", "", 8, True, {"float32": 1e9}, 1e9, {}, 0.0, 0.0, "", "")
+        >>> shared = Profile("cpu", "", 8, True, {"float32": 1e9}, 0.0, 1e9, {}, 0.0, 0.0, "", "")
         >>> shared.at(4).matmul
         {'float32': 2000000000.0}
         """
@@ -60,6 +64,7 @@ class Profile:
             self,
             num_devices=num_devices,
             matmul={dtype: rate * times for dtype, rate in self.matmul.items()},
+            thin=self.thin / times,
             memory_bandwidth=self.memory_bandwidth * times,
             link_bandwidth={kind: rate * times for kind, rate in self.link_bandwidth.items()},
         )
@@ -79,6 +84,8 @@ class Profile:
     def __str__(self) -> str:
         rows = [("on", self.source)]
         rows += [(f"matmul {dtype}", f"{rate / 1e12:.4g} TFLOP/s a device") for dtype, rate in self.matmul.items()]
+        half = self.thin * self.matmul.get("float32", 0.0)
+        rows.append(("thin matmuls", f"half the rate of float32 where the least dim is {half:.0f}"))
         rows.append(("memory", f"{self.memory_bandwidth / 1e9:.4g} GB/s a device"))
         rows += [(kind, f"{rate / 1e9:.4g} GB/s received a device") for kind, rate in self.link_bandwidth.items()]
         rows += [("collective", f"{1e6 * self.latency:.4g} us at least")] * bool(self.latency)
@@ -140,7 +147,7 @@ def read_profile(kind: str, path: Path | None = None) -> Profile | None:
             raise ValueError("another form")
         profile = Profile(**facts)
         rates = [profile.memory_bandwidth, *profile.matmul.values(), *profile.link_bandwidth.values()]
-        times = [profile.latency, profile.launch, *(sample["seconds"] for sample in profile.samples)]
+        times = [profile.thin, profile.latency, profile.launch, *(sample["seconds"] for sample in profile.samples)]
         if not profile.matmul or not all(0 < rate < math.inf for rate in rates) or not all(0 <= t for t in times):
             raise ValueError("rates that can't be")
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -38,7 +38,8 @@ class MatmulWork:
 
     `batch` is in both operands (heads of an attention that no kernel computes, experts). `rows` are the activation's
     own dims, `outer` the other operand's. `reads` numbers the activation that is read: products that read the same one
-    share one reduction of its gradient. Where `is_weight` is False, both operands are activations.
+    share one reduction of its gradient. Where `is_weight` is False, both operands are activations. `is_remade`: whether
+    a layer that is made again for its backward pass makes it again; of its last product, nothing needs the result.
     """
 
     batch: Dims
@@ -48,6 +49,7 @@ class MatmulWork:
     reads: int
     is_weight: bool = True
     times: int = 1
+    is_remade: bool = True
 
     @property
     def flops(self) -> int:

@@ -26,7 +26,7 @@ class Small(nn.Module):
 def test_what_is_predicted_stands_beside_what_is_measured(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rates = dict.fromkeys(("float32", "bfloat16", "float16"), 1e10)
-    write_profile(Profile("cpu", machine_of("cpu"), 8, True, rates, 1e9, {"all-gather": 1e9}, 1e-4, 1e-4, "", ""))
+    write_profile(Profile("cpu", machine_of("cpu"), 8, True, rates, 0.0, 1e9, {"all-gather": 1e9}, 1e-4, 1e-4, "", ""))
     batch = {"images": np.ones((16, 4, 4, 3), np.float32), "labels": np.zeros(16, np.int32)}
     said: list[str] = []
     compare(Setting("Small", Small(), classified, batch, ("data=8", "data=8 zero=3")), 2, said.append)

@@ -12,8 +12,9 @@ from cjax.planner.profile import Profile, factor_of, machine_of, profile_path, r
 
 PROFILE = Profile(
     kind="cpu", machine=machine_of("cpu"), num_devices=8, shares_cores=True, matmul={"float32": 1e9, "bfloat16": 5e8},
-    memory_bandwidth=2e9, link_bandwidth={"all-reduce": 1e8, "all-gather": 3e8, "all-to-all": 1e6}, latency=1e-4,
-    launch=1e-5, jax="0.10.2", date="2026-11-23", samples=({"what": "elementwise", "size": 4, "seconds": 2e-9},),
+    thin=6.4e-8, memory_bandwidth=2e9, link_bandwidth={"all-reduce": 1e8, "all-gather": 3e8, "all-to-all": 1e6},
+    latency=1e-4, launch=1e-5, jax="0.10.2", date="2026-11-23",
+    samples=({"what": "elementwise", "size": 4, "seconds": 2e-9},),
 )  # fmt: skip
 
 
@@ -21,6 +22,10 @@ PROFILE = Profile(
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "cjax"
+
+
+def test_thin_matmuls_are_told() -> None:
+    assert "half the rate of float32 where the least dim is 64" in str(PROFILE)
 
 
 def test_it_is_kept_for_the_kind_of_device_and_the_processor(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,8 +65,9 @@ def test_another_file_can_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"form": 2}, {"matmul": {}}, {"matmul": {"float32": -1.0}}, {"memory_bandwidth": 0}, {"latency": -1.0},
-        {"latency": "soon"}, {"link_bandwidth": {"all-reduce": float("nan")}}, {"more": 1}, {"samples": [{"what": 1}]},
+        {"form": 1}, {"thin": -1e-9}, {"matmul": {}}, {"matmul": {"float32": -1.0}}, {"memory_bandwidth": 0},
+        {"latency": -1.0}, {"latency": "soon"}, {"link_bandwidth": {"all-reduce": float("nan")}}, {"more": 1},
+        {"samples": [{"what": 1}]},
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_profile_is_refused(cache: Path, change: dict[str, Any]) -> None:
@@ -81,6 +87,7 @@ def test_what_is_no_json_object_is_refused(text: str) -> None:
 def test_devices_that_share_cores_share_them_out() -> None:
     four = PROFILE.at(4)
     assert four.matmul == {"float32": 2e9, "bfloat16": 1e9} and four.memory_bandwidth == 4e9
+    assert four.thin == 3.2e-8, "half the rate at the same dim as before"
     assert four.links == 2 * PROFILE.links == 2e8 and four.latency == PROFILE.latency and four.num_devices == 4
     own = dataclasses.replace(PROFILE, shares_cores=False)
     assert own.at(4) == own

@@ -146,9 +146,13 @@ def _note(planning: Planning, asked: Asked, found: Found, best: Scored) -> str:
     many = f"{found.num_fitting:,} plans that fit" if found.num_fitting > 1 else "the one plan that fits"
     out = [f"micro-batches are ruled out: {found.refused['microbatches']}"] if "microbatches" in found.refused else []
     if planning.calibration is None:
-        name = planning.hardware(max(asked.num_devices)).name
+        num = max(asked.num_devices)
+        name = planning.hardware(num).name
         least = f"the least arithmetic and bytes moved of {many}"
         said = f"auto chose {best.plan}: {least}, {size}; how fast a {name} is nobody has measured"
+        plan = best.plan
+        if num > 1 and plan.tensor.size == plan.sequence.size == plan.pipeline.size == 1:
+            said += ", so plans that split the model were not tried"
     else:
         said = f"auto chose {best.plan}: the fastest of {many}, {_costs(best)}; program.explain() says why"
     return "; ".join([said, *out])

@@ -34,6 +34,8 @@ class Software:
       adds_in_matmuls: whether a matmul adds a gradient to that of the micro-batches before, in place of a pass for it.
       pads: whether matmuls in 16 bits are filled up to dims that tensor cores take: XLA does.
       cuts_sends: whether the devices of a tensor axis send a stage's output in parts, each its own.
+      scatters: whether each device is sent its part alone of gradients that ZeRO divides; XLA's CPU compiler adds all
+        of them up everywhere and takes the part then.
     """
 
     is_lockstep: bool = True
@@ -50,6 +52,7 @@ class Software:
     adds_in_matmuls: bool = False
     pads: bool = True
     cuts_sends: bool = False
+    scatters: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Calibration:
       source: where the constants are from, for the user.
       cores: of the chip, among which the tiles of a matmul's result are shared out; 0 for what has no tiles.
       shares_cores: whether the devices are virtual, and share one processor's cores.
+      kinds: collectives that are faster or slower than the links' rate, and how many times.
       matmul: share of the peak that a large aligned matmul reaches.
       attention: share of the peak that a flash kernel reaches.
       thin: how soon matmuls get slower as their least dim shrinks: half the rate at `thin` x peak / memory bandwidth.
@@ -102,6 +106,7 @@ class Calibration:
     factor: float = 1.0
     spread: float = 0.1
     shares_cores: bool = False
+    kinds: tuple[tuple[str, float], ...] = ()
     software: Software = Software()
 
     def measured(self, ratio: float, source: str) -> "Calibration":

@@ -87,19 +87,22 @@ class Computing:
         self._memory = hardware.memory_bandwidth or np.inf
         self._item = np.where(self._is_half, 2.0, 4.0)
 
-    def passes(self, part: Part) -> tuple[Pass, Pass]:
-        """Forward and backward through one layer of the part."""
-        there = back = Pass.none(len(self._share))
+    def passes(self, part: Part) -> tuple[Pass, Pass, Pass]:
+        """Forward and backward through one layer of the part, and forward again for a backward pass that has kept
+        nothing of it."""
+        there = back = unneeded = Pass.none(len(self._share))
         for product in part.products:
             f, b = self._product(product)
             there, back = there + f, back + b
+            unneeded = unneeded if product.is_remade else unneeded + f
         for attention in part.attentions:
             f, b = self._attention(attention)
             there, back = there + f, back + b
         # What is read and written forward is read and written for the gradient, beside the gradient itself.
         touched = sum((self._bytes(value) for value in part.touched), np.zeros(len(self._share)))
         touched = touched * self._software.passes / self._memory
-        return there + self._touching(touched), back + self._touching(2 * touched)
+        there = there + self._touching(touched)
+        return there, back + self._touching(2 * touched), there + unneeded * -1.0
 
     def _local(self, dims: Dims) -> np.ndarray:
         share = self._share if any(name == BATCH for name, _ in dims) else 1.0

@@ -172,7 +172,7 @@ class _Clock:
         light = there.attention + there.elementwise
         again = np.where(remat == REMATS.index("dots"), light, 0.0)
         is_whole = remat == REMATS.index("block")
-        again = np.where(is_whole, there.matmul + light, again)
+        again = np.where(is_whole, self._matmul(ways.again, is_layer) + light, again)
         return there, dataclasses.replace(
             back,
             recompute=again,
@@ -191,9 +191,7 @@ class _Clock:
         launches: float = 1.0,
     ) -> _Seconds:
         constants = self._constants
-        share = constants.matmul * (constants.faster if is_layer else 1.0)
-        thin = constants.thin * (constants.faster if is_layer else 1.0)
-        matmul = (one.matmul + thin * one.thin) / share
+        matmul = self._matmul(one, is_layer)
         attention = one.attention / constants.attention
         elementwise = one.touched / constants.memory + constants.launch * launches * is_layer
         computed = matmul + attention + elementwise
@@ -204,6 +202,10 @@ class _Clock:
         )
         none = np.zeros_like(matmul)
         return _Seconds(matmul, attention, elementwise, none, tensor_seconds, sequence_seconds, beside + beside_too)
+
+    def _matmul(self, one: Pass, is_layer: bool) -> np.ndarray:
+        faster = self._constants.faster if is_layer else 1.0
+        return (one.matmul + self._constants.thin * faster * one.thin) / (self._constants.matmul * faster)
 
     def _exposed(
         self, transfer: Receipt, computed: np.ndarray, hidden: float | np.ndarray
@@ -221,11 +223,14 @@ class _Clock:
         """Bubble, and transfers between stages."""
         plans, constants = self._plans, self._constants
         send = plans.send.seconds(constants.links, constants.adapters, constants.latency, constants.hop)
-        bubble, sent = np.zeros_like(computed), np.zeros_like(computed)
+        bubble = np.zeros_like(computed)
         if not (plans.stages > 1).any():
-            return bubble, sent
+            return bubble, np.zeros_like(computed)
+        rows = plans.rows.seconds(constants.links, constants.adapters, constants.latency, constants.hop)
+        # In lockstep a tick ends when its messages are there: XLA lays nothing beside them.
+        arrived = send + rows
         if constants.shares_cores:
-            return bubble, np.where(plans.stages > 1, 2 * plans.microbatches * plans.chunks * send, 0.0)
+            return bubble, arrived
         # Half of a matmul's gradients are of weights.
         weight = plans.full * layer[1].matmul / 2
         if not constants.software.is_lockstep:
@@ -244,18 +249,15 @@ class _Clock:
         kinds, place = np.unique(columns[:, plans.stages > 1].astype(int), axis=1, return_inverse=True)
         at = np.flatnonzero(plans.stages > 1)
         for i, (schedule, stages, microbatches, chunks) in enumerate(kinds.T):
-            rows = at[place.reshape(-1) == i]
+            mine = at[place.reshape(-1) == i]
             found = ticks(SCHEDULES[schedule], int(stages), int(microbatches), int(chunks))
-            args = (forward[rows], backward[rows], weight[rows])
-            alone = makespan(found, *args, np.zeros(len(rows)))
-            bubble[rows] = np.maximum(alone - microbatches * computed[rows], 0.0)
-            sent[rows] = makespan(found, *args, send[rows]) - alone
-        return bubble, sent
+            args = (forward[mine], backward[mine], weight[mine])
+            bubble[mine] = np.maximum(makespan(found, *args) - microbatches * computed[mine], 0.0)
+        return bubble, arrived
 
     # -- what no software saves ---------------------------------------------------------------------------------------
     def _least(self, ways: Ways, peak: float) -> np.ndarray:
-        again = self._again(ways)
-        passes = (ways.forward * (1 + again), ways.backward)
+        passes = (ways.forward, ways.again * self._again(ways), ways.backward)
         return _added((one.matmul_least + one.attention_least) / peak for one in passes)
 
     def _again(self, ways: Ways) -> np.ndarray:
@@ -273,7 +275,7 @@ class _Clock:
     def _flops(self) -> np.ndarray:
         plans = self._plans
         layer, first, last = (
-            ways.forward.flops * (1 + self._again(ways)) + ways.backward.flops
+            ways.forward.flops + ways.again.flops * self._again(ways) + ways.backward.flops
             for ways in (plans.layer, plans.first, plans.last)
         )
         return plans.microbatches * (plans.layers * layer + first + last) / plans.stages

@@ -12,7 +12,7 @@ import numpy as np
 from cjax.pipeline.partition import partition
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.compute import Computing, Pass
-from cjax.planner.costs.moved import moved
+from cjax.planner.costs.moved import handed, messages, moved, to_optimizer
 from cjax.planner.costs.transfers import Members, Receipt, group_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS, SCHEDULES, PlanTable
@@ -30,7 +30,7 @@ class Ways:
     """One micro-batch through one stretch of the model on one device.
 
     Args:
-      forward, backward: what is computed.
+      forward, backward: what is computed; `again`, what remat=block computes of the forward pass a second time.
       tensor_forward, tensor_backward, sequence_forward, sequence_backward: what the words' collectives receive.
       gather: of one pass of ZeRO-3 over it, forward or backward.
       held: parameters that a device holds whole while it computes, on its share of the tensor axes.
@@ -39,6 +39,7 @@ class Ways:
 
     forward: Pass
     backward: Pass
+    again: Pass
     tensor_forward: Receipt
     tensor_backward: Receipt
     sequence_forward: Receipt
@@ -58,7 +59,8 @@ class Ideal:
       stages, chunks, microbatches, schedule, remat: the plan's.
       reduce: gradients once a step, and parameters after them; `reduce_each` gradients with each micro-batch.
       gather: ZeRO-3's parameters, layers' once for each direction; the others are kept from one to the other.
-      send: a stage's output to the next.
+      send: a stage's output to the next; in lockstep all messages of a step, both ways.
+      rows: layers on their way to the optimizer and back.
       optimizer: the optimizer's pass over memory; `accumulate` that of one micro-batch's gradients.
       hosts: that the devices are on.
       moved: bytes a device receives in a step, by axis.
@@ -79,6 +81,7 @@ class Ideal:
     reduce_each: Receipt
     gather: Receipt
     send: Receipt
+    rows: Receipt
     optimizer: np.ndarray
     accumulate: np.ndarray
     hosts: np.ndarray
@@ -98,6 +101,7 @@ class _Plans:
     ) -> None:
         self._work, self._split, self._table, self._hardware = work, split, table, hardware
         self._software, self._shares = calibration.software, (calibration.links, calibration.adapters)
+        self._meets, self._kinds = calibration.shares_cores, dict(calibration.kinds)
         self._inner = split.num_devices  # neighbours that share a copy's stage
         self._is_half = table.precision != PRECISIONS.index("float32")
         self._item = np.where(self._is_half, 2.0, 4.0)
@@ -128,16 +132,14 @@ class _Plans:
         scatter, between, weights, each = self._reduce(held)
         gradients = scatter + between
         gathers = (layer.gather * (2 * full) + first.gather + last.gather) * table.microbatches
-        stream = work.parts[stacks[0]].stream if stacks else None
-        bytes_ = self._item * self._split.local(stream.dims) / self._share if stream else np.zeros(len(table))
-        if self._software.cuts_sends and stream:
-            bytes_ = bytes_ * self._split.parts_of(stream.dims) / self._inner
         stage_stride = self._inner * table.data
         if self._software.is_lockstep:
             # Of stages on several hosts some hand on between them, and all wait for these.
             leaves = table.pipeline * stage_stride > hardware.devices_per_host
             stage_stride = np.where(leaves, np.maximum(stage_stride, hardware.devices_per_host), stage_stride)
-        send = self._over(group_of(hardware, 2, stage_stride), "collective-permute", bytes_, 1.0)
+        neighbours = group_of(hardware, 2, stage_stride)
+        send = self._over(neighbours, "collective-permute", *self._sent(stacks))
+        rows = self._over(neighbours, "collective-permute", to_optimizer(work, self._split, table), 1.0)
         adds = (table.microbatches > 1) & (not self._software.adds_in_matmuls)
         states = np.where(table.zero >= 1, table.zero_group, 1)
         memory = hardware.memory_bandwidth or np.inf
@@ -145,7 +147,7 @@ class _Plans:
             first, layer, last, np.full(len(table), float(work.num_layers)), full, short,
             table.pipeline.astype(float), self._chunks.astype(float), table.microbatches.astype(float),
             self._schedule, table.remat, gradients * ~each + weights, gradients * (each * table.microbatches), gathers,
-            send,
+            send, rows * (rows.bytes > 0),
             # Parameters and state are read and written, gradients read, computed copies written.
             held / states * (2 * MASTER * (1 + work.optimizer_bytes) + MASTER + self._item) / memory,
             held * (self._item + 2 * MASTER) / memory * adds,
@@ -153,15 +155,27 @@ class _Plans:
             moved(work, self._split, table).by_axis(),
         )  # fmt: skip
 
+    def _sent(self, stacks: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that stages hand on, and in how many messages."""
+        table = self._table
+        if self._software.is_lockstep:
+            count = 1.0 * messages(self._work, table)
+            return count * handed(self._work, self._split, table), count
+        stream = self._work.parts[stacks[0]].stream if stacks else None
+        bytes_ = self._item * self._split.local(stream.dims) / self._share if stream else np.zeros(len(table))
+        if self._software.cuts_sends and stream:
+            bytes_ = bytes_ * self._split.parts_of(stream.dims) / self._inner
+        return bytes_, np.ones(len(table))
+
     # -- one pass -----------------------------------------------------------------------------------------------------
     def _ways(self, parts: list[tuple[int, float]]) -> Ways:
         count = len(self._table)
-        there = back = Pass.none(count)
+        there = back = again = Pass.none(count)
         moves = {(axis, way): Receipt.none(count) for axis in ("tensor", SEQUENCE) for way in (True, False)}
         gather, held = Receipt.none(count), np.zeros(count)
         for i, times in parts:
-            f, b = self._computing.passes(self._work.parts[i])
-            there, back = there + f[self._place] * times, back + b[self._place] * times
+            f, b, a = (one[self._place] * times for one in self._computing.passes(self._work.parts[i]))
+            there, back, again = there + f, back + b, again + a
             for move in self._split.moves[i]:
                 key = SEQUENCE if SEQUENCE in move.axes else "tensor", move.is_forward
                 moves[key] = moves[key] + self._moved(move) * times
@@ -171,6 +185,7 @@ class _Plans:
         return Ways(
             there,
             back,
+            again,
             tensor_forward=moves["tensor", True],
             tensor_backward=moves["tensor", False],
             sequence_forward=moves[SEQUENCE, True],
@@ -224,13 +239,15 @@ class _Plans:
         size = software.gradient_bytes or np.where((table.microbatches > 1) & ~each, MASTER, self._item)
         part, apart = (group.size - 1) / group.size, (others.size - 1) / others.size
         layers = 1.0 * max(1, self._work.num_layers)
-        scatter = self._over(group, "reduce-scatter", part * held * size, layers)
+        kind, times = ("reduce-scatter", 1) if software.scatters else ("all-reduce", 2)
+        scatter = self._over(group, kind, times * part * held * size, layers)
         between = self._over(others, "all-reduce", 2 * apart * held / group.size * size, layers)
         gather = self._over(group, "all-gather", part * held * software.weight_bytes, layers)
         return scatter, between, gather * (table.zero < 3), each
 
     def _over(self, group: Members, kind: str, bytes_: np.ndarray, count: np.ndarray | float) -> Receipt:
-        return Receipt.over(group, kind, bytes_, count, self._shares)
+        found = Receipt.over(group, kind, bytes_, count, self._shares, self._meets)
+        return dataclasses.replace(found, fast=found.fast / self._kinds.get(kind, 1.0))
 
     def _is_split_in_sequence(self) -> bool:
         return self._split.sizes.get(SEQUENCE, 1) > 1 and self._software.is_lockstep

@@ -11,7 +11,8 @@ What is predicted is what cjax does, as `cjax.audit` counts it in the compiled s
 - Parameters: ZeRO-1 and -2 gather them once a step, in float32; ZeRO-3 those of layers twice a micro-batch, others
   once, what matmuls read in the precision of the plan.
 - Pipelines hand on a micro-batch's activation in each tick, forwards and backwards; gradients of what stands outside of
-  the layers are summed over the stages too.
+  the layers are summed over the stages too. Where the last stage has fewer layers for the sake of what comes after
+  them, the optimizer's share of layers is not the stage's: gradients, parameters and state go to it, and back.
 
 A model whose examples meet (BatchNorm, capacities of experts) reduces once a micro-batch as well; a `Work` does not say
 that, and neither does this.
@@ -27,9 +28,10 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 
 from cjax.mesh import DATA, DEPTH, PIPE, SEQUENCE, ZERO
+from cjax.pipeline.partition import partition
 from cjax.planner.costs.pipelines import ticks
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
-from cjax.planner.work import BATCH, HeldWeight, Part, Weight, Work, WorkSplit
+from cjax.planner.work import BATCH, HeldWeight, Part, Weight, Work, WorkSplit, elements
 from cjax.sharding.layout.zero import SMALLEST
 
 Bytes = dict[str, np.ndarray]  # by mesh axes, as `data+sequence`
@@ -45,6 +47,7 @@ class Moved:
       gradients: all-reduced and scattered.
       parameters: gathered by ZeRO.
       pipeline: activations handed from stage to stage.
+      layers: of stages with unlike numbers of layers, what goes to the optimizer and comes back.
     """
 
     tensor: Bytes = field(default_factory=dict)
@@ -52,11 +55,12 @@ class Moved:
     gradients: Bytes = field(default_factory=dict)
     parameters: Bytes = field(default_factory=dict)
     pipeline: Bytes = field(default_factory=dict)
+    layers: Bytes = field(default_factory=dict)
 
     def by_axis(self) -> Bytes:
         """All of them together."""
         found: Bytes = {}
-        for some in (self.tensor, self.sequence, self.gradients, self.parameters, self.pipeline):
+        for some in (self.tensor, self.sequence, self.gradients, self.parameters, self.pipeline, self.layers):
             for axes, amount in some.items():
                 found[axes] = found[axes] + amount if axes in found else amount
         return found
@@ -73,7 +77,8 @@ def moved(work: Work, split: WorkSplit, table: PlanTable) -> Moved:
     found = Moved()
     half = np.where(table.precision == PRECISIONS.index("float32"), 4, 2)
     _of_words(found, work, split, table, half)
-    _of_stages(found, work, split, table, half)
+    _add(found.pipeline, (PIPE,), messages(work, table) * handed(work, split, table))
+    _add(found.layers, (PIPE,), to_optimizer(work, split, table))
     # Of weights, plans that differ in schedule or remat alone move the same.
     few, places = _unlike(table)
     of_weights = _of_weights(work, split, few)
@@ -233,18 +238,61 @@ def _gathers(found: Moved, part: Part, weight: Weight, held: HeldWeight, case: _
     _add(found.parameters, case.zero_axes, needed * _share(case.group) * float(held.elements) * size * times)
 
 
-def _of_stages(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half: np.ndarray) -> None:
-    """What stages hand each other: in each tick activations forwards and gradients backwards."""
+def handed(work: Work, split: WorkSplit, table: PlanTable) -> np.ndarray:
+    """Bytes of a message from one stage to the next."""
+    half = np.where(table.precision == PRECISIONS.index("float32"), 4, 2)
+    streams = tuple(part.stream for part in work.parts if part.repeats > 1 and part.stream is not None)
+    found = np.zeros(len(table))
+    for value in work.handed or streams[:1]:
+        size = np.where(value.is_computed, half, value.itemsize)
+        rows = table.data * table.microbatches if any(name == BATCH for name, _ in value.dims) else 1
+        found = found + split.local(value.dims) / rows * size
+    return found
+
+
+def messages(work: Work, table: PlanTable) -> np.ndarray:
+    """How many of them a stage receives in a step: one forwards and one backwards in each tick."""
     stacks = sum(part.repeats > 1 for part in work.parts)
     columns = (table.schedule, table.pipeline, table.microbatches, table.chunks)
     first, places = _distinct(*columns)
     each = zip(*(column[first].tolist() for column in columns), strict=True)
-    counts = np.array([_ticks(SCHEDULES[schedule], stacks, *sizes) for schedule, *sizes in each])[places]
-    streams = tuple(part.stream for part in work.parts if part.repeats > 1 and part.stream is not None)
-    for value in work.handed or streams[:1]:
-        size = np.where(value.is_computed, half, value.itemsize)
-        rows = table.data * table.microbatches if any(name == BATCH for name, _ in value.dims) else 1
-        _add(found.pipeline, (PIPE,), 2 * counts * split.local(value.dims) / rows * size)
+    return 2 * np.array([_ticks(SCHEDULES[schedule], stacks, *sizes) for schedule, *sizes in each])[places]
+
+
+def to_optimizer(work: Work, split: WorkSplit, table: PlanTable) -> np.ndarray:
+    """Bytes of layers that a stage receives since the optimizer's share of them is another than its own.
+
+    All stages keep room for as many layers as the fullest has. The optimizer works on the layers alone, which XLA
+    splits evenly, so that each device's lie further on than a stage's do, by as much as the stages before it have room
+    for nothing. Of stages with several chunks, whose layers are not in order, nothing is known.
+    """
+    found = np.zeros(len(table))
+    stacks = [at for at, part in enumerate(work.parts) if part.repeats > 1]
+    if not stacks or not (table.pipeline > 1).any():
+        return found
+    part = work.parts[stacks[-1]]
+    head = sum(map(_forward, work.parts[stacks[-1] + 1 :])) / max(1, _forward(part))
+    each = sum(
+        held.elements * weight.itemsize for weight, held in _weights(work, split)[stacks[-1]] if weight.is_trained
+    )
+    # Gradients, parameters and state go there, and what it makes of the latter comes back.
+    each *= 1 + 2 * (1 + work.optimizer_bytes)
+    for stages in np.unique(table.pipeline[(table.pipeline > 1) & (table.chunks == 1)]).tolist():
+        rows = partition([part.repeats], tuple(range(stages)), head).rows[0]
+        even = -(-part.repeats // stages)
+        further = (rows - even) * (-(-part.repeats // even) - 1)
+        mine = (table.pipeline == stages) & (table.chunks == 1)
+        found = np.where(mine, further * each / np.where(table.zero > 0, table.zero_group, 1), found)
+    return found
+
+
+def _forward(part: Part) -> float:
+    """FLOPs of a forward pass through a part, or through one layer of it."""
+    scores = sum(
+        4 * each.times * math.prod(map(elements, (each.batch, each.heads, each.queries, each.keys))) * each.features
+        for each in part.attentions
+    )
+    return float(sum(product.flops for product in part.products) + scores)
 
 
 @functools.cache
@@ -262,16 +310,17 @@ def _ticks(schedule: str, stacks: int, stages: int, microbatches: int, chunks: i
         return 0
 
 
-def _weights(work: Work, split: WorkSplit) -> Iterator[Sequence[tuple[Weight, HeldWeight]]]:
+def _weights(work: Work, split: WorkSplit) -> list[Sequence[tuple[Weight, HeldWeight]]]:
     """The weights of each part, and what is held of them: as the layout has it, or by their dims."""
-    for at, part in enumerate(work.parts):
-        if split.weights:
-            yield list(zip(part.weights, split.weights[at], strict=True))
-            continue
-        sums = tuple(a for a in (SEQUENCE, DEPTH) if split.sizes.get(a, 1) > 1)
-        yield [
-            (weight, HeldWeight((math.ceil(split.local(weight.dims)),), (1,), sums)) for weight in part.weights
-        ]  # fmt: skip
+    if split.weights:
+        return [
+            list(zip(part.weights, held, strict=True)) for part, held in zip(work.parts, split.weights, strict=True)
+        ]
+    sums = tuple(a for a in (SEQUENCE, DEPTH) if split.sizes.get(a, 1) > 1)
+    return [
+        [(weight, HeldWeight((math.ceil(split.local(weight.dims)),), (1,), sums)) for weight in part.weights]
+        for part in work.parts
+    ]
 
 
 def _divides(held: HeldWeight, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -57,23 +57,17 @@ def _is_more(one: Amount, other: Amount) -> bool:
     return one != other and all(x >= y for x, y in zip(one, other, strict=True))
 
 
-def makespan(
-    found: Ticks, forward: np.ndarray, backward: np.ndarray, weight: np.ndarray, transfer: np.ndarray
-) -> np.ndarray:
-    """Seconds from the first op to the last in lockstep; times are of a chunk, `backward` without `weight`.
-
-    A message is under way from the end of the op that sends it, so W, which sends nothing, hides it. Where a table has
-    no W, its B is backward + weight.
+def makespan(found: Ticks, forward: np.ndarray, backward: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Seconds from the first op to the last in lockstep, without transfers; times are of a chunk, `backward` without
+    `weight`. Where a table has no W, its B is backward + weight.
     """
     split = any(amount[2] for kind in found for amount in kind)
     back = backward if split else backward + weight
-    total = np.zeros(np.broadcast(forward, backward, weight, transfer).shape)
+    total = np.zeros(np.broadcast(forward, backward, weight).shape)
     for kind, count in found.items():
-        # Whoever runs an F or a B has to get it across before the tick ends.
         tick = np.zeros_like(total)
         for f, b, w in kind:
-            busy = f * forward + b * back
-            tick = np.maximum(tick, np.maximum(busy + w * weight, busy + transfer * bool(f or b)))
+            tick = np.maximum(tick, f * forward + b * back + w * weight)
         total += count * tick
     return total
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from cjax.cards import card_of_kind
-from cjax.planner.costs.calibration import Calibration, calibration_of
+from cjax.planner.costs.calibration import Calibration, Software, calibration_of
 from cjax.planner.hardware import Hardware, with_measured
 from cjax.planner.profile import Profile
 
@@ -23,7 +23,7 @@ def profiled(hardware: Hardware, profile: Profile | None) -> tuple[Hardware, Cal
       profile: what `cjax calibrate` found, if it did.
 
     >>> from cjax.planner.hardware import Hardware
-    >>> profile = Profile("cpu", "", 8, True, {"float32": 1e10}, 1e9, {"all-gather": 5e8}, 1e-4, 1e-3, "", "2026-11-23")
+    >>> profile = Profile("cpu", "", 8, True, {"float32": 1e10}, 0.0, 1e9, {"all-gather": 5e8}, 1e-4, 1e-3, "", "")
     >>> known, constants = profiled(Hardware("cpu", 4, 4, 2**30), profile)
     >>> known.f32_flops, constants.shares_cores
     (20000000000.0, True)
@@ -32,10 +32,9 @@ def profiled(hardware: Hardware, profile: Profile | None) -> tuple[Hardware, Cal
     if profile is None:
         return hardware, fitted
     found, known = profile.at(hardware.num_devices), with_measured(hardware, profile)
-    # The time of a collective that moves nothing is all members' together; a prediction counts it by member.
-    members = max(1, found.num_devices - 1)
     if fitted is not None:
-        shares = {"source": profile.source, "latency": found.latency / members}
+        # The time of a collective that moves nothing is all members' together; a prediction counts it by member.
+        shares = {"source": profile.source, "latency": found.latency / max(1, found.num_devices - 1)}
         if known.memory_bandwidth:
             shares["memory"] = min(1.0, found.memory_bandwidth / known.memory_bandwidth)
         if known.bf16_flops and "bfloat16" in found.matmul:
@@ -51,14 +50,19 @@ def profiled(hardware: Hardware, profile: Profile | None) -> tuple[Hardware, Cal
         cores=0,
         matmul=1.0,
         attention=1.0,
+        # What `Computing` counts of a thin matmul is that its weights are read from memory once for each.
+        thin=found.thin * found.memory_bandwidth / 2,
         memory=1.0,
         links=1.0,
         adapters=1.0,
-        latency=found.latency / members,
+        latency=found.latency,
         launch=0.0,
         step=found.launch,
         straggling=0.0,
         spread=_SPREAD,
         shares_cores=found.shares_cores,
+        # CPUs lay out what they gather and scatter, which takes longer than to send it; they add up where it lies.
+        kinds=tuple((kind, rate / found.links) for kind, rate in found.link_bandwidth.items()) if found.links else (),
+        software=Software(scatters=known.name != "cpu"),
         **hidden,
     )

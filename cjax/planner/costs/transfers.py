@@ -87,17 +87,24 @@ class Receipt:
 
     @classmethod
     def over(
-        cls, group: Members, kind: str, bytes: np.ndarray, count: np.ndarray | float, shares: Shares = (1.0, 1.0)
+        cls,
+        group: Members,
+        kind: str,
+        bytes: np.ndarray,
+        count: np.ndarray | float,
+        shares: Shares = (1.0, 1.0),
+        at_once: bool = False,
     ) -> "Receipt":
         """`count` collectives that receive so many bytes together; nothing where the group has one member.
 
-        Whether they wait for the links or for the adapters depends on the shares of their rates that are reached.
+        Whether they wait for the links or for the adapters depends on the shares of their rates that are reached. Where
+        all members meet `at_once`, as threads do, the latency is paid once for all of them.
         """
         there = group.size > 1
         moved = np.where(there, bytes, 0.0)
         hops = group.hosts - 1 if kind in RINGS else 2 * np.ceil(np.log2(np.maximum(group.hosts, 1.0)))
         hops = np.where(kind == "collective-permute", np.minimum(group.hosts - 1, 1.0), hops)
-        members = np.where(kind == "collective-permute", 1.0, group.on_host - 1)
+        members = np.where(at_once or kind == "collective-permute", 1.0, group.on_host - 1)
         times = np.where(there, count, 0.0)
         shape = np.broadcast(moved, times, hops).shape
         fast, slow = moved / group.fast, moved / group.slow

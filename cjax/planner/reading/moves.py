@@ -11,13 +11,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.mesh import SEQUENCE
 from cjax.plan import Sequence as SequencePlan
 from cjax.planner.reading.attended import over_positions
+from cjax.planner.reading.derived import Derived, derived
 from cjax.planner.reading.placed import PlacedTrace
 from cjax.planner.reading.products import is_weight, operands_of
 from cjax.planner.reading.stretches import Body, Operation, Spot, Stretch
@@ -78,8 +78,7 @@ class Moves:
     outside: list[AxisMove] = field(default_factory=list)  # of what all layers share: once, and not in each
     sums: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which its gradient is summed
     looked_up: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which it is gathered for that
-    _wanted: dict[Spot, bool] = field(default_factory=dict)
-    _needed: set[Spot] = field(default_factory=set)
+    _derived: Derived = field(init=False)
     _spread: dict[int, Group[dict[int, Spread]]] = field(default_factory=dict)
 
     def read(self) -> "Moves":
@@ -91,8 +90,7 @@ class Moves:
 
     def _body(self, body: Body) -> None:
         roots = forms_of(body)
-        self._wanted = self._with_gradient(body)
-        self._needed = self._for_derivatives(body)
+        self._derived = derived(body, self.learned)
         spreads = Spreads(self.placed.trace.dims, self.placed.layout)
         groups = [group for some in body.lists for group in spreads.find(*some)]
         self._spread = {id(eqn): group for group in groups for eqn in group.eqns}
@@ -222,7 +220,7 @@ class Moves:
                 shape = [n for d, n in enumerate(x.aval.shape) if d not in spread.contracted[0]]
                 shape += [n for d, n in enumerate(w.aval.shape) if d not in spread.contracted[1]]
                 held = self._held(shape, spread.y) * self.placed.size((spread.scatter_y.axis,))
-                needed = not self._needed.isdisjoint(made[out] for out in eqn.outvars)
+                needed = not self._derived.needed.isdisjoint(made[out] for out in eqn.outvars)
                 self._add("reduce-scatter", (spread.scatter_y.axis,), held, times, forward=True, remade=needed)
                 self._add("all-gather", (spread.scatter_y.axis,), held, times, forward=False)
 
@@ -254,7 +252,7 @@ class Moves:
 
     def _reduced(self, made: Spot, scope: Scope, axes: Iterable[str], times: int, wide: bool = False) -> None:
         """A result that devices have parts of is added up; along axes that split it, each keeps its own."""
-        out, remade = made.var, made in self._needed
+        out, remade = made.var, made in self._derived.needed
         of_out = self.placed.axes(out, scope)
         kept, whole = frozenset(axes) & of_out, frozenset(axes) - of_out
         local = self.placed.local(out, scope)
@@ -292,32 +290,7 @@ class Moves:
         return self.placed.trace.batch_class in self.placed.trace.dims.of(var, scope)
 
     def _has_gradient(self, node: Spot) -> bool:
-        return self._wanted[node] if node in self._wanted else self._comes_with_gradient(node)
-
-    def _with_gradient(self, body: Body) -> dict[Spot, bool]:
-        """Of what a body makes, which values have a gradient that anybody wants."""
-        known: dict[Spot, bool] = {}
-        for step in body.steps:
-            read = (node for node in step.reads if node is not None)
-            any_of = any(known[n] if n in known else self._comes_with_gradient(n) for n in read)
-            stops = step.eqn is not None and facts_of(step.eqn).stops
-            for node in step.writes:
-                known[node] = any_of and not stops and _is_float(node)
-        return known
-
-    def _for_derivatives(self, body: Body) -> set[Spot]:
-        """What a backward pass needs, and so what makes it: operands of all that is not linear in them."""
-        needed: set[Spot] = set()
-        for step in reversed(body.steps):
-            facts = None if step.eqn is None else facts_of(step.eqn)
-            read = [node for node in step.reads if node is not None]
-            linear = facts is not None and (facts.linear or facts.view or (len(read) == 1 and bool(facts.linear_in)))
-            if needed.intersection(step.writes) or (not linear and any(map(self._has_gradient, step.writes))):
-                needed.update(read)
-        return needed
-
-    def _comes_with_gradient(self, node: Spot) -> bool:
-        return _is_float(node) and (bool(node.path) or node.var in self.learned)
+        return self._derived.has_gradient(node)
 
     def _is_shared(self, node: Spot, body: Body) -> bool:
         """Whether all layers of a stack read the same value, so that its gradient is reduced behind the last."""
@@ -353,10 +326,6 @@ def _merged(parts: Sequence[_Partial], readers: Sequence[int]) -> Iterator[tuple
         yield same[0], len(same)
     for part in by_step.values():
         yield part, 1
-
-
-def _is_float(node: Spot) -> bool:
-    return jnp.issubdtype(node.var.aval.dtype, jnp.inexact)
 
 
 def _is_form(step: Operation) -> bool:

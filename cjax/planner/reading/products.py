@@ -1,10 +1,12 @@
 """The products and attentions of a body, by the names of their dims."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cjax.jax_compat.core import Atom, Equation, Literal
+from cjax.planner.reading.derived import Derived
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.stretches import Body, Operation, Spot
 from cjax.planner.reading.traffic import forms_of
@@ -62,13 +64,16 @@ def is_weight(atom: Atom, scope: Scope) -> bool:
     return not isinstance(atom, Literal) and (atom in scope.origin or scope.source.get(atom) == WEIGHT)
 
 
-def products_of(body: Body, naming: Naming, numbers: dict[Spot, int]) -> Iterator[MatmulWork]:
+def products_of(
+    body: Body, naming: Naming, numbers: dict[Spot, int], derivative: Derived | None
+) -> Iterator[MatmulWork]:
     """The products of a body, those of its attentions left out.
 
     Args:
       body: whose steps.
       naming: of dims.
       numbers: of the activations that products read; new ones are added.
+      derivative: of the body; if not given, its backward pass counts as needing all that it makes.
     """
     roots = forms_of(body)
     for step in body.steps:
@@ -80,7 +85,8 @@ def products_of(body: Body, naming: Naming, numbers: dict[Spot, int]) -> Iterato
         read = step.reads[activation]
         root = None if read is None else roots.get(read, read)
         number = -1 if root is None else numbers.setdefault(root, len(numbers))
-        yield product_of(eqn, step.scope, how, naming, number, body.times)
+        is_remade = derivative is None or not derivative.needed.isdisjoint(step.writes)
+        yield dataclasses.replace(product_of(eqn, step.scope, how, naming, number, body.times), is_remade=is_remade)
 
 
 def product_of(eqn: Equation, scope: Scope, how: Operands, naming: Naming, reads: int, times: int) -> MatmulWork:

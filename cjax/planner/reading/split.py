@@ -4,9 +4,9 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from cjax.jax_compat.core import Equation, Var
 from cjax.mesh import DATA, SEQUENCE, TENSOR
 from cjax.plan import Plan
+from cjax.planner.reading.derived import learned_of
 from cjax.planner.reading.moves import Moves
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.placed import PlacedTrace
@@ -16,9 +16,7 @@ from cjax.planner.work import BATCH, AxisMove, HeldWeight, Work, WorkSplit
 from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.attention.positions import positions
-from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.reading import Trace
-from cjax.trace.stages.counters import depends
 
 
 class Splits:
@@ -33,7 +31,7 @@ class Splits:
         self._trace = trace
         self._stretches, self._naming = stretches(trace), Naming(trace)
         self._leaves = leaves_of(trace, self._stretches)
-        self._learned, self._uses = _learned(trace), _uses(trace)
+        self._learned, self._uses = learned_of(trace), _uses(trace)
         # By leaf of any layer, that of the first.
         stacks = [stretch.stack for stretch in self._stretches if stretch.stack]
         self._first = {i: group[0] for stack in stacks for group in stack.weights for i in group}
@@ -150,15 +148,3 @@ def _uses(trace: Trace) -> dict[int, int]:
     for leaf in found:
         found[leaf] += leaf in multiplied
     return found
-
-
-def _learned(trace: Trace) -> frozenset[Var]:
-    """The variables of a trace whose gradient anybody wants: those that trained parameters have a part in."""
-    trained, nothing = frozenset[str](("params",)), frozenset[str]()
-    on: dict[Var, frozenset[str]] = {trace.closed.jaxpr.invars[i]: trained for i in trace.leaves_of("params")}
-
-    def mark(eqn: Equation, kinds: frozenset[str]) -> frozenset[str]:
-        return nothing if facts_of(eqn).stops else kinds
-
-    depends(trace.closed.jaxpr.eqns, on, mark)
-    return frozenset(var for var, kinds in on.items() if kinds)

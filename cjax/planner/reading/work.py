@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cjax.jax_compat.core import Literal, Var
+from cjax.planner.reading.derived import derived, learned_of
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.products import attentions_of, products_of
 from cjax.planner.reading.saved import KeptBy
@@ -29,14 +30,20 @@ def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_parts: int = 1) -> W
     naming = Naming(trace, num_parts)
     found = stretches(trace)
     known = multiplied(trace)
+    learned = learned_of(trace)
     parts = []
     for at, (stretch, leaves) in enumerate(zip(found, leaves_of(trace, found), strict=True)):
         numbers: dict[Spot, int] = {}
+        alone = len(stretch.bodies) == 1  # of several, what one needs may be made in another
         parts.append(
             Part(
                 stretch.name,
                 stretch.repeats,
-                tuple(p for body in stretch.bodies for p in products_of(body, naming, numbers)),
+                tuple(
+                    product
+                    for body in stretch.bodies
+                    for product in products_of(body, naming, numbers, derived(body, learned) if alone else None)
+                ),
                 tuple(a for body in stretch.bodies for a in attentions_of(body, naming)),
                 tuple(v for body in stretch.bodies for v in touched(body, naming)),
                 tuple(weight_of(trace, leaf, stretch, known, naming) for leaf in leaves),

@@ -55,7 +55,8 @@ def test_auto_says_what_it_chose_and_by_what() -> None:
     chosen = decide(planned(), "auto", 4)
     assert chosen.plan == cjax.Plan.parse("data=4").resolve(4) and chosen.found is not None
     assert chosen.notes[0].startswith("auto chose data=4: the least arithmetic and bytes moved of ")
-    assert "how fast a cpu is nobody has measured" in chosen.notes[0]
+    # `explain` may know one of those that has less to do.
+    assert "how fast a cpu is nobody has measured, so plans that split the model were not tried" in chosen.notes[0]
     timed = decide(planned(a100), "auto", 4)
     assert timed.scored and timed.notes[0].startswith(f"auto chose {timed.plan}: the fastest of ")
     assert " ms (" in timed.notes[0] and "program.explain() says why" in timed.notes[0]

@@ -66,7 +66,9 @@ def test_a_runs_own_steps_are_the_measure_of_what_is_predicted_from_then_on() ->
 def test_several_processes_read_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each machine may have a file of its own, or none: all have to choose the same plan."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    profile = Profile("cpu", machine_of("cpu"), 8, True, {"float32": 1e10}, 1e9, {}, 1e-4, 1e-3, "0.10.2", "2026-11-23")
+    profile = Profile(
+        "cpu", machine_of("cpu"), 8, True, {"float32": 1e10}, 0.0, 1e9, {}, 1e-4, 1e-3, "0.10.2", "2026-11-23"
+    )
     write_profile(profile)
     source = contract.source_of("linen_tied")
 

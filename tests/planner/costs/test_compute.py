@@ -23,7 +23,7 @@ def passes(
 ) -> tuple[Pass, Pass]:
     calibration = Calibration("test", cores=CORES, software=dataclasses.replace(Software(), **software))
     place = np.array([PRECISIONS.index(precision)])
-    return Computing(CARD, calibration, split, np.array([float(share)]), place).passes(part)
+    return Computing(CARD, calibration, split, np.array([float(share)]), place).passes(part)[:2]
 
 
 def matmul(**changes: object) -> Part:
@@ -51,6 +51,14 @@ def test_a_wave_that_is_not_full_takes_as_long_as_a_full_one() -> None:
     more = matmul(rows=(("batch", 2), ("position", 6464)))
     busy = passes(more)[0].matmul_least[0] / passes(more)[0].matmul[0]
     assert 0.5 < busy < 0.95
+
+
+def test_made_again_is_what_the_backward_pass_needs() -> None:
+    place = np.array([PRECISIONS.index("bfloat16")])
+    computing = Computing(CARD, Calibration("test", cores=CORES), WHOLE, np.array([1.0]), place)
+    last = dataclasses.replace(MATMUL, is_remade=False)
+    there, _, again = computing.passes(Part("one", products=(MATMUL, MATMUL, last)))
+    assert again.matmul[0] == pytest.approx(there.matmul[0] * 2 / 3) and again.flops[0] * 3 == there.flops[0] * 2
 
 
 @pytest.mark.parametrize(("inner", "slower"), [(1024, 1.0), (1032, UNALIGNED), (1028, CROOKED)])

@@ -188,10 +188,19 @@ def accumulated(each: Durations) -> float:
 
 def test_more_micro_batches_shrink_the_bubble_and_the_slowest_stage_has_the_head() -> None:
     each = of(*(f"data=8 pipeline=1f1b:8 microbatches={count}" for count in (8, 16, 32)), calibration=PURE)
-    shares = each.bubble / each.total
+    shares = each.bubble / (each.total - each.pipeline)
     assert shares[0] > shares[1] > shares[2] > 0
     # 1F1B in lockstep, p - 1 of m + p - 1 ticks, were stages alike; the head makes the others wait.
     assert shares[2] > 7 / (32 + 7) * 0.8
+
+
+def test_messages_go_both_ways_in_each_tick_and_nothing_hides_them() -> None:
+    """1F1B has m + 2 (p - 1) ticks; a message is a micro-batch's activation in two bytes."""
+    each = of("data=16 pipeline=1f1b:2 microbatches=8", calibration=PURE)
+    message = ROWS * LENGTH / 16 / 8 * GPT.hidden * 2
+    assert each.pipeline[0] == pytest.approx((8 + 2 * 1) * 2 * message / 50e9, rel=1e-6), (
+        "stages are on different hosts"
+    )
 
 
 def test_stages_that_do_not_go_in_lockstep_wait_less() -> None:

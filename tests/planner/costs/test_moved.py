@@ -21,10 +21,13 @@ from cjax.audit import audit
 from cjax.mesh import compile_lowered
 from cjax.plan import Plan
 from cjax.planner.costs.moved import moved
+from cjax.planner.costs.transformer import Decoder, split_of_decoder, work_of_decoder
 from cjax.planner.reading.readings import Readings
 from cjax.planner.table import PlanTable
 from cjax.trace.source import TraceSource
 
+LADDERS = Path(__file__).parents[3] / "docs/results/auto-ladder-2026-11-23.log"
+MEDIUM = Decoder(24, 1024, 16, 50257)
 AUDITED = Path(__file__).parent / "audited.json"
 # What is predicted too low, as XLA moves things to where its loops or reshapes want them, and why.
 KNOWN = {
@@ -78,6 +81,23 @@ def test_bytes_by_axis_are_the_audits(name: str, plan: str) -> None:
 @pytest.mark.parametrize(("name", "plan"), ANEW)
 def test_some_are_compiled_anew(name: str, plan: str) -> None:
     assert_close(predicted(name, plan), compiled(name, plan))
+
+
+def test_layers_go_to_the_optimizer_where_stages_have_unlike_numbers_of_them() -> None:
+    """GPT-2 medium's head is worth three layers: stages have 7, 7, 7 and 3, the optimizer 6 on each device."""
+    rows = map(json.loads, LADDERS.read_text().splitlines())
+    row = next(row for row in rows if row["part"] == "compiled" and "zero_bubble:4" in row["plan"])
+    work = work_of_decoder(MEDIUM, row["rows"], row["tokens"])
+    plan = Plan.parse(row["plan"])
+    found = moved(work, split_of_decoder(MEDIUM, work), PlanTable.of([plan]))
+    messages, layers = found.pipeline["pipe"][0] / 2**30, found.layers["pipe"][0] / 2**30
+    table = 2 * 3 / 4 * 4 * MEDIUM.vocab * MEDIUM.hidden / 2**30  # its gradient, over the stages
+    assert layers == pytest.approx(7 * 3 * 4 * MEDIUM.layer_parameters / 2**30), (
+        "gradients, parameters, state; and back"
+    )
+    assert messages + layers + table == pytest.approx(row["GiB moved"]["pipe"], rel=0.02)
+    even = moved(work, split_of_decoder(MEDIUM, work), PlanTable.of([Plan.parse("data=2 pipeline=2 microbatches=16")]))
+    assert not even.layers, "of two stages both have twelve"
 
 
 def test_a_fault_shows() -> None:

@@ -81,3 +81,11 @@ def test_members_fill_hosts(size: int, stride: int) -> None:
     assert 1 <= found.on_host <= min(size, 8)
     assert found.on_host * found.hosts >= size
     assert (found.hosts == 1) == np.isinf(found.slow)
+
+
+def test_threads_that_meet_at_once_pay_once() -> None:
+    group = group_of(HOSTS, 8, 1)
+    each = Receipt.over(group, "all-reduce", np.array([8e9]), 3.0)
+    together = Receipt.over(group, "all-reduce", np.array([8e9]), 3.0, at_once=True)
+    assert each.members[0] == 3 * (group.on_host - 1) and together.members[0] == 3
+    assert together.bytes == each.bytes

@@ -1,5 +1,6 @@
 """What a trace's work is: its arithmetic is the trace's own, in products and attentions of named dims."""
 
+import dataclasses
 import math
 
 import pytest
@@ -8,6 +9,8 @@ from small_gpt import EMBED, HEADS, LAYERS, MLP, ROWS, SEQ, VOCAB, gpt
 from zoo import MODELS
 
 from cjax.plan import Plan
+from cjax.planner.reading.derivative import Planned, derive
+from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.split import split_of
 from cjax.planner.reading.work import work_of
 from cjax.planner.work import BATCH, Work, elements
@@ -51,6 +54,19 @@ def test_gpts_layer_is_six_products_and_an_attention() -> None:
     (classifier,) = after.products
     assert classifier.flops == 2 * ROWS * SEQ * EMBED * VOCAB
     assert before.stream == layer.stream and layer.stream is not None and layer.stream.dims == (*rows, *embed)
+
+
+def test_a_layer_that_is_made_again_does_not_make_its_last_product() -> None:
+    """The step that JAX derives of it has the products of the others once more, and no others."""
+    trace = gpt()
+    work = work_of(trace)
+    layer = work.parts[1]
+    assert [p.is_remade for p in layer.products] == [True] * 5 + [False]
+    again = sum(p.flops for p in layer.products if p.is_remade)
+    again += forward_flops(dataclasses.replace(work, parts=(dataclasses.replace(layer, products=(), repeats=1),)))
+    steps = [derive(trace, Naming(trace, 1), Planned(trace, remat, "float32", False)) for remat in ("none", "block")]
+    kept, made = (cost(step.of.closed).matmul_flops for step in steps)
+    assert made - kept == pytest.approx(LAYERS * again, rel=1e-3)
 
 
 def test_weights_stand_with_the_part_that_reads_them_first() -> None:
