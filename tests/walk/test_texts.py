@@ -78,13 +78,3 @@ def test_samples_are_those_in_device_memory() -> None:
         cjax.generate(made, np.zeros((2, 13), np.int32), 2, temperature=0, state=state)
 
 
-@pytest.mark.parametrize(("room", "where"), [(0, {"host"}), (2, {"device", "host"})])
-def test_memory_is_on_the_host_where_a_budget_has_no_room(room: int, where: set[str]) -> None:
-    composed = program("cjax_gpt", "data=2 offload=params+activations")[0]._composed
-    plan, walker = dataclasses.replace(composed.plan, budget=2**30, offload=("params",)), composed.walker
-    assert walker is not None
-    texts = Texts(dataclasses.replace(composed, plan=plan), next_logits)
-    of: dict[Any, Any] = {kind: (("host",) * 4,) for kind in KINDS} | {"grads": (("device", "host", "host", "host"),)}
-    size = sum(x.size * x.dtype.itemsize for x in walker.structs("grads", 0))
-    homes = texts._homes(walker, Homes(of), 4, size // room if room else size + 1)
-    assert set(homes) == where and homes.count("device") == room
