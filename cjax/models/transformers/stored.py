@@ -7,6 +7,7 @@ model that is larger than the memory would seem to be in it.
 import json
 import math
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,21 @@ _DTYPES: dict[str, Any] = {
 _BLOCK = 1 << 26  # bytes that are read at a time where only a part of each row is wanted
 
 
+class _OpenFile:
+    """A file that is open as long as one of its tensors is known."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.number = path, os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.number)
+
+    def read(self, size: int, start: int) -> bytes:
+        return os.pread(self.number, size, start)
+
+
 class StoredTensor:
     """A tensor in a file; indexed by a slice for each dimension, it reads these parts."""
 
-    def __init__(self, file: Any, name: str, dtype: Any, shape: tuple[int, ...], start: int) -> None:
+    def __init__(self, file: _OpenFile, name: str, dtype: Any, shape: tuple[int, ...], start: int) -> None:
         self._file, self._name, self.dtype, self.shape, self._start = file, name, np.dtype(dtype), shape, start
 
     def get_shape(self) -> list[int]:
@@ -54,10 +66,10 @@ class StoredTensor:
         data = np.empty((stop - start) * self._row_bytes, np.uint8)
         done, view = 0, memoryview(data)
         while done < len(data):
-            num = os.preadv(self._file.fileno(), [view[done:]], self._start + start * self._row_bytes + done)
+            num = os.preadv(self._file.number, [view[done:]], self._start + start * self._row_bytes + done)
             if not num:
                 raise ValueError(
-                    f"{self._file.name} ends within {self._name}: it was cut short since it was opened; copy or "
+                    f"{self._file.path} ends within {self._name}: it was cut short since it was opened; copy or "
                     "download it again."
                 )
             done += num
@@ -70,9 +82,9 @@ def tensors_in(path: Path) -> dict[str, StoredTensor]:
     Raises:
         ValueError: a kind of numbers that NumPy has not.
     """
-    file = path.open("rb", buffering=0)
-    length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
-    header = json.loads(os.pread(file.fileno(), length, 8))
+    file = _OpenFile(path)
+    length = int.from_bytes(file.read(8, 0), "little")
+    header = json.loads(file.read(length, 8))
     header.pop("__metadata__", None)
     if others := sorted({entry["dtype"] for entry in header.values()} - _DTYPES.keys()):
         raise ValueError(f"{path} holds numbers of kind {', '.join(others)}; there are {', '.join(_DTYPES)}")
