@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -17,7 +17,7 @@ from cjax.program.streamed import Streamed
 from cjax.program.texts import Needs, Texts, Weights
 from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
-from cjax.walk.quantized import library
+from cjax.walk.quantized import Bits, library
 
 KINDS = ("int8", "int4")
 _WORDS = ("data", "tensor", "budget", "host", "offload")
@@ -73,7 +73,12 @@ class StreamedModel:
         composed = compose(Given(source, None), self._walking(), given)
         self.mesh = composed.mesh
         self._streamed = Streamed(
-            composed, next_logits, stored, read_whole, weights, self.plan.budget is not None  # type: ignore[arg-type]
+            composed,
+            next_logits,
+            stored,
+            read_whole,
+            cast(Bits | None, weights),
+            self.plan.budget is not None,
         )
 
     def _walking(self) -> Plan:

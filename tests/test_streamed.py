@@ -76,7 +76,9 @@ def test_tokens_are_those_in_device_memory_wherever_layers_are(name: str, folder
 
 def test_rows_are_shared_by_devices_and_matrices_split(folder_of: Any) -> None:
     folder = folder_of("cjax_gpt")
-    with StreamedModel(folder, "data=2 tensor=2 budget=160KiB host=0B offload=params", devices=jax.devices()[:4]) as model:
+    with StreamedModel(
+        folder, "data=2 tensor=2 budget=160KiB host=0B offload=params", devices=jax.devices()[:4]
+    ) as model:
         np.testing.assert_array_equal(greedy(model), wanted(folder))
         assert model.homes["weights"]["folder"]
         with pytest.raises(ValueError, match="3 rows of tokens don't divide"):
@@ -148,7 +150,7 @@ def test_quantized_weights_are_those_of_qwix_wherever_layers_are(kind: Any, fold
 
 def _quantized(folder: Path, kind: str) -> Any:
     """The whole model, each matrix of a layer as Qwix has it."""
-    import qwix
+    import qwix  # pyright: ignore[reportMissingImports]
 
     model, stored = load(folder), readers(folder)
     for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):

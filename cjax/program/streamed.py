@@ -30,7 +30,9 @@ class StoredArray(Protocol):
 
     shape: tuple[int, ...]
     dtype: Any
-    num_inputs: int | None
+
+    @property
+    def num_inputs(self) -> int | None: ...
 
 
 ReadWhole = Callable[[Sequence[Any], bool], list[np.ndarray]]  # arrays in files, whether NaN is looked for
@@ -91,8 +93,7 @@ class Streamed:
         names = leaf_names(shelf.leaf_shapes())
         self._stored = [stored[name] for name in names]
         self._entries = [
-            [self._entry(shelf.slots[at], kind) for at in walker.slots("params", k)]
-            for k in range(len(walker.lengths))
+            [self._entry(shelf.slots[at], kind) for at in walker.slots("params", k)] for k in range(len(walker.lengths))
         ]
         self.texts = Texts(composed, step, self._rows)
         self._sound: set[tuple[int, int]] = set()  # rows in which NaN was looked for
@@ -110,13 +111,17 @@ class Streamed:
         # What has fewer bytes in all files keeps them, and is widened where it is computed with: to the same numbers.
         narrow = {np.dtype(x.dtype) for x in mine}
         dtype = slot.dtype
-        if len(narrow) == 1 and (few := next(iter(narrow))) in (jnp.bfloat16, jnp.float16) and slot.dtype == jnp.float32:
+        if (
+            len(narrow) == 1
+            and (few := next(iter(narrow))) in (jnp.bfloat16, jnp.float16)
+            and slot.dtype == jnp.float32
+        ):
             dtype = few
         sharding = NamedSharding(self._composed.mesh, own.stored_spec)
         struct = jax.ShapeDtypeStruct(own.stored_shape, dtype, sharding=sharding)
         return _Entry(slot.layer_leaves, own, (struct,), None, None)
 
-    def _rows(self, k: int) -> Sequence[Row]:
+    def _rows(self, k: int) -> Sequence[tuple[Any, ...]]:
         return [tuple(entry.grouped(entry.structs) for entry in self._entries[k]), ()]
 
     def _structs(self, k: int) -> list[jax.ShapeDtypeStruct]:
@@ -136,7 +141,7 @@ class Streamed:
         for at in self._walker.outside("params"):
             slot = shelf.slots[at]
             arrays = [self._read([self._stored[leaf]], True)[0].astype(slot.dtype) for leaf in slot.leaves]
-            whole = np.asarray(slot.store(np.stack(arrays) if slot.is_stack else arrays[0]))  # type: ignore[arg-type]
+            whole = np.asarray(slot.store(np.stack(arrays) if slot.is_stack else arrays[0]))
             found.append(jax.device_put(whole, NamedSharding(mesh, slot.stored_spec)))
         return tuple(found)
 
@@ -166,14 +171,13 @@ class Streamed:
         return Weights(self._last[1], self._outside, (), (), key), homes.memory
 
     def _hold(self, homes: PassHomes) -> Held:
-        params, frozen = [], []
+        params, frozen, there = [], [], Homes.all_at("device", self._walker.lengths).of["frozen"]
         for k, of in enumerate(homes.weights):
             params.append(ReadRows(self._structs(k), of, functools.partial(self._read_row, k), self._grouped(k)))
-            frozen.append(make_rows([], ["device"] * len(of), "frozen", k))
+            frozen.append(make_rows([], there[k], "frozen", k))
             for layer in range(len(of)):
                 frozen[k].put(layer, ())
-        kept = tuple(("device",) * len(of) for of in homes.weights)
-        return Held(Homes({"params": homes.weights, "frozen": kept}), params, frozen, (), (), ())
+        return Held(Homes({"params": homes.weights, "frozen": there}), params, frozen, (), (), ())
 
     def _grouped(self, k: int) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
         def grouped(arrays: Sequence[Any]) -> tuple[Any, ...]:

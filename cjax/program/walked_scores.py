@@ -71,7 +71,8 @@ def walked_score(composed: Composed, subject: Subject) -> Score:
         """What a device holds beside weights, the fuller of whole micro-batches and of what is left over."""
         whole = num_bytes(composed.with_batch(subject.source.batch_shape))
         found = [
-            walk.compile(weight_rows(walker), inputs_of(composed, shape)) for walk, shape in zip(walks, shapes, strict=True)
+            walk.compile(weight_rows(walker), inputs_of(composed, shape))
+            for walk, shape in zip(walks, shapes, strict=True)
         ]
         return max(found) + (whole if len(found) > 1 else 0)
 

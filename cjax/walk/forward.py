@@ -25,7 +25,7 @@ from cjax.walk.walk import Held, Row, in_turn
 from cjax.walk.walker import Walker
 
 KINDS: tuple[Kind, ...] = ("params", "frozen")
-RowsOf = Callable[[int], Sequence[Row]]  # a stack of the walker -> a layer's params and frozen
+RowsOf = Callable[[int], Sequence[tuple[Any, ...]]]  # a stack of the walker -> a layer's params and frozen
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,13 @@ class ForwardWalk:
     def compile(self, rows: RowsOf, inputs: Sequence[Any]) -> int:
         """Compiles all programs; the bytes that a device holds at most beside weights and rows. Arguments as of
         `MemoryWalk.compile`."""
-        programs, model, zero, tally, (params, frozen, *rest) = self._programs, self._programs.model, np.int32(0), Tally(), inputs
+        programs, model, zero, tally, (params, frozen, *rest) = (
+            self._programs,
+            self._programs.model,
+            np.int32(0),
+            Tally(),
+            inputs,
+        )
         out, new, states = tally.run(programs.begin, params, frozen, *rest)
         tally.kept = num_bytes((out, new, states, rest[1]))
         out = dataclasses.replace(out, params=params, frozen=frozen)
@@ -172,7 +178,9 @@ class ForwardWalk:
             if k + 1 < len(self._whose):
                 payload = tally.run(programs.leave[k], out, zero, states, payload, handed=(once, [payload] * model.num))
         values = programs.values.eval_shape(out, zero, states, payload)
-        tally.run(programs.values, out, zero, states, payload, handed=([payload] * model.num, [values] * (model.num - 1)))
+        tally.run(
+            programs.values, out, zero, states, payload, handed=([payload] * model.num, [values] * (model.num - 1))
+        )
         return tally.peak
 
     def __call__(

@@ -94,7 +94,7 @@ def library() -> Any:
       ImportError: it is not installed, with what to type.
     """
     try:
-        import qwix
+        import qwix  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError("weights of 8 and 4 bits are made by Qwix: pip install 'cjax[quantize]'") from error
     return qwix

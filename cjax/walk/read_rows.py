@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from cjax.planner.homes import Home
-from cjax.walk.moving import Arrays, MovedRows, Shapes, pairs
+from cjax.walk.moving import HOST, Arrays, MovedRows, Shapes
 from cjax.walk.stores import ROOM, HostKeeper
 
 Read = Callable[[int], Sequence[np.ndarray]]  # a layer -> its arrays as stored, which nobody else has
@@ -23,7 +23,7 @@ class StoredKeeper:
     @contextlib.contextmanager
     def loading(self, layer: int) -> Iterator[Callable[[], Arrays]]:
         arrays = list(self._read(layer))
-        yield lambda: tuple(_placed(x, shape) for x, shape in pairs(arrays, self._shapes))  # type: ignore[arg-type]
+        yield lambda: tuple(_placed(x, shape) for x, shape in zip(arrays, self._shapes, strict=True))
 
     def save(self, layer: int, row: Arrays) -> None:
         raise AssertionError("what is stored is only read")
@@ -51,14 +51,16 @@ class ReadRows(MovedRows):
         super().__init__(tuple(shapes), [keepers[home] for home in homes], ROOM)
         self._grouped = grouped
         for layer, home in enumerate(homes):
-            if home != "disk":
+            if home == "device":
                 with stored.loading(layer) as load:
                     self.put(layer, load())
-        self.settle()
+            elif home == "host":
+                host.save(layer, tuple(_placed(x, s, HOST) for x, s in zip(read(layer), self._shapes, strict=True)))
 
     def fetch(self, layer: int) -> tuple[Any, ...]:
         return self._grouped(super().fetch(layer))
 
 
-def _placed(x: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.make_array_from_callback(shape.shape, shape.sharding, lambda index: x[index], dtype=shape.dtype)
+def _placed(x: np.ndarray, shape: jax.ShapeDtypeStruct, memory: str | None = None) -> jax.Array:
+    sharding = shape.sharding if memory is None else shape.sharding.with_memory_kind(memory)
+    return jax.make_array_from_callback(shape.shape, sharding, lambda index: x[index], dtype=shape.dtype)

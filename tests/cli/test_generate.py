@@ -15,19 +15,21 @@ from cjax.models import GPT, gpt, save
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gpt")
     save(path, GPT(gpt("gpt-mini", embed_dim=32, vocab_size=13, context=16), rngs=nnx.Rngs(0)))
-    words = {word: number for number, word in enumerate("once upon a time there was the cat sat on mat far away".split())}
+    words = {
+        word: number for number, word in enumerate("once upon a time there was the cat sat on mat far away".split())
+    }
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="far"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(path / "tokenizer.json"))
     return path
 
 
-def said(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[str, str]:
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
     assert main(["generate", *arguments]) == 0
     return capsys.readouterr()
 
 
-def test_texts_are_the_same_within_a_budget(folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_texts_are_the_same_within_a_budget(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = (str(folder), "--prompt", "once upon a time", "the cat", "the mat sat far", "--tokens", "5")
     whole, told = said(capsys, *given)
     texts = whole.split("\n\n")
@@ -38,14 +40,16 @@ def test_texts_are_the_same_within_a_budget(folder: Path, capsys: pytest.Capture
     assert one == whole
 
 
-def test_rows_a_pass_are_as_many_as_a_budget_allows(folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_rows_a_pass_are_as_many_as_a_budget_allows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     many = [str(folder), "--ids", *["1 2 3", "3,2,1"] * 8, "--tokens", "3"]
     whole, _ = said(capsys, *many)
     little, told = said(capsys, *many, "--budget", "150KiB")
     assert little == whole and "8 prompts a pass instead" in told
 
 
-def test_a_text_ends_with_the_token_that_the_config_names(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_text_ends_with_the_token_that_the_config_names(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     given = ("--ids", "1 2 3", "--tokens", "4")
@@ -69,12 +73,12 @@ def test_a_text_ends_with_the_token_that_the_config_names(folder: Path, tmp_path
     ],
 )
 def test_what_is_wrong_is_said_in_one_message(
-    arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture
+    arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", str(folder), *arguments]) == 1
     assert message in capsys.readouterr().err
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path / "none"), "--ids", "1", "--budget", "1GiB"]) == 1
     assert "no such folder" in capsys.readouterr().err

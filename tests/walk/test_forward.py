@@ -3,6 +3,7 @@
 import functools
 import gc
 import math
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +16,7 @@ from contract import no_compilation, source_of, subject
 
 import cjax
 from cjax.plan import Plan
+from cjax.planner.choice.homes import TooLittle
 from cjax.program import Given, Program
 from cjax.program.compose import compose
 from cjax.walk.stores import MovedRows
@@ -179,3 +181,22 @@ def test_nothing_is_compiled_again_and_two_layers_are_on_the_devices(monkeypatch
     assert len(seen) == 2 * 2 * LAYERS and layer <= max(seen) < 2.5 * layer
     gc.collect()
     assert live_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "function", [None, lambda model, batch: model(batch["x"], 1).mean()], ids=["in turn", "at once"]
+)
+def test_what_a_pass_needs_is_held_against_the_budget(function: Any) -> None:
+    plain, _ = tower("data=2")
+    program = plain.replan("data=2 budget=128KiB", jax.devices()[:2])
+    state = program.init(0)
+    found = program.evaluate(state, rows(), function)
+    assert_same(found, plain.evaluate(plain.restore(state), rows(), function), 1e-5)
+    with pytest.raises(
+        TooLittle, match=r"to score 4096 rows at once takes .*give batches of fewer rows, about"
+    ) as error:
+        program.evaluate(state, rows(4096), function)
+    enough = re.search(r"write budget=(\w+)", str(error.value))
+    assert enough
+    larger = plain.replan(f"data=2 budget={enough[1]}", jax.devices()[:2])
+    larger.evaluate(larger.restore(state), rows(4096), function)

@@ -63,7 +63,7 @@ class StoredTensor:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
-        data = np.empty((stop - start) * self._row_bytes, np.uint8)
+        data: Any = np.empty((stop - start) * self._row_bytes, np.uint8)
         done, view = 0, memoryview(data)
         while done < len(data):
             num = os.preadv(self._file.number, [view[done:]], self._start + start * self._row_bytes + done)

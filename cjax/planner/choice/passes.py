@@ -97,7 +97,9 @@ def choose_pass_homes(
     return PassHomes(tuple(homes), _memory_homes(memory, kept))
 
 
-def keep_memory(memory: PassRows, peak: int, room: int, budget: int, forced: bool, host: int | None) -> tuple[Home, ...]:
+def keep_memory(
+    memory: PassRows, peak: int, room: int, budget: int, forced: bool, host: int | None
+) -> tuple[Home, ...]:
     """Where memory is, beside rows that stay where they are.
 
     Args:

@@ -1,0 +1,159 @@
+"""Texts of a model that fits in no memory that it is given: how fast, what is read, and what the process holds at most.
+
+A folder of random weights is written once, and each row of the table is a process of its own that reads nothing else.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from shared.results import Results, Row
+
+import cjax
+from cjax.models import GPT, gpt, load, save
+
+SIZES: Mapping[str, Any] = dict(num_layers=64, num_heads=6, embed_dim=384, context=64, vocab_size=512)
+PROMPT, TOKENS = 16, 9  # the first pass over the prompt, and eight of one token each
+MIB = 2**20
+
+
+def write(folder: Path, sizes: Mapping[str, Any]) -> int:
+    """A model's folder; the bytes of its weights."""
+    config = gpt("gpt-mini", **sizes)
+    graph, state = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(0)
+
+    def numbers(x: Any) -> np.ndarray:
+        """So large that layers change what is said, and no two of them in the same way."""
+        spread = x.shape[0] ** -0.5 if len(x.shape) > 1 else 0.3
+        return (rng.normal(0, spread, x.shape) + (len(x.shape) == 1)).astype(np.float32)
+
+    save(folder, nnx.merge(graph, jax.tree.map(numbers, state)), max_bytes=64 * MIB)
+    return 4 * config.num_params
+
+
+def alone(folder: str, plan: str, weights: str | None, rows: int) -> None:
+    """What a process of its own does: one line of JSON."""
+    prompt = np.random.default_rng(1).integers(0, SIZES["vocab_size"], (rows, PROMPT)).astype(np.int32)
+    jax.block_until_ready(jax.jit(lambda x: x @ x)(np.ones((64, 64), np.float32)))
+    before = _peak()
+    model: Any = load(folder) if plan == "none" else cjax.StreamedModel(folder, plan, weights=weights)
+
+    def text() -> np.ndarray:
+        return np.asarray(cjax.generate(model, prompt, TOKENS, temperature=0))
+
+    text()  # compiles
+    read, began = _read(), time.perf_counter()
+    tokens = text()
+    seconds = time.perf_counter() - began
+    homes = model.homes if isinstance(model, cjax.StreamedModel) else {}
+    row = {
+        "seconds_a_pass": round(seconds / TOKENS, 4),
+        "tokens_a_second": round(rows * TOKENS / seconds, 2),
+        "read_a_pass": (_read() - read) // TOKENS,
+        "rss": _peak() - before,
+        "homes": homes,
+        "tokens": hashlib.sha256(tokens.tobytes()).hexdigest()[:16],
+        "kinds": len(np.unique(tokens[:, -TOKENS:])),
+    }
+    print(json.dumps(row))
+
+
+def _peak() -> int:
+    """The most that this process has had in memory, in bytes. `getrusage` begins with the parent's."""
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
+def _read() -> int:
+    """Bytes that this process has read from files, whether they were in the system's memory already or not."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def measured(folder: Path, plan: str, weights: str | None, rows: int) -> Row:
+    """A row of the table, from a process of its own."""
+    command = [sys.executable, "-m", "offloads.generation", str(folder), plan, weights or "none", str(rows)]
+    place = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([place, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def bandwidth(folder: Path) -> float:
+    """Bytes a second with which this machine reads the folder's files, once they have been read."""
+    data, rates = bytearray(8 * MIB), []
+    for _ in range(3):
+        began, size = time.perf_counter(), 0
+        for file in sorted(folder.glob("*.safetensors")):
+            with file.open("rb", buffering=0) as opened:
+                while num := opened.readinto(data):
+                    size += num
+        rates.append(size / (time.perf_counter() - began))
+    return max(rates)
+
+
+def generation(results: Results) -> str:
+    """All rows, and the table of them."""
+    with tempfile.TemporaryDirectory() as name:
+        few, many = Path(name) / "few", Path(name) / "many"
+        total = write(few, SIZES)
+        write(many, {**SIZES, "num_layers": 2 * SIZES["num_layers"]})
+        tenth = f"{total // 10 // MIB}MiB"
+        rate = results.get({"part": "generate", "what": "bandwidth"}, lambda: {"rate": bandwidth(few)})["rate"]
+        little = f"budget={tenth} host={tenth}"
+        cases: list[tuple[Path, str, str | None, int]] = [(few, "none", None, rows) for rows in (1, 8, 32)]
+        cases += [
+            (few, little, None, 1),
+            (many, little, None, 1),
+            (few, little, None, 8),
+            (few, f"budget={tenth}", None, 32),
+        ]
+        if importlib.util.find_spec("qwix"):
+            cases += [(few, little, kind, 8) for kind in ("int8", "int4")]
+        rows = []
+        for folder, plan, weights, num in cases:
+            layers = SIZES["num_layers"] * (2 if folder is many else 1)
+            key = {"part": "generate", "plan": plan, "weights": weights, "prompts": num, "layers": layers}
+            made = results.get(key, functools.partial(measured, folder, plan, weights, num))
+            rows.append({**made, "floor": made["read_a_pass"] / rate})
+    return table(rows, total)
+
+
+def table(rows: Sequence[Row], total: int) -> str:
+    """Rows as Markdown; tokens are compared with those of the first row of the same weights and prompts."""
+    lines = [
+        f"Weights of {total / MIB:.0f} MiB in {SIZES['num_layers']} layers. Read is what a pass reads of the folder; "
+        "its floor is that over the bandwidth of reading files that the system has in memory.",
+        "",
+        "| plan | layers | weights | prompts | tokens/s | s a pass | MiB read a pass | floor s | MiB beside JAX | tokens |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    first: dict[Any, Any] = {}
+    for row in rows:
+        same = first.setdefault((row["weights"], row["prompts"], row["layers"]), row["tokens"]) == row["tokens"]
+        lines.append(
+            f"| {row['plan']} | {row['layers']} | {row['weights'] or 'float32'} | {row['prompts']} | "
+            f"{row['tokens_a_second']:.1f} | {row['seconds_a_pass']:.3f} | {row['read_a_pass'] / MIB:.0f} | "
+            f"{row['floor']:.3f} | {row['rss'] / MIB:.0f} | {'same' if same else 'OTHERS'} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    folder, plan, weights, rows = sys.argv[1:]
+    alone(folder, plan, None if weights == "none" else weights, int(rows))
