@@ -68,7 +68,7 @@ class _Entry:
 
     def grouped(self, arrays: Sequence[Any]) -> Any:
         """What programs take."""
-        return arrays[0] if self.kind is None else Quantized(*arrays, self.kind, self.slot.shape)
+        return arrays[0] if self.kind is None else Quantized(arrays[0], arrays[1], self.kind, self.slot.shape)
 
 
 class Streamed:
@@ -140,8 +140,9 @@ class Streamed:
         shelf, mesh, found = self._composed.shelves.params, self._composed.mesh, []
         for at in self._walker.outside("params"):
             slot = shelf.slots[at]
-            arrays = [self._read([self._stored[leaf]], True)[0].astype(slot.dtype) for leaf in slot.leaves]
-            whole = np.asarray(slot.store(np.stack(arrays) if slot.is_stack else arrays[0]))
+            arrays: list[Any] = [self._read([self._stored[leaf]], True)[0].astype(slot.dtype) for leaf in slot.leaves]
+            leaf: Any = np.stack(arrays) if slot.is_stack else arrays[0]
+            whole = np.asarray(slot.store(leaf))
             found.append(jax.device_put(whole, NamedSharding(mesh, slot.stored_spec)))
         return tuple(found)
 

@@ -140,7 +140,7 @@ def table(rows: Sequence[Row], total: int) -> str:
         f"Weights of {total / MIB:.0f} MiB in {SIZES['num_layers']} layers. Read is what a pass reads of the folder; "
         "its floor is that over the bandwidth of reading files that the system has in memory.",
         "",
-        "| plan | layers | weights | prompts | tokens/s | s a pass | MiB read a pass | floor s | MiB beside JAX | tokens |",
+        "| plan | layers | weights | prompts | tokens/s | s a pass | MiB read a pass | floor s | MiB more | tokens |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     first: dict[Any, Any] = {}
