@@ -141,7 +141,7 @@ def test_quantized_weights_are_those_of_qwix_wherever_layers_are(kind: Any, fold
     pytest.importorskip("qwix", reason="the extra quantize is not installed")
     folder = folder_of("cjax_gpt")
     expected = greedy(_quantized(folder, kind))
-    for plan in ("", "budget=185KiB host=20KiB"):
+    for plan in ("", "budget=185KiB host=20KiB offload=params"):
         with StreamedModel(folder, plan, weights=kind) as model:
             np.testing.assert_array_equal(greedy(model), expected)
             assert bool(plan) == bool(model.homes["weights"]["folder"] + model.homes["weights"]["host"])

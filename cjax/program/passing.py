@@ -1,9 +1,10 @@
 """What devices hold of a state that walks while nothing is trained, and what a budget leaves for passes forward."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from cjax.plan.sizes import size_text
+from cjax.plan.sizes import Offloaded, size_text
 from cjax.planner.choice.homes import TooLittle, readable, rounded_up
 from cjax.planner.homes import Homes, Kind, in_flight
 from cjax.program.composed import Composed
@@ -13,6 +14,7 @@ from cjax.walk.measured import num_bytes, row_sizes
 from cjax.walk.walker import Walker
 
 STATE: tuple[Kind, ...] = ("params", "frozen", "opt")
+AWAY: tuple[Offloaded, ...] = ("params", "optimizer")  # with these, no state of layers is at home on the devices
 
 
 def weight_rows(walker: Walker) -> RowsOf:
@@ -66,10 +68,17 @@ def check_room(composed: Composed, homes: Homes, peak: int, num_rows: int) -> No
     if peak <= room:
         return
     fewer = max(1, num_rows * max(room, 0) // peak)
-    say = f"give batches of fewer rows, about {fewer}, or " if fewer < num_rows else ""
+    say = f"give batches of fewer rows, about {fewer}, or " if fewer < num_rows and room > 0 else ""
+    # A larger budget alone need not help: more layers would stay on the devices, and fill it.
+    walker, plan = composed.walker, composed.plan
+    assert walker is not None
+    least = budget - room_of(composed, Homes.all_at("host", walker.lengths)) + peak
+    kept = tuple(kind for kind in plan.offload if kind not in AWAY)
+    enough = dataclasses.replace(plan, offload=(*AWAY, *kept), budget=budget if budget >= least else rounded_up(least))
     raise TooLittle(
         f"to score {num_rows} rows at once takes {readable(peak)} of a device beside the weights, and budget="
-        f"{size_text(budget)} leaves {readable(max(room, 0))}: {say}write budget={rounded_up(budget + peak - room)} "
-        "(other = program.replan(...), other.evaluate(other.restore(state), ...)).",
-        "budget", peak - room,
-    )  # fmt: skip
+        f"{size_text(budget)} leaves {readable(max(room, 0))}: {say}keep no layer on the devices, "
+        f'other = program.replan("{enough}"), and other.evaluate(other.restore(state), ...).',
+        "budget",
+        peak - room,
+    )
