@@ -90,7 +90,8 @@ class Generate:
         """Prompts to tokens, and tokens to text."""
         if self.ids:
             return _numbers, lambda tokens: " ".join(map(str, tokens))
-        folder = Path(self.tokenizer or self.folder)
+        own = Path(self.folder)
+        folder = Path(self.tokenizer) if self.tokenizer else own.parent if own.is_file() else own
         if (folder / "tokenizer.json").is_file() or folder.is_file():
             tokenizer = read_tokenizer(folder)
             return tokenizer.encode_prompt, lambda tokens: tokenizer.decode(tokens, skip_special=True)
@@ -113,9 +114,22 @@ class Generate:
         with StreamedModel(self.folder, plan, weights=self.weights, devices=device) as model:
             yield model
 
+    def _check_lengths(self, prompts: Sequence[np.ndarray], context: int | None) -> None:
+        """Raises ValueError for a prompt that is empty, or longer than the model's context."""
+        for text, tokens in zip(self.prompt or self.ids, prompts, strict=True):
+            if not len(tokens):
+                raise ValueError(f"the prompt {text!r} has no tokens, and a text begins with one: write a word into it")
+            if context is not None and len(tokens) > context:
+                start = text if len(text) <= 40 else f"{text[:40]}..."
+                raise ValueError(
+                    f"the prompt {start!r} has {len(tokens)} tokens, and this model's context {context}: give its end"
+                )
+
     def _answers(self, model: Any, prompts: Sequence[np.ndarray], stop: Sequence[int]) -> dict[int, np.ndarray]:
         """The texts by the number of their prompt: prompts of one length go together."""
-        is_t5 = isinstance(model.texts.model() if isinstance(model, StreamedModel) else model, T5)
+        decoder = model.texts.model() if isinstance(model, StreamedModel) else model
+        is_t5 = isinstance(decoder, T5)
+        self._check_lengths(prompts, None if is_t5 else decoder.config.context)
         seeds = itertools.count(self.seed)  # or two passes would draw the same numbers
 
         def rows(tokens: np.ndarray) -> np.ndarray:
@@ -152,7 +166,7 @@ def _in_passes(run: Rows, prompts: np.ndarray, most: int | None) -> list[np.ndar
             if num == 1:
                 raise
             num = -(-num // 2)
-            print(f"{error}\n{num} prompts a pass instead.", file=sys.stderr)
+            print(f"{error}\n{num} prompt{'s' if num > 1 else ''} a pass instead.", file=sys.stderr)
     return found
 
 

@@ -86,7 +86,6 @@ def _quantize(matrix: jax.Array, kind: Bits) -> tuple[jax.Array, jax.Array]:
     return low | (high << 4), found.scale
 
 
-@functools.cache
 def library() -> Any:
     """Qwix.
 

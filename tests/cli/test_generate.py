@@ -70,6 +70,8 @@ def test_a_text_ends_with_the_token_that_the_config_names(
         (["--ids", "1 2", "--budget", "20KiB"], "less than a device needs at least"),
         (["--ids", "1 2", "--budget", "2"], "has no unit"),
         (["--prompt", "a", "--tokenizer", "."], "has no tokenizer.json"),
+        (["--prompt", "the cat", ""], "the prompt '' has no tokens"),
+        (["--ids", "1 2", " ".join(["7"] * 17)], "has 17 tokens, and this model's context 16: give its end"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_message(
@@ -77,6 +79,11 @@ def test_what_is_wrong_is_said_in_one_message(
 ) -> None:
     assert main(["generate", str(folder), *arguments]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_may_be_named_by_a_file_in_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--prompt", "the cat", "--tokens", "0")
+    assert said(capsys, str(folder / "model.safetensors"), *given) == said(capsys, str(folder), *given)
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,14 +80,14 @@ def test_samples_are_those_in_device_memory() -> None:
         cjax.generate(made, np.zeros((2, 13), np.int32), 2, temperature=0, state=state)
 
 
-def needs_of(name: str, rows: int) -> Any:
-    """What greedy texts of so many rows need under a budget, and a way to ask for homes with another."""
+def needs_of(name: str, rows: int, lengths: tuple[int, ...] = (5,)) -> Any:
+    """What passes over so many rows need under a budget, and a way to ask for homes with another."""
     made, state = program(name, "data=2 offload=params+activations")
     plan = dataclasses.replace(made.plan, budget=2**30, offload=("params",))
     texts = Texts(dataclasses.replace(made._composed, plan=plan), next_logits)
     struct = functools.partial(jax.ShapeDtypeStruct, dtype="int32")
     memory = jax.eval_shape(lambda: [(jax.numpy.zeros([rows, 12, 8, 5]),) * 2] * 4)
-    found = texts.needs([{"new": struct((rows, 5)), "length": struct(())}], memory)
+    found = texts.needs([{"new": struct((rows, new)), "length": struct(())} for new in lengths], memory)
 
     def homes(budget: int, host: int | None = None) -> Any:
         plan = dataclasses.replace(made.plan, budget=budget, host=host, offload=("params",))
@@ -115,6 +115,7 @@ def test_memory_is_on_the_host_where_a_budget_has_no_room() -> None:
 
 def test_passes_of_more_rows_need_more() -> None:
     (few, *_), (many, *_) = needs_of("cjax_gpt", 4), needs_of("cjax_gpt", 64)
+    assert needs_of("cjax_gpt", 4, (5, 12))[0].peak > few.peak, "the fullest pass counts"
     assert many.peak > 8 * few.peak / 2 and many.memory.row.device == 16 * few.memory.row.device
 
 
