@@ -26,7 +26,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import optax
-from offloads.generation import generation
+from generations.streamed import generation
 from shared.results import KEPT, Results, Row
 
 import cjax

@@ -30,7 +30,7 @@ class Generate:
     """Continues texts with a GPT, Llama or T5 in a folder of Hugging Face's, also one that fits in no memory here.
 
     With a budget, layers that the device and the host have no room for are read from the folder in every pass, one pass
-    a token for all prompts of one length together: many prompts cost little more than one.
+    a token for all prompts of one length together: many prompts read no more than one.
 
     Attributes:
         folder: with config.json and safetensors, as save_pretrained writes it.

@@ -25,7 +25,7 @@ import cjax
 from cjax.models import GPT, gpt, load, save
 from cjax.walk.moving import MovedRows
 
-SIZES: Mapping[str, Any] = dict(num_layers=64, num_heads=6, embed_dim=384, context=64, vocab_size=512)
+SIZES: Mapping[str, Any] = dict(num_layers=32, num_heads=6, embed_dim=384, context=64, vocab_size=512)
 PROMPT, TOKENS = 16, 9  # the first pass over the prompt, and eight of one token each
 MIB = 2**20
 
@@ -104,7 +104,7 @@ def _read() -> int:
 
 def measured(folder: Path, plan: str, weights: str | None, rows: int) -> Row:
     """A row of the table, from a process of its own."""
-    command = [sys.executable, "-m", "offloads.generation", str(folder), plan, weights or "none", str(rows)]
+    command = [sys.executable, "-m", "generations.streamed", str(folder), plan, weights or "none", str(rows)]
     place = str(Path(__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([place, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
