@@ -93,6 +93,17 @@ def test_rows_are_shared_by_devices_and_matrices_split(folder_of: Any) -> None:
             cjax.generate(model, PROMPT[:3], 2, temperature=0)
 
 
+def test_rows_of_a_t5_are_shared_with_what_the_encoder_made_of_them(folder_of: Any) -> None:
+    folder = folder_of("cjax_t5")
+    with StreamedModel(folder, "data=2 budget=400KiB offload=params+activations", devices=jax.devices()[:2]) as model:
+        np.testing.assert_array_equal(greedy(model), wanted(folder))
+        assert model.homes["memory"] == {"device": 0, "host": 2}
+        # Of half of the rows, keys and values of the decoder's own text and of the source, of 8 heads of 5 numbers.
+        [walk] = {walk.structs()[0].shape: walk for walk in model.texts._made.values()}.values()
+        parts = [math.prod(x.sharding.shard_shape(x.shape)) for x in walk.structs()]
+        assert parts == [2 * (NUM + 1) * 40] * 2 + [2 * 5 * 40] * 2
+
+
 def live_bytes() -> int:
     """On the devices, what is in host memory aside."""
     arrays = [x for x in jax.live_arrays() if not x.is_deleted() and x.sharding.memory_kind == "device"]

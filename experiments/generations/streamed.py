@@ -64,9 +64,9 @@ def alone(folder: str, plan: str, weights: str | None, rows: int) -> None:
         held.append(_on_devices())
         return row
 
-    MovedRows.fetch = watched  # type: ignore[method-assign]
+    MovedRows.fetch = watched
     text()  # compiles
-    MovedRows.fetch = fetch  # type: ignore[method-assign]
+    MovedRows.fetch = fetch
     read, began = _read(), time.perf_counter()
     tokens = text()
     seconds = time.perf_counter() - began

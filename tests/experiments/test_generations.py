@@ -7,7 +7,7 @@ import numpy as np
 from generations import streamed
 
 import cjax
-from cjax.models import load
+from cjax.models import GPT, load
 
 SMALL = {**streamed.SIZES, "num_layers": 2, "embed_dim": 24, "num_heads": 3, "vocab_size": 64}
 
@@ -18,7 +18,7 @@ def test_a_written_folder_is_read_in_parts_to_the_same_tokens(tmp_path: Path) ->
     prompt = np.arange(6, dtype=np.int32).reshape(2, 3)
     with cjax.StreamedModel(tmp_path, "offload=params host=0B budget=1MiB") as model:
         found = np.asarray(cjax.generate(model, prompt, 6, temperature=0))
-    np.testing.assert_array_equal(found, cjax.generate(load(tmp_path), prompt, 6, temperature=0))
+    np.testing.assert_array_equal(found, cjax.generate(load(tmp_path, GPT), prompt, 6, temperature=0))
     assert len(np.unique(found[:, 3:])) > 2, "layers change what is said"
 
 
