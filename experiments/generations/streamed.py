@@ -59,8 +59,8 @@ def alone(folder: str, plan: str, weights: str | None, rows: int) -> None:
 
     held, fetch = [_on_devices()], MovedRows.fetch
 
-    def watched(rows: MovedRows, layer: int) -> Any:
-        row = fetch(rows, layer)
+    def watched(self: MovedRows, layer: int) -> Any:
+        row = fetch(self, layer)
         held.append(_on_devices())
         return row
 
