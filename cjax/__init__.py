@@ -21,6 +21,7 @@ from cjax.program import MismatchError as MismatchError
 from cjax.program import OutOfMemory as OutOfMemory
 from cjax.program import Program as Program
 from cjax.program import State as State
+from cjax.streamed import StreamedModel as StreamedModel
 from cjax.trace.author.loss import Mean as Mean
 
 if _TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """`cjax.generate`: texts continued by a trained decoder, on one device or where a program keeps it."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,18 +20,22 @@ from cjax.models.generation import (
     empty_memory,
     next_logits,
     read_prompt,
-    read_source,
     sample,
 )
 from cjax.models.generation import generate as continued
+from cjax.planner.homes import Home
 from cjax.program import Program, State
 from cjax.program.program import texts_of
-from cjax.program.texts import Texts
+from cjax.program.texts import Needs, Texts, Weights
+from cjax.program.walked import WalkedState
+from cjax.streamed import StreamedModel
+
+Ready = Callable[[Needs], tuple[Weights, Sequence[Home]]]  # weights where passes read them, and the homes of memory
 
 
 @own_context
 def generate(
-    source: Program | Decoder,
+    source: Program | Decoder | StreamedModel,
     tokens: Any,
     num_tokens: int,
     key: jax.Array | None = None,
@@ -45,7 +50,7 @@ def generate(
     `offload=activations`, or where the budget has no room for it.
 
     Args:
-        source: a trained GPT, Llama or T5, or a program of one.
+        source: a trained GPT, Llama or T5, a program of one, or a `StreamedModel` of a folder.
         tokens: int[batch, length]; with a program whose batch is split, a number of rows that its devices divide.
         num_tokens: how many to add to each row.
         key: randomness for the samples; not needed at temperature 0.
@@ -73,6 +78,10 @@ def generate(
     if not isinstance(source, Program):
         if state is not None:
             raise ValueError(f"`state` goes with a program, and this is a {type(source).__name__}: leave it out")
+        if isinstance(source, StreamedModel):
+            texts = source.texts
+            walked = _Walked(texts, texts.model(), source.ready)
+            return _shared(source, texts.model(), walked, tokens, num_tokens, key, options)
         if not isinstance(source, Decoder):
             raise TypeError(
                 f"generate got a {type(source).__name__}; it continues texts with a GPT, Llama or T5 of cjax.models, "
@@ -93,7 +102,20 @@ def generate(
     if not isinstance(model, Decoder):
         kind = type(model).__name__
         raise TypeError(f"generate continues texts with a GPT, Llama or T5, and this program trains a {kind}")
-    tokens = read_prompt(tokens, model.config.vocab_size)
+    if texts is None:
+        return _shared(source, model, functools.partial(continued, model), tokens, num_tokens, key, options)
+    assert isinstance(state, WalkedState)
+    weights = Weights.of(state)
+    walked = _Walked(texts, model, lambda needs: (weights, texts.homes(weights.held.homes, needs)))
+    return _shared(source, model, walked, tokens, num_tokens, key, options)
+
+
+def _shared(
+    source: Program | StreamedModel, model: Decoder, run: Callable[..., jax.Array], tokens: Any, num_tokens: int,
+    key: jax.Array | None, options: dict[str, Any],
+) -> jax.Array:  # fmt: skip
+    """Texts by `run`, of rows that devices share."""
+    tokens, plan = read_prompt(tokens, model.config.vocab_size), source.plan
     axes = tuple(axis for axis in BATCH_AXES if source.mesh.shape.get(axis, 1) > 1)
     rows, parts = len(tokens), source.mesh.size // plan.tensor.size
     if rows % parts:
@@ -105,16 +127,14 @@ def generate(
     if options.get("present") is not None:
         options["present"] = jax.device_put(jnp.asarray(options["present"]), split)
     tokens = jax.device_put(jnp.asarray(tokens, jnp.int32), split)
-    if texts is None:
-        return continued(model, tokens, num_tokens, key, **options)
-    return _Walked(texts, model, state)(tokens, num_tokens, key, **options)
+    return run(tokens, num_tokens, key, **options)
 
 
 class _Walked:
     """Texts of a program that walks: each token is a pass over the layers, for all rows at once."""
 
-    def __init__(self, texts: Texts, model: Decoder, state: State) -> None:
-        self._texts, self._model, self._state = texts, model, state
+    def __init__(self, texts: Texts, model: Decoder, ready: Ready) -> None:
+        self._texts, self._model, self._ready = texts, model, ready
 
     def __call__(
         self,
@@ -125,36 +145,41 @@ class _Walked:
         **options: Any,
     ) -> jax.Array:
         check_num_tokens(num_tokens)
-        choice, model = TokenChoice.of(**options), self._model
+        choice, model, texts = TokenChoice.of(**options), self._model, self._texts
         check_choice(model, tokens, key, choice, present)
         key = jax.random.key(0) if key is None else key
         is_t5, batch = isinstance(model, T5), len(tokens)
         start = jnp.zeros([batch, 1], jnp.int32) if is_t5 else tokens
         length = start.shape[1]
         end = length + num_tokens
-        context = num_tokens + 1 if isinstance(model, T5) else model.config.context  # relative positions have no end
         text, done = jnp.pad(start, ((0, 0), (0, num_tokens))), jnp.zeros([batch], bool)
+        if num_tokens == 0:
+            return text
+        context = num_tokens + 1 if isinstance(model, T5) else model.config.context  # relative positions have no end
         memory = _memory_shape(model, batch, min(end, context), tokens.shape[1])
         given: dict[str, jax.Array] = {} if present is None else {"present": present}
-        known: list[Any] = [()] * len(memory)
-        if is_t5 and num_tokens:
-            known = self._texts.score(self._state, given | {"source": tokens}, read_source)
-        rows, position = None, length
-        while position < end and not bool(done.all()):
+
+        def pass_at(position: int) -> dict[str, Any]:
             # Behind the context the window slides: nothing that was remembered stands where it stood, and all of it is
             # made again.
-            before = 0 if rows is None or position > context else position - 1
+            before = 0 if position == length or position > context else position - 1
             first = max(before, position - context)
             # Not text[:, first:position], which would be another program for each token.
             some = jax.lax.dynamic_slice_in_dim(text, np.int32(first), position - first, axis=1)
-            new = self._texts.placed({"new": some, "length": np.int32(before), **given})
-            if rows is None:
-                rows = self._texts.memory(self._state, jax.tree.map(_struct, new), memory, known)
-                known = []
-            logits = self._texts(self._state, new, memory, rows)
-            text, done = _write(text, done, logits, np.int32(position), key, choice)
-            position += 1
-        if rows is not None:
+            source = {"source": tokens} if is_t5 and position == length else {}
+            return texts.placed({"new": some, "length": np.int32(before), **given, **source})
+
+        # The first pass, one with a token more, and one behind the context.
+        kinds = [p for p in (length, length + 1, max(length, context) + 1) if p < end]
+        passes = [jax.tree.map(_struct, pass_at(position)) for position in kinds]
+        weights, homes = self._ready(texts.needs(passes, memory))
+        rows, position = texts.memory(passes[0], memory, homes), length
+        try:
+            while position < end and not bool(done.all()):
+                logits = texts(weights, pass_at(position), memory, rows)
+                text, done = _write(text, done, logits, np.int32(position), key, choice)
+                position += 1
+        finally:
             rows.close()
         # All rows may have ended early: their last tokens fill what is left.
         return jnp.where(jnp.arange(end) < position, text, text[:, position - 1 : position])

@@ -1,6 +1,7 @@
 """Models larger than the devices: what a budget holds, compiled for an absent H100, and one of 1/120 kept to here.
 
     python experiments/offload.py sizes     # GPT-2 XL in 6 GiB, Llama 7B in 12, 13B in 16; needs the extra aot
+    python experiments/offload.py generate  # texts of a model ten times as large as its budget; needs the extra weights
     python experiments/offload.py depth     # 320 layers under 1/120 of what plain training needs, on this CPU
 
 `sizes` compiles the programs of a walk for one H100, with 8,192 tokens a micro-batch, and runs nothing. `depth` trains
@@ -25,6 +26,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import optax
+from generations.streamed import generation
 from shared.results import KEPT, Results, Row
 
 import cjax
@@ -34,6 +36,7 @@ from cjax.models.llama import Llama, LlamaConfig
 from cjax.models.llama import loss as llama_loss
 
 LOG = KEPT / "offload-2026-11-23.log"
+GENERATED = KEPT / "offload-generation-2026-11-23.log"
 NUM_LAYERS, WIDTH, FACTOR = 320, 128, 120
 LLAMAS = {"llama-7b": (32, 32, 4096, 11008), "llama-13b": (40, 40, 5120, 13824)}
 SIZES = {"gpt2-xl": "6GiB", "llama-7b": "12GiB", "llama-13b": "16GiB"}
@@ -123,10 +126,13 @@ def deep_batch() -> dict[str, np.ndarray]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("sizes", "depth"))
-    parser.add_argument("--log", type=Path, default=LOG)
+    parser.add_argument("what", choices=("sizes", "depth", "generate"))
+    parser.add_argument("--log", type=Path)
     args = parser.parse_args()
-    results = Results(args.log)
+    results = Results(args.log or (GENERATED if args.what == "generate" else LOG))
+    if args.what == "generate":
+        print(generation(results))
+        return
     if args.what == "sizes":
         for name, budget in SIZES.items():
             key = {"part": "sizes", "model": name, "budget": budget}

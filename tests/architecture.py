@@ -30,7 +30,7 @@ FLOORS = (
     ("walk",),
     ("audit", "report", "checkpoint", "calibrate"),
     ("program",),
-    ("parallelize",),
+    ("parallelize", "streamed"),
     ("data",),
     ("train", "generate"),
     ("cli",),

@@ -46,6 +46,7 @@ FRONT = (
         "initialize",
         "attention",
         "generate",
+        "StreamedModel",
         "audit",
         "calibrate",
         "OutOfMemory",

@@ -3,6 +3,7 @@
 from cjax.cli.calibrate import CalibrateCommand
 from cjax.cli.check import Check
 from cjax.cli.check_model import CheckModel
+from cjax.cli.generate import Generate
 from cjax.cli.inspect import Inspect
 from cjax.cli.plan import PlanCommand
 from cjax.cli.run import Run
@@ -11,6 +12,7 @@ from cjax.cli.train import Train
 COMMANDS = {
     "train": Train,
     "plan": PlanCommand,
+    "generate": Generate,
     "run": Run,
     "check": Check,
     "check-model": CheckModel,

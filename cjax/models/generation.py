@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax import core
 from cjax.models.gpt import GPT
 from cjax.models.llama import Llama
 from cjax.models.past import Past
-from cjax.models.t5 import T5
+from cjax.models.t5 import T5, KeyValues
 
 Decoder = GPT | Llama | T5
 
@@ -130,20 +130,26 @@ def next_logits(model: Decoder, given: Mapping[str, jax.Array], memory: Memory) 
     Args:
         model: in eval mode.
         given: `new` tokens [batch, new length] and the `length` of what came before; of a T5 also `present`, if there
-            is padding.
-        memory: what `empty_memory` gave, of a T5 with `read_source` at its layers' ends; or the pass before.
+            is padding, and before the first token `source`, the text for the encoder.
+        memory: what `empty_memory` gave, or the pass before.
     """
     pasts = [Past(keys, values, given["length"]) for keys, values, *_ in memory]
-    if isinstance(model, T5):
-        hidden = model.decode(given["new"], [(layer[2], layer[3]) for layer in memory], given.get("present"), pasts)
+    if not isinstance(model, T5):
+        hidden, others = model.hidden(given["new"], pasts), [()] * len(memory)
     else:
-        hidden = model.hidden(given["new"], pasts)
-    return last_logits(model, hidden), [(p.keys, p.values, *old[2:]) for p, old in zip(pasts, memory, strict=True)]
+        present, others = given.get("present"), []
+        if "source" in given:
+            source = model.remember(model.encode(given["source"], present))
+        else:
+            source = ((layer[2], layer[3]) for layer in memory)
 
+        def each() -> Iterator[KeyValues]:
+            for keys_values in source:
+                others.append(keys_values)
+                yield keys_values
 
-def read_source(model: Any, given: Mapping[str, jax.Array]) -> Memory:
-    """What each layer of a T5's decoder remembers of the `source`."""
-    return [(keys, values) for keys, values in model.remember(model.encode(given["source"], given.get("present")))]
+        hidden = model.decode(given["new"], each(), present, pasts)
+    return last_logits(model, hidden), [(p.keys, p.values, *other) for p, other in zip(pasts, others, strict=True)]
 
 
 def empty_memory(model: Decoder, batch: int, room: int, source_length: int) -> Memory:
@@ -151,8 +157,8 @@ def empty_memory(model: Decoder, batch: int, room: int, source_length: int) -> M
     memory: Memory = [(past.keys, past.values) for past in model.make_past(batch, room)]
     if not isinstance(model, T5):
         return memory
-    source = model.remember(jnp.zeros([batch, source_length, model.config.embed_dim], memory[0][0].dtype))
-    return [(*own, *(jnp.zeros_like(x) for x in more)) for own, more in zip(memory, source, strict=True)]
+    source = jnp.zeros([batch, source_length, model.config.num_heads, model.config.head_dim], memory[0][0].dtype)
+    return [(*own, source, source) for own in memory]
 
 
 def last_logits(model: Decoder, hidden: jax.Array) -> jax.Array:
@@ -208,7 +214,7 @@ def _generate(
     model.eval()
     batch = tokens.shape[0]
     if isinstance(model, T5):
-        source, start = model.remember(model.encode(tokens, present)), jnp.zeros([batch, 1], jnp.int32)
+        source, start = list(model.remember(model.encode(tokens, present))), jnp.zeros([batch, 1], jnp.int32)
         context = num_tokens + 1  # relative positions have no end
 
         def run(new: jax.Array, past: list[Past] | None) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -277,14 +277,15 @@ class T5(nnx.Module):
             x = block(x, bias, _mask(present))
         return self.dropout(self.encoder_norm(x))
 
-    def remember(self, encoded: jax.Array) -> list[KeyValues]:
-        """What each layer of the decoder needs of the encoder's text."""
-        return [block.cross.keys_values(encoded) for block in self.decoder]
+    def remember(self, encoded: jax.Array) -> Iterator[KeyValues]:
+        """What each layer of the decoder needs of the encoder's text, made when the layer's turn has come: its weights
+        are then those of one layer."""
+        return (block.cross.keys_values(encoded) for block in self.decoder)
 
     def decode(
         self,
         target: jax.Array,
-        source: list[KeyValues],
+        source: Iterable[KeyValues],
         present: jax.Array | None = None,
         past: list[Past] | None = None,
     ) -> jax.Array:
@@ -293,8 +294,8 @@ class T5(nnx.Module):
         keys = jnp.arange(past[0].keys.shape[1]) if past else queries
         bias = self.decoder_bias(queries, keys)
         x = self.dropout(self.token_embed(target))
-        for i, block in enumerate(self.decoder):
-            x = block(x, source[i], bias, _mask(present), past[i] if past else None)
+        for i, (block, keys_values) in enumerate(zip(self.decoder, source, strict=True)):
+            x = block(x, keys_values, bias, _mask(present), past[i] if past else None)
         return self.dropout(self.decoder_norm(x))
 
     def classify(self, hidden: jax.Array) -> jax.Array:

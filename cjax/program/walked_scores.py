@@ -1,5 +1,6 @@
 """Scoring in programs that walk over layers: forward, layer by layer, and nothing is kept for a way back."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 from cjax.gradients import LaidOut
 from cjax.mesh import compiler_options
 from cjax.planner.homes import Homes, Kind
-from cjax.program.composed import Composed
+from cjax.program.composed import Composed, batch_shardings
+from cjax.program.passing import check_room, inputs_of, weight_rows
 from cjax.program.scores import (
     Pair,
     Piece,
@@ -26,7 +28,10 @@ from cjax.sharding.place.model import place_loss
 from cjax.sharding.storage.storage import Storage
 from cjax.tree import PyTree
 from cjax.walk.forward import ForwardWalk, LayerReads, held_still, read_layers
+from cjax.walk.jitted import Jitted
+from cjax.walk.measured import num_bytes
 from cjax.walk.stores import ROOM
+from cjax.walk.tally import Tally
 from cjax.walk.walk import in_turn
 
 Score = Callable[[State, PyTree], list[Pair]]
@@ -47,13 +52,13 @@ def walked_score(composed: Composed, subject: Subject) -> Score:
     # A function of the user's may make a number of its rows that is no mean over them: it sees all of them at once.
     pieces = pieces_of(composed, subject, in_parts=subject.call is None)
     loss = LaidOut(composed.trace, composed.storage, composed.plan, composed.mesh)
-    walks = []
-    for piece in pieces:
-        shape = jax.eval_shape(piece.of, subject.source.batch_shape)
+    walks, shapes = [], [jax.eval_shape(piece.of, subject.source.batch_shape) for piece in pieces]
+    for piece, shape in zip(pieces, shapes, strict=True):
         layout, found = layout_of(composed, piece.trace), read_layers(held_still(piece.trace), walker)
         walks.append(ForwardWalk(found, walker, loss, layout, piece.num_parts, shape))
     options = compiler_options(composed.mesh)
-    cut = jax.jit(lambda batch: [piece.of(batch) for piece in pieces], compiler_options=options)
+    placed = [batch_shardings(composed.mesh, shape) for shape in shapes]
+    cut = jax.jit(lambda batch: [piece.of(batch) for piece in pieces], out_shardings=placed, compiler_options=options)
 
     def put(outs: list[list[Arrays]]) -> list[Pair]:
         results = [_whole(piece, parts) for piece, parts in zip(pieces, outs, strict=True)]
@@ -61,8 +66,20 @@ def walked_score(composed: Composed, subject: Subject) -> Score:
 
     combine = jax.jit(put, out_shardings=composed.whole, compiler_options=options)
 
+    @functools.cache
+    def peak() -> int:
+        """What a device holds beside weights, the fuller of whole micro-batches and of what is left over."""
+        whole = num_bytes(composed.with_batch(subject.source.batch_shape))
+        found = [
+            walk.compile(weight_rows(walker), inputs_of(composed, shape))
+            for walk, shape in zip(walks, shapes, strict=True)
+        ]
+        return max(found) + (whole if len(found) > 1 else 0)
+
     def score(state: State, batch: PyTree) -> list[Pair]:
         assert isinstance(state, WalkedState)
+        if composed.plan.budget is not None:
+            check_room(composed, state._held.homes, peak(), subject.source.num_rows)
         some = [batch] if len(pieces) == 1 else cut(batch)
         rest = (state._params, state._frozen, state._model_state)
         outs = [walk(state._held, *rest, part, state._key) for walk, part in zip(walks, some, strict=True)]
@@ -78,7 +95,7 @@ def _whole(piece: Piece, parts: list[Arrays]) -> list[jax.Array]:
     return put_together(piece.trace, [jnp.stack(values) for values in zip(*parts, strict=True)])
 
 
-def _check_room(composed: Composed, subject: Subject, reads: LayerReads, homes: Homes) -> None:
+def _check_layers(composed: Composed, subject: Subject, reads: LayerReads, homes: Homes) -> None:
     """A walk has room for two layers of each stack; more must be on the devices anyway."""
     away: dict[tuple[Kind, int], set[int]] = {}
     for kind, _, k, layer in reads.rows:
@@ -118,11 +135,27 @@ def _gathered_score(composed: Composed, subject: Subject, reads: LayerReads) -> 
         outs = loss(*whole, model_state, jax.tree.leaves(batch), key, jnp.int32(0))[:num]
         return combined(subject.trace, [piece], [outs])
 
-    program = jax.jit(run, out_shardings=composed.whole, compiler_options=compiler_options(composed.mesh))
+    program = Jitted(run, composed.mesh, placed=composed.whole)
+
+    @functools.cache
+    def peak() -> int:
+        """What a device holds beside weights outside of layers: all that is read of layers, at once."""
+        given: dict[tuple[Kind, int], dict[int, Any]] = {}
+        for (kind, k), layers in wanted.items():
+            structs = dict(zip(walker.slots(kind, k), walker.structs(kind, k), strict=True))
+            for layer, places in layers.items():
+                for at in places:
+                    given.setdefault((kind, at), {})[layer] = structs[at]
+        params, frozen, model_state, batch, key = inputs_of(composed, subject.source.batch_shape)
+        tally = Tally()
+        tally.run(program, params, frozen, given, model_state, batch, key, handed=(given, batch))
+        return tally.peak
 
     def score(state: State, batch: PyTree) -> list[Pair]:
         assert isinstance(state, WalkedState)
-        _check_room(composed, subject, reads, state._held.homes)
+        _check_layers(composed, subject, reads, state._held.homes)
+        if composed.plan.budget is not None:
+            check_room(composed, state._held.homes, peak(), subject.source.num_rows)
         rows: dict[tuple[Kind, int], dict[int, jax.Array]] = {}
         for (kind, k), layers in wanted.items():
             slots = walker.slots(kind, k)

@@ -1,8 +1,9 @@
 """Passes forward alone, over the layers of another trace of the same model: what they compute is kept for nobody."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,12 +17,15 @@ from cjax.trace.jaxpr.groups import variables
 from cjax.trace.reading import Trace
 from cjax.trace.stages.stacks import LayerStack, find_stacks
 from cjax.tree import PyTree
+from cjax.walk.measured import num_bytes
 from cjax.walk.model import Arrays, WalkModel
 from cjax.walk.programs import Programs
+from cjax.walk.tally import Tally
 from cjax.walk.walk import Held, Row, in_turn
 from cjax.walk.walker import Walker
 
 KINDS: tuple[Kind, ...] = ("params", "frozen")
+RowsOf = Callable[[int], Sequence[tuple[Any, ...]]]  # a stack of the walker -> a layer's params and frozen
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,35 @@ class ForwardWalk:
         self._programs = forward_programs(staged, reads, walker, loss, num_parts, batch_shape)
         self._whose, self._lengths = reads.whose, [walker.lengths[k] for k in reads.whose]
         self._pick = Picked(self._programs.model, reads.whose, walker)
+
+    def compile(self, rows: RowsOf, inputs: Sequence[Any]) -> int:
+        """Compiles all programs; the bytes that a device holds at most beside weights and rows. Arguments as of
+        `MemoryWalk.compile`."""
+        programs, model, zero, tally, (params, frozen, *rest) = (
+            self._programs,
+            self._programs.model,
+            np.int32(0),
+            Tally(),
+            inputs,
+        )
+        out, new, states = tally.run(programs.begin, params, frozen, *rest)
+        tally.kept = num_bytes((out, new, states, rest[1]))
+        out = dataclasses.replace(out, params=params, frozen=frozen)
+        payload, _ = tally.run(programs.enter, out, zero, states)
+        for k, mine in enumerate(self._whose):
+            every = [payload] * model.num  # of each part its own
+            once = tally.run(programs.once[k], out, states, handed=every)
+            row = self._pick(k, rows(mine))
+            args = (row, once, out, zero, zero, states, payload)
+            moving, _ = tally.run(programs.forward[k], *args, handed=(once, every))
+            payload = [*moving, *model.passing(k, payload)[1]]
+            if k + 1 < len(self._whose):
+                payload = tally.run(programs.leave[k], out, zero, states, payload, handed=(once, [payload] * model.num))
+        values = programs.values.eval_shape(out, zero, states, payload)
+        tally.run(
+            programs.values, out, zero, states, payload, handed=([payload] * model.num, [values] * (model.num - 1))
+        )
+        return tally.peak
 
     def __call__(
         self, held: Held, params: Row, frozen: Row, model_state: Row, batch: PyTree, key: jax.Array

@@ -61,12 +61,13 @@ def _itemsize(x: Any) -> int:
 def row_sizes(walker: Walker) -> RowSizes:
     """Bytes of the rows of each kind."""
     return {
-        kind: tuple((_row(walker.structs(kind, k)),) * length for k, length in enumerate(walker.lengths))
+        kind: tuple((row_bytes(walker.structs(kind, k)),) * length for k, length in enumerate(walker.lengths))
         for kind in KINDS
     }
 
 
-def _row(structs: Iterable[jax.ShapeDtypeStruct]) -> RowBytes:
+def row_bytes(structs: Iterable[jax.ShapeDtypeStruct]) -> RowBytes:
+    """Bytes of a row."""
     device = host = disk = 0
     for x in structs:
         part = math.prod(x.sharding.shard_shape(x.shape)) * _itemsize(x)

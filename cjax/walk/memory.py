@@ -19,9 +19,12 @@ from cjax.sharding.place.staged import stage_model
 from cjax.trace.reading import Trace
 from cjax.trace.stages.stacks import LayerStack, States
 from cjax.tree import PyTree
-from cjax.walk.forward import Picked, forward_programs, read_layers, read_leaves
+from cjax.walk.forward import Picked, RowsOf, forward_programs, read_layers, read_leaves
+from cjax.walk.jitted import Jitted
+from cjax.walk.measured import num_bytes
 from cjax.walk.model import Arrays, Outside
 from cjax.walk.stores import LayerRows
+from cjax.walk.tally import Tally
 from cjax.walk.walk import Held, Row, in_turn
 from cjax.walk.walker import Walker
 
@@ -95,18 +98,13 @@ class MemoryWalk:
         self._programs = forward_programs(still, reads, walker, loss, 1, batch_shape)
         self._found, self._lengths = found, [walker.lengths[k] for k in reads.whose]
         self._whose, self._pick = reads.whose, Picked(self._programs.model, reads.whose, walker)
-        options = compiler_options(loss.mesh)
-        self._begin = jax.jit(self._make_begin, compiler_options=options)
-        self._layers = [
-            jax.jit(functools.partial(self._layer, k), donate_argnames=("memory",), compiler_options=options)
-            for k in range(len(stacks))
-        ]
+        self._begin = Jitted(self._make_begin, loss.mesh)
+        self._layers = [Jitted(functools.partial(self._layer, k), loss.mesh, ("memory",)) for k in range(len(stacks))]
         self._mine = next(k for k, of in enumerate(self._read) if of)
         self.whose = self._whose[self._mine]  # the walker's stack that remembers
 
-        self.empty = jax.jit(
-            self._make_empty, out_shardings=tuple(s.sharding for s in self.structs()), compiler_options=options
-        )
+        placed, options = tuple(s.sharding for s in self.structs()), compiler_options(loss.mesh)
+        self.empty = jax.jit(self._make_empty, out_shardings=placed, compiler_options=options)
 
     def _make_empty(self) -> Row:
         return tuple(jnp.zeros(s.shape, s.dtype) for s in self.structs())
@@ -121,6 +119,28 @@ class MemoryWalk:
             x = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             structs.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._programs.sharding(x, spec)))
         return structs
+
+    def compile(self, rows: RowsOf, inputs: Sequence[Any]) -> int:
+        """Compiles all programs; the bytes that a device holds at most beside weights and rows.
+
+        Args:
+          rows: of each of the walker's stacks, a layer's params and frozen, as structs.
+          inputs: params, frozen, model_state, batch and key of a call, as structs.
+        """
+        programs, zero, tally, (params, frozen, *rest) = self._programs, np.int32(0), Tally(), inputs
+        out = tally.run(self._begin, *rest)
+        tally.kept = num_bytes((out, rest[1]))
+        out = dataclasses.replace(out, params=params, frozen=frozen)
+        payload, _ = tally.run(programs.enter, out, zero, [])
+        for k, mine in enumerate(self._whose):
+            once = tally.run(programs.once[k], out, [], handed=payload)
+            row, mem = self._pick(k, rows(mine)), tuple(self.structs()) if k == self._mine else ()
+            moving, _ = tally.run(self._layers[k], row, mem, once, out, zero, payload, handed=(once, payload))
+            payload = [*moving, *programs.model.passing(k, payload)[1]]
+            if k + 1 < len(self._whose):
+                payload = tally.run(programs.leave[k], out, zero, [], payload, handed=(once, payload))
+        tally.run(programs.values, out, zero, [], payload, handed=payload)
+        return tally.peak
 
     def __call__(
         self, held: Held, memory: LayerRows, params: Row, frozen: Row, model_state: Row, batch: PyTree, key: jax.Array

@@ -21,6 +21,7 @@ from cjax.trace.stages.stacks import Entry
 from cjax.trace.stages.stages import Stages
 from cjax.tree import PyTree
 from cjax.walk.layer_slots import layer_slot
+from cjax.walk.quantized import as_computed
 
 Arrays = list[jax.Array]
 Total = Callable[[Arrays], tuple[jax.Array, Any]]  # results of the loss -> its total, results that are added up
@@ -215,8 +216,8 @@ class WalkModel:
         left = {"params": iter(params), "frozen": iter(frozen)}
         found = []
         for kind, at in self.model.slots[k]:
-            x = next(left[kind])
-            found.append(x[tuple(slice(0, n) for n in layer_slot(self._slots(kind)[at]).shape)])
+            slot = layer_slot(self._slots(kind)[at])
+            found.append(as_computed(next(left[kind]), slot.dtype)[tuple(slice(0, n) for n in slot.shape)])
         return found
 
     # -- back --

@@ -3,6 +3,7 @@
 import functools
 import gc
 import math
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -15,6 +16,8 @@ from contract import no_compilation, source_of, subject
 
 import cjax
 from cjax.plan import Plan
+from cjax.plan.sizes import num_bytes
+from cjax.planner.choice.homes import TooLittle
 from cjax.program import Given, Program
 from cjax.program.compose import compose
 from cjax.walk.stores import MovedRows
@@ -184,3 +187,27 @@ def test_nothing_is_compiled_again_and_two_layers_are_on_the_devices(monkeypatch
     assert len(seen) == 2 * 2 * LAYERS and layer <= max(seen) < 2.5 * layer
     gc.collect()
     assert live_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "function", [None, lambda model, batch: model(batch["x"], 1).mean()], ids=["in turn", "at once"]
+)
+def test_what_a_pass_needs_is_held_against_the_budget(function: Any) -> None:
+    plain, _ = tower("data=2")
+    program = plain.replan("data=2 budget=128KiB", jax.devices()[:2])
+    state = program.init(0)
+    found = program.evaluate(state, rows(), function)
+    assert_same(found, plain.evaluate(plain.restore(state), rows(), function), 1e-5)
+    # So many that the batch alone is too much: a CPU's compiler may hide what a program takes in a library's call.
+    many = rows(16384)
+    with pytest.raises(TooLittle, match=r"to score 16384 rows at once .*give batches of fewer rows, about") as error:
+        program.evaluate(state, many, function)
+    enough = re.search(r'program.replan\("([^"]*)"\)', str(error.value))
+    assert enough
+    larger = plain.replan(enough[1], jax.devices()[:2])
+    larger.evaluate(larger.restore(state), many, function)
+    exact = re.search(r"budget=(\w+)", enough[1])
+    assert exact
+    less = plain.replan(enough[1].replace(exact[0], f"budget={int(0.97 * num_bytes('budget', exact[1]))}B"))
+    with pytest.raises(TooLittle, match=r"replan.*offload=params"):
+        less.evaluate(less.restore(state), many, function)

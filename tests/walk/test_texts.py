@@ -13,8 +13,10 @@ from zoo_cjax import ROWS
 import cjax
 from cjax.models import T5
 from cjax.models.generation import next_logits
-from cjax.planner.homes import KINDS, Homes
+from cjax.planner.choice.homes import TooLittle
+from cjax.program.passing import room_of
 from cjax.program.texts import Texts
+from cjax.tree import leaf_names
 
 PROMPT = np.random.default_rng(0).integers(0, 101, (4, 5)).astype(np.int32)
 
@@ -78,13 +80,52 @@ def test_samples_are_those_in_device_memory() -> None:
         cjax.generate(made, np.zeros((2, 13), np.int32), 2, temperature=0, state=state)
 
 
-@pytest.mark.parametrize(("room", "where"), [(0, {"host"}), (2, {"device", "host"})])
-def test_memory_is_on_the_host_where_a_budget_has_no_room(room: int, where: set[str]) -> None:
-    composed = program("cjax_gpt", "data=2 offload=params+activations")[0]._composed
-    plan, walker = dataclasses.replace(composed.plan, budget=2**30, offload=("params",)), composed.walker
+def needs_of(name: str, rows: int, lengths: tuple[int, ...] = (5,)) -> Any:
+    """What passes over so many rows need under a budget, and a way to ask for homes with another."""
+    made, state = program(name, "data=2 offload=params+activations")
+    plan = dataclasses.replace(made.plan, budget=2**30, offload=("params",))
+    texts = Texts(dataclasses.replace(made._composed, plan=plan), next_logits)
+    struct = functools.partial(jax.ShapeDtypeStruct, dtype="int32")
+    memory = jax.eval_shape(lambda: [(jax.numpy.zeros([rows, 12, 8, 5]),) * 2] * 4)
+    found = texts.needs([{"new": struct((rows, new)), "length": struct(())} for new in lengths], memory)
+
+    def homes(budget: int, host: int | None = None) -> Any:
+        plan = dataclasses.replace(made.plan, budget=budget, host=host, offload=("params",))
+        composed = dataclasses.replace(made._composed, plan=plan)
+        return Texts(composed, next_logits).homes(state._held.homes, found)
+
+    return found, room_of(texts._composed, state._held.homes), homes
+
+
+def test_memory_is_on_the_host_where_a_budget_has_no_room() -> None:
+    needs, room, homes = needs_of("cjax_gpt", 4)
+    row = 4 * 2 * 2 * 12 * 40  # bytes of a device: half of the rows
+    assert needs.memory.row.device == row and needs.peak > 0
+    beside = 2**30 - room + needs.peak  # what a device holds besides memory
+    for kept in (4, 1, 0):
+        found = homes(beside + row * (4 if kept == 4 else kept + 2))
+        assert found == (*("device",) * kept, *("host",) * (4 - kept))
+    with pytest.raises(
+        TooLittle, match=r"needs .* beside weights and memory.*give fewer rows a pass, or write budget="
+    ):
+        homes(beside + 2 * row - 1)
+    with pytest.raises(TooLittle, match=r"keys and values of 4 layers need .* of host memory"):
+        homes(beside + 2 * row, host=8 * row)
+
+
+def test_passes_of_more_rows_need_more() -> None:
+    (few, *_), (many, *_) = needs_of("cjax_gpt", 4), needs_of("cjax_gpt", 64)
+    assert needs_of("cjax_gpt", 4, (5, 12))[0].peak > few.peak, "the fullest pass counts"
+    assert many.peak > 8 * few.peak / 2 and many.memory.row.device == 16 * few.memory.row.device
+
+
+def test_a_t5s_decoder_reads_the_encoders_text_in_rows_of_its_layers() -> None:
+    made, _ = program("cjax_t5", "data=2 zero=3 offload=params")
+    walker = made._composed.walker
     assert walker is not None
-    texts = Texts(dataclasses.replace(composed, plan=plan), next_logits)
-    of: dict[Any, Any] = {kind: (("host",) * 4,) for kind in KINDS} | {"grads": (("device", "host", "host", "host"),)}
-    size = sum(x.size * x.dtype.itemsize for x in walker.structs("grads", 0))
-    homes = texts._homes(walker, Homes(of), 4, size // room if room else size + 1)
-    assert set(homes) == where and homes.count("device") == room
+    names = leaf_names(made._composed.shelves.params.leaf_shapes())
+    inside = {
+        leaf for k in (0, 1) for at in walker.slots("params", k) for leaf in walker.storage.params.slots[at].leaves
+    }
+    outside = [name for leaf, name in enumerate(names) if leaf not in inside]
+    assert len(outside) == 6 and not any("cross" in name for name in outside)

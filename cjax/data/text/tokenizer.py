@@ -61,6 +61,10 @@ class Tokenizer:
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(text.ids, np.int32) for text in encoded]
 
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """The tokens of a text as its model is given one, int32[length]: with the special ones that go around it."""
+        return np.array(self._tokenizer.encode(text).ids, np.int32)
+
     def decode(self, tokens: Any, *, skip_special: bool = False) -> str:
         return self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=skip_special)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from cjax.models.transformers.stored import StoredTensor, tensors_in
+
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".msgpack", ".h5")
 
@@ -43,24 +45,25 @@ def parse_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def open_tensors(path: Path) -> dict[str, Any]:
-    """Every tensor by its name, as safetensors' slices: what is not indexed is not read.
+def open_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Every tensor by its name; what is not indexed is not read.
 
     Raises:
         FileNotFoundError: no safetensors file, or one of several is missing.
         ValueError: only pickled weights, or a file that is damaged.
     """
     safetensors = _library()
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in _files(path):
         try:
-            handle = safetensors.safe_open(str(file), framework="numpy")
+            with safetensors.safe_open(str(file), framework="numpy"):  # its header is sound, and the file as long
+                pass
         except safetensors.SafetensorError as error:
             raise ValueError(
                 f"{file} is no whole safetensors file ({error}; {file.stat().st_size:,} bytes are there); "
                 "copy or download it again."
             ) from error
-        tensors |= {name: handle.get_slice(name) for name in handle.keys()}
+        tensors |= tensors_in(file)
     return tensors
 
 

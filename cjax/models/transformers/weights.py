@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from cjax.models.sizes import change
 from cjax.models.transformers import config as config_json
 from cjax.models.transformers import layout
 from cjax.models.transformers.folder import open_tensors, read_json, write_folder
+from cjax.models.transformers.stored import StoredTensor
 from cjax.models.transformers.tables import Row, WeightTable, tables
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -25,19 +26,57 @@ _MAX_BYTES = 5_000_000_000  # of a file, as transformers has it
 
 
 class TensorReader:
-    """An array of our model in a file: call it with slices, one for each dimension, and only those are read."""
+    """An array of our model in a file: call it with slices, one for each dimension, and only those are read.
 
-    def __init__(self, row: Row, shape: tuple[int, ...], stored: Any) -> None:
-        self._row, self.shape, self._stored = row, shape, stored
+    Attributes:
+        shape: of the array.
+        dtype: in the file.
+        stored: the tensor that it is all or a part of.
+    """
+
+    def __init__(self, row: Row, shape: tuple[int, ...], stored: StoredTensor) -> None:
+        self._row, self.shape, self.stored = row, shape, stored
+        self.dtype = stored.dtype
+
+    @property
+    def num_inputs(self) -> int | None:
+        """How many of its first dimensions a product sums over; None of what is no matrix."""
+        groups = layout.parse(self._row.dims).stored
+        ours = layout.parse(self._row.dims).ours
+        mine = next(group for group in groups if ours[0] in group)
+        return sum(name in mine for name in ours) if len(groups) == 2 and len(ours) > 1 else None
 
     def __call__(self, index: Any) -> np.ndarray:
-        part = layout.read(layout.parse(self._row.dims), self._row.part, self.shape, index, self._stored)
-        if np.isnan(part).any():
+        return self.of(self.stored, index, True)
+
+    def of(self, stored: Any, index: Any, checks: bool) -> np.ndarray:
+        """The same, of what was read of the tensor already.
+
+        Raises:
+            ValueError: there is NaN in it, if it `checks`.
+        """
+        part = layout.read(layout.parse(self._row.dims), self._row.part, self.shape, index, stored)
+        if checks and np.isnan(part).any():
             raise ValueError(f"{self._row.theirs} holds NaN: its file is damaged, or its training had failed")
         return part
 
     def __repr__(self) -> str:
         return f"Reader({self._row.theirs}, shape={list(self.shape)})"
+
+
+def read_whole(readers: Sequence[TensorReader], checks: bool = True) -> list[np.ndarray]:
+    """All of some arrays; a tensor that several are parts of is read once.
+
+    Raises:
+        ValueError: a file that was cut short; NaN, if it `checks`.
+    """
+    tensors: dict[int, np.ndarray] = {}
+    found = []
+    for reader in readers:
+        if id(reader.stored) not in tensors:
+            tensors[id(reader.stored)] = reader.stored[(slice(None),) * len(reader.stored.shape)]
+        found.append(reader.of(tensors[id(reader.stored)], (slice(None),) * len(reader.shape), checks))
+    return found
 
 
 def load(
@@ -109,6 +148,16 @@ def readers(path: str | Path) -> dict[str, TensorReader]:
         FileNotFoundError, ValueError: as `load` does.
     """
     return _open(Path(path))[2]
+
+
+def opened(path: str | Path) -> tuple[type, Any, dict[str, TensorReader]]:
+    """What a folder holds: our class, its sizes, and `readers`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load` does.
+    """
+    table, config, found = _open(Path(path))
+    return table.kind, config, found
 
 
 def config_of(path: str | Path) -> Any:

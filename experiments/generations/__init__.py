@@ -1,0 +1,1 @@
+"""Models larger than the devices, measured."""
