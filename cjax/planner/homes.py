@@ -1,11 +1,13 @@
 """Where what belongs to layers lives between its uses: on the devices, in host memory, or on disk; and what that holds.
 
 A step walks over the layers three times: forward, backward, and once more for the update, when the gradients of all are
-known. Rows that are not at home on the devices pass through them: the one in use, and the next or the last one.
+known. Layers whose update needs no other's gradients, and whose old rows stay on disk until the new ones are known to be
+good, are updated in the backward pass (*fused*). Rows that are not at home on the devices pass through them: the one in
+use, and the next or the last one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
 Home = Literal["device", "host", "disk"]
@@ -43,6 +45,10 @@ TRAFFIC: Mapping[Phase, Mapping[Kind, tuple[int, int]]] = {
     "backward": {"params": (1, 0), "frozen": (1, 0), "inputs": (1, 0), "grads": (0, 1)},
     "update": {"params": (1, 1), "opt": (1, 1), "grads": (1, 0)},
 }
+FUSED_TRAFFIC: Mapping[Phase, Mapping[Kind, tuple[int, int]]] = {
+    "forward": TRAFFIC["forward"],
+    "backward": {"params": (1, 1), "frozen": (1, 0), "inputs": (1, 0), "opt": (1, 1)},
+}
 
 
 @dataclass(frozen=True)
@@ -51,15 +57,33 @@ class Homes:
 
     Args:
       of: kind -> stack -> layer -> home. "inputs" are what layers were handed in the forward pass, all of it.
+      fused: (stack, layer) of those that are updated in the backward pass.
     """
 
     of: Mapping[Kind, tuple[tuple[Home, ...], ...]]
+    fused: frozenset[tuple[int, int]] = field(default_factory=frozenset)
 
     @classmethod
     def all_at(cls, home: Home, lengths: Sequence[int]) -> "Homes":
         """The same for all rows of stacks of these lengths."""
         stacks = [list[Home]([home]) * length for length in lengths]
         return cls(dict.fromkeys(KINDS, tuple(map(tuple, stacks))))
+
+    def with_fused(self, alone: Sequence[bool]) -> "Homes":
+        """With layers fused that can be: of stacks whose layers are updated each by itself, those whose last step stays
+        on disk while this one is made.
+
+        Args:
+          alone: by stack.
+        """
+        rows = zip(alone, self.of.get("params", ()), self.of.get("opt", ()), strict=False)
+        layers = [
+            (k, at)
+            for k, (is_alone, params, opt) in enumerate(rows)
+            for at, both in enumerate(zip(params, opt, strict=True))
+            if is_alone and both == ("disk", "disk")
+        ]
+        return replace(self, fused=frozenset(layers))
 
     @property
     def used(self) -> set[Home]:
@@ -90,6 +114,7 @@ class Peaks:
         batch.
       forward, after, backward, update, birth: what the fullest program of that phase needs beside `outside` and rows:
         its temporaries, and what it is handed and hands on. "after" is the loss and its gradient, behind the layers.
+      fused: the same of an update in the backward pass.
     """
 
     outside: int
@@ -98,6 +123,7 @@ class Peaks:
     backward: int
     update: int
     birth: int = 0
+    fused: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,6 +160,13 @@ def occupied(sizes: RowSizes, peaks: Peaks, homes: Homes) -> Occupied:
     at: dict[Phase, int] = {
         phase: peaks.outside + getattr(peaks, phase) + _rows(phase, sizes, homes) for phase in PHASES
     }
+    if homes.fused:
+        passing = sum(
+            in_flight([row.device for at, row in enumerate(rows) if (k, at) in homes.fused])
+            for k, rows in enumerate(sizes.get("opt", ()))
+        )
+        rows = _rows("backward", sizes, homes) + passing
+        at["backward"] = peaks.outside + max(peaks.backward, peaks.fused) + rows
     return Occupied(at, found["device"], found["host"], found["disk"])
 
 
