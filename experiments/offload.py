@@ -2,16 +2,21 @@
 
     python experiments/offload.py sizes     # GPT-2 XL in 6 GiB, Llama 7B in 12, 13B in 16; needs the extra aot
     python experiments/offload.py depth     # 320 layers under 1/120 of what plain training needs, on this CPU
+    python experiments/offload.py overlap   # how much of a step waits for host memory and disk, on this CPU
+    python experiments/offload.py peak      # what a process takes in all, beside what the report says
+    python experiments/offload.py slides    # GPT-2 XL and T5-3B on 8 absent H100s, ZeRO-3 beside budgets; needs aot
 
 `sizes` compiles the programs of a walk for one H100, with 8,192 tokens a micro-batch, and runs nothing. `depth` trains
 three steps on one virtual device, plain, with everything at home on the device, and under the budget, and compares all
 bits of the latter two. Each row is kept in the log as soon as it is known. Half a minute of one core each. Expected:
-every budget is kept, and the bits are the same.
+every budget is kept, and the bits are the same. The other parts have logs of their own, and what they expect is in
+`offloads/`; `overlap` wants a machine that does nothing else, for two minutes.
 """
 
 import argparse
 import functools
 import hashlib
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import optax
+from offloads.overlap import overlaps
+from offloads.peak import peaks
+from offloads.slides import slides
 from shared.results import KEPT, Results, Row
 
 import cjax
@@ -34,6 +42,7 @@ from cjax.models.llama import Llama, LlamaConfig
 from cjax.models.llama import loss as llama_loss
 
 LOG = KEPT / "offload-2026-11-23.log"
+PARTS = {"overlap": overlaps, "peak": peaks, "slides": slides}
 NUM_LAYERS, WIDTH, FACTOR = 320, 128, 120
 LLAMAS = {"llama-7b": (32, 32, 4096, 11008), "llama-13b": (40, 40, 5120, 13824)}
 SIZES = {"gpt2-xl": "6GiB", "llama-7b": "12GiB", "llama-13b": "16GiB"}
@@ -123,10 +132,16 @@ def deep_batch() -> dict[str, np.ndarray]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("sizes", "depth"))
-    parser.add_argument("--log", type=Path, default=LOG)
+    parser.add_argument("what", choices=("sizes", "depth", *PARTS))
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("--disk-folder", type=Path, help="for overlap and peak: on the disk that is measured")
     args = parser.parse_args()
-    results = Results(args.log)
+    if args.what in PARTS:
+        log = args.log or LOG.with_name(f"offload-{args.what}-2026-11-23.log")
+        with tempfile.TemporaryDirectory(dir=args.disk_folder) as folder:
+            PARTS[args.what](Results(log), Path(folder))
+        return
+    results = Results(args.log or LOG)
     if args.what == "sizes":
         for name, budget in SIZES.items():
             key = {"part": "sizes", "model": name, "budget": budget}

@@ -190,7 +190,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 
 
 ON_DISK = "zero=1 offload=params+optimizer+gradients host=0B disk=10MB"
-PARTLY = "zero=1 offload=params+optimizer+gradients host=900kB disk=9MB"  # some layers are fused, some are not, and nothing outlives the process
+PARTLY = "zero=1 offload=params+optimizer+gradients host=900kB disk=9MB"  # some layers are fused
 
 
 @pytest.mark.parametrize("plan", [ON_DISK, PARTLY])
@@ -198,10 +198,12 @@ def test_layers_updated_in_the_backward_pass_go_back_where_a_step_fails(plan: st
     name = "linen_tied"
     batches = [jax.tree.map(np.asarray, batch) for batch in subject(name, False).batches]
     program = program_of(name, plan, tmp_path)
-    fused, walker = program._walking.homes.fused, program._walking._walker
+    parts = program._walking
+    assert parts is not None
+    fused, walker = parts.homes.fused, parts._walker
     assert fused and (len(fused) == sum(walker.lengths)) == (plan == ON_DISK)
     state = trained(program, name, 1)
-    was, parts = digest(program, state), program._walking
+    was = digest(program, state)
 
     # The last layer that the backward pass comes to can't be computed: all others of the stack have new rows by then.
     average, calls = walker.programs.average[0], 0
@@ -241,8 +243,9 @@ def test_what_a_fused_step_moves_is_what_the_report_says(tmp_path: Path, monkeyp
     name = "linen_tied"
     program = program_of(name, ON_DISK, tmp_path)
     state = trained(program, name, 1)
-    moved, calls = dict.fromkeys(("read", "write"), 0), dict.fromkeys(("read", "write"), 0)
-    for what in moved:
+    moved: dict[str, int] = dict.fromkeys(("read", "write"), 0)
+    calls = dict(moved)
+    for what in list(moved):
         whole = getattr(files.RowFile, what)
 
         def counted(self: Any, row: int, data: Any, what: str = what, whole: Any = whole) -> None:
@@ -256,6 +259,7 @@ def test_what_a_fused_step_moves_is_what_the_report_says(tmp_path: Path, monkeyp
         rows.settle()
     use = program.report().walk
     assert use is not None
+    assert program._walking is not None
     num = sum(program._walking._walker.lengths)
     for what, said, rows in (("read", use.total("disk_read"), 3), ("write", use.total("disk_written"), 2)):
         assert calls[what] == rows * num

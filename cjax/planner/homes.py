@@ -1,9 +1,9 @@
 """Where what belongs to layers lives between its uses: on the devices, in host memory, or on disk; and what that holds.
 
 A step walks over the layers three times: forward, backward, and once more for the update, when the gradients of all are
-known. Layers whose update needs no other's gradients, and whose old rows stay on disk until the new ones are known to be
-good, are updated in the backward pass (*fused*). Rows that are not at home on the devices pass through them: the one in
-use, and the next or the last one.
+known. Layers whose update needs no other's gradients, and whose old rows stay on disk until the new ones are known to
+be good, are updated in the backward pass (*fused*). Rows that are not at home on the devices pass through them: the one
+in use, and the next or the last one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 IN_FLIGHT = 2  # rows of a kind and a stack that are on the devices while they pass through: one in use, one on its way
+
+# Rows of a kind and a stack that host memory has besides, at most, while they move: of those at home there the new ones
+# beside the old; of those on disk five buffers, what two threads write, and what three hand to the devices.
+MOVING: Mapping[Home, int] = {"device": 0, "host": 2, "disk": 10}
 
 # Rows on disk that a step replaces are there twice, so that the last step stays whole until the next is complete.
 HALVES: Mapping[Kind, int] = {"params": 2, "frozen": 1, "opt": 2, "grads": 1, "inputs": 1}
@@ -134,12 +138,14 @@ class Occupied:
       peaks: bytes of a device, by phase.
       device: of these, rows that have their home there, by kind.
       host, disk: bytes of a process by kind; on disk with what is there twice.
+      moving: bytes of a process that rows on their way take of host memory besides, at most.
     """
 
     peaks: Mapping[Phase, int]
     device: Mapping[Kind, int]
     host: Mapping[Kind, int]
     disk: Mapping[Kind, int]
+    moving: int = 0
 
     @property
     def peak(self) -> int:
@@ -167,7 +173,16 @@ def occupied(sizes: RowSizes, peaks: Peaks, homes: Homes) -> Occupied:
         )
         rows = _rows("backward", sizes, homes) + passing
         at["backward"] = peaks.outside + max(peaks.backward, peaks.fused) + rows
-    return Occupied(at, found["device"], found["host"], found["disk"])
+    return Occupied(at, found["device"], found["host"], found["disk"], _moving(sizes, homes))
+
+
+def _moving(sizes: RowSizes, homes: Homes) -> int:
+    return sum(
+        MOVING[home] * max(row.host for row, own in zip(rows, places, strict=True) if own == home)
+        for kind, stacks in sizes.items()
+        for rows, places in zip(stacks, homes.of[kind], strict=True)
+        for home in set(places)
+    )
 
 
 def _rows(phase: Phase, sizes: RowSizes, homes: Homes) -> int:

@@ -122,8 +122,8 @@ class RowOptimizer:
         return piece is None or (self.reads(1, k, layer) <= {"grads"} and not piece.reads_of("joint"))
 
     def is_alone(self, k: int) -> bool:
-        """Whether the layers of a stack are updated each by itself, so that it can be done when its gradients are there:
-        it needs neither the loss, nor another's gradients, nor a pass before."""
+        """Whether the layers of a stack are updated each by itself, so that it can be done when its gradients are
+        there: it needs neither the loss, nor another's gradients, nor a pass before."""
         first = self._passes.joins[0]
         mine = [piece for (stack, _), piece in self._passes.updates.items() if stack == k]
         layers = [layer for stack, layer in self._passes.updates if stack == k]

@@ -38,9 +38,11 @@ class Layer(nn.Module):
 class Layers(nn.Module):
     """Layers in a scan."""
 
+    num_layers: int = NUM_LAYERS
+
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=NUM_LAYERS)
+        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.num_layers)
         x, _ = layers()(x, None)
         return nn.Dense(4)(x)
 
@@ -125,8 +127,9 @@ def disk_rates(folder: Path) -> tuple[float, float]:
     allocate(path, pieces * MEASURED, b"")
     try:
         file = BlockFile(path)
+        # Written twice: the first time, the disk may be giving the file its place.
         found = [
-            [_seconds(lambda at=at: move(at * MEASURED, data)) for at in range(pieces)]
+            [_seconds(functools.partial(move, at * MEASURED, data)) for at in range(pieces)]
             for move in (file.write, file.write, file.read)
         ]
         file.close()
