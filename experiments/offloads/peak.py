@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from offloads.overlap import AWAY, WIDTH, Layers, loss
 from shared.results import Results, Row
 
 import cjax
+from offloads.overlap import AWAY, WIDTH, Layers, loss
 
 NUM_ROWS, NUM_LAYERS, STEPS = 512, 64, 3
 PLANS = {
