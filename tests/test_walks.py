@@ -15,6 +15,7 @@ from contract import OPTIMIZER, assert_trained_alike, source_of, subject
 from zoo import MODELS
 
 import cjax
+from cjax.optim import LossScale
 from cjax.plan import Plan
 from cjax.planner.homes import occupied
 from cjax.program import Program
@@ -23,6 +24,7 @@ from cjax.program.composed import Given
 from cjax.walk import files, walk, walker
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
+FULL = pytest.mark.skipif(not ALL, reason="CJAX_TEST_ALL=1")
 EVERYTHING = "offload=params+optimizer+gradients+activations"
 # Models of every kind with layers, under all that a walk goes with.
 PAIRS = [
@@ -237,6 +239,36 @@ def test_layers_updated_in_the_backward_pass_go_back_where_a_step_fails(plan: st
     other = plain.update(other, jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), plain.params(other)), 1.0)
     other, _ = plain.step(other, batches[1])
     assert digest(program, state) == digest(plain, other)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "loss_scale"),
+    [
+        (optax.sgd(1e-2), LossScale(initial=2.0**32, backoff=2.0**-24)),
+        pytest.param(optax.chain(optax.clip_by_global_norm(1e-2), optax.sgd(1e-2, momentum=0.9)), None, marks=FULL),
+    ],
+    ids=["overflow", "clipped"],
+)
+def test_the_disk_has_the_bits_of_host_memory(optimizer: Any, loss_scale: LossScale | None, tmp_path: Path) -> None:
+    """Of a step that overflows too, which is taken back where layers had been updated; and clipped by the norm of all,
+    which none of them can be before it is known."""
+    name = "linen_tied"
+    precision = "float32" if loss_scale is None else "float16"
+    found = []
+    for homes in ("host=0B disk=10MB", ""):
+        given = Given(source_of(name), optimizer, loss_scale, disk_folder=tmp_path)
+        plan = f"zero=3 microbatches=2 precision={precision} offload=params+optimizer {homes}"
+        program = Program(compose(given, Plan.parse(plan).resolve(8), jax.devices()))
+        parts = program._walking
+        assert parts is not None
+        assert len(parts.homes.fused) == (sum(parts._walker.lengths) if homes and loss_scale else 0)
+        state, skipped = program.init(3), []
+        for index in range(3):
+            state, metrics = program.step(state, subject(name, False).batches[index % 2])
+            skipped.append(int(metrics["skipped"]))
+        assert skipped == ([0, 0, 0] if loss_scale is None else [1, 0, 0])
+        found.append(digest(program, state))
+    assert found[0] == found[1]
 
 
 def test_what_a_fused_step_moves_is_what_the_report_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

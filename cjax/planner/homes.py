@@ -73,19 +73,23 @@ class Homes:
         stacks = [list[Home]([home]) * length for length in lengths]
         return cls(dict.fromkeys(KINDS, tuple(map(tuple, stacks))))
 
-    def with_fused(self, alone: Sequence[bool]) -> "Homes":
+    def with_fused(self, alone: Sequence[bool], sizes: "RowSizes") -> "Homes":
         """With layers fused that can be: of stacks whose layers are updated each by itself, those whose last step stays
         on disk while this one is made.
 
         Args:
           alone: by stack.
+          sizes: of the rows. An optimizer without a state has none to keep.
         """
-        rows = zip(alone, self.of.get("params", ()), self.of.get("opt", ()), strict=False)
+
+        def is_kept(kind: Kind, k: int, at: int) -> bool:
+            return self.of[kind][k][at] == "disk" or not sizes[kind][k][at].device
+
         layers = [
             (k, at)
-            for k, (is_alone, params, opt) in enumerate(rows)
-            for at, both in enumerate(zip(params, opt, strict=True))
-            if is_alone and both == ("disk", "disk")
+            for k, is_alone in enumerate(alone)
+            for at, home in enumerate(self.of["params"][k])
+            if is_alone and home == "disk" and is_kept("opt", k, at)
         ]
         return replace(self, fused=frozenset(layers))
 

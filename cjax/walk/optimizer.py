@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -145,10 +146,13 @@ class RowOptimizer:
 
         def run_before(opt: Arrays, params: Arrays, more: More) -> dict[str, jax.Array]:
             values = {"opt": self._opt.of_outside(opt), "params": self._params.of_outside(params), **more}
-            return dict(zip(names, program.run(values, ()), strict=True)) | {"finite": jnp.bool_(True)}
+            return dict(zip(names, program.run(values, ()), strict=True))
 
+        # Of the program's results `finite` is none, so that it is the very one that `join` has for round 0: in another
+        # one a power of a scalar may have another last bit.
         run = self._jit(("before", None), program, run_before, self._whole)
-        return run(opt, params, self._more(self._owned, piece, {}))
+        finite = jax.device_put(np.bool_(True), self._whole)
+        return {**(run(opt, params, self._more(self._owned, piece, {})) if names else {}), "finite": finite}
 
     def init_row(self, k: int, layer: int, params: Arrays) -> Arrays:
         """A layer's first state, from its parameters."""

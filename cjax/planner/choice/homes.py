@@ -122,7 +122,7 @@ def choose_homes(
         raise refused[0]
     homes = found[0] if seconds is None else min(found, key=seconds)
     assert budget is None or occupied(sizes, peaks, homes).peak <= budget, "homes that hold more than they may"
-    fused = homes.with_fused(alone)
+    fused = homes.with_fused(alone, sizes)
     return fused if budget is None or occupied(sizes, peaks, fused).peak <= budget else homes
 
 
