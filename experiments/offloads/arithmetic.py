@@ -83,8 +83,8 @@ def call_of(pair: Pair) -> tuple[Any, Any, Any, Any]:
         of_vit = vit(name)
         make, loss = (lambda rngs: ViT(of_vit, rngs=rngs)), vit_loss
         batch = {
-            "image": jax.ShapeDtypeStruct((rows, length, length, 3), "float32"),
-            "label": jax.ShapeDtypeStruct((rows,), "int32"),
+            "images": jax.ShapeDtypeStruct((rows, length, length, 3), "float32"),
+            "labels": jax.ShapeDtypeStruct((rows,), "int32"),
         }
     else:
         of_bert = bert(name)
@@ -115,7 +115,7 @@ def arithmetic(pair: Pair) -> Row:
     for name, budget in (("least", least), ("half more", int(1.5 * least)), ("all", None)):
         homes = away if name == "least" else choose_homes(said, peaks, budget)
         full = Homes({kind: homes.of.get(kind, Homes.all_at("device", lengths).of[kind]) for kind in KINDS})
-        both = occupied(said, peaks, full), occupied(measured.sizes, measured.peaks, full)
+        both = occupied(said, peaks, homes), occupied(measured.sizes, measured.peaks, full)
         found[name] = {
             "said": both[0].peak, "compiled": both[1].peak, "said_to_compiled": round(both[0].peak / both[1].peak, 3),
             "fullest": [each.fullest for each in both],

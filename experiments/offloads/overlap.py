@@ -31,8 +31,9 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        y = nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))
-        return x + nn.Dense(WIDTH)(nn.relu(y)) * NUM_LAYERS**-0.5, None
+        width = x.shape[-1]
+        y = nn.Dense(4 * width)(nn.LayerNorm()(x))
+        return x + nn.Dense(width)(nn.relu(y)) * NUM_LAYERS**-0.5, None
 
 
 class Layers(nn.Module):
@@ -64,16 +65,19 @@ def overlap(optimizer: str, rounds: int, folder: Path) -> Row:
     )  # fmt: skip
     programs = {name: plain if name == first else plain.replan(f"{rest} {plan}") for name, plan in PLANS.items()}
     states = {name: program.init(0) for name, program in programs.items()}
-    times: dict[str, list[float]] = {name: [] for name in PLANS}
-    waits: dict[str, list[float]] = {name: [] for name in PLANS}
+    times, waits, updates, commits = ({name: list[float]() for name in PLANS} for _ in range(4))
+    watches = {name: Watch(program) for name, program in programs.items()}
     for number in range(rounds + 1):
         for name, program in programs.items():
-            before, began = waited(states[name]), time.perf_counter()
+            before, began, watch = waited(states[name]._held), time.perf_counter(), watches[name]
+            watch.update = watch.commit = 0.0
             states[name], metrics = program.step(states[name], batch)
             jax.block_until_ready((states[name], metrics))
             if number:  # the first compiles
                 times[name].append(time.perf_counter() - began)
-                waits[name].append(waited(states[name]) - before)
+                waits[name].append(waited(states[name]._held) - before + watch.commit)
+                updates[name].append(watch.update)
+                commits[name].append(watch.commit)
     copied, (read, written) = host_rate(), disk_rates(folder)
     found: Row = {"layers": NUM_LAYERS, "rows": NUM_ROWS, "rounds": rounds, "host_copy_GBs": round(copied / 1e9, 2)}
     found |= {"disk_read_GBs": round(read / 1e9, 2), "disk_write_GBs": round(written / 1e9, 2)}
@@ -81,6 +85,10 @@ def overlap(optimizer: str, rounds: int, folder: Path) -> Row:
         walk = program.report().walk
         assert walk is not None
         seconds = statistics.median(times[name])
+        shares = {
+            key: round(statistics.median(a / b for a, b in zip(of[name], times[name], strict=True)), 4)
+            for key, of in (("waited_share", waits), ("update_share", updates), ("commit_share", commits))
+        }
         moved = {each: walk.total(each) for each in ("link_in", "link_out", "disk_read", "disk_written")}
         # Nothing can be faster than its bytes by themselves.
         floors = {"floor_copy": (moved["link_in"] + moved["link_out"]) / copied}
@@ -89,7 +97,7 @@ def overlap(optimizer: str, rounds: int, folder: Path) -> Row:
             "seconds": round(seconds, 3),
             "to_device": round(statistics.median(a / b for a, b in zip(times[name], times[first], strict=True)), 3),
             "waited": round(statistics.median(waits[name]), 4),
-            "waited_share": round(statistics.median(a / b for a, b in zip(waits[name], times[name], strict=True)), 4),
+            **shares,
             **moved,
             **{key: round(value, 3) for key, value in floors.items()},
         }
@@ -106,9 +114,32 @@ def overlaps(results: Results, folder: Path) -> None:
         print(results.get(key, functools.partial(overlap, optimizer, 5, own)))
 
 
-def waited(state: Any) -> float:
-    """Seconds that a state's rows have waited for so far."""
-    return sum(rows.waited for rows in state._held.every)
+class Watch:
+    """Seconds of a program's last step: what its update, a pass of its own, has waited, and what its commit took beside
+    waiting for rows."""
+
+    def __init__(self, program: Any) -> None:
+        self.update = self.commit = 0.0
+        walking = program._walking
+        update, commit = walking._walker.update, walking._commit
+
+        def watched_update(held: Any, *args: Any) -> Any:
+            before = waited(held)
+            done = update(held, *args)
+            self.update += waited(held) - before
+            return done
+
+        def watched_commit(state: Any) -> None:
+            before, began = waited(state._held), time.perf_counter()
+            commit(state)
+            self.commit += time.perf_counter() - began - (waited(state._held) - before)
+
+        walking._walker.update, walking._commit = watched_update, watched_commit
+
+
+def waited(held: Any) -> float:
+    """Seconds that rows have been waited for so far."""
+    return sum(rows.waited for rows in held.every)
 
 
 def host_rate() -> float:

@@ -37,19 +37,19 @@ def peaks(results: Results, folder: Path) -> None:
 
 def measured(plan: str, folder: Path, num_layers: int = NUM_LAYERS) -> Row:
     """What `run` finds in a process of its own."""
+    row = apart("offloads.peak", plan, folder, num_layers)
+    print(plan, row)
+    return row
+
+
+def apart(module: str, plan: str, folder: Path, num: int) -> Row:
+    """What a module prints in a process of its own, with an empty folder."""
     folder.mkdir()
     # What is freed goes back at once, or what the process took before would hide what it takes now.
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"}
     env |= {"JAX_PLATFORMS": "cpu"}
-    found = subprocess.run(
-        [sys.executable, "-m", "offloads.peak", plan, str(folder), str(num_layers)],
-        env=env,
-        check=True,
-        stdout=subprocess.PIPE,
-    )
-    row = json.loads(found.stdout)
-    print(plan, row)
-    return row
+    command = [sys.executable, "-m", module, plan, str(folder), str(num)]
+    return json.loads(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE).stdout)
 
 
 def run(plan: str, folder: str, num_layers: int) -> Row:
