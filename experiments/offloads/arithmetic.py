@@ -20,7 +20,7 @@ from cjax.plan import Plan
 from cjax.planner.choice.homes import choose_homes
 from cjax.planner.choice.space import arrangement_of
 from cjax.planner.choice.walks import row_sizes
-from cjax.planner.homes import KINDS, Homes, Peaks, RowSizes, occupied
+from cjax.planner.homes import KINDS, Homes, RowSizes, occupied
 from cjax.program.plans import planned
 
 LLAMA_7B = LlamaConfig(32, 32, 32, 4096, 11008, context=2048)
@@ -124,12 +124,20 @@ def arithmetic(pair: Pair) -> Row:
 
 
 def _sizes(sizes: RowSizes) -> dict[str, list[int]]:
-    return {kind: [rows[0].device for rows in stacks] for kind, stacks in sizes.items() if any(r[0].device for r in stacks)}
+    return {
+        kind: [rows[0].device for rows in stacks] for kind, stacks in sizes.items() if any(r[0].device for r in stacks)
+    }
 
 
 def arithmetics(results: Results, folder: Path) -> None:
     """Expected: never less than 0.97 of what is compiled."""
     for pair in PAIRS:
         optimizer = "adamw" if pair.optimizer is ADAMW else "sgd"
-        key = {"part": "arithmetic", "model": pair.model, "devices": pair.devices, "batch": pair.rows, "plan": pair.plan}
+        key = {
+            "part": "arithmetic",
+            "model": pair.model,
+            "devices": pair.devices,
+            "batch": pair.rows,
+            "plan": pair.plan,
+        }
         print(results.get(key | {"optimizer": optimizer}, functools.partial(arithmetic, pair)), flush=True)

@@ -1,5 +1,5 @@
-"""GPT-2 XL and T5-3B on two absent A100s of 80 GB, as in Isenko's slides of 2023 about Gemini beside FSDP: ZeRO-3 beside
-budgets.
+"""GPT-2 XL and T5-3B on two absent A100s of 80 GB: ZeRO-3 beside budgets, as Isenko's slides of 2023 have FSDP beside
+Gemini.
 
 There, with layers made again in the backward pass, FSDP trained GPT-2 XL with 73 to 88 texts of a card and Gemini with
 98, at best 3 % faster; T5-3B with 64 to 73 under FSDP, in memory that grew from step to step until it was full.
@@ -44,7 +44,9 @@ def draw(results: Results) -> None:
     for model in LENGTH:
         own = [row for row in results.of("slides") if row["model"] == model and "memory" in row]
         for of, unit, scale, high in (("memory", "GiB of a device", 2**30, 80.0), ("seconds", "s, at least", 1.0, 0.0)):
-            lines = {name: [(row["rows"], row[of] / scale) for row in own if row["name"] == name] for name in PLANS[model]}
+            lines = {
+                name: [(row["rows"], row[of] / scale) for row in own if row["name"] == name] for name in PLANS[model]
+            }
             lines = {name: sorted(points) for name, points in lines.items() if points}
             top = max([high, *(1.1 * y for points in lines.values() for _, y in points)])
             chart = Chart(f"{model}, {CARDS} A100, compiled", unit, "rows of a device", 0, top, doubling=True)

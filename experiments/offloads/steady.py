@@ -21,7 +21,7 @@ PLANS = {"device": "budget=64GiB", "host": AWAY, "disk": f"{AWAY} host=0B disk=1
 
 
 def steadies(results: Results, folder: Path) -> None:
-    """Expected: behind the second hundred of steps, which still fills pools, no plan takes a MiB more, and arrays as many
+    """Expected: behind the second hundred of steps, until when pools fill, no plan takes a MiB more, and arrays as many
     bytes as behind the first."""
     for name, plan in PLANS.items():
         key = {"part": "steady", "homes": name, "plan": plan}

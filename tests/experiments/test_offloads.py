@@ -6,7 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from offloads import overlap, peak, slides
+from offloads import overlap, peak, slides, steady
 from shared.results import Results
 
 FULL = pytest.mark.skipif(os.environ.get("CJAX_TEST_ALL") != "1", reason="takes most of a minute; CJAX_TEST_ALL=1")
@@ -42,3 +42,9 @@ def test_a_process_takes_no_more_than_was_said(plan: str, tmp_path: Path) -> Non
     row = peak.measured(plan, tmp_path / "rows", num_layers=32)
     # The runtime itself grows by some ten MiB, however large the model is.
     assert row["took"] <= 1.03 * (row["device"] + row["host"] + row["moving"]) + 32 * 2**20
+
+
+@FULL
+def test_steps_leave_as_much_as_they_found(tmp_path: Path) -> None:
+    row = peak.apart("offloads.steady", steady.PLANS["disk"], tmp_path / "rows", 100)
+    assert len(set(row["arrays"])) == 1 and row["grown"] < 2**20

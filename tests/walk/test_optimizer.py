@@ -265,8 +265,8 @@ def test_takes_as_few_passes_as_can_be(name: str) -> None:
     assert len(rows.slots[0]) == len(rows.slots[1]) or "novograd" in name
 
 
-# Whether the layers of the encoder and of the decoder are updated each by itself. Of the decoder's, which is one leaf of
-# its author, a trust ratio needs the norms of all.
+# Whether the layers of the encoder and of the decoder are updated each by itself. Of the decoder's, which are one leaf
+# to their author, a trust ratio needs the norms of all.
 ALONE = {
     "sgd": (True, True), "schedule": (True, True), "adamw, vectors not decayed": (True, True), "lion": (True, True),
     "every second step": (True, True), "global clipping": (False, False), "on a plateau": (False, False),
