@@ -134,9 +134,10 @@ class Measuring:
         sums = self._compile("after", "zeros", programs.zeros, 1, out, states, ends[last])
         results, outer = sums
         self.kept += num_bytes(sums)
-        handed = num * num_bytes(ends[last])
+        # Their gradients, and what of them is not kept in any case.
+        handed = num * num_bytes((ends[last], model.passing(last, ends[last])[0]))
         _, states, moving, passing = self._compile(
-            "after", "loss", programs.finish, num, out, index, states, ends[last], sums, self._scale, beside=2 * handed
+            "after", "loss", programs.finish, num, out, index, states, ends[last], sums, self._scale, beside=handed
         )
         divisor = self._compile("after", "divisor", programs.divisor, 1, results, self._scale)
         for k in reversed(range(len(walker.lengths))):

@@ -106,10 +106,11 @@ def _kept(trace: Trace, naming: Naming, parts: Sequence[Stretch], hooks: Planned
     found = []
     for at, (part, arrays, each) in enumerate(zip(parts, saved, moments, strict=True)):
         working = tuple(_values(step, moment.arrays) for moment in _fullest(step, each))
-        mine = next(of_stages, ((), (), ())) if part.stack is not None else ((), (), ())
+        mine = next(of_stages, ((),) * 4) if part.stack is not None else ((),) * 4
         waiting = _values(step, _waiting(line, ends[at], turn)) if not loops[at] else ()
         ahead = _values(step, _ahead(line, loops, at, forward[at]))
-        found.append(Kept(_values(step, arrays, {a for a in arrays if a in stacked}), working, *mine, waiting, ahead))
+        own = _values(step, arrays, {a for a in arrays if a in stacked})
+        found.append(Kept(own, working, *mine, waiting, ahead))
     return tuple(found)
 
 
