@@ -227,7 +227,7 @@ def test_layers_updated_in_the_backward_pass_go_back_where_a_step_fails(plan: st
     optimizer = walker.optimizer
     assert optimizer is not None
     join, rows = optimizer.join, [np.asarray(x) for x in parts._last[1].params[0].fetch(0)]  # pyright: ignore
-    optimizer.join = lambda *args: {**join(*args), "finite": jax.numpy.bool_(False)}
+    optimizer.join = lambda *args: {**join(*args), "finite": jax.numpy.bool_(False)}  # pyright: ignore
     state, metrics = program.step(state, batches[1])
     optimizer.join = join
     assert metrics["skipped"] == 1

@@ -64,7 +64,7 @@ def overlap(optimizer: str, rounds: int, folder: Path) -> Row:
         disk_folder=folder,
     )  # fmt: skip
     programs = {name: plain if name == first else plain.replan(f"{rest} {plan}") for name, plan in PLANS.items()}
-    states = {name: program.init(0) for name, program in programs.items()}
+    states: dict[str, Any] = {name: program.init(0) for name, program in programs.items()}
     times, waits, updates, commits = ({name: list[float]() for name in PLANS} for _ in range(4))
     watches = {name: Watch(program) for name, program in programs.items()}
     for number in range(rounds + 1):

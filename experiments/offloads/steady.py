@@ -38,12 +38,13 @@ def run(plan: str, folder: str, num_steps: int) -> Row:
         Layers(NUM_LAYERS), loss, optax.adamw(1e-4), batch, f"data=1 {plan}", devices=jax.devices()[:1],
         disk_folder=folder,
     )  # fmt: skip
-    state, process, arrays = program.init(0), [], []
+    state: Any = program.init(0)
+    process, arrays = [], []
     for _ in range(PARTS):
         for _ in range(num_steps // PARTS):
-            state, metrics = program.step(state, batch)
-        jax.block_until_ready((state, metrics))
-        for rows in state._held.every:  # pyright: ignore
+            state, _ = program.step(state, batch)
+        jax.block_until_ready(state)
+        for rows in state._held.every:
             rows.settle()
         gc.collect()
         process.append(status("VmRSS"))
