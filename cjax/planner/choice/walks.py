@@ -148,9 +148,11 @@ def _peaks(work: Work, parts: list[PartMemory], plan: Plan) -> Peaks:
     ends = max((part.working for part in parts[behind:]), default=before)
     # The optimizer's own values, were none of them in the place of another, are one more set of parameters.
     update = max((part.params for part in parts), default=0.0)
+    # What a layer's gradients are added up in, before they are a row.
+    sums = max((part.grads for part in stacks), default=0.0)
     return Peaks(
         round(outside), round(streams + max(layer, before)), round(streams + learned + ends),
-        round(streams + learned + max(layer, before)), round(update),
+        round(streams + learned + max(layer + sums, before)), round(update),
         birth=round(max((part.params for part in stacks), default=0.0)),
     )  # fmt: skip
 
