@@ -1,18 +1,26 @@
-"""Models larger than the devices: what a budget holds, compiled for an absent H100, and one of 1/120 kept to here.
+"""Models larger than the devices: what a budget holds, what a step under one waits for, and what a process takes.
 
-    python experiments/offload.py sizes     # GPT-2 XL in 6 GiB, Llama 7B in 12, 13B in 16; needs the extra aot
-    python experiments/offload.py generate  # texts of a model ten times as large as its budget; needs the extra weights
-    python experiments/offload.py depth     # 320 layers under 1/120 of what plain training needs, on this CPU
+    python experiments/offload.py            # all of it, about an hour on two cores; or one part:
+    python experiments/offload.py sizes      # GPT-2 XL in 6 GiB, Llama 7B in 12, 13B in 16; needs the extra aot
+    python experiments/offload.py depth      # 320 layers under 1/120 of what plain training needs, on this CPU
+    python experiments/offload.py generation # texts of a model ten times its budget; needs the extras weights, quantize
+    python experiments/offload.py overlap    # how much of a step waits for host memory and disk, on this CPU
+    python experiments/offload.py peak       # what a process takes in all, beside what the report says
+    python experiments/offload.py steady     # what it takes after each hundred of a thousand steps
+    python experiments/offload.py slides     # GPT-2 XL and T5-3B on 2 absent A100s, ZeRO-3 beside budgets; needs aot
+    python experiments/offload.py arithmetic # what `cjax plan --budget` says, beside compiled programs; needs aot
 
 `sizes` compiles the programs of a walk for one H100, with 8,192 tokens a micro-batch, and runs nothing. `depth` trains
 three steps on one virtual device, plain, with everything at home on the device, and under the budget, and compares all
-bits of the latter two. Each row is kept in the log as soon as it is known. Half a minute of one core each. Expected:
-every budget is kept, and the bits are the same.
+bits of the latter two. Expected: every budget is kept, and the bits are the same. What the other parts expect is in
+`offloads/`; `overlap` wants a machine that does nothing else. Each part has a log, to which a row is written as soon as
+it is known; what is there isn't done again.
 """
 
 import argparse
 import functools
 import hashlib
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +34,12 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import optax
-from generations.streamed import generation
+from offloads.arithmetic import arithmetics
+from offloads.generation import generation
+from offloads.overlap import overlaps
+from offloads.peak import peaks
+from offloads.slides import slides
+from offloads.steady import steadies
 from shared.results import KEPT, Results, Row
 
 import cjax
@@ -35,8 +48,7 @@ from cjax.models import loss as gpt_loss
 from cjax.models.llama import Llama, LlamaConfig
 from cjax.models.llama import loss as llama_loss
 
-LOG = KEPT / "offload-2026-11-23.log"
-GENERATED = KEPT / "offload-generation-2026-11-23.log"
+DATE = "2026-11-23"
 NUM_LAYERS, WIDTH, FACTOR = 320, 128, 120
 LLAMAS = {"llama-7b": (32, 32, 4096, 11008), "llama-13b": (40, 40, 5120, 13824)}
 SIZES = {"gpt2-xl": "6GiB", "llama-7b": "12GiB", "llama-13b": "16GiB"}
@@ -46,12 +58,12 @@ def size(name: str, budget: str) -> Row:
     """A model under its budget, compiled."""
     make: Any
     if name == "gpt2-xl":
-        sizes = gpt(name, context=1024)
-        make, loss, rows, length = (lambda rngs: GPT(sizes, rngs=rngs)), gpt_loss, 8, 1024
+        config = gpt(name, context=1024)
+        make, loss, rows, length = (lambda rngs: GPT(config, rngs=rngs)), gpt_loss, 8, 1024
     else:
         layers, heads, embed, ffn = LLAMAS[name]
-        config = LlamaConfig(layers, heads, heads, embed, ffn, context=2048)
-        make, loss, rows, length = (lambda rngs: Llama(config, rngs=rngs)), llama_loss, 4, 2048
+        llama = LlamaConfig(layers, heads, heads, embed, ffn, context=2048)
+        make, loss, rows, length = (lambda rngs: Llama(llama, rngs=rngs)), llama_loss, 4, 2048
     ids = jax.ShapeDtypeStruct((rows, length), "int32")
     batch, plan = {"inputs": ids, "targets": ids}, f"precision=bfloat16 budget={budget}"
     began = time.perf_counter()
@@ -124,24 +136,36 @@ def deep_batch() -> dict[str, np.ndarray]:
     return {"x": rng.normal(size=(4, WIDTH)).astype("float32"), "y": rng.normal(size=(4, 4)).astype("float32")}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("sizes", "depth", "generate"))
-    parser.add_argument("--log", type=Path)
-    args = parser.parse_args()
-    results = Results(args.log or (GENERATED if args.what == "generate" else LOG))
-    if args.what == "generate":
-        print(generation(results))
-        return
-    if args.what == "sizes":
-        for name, budget in SIZES.items():
-            key = {"part": "sizes", "model": name, "budget": budget}
-            print(results.get(key, functools.partial(size, name, budget)))
-        return
+def sizes(results: Results, folder: Path) -> None:
+    """Each model under its budget."""
+    for name, budget in SIZES.items():
+        print(results.get({"part": "sizes", "model": name, "budget": budget}, functools.partial(size, name, budget)))
+
+
+def depth(results: Results, folder: Path) -> None:
+    """Plain, with everything on the device, and under the budget."""
     plain = cjax.parallelize(Deep(), deep_loss, optax.adamw(1e-5), deep_batch(), "data=1", devices=jax.devices()[:1])
     needs = plain.report().memory.total
     for plan in ("data=1", "data=1 budget=64GiB", f"data=1 budget={needs // FACTOR}B"):
         print(results.get({"part": "depth", "plan": plan}, functools.partial(trained, plain, plan, needs)))
+
+
+PARTS = {
+    "sizes": sizes, "depth": depth, "generation": generation, "overlap": overlaps, "peak": peaks, "steady": steadies,
+    "slides": slides, "arithmetic": arithmetics,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("all", *PARTS), default="all")
+    parser.add_argument("--logs", type=Path, default=KEPT, help="the folder of logs and pictures")
+    parser.add_argument("--disk-folder", type=Path, help="for overlap, peak and steady: on the disk that is measured")
+    args = parser.parse_args()
+    for name, part in PARTS.items():
+        if args.what in ("all", name):
+            with tempfile.TemporaryDirectory(dir=args.disk_folder) as folder:
+                part(Results(args.logs / f"offload-{name}-{DATE}.log"), Path(folder))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ from contract import OPTIMIZER, assert_trained_alike, source_of, subject
 from zoo import MODELS
 
 import cjax
+from cjax.optim import LossScale
 from cjax.plan import Plan
 from cjax.planner.homes import occupied
 from cjax.program import Program
 from cjax.program.compose import compose
 from cjax.program.composed import Given
-from cjax.walk import walk, walker
+from cjax.walk import files, walk, walker
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 pytestmark = pytest.mark.usefixtures("settled")
@@ -102,10 +103,12 @@ def alive() -> int:
     )
 
 
-@pytest.mark.parametrize("plan", ["zero=1 budget=300kB", f"data=8 {EVERYTHING}"])
-def test_a_device_never_holds_more_than_was_said(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "plan", ["zero=1 budget=300kB", f"data=8 {EVERYTHING}", f"data=8 {EVERYTHING} host=0B disk=20MB"]
+)
+def test_a_device_never_holds_more_than_was_said(plan: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = "linen_tied"
-    program = program_of(name, plan)
+    program = program_of(name, plan, tmp_path)
     state = trained(program, name)
     gc.collect()
     parts = program._walking
@@ -129,6 +132,17 @@ def test_a_device_never_holds_more_than_was_said(plan: str, monkeypatch: pytest.
 
         return rows
 
+    def watched_update(*args: Any) -> Any:
+        nonlocal most
+        most = max(most, alive() - before)
+        new = update(*args)
+        most = max(most, alive() - before)
+        return new
+
+    optimizer = parts._walker.optimizer
+    assert optimizer is not None and bool(parts.homes.fused) == ("disk" in plan)
+    update = optimizer.update_row
+    monkeypatch.setattr(optimizer, "update_row", watched_update)
     for room in (walk, walker):
         monkeypatch.setattr(room, "in_turn", watched(walk.in_turn))
     program.step(state, subject(name, False).batches[0])
@@ -175,6 +189,117 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     jax.tree.map(np.testing.assert_array_equal, program.params(state), was)
     state, metrics = program.step(state, batch)
     assert int(state.step) == 2 and int(metrics["skipped"]) == 0
+
+
+ON_DISK = "zero=1 offload=params+optimizer+gradients host=0B disk=10MB"
+PARTLY = "zero=1 offload=params+optimizer+gradients host=900kB disk=9MB"  # some layers are fused
+
+
+@pytest.mark.parametrize("plan", [ON_DISK, PARTLY])
+def test_layers_updated_in_the_backward_pass_go_back_where_a_step_fails(plan: str, tmp_path: Path) -> None:
+    name = "linen_tied"
+    batches = [jax.tree.map(np.asarray, batch) for batch in subject(name, False).batches]
+    program = program_of(name, plan, tmp_path)
+    parts = program._walking
+    assert parts is not None
+    fused, walker = parts.homes.fused, parts._walker
+    assert fused and (len(fused) == sum(walker.lengths)) == (plan == ON_DISK)
+    state = trained(program, name, 1)
+    was = digest(program, state)
+
+    # The last layer that the backward pass comes to can't be computed: all others of the stack have new rows by then.
+    average, calls = walker.programs.average[0], 0
+
+    def broken(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == walker.lengths[0]:
+            raise RuntimeError("the power of layer 0 went off")
+        return average(*args)
+
+    walker.programs.average[0] = broken  # pyright: ignore
+    with pytest.raises(RuntimeError, match="went off"):
+        program.step(state, batches[1])
+    walker.programs.average[0] = average
+    assert not state.step.is_deleted() and digest(program, state) == was
+
+    # The norm overflows when all layers have been updated.
+    optimizer = walker.optimizer
+    assert optimizer is not None
+    join, rows = optimizer.join, [np.asarray(x) for x in parts._last[1].params[0].fetch(0)]  # pyright: ignore
+    optimizer.join = lambda *args: {**join(*args), "finite": jax.numpy.bool_(False)}  # pyright: ignore
+    state, metrics = program.step(state, batches[1])
+    optimizer.join = join
+    assert metrics["skipped"] == 1
+    for x, y in zip(state._held.params[0].fetch(0), rows, strict=True):  # pyright: ignore
+        np.testing.assert_array_equal(x, y)
+    state, _ = program.step(state, batches[1])
+    plain = program_of(name, "zero=1 offload=optimizer")
+    other = trained(plain, name, 1)
+    other = plain.update(other, jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), plain.params(other)), 1.0)
+    other, _ = plain.step(other, batches[1])
+    assert digest(program, state) == digest(plain, other)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "loss_scale"),
+    [
+        (optax.sgd(1e-2), LossScale(initial=2.0**32, backoff=2.0**-24)),
+        pytest.param(
+            optax.chain(optax.clip_by_global_norm(1e-2), optax.sgd(1e-2, momentum=0.9)), None, marks=pytest.mark.full
+        ),
+    ],
+    ids=["overflow", "clipped"],
+)
+def test_the_disk_has_the_bits_of_host_memory(optimizer: Any, loss_scale: LossScale | None, tmp_path: Path) -> None:
+    """Of a step that overflows too, which is taken back where layers had been updated; and clipped by the norm of all,
+    which none of them can be before it is known."""
+    name = "linen_tied"
+    precision = "float32" if loss_scale is None else "float16"
+    found = []
+    for homes in ("host=0B disk=10MB", ""):
+        given = Given(source_of(name), optimizer, loss_scale, disk_folder=tmp_path)
+        plan = f"zero=3 microbatches=2 precision={precision} offload=params+optimizer {homes}"
+        program = Program(compose(given, Plan.parse(plan).resolve(8), jax.devices()))
+        parts = program._walking
+        assert parts is not None
+        assert len(parts.homes.fused) == (sum(parts._walker.lengths) if homes and loss_scale else 0)
+        state, skipped = program.init(3), []
+        for index in range(3):
+            state, metrics = program.step(state, subject(name, False).batches[index % 2])
+            skipped.append(int(metrics["skipped"]))
+        assert skipped == ([0, 0, 0] if loss_scale is None else [1, 0, 0])
+        found.append(digest(program, state))
+    assert found[0] == found[1]
+
+
+def test_what_a_fused_step_moves_is_what_the_report_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "linen_tied"
+    program = program_of(name, ON_DISK, tmp_path)
+    state = trained(program, name, 1)
+    moved: dict[str, int] = dict.fromkeys(("read", "write"), 0)
+    calls = dict(moved)
+    for what in list(moved):
+        whole = getattr(files.RowFile, what)
+
+        def counted(self: Any, row: int, data: Any, what: str = what, whole: Any = whole) -> None:
+            moved[what] += data.size
+            calls[what] += 1
+            whole(self, row, data)
+
+        monkeypatch.setattr(files.RowFile, what, counted)
+    state, _ = program.step(state, subject(name, False).batches[0])
+    for rows in state._held.every:  # pyright: ignore
+        rows.settle()
+    use = program.report().walk
+    assert use is not None
+    assert program._walking is not None
+    num = sum(program._walking._walker.lengths)
+    for what, said, rows in (("read", use.total("disk_read"), 3), ("write", use.total("disk_written"), 2)):
+        assert calls[what] == rows * num
+        # Whole blocks, and in these small rows each part of an array begins at a multiple of 128 bytes.
+        assert said <= moved[what] <= 1.25 * said, (what, said, moved[what])
+    assert not next(each for each in use.classes if each.name == "gradients").disk_written
 
 
 def test_gradients_are_those_of_one_program() -> None:

@@ -1,11 +1,13 @@
 """Where what belongs to layers lives between its uses: on the devices, in host memory, or on disk; and what that holds.
 
 A step walks over the layers three times: forward, backward, and once more for the update, when the gradients of all are
-known. Rows that are not at home on the devices pass through them: the one in use, and the next or the last one.
+known. Layers whose update needs no other's gradients, and whose old rows stay on disk until the new ones are known to
+be good, are updated in the backward pass (*fused*). Rows that are not at home on the devices pass through them: the one
+in use, and the next or the last one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
 Home = Literal["device", "host", "disk"]
@@ -15,6 +17,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 IN_FLIGHT = 2  # rows of a kind and a stack that are on the devices while they pass through: one in use, one on its way
+
+# Rows of a kind and a stack that host memory has besides, at most, while they move: of those at home there the new ones
+# beside the old; of those on disk five buffers, what two threads write, and what three hand to the devices.
+MOVING: Mapping[Home, int] = {"device": 0, "host": 2, "disk": 10}
 
 # Rows on disk that a step replaces are there twice, so that the last step stays whole until the next is complete.
 HALVES: Mapping[Kind, int] = {"params": 2, "frozen": 1, "opt": 2, "grads": 1, "inputs": 1}
@@ -43,6 +49,10 @@ TRAFFIC: Mapping[Phase, Mapping[Kind, tuple[int, int]]] = {
     "backward": {"params": (1, 0), "frozen": (1, 0), "inputs": (1, 0), "grads": (0, 1)},
     "update": {"params": (1, 1), "opt": (1, 1), "grads": (1, 0)},
 }
+FUSED_TRAFFIC: Mapping[Phase, Mapping[Kind, tuple[int, int]]] = {
+    "forward": TRAFFIC["forward"],
+    "backward": {"params": (1, 1), "frozen": (1, 0), "inputs": (1, 0), "opt": (1, 1)},
+}
 
 
 @dataclass(frozen=True)
@@ -51,15 +61,37 @@ class Homes:
 
     Args:
       of: kind -> stack -> layer -> home. "inputs" are what layers were handed in the forward pass, all of it.
+      fused: (stack, layer) of those that are updated in the backward pass.
     """
 
     of: Mapping[Kind, tuple[tuple[Home, ...], ...]]
+    fused: frozenset[tuple[int, int]] = field(default_factory=frozenset)
 
     @classmethod
     def all_at(cls, home: Home, lengths: Sequence[int]) -> "Homes":
         """The same for all rows of stacks of these lengths."""
         stacks = [list[Home]([home]) * length for length in lengths]
         return cls(dict.fromkeys(KINDS, tuple(map(tuple, stacks))))
+
+    def with_fused(self, alone: Sequence[bool], sizes: "RowSizes") -> "Homes":
+        """With layers fused that can be: of stacks whose layers are updated each by itself, those whose last step stays
+        on disk while this one is made.
+
+        Args:
+          alone: by stack.
+          sizes: of the rows. An optimizer without a state has none to keep.
+        """
+
+        def is_kept(kind: Kind, k: int, at: int) -> bool:
+            return self.of[kind][k][at] == "disk" or not sizes[kind][k][at].device
+
+        layers = [
+            (k, at)
+            for k, is_alone in enumerate(alone)
+            for at, home in enumerate(self.of["params"][k])
+            if is_alone and home == "disk" and is_kept("opt", k, at)
+        ]
+        return replace(self, fused=frozenset(layers))
 
     @property
     def used(self) -> set[Home]:
@@ -90,6 +122,7 @@ class Peaks:
         batch.
       forward, after, backward, update, birth: what the fullest program of that phase needs beside `outside` and rows:
         its temporaries, and what it is handed and hands on. "after" is the loss and its gradient, behind the layers.
+      fused: the same of an update in the backward pass.
     """
 
     outside: int
@@ -98,6 +131,7 @@ class Peaks:
     backward: int
     update: int
     birth: int = 0
+    fused: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,12 +142,14 @@ class Occupied:
       peaks: bytes of a device, by phase.
       device: of these, rows that have their home there, by kind.
       host, disk: bytes of a process by kind; on disk with what is there twice.
+      moving: bytes of a process that rows on their way take of host memory besides, at most.
     """
 
     peaks: Mapping[Phase, int]
     device: Mapping[Kind, int]
     host: Mapping[Kind, int]
     disk: Mapping[Kind, int]
+    moving: int = 0
 
     @property
     def peak(self) -> int:
@@ -134,7 +170,23 @@ def occupied(sizes: RowSizes, peaks: Peaks, homes: Homes) -> Occupied:
     at: dict[Phase, int] = {
         phase: peaks.outside + getattr(peaks, phase) + _rows(phase, sizes, homes) for phase in PHASES
     }
-    return Occupied(at, found["device"], found["host"], found["disk"])
+    if homes.fused:
+        passing = sum(
+            in_flight([row.device for at, row in enumerate(rows) if (k, at) in homes.fused])
+            for k, rows in enumerate(sizes.get("opt", ()))
+        )
+        rows = _rows("backward", sizes, homes) + passing
+        at["backward"] = peaks.outside + max(peaks.backward, peaks.fused) + rows
+    return Occupied(at, found["device"], found["host"], found["disk"], _moving(sizes, homes))
+
+
+def _moving(sizes: RowSizes, homes: Homes) -> int:
+    return sum(
+        MOVING[home] * max(row.host for row, own in zip(rows, places, strict=True) if own == home)
+        for kind, stacks in sizes.items()
+        for rows, places in zip(stacks, homes.of[kind], strict=True)
+        for home in set(places)
+    )
 
 
 def _rows(phase: Phase, sizes: RowSizes, homes: Homes) -> int:

@@ -103,7 +103,7 @@ class Kept:
       working: sets of values that are in memory together while the backward pass runs, each at another moment; the
         fullest of them counts. What a stack saved is not among them: all of it is there all the time.
       staged: of a layer, what a stage of a pipeline saves of a micro-batch; `crossing`, what it hands from B to W.
-      payload: what it is handed there, and hands on.
+      payload: what it is handed there, and hands on; `passing`, what of that all layers read and hand on as it is.
       waiting: the largest of what products for parameters' gradients alone read: XLA may put them off until all layers'
         are made.
       ahead: of what stands in front of a stack that is not the first, its forward pass's fullest moment, and what the
@@ -115,6 +115,7 @@ class Kept:
     staged: tuple[NamedTensor, ...] = ()
     crossing: tuple[NamedTensor, ...] = ()
     payload: tuple[NamedTensor, ...] = ()
+    passing: tuple[NamedTensor, ...] = ()
     waiting: tuple[NamedTensor, ...] = ()
     ahead: tuple[NamedTensor, ...] = ()
 

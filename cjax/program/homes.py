@@ -65,7 +65,7 @@ def describe_walk(
     }
     return WalkUse(
         classes, there.peak, PASSES[there.fullest], plan.budget, plan.host, plan.disk, phases, cost.bound or "",
-        tokens, cost.hidden_from, _rates_text(rates, any(each.disk for each in classes)), is_bound,
+        tokens, cost.hidden_from, _rates_text(rates, any(each.disk for each in classes)), is_bound, there.moving,
     )  # fmt: skip
 
 

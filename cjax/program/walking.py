@@ -108,8 +108,10 @@ class Walking:
         # Without a budget nothing has to be known of programs: only what is told to go goes.
         peaks = self.measured.peaks if plan.budget is not None else Peaks(0, 0, 0, 0, 0)
         sizes = row_sizes(self._walker)
+        optimizer, numbers = self._walker.optimizer, range(len(self._walker.lengths))
+        alone = [optimizer is not None and optimizer.is_alone(k) for k in numbers]
         return choose_homes(
-            sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload, record=2 * self._record_bytes
+            sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload, record=2 * self._record_bytes, alone=alone
         )
 
     @property
@@ -137,6 +139,8 @@ class Walking:
     def _commit(self, state: WalkedState) -> None:
         """From now on, a run that is killed goes on from this state."""
         if not self._is_durable:
+            if self.homes.fused and self._folder is not None:
+                self._folder.keep()  # a step that is not finite goes back to it
             return
         assert self._folder is not None
         small = {f"{i}": np.asarray(_data(x)) for i, x in enumerate(jax.tree.leaves(state))}
@@ -359,7 +363,7 @@ class Walking:
         key, scale = self._inputs(state._key, state.step, state._scaling)
         held = state._held
 
-        def put(k: int, at: int, grads: Row, params: Row) -> None:
+        def put(k: int, at: int, grads: Row, params: Row, opt: Row) -> None:
             held.grads[k].put(at, grads)
 
         out, outer = self._walker.gradients(held, state.outside, batch, key, scale, put)

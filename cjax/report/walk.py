@@ -65,6 +65,7 @@ class WalkUse:
       tokens: of a step; `hidden_from`, those from which the forward and backward passes hide all that they move; None:
         no number does.
       rates: what the seconds go by, in words.
+      moving: bytes of host memory that rows on their way take besides, at most.
       is_bound: whether computing is counted at the devices' peak, so that no step is faster; otherwise it is as
         predicted.
     """
@@ -81,6 +82,7 @@ class WalkUse:
     hidden_from: int | None = None
     rates: str = ""
     is_bound: bool = True
+    moving: int = 0
 
     @property
     def seconds(self) -> float | None:
@@ -113,6 +115,9 @@ class WalkUse:
             said.append(f"{_of(self.total('host'), self.host_limit)} of host memory a process")
         if self.total("disk"):
             said.append(f"{_of(self.total('disk'), self.disk_limit)} of disk")
+        if self.moving:
+            unit = bytes_unit(self.moving)
+            said.append(f"at most {unit(self.moving)} {unit.name} of host memory for rows on their way")
         return "; ".join(said)
 
     def _link(self) -> str:

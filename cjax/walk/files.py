@@ -80,6 +80,14 @@ class RowFile:
     def forget(self, row: int) -> None:
         self.newest[row] = _NOWHERE
 
+    def keep(self) -> None:
+        """What is there now stays until the next call, or the next commit: what is put goes beside it."""
+        self.current = list(self.newest)
+
+    def take_back(self) -> None:
+        """Rows are again what they were when they were kept or committed last."""
+        self.newest = list(self.current)
+
     def sync(self) -> None:
         self._file.sync()
 
@@ -221,8 +229,26 @@ class Folder:
         # All processes have it: only now may what was current before be written over.
         self._record = record
         for file in self._files.values():
-            file.current = list(file.newest)
+            file.keep()
         self._is_between = False
+
+    def keep(self) -> None:
+        """What was put stays until the next call, as it does behind a commit, while this process lives: nothing goes on
+        from it after that."""
+        for settle in self._settle:
+            settle()
+        self._uncommit()
+        for file in self._files.values():
+            file.keep()
+
+    def take_back(self) -> None:
+        """What was put since `keep` or `commit` was called last is no more; not to be called before either was."""
+        for settle in self._settle:
+            # It waits in any case. Where it fails, whoever comes to these rows next is told.
+            with contextlib.suppress(Exception):
+                settle()
+        for file in self._files.values():
+            file.take_back()
 
     @property
     def step(self) -> int | None:

@@ -86,7 +86,8 @@ class Measuring:
         self._walker, self._programs, self._num = walker, walker.programs, walker.programs.model.num
         self._params, self._frozen, self._model_state, self._batch, self._key, self._scale = inputs
         self.pieces: list[WalkPiece] = []
-        self._peaks = {"forward": 0, "after": 0, "backward": 0, "update": 0, "birth": 0}
+        self._peaks = {"forward": 0, "after": 0, "backward": 0, "update": 0, "birth": 0, "fused": 0}
+        self._beside_update: dict[int, int] = {}  # by stack, what is there beside an update in the backward pass
         self.kept = 0  # what is there all the time besides state
 
     def _compile(self, phase: str, name: str, program: Jitted, calls: int, *args: Any, beside: int = 0) -> Any:
@@ -134,9 +135,10 @@ class Measuring:
         sums = self._compile("after", "zeros", programs.zeros, 1, out, states, ends[last])
         results, outer = sums
         self.kept += num_bytes(sums)
-        handed = num * num_bytes(ends[last])
+        # Their gradients, and what of them is not kept in any case.
+        handed = num * num_bytes((ends[last], model.passing(last, ends[last])[0]))
         _, states, moving, passing = self._compile(
-            "after", "loss", programs.finish, num, out, index, states, ends[last], sums, self._scale, beside=2 * handed
+            "after", "loss", programs.finish, num, out, index, states, ends[last], sums, self._scale, beside=handed
         )
         divisor = self._compile("after", "divisor", programs.divisor, 1, results, self._scale)
         for k in reversed(range(len(walker.lengths))):
@@ -144,6 +146,7 @@ class Measuring:
             own = self._compile("backward", f"zero row {k}", programs.zero_row[k], walker.lengths[k], rows[k][0])
             payload = [*model.passing(k, ends[k])[0], *model.passing(k, ends[k])[1]]
             beside = num * num_bytes((moving, passing)) + num_bytes((own, outer_once))
+            self._beside_update[k] = beside
             moving, passing, own, outer_once = self._compile(
                 "backward", f"backward {k}", programs.backward[k], num * walker.lengths[k],
                 rows[k], once[k], out, index, index, states, payload, moving, passing, own, outer_once, beside=beside,
@@ -191,6 +194,7 @@ class Measuring:
             assert update.compiled is not None
             self.pieces.append(WalkPiece(f"update {k}", update.compiled, length))
             self._peaks["update"] = max(self._peaks["update"], update.temporary)
+            self._peaks["fused"] = max(self._peaks["fused"], update.temporary + self._beside_update[k])
 
 
 def measure(walker: Walker, inputs: Any) -> Measured:

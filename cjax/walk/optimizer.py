@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -120,6 +121,38 @@ class RowOptimizer:
         """Whether a layer's export of the first round reads its gradients alone, and so can be made as they are."""
         piece = self._passes.exports.get((1, (k, layer)))
         return piece is None or (self.reads(1, k, layer) <= {"grads"} and not piece.reads_of("joint"))
+
+    def is_alone(self, k: int) -> bool:
+        """Whether the layers of a stack are updated each by itself, so that it can be done when its gradients are
+        there: it needs neither the loss, nor another's gradients, nor a pass before."""
+        first = self._passes.joins[0]
+        mine = [piece for (stack, _), piece in self._passes.updates.items() if stack == k]
+        layers = [layer for stack, layer in self._passes.updates if stack == k]
+        rounds = {self._owned.round_of[var] for piece in mine for var in piece.reads_of("joint")}
+        return (
+            self.num_rounds <= 1
+            and rounds <= {0}
+            and not any(piece.reads_of("loss") for piece in mine)
+            and not first.reads_of("grads")
+            and not first.reads_of("loss")
+            and all(self.is_early(k, layer) for layer in layers)
+        )
+
+    def before(self, opt: Arrays, params: Arrays) -> dict[str, jax.Array]:
+        """What the update of layers that are alone (`is_alone`) reads of the outside, before there are gradients: of a
+        step that is taken to be finite."""
+        piece, program = self._passes.joins[0], self._join_programs[0]
+        names = [self._names[var] for var in self._passes.known[0]]
+
+        def run_before(opt: Arrays, params: Arrays, more: More) -> dict[str, jax.Array]:
+            values = {"opt": self._opt.of_outside(opt), "params": self._params.of_outside(params), **more}
+            return dict(zip(names, program.run(values, ()), strict=True))
+
+        # Of the program's results `finite` is none, so that it is the very one that `join` has for round 0: in another
+        # one a power of a scalar may have another last bit.
+        run = self._jit(("before", None), program, run_before, self._whole)
+        finite = jax.device_put(np.bool_(True), self._whole)
+        return {**(run(opt, params, self._more(self._owned, piece, {})) if names else {}), "finite": finite}
 
     def init_row(self, k: int, layer: int, params: Arrays) -> Arrays:
         """A layer's first state, from its parameters."""

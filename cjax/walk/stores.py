@@ -96,7 +96,7 @@ def make_rows(
         room: how many rows the devices have place for, at least 2.
 
     Moving takes memory of the host too, beside the rows at home there: at most 2 rows of a kind for "host", 10 for
-    "disk", whose 5 buffers are made once.
+    "disk", whose 5 buffers are made once (`MOVING`).
 
     Raises:
         ValueError: these devices can't reach the host's memory by themselves, or `disk=` is too little.

@@ -1,7 +1,7 @@
 """Passes over layers: what is next is fetched while one layer is computed, and what is done is written behind."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,13 @@ import numpy as np
 from cjax.gradients import Evaluated, Scale
 from cjax.planner.homes import KINDS, Homes
 from cjax.tree import PyTree
+from cjax.walk.files import Folder
 from cjax.walk.model import Arrays, Outside
 from cjax.walk.programs import Programs
 from cjax.walk.stores import LayerRows
 
 Row = tuple[jax.Array, ...]
-Put = Callable[[int, int, Row, Row], None]  # stack, layer, gradients, params
+Put = Callable[[int, int, Row, Row, Row], None]  # stack, layer, gradients, params, optimizer state if it is asked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,7 @@ class Held:
       opt: the optimizer's state.
       grads: gradients, from the backward pass to the update.
       inputs: what layers were handed, from the forward pass to the backward pass.
+      folder: of those on disk.
     """
 
     homes: Homes
@@ -37,19 +39,28 @@ class Held:
     opt: Sequence[LayerRows]
     grads: Sequence[LayerRows]
     inputs: Sequence[LayerRows]
+    folder: Folder | None = None
 
     @property
     def every(self) -> list[LayerRows]:
         return [rows for kind in KINDS for rows in getattr(self, kind)]
 
 
-def in_turn(stores: Sequence[LayerRows], order: Sequence[int]) -> Iterator[tuple[int, list[Row]]]:
-    """Layers in order, each with its rows; those of the next are on their way meanwhile."""
-    for store in stores if order else ():
+def in_turn(
+    stores: Sequence[LayerRows], order: Sequence[int], more: Callable[[int], Sequence[LayerRows]] = lambda at: ()
+) -> Iterator[tuple[int, list[Row]]]:
+    """Layers in order, each with its rows; those of the next are on their way meanwhile.
+
+    Args:
+      stores: of which all layers have a row.
+      order: layers.
+      more: the stores of which a layer has one besides.
+    """
+    for store in (*stores, *more(order[0])) if order else ():
         store.ahead(order[0])
     for here, at in enumerate(order):
-        found = [store.fetch(at) for store in stores]
-        for store in stores if here + 1 < len(order) else ():
+        found = [store.fetch(at) for store in (*stores, *more(at))]
+        for store in (*stores, *more(order[here + 1])) if here + 1 < len(order) else ():
             store.ahead(order[here + 1])
         yield at, found
         found.clear()  # or they would be on the devices until the next are there
@@ -79,6 +90,7 @@ class LayerWalk:
         key: jax.Array,
         scale: Scale,
         put: Put,
+        fused: Collection[tuple[int, int]] = (),
     ) -> tuple[Evaluated, Row]:
         """What the batch gives, with the model state behind it, and the gradients of `params`.
 
@@ -90,6 +102,7 @@ class LayerWalk:
           key: of random numbers, this step's.
           scale: what the loss is multiplied by.
           put: is given each layer's gradients, last layer first.
+          fused: stack and layer of those of which it is given the optimizer's state too.
         """
         programs = self._programs
         out, new, states = programs.begin(params, frozen, model_state, batch, key)
@@ -98,7 +111,7 @@ class LayerWalk:
         divisor = programs.divisor(sums[0], scale)
         results, outer = sums
         for k in reversed(range(len(self._lengths))):
-            back, own = self._back_through(k, held, out, states, ends[k], back, once[k], divisor, put)
+            back, own = self._back_through(k, held, out, states, ends[k], back, once[k], divisor, put, fused)
             outer = programs.back_once[k](out, states, own, outer)
             for i in range(self._num) if k else ():
                 payload = [*ends[k - 1][i][0], *ends[k - 1][i][1]]
@@ -143,14 +156,15 @@ class LayerWalk:
 
     def _back_through(
         self, k: int, held: Held, out: Outside, states: Arrays, ends: Any, back: Any, once: Arrays, divisor: jax.Array,
-        put: Put,
+        put: Put, fused: Collection[tuple[int, int]],
     ) -> tuple[list[Any], Arrays]:  # fmt: skip
         """The gradients of what a stack was handed, and of what all its layers read."""
         programs, outer = self._programs, self._programs.zero_once[k](once)
         back = [list(both) for both in back]
         stores = [held.params[k], held.frozen[k], held.inputs[k]]
-        for at, rows in in_turn(stores, range(self._lengths[k] - 1, -1, -1)):
-            params, frozen, inputs = rows
+        more = lambda at: [held.opt[k]] if (k, at) in fused else []  # noqa: E731
+        for at, rows in in_turn(stores, range(self._lengths[k] - 1, -1, -1), more):
+            params, frozen, inputs, *opt = rows
             own, size = programs.zero_row[k](params), len(inputs) // self._num
             for i in range(self._num):
                 handed = [*inputs[i * size : (i + 1) * size], *ends[i][1]]
@@ -162,6 +176,6 @@ class LayerWalk:
             rows.clear()
             del frozen, inputs  # none may be there while the next is fetched
             held.inputs[k].forget(at)
-            put(k, at, tuple(programs.average[k](own, divisor)), params)
+            put(k, at, tuple(programs.average[k](own, divisor)), params, opt.pop() if opt else ())
             del params, own
         return back, outer

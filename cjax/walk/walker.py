@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,39 +112,54 @@ class Walker:
             kind: [make_rows(self.structs(kind, k), homes.of[kind][k], kind, k, folder) for k in numbers]
             for kind in KINDS
         }
-        return Held(homes, **rows)
+        return Held(homes, **rows, folder=folder)
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def gradients(
-        self, held: Held, outside: OutsideState, batch: PyTree, key: jax.Array, scale: Scale, put: Any
-    ) -> tuple[Evaluated, Row]:
+        self, held: Held, outside: OutsideState, batch: PyTree, key: jax.Array, scale: Scale, put: Any,
+        fused: Collection[tuple[int, int]] = (),
+    ) -> tuple[Evaluated, Row]:  # fmt: skip
         """What a batch gives, and the gradients of params outside; arguments as of `LayerWalk.gradients`."""
-        return self._walk.gradients(held, outside.params, outside.frozen, outside.model_state, batch, key, scale, put)
+        return self._walk.gradients(
+            held, outside.params, outside.frozen, outside.model_state, batch, key, scale, put, fused
+        )
 
     def step(
         self, held: Held, outside: OutsideState, batch: PyTree, key: jax.Array, scale: Scale, give_up: Any
     ) -> Stepped:
-        """One step. `give_up` is called before the first row is changed: what fails behind that leaves no whole state.
+        """One step. `give_up` is called before a row is changed for good: what fails behind that leaves no whole state.
 
         A step that is not finite changes no row.
         """
-        optimizer, exports = self.optimizer, {}
+        optimizer, exports, fused = self.optimizer, {}, held.homes.fused
         assert optimizer is not None
+        before = optimizer.before(outside.opt, outside.params) if fused else {}
 
-        def put(k: int, at: int, grads: Row, params: Row) -> None:
+        def put(k: int, at: int, grads: Row, params: Row, opt: Row) -> None:
             if optimizer.is_early(k, at):  # a norm, while the gradients are here
                 exports[k, at] = optimizer.export(1, k, at, grads, (), params, {})
-            held.grads[k].put(at, grads)
+            if (k, at) not in fused:
+                held.grads[k].put(at, grads)
+                return
+            params, opt = optimizer.update_row(k, at, grads, opt, params, before)
+            jax.block_until_ready((params, opt))
+            held.params[k].put(at, params)
+            held.opt[k].put(at, opt)
 
-        out, grads = self.gradients(held, outside, batch, key, scale, put)
-        loss = mean(out.total, out.weight)
-        return self.update(held, outside, grads, out, loss, exports, give_up)
+        try:
+            out, grads = self.gradients(held, outside, batch, key, scale, put, fused)
+            loss = mean(out.total, out.weight)
+            return self.update(held, outside, grads, out, loss, exports, give_up, fused)
+        except BaseException:
+            if fused and held.folder is not None:
+                held.folder.take_back()
+            raise
 
     def update(
         self, held: Held, outside: OutsideState, grads: Row, out: Evaluated | None, loss: jax.Array, exports: Any,
-        give_up: Any,
+        give_up: Any, fused: Collection[tuple[int, int]] = (),
     ) -> Any:  # fmt: skip
-        """The update, of gradients that are in their rows already."""
+        """The update, of gradients that are in their rows already; of those of `fused` layers nothing is left to do."""
         optimizer = self.optimizer
         assert optimizer is not None
         rest = (grads, outside.opt, outside.params, loss)
@@ -157,8 +172,10 @@ class Walker:
         finite = joint["finite"]
         give_up()
         if bool(finite):
-            for k in range(len(self.lengths)):
-                self._update_rows(k, held, joint)
+            for k, length in enumerate(self.lengths):
+                self._update_rows(k, held, joint, [at for at in range(length) if (k, at) not in fused])
+        elif fused and held.folder is not None:
+            held.folder.take_back()
         params, opt = optimizer.update_outside(*rest, joint)
         return Stepped(dataclasses.replace(outside, params=params, opt=opt), out, loss, joint["norm"], finite)
 
@@ -179,12 +196,12 @@ class Walker:
             rows.clear()
             del given
 
-    def _update_rows(self, k: int, held: Held, joint: Any) -> None:
+    def _update_rows(self, k: int, held: Held, joint: Any, layers: Sequence[int]) -> None:
         optimizer = self.optimizer
         assert optimizer is not None
         if not self.slots("params", k):
             return
-        for at, rows in in_turn([held.grads[k], held.opt[k], held.params[k]], range(self.lengths[k])):
+        for at, rows in in_turn([held.grads[k], held.opt[k], held.params[k]], layers):
             grads, opt, params = rows
             rows.clear()
             params, opt = optimizer.update_row(k, at, grads, opt, params, joint)

@@ -265,6 +265,34 @@ def test_takes_as_few_passes_as_can_be(name: str) -> None:
     assert len(rows.slots[0]) == len(rows.slots[1]) or "novograd" in name
 
 
+# Whether the layers of the encoder and of the decoder are updated each by itself. Of the decoder's, which are one leaf
+# to their author, a trust ratio needs the norms of all.
+ALONE = {
+    "sgd": (True, True), "schedule": (True, True), "adamw, vectors not decayed": (True, True), "lion": (True, True),
+    "every second step": (True, True), "global clipping": (False, False), "on a plateau": (False, False),
+    "lamb": (True, False), "lamb, as FusedLAMB": (False, False), "prodigy": (False, False), "if finite": (False, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_layers_that_need_nothing_of_others_are_told_from_those_that_do(name: str) -> None:
+    shape = jax.eval_shape(lambda: jax.tree.map(jnp.float32, tree(0)))
+    storage, stacks, specs = stored(shape, mesh_of(1))
+    rows = RowOptimizer(TABLE[name](), shape, storage, stacks, specs.__getitem__, mesh_of(1))
+    assert (rows.is_alone(0), rows.is_alone(1)) == ALONE[name]
+
+
+def test_layers_that_are_alone_are_given_what_all_are() -> None:
+    params = jax.tree.map(np.float32, tree(0))
+    walk = Walk(TABLE["schedule"](), params)
+    walk.step(jax.tree.map(np.float32, gradients(params, 0)), 1.0)
+    around = (walk.params.outside(params), walk.outside_opt, walk.outside_params)
+    known = walk.rows.join(0, {}, *around, jnp.float32(1.0), {})
+    early = walk.rows.before(walk.outside_opt, walk.outside_params)
+    assert bool(early.pop("finite")) and early.keys() == known.keys() and known
+    jax.tree.map(np.testing.assert_array_equal, early, known)
+
+
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     params = jax.tree.map(np.float32, tree(0))
     walk = Walk(optax.adam(1e-1), params, 1)

@@ -71,6 +71,7 @@ def choose_homes(
     offload: Sequence[Offloaded] = (),
     record: int = 0,
     seconds: Callable[[Homes], float] | None = None,
+    alone: Sequence[bool] = (),
 ) -> Homes:
     """Where each row lives.
 
@@ -84,6 +85,8 @@ def choose_homes(
         step on disk is complete.
       seconds: of a step with some homes, where that is known: besides the least that moves, the least that moves in the
         update is tried, which computing does not hide, and the faster of both taken.
+      alone: by stack, whether the update of a layer needs nothing of others: then it is made in the backward pass where
+        it can be taken back, if the budget has room for that.
 
     Raises:
       TooLittle: a budget smaller than the least that works, which is named; host memory or disk too small for the
@@ -119,7 +122,8 @@ def choose_homes(
         raise refused[0]
     homes = found[0] if seconds is None else min(found, key=seconds)
     assert budget is None or occupied(sizes, peaks, homes).peak <= budget, "homes that hold more than they may"
-    return homes
+    fused = homes.with_fused(alone, sizes)
+    return fused if budget is None or occupied(sizes, peaks, fused).peak <= budget else homes
 
 
 class _Room:

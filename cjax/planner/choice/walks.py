@@ -120,7 +120,7 @@ def row_sizes(work: Work, split: WorkSplit, plan: Plan, hardware: Hardware) -> t
         "frozen": [part.frozen for part in stacks],
         "opt": [part.optimizer for part in stacks],
         "grads": [part.grads for part in stacks],
-        "inputs": [plan.microbatches * part.saved for part in stacks],
+        "inputs": [plan.microbatches * part.handed for part in stacks],
     }
     sizes: RowSizes = {
         kind: tuple((row(kind, size),) * part.repeats for size, part in zip(rows, stacks, strict=True))
@@ -131,18 +131,28 @@ def row_sizes(work: Work, split: WorkSplit, plan: Plan, hardware: Hardware) -> t
 
 
 def _peaks(work: Work, parts: list[PartMemory], plan: Plan) -> Peaks:
-    stacks = [part for part in parts if part.repeats > 1]
+    at = [place for place, part in enumerate(parts) if part.repeats > 1]
+    stacks, num = [parts[place] for place in at], plan.microbatches
     rest = [part for part in parts if part.repeats == 1]
+    behind = max(at, default=-1) + 1
     outside = sum(part.params + part.frozen + part.grads + part.optimizer for part in rest)
     outside += work.batch_bytes / plan.data
+    # What each stack is given beside its layers' stream is there until its backward pass is over, and what each but the
+    # last hands on.
+    outside += num * (sum(part.passing for part in stacks) + sum(part.handed for part in stacks[:-1]))
     # What goes from layer to layer, of all micro-batches: the one that a layer is given, and the one that it gives.
-    streams = 2 * plan.microbatches * max((part.saved for part in stacks), default=0.0)
+    streams = 2 * num * max((part.handed for part in stacks), default=0.0)
+    learned = num * max((part.passing for part in stacks), default=0.0)
     layer = max((part.working for part in stacks), default=0.0)
-    ends = max((part.working for part in rest), default=0.0)
+    before = max((part.working for part in parts[:behind] if part.repeats == 1), default=0.0)
+    ends = max((part.working for part in parts[behind:]), default=before)
     # The optimizer's own values, were none of them in the place of another, are one more set of parameters.
     update = max((part.params for part in parts), default=0.0)
+    # What a layer's gradients are added up in, before they are a row.
+    sums = max((part.grads for part in stacks), default=0.0)
     return Peaks(
-        round(outside), round(streams + layer), round(streams + ends), round(streams + layer), round(update),
+        round(outside), round(streams + max(layer, before)), round(streams + learned + ends),
+        round(streams + learned + max(layer + sums, before)), round(update),
         birth=round(max((part.params for part in stacks), default=0.0)),
     )  # fmt: skip
 

@@ -70,7 +70,8 @@ class PartMemory:
       repeats: layers.
       params, frozen: trained and other parameters, as ZeRO shares them out.
       grads, optimizer: of trained ones; gradients are shared out as they are made.
-      saved: what a layer is handed and needs again in the backward pass, of one micro-batch.
+      handed: what a layer is handed and hands on, of one micro-batch.
+      passing: what besides passes all layers of the stack as it is.
       working: what its backward pass needs at its fullest moment, the layer made again with it.
     """
 
@@ -79,7 +80,8 @@ class PartMemory:
     frozen: float
     grads: float
     optimizer: float
-    saved: float
+    handed: float
+    passing: float
     working: float
 
 
@@ -90,14 +92,17 @@ def part_memory(work: Work, split: WorkSplit, plan: Plan, hardware: Hardware) ->
     found = _Memory(work, split, table, hardware)
     (over,) = found._zero_shares()
     weights, trained = (sizes[:, 0] / found._repeats()[:, 0] for sizes in found._weights())
-    saved, working = found._each(lambda kept: kept.saved)[:, 0], found._fullest()[:, 0]
+    passing, working = found._each(lambda kept: kept.passing)[:, 0], found._fullest()[:, 0]
+    handed = found._each(lambda kept: kept.payload)[:, 0] - passing
     state, params = (over if plan.zero_stage >= least else 1.0 for least in (1, 3))
     return [
         PartMemory(
             part.repeats, learned / params, (every - learned) / params, learned / state,
-            work.optimizer_bytes * learned / state, float(kept), (1 + GAPS) * float(most),
+            work.optimizer_bytes * learned / state, float(stream), float(beside), (1 + GAPS) * float(most),
         )
-        for part, every, learned, kept, most in zip(work.parts, weights, trained, saved, working, strict=True)
+        for part, every, learned, stream, beside, most in zip(
+            work.parts, weights, trained, handed, passing, working, strict=True
+        )
     ]  # fmt: skip
 
 

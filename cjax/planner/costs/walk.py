@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cjax.planner.hardware import Hardware
-from cjax.planner.homes import KINDS, TRAFFIC, Homes, Kind, Phase, RowSizes
+from cjax.planner.homes import FUSED_TRAFFIC, KINDS, TRAFFIC, Homes, Kind, Phase, RowSizes
 
 # Bytes/s of a process's disk where nobody says how fast it is: NVMe drives that read 12 GB/s and write 9, as one of
 # PCIe 5 does, or two of PCIe 4 side by side.
@@ -140,14 +140,17 @@ def walk_cost(
       compute: seconds of arithmetic by phase ("after" belongs to "backward"); what is missing takes none. None: not
         known.
       tokens: of a step, with which arithmetic and inputs grow.
-      traffic: how often rows are read and written.
+      traffic: how often rows are read and written, but for those of fused layers.
     """
     moved: dict[Kind, RowsMoved] = {kind: RowsMoved() for kind in KINDS if kind in sizes}
     seconds: dict[Phase, PhaseSeconds] = {}
     of_phase: dict[Phase, tuple[RowsMoved, RowsMoved]] = {}
     for phase, kinds in traffic.items():
+        fused = FUSED_TRAFFIC.get(phase, {})
         each: dict[Kind, RowsMoved] = {
-            kind: _moved(kind, sizes, homes, times) for kind, times in kinds.items() if kind in sizes
+            kind: _moved(kind, sizes, homes, kinds.get(kind, (0, 0)), fused.get(kind, (0, 0)))
+            for kind in sizes
+            if kind in kinds or kind in fused
         }
         for kind, more in each.items():
             moved[kind] = _sum(moved[kind], more)
@@ -158,14 +161,18 @@ def walk_cost(
     return WalkCost(moved, seconds, _hidden_from(of_phase, seconds, rates, tokens))
 
 
-def _moved(kind: Kind, sizes: RowSizes, homes: Homes, times: tuple[int, int]) -> RowsMoved:
-    reads, writes = times
-    away = on_disk = 0
-    for rows, places in zip(sizes[kind], homes.of[kind], strict=True):
-        for row, home in zip(rows, places, strict=True):
-            away += row.device if home != "device" else 0
-            on_disk += row.disk if home == "disk" else 0
-    return RowsMoved(reads * away, writes * away, reads * on_disk, writes * on_disk)
+def _moved(
+    kind: Kind, sizes: RowSizes, homes: Homes, times: tuple[int, int], of_fused: tuple[int, int]
+) -> RowsMoved:  # fmt: skip
+    """Bytes of rows that are read and written so often, in layers that are not fused and in those that are."""
+    found = RowsMoved()
+    for k, (rows, places) in enumerate(zip(sizes[kind], homes.of[kind], strict=True)):
+        for at, (row, home) in enumerate(zip(rows, places, strict=True)):
+            reads, writes = of_fused if (k, at) in homes.fused else times
+            away = row.device if home != "device" else 0
+            on_disk = row.disk if home == "disk" else 0
+            found = _sum(found, RowsMoved(reads * away, writes * away, reads * on_disk, writes * on_disk))
+    return found
 
 
 def _sum(*parts: RowsMoved) -> RowsMoved:

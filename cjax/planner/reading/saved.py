@@ -14,7 +14,7 @@ from cjax.plan import Remat
 from cjax.planner.reading.derivative import Planned, StepTrace, derive
 from cjax.planner.reading.live import Array, LiveOperation, Moment, Timeline, timeline
 from cjax.planner.reading.naming import Naming
-from cjax.planner.reading.staged import staged_of
+from cjax.planner.reading.staged import Staged, staged_of
 from cjax.planner.reading.stretches import Stretch
 from cjax.planner.work import Form, Kept, NamedTensor
 from cjax.trace.dims.find import find_dims
@@ -102,14 +102,17 @@ def _kept(trace: Trace, naming: Naming, parts: Sequence[Stretch], hooks: Planned
             own = [a for a in moment.arrays if a not in results and (owner.get(a, at) == at and a not in stacked)]
             moments[at].append(Moment(moment.op, moment.at, tuple(own)))
     stacks = [part.stack for part in parts if part.stack is not None]
+    none: Staged = ((), (), (), ())
     of_stages = iter(staged_of(trace, naming, stacks, staged) if stacks else [])
     found = []
     for at, (part, arrays, each) in enumerate(zip(parts, saved, moments, strict=True)):
         working = tuple(_values(step, moment.arrays) for moment in _fullest(step, each))
-        mine = next(of_stages, ((), (), ())) if part.stack is not None else ((), (), ())
+        mine = next(of_stages, none) if part.stack is not None else none
+        staged_, crossing, payload, passing = mine
         waiting = _values(step, _waiting(line, ends[at], turn)) if not loops[at] else ()
         ahead = _values(step, _ahead(line, loops, at, forward[at]))
-        found.append(Kept(_values(step, arrays, {a for a in arrays if a in stacked}), working, *mine, waiting, ahead))
+        own = _values(step, arrays, {a for a in arrays if a in stacked})
+        found.append(Kept(own, working, staged_, crossing, payload, passing, waiting, ahead))
     return tuple(found)
 
 

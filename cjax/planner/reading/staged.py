@@ -17,11 +17,13 @@ from cjax.trace.stages.stacks import LayerStack, cut, widened
 from cjax.trace.stages.stages import Stages
 
 Arrays = list[Any]
-Staged = tuple[tuple[NamedTensor, ...], tuple[NamedTensor, ...], tuple[NamedTensor, ...]]  # saved, crossing, payload
+Tensors = tuple[NamedTensor, ...]
+Staged = tuple[Tensors, Tensors, Tensors, Tensors]  # saved, crossing, payload, what of that passes as it is
 
 
 def staged_of(trace: Trace, naming: Naming, stacks: Sequence[LayerStack], hooks: Planned) -> list[Staged]:
-    """For each stack, what a stage saves of a layer, what its B hands to W, and what stages send.
+    """For each stack, what a stage saves of a layer, what its B hands to W, what stages send, and what of that all of
+    its layers read and hand on as it is.
 
     Args:
       trace: of the loss.
@@ -97,7 +99,8 @@ class _Stack:
         saved, crossing = results[: len(layer.saved)], results[len(layer.saved) :]
         start = len(own) + len(fixed)
         payload = closed.jaxpr.invars[start : start + len(self._payload)]
-        return _values(found, saved), _values(found, crossing), _values(found, payload)
+        passing = payload[len(payload) - len(self._stages.cut.transferred[self._k]) :]
+        return _values(found, saved), _values(found, crossing), _values(found, payload), _values(found, passing)
 
     def _names(self) -> list[tuple[int, ...]]:
         """For each input of the layer, the classes of its dims in the trace."""

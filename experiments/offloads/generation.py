@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -104,7 +103,7 @@ def _read() -> int:
 
 def measured(folder: Path, plan: str, weights: str | None, rows: int) -> Row:
     """A row of the table, from a process of its own."""
-    command = [sys.executable, "-m", "generations.streamed", str(folder), plan, weights or "none", str(rows)]
+    command = [sys.executable, "-m", "offloads.generation", str(folder), plan, weights or "none", str(rows)]
     place = str(Path(__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([place, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -126,28 +125,27 @@ def bandwidth(folder: Path) -> float:
     return max(rates)
 
 
-def generation(results: Results) -> str:
-    """All rows, and the table of them."""
-    with tempfile.TemporaryDirectory() as name:
-        few, many = Path(name) / "few", Path(name) / "many"
-        total = write(few, SIZES)
-        write(many, {**SIZES, "num_layers": 2 * SIZES["num_layers"]})
-        tenth = f"{total // 10 // MIB}MiB"
-        rate = results.get({"part": "generate", "what": "bandwidth"}, lambda: {"rate": bandwidth(few)})["rate"]
-        little = f"budget={tenth} host={tenth}"
-        cases: list[tuple[Path, str, str | None, int]] = [(few, "none", None, 8), (few, little, None, 8)]
-        if importlib.util.find_spec("qwix"):
-            cases += [(few, plan, kind, 8) for kind in ("int8", "int4") for plan in ("budget=8GiB", little)]
-        # Twice the layers have twice the keys and values, for which the device has no more room.
-        cases += [(many, f"budget={tenth} host={2 * total // 10 // MIB}MiB", None, 8)]
-        cases += [(few, "none", None, 32), (few, f"budget={tenth}", None, 32)]
-        rows = []
-        for folder, plan, weights, num in cases:
-            layers = SIZES["num_layers"] * (2 if folder is many else 1)
-            key = {"part": "generate", "plan": plan, "weights": weights, "prompts": num, "layers": layers}
-            made = results.get(key, functools.partial(measured, folder, plan, weights, num))
-            rows.append({**made, "floor": made["read_a_pass"] / rate})
-    return table(rows, total)
+def generation(results: Results, folder: Path) -> None:
+    """All rows, and the table of them; folders of weights are written into `folder`."""
+    few, many = folder / "few", folder / "many"
+    total = write(few, SIZES)
+    write(many, {**SIZES, "num_layers": 2 * SIZES["num_layers"]})
+    tenth = f"{total // 10 // MIB}MiB"
+    rate = results.get({"part": "generation", "what": "bandwidth"}, lambda: {"rate": bandwidth(few)})["rate"]
+    little = f"budget={tenth} host={tenth}"
+    cases: list[tuple[Path, str, str | None, int]] = [(few, "none", None, 8), (few, little, None, 8)]
+    if importlib.util.find_spec("qwix"):
+        cases += [(few, plan, kind, 8) for kind in ("int8", "int4") for plan in ("budget=8GiB", little)]
+    # Twice the layers have twice the keys and values, for which the device has no more room.
+    cases += [(many, f"budget={tenth} host={2 * total // 10 // MIB}MiB", None, 8)]
+    cases += [(few, "none", None, 32), (few, f"budget={tenth}", None, 32)]
+    rows = []
+    for weights_in, plan, weights, num in cases:
+        layers = SIZES["num_layers"] * (2 if weights_in is many else 1)
+        key = {"part": "generation", "plan": plan, "weights": weights, "prompts": num, "layers": layers}
+        made = results.get(key, functools.partial(measured, weights_in, plan, weights, num))
+        rows.append({**made, "floor": made["read_a_pass"] / rate})
+    print(table(rows, total))
 
 
 def table(rows: Sequence[Row], total: int) -> str:

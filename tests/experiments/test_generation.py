@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from generations import streamed
+from offloads import generation as streamed
 
 import cjax
 from cjax.models import GPT, load
