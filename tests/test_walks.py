@@ -241,13 +241,14 @@ def test_layers_updated_in_the_backward_pass_go_back_where_a_step_fails(plan: st
     assert digest(program, state) == digest(plain, other)
 
 
+CLIPPED = optax.chain(optax.clip_by_global_norm(1e-2), optax.sgd(1e-2, momentum=0.9))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "loss_scale"),
     [
         (optax.sgd(1e-2), LossScale(initial=2.0**32, backoff=2.0**-24)),
-        pytest.param(
-            optax.chain(optax.clip_by_global_norm(1e-2), optax.sgd(1e-2, momentum=0.9)), None, marks=pytest.mark.full
-        ),
+        pytest.param(CLIPPED, None, marks=pytest.mark.full),
     ],
     ids=["overflow", "clipped"],
 )
