@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from cjax.planner.homes import Home, Homes, Kind, Peaks
 from cjax.program.composed import Composed
 from cjax.program.keep import store_leaves
 from cjax.program.starting import given_values, refuse_values
-from cjax.program.state import Arrays
+from cjax.program.state import Arrays, State
 from cjax.program.steps import aux_means
-from cjax.program.walked import Replaced, Value, WalkedState, each_row, empty_rows, fill, tree_of, values_of
+from cjax.program.walked import Replaced, Value, WalkedState, each_row, empty_rows, fill, part_of, tree_of, values_of
 from cjax.sharding.storage.storage import Storage
 from cjax.tree import PyTree
 from cjax.walk.birth import RowBirth, Tree
@@ -119,10 +119,10 @@ class Walking:
                    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key))  # fmt: skip
 
     def _hold(self) -> Held:
-        """Places for a state's rows. The disk has room for one: a state that was there is given up."""
+        """Places for a state's rows. The disk has room for one: a state that was there is given up. What was committed
+        of it stays until the next commit, so that a process that is killed in between loses nothing."""
         if self._folder is not None and self._last is not None:
-            self._give_up()
-            self._folder.clear()
+            self._release()
         return self._walker.hold(self.homes, self._folder)
 
     @functools.cached_property
@@ -176,15 +176,31 @@ class Walking:
                 f"plan {str(composed.plan)!r} keeps layers on disk, and nobody said where: give parallelize "
                 'disk_folder="/scratch/run" (--disk-folder of the commands), on a disk of this machine.'
             )
-        identity = self._identity()
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-        # Of each program its own, so that a run can go on under another plan while this one's rows are read.
-        path = made(composed.given.disk_folder).absolute() / f"cjax-{digest}"
+        path = self._path(composed.given.disk_folder)
+        made(path.parent)
         if path in _OPEN:
             _OPEN[path]._release()  # the same program, made anew in the same process: as in a notebook
-        folder = Folder(path, identity, composed.plan.disk)
+        folder = Folder(path, self._identity(), composed.plan.disk)
         _OPEN[path] = self
         return folder
+
+    def _path(self, folder: Path) -> Path:
+        """Of each program its own, so that a run can go on under another plan while this one's rows are read."""
+        digest = hashlib.sha256(json.dumps(self._identity(), sort_keys=True).encode()).hexdigest()[:12]
+        return folder.absolute() / f"cjax-{digest}"
+
+    def has_place_of(self, state: State) -> bool:
+        """Whether rows of a new state would be where this one's are on disk."""
+        folder = self._composed.given.disk_folder
+        if folder is None or "disk" not in self.homes.used:
+            return False
+        opened = _OPEN.get(self._path(folder))
+        return (
+            opened is not None
+            and opened._last is not None
+            and isinstance(state, WalkedState)
+            and opened._last[1] is state._held
+        )
 
     def _release(self) -> None:
         """Gives up the state that is on disk, and the folder."""
@@ -241,12 +257,23 @@ class Walking:
         for tree, (kind, shelf) in enumerate(kept.items()):
             own = values_of(shelf, initial[tree])
 
-            def value(leaf: int, where: Any, tree: int = tree, own: Value = own) -> Any:
+            placed, whole = jax.tree.leaves(shelf.leaf_shardings(composed.mesh)), {}
+
+            def value(
+                leaf: int, where: Any, layer: int | None, tree: int = tree, own: Value = own,
+                placed: Sequence[Any] = placed, whole: dict[int, Any] = whole,
+            ) -> Any:  # fmt: skip
                 found = given(tree, leaf)
-                return own(leaf, where) if found is None else found.placed(where, problems)
+                if found is None:
+                    return own(leaf, where, layer)
+                # Of a leaf that holds all layers, each reads the whole: a file has no other parts by name.
+                if leaf not in whole:
+                    whole.clear()
+                    whole[leaf] = found.placed(placed[leaf], problems)
+                    refuse_values(problems, composed)
+                return whole[leaf] if layer is None else part_of(whole[leaf], layer)
 
             outside.append(fill(self._walker, held, kind, shelf, composed.mesh, value))
-            refuse_values(problems, composed)
         return outside[0], outside[1], store_leaves(shelves.model_state, initial[2], composed.mesh)
 
     def _born(self, key: jax.Array, held: Held, given: Given, problems: list[str]) -> tuple[Arrays, Arrays, Arrays]:
