@@ -11,13 +11,11 @@ import errno
 import logging
 import os
 import shutil
-import time
 from pathlib import Path
 
 from cjax.checkpoint.description import FILE_NAME, REMOVED, REPLACED, UNFINISHED, checkpoint_steps, folder_of
 
 _logger = logging.getLogger("cjax")
-_TRIES = 20
 # File systems that can't flush a folder say so in one of these ways.
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM)
 
@@ -112,11 +110,7 @@ def remove(folder: Path) -> None:
     if not is_part(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         raise FileExistsError(errno.EEXIST, f"{folder} is in the way, and is no part of a checkpoint: move it away")
     (folder / FILE_NAME).unlink(missing_ok=True)
-    for _ in range(_TRIES):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            break
-        time.sleep(0.1)  # a save that failed in one of its threads may write in the others still
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -4,6 +4,7 @@ In the folder they look like all others, so that whoever reads a checkpoint need
 """
 
 import abc
+import errno
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from jax.experimental import multihost_utils
 
 from cjax.mesh import own_context
 
@@ -25,7 +27,7 @@ _COMPRESSOR = {"id": "zstd", "level": 1}
 
 
 @dataclass(frozen=True)
-class Piece:
+class LeafPiece:
     """Values of one leaf.
 
     Args:
@@ -39,7 +41,7 @@ class Piece:
     array: jax.Array
 
 
-Rows = Iterable[Sequence[Piece]]
+Rows = Iterable[Sequence[LeafPiece]]
 
 
 class Unread(abc.ABC):
@@ -118,14 +120,30 @@ class PieceHandler(ocp.type_handlers.NumpyHandler):
     def __init__(self, rows: Rows) -> None:
         super().__init__()
         self._rows = rows
+        self._failed: Exception | None = None
         self._is_64 = jax.config.read("jax_enable_x64")
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> list[Any]:
         # Where an event loop runs already, as in a notebook, this is another thread, which knows no setting of the
         # caller's.
         with jax.enable_x64(self._is_64):
-            own_context(self._write)({value.name: (value, info) for value, info in zip(values, infos, strict=True)})
+            try:
+                own_context(self._write)({value.name: (value, info) for value, info in zip(values, infos, strict=True)})
+            except Exception as error:  # told by `check`
+                self._failed = error
         return []
+
+    def check(self) -> None:
+        """Raises what went wrong, to be called when Orbax is done: it does not wait for its threads where one of its
+        handlers raises, nor for other processes. Where one process fails, all raise."""
+        failed = self._failed
+        if jax.process_count() > 1:
+            fine = multihost_utils.process_allgather(np.array(failed is None)).tolist()
+            if failed is None and not all(fine):
+                whose = [process for process, is_fine in enumerate(fine) if not is_fine]
+                failed = OSError(errno.EIO, f"processes {whose} could not write their parts; what they raised says why")
+        if failed is not None:
+            raise failed
 
     def _write(self, leaves: Mapping[str, tuple[Awaited, Any]]) -> None:
         missing = {name: value.shape[0] if value.shape else 1 for name, (value, _) in leaves.items()}
@@ -139,7 +157,7 @@ class PieceHandler(ocp.type_handlers.NumpyHandler):
 
 
 def _write_row(
-    row: Sequence[Piece], leaves: Mapping[str, tuple[Awaited, Any]], layered: dict[str, ts.Future[ts.TensorStore]]
+    row: Sequence[LeafPiece], leaves: Mapping[str, tuple[Awaited, Any]], layered: dict[str, ts.Future[ts.TensorStore]]
 ) -> list[tuple[str, int | None]]:
     """Returns what of which leaves it was when all of it is written: opened together, and written together."""
     opening = []
@@ -164,7 +182,7 @@ def _write_row(
 
 
 def _made(leaf: Awaited, info: Any, piece: jax.Array, layer: int | None) -> ts.Future[ts.TensorStore]:
-    """An array on disk, about to be opened: cut as its pieces and their shards are: nobody's part is written by another."""
+    """An array on disk, about to be opened: cut as pieces and shards are, so that nobody writes another's part."""
     chunk = piece.sharding.shard_shape(piece.shape)
     folder = Path(info.parent_dir) / _OF_PROCESS.format(jax.process_index())
     assert math.prod(leaf.shape) and info.is_ocdbt_checkpoint and not info.use_zarr3

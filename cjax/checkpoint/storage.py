@@ -35,7 +35,6 @@ from cjax.checkpoint.rows import Awaited, PieceHandler, Rows, Stored, key_impl
 from cjax.mesh import own_context
 from cjax.tree import PyTree, leaf_names
 
-
 _CHUNK = 64 * 2**20  # bytes that are read at once, at least: whoever asks for one layer of many reads as much
 
 
@@ -81,6 +80,9 @@ def start_writing(
         raise ValueError(f"a checkpoint holds arrays of numbers, not {', '.join(unfit)}; `meta` takes anything else")
     if not any(info.num_bytes for info in infos.values()):
         raise ValueError('there is no array in this tree to be saved; give one such as {"params": params}')
+    awaited = [name for name, leaf in leaves.items() if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if awaited and rows is None:
+        raise ValueError(f"{awaited[0]} is a shape without values; save arrays: program.to_arrays(state)")
     devices = {"num_devices": jax.device_count(), "num_processes": jax.process_count()}
     summary = describe(path, step, infos, {**devices, **meta})
     # Orbax refuses arrays without elements; their shape, in the description, is all there is to know.
@@ -92,8 +94,12 @@ def start_writing(
             settle(path)
             unfinished.mkdir(parents=True)
         meet()
-        writer = ocp.AsyncCheckpointer(_handler()) if rows is None else ocp.Checkpointer(_handler(rows))
+        pieces = PieceHandler(rows or ())
+        handler = _handler(pieces)
+        writer = ocp.AsyncCheckpointer(handler) if rows is None else ocp.Checkpointer(handler)
         writer.save(unfinished / "arrays", args=ocp.args.PyTreeSave(arrays, how))
+        if rows is not None:
+            pieces.check()
     return functools.partial(_finish_writing, writer, unfinished, summary)
 
 
@@ -149,12 +155,12 @@ def restore(
     return jax.tree.unflatten(treedef, restored), dict(summary.meta)
 
 
-def _handler(rows: Rows = ()) -> ocp.PyTreeCheckpointHandler:
+def _handler(pieces: PieceHandler | None = None) -> ocp.PyTreeCheckpointHandler:
     # Processes share the writing of what all of them hold. Within one that gains nothing, and Orbax would compile a
     # slice for every array that is whole on several devices: seconds, for a model of a hundred leaves.
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
     registry = ocp.type_handlers.create_type_handler_registry(
-        (Awaited, PieceHandler(rows)), (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+        (Awaited, pieces or PieceHandler(())), (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
     )
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cjax.checkpoint import Piece, Unread
+from cjax.checkpoint import LeafPiece, Unread
 from cjax.mesh import compiler_options
 from cjax.planner.homes import Kind
 from cjax.program.keep import alike, members
@@ -55,7 +55,8 @@ class _WalkedTree:
     """One tree of a state that walks: the row that was read last is kept, since its leaves are asked for together."""
 
     def __init__(self, state: WalkedState, kind: Kind, shelf: Storage, outside: Arrays) -> None:
-        self._state, self._kind, self._shelf, self._outside = state, kind, shelf, outside
+        self._state, self._shelf, self._outside = state, shelf, outside
+        self._kind: Kind = kind
         self._at: tuple[int, int] | None = None
         self._row: dict[int, jax.Array] = {}
         self._places: dict[int, tuple[int, int]] = {}  # a leaf of one layer -> stack, layer
@@ -127,14 +128,14 @@ def _reader(slot: Slot, is_part: bool, placed: NamedSharding, mesh: Mesh) -> Any
     return jax.jit(read, out_shardings=placed, compiler_options=compiler_options(mesh))
 
 
-def pieces_of(state: WalkedState) -> Iterator[list[Piece]]:
+def pieces_of(state: WalkedState) -> Iterator[list[LeafPiece]]:
     """All that layers have, a row at a time, as `cjax.checkpoint.save` takes it."""
     shelves = state._shelves
     for kind in ROWS:
         shelf = getattr(shelves, kind)
         names = leaf_names({NAMES[kind]: shelf.leaf_shapes()})
         for _, _, parts in row_leaves(state._walker, state._held, kind, shelf, shelves.mesh):
-            pieces = [Piece(names[leaf], layer, value) for leaf, layer, value in parts]
+            pieces = [LeafPiece(names[leaf], layer, value) for leaf, layer, value in parts]
             parts.clear()
             yield pieces
             pieces.clear()

@@ -106,7 +106,9 @@ def restored(composed: Composed, source: State | str | Path) -> State:
     if walks and not walking_of(composed).has_place_of(source):
         arrays = pending_trees(source) | trees_of(source, "carried") | _small(source)
     elif isinstance(source, WalkedState) and not walks:
-        kinds = {kind: getattr(composed.shelves, kind) for kind in ROWS if NAMES[kind] not in unread}
+        kinds: dict[Kind, Storage] = {
+            kind: getattr(composed.shelves, kind) for kind in ROWS if NAMES[kind] not in unread
+        }
         for kind, shelf in kinds.items():
             own = getattr(source._shelves, kind)
             check_fits(shelf, own.leaf_shapes(), f"this state's {NAMES[kind]} are")
@@ -136,9 +138,11 @@ def _placed_shapes(composed: Composed, kind: Kind | None, shelf: Storage) -> lis
         of_layers = [index for k in range(len(walker.lengths)) for index in walker.slots(kind, k)]
         away = {leaf for index in of_layers for leaf in shelf.slots[index].leaves}
     found = []
-    leaves = zip(jax.tree.leaves(shelf.leaf_shapes()), jax.tree.leaves(shelf.leaf_shardings(composed.mesh)), strict=True)
+    leaves = zip(
+        jax.tree.leaves(shelf.leaf_shapes()), jax.tree.leaves(shelf.leaf_shardings(composed.mesh)), strict=True
+    )
     for number, (shape, sharding) in enumerate(leaves):
-        if number in away and not jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        if number in away and not jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
             sharding = None if jax.process_count() == 1 else sharding.with_memory_kind(HOST)
         found.append(jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding))
     return found

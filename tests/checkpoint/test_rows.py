@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from cjax.checkpoint import Piece, inspect, restore, save
+from cjax.checkpoint import LeafPiece, inspect, restore, save
 
 from .conftest import assert_same, make_mesh
 
@@ -37,15 +37,15 @@ def shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def rows_of(tree: dict[str, Any], seen: list[weakref.ref[jax.Array]] | None = None) -> Iterator[list[Piece]]:
+def rows_of(tree: dict[str, Any], seen: list[weakref.ref[jax.Array]] | None = None) -> Iterator[list[LeafPiece]]:
     mesh = make_mesh(4, 2)
     specs = {"list": P("a", "b"), "all": P("a"), "count": P(), "keys": P(), "none": P()}
     for layer in range(LAYERS):
         assert not any(ref() is not None for ref in seen or ()), "the row before is still there"
-        row = []
+        row, array = [], None
         for name, spec in specs.items():
             array = jax.device_put(tree[name][layer], NamedSharding(mesh, spec))
-            row.append(Piece(f"list/{layer}" if name == "list" else name, None if name == "list" else layer, array))
+            row.append(LeafPiece(f"list/{layer}" if name == "list" else name, None if name == "list" else layer, array))
             if seen is not None:
                 seen.append(weakref.ref(array))
         del array
@@ -61,7 +61,9 @@ def test_pieces_are_an_array_like_any_other(tmp_path: Path) -> None:
     assert inspect(tmp_path / "c").arrays == inspect(tmp_path / "whole").arrays
     sharding = NamedSharding(make_mesh(2), P())
     like = {**{name: np.zeros_like(x) for name, x in tree.items() if name not in ("list", "keys")}}
-    like["list"] = [jax.ShapeDtypeStruct((8, 6), "float32", sharding=NamedSharding(make_mesh(2), P(None, "a")))] * LAYERS
+    like["list"] = [
+        jax.ShapeDtypeStruct((8, 6), "float32", sharding=NamedSharding(make_mesh(2), P(None, "a")))
+    ] * LAYERS
     like["keys"] = jax.ShapeDtypeStruct((LAYERS,), tree["keys"].dtype, sharding=sharding)
     restored, meta = restore(tmp_path / "c", like)
     assert_same(restored, tree)
@@ -95,7 +97,7 @@ def test_what_breaks_off_leaves_what_was_there(tmp_path: Path) -> None:
     what = {**shapes(tree), "outside": tree["outside"]}
     save(tmp_path / "c", what, {"step": 1}, rows_of(tree))
 
-    def broken() -> Iterator[list[Piece]]:
+    def broken() -> Iterator[list[LeafPiece]]:
         rows = rows_of(tree)
         yield next(rows)
         raise OSError(5, "the rows can't be read")
@@ -104,6 +106,8 @@ def test_what_breaks_off_leaves_what_was_there(tmp_path: Path) -> None:
         save(tmp_path / "c", what, {"step": 2}, broken())
     with pytest.raises(AssertionError, match="never came: all, count, keys, list/2$"):
         save(tmp_path / "c", what, {"step": 2}, itertools.islice(rows_of(tree), 2))
+    with pytest.raises(ValueError, match="all is a shape without values; save arrays"):
+        save(tmp_path / "c", what, {"step": 2})
     assert inspect(tmp_path / "c").step == 1
     save(tmp_path / "c", what, {"step": 3}, rows_of(tree))
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
