@@ -296,7 +296,7 @@ class Program:
         check_alive(state)
         if not isinstance(path, str | Path) or not str(path):
             raise TypeError(f'save takes the path of a folder, not {path!r}: program.save("runs/mine", state)')
-        tree, rows = to_save(state)
+        tree, rows = self.to_rows(state)
         checkpoint.save(path, tree, self.meta(state), rows)
 
     @own_context
@@ -349,6 +349,11 @@ class Program:
     def to_arrays(self, state: State) -> PyTree:
         """The logical arrays of a state, which outlive it: what `from_arrays` and `cjax.checkpoint.save` take."""
         return arrays_of(state)
+
+    @own_context
+    def to_rows(self, state: State) -> tuple[PyTree, checkpoint.Rows | None]:
+        """The same as `tree` and `rows` of `cjax.checkpoint.save`: where layers have homes, one comes after the other."""
+        return to_save(state)
 
     def _own(self, state: State) -> State:
         check_alive(state)

@@ -35,16 +35,42 @@ from cjax.walk.walker import OutsideState
 KINDS: tuple[Kind, ...] = ("params", "frozen", "opt")
 
 
-def _data(x: jax.Array) -> jax.Array:
-    """What can be written of an array: of keys their numbers."""
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+def _written(arrays: Sequence[jax.Array]) -> dict[str, np.ndarray]:
+    """What can be written of arrays, by number: of keys their numbers. Of an array of several processes its own parts,
+    each once."""
+    found: dict[str, np.ndarray] = {}
+    for i, x in enumerate(arrays):
+        data = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        if data.is_fully_addressable:
+            found[f"{i}"] = np.asarray(data)
+        else:
+            found |= {f"{i} {_place(part.index, data.shape)}": np.asarray(part.data) for part in data.addressable_shards}
+    return found
 
 
-def _placed(array: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+def _placed(written: Mapping[str, np.ndarray], i: int, like: jax.ShapeDtypeStruct) -> jax.Array:
     """What was written, as it was."""
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.device_put(jax.random.wrap_key_data(jnp.asarray(array)), like.sharding)
-    return jax.device_put(array, like.sharding)
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    data = jax.eval_shape(jax.random.key_data, like) if is_key else like
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        whole = written.get(f"{i}")
+        return written[f"{i} {_place(index, data.shape)}"] if whole is None else whole[index]
+
+    array = jax.make_array_from_callback(data.shape, like.sharding, part, dtype=data.dtype)
+    # A CPU device takes NumPy's memory for its own, which a step would then give away.
+    array = _copy(array)
+    return jax.random.wrap_key_data(array) if is_key else array
+
+
+def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+    """Where a part begins in each dim; all parts of an array are alike."""
+    return ",".join(str(each.indices(size)[0]) for each, size in zip(index, shape, strict=True))
+
+
+@jax.jit
+def _copy(array: jax.Array) -> jax.Array:
+    return jnp.copy(array)
 
 
 def made(folder: Path) -> Path:
@@ -82,6 +108,12 @@ class Walking:
         options = compiler_options(composed.mesh)
         self._inputs = jax.jit(self._make_inputs, out_shardings=composed.whole, compiler_options=options)
         self._behind = jax.jit(self._make_behind, compiler_options=options)
+        scaling = composed.scaling or LossScale()
+        # A program, since no process could put what is on devices of others.
+        self._first_small = jax.jit(
+            lambda key: (jnp.int32(0), key, scaling.init(), init_noise()), out_shardings=composed.whole,
+            compiler_options=options,
+        )  # fmt: skip
         self._aux = jax.jit(
             lambda out: aux_means(composed, out), out_shardings=composed.whole, compiler_options=options
         )
@@ -128,7 +160,7 @@ class Walking:
     @functools.cached_property
     def _is_durable(self) -> bool:
         """Whether all that layers have is on disk, so that a run that is killed can go on from there."""
-        if self._folder is None or jax.process_count() > 1:
+        if self._folder is None:
             return False
         numbers = range(len(self._walker.lengths))
         of = self.homes.of
@@ -139,8 +171,7 @@ class Walking:
         if not self._is_durable:
             return
         assert self._folder is not None
-        small = {f"{i}": np.asarray(_data(x)) for i, x in enumerate(jax.tree.leaves(state))}
-        self._folder.commit(int(state.step), small)
+        self._folder.commit(int(state.step), _written(jax.tree.leaves(state)))
 
     def resume(self) -> WalkedState | None:
         """The state that the disk holds, of a run that has ended; None if there is none."""
@@ -156,7 +187,7 @@ class Walking:
         assert found is not None
         shape = self._outside_shape()
         leaves, treedef = jax.tree.flatten(shape)
-        arrays = [_placed(found[1][f"{i}"], leaf) for i, leaf in enumerate(leaves)]
+        arrays = [_placed(found[1], i, leaf) for i, leaf in enumerate(leaves)]
         step, params, frozen, opt, model_state, key, scaling, noise = jax.tree.unflatten(treedef, arrays)
         return self._state(held, (params, frozen, opt, model_state), (step, key, scaling, noise), is_new=False)
 
@@ -243,8 +274,7 @@ class Walking:
         held = self._hold()
         *outside, model_state = born(held, lambda tree, leaf: values.get((tree, leaf)), problems)
         refuse_values(problems, composed)
-        scaling = (composed.scaling or LossScale()).init()
-        small = jax.device_put((jnp.int32(0), key, scaling, init_noise()), composed.whole)
+        small = self._first_small(key)
         return self._state(held, (*outside, self._first_opt(held, outside[0]), model_state), small)
 
     def _adopted(self, held: Held, given: Given, problems: list[str]) -> tuple[Arrays, Arrays, Arrays]:

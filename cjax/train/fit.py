@@ -11,7 +11,6 @@ import numpy as np
 
 from cjax.checkpoint import Checkpointer, inspect
 from cjax.program import Program, State
-from cjax.program.saving import to_save
 from cjax.train.display import Display, format_facts, make_display
 from cjax.train.meter import Meter
 from cjax.train.record import Record
@@ -299,7 +298,7 @@ class _Loop:
         self._read(state)  # so that no step is in a checkpoint before it is known to be finite
         position = {"samples": self.stream.samples, "identity": self.identity}
         meta = {**self.program.meta(state), "data": position}
-        tree, rows = to_save(state)
+        tree, rows = self.program.to_rows(state)
         self.checkpoints.save(self.step, tree, meta, rows=rows)
         self.saved = self.step
         self.meter.pause()
