@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from cjax.mesh import compiler_options
 from cjax.sharding.storage.storage import Slot, Storage
 from cjax.tree import PyTree, leaf_names
+from cjax.walk.stores import HOST, moved
 
 Arrays = tuple[jax.Array, ...]
 
@@ -63,8 +64,27 @@ def store_members(storage: Storage, leaves: Sequence[list[Any]], mesh: Mesh) -> 
 
 def store_slot(slot: Slot, leaves: Sequence[Any], placed: Sequence[NamedSharding], mesh: Mesh) -> jax.Array:
     """The stored array of a slot, which shares no memory with the leaves; `placed` says where these are first."""
-    arrays = [jax.device_put(leaf, sharding) for leaf, sharding in zip(leaves, placed, strict=True)]
+    arrays = [put(leaf, sharding) for leaf, sharding in zip(leaves, placed, strict=True)]
     return _gatherer(alike(slot), NamedSharding(mesh, slot.stored_spec), mesh)(*arrays)
+
+
+def put(leaf: Any, placed: NamedSharding) -> jax.Array:
+    """A leaf where it is to be, which may be the leaf itself."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return jax.device_put(leaf, placed)
+    if leaf.sharding.memory_kind == HOST:
+        leaf = moved(leaf, leaf.sharding.with_memory_kind(None))
+    if leaf.sharding.is_equivalent_to(placed, leaf.ndim):
+        return leaf
+    # With options of ours, and one at a time: processes that take the collectives of several such programs in other
+    # orders wait for each other for ever, and of JAX's own program nobody knows.
+    assert isinstance(placed.mesh, Mesh)
+    return jax.block_until_ready(_mover(placed, placed.mesh)(leaf))
+
+
+@functools.lru_cache(maxsize=1024)
+def _mover(placed: NamedSharding, mesh: Mesh) -> Any:
+    return jax.jit(lambda x: x, out_shardings=placed, compiler_options=compiler_options(mesh))
 
 
 def load_slot(slot: Slot, array: jax.Array, placed: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cjax.checkpoint import LeafPiece, Unread
 from cjax.mesh import compiler_options
 from cjax.planner.homes import Kind
-from cjax.program.keep import alike, members
+from cjax.program.keep import alike, members, put
 from cjax.program.state import Arrays, State
 from cjax.program.walked import ROWS, WalkedState, joined, leaves_of_row, outside_leaves, part_of, row_leaves
 from cjax.sharding.storage.storage import Slot, Storage
@@ -32,7 +32,8 @@ class _Pending(Unread):
 
     def placed(self, sharding: jax.sharding.Sharding, layer: int | None = None) -> jax.Array:
         # Not a copy: who keeps it, makes one of his own.
-        return jax.device_put(self.source.read(self.leaf, layer), sharding)
+        assert isinstance(sharding, NamedSharding)
+        return put(self.source.read(self.leaf, layer), sharding)
 
 
 def pending_trees(state: State) -> dict[str, PyTree]:
@@ -168,14 +169,14 @@ def spread_trees(state: WalkedState, shelves: dict[Kind, Storage], mesh: Mesh) -
         )
         leaves: list[Any] = [None] * own.treedef.num_leaves
         for leaf, value in outside_leaves(state._walker, kind, own, outside[kind], state._shelves.mesh):
-            leaves[leaf] = jax.device_put(value, placed[leaf])
+            leaves[leaf] = put(value, placed[leaf])
         for _, _, parts in row_leaves(state._walker, state._held, kind, own, state._shelves.mesh):
             for leaf, layer, value in parts:
                 if layer is None:
-                    leaves[leaf] = jax.device_put(value, placed[leaf])
+                    leaves[leaf] = put(value, placed[leaf])
                     continue
                 where = NamedSharding(placed[leaf].mesh, PartitionSpec(*placed[leaf].spec[1:]))
-                there_now = jax.device_put(value, where)
+                there_now = put(value, where)
                 # In place: beside the leaf, as it is split there, one layer of it.
                 whole = leaves[leaf] if layer else _room(num_layers[leaf], placed[leaf], mesh)(there_now)
                 leaves[leaf] = _layer_put(placed[leaf], mesh)(whole, there_now, layer)

@@ -352,7 +352,7 @@ class Program:
 
     @own_context
     def to_rows(self, state: State) -> tuple[PyTree, checkpoint.Rows | None]:
-        """The same as `tree` and `rows` of `cjax.checkpoint.save`: where layers have homes, one comes after the other."""
+        """The same as `tree` and `rows` of `cjax.checkpoint.save`: of a walk, layer after layer."""
         return to_save(state)
 
     def _own(self, state: State) -> State:

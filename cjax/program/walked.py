@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cjax.checkpoint import Unread
 from cjax.mesh import compiler_options, own_context
 from cjax.planner.homes import Kind
-from cjax.program.keep import load_slot, members, store_slot
+from cjax.program.keep import load_slot, members, put, store_slot
 from cjax.program.state import Arrays, State, check_alive
 from cjax.sharding.storage.storage import Slot, Storage
 from cjax.tree import PyTree
@@ -182,7 +182,7 @@ def fill(walker: Walker, held: Held, kind: Kind, shelf: Storage, mesh: Mesh, val
             for index, struct in zip(slots, structs, strict=True):
                 slot, where = shelf.slots[index], _of_layer(shelf.slots[index], placed[index][0])
                 leaf = value(slot.layer_leaves[at], where, None) if slot.is_stack else value(slot.leaves[0], where, at)
-                row.append(jax.device_put(store_slot(layer_slot(slot), [leaf], [where], mesh), struct.sharding))
+                row.append(put(store_slot(layer_slot(slot), [leaf], [where], mesh), struct.sharding))
             getattr(held, kind)[k].put(at, tuple(row))
     outside = []
     for index in walker.outside(own):

@@ -16,12 +16,14 @@ from cjax.gradients import mean
 from cjax.mesh import compiler_options
 from cjax.optim import LossScale, LossScaleState, count_skipped, init_noise
 from cjax.planner.choice.homes import choose_homes
+from cjax.planner.costs.walk import rates_of
 from cjax.planner.homes import Home, Homes, Kind, Peaks
 from cjax.program.composed import Composed
 from cjax.program.keep import store_leaves
 from cjax.program.starting import given_values, refuse_values
 from cjax.program.state import Arrays, State
 from cjax.program.steps import aux_means
+from cjax.program.walk_report import audited, cost_of
 from cjax.program.walked import Replaced, Value, WalkedState, each_row, empty_rows, fill, part_of, tree_of, values_of
 from cjax.sharding.storage.storage import Storage
 from cjax.tree import PyTree
@@ -44,7 +46,9 @@ def _written(arrays: Sequence[jax.Array]) -> dict[str, np.ndarray]:
         if data.is_fully_addressable:
             found[f"{i}"] = np.asarray(data)
         else:
-            found |= {f"{i} {_place(part.index, data.shape)}": np.asarray(part.data) for part in data.addressable_shards}
+            found |= {
+                f"{i} {_place(part.index, data.shape)}": np.asarray(part.data) for part in data.addressable_shards
+            }
     return found
 
 
@@ -131,7 +135,7 @@ class Walking:
 
     @functools.cached_property
     def homes(self) -> Homes:
-        """Where rows live: the least that moves, of what the plan allows.
+        """Where rows live: the least that moves, or where rates are known the fastest, of what the plan allows.
 
         Raises:
           ValueError: nothing fits what the plan says; see `choose_homes`.
@@ -141,8 +145,21 @@ class Walking:
         peaks = self.measured.peaks if plan.budget is not None else Peaks(0, 0, 0, 0, 0)
         sizes = row_sizes(self._walker)
         return choose_homes(
-            sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload, record=2 * self._record_bytes
-        )
+            sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload, record=2 * self._record_bytes,
+            seconds=self._seconds,
+        )  # fmt: skip
+
+    @property
+    def _seconds(self) -> Callable[[Homes], float] | None:
+        """How long a step takes with some homes; None where there is no choice, or nobody knows."""
+        composed = self._composed
+        if composed.plan.budget is None:
+            return None
+        hardware = composed.planning.known(composed.mesh.size)
+        if rates_of(hardware).link is None or hardware.matmul_flops(composed.plan.precision) is None:
+            return None
+        cost = cost_of(composed, self.measured, audited(composed, self.measured), hardware)
+        return lambda homes: cost(homes).total or 0.0
 
     @property
     def _record_bytes(self) -> int:
