@@ -73,7 +73,8 @@ def put(leaf: Any, placed: NamedSharding) -> jax.Array:
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return jax.device_put(leaf, placed)
     if leaf.sharding.memory_kind == HOST:
-        leaf = moved(leaf, leaf.sharding.with_memory_kind(None))
+        assert isinstance(leaf.sharding, NamedSharding)
+        leaf = moved(leaf, NamedSharding(leaf.sharding.mesh, leaf.sharding.spec))
     if leaf.sharding.is_equivalent_to(placed, leaf.ndim):
         return leaf
     # With options of ours, and one at a time: processes that take the collectives of several such programs in other

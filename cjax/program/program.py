@@ -403,7 +403,8 @@ class Program:
     def _report(self) -> Report:
         if self._walking is not None:
             hardware = self._composed.planning.known(self.mesh.size)
-            return describe_walked(self._composed, self._walking.measured, self._walking.homes, hardware)
+            walking = self._walking
+            return describe_walked(self._composed, walking.measured, walking.homes, hardware, walking.record)
         facts, hardware = audit(self._compiled, self.mesh), self._composed.planning.known(self.mesh.size)
         notes = self._evaluate.notes if self._composed.optimizer is None else self._lockstep.notes
         return describe_step(self._composed, facts, hardware, notes)

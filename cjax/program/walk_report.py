@@ -21,8 +21,8 @@ from cjax.walk.optimizer import RowOptimizer
 FORWARD = ("begin", "enter", "once", "forward", "leave")
 
 
-def describe_walked(composed: Composed, measured: Measured, homes: Homes, hardware: Hardware) -> Report:
-    """What a step needs, moves and takes, from its programs as they are compiled."""
+def describe_walked(composed: Composed, measured: Measured, homes: Homes, hardware: Hardware, record: int) -> Report:
+    """What a step needs, moves and takes, from its programs as they are compiled; `record` as of `describe_walk`."""
     audits = audited(composed, measured)
     whole = _together(audits)
     tokens, rates = num_tokens(composed), rates_of(hardware)
@@ -50,7 +50,7 @@ def describe_walked(composed: Composed, measured: Measured, homes: Homes, hardwa
         flops=FlopCount(model, matmul, max(0.0, whole.flops * composed.mesh.size - matmul), whole.flops),
         time=time_of(composed, whole, hardware),
         watch=[*composed.notes, *uncovered(composed.trace)],
-        walk=describe_walk(composed.plan, measured.sizes, measured.peaks, homes, step, rates, tokens),
+        walk=describe_walk(composed.plan, measured.sizes, measured.peaks, homes, step, rates, tokens, record),
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from cjax.gradients import Evaluated, Scale
 from cjax.planner.homes import KINDS, Homes
 from cjax.tree import PyTree
+from cjax.walk.files import Folder
 from cjax.walk.model import Arrays, Outside
 from cjax.walk.programs import Programs
 from cjax.walk.stores import LayerRows
@@ -29,6 +30,7 @@ class Held:
       opt: the optimizer's state.
       grads: gradients, from the backward pass to the update.
       inputs: what layers were handed, from the forward pass to the backward pass.
+      folder: of those on disk.
     """
 
     homes: Homes
@@ -37,6 +39,7 @@ class Held:
     opt: Sequence[LayerRows]
     grads: Sequence[LayerRows]
     inputs: Sequence[LayerRows]
+    folder: Folder | None = None
 
     @property
     def every(self) -> list[LayerRows]:

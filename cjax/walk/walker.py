@@ -112,7 +112,7 @@ class Walker:
             kind: [make_rows(self.structs(kind, k), homes.of[kind][k], kind, k, folder) for k in numbers]
             for kind in KINDS
         }
-        return Held(homes, **rows)
+        return Held(homes, **rows, folder=folder)
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def gradients(
