@@ -1,5 +1,6 @@
 """Plans that walk over layers: as authors train their models, to the same bits wherever rows live, within a budget."""
 
+import errno
 import gc
 import hashlib
 import math
@@ -134,7 +135,7 @@ def test_a_device_never_holds_more_than_was_said(plan: str, monkeypatch: pytest.
     assert 0 < most <= said.peak
 
 
-def test_a_run_goes_on_from_its_disk(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_its_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plan, name = "zero=1 offload=params+optimizer host=0B disk=10MB", "linen_tied"
     program = program_of(name, plan, tmp_path)
     assert program.resume() is None
@@ -147,6 +148,20 @@ def test_a_run_goes_on_from_its_disk(tmp_path: Path) -> None:
     assert resumed is not None and int(resumed.step) == 2 and digest(again, resumed) == was
     with pytest.raises(ValueError, match="given up"):
         program.step(state, subject(name, False).batches[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        with pytest.raises(OSError, match=r"No space left on device"):
+            again.step(resumed, subject(name, False).batches[0])
+        with pytest.raises(ValueError, match="given up"):
+            again.step(resumed, subject(name, False).batches[0])
+    resumed = again.resume()  # as soon as there is room, in the same process too
+    assert resumed is not None and int(resumed.step) == 2 and digest(again, resumed) == was
+    assert program_of(name, plan.replace("10MB", "11MB"), tmp_path).resume() is None
+    assert f"a run of this model after step 2, under another plan, {program.plan} on 8 devices" in caplog.text
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_another_budget_in_the_middle_of_a_run(tmp_path: Path) -> None:
@@ -198,6 +213,12 @@ def test_gradients_are_those_of_one_program() -> None:
 def test_what_cannot_be_had_says_what_to_write(name: str, plan: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         program_of(name, plan).init(0)
+
+
+def test_remat_is_said_to_change_nothing() -> None:
+    (note,) = program_of("linen_tied", "zero=1 remat=block offload=params")._composed.notes
+    assert "remat=block changes nothing under budget= and offload=" in note
+    assert not program_of("linen_tied", "zero=1 offload=params")._composed.notes
 
 
 def test_no_noise_of_parts() -> None:

@@ -123,9 +123,17 @@ def _walked(given: Given, planning: Planning, decision: Decision, trace: Trace, 
     # All devices see a micro-batch together, whatever the plan: the walk is between programs, each over all of them.
     choice = Choice("parts", reason=Reason("one pass", "a layer's gradients are made in programs of their own"))
     built = build_gradients(loss, choice)
+    remat = (
+        ""
+        if plan.remat == "none"
+        else (
+            f"remat={plan.remat} changes nothing under budget= and offload=: a step that walks makes each layer once more "
+            "from what it was handed, and keeps nothing else of it between the passes"
+        )
+    )
     walker = build_walker(stacks, loss, given.optimizer, source.capture.params_shape, source.batch_shape)
     return Composed(
         given, source, plan, mesh, trace, storage, walker.optimizer, choice, built.gradients,
         plan.microbatches * loss_size(trace), init=born(source.capture, storage), planning=planning, decision=decision,
-        walker=walker, notes=(*decision.notes, *storage.layout.notes),
+        walker=walker, notes=(*decision.notes, *storage.layout.notes, *filter(None, [remat])),
     )  # fmt: skip

@@ -367,13 +367,15 @@ class Folder:
         assert self._record is not None
         if name not in self._record.halves:
             raise self._other_homes(name)
-        with (
-            explained(f"{path}, which holds rows of step {self._record.step}, can't be read"),
-            open(path, "rb") as file,
-        ):
-            found = file.read(len(first))
-            if os.fstat(file.fileno()).st_size < size and found == first:
-                raise cut_short(path, size)
+        what = f"{path}, which holds rows of step {self._record.step}"
+        if not path.exists():
+            raise FileNotFoundError(
+                errno.ENOENT, f"{what}, is not there. What it held is lost: restore a checkpoint, with another folder"
+            )
+        with explained(f"{what}, can't be read"), open(path, "rb") as file:
+            found, there = file.read(len(first)), os.fstat(file.fileno()).st_size
+        if there < size and first.startswith(found):
+            raise cut_short(path, size)
         if found != first:
             if not found.startswith(self._start()):
                 raise ValueError(f"{path} holds rows of another run than {self._beside('')}: one of the two was moved")

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,40 @@ def test_a_run_moves_between_walks_and_other_plans(name: str, tmp_path: Path) ->
     assert_holds(disk, disk.restore(again), wanted)  # onto the place where it is
     with pytest.raises(ValueError, match="given up"):
         disk.save(tmp_path / "late", again)
+
+
+def test_what_breaks_off_is_closed_before_it_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "linen_tied"
+    program = program_of(name, DISK, tmp_path / "rows")
+    wanted = drawn(program)
+    state = program.from_arrays(wanted)
+    folder = state._held.folder
+    assert folder is not None
+    taken, threads, first = folder.num_bytes, list[int](), list[int]()
+
+    def broken(*arguments: Any) -> Any:
+        threads.append(len(threading.enumerate()))
+        if len(threads) > 20:
+            raise OSError(5, "the checkpoint can't be read")
+        return store(*arguments)
+
+    store = walked.store_slot
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(walked, "store_slot", broken)
+            threads.clear()
+            with pytest.raises(OSError, match="the checkpoint can't be read"):
+                program.from_arrays(wanted)
+        first.append(threads[0])
+        with pytest.raises(ValueError, match="given up"):
+            program.to_arrays(state)
+    resumed = program.resume()  # what was committed is whole
+    assert resumed is not None
+    assert_holds(program, resumed, wanted)
+    again = program.from_arrays(wanted)
+    assert again._held.folder is not None and again._held.folder.num_bytes == taken
+    assert_holds(program, again, wanted)
+    assert first[1] >= first[2], "threads of what broke off are at work still"
 
 
 def alive(kind: str = "device") -> int:

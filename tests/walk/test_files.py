@@ -230,7 +230,7 @@ def damage_byte(file: Path) -> None:
     ("name", "damage", "error", "says"),
     [
         ("params-0.0.rows", damage_end, OSError, r"cut short: it has .* are needed.*restore a checkpoint"),
-        ("params-0.0.rows", Path.unlink, FileNotFoundError, "rows of step 3, can't be read"),
+        ("params-0.0.rows", Path.unlink, FileNotFoundError, "rows of step 3, is not there.*restore a checkpoint"),
         ("commit.0", damage_byte, ValueError, "damaged.*restore a checkpoint"),
         ("commit.0", lambda file: os.truncate(file, 30), ValueError, "damaged"),
     ],
