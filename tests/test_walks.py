@@ -12,15 +12,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-from contract import OPTIMIZER, assert_trained_alike, source_of, subject
+from contract import assert_trained_alike, subject, walking_program
 from zoo import MODELS
 
 import cjax
-from cjax.plan import Plan
 from cjax.planner.homes import occupied
 from cjax.program import Program
-from cjax.program.compose import compose
-from cjax.program.composed import Given
 from cjax.walk import walk, walker
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
@@ -52,11 +49,6 @@ def test_trains_as_its_author_would(name: str, plan: str) -> None:
     assert_trained_alike(name, plan)
 
 
-def program_of(name: str, plan: str, folder: Path | None = None) -> Program:
-    given = Given(source_of(name), OPTIMIZER, disk_folder=folder)
-    return Program(compose(given, Plan.parse(plan).resolve(8), jax.devices()))
-
-
 def trained(program: Program, name: str, num_steps: int = 2) -> Any:
     state = program.init(3)
     for index in range(num_steps):
@@ -84,7 +76,7 @@ def test_wherever_rows_live_the_bits_are_the_same(name: str, tmp_path: Path) -> 
             "budget=330kB host=30kB disk=9MB",
         )
     ):
-        program = program_of(name, f"zero=1 {homes}", tmp_path / str(number))
+        program = walking_program(name, f"zero=1 {homes}", tmp_path / str(number))
         used = program._walking.homes.used
         assert ("disk" in used) == ("disk" in homes), used
         found.add(digest(program, trained(program, name)))
@@ -105,7 +97,7 @@ def alive() -> int:
 @pytest.mark.parametrize("plan", ["zero=1 budget=300kB", f"data=8 {EVERYTHING}"])
 def test_a_device_never_holds_more_than_was_said(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "linen_tied"
-    program = program_of(name, plan)
+    program = walking_program(name, plan)
     state = trained(program, name)
     gc.collect()
     parts = program._walking
@@ -137,11 +129,11 @@ def test_a_device_never_holds_more_than_was_said(plan: str, monkeypatch: pytest.
 
 def test_a_run_goes_on_from_its_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plan, name = "zero=1 offload=params+optimizer host=0B disk=10MB", "linen_tied"
-    program = program_of(name, plan, tmp_path)
+    program = walking_program(name, plan, tmp_path)
     assert program.resume() is None
     state = trained(program, name)
     was = digest(program, state)
-    again = program_of(name, plan, tmp_path)  # takes the folder over, as a process that comes after would
+    again = walking_program(name, plan, tmp_path)  # takes the folder over, as a process that comes after would
     with pytest.raises(ValueError, match="after step 2: go on with state = program.resume"):
         again.init(0)
     resumed = again.resume()
@@ -156,7 +148,7 @@ def test_a_run_goes_on_from_its_disk(tmp_path: Path, caplog: pytest.LogCaptureFi
             again.step(resumed, subject(name, False).batches[0])
     resumed = again.resume()  # as soon as there is room, in the same process too
     assert resumed is not None and int(resumed.step) == 2 and digest(again, resumed) == was
-    assert program_of(name, plan.replace("10MB", "11MB"), tmp_path).resume() is None
+    assert walking_program(name, plan.replace("10MB", "11MB"), tmp_path).resume() is None
     assert f"a run of this model after step 2, under another plan, {program.plan} on 8 devices" in caplog.text
 
 
@@ -166,13 +158,16 @@ def full(*_: Any) -> None:
 
 def test_another_budget_in_the_middle_of_a_run(tmp_path: Path) -> None:
     name = "linen_tied"
-    first = program_of(name, "zero=1 offload=params+optimizer")
+    first = walking_program(name, "zero=1 offload=params+optimizer")
     state = trained(first, name)
     was = digest(first, state)
     for plan in ("zero=3 budget=260kB", "tensor=2", f"data=8 {EVERYTHING}"):
         other = first.replan(plan)
         moved = other.restore(state)
         assert digest(other, moved) == was
+    other, another = (first.replan(plan) for plan in ("zero=1 budget=300kB", "zero=3 budget=300kB"))
+    assert other._composed.walker is first._composed.walker, "nothing of it is compiled again"
+    assert another._composed.walker is not first._composed.walker
     first.save(tmp_path / "kept", state)
     last = first.replan("zero=3 offload=optimizer")
     assert digest(last, last.restore(tmp_path / "kept")) == was
@@ -180,7 +175,7 @@ def test_another_budget_in_the_middle_of_a_run(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     name = "linen_tied"
-    program = program_of(name, f"zero=1 {EVERYTHING}")
+    program = walking_program(name, f"zero=1 {EVERYTHING}")
     state = program.init(0)
     was = jax.tree.map(np.asarray, program.params(state))
     batch = jax.tree.map(np.asarray, subject(name, False).batches[0])
@@ -195,7 +190,7 @@ def test_gradients_are_those_of_one_program() -> None:
     name, batch = "linen_tied", subject("linen_tied", False).batches[0]
     found = []
     for plan in (f"zero=1 {EVERYTHING}", "zero=1"):
-        program = program_of(name, plan)
+        program = walking_program(name, plan)
         found.append(program.value_and_grad(program.init(0), batch))
     assert float(found[0][0]) == pytest.approx(float(found[1][0]), rel=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[0][1], found[1][1])
@@ -212,13 +207,13 @@ def test_gradients_are_those_of_one_program() -> None:
 )
 def test_what_cannot_be_had_says_what_to_write(name: str, plan: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        program_of(name, plan).init(0)
+        walking_program(name, plan).init(0)
 
 
 def test_remat_is_said_to_change_nothing() -> None:
-    (note,) = program_of("linen_tied", "zero=1 remat=block offload=params")._composed.notes
+    (note,) = walking_program("linen_tied", "zero=1 remat=block offload=params")._composed.notes
     assert "remat=block changes nothing under budget= and offload=" in note
-    assert not program_of("linen_tied", "zero=1 offload=params")._composed.notes
+    assert not walking_program("linen_tied", "zero=1 offload=params")._composed.notes
 
 
 def test_no_noise_of_parts() -> None:

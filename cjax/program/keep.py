@@ -80,11 +80,12 @@ def put(leaf: Any, placed: NamedSharding) -> jax.Array:
     # With options of ours, and one at a time: processes that take the collectives of several such programs in other
     # orders wait for each other for ever, and of JAX's own program nobody knows.
     assert isinstance(placed.mesh, Mesh)
-    return jax.block_until_ready(_mover(placed, placed.mesh)(leaf))
+    return jax.block_until_ready(mover(placed, placed.mesh)(leaf))
 
 
 @functools.lru_cache(maxsize=1024)
-def _mover(placed: NamedSharding, mesh: Mesh) -> Any:
+def mover(placed: NamedSharding, mesh: Mesh) -> Any:
+    """A program that only places an array."""
     return jax.jit(lambda x: x, out_shardings=placed, compiler_options=compiler_options(mesh))
 
 

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,13 @@ from cjax.walk.files import Folder, num_records
 from cjax.walk.measured import Measured, data_bytes, measure, row_sizes
 from cjax.walk.stores import make_rows
 from cjax.walk.walk import Held, Row, in_turn
-from cjax.walk.walker import OutsideState
+from cjax.walk.walker import OutsideState, Walker
 
 TREES = (*ROWS, "model_state")
 _TEXT = 200  # bytes for the name and so on of an array in a record, at most
+
+# Of walkers, which programs may have in common.
+_MEASURED: weakref.WeakKeyDictionary[Walker, Measured] = weakref.WeakKeyDictionary()
 
 _logger = logging.getLogger("cjax")
 
@@ -92,13 +96,16 @@ class Walking:
     @functools.cached_property
     def measured(self) -> Measured:
         """The programs of a step, compiled for this batch, and what devices need for them."""
+        if self._walker in _MEASURED:
+            return _MEASURED[self._walker]
         composed, shape = self._composed, self._composed.state_shape
         scale = None
         if composed.scaling is not None:
             scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=composed.whole)
         params, frozen = (tuple(self._walker.outside_structs(kind)) for kind in ("params", "frozen"))
         batch = composed.with_batch(composed.batch_shape)
-        return measure(self._walker, (params, frozen, shape._model_state, batch, shape._key, scale))
+        _MEASURED[self._walker] = measure(self._walker, (params, frozen, shape._model_state, batch, shape._key, scale))
+        return _MEASURED[self._walker]
 
     @functools.cached_property
     def homes(self) -> Homes:

@@ -10,21 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from contract import OPTIMIZER, on_host, source_of
+from contract import on_host, walking_program
 
-from cjax.plan import Plan
 from cjax.program import Program, saving, walked
-from cjax.program.compose import compose
-from cjax.program.composed import Given
 from cjax.program.state import State
 from cjax.walk.walk import in_turn
 
 DISK = "zero=1 offload=params+optimizer host=0B disk=10MB"
-
-
-def program_of(name: str, plan: str, folder: Path | None = None) -> Program:
-    given = Given(source_of(name), OPTIMIZER, disk_folder=folder)
-    return Program(compose(given, Plan.parse(plan).resolve(8), jax.devices()))
 
 
 def is_key(x: Any) -> bool:
@@ -53,8 +45,8 @@ def assert_holds(program: Program, state: State, wanted: Any) -> None:
 @pytest.mark.parametrize("name", ["linen_tied", "nnx_scan"])
 def test_a_run_moves_between_walks_and_other_plans(name: str, tmp_path: Path) -> None:
     """By a checkpoint and from a live state; nowhere is a tree made whole on its way to rows."""
-    plain, host = (program_of(name, plan) for plan in ("zero=3", "data=8 offload=params+optimizer"))
-    disk = program_of(name, DISK, tmp_path / "rows")
+    plain, host = (walking_program(name, plan) for plan in ("zero=3", "data=8 offload=params+optimizer"))
+    disk = walking_program(name, DISK, tmp_path / "rows")
     wanted = drawn(plain)
     first = plain.from_arrays(wanted)
     assert_holds(plain, first, wanted)
@@ -67,7 +59,7 @@ def test_a_run_moves_between_walks_and_other_plans(name: str, tmp_path: Path) ->
         disk.save(tmp_path / "disk", states[1])
     for program, state in zip((host, disk), states, strict=True):
         assert_holds(program, state, wanted)
-    tensor = program_of(name, "tensor=2 data=4")
+    tensor = walking_program(name, "tensor=2 data=4")
     for source in (states[0], states[1], tmp_path / "host", tmp_path / "disk"):
         moved = tensor.restore(source)
         assert_holds(tensor, moved, wanted)
@@ -87,7 +79,7 @@ def test_a_run_moves_between_walks_and_other_plans(name: str, tmp_path: Path) ->
 
 def test_what_breaks_off_is_closed_before_it_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "linen_tied"
-    program = program_of(name, DISK, tmp_path / "rows")
+    program = walking_program(name, DISK, tmp_path / "rows")
     wanted = drawn(program)
     state = program.from_arrays(wanted)
     folder = state._held.folder
@@ -131,9 +123,9 @@ def alive(kind: str = "device") -> int:
 def test_no_more_than_rows_are_anywhere_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device; in the memory of the host that belongs to it are those that are on their way to the disk."""
     name = "linen_tied"
-    program = program_of(name, DISK, tmp_path / "rows")
+    program = walking_program(name, DISK, tmp_path / "rows")
     program.save(tmp_path / "c", program.from_arrays(drawn(program)))
-    other = program_of(name, DISK.replace("zero=1", "data=8"), tmp_path / "rows")
+    other = walking_program(name, DISK.replace("zero=1", "data=8"), tmp_path / "rows")
     assert program._walking is not None
     sizes = program._walking.measured.sizes
     row = max(max(r.device for rows in sizes[kind] for r in rows) for kind in ("params", "opt"))
