@@ -1,5 +1,6 @@
 """Plans that walk over layers: as authors train their models, to the same bits wherever rows live, within a budget."""
 
+import dataclasses
 import errno
 import gc
 import hashlib
@@ -16,8 +17,12 @@ from contract import assert_trained_alike, subject, walking_program
 from zoo import MODELS
 
 import cjax
-from cjax.planner.homes import occupied
+from cjax.planner.choice.homes import choose_homes
+from cjax.planner.choice.planning import Planning
+from cjax.planner.hardware import hardware_of
+from cjax.planner.homes import Homes, occupied
 from cjax.program import Program
+from cjax.program import walking as walking_room
 from cjax.walk import walk, walker
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
@@ -220,3 +225,20 @@ def test_no_noise_of_parts() -> None:
     model, loss, batch = MODELS["linen_tied"].make(np.float32)
     with pytest.raises(ValueError, match="leave measure_noise out"):
         cjax.parallelize(model, loss, optax.adam(1e-3), batch, "data=8 offload=optimizer", measure_noise=True)
+
+
+def test_homes_are_those_of_the_fastest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is known how fast devices and their links are."""
+    walking = walking_program("linen_tied", "zero=1 budget=300kB")._walking
+    assert walking is not None and walking._seconds is None
+    known = dataclasses.replace(hardware_of(jax.devices()), pcie_bandwidth=1e9, f32_flops=1e10)
+    monkeypatch.setattr(Planning, "known", lambda *_: known)
+    seen: list[Homes] = []
+
+    def watched(*args: Any, seconds: Any, **more: Any) -> Homes:
+        return choose_homes(*args, seconds=lambda homes: (seen.append(homes), seconds(homes))[1], **more)
+
+    monkeypatch.setattr(walking_room, "choose_homes", watched)
+    seconds, homes = walking._seconds, walking.homes
+    assert seconds is not None and len(seen) == 2 and homes in seen
+    assert 0 < seconds(homes) == min(map(seconds, seen))

@@ -97,9 +97,13 @@ def start_writing(
         pieces = PieceHandler(rows or ())
         handler = _handler(pieces)
         writer = ocp.AsyncCheckpointer(handler) if rows is None else ocp.Checkpointer(handler)
-        writer.save(unfinished / "arrays", args=ocp.args.PyTreeSave(arrays, how))
-        if rows is not None:
-            pieces.check()
+        try:
+            writer.save(unfinished / "arrays", args=ocp.args.PyTreeSave(arrays, how))
+            if rows is not None:
+                pieces.check()
+        except BaseException:
+            writer.close()
+            raise
     return functools.partial(_finish_writing, writer, unfinished, summary)
 
 

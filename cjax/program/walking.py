@@ -250,12 +250,7 @@ class Walking:
         if folder is None or "disk" not in self.homes.used:
             return False
         opened = OPEN.get(self._path(folder))
-        return (
-            opened is not None
-            and isinstance(opened.holder, HeldState)
-            and isinstance(state, WalkedState)
-            and opened.holder.held is state._held
-        )
+        return opened is not None and isinstance(state, WalkedState) and state._held.folder is opened
 
     def _release(self) -> None:
         """Gives up the state that is on disk, and the folder."""
