@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 PROCESS = """
@@ -151,7 +152,15 @@ def test_two_processes_keep_their_own_shards_and_go_back_together(tmp_path: Path
         )
         for index in range(2)
     ]
-    errors = [process.communicate(timeout=120)[1] for process in running]
+    # Where one fails, the other would wait for it.
+    until = time.monotonic() + 120
+    while time.monotonic() < until and not any(process.poll() for process in running):
+        if all(process.poll() == 0 for process in running):
+            break
+        time.sleep(0.05)
+    for process in running:
+        process.kill()  # none that has ended
+    errors = [process.communicate()[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
     names = {f"{name}.{index}{end}" for index in range(2) for name, end in (("commit", ""), ("lock", ""))}
     assert names <= {each.name for each in (tmp_path / "rows").iterdir()}
