@@ -7,7 +7,6 @@ process may be killed at any moment, and what was committed last is whole. Each 
 Only files that begin as ours do are ever written over or removed.
 """
 
-import contextlib
 import errno
 import fcntl
 import hashlib
@@ -16,16 +15,16 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from cjax.mesh import own_context
 from cjax.planner.homes import Kind
+from cjax.walk.agreeing import last_commits, together
 from cjax.walk.direct import (
     BLOCK,
     BlockFile,
@@ -130,7 +129,7 @@ class Folder:
         self._is_between = False  # two commits: which of them a process that is killed leaves is not known
         self._record: Committed | None = None
         try:
-            with self._together("open"):
+            with together("open", self.path):
                 self._unlock = weakref.finalize(self, os.close, self._locked())
                 self._record = self._known()
             self._run = self._go_back()
@@ -198,7 +197,7 @@ class Folder:
         """
         self._refuse_between()
         unfinished = self._beside(".new")
-        with self._together("commit"):
+        with together("commit", self.path):
             for settle in self._settle:
                 settle()
             for file in self._files.values():
@@ -215,7 +214,7 @@ class Folder:
                 raise
         # An interrupt in here too leaves it so: what is current then must not be guessed.
         self._is_between = True
-        with self._together("commit"), explained(f"{self.path} can't be written"):
+        with together("commit", self.path), explained(f"{self.path} can't be written"):
             if jax.process_count() > 1 and self._beside("").exists():
                 os.replace(self._beside(""), self._beside(".before"))
             os.replace(unfinished, self._beside(""))
@@ -328,24 +327,20 @@ class Folder:
             the run's name, which all processes give their files.
         """
         mine = (self._record.number, self._record.run) if self._record else (-1, secrets.token_hex(8))
-        if jax.process_count() == 1:
-            return mine[1]
-        text = np.frombuffer(f"{mine[0]:020d} {mine[1]}".encode(), np.uint8)
-        texts = [bytes(each).decode().split() for each in multihost_utils.process_allgather(text)]
-        numbers, run = [int(number) for number, _ in texts], texts[0][1]
+        numbers, runs = last_commits(*mine)
         last = min(numbers)
-        with self._together("open"):
+        with together("open", self.path):
             if last < 0 and max(numbers) == 0:  # the first commit was not everybody's: there is none
                 self._uncommit()
                 self._remove_rows()
-                return run
+                return runs[0]
             if last < 0 <= max(numbers):
                 without = [process for process, number in enumerate(numbers) if number < 0]
                 raise ValueError(
                     f"of the processes, {without} have no state in {self.path}, and the others have: name the folder "
                     "that all worked with, or another one"
                 )
-            if last >= 0 and len({own for _, own in texts}) > 1:
+            if last >= 0 and len(set(runs)) > 1:
                 raise ValueError(
                     f"in {self.path} processes have states of different runs: name the folder that all worked with, "
                     "or another one"
@@ -360,7 +355,7 @@ class Folder:
                 os.replace(self._beside(".before"), self._beside(""))
                 sync_names(self.path)
                 self._record = before
-        return run
+        return runs[0]
 
     def _committed(self, name: str, path: Path, first: bytes, size: int) -> str:
         """Which places of a file of rows are current, which is there and whole."""
@@ -448,24 +443,6 @@ class Folder:
 
     def _beside(self, ending: str) -> Path:
         return self.path / f"commit.{self._index}{ending}"
-
-    @contextlib.contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """What every process does before any goes on: where one fails, all raise."""
-        failed: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            failed = error
-        if jax.process_count() > 1:
-            fine = multihost_utils.process_allgather(np.array(failed is None)).tolist()
-            if failed is None and not all(fine):
-                whose = [i for i, is_fine in enumerate(fine) if not is_fine]
-                failed = OSError(
-                    errno.EIO, f"processes {whose} could not {what} in {self.path}; what they raised says why"
-                )
-        if failed is not None:
-            raise failed
 
 
 def num_records() -> int:
