@@ -58,8 +58,8 @@ def parallelize(
       verify: whether the plan is checked before the first step, on a few rows of its batch against the loss as you
         wrote it on one device; a plan that computes something else raises `cjax.MismatchError`. A model that does not
         fit one device is not checked, and `program.verified` and the report say so.
-      disk_folder: where plans with `disk=` keep what they move there, of all processes; made if it is missing. No plan
-        can name it: a plan is no property of a machine. Other plans leave it alone.
+      disk_folder: where plans with `disk=` keep what they move there, of all processes; made if it is missing, the one
+        above must be there. No plan can name it: a plan is no property of a machine. Other plans leave it alone.
 
     >>> import flax.linen as nn, jax, numpy as np
     >>> batch = {"x": np.ones((8, 3), "float32"), "y": np.zeros((8, 1), "float32")}

@@ -216,6 +216,23 @@ def program_of(name: str, plan: str, wide: bool, optimizer: optax.GradientTransf
     return Program(compose(given, resolved, devices))
 
 
+@functools.cache
+def _given(name: str) -> Given:
+    return Given(source_of(name), OPTIMIZER)
+
+
+_WALKERS: list[object] = []  # for the next test that asks for the same programs
+
+
+def walking_program(name: str, plan: str, folder: Path | None = None) -> Program:
+    """The model under a plan, which may move layers out of the devices; `folder` is for what goes to disk. Plans that
+    differ in where layers live have their compiled programs in common, as those of a user's `replan`."""
+    given = dataclasses.replace(_given(name), disk_folder=folder)
+    program = Program(compose(given, Plan.parse(plan).resolve(NUM_DEVICES), jax.devices()))
+    _WALKERS.append(program._composed.walker)
+    return program
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """What one step of training gave, on the host."""

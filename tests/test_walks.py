@@ -1,5 +1,7 @@
 """Plans that walk over layers: as authors train their models, to the same bits wherever rows live, within a budget."""
 
+import dataclasses
+import errno
 import gc
 import hashlib
 import math
@@ -11,14 +13,18 @@ import jax
 import numpy as np
 import optax
 import pytest
-from contract import OPTIMIZER, assert_trained_alike, source_of, subject
+from contract import assert_trained_alike, source_of, subject, walking_program
 from zoo import MODELS
 
 import cjax
 from cjax.optim import LossScale
 from cjax.plan import Plan
-from cjax.planner.homes import occupied
+from cjax.planner.choice.homes import choose_homes
+from cjax.planner.choice.planning import Planning
+from cjax.planner.hardware import hardware_of
+from cjax.planner.homes import Homes, occupied
 from cjax.program import Program
+from cjax.program import walking as walking_room
 from cjax.program.compose import compose
 from cjax.program.composed import Given
 from cjax.walk import files, walk, walker
@@ -53,11 +59,6 @@ def test_trains_as_its_author_would(name: str, plan: str) -> None:
     assert_trained_alike(name, plan)
 
 
-def program_of(name: str, plan: str, folder: Path | None = None) -> Program:
-    given = Given(source_of(name), OPTIMIZER, disk_folder=folder)
-    return Program(compose(given, Plan.parse(plan).resolve(8), jax.devices()))
-
-
 def trained(program: Program, name: str, num_steps: int = 2) -> Any:
     state = program.init(3)
     for index in range(num_steps):
@@ -85,7 +86,7 @@ def test_wherever_rows_live_the_bits_are_the_same(name: str, tmp_path: Path) -> 
             "budget=330kB host=30kB disk=9MB",
         )
     ):
-        program = program_of(name, f"zero=1 {homes}", tmp_path / str(number))
+        program = walking_program(name, f"zero=1 {homes}", tmp_path / str(number))
         used = program._walking.homes.used
         assert ("disk" in used) == ("disk" in homes), used
         found.add(digest(program, trained(program, name)))
@@ -108,7 +109,7 @@ def alive() -> int:
 )
 def test_a_device_never_holds_more_than_was_said(plan: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = "linen_tied"
-    program = program_of(name, plan, tmp_path)
+    program = walking_program(name, plan, tmp_path)
     state = trained(program, name)
     gc.collect()
     parts = program._walking
@@ -149,30 +150,47 @@ def test_a_device_never_holds_more_than_was_said(plan: str, monkeypatch: pytest.
     assert 0 < most <= said.peak
 
 
-def test_a_run_goes_on_from_its_disk(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_its_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plan, name = "zero=1 offload=params+optimizer host=0B disk=10MB", "linen_tied"
-    program = program_of(name, plan, tmp_path)
+    program = walking_program(name, plan, tmp_path)
     assert program.resume() is None
     state = trained(program, name)
     was = digest(program, state)
-    again = program_of(name, plan, tmp_path)  # takes the folder over, as a process that comes after would
+    again = walking_program(name, plan, tmp_path)  # takes the folder over, as a process that comes after would
     with pytest.raises(ValueError, match="after step 2: go on with state = program.resume"):
         again.init(0)
     resumed = again.resume()
     assert resumed is not None and int(resumed.step) == 2 and digest(again, resumed) == was
     with pytest.raises(ValueError, match="given up"):
         program.step(state, subject(name, False).batches[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        with pytest.raises(OSError, match=r"No space left on device"):
+            again.step(resumed, subject(name, False).batches[0])
+        with pytest.raises(ValueError, match="given up"):
+            again.step(resumed, subject(name, False).batches[0])
+    resumed = again.resume()  # as soon as there is room, in the same process too
+    assert resumed is not None and int(resumed.step) == 2 and digest(again, resumed) == was
+    assert walking_program(name, plan.replace("10MB", "11MB"), tmp_path).resume() is None
+    assert f"a run of this model after step 2, under another plan, {program.plan} on 8 devices" in caplog.text
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_another_budget_in_the_middle_of_a_run(tmp_path: Path) -> None:
     name = "linen_tied"
-    first = program_of(name, "zero=1 offload=params+optimizer")
+    first = walking_program(name, "zero=1 offload=params+optimizer")
     state = trained(first, name)
     was = digest(first, state)
     for plan in ("zero=3 budget=260kB", "tensor=2", f"data=8 {EVERYTHING}"):
         other = first.replan(plan)
         moved = other.restore(state)
         assert digest(other, moved) == was
+    other, another = (first.replan(plan) for plan in ("zero=1 budget=300kB", "zero=3 budget=300kB"))
+    assert other._composed.walker is first._composed.walker, "nothing of it is compiled again"
+    assert another._composed.walker is not first._composed.walker
     first.save(tmp_path / "kept", state)
     last = first.replan("zero=3 offload=optimizer")
     assert digest(last, last.restore(tmp_path / "kept")) == was
@@ -180,7 +198,7 @@ def test_another_budget_in_the_middle_of_a_run(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     name = "linen_tied"
-    program = program_of(name, f"zero=1 {EVERYTHING}")
+    program = walking_program(name, f"zero=1 {EVERYTHING}")
     state = program.init(0)
     was = jax.tree.map(np.asarray, program.params(state))
     batch = jax.tree.map(np.asarray, subject(name, False).batches[0])
@@ -199,7 +217,7 @@ PARTLY = "zero=1 offload=params+optimizer+gradients host=900kB disk=9MB"  # some
 def test_layers_updated_in_the_backward_pass_go_back_where_a_step_fails(plan: str, tmp_path: Path) -> None:
     name = "linen_tied"
     batches = [jax.tree.map(np.asarray, batch) for batch in subject(name, False).batches]
-    program = program_of(name, plan, tmp_path)
+    program = walking_program(name, plan, tmp_path)
     parts = program._walking
     assert parts is not None
     fused, walker = parts.homes.fused, parts._walker
@@ -234,7 +252,7 @@ def test_layers_updated_in_the_backward_pass_go_back_where_a_step_fails(plan: st
     for x, y in zip(state._held.params[0].fetch(0), rows, strict=True):  # pyright: ignore
         np.testing.assert_array_equal(x, y)
     state, _ = program.step(state, batches[1])
-    plain = program_of(name, "zero=1 offload=optimizer")
+    plain = walking_program(name, "zero=1 offload=optimizer")
     other = trained(plain, name, 1)
     other = plain.update(other, jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), plain.params(other)), 1.0)
     other, _ = plain.step(other, batches[1])
@@ -276,7 +294,7 @@ def test_the_disk_has_the_bits_of_host_memory(optimizer: Any, loss_scale: LossSc
 
 def test_what_a_fused_step_moves_is_what_the_report_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "linen_tied"
-    program = program_of(name, ON_DISK, tmp_path)
+    program = walking_program(name, ON_DISK, tmp_path)
     state = trained(program, name, 1)
     moved: dict[str, int] = dict.fromkeys(("read", "write"), 0)
     calls = dict(moved)
@@ -307,7 +325,7 @@ def test_gradients_are_those_of_one_program() -> None:
     name, batch = "linen_tied", subject("linen_tied", False).batches[0]
     found = []
     for plan in (f"zero=1 {EVERYTHING}", "zero=1"):
-        program = program_of(name, plan)
+        program = walking_program(name, plan)
         found.append(program.value_and_grad(program.init(0), batch))
     assert float(found[0][0]) == pytest.approx(float(found[1][0]), rel=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[0][1], found[1][1])
@@ -324,10 +342,33 @@ def test_gradients_are_those_of_one_program() -> None:
 )
 def test_what_cannot_be_had_says_what_to_write(name: str, plan: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        program_of(name, plan).init(0)
+        walking_program(name, plan).init(0)
+
+
+def test_remat_is_said_to_change_nothing() -> None:
+    (note,) = walking_program("linen_tied", "zero=1 remat=block offload=params")._composed.notes
+    assert "remat=block changes nothing under budget= and offload=" in note
+    assert not walking_program("linen_tied", "zero=1 offload=params")._composed.notes
 
 
 def test_no_noise_of_parts() -> None:
     model, loss, batch = MODELS["linen_tied"].make(np.float32)
     with pytest.raises(ValueError, match="leave measure_noise out"):
         cjax.parallelize(model, loss, optax.adam(1e-3), batch, "data=8 offload=optimizer", measure_noise=True)
+
+
+def test_homes_are_those_of_the_fastest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is known how fast devices and their links are."""
+    walking = walking_program("linen_tied", "zero=1 budget=300kB")._walking
+    assert walking is not None and walking._seconds is None
+    known = dataclasses.replace(hardware_of(jax.devices()), pcie_bandwidth=1e9, f32_flops=1e10)
+    monkeypatch.setattr(Planning, "known", lambda *_: known)
+    seen: list[Homes] = []
+
+    def watched(*args: Any, seconds: Any, **more: Any) -> Homes:
+        return choose_homes(*args, seconds=lambda homes: (seen.append(homes), seconds(homes))[1], **more)
+
+    monkeypatch.setattr(walking_room, "choose_homes", watched)
+    seconds, homes = walking._seconds, walking.homes
+    assert seconds is not None and len(seen) == 2 and homes in seen
+    assert 0 < seconds(homes) == min(map(seconds, seen))

@@ -2,6 +2,7 @@
 
 from cjax.checkpoint.checkpointer import Checkpointer
 from cjax.checkpoint.description import ArrayInfo, Summary, inspect
+from cjax.checkpoint.rows import LeafPiece, Rows, Unread
 from cjax.checkpoint.storage import restore, save
 
-__all__ = ["ArrayInfo", "Checkpointer", "Summary", "inspect", "restore", "save"]
+__all__ = ["ArrayInfo", "Checkpointer", "LeafPiece", "Rows", "Summary", "Unread", "inspect", "restore", "save"]

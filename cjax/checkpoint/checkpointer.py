@@ -11,6 +11,7 @@ import numpy as np
 
 from cjax.checkpoint.description import checkpoint_steps, folder_of
 from cjax.checkpoint.replacing import remove_older, settle_all
+from cjax.checkpoint.rows import Rows
 from cjax.checkpoint.storage import meet, restore, start_writing
 from cjax.mesh import own_context
 from cjax.tree import PyTree
@@ -42,7 +43,9 @@ class Checkpointer:
         self._pending: concurrent.futures.Future[None] | None = None
 
     @own_context
-    def save(self, step: int, tree: PyTree, meta: Mapping[str, Any], wait: bool = False) -> None:
+    def save(
+        self, step: int, tree: PyTree, meta: Mapping[str, Any], wait: bool = False, rows: Rows | None = None
+    ) -> None:
         """Writes a checkpoint; returns when the arrays may be donated, which is before they are on disk.
 
         Args:
@@ -50,6 +53,7 @@ class Checkpointer:
             tree: arrays, sharded or not, random keys and numbers, in any containers.
             meta: what else to keep, in JSON's types; `plan` is shown by `inspect`.
             wait: return when it is on disk.
+            rows: as of `cjax.checkpoint.save`; they are written before this returns.
 
         Raises:
             OSError: this or the previous one could not be written: a full disk, say. Earlier ones are whole.
@@ -60,7 +64,7 @@ class Checkpointer:
         try:
             if jax.process_index() == 0:
                 settle_all(self.folder)
-            finish = start_writing(self.folder / str(step), int(step), tree, meta)
+            finish = start_writing(self.folder / str(step), int(step), tree, meta, rows)
         except OSError as error:
             raise self._with_last(error) from error
         self._pending = self._thread.submit(self._finish, finish)
@@ -108,13 +112,21 @@ class Checkpointer:
             FileNotFoundError: there is none, with the steps that exist.
             ValueError: it is of another model, or damaged.
         """
+        return restore(self.place(step), abstract, ignore)
+
+    def place(self, step: int | None = None) -> Path:
+        """The folder of a step, or of the latest.
+
+        Raises:
+            FileNotFoundError: there is none, with the steps that exist.
+        """
         self.wait()
         steps = checkpoint_steps(self.folder)
         if not steps or step not in (None, *steps):
             wanted = "" if step is None else f" of step {step}"
             exist = ", ".join(map(str, steps)) or "none"
             raise FileNotFoundError(f"there is no checkpoint{wanted} in {self.folder}; steps that exist: {exist}")
-        return restore(self.folder / str(steps[-1] if step is None else step), abstract, ignore)
+        return self.folder / str(steps[-1] if step is None else step)
 
     def close(self) -> None:
         """Waits for the last checkpoint, and ends the thread that writes them."""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from jax.experimental import multihost_utils
 
 from cjax.checkpoint.description import (
@@ -30,18 +31,22 @@ from cjax.checkpoint.description import (
     write_description,
 )
 from cjax.checkpoint.replacing import is_part, located, put_in_place, settle
+from cjax.checkpoint.rows import Awaited, PieceHandler, Rows, Stored, key_impl
 from cjax.mesh import own_context
 from cjax.tree import PyTree, leaf_names
 
+_CHUNK = 64 * 2**20  # bytes that are read at once, at least: whoever asks for one layer of many reads as much
+
 
 @own_context
-def save(path: str | Path, tree: PyTree, meta: Mapping[str, Any]) -> None:
+def save(path: str | Path, tree: PyTree, meta: Mapping[str, Any], rows: Rows | None = None) -> None:
     """Writes one checkpoint to the folder `path`; returns when it is on disk. An older one there is replaced.
 
     Args:
         path: a folder that does not exist, or holds a checkpoint.
         tree: arrays, sharded or not, random keys and numbers, in any containers.
         meta: what else to keep, in JSON's types; `step` and `plan` are shown by `inspect`.
+        rows: the values of those leaves of `tree` that are ShapeDtypeStructs, as they come.
 
     Raises:
         FileExistsError: `path` holds something else.
@@ -52,15 +57,18 @@ def save(path: str | Path, tree: PyTree, meta: Mapping[str, Any]) -> None:
     path = Path(path).absolute()
     if path.exists() and not (path / FILE_NAME).is_file() and not is_part(path):
         raise FileExistsError(f"{path} exists and holds no checkpoint; name another folder")
-    finish = start_writing(path, int(meta.get("step", 0)), tree, meta)
+    finish = start_writing(path, int(meta.get("step", 0)), tree, meta, rows)
     try:
         finish()
     finally:
         meet()
 
 
-def start_writing(path: Path, step: int, tree: PyTree, meta: Mapping[str, Any]) -> Callable[[], None]:
+def start_writing(
+    path: Path, step: int, tree: PyTree, meta: Mapping[str, Any], rows: Rows | None = None
+) -> Callable[[], None]:
     """Begins a checkpoint. After it returns the arrays may be donated; what it returns finishes, in any thread.
+    Rows are written before it returns.
 
     Raises:
         OSError: from here or from what it returns: it could not be written.
@@ -72,31 +80,46 @@ def start_writing(path: Path, step: int, tree: PyTree, meta: Mapping[str, Any]) 
         raise ValueError(f"a checkpoint holds arrays of numbers, not {', '.join(unfit)}; `meta` takes anything else")
     if not any(info.num_bytes for info in infos.values()):
         raise ValueError('there is no array in this tree to be saved; give one such as {"params": params}')
+    awaited = [name for name, leaf in leaves.items() if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if awaited and rows is None:
+        raise ValueError(f"{awaited[0]} is a shape without values; save arrays: program.to_arrays(state)")
     devices = {"num_devices": jax.device_count(), "num_processes": jax.process_count()}
     summary = describe(path, step, infos, {**devices, **meta})
     # Orbax refuses arrays without elements; their shape, in the description, is all there is to know.
-    arrays = {name: _to_storage(leaf) for name, leaf in leaves.items() if infos[name].num_bytes}
+    arrays = {name: _to_storage(name, leaf) for name, leaf in leaves.items() if infos[name].num_bytes}
+    how = {name: _save_args(leaf) for name, leaf in arrays.items()}
     unfinished = path.with_name(path.name + UNFINISHED)
     with _explained(summary):
         if jax.process_index() == 0:
             settle(path)
             unfinished.mkdir(parents=True)
         meet()
-        writer = ocp.AsyncCheckpointer(_handler())
-        writer.save(unfinished / "arrays", args=ocp.args.PyTreeSave(arrays))
+        pieces = PieceHandler(rows or ())
+        handler = _handler(pieces)
+        writer = ocp.AsyncCheckpointer(handler) if rows is None else ocp.Checkpointer(handler)
+        try:
+            writer.save(unfinished / "arrays", args=ocp.args.PyTreeSave(arrays, how))
+            if rows is not None:
+                pieces.check()
+        except BaseException:
+            writer.close()
+            raise
     return functools.partial(_finish_writing, writer, unfinished, summary)
 
 
-def _finish_writing(writer: ocp.AsyncCheckpointer, unfinished: Path, summary: Summary) -> None:
+def _finish_writing(writer: ocp.Checkpointer, unfinished: Path, summary: Summary) -> None:
     with _explained(summary), contextlib.closing(writer):
-        writer.wait_until_finished()
+        if isinstance(writer, ocp.AsyncCheckpointer):
+            writer.wait_until_finished()
         if jax.process_index() == 0:
             write_description(unfinished, summary)
             put_in_place(unfinished, summary.path)
 
 
 @own_context
-def restore(path: str | Path, abstract: PyTree, ignore: Sequence[str] = ()) -> tuple[PyTree, dict[str, Any]]:
+def restore(
+    path: str | Path, abstract: PyTree, ignore: Sequence[str] = (), later: Sequence[str] = ()
+) -> tuple[PyTree, dict[str, Any]]:
     """Reads a checkpoint onto the placement that `abstract` asks for; each device receives its own shard alone.
 
     Args:
@@ -104,6 +127,7 @@ def restore(path: str | Path, abstract: PyTree, ignore: Sequence[str] = ()) -> t
         abstract: the tree to fill. What has a sharding (a `ShapeDtypeStruct`, a jax.Array) becomes a jax.Array there,
             what has none a NumPy array, a Python number a Python number.
         ignore: parts of the checkpoint that may be left unread, by the first part of their names (`opt_state`).
+        later: parts whose leaves stay on disk until somebody reads them, as `Stored`, by the first part of their names.
 
     Returns:
         the tree, and the meta data that was saved with it.
@@ -118,23 +142,29 @@ def restore(path: str | Path, abstract: PyTree, ignore: Sequence[str] = ()) -> t
     infos = {name: _info(leaf) for name, leaf in wanted.items()}
     check_same(summary, infos, ignore)
     check_files(summary, jax.process_index(), jax.process_count())
-    item = {name: _storage_shape(leaf) for name, leaf in wanted.items() if infos[name].num_bytes}
-    arrays: dict[str, Any] = {}
+    stored = {name: _storage_shape(leaf) for name, leaf in wanted.items() if infos[name].num_bytes}
+    folder, context = summary.path / "arrays", ts.Context({"cache_pool": {"total_bytes_limit": 2**24}})
+    arrays: dict[str, Any] = {
+        name: Stored(folder, name, tuple(wanted[name].shape), wanted[name].dtype, context)
+        for name in stored
+        if name.split("/")[0] in later
+    }
+    item = {name: shape for name, shape in stored.items() if name not in arrays}
     if item:
         how = {name: _restore_args(shape) for name, shape in item.items()}
         with ocp.Checkpointer(_handler()) as reader:
             arguments = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
-            arrays = reader.restore(summary.path / "arrays", args=arguments)
+            arrays |= reader.restore(folder, args=arguments)
     restored = [_from_storage(leaf, arrays.get(name)) for name, leaf in wanted.items()]
     return jax.tree.unflatten(treedef, restored), dict(summary.meta)
 
 
-def _handler() -> ocp.PyTreeCheckpointHandler:
+def _handler(pieces: PieceHandler | None = None) -> ocp.PyTreeCheckpointHandler:
     # Processes share the writing of what all of them hold. Within one that gains nothing, and Orbax would compile a
     # slice for every array that is whole on several devices: seconds, for a model of a hundred leaves.
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=jax.process_count() > 1)
     registry = ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+        (Awaited, pieces or PieceHandler(())), (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
     )
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
@@ -200,10 +230,19 @@ def _storage_shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=getattr(leaf, "sharding", None))
 
 
-def _to_storage(leaf: Any) -> jax.Array | np.ndarray:
+def _to_storage(name: str, leaf: Any) -> jax.Array | np.ndarray | Awaited:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        shape = _storage_shape(leaf)
+        return Awaited(name, shape.shape, shape.dtype)
     if _is_key(leaf):
         return jax.random.key_data(leaf)
     return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+
+
+def _save_args(leaf: jax.Array | np.ndarray | Awaited) -> ocp.SaveArgs:
+    if not isinstance(leaf, jax.Array) or leaf.nbytes <= _CHUNK:
+        return ocp.SaveArgs()
+    return ocp.SaveArgs(chunk_byte_size=_CHUNK, shard_axes=(0,))
 
 
 def _restore_args(shape: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
@@ -213,17 +252,11 @@ def _restore_args(shape: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
 
 
 def _from_storage(leaf: Any, array: Any) -> Any:
+    if isinstance(array, Stored):
+        return array
     if array is None:  # no elements, so nothing was stored
         zeros = np.zeros(leaf.shape, leaf.dtype)
         return zeros if getattr(leaf, "sharding", None) is None else jax.device_put(zeros, leaf.sharding)
     if _is_key(leaf):
-        return jax.random.wrap_key_data(array, impl=_key_impl(leaf))
+        return jax.random.wrap_key_data(array, impl=key_impl(leaf))
     return array if hasattr(leaf, "dtype") else type(leaf)(array)
-
-
-def _key_impl(leaf: Any) -> Any:
-    """The random generator of an abstract key. JAX tells it of arrays and tracers only, so one is traced."""
-    found: list[Any] = []
-    shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), shape)
-    return found[0]

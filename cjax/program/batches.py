@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.mesh import compiler_options
 from cjax.program.composed import Composed
+from cjax.program.keep import mover
 from cjax.trace.dims.tables import Limits, index_limits
 from cjax.trace.reading import Trace
 from cjax.tree import PyTree, leaf_names
@@ -105,12 +106,7 @@ def _joined(rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
     devices = np.array(mesh.devices.flat, dtype=object).reshape(jax.process_count(), -1)
     assert all(len({device.process_index for device in row}) == 1 for row in devices), "processes are mixed in the mesh"
     by_process = NamedSharding(Mesh(devices, ("process", "device")), PartitionSpec("process"))
-    return _moved(sharding, mesh)(jax.make_array_from_process_local_data(by_process, rows, shape))
-
-
-@functools.cache
-def _moved(sharding: NamedSharding, mesh: Mesh) -> Any:
-    return jax.jit(lambda array: array, out_shardings=sharding, compiler_options=compiler_options(mesh))
+    return mover(sharding, mesh)(jax.make_array_from_process_local_data(by_process, rows, shape))
 
 
 def global_shape(batch: PyTree) -> PyTree:

@@ -1,5 +1,6 @@
 """From what the user gave and a plan to what a program is made of: each room called once, in order, lowest first."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from jax.sharding import Mesh
@@ -20,6 +21,7 @@ from cjax.trace.microbatches.part import read_part
 from cjax.trace.reading import Trace
 from cjax.walk.build import build_walker, find_layers, store_layers
 
+_HOMES = ("budget", "host", "disk", "offload")  # words of a plan that say where rows live, and nothing else
 MOST_REFUSED = 8  # plans of a search, before the model's reason is the user's to see
 
 
@@ -109,6 +111,16 @@ def _composed(
     )  # fmt: skip
 
 
+def _idle_remat(plan: Plan) -> list[str]:
+    """What to say of a plan that walks and says what to recompute."""
+    if plan.remat == "none":
+        return []
+    return [
+        f"remat={plan.remat} changes nothing under budget= and offload=: a step that walks makes each layer once "
+        "more from what it was handed, and keeps nothing else of it between the passes"
+    ]
+
+
 def _walked(given: Given, planning: Planning, decision: Decision, trace: Trace, mesh: Mesh) -> Composed:
     """A program whose steps walk over the layers."""
     plan, source = decision.plan, planning.source
@@ -117,15 +129,22 @@ def _walked(given: Given, planning: Planning, decision: Decision, trace: Trace, 
             "measure_noise needs gradients of parts of the batch beside those of the whole, and with budget= or "
             "offload= there are none of all layers at once: leave measure_noise out, or budget= and offload=."
         )
-    stacks = find_layers(trace)
-    storage = store_layers(source.capture, trace, plan, mesh, stacks)
+    # Programs do not depend on where rows live: plans that differ in nothing else share them, compiled as they are.
+    # A walker has its trace, so that no other comes by its number.
+    words = repr(
+        [(word.name, getattr(plan, word.name)) for word in dataclasses.fields(plan) if word.name not in _HOMES]
+    )
+    shared = given.walkers.get((id(trace), mesh, words))
+    stacks = find_layers(trace) if shared is None else ()
+    storage = store_layers(source.capture, trace, plan, mesh, stacks) if shared is None else shared.storage
     loss = LaidOut(trace, storage, plan, mesh)
     # All devices see a micro-batch together, whatever the plan: the walk is between programs, each over all of them.
     choice = Choice("parts", reason=Reason("one pass", "a layer's gradients are made in programs of their own"))
     built = build_gradients(loss, choice)
-    walker = build_walker(stacks, loss, given.optimizer, source.capture.params_shape, source.batch_shape)
+    walker = shared or build_walker(stacks, loss, given.optimizer, source.capture.params_shape, source.batch_shape)
+    given.walkers[id(trace), mesh, words] = walker
     return Composed(
         given, source, plan, mesh, trace, storage, walker.optimizer, choice, built.gradients,
         plan.microbatches * loss_size(trace), init=born(source.capture, storage), planning=planning, decision=decision,
-        walker=walker, notes=(*decision.notes, *storage.layout.notes),
+        walker=walker, notes=(*decision.notes, *storage.layout.notes, *_idle_remat(plan)),
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """What a program is made of: what the user gave, and what was composed of it under one plan."""
 
 import functools
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class Given:
       verifies: whether a plan is checked before the first step.
       readers: of the weights in a folder of another library, by the folder; None: there are none.
       disk_folder: where a plan with `disk=` keeps what it moves there; None: no plan may.
+      walkers: what walks over the layers of a program that somebody has, by trace, mesh and the plan's other words.
       learned: what measured steps have taught, for predictions under all plans: see `Planning.learn`.
     """
 
@@ -54,6 +56,7 @@ class Given:
     verifies: bool = False
     readers: Readers | None = None
     disk_folder: Path | None = None
+    walkers: MutableMapping[Hashable, Walker] = field(default_factory=weakref.WeakValueDictionary)
     learned: dict[str, tuple[float, str]] = field(default_factory=dict)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from cjax.mesh import compiler_options
 from cjax.sharding.storage.storage import Slot, Storage
 from cjax.tree import PyTree, leaf_names
+from cjax.walk.stores import HOST, moved
 
 Arrays = tuple[jax.Array, ...]
 
@@ -47,24 +48,53 @@ def check_fits(storage: Storage, tree: PyTree, what: str) -> PyTree:
 
 
 def store_leaves(storage: Storage, tree: PyTree, mesh: Mesh) -> Arrays:
-    """Stored arrays of a concrete tree, slot by slot, so that one slot is the most that exists twice."""
+    """Stored arrays of a concrete tree, slot by slot: beside it, and what is stored, one slot is all that exists."""
+    return store_members(storage, members(storage, tree), mesh)
+
+
+def store_members(storage: Storage, leaves: Sequence[list[Any]], mesh: Mesh) -> Arrays:
+    """The same of the leaves of each slot, whose lists are emptied: what nobody else has is freed on the way."""
     placements = members(storage, storage.leaf_shardings(mesh))
-    slots = zip(storage.slots, members(storage, tree), placements, strict=True)
-    return tuple(store_slot(slot, leaves, placed, mesh) for slot, leaves, placed in slots)
+    found = []
+    for slot, own, placed in zip(storage.slots, leaves, placements, strict=True):
+        found.append(store_slot(slot, own, placed, mesh))
+        own.clear()
+    return tuple(found)
 
 
 def store_slot(slot: Slot, leaves: Sequence[Any], placed: Sequence[NamedSharding], mesh: Mesh) -> jax.Array:
     """The stored array of a slot, which shares no memory with the leaves; `placed` says where these are first."""
-    arrays = [jax.device_put(leaf, sharding) for leaf, sharding in zip(leaves, placed, strict=True)]
-    return _gatherer(_alike(slot), NamedSharding(mesh, slot.stored_spec), mesh)(*arrays)
+    arrays = [put(leaf, sharding) for leaf, sharding in zip(leaves, placed, strict=True)]
+    return _gatherer(alike(slot), NamedSharding(mesh, slot.stored_spec), mesh)(*arrays)
+
+
+def put(leaf: Any, placed: NamedSharding) -> jax.Array:
+    """A leaf where it is to be, which may be the leaf itself."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return jax.device_put(leaf, placed)
+    if leaf.sharding.memory_kind == HOST:
+        assert isinstance(leaf.sharding, NamedSharding)
+        leaf = moved(leaf, NamedSharding(leaf.sharding.mesh, leaf.sharding.spec))
+    if leaf.sharding.is_equivalent_to(placed, leaf.ndim):
+        return leaf
+    # With options of ours, and one at a time: processes that take the collectives of several such programs in other
+    # orders wait for each other for ever, and of JAX's own program nobody knows.
+    assert isinstance(placed.mesh, Mesh)
+    return jax.block_until_ready(mover(placed, placed.mesh)(leaf))
+
+
+@functools.lru_cache(maxsize=1024)
+def mover(placed: NamedSharding, mesh: Mesh) -> Any:
+    """A program that only places an array."""
+    return jax.jit(lambda x: x, out_shardings=placed, compiler_options=compiler_options(mesh))
 
 
 def load_slot(slot: Slot, array: jax.Array, placed: Sequence[NamedSharding], mesh: Mesh) -> list[jax.Array]:
     """The leaves of a slot, in the user's shapes."""
-    return _scatterer(_alike(slot), tuple(placed), mesh)(array)
+    return _scatterer(alike(slot), tuple(placed), mesh)(array)
 
 
-def _alike(slot: Slot) -> Slot:
+def alike(slot: Slot) -> Slot:
     """`slot` without the names of its leaves: slots that are kept in the same way are equal."""
     return dataclasses.replace(slot, leaves=tuple(range(len(slot.leaves))))
 

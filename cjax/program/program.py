@@ -26,7 +26,7 @@ from cjax.program.explained import explained
 from cjax.program.keep import check_fits, store_leaves
 from cjax.program.lockstep import Lockstep
 from cjax.program.memory import OutOfMemory, alternatives
-from cjax.program.saving import arrays_of, shapes_of, state_from, trees_of
+from cjax.program.saving import arrays_of, restored, shapes_of, state_from, to_save, trees_of
 from cjax.program.scores import is_one
 from cjax.program.starting import Starter, make_key, must_run
 from cjax.program.state import State, check_alive
@@ -296,7 +296,8 @@ class Program:
         check_alive(state)
         if not isinstance(path, str | Path) or not str(path):
             raise TypeError(f'save takes the path of a folder, not {path!r}: program.save("runs/mine", state)')
-        checkpoint.save(path, arrays_of(state), self.meta(state))
+        tree, rows = self.to_rows(state)
+        checkpoint.save(path, tree, self.meta(state), rows)
 
     @own_context
     def meta(self, state: State) -> dict[str, Any]:
@@ -311,15 +312,9 @@ class Program:
           ValueError: another model's checkpoint; every missing, unexpected or differently shaped leaf is listed.
         """
         must_run(self.mesh, "restore")
-        # Evaluation takes what was trained: without an optimizer here, its state is left where it is.
-        unread = () if self._composed.optimizer else ("opt_state",)
-        if isinstance(source, State):
-            arrays = arrays_of(source) | dict.fromkeys(unread, ())
-        elif isinstance(source, str | Path):
-            arrays, _ = checkpoint.restore(source, self.abstract_state(), unread)
-        else:
+        if not isinstance(source, State | str | Path):
             raise TypeError(f"restore takes the path of a checkpoint or a state, not a {type(source).__name__}.")
-        return state_from(self._composed, arrays)
+        return restored(self._composed, source)
 
     @own_context
     def resume(self) -> State | None:
@@ -354,6 +349,11 @@ class Program:
     def to_arrays(self, state: State) -> PyTree:
         """The logical arrays of a state, which outlive it: what `from_arrays` and `cjax.checkpoint.save` take."""
         return arrays_of(state)
+
+    @own_context
+    def to_rows(self, state: State) -> tuple[PyTree, checkpoint.Rows | None]:
+        """The same as `tree` and `rows` of `cjax.checkpoint.save`: of a walk, layer after layer."""
+        return to_save(state)
 
     def _own(self, state: State) -> State:
         check_alive(state)
@@ -403,7 +403,8 @@ class Program:
     def _report(self) -> Report:
         if self._walking is not None:
             hardware = self._composed.planning.known(self.mesh.size)
-            return describe_walked(self._composed, self._walking.measured, self._walking.homes, hardware)
+            walking = self._walking
+            return describe_walked(self._composed, walking.measured, walking.homes, hardware, walking.record)
         facts, hardware = audit(self._compiled, self.mesh), self._composed.planning.known(self.mesh.size)
         notes = self._evaluate.notes if self._composed.optimizer is None else self._lockstep.notes
         return describe_step(self._composed, facts, hardware, notes)

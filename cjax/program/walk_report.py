@@ -1,13 +1,13 @@
 """The report of a program that walks over layers: its programs together, and where rows live."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import Mesh
 
 from cjax.audit import Audit, audit, hlo
-from cjax.planner.costs.walk import rates_of, reading_again, walk_cost
+from cjax.planner.costs.walk import WalkCost, rates_of, reading_again, walk_cost
 from cjax.planner.hardware import Hardware
 from cjax.planner.homes import Homes, Kind, Phase, occupied
 from cjax.program.composed import Composed
@@ -21,23 +21,13 @@ from cjax.walk.optimizer import RowOptimizer
 FORWARD = ("begin", "enter", "once", "forward", "leave")
 
 
-def describe_walked(composed: Composed, measured: Measured, homes: Homes, hardware: Hardware) -> Report:
-    """What a step needs, moves and takes, from its programs as they are compiled."""
-    audits = [(piece, _audited(piece, composed.mesh)) for piece in measured.pieces]
+def describe_walked(composed: Composed, measured: Measured, homes: Homes, hardware: Hardware, record: int) -> Report:
+    """What a step needs, moves and takes, from its programs as they are compiled; `record` as of `describe_walk`."""
+    audits = audited(composed, measured)
     whole = _together(audits)
-    peak = hardware.matmul_flops(composed.plan.precision)
-    compute: dict[Phase, float] | None = None
-    if peak is not None:
-        compute = {"forward": 0.0, "backward": 0.0}
-        for piece, facts in audits:
-            phase: Phase = "forward" if piece.name.split()[0] in FORWARD else "backward"
-            compute[phase] += piece.calls * facts.flops / peak
-    tokens = _num_tokens(composed)
-    rates = rates_of(hardware)
+    tokens, rates = num_tokens(composed), rates_of(hardware)
+    step = cost_of(composed, measured, audits, hardware)(homes)
     assert composed.walker is not None
-    optimizer, lengths = composed.walker.optimizer, composed.walker.lengths
-    again = {} if optimizer is None else reads_again(optimizer, len(lengths))
-    step = walk_cost(measured.sizes, homes, rates, compute, tokens, reading_again(again))
     there = occupied(measured.sizes, measured.peaks, homes)
     shape = composed.state_shape
     kinds: tuple[Kind, ...] = ("params", "frozen", "opt")
@@ -60,8 +50,31 @@ def describe_walked(composed: Composed, measured: Measured, homes: Homes, hardwa
         flops=FlopCount(model, matmul, max(0.0, whole.flops * composed.mesh.size - matmul), whole.flops),
         time=time_of(composed, whole, hardware),
         watch=[*composed.notes, *uncovered(composed.trace)],
-        walk=describe_walk(composed.plan, measured.sizes, measured.peaks, homes, step, rates, tokens),
+        walk=describe_walk(composed.plan, measured.sizes, measured.peaks, homes, step, rates, tokens, record),
     )
+
+
+def audited(composed: Composed, measured: Measured) -> list[tuple[WalkPiece, Audit]]:
+    """What each program does."""
+    return [(piece, _audited(piece, composed.mesh)) for piece in measured.pieces]
+
+
+def cost_of(
+    composed: Composed, measured: Measured, audits: Sequence[tuple[WalkPiece, Audit]], hardware: Hardware
+) -> Callable[[Homes], WalkCost]:
+    """What a step costs with rows at some homes, by what its programs compute."""
+    peak = hardware.matmul_flops(composed.plan.precision)
+    compute: dict[Phase, float] | None = None
+    if peak is not None:
+        compute = {"forward": 0.0, "backward": 0.0}
+        for piece, facts in audits:
+            phase: Phase = "forward" if piece.name.split()[0] in FORWARD else "backward"
+            compute[phase] += piece.calls * facts.flops / peak
+    assert composed.walker is not None
+    optimizer, lengths = composed.walker.optimizer, composed.walker.lengths
+    again = {} if optimizer is None else reads_again(optimizer, len(lengths))
+    tokens, rates = num_tokens(composed), rates_of(hardware)
+    return lambda homes: walk_cost(measured.sizes, homes, rates, compute, tokens, reading_again(again))
 
 
 def reads_again(optimizer: RowOptimizer, num_stacks: int) -> dict[Kind, int]:
@@ -80,7 +93,7 @@ def reads_again(optimizer: RowOptimizer, num_stacks: int) -> dict[Kind, int]:
     return found
 
 
-def _num_tokens(composed: Composed) -> int:
+def num_tokens(composed: Composed) -> int:
     """Numbers of the first leaf of whole numbers with two dims, or rows."""
     leaves = jax.tree.leaves(composed.batch_shape)
     texts = [leaf for leaf in leaves if len(leaf.shape) == 2 and leaf.dtype.kind in "iu"]

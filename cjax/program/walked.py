@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from cjax.checkpoint import Unread
 from cjax.mesh import compiler_options, own_context
 from cjax.planner.homes import Kind
-from cjax.program.keep import load_slot, members, store_slot
+from cjax.program.keep import load_slot, members, put, store_slot
 from cjax.program.state import Arrays, State, check_alive
 from cjax.sharding.storage.storage import Slot, Storage
 from cjax.tree import PyTree
@@ -22,7 +23,8 @@ from cjax.walk.walk import Held, in_turn
 from cjax.walk.walker import OutsideState, Walker
 
 ROWS: tuple[Kind, ...] = ("params", "frozen", "opt")
-Value = Callable[[int, NamedSharding], Any]  # a leaf's number and placement -> its value
+# A leaf's number and placement -> its value; with the number of a layer, that layer's of a leaf that holds all of them.
+Value = Callable[[int, NamedSharding, int | None], Any]
 
 
 @functools.partial(
@@ -77,27 +79,59 @@ def tree_of(walker: Walker, held: Held, kind: Kind, shelf: Storage, outside: Arr
       mesh: the mesh.
     """
     own: Kind = "params" if kind == "grads" else kind
-    placed, homes = members(shelf, shelf.leaf_shardings(mesh)), held.homes
-    leaves: list[Any] = [None] * sum(len(slot.leaves) for slot in shelf.slots)
-    for index, array in zip(walker.outside(own), outside, strict=True):
+    placed, homes = jax.tree.leaves(shelf.leaf_shardings(mesh)), held.homes
+    leaves: list[Any] = [None] * shelf.treedef.num_leaves
+    for leaf, value in outside_leaves(walker, own, shelf, outside, mesh):
+        leaves[leaf] = _copy(value)
+    apart: dict[int, list[Any]] = {}
+    for k, at, parts in row_leaves(walker, held, kind, shelf, mesh):
+        for leaf, layer, value in parts:
+            value = _copy(value) if homes.of[kind][k][at] == "device" else _to_host(value)
+            if layer is None:
+                leaves[leaf] = value
+            else:
+                apart.setdefault(leaf, []).append(value)
+    for leaf, values in apart.items():
+        leaves[leaf] = joined(values, placed[leaf])
+    return jax.tree.unflatten(shelf.treedef, leaves)
+
+
+def outside_leaves(
+    walker: Walker, kind: Kind, shelf: Storage, outside: Arrays, mesh: Mesh
+) -> Iterator[tuple[int, jax.Array]]:
+    """The leaves of what belongs to no layer, in the user's shapes."""
+    placed = members(shelf, shelf.leaf_shardings(mesh))
+    for index, array in zip(walker.outside(kind), outside, strict=True):
         slot = shelf.slots[index]
-        for leaf, value in zip(slot.leaves, load_slot(slot, array, placed[index], mesh), strict=True):
-            leaves[leaf] = _copy(value)
+        yield from zip(slot.leaves, load_slot(slot, array, placed[index], mesh), strict=True)
+
+
+def row_leaves(
+    walker: Walker, held: Held, kind: Kind, shelf: Storage, mesh: Mesh
+) -> Iterator[tuple[int, int, list[tuple[int, int | None, jax.Array]]]]:
+    """Rows in turn as leaves in the user's shapes: stack, layer, and of each leaf its number, its layer where it holds
+    all of them, and the value. They may be the row itself: who keeps one copies it. The list is emptied behind whoever
+    had it, so that one row is on the devices, and the next on its way."""
+    own: Kind = "params" if kind == "grads" else kind
     for k, length in enumerate(walker.lengths):
         slots = walker.slots(own, k)
-        apart: dict[int, list[Any]] = {index: [] for index in slots if not shelf.slots[index].is_stack}
-        for at, (row,) in in_turn([getattr(held, kind)[k]], range(length) if slots else ()):
-            for index, array in zip(slots, row, strict=True):
-                slot = shelf.slots[index]
-                value = load_slot(layer_slot(slot), array, [_of_layer(slot, placed[index][0])], mesh)[0]
-                value = _copy(value) if homes.of[kind][k][at] == "device" else _to_host(value)
-                if slot.is_stack:
-                    leaves[slot.layer_leaves[at]] = value
-                else:
-                    apart[index].append(value)
-        for index, parts in apart.items():
-            leaves[shelf.slots[index].leaves[0]] = _joined(parts, placed[index][0])
-    return jax.tree.unflatten(shelf.treedef, leaves)
+        for at, rows in in_turn([getattr(held, kind)[k]], range(length) if slots else ()):
+            found = leaves_of_row(shelf, slots, at, rows.pop(), mesh)
+            yield k, at, found
+            found.clear()
+
+
+def leaves_of_row(
+    shelf: Storage, slots: Sequence[int], at: int, row: Arrays, mesh: Mesh
+) -> list[tuple[int, int | None, jax.Array]]:
+    """A row as leaves: see `row_leaves`."""
+    placed = members(shelf, shelf.leaf_shardings(mesh))
+    found: list[tuple[int, int | None, jax.Array]] = []
+    for index, array in zip(slots, row, strict=True):
+        slot = shelf.slots[index]
+        (value,) = load_slot(layer_slot(slot), array, [_of_layer(slot, placed[index][0])], mesh)
+        found.append((slot.layer_leaves[at], None, value) if slot.is_stack else (slot.leaves[0], at, value))
+    return found
 
 
 def _to_host(array: jax.Array) -> Any:
@@ -121,13 +155,20 @@ def _copy(array: jax.Array) -> jax.Array:
     return jnp.copy(array)
 
 
-def _joined(parts: list[Any], placed: NamedSharding) -> Any:
-    """One leaf of all layers: on the devices if all of them are."""
-    if all(isinstance(x, jax.Array) for x in parts):
-        assert isinstance(placed.mesh, Mesh)
-        options = compiler_options(placed.mesh)
-        return jax.jit(lambda xs: jnp.stack(xs), out_shardings=placed, compiler_options=options)(parts)
-    return np.stack([np.asarray(x) for x in parts])
+def joined(parts: Sequence[Any], placed: NamedSharding) -> Any:
+    """One leaf of all layers: on the devices if all of them are, and in host memory if any is there."""
+    arrays = [x for x in parts if isinstance(x, jax.Array)]
+    if len(arrays) < len(parts):
+        return np.stack([np.asarray(x) for x in parts])
+    assert isinstance(placed.mesh, Mesh)
+    if any(x.sharding.memory_kind == HOST for x in arrays):
+        # Of several processes: each has parts of all layers.
+        shards = zip(*([shard.data for shard in x.addressable_shards] for x in arrays), strict=True)
+        host = placed.with_memory_kind(HOST)
+        whole = [jax.device_put(np.stack([np.asarray(x) for x in each]), each[0].sharding) for each in shards]
+        return jax.make_array_from_single_device_arrays((len(parts), *arrays[0].shape), host, whole)
+    options = compiler_options(placed.mesh)
+    return jax.jit(lambda xs: jnp.stack(xs), out_shardings=placed, compiler_options=options)(arrays)
 
 
 def fill(walker: Walker, held: Held, kind: Kind, shelf: Storage, mesh: Mesh, value: Value) -> Arrays:
@@ -136,19 +177,17 @@ def fill(walker: Walker, held: Held, kind: Kind, shelf: Storage, mesh: Mesh, val
     own: Kind = "params" if kind == "grads" else kind
     for k, length in enumerate(walker.lengths):
         slots, structs = walker.slots(own, k), walker.structs(kind, k)
-        whole = {index: value(shelf.slots[index].leaves[0], placed[index][0]) for index in slots
-                 if not shelf.slots[index].is_stack}  # fmt: skip
         for at in range(length):
             row = []
             for index, struct in zip(slots, structs, strict=True):
                 slot, where = shelf.slots[index], _of_layer(shelf.slots[index], placed[index][0])
-                leaf = _part(whole[index], at) if index in whole else value(slot.layer_leaves[at], where)
-                row.append(jax.device_put(store_slot(layer_slot(slot), [leaf], [where], mesh), struct.sharding))
+                leaf = value(slot.layer_leaves[at], where, None) if slot.is_stack else value(slot.leaves[0], where, at)
+                row.append(put(store_slot(layer_slot(slot), [leaf], [where], mesh), struct.sharding))
             getattr(held, kind)[k].put(at, tuple(row))
     outside = []
     for index in walker.outside(own):
         slot = shelf.slots[index]
-        leaves = [value(leaf, where) for leaf, where in zip(slot.leaves, placed[index], strict=True)]
+        leaves = [value(leaf, where, None) for leaf, where in zip(slot.leaves, placed[index], strict=True)]
         outside.append(store_slot(slot, leaves, placed[index], mesh))
     return tuple(outside)
 
@@ -185,7 +224,7 @@ class Replaced:
             whole = value.placed(self._placed[index][0], self.problems)
             if whole is not None:
                 where = _of_layer(slot, self._placed[index][0])
-                leaf = whole if slot.is_stack else _part(whole, at)
+                leaf = whole if slot.is_stack else part_of(whole, at)
                 found[place] = store_slot(layer_slot(slot), [leaf], [where], self.mesh)
         return tuple(found)
 
@@ -207,16 +246,32 @@ class Replaced:
         return tuple(found)
 
 
-def _part(leaf: Any, at: int) -> Any:
+def part_of(leaf: Any, at: int) -> Any:
     """A layer of a leaf that holds all of them; host memory is read by the host."""
-    in_host = not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind == HOST
-    return np.asarray(leaf)[at] if in_host else leaf[at]
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)[at]
+    if leaf.sharding.memory_kind != HOST:
+        return leaf[at]
+    if leaf.is_fully_addressable:
+        return np.asarray(leaf)[at]
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding)
+    parts = [jax.device_put(np.asarray(x.data)[at], x.data.sharding) for x in leaf.addressable_shards]
+    of_layer = sharding.update(spec=PartitionSpec(*sharding.spec[1:]))
+    return jax.make_array_from_single_device_arrays(leaf.shape[1:], of_layer, parts)
 
 
 def values_of(shelf: Storage, tree: PyTree) -> Value:
-    """The leaves of a tree of the user's."""
+    """The leaves of a tree of the user's, of which some may be `Unread`."""
     leaves = shelf.treedef.flatten_up_to(tree)
-    return lambda leaf, placed: leaves[leaf]
+
+    def value(leaf: int, placed: NamedSharding, layer: int | None) -> Any:
+        found = leaves[leaf]
+        if isinstance(found, Unread):
+            return found.placed(placed, layer)
+        return found if layer is None else part_of(found, layer)
+
+    return value
 
 
 def each_row(walker: Walker) -> Iterator[tuple[int, int]]:

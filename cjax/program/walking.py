@@ -4,53 +4,57 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from cjax.gradients import mean
 from cjax.mesh import compiler_options
 from cjax.optim import LossScale, LossScaleState, count_skipped, init_noise
 from cjax.planner.choice.homes import choose_homes
-from cjax.planner.homes import Home, Homes, Kind, Peaks
+from cjax.planner.costs.walk import rates_of
+from cjax.planner.homes import KINDS, Home, Homes, Kind, Peaks
 from cjax.program.composed import Composed
+from cjax.program.disk_state import OPEN, HeldState, let_go, note_step, placed, written
 from cjax.program.keep import store_leaves
 from cjax.program.starting import given_values, refuse_values
-from cjax.program.state import Arrays
+from cjax.program.state import Arrays, State
 from cjax.program.steps import aux_means
-from cjax.program.walked import Replaced, Value, WalkedState, each_row, empty_rows, fill, tree_of, values_of
+from cjax.program.walk_report import audited, cost_of
+from cjax.program.walked import (
+    ROWS,
+    Replaced,
+    Value,
+    WalkedState,
+    each_row,
+    empty_rows,
+    fill,
+    part_of,
+    tree_of,
+    values_of,
+)
 from cjax.sharding.storage.storage import Storage
-from cjax.tree import PyTree
+from cjax.tree import PyTree, leaf_names
 from cjax.walk.birth import RowBirth, Tree
-from cjax.walk.files import Folder
-from cjax.walk.measured import Measured, measure, row_sizes
+from cjax.walk.direct import BLOCK
+from cjax.walk.files import Folder, num_records
+from cjax.walk.measured import Measured, data_bytes, measure, row_sizes
 from cjax.walk.stores import make_rows
 from cjax.walk.walk import Held, Row, in_turn
-from cjax.walk.walker import OutsideState
+from cjax.walk.walker import OutsideState, Walker
 
-KINDS: tuple[Kind, ...] = ("params", "frozen", "opt")
+TREES = (*ROWS, "model_state")
+_TEXT = 200  # bytes for the name and so on of an array in a record, at most
 
+# Of walkers, which programs may have in common.
+_MEASURED: weakref.WeakKeyDictionary[Walker, Measured] = weakref.WeakKeyDictionary()
 
-def _data(x: jax.Array) -> jax.Array:
-    """What can be written of an array: of keys their numbers."""
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-
-def _placed(array: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """What was written, as it was."""
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return jax.device_put(jax.random.wrap_key_data(jnp.asarray(array)), like.sharding)
-    return jax.device_put(array, like.sharding)
-
-
-def made(folder: Path) -> Path:
-    """A folder that is there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+_logger = logging.getLogger("cjax")
 
 
 NO_STEP = (
@@ -69,19 +73,22 @@ def walking_of(composed: Composed) -> "Walking":
     return kept["_walking"]
 
 
-_OPEN: dict[Path, "Walking"] = {}  # folders that this process has open
-
-
 class Walking:
     """Runs the walks of one program."""
 
     def __init__(self, composed: Composed) -> None:
         assert composed.walker is not None
         self._composed, self._walker = composed, composed.walker
-        self._last: tuple[jax.Array, Held] | None = None
+        self._opened: Folder | None = None
         options = compiler_options(composed.mesh)
         self._inputs = jax.jit(self._make_inputs, out_shardings=composed.whole, compiler_options=options)
         self._behind = jax.jit(self._make_behind, compiler_options=options)
+        scaling = composed.scaling or LossScale()
+        # A program, since no process could put what is on devices of others.
+        self._first_small = jax.jit(
+            lambda key: (jnp.int32(0), key, scaling.init(), init_noise()), out_shardings=composed.whole,
+            compiler_options=options,
+        )  # fmt: skip
         self._aux = jax.jit(
             lambda out: aux_means(composed, out), out_shardings=composed.whole, compiler_options=options
         )
@@ -89,17 +96,20 @@ class Walking:
     @functools.cached_property
     def measured(self) -> Measured:
         """The programs of a step, compiled for this batch, and what devices need for them."""
+        if self._walker in _MEASURED:
+            return _MEASURED[self._walker]
         composed, shape = self._composed, self._composed.state_shape
         scale = None
         if composed.scaling is not None:
             scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=composed.whole)
         params, frozen = (tuple(self._walker.outside_structs(kind)) for kind in ("params", "frozen"))
         batch = composed.with_batch(composed.batch_shape)
-        return measure(self._walker, (params, frozen, shape._model_state, batch, shape._key, scale))
+        _MEASURED[self._walker] = measure(self._walker, (params, frozen, shape._model_state, batch, shape._key, scale))
+        return _MEASURED[self._walker]
 
     @functools.cached_property
     def homes(self) -> Homes:
-        """Where rows live: the least that moves, of what the plan allows.
+        """Where rows live: the least that moves, or where rates are known the fastest, of what the plan allows.
 
         Raises:
           ValueError: nothing fits what the plan says; see `choose_homes`.
@@ -111,108 +121,156 @@ class Walking:
         optimizer, numbers = self._walker.optimizer, range(len(self._walker.lengths))
         alone = [optimizer is not None and optimizer.is_alone(k) for k in numbers]
         return choose_homes(
-            sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload, record=2 * self._record_bytes, alone=alone
-        )
+            sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload, record=self._record_bytes,
+            seconds=self._seconds, alone=alone,
+        )  # fmt: skip
+
+    @property
+    def _seconds(self) -> Callable[[Homes], float] | None:
+        """How long a step takes with some homes; None where there is no choice, or nobody knows."""
+        composed = self._composed
+        if composed.plan.budget is None:
+            return None
+        hardware = composed.planning.known(composed.mesh.size)
+        if rates_of(hardware).link is None or hardware.matmul_flops(composed.plan.precision) is None:
+            return None
+        cost = cost_of(composed, self.measured, audited(composed, self.measured), hardware)
+        return lambda homes: cost(homes).total or 0.0
+
+    @property
+    def record(self) -> int:
+        """Bytes on disk besides rows, where all of a state is there."""
+        return self._record_bytes if self._is_durable else 0
 
     @property
     def _record_bytes(self) -> int:
-        """What the disk has of what belongs to no layer."""
-        return sum(x.size * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(self._outside_shape())
-                   if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key))  # fmt: skip
+        """What the disk has besides rows, at most: what belongs to no layer, as often as a commit needs it, and what
+        files begin with."""
+        arrays = jax.tree.leaves(self._outside_shape())
+        size = sum(data_bytes(x) + _TEXT * len(x.sharding.addressable_devices) for x in arrays)
+        size += _TEXT + len(json.dumps(self._identity())) + sum(self._walker.lengths) * len(ROWS)
+        return num_records() * size + BLOCK * len(KINDS) * len(self._walker.lengths)
 
     def _hold(self) -> Held:
-        """Places for a state's rows. The disk has room for one: a state that was there is given up."""
-        if self._folder is not None and self._last is not None:
-            self._give_up()
-            self._folder.clear()
-        return self._walker.hold(self.homes, self._folder)
+        """Places for a state's rows. The disk has room for one: a state that was there is given up. What was committed
+        of it stays until the next commit, so that a process that is killed in between loses nothing."""
+        if self._folder is not None and self._folder.holder is not None:
+            self._release()
+        folder = self._folder
+        if folder is None:
+            return self._walker.hold(self.homes, None)
+        try:
+            held = self._walker.hold(self.homes, folder)
+        except BaseException:
+            self._release()  # or its files would be made twice
+            raise
+        # From here on, also where a state of these rows never comes about: threads may write them still.
+        folder.holder = HeldState(held)
+        return held
 
     @functools.cached_property
     def _is_durable(self) -> bool:
         """Whether all that layers have is on disk, so that a run that is killed can go on from there."""
-        if self._folder is None or jax.process_count() > 1:
+        if "disk" not in self.homes.used:
             return False
         numbers = range(len(self._walker.lengths))
         of = self.homes.of
-        return all(set(of[kind][k]) == {"disk"} for kind in KINDS for k in numbers if self._walker.slots(kind, k))
+        return all(set(of[kind][k]) == {"disk"} for kind in ROWS for k in numbers if self._walker.slots(kind, k))
 
     def _commit(self, state: WalkedState) -> None:
         """From now on, a run that is killed goes on from this state."""
-        if not self._is_durable:
-            if self.homes.fused and self._folder is not None:
-                self._folder.keep()  # a step that is not finite goes back to it
-            return
-        assert self._folder is not None
-        small = {f"{i}": np.asarray(_data(x)) for i, x in enumerate(jax.tree.leaves(state))}
-        self._folder.commit(int(state.step), small)
+        folder = state._held.folder
+        if self._is_durable:
+            assert folder is not None
+            folder.commit(int(state.step), written(jax.tree.leaves(state)))
+        elif self.homes.fused and folder is not None:
+            folder.keep()  # a step that is not finite goes back to it
 
     def resume(self) -> WalkedState | None:
         """The state that the disk holds, of a run that has ended; None if there is none."""
-        if self._folder is None or not self._is_durable:
+        if not self._is_durable:
             raise ValueError(
                 f"plan {str(self._composed.plan)!r} does not keep all that layers have on disk, so that nothing of a "
                 "run that has ended is left there: go on from a checkpoint, program.restore(path)."
             )
+        assert self._folder is not None
         if self._folder.step is None:
+            self._tell_others(self._folder)
             return None
         held = self._hold()
         found = self._folder.resume()
         assert found is not None
         shape = self._outside_shape()
         leaves, treedef = jax.tree.flatten(shape)
-        arrays = [_placed(found[1][f"{i}"], leaf) for i, leaf in enumerate(leaves)]
+        arrays = [placed(found[1], i, leaf) for i, leaf in enumerate(leaves)]
         step, params, frozen, opt, model_state, key, scaling, noise = jax.tree.unflatten(treedef, arrays)
         return self._state(held, (params, frozen, opt, model_state), (step, key, scaling, noise), is_new=False)
 
+    def _tell_others(self, folder: Folder) -> None:
+        """A run of this model under another plan is not gone on with, and should not be forgotten either."""
+        own = self._identity()
+        for record in folder.others if jax.process_index() == 0 else ():
+            there = json.loads(record.identity)
+            if all(there.get(name) == own[name] for name in TREES):
+                _logger.warning(
+                    "cjax: %s holds a run of this model after step %s, under another plan, %s on %s devices. This one "
+                    "does not go on from it. To do so: other = program.replan(%r); state = "
+                    "program.restore(other.resume())",
+                    folder.path.parent, record.step, there.get("plan"), there.get("devices"), there.get("plan"),
+                )  # fmt: skip
+
     def _outside_shape(self) -> Any:
         shape = self._composed.state_shape
-        trees = (tuple(self._walker.outside_structs(kind)) for kind in KINDS)
+        trees = (tuple(self._walker.outside_structs(kind)) for kind in ROWS)
         return (shape.step, *trees, shape._model_state, shape._key, shape._scaling, shape._noise)
 
-    @functools.cached_property
+    @property
     def _folder(self) -> Folder | None:
         """The folder of rows on disk."""
         if "disk" not in self.homes.used:
             return None
+        if self._opened is not None and not self._opened.is_closed:
+            return self._opened
         composed = self._composed
         if composed.given.disk_folder is None:
             raise ValueError(
                 f"plan {str(composed.plan)!r} keeps layers on disk, and nobody said where: give parallelize "
                 'disk_folder="/scratch/run" (--disk-folder of the commands), on a disk of this machine.'
             )
-        identity = self._identity()
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-        # Of each program its own, so that a run can go on under another plan while this one's rows are read.
-        path = made(composed.given.disk_folder).absolute() / f"cjax-{digest}"
-        if path in _OPEN:
-            _OPEN[path]._release()  # the same program, made anew in the same process: as in a notebook
-        folder = Folder(path, identity, composed.plan.disk)
-        _OPEN[path] = self
-        return folder
+        path = self._path(composed.given.disk_folder)
+        if (before := OPEN.get(path)) is not None:
+            let_go(before)  # the same program, made anew in the same process: as in a notebook
+        self._opened = Folder(path, self._identity(), composed.plan.disk)
+        OPEN[path] = self._opened
+        return self._opened
+
+    def _path(self, folder: Path) -> Path:
+        """Of each program its own, so that a run can go on under another plan while this one's rows are read."""
+        digest = hashlib.sha256(json.dumps(self._identity(), sort_keys=True).encode()).hexdigest()[:12]
+        return folder.absolute() / f"cjax-{digest}"
+
+    def has_place_of(self, state: State) -> bool:
+        """Whether rows of a new state would be where this one's are on disk."""
+        folder = self._composed.given.disk_folder
+        if folder is None or "disk" not in self.homes.used:
+            return False
+        opened = OPEN.get(self._path(folder))
+        return opened is not None and isinstance(state, WalkedState) and state._held.folder is opened
 
     def _release(self) -> None:
         """Gives up the state that is on disk, and the folder."""
-        self._give_up()
-        if (folder := vars(self).pop("_folder", None)) is not None:
-            folder.close()
-
-    def _give_up(self) -> None:
-        """The last state can't be used from here on."""
-        if self._last is not None:
-            step, held = self._last
-            if not step.is_deleted():
-                step.delete()
-            for rows in held.every:
-                rows.close()
-        self._last = None
+        if self._opened is not None:
+            let_go(self._opened)
+        self._opened = None
 
     def _identity(self) -> dict[str, Any]:
         """What tells this program's rows from others'."""
         composed = self._composed
-        shapes = {
-            name: [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(shelf.leaf_shapes())]
-            for name, shelf in zip(("params", "frozen", "opt", "model_state"), composed.shelves, strict=True)
-        }
+        shapes = {}
+        for name, shelf in zip(TREES, composed.shelves, strict=True):
+            leaves = shelf.leaf_shapes()
+            named = zip(leaf_names(leaves), jax.tree.leaves(leaves), strict=True)
+            shapes[name] = [f"{leaf} {x.dtype}{list(x.shape)}" for leaf, x in named]
         return {"plan": str(composed.plan), "devices": composed.mesh.size, **shapes}
 
     # -- states -------------------------------------------------------------------------------------------------------
@@ -231,8 +289,7 @@ class Walking:
         held = self._hold()
         *outside, model_state = born(held, lambda tree, leaf: values.get((tree, leaf)), problems)
         refuse_values(problems, composed)
-        scaling = (composed.scaling or LossScale()).init()
-        small = jax.device_put((jnp.int32(0), key, scaling, init_noise()), composed.whole)
+        small = self._first_small(key)
         return self._state(held, (*outside, self._first_opt(held, outside[0]), model_state), small)
 
     def _adopted(self, held: Held, given: Given, problems: list[str]) -> tuple[Arrays, Arrays, Arrays]:
@@ -245,12 +302,23 @@ class Walking:
         for tree, (kind, shelf) in enumerate(kept.items()):
             own = values_of(shelf, initial[tree])
 
-            def value(leaf: int, where: Any, tree: int = tree, own: Value = own) -> Any:
+            placed, whole = jax.tree.leaves(shelf.leaf_shardings(composed.mesh)), {}
+
+            def value(
+                leaf: int, where: Any, layer: int | None, tree: int = tree, own: Value = own,
+                placed: Sequence[Any] = placed, whole: dict[int, Any] = whole,
+            ) -> Any:  # fmt: skip
                 found = given(tree, leaf)
-                return own(leaf, where) if found is None else found.placed(where, problems)
+                if found is None:
+                    return own(leaf, where, layer)
+                # Of a leaf that holds all layers, each reads the whole: a file has no other parts by name.
+                if leaf not in whole:
+                    whole.clear()
+                    whole[leaf] = found.placed(placed[leaf], problems)
+                    refuse_values(problems, composed)
+                return whole[leaf] if layer is None else part_of(whole[leaf], layer)
 
             outside.append(fill(self._walker, held, kind, shelf, composed.mesh, value))
-            refuse_values(problems, composed)
         return outside[0], outside[1], store_leaves(shelves.model_state, initial[2], composed.mesh)
 
     def _born(self, key: jax.Array, held: Held, given: Given, problems: list[str]) -> tuple[Arrays, Arrays, Arrays]:
@@ -285,7 +353,7 @@ class Walking:
         """A state for gradients alone, without the optimizer's. Its rows are in host memory; no others are touched."""
         composed = self._composed
         held, outside = self._walker.hold(Homes.all_at("host", self._walker.lengths), None), []
-        for kind in KINDS[:2]:
+        for kind in ROWS[:2]:
             shelf = getattr(composed.shelves, kind)
             outside.append(fill(self._walker, held, kind, shelf, composed.mesh, values_of(shelf, trees[kind])))
         empty_rows(self._walker, held)
@@ -299,7 +367,7 @@ class Walking:
         """A state from the user's trees "params", "frozen" and "opt", the stored model state, and the small rest."""
         composed, held = self._composed, self._hold()
         outside = []
-        for kind in KINDS:
+        for kind in ROWS:
             shelf = getattr(composed.shelves, kind)
             outside.append(fill(self._walker, held, kind, shelf, composed.mesh, values_of(shelf, trees[kind])))
         return self._state(held, (*outside, model_state), small)
@@ -327,7 +395,7 @@ class Walking:
         shelves, walker = self._composed.shelves, self._walker
         params, frozen, opt, model_state = trees
         state = WalkedState(step, params, frozen, opt, model_state, key, scaling, noise, shelves, walker, held)
-        self._last = step, held
+        note_step(held, step)
         if is_new:
             self._commit(state)
         return state
@@ -380,7 +448,7 @@ class Walking:
         new = dataclasses.replace(
             state, step=step, _params=outside.params, _opt=outside.opt, _model_state=model_state, _scaling=scaling
         )
-        self._last = step, state._held
+        note_step(state._held, step)
         self._commit(new)
         return new
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from cjax.checkpoint import Checkpointer
+from cjax.checkpoint import Checkpointer, inspect
 from cjax.program import Program, State
 from cjax.train.display import Display, format_facts, make_display
 from cjax.train.meter import Meter
@@ -164,8 +164,8 @@ def _check_counts(**counts: tuple[Any, int]) -> None:
 
 
 def _resume(program: Program, data: Any, checkpoints: Checkpointer, notes: list[str]) -> tuple[State, int]:
-    tree, meta = checkpoints.restore(None, program.abstract_state())
-    state = program.from_arrays(tree)
+    folder = checkpoints.place()
+    state, meta = program.restore(folder), inspect(folder).meta
     before, now = meta["plan"], str(program.plan)
     changed = "" if before == now else f", from plan {before} to {now}"
     notes.append(f"resuming after step {int(state.step)}{changed}")
@@ -298,7 +298,8 @@ class _Loop:
         self._read(state)  # so that no step is in a checkpoint before it is known to be finite
         position = {"samples": self.stream.samples, "identity": self.identity}
         meta = {**self.program.meta(state), "data": position}
-        self.checkpoints.save(self.step, self.program.to_arrays(state), meta)
+        tree, rows = self.program.to_rows(state)
+        self.checkpoints.save(self.step, tree, meta, rows=rows)
         self.saved = self.step
         self.meter.pause()
 

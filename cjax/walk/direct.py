@@ -5,6 +5,7 @@ import errno
 import mmap
 import os
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class BlockFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle = _open(path)
+        # Also where nobody closes it, and not while a thread has it.
+        self._close = weakref.finalize(self, os.close, self._handle)
 
     def read(self, place: int, into: np.ndarray) -> None:
         """Fills a buffer of whole blocks.
@@ -72,7 +75,7 @@ class BlockFile:
             os.fdatasync(self._handle)
 
     def close(self) -> None:
-        os.close(self._handle)
+        self._close()
 
 
 def allocate(path: Path, num_bytes: int, first: bytes) -> None:

@@ -87,6 +87,11 @@ class Buffers:
                 self._free.append(data)
 
 
+def aligned(size: int) -> int:
+    """Bytes that a part takes in a row."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
 def _places(shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[dict[Part, int]], int]:
     """Where in a row each part of each array is, of those that this process has, and how long a row is."""
     found: list[dict[Part, int]] = []
@@ -98,7 +103,7 @@ def _places(shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[dict[Part, int
             if part not in places:
                 places[part] = end
                 size = math.prod(stop - start for start, stop in part) * shape.dtype.itemsize
-                end += -(-size // _ALIGNED) * _ALIGNED
+                end += aligned(size)
         found.append(places)
     return found, max(whole_blocks(end), BLOCK)
 

@@ -15,16 +15,17 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from cjax.mesh import own_context
 from cjax.planner.homes import Kind
+from cjax.walk.agreeing import last_commits, together
 from cjax.walk.direct import (
     BLOCK,
     BlockFile,
@@ -34,7 +35,7 @@ from cjax.walk.direct import (
     shown,
     sync_names,
 )
-from cjax.walk.record import Committed, read_record, record_bytes, write_record
+from cjax.walk.record import Committed, look, read_record, record_bytes, write_record
 
 # Two places a row: what is put is durable at the next commit. One: what is put once, and what no other run reads.
 _PLACES: Mapping[Kind, int] = {"params": 2, "opt": 2, "frozen": 1, "grads": 1, "inputs": 1}
@@ -102,7 +103,7 @@ class Folder:
     """The folder of one run; in it, each process sees to files of its own.
 
     Args:
-        path: is made if it is missing; the folder that it is in must be there.
+        path: is made if it is missing, and so is the folder that it is in; the one above must be there.
         identity: what tells this program from others, in JSON's types: another program's state is refused.
         limit: how many bytes this process may have there (`disk=`).
 
@@ -122,6 +123,7 @@ class Folder:
     @own_context
     def __init__(self, path: str | Path, identity: Mapping[str, Any], limit: int | None = None) -> None:
         self.path = Path(path).absolute()
+        self.holder: Any = None  # whoever opened it notes here whose rows are in it
         self.num_bytes = 0  # that files of rows take
         self._index = jax.process_index()
         self._limit = limit
@@ -131,18 +133,18 @@ class Folder:
         self._guard = threading.Lock()
         given = {**identity, "processes": jax.process_count()}
         self._identity = json.dumps(given, sort_keys=True, default=str)
-        self._lock = -1
+        self._unlock: Callable[[], object] | None = None
+        self.is_closed = False
         self._is_between = False  # two commits: which of them a process that is killed leaves is not known
         self._record: Committed | None = None
         try:
-            with self._together("open"):
-                self._lock = self._locked()
+            with together("open", self.path):
+                self._unlock = weakref.finalize(self, os.close, self._locked())
                 self._record = self._known()
-            self._go_back()
+            self._run = self._go_back()
         except BaseException:
             self.close()
             raise
-        self._run = self._record.run if self._record else secrets.token_hex(8)
 
     def __enter__(self) -> "Folder":
         return self
@@ -204,15 +206,15 @@ class Folder:
         """
         self._refuse_between()
         unfinished = self._beside(".new")
-        with self._together("commit"):
+        with together("commit", self.path):
             for settle in self._settle:
                 settle()
             for file in self._files.values():
                 file.sync()
             halves = {name: "".join(file.newest) for name, file in self._files.items()}
-            record = Committed(step, self._identity, self._run, halves)
-            # The one that is current stays until the new one is there, and with several processes the one before it.
-            self._reserve("the small arrays", (2 + (jax.process_count() > 1)) * record_bytes(record, small))
+            number = self._record.number + 1 if self._record else 0
+            record = Committed(step, number, self._identity, self._run, halves)
+            self._reserve("the small arrays", num_records() * record_bytes(record, small))
             self._refuse_others(unfinished)
             try:
                 write_record(unfinished, record, small)
@@ -221,7 +223,7 @@ class Folder:
                 raise
         # An interrupt in here too leaves it so: what is current then must not be guessed.
         self._is_between = True
-        with self._together("commit"), explained(f"{self.path} can't be written"):
+        with together("commit", self.path), explained(f"{self.path} can't be written"):
             if jax.process_count() > 1 and self._beside("").exists():
                 os.replace(self._beside(""), self._beside(".before"))
             os.replace(unfinished, self._beside(""))
@@ -249,6 +251,12 @@ class Folder:
                 settle()
         for file in self._files.values():
             file.take_back()
+
+    @property
+    def others(self) -> list[Committed]:
+        """What was committed in the folders beside this one."""
+        found = [look(path) for path in sorted(self.path.parent.glob(f"*/commit.{self._index}"))]
+        return [record for record in found if record is not None and record.identity != self._identity]
 
     @property
     def step(self) -> int | None:
@@ -284,22 +292,24 @@ class Folder:
             file.close()
         self._files.clear()
         self._scratch.clear()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._unlock is not None:
+            self._unlock()
+        self.is_closed = True
 
     # -- what is there ------------------------------------------------------------------------------------------------
     def _locked(self) -> int:
         """Makes the folder, and takes it for this process until that ends, however it does."""
-        if not self.path.parent.is_dir():
+        above = self.path.parent.parent
+        if not above.is_dir():
             raise FileNotFoundError(
                 errno.ENOENT,
-                f"the folder {self.path} can't be made: {self.path.parent} is not there. Is its disk mounted? If "
-                f"so: mkdir -p {self.path.parent}",
+                f"the folder {self.path.parent} can't be made: {above} is not there. Is its disk mounted? If so: "
+                f"mkdir -p {above}",
             )
         path = self.path / f"lock.{self._index}"
         with explained(f"the folder {self.path} can't be used"):
-            self.path.mkdir(exist_ok=True)
+            for folder in (self.path.parent, self.path):
+                folder.mkdir(exist_ok=True)
             self._refuse_others(path)
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -335,40 +345,59 @@ class Folder:
             )
         return record
 
-    def _go_back(self) -> None:
-        """One process may have been killed before it had committed what others had: all go back to what all have."""
-        if jax.process_count() == 1:
-            return
-        mine = self._record.step if self._record else -1
-        steps = multihost_utils.process_allgather(np.array(mine)).tolist()
-        last = min(steps)
-        with self._together("open"):
-            if last < 0 <= max(steps):
-                without = [process for process, step in enumerate(steps) if step < 0]
+    def _go_back(self) -> str:
+        """One process may have been killed before it had committed what others had: all go back to what all have.
+        Commits are told apart by their numbers: a run that was taken over from elsewhere may commit a step twice, or
+        an earlier one after a later one.
+
+        Returns:
+            the run's name, which all processes give their files.
+        """
+        mine = (self._record.number, self._record.run) if self._record else (-1, secrets.token_hex(8))
+        numbers, runs = last_commits(*mine)
+        last = min(numbers)
+        with together("open", self.path):
+            if last < 0 and max(numbers) == 0:  # the first commit was not everybody's: there is none
+                self._uncommit()
+                self._remove_rows()
+                return runs[0]
+            if last < 0 <= max(numbers):
+                without = [process for process, number in enumerate(numbers) if number < 0]
                 raise ValueError(
                     f"of the processes, {without} have no state in {self.path}, and the others have: name the folder "
                     "that all worked with, or another one"
                 )
-            if mine > last:
-                record, _ = read_record(self._beside(".before"))
-                if record.step != last:
-                    raise ValueError(f"processes have committed different steps in {self.path}: {steps}")
+            if last >= 0 and len(set(runs)) > 1:
+                raise ValueError(
+                    f"in {self.path} processes have states of different runs: name the folder that all worked with, "
+                    "or another one"
+                )
+            if mine[0] > last:
+                before = read_record(self._beside(".before"))[0] if self._beside(".before").exists() else None
+                if before is None or before.number != last:
+                    raise ValueError(
+                        f"in {self.path} processes are more than one commit apart ({numbers}), so that no state is "
+                        "left that all have: go on from a checkpoint, with another folder"
+                    )
                 os.replace(self._beside(".before"), self._beside(""))
                 sync_names(self.path)
-                self._record = record
+                self._record = before
+        return runs[0]
 
     def _committed(self, name: str, path: Path, first: bytes, size: int) -> str:
         """Which places of a file of rows are current, which is there and whole."""
         assert self._record is not None
         if name not in self._record.halves:
             raise self._other_homes(name)
-        with (
-            explained(f"{path}, which holds rows of step {self._record.step}, can't be read"),
-            open(path, "rb") as file,
-        ):
-            found = file.read(len(first))
-            if os.fstat(file.fileno()).st_size < size and found == first:
-                raise cut_short(path, size)
+        what = f"{path}, which holds rows of step {self._record.step}"
+        if not path.exists():
+            raise FileNotFoundError(
+                errno.ENOENT, f"{what}, is not there. What it held is lost: restore a checkpoint, with another folder"
+            )
+        with explained(f"{what}, can't be read"), open(path, "rb") as file:
+            found, there = file.read(len(first)), os.fstat(file.fileno()).st_size
+        if there < size and first.startswith(found):
+            raise cut_short(path, size)
         if found != first:
             if not found.startswith(self._start()):
                 raise ValueError(f"{path} holds rows of another run than {self._beside('')}: one of the two was moved")
@@ -442,23 +471,11 @@ class Folder:
     def _beside(self, ending: str) -> Path:
         return self.path / f"commit.{self._index}{ending}"
 
-    @contextlib.contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """What every process does before any goes on: where one fails, all raise."""
-        failed: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            failed = error
-        if jax.process_count() > 1:
-            fine = multihost_utils.process_allgather(np.array(failed is None)).tolist()
-            if failed is None and not all(fine):
-                whose = [i for i, is_fine in enumerate(fine) if not is_fine]
-                failed = OSError(
-                    errno.EIO, f"processes {whose} could not {what} in {self.path}; what they raised says why"
-                )
-        if failed is not None:
-            raise failed
+
+def num_records() -> int:
+    """How many a process keeps at once: the one that is current stays until the new one is there, and with several
+    processes the one before it."""
+    return 2 + (jax.process_count() > 1)
 
 
 def _is_ours(path: Path) -> bool:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from cjax.planner.homes import KINDS, Peaks, RowBytes, RowSizes
+from cjax.walk.direct import whole_blocks
+from cjax.walk.disk import aligned
 from cjax.walk.jitted import Jitted
 from cjax.walk.optimizer import RowOptimizer
 from cjax.walk.walker import Walker
@@ -54,6 +56,11 @@ def num_bytes(tree: Any) -> int:
     )
 
 
+def data_bytes(x: Any) -> int:
+    """Bytes of an array, all of it."""
+    return math.prod(x.shape) * _itemsize(x)
+
+
 def _itemsize(x: Any) -> int:
     return 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.dtype(x.dtype).itemsize
 
@@ -75,8 +82,8 @@ def row_bytes(structs: Iterable[jax.ShapeDtypeStruct]) -> RowBytes:
         own = [d for d in indices if d.process_index == jax.process_index()] or list(indices)
         device += part
         host += part * len(own)
-        disk += part * len({str(indices[d]) for d in own})
-    return RowBytes(device, host, disk)
+        disk += aligned(part) * len({str(indices[d]) for d in own})
+    return RowBytes(device, host, whole_blocks(disk))
 
 
 class Measuring:

@@ -27,12 +27,14 @@ class Committed:
 
     Args:
         step: after which it was.
+        number: of the commit: it tells states of one step apart, of which a run may have several.
         identity: the program's, as JSON.
-        run: the name, drawn at random, that all files of this state carry.
+        run: the name, drawn at random, that all files of this state carry, those of all processes.
         halves: for each file of rows, a letter a row: "0" or "1", the half that holds it, "-" if there is none.
     """
 
     step: int
+    number: int
     identity: str
     run: str
     halves: Mapping[str, str]
@@ -63,6 +65,19 @@ def record_bytes(record: Committed, small: Mapping[str, np.ndarray]) -> int:
     infos = sum(len(name) + 100 for name in small)
     text = len(json.dumps(asdict(record))) + infos
     return len(MAGIC) + _LENGTH + text + sum(np.asarray(x).nbytes for x in small.values()) + _DIGEST().digest_size
+
+
+def look(path: Path) -> Committed | None:
+    """What a record says, without its arrays; None where there is none that can be read."""
+    try:
+        with open(path, "rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                return None
+            known = json.loads(file.read(int.from_bytes(file.read(_LENGTH), "little")))
+    except (OSError, ValueError):
+        return None
+    known.pop("arrays")
+    return Committed(**known)
 
 
 def read_record(path: Path) -> tuple[Committed, dict[str, np.ndarray]]:

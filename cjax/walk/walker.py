@@ -60,7 +60,6 @@ class Walker:
     ) -> None:  # fmt: skip
         self.programs, self.lengths, self.optimizer = programs, tuple(lengths), optimizer
         self.storage, self._mesh = storage, mesh
-        self.homes = Homes.all_at("device", lengths)  # of the state that was held last
         self._walk = LayerWalk(programs, lengths)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -107,7 +106,7 @@ class Walker:
 
     def hold(self, homes: Homes, folder: Folder | None) -> Held:
         """Places for all rows, which are empty; `folder` of those on disk."""
-        self.homes, numbers = homes, range(len(self.lengths))
+        numbers = range(len(self.lengths))
         rows = {
             kind: [make_rows(self.structs(kind, k), homes.of[kind][k], kind, k, folder) for k in numbers]
             for kind in KINDS

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from cjax import checkpoint
 from cjax.report.step import FlopCount, MemoryUse, Report
 
 TRUTH = np.array([1.0, -2.0, 0.5], np.float32)
@@ -70,6 +72,12 @@ class SmallProgram:
     def to_arrays(self, state: SmallState) -> dict[str, Any]:
         tree = {"params": {"w": state.w}, "opt_state": (state.momentum,), "step": state.step, "key": state.key}
         return jax.tree.map(jnp.copy, tree)
+
+    def to_rows(self, state: SmallState) -> tuple[dict[str, Any], None]:
+        return self.to_arrays(state), None
+
+    def restore(self, path: Path) -> SmallState:
+        return self.from_arrays(checkpoint.restore(path, self.abstract_state())[0])
 
     def abstract_state(self) -> dict[str, Any]:
         shape = jax.eval_shape(lambda: self.to_arrays(self.init()))

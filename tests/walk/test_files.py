@@ -1,6 +1,7 @@
 """What a folder on disk survives, what it refuses, and that nothing but its own files is ever touched."""
 
 import errno
+import gc
 import os
 import resource
 import subprocess
@@ -20,7 +21,7 @@ from hypothesis.extra import numpy as arrays_of
 from cjax.walk import files
 from cjax.walk.direct import BLOCK, buffer
 from cjax.walk.files import Folder
-from cjax.walk.record import Committed, read_record, write_record
+from cjax.walk.record import Committed, look, read_record, write_record
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 ROWS = 3
@@ -164,10 +165,11 @@ small_arrays = arrays_of.arrays(
 def test_small_arrays_come_back_as_they_were(small: dict[str, np.ndarray]) -> None:
     small["low"] = np.frombuffer(bytes(range(6)), jnp.bfloat16)
     small["turned"] = np.arange(6).reshape(2, 3).T
-    record = Committed(5, '{"a": 1}', "run", {"params-0": "01-"})
+    record = Committed(5, 7, '{"a": 1}', "run", {"params-0": "01-"})
     with tempfile.TemporaryDirectory() as folder:
         write_record(Path(folder, "commit"), record, small)
         found, arrays = read_record(Path(folder, "commit"))
+        assert look(Path(folder, "commit")) == record and look(Path(folder, "none")) is None
     assert found == record and list(arrays) == list(small)
     for name, array in small.items():
         assert (arrays[name].dtype, arrays[name].shape) == (array.dtype, array.shape)
@@ -188,9 +190,27 @@ def test_a_folder_in_use_is_refused_until_its_process_ends(path: Path) -> None:
     again(path).close()
 
 
+def test_what_nobody_has_any_more_is_closed(path: Path) -> None:
+    """And not before: a thread would write to whatever file has its number by then."""
+    folder = again(path)
+    rows = opened(folder)
+    del folder
+    gc.collect()
+    with pytest.raises(BlockingIOError):
+        again(path)
+    assert value_of(rows, 2) == 3
+    handles = len(os.listdir("/proc/self/fd"))
+    del rows
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == handles - 2
+    assert values(path) == (3, [1, 2, 3])
+
+
 def test_a_missing_disk_is_not_made_up(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"is not there. Is its disk mounted\? If so: mkdir -p"):
-        again(tmp_path / "disk" / "rows")
+    with pytest.raises(FileNotFoundError, match=r"disk is not there. Is its disk mounted\? If so: mkdir -p .*disk$"):
+        again(tmp_path / "disk" / "run" / "rows")
+    assert not any(tmp_path.iterdir())
+    again(tmp_path / "run" / "rows").close()
     (tmp_path / "file").write_text("mine")
     with pytest.raises(FileExistsError, match="can't be used"):
         again(tmp_path / "file")
@@ -210,7 +230,7 @@ def damage_byte(file: Path) -> None:
     ("name", "damage", "error", "says"),
     [
         ("params-0.0.rows", damage_end, OSError, r"cut short: it has .* are needed.*restore a checkpoint"),
-        ("params-0.0.rows", Path.unlink, FileNotFoundError, "rows of step 3, can't be read"),
+        ("params-0.0.rows", Path.unlink, FileNotFoundError, "rows of step 3, is not there.*restore a checkpoint"),
         ("commit.0", damage_byte, ValueError, "damaged.*restore a checkpoint"),
         ("commit.0", lambda file: os.truncate(file, 30), ValueError, "damaged"),
     ],

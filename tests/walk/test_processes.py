@@ -4,15 +4,18 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 PROCESS = """
-import shutil, sys
+import dataclasses, os, shutil, sys
+from pathlib import Path
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from cjax.walk.files import Folder
+from cjax.walk.record import read_record, write_record
 from cjax.walk.stores import make_rows
 
 address, index, path = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -83,6 +86,55 @@ else:
     raise AssertionError("one is another program")
 folder, rows = opened()
 check(rows, 2, 12)
+
+
+def reopened(change):
+    rows.close()
+    folder.close()
+    if index == 1:  # as if it had been killed, or another's files were there
+        change(Path(path + "/commit.1"))
+    multihost_utils.sync_global_devices("changed")
+    return opened()
+
+
+# A step may be committed twice, of two runs: what all have is told by the commit.
+for seed in (50, 60):
+    rows.put(2, row(seed)[1])
+    folder.commit(2, {"seed": np.array(seed)})
+folder, rows = reopened(lambda record: os.replace(str(record) + ".before", record))
+assert folder.resume() == (2, {"seed": 50}), folder.resume()
+check(rows, 2, 50)
+folder.commit(3, {})
+run, number = folder._record.run, folder._record.number
+
+
+def changed(**fields):
+    def change(record):
+        found, small = read_record(record)
+        write_record(record, dataclasses.replace(found, **fields), small)
+    return change
+
+
+for fields, words in (({"run": "0" * 16}, "states of different runs"), ({"number": 1}, "more than one commit apart")):
+    try:
+        reopened(changed(**fields))
+    except (OSError, ValueError) as error:
+        alone = index and "number" in fields
+        assert ("[0] could not open" if alone else words) in str(error), error
+    else:
+        raise AssertionError(words)
+    folder.close()
+    if index:
+        changed(run=run, number=number)(Path(path + "/commit.1"))
+# What only some have committed first is nobody's.
+path += "-2"
+folder, rows = opened()
+rows.put(2, row(70)[1])
+rows.put(0, row(70)[1])
+rows.put(1, row(70)[1])
+folder.commit(0, {})
+folder, rows = reopened(lambda record: record.unlink())
+assert folder.resume() is None and folder.step is None
 """
 
 
@@ -100,7 +152,15 @@ def test_two_processes_keep_their_own_shards_and_go_back_together(tmp_path: Path
         )
         for index in range(2)
     ]
-    errors = [process.communicate(timeout=120)[1] for process in running]
+    # Where one fails, the other would wait for it.
+    until = time.monotonic() + 120
+    while time.monotonic() < until and not any(process.poll() for process in running):
+        if all(process.poll() == 0 for process in running):
+            break
+        time.sleep(0.05)
+    for process in running:
+        process.kill()  # none that has ended
+    errors = [process.communicate()[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
     names = {f"{name}.{index}{end}" for index in range(2) for name, end in (("commit", ""), ("lock", ""))}
     assert names <= {each.name for each in (tmp_path / "rows").iterdir()}

@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 
 import jax
@@ -277,6 +278,19 @@ def test_the_last_of_two_that_are_put_at_once_stays() -> None:
     rows.settle()
     assert slow.go.is_set()
     assert_same(rows.fetch(0), values[-1], shapes)
+    rows.close()
+
+
+def test_what_was_fetched_ahead_is_no_more_when_another_is_put() -> None:
+    shapes = [struct((2,), "float32", P())]
+    before, after = (drawn(shapes, seed) for seed in range(2))
+    rows = MovedRows(tuple(shapes), [stores.HostKeeper(tuple(shapes))], room=2)
+    rows.put(0, placed(before, shapes))
+    rows.settle()
+    rows.ahead(0)
+    wait(rows._reading[0])  # it is on the devices
+    rows.put(0, placed(after, shapes))
+    assert_same(rows.fetch(0), after, shapes)
     rows.close()
 
 

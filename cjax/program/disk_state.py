@@ -1,0 +1,95 @@
+"""What of a state is in a folder: the arrays of what belongs to no layer, and whose rows the files hold."""
+
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cjax.checkpoint.rows import key_impl
+from cjax.walk.files import Folder
+from cjax.walk.walk import Held
+
+_logger = logging.getLogger("cjax")
+
+
+@dataclass
+class HeldState:
+    """The state whose rows are in a folder: its `holder`."""
+
+    held: Held
+    step: jax.Array | None = None  # none of them is whole yet
+
+    def give_up(self) -> None:
+        """It can't be used from here on."""
+        if self.step is not None and not self.step.is_deleted():
+            self.step.delete()
+        for rows in self.held.every:
+            try:
+                rows.close()
+            except Exception as error:
+                _logger.warning("cjax: of a state that is given up, rows could not be moved: %s", error)
+
+
+# Folders that this process has open, for as long as somebody has their program or their rows.
+OPEN: weakref.WeakValueDictionary[Path, Folder] = weakref.WeakValueDictionary()
+
+
+def let_go(folder: Folder) -> None:
+    """Gives up the state that is in a folder, and the folder."""
+    if isinstance(folder.holder, HeldState):
+        folder.holder.give_up()
+    folder.holder = None
+    folder.close()
+
+
+def note_step(held: Held, step: jax.Array) -> None:
+    """The step of the state whose rows these are."""
+    if held.folder is not None:
+        assert isinstance(held.folder.holder, HeldState), "rows on disk are somebody's"
+        held.folder.holder.step = step
+
+
+def written(arrays: Sequence[jax.Array]) -> dict[str, np.ndarray]:
+    """What can be written of arrays, by number: of keys their numbers. Of an array of several processes its own parts,
+    each once."""
+    found: dict[str, np.ndarray] = {}
+    for i, x in enumerate(arrays):
+        data = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        if data.is_fully_addressable:
+            found[f"{i}"] = np.asarray(data)
+        else:
+            found |= {
+                f"{i} {_place(part.index, data.shape)}": np.asarray(part.data) for part in data.addressable_shards
+            }
+    return found
+
+
+def placed(found: Mapping[str, np.ndarray], i: int, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """What was written, as it was."""
+    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
+    data = jax.eval_shape(jax.random.key_data, like) if is_key else like
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        whole = found.get(f"{i}")
+        return found[f"{i} {_place(index, data.shape)}"] if whole is None else whole[index]
+
+    array = jax.make_array_from_callback(data.shape, like.sharding, part, dtype=data.dtype)
+    # A CPU device takes NumPy's memory for its own, which a step would then give away.
+    array = _copy(array)
+    return jax.random.wrap_key_data(array, impl=key_impl(like)) if is_key else array
+
+
+def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+    """Where a part begins in each dim; all parts of an array are alike."""
+    return ",".join(str(each.indices(size)[0]) for each, size in zip(index, shape, strict=True))
+
+
+@jax.jit
+def _copy(array: jax.Array) -> jax.Array:
+    return jnp.copy(array)
