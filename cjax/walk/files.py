@@ -7,7 +7,6 @@ process may be killed at any moment, and what was committed last is whole. Each 
 Only files that begin as ours do are ever written over or removed.
 """
 
-import contextlib
 import errno
 import fcntl
 import hashlib
@@ -243,14 +242,21 @@ class Folder:
         for file in self._files.values():
             file.keep()
 
-    def take_back(self) -> None:
-        """What was put since `keep` or `commit` was called last is no more; not to be called before either was."""
-        for settle in self._settle:
-            # It waits in any case. Where it fails, whoever comes to these rows next is told.
-            with contextlib.suppress(Exception):
+    def take_back(self) -> bool:
+        """What was put since `keep` or `commit` was called last is no more; not to be called before either was.
+
+        Returns:
+            whether the rows can be used on: where one could not be read or written, none of their threads goes on.
+        """
+        failed = []
+        for settle in self._settle:  # which waits in any case
+            try:
                 settle()
+            except Exception as error:
+                failed.append(error)
         for file in self._files.values():
             file.take_back()
+        return not failed
 
     @property
     def others(self) -> list[Committed]:

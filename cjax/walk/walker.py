@@ -150,8 +150,8 @@ class Walker:
             loss = mean(out.total, out.weight)
             return self.update(held, outside, grads, out, loss, exports, give_up, fused)
         except BaseException:
-            if fused and held.folder is not None:
-                held.folder.take_back()
+            if fused and held.folder is not None and not held.folder.take_back():
+                give_up()
             raise
 
     def update(
