@@ -24,7 +24,7 @@ LENGTH = {"gpt2-xl": 1024, "t5-3b": 512}
 ROWS = {"gpt2-xl": (16, 128), "t5-3b": (16, 64)}  # of a device
 PLANS = {
     "gpt2-xl": {"ZeRO-3": "zero=3 remat=block", "70 GiB": "zero=3 budget=70GiB", "24 GiB": "zero=3 budget=24GiB"},
-    "t5-3b": {"ZeRO-3": "zero=3 remat=block", "70 GiB": "zero=3 budget=70GiB", "40 GiB": "zero=3 budget=40GiB"},
+    "t5-3b": {"ZeRO-3": "zero=3 remat=block", "70 GiB": "zero=3 budget=70GiB", "20 GiB": "zero=3 budget=20GiB"},
 }
 
 
