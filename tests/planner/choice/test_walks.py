@@ -6,10 +6,11 @@ import jax
 import optax
 import pytest
 import small_gpt
+from remembered import ahead_loss
 from small_gpt import EMBED, LAYERS, MLP, ROWS, SEQ, TOKENS, VOCAB
 
 from cjax.cluster import Cluster
-from cjax.models import GPT, T5, loss, t5, t5_loss
+from cjax.models import GPT, T5, loss, t5
 from cjax.plan import Auto, Plan
 from cjax.planner.choice.homes import TooLittle
 from cjax.planner.choice.planning import Planning
@@ -52,12 +53,12 @@ def test_rows_are_the_models_own(planning: Planning) -> None:
 
 
 def test_what_passes_all_layers_of_a_decoder_stays_on_the_device() -> None:
-    """Keys and values that T5 makes of its encoder's text for all layers, before the first: they are in no layer's row,
+    """Keys and values that are made of the encoder's text for all layers, before the first: they are in no layer's row,
     and there for each micro-batch."""
     config = t5("t5-mini", num_layers=4)
     ids = jax.ShapeDtypeStruct((ROWS, SEQ), "int32")
     batch = {"inputs": ids, "targets": ids, "source": ids}
-    source = TraceSource(capture(lambda rngs: T5(config, rngs=rngs), t5_loss, batch), batch)
+    source = TraceSource(capture(lambda rngs: T5(config, rngs=rngs), ahead_loss, batch), batch)
     found = Planning(source, optax.adam(1e-3), lambda num: hardware_of_cluster(Cluster.parse("h100"), num))
     stream, inner = ROWS * SEQ * config.embed_dim * 4, ROWS * SEQ * config.num_heads * config.head_dim * 4
     outside = {}

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from contract import trace_of
+from remembered import ahead_loss
 
-from cjax.models import GPT, loss
+from cjax.models import GPT, T5, loss, t5
 from cjax.models.gpt import GPTConfig
 from cjax.planner.reading.work import work_of
 from cjax.planner.work import BATCH, Dims, Kept, NamedTensor, Work, elements
@@ -161,7 +162,10 @@ def test_logits_wait_for_the_product_that_learns_the_table() -> None:
 
 def test_what_all_layers_of_a_decoder_read_of_an_encoder_stands_ahead() -> None:
     """Keys and values of all layers, one by one and together, and room for what is learned of them."""
-    found = work_of(trace_of("cjax_t5")).kept["block", "half", False]
+    config = t5("t5-mini", num_layers=2)
+    ids = jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32)
+    batch = {"inputs": ids, "targets": ids, "source": ids}
+    found = read(lambda rngs: T5(config, rngs=rngs), ahead_loss, batch).kept["block", "half", False]
     ahead = [each for each in found if each.ahead]
     assert len(ahead) == 1 and sum(1 for each in found if each.saved) >= 3
     stacked = [v for v in ahead[0].ahead if len(v.dims) == 5]
