@@ -128,6 +128,8 @@ def _checked(plan: Plan, weights: str | None) -> Plan:
         if getattr(plan, name) != getattr(Plan(), name):
             more = ": the layers that host memory has no room for stay in their folder" if name == "disk" else ""
             raise ValueError(f"{name}= has no use in generation from a folder{more}; there are {', '.join(_WORDS)}")
+    if useless := sorted(set(plan.offload) - {"params", "activations"}):
+        raise ValueError(f"offload={useless[0]} has no use in generation: there are params, and activations")
     if weights is None:
         return plan
     if weights not in KINDS:
@@ -141,7 +143,7 @@ def _checked(plan: Plan, weights: str | None) -> Plan:
 def _loss(model: Any, batch: Any) -> jax.Array:
     """All that generation computes, in one pass: what is known of the model's layers is read off it."""
     if isinstance(model, T5):
-        return last_logits(model, model.decode(batch["new"], model.remember(model.encode(batch["source"])))).mean()
+        return last_logits(model, model.decode(batch["new"], model.remember_each(model.encode(batch["source"])))).mean()
     return last_logits(model, model.hidden(batch["new"])).mean()
 
 

@@ -10,5 +10,5 @@ from cjax.models.cross_entropy import cross_entropy
 
 
 def ahead_loss(model: T5, batch: Any) -> jax.Array:
-    source = list(model.remember(model.encode(batch["source"])))
+    source = model.remember(model.encode(batch["source"]))
     return cross_entropy(model.decode(batch["inputs"], source), batch["targets"], model.classify)

@@ -102,6 +102,8 @@ def test_rows_of_a_t5_are_shared_with_what_the_encoder_made_of_them(folder_of: A
         [walk] = {walk.structs()[0].shape: walk for walk in model.texts._made.values()}.values()
         parts = [math.prod(x.sharding.shard_shape(x.shape)) for x in walk.structs()]
         assert parts == [2 * (NUM + 1) * 40] * 2 + [2 * 5 * 40] * 2
+    with StreamedModel(folder, "tensor=2", devices=jax.devices()[:2]) as model:
+        np.testing.assert_array_equal(greedy(model), wanted(folder))
 
 
 def live_bytes() -> int:

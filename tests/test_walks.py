@@ -191,6 +191,8 @@ def test_another_budget_in_the_middle_of_a_run(tmp_path: Path) -> None:
     other, another = (first.replan(plan) for plan in ("zero=1 budget=300kB", "zero=3 budget=300kB"))
     assert other._composed.walker is first._composed.walker, "nothing of it is compiled again"
     assert another._composed.walker is not first._composed.walker
+    parts = [first.replan(f"zero=1 microbatches=2 offload={homes}") for homes in ("params", "optimizer")]
+    assert parts[0]._composed.walker is parts[1]._composed.walker
     first.save(tmp_path / "kept", state)
     last = first.replan("zero=3 offload=optimizer")
     assert digest(last, last.restore(tmp_path / "kept")) == was
@@ -257,6 +259,17 @@ def test_layers_updated_in_the_backward_pass_go_back_where_a_step_fails(plan: st
     other = plain.update(other, jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), plain.params(other)), 1.0)
     other, _ = plain.step(other, batches[1])
     assert digest(program, state) == digest(plain, other)
+
+    # Where somebody interrupts while a state goes back, nobody goes on with what is half of each.
+    def interrupted(folder: files.Folder) -> bool:
+        raise KeyboardInterrupt
+
+    walker.programs.average[0], calls = broken, 0  # pyright: ignore
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(files.Folder, "take_back", interrupted)
+        program.step(state, batches[1])
+    walker.programs.average[0] = average
+    assert state.step.is_deleted()
 
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(1e-2), optax.sgd(1e-2, momentum=0.9))

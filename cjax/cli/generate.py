@@ -76,7 +76,9 @@ class Generate:
         encode, decode = self._texts()
         prompts = [encode(text) for text in self.prompt or self.ids]
         ends = json.get("eos_token_id")
-        stop = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+        # Some folders name one that is no token, for none.
+        size = json.get("vocab_size", 2**31)
+        stop = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int) and 0 <= end < size]
         with self._model() as model:
             for number, tokens in sorted(self._answers(model, prompts, stop).items()):
                 print(decode(tokens), flush=True)
@@ -153,7 +155,7 @@ def _numbers(text: str) -> np.ndarray:
     words = text.replace(",", " ").split()
     if not words or not all(word.isdecimal() for word in words):
         raise ValueError(f'--ids {text!r}: give the numbers of tokens, such as "12 5 99"')
-    return np.array(list(map(int, words)), np.int32)
+    return np.array([min(int(word), np.iinfo(np.int32).max) for word in words], np.int32)  # which no vocabulary has
 
 
 def _in_passes(run: Rows, prompts: np.ndarray, most: int | None) -> list[np.ndarray]:

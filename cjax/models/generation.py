@@ -139,7 +139,7 @@ def next_logits(model: Decoder, given: Mapping[str, jax.Array], memory: Memory) 
     else:
         present, others = given.get("present"), []
         if "source" in given:
-            source = model.remember(model.encode(given["source"], present))
+            source = model.remember_each(model.encode(given["source"], present))
         else:
             source = ((layer[2], layer[3]) for layer in memory)
 
@@ -214,7 +214,7 @@ def _generate(
     model.eval()
     batch = tokens.shape[0]
     if isinstance(model, T5):
-        source, start = list(model.remember(model.encode(tokens, present))), jnp.zeros([batch, 1], jnp.int32)
+        source, start = model.remember(model.encode(tokens, present)), jnp.zeros([batch, 1], jnp.int32)
         context = num_tokens + 1  # relative positions have no end
 
         def run(new: jax.Array, past: list[Past] | None) -> jax.Array:

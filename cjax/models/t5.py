@@ -266,7 +266,7 @@ class T5(nnx.Module):
 
     def hidden(self, source: jax.Array, target: jax.Array, present: jax.Array | None = None) -> jax.Array:
         """What the classifier sees: [batch, target length, embed]."""
-        return self.decode(target, self.remember(self.encode(source, present)), present)
+        return self.decode(target, self.remember_each(self.encode(source, present)), present)
 
     def encode(self, source: jax.Array, present: jax.Array | None = None) -> jax.Array:
         """The encoder alone: [batch, source length, embed]."""
@@ -277,9 +277,13 @@ class T5(nnx.Module):
             x = block(x, bias, _mask(present))
         return self.dropout(self.encoder_norm(x))
 
-    def remember(self, encoded: jax.Array) -> Iterator[KeyValues]:
-        """What each layer of the decoder needs of the encoder's text, made when the layer's turn has come: its weights
-        are then those of one layer."""
+    def remember(self, encoded: jax.Array) -> list[KeyValues]:
+        """What each layer of the decoder needs of the encoder's text."""
+        return list(self.remember_each(encoded))
+
+    def remember_each(self, encoded: jax.Array) -> Iterator[KeyValues]:
+        """The same, each made when its layer's turn has come, for one `decode`: it is then a part of that layer, which
+        recomputes it, or walks with it, where it does so with the rest."""
         return (block.cross.keys_values(encoded) for block in self.decoder)
 
     def decode(

@@ -7,6 +7,7 @@ from cjax.plan import Plan
 from cjax.planner.costs.walk import DISK_READ, DISK_WRITE, WalkCost, WalkRates
 from cjax.planner.homes import KINDS, Home, Homes, Kind, Peaks, Phase, RowSizes, occupied
 from cjax.report.walk import ClassUse, PhaseUse, WalkUse
+from cjax.walk.files import num_records
 
 NAMES: Mapping[Kind, str] = {
     "params": "params",
@@ -58,7 +59,7 @@ def describe_walk(
                 )
             )  # fmt: skip
     if record and any(each.disk for each in classes):
-        classes.append(ClassUse("the rest", {"disk": 1}, disk=record, disk_written=record // 2))
+        classes.append(ClassUse("the rest", {"disk": 1}, disk=record, disk_written=record // num_records()))
     phases = {
         str(phase): PhaseUse(each.compute, max(each.link_in, each.link_out), each.disk)
         for phase, each in cost.seconds.items()

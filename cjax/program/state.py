@@ -100,5 +100,6 @@ def check_alive(state: Any) -> None:
         raise ValueError(
             "this state was given up: step and update use its memory for the state that they return. Keep that one: "
             "`state, metrics = program.step(state, batch)`; what must outlive a step, take out before: "
-            "program.params(state), or program.save(path, state)."
+            "program.params(state), or program.save(path, state). If a step failed, go on from a checkpoint, "
+            "program.restore(path), or where the plan keeps all layers on disk, program.resume()."
         )

@@ -1,5 +1,6 @@
 """Weights that stay in files until a layer needs them: the states of programs that only generate."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,7 +165,8 @@ class Streamed:
     def ready(self, needs: Needs) -> tuple[Weights, tuple[Home, ...]]:
         """Weights where passes read them, and the homes of memory."""
         homes = self.homes(needs)
-        if self._last is None or self._last[0].weights != homes.weights:
+        has_failed = self._last is not None and any(rows.has_failed for rows in self._last[1].params)
+        if self._last is None or has_failed or self._last[0].weights != homes.weights:
             self.close()
             self._last = homes, self._hold(homes)
         self._last = homes, self._last[1]
@@ -194,7 +196,7 @@ class Streamed:
 
     def close(self) -> None:
         """Gives up the rows that are held; the next pass reads them again."""
-        if self._last is not None:
-            for rows in (*self._last[1].params, *self._last[1].frozen):
-                rows.close()
-        self._last = None
+        last, self._last = self._last, None
+        with contextlib.ExitStack() as closed:  # all of them, also where one could not be read
+            for rows in (*last[1].params, *last[1].frozen) if last is not None else ():
+                closed.callback(rows.close)

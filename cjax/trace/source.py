@@ -1,6 +1,6 @@
 """A user's loss on any number of rows, traced once for each, whoever asks: plans, micro-batches, one device's rows."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 import jax
 
@@ -35,6 +35,7 @@ class TraceSource:
         self.capture, self.batch_shape = capture, batch_shape
         self._traced: dict[Hashable, Traced] = {}
         self._read: dict[Hashable, Trace] = {}
+        self._made: dict[Hashable, Trace] = {}
 
     @property
     def num_rows(self) -> int:
@@ -44,7 +45,7 @@ class TraceSource:
     def on_rows(self, num_rows: int) -> "TraceSource":
         """The same for a batch of so many rows; what was traced for either is known to both."""
         other = TraceSource(self.capture, _with_rows(self.batch_shape, num_rows))
-        other._traced, other._read = self._traced, self._read
+        other._traced, other._read, other._made = self._traced, self._read, self._made
         return other
 
     def read(
@@ -78,6 +79,14 @@ class TraceSource:
             return self._read[same, pairs]
 
         return found(True) if pairs and found(False).is_chain else found(False)
+
+    def once(self, trace: Trace, how: Hashable, make: Callable[[], Trace]) -> Trace:
+        """What `make` makes of a trace that `read` gave, made once for each `how`: plans that differ in nothing that a
+        trace depends on have the same, and with it what is compiled of it."""
+        key = (id(trace), self.num_rows, how)  # of one that is kept, so that no other comes by its number
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def run(self, num_parts: int = 1, rows: int | None = None, counters: frozenset[int] = frozenset()) -> None:
         """Runs the author's Python as `read` would, and reads nothing: whatever this raises is the author's own."""

@@ -235,10 +235,11 @@ class Folder:
 
     def keep(self) -> None:
         """What was put stays until the next call, as it does behind a commit, while this process lives: nothing goes on
-        from it after that."""
-        for settle in self._settle:
-            settle()
-        self._uncommit()
+        from it after that. Where one process could not write, all raise."""
+        with together("write", self.path):
+            for settle in self._settle:
+                settle()
+            self._uncommit()
         for file in self._files.values():
             file.keep()
 

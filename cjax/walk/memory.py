@@ -113,9 +113,11 @@ class MemoryWalk:
         """A layer's memory: arrays as placed."""
         trace, layout = self._found.trace, self._programs.model.model.layout
         first, structs = trace.leaves_of("model_state"), []
+        given_back = trace.closed.jaxpr.outvars[-len(first) :]
         for i in self._found.places[0]:
             leaf = trace.leaves[first[i]]
-            spec = layout.spec(trace.classes_of(first[i]), leaf.shape)
+            # As the pass gives it back: a first one may not read it, and so knows nothing of how it is split.
+            spec = layout.spec(trace.dims.of(given_back[i]), leaf.shape)
             x = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             structs.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._programs.sharding(x, spec)))
         return structs

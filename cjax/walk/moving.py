@@ -97,6 +97,11 @@ class MovedRows:
         self._readers = ThreadPoolExecutor(THREADS, "cjax-read")
         self._writers = ThreadPoolExecutor(THREADS, "cjax-write")
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a row could not be read or written: from then on, all that is asked raises that."""
+        return self._error is not None
+
     # -- what the walk calls ------------------------------------------------------------------------------------------
     def ahead(self, layer: int) -> None:
         self._raise_error()

@@ -150,8 +150,13 @@ class Walker:
             loss = mean(out.total, out.weight)
             return self.update(held, outside, grads, out, loss, exports, give_up, fused)
         except BaseException:
-            if fused and held.folder is not None and not held.folder.take_back():
-                give_up()
+            if fused and held.folder is not None:
+                is_back = False
+                try:
+                    is_back = held.folder.take_back()
+                finally:  # also where somebody interrupts it: some layers have their new rows then
+                    if not is_back:
+                        give_up()
             raise
 
     def update(

@@ -70,7 +70,7 @@ class StoredTensor:
             if not num:
                 raise ValueError(
                     f"{self._file.path} ends within {self._name}: it was cut short since it was opened; copy or "
-                    "download it again."
+                    "download it again, and open the folder anew."
                 )
             done += num
         return data.view(self.dtype)

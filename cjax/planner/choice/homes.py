@@ -17,6 +17,7 @@ from cjax.plan.sizes import Offloaded, size_text
 from cjax.planner.homes import (
     HALVES,
     IN_FLIGHT,
+    KINDS,
     PASSING,
     PHASES,
     STAYING,
@@ -86,7 +87,8 @@ def choose_homes(
       seconds: of a step with some homes, where that is known: besides the least that moves, the least that moves in the
         update is tried, which computing does not hide, and the faster of both taken.
       alone: by stack, whether the update of a layer needs nothing of others: then it is made in the backward pass where
-        it can be taken back, if the budget has room for that.
+        it can be taken back, if the budget has room for that; where seconds are known, fewer layers are kept at home
+        for it if that is faster.
 
     Raises:
       TooLittle: a budget smaller than the least that works, which is named; host memory or disk too small for the
@@ -109,21 +111,37 @@ def choose_homes(
     room = _Room(sizes, peaks, forced)
     found: list[Homes] = []
     refused: list[TooLittle] = []
+
+    def beyond(homes: Homes) -> int:
+        return 0 if budget is None else max(0, occupied(sizes, peaks, homes).peak - budget)
+
+    def consider(kept: Homes) -> int:
+        """Adds homes, with layers updated in the backward pass if there is room; else returns how much is missing."""
+        try:
+            homes = _with_disk(sizes, kept, host, disk, record)
+        except TooLittle as error:
+            refused.append(error)
+            return 0
+        assert not beyond(homes), "homes that hold more than they may"
+        fused = homes.with_fused(alone, sizes)
+        missing = beyond(fused)
+        found.append(homes if missing else fused)
+        return missing
+
     for times in (times_moved,) if seconds is None else (times_moved, times_exposed):
         kept = room.best(budget, times)
         if kept is None:
             assert budget is not None, "without a limit anything fits"
             raise TooLittle(_too_small(room, sizes, peaks, budget, offload), "budget", room.least() - budget)
-        try:
-            found.append(_with_disk(sizes, kept, host, disk, record))
-        except TooLittle as error:
-            refused.append(error)
+        missing = consider(kept)
+        if missing and seconds is not None and budget is not None:
+            # Fewer layers at home, or none of anything, leave room to update the others on the way.
+            for smaller in (room.best(budget - missing, times), _Room(sizes, peaks, set(KINDS)).best(budget, times)):
+                if smaller is not None:
+                    consider(smaller)
     if not found:
         raise refused[0]
-    homes = found[0] if seconds is None else min(found, key=seconds)
-    assert budget is None or occupied(sizes, peaks, homes).peak <= budget, "homes that hold more than they may"
-    fused = homes.with_fused(alone, sizes)
-    return fused if budget is None or occupied(sizes, peaks, fused).peak <= budget else homes
+    return found[0] if seconds is None else min(found, key=seconds)
 
 
 class _Room:

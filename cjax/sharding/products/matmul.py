@@ -15,7 +15,6 @@ Operands are gathered again in the backward pass: what a mode promises to save i
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -90,7 +89,10 @@ def multiply(
     in_specs, out_specs = [spreads[0].x, *(s.w for s in spreads)], [s.y for s in spreads]
     sums = [products.beyond(s) for s in spreads]
     if not keep:
-        found = in_region(lambda x, *ws: products(x, ws), (x, *ws), in_specs, out_specs, mesh, sums)
+        found = in_region(
+            lambda x, *ws: products(x, ws), (x, *ws), in_specs, out_specs, mesh, sums,
+            differentiated=lambda x, *ws: products.differentiated(x, ws),
+        )  # fmt: skip
         return [y.astype(result) for y in found]
     moves = [spreads[0].gather_x, *(s.gather_w for s in spreads)]
     axes = {a for spec in (*in_specs, *out_specs) for entry in spec for a in axes_of_entry(entry)}
@@ -98,7 +100,10 @@ def multiply(
     spreads = [replace(s, gather_x=None, gather_w=None) for s in spreads]
     rest = _Products(tuple(spreads), precision, 1)
     operands, specs = zip(*gathered, strict=True)
-    found = in_region(lambda x, *ws: rest(x[0], [w[0] for w in ws]), operands, specs, out_specs, mesh, sums)
+    found = in_region(
+        lambda x, *ws: rest(x[0], [w[0] for w in ws]), operands, specs, out_specs, mesh, sums,
+        differentiated=lambda x, *ws: rest.differentiated(x[0], [w[0] for w in ws]),
+    )  # fmt: skip
     return [y.astype(result) for y in found]
 
 
@@ -123,6 +128,11 @@ class _Products:
     spreads: tuple[Spread, ...]
     precision: Any
     steps: int
+    is_differentiated: bool = False
+
+    @property
+    def differentiated(self) -> "_Products":
+        return replace(self, is_differentiated=True)
 
     def beyond(self, spread: Spread) -> tuple[str, ...]:
         """Axes over which the product sums, its own scatter aside."""
@@ -173,26 +183,22 @@ class _Products:
 
     def _dot(self, x: jax.Array, w: jax.Array, spread: Spread) -> jax.Array:
         """Sums of low precision are kept in float32 until they are complete."""
-        if jnp.result_type(x, w) in (jnp.bfloat16, jnp.float16):
-            return _summed_wide(spread.contracted, self.precision, x, w)
-        return lax.dot_general(x, w, (spread.contracted, ((), ())), precision=self.precision)
+        if jnp.result_type(x, w) not in (jnp.bfloat16, jnp.float16):
+            return lax.dot_general(x, w, (spread.contracted, ((), ())), precision=self.precision)
+        product = _derived_low if self.is_differentiated else _summed_wide
+        return product(spread.contracted, self.precision, x, w)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _summed_wide(contracted: Contraction, precision: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-    """A product of low precision whose sums are float32; its derivative multiplies in low precision.
-
-    JAX's own would have the gradient of a float32 result in float32, and multiply it so, at half the speed or less,
-    although it was rounded before it came: whatever is scattered or handed on is of low precision.
-    """
+    """A product of low precision whose sums are float32."""
     return lax.dot_general(x, w, (contracted, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
-def _summed_wide_forward(contracted: Contraction, precision: Any, x: jax.Array, w: jax.Array) -> Any:
+def _derived_low_forward(contracted: Contraction, precision: Any, x: jax.Array, w: jax.Array) -> Any:
     return _summed_wide(contracted, precision, x, w), (x, w)
 
 
-def _summed_wide_backward(contracted: Contraction, precision: Any, kept: Any, grad: jax.Array) -> Any:
+def _derived_low_backward(contracted: Contraction, precision: Any, kept: Any, grad: jax.Array) -> Any:
     x, w = kept
     of_x, of_w = contracted
     grad = grad.astype(jnp.result_type(x, w))
@@ -207,7 +213,11 @@ def _summed_wide_backward(contracted: Contraction, precision: Any, kept: Any, gr
     return lax.transpose(dx, np.argsort(left_x)), lax.transpose(dw, np.argsort(left_w))
 
 
-_summed_wide.defvjp(_summed_wide_forward, _summed_wide_backward)
+# The same, derived so that gradients are multiplied in low precision. JAX's own rule would have the gradient of a
+# float32 result in float32, and multiply it so, at half the speed or less, although it was rounded before it came:
+# whatever is scattered or handed on is of low precision.
+_derived_low = jax.custom_vjp(_summed_wide, nondiff_argnums=(0, 1))
+_derived_low.defvjp(_derived_low_forward, _derived_low_backward)
 
 
 # -- what one device does with one operand ----------------------------------------------------------------------------

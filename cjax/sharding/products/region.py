@@ -24,6 +24,7 @@ def in_region(
     mesh: Mesh,
     sums: Sequence[tuple[str, ...]] = (),
     alone: bool = False,
+    differentiated: Callable[..., list[jax.Array]] | None = None,
 ) -> list[jax.Array]:
     """The results of `function` on each device's shards.
 
@@ -35,6 +36,8 @@ def in_region(
       in_specs, out_specs: placements of operands and results; what a placement does not mention is alike on all.
       mesh: the mesh; in a manual region, the axes that are manual there are left out.
       sums: for each result the axes over which its shards are to be added up; none by default.
+      differentiated: what the backward pass differentiates, where that is not `function` itself: the same values, by
+        products that have a rule of their own. The forward pass has plain ones, by which policies know what to save.
       alone: leave no axis of the mesh to the compiler. Along those that nobody names, all devices do the same.
     """
     context = jax.sharding.get_abstract_mesh()
@@ -69,7 +72,7 @@ def in_region(
         def inside(parts: tuple[jax.Array, ...], grads: list[jax.Array]) -> list[jax.Array]:
             def of(*some: jax.Array) -> list[jax.Array]:
                 whole = dict(zip(real, some, strict=True))
-                results = function(*(whole.get(i, part) for i, part in enumerate(parts)))
+                results = (differentiated or function)(*(whole.get(i, part) for i, part in enumerate(parts)))
                 return [results[i] for i in there]
 
             _, transposed = jax.vjp(of, *(parts[i] for i in real))

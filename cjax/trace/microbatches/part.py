@@ -37,19 +37,19 @@ def read_part(
     if not adds_up:
         return trace
 
-    def again(rows: int) -> ClosedJaxpr:
-        return source.flat(rows, trace, num_parts)
+    def lifted(trace: Trace, apart: bool) -> Trace:
+        def again(rows: int) -> ClosedJaxpr:
+            return source.flat(rows, trace, num_parts)
 
-    lifted = lift(trace, again, source.num_rows, shares=True, apart=apart)
+        return source.once(trace, apart, lambda: lift(trace, again, source.num_rows, shares=True, apart=apart))
+
+    first = lifted(trace, apart)
     if num_parts == 1 or apart:
-        return lifted
-    found = counters(lifted, source.capture.random)
+        return first
+    found = counters(first, source.capture.random)
     # Which leaves are counters is known once the trace has been read, and that only the last micro-batch changes them
     # has to be in it: so it is made and read again, with that said.
-    if not found:
-        return lifted
-    trace = source.read(num_parts, pairs=pairs, at_once=at_once, counters=found)
-    return lift(trace, again, source.num_rows, shares=True)
+    return lifted(source.read(num_parts, pairs=pairs, at_once=at_once, counters=found), False) if found else first
 
 
 def _blame_rows(source: TraceSource, num: int, error: Exception) -> None:

@@ -130,22 +130,44 @@ def test_host_and_disk_hold_no_more_than_they_may(model: tuple[RowSizes, Peaks],
 
 
 @settings(max_examples=60, deadline=None)
-@given(models(), st.integers(0, 120), st.floats(0, 50), st.floats(0, 50))
+@given(models(), st.integers(0, 120), st.floats(0, 50), st.floats(0, 50), st.booleans())
 def test_where_seconds_are_known_no_step_is_slower_for_it(
-    model: tuple[RowSizes, Peaks], budget: int, forward: float, backward: float
+    model: tuple[RowSizes, Peaks], budget: int, forward: float, backward: float, on_disk: bool
 ) -> None:
     sizes, peaks = model
+    options: Any = {"host": 0, "disk": 10**6, "alone": [True] * len(sizes["params"])} if on_disk else {}
 
     def seconds(homes: Homes) -> float:
         compute: Any = {"forward": forward, "backward": backward}
-        return walk_cost(sizes, homes, WalkRates(1.0), compute, 1).total or 0.0
+        return walk_cost(sizes, homes, WalkRates(1.0, 1.0, 1.0), compute, 1).total or 0.0
 
     try:
-        by_bytes = choose_homes(sizes, peaks, budget)
+        by_bytes = choose_homes(sizes, peaks, budget, **options)
     except ValueError:
         return
-    by_time = choose_homes(sizes, peaks, budget, seconds=seconds)
+    by_time = choose_homes(sizes, peaks, budget, seconds=seconds, **options)
     assert seconds(by_time) <= seconds(by_bytes) and occupied(sizes, peaks, by_time).peak <= budget
+
+
+def test_fewer_layers_stay_at_home_where_that_leaves_room_to_update_the_others_on_the_way() -> None:
+    row = {"params": 4, "opt": 8, "grads": 4, "inputs": 2}
+    sizes: Any = {kind: ((RowBytes(size, size, size),) * 12,) for kind, size in row.items()}
+    peaks = Peaks(10, 4, 4, 8, 4)
+
+    def seconds(homes: Homes) -> float:
+        return walk_cost(sizes, homes, WalkRates(1.0, 1.0, 1.0), {"forward": 1.0, "backward": 1.0}, 1).total or 0.0
+
+    options: Any = {"host": 0, "disk": 10**6, "alone": [True]}
+    away = choose_homes(sizes, peaks, None, offload=CLASSES, **options)
+    least = occupied(sizes, peaks, away).peak
+    assert len(away.fused) == 12
+    found = []
+    for budget in range(least, least + 50):
+        plain = choose_homes(sizes, peaks, budget, **options)
+        timed = choose_homes(sizes, peaks, budget, seconds=seconds, **options)
+        assert occupied(sizes, peaks, timed).peak <= budget and seconds(timed) <= min(map(seconds, (plain, away)))
+        found.append((bool(plain.fused), bool(timed.fused)))
+    assert found[0] == (False, True)
 
 
 def test_what_computing_hides_leaves_before_what_the_update_waits_for() -> None:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from cjax.audit import Audit, audit
 from cjax.jax_compat.core import jaxprs_in_params
 from cjax.mesh import build_mesh
+from cjax.sharding.place.saved import checkpointed
 from cjax.sharding.products import matmul
 from cjax.sharding.products.matmul import MAX_STEPS, STEP_BYTES, Move, Spread, multiply
 
@@ -170,17 +171,33 @@ def test_gradients_are_multiplied_in_low_precision(monkeypatch: pytest.MonkeyPat
         (y,) = multiply(x, [w], [SQUARE], grid("2d"), steps=1)
         return y.astype(jnp.float32).sum()
 
-    read: list[Any] = []
-
-    def walk(jaxpr: Any) -> None:
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "dot_general":
-                read.extend(v.aval.dtype for v in eqn.invars)
-            for inner in jaxprs_in_params(eqn.params):
-                walk(inner)
-
-    walk(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w).jaxpr)
+    read = operands(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w).jaxpr)
     assert len(read) >= 6 and set(read) == {jnp.dtype(jnp.bfloat16)}, read
+
+
+def operands(jaxpr: Any) -> list[Any]:
+    """The dtypes of all that is multiplied."""
+    found = [v.aval.dtype for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general" for v in eqn.invars]
+    return found + [dtype for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params) for dtype in operands(inner)]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_layers_that_save_products_make_none_again(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of low precision too, as on accelerators: a policy looks for products, in the forward pass."""
+    monkeypatch.setattr(matmul, "raised_on_cpu", lambda operand, mesh: operand)
+    shapes = ((2, 64), (64, 64), (64, 2))
+
+    def layer(x: jax.Array, *ws: jax.Array) -> jax.Array:
+        for w in ws:
+            (x,) = multiply(jnp.tanh(x), [w], [SQUARE], grid("2d"), steps=1, keep=keep)
+        return x
+
+    def num_products(remat: Any) -> int:
+        saved = checkpointed(layer, remat, False)
+        derived = jax.grad(lambda *args: saved(*args).astype(jnp.float32).sum(), (0, 1, 2))
+        return len(operands(jax.make_jaxpr(derived)(*(jnp.ones(shape, jnp.bfloat16) for shape in shapes)).jaxpr)) // 2
+
+    assert num_products("none") == num_products("dots") < num_products("block")
 
 
 @pytest.mark.parametrize("shapes", [((3, 4, 5), (4, 5, 6)), ((5, 3, 4), (6, 4, 2, 5)), ((4,), (4, 7)), ((2, 4), (4,))])
@@ -193,7 +210,7 @@ def test_the_derivative_of_a_wide_sum(shapes: tuple[tuple[int, ...], tuple[int, 
         with jax.enable_x64(True):
             y, pull = jax.vjp(lambda x, w: jnp.tensordot(x, w, contracted), x, w)  # noqa: B023
             seed = jnp.asarray(*arrays([y.shape]))
-            given = matmul._summed_wide_backward(contracted, None, (x, w), seed)
+            given = matmul._derived_low_backward(contracted, None, (x, w), seed)
             for one, wanted in zip(given, pull(seed), strict=True):
                 np.testing.assert_allclose(one, wanted, rtol=1e-12)
 
