@@ -165,7 +165,9 @@ class Streamed:
     def ready(self, needs: Needs) -> tuple[Weights, tuple[Home, ...]]:
         """Weights where passes read them, and the homes of memory."""
         homes = self.homes(needs)
-        has_failed = self._last is not None and any(rows.has_failed for rows in self._last[1].params)
+        has_failed = self._last is not None and any(
+            isinstance(rows, ReadRows) and rows.has_failed for rows in self._last[1].params
+        )
         if self._last is None or has_failed or self._last[0].weights != homes.weights:
             self.close()
             self._last = homes, self._hold(homes)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from cjax.gradients import LaidOut
-from cjax.jax_compat.core import ClosedJaxpr
+from cjax.jax_compat.core import ClosedJaxpr, Literal
 from cjax.mesh import BATCH_AXES, compiler_options
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.place.staged import stage_model
@@ -117,7 +117,8 @@ class MemoryWalk:
         for i in self._found.places[0]:
             leaf = trace.leaves[first[i]]
             # As the pass gives it back: a first one may not read it, and so knows nothing of how it is split.
-            spec = layout.spec(trace.dims.of(given_back[i]), leaf.shape)
+            atom = given_back[i]
+            spec = layout.spec(() if isinstance(atom, Literal) else trace.dims.of(atom), leaf.shape)
             x = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             structs.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._programs.sharding(x, spec)))
         return structs

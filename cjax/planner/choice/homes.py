@@ -115,7 +115,7 @@ def choose_homes(
     def beyond(homes: Homes) -> int:
         return 0 if budget is None else max(0, occupied(sizes, peaks, homes).peak - budget)
 
-    def consider(kept: Homes) -> int:
+    def consider(kept: set[tuple[Kind, int, int]]) -> int:
         """Adds homes, with layers updated in the backward pass if there is room; else returns how much is missing."""
         try:
             homes = _with_disk(sizes, kept, host, disk, record)
