@@ -5,7 +5,6 @@ with 4 each block of 128 rows of it has, and two numbers share a byte, on whatev
 """
 
 import functools
-import importlib
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -94,6 +93,7 @@ def library() -> Any:
       ImportError: it is not installed, with what to type.
     """
     try:
-        return importlib.import_module("qwix")
+        import qwix
     except ImportError as error:
         raise ImportError("weights of 8 and 4 bits are made by Qwix: pip install 'cjax[quantize]'") from error
+    return qwix
