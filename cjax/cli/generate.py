@@ -155,7 +155,10 @@ def _numbers(text: str) -> np.ndarray:
     words = text.replace(",", " ").split()
     if not words or not all(word.isdecimal() for word in words):
         raise ValueError(f'--ids {text!r}: give the numbers of tokens, such as "12 5 99"')
-    return np.array([min(int(word), np.iinfo(np.int32).max) for word in words], np.int32)  # which no vocabulary has
+    numbers = list(map(int, words))
+    if max(numbers) > np.iinfo(np.int32).max:
+        raise ValueError(f"--ids {text!r}: {max(numbers)} is no token; the largest vocabularies have some 300,000")
+    return np.array(numbers, np.int32)
 
 
 def _in_passes(run: Rows, prompts: np.ndarray, most: int | None) -> list[np.ndarray]:

@@ -64,6 +64,7 @@ def test_a_text_ends_with_the_token_that_the_config_names(
     [
         ([], "give texts, --prompt"),
         (["--ids", "1 b"], "give the numbers of tokens"),
+        (["--ids", "99999999999"], "99999999999 is no token"),
         (["--ids", "1", "--host", "1GiB"], "give --budget too"),
         (["--ids", "1", "--tokens", "-1"], "--tokens -1"),
         (["--ids", "99"], "outside this model's vocabulary of 13"),
