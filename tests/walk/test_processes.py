@@ -135,6 +135,21 @@ rows.put(1, row(70)[1])
 folder.commit(0, {})
 folder, rows = reopened(lambda record: record.unlink())
 assert folder.resume() is None and folder.step is None
+
+
+# What is kept without a commit is kept by all: where one could not write, all are told.
+def broken():
+    if index == 0:
+        raise OSError("no place")
+
+
+folder.before_commit(broken)
+try:
+    folder.keep()
+except OSError as error:
+    assert ("[0] could not write" if index else "no place") in str(error), error
+else:
+    raise AssertionError("one could not write")
 """
 
 
