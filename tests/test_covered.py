@@ -1,6 +1,5 @@
 """The list of primitives that tests have run is true, and a report says what is not in it."""
 
-import os
 from typing import Any
 
 import covered
@@ -26,7 +25,7 @@ def test_what_the_suite_runs_is_listed() -> None:
     assert covered.in_the_zoo(MODELS) <= PRIMITIVES[covered.VERSION]
 
 
-@pytest.mark.skipif(os.environ.get("CJAX_TEST_ALL") != "1", reason="traces every model; make test-all does")
+@pytest.mark.full  # it traces every model
 def test_nothing_else_is_listed() -> None:
     assert covered.in_the_zoo() | covered.in_the_search() == PRIMITIVES[covered.VERSION]
 

@@ -4,7 +4,6 @@ In the folder they look like all others, so that whoever reads a checkpoint need
 """
 
 import abc
-import errno
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
-from jax.experimental import multihost_utils
 
-from cjax.mesh import own_context
+from cjax.mesh import own_context, together
 
 # As Orbax writes: a folder of its own for each process, put together at the end.
 _OF_PROCESS = "ocdbt.process_{}"
@@ -133,17 +131,12 @@ class PieceHandler(ocp.type_handlers.NumpyHandler):
                 self._failed = error
         return []
 
-    def check(self) -> None:
-        """Raises what went wrong, to be called when Orbax is done: it does not wait for its threads where one of its
-        handlers raises, nor for other processes. Where one process fails, all raise."""
-        failed = self._failed
-        if jax.process_count() > 1:
-            fine = multihost_utils.process_allgather(np.array(failed is None)).tolist()
-            if failed is None and not all(fine):
-                whose = [process for process, is_fine in enumerate(fine) if not is_fine]
-                failed = OSError(errno.EIO, f"processes {whose} could not write their parts; what they raised says why")
-        if failed is not None:
-            raise failed
+    def check(self, folder: Path) -> None:
+        """Raises what went wrong in `folder`, to be called when Orbax is done: it does not wait for its threads where
+        one of its handlers raises, nor for other processes. Where one process fails, all raise."""
+        with together("write all rows", folder):
+            if self._failed is not None:
+                raise self._failed
 
     def _write(self, leaves: Mapping[str, tuple[Awaited, Any]]) -> None:
         missing = {name: value.shape[0] if value.shape else 1 for name, (value, _) in leaves.items()}

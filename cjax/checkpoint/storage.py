@@ -100,7 +100,7 @@ def start_writing(
         try:
             writer.save(unfinished / "arrays", args=ocp.args.PyTreeSave(arrays, how))
             if rows is not None:
-                pieces.check()
+                pieces.check(unfinished)
         except BaseException:
             writer.close()
             raise

@@ -27,3 +27,4 @@ from cjax.mesh.devices import resolve_devices as resolve_devices
 from cjax.mesh.devices import simulate as simulate
 from cjax.mesh.launch import initialize as initialize
 from cjax.mesh.launch import num_launched as num_launched
+from cjax.mesh.together import together as together

@@ -163,10 +163,8 @@ def spread_trees(state: WalkedState, shelves: dict[Kind, Storage], mesh: Mesh) -
         own = getattr(state._shelves, kind)
         shapes = own.leaf_shapes()
         names = dict(zip(leaf_names(there.leaf_shapes()), jax.tree.leaves(there.leaf_shardings(mesh)), strict=True))
-        placed, num_layers = (
-            [names[name] for name in leaf_names(shapes)],
-            [leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(shapes)],
-        )
+        placed = [names[name] for name in leaf_names(shapes)]
+        num_layers = [leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(shapes)]
         leaves: list[Any] = [None] * own.treedef.num_leaves
         for leaf, value in outside_leaves(state._walker, kind, own, outside[kind], state._shelves.mesh):
             leaves[leaf] = put(value, placed[leaf])

@@ -22,9 +22,9 @@ from typing import Any, get_args
 import jax
 import numpy as np
 
-from cjax.mesh import own_context
+from cjax.mesh import own_context, together
 from cjax.planner.homes import Kind
-from cjax.walk.agreeing import last_commits, together
+from cjax.walk.agreeing import last_commits
 from cjax.walk.direct import (
     BLOCK,
     BlockFile,

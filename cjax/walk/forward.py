@@ -157,13 +157,8 @@ class ForwardWalk:
     def compile(self, rows: RowsOf, inputs: Sequence[Any]) -> int:
         """Compiles all programs; the bytes that a device holds at most beside weights and rows. Arguments as of
         `MemoryWalk.compile`."""
-        programs, model, zero, tally, (params, frozen, *rest) = (
-            self._programs,
-            self._programs.model,
-            np.int32(0),
-            Tally(),
-            inputs,
-        )
+        programs, zero, tally, (params, frozen, *rest) = self._programs, np.int32(0), Tally(), inputs
+        model = programs.model
         out, new, states = tally.run(programs.begin, params, frozen, *rest)
         tally.kept = num_bytes((out, new, states, rest[1]))
         out = dataclasses.replace(out, params=params, frozen=frozen)

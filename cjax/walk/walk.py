@@ -162,7 +162,10 @@ class LayerWalk:
         programs, outer = self._programs, self._programs.zero_once[k](once)
         back = [list(both) for both in back]
         stores = [held.params[k], held.frozen[k], held.inputs[k]]
-        more = lambda at: [held.opt[k]] if (k, at) in fused else []  # noqa: E731
+
+        def more(at: int) -> list[LayerRows]:
+            return [held.opt[k]] if (k, at) in fused else []
+
         for at, rows in in_turn(stores, range(self._lengths[k] - 1, -1, -1), more):
             params, frozen, inputs, *opt = rows
             own, size = programs.zero_row[k](params), len(inputs) // self._num

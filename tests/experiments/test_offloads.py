@@ -1,15 +1,12 @@
 """Models larger than the devices: what waits, what a process takes in all, and pictures of what was compiled."""
 
 import functools
-import os
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from offloads import overlap, peak, slides, steady
 from shared.results import Results
-
-FULL = pytest.mark.skipif(os.environ.get("CJAX_TEST_ALL") != "1", reason="takes most of a minute; CJAX_TEST_ALL=1")
 
 
 def test_pictures_of_what_was_compiled(tmp_path: Path) -> None:
@@ -26,7 +23,7 @@ def test_pictures_of_what_was_compiled(tmp_path: Path) -> None:
         assert "ZeRO-3" in "".join(ElementTree.parse(tmp_path / name).getroot().itertext())
 
 
-@FULL
+@pytest.mark.full
 def test_steps_in_turn_say_what_they_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("NUM_ROWS", 16), ("MEASURED", 2**16), ("Layers", functools.partial(overlap.Layers, 2))):
         monkeypatch.setattr(overlap, name, value)
@@ -36,7 +33,7 @@ def test_steps_in_turn_say_what_they_waited_for(tmp_path: Path, monkeypatch: pyt
     assert row["disk"]["disk_written"] < row["host"]["link_out"]
 
 
-@FULL
+@pytest.mark.full
 @pytest.mark.parametrize("plan", list(peak.PLANS.values())[1:])
 def test_a_process_takes_no_more_than_was_said(plan: str, tmp_path: Path) -> None:
     row = peak.measured(plan, tmp_path / "rows", num_layers=32)
@@ -44,7 +41,7 @@ def test_a_process_takes_no_more_than_was_said(plan: str, tmp_path: Path) -> Non
     assert row["took"] <= 1.03 * (row["device"] + row["host"] + row["moving"]) + 32 * 2**20
 
 
-@FULL
+@pytest.mark.full
 def test_steps_leave_as_much_as_they_found(tmp_path: Path) -> None:
     row = peak.apart("offloads.steady", steady.PLANS["disk"], tmp_path / "rows", 100)
     assert len(set(row["arrays"])) == 1 and row["grown"] < 2**20

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -247,6 +248,13 @@ def test_equal_layers_compile_once() -> None:
     assert all(run._jit._cache_size() == 1 for run in jitted.values())
 
 
+def row_optimizer(optimizer: optax.GradientTransformation) -> tuple[RowOptimizer, Any, Any, Any]:
+    """On one device, with the shapes of the tree, how it is stored and placed."""
+    shape = jax.eval_shape(lambda: jax.tree.map(jnp.float32, tree(0)))
+    storage, stacks, specs = stored(shape, mesh_of(1))
+    return RowOptimizer(optimizer, shape, storage, stacks, specs.__getitem__, mesh_of(1)), shape, storage, specs
+
+
 # The fewest passes: one for all norms of gradients, another where a norm waits for a number of all layers.
 ROUNDS = {
     "adamw, vectors not decayed": 1, "global clipping": 1, "lamb": 1, "lamb of optax": 2,
@@ -256,9 +264,7 @@ ROUNDS = {
 
 @pytest.mark.parametrize("name", ROUNDS)
 def test_takes_as_few_passes_as_can_be(name: str) -> None:
-    shape = jax.eval_shape(lambda: jax.tree.map(jnp.float32, tree(0)))
-    storage, stacks, specs = stored(shape, mesh_of(1))
-    rows = RowOptimizer(OPTIMIZERS[name](), shape, storage, stacks, specs.__getitem__, mesh_of(1))
+    rows, shape, storage, specs = row_optimizer(OPTIMIZERS[name]())
     assert rows.num_rounds == ROUNDS[name]
     assert rows.storage == store_optimizer(OPTIMIZERS[name](), shape, storage, specs.__getitem__, mesh_of(1)).storage
     assert rows.reads(1, 0, 0) == {"grads"} or "lamb" in name or name == "novograd"
@@ -276,9 +282,7 @@ ALONE = {
 
 @pytest.mark.parametrize("name", ALONE)
 def test_layers_that_need_nothing_of_others_are_told_from_those_that_do(name: str) -> None:
-    shape = jax.eval_shape(lambda: jax.tree.map(jnp.float32, tree(0)))
-    storage, stacks, specs = stored(shape, mesh_of(1))
-    rows = RowOptimizer(TABLE[name](), shape, storage, stacks, specs.__getitem__, mesh_of(1))
+    rows = row_optimizer(TABLE[name]())[0]
     assert (rows.is_alone(0), rows.is_alone(1)) == ALONE[name]
 
 

@@ -4,7 +4,8 @@ Kept on the devices are parameters first (of each byte stored they move the most
 optimizer state, whole layers at a time, from the first layer on; beside these gradients, from the first layer on, and
 inputs, from the last one back, since the backward pass makes the former as it uses up the latter. Of all these choices
 that fit, the one that moves the least is taken, so that more room never moves more; or, where seconds are known and
-these are fewer, the one that moves the least in the update.
+these are fewer, the one that moves the least in the update. Layers on disk that can be updated in the backward pass
+are, where that fits beside the rest; where seconds are known, also if fewer layers then stay.
 """
 
 from collections.abc import Callable, Iterator, Sequence
