@@ -18,26 +18,14 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from cjax.jax_compat.core import Equation, Literal, jaxprs_in_params
-from cjax.sharding.apart.faults import WINDOWED, fault_of
+from cjax.sharding.apart.faults import fault_of
+from cjax.sharding.apart.lanes import Lane, lanes
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.products.region import in_region
 from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.emit.emit import Emitter, Env, Hooks, bind
 from cjax.trace.reading import Trace
-
-
-@dataclass(frozen=True)
-class Lane:
-    """Dims that are split together: one of each operand and of each result, or None of those that all parts read.
-
-    Where no result has such a dim, what the parts make of it is added up.
-    """
-
-    ins: tuple[int | None, ...]
-    outs: tuple[int | None, ...]
-    count: int  # of what can be apart: rows, or groups
-    groups: str | None = None  # the parameter that says how many groups there are
 
 
 @dataclass(frozen=True)
@@ -77,8 +65,10 @@ def apart(
             for place, dim in enumerate(dims):
                 if dim is not None:
                     found[place][dim] = axes
-        if lane.groups is not None:
-            local[lane.groups] = lane.count // math.prod(sizes[a] for a in axes)
+        if lane.param is not None:
+            name, at = lane.param
+            num = lane.count // math.prod(sizes[a] for a in axes)
+            local[name] = num if at is None else (*local[name][:at], num, *local[name][at + 1 :])
     ins, outs = ([as_spec(of) for of in some] for some in entries)
     return Shards(ins, outs, local, tuple(summed))
 
@@ -188,88 +178,3 @@ def evaluate_inside(eqn: Equation, ins: Sequence[Any], scope: Scope, hooks: Hook
     asks, turn = function(params["cond_jaxpr"]), function(params["body_jaxpr"])
     carried = [jnp.asarray(x) for x in ins[second:]]
     return lax.while_loop(lambda c: asks(*ins[:first], *c)[0], lambda c: turn(*ins[first:second], *c), carried)
-
-
-def lanes(eqn: Equation) -> list[Lane]:
-    """What an equation does one by one, in order of importance."""
-    return LANES.get(eqn.primitive.name, _nothing)(eqn)
-
-
-def _nothing(eqn: Equation) -> list[Lane]:
-    return []
-
-
-def _convolution(eqn: Equation) -> list[Lane]:
-    numbers, (x_var, w_var) = eqn.params["dimension_numbers"], eqn.invars
-    x, w, y = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    groups, batches = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
-    if batches > 1:
-        return [Lane((x[0], w[0]), (y[1],), batches, "batch_group_count")]
-    rows = Lane((x[0], None), (y[0],), x_var.aval.shape[x[0]])
-    if groups > 1:
-        return [rows, Lane((x[1], w[0]), (y[1],), groups, "feature_group_count")]
-    made = Lane((None, w[0]), (y[1],), w_var.aval.shape[w[0]])
-    read = Lane((x[1], w[1]), (None,), w_var.aval.shape[w[1]])
-    return [rows, made, read, *_untouched(eqn)]
-
-
-def _untouched(eqn: Equation) -> list[Lane]:
-    """Lanes along which a convolution has a window of one and moves nothing."""
-    numbers, (x, w) = eqn.params["dimension_numbers"], eqn.invars
-    each = zip(*(eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation")), strict=True)
-    dims = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], each, strict=True)
-    return [
-        Lane((a, None), (c,), x.aval.shape[a])
-        for a, b, c, (stride, padding, dilation) in dims
-        if w.aval.shape[b] == 1 and stride == 1 and tuple(padding) == (0, 0) and dilation == 1
-    ]
-
-
-def _all_but(eqn: Equation, dims: Sequence[int]) -> list[Lane]:
-    """Lanes of an equation whose operands and results all have the same dims, and which works along some of them."""
-    shape = eqn.invars[0].aval.shape
-    num_in, num_out = len(eqn.invars), len(eqn.outvars)
-    return [Lane((d,) * num_in, (d,) * num_out, n) for d, n in enumerate(shape) if d not in dims]
-
-
-def _windows(eqn: Equation) -> list[Lane]:
-    """Dims in which windows are of one and nothing moves."""
-    sizes, p = eqn.params["window_dimensions"], eqn.params
-    rank, ones = len(sizes), (1,) * len(sizes)
-    each = zip(sizes, p["window_strides"], p["padding"], p.get("base_dilation", ones), strict=True)
-    still = [d for d, (n, stride, pad, base) in enumerate(each) if (n, stride, tuple(pad), base) == (1, 1, (0, 0), 1)]
-    ins, outs = ([len(v.aval.shape) == rank for v in some] for some in (eqn.invars, eqn.outvars))
-    count = eqn.outvars[0].aval.shape
-    return [Lane(tuple(d if has else None for has in ins), (d,) * len(outs), count[d]) for d in still]
-
-
-def _scatter(eqn: Equation) -> list[Lane]:
-    """Dims of windows that are as wide as the operand, and rows that are looked up each in its own."""
-    numbers = eqn.params["dimension_numbers"]
-    shape, updates = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
-    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    kept = [d for d in range(len(shape)) if d not in gone]
-    found = [
-        Lane((d, None, at), (d,), shape[d])
-        for d, at in zip(kept, numbers.update_window_dims, strict=True)
-        if shape[d] == updates[at]
-    ]
-    rows = [d for d in range(len(updates)) if d not in numbers.update_window_dims]  # in the order of the indices' dims
-    batching = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-    return found + [Lane((d, at, rows[at]), (d,), shape[d]) for d, at in batching]
-
-
-def _pad(eqn: Equation) -> list[Lane]:
-    shape = eqn.invars[0].aval.shape
-    padding = eqn.params["padding_config"]
-    return [Lane((d, None), (d,), n) for d, n in enumerate(shape) if tuple(padding[d]) == (0, 0, 0)]
-
-
-LANES: Mapping[str, Callable[[Any], list[Lane]]] = {
-    "conv_general_dilated": _convolution,
-    **dict.fromkeys(WINDOWED, _windows),
-    "fft": lambda eqn: _all_but(eqn, range(eqn.invars[0].aval.ndim)[-len(eqn.params["fft_lengths"]) :]),
-    **dict.fromkeys(("scatter-max", "scatter-min"), _scatter),
-    "pad": _pad,
-    "sort": lambda eqn: _all_but(eqn, [eqn.params["dimension"]]),
-}

@@ -21,13 +21,14 @@ from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
 from cjax.sharding.apart.apart import Inside, apart, evaluate_apart, evaluate_inside, placements
 from cjax.sharding.apart.faults import holds, holds_apart, is_apart
-from cjax.sharding.apart.indexed import evaluate_indexed, reorders
+from cjax.sharding.apart.lanes import is_looked_up, reorders
 from cjax.sharding.attention.kernel import Fused, Kernel, attend_fused, fused_groups
 from cjax.sharding.attention.split import attend
 from cjax.sharding.layout.layout import NO_SEQUENCE, Layout
 from cjax.sharding.place.grid_products import GridProducts
 from cjax.sharding.place.saved import checkpointed, has_complex, kept
 from cjax.sharding.products.lookup import find_rows, is_lookup, look_up, pick, picked_dim
+from cjax.sharding.products.region import raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.positions import attention_groups
@@ -157,10 +158,15 @@ class Placer(Hooks):
         is_hidden = self._may_stop() and holds(eqn, reorders)
         if not is_apart(eqn) and not holds_apart(eqn) and not is_hidden:
             return bind(eqn, ins, given)
+        return self._apart(eqn, ins, scope, given)
+
+    def _apart(self, eqn: Equation, ins: list[Any], scope: Scope, params: Params) -> list[Any]:
+        """The results of an equation on each device's own shards."""
         atoms, dims = (eqn.invars, eqn.outvars), self._trace.dims
         in_specs, out_specs = (placements(some, self._layout, dims, scope) for some in atoms)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
         sizes = {axis: size for axis, size in self._mesh.shape.items() if axis not in manual}
-        return evaluate_apart(eqn, ins, apart(eqn, given, in_specs, out_specs, sizes), self._mesh)
+        return evaluate_apart(eqn, ins, apart(eqn, params, in_specs, out_specs, sizes), self._mesh)
 
     def _is_off_grid(self, eqn: Equation) -> bool:
         return self._layout.grid is not None and eqn.primitive.name in MATMULS
@@ -224,17 +230,13 @@ class Placer(Hooks):
 
     def _indexed(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any] | None:
         """The results of a gather, a scatter or a sort where the compiler could stop the process."""
-        if not self._may_stop():
+        if not self._may_stop() or not is_looked_up(eqn):
             return None
-        specs = [
-            PartitionSpec()
-            if isinstance(v, Literal)
-            else self._layout.spec(self._trace.dims.of(v, scope), v.aval.shape)
-            for v in eqn.invars
-        ]
         given = [self._lowering.raised(x, v) if self._lowering else x for x, v in zip(ins, eqn.invars, strict=True)]
-        outs = evaluate_indexed(eqn, [jnp.asarray(x) for x in given], specs, self._mesh)
-        if outs is None or self._lowering is None or eqn.primitive.name != "gather":
+        raised = [raised_on_cpu(jnp.asarray(x), self._mesh) for x in given]
+        found = self._apart(eqn, raised, scope, eqn.params)
+        outs = [x.astype(v.aval.dtype) for v, x in zip(eqn.outvars, found, strict=True)]
+        if self._lowering is None or eqn.primitive.name != "gather":
             return outs
         # In the dtype that a lookup without a pipeline has: in float32, all that is added to it would be float32 too.
         low = jnp.asarray(self._lowering.given(eqn, ins, scope)[0][0]).dtype

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import cjax
 from cjax.mesh import build_mesh
-from cjax.sharding.apart.apart import Lane, apart, evaluate_apart, lanes
+from cjax.sharding.apart.apart import apart, evaluate_apart
+from cjax.sharding.apart.lanes import Lane, lanes
 from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.jaxpr.simplify import simplify
 
@@ -162,7 +163,7 @@ def test_each_device_computes_its_part(groups: int, x: P, w: P, split: list[Any]
 
 def test_lanes_of_a_convolution() -> None:
     rows = Lane((0, None), (0,), 8)
-    assert lanes(conv(4)) == [rows, Lane((2, 2), (2,), 4, "feature_group_count")]
+    assert lanes(conv(4)) == [rows, Lane((2, 2), (2,), 4, ("feature_group_count", None))]
     dense = [rows, Lane((None, 2), (2,), 24), Lane((2, 1), (None,), 12)]
     assert lanes(conv(1)) == dense
     assert lanes(conv(1, window=1)) == [*dense, Lane((1, None), (1,), 6)], "a window of one moves nothing"

@@ -1,4 +1,4 @@
-"""Gathers, scatters, sorts and matrices on each device's own parts, against the same equation on one device."""
+"""What is looked up, sorted or taken matrix by matrix, on each device's own parts: against the same on one device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from cjax.mesh import build_mesh
-from cjax.sharding.apart.indexed import DIMS, evaluate_indexed
+from cjax.sharding.apart.apart import apart, evaluate_apart
+from cjax.sharding.apart.lanes import Lane, is_looked_up, lanes
+from cjax.trace.jaxpr.simplify import simplify
 
 X, ROWS = np.random.RandomState(0).randn(4, 6, 8), np.arange(4)[:, None]
 PICKED = np.random.RandomState(1).randint(-2, 9, (4, 3))  # some are outside
@@ -57,10 +59,9 @@ def evaluated(function: Callable[[jax.Array], Any], x: jax.Array, spec: P) -> tu
             specs = [P(*(axis for axis, _ in zip(spec, v.aval.shape, strict=False))) for v in eqn.invars]
             if eqn.primitive.name in ("jit", "pjit"):
                 outs = walk(eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts, ins)
-            elif eqn.primitive.name in DIMS:
-                found = evaluate_indexed(eqn, ins, specs, mesh)
-                assert found is not None
-                outs, num = found, num + 1
+            elif is_looked_up(eqn):
+                parts = apart(eqn, eqn.params, specs, [P() for _ in eqn.outvars], {"row": 2, "col": 2})
+                outs, num = evaluate_apart(eqn, ins, parts, mesh), num + 1
             else:
                 out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
                 outs = out if eqn.primitive.multiple_results else [out]
@@ -102,3 +103,25 @@ def test_is_what_one_device_makes(name: str, spec: P) -> None:
         wanted, others = jax.grad(whole, has_aux=True)(jnp.asarray(X))
         jax.tree.map(np.testing.assert_array_equal, outs, others)
         np.testing.assert_allclose(grad, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_of_what_is_looked_up_only_whole_slices_and_rows_go_apart() -> None:
+    """And a device's slices are as wide as its part of the table."""
+
+    def equation(function: Callable[..., Any], *args: Any) -> Any:
+        closed = jax.make_jaxpr(function)(*args)
+        return next(eqn for eqn in simplify(closed).jaxpr.eqns if is_looked_up(eqn))
+
+    table, rows = jnp.zeros((9, 6, 8)), jnp.zeros((4, 3), jnp.int32)
+    picked = equation(lambda x, at: x.at[at].get(mode="clip"), table, rows)
+    assert lanes(picked) == [
+        Lane((1, None), (2,), 6, ("slice_sizes", 1)),
+        Lane((2, None), (3,), 8, ("slice_sizes", 2)),
+        Lane((None, 0), (0,), 4),
+        Lane((None, 1), (1,), 3),
+    ]
+    parts = apart(picked, picked.params, [P(None, None, "col"), P()], [P("row")], {"row": 2, "col": 2})
+    assert parts.ins == [P(None, None, "col"), P("row", None, None)] and parts.params["slice_sizes"] == (1, 6, 4)
+    added = equation(lambda x, at, y: x.at[at].add(y, mode="clip"), table, rows, jnp.zeros((4, 3, 6, 8)))
+    assert lanes(added) == [Lane((1, None, 2), (1,), 6), Lane((2, None, 3), (2,), 8)], "rows may meet in one place"
+    assert lanes(equation(lambda x: lax.top_k(x, 3), table)) == [Lane((0,), (0, 0), 9), Lane((1,), (1, 1), 6)]
