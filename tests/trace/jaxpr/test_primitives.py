@@ -12,9 +12,8 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 
-from cjax.sharding.apart.apart import LANES
 from cjax.sharding.apart.faults import FAULTS
-from cjax.sharding.apart.indexed import DIMS
+from cjax.sharding.apart.lanes import _LANES
 from cjax.sharding.place.place import PINNED
 from cjax.trace.attention.bounds import _RULES as BOUNDS
 from cjax.trace.dims import refine_rules, rules
@@ -50,8 +49,7 @@ TABLES: dict[str, Any] = {
     "compared": COMPARED,
     "chains": grouping.CHAINED,
     "chains, evaluated": vectorize._REDUCTIONS,
-    "lanes": LANES,
-    "indexed": DIMS,
+    "lanes": _LANES,
     "pinned": PINNED,
     **{f"faults of {fault.name}": fault.primitives for fault in FAULTS},
 }
