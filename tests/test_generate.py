@@ -34,15 +34,12 @@ def alone(name: str) -> np.ndarray:
     return np.asarray(cjax.generate(one.model(begin(one)), PROMPT, 12, temperature=0))
 
 
-# Each model under three of the plans, and each plan with a model at least; by default each model under two, and every
-# way to keep parameters.
+# Each model under three of the plans, and each plan with a model at least; by default each model under one.
 PAIRS = [(name, plan) for i, name in enumerate(NAMES) for j, plan in enumerate(PLANS) if (i + j) % 3 == 0 or j == 4]
 if os.environ.get("CJAX_TEST_ALL") != "1":
     PAIRS = [
         ("cjax_gpt", "data=2 tensor=4"),
-        ("cjax_gpt", "tensor=8"),
         ("cjax_llama", "data=4 tensor=2 zero=3"),
-        ("cjax_llama", "zero=1/4"),
         ("cjax_t5", "data=2 tensor=4"),
     ]
 

@@ -81,9 +81,9 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "nnx ratio": (lambda rngs: NNXNet(rngs), ratio),
 }
 ROWS = [
-    ("linen average", "microbatches=2"),
+    pytest.param("linen average", "microbatches=2", marks=pytest.mark.full),
     ("linen ratio", "tensor=2 zero=1 microbatches=2"),
-    ("linen ratio", "zero=3 microbatches=2"),
+    pytest.param("linen ratio", "zero=3 microbatches=2", marks=pytest.mark.full),
     ("linen Mean", "zero=2/4 microbatches=4"),
     ("linen BatchNorm", "zero=2 microbatches=2"),
     ("nnx ratio", "tensor=2 microbatches=4"),

@@ -26,6 +26,8 @@ from cjax.models import GPT, T5, gpt, load, readers, save
 from cjax.planner.choice.homes import TooLittle
 from cjax.walk.moving import MovedRows
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 PROMPT = np.random.default_rng(0).integers(0, 101, (4, 5)).astype(np.int32)
 NUM = 9  # of a GPT and a Llama the context is 12: the window slides at the end
 NAMES = ["cjax_gpt", "cjax_llama", "cjax_t5"]
@@ -66,7 +68,7 @@ def greedy(model: Any, num: int = NUM, **options: Any) -> np.ndarray:
     return np.asarray(cjax.generate(model, PROMPT, num, temperature=0, **options))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES[:2], pytest.param(NAMES[2], marks=pytest.mark.full)])
 def test_tokens_are_those_in_device_memory_wherever_layers_are(name: str, folder_of: Any) -> None:
     folder = folder_of(name)
     before = {file: (file.stat().st_mtime_ns, file.stat().st_size) for file in folder.iterdir()}
@@ -177,7 +179,7 @@ def test_short_numbers_stay_short_until_they_are_computed_with(folder_of: Any, t
         assert {x.dtype for x in model._streamed._structs(0)} == {np.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.full), "int4"])
 def test_quantized_weights_are_those_of_qwix_wherever_layers_are(kind: Any, folder_of: Any) -> None:
     pytest.importorskip("qwix", reason="the extra quantize is not installed")
     folder = folder_of("cjax_gpt")

@@ -16,6 +16,8 @@ from cjax.program import Program, saving, walked
 from cjax.program.state import State
 from cjax.walk.walk import in_turn
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 DISK = "zero=1 offload=params+optimizer host=0B disk=10MB"
 
 
@@ -42,7 +44,7 @@ def assert_holds(program: Program, state: State, wanted: Any) -> None:
 
 
 # One model with a list of layers, one whose author has all of them in each leaf.
-@pytest.mark.parametrize("name", ["linen_tied", "nnx_scan"])
+@pytest.mark.parametrize("name", ["linen_tied", pytest.param("nnx_scan", marks=pytest.mark.full)])
 def test_a_run_moves_between_walks_and_other_plans(name: str, tmp_path: Path) -> None:
     """By a checkpoint and from a live state; nowhere is a tree made whole on its way to rows."""
     plain, host = (walking_program(name, plan) for plan in ("zero=3", "data=8 offload=params+optimizer"))

@@ -23,6 +23,8 @@ from cjax.walk.direct import BLOCK, buffer
 from cjax.walk.files import Folder
 from cjax.walk.record import Committed, look, read_record, write_record
 
+pytestmark = pytest.mark.usefixtures("settled")
+
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 ROWS = 3
 

@@ -46,7 +46,7 @@ def text(name: str, plan: str, num: int, **options: Any) -> np.ndarray:
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
-        ("cjax_gpt", "data=2 offload=params+activations"),
+        pytest.param("cjax_gpt", "data=2 offload=params+activations", marks=pytest.mark.full),
         pytest.param("cjax_llama", "tensor=2 offload=params+activations", marks=pytest.mark.full),
         pytest.param("cjax_t5", "data=2 zero=3 offload=params", marks=pytest.mark.full),
         ("cjax_t5", "tensor=2 offload=params"),  # of its two kinds of pass one does not read what the other keeps

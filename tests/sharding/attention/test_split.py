@@ -243,7 +243,10 @@ KINDS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 
 
 @pytest.mark.parametrize("mode", ["ring", "all_to_all"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.full) if kind in ("grouped", "heads_first") else kind for kind in KINDS],
+)  # the two come beside other axes
 def test_equals_the_equations(kind: str, mode: str) -> None:
     function, shapes = KINDS[kind]
     with jax.enable_x64(True):
@@ -254,8 +257,8 @@ def test_equals_the_equations(kind: str, mode: str) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("alibi", "learned_bias", "grouped"),
-        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("grouped_dropout", "dropout", "heads_first")),
+        *("alibi", "learned_bias", "grouped", "heads_first"),
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("grouped_dropout", "dropout")),
     ],
 )
 def test_beside_axes_for_batch_and_heads(kind: str, mode: str) -> None:
@@ -285,7 +288,7 @@ def test_an_odd_number_of_chunks_is_not_in_zigzag_order() -> None:
         assert_same(function, values((B, 12, H, D), (B, 12, H, D), (B, 12, H, V)), mesh_of(**ALONE), "ring")
 
 
-@pytest.mark.parametrize("mode", ["ring", "all_to_all"])
+@pytest.mark.parametrize("mode", [pytest.param("ring", marks=pytest.mark.full), "all_to_all"])
 def test_layers_of_jax_and_flax(mode: str) -> None:
     """Theirs compute the softmax in float32 always (JAX), or in the dtype of the operands."""
     with jax.enable_x64(True):
@@ -303,7 +306,7 @@ def test_layers_of_jax_and_flax(mode: str) -> None:
 
 
 @pytest.mark.parametrize("layer", ["linen", "nnx"])
-@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("ours", [pytest.param(False, marks=pytest.mark.full), True])
 def test_whole_layers(layer: str, ours: bool) -> None:
     options: dict[str, Any] = {"attention_fn": cjax_attention} if ours else {}
     options |= {"num_heads": H, "dropout_rate": 0.2}
@@ -387,7 +390,7 @@ def test_literals_that_differ_by_layer(mode: str) -> None:
             np.testing.assert_allclose(have, want, rtol=0, atol=1e-9 * float(jnp.linalg.norm(want.ravel())))
 
 
-@pytest.mark.parametrize("mode", ["ring", "all_to_all"])
+@pytest.mark.parametrize("mode", ["ring", pytest.param("all_to_all", marks=pytest.mark.full)])
 def test_inside_a_region_that_is_manual_over_the_batch(mode: str) -> None:
     """A trace of one device's rows, in a `shard_map` over them."""
     mesh = mesh_of(data=2, sequence=2)

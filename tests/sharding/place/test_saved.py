@@ -158,6 +158,7 @@ def test_complex_numbers_made_of_real_parameters() -> None:
     compared(Linen(paired=True), "data=4 tensor=2 zero=1", 3e-5)
 
 
+@pytest.mark.full
 def test_complex_parameters_of_an_nnx_model() -> None:
     compared(lambda rngs: Stack(rngs), "data=2 tensor=2 pipeline=gpipe:2 microbatches=2", 3e-5)
 
