@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("settled")
 AWAY = "data=2 offload=params"
 # Unrolled and scanned, Linen and NNX, two stacks, tied embeddings, frozen layers, packed weights, a masked mean, aux.
 NAMES = [
-    *("linen_part_frozen", "linen_masked_mean", "linen_encoder_decoder", "nnx_scan"),
-    *(pytest.param(name, marks=pytest.mark.full) for name in ("linen_scan", "linen_packed_qkv")),
+    *("linen_masked_mean", "linen_encoder_decoder", "nnx_scan"),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("linen_scan", "linen_packed_qkv", "linen_part_frozen")),
     *(pytest.param(name, marks=pytest.mark.full) for name in ("nnx_encoder", "cjax_t5")),
 ]
 
