@@ -305,6 +305,98 @@ def test_the_disk_has_the_bits_of_host_memory(optimizer: Any, loss_scale: LossSc
     assert found[0] == found[1]
 
 
+def clipped(plan: str, folder: Path | None = None, rate: float = 1e-2) -> Program:
+    """A model whose update is clipped by the norm of all gradients, which none of its layers can be before it."""
+    optimizer = CLIPPED if rate == 1e-2 else optax.chain(optax.clip_by_global_norm(1e-2), optax.sgd(rate, momentum=0.9))
+    given = Given(source_of("linen_tied"), optimizer, None, disk_folder=folder)
+    return Program(compose(given, Plan.parse(plan).resolve(8), jax.devices()))
+
+
+def test_an_update_that_is_due_is_made_for_whoever_looks(tmp_path: Path) -> None:
+    """A step leaves the update of layers that are away to the next one's forward pass: beside one that has all layers
+    on the devices, and leaves nothing."""
+    batches, on_disk = subject("linen_tied", False).batches, ON_DISK.replace("10MB", "12MB")
+    plain = clipped("zero=1 budget=64MiB")
+    found, state = [], plain.init(3)
+    for index in range(4):
+        found.append(digest(plain, state))
+        state, metrics = plain.step(state, batches[index % 2])
+        assert not state._rows.due and metrics["skipped"] == 0  # pyright: ignore
+    program = clipped(on_disk, tmp_path)
+    parts = program._walking
+    assert parts is not None
+    walker, deferred = parts._walker, parts.homes.deferred
+    assert len(deferred) == sum(walker.lengths) and not parts.homes.fused
+
+    def due(state: Any) -> bool:
+        assert set(state._rows.due) in (set(), set(deferred))
+        return bool(state._rows.due)
+
+    state: Any = program.init(3)
+    for index in range(2):
+        state, _ = program.step(state, batches[index])
+        assert due(state) and "step" in repr(state) and due(state), "a look at its name changes nothing"
+
+    # A process that comes after finds it due, and so does one that comes after this.
+    with pytest.raises(ValueError, match="another optimizer.*before.resume"):
+        clipped(on_disk, tmp_path, rate=1e-3).resume()
+    for _ in range(2):
+        program = clipped(on_disk, tmp_path)
+        state = program.resume()
+        assert due(state) and digest(program, state) == found[2] and not due(state)
+    # What looks at a state leaves what a killed run goes on from.
+    program = clipped(on_disk, tmp_path)
+    state = program.resume()
+    loss, grads = program.value_and_grad(state, batches[1])
+    assert not due(state)
+    state = clipped(on_disk, tmp_path).resume()
+    assert due(state) and digest(program, state) == found[2]
+    state = program.resume()
+
+    # Whatever breaks off, and wherever: the state is whole, or given up.
+    def breaking(function: Any, at: int) -> Any:
+        calls = 0
+
+        def broken(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise RuntimeError("the power went off")
+            return function(*args)
+
+        return broken
+
+    for rows in (state._rows.inputs[0], state._rows.grads[0]):  # in the middle of a pass: some updates are made by then
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="went off"):
+            patch.setattr(rows, "put", breaking(rows.put, 2))
+            program.step(state, batches[0])
+    assert digest(program, state) == found[2]
+    state, _ = program.step(state, batches[0])
+    assert due(state) and digest(program, state) == found[3]
+    state = program.update(state, grads, loss)
+    assert due(state) and int(state.step) == 4
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="went off"):
+        patch.setattr(state._rows.opt[0], "put", breaking(state._rows.opt[0].put, 1))
+        program.params(state)
+    with pytest.raises(ValueError, match="given up"):
+        program.params(state)
+    was = digest(program, program.resume())
+
+    # In host memory, and where some layers have nothing away.
+    for homes in ("offload=optimizer+gradients", "budget=330kB host=30kB disk=12MB"):
+        other = clipped(f"zero=1 {homes}", tmp_path)
+        assert other._walking is not None and other._walking.homes.deferred, homes
+        state = other.init(3)
+        for index in range(3):
+            state, _ = other.step(state, batches[index % 2])
+        assert state._rows.due and digest(other, state) == found[3]
+        state = other.update(state, grads, loss)
+        assert digest(other, state) == was
+        state, metrics = other.step(state, jax.tree.map(lambda x: x, batches[0]))
+        state = other.update(state, jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), grads), loss)
+        assert not state._rows.due
+
+
 def test_what_a_fused_step_moves_is_what_the_report_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "linen_tied"
     program = walking_program(name, ON_DISK, tmp_path)
