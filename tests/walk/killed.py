@@ -91,7 +91,7 @@ def train(path: Path, expected: list[str] | None, defers: bool) -> list[str]:
             for layer in range(LAYERS):
                 if layer in due:
                     update(layer)
-                x, count = params.fetch(layer)
+                x, _ = params.fetch(layer)
                 base, _ = frozen.fetch(layer)
                 made[layer] = np.asarray(x) * 0.3 + np.asarray(base) + total[0]
             for layer in reversed(range(LAYERS)):
