@@ -104,16 +104,25 @@ class Homes:
 
     def with_deferred(self, sizes: "RowSizes") -> "Homes":
         """With all layers deferred whose update moves anything: then that is hidden, and parameters move once less.
-        None is beside fused ones, which a step that fails takes back: rows of both are in the same files.
+        None is beside fused ones, which a step that fails takes back: rows of both are in the same files. And where a
+        run that is killed goes on from the disk, since all state is there, so are the gradients of those that wait.
 
         Args:
           sizes: of the rows.
         """
+        is_durable = all(
+            home == "disk"
+            for kind in _STATE
+            for rows, places in zip(sizes.get(kind, ()), self.of.get(kind, ()), strict=True)
+            for row, home in zip(rows, places, strict=True)
+            if row.device
+        )
         layers = [
             (k, at)
             for k, rows in enumerate(sizes.get("grads", ()))
             for at, row in enumerate(rows)
             if row.device and any(self.of[kind][k][at] != "device" for kind in _UPDATED if kind in sizes)
+            if not is_durable or self.of["grads"][k][at] == "disk"
         ]
         return self if self.fused else replace(self, deferred=frozenset(layers))
 

@@ -191,6 +191,9 @@ def test_an_update_is_deferred_where_devices_and_disk_have_the_room() -> None:
         )
     # Two rows of state and two of gradients are there beside what the forward pass has, or are at home there.
     assert occupied(ROWS, PEAKS, wide).peaks["forward"] - occupied(ROWS, PEAKS, tight).peaks["forward"] == 2 * (8 + 4)
+    # A killed run goes on from its disk: what is due is there with all that it reads.
+    lost: Any = {"host": 0, "disk": 10**6, "offload": ["params", "optimizer"], "defers": True}
+    assert not choose_homes(ROWS, PEAKS, **lost).deferred
     here = choose_homes(ROWS, PEAKS, offload=["optimizer"], defers=True)
     assert len(here.deferred) == 6 and not choose_homes(ROWS, PEAKS, defers=True).deferred
     held = [
