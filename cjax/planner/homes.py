@@ -2,8 +2,9 @@
 
 A step walks over the layers three times: forward, backward, and once more for the update, when the gradients of all are
 known. Layers whose update needs no other's gradients, and whose old rows stay on disk until the new ones are known to
-be good, are updated in the backward pass (*fused*). Rows that are not at home on the devices pass through them: the one
-in use, and the next or the last one.
+be good, are updated in the backward pass (*fused*). Where none is, those of which something is away from the devices
+are updated when the next step's forward pass comes to them (*deferred*), if the devices have room for that. Rows that
+are not at home on the devices pass through them: the one in use, and the next or the last one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ IN_FLIGHT = 2  # rows of a kind and a stack that are on the devices while they p
 # beside the old; of those on disk five buffers, what two threads write, and what three hand to the devices.
 MOVING: Mapping[Home, int] = {"device": 0, "host": 2, "disk": 10}
 
-# Rows on disk that a step replaces are there twice, so that the last step stays whole until the next is complete.
+# Rows on disk that a step replaces are there twice, so that the last step stays whole until the next is complete. Of
+# gradients that is so where an update is deferred: see `Homes.halves`.
 HALVES: Mapping[Kind, int] = {"params": 2, "frozen": 1, "opt": 2, "grads": 1, "inputs": 1}
 
 _STATE: tuple[Kind, ...] = ("params", "frozen", "opt")
@@ -53,6 +55,11 @@ FUSED_TRAFFIC: Mapping[Phase, Mapping[Kind, tuple[int, int]]] = {
     "forward": TRAFFIC["forward"],
     "backward": {"params": (1, 1), "frozen": (1, 0), "inputs": (1, 0), "opt": (1, 1)},
 }
+DEFERRED_TRAFFIC: Mapping[Phase, Mapping[Kind, tuple[int, int]]] = {
+    "forward": {"params": (1, 1), "frozen": (1, 0), "inputs": (0, 1), "opt": (1, 1), "grads": (1, 0)},
+    "backward": TRAFFIC["backward"],
+}
+_UPDATED: tuple[Kind, ...] = ("params", "opt", "grads")
 
 
 @dataclass(frozen=True)
@@ -62,10 +69,12 @@ class Homes:
     Args:
       of: kind -> stack -> layer -> home. "inputs" are what layers were handed in the forward pass, all of it.
       fused: (stack, layer) of those that are updated in the backward pass.
+      deferred: of those that are updated in the next step's forward pass.
     """
 
     of: Mapping[Kind, tuple[tuple[Home, ...], ...]]
     fused: frozenset[tuple[int, int]] = field(default_factory=frozenset)
+    deferred: frozenset[tuple[int, int]] = field(default_factory=frozenset)
 
     @classmethod
     def all_at(cls, home: Home, lengths: Sequence[int]) -> "Homes":
@@ -92,6 +101,34 @@ class Homes:
             if is_alone and home == "disk" and is_kept("opt", k, at)
         ]
         return replace(self, fused=frozenset(layers))
+
+    def with_deferred(self, sizes: "RowSizes") -> "Homes":
+        """With all layers deferred whose update moves anything: then that is hidden, and parameters move once less.
+        None is beside fused ones, which a step that fails takes back: rows of both are in the same files. And where a
+        run that is killed goes on from the disk, since all state is there, so are the gradients of those that wait.
+
+        Args:
+          sizes: of the rows.
+        """
+        is_durable = all(
+            home == "disk"
+            for kind in _STATE
+            for rows, places in zip(sizes.get(kind, ()), self.of.get(kind, ()), strict=True)
+            for row, home in zip(rows, places, strict=True)
+            if row.device
+        )
+        layers = [
+            (k, at)
+            for k, rows in enumerate(sizes.get("grads", ()))
+            for at, row in enumerate(rows)
+            if row.device and any(self.of[kind][k][at] != "device" for kind in _UPDATED if kind in sizes)
+            if not is_durable or self.of["grads"][k][at] == "disk"
+        ]
+        return self if self.fused else replace(self, deferred=frozenset(layers))
+
+    def halves(self, kind: Kind) -> int:
+        """How often the disk has a row of this kind that has its home there."""
+        return 2 if kind == "grads" and self.deferred else HALVES[kind]
 
     @property
     def used(self) -> set[Home]:
@@ -122,7 +159,7 @@ class Peaks:
         batch.
       forward, after, backward, update, birth: what the fullest program of that phase needs beside `outside` and rows:
         its temporaries, and what it is handed and hands on. "after" is the loss and its gradient, behind the layers.
-      fused: the same of an update in the backward pass.
+      fused, deferred: the same of an update in the backward pass, and in the forward pass.
     """
 
     outside: int
@@ -132,6 +169,7 @@ class Peaks:
     update: int
     birth: int = 0
     fused: int = 0
+    deferred: int = 0
 
 
 @dataclass(frozen=True)
@@ -166,7 +204,7 @@ def occupied(sizes: RowSizes, peaks: Peaks, homes: Homes) -> Occupied:
     for kind, stacks in sizes.items():
         for rows, places in zip(stacks, homes.of[kind], strict=True):
             for row, home in zip(rows, places, strict=True):
-                found[home][kind] += getattr(row, home) * (HALVES[kind] if home == "disk" else 1)
+                found[home][kind] += getattr(row, home) * (homes.halves(kind) if home == "disk" else 1)
     at: dict[Phase, int] = {
         phase: peaks.outside + getattr(peaks, phase) + _rows(phase, sizes, homes) for phase in PHASES
     }
@@ -177,7 +215,24 @@ def occupied(sizes: RowSizes, peaks: Peaks, homes: Homes) -> Occupied:
         )
         rows = _rows("backward", sizes, homes) + passing
         at["backward"] = peaks.outside + max(peaks.backward, peaks.fused) + rows
+    if homes.deferred:
+        rows = _rows("forward", sizes, homes) + _due(sizes, homes)
+        at["forward"] = peaks.outside + max(peaks.forward, peaks.deferred) + rows
     return Occupied(at, found["device"], found["host"], found["disk"], _moving(sizes, homes))
+
+
+def _due(sizes: RowSizes, homes: Homes) -> int:
+    """Bytes on a device of what deferred updates read in the forward pass besides: gradients that are at home there,
+    others on their way, and optimizer state on its way."""
+    found = 0
+    kinds: tuple[Kind, ...] = ("grads", "opt")
+    for kind in kinds:
+        for k, (rows, places) in enumerate(zip(sizes.get(kind, ()), homes.of.get(kind, ()), strict=True)):
+            due = [(row.device, home) for at, (row, home) in enumerate(zip(rows, places, strict=True))
+                   if (k, at) in homes.deferred]  # fmt: skip
+            found += in_flight([row for row, home in due if home != "device"])
+            found += sum(row for row, home in due if home == "device" and kind == "grads")
+    return found
 
 
 def _moving(sizes: RowSizes, homes: Homes) -> int:

@@ -30,14 +30,22 @@ Value = Callable[[int, NamedSharding, int | None], Any]
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["step", "_params", "_frozen", "_opt", "_model_state", "_key", "_scaling", "_noise"],
-    meta_fields=["_shelves", "_walker", "_held"],
+    meta_fields=["_shelves", "_walker", "_rows"],
 )
 @dataclass(frozen=True)
 class WalkedState(State):
-    """A state whose arrays are those that belong to no layer; layers have rows."""
+    """A state whose arrays are those that belong to no layer. Layers have rows, of which some may be as they were
+    before the last step (`Held.due`): the next step goes on from them, and to all others they are shown updated."""
 
     _walker: Walker
-    _held: Held
+    _rows: Held
+
+    @property
+    @own_context
+    def _held(self) -> Held:
+        """The rows, updated: what is due is made now."""
+        self._walker.catch_up(self._rows, self.step.delete)
+        return self._rows
 
     @property
     def outside(self) -> OutsideState:
@@ -55,7 +63,7 @@ class WalkedState(State):
     def __repr__(self) -> str:
         if self.step.is_deleted():
             return "State(given up to a step)"
-        return f"State(step={self.step}, layers on {', '.join(sorted(self._held.homes.used))})"
+        return f"State(step={self.step}, layers on {', '.join(sorted(self._rows.homes.used))})"
 
 
 def walked_trees(state: WalkedState, *kinds: Kind) -> list[PyTree]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from cjax.gradients import mean
 from cjax.mesh import compiler_options
@@ -122,7 +123,7 @@ class Walking:
         alone = [optimizer is not None and optimizer.is_alone(k) for k in numbers]
         return choose_homes(
             sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload, record=self._record_bytes,
-            seconds=self._seconds, alone=alone,
+            seconds=self._seconds, alone=alone, defers=optimizer is not None,
         )  # fmt: skip
 
     @property
@@ -146,7 +147,7 @@ class Walking:
     def _record_bytes(self) -> int:
         """What the disk has besides rows, at most: what belongs to no layer, as often as a commit needs it, and what
         files begin with."""
-        arrays = jax.tree.leaves(self._outside_shape())
+        arrays = [*jax.tree.leaves(self._outside_shape()), *self._joint.values()]  # whose updates may be due
         size = sum(data_bytes(x) + _TEXT * len(x.sharding.addressable_devices) for x in arrays)
         size += _TEXT + len(json.dumps(self._identity())) + sum(self._walker.lengths) * len(ROWS)
         return num_records() * size + BLOCK * len(KINDS) * len(self._walker.lengths)
@@ -179,10 +180,18 @@ class Walking:
 
     def _commit(self, state: WalkedState) -> None:
         """From now on, a run that is killed goes on from this state."""
-        folder = state._held.folder
+        held = state._rows
+        folder = held.folder
         if self._is_durable:
             assert folder is not None
-            folder.commit(int(state.step), written(jax.tree.leaves(state)))
+            # What the updates that are due read besides: whoever goes on from here makes them.
+            assert set(held.due) in (set(), set(held.homes.deferred)), "all of them, or none"
+            joint = next(iter(held.due.values()), {})
+            small = written([*jax.tree.leaves(state), *(joint[name] for name in self._joint if joint)])
+            if joint:
+                assert self._walker.optimizer is not None
+                small["due"] = np.frombuffer(self._walker.optimizer.digest, np.uint8)
+            folder.commit(int(state.step), small)
         elif self.homes.fused and folder is not None:
             folder.keep()  # a step that is not finite goes back to it
 
@@ -203,8 +212,29 @@ class Walking:
         shape = self._outside_shape()
         leaves, treedef = jax.tree.flatten(shape)
         arrays = [placed(found[1], i, leaf) for i, leaf in enumerate(leaves)]
+        if "due" in found[1]:
+            self._check_same_update(found[1]["due"].tobytes())
+            joint = {name: placed(found[1], len(leaves) + i, x) for i, (name, x) in enumerate(self._joint.items())}
+            held.due.update(dict.fromkeys(sorted(self.homes.deferred), joint))
         step, params, frozen, opt, model_state, key, scaling, noise = jax.tree.unflatten(treedef, arrays)
         return self._state(held, (params, frozen, opt, model_state), (step, key, scaling, noise), is_new=False)
+
+    def _check_same_update(self, digest: bytes) -> None:
+        """An update that is due is made by the optimizer that the step had."""
+        assert self._folder is not None and self._walker.optimizer is not None
+        if digest != self._walker.optimizer.digest:
+            raise ValueError(
+                f"{self._folder.path} holds this run after step {self._folder.step}, whose update is made when layers "
+                "are fetched next, and it began with another optimizer than this one (another learning rate is another "
+                "optimizer, and another version of JAX or optax may write it otherwise). Finish it with that one and "
+                "go on with this: before = cjax.parallelize(..., that optimizer, ...); state = "
+                "program.restore(before.resume()). Or go on from a checkpoint, with another folder."
+            )
+
+    @property
+    def _joint(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """What updates read of all layers."""
+        return {} if self._walker.optimizer is None else self._walker.optimizer.joint
 
     def _tell_others(self, folder: Folder) -> None:
         """A run of this model under another plan is not gone on with, and should not be forgotten either."""
@@ -240,7 +270,8 @@ class Walking:
         path = self._path(composed.given.disk_folder)
         if (before := OPEN.get(path)) is not None:
             let_go(before)  # the same program, made anew in the same process: as in a notebook
-        self._opened = Folder(path, self._identity(), composed.plan.disk)
+        state: list[Kind] = [*ROWS, "grads"] if self.homes.deferred else [*ROWS]
+        self._opened = Folder(path, self._identity(), composed.plan.disk, state)
         OPEN[path] = self._opened
         return self._opened
 
@@ -255,7 +286,7 @@ class Walking:
         if folder is None or "disk" not in self.homes.used:
             return False
         opened = OPEN.get(self._path(folder))
-        return opened is not None and isinstance(state, WalkedState) and state._held.folder is opened
+        return opened is not None and isinstance(state, WalkedState) and state._rows.folder is opened
 
     def _release(self) -> None:
         """Gives up the state that is on disk, and the folder."""
@@ -377,15 +408,15 @@ class Walking:
         walker, shelf = self._walker, self._composed.shelves.params
         homes: list[list[Home]] = [["host"] * length for length in walker.lengths]
         rows = [make_rows(walker.structs("params", k), of, "params", k) for k, of in enumerate(homes)]
-        held = dataclasses.replace(
-            state._held, params=rows, homes=Homes({**state._held.homes.of, "params": tuple(map(tuple, homes))})
-        )
+        own = state._held
+        of = Homes({**own.homes.of, "params": tuple(map(tuple, homes))})
+        held = dataclasses.replace(own, params=rows, homes=of, due={})
         outside = fill(walker, held, "params", shelf, self._composed.mesh, values_of(shelf, params))
         for k, length in enumerate(walker.lengths):
             for at in range(length) if not walker.slots("params", k) else ():
                 rows[k].put(at, ())
             rows[k].settle()
-        return dataclasses.replace(state, _params=outside, _held=held)
+        return dataclasses.replace(state, _params=outside, _rows=held)
 
     def _state(self, held: Held, trees: Any, small: Any, is_new: bool = True) -> WalkedState:
         empty_rows(self._walker, held)
@@ -406,7 +437,7 @@ class Walking:
         composed = self._composed
         key, scale = self._inputs(state._key, state.step, state._scaling)
         counted = state.step + 1
-        done = self._walker.step(state._held, state.outside, batch, key, scale, state.step.delete)
+        done = self._walker.step(state._rows, state.outside, batch, key, scale, state.step.delete)
         assert done.out is not None
         kept = (done.out.model_state, state._model_state)
         model_state, scaling, skipped = self._behind(*kept, state._scaling, done.finite)
@@ -420,9 +451,9 @@ class Walking:
     def update(self, state: WalkedState, grads: PyTree, loss: jax.Array) -> WalkedState:
         """The state after the optimizer has taken gradients, a tree like the parameters; gives up `state`."""
         shelf, counted = self._composed.shelves.params, state.step + 1
-        outer = fill(self._walker, state._held, "grads", shelf, self._composed.mesh, values_of(shelf, grads))
-        give_up = state.step.delete
-        done = self._walker.update(state._held, state.outside, outer, None, loss, {}, give_up)
+        held, give_up = state._held, state.step.delete
+        outer = fill(self._walker, held, "grads", shelf, self._composed.mesh, values_of(shelf, grads))
+        done = self._walker.update(held, state.outside, outer, None, loss, {}, give_up)
         _, scaling, _ = self._behind((), (), state._scaling, done.finite)
         return self._next(state, done.outside, counted, state._model_state, scaling)
 
@@ -448,7 +479,7 @@ class Walking:
         new = dataclasses.replace(
             state, step=step, _params=outside.params, _opt=outside.opt, _model_state=model_state, _scaling=scaling
         )
-        note_step(state._held, step)
+        note_step(state._rows, step)
         self._commit(new)
         return new
 

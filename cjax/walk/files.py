@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,8 +37,8 @@ from cjax.walk.direct import (
 from cjax.walk.record import Committed, look, read_record, record_bytes, write_record
 
 # Two places a row: what is put is durable at the next commit. One: what is put once, and what no other run reads.
-_PLACES: Mapping[Kind, int] = {"params": 2, "opt": 2, "frozen": 1, "grads": 1, "inputs": 1}
-_IS_STATE: Mapping[Kind, bool] = {"params": True, "opt": True, "frozen": True, "grads": False, "inputs": False}
+_PLACES: Mapping[Kind, int] = {"params": 2, "opt": 2, "frozen": 1, "grads": 2, "inputs": 1}
+_STATE: tuple[Kind, ...] = ("params", "opt", "frozen")
 _OURS = b"cjax "
 _MAGIC = _OURS + b"rows 1\n"
 _LOCK = _OURS + b"lock 1\n"
@@ -105,6 +105,7 @@ class Folder:
         path: is made if it is missing, and so is the folder that it is in; the one above must be there.
         identity: what tells this program from others, in JSON's types: another program's state is refused.
         limit: how many bytes this process may have there (`disk=`).
+        state: kinds of rows that a commit is about; others are gone with their process, and have one place.
 
     Raises:
         ValueError: the folder holds another program's state, or a damaged record.
@@ -120,12 +121,14 @@ class Folder:
     """
 
     @own_context
-    def __init__(self, path: str | Path, identity: Mapping[str, Any], limit: int | None = None) -> None:
+    def __init__(
+        self, path: str | Path, identity: Mapping[str, Any], limit: int | None = None, state: Collection[Kind] = _STATE
+    ) -> None:
         self.path = Path(path).absolute()
         self.holder: Any = None  # whoever opened it notes here whose rows are in it
         self.num_bytes = 0  # that files of rows take
         self._index = jax.process_index()
-        self._limit = limit
+        self._limit, self._state = limit, state
         self._files: dict[str, RowFile] = {}
         self._scratch: list[RowFile] = []
         self._settle: list[Callable[[], None]] = []
@@ -168,19 +171,20 @@ class Folder:
         """
         assert kind in get_args(Kind) and row_bytes % BLOCK == 0 and num_rows
         name = f"{kind}-{stack}"
-        places = _PLACES[kind]
+        is_state = kind in self._state
+        places = _PLACES[kind] if is_state else 1
         size = BLOCK + num_rows * places * row_bytes
         self._reserve(name, size)
         path = self.path / f"{name}.{self._index}.rows"
         layout = hashlib.sha256(layout.encode()).hexdigest()
         first = self._first_bytes({"name": name, "rows": num_rows, "bytes": row_bytes, "layout": layout})
         current = _NOWHERE * num_rows
-        if self._record and _IS_STATE[kind]:
+        if self._record and is_state:
             current = self._committed(name, path, first, size)
         else:
             self._make(path, first, size)
         rows = RowFile(BlockFile(path), row_bytes, places, current, self._before_write)
-        if _IS_STATE[kind]:
+        if is_state:
             self._files[name] = rows
         else:
             # It has no name from now on: however this process ends, it leaves nothing of it.

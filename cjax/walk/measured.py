@@ -93,8 +93,9 @@ class Measuring:
         self._walker, self._programs, self._num = walker, walker.programs, walker.programs.model.num
         self._params, self._frozen, self._model_state, self._batch, self._key, self._scale = inputs
         self.pieces: list[WalkPiece] = []
-        self._peaks = {"forward": 0, "after": 0, "backward": 0, "update": 0, "birth": 0, "fused": 0}
-        self._beside_update: dict[int, int] = {}  # by stack, what is there beside an update in the backward pass
+        self._peaks = {"forward": 0, "after": 0, "backward": 0, "update": 0, "birth": 0, "fused": 0, "deferred": 0}
+        # By stack, what is there beside an update in the backward pass, and in the forward pass.
+        self._beside_update, self._beside_due = dict[int, int](), dict[int, int]()
         self.kept = 0  # what is there all the time besides state
 
     def _compile(self, phase: str, name: str, program: Jitted, calls: int, *args: Any, beside: int = 0) -> Any:
@@ -120,9 +121,10 @@ class Measuring:
             moving, passing = model.passing(k, payload)
             self.kept += num_bytes(once[k]) + num * num_bytes(passing)
             args = (rows[k], once[k], out, index, index, states, payload)
+            self._beside_due[k] = num * num_bytes(moving)
             moving, states = self._compile(
                 "forward", f"forward {k}", programs.forward[k], num * walker.lengths[k], *args,
-                beside=num * num_bytes(moving),
+                beside=self._beside_due[k],
             )  # fmt: skip
             ends.append([*moving, *passing])
             if k + 1 < len(walker.lengths):
@@ -202,6 +204,7 @@ class Measuring:
             self.pieces.append(WalkPiece(f"update {k}", update.compiled, length))
             self._peaks["update"] = max(self._peaks["update"], update.temporary)
             self._peaks["fused"] = max(self._peaks["fused"], update.temporary + self._beside_update[k])
+            self._peaks["deferred"] = max(self._peaks["deferred"], update.temporary + self._beside_due[k])
 
 
 def measure(walker: Walker, inputs: Any) -> Measured:

@@ -5,6 +5,9 @@ gradients, state and parameters is that layer's; what it does with several layer
 that makes the numbers it reads, which must be few. Equal layers are one program.
 """
 
+import functools
+import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -78,6 +81,7 @@ class RowOptimizer:
         norm = lambda grads: (optax.tree.norm(grads),)  # noqa: E731
         traced = trace_optimizer(optimizer, params_shape, params, spec_of, mesh, norm, across_labels=True)
         _check_pure(traced)
+        self._update = traced.update
         params_laid = in_rows(params, stacks)
         opt_laid = state_in_rows(traced, params_laid, params_shape)
         self.storage, self.reads_loss = traced.storage, traced.reads_loss
@@ -137,6 +141,26 @@ class RowOptimizer:
             and not first.reads_of("loss")
             and all(self.is_early(k, layer) for layer in layers)
         )
+
+    @functools.cached_property
+    def joint(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """What `join` gives behind the last round, by name, as placed."""
+
+        def struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._whole)
+
+        found = {name: struct(var.aval.shape, var.aval.dtype) for var, name in self._names.items()}
+        return {**found, "norm": struct((), self._norm.aval.dtype), "finite": struct((), jnp.bool_)}
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """What tells an update from others: of another optimizer, another learning rate, or another version of JAX."""
+        closed = self._update
+        text = re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr))  # functions are named by where they are in memory
+        found = hashlib.sha256(text.encode())
+        for const in closed.consts:
+            found.update(np.asarray(const).tobytes())
+        return found.digest()
 
     def before(self, opt: Arrays, params: Arrays) -> dict[str, jax.Array]:
         """What the update of layers that are alone (`is_alone`) reads of the outside, before there are gradients: of a

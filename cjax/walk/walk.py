@@ -1,8 +1,8 @@
 """Passes over layers: what is next is fetched while one layer is computed, and what is done is written behind."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from cjax.walk.stores import LayerRows
 
 Row = tuple[jax.Array, ...]
 Put = Callable[[int, int, Row, Row, Row], None]  # stack, layer, gradients, params, optimizer state if it is asked for
+Due = Callable[[int, int, list[Row]], Row]  # stack, layer, its gradients, optimizer state and params -> new params
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,8 @@ class Held:
       grads: gradients, from the backward pass to the update.
       inputs: what layers were handed, from the forward pass to the backward pass.
       folder: of those on disk.
+      due: (stack, layer) of those whose rows are as they were before the last step, and what their update reads of all
+        layers; their gradients are in `grads`. Who updates one takes it out.
     """
 
     homes: Homes
@@ -40,6 +43,7 @@ class Held:
     grads: Sequence[LayerRows]
     inputs: Sequence[LayerRows]
     folder: Folder | None = None
+    due: dict[tuple[int, int], Mapping[str, jax.Array]] = field(default_factory=dict)
 
     @property
     def every(self) -> list[LayerRows]:
@@ -91,6 +95,7 @@ class LayerWalk:
         scale: Scale,
         put: Put,
         fused: Collection[tuple[int, int]] = (),
+        update: Due | None = None,
     ) -> tuple[Evaluated, Row]:
         """What the batch gives, with the model state behind it, and the gradients of `params`.
 
@@ -103,11 +108,12 @@ class LayerWalk:
           scale: what the loss is multiplied by.
           put: is given each layer's gradients, last layer first.
           fused: stack and layer of those of which it is given the optimizer's state too.
+          update: is given each layer whose update is due, when the forward pass comes to it.
         """
         programs = self._programs
         out, new, states = programs.begin(params, frozen, model_state, batch, key)
         out = dataclasses.replace(out, params=params, frozen=frozen)
-        sums, states, back, ends, once = self._forward(held, out, states, scale)
+        sums, states, back, ends, once = self._forward(held, out, states, scale, update)
         divisor = programs.divisor(sums[0], scale)
         results, outer = sums
         for k in reversed(range(len(self._lengths))):
@@ -123,7 +129,7 @@ class LayerWalk:
             outer = programs.back_enter(out, np.int32(i), states, [*back[i][0], *back[i][1]], outer)
         return programs.close(results, outer, new, states, scale)
 
-    def _forward(self, held: Held, out: Outside, states: Arrays, scale: Scale) -> Any:
+    def _forward(self, held: Held, out: Outside, states: Arrays, scale: Scale, update: Due | None) -> Any:
         """Sums of results and of gradients outside of layers, states, the gradients of what the last stack made, what
         each stack made, and what all layers of each read."""
         programs, model, numbers = self._programs, self._programs.model, range(self._num)
@@ -135,14 +141,27 @@ class LayerWalk:
             once.append(programs.once[k](out, states))
             parts = [model.passing(k, payload) for payload in payloads]
             moving, passing = [part[0] for part in parts], [part[1] for part in parts]
-            for at, row in in_turn([held.params[k], held.frozen[k]], range(length)):
+
+            def more(at: int, k: int = k) -> list[LayerRows]:
+                return [held.grads[k], held.opt[k]] if (k, at) in held.due else []
+
+            for at, rows in in_turn([held.params[k], held.frozen[k]], range(length), more):
                 held.inputs[k].put(at, tuple(x for some in moving for x in some))
+                params, frozen, *rest = rows
+                rows.clear()
+                if rest:
+                    assert update is not None, "whoever reads a state's rows has made its updates"
+                    given = [*rest, params]
+                    rest.clear()
+                    del params  # or the old ones would be there beside the new
+                    params = update(k, at, given)
                 for i in numbers:
                     given = [*moving[i], *passing[i]]
                     moving[i], states = programs.forward[k](
-                        tuple(row), once[k], out, np.int32(i), np.int32(at), states, given
+                        (params, frozen), once[k], out, np.int32(i), np.int32(at), states, given
                     )
                 jax.block_until_ready(moving)
+                del params, frozen
             ends.append([list(both) for both in zip(moving, passing, strict=True)])
             if k + 1 < len(self._lengths):
                 payloads = [programs.leave[k](out, np.int32(i), states, [*moving[i], *passing[i]]) for i in numbers]

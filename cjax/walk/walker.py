@@ -18,7 +18,7 @@ from cjax.walk.layer_slots import layer_slot
 from cjax.walk.optimizer import RowOptimizer
 from cjax.walk.programs import Programs
 from cjax.walk.stores import make_rows
-from cjax.walk.walk import Held, LayerWalk, Row, in_turn
+from cjax.walk.walk import Due, Held, LayerWalk, Row, in_turn
 
 
 @dataclass(frozen=True)
@@ -111,16 +111,17 @@ class Walker:
             kind: [make_rows(self.structs(kind, k), homes.of[kind][k], kind, k, folder) for k in numbers]
             for kind in KINDS
         }
-        return Held(homes, **rows, folder=folder)
+        params, frozen, opt, grads, inputs = (rows[kind] for kind in KINDS)
+        return Held(homes, params, frozen, opt, grads, inputs, folder)
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def gradients(
         self, held: Held, outside: OutsideState, batch: PyTree, key: jax.Array, scale: Scale, put: Any,
-        fused: Collection[tuple[int, int]] = (),
+        fused: Collection[tuple[int, int]] = (), update: Due | None = None,
     ) -> tuple[Evaluated, Row]:  # fmt: skip
         """What a batch gives, and the gradients of params outside; arguments as of `LayerWalk.gradients`."""
         return self._walk.gradients(
-            held, outside.params, outside.frozen, outside.model_state, batch, key, scale, put, fused
+            held, outside.params, outside.frozen, outside.model_state, batch, key, scale, put, fused, update
         )
 
     def step(
@@ -128,7 +129,8 @@ class Walker:
     ) -> Stepped:
         """One step. `give_up` is called before a row is changed for good: what fails behind that leaves no whole state.
 
-        A step that is not finite changes no row.
+        Updates that the step before has left due are made when the forward pass comes to their layers, and change no
+        state. A step that is not finite changes no row.
         """
         optimizer, exports, fused = self.optimizer, {}, held.homes.fused
         assert optimizer is not None
@@ -146,7 +148,8 @@ class Walker:
             held.opt[k].put(at, opt)
 
         try:
-            out, grads = self.gradients(held, outside, batch, key, scale, put, fused)
+            update = functools.partial(self._update_row, held, give_up)
+            out, grads = self.gradients(held, outside, batch, key, scale, put, fused, update)
             loss = mean(out.total, out.weight)
             return self.update(held, outside, grads, out, loss, exports, give_up, fused)
         except BaseException:
@@ -163,9 +166,10 @@ class Walker:
         self, held: Held, outside: OutsideState, grads: Row, out: Evaluated | None, loss: jax.Array, exports: Any,
         give_up: Any, fused: Collection[tuple[int, int]] = (),
     ) -> Any:  # fmt: skip
-        """The update, of gradients that are in their rows already; of those of `fused` layers nothing is left to do."""
+        """The update, of gradients that are in their rows already. Of `fused` layers nothing is left to do, and that of
+        those that are deferred is due from now on."""
         optimizer = self.optimizer
-        assert optimizer is not None
+        assert optimizer is not None and not held.due
         rest = (grads, outside.opt, outside.params, loss)
         joint = optimizer.join(0, {}, *rest, {})
         for number in range(1, optimizer.num_rounds + 1):
@@ -176,8 +180,10 @@ class Walker:
         finite = joint["finite"]
         give_up()
         if bool(finite):
-            for k, length in enumerate(self.lengths):
-                self._update_rows(k, held, joint, [at for at in range(length) if (k, at) not in fused])
+            trained = [k for k in range(len(self.lengths)) if self.slots("params", k)]
+            layers = ((k, at) for k in trained for at in range(self.lengths[k]))
+            held.due.update({layer: joint for layer in layers if layer not in fused})
+            self.catch_up(held, give_up, held.homes.deferred)
         elif fused and held.folder is not None:
             held.folder.take_back()
         params, opt = optimizer.update_outside(*rest, joint)
@@ -200,12 +206,20 @@ class Walker:
             rows.clear()
             del given
 
-    def _update_rows(self, k: int, held: Held, joint: Any, layers: Sequence[int]) -> None:
+    def catch_up(self, held: Held, give_up: Any, but: Collection[tuple[int, int]] = ()) -> None:
+        """Makes the updates that are due, those of some layers aside; `give_up` where one breaks off half made."""
+        for k in range(len(self.lengths)):
+            layers = [at for stack, at in held.due if stack == k and (stack, at) not in but]
+            for at, rows in in_turn([held.grads[k], held.opt[k], held.params[k]], layers):
+                self._update_row(held, give_up, k, at, rows)
+
+    def _update_row(self, held: Held, give_up: Any, k: int, at: int, rows: list[Row]) -> Row:
+        """The update of a layer that was due, from its gradients, optimizer state and parameters; the new parameters,
+        which are on their way home. `rows` is emptied, or they would be there while the next are fetched."""
         optimizer = self.optimizer
         assert optimizer is not None
-        if not self.slots("params", k):
-            return
-        for at, rows in in_turn([held.grads[k], held.opt[k], held.params[k]], layers):
+        joint = held.due.pop((k, at))
+        try:
             grads, opt, params = rows
             rows.clear()
             params, opt = optimizer.update_row(k, at, grads, opt, params, joint)
@@ -213,4 +227,7 @@ class Walker:
             jax.block_until_ready((params, opt))
             held.params[k].put(at, params)
             held.opt[k].put(at, opt)
-            del grads, opt, params  # or they would be there while the next are fetched
+        except BaseException:
+            give_up()  # nobody knows which of its rows are new
+            raise
+        return params

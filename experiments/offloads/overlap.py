@@ -69,13 +69,13 @@ def overlap(optimizer: str, rounds: int, folder: Path) -> Row:
     watches = {name: Watch(program) for name, program in programs.items()}
     for number in range(rounds + 1):
         for name, program in programs.items():
-            before, began, watch = waited(states[name]._held), time.perf_counter(), watches[name]
+            before, began, watch = waited(states[name]._rows), time.perf_counter(), watches[name]
             watch.update = watch.commit = 0.0
             states[name], metrics = program.step(states[name], batch)
             jax.block_until_ready((states[name], metrics))
             if number:  # the first compiles
                 times[name].append(time.perf_counter() - began)
-                waits[name].append(waited(states[name]._held) - before + watch.commit)
+                waits[name].append(waited(states[name]._rows) - before + watch.commit)
                 updates[name].append(watch.update)
                 commits[name].append(watch.commit)
     copied, (read, written) = host_rate(), disk_rates(folder)
@@ -130,9 +130,9 @@ class Watch:
             return done
 
         def watched_commit(state: Any) -> None:
-            before, began = waited(state._held), time.perf_counter()
+            before, began = waited(state._rows), time.perf_counter()
             commit(state)
-            self.commit += time.perf_counter() - began - (waited(state._held) - before)
+            self.commit += time.perf_counter() - began - (waited(state._rows) - before)
 
         walking._walker.update, walking._commit = watched_update, watched_commit
 

@@ -44,7 +44,7 @@ def run(plan: str, folder: str, num_steps: int) -> Row:
         for _ in range(num_steps // PARTS):
             state, _ = program.step(state, batch)
         jax.block_until_ready(state)
-        for rows in state._held.every:
+        for rows in state._rows.every:
             rows.settle()
         gc.collect()
         process.append(status("VmRSS"))

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from cjax.planner.homes import Kind
 from cjax.walk.direct import BLOCK
 from cjax.walk.files import Folder
 from cjax.walk.stores import make_rows
@@ -29,8 +30,9 @@ SIZE = (6, 500)  # three blocks, of which some may be written
 OPERATIONS = ("pwritev", "pwrite", "preadv", "fdatasync", "fsync", "replace", "unlink", "posix_fallocate", "open")
 
 
-def train(path: Path, expected: list[str] | None) -> list[str]:
-    """A digest of all state after each step."""
+def train(path: Path, expected: list[str] | None, defers: bool) -> list[str]:
+    """A digest of all state after each second step, and of what is no row after the others. It is the same where
+    updates are due until the next step comes to their layers, or somebody looks."""
     jax.config.update("jax_num_cpu_devices", 2)
     mesh = Mesh(np.array(jax.devices()), ("data",))
     shapes = [
@@ -44,7 +46,8 @@ def train(path: Path, expected: list[str] | None) -> list[str]:
         )
 
     digests = []
-    with Folder(path, {"model": "toy"}) as folder:
+    state: list[Kind] = ["params", "opt", "frozen", *(["grads"] if defers else [])]
+    with Folder(path, {"model": "toy"}, state=state) as folder:
         params = make_rows(shapes, ["disk"] * LAYERS, "params", folder=folder)
         frozen = make_rows(shapes, ["disk"] * LAYERS, "frozen", folder=folder)
         grads = make_rows(shapes, ["disk"] * LAYERS, "grads", folder=folder)
@@ -54,14 +57,29 @@ def train(path: Path, expected: list[str] | None) -> list[str]:
                 params.put(layer, array([np.full(SIZE, 0.1 + layer), np.arange(3)]))
                 frozen.put(layer, array([np.full(SIZE, 1.5 * layer), np.arange(3)]))
             total = np.zeros(4, np.float32)
-            folder.commit(0, {"total": total})
-            known = 0, {"total": total}
+            known = 0, {"total": total, "due": np.array(False)}
+            folder.commit(*known)
         seen = path.with_suffix(".seen")  # steps that a commit has returned for
         assert known[0] >= (int(seen.read_text()) if seen.exists() else 0), "what was committed is lost"
-        step, total = known[0], known[1]["total"]
+        step, total, made = known[0], known[1]["total"], dict[int, np.ndarray]()
+        due = set(range(LAYERS)) if known[1]["due"] else set[int]()
+
+        def update(layer: int) -> None:
+            grads.ahead(layer)
+            params.ahead(layer)
+            g, _ = grads.fetch(layer)
+            x, count = params.fetch(layer)
+            params.put(layer, array([np.asarray(x) * 2, np.asarray(count)]))  # not the last of this step
+            params.put(layer, array([np.asarray(x) - np.float32(0.01) * np.asarray(g), np.asarray(count) + 1]))
+            grads.forget(layer)
+            due.discard(layer)
+
         while True:
+            looks = step % 2 == 0 or step == STEPS  # somebody does, and has all made that is due
+            for layer in tuple(due) if looks else ():
+                update(layer)
             digest = hashlib.sha256(total.tobytes())
-            for layer in range(LAYERS):
+            for layer in range(LAYERS) if looks else ():
                 params.ahead(layer)
                 frozen.ahead(layer)
                 for x in (*params.fetch(layer), *frozen.fetch(layer)):
@@ -71,19 +89,19 @@ def train(path: Path, expected: list[str] | None) -> list[str]:
             if step == STEPS:
                 return digests
             for layer in range(LAYERS):
-                x, count = params.fetch(layer)
+                if layer in due:
+                    update(layer)
+                x, _ = params.fetch(layer)
                 base, _ = frozen.fetch(layer)
-                grads.put(layer, array([np.asarray(x) * 0.3 + np.asarray(base) + total[0], np.asarray(count)]))
+                made[layer] = np.asarray(x) * 0.3 + np.asarray(base) + total[0]
             for layer in reversed(range(LAYERS)):
-                grads.ahead(layer)
-                params.ahead(layer)
-                g, _ = grads.fetch(layer)
-                x, count = params.fetch(layer)
-                params.put(layer, array([np.asarray(x) * 2, np.asarray(count)]))  # not the last of this step
-                params.put(layer, array([np.asarray(x) - np.float32(0.01) * np.asarray(g), np.asarray(count) + 1]))
-                total = total + np.asarray(g).sum()
+                grads.put(layer, array([made[layer], np.arange(3)]))
+                total = total + made[layer].sum()
+            due = set(range(LAYERS))
+            for layer in () if defers else range(LAYERS):
+                update(layer)
             step += 1
-            folder.commit(step, {"total": total})
+            folder.commit(step, {"total": total, "due": np.array(bool(due))})
             seen.write_text(str(step))
 
 
@@ -129,7 +147,7 @@ def main() -> None:
     root, seed, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     chance = random.Random(seed)
     whole = root / "whole.txt"
-    assert child(lambda: whole.write_text("\n".join(train(root / "whole", None)))) == 0
+    assert child(lambda: whole.write_text("\n".join(train(root / "whole", None, False)))) == 0
     expected = whole.read_text().split()
     assert len(set(expected)) == STEPS + 1
     done = runs = 0
@@ -139,9 +157,11 @@ def main() -> None:
         while True:
             number, moment = chance.randrange(1, 120), chance.random()
 
-            def work(folder: Path = folder, number: int = number, moment: float = moment) -> None:
+            def work(
+                folder: Path = folder, number: int = number, moment: float = moment, defers: bool = runs % 2 == 1
+            ) -> None:
                 kill_at(number, moment)
-                train(folder, expected)
+                train(folder, expected, defers)
 
             status = child(work)
             assert status in (0, -signal.SIGKILL), f"seed {seed}, kill {done} at {number}, {moment}: {status}"

@@ -5,7 +5,8 @@ optimizer state, whole layers at a time, from the first layer on; beside these g
 inputs, from the last one back, since the backward pass makes the former as it uses up the latter. Of all these choices
 that fit, the one that moves the least is taken, so that more room never moves more; or, where seconds are known and
 these are fewer, the one that moves the least in the update. Layers on disk that can be updated in the backward pass
-are, where that fits beside the rest; where seconds are known, also if fewer layers then stay.
+are, and others in the next forward pass, where that fits beside the rest; where seconds are known, also if fewer layers
+then stay.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -74,6 +75,7 @@ def choose_homes(
     record: int = 0,
     seconds: Callable[[Homes], float] | None = None,
     alone: Sequence[bool] = (),
+    defers: bool = False,
 ) -> Homes:
     """Where each row lives.
 
@@ -90,6 +92,7 @@ def choose_homes(
       alone: by stack, whether the update of a layer needs nothing of others: then it is made in the backward pass where
         it can be taken back, if the budget has room for that; where seconds are known, fewer layers are kept at home
         for it if that is faster.
+      defers: whether the update of other layers may wait for the next forward pass; it does where there is room alike.
 
     Raises:
       TooLittle: a budget smaller than the least that works, which is named; host memory or disk too small for the
@@ -116,18 +119,22 @@ def choose_homes(
     def beyond(homes: Homes) -> int:
         return 0 if budget is None else max(0, occupied(sizes, peaks, homes).peak - budget)
 
+    def fits(homes: Homes) -> bool:
+        there = sum(occupied(sizes, peaks, homes).disk.values())
+        return not beyond(homes) and (not there or there + record <= (disk or 0))
+
     def consider(kept: set[tuple[Kind, int, int]]) -> int:
-        """Adds homes, with layers updated in the backward pass if there is room; else returns how much is missing."""
+        """Adds homes, with layers updated on the way if there is room; returns what the budget lacks for that."""
         try:
             homes = _with_disk(sizes, kept, host, disk, record)
         except TooLittle as error:
             refused.append(error)
             return 0
         assert not beyond(homes), "homes that hold more than they may"
-        fused = homes.with_fused(alone, sizes)
-        missing = beyond(fused)
-        found.append(homes if missing else fused)
-        return missing
+        ways = [homes.with_fused(alone, sizes), homes.with_deferred(sizes) if defers else homes]
+        ways = [way for way in ways if way != homes]
+        found.append(next((way for way in ways if fits(way)), homes))
+        return beyond(ways[0]) if ways else 0
 
     for times in (times_moved,) if seconds is None else (times_moved, times_exposed):
         kept = room.best(budget, times)

@@ -1,7 +1,8 @@
 """What a step that walks over layers moves between devices, host memory and disk, and how long it takes by arithmetic.
 
 In each of its phases computing, the link in, the link out and the disk go on at once, so that a phase takes as long as
-the slowest of them. The update has no computing that counts beside it: it is as long as its transfers.
+the slowest of them. The update has no computing that counts beside it: it is as long as its transfers, but for those of
+layers that are updated in the backward pass, or in the next step's forward pass.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cjax.planner.hardware import Hardware
-from cjax.planner.homes import FUSED_TRAFFIC, KINDS, TRAFFIC, Homes, Kind, Phase, RowSizes
+from cjax.planner.homes import DEFERRED_TRAFFIC, FUSED_TRAFFIC, KINDS, TRAFFIC, Homes, Kind, Phase, RowSizes
 
 # Bytes/s of a process's disk where nobody says how fast it is: NVMe drives that read 12 GB/s and write 9, as one of
 # PCIe 5 does, or two of PCIe 4 side by side.
@@ -140,17 +141,20 @@ def walk_cost(
       compute: seconds of arithmetic by phase ("after" belongs to "backward"); what is missing takes none. None: not
         known.
       tokens: of a step, with which arithmetic and inputs grow.
-      traffic: how often rows are read and written, but for those of fused layers.
+      traffic: how often rows are read and written, but for those of fused and deferred layers. What the update of the
+        latter reads more often than once, it reads at its own time.
     """
     moved: dict[Kind, RowsMoved] = {kind: RowsMoved() for kind in KINDS if kind in sizes}
     seconds: dict[Phase, PhaseSeconds] = {}
     of_phase: dict[Phase, tuple[RowsMoved, RowsMoved]] = {}
     for phase, kinds in traffic.items():
-        fused = FUSED_TRAFFIC.get(phase, {})
+        fused, deferred = FUSED_TRAFFIC.get(phase, {}), DEFERRED_TRAFFIC.get(phase, {})
+        if phase == "update":
+            deferred = {kind: (reads - TRAFFIC[phase][kind][0], 0) for kind, (reads, _) in kinds.items()}
         each: dict[Kind, RowsMoved] = {
-            kind: _moved(kind, sizes, homes, kinds.get(kind, (0, 0)), fused.get(kind, (0, 0)))
+            kind: _moved(kind, sizes, homes, *(of.get(kind, (0, 0)) for of in (kinds, fused, deferred)))
             for kind in sizes
-            if kind in kinds or kind in fused
+            if kind in kinds or kind in fused or kind in deferred
         }
         for kind, more in each.items():
             moved[kind] = _sum(moved[kind], more)
@@ -162,13 +166,14 @@ def walk_cost(
 
 
 def _moved(
-    kind: Kind, sizes: RowSizes, homes: Homes, times: tuple[int, int], of_fused: tuple[int, int]
+    kind: Kind, sizes: RowSizes, homes: Homes, times: tuple[int, int], of_fused: tuple[int, int],
+    of_deferred: tuple[int, int],
 ) -> RowsMoved:  # fmt: skip
-    """Bytes of rows that are read and written so often, in layers that are not fused and in those that are."""
+    """Bytes of rows that are read and written so often, in layers that are neither fused nor deferred, and in such."""
     found = RowsMoved()
     for k, (rows, places) in enumerate(zip(sizes[kind], homes.of[kind], strict=True)):
         for at, (row, home) in enumerate(zip(rows, places, strict=True)):
-            reads, writes = of_fused if (k, at) in homes.fused else times
+            reads, writes = of_fused if (k, at) in homes.fused else of_deferred if (k, at) in homes.deferred else times
             away = row.device if home != "device" else 0
             on_disk = row.disk if home == "disk" else 0
             found = _sum(found, RowsMoved(reads * away, writes * away, reads * on_disk, writes * on_disk))

@@ -129,13 +129,17 @@ def test_host_and_disk_hold_no_more_than_they_may(model: tuple[RowSizes, Peaks],
     assert sum(found.disk.values()) == sum(sizes[k][s][i].disk * HALVES[k] for k, s, i in on_disk)
 
 
+SECONDS = st.floats(0, 50).map(lambda x: round(x, 6))  # no device computes for 1e-320 s
+
+
 @settings(max_examples=60, deadline=None)
-@given(models(), st.integers(0, 120), st.floats(0, 50), st.floats(0, 50), st.booleans())
+@given(models(), st.integers(0, 120), SECONDS, SECONDS, st.booleans(), st.booleans())
 def test_where_seconds_are_known_no_step_is_slower_for_it(
-    model: tuple[RowSizes, Peaks], budget: int, forward: float, backward: float, on_disk: bool
+    model: tuple[RowSizes, Peaks], budget: int, forward: float, backward: float, on_disk: bool, defers: bool
 ) -> None:
     sizes, peaks = model
     options: Any = {"host": 0, "disk": 10**6, "alone": [True] * len(sizes["params"])} if on_disk else {}
+    options |= {"defers": defers}
 
     def seconds(homes: Homes) -> float:
         compute: Any = {"forward": forward, "backward": backward}
@@ -147,6 +151,7 @@ def test_where_seconds_are_known_no_step_is_slower_for_it(
         return
     by_time = choose_homes(sizes, peaks, budget, seconds=seconds, **options)
     assert seconds(by_time) <= seconds(by_bytes) and occupied(sizes, peaks, by_time).peak <= budget
+    assert defers or not by_time.deferred
 
 
 def test_fewer_layers_stay_at_home_where_that_leaves_room_to_update_the_others_on_the_way() -> None:
@@ -168,6 +173,34 @@ def test_fewer_layers_stay_at_home_where_that_leaves_room_to_update_the_others_o
         assert occupied(sizes, peaks, timed).peak <= budget and seconds(timed) <= min(map(seconds, (plain, away)))
         found.append((bool(plain.fused), bool(timed.fused)))
     assert found[0] == (False, True)
+
+
+def test_an_update_is_deferred_where_devices_and_disk_have_the_room() -> None:
+    options: Any = {"host": 0, "offload": CLASSES, "defers": True, "record": 7}
+    found = {
+        disk: choose_homes(ROWS, PEAKS, disk=disk, **options) for disk in (2 * 8 * 6 + 2 * 16 * 6 + 12 * 6 + 7, 10**6)
+    }
+    (near, tight), (_, wide) = found.items()
+    assert not tight.deferred and sum(occupied(ROWS, PEAKS, tight).disk.values()) + 7 == near
+    assert len(wide.deferred) == 6 and sum(occupied(ROWS, PEAKS, wide).disk.values()) + 7 == near + 8 * 6
+    least = occupied(ROWS, PEAKS, tight).peak
+    for budget in range(least, least + 40):
+        homes = choose_homes(ROWS, PEAKS, budget, disk=10**6, **options)
+        assert occupied(ROWS, PEAKS, homes).peak <= budget and bool(homes.deferred) == (
+            occupied(ROWS, PEAKS, wide).peak <= budget
+        )
+    # Two rows of state and two of gradients are there beside what the forward pass has, or are at home there.
+    assert occupied(ROWS, PEAKS, wide).peaks["forward"] - occupied(ROWS, PEAKS, tight).peaks["forward"] == 2 * (8 + 4)
+    # A killed run goes on from its disk: what is due is there with all that it reads.
+    lost: Any = {"host": 0, "disk": 10**6, "offload": ["params", "optimizer"], "defers": True}
+    assert not choose_homes(ROWS, PEAKS, **lost).deferred
+    here = choose_homes(ROWS, PEAKS, offload=["optimizer"], defers=True)
+    assert len(here.deferred) == 6 and not choose_homes(ROWS, PEAKS, defers=True).deferred
+    held = [
+        occupied(ROWS, PEAKS, homes).peaks["forward"]
+        for homes in (here, choose_homes(ROWS, PEAKS, offload=["optimizer"]))
+    ]
+    assert held[0] - held[1] == 2 * 8 + 6 * 4
 
 
 def test_what_computing_hides_leaves_before_what_the_update_waits_for() -> None:

@@ -133,3 +133,21 @@ def test_rates_of_cards() -> None:
     links = {name: rates_of(hardware_of_cluster(Cluster.parse(name), 1)).link for name in ("h100:1", "a100:1")}
     assert links == pytest.approx({"h100:1": 55e9, "a100:1": 27.5e9}, rel=0.01)
     assert (DISK_READ, DISK_WRITE) == (12e9, 9e9)
+
+
+def test_an_update_that_is_deferred_moves_beside_the_next_forward_pass() -> None:
+    """Parameters come once less, and the update's own time is that of what it reads more often than once."""
+    row = (RowBytes(4, 8, 16),) * 3
+    sizes: RowSizes = {"params": (row,), "opt": (row,), "grads": (row,), "inputs": (row,)}
+    homes = Homes({kind: (("disk",) * 3,) for kind in sizes})
+    costs = {
+        name: walk_cost(sizes, each, H100, {"forward": 1.0, "backward": 1.0}, 1, reading_again({"grads": 1}))
+        for name, each in (("in a pass", homes), ("deferred", homes.with_deferred(sizes)))
+    }
+    for kind, (more, out) in {"params": (1, 1), "opt": (0, 1), "grads": (0, 1), "inputs": (0, 1)}.items():
+        there, after = (costs[name].moved[kind] for name in ("in a pass", "deferred"))
+        assert there.disk_read - after.disk_read == more * 48 and there.link_in - after.link_in == more * 12
+        assert after.disk_written == there.disk_written == out * 48
+    update = costs["deferred"].seconds["update"]
+    assert (update.link_in, update.link_out) == (12 / 55e9, 0.0)
+    assert costs["deferred"].seconds["forward"].link_in == 3 * 12 / 55e9
