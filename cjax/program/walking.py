@@ -50,6 +50,8 @@ from cjax.walk.walker import OutsideState, Walker
 
 TREES = (*ROWS, "model_state")
 _TEXT = 200  # bytes for the name and so on of an array in a record, at most
+_NOTE = 4096  # bytes for what is noted beside a step
+_ROW = 16  # bytes for a row's place and checksum
 
 # Of walkers, which programs may have in common.
 _MEASURED: weakref.WeakKeyDictionary[Walker, Measured] = weakref.WeakKeyDictionary()
@@ -80,6 +82,7 @@ class Walking:
         assert composed.walker is not None
         self._composed, self._walker = composed, composed.walker
         self._opened: Folder | None = None
+        self.note: dict[str, Any] = {}  # is kept with each step on disk
         options = compiler_options(composed.mesh)
         self._inputs = jax.jit(self._make_inputs, out_shardings=composed.whole, compiler_options=options)
         self._behind = jax.jit(self._make_behind, compiler_options=options)
@@ -148,7 +151,7 @@ class Walking:
         files begin with."""
         arrays = jax.tree.leaves(self._outside_shape())
         size = sum(data_bytes(x) + _TEXT * len(x.sharding.addressable_devices) for x in arrays)
-        size += _TEXT + len(json.dumps(self._identity())) + sum(self._walker.lengths) * len(ROWS)
+        size += _TEXT + _NOTE + len(json.dumps(self._identity())) + sum(self._walker.lengths) * len(KINDS) * _ROW
         return num_records() * size + BLOCK * len(KINDS) * len(self._walker.lengths)
 
     def _hold(self) -> Held:
@@ -182,7 +185,7 @@ class Walking:
         folder = state._held.folder
         if self._is_durable:
             assert folder is not None
-            folder.commit(int(state.step), written(jax.tree.leaves(state)))
+            folder.commit(int(state.step), written(jax.tree.leaves(state)), self.note)
         elif self.homes.fused and folder is not None:
             folder.keep()  # a step that is not finite goes back to it
 
@@ -280,7 +283,7 @@ class Walking:
         if self._folder is not None and self._folder.step:
             raise ValueError(
                 f"{self._folder.path} holds this run as it was after step {self._folder.step}: go on with "
-                "state = program.resume(), or remove that folder to begin anew."
+                f"{self._folder.note.get('how', 'state = program.resume()')}, or remove that folder to begin anew."
             )
         given = {} if params is None else given_values(composed, params)
         problems: list[str] = []
