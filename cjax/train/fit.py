@@ -163,6 +163,8 @@ def fit(
             checkpoint_every=checkpoint_every,
             identity=identity,
             noting=noting,
+            # Of a step that the disk has there may be no checkpoint yet.
+            saved=-1 if resume and checkpoints is not None and checkpoints.latest() != first else first,
         )
         state, ended = run.go(state, steps)
         if ended not in ("steps", "data"):
@@ -214,16 +216,16 @@ class _Loop:
     checkpoint_every: int | None
     identity: Any
     noting: Noting | None
+    saved: int  # the step of which there is a checkpoint, or that needs none
     step: int = 0
     loss: float | None = None
-    saved: int | None = None
     # Dispatched, but not looked at: reading the metrics of a step waits for it, and the devices should have the next
     # one by then.
     unread: tuple[int, int, Mapping[str, Any]] | None = None  # step, samples read by then, metrics
 
     def go(self, state: State, steps: int) -> tuple[State, str]:
         """Runs until `steps`; returns the last state and why it ended."""
-        self.step = self.saved = int(state.step)
+        self.step = int(state.step)
         batches = iter(self.stream)
         num_processes = jax.process_count()
         ended = "steps"

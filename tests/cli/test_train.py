@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -130,6 +131,9 @@ def test_a_run_on_disk_that_is_killed_before_its_first_checkpoint_goes_on(
     assert losses(whole).keys() - losses(cut).keys() == {5}
     assert losses(cut).items() <= losses(whole).items()
     assert inspect(cut).meta["data"]["samples"] == 96
+    shutil.rmtree(cut / "checkpoints")  # as of one that was killed behind its last step
+    assert main(["train", "--resume", str(cut), "--sample", "0"]) == 0
+    assert inspect(cut).step == 12
 
 
 def test_the_options_of_a_run_are_those_of_its_resume_unless_typed_again(whole: Path):
