@@ -101,14 +101,15 @@ def go_on(program: Program, data: Any, checkpoints: Checkpointer, disk: OnDisk |
 
 
 def _is_latest(program: Program, checkpoints: Checkpointer, last: int | None, step: int) -> bool:
-    """Whether a step on disk is what the run came to. Where another plan has gone on since, its checkpoint is."""
+    """Whether a step on disk is what the run came to. Where another plan has gone on since, its checkpoint is; and of
+    one step too, which asks for no more than the same model."""
     if last is None:
         return True
-    return last <= step and inspect(checkpoints.place()).meta["plan"] == str(program.plan)
+    return last < step and inspect(checkpoints.place()).meta["plan"] == str(program.plan)
 
 
 def _nothing(folder: Path, disk: OnDisk | None, kept: tuple[int, dict[str, Any]] | None) -> str:
-    if disk is not None and kept is not None:
+    if disk is not None and kept is not None and kept[0]:
         return (
             f"there is no checkpoint in {folder}, and nothing says that {disk.folder}, which holds a state after step "
             f"{kept[0]}, is of this run. If it is, go on from it in Python: state = program.resume(), and "
