@@ -47,7 +47,8 @@ class DiskProgram(SmallProgram):
 
     def init(self, seed: int = 0) -> Any:
         state = super().init(seed)
-        self.disk.commit(state, 0)
+        if not isinstance(state.step, jax.core.Tracer):  # nor does a shape
+            self.disk.commit(state, 0)
         return state
 
     def step(self, state: Any, batch: Any) -> Any:

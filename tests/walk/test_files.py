@@ -359,7 +359,7 @@ def test_rows_of_another_plan_are_refused(path: Path, changed: dict[str, Any]) -
 def test_no_more_is_asked_of_the_disk_than_was_given(tmp_path: Path) -> None:
     with again(tmp_path / "rows", limit=20 * BLOCK) as folder:
         with pytest.raises(
-            ValueError, match=r"disk=0.1MiB is too little: 0.1 MiB for opt-0, 0.1 MiB in all. Give disk=1MiB or more"
+            ValueError, match=r"disk=0.1MiB is too little: 84.0 KiB for opt-0, 84.0 KiB in all. Give disk=1MiB or more"
         ):
             opened(folder, "opt", rows=5)
         rows = opened(folder)
@@ -383,7 +383,7 @@ def no_large_files() -> Iterator[None]:
 
 def test_a_full_disk_is_told_before_the_first_step(tmp_path: Path, no_large_files: None) -> None:
     with again(tmp_path / "rows") as folder:
-        with pytest.raises(OSError, match=r"params-0.*can't be made: it takes 0.1 MiB, .* free in"):
+        with pytest.raises(OSError, match=r"params-0.*can't be made: it takes 52.0 KiB, .* free in"):
             opened(folder)
         assert sorted(each.name for each in (tmp_path / "rows").iterdir()) == ["lock.0"]
 
