@@ -146,9 +146,9 @@ def _check_layers(path: str | Path, kind: type, config: Any) -> None:
     """Raises where there is nothing to go through layer by layer: no two layers of those that remember a text."""
     num = getattr(config, "num_decoder_layers", None) or config.num_layers
     if num < 2:
-        what = "decoder has" if kind is T5 else "model has"
+        what = "its decoder has" if kind is T5 else "it has"
         raise ValueError(
-            f"the {kind.__name__} in {path} can't be streamed layer by layer: its {what} one layer, and it takes two "
+            f"the {kind.__name__} in {path} can't be streamed layer by layer: {what} one layer, and it takes two "
             f"or more. Load it whole: cjax.generate(cjax.models.load({str(path)!r}), ...), or `cjax generate {path}` "
             "without --budget, --host and --weights"
         )
