@@ -126,6 +126,7 @@ def test_a_run_on_disk_that_is_killed_before_its_first_checkpoint_goes_on(
     assert f"after step 5: go on with cjax train --resume {cut}, or remove" in " ".join(capsys.readouterr().err.split())
     assert main(["train", "--resume", str(whole), "--disk-folder", f"{cut}-rows"]) == 1
     assert f"holds the run of {cut} after step 5" in " ".join(capsys.readouterr().err.split())
+    assert json.loads((whole / "options.json").read_text())["disk_folder"] == f"{whole}-rows", "as it was"
     assert main(["train", "--resume", str(cut)]) == 0
     # The line of a step is written while the next is under way.
     assert losses(whole).keys() - losses(cut).keys() == {5}
