@@ -41,7 +41,8 @@ class StreamedModel:
 
     Raises:
         FileNotFoundError: no such folder, or a file of it is missing.
-        ValueError: a folder of another model, a damaged file, or a plan with words that generation has no use for.
+        ValueError: a folder of another model, or of one with a single layer, a damaged file, or a plan with words that
+            generation has no use for.
         ImportError: Qwix is needed and not installed.
 
     >>> import tempfile
@@ -68,6 +69,7 @@ class StreamedModel:
         kind, config, stored = opened(path)
         if kind not in Decoder.__args__:
             raise ValueError(f"{path} holds a {kind.__name__}, which continues no texts; give a GPT, Llama or T5")
+        _check_layers(path, kind, config)
         batch = _batch(kind, config, len(given) // self.plan.tensor.size)
         source = TraceSource(capture(lambda rngs: kind(config, rngs=rngs), _loss, batch, None), batch)
         composed = compose(Given(source, None), self._walking(), given)
@@ -138,6 +140,18 @@ def _checked(plan: Plan, weights: str | None) -> Plan:
         raise ValueError(f"weights={weights!r} are whole on every device: leave tensor= out, or weights=")
     library()
     return plan
+
+
+def _check_layers(path: str | Path, kind: type, config: Any) -> None:
+    """Raises where there is nothing to go through layer by layer: no two layers of those that remember a text."""
+    num = getattr(config, "num_decoder_layers", None) or config.num_layers
+    if num < 2:
+        what = "its decoder has" if kind is T5 else "it has"
+        raise ValueError(
+            f"the {kind.__name__} in {path} can't be streamed layer by layer: {what} one layer, and it takes two "
+            f"or more. Load it whole: cjax.generate(cjax.models.load({str(path)!r}), ...), or `cjax generate {path}` "
+            "without --budget, --host and --weights"
+        )
 
 
 def _loss(model: Any, batch: Any) -> jax.Array:

@@ -91,8 +91,9 @@ def train(
     devices = devices_for(plan, devices)
     tx = adamw(options.rate, options.steps, warmup=max(options.steps // 10, 1), decay=0.01)
     program = cjax.parallelize(
-        lambda rngs: BERT(config, rngs=rngs), classes_loss, tx, next(data.batches()), plan, devices=devices
-    )
+        lambda rngs: BERT(config, rngs=rngs), classes_loss, tx, next(data.batches()), plan, devices=devices,
+        disk_folder=options.disk_folder,
+    )  # fmt: skip
     data = dataclasses.replace(data, shard=program.data_shard)
     state = None if options.resume else program.init(options.seed, params=weights)
     print(f"plan {program.plan} on {len(devices)} x {devices[0].device_kind}")

@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__, steps=600, rate=3e-3)
+    parser = make_parser(__doc__, steps=600, rate=3e-3, disk=False)  # each run begins with weights anew
     parser.add_argument("--weights", type=Path, help="the Llama to start from; a small one is trained if not given")
     parser.add_argument("--data", type=Path, help="the text to learn; the metadata of installed packages if not given")
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json; that of --weights if not given, else bytes")

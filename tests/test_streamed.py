@@ -8,6 +8,7 @@ import math
 import re
 import sys
 import tracemalloc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ import cjax
 from cjax import StreamedModel
 from cjax.models import GPT, T5, gpt, load, readers, save
 from cjax.planner.choice.homes import TooLittle
+from cjax.program import texts
+from cjax.walk.jitted import Jitted
 from cjax.walk.moving import MovedRows
+from cjax.walk.quantized import quantize
 
 pytestmark = pytest.mark.usefixtures("settled")
 
@@ -101,7 +105,7 @@ def test_rows_of_a_t5_are_shared_with_what_the_encoder_made_of_them(folder_of: A
         np.testing.assert_array_equal(greedy(model), wanted(folder))
         assert model.homes["memory"] == {"device": 0, "host": 2}
         # Of half of the rows, keys and values of the decoder's own text and of the source, of 8 heads of 5 numbers.
-        [walk] = {walk.structs()[0].shape: walk for walk in model.texts._made.values()}.values()
+        [walk] = {made.walk.structs()[0].shape: made.walk for made in model.texts._made.values()}.values()
         parts = [math.prod(x.sharding.shard_shape(x.shape)) for x in walk.structs()]
         assert parts == [2 * (NUM + 1) * 40] * 2 + [2 * 5 * 40] * 2
     with StreamedModel(folder, "tensor=2", devices=jax.devices()[:2]) as model:
@@ -191,6 +195,15 @@ def test_quantized_weights_are_those_of_qwix_wherever_layers_are(kind: Any, fold
     assert (expected != wanted(folder)).any(), "a model that is not quantized says something else"
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_what_is_quantized_is_the_hosts_also_where_the_cpu_is_the_device(kind: Any) -> None:
+    """Of a view, the array would be there as long as the row is, and be counted with what the device has."""
+    pytest.importorskip("qwix", reason="the extra quantize is not installed")
+    before = len(jax.live_arrays())
+    row = quantize(np.ones((256, 128), np.float32), 1, kind)
+    assert all(x.flags.owndata for x in row) and len(jax.live_arrays()) == before
+
+
 def _quantized(folder: Path, kind: str) -> Any:
     """The whole model, each matrix of a layer as Qwix has it."""
     import qwix  # pyright: ignore[reportMissingImports]
@@ -226,6 +239,51 @@ def test_what_has_no_meaning_is_refused(case: str, folder_of: Any) -> None:
     plan, options, said = REFUSED[case]
     with pytest.raises(ValueError, match=said):
         StreamedModel(folder_of("cjax_gpt"), plan, devices=jax.devices()[:2], **options)
+
+
+def test_a_model_of_one_layer_is_to_be_loaded_whole(tmp_path: Path) -> None:
+    for name, more in (("cjax_llama", {}), ("cjax_t5", {"num_decoder_layers": 1})):
+        kind, config, *_ = ROWS[name]
+        config = dataclasses.replace(config, **({"num_layers": 1} | more))
+        save(tmp_path / name, kind(config, rngs=nnx.Rngs(0)))
+        with pytest.raises(ValueError, match=rf"has one layer.*Load it whole: cjax.generate\(cjax.models.load.*{name}"):
+            StreamedModel(tmp_path / name, "budget=1MiB")
+
+
+def test_an_encoder_of_one_layer_is_gone_through_whole(tmp_path: Path) -> None:
+    kind, config, *_ = ROWS["cjax_t5"]
+    config = dataclasses.replace(config, num_layers=1, num_decoder_layers=2, tied=False)
+    save(tmp_path, _with_numbers(lambda: kind(config, rngs=nnx.Rngs(0))))
+    with StreamedModel(tmp_path, "budget=8MiB offload=params+activations") as model:
+        np.testing.assert_array_equal(greedy(model, 4), greedy(load(tmp_path), 4))
+        assert sum(model.homes["weights"].values()) == 2
+
+
+def test_prompts_of_many_lengths_keep_the_programs_of_a_few(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each length are the tokens those in device memory, also when its programs are made a second time."""
+    monkeypatch.setattr(texts, "MOST_MADE", 4)
+    folder, compiled = folder_of("cjax_gpt"), 0
+    whole, compile = load(folder), Jitted.compile
+
+    def counted(self: Jitted, *args: Any) -> Any:
+        nonlocal compiled
+        compiled += 1
+        return compile(self, *args)
+
+    monkeypatch.setattr(Jitted, "compile", counted)
+    with StreamedModel(folder, "budget=2MiB offload=params") as model:
+        made, counts, walks = model.texts._made, [], []
+        for length in (2, 3, 4, 4, 3, 2):  # a pass over the prompt and one of a token each
+            before = compiled
+            text = cjax.generate(model, PROMPT[:, :length], 3, temperature=0)
+            np.testing.assert_array_equal(text, cjax.generate(whole, PROMPT[:, :length], 3, temperature=0))
+            counts.append(compiled - before)
+            walks.append([weakref.ref(each.walk) for each in made.values()])
+            assert len(made) <= 4
+        each = counts[0]
+        assert each > 0 and counts == [each, each, each, 0, 0, each], "the two lengths that came last are there"
+        gc.collect()
+        assert [walk() for walk in walks[0]] == [None, None], "others are in memory no more"
 
 
 def test_folders_that_are_not_whole_say_so(folder_of: Any, tmp_path: Path) -> None:

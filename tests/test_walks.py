@@ -182,6 +182,28 @@ def full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def test_a_state_that_is_dropped_is_on_the_devices_no_more(tmp_path: Path) -> None:
+    """With layers on disk too, whose folder knows the rows and they it: nobody waits for Python's collector."""
+    program = walking_program("linen_tied", "zero=1 offload=optimizer host=0B disk=10MB", tmp_path)
+    batch = subject("linen_tied", False).batches[0]
+    gc.collect()
+    before = len(jax.live_arrays())
+    gc.disable()
+    try:
+        state, metrics = program.step(program.init(0), batch)
+        for rows in state._held.every:  # pyright: ignore
+            rows.settle()  # what threads are at is theirs until they are done
+        del rows  # pyright: ignore
+        assert len(jax.live_arrays()) > before + 10
+        del state, metrics
+        assert len(jax.live_arrays()) == before
+        assert int(program.init(0).step) == 0  # whoever comes next has the folder
+        del program
+        assert len(jax.live_arrays()) == before
+    finally:
+        gc.enable()
+
+
 def test_another_budget_in_the_middle_of_a_run(tmp_path: Path) -> None:
     name = "linen_tied"
     first = walking_program(name, "zero=1 offload=params+optimizer")

@@ -1,11 +1,12 @@
 """`cjax train`."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -117,25 +118,25 @@ class Train:
             disk_folder=self.disk_folder,
         )
         data = dataclasses.replace(data, shard=program.data_shard)
-        self._remember(folder)
         say = print if jax.process_index() == 0 else lambda *_: None
         say(f"{self.model}: {config.num_params / 1e6:.1f} M parameters, {len(data.train) / 1e6:.1f} M tokens of text")
         say(f"plan {program.plan} on {len(devices)} x {devices[0].device_kind}; folder {folder}")
-        result = fit(
-            program,
-            data,
-            steps=self.steps,
-            seed=self.seed,
-            folder=folder,
-            resume=self.resume is not None,
-            validation=lambda: data.validation(_VALIDATION_BATCHES),
-            evaluate_every=self.evaluate_every,
-            checkpoint_every=self.checkpoint_every,
-            on_nan=self.on_nan,
-            log_every=self.log_every,
-            tensorboard=self.tensorboard,
-            resume_command=f"cjax train --resume {folder}",
-        )
+        with self._remembered(folder):
+            result = fit(
+                program,
+                data,
+                steps=self.steps,
+                seed=self.seed,
+                folder=folder,
+                resume=self.resume is not None,
+                validation=lambda: data.validation(_VALIDATION_BATCHES),
+                evaluate_every=self.evaluate_every,
+                checkpoint_every=self.checkpoint_every,
+                on_nan=self.on_nan,
+                log_every=self.log_every,
+                tensorboard=self.tensorboard,
+                resume_command=f"cjax train --resume {folder}",
+            )
         if result.ended not in ("steps", "data"):
             return 128 + signal.Signals[result.ended]
         final = float(program.evaluate(result.state, data.validation(_VALIDATION_BATCHES))["loss"])
@@ -204,6 +205,22 @@ class Train:
             case "sgd":
                 rule = optax.chain(optax.add_decayed_weights(decay, weights_only), optax.sgd(schedule, momentum=0.9))
         return optax.chain(optax.clip_by_global_norm(1.0), rule)
+
+    @contextlib.contextmanager
+    def _remembered(self, folder: Path) -> Iterator[None]:
+        """Options beside the run. Those of one that is gone on with stay what they were where it can't be, under these:
+        or the same command without them would do what has just been refused."""
+        options, plan = folder / "options.json", folder / "plan.txt"  # which fit writes when it has a state
+        before = options.read_bytes() if self.resume is not None else None
+        began = plan.stat().st_mtime_ns if plan.exists() else None
+        self._remember(folder)
+        try:
+            yield
+        except BaseException:
+            is_same = (plan.stat().st_mtime_ns if plan.exists() else None) == began
+            if before is not None and is_same and jax.process_index() == 0:
+                options.write_bytes(before)
+            raise
 
     def _remember(self, folder: Path) -> None:
         """Writes the options beside the run, so that its folder is all that a resume needs."""

@@ -3,7 +3,6 @@
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -17,18 +16,26 @@ from cjax.walk.walk import Held
 _logger = logging.getLogger("cjax")
 
 
-@dataclass
 class HeldState:
-    """The state whose rows are in a folder: its `holder`."""
+    """The state whose rows are in a folder: its `holder`. It keeps none of them alive: who drops a state has its memory
+    back at once, though rows know their folder, and that knows whose they are."""
 
-    held: Held
-    step: jax.Array | None = None  # none of them is whole yet
+    def __init__(self, held: Held) -> None:
+        self._rows = [weakref.ref(rows) for rows in held.every]
+        self._step: weakref.ref[jax.Array] | None = None  # the state is not whole yet
+
+    def note(self, step: jax.Array) -> None:
+        self._step = weakref.ref(step)
 
     def give_up(self) -> None:
-        """It can't be used from here on."""
-        if self.step is not None and not self.step.is_deleted():
-            self.step.delete()
-        for rows in self.held.every:
+        """It can't be used from here on, if it is there still."""
+        step = self._step and self._step()
+        if step is not None and not step.is_deleted():
+            step.delete()
+        for there in self._rows:
+            rows = there()
+            if rows is None:  # and no thread is at them
+                continue
             try:
                 rows.close()
             except Exception as error:
@@ -51,7 +58,7 @@ def note_step(held: Held, step: jax.Array) -> None:
     """The step of the state whose rows these are."""
     if held.folder is not None:
         assert isinstance(held.folder.holder, HeldState), "rows on disk are somebody's"
-        held.folder.holder.step = step
+        held.folder.holder.note(step)
 
 
 def written(arrays: Sequence[jax.Array]) -> dict[str, np.ndarray]:

@@ -22,6 +22,7 @@ from cjax.walk.memory import MemoryWalk, remembering
 from cjax.walk.stores import LayerRows, make_rows
 from cjax.walk.walk import Held, Row
 
+MOST_MADE = 12  # kinds of passes whose programs are kept: a text has up to three
 Step = Callable[[Any, PyTree, PyTree], tuple[jax.Array, PyTree]]  # model, given, memory -> outcome, new memory
 
 
@@ -55,6 +56,21 @@ class Needs:
     memory: PassRows
 
 
+@dataclass
+class _Made:
+    """The programs of a pass.
+
+    Args:
+      walk: which runs them.
+      is_compiled: whether all were compiled ahead.
+      peak: then, bytes of a device beside weights and rows.
+    """
+
+    walk: MemoryWalk
+    is_compiled: bool = False
+    peak: int = 0
+
+
 class Texts:
     """Passes of one program.
 
@@ -67,8 +83,7 @@ class Texts:
     def __init__(self, composed: Composed, step: Step, rows: RowsOf | None = None) -> None:
         # As the model alone would continue a text: in the precision of its weights, whatever it was trained in.
         self._composed = dataclasses.replace(composed, plan=dataclasses.replace(composed.plan, precision="float32"))
-        self._step, self._made = step, dict[Hashable, MemoryWalk]()
-        self._peaks: dict[MemoryWalk, int] = {}
+        self._step, self._made = step, dict[Hashable, _Made]()  # what was used last is last
         assert composed.walker is not None
         self._rows = rows or weight_rows(composed.walker)
 
@@ -84,13 +99,14 @@ class Texts:
           passes: what each is given, shapes.
           memory: for each layer its arrays, shapes.
         """
-        walks = [self._walk(given, memory) for given in passes]
+        found = [self._made_for(given, memory) for given in passes]
         if self._composed.plan.budget is not None:
-            for walk, given in zip(walks, passes, strict=True):
-                if walk not in self._peaks:
-                    self._peaks[walk] = walk.compile(self._rows, inputs_of(self._composed, given))
-        peak = max(self._peaks.get(walk, 0) for walk in walks)
-        return Needs(peak, walks[0].whose, PassRows(len(memory), row_bytes(walks[0].structs())))
+            for made, given in zip(found, passes, strict=True):
+                if not made.is_compiled:
+                    made.peak = made.walk.compile(self._rows, inputs_of(self._composed, given))
+                    made.is_compiled = True
+        walk = found[0].walk
+        return Needs(max(made.peak for made in found), walk.whose, PassRows(len(memory), row_bytes(walk.structs())))
 
     def homes(self, weights: Homes, needs: Needs) -> tuple[Home, ...]:
         """Where memory is, beside a state whose rows are at `weights`: on the devices, or on the host where layers'
@@ -137,11 +153,18 @@ class Texts:
         return jax.device_put(given, batch_shardings(self._composed.mesh, given))
 
     def _walk(self, given: PyTree, memory: PyTree) -> MemoryWalk:
+        return self._made_for(given, memory).walk
+
+    def _made_for(self, given: PyTree, memory: PyTree) -> "_Made":
+        """The programs of a pass. Texts of each length have their own, of which those used last are kept: a process
+        that answers prompts of any length would else have more of them for as long as it lives."""
         leaves, treedef = jax.tree.flatten((given, memory))
         key = (treedef, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
-        if key not in self._made:
-            self._made[key] = self._make(given, memory)
-        return self._made[key]
+        made = self._made.pop(key, None) or _Made(self._make(given, memory))
+        self._made[key] = made
+        while len(self._made) > MOST_MADE:
+            del self._made[next(iter(self._made))]
+        return made
 
     def _make(self, given: PyTree, memory: PyTree) -> MemoryWalk:
         composed, step = self._composed, self._step

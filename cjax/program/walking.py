@@ -51,6 +51,8 @@ from cjax.walk.walker import OutsideState, Walker
 
 TREES = (*ROWS, "model_state")
 _TEXT = 200  # bytes for the name and so on of an array in a record, at most
+_NOTE = 4096  # bytes for what is noted beside a step
+_ROW = 16  # bytes for a row's place and checksum
 
 # Of walkers, which programs may have in common.
 _MEASURED: weakref.WeakKeyDictionary[Walker, Measured] = weakref.WeakKeyDictionary()
@@ -81,6 +83,7 @@ class Walking:
         assert composed.walker is not None
         self._composed, self._walker = composed, composed.walker
         self._opened: Folder | None = None
+        self.note: dict[str, Any] = {}  # is kept with each step on disk
         options = compiler_options(composed.mesh)
         self._inputs = jax.jit(self._make_inputs, out_shardings=composed.whole, compiler_options=options)
         self._behind = jax.jit(self._make_behind, compiler_options=options)
@@ -149,7 +152,7 @@ class Walking:
         files begin with."""
         arrays = [*jax.tree.leaves(self._outside_shape()), *self._joint.values()]  # whose updates may be due
         size = sum(data_bytes(x) + _TEXT * len(x.sharding.addressable_devices) for x in arrays)
-        size += _TEXT + len(json.dumps(self._identity())) + sum(self._walker.lengths) * len(ROWS)
+        size += _TEXT + _NOTE + len(json.dumps(self._identity())) + sum(self._walker.lengths) * len(KINDS) * _ROW
         return num_records() * size + BLOCK * len(KINDS) * len(self._walker.lengths)
 
     def _hold(self) -> Held:
@@ -191,7 +194,7 @@ class Walking:
             if joint:
                 assert self._walker.optimizer is not None
                 small["due"] = np.frombuffer(self._walker.optimizer.digest, np.uint8)
-            folder.commit(int(state.step), small)
+            folder.commit(int(state.step), small, self.note)
         elif self.homes.fused and folder is not None:
             folder.keep()  # a step that is not finite goes back to it
 
@@ -311,7 +314,7 @@ class Walking:
         if self._folder is not None and self._folder.step:
             raise ValueError(
                 f"{self._folder.path} holds this run as it was after step {self._folder.step}: go on with "
-                "state = program.resume(), or remove that folder to begin anew."
+                f"{self._folder.note.get('how', 'state = program.resume()')}, or remove that folder to begin anew."
             )
         given = {} if params is None else given_values(composed, params)
         problems: list[str] = []

@@ -9,11 +9,13 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from cjax.checkpoint import Checkpointer, inspect
+from cjax.checkpoint import Checkpointer
 from cjax.program import Program, State
+from cjax.program.on_disk import on_disk
 from cjax.train.display import Display, format_facts, make_display
 from cjax.train.meter import Meter
 from cjax.train.record import Record
+from cjax.train.resume import Noting, Resumed, go_on
 from cjax.train.signals import StopRequest
 from cjax.train.stream import Stream
 from cjax.tree import PyTree, leaf_names
@@ -89,7 +91,8 @@ def fit(
         state: where to start; a fresh one if None.
         samples: global samples already read, with `state`; as `FitResult.samples` says.
         folder: of the run; None keeps nothing on disk.
-        resume: continue the run of `folder`, under this program's plan, whatever the plan was.
+        resume: continue the run of `folder`, under this program's plan, whatever the plan was: behind its last
+            checkpoint, or behind the last step where this plan keeps each on disk.
         seed: of the fresh state.
         validation: gives the batches to evaluate on; `data.validation` if there is one.
         evaluate_every: steps between evaluations; None never evaluates.
@@ -103,8 +106,8 @@ def fit(
 
     Raises:
         NotFiniteError: see `on_nan`.
-        FileExistsError: `folder` holds a run, and `resume` is False.
-        FileNotFoundError: `resume` is True, and there is no checkpoint.
+        FileExistsError: `folder` holds a run, and `resume` is False; or the disk holds another run.
+        FileNotFoundError: `resume` is True, and nothing was kept of the run.
         OSError: a checkpoint could not be written; it says which one is whole.
     """
     _check_counts(steps=(steps, 0), log_every=(log_every, 1), samples=(samples, 0))
@@ -116,14 +119,26 @@ def fit(
     if resume and (folder is None or state is not None):
         raise ValueError("resume=True continues the run of a folder: give folder=..., and no state")
     if folder is not None and not resume and (folder / "metrics.jsonl").exists():
-        raise FileExistsError(f"{folder} holds a run already; continue it with resume=True, or name another folder")
+        how = resume_command or "resume=True"
+        raise FileExistsError(f"{folder} holds a run already; continue it with {how}, or name another folder")
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", keep)) if folder else None
-        notes: list[str] = []
+        disk = None if folder is None else on_disk(program)
+        command = resume_command or f"fit(..., folder={str(folder)!r}, resume=True)"
+        identity, notes = getattr(data, "identity", None), []
         if resume:
-            assert checkpoints is not None
-            state, samples = _resume(program, data, checkpoints, notes)
+            assert checkpoints is not None and folder is not None
+            resumed = go_on(program, data, checkpoints, disk, folder)
+            state, samples, notes = resumed.state, resumed.samples, resumed.notes
+            if on_nan == "stop" and program.loss_scale is None:
+                _refuse_unseen(resumed, checkpoints)
+        noting = None if disk is None or folder is None else Noting(disk, folder, command, identity)
+        if noting is not None:
+            stack.callback(noting.end)
+            noting(samples)
         state = program.init(seed) if state is None else state
+        if noting is not None:
+            noting.begin(state)
         first = int(state.step)
         is_first = jax.process_index() == 0
         if folder and is_first:
@@ -146,11 +161,13 @@ def fit(
             validation=validation or getattr(data, "validation", None),
             evaluate_every=evaluate_every,
             checkpoint_every=checkpoint_every,
-            identity=getattr(data, "identity", None),
+            identity=identity,
+            noting=noting,
+            # Of a step that the disk has there may be no checkpoint yet.
+            saved=-1 if resume and checkpoints is not None and checkpoints.latest() != first else first,
         )
         state, ended = run.go(state, steps)
         if ended not in ("steps", "data"):
-            command = resume_command or f"fit(..., folder={str(folder)!r}, resume=True)"
             how = f"go on with: {command}" if folder else "nothing was saved, because no folder was given"
             display.note(f"stopped by {ended} after step {run.step}; {how}")
         metrics = None if folder is None else folder / "metrics.jsonl"
@@ -163,19 +180,17 @@ def _check_counts(**counts: tuple[Any, int]) -> None:
             raise ValueError(f"fit got {name}={number!r}; it needs {name} >= {least}, a whole number")
 
 
-def _resume(program: Program, data: Any, checkpoints: Checkpointer, notes: list[str]) -> tuple[State, int]:
-    folder = checkpoints.place()
-    state, meta = program.restore(folder), inspect(folder).meta
-    before, now = meta["plan"], str(program.plan)
-    changed = "" if before == now else f", from plan {before} to {now}"
-    notes.append(f"resuming after step {int(state.step)}{changed}")
-    identity = getattr(data, "identity", None)
-    if meta["data"]["identity"] != identity:
-        notes.append(
-            f"the data is not that of the run so far (it was {meta['data']['identity']}, it is {identity}): "
-            "the next losses are not those of an uninterrupted run"
+def _refuse_unseen(resumed: Resumed, checkpoints: Checkpointer) -> None:
+    """A run that was to stop at a step that is not finite does not go past it because it was killed there."""
+    if resumed.unseen:
+        step = int(resumed.state.step)
+        raise NotFiniteError(
+            f"of the last steps before step {step}, {resumed.unseen} were not finite, where the run was to stop. They "
+            'changed no parameter. Lower the learning rate, and go on past them with on_nan="skip" (--on-nan skip)',
+            step,
+            resumed.state,
+            _latest(checkpoints),
         )
-    return state, meta["data"]["samples"]
 
 
 def _describe(folder: Path, program: Program) -> None:
@@ -200,16 +215,17 @@ class _Loop:
     evaluate_every: int | None
     checkpoint_every: int | None
     identity: Any
+    noting: Noting | None
+    saved: int  # the step of which there is a checkpoint, or that needs none
     step: int = 0
     loss: float | None = None
-    saved: int | None = None
     # Dispatched, but not looked at: reading the metrics of a step waits for it, and the devices should have the next
     # one by then.
     unread: tuple[int, int, Mapping[str, Any]] | None = None  # step, samples read by then, metrics
 
     def go(self, state: State, steps: int) -> tuple[State, str]:
         """Runs until `steps`; returns the last state and why it ended."""
-        self.step = self.saved = int(state.step)
+        self.step = int(state.step)
         batches = iter(self.stream)
         num_processes = jax.process_count()
         ended = "steps"
@@ -220,6 +236,8 @@ class _Loop:
                     ended = "data"
                     self.display.note(f"the data ended after step {self.step} of {steps}")
                     break
+                if self.noting is not None:
+                    self.noting(self.stream.samples)
                 state, metrics = self.program.step(state, batch)
                 self.step += 1
                 self._read(state)
@@ -257,6 +275,8 @@ class _Loop:
         facts = {**metrics, **self.meter.tick(samples)}
         if metrics.get("skipped"):
             self._not_finite(step, metrics, state)
+            if self.noting is not None:
+                self.noting.skipped += int(metrics["skipped"])
         elif step % self.log_every == 0:
             self.record.write(step, facts)
         shown = {name: facts[name] for name in ("loss", *self.meter.names) if name in facts}

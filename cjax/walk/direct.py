@@ -137,7 +137,7 @@ def free(folder: Path) -> str:
 
 
 def shown(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def _open(path: Path) -> int:

@@ -35,6 +35,7 @@ from cjax.walk.direct import (
     sync_names,
 )
 from cjax.walk.record import Committed, look, read_record, record_bytes, write_record
+from cjax.walk.row_file import NOWHERE, RowFile
 
 # Two places a row: what is put is durable at the next commit. One: what is put once, and what no other run reads.
 _PLACES: Mapping[Kind, int] = {"params": 2, "opt": 2, "frozen": 1, "grads": 2, "inputs": 1}
@@ -42,60 +43,6 @@ _STATE: tuple[Kind, ...] = ("params", "opt", "frozen")
 _OURS = b"cjax "
 _MAGIC = _OURS + b"rows 1\n"
 _LOCK = _OURS + b"lock 1\n"
-_NOWHERE = "-"  # of a row that has no current place
-
-
-class RowFile:
-    """The rows of one kind of one stack that are on disk. `read` and `write` of one row are never called at once.
-
-    Args:
-        file: whose first block says what it is.
-        row_bytes: whole blocks.
-        places: of each row, 1 or 2.
-        current: for each row "0" or "1", its place that is committed, or "-".
-        before_write: called before each write, told whether what it writes over is committed.
-    """
-
-    def __init__(
-        self, file: BlockFile, row_bytes: int, places: int, current: str, before_write: Callable[[bool], None]
-    ) -> None:
-        self._file = file
-        self._row_bytes = row_bytes
-        self._places = places
-        self._before_write = before_write
-        self.current = list(current)
-        self.newest = list(current)  # which `read` reads
-
-    def read(self, row: int, into: np.ndarray) -> None:
-        assert self.newest[row] != _NOWHERE, f"row {row} of {self._file.path} was never put, or forgotten"
-        self._file.read(self._place(row, self.newest[row]), into)
-
-    def write(self, row: int, data: np.ndarray) -> None:
-        place = "1" if self._places == 2 and self.current[row] == "0" else "0"
-        self._before_write(place == self.current[row])
-        self.newest[row] = _NOWHERE  # until all of it is there
-        self._file.write(self._place(row, place), data)
-        self.newest[row] = place
-
-    def forget(self, row: int) -> None:
-        self.newest[row] = _NOWHERE
-
-    def keep(self) -> None:
-        """What is there now stays until the next call, or the next commit: what is put goes beside it."""
-        self.current = list(self.newest)
-
-    def take_back(self) -> None:
-        """Rows are again what they were when they were kept or committed last."""
-        self.newest = list(self.current)
-
-    def sync(self) -> None:
-        self._file.sync()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _place(self, row: int, place: str) -> int:
-        return BLOCK + (row * self._places + int(place)) * self._row_bytes
 
 
 class Folder:
@@ -178,12 +125,13 @@ class Folder:
         path = self.path / f"{name}.{self._index}.rows"
         layout = hashlib.sha256(layout.encode()).hexdigest()
         first = self._first_bytes({"name": name, "rows": num_rows, "bytes": row_bytes, "layout": layout})
-        current = _NOWHERE * num_rows
+        current = NOWHERE * num_rows
         if self._record and is_state:
             current = self._committed(name, path, first, size)
         else:
             self._make(path, first, size)
-        rows = RowFile(BlockFile(path), row_bytes, places, current, self._before_write)
+        sums = self._record.sums.get(name, ()) if self._record else ()
+        rows = RowFile(BlockFile(path), row_bytes, places, current, self._before_write, sums)
         if is_state:
             self._files[name] = rows
         else:
@@ -199,8 +147,8 @@ class Folder:
 
     # -- commits ------------------------------------------------------------------------------------------------------
     @own_context
-    def commit(self, step: int, small: Mapping[str, np.ndarray]) -> None:
-        """Makes all rows that were put, and `small`, what a run that is killed from now on is resumed with.
+    def commit(self, step: int, small: Mapping[str, np.ndarray], note: Mapping[str, Any] | None = None) -> None:
+        """Makes all rows that were put, `small` and `note`, what a run that is killed from now on is resumed with.
 
         Raises:
             ValueError: more bytes than `disk=` allows.
@@ -216,7 +164,8 @@ class Folder:
                 file.sync()
             halves = {name: "".join(file.newest) for name, file in self._files.items()}
             number = self._record.number + 1 if self._record else 0
-            record = Committed(step, number, self._identity, self._run, halves)
+            sums = {name: file.sums for name, file in self._files.items()}
+            record = Committed(step, number, self._identity, self._run, halves, note or {}, sums)
             self._reserve("the small arrays", num_records() * record_bytes(record, small))
             self._refuse_others(unfinished)
             try:
@@ -273,6 +222,11 @@ class Folder:
     def step(self) -> int | None:
         """The step that was committed last."""
         return None if self._record is None else self._record.step
+
+    @property
+    def note(self) -> dict[str, Any]:
+        """What was noted when it was committed."""
+        return {} if self._record is None else dict(self._record.note)
 
     def resume(self) -> tuple[int, dict[str, np.ndarray]] | None:
         """What was committed last, its step and small arrays; None if nothing was. To be called when all rows are made.

@@ -71,12 +71,13 @@ def quantize(weight: np.ndarray, num_inputs: int, kind: Bits) -> tuple[np.ndarra
     """Values and scales of a weight, made by the host's cores."""
     inputs = math.prod(weight.shape[:num_inputs])
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        values, scales = _quantize(jnp.asarray(weight.reshape(inputs, -1), jnp.float32), kind)
-        return np.asarray(values), np.asarray(scales)
+        values, scales = _quantize(weight.reshape(inputs, -1).astype(np.float32), kind)
+        # Copies: NumPy would else look into memory of the CPU's, which is what a device has where that is the CPU.
+        return np.array(values), np.array(scales)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _quantize(matrix: jax.Array, kind: Bits) -> tuple[jax.Array, jax.Array]:
+def _quantize(matrix: Any, kind: Bits) -> tuple[jax.Array, jax.Array]:
     blocks = {0: _block(len(matrix))} if kind == "int4" else {}
     found = library().quantize(matrix, kind, channelwise_axes=[1], tiled_axes=blocks)
     if kind == "int8":

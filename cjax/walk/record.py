@@ -7,9 +7,10 @@ tells a file that the disk has changed since.
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +32,8 @@ class Committed:
         identity: the program's, as JSON.
         run: the name, drawn at random, that all files of this state carry, those of all processes.
         halves: for each file of rows, a letter a row: "0" or "1", the half that holds it, "-" if there is none.
+        note: what whoever runs the program says of this step, in JSON's types.
+        sums: for each file of rows, the checksum of each row; none of rows that were written without.
     """
 
     step: int
@@ -38,6 +41,8 @@ class Committed:
     identity: str
     run: str
     halves: Mapping[str, str]
+    note: Mapping[str, Any] = field(default_factory=dict)
+    sums: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
 
 
 def write_record(path: Path, record: Committed, small: Mapping[str, np.ndarray]) -> None:

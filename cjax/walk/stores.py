@@ -7,6 +7,7 @@ their way in or out.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -123,8 +124,20 @@ def make_rows(
         keepers["disk"] = DiskKeeper(shapes, layers, folder, kind, stack, readers=THREADS + 1, writers=THREADS)
     rows = MovedRows(shapes, [keepers[home] for home in homes], room)
     if folder is not None and "disk" in homes:
-        folder.before_commit(rows.settle)
+        folder.before_commit(_settling(rows))
     return rows
+
+
+def _settling(rows: MovedRows) -> Callable[[], None]:
+    """What settles rows for as long as anybody has them: a folder must not be who does, or they would be in memory
+    until Python's collector finds that nobody else is."""
+    found = weakref.WeakMethod(rows.settle)
+
+    def settle() -> None:
+        if (method := found()) is not None:
+            method()
+
+    return settle
 
 
 def _check_memory(shapes: Shapes) -> None:

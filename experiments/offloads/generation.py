@@ -106,6 +106,7 @@ def measured(folder: Path, plan: str, weights: str | None, rows: int) -> Row:
     command = [sys.executable, "-m", "offloads.generation", str(folder), plan, weights or "none", str(rows)]
     place = str(Path(__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([place, os.environ.get("PYTHONPATH", "")])}
+    environment |= {"JAX_PLATFORMS": "cpu"}  # on which the bandwidth is measured
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])

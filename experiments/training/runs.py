@@ -16,8 +16,10 @@ from cjax.optim.schedules import cosine_annealing_warmup_lr
 from cjax.train import FitResult, fit
 
 
-def make_parser(description: str | None, *, steps: int, rate: float, plan: str = "data=1") -> argparse.ArgumentParser:
-    """The options that every run has."""
+def make_parser(
+    description: str | None, *, steps: int, rate: float, plan: str = "data=1", disk: bool = True
+) -> argparse.ArgumentParser:
+    """The options that every run has, and those of one that may keep its layers on disk."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", default=plan, help='how the devices are used, such as "data=2 tensor=2 zero=1"')
     parser.add_argument("--devices", help='a number, or "cpu:8" for virtual ones; as the plan needs if not given')
@@ -26,6 +28,8 @@ def make_parser(description: str | None, *, steps: int, rate: float, plan: str =
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="where metrics and checkpoints go; kept nowhere if not given")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --folder, under this plan")
+    if disk:
+        parser.add_argument("--disk-folder", type=Path, help="where plans with disk= keep what they move there")
     parser.add_argument("--tiny", action="store_true", help="a few steps of a smaller model, to see that it runs")
     return parser
 
@@ -61,7 +65,9 @@ def run(
 ) -> tuple[cjax.Program, FitResult]:  # fmt: skip
     """Trains a model under the options' plan, each process on its own rows of the data."""
     devices = devices_for(options.plan, devices_of([options.plan], options.devices))
-    program = cjax.parallelize(build, loss, tx, next(data.batches()), options.plan, devices=devices)
+    program = cjax.parallelize(
+        build, loss, tx, next(data.batches()), options.plan, devices=devices, disk_folder=options.disk_folder
+    )
     where = f"{len(devices)} x {devices[0].device_kind}"
     print(f"plan {program.plan} on {where}, {steps} steps of {data.batch_size} samples")
     result = fit(

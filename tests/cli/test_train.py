@@ -1,11 +1,14 @@
 import json
+import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from forked import Forks
 
 from cjax import models
 from cjax.checkpoint import inspect
@@ -78,6 +81,60 @@ def test_it_resumes_under_the_same_plan_and_under_another(
     assert losses(tmp_path).keys() == losses(whole).keys()
     for number, loss in losses(whole).items():
         assert losses(tmp_path)[number] == pytest.approx(loss, abs=tolerance, rel=0)
+
+
+KILLED = """
+import os, signal, sys
+from cjax import models
+from cjax.cli import main
+from cjax.walk.files import Folder
+
+models.presets["gpt-mini"] = models.GPTConfig(num_layers=2, num_heads=4, embed_dim=32, context=64, vocab_size=256)
+commit, calls = Folder.commit, 0
+
+
+def killed(*args):
+    global calls
+    calls += 1
+    if calls == 7:  # the first is before any step
+        os.kill(os.getpid(), signal.SIGKILL)
+    commit(*args)
+
+
+Folder.commit = killed
+main(["train", *sys.argv[1:]])
+"""
+
+
+def test_a_run_on_disk_that_is_killed_before_its_first_checkpoint_goes_on(
+    text: Path, tmp_path: Path, forks: Forks, capsys, monkeypatch
+):
+    monkeypatch.delenv("CJAX_TRACEBACK", raising=False)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+
+    def arguments(folder: Path) -> list[str]:
+        disk = ["--plan", "zero=1 offload=params+optimizer host=0B disk=40MB", "--disk-folder", f"{folder}-rows"]
+        every = ["--checkpoint-every", "10"]
+        return ["--data", str(text), "--steps", "12", "--folder", str(folder), *SMALL, *disk, *every]
+
+    assert main(["train", *arguments(whole)]) == 0
+    assert forks.run(["-c", KILLED, *arguments(cut)], os.environ).returncode == -signal.SIGKILL
+    assert not list((cut / "checkpoints").glob("*"))
+    capsys.readouterr()
+    other = [str(tmp_path / "other") if x == str(cut) else x for x in arguments(cut)]
+    assert main(["train", *other]) == 1
+    assert f"after step 5: go on with cjax train --resume {cut}, or remove" in " ".join(capsys.readouterr().err.split())
+    assert main(["train", "--resume", str(whole), "--disk-folder", f"{cut}-rows"]) == 1
+    assert f"holds the run of {cut} after step 5" in " ".join(capsys.readouterr().err.split())
+    assert json.loads((whole / "options.json").read_text())["disk_folder"] == f"{whole}-rows", "as it was"
+    assert main(["train", "--resume", str(cut)]) == 0
+    # The line of a step is written while the next is under way.
+    assert losses(whole).keys() - losses(cut).keys() == {5}
+    assert losses(cut).items() <= losses(whole).items()
+    assert inspect(cut).meta["data"]["samples"] == 96
+    shutil.rmtree(cut / "checkpoints")  # as of one that was killed behind its last step
+    assert main(["train", "--resume", str(cut), "--sample", "0"]) == 0
+    assert inspect(cut).step == 12
 
 
 def test_the_options_of_a_run_are_those_of_its_resume_unless_typed_again(whole: Path):

@@ -1,5 +1,6 @@
 """What a folder on disk survives, what it refuses, and that nothing but its own files is ever touched."""
 
+import dataclasses
 import errno
 import gc
 import os
@@ -22,6 +23,7 @@ from cjax.walk import files
 from cjax.walk.direct import BLOCK, buffer
 from cjax.walk.files import Folder
 from cjax.walk.record import Committed, look, read_record, write_record
+from cjax.walk.row_file import checksum
 
 pytestmark = pytest.mark.usefixtures("settled")
 
@@ -86,6 +88,88 @@ def test_a_run_that_is_killed_anywhere_goes_on_with_the_same_bits(seed: int, kil
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) >= kills
+
+
+def flipped(file: Path, place: int) -> None:
+    """One bit of it, as a disk may do that nobody looks after."""
+    with open(file, "r+b") as opened:
+        opened.seek(place)
+        (byte,) = opened.read(1)
+        opened.seek(place)
+        opened.write(bytes([byte ^ 16]))
+
+
+def test_a_row_that_the_disk_has_changed_is_an_error_and_no_number(path: Path) -> None:
+    flipped(path / "params-0.0.rows", BLOCK + (1 * 2 + 0) * 2 * BLOCK + 5000)  # of row 1 the place that was written
+    with again(path) as folder:
+        rows = opened(folder)
+        assert value_of(rows, 0) == 1
+        with pytest.raises(OSError, match=r"params-0\.0\.rows is damaged: of row 1.*restore a checkpoint") as error:
+            value_of(rows, 1)
+        assert error.value.errno == errno.EIO
+        rows.write(1, filled(7))
+        assert value_of(rows, 1) == 7
+        folder.commit(4, {"count": np.array(4)})
+    assert values(path) == (4, [1, 7, 3])
+    with again(path) as folder:
+        scratch = opened(folder, "grads")  # what nobody goes on from, in a step's time
+        scratch.write(0, filled(1))
+        handle = next(Path("/proc/self/fd").glob(f"{scratch._file._handle}"))
+        flipped(handle, BLOCK)
+        with pytest.raises(OSError, match="damaged: of row 0"):
+            value_of(scratch, 0)
+
+
+def test_rows_of_before_there_were_checksums_are_read_and_have_one_when_they_are_written(path: Path) -> None:
+    record, small = read_record(path / "commit.0")
+    assert all(isinstance(x, int) for x in record.sums["params-0"])
+    write_record(path / "commit.0", dataclasses.replace(record, sums={}), small)
+    assert values(path) == (3, [1, 2, 3])
+    with again(path) as folder:
+        rows = opened(folder)
+        rows.write(2, filled(9))
+        folder.commit(4, {"count": np.array(4)})
+    (sums,) = read_record(path / "commit.0")[0].sums.values()
+    assert sums[:2] == [None, None] and sums[2] == checksum(filled(9))
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_checksum_tells_what_disks_do(data: Any) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    whole = rng.integers(0, 2**64, 4 * BLOCK // 8, dtype=np.uint64)
+    blocks, known = whole.reshape(4, -1), checksum(whole.view(np.uint8))
+
+    def changed(change: Callable[[np.ndarray], None]) -> None:
+        other = blocks.copy()
+        change(other)
+        assert checksum(other.reshape(-1).view(np.uint8)) != known
+
+    at, bit = int(rng.integers(BLOCK // 8)), np.uint64(1) << np.uint64(rng.integers(64))
+
+    def one_bit(x: np.ndarray) -> None:
+        x[1, at] ^= bit
+
+    def a_sector_of_zeros(x: np.ndarray) -> None:
+        x[2, 64:128] = 0
+
+    def two_blocks_for_each_other(x: np.ndarray) -> None:
+        x[[0, 3]] = x[[3, 0]]
+
+    def two_words_for_each_other(x: np.ndarray) -> None:
+        x[1, [at, (at + 1) % (BLOCK // 8)]] = x[1, [(at + 1) % (BLOCK // 8), at]]
+
+    def a_block_that_came_late(x: np.ndarray) -> None:
+        x[3] = rng.integers(0, 2**64, BLOCK // 8, dtype=np.uint64)
+
+    for change in (
+        one_bit,
+        a_sector_of_zeros,
+        two_blocks_for_each_other,
+        two_words_for_each_other,
+        a_block_that_came_late,
+    ):
+        changed(change)
 
 
 def test_what_was_put_and_not_committed_is_as_if_it_had_not_been(path: Path) -> None:
@@ -277,7 +361,7 @@ def test_rows_of_another_plan_are_refused(path: Path, changed: dict[str, Any]) -
 def test_no_more_is_asked_of_the_disk_than_was_given(tmp_path: Path) -> None:
     with again(tmp_path / "rows", limit=20 * BLOCK) as folder:
         with pytest.raises(
-            ValueError, match=r"disk=0.1MiB is too little: 0.1 MiB for opt-0, 0.1 MiB in all. Give disk=1MiB or more"
+            ValueError, match=r"disk=0.1MiB is too little: 84.0 KiB for opt-0, 84.0 KiB in all. Give disk=1MiB or more"
         ):
             opened(folder, "opt", rows=5)
         rows = opened(folder)
@@ -301,7 +385,7 @@ def no_large_files() -> Iterator[None]:
 
 def test_a_full_disk_is_told_before_the_first_step(tmp_path: Path, no_large_files: None) -> None:
     with again(tmp_path / "rows") as folder:
-        with pytest.raises(OSError, match=r"params-0.*can't be made: it takes 0.1 MiB, .* free in"):
+        with pytest.raises(OSError, match=r"params-0.*can't be made: it takes 52.0 KiB, .* free in"):
             opened(folder)
         assert sorted(each.name for each in (tmp_path / "rows").iterdir()) == ["lock.0"]
 

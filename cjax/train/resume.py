@@ -1,0 +1,136 @@
+"""Where a run goes on: behind its last checkpoint, or behind the last step that its plan kept on disk."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cjax.checkpoint import Checkpointer, inspect
+from cjax.program import Program, State
+from cjax.program.on_disk import OnDisk
+
+_LONGEST = 2048  # of what data says of itself, beside each step on disk
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that goes on.
+
+    Attributes:
+        state: where.
+        samples: global samples read by then.
+        notes: what the user is told.
+        unseen: steps that changed nothing, and that `fit` had not looked at when it ended.
+    """
+
+    state: State
+    samples: int
+    notes: list[str]
+    unseen: int = 0
+
+
+class Noting:
+    """Notes beside each step on disk what it takes to go on from it.
+
+    Args:
+        disk: of the program.
+        folder: of the run.
+        how: to go on with it.
+        identity: of the data.
+
+    Attributes:
+        skipped: steps that changed nothing, of those that `fit` has looked at.
+    """
+
+    def __init__(self, disk: OnDisk, folder: Path, how: str, identity: Any) -> None:
+        self._disk = disk
+        self._same = {"run": str(folder.resolve()), "how": how, "data": _brief(identity)}
+        self.skipped = 0
+
+    def __call__(self, samples: int) -> None:
+        """Steps from now on leave so many global samples read."""
+        self._disk.note({**self._same, "samples": int(samples), "skipped": self.skipped})
+
+    def begin(self, state: State) -> None:
+        """All that this state has skipped is known."""
+        self.skipped = int(self._disk.scaling(state).num_skipped)
+
+    def end(self) -> None:
+        """Steps from now on are not this run's."""
+        self._disk.note(None)
+
+
+def go_on(program: Program, data: Any, checkpoints: Checkpointer, disk: OnDisk | None, folder: Path) -> Resumed:
+    """The latest that was kept of the run in `folder`.
+
+    Args:
+        program: under whatever plan.
+        data: whose position is told.
+        checkpoints: of the run.
+        disk: of the program.
+        folder: of the run.
+
+    Raises:
+        FileNotFoundError: nothing was kept.
+        FileExistsError: the disk holds another run.
+    """
+    identity, last = getattr(data, "identity", None), checkpoints.latest()
+    kept = None if disk is None else disk.kept
+    if disk is not None and kept is not None:
+        step, note = kept
+        if (whose := note.get("run")) not in (None, str(folder.resolve())):
+            raise FileExistsError(
+                f"{disk.folder} holds the run of {whose} after step {step}, which would be lost: give another "
+                "disk_folder= (--disk-folder), or remove that folder if nobody needs it"
+            )
+        if whose is not None and _is_latest(program, checkpoints, last, step):
+            state = program.resume()
+            assert state is not None
+            notes = [f"resuming after step {step}, from {disk.folder}", *_other(note["data"], _brief(identity))]
+            unseen = int(disk.scaling(state).num_skipped) - note["skipped"]
+            return Resumed(state, note["samples"], notes, unseen)
+    if last is None:
+        raise FileNotFoundError(_nothing(folder, disk, kept))
+    place = checkpoints.place()
+    state, meta = program.restore(place), inspect(place).meta
+    before, now = meta["plan"], str(program.plan)
+    changed = "" if before == now else f", from plan {before} to {now}"
+    notes = [f"resuming after step {int(state.step)}{changed}", *_other(meta["data"]["identity"], identity)]
+    return Resumed(state, meta["data"]["samples"], notes)
+
+
+def _is_latest(program: Program, checkpoints: Checkpointer, last: int | None, step: int) -> bool:
+    """Whether a step on disk is what the run came to. Where another plan has gone on since, its checkpoint is; and of
+    one step too, which asks for no more than the same model."""
+    if last is None:
+        return True
+    return last < step and inspect(checkpoints.place()).meta["plan"] == str(program.plan)
+
+
+def _nothing(folder: Path, disk: OnDisk | None, kept: tuple[int, dict[str, Any]] | None) -> str:
+    if disk is not None and kept is not None and kept[0]:
+        return (
+            f"there is no checkpoint in {folder}, and nothing says that {disk.folder}, which holds a state after step "
+            f"{kept[0]}, is of this run. If it is, go on from it in Python: state = program.resume(), and "
+            "fit(..., state=state, samples=...) with another folder"
+        )
+    return (
+        f"there is no checkpoint in {folder}: the run ended before it had kept anything. Begin it anew, in another "
+        "folder; with checkpoints every fewer steps less is lost"
+    )
+
+
+def _other(before: Any, now: Any) -> list[str]:
+    if before == now:
+        return []
+    return [
+        f"the data is not that of the run so far (it was {before}, it is {now}): the next losses are not those of an "
+        "uninterrupted run"
+    ]
+
+
+def _brief(identity: Any) -> Any:
+    """What data says of itself, or where that is long what tells it from other data, as it is read back."""
+    text = json.dumps(identity)
+    return json.loads(text) if len(text) <= _LONGEST else hashlib.sha256(text.encode()).hexdigest()
