@@ -251,6 +251,8 @@ class WorkSplit:
       held: for each part, elements of its weights on one device (of one layer), before ZeRO divides them.
       notes: what stays whole and why.
       weights: for each part, what of each of its weights is held, where that is known; what ZeRO can divide follows.
+      rings: for each part, of each of its attentions, the share of the scores that a ring computes; empty where
+        attentions are in no ring.
     """
 
     axes_of: Mapping[str, tuple[str, ...]]
@@ -259,6 +261,7 @@ class WorkSplit:
     held: tuple[int, ...]
     notes: tuple[str, ...] = ()
     weights: tuple[tuple[HeldWeight, ...], ...] = ()
+    rings: tuple[tuple[float, ...], ...] = ()
 
     @property
     def num_devices(self) -> int:

@@ -108,6 +108,20 @@ def test_without_a_kernel_all_scores_are_made_and_go_through_memory(reason: str)
     assert there.touched[0] == pytest.approx(5 * 4 * HEADS * LENGTH**2 * item / parts / MEMORY)
 
 
+@pytest.mark.parametrize("share", [1.0, 9 / 16])
+def test_a_ring_makes_scores_again_and_leaves_out_what_a_mask_does(share: float) -> None:
+    split = WorkSplit({"position": ("sequence",)}, {"sequence": 4}, ((),), (0,))
+    place = np.array([PRECISIONS.index("bfloat16")])
+    computing = Computing(CARD, Calibration("test", cores=CORES), split, np.array([1.0]), place)
+    part = Part("one", attentions=(ATTENTION,))
+    kept, kept_back, _ = computing.passes(part)
+    there, back, _ = computing.passes(part, (share,))
+    assert there.flops[0] == pytest.approx(share * kept.flops[0])
+    # Of two products forward and four backward, the first once more; and of scores, 3 passes over memory of 5 and 10.
+    assert back.flops[0] == pytest.approx(share * kept_back.flops[0] * 5 / 4)
+    assert back.touched[0] == pytest.approx(share * kept_back.touched[0] * 13 / 10)
+
+
 def test_elementwise_operations_move_their_bytes_once_forward_and_twice_backward() -> None:
     dims = (("batch", 4), ("position", 1000))
     part = Part("one", touched=(NamedTensor(dims, 4, times=3), NamedTensor(dims, 4, is_computed=False)))

@@ -67,6 +67,22 @@ def test_keys_and_values_go_round_a_ring() -> None:
     assert {move.axes for move in layer} == {("sequence",)}
 
 
+@pytest.mark.parametrize(
+    ("model", "text", "share"),
+    [
+        ("gpt", "sequence=ring:4", 9 / 16),  # chunks that meet none, some or all of the positions before: 2 n + 1 of 4 n
+        ("gpt", "sequence=ring:2", 5 / 8),
+        ("bert", "sequence=ring:4", 1.0),  # no mask
+    ],
+)
+def test_a_ring_leaves_out_the_scores_that_a_mask_leaves_empty(model: str, text: str, share: float) -> None:
+    trace = gpt() if model == "gpt" else TraceSource(captured(model), MODELS[model].batch).read()
+    work = work_of(trace)
+    split = split_of(work, trace, Plan.parse(text))
+    assert split.rings == tuple((share,) * len(part.attentions) for part in work.parts)
+    assert any(split.rings) and not any(split_of(work, trace, Plan.parse("sequence=all_to_all:2")).rings)
+
+
 def test_heads_take_the_place_of_positions() -> None:
     _, layer, _ = moves_of("sequence=all_to_all:4")
     held = ROWS * SEQ * EMBED / 4
