@@ -13,7 +13,7 @@ import numpy as np
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS
-from cjax.planner.work import BATCH, AttentionWork, Dims, MatmulWork, NamedTensor, Part, WorkSplit, elements
+from cjax.planner.work import BATCH, AttentionWork, Dims, MatmulWork, NamedTensor, Part, Ring, WorkSplit, elements
 
 # Results of a tile, and how well it runs beside the largest.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.8))
@@ -89,13 +89,13 @@ class Computing:
         self._memory = hardware.memory_bandwidth or np.inf
         self._item = np.where(self._is_half, 2.0, 4.0)
 
-    def passes(self, part: Part, rings: Sequence[float] = ()) -> tuple[Pass, Pass, Pass]:
+    def passes(self, part: Part, rings: Sequence[Ring] = ()) -> tuple[Pass, Pass, Pass]:
         """Forward and backward through one layer of the part, and forward again for a backward pass that has kept
         nothing of it.
 
         Args:
           part: the part.
-          rings: of each of its attentions, the share of the scores that a ring computes, where they are in one.
+          rings: that its attentions are in, if any.
         """
         there = back = unneeded = Pass.none(len(self._share))
         for product in part.products:
@@ -154,7 +154,7 @@ class Computing:
         none = np.zeros_like(flops)
         return Pass(matmul, thin, none, none, least, none, flops)
 
-    def _attention(self, work: AttentionWork, ring: float | None) -> tuple[Pass, Pass]:
+    def _attention(self, work: AttentionWork, ring: Ring | None) -> tuple[Pass, Pass]:
         queries, keys = self._local(work.queries), self._local(work.keys)
         # Positions that an axis splits are in one of the two dims.
         scores = self._local((*work.batch, *work.heads, *work.queries, *work.keys)) * work.times
@@ -165,6 +165,8 @@ class Computing:
         least = flops * halved / self._peak
         none = np.zeros_like(flops)
         fused = Pass(none, none, kernel, none, none, least, flops * halved)
+        if ring is not None:
+            queries, keys = queries / ring.chunks, keys / ring.chunks
         whole = scores / (queries * keys)  # matmuls of [queries, keys]
         touched = self._touching(scores * self._item / self._memory)
         made = self._matmul(whole, queries, np.full_like(keys, work.features), keys)
@@ -172,8 +174,8 @@ class Computing:
         plain_back = plain * 2
         if ring is not None:
             # A ring keeps no scores either, and makes each block's again.
-            plain_back = (plain_back + made + touched * AGAIN_PASSES) * ring
-            plain = plain * ring
+            plain_back = (plain_back + made + touched * AGAIN_PASSES) * ring.share
+            plain = plain * ring.share
         # The kernel makes scores again that others would have kept: time, but no work of the model's.
         back = dataclasses.replace(fused * 2, attention=FUSED_BACK * kernel)
         return _either(is_fused, fused, plain), _either(is_fused, back, plain_back)
