@@ -20,7 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Edges of square matmuls, tried in this order until one takes `_LONG`: large ones show the rate, small ones the losses.
 _EDGES = (128, 256, 512, 1024, 2048, 4096, 8192)
 _LONG = 0.02
-# A thin product, of few rows: edges of its weights on accelerators and on CPUs. Weights are read for each product anew.
+# Thin products, one dim of which is small: their other edges on accelerators and on CPUs.
 _THIN, _WIDTH = 64, {False: 8192, True: 1024}
 # Bytes a device of an array that is only read and written, and those that it receives, on accelerators and on CPUs.
 _TOUCHED = {False: 2**28, True: 2**23}
@@ -139,14 +139,19 @@ class _Bench:
         return timed
 
     def thin(self) -> _Timed:
-        """A few rows times weights, and both gradients of that."""
+        """Few rows, few columns, and few numbers to add up, each with both gradients: a step has products of each kind,
+        and CPUs take unlike long for them."""
         width = _WIDTH[self.is_cpu]
 
         def function(x: jax.Array) -> Any:
-            made, back = jax.vjp(jnp.dot, x[:_THIN], x[_THIN:])
-            return made, *back(made)
+            few, whole = x[:_THIN], x[_THIN:]
+            results = []
+            for operands in ((few, whole), (whole, few.T), (few.T, few)):
+                made, back = jax.vjp(jnp.dot, *operands)
+                results += [made, *back(made)]
+            return results
 
-        return self._timed("thin", 3 * 2 * _THIN * width**2, function, (_THIN + width, width), "float32")
+        return self._timed("thin", 3 * 3 * 2 * _THIN * width**2, function, (_THIN + width, width), "float32")
 
     def collective(self, kind: str, size: int) -> _Timed:
         """Each device receives `size` bytes, or a little more."""

@@ -8,7 +8,7 @@ other words of a plan only divide: they are columns of a `PlanTable`, and every 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cjax.plan import Remat
 
@@ -240,6 +240,13 @@ class HeldWeight:
         return math.prod(-(-n // s) for n, s in zip(self.shape, self.shards, strict=True))
 
 
+class Ring(NamedTuple):
+    """Scores that a ring computes: the share of them, and into how many chunks a device cuts its positions."""
+
+    share: float
+    chunks: int
+
+
 @dataclass(frozen=True)
 class WorkSplit:
     """What the tensor and sequence words of a plan make of a work.
@@ -251,6 +258,7 @@ class WorkSplit:
       held: for each part, elements of its weights on one device (of one layer), before ZeRO divides them.
       notes: what stays whole and why.
       weights: for each part, what of each of its weights is held, where that is known; what ZeRO can divide follows.
+      rings: for each part, the ring of each of its attentions; empty where they are in none.
     """
 
     axes_of: Mapping[str, tuple[str, ...]]
@@ -259,6 +267,7 @@ class WorkSplit:
     held: tuple[int, ...]
     notes: tuple[str, ...] = ()
     weights: tuple[tuple[HeldWeight, ...], ...] = ()
+    rings: tuple[tuple[Ring, ...], ...] = ()
 
     @property
     def num_devices(self) -> int:

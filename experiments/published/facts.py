@@ -197,7 +197,9 @@ def _system(row: dict[str, str], source: str, card: str) -> tuple[str, Kernel, S
         case "Megatron-Bridge":
             return "NeMo", hopper, NEMO, {}
         case "InternEvo":
-            return "InternEvo", "flash", PLAIN, {"adapter": 50e9 / 8}
+            # Its ranks broadcast what they updated, array by array: two products and their norm in an attention, three
+            # and theirs behind it.
+            return "InternEvo", "flash", dataclasses.replace(PLAIN, gathers=7), {"adapter": 50e9 / 8}
         case "IBM":
             return (
                 "torch FSDP",

@@ -36,6 +36,8 @@ class Software:
       cuts_sends: whether the devices of a tensor axis send a stage's output in parts, each its own.
       scatters: whether each device is sent its part alone of gradients that ZeRO divides; XLA's CPU compiler adds all
         of them up everywhere and takes the part then.
+      gathers: collectives in which ZeRO 1 and 2 gather a layer's parameters behind the optimizer: one, or one for each
+        of its arrays where whoever updated an array sends it to all others.
     """
 
     is_lockstep: bool = True
@@ -53,6 +55,7 @@ class Software:
     pads: bool = True
     cuts_sends: bool = False
     scatters: bool = True
+    gathers: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,27 +126,27 @@ MEASURED_SPREAD = 0.06  # of other plans of a program, once one was measured
 # a system that the fit had not seen, and of this factor. A kernel of 2023 reached 0.18 of an H100's peak, today's 0.29.
 FITTED = {
     "matmul V100": 0.7887,
-    "matmul A100": 0.8138,
-    "matmul H100": 0.708,
-    "faster": 1.524,
-    "attention A100": 0.3252,
-    "attention H100 2023": 0.1805,
-    "attention H100 2024": 0.2954,
-    "thin": 0.7216,
-    "memory": 0.9032,
-    "links": 0.9137,
-    "adapters": 0.6187,
-    "latency": 3.113e-05,
-    "hop": 3.818e-05,
-    "hidden data": 0.5699,
-    "hidden gather": 0.4534,
-    "hidden tensor": 0.1241,
-    "overlapped": 0.8948,
-    "hidden pipeline": 0.7892,
-    "step": 0.03582,
-    "straggling": 0.001983,
-    "JAX": 0.996,
-    "spread": 0.1222,
+    "matmul A100": 0.812,
+    "matmul H100": 0.7071,
+    "faster": 1.522,
+    "attention A100": 0.3249,
+    "attention H100 2023": 0.1804,
+    "attention H100 2024": 0.295,
+    "thin": 0.7212,
+    "memory": 0.911,
+    "links": 0.9122,
+    "adapters": 0.624,
+    "latency": 2.984e-05,
+    "hop": 4.055e-05,
+    "hidden data": 0.5551,
+    "hidden gather": 0.4527,
+    "hidden tensor": 0.1132,
+    "overlapped": 0.8894,
+    "hidden pipeline": 0.7814,
+    "step": 0.03566,
+    "straggling": 0.001688,
+    "JAX": 0.997,
+    "spread": 0.1171,
 }
 
 _STEP = 1e-2  # seconds that a step takes beside a program that holds all of it, optimizer too

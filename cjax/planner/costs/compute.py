@@ -6,13 +6,14 @@ peak a large one reaches is the calibration's.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS
-from cjax.planner.work import BATCH, AttentionWork, Dims, MatmulWork, NamedTensor, Part, WorkSplit, elements
+from cjax.planner.work import BATCH, AttentionWork, Dims, MatmulWork, NamedTensor, Part, Ring, WorkSplit, elements
 
 # Results of a tile, and how well it runs beside the largest.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.8))
@@ -23,6 +24,7 @@ _PARTS = np.array([1.0, 2.0, 4.0, 8.0])[:, None]  # into which a product is cut 
 LEAST_INNER = 1024  # of such a part; products are cut only where there are fewer tiles than cores
 FUSED_BACK = 2.5  # a flash kernel's backward pass in forward passes: five products for two
 SCORE_PASSES = 5.0  # over scores that no kernel keeps from the memory: made, masked, normalised, dropped out, read
+AGAIN_PASSES = 3.0  # those of scores that a ring makes again: dropping out and reading are of the backward pass itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +89,21 @@ class Computing:
         self._memory = hardware.memory_bandwidth or np.inf
         self._item = np.where(self._is_half, 2.0, 4.0)
 
-    def passes(self, part: Part) -> tuple[Pass, Pass, Pass]:
+    def passes(self, part: Part, rings: Sequence[Ring] = ()) -> tuple[Pass, Pass, Pass]:
         """Forward and backward through one layer of the part, and forward again for a backward pass that has kept
-        nothing of it."""
+        nothing of it.
+
+        Args:
+          part: the part.
+          rings: that its attentions are in, if any.
+        """
         there = back = unneeded = Pass.none(len(self._share))
         for product in part.products:
             f, b = self._product(product)
             there, back = there + f, back + b
             unneeded = unneeded if product.is_remade else unneeded + f
-        for attention in part.attentions:
-            f, b = self._attention(attention)
+        for number, attention in enumerate(part.attentions):
+            f, b = self._attention(attention, rings[number] if rings else None)
             there, back = there + f, back + b
         # What is read and written forward is read and written for the gradient, beside the gradient itself.
         touched = sum((self._bytes(value) for value in part.touched), np.zeros(len(self._share)))
@@ -147,7 +154,7 @@ class Computing:
         none = np.zeros_like(flops)
         return Pass(matmul, thin, none, none, least, none, flops)
 
-    def _attention(self, work: AttentionWork) -> tuple[Pass, Pass]:
+    def _attention(self, work: AttentionWork, ring: Ring | None) -> tuple[Pass, Pass]:
         queries, keys = self._local(work.queries), self._local(work.keys)
         # Positions that an axis splits are in one of the two dims.
         scores = self._local((*work.batch, *work.heads, *work.queries, *work.keys)) * work.times
@@ -158,13 +165,20 @@ class Computing:
         least = flops * halved / self._peak
         none = np.zeros_like(flops)
         fused = Pass(none, none, kernel, none, none, least, flops * halved)
+        if ring is not None:
+            queries, keys = queries / ring.chunks, keys / ring.chunks
         whole = scores / (queries * keys)  # matmuls of [queries, keys]
-        plain = self._matmul(whole, queries, np.full_like(keys, work.features), keys)
-        plain = plain + self._matmul(whole, queries, keys, np.full_like(keys, work.features))
-        plain = plain + self._touching(SCORE_PASSES * scores * self._item / self._memory)
+        touched = self._touching(scores * self._item / self._memory)
+        made = self._matmul(whole, queries, np.full_like(keys, work.features), keys)
+        plain = made + self._matmul(whole, queries, keys, np.full_like(keys, work.features)) + touched * SCORE_PASSES
+        plain_back = plain * 2
+        if ring is not None:
+            # A ring keeps no scores either, and makes each block's again.
+            plain_back = (plain_back + made + touched * AGAIN_PASSES) * ring.share
+            plain = plain * ring.share
         # The kernel makes scores again that others would have kept: time, but no work of the model's.
         back = dataclasses.replace(fused * 2, attention=FUSED_BACK * kernel)
-        return _either(is_fused, fused, plain), _either(is_fused, back, plain * 2)
+        return _either(is_fused, fused, plain), _either(is_fused, back, plain_back)
 
     def _fuses(self, work: AttentionWork) -> bool:
         if not (self._software.is_fused and work.is_fused):

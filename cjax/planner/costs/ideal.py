@@ -174,7 +174,8 @@ class _Plans:
         moves = {(axis, way): Receipt.none(count) for axis in ("tensor", SEQUENCE) for way in (True, False)}
         gather, held = Receipt.none(count), np.zeros(count)
         for i, times in parts:
-            f, b, a = (one[self._place] * times for one in self._computing.passes(self._work.parts[i]))
+            rings = self._split.rings[i] if self._split.rings else ()
+            f, b, a = (one[self._place] * times for one in self._computing.passes(self._work.parts[i], rings))
             there, back, again = there + f, back + b, again + a
             for move in self._split.moves[i]:
                 key = SEQUENCE if SEQUENCE in move.axes else "tensor", move.is_forward
@@ -242,7 +243,7 @@ class _Plans:
         kind, times = ("reduce-scatter", 1) if software.scatters else ("all-reduce", 2)
         scatter = self._over(group, kind, times * part * held * size, layers)
         between = self._over(others, "all-reduce", 2 * apart * held / group.size * size, layers)
-        gather = self._over(group, "all-gather", part * held * software.weight_bytes, layers)
+        gather = self._over(group, "all-gather", part * held * software.weight_bytes, layers * software.gathers)
         return scatter, between, gather * (table.zero < 3), each
 
     def _over(self, group: Members, kind: str, bytes_: np.ndarray, count: np.ndarray | float) -> Receipt:

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from cjax.mesh import SEQUENCE
 from cjax.plan import Sequence as SequencePlan
 from cjax.planner.reading.placed import PlacedTrace
-from cjax.planner.work import Kind
+from cjax.planner.work import Kind, Ring
 from cjax.sharding.attention.ring import MARGIN
 from cjax.trace.attention.bounds import bounds
 from cjax.trace.attention.find import Attention
@@ -42,13 +44,30 @@ def _ring(attention: Attention, held: list[float], size: int) -> Iterator[Passed
         yield "collective-permute", rows, False, True
 
 
+def ring_of(attention: Attention, size: int) -> Ring:
+    """How a ring of so many devices computes scores: blocks that a mask leaves empty are left out.
+
+    With an early and a late chunk, all devices have as much to do in each turn. Otherwise they wait for the fullest.
+    """
+    if _is_zigzag(attention, size):
+        return Ring(float(_filled(attention, 2 * size).mean()), 2)
+    found = _filled(attention, size)
+    turns = (np.arange(len(found)) + np.arange(len(found))[:, None]) % len(found)
+    return Ring(float(np.take_along_axis(found, turns.T, axis=1).any(axis=0).mean()), 1)
+
+
 def _is_zigzag(attention: Attention, size: int) -> bool:
     """Whether each device takes an early and a late chunk, as a mask leaves late keys out for early queries."""
     even = all(attention.sizes[attention.label(role)] % (2 * size) == 0 for role in ("query", "key"))
+    return even and not _filled(attention, size).all()
+
+
+def _filled(attention: Attention, blocks: int) -> np.ndarray:
+    """Which blocks of the scores, [queries, keys], a mask leaves anything of."""
     # What is asked of each pair of blocks takes long for thousands of them, and larger blocks tell the same of a mask
     # that leaves out a part of the keys at all.
-    blocks = math.gcd(size, MOST_BLOCKS) if size > MOST_BLOCKS else size
-    return even and bool((bounds(attention, blocks, blocks, []) < -MARGIN).any())
+    few = math.gcd(blocks, MOST_BLOCKS) if blocks > MOST_BLOCKS else blocks
+    return bounds(attention, few, few, []) >= -MARGIN
 
 
 def _features(node: Node) -> int:

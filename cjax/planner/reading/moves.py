@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec
 from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.mesh import SEQUENCE
 from cjax.plan import Sequence as SequencePlan
-from cjax.planner.reading.attended import over_positions
+from cjax.planner.reading.attended import over_positions, ring_of
 from cjax.planner.reading.derived import Derived, derived
 from cjax.planner.reading.placed import PlacedTrace
 from cjax.planner.reading.products import is_weight, operands_of
 from cjax.planner.reading.stretches import Body, Operation, Spot, Stretch
 from cjax.planner.reading.traffic import forms_of
-from cjax.planner.work import AxisMove, Kind
+from cjax.planner.work import AxisMove, Kind, Ring
 from cjax.sharding.layout.spreads import Spreads, weight_at
 from cjax.sharding.products.lookup import is_lookup
 from cjax.sharding.products.matmul import Spread
@@ -78,6 +78,7 @@ class Moves:
     outside: list[AxisMove] = field(default_factory=list)  # of what all layers share: once, and not in each
     sums: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which its gradient is summed
     looked_up: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which it is gathered for that
+    rings: list[Ring] = field(default_factory=list)  # of the attentions
     _derived: Derived = field(init=False)
     _spread: dict[int, Group[dict[int, Spread]]] = field(default_factory=dict)
 
@@ -116,6 +117,8 @@ class Moves:
                 axis = SEQUENCE
                 for kind, held, forward, wide in over_positions(step.of, self.sequence, self.placed, step.scope):
                     self._add(kind, (axis,), held, body.times, forward=forward, wide=wide)
+                if self.sequence.mode == "ring":
+                    self.rings.append(ring_of(step.of, self.sequence.size))
                 return
             yield from self._gradients(step, step.of.group.ins, step.of.group.outs[0], at, True)
             return

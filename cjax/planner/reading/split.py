@@ -83,6 +83,7 @@ class Splits:
             tuple(sum(weight.elements for weight in some) for some in weights),
             layout.notes,
             weights,
+            tuple(tuple(each.rings) for each in moves),
         )
 
     def _check_positions(self, size: int) -> None:
