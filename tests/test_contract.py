@@ -129,7 +129,6 @@ def low_pairs() -> list[tuple[str, str]]:
         "tensor=3d:8 precision=bfloat16",
         "data=4 tensor=2 microbatches=2 precision=float16",
         "data=8 precision=bfloat16",
-        "tensor=4 precision=bfloat16",
     )
     return pairs([plan for plan in LOW if plan not in alike], LOW_ONCE)
 
