@@ -146,7 +146,7 @@ def row(name: str, plan: str) -> dict[str, Any]:
         "ratio": None if wanted is None else round(facts.moved() / wanted, 3),
         "float32": round(facts.flops_float32 / max(facts.flops, 1.0), 4),
         "GiB touched": round((facts.bytes_accessed or math.nan) / 2**30, 2),
-        "launches": len(LAUNCHES.findall(compiled.as_text())),
+        "launches": len(LAUNCHES.findall(compiled.as_text() or "")),
         "moved": {key: round(amount, 2) for key, amount in sorted(kinds.items()) if amount >= 0.05},
     }  # fmt: skip
 

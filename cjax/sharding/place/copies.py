@@ -25,6 +25,7 @@ from cjax.sharding.products.lookup import find_own, is_lookup
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.evaluate import bind_as_is
+from cjax.trace.jaxpr.view import variable_of
 from cjax.trace.reading import Trace
 
 
@@ -120,7 +121,9 @@ class Copies:
     def _looked_up(self, eqn: Equation, of: _Copied, indices: jax.Array, scope: Scope) -> jax.Array | None:
         if not is_lookup(eqn):
             return None
-        var, lead = eqn.invars[1], len(self._groups)
+        if isinstance(eqn.invars[1], Literal):
+            return None
+        var, lead = variable_of(eqn, 1), len(self._groups)
         rows = self._layout.spec(self._dims.of(var, scope), var.aval.shape)
         split = [d for d, entry in enumerate(of.spec[lead:]) if entry]
         (dim,) = eqn.params["dimension_numbers"].collapsed_slice_dims
@@ -135,7 +138,7 @@ class Copies:
     ) -> jax.Array | None:
         contracting, batched = eqn.params["dimension_numbers"]
         other = 1 - place
-        var, x = eqn.invars[other], given[other]
+        var, x = variable_of(eqn, other), given[other]
         spec = self._layout.spec(self._dims.of(var, scope), var.aval.shape)
         at = self._places(spec, var.aval.shape, len(spec))
         bound = {*contracting[other], *batched[other]}

@@ -19,7 +19,7 @@ from cjax.sharding.layout.layout import Layout
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.emit.precision import HIGH, Lowering
-from cjax.trace.jaxpr.groups import Group, make_group
+from cjax.trace.jaxpr.groups import Group, make_group, variables
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class JointProducts:
         values = dict(zip(group.ins, ins, strict=True))
         value = values[group.of.var] = _read_together(values[group.of.var].astype(group.of.dtype))
         for eqn in group.eqns:
-            made = [value] if _is_copy(eqn) else apply(eqn, [values[var] for var in eqn.invars])
+            made = [value] if _is_copy(eqn) else apply(eqn, [values[var] for var in variables(eqn)])
             values.update(zip(eqn.outvars, made, strict=True))
         return [values[var] for var in group.outs]
 
