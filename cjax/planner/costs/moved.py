@@ -232,7 +232,7 @@ def _gathers(found: Moved, part: Part, weight: Weight, held: HeldWeight, case: _
     """What ZeRO gathers of a weight."""
     table, is_third = of.table, of.table.zero == 3
     # Outside of layers all uses share a gather, but within groups, where a tied table has one for each.
-    passes = 2 if part.repeats > 1 else held.uses if case.zero_axes == (ZERO,) else 1
+    passes = 2 if part.repeats > 1 else held.uses if case.zero_axes == (ZERO,) and not held.joint else 1
     times = np.where(is_third, passes * table.microbatches, 1) * case.times
     size = np.where(is_third & weight.is_multiplied, of.half, weight.itemsize)
     needed = case.divides & (is_third | weight.is_trained)
