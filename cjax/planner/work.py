@@ -225,6 +225,7 @@ class HeldWeight:
       shards: in how many parts each dim is cut.
       sums: mesh axes of the tensor and sequence words along which its gradient is summed, beside data parallelism.
       uses: how often its gradient is summed in one pass: a tied table's is, for its lookup and its product each.
+      joint: whether what its uses give is added up before it is reduced; in a pipeline it never is.
       gathered: axes along which it is gathered for a lookup, so that one of these sums is of all that they split.
     """
 
@@ -233,6 +234,7 @@ class HeldWeight:
     sums: tuple[str, ...] = ()
     uses: int = 1
     gathered: tuple[str, ...] = ()
+    joint: bool = False
 
     @property
     def elements(self) -> int:

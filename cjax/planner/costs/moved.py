@@ -5,9 +5,10 @@ What is predicted is what cjax does, as `cjax.audit` counts it in the compiled s
 - The tensor and sequence words' own collectives (`WorkSplit.moves`), once a micro-batch. Under remat=block those of the
   forward pass that a layer's derivative needs come again.
 - Gradients, summed over data parallelism together with the axes that tensor and sequence words sum them over. In one
-  pass XLA reduces each where it is made, a tied table's for each of its uses, in the precision of the matmul that made
-  it. With micro-batches each device adds up its own, in float32, and all reduce once; not under ZeRO-3 or with split
-  positions, which reduce once a micro-batch. ZeRO scatters a gradient over its group and reduces the part over others.
+  pass XLA reduces each where it is made, in the precision of the matmul that made it; a tied table's for all of its
+  uses together, but in a grid or a pipeline for each of them. With micro-batches each device adds up its own, in
+  float32, and all reduce once; not under ZeRO-3 or with split positions, which reduce once a micro-batch. ZeRO scatters
+  a gradient over its group and reduces the part over others.
 - Parameters: ZeRO-1 and -2 gather them once a step, in float32; ZeRO-3 those of layers twice a micro-batch, others
   once, what matmuls read in the precision of the plan.
 - Pipelines hand on a micro-batch's activation in each tick, forwards and backwards; gradients of what stands outside of
@@ -207,12 +208,12 @@ def _gradients(
     wide, elements = weight.itemsize, float(held.elements)
     passes = case.times if case.is_late else case.times * of.table.microbatches
     size = passes * (wide if case.is_late or not weight.is_multiplied else of.half)
-    uses = 1 if case.is_late else held.uses
+    uses = np.where((of.table.pipeline == 1) & held.joint, 1, 1 if case.is_late else held.uses)
     if held.gathered and not case.is_late:
         cut = math.prod(split.sizes[a] for a in held.gathered)
         amount = 2 * _share(case.every * cut) * elements * cut
         _add(found.gradients, (*case.axes, *held.gathered), amount * size)
-        uses -= 1
+        uses = uses - 1
     # One of its uses is scattered; what others add to is summed whole.
     whole = np.where(case.scatters, uses - 1, uses)
     # Outside of layers, XLA takes a sum that is only added to others out of the loop over micro-batches.
@@ -231,7 +232,7 @@ def _gathers(found: Moved, part: Part, weight: Weight, held: HeldWeight, case: _
     """What ZeRO gathers of a weight."""
     table, is_third = of.table, of.table.zero == 3
     # Outside of layers all uses share a gather, but within groups, where a tied table has one for each.
-    passes = 2 if part.repeats > 1 else held.uses if case.zero_axes == (ZERO,) else 1
+    passes = 2 if part.repeats > 1 else held.uses if case.zero_axes == (ZERO,) and not held.joint else 1
     times = np.where(is_third, passes * table.microbatches, 1) * case.times
     size = np.where(is_third & weight.is_multiplied, of.half, weight.itemsize)
     needed = case.divides & (is_third | weight.is_trained)

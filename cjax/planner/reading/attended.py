@@ -34,7 +34,7 @@ def _ring(attention: Attention, held: list[float], size: int) -> Iterator[Passed
     query, key, value, out = held
     yield "collective-permute", (size - 1) * (key + value), True, False
     yield "collective-permute", (size - 1) * (key + value), False, False
-    yield "collective-permute", size * (key + value), False, True
+    yield "collective-permute", size * (key + value), False, False
     if _is_zigzag(attention, size):
         # Of two devices each keeps one of its halves where it is.
         query, key, value, out = (part * (0.5 if size == 2 else 1.0) for part in held)

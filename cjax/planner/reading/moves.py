@@ -2,7 +2,7 @@
 
 A product whose operands are split along what it sums over gives parts of a sum: all-reduced in the forward pass. One
 that makes a split dim gives its activation's gradient in parts: all-reduced in the backward pass, once for all products
-that read the same activation, where nothing else stands between their gradients. A lookup in a split table, and a
+that read the same activation. A lookup in a split table, and a
 reduction over a split dim, add up what devices find; a value that is repeated along a split dim gets its gradient from
 all of them.
 """
@@ -315,12 +315,19 @@ class Moves:
 def _merged(parts: Sequence[_Partial], readers: Sequence[int]) -> Iterator[tuple[_Partial, int]]:
     """The reductions of a gradient that several readers give parts of, each with how many it is the sum of.
 
-    Autodiff adds gradients up from the last reader to the first. As long as all are parts, XLA adds these and reduces
-    the sum; behind a gradient that is whole already, each is reduced on its own.
+    Products that leave the same parts read it together, and count as one reader. Autodiff adds gradients up from the
+    last reader to the first. As long as all are parts, XLA adds these and reduces the sum; behind a gradient that is
+    whole already, each is reduced on its own.
     """
-    by_step = {part.at: part for part in parts}
+    joint: dict[frozenset[str], _Partial] = {}
+    for part in parts:
+        if part.is_product:
+            joint.setdefault(part.axes, part)
+    left = [part for part in parts if not part.is_product or joint[part.axes] is part]
+    gone = {part.at for part in parts} - {part.at for part in left}
+    by_step = {part.at: part for part in left}
     trailing: list[_Partial] = []
-    for at in sorted(readers, reverse=True):
+    for at in sorted(set(readers) - gone, reverse=True):
         if at not in by_step:
             break
         trailing.append(by_step.pop(at))

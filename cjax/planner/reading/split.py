@@ -107,9 +107,8 @@ class Splits:
         spec = layout.weight_spec(leaf, self._trace.classes_of(leaf), whole.shape)
         shards = [math.prod(layout.axis_sizes[a] for a in axes_of_entry(entry)) for entry in spec]
         named = [tuple(a for a in layout.axis_sizes if a in axes) for axes in (sums, gathered)]
-        return HeldWeight(
-            whole.shape[first:], tuple(shards[first:]), named[0], self._uses.get(leaf, 1), named[1]
-        )  # fmt: skip
+        uses, joint = self._uses.get(leaf, 1), layout.grid is None and not named[1]
+        return HeldWeight(whole.shape[first:], tuple(shards[first:]), named[0], uses, named[1], joint)
 
     def _axes_of(self, layout: Layout) -> dict[str, tuple[str, ...]]:
         """The axes by name of a dim."""

@@ -110,6 +110,10 @@ class Ring:
         def zeros(values: Any) -> Any:
             return jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), values)
 
+        def rounded(d_keys: Any) -> Any:
+            # On the way in the keys' own dtype, as these are: what is added to them here is not.
+            return jax.tree.map(lambda grad, x: grad.astype(x.dtype), d_keys, (key, value))
+
         wanted = [leaf if wanted else None for leaf, wanted in zip(leaves, self.differentiable, strict=True)]
         keys = (key, value)
         coming = self._pass_on(keys)
@@ -117,14 +121,14 @@ class Ring:
 
         def turn(carry: Any, step: Any) -> Any:
             grads, keys, d_keys = carry
-            coming, d_coming = self._pass_on(keys), self._pass_on(d_keys)
+            coming, d_coming = self._pass_on(keys), self._pass_on(rounded(d_keys))
             grads, d_keys = visit(grads, keys, zeros(keys), self._source(step))
-            return (grads, coming, jax.tree.map(jnp.add, d_keys, d_coming)), None
+            return (grads, coming, jax.tree.map(_added, d_keys, d_coming)), None
 
         (grads, keys, d_keys), _ = lax.scan(turn, (grads, coming, d_keys), jnp.arange(1, self.size - 1))
-        d_coming = self._pass_on(d_keys)
+        d_coming = self._pass_on(rounded(d_keys))
         grads, d_keys = visit(grads, keys, zeros(keys), self._source(self.size - 1))
-        d_key, d_value = self._pass_on(jax.tree.map(jnp.add, d_keys, d_coming))
+        d_key, d_value = self._pass_on(rounded(jax.tree.map(_added, d_keys, d_coming)))
         return self._home(grads, d_key, d_value, query, key, value)
 
     # --- one block ---
@@ -311,6 +315,10 @@ class Ring:
         if dim is None or self.num_parts == 1:
             return value
         return (to_zigzag if zigzag else from_zigzag)(value, dim, self.axis, self.size)
+
+
+def _added(total: jax.Array, coming: jax.Array) -> jax.Array:
+    return total + coming.astype(total.dtype)
 
 
 def _finite(maxima: jax.Array) -> jax.Array:

@@ -136,9 +136,9 @@ def make_placer(
     reduces_here = plan.zero_stage == 3 or (plan.zero_stage >= 1 and plan.microbatches == 1 and not local)
     reduces_here = reduces_here or (reduces and plan.zero_stage >= 1)
     gradient = storage.state_specs if reduces_here else storage.used_specs
-    weights = {
-        i: WeightPlacement(used, grad) for i, (used, grad) in enumerate(zip(storage.used_specs, gradient, strict=True))
-    }
+    stored = storage.state_specs if plan.zero_stage == 3 else storage.used_specs
+    specs = zip(storage.used_specs, gradient, stored, strict=True)
+    weights = {i: WeightPlacement(*each) for i, each in enumerate(specs)}
     gathers = plan.zero_stage == 3 and math.prod(mesh.shape.values()) > 1
     return Placer(
         trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence, kernel_for(mesh)
@@ -194,7 +194,8 @@ def place_loss(
         ]
         trees = ((storage.params, params), (storage.frozen, frozen), (storage.model_state, model_state))
         stored = [array for tree, arrays in trees for array in tree.in_layer_order(arrays)]
-        outs = run([*stored, *batch, key, index])
+        with placer.copies.made():
+            outs = run([*stored, *batch, key, index])
         return [*outs[:num_results], *storage.model_state.pad(outs[num_results:])]
 
     return loss

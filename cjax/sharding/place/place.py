@@ -25,7 +25,9 @@ from cjax.sharding.apart.lanes import is_looked_up, reorders
 from cjax.sharding.attention.kernel import Fused, Kernel, attend_fused, fused_groups
 from cjax.sharding.attention.split import attend
 from cjax.sharding.layout.layout import NO_SEQUENCE, Layout
+from cjax.sharding.place.copies import Copies
 from cjax.sharding.place.grid_products import GridProducts
+from cjax.sharding.place.joint import Joint, JointProducts
 from cjax.sharding.place.saved import checkpointed, has_complex, kept
 from cjax.sharding.products.lookup import find_rows, is_lookup, look_up, pick, picked_dim
 from cjax.sharding.products.region import raised_on_cpu
@@ -49,10 +51,12 @@ PINNED = MATMULS | named("gather")
 
 @dataclass(frozen=True)
 class WeightPlacement:
-    """Placements of one weight: as used, and as its gradient leaves the backward pass."""
+    """Placements of one weight: as used, as its gradient leaves the backward pass, and as it is stored, if otherwise
+    than it is used."""
 
     used: PartitionSpec
     gradient: PartitionSpec
+    stored: PartitionSpec | None = None
 
 
 def constrained(value: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
@@ -85,6 +89,8 @@ class Placer(Hooks):
         self._remat, self._gathers, self._draw, self._sequence = remat, gathers, draw, sequence
         self._kernel: Kernel | None = kernel
         self._products = GridProducts(trace.dims, layout, mesh, self._lowering)
+        self.copies = Copies(trace, layout, mesh)
+        self._joint = JointProducts(trace.dims, layout, self._lowering)
         self._has_complex = has_complex(trace.closed.jaxpr)
         dims = trace.dims
         products = [m.lhs_origin for m in dims.matmuls] + [m.rhs_origin for m in dims.matmuls]
@@ -104,14 +110,22 @@ class Placer(Hooks):
         rounds = self._lowering is not None and leaf in self._rounded and value.dtype == "float32"
         low = self._lowering.low if self._lowering is not None and rounds else None
         lead = len(placement.used) - value.ndim  # a layer of the author's own stack has lost its first dims
-        used, gradient = (PartitionSpec(*spec[lead:]) for spec in (placement.used, placement.gradient))
+        placements = placement.used, placement.gradient, placement.stored or placement.used
+        used, gradient, stored = (PartitionSpec(*spec[lead:]) for spec in placements)
         if self._mesh.size == 1 and low is None:
             return value
         # The gradient of a lookup in a split table is not made in any further parts but at the price of copies.
         # And that of a loop is summed up whole: scattered at once, it would be reduced in each turn.
         whole = leaf in self._looped or (leaf in self._tables and any(used)) or self._sums_wrong(leaf, used, gradient)
-        summed = used if whole else gradient
-        return _ready(self._mesh, used, summed, gradient, low)(value)
+        copied = self.copies.wants(leaf)
+        summed = used if whole and not copied else gradient
+        ready = _ready(self._mesh, stored, used, summed, gradient, low)(value)
+        if copied:
+            self.copies.add(ready, used)
+        return ready
+
+    def knows(self, value: object) -> bool:
+        return self.copies.has(value)
 
     def _sums_wrong(self, leaf: int, used: PartitionSpec, gradient: PartitionSpec) -> bool:
         """Whether XLA's partitioner would lose a part of a sum (JAX 0.10.2 and 0.12.0.1).
@@ -133,10 +147,13 @@ class Placer(Hooks):
         if indexed is not None:
             return indexed
         found = self._looked_up(eqn, ins, scope)
+        given, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
+        if found is None and any(map(self.copies.has, ins)):
+            found = self.copies.equation(eqn, ins, scope, given, params)
         if found is not None:
             outs = [found]
         else:
-            ins, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
+            ins = given
             if id(eqn) in self._compared:
                 outs = [extreme(jnp.asarray(ins[0]), tuple(params["axes"]), eqn.primitive.name)]
             else:
@@ -247,9 +264,12 @@ class Placer(Hooks):
         if self._sequence.size > 1 or self._kernel is not None:
             found = attention_groups(self._trace, eqns, results, scope)
             groups += found if self._sequence.size > 1 else fused_groups([group.of for group in found])
-        return groups
+        taken = {id(eqn) for group in groups for eqn in group.eqns}
+        return [*groups, *self._joint.find(eqns, results, scope, taken)]
 
     def group(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+        if isinstance(group.of, Joint):
+            return self._joint.evaluate(group, ins, lambda eqn, read: self.equation(eqn, read, scope))
         if isinstance(group.of, Attention):
             outs = self._attended(group.of, ins, changed, scope)
         elif isinstance(group.of, Fused):
@@ -326,13 +346,16 @@ class Placer(Hooks):
 
 @functools.cache
 def _ready(
-    mesh: Mesh, used: PartitionSpec, summed: PartitionSpec, gradient: PartitionSpec, low: Any
+    mesh: Mesh, stored: PartitionSpec, used: PartitionSpec, summed: PartitionSpec, gradient: PartitionSpec, low: Any
 ) -> Callable[[jax.Array], jax.Array]:
     """A weight as it is used, whose gradient is summed in one placement and comes back, in float32, in another: that of
     the optimizer's state."""
 
     def make(value: jax.Array) -> jax.Array:
-        rounded = value if low is None else value.astype(low)  # first, which leaves half the bytes to gather
+        # First, which leaves half the bytes to gather; XLA would else take the rounding to where the whole is read.
+        rounded = value if low is None else value.astype(low)
+        if low is not None and stored != used:
+            rounded = constrained(rounded, mesh, stored)
         return constrained(rounded, mesh, used)
 
     def forward(value: jax.Array) -> tuple[jax.Array, None]:

@@ -1,7 +1,7 @@
 """Lookups in what a grid splits: rows of a table, and one entry for each row out of a split dim (a target's logit)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,56 @@ def find_rows(
     return _found(eqn, table, indices, spec, dim, whole, as_spec(out), mesh)
 
 
+def find_own(
+    eqn: Equation,
+    copies: jax.Array,
+    lead: int,
+    indices: jax.Array,
+    spec: PartitionSpec,
+    rows: PartitionSpec,
+    mesh: Mesh,
+) -> jax.Array:
+    """The rows of a table of which each device has a copy, looked up by its own indices.
+
+    Args:
+      eqn: the gather, of whole slices along all dims but one.
+      copies: of the table, on `lead` more dims in front.
+      lead: how many these are.
+      indices: of rows.
+      spec: placement of the copies; the table itself is split along the dim looked up, or not at all.
+      rows: placement of the indices.
+      mesh: the mesh.
+    """
+    numbers = eqn.params["dimension_numbers"]
+    (dim,) = numbers.collapsed_slice_dims
+    split, size = axes_of_entry(spec[lead + dim]), copies.shape[lead + dim]
+    shards = math.prod(mesh.shape[a] for a in split)
+    dtype, copies = copies.dtype, raised_on_cpu(copies, mesh)
+    padded = jnp.pad(copies, [(0, -size % shards if d == lead + dim else 0) for d in range(copies.ndim)])
+    out: list[tuple[str, ...]] = [axes_of_entry(e) for e in rows[:-1]]
+    for at in numbers.offset_dims:
+        out.insert(at, ())
+    if not split:
+
+        def whole(part: jax.Array, indices: jax.Array) -> list[jax.Array]:
+            return bind_as_is(eqn, (part.reshape(part.shape[lead:]), indices))
+
+        specs = (spec, rows), (as_spec(out),)
+        (found,) = in_region(whole, (padded, indices), *specs, mesh, alone=True, differentiated=_wide(whole))
+        return found.astype(dtype)
+
+    def local(part: jax.Array, indices: jax.Array) -> list[jax.Array]:
+        part = part.reshape(part.shape[lead:])
+        return [_in_part(eqn, part, indices, split)]
+
+    clipped = jnp.clip(indices, 0, size - 1)
+    (found,) = in_region(
+        local, (padded, clipped), (spec, rows), (as_spec(out),), mesh, (split,), alone=True,
+        differentiated=_wide(local), as_is=True,
+    )  # fmt: skip
+    return _filled(eqn, found.astype(dtype), indices, size)
+
+
 def _found(
     eqn: Equation,
     operand: jax.Array,
@@ -89,23 +139,47 @@ def _found(
     split, size = axes_of_entry(spec[dim]), operand.shape[dim]
     shards = math.prod(mesh.shape[a] for a in split)
     padded = jnp.pad(operand, [(0, -size % shards if d == dim else 0) for d in range(operand.ndim)])
-    numbers = eqn.params["dimension_numbers"]
-    params = eqn.params | {"mode": lax.GatherScatterMode.CLIP}
 
     def local(part: jax.Array, indices: jax.Array) -> list[jax.Array]:
-        first = lax.axis_index(split) * part.shape[dim]
-        mine = (indices >= first) & (indices < first + part.shape[dim])
-        (found,) = bind_as_is(eqn, (part, jnp.where(mine, indices - first, 0)), params)
-        return [jnp.where(_beside(mine[..., 0], numbers.offset_dims, found.ndim), found, 0)]
+        return [_in_part(eqn, part, indices, split)]
 
     clipped = jnp.clip(indices, 0, size - 1)
     (found,) = in_region(local, (padded, clipped), (spec, rows), (out,), mesh, (split,))
+    return _filled(eqn, found, indices, size)
+
+
+def _in_part(eqn: Equation, part: jax.Array, indices: jax.Array, split: tuple[str, ...]) -> jax.Array:
+    """What a device finds in its part of the dim looked up, which `split` splits; zeros for what is elsewhere."""
+    numbers = eqn.params["dimension_numbers"]
+    (dim,) = numbers.start_index_map
+    first = lax.axis_index(split) * part.shape[dim]
+    mine = (indices >= first) & (indices < first + part.shape[dim])
+    params = eqn.params | {"mode": lax.GatherScatterMode.CLIP}
+    (found,) = bind_as_is(eqn, (part, jnp.where(mine, indices - first, 0)), params)
+    return jnp.where(_beside(mine[..., 0], numbers.offset_dims, found.ndim), found, 0)
+
+
+def _filled(eqn: Equation, found: jax.Array, indices: jax.Array, size: int) -> jax.Array:
+    """What was found at indices that were clipped, as the gather has it for those out of range."""
     if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return found
     fill = eqn.params.get("fill_value")
     fill = jnp.nan if fill is None and jnp.issubdtype(found.dtype, jnp.inexact) else fill or 0
     inside = ((indices >= 0) & (indices < size))[..., 0]
-    return jnp.where(_beside(inside, numbers.offset_dims, found.ndim), found, jnp.asarray(fill, found.dtype))
+    offset_dims = eqn.params["dimension_numbers"].offset_dims
+    return jnp.where(_beside(inside, offset_dims, found.ndim), found, jnp.asarray(fill, found.dtype))
+
+
+def _wide(local: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
+    """The same lookup, whose gradient is added up in float32 on each device, and rounded once: a frequent token's is a
+    sum of thousands, of which each addition would be rounded to the dtype of the table."""
+
+    def wide(part: jax.Array, indices: jax.Array) -> list[jax.Array]:
+        if part.dtype not in (jnp.bfloat16, jnp.float16):
+            return local(part, indices)
+        return [found.astype(part.dtype) for found in local(part.astype(jnp.float32), indices)]
+
+    return wide
 
 
 def _beside(rows: jax.Array, offset_dims: Sequence[int], ndim: int) -> jax.Array:

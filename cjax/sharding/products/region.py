@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from cjax.sharding.storage.storage import axes_of_entry
@@ -25,6 +27,7 @@ def in_region(
     sums: Sequence[tuple[str, ...]] = (),
     alone: bool = False,
     differentiated: Callable[..., list[jax.Array]] | None = None,
+    as_is: bool = False,
 ) -> list[jax.Array]:
     """The results of `function` on each device's shards.
 
@@ -39,6 +42,7 @@ def in_region(
       differentiated: what the backward pass differentiates, where that is not `function` itself: the same values, by
         products that have a rule of their own. The forward pass has plain ones, by which policies know what to save.
       alone: leave no axis of the mesh to the compiler. Along those that nobody names, all devices do the same.
+      as_is: whether devices' shares are added up in their own dtype; in float32 otherwise, if they are of less.
     """
     context = jax.sharding.get_abstract_mesh()
     manual = set(context.manual_axes)
@@ -54,6 +58,9 @@ def in_region(
     copies = [math.prod(mesh.shape[a] for a in axes if a not in those) for those in split]
     over = {a for a in mesh.axis_names if a not in manual} if alone else set(axes)
 
+    def total(shares: jax.Array) -> jax.Array:
+        return lax.reduce(shares, np.zeros((), shares.dtype), lax.add, (0,)) if as_is else shares.sum(0)
+
     def run(inside: Any, args: Any, specs: Any, results: Any) -> Any:
         if not over:
             return inside(*args)
@@ -64,7 +71,7 @@ def in_region(
 
     def forward(*operands: jax.Array) -> list[jax.Array]:
         found = run(lambda *parts: [y[None] for y in function(*parts)], operands, ins, partial)
-        return [y.sum(0) if axes else y[0] for y, axes in zip(found, summed, strict=True)]
+        return [total(y) if axes else y[0] for y, axes in zip(found, summed, strict=True)]
 
     def backward(operands: tuple[jax.Array, ...], grads: list[jax.Array]) -> tuple[jax.Array | None, ...]:
         there = [i for i, grad in enumerate(grads) if grad.dtype != jax.dtypes.float0]  # results that are no integers
@@ -81,7 +88,7 @@ def in_region(
 
         given, specs = [grads[i] for i in there], [outs[i] for i in there]
         found = run(inside, (operands, given), (ins, specs), [_lead(axes, ins[i]) for i in real])
-        by_operand = {i: grad.sum(0) for i, grad in zip(real, found, strict=True)}
+        by_operand = {i: total(grad) for i, grad in zip(real, found, strict=True)}
         return tuple(by_operand.get(i) for i in range(len(operands)))
 
     call = jax.custom_vjp(forward)

@@ -35,6 +35,10 @@ class Hooks:
         """Input `leaf`, or one layer of it, is about to be used."""
         return value
 
+    def knows(self, value: object) -> bool:
+        """Whether a value is known by the array that it is, and so has to stay that one inside of a checkpoint."""
+        return False
+
     def equation(self, eqn: Equation, ins: Values, scope: Scope) -> Values:
         """The results of one equation."""
         return bind(eqn, ins)
@@ -316,7 +320,8 @@ class Emitter:
 
         def inside(*args: jax.Array) -> Values:
             local = Env(scope)
-            local.values.update(zip(inner.invars, args, strict=True))
+            kept = [x if self.hooks.knows(x) else arg for x, arg in zip(ins, args, strict=True)]
+            local.values.update(zip(inner.invars, kept, strict=True))
             self.body(inner, local)
             return [self.read(local, atom) for atom in inner.outvars]
 

@@ -35,6 +35,8 @@ KNOWN = {
     ("llama", "data=2 tensor=4 sequence=gather"): "the same",
     ("llama", "data=1 tensor=8"): "scores are gathered where four heads of keys meet eight devices",
     ("t5", "data=2 tensor=2d:4"): "gradients of the biases that all examples share are summed over these",
+    ("gpt", "data=8 zero=3/4"): "a tied table's gradient is reduced whole over both axes, and cut",
+    ("t5", "data=8 zero=1"): "the gradient of a table that is looked up twice is reduced whole, and cut",
     ("vit", "data=1 tensor=3d:8"): "pixels are moved to where the grid has the patches' features",
 }  # fmt: skip
 ANEW = (("gpt", "data=2 tensor=4 zero=1"), ("own", "data=8 zero=3"), ("bert", "data=2 tensor=2d:4"))

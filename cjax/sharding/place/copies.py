@@ -1,0 +1,182 @@
+"""Weights with several readers, a copy on each device: what devices add to the gradient stays theirs until its sum.
+
+A tied table is looked up and multiplied. XLA's partitioner reduces each of both gradients where it is made, puts a
+scatter on top of the other and reduces that again; and a product in a loop it reduces behind the loop, when what could
+be added to it has been reduced as well. So readers of such a weight read copies of it, one for each device that has
+rows of its own, on dims in front that the mesh's axes split: no device holds more than before, gradients of all readers
+are added up device by device, and the copies' sum is the one reduction, or scatter, that there is.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cjax.jax_compat.core import Equation, Literal, Params
+from cjax.mesh import SEQUENCE
+from cjax.sharding.layout.layout import Layout
+from cjax.sharding.products.lookup import find_own, is_lookup
+from cjax.sharding.storage.storage import axes_of_entry
+from cjax.trace.dims.find import Scope
+from cjax.trace.jaxpr.evaluate import bind_as_is
+from cjax.trace.jaxpr.view import variable_of
+from cjax.trace.reading import Trace
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A weight as it is used, the copies of it, and where these live."""
+
+    value: Any
+    copies: jax.Array
+    spec: PartitionSpec
+
+
+class Copies:
+    """The weights of a trace that are read as copies, while it is evaluated."""
+
+    def __init__(self, trace: Trace, layout: Layout, mesh: Mesh) -> None:
+        self._dims, self._layout, self._mesh = trace.dims, layout, mesh
+        multiplied = {leaf for m in trace.dims.matmuls for leaf in (m.lhs_origin, m.rhs_origin)}
+        looked_up = [leaf for leaf, _, _ in trace.dims.tables]
+        self._tied = {leaf for leaf in looked_up if leaf in multiplied or looked_up.count(leaf) > 1}
+        rows = () if layout.batch is None else layout.axes_of.get(layout.batch, ())
+        axes = [tuple(a for a in some if mesh.shape.get(a, 1) > 1) for some in (rows, (SEQUENCE,))]
+        self._groups = [] if layout.grid is not None else [some for some in axes if some]
+        self._made: dict[int, _Copied] | None = None
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[None]:
+        """While a trace is evaluated: copies are known by the arrays that they are of."""
+        before, self._made = self._made, {}
+        try:
+            yield
+        finally:
+            self._made = before
+
+    def wants(self, leaf: int) -> bool:
+        """Whether a weight is read as copies."""
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        return self._made is not None and leaf in self._tied and bool(self._groups) and not manual
+
+    def add(self, value: jax.Array, used: PartitionSpec) -> None:
+        """Make copies of a weight that is ready for use, placed as `used`."""
+        if self._made is None or any({*some} & set(axes_of_entry(e)) for some in self._groups for e in used):
+            return
+        spec = PartitionSpec(*self._groups, *used)
+        sizes = [self._size(some) for some in self._groups]
+        copies = self._placed(jnp.broadcast_to(value, (*sizes, *value.shape)), spec)
+        self._made[id(value)] = _Copied(value, copies, spec)
+
+    def has(self, value: Any) -> bool:
+        return self._of(value) is not None
+
+    def equation(self, eqn: Equation, ins: list[Any], scope: Scope, given: list[Any], params: Params) -> Any:
+        """The result of an equation that reads copies; None for others.
+
+        Args:
+          eqn: the equation.
+          ins: its operands.
+          scope: the dims of its variables.
+          given, params: operands and parameters as they are computed with.
+        """
+        places = [place for place, value in enumerate(ins) if self.has(value)]
+        if len(places) != 1:
+            return None
+        (place,) = places
+        of = self._of(ins[place])
+        assert of is not None
+        if eqn.primitive.name == "transpose":
+            return self._transposed(eqn, of)
+        if eqn.primitive.name == "gather" and place == 0:
+            return self._looked_up(eqn, of, ins[1], scope)
+        if eqn.primitive.name == "dot_general" and not isinstance(eqn.invars[1 - place], Literal):
+            return self._multiplied(eqn, place, of, given, params, scope)
+        return None
+
+    def _of(self, value: Any) -> _Copied | None:
+        return None if self._made is None else self._made.get(id(value))
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self._mesh.shape[a] for a in axes)
+
+    def _placed(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return lax.with_sharding_constraint(value, NamedSharding(self._mesh, spec))
+
+    def _transposed(self, eqn: Equation, of: _Copied) -> jax.Array:
+        assert self._made is not None
+        (value,) = bind_as_is(eqn, [of.value])
+        lead, order = len(self._groups), eqn.params["permutation"]
+        copies = lax.transpose(of.copies, (*range(lead), *(lead + d for d in order)))
+        spec = PartitionSpec(*of.spec[:lead], *(of.spec[lead + d] for d in order))
+        self._made[id(value)] = _Copied(value, copies, spec)
+        return value
+
+    def _looked_up(self, eqn: Equation, of: _Copied, indices: jax.Array, scope: Scope) -> jax.Array | None:
+        if not is_lookup(eqn):
+            return None
+        if isinstance(eqn.invars[1], Literal):
+            return None
+        var, lead = variable_of(eqn, 1), len(self._groups)
+        rows = self._layout.spec(self._dims.of(var, scope), var.aval.shape)
+        split = [d for d, entry in enumerate(of.spec[lead:]) if entry]
+        (dim,) = eqn.params["dimension_numbers"].collapsed_slice_dims
+        if self._places(rows, var.aval.shape, len(rows) - 1) is None or split not in ([], [dim]):
+            return None
+        if any({*axes_of_entry(of.spec[lead + d])} & set(axes_of_entry(e)) for d in split for e in rows):
+            return None
+        return find_own(eqn, of.copies, lead, indices, of.spec, rows, self._mesh)
+
+    def _multiplied(
+        self, eqn: Equation, place: int, of: _Copied, given: list[Any], params: Params, scope: Scope
+    ) -> jax.Array | None:
+        contracting, batched = eqn.params["dimension_numbers"]
+        other = 1 - place
+        var, x = variable_of(eqn, other), given[other]
+        spec = self._layout.spec(self._dims.of(var, scope), var.aval.shape)
+        at = self._places(spec, var.aval.shape, len(spec))
+        bound = {*contracting[other], *batched[other]}
+        if at is None or bound & set(at) or any(batched):
+            return None
+        free = [d for d in range(x.ndim) if d not in bound]
+        before = len(eqn.invars[place].aval.shape) - len(contracting[place]) if other else 0
+        behind = [before + free.index(d) for d in at]
+        x = self._taken_apart(x, spec, at)
+
+        def product(x: jax.Array, w: jax.Array) -> jax.Array:
+            (found,) = bind_as_is(eqn, (w, x) if other else (x, w), params)
+            return found
+
+        for _ in self._groups:
+            product = jax.vmap(product)
+        return self._put_together(product(x, of.copies.astype(given[place].dtype)), behind)
+
+    def _places(self, spec: PartitionSpec, shape: tuple[int, ...], num: int) -> list[int] | None:
+        """The dims, of the first `num`, that are split as the copies are; None where some are not, or not evenly."""
+        entries = [tuple(a for a in axes_of_entry(e) if self._mesh.shape[a] > 1) for e in spec]
+        found = [next((d for d in range(num) if entries[d] == some), None) for some in self._groups]
+        places = [d for d in found if d is not None]
+        even = all(shape[d] % self._size(some) == 0 for d, some in zip(places, self._groups, strict=False))
+        return places if len(places) == len(self._groups) and even else None
+
+    def _taken_apart(self, x: jax.Array, spec: PartitionSpec, at: list[int]) -> jax.Array:
+        """Each device's rows apart: a dim in front for each group of axes, which splits none of the others."""
+        for index, (some, d) in enumerate(zip(self._groups, at, strict=True)):
+            d, size = index + d, self._size(some)
+            parts = x.reshape(*x.shape[:d], size, x.shape[d] // size, *x.shape[d + 1 :])
+            x = jnp.moveaxis(parts, d, index)
+        rest = [None if d in at else entry for d, entry in enumerate(spec)]
+        return self._placed(x, PartitionSpec(*self._groups, *rest))
+
+    def _put_together(self, y: jax.Array, behind: list[int]) -> jax.Array:
+        for index in reversed(range(len(behind))):
+            d = index + behind[index]  # of what is left once this group's own dim is gone
+            parts = jnp.moveaxis(y, index, d)
+            y = parts.reshape(*parts.shape[:d], parts.shape[d] * parts.shape[d + 1], *parts.shape[d + 2 :])
+        return y

@@ -1,0 +1,114 @@
+"""Products of one tensor with several that a mesh axis splits: queries, keys and values of one input.
+
+Each makes a part of its input's gradient on every device. As JAX adds them up, one after the other on top of what else
+reads the input (the residual behind a norm, say, whose gradient is whole), XLA has to reduce each by itself; and where
+each rounds its own copy of the input, their sum is of float32, and is reduced as such. Reading one copy together, their
+parts are added up alone, in the dtype that they are multiplied in, and reduced once.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cjax.jax_compat.core import Equation, Literal
+from cjax.sharding.layout.layout import Layout
+from cjax.sharding.storage.storage import axes_of_entry
+from cjax.trace.dims.find import Dims, Scope
+from cjax.trace.emit.precision import HIGH, Lowering
+from cjax.trace.jaxpr.groups import Group, make_group, variables
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Products that read `var` in one dtype."""
+
+    var: Any
+    dtype: np.dtype
+
+
+class JointProducts:
+    """Finds and evaluates products whose parts of one gradient are added up before they are reduced."""
+
+    def __init__(self, dims: Dims, layout: Layout, lowering: Lowering | None) -> None:
+        self._dims, self._layout, self._lowering = dims, layout, lowering
+
+    def find(
+        self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope, taken: Collection[int]
+    ) -> list[Group[Joint]]:
+        """Groups of such products.
+
+        Args:
+          eqns: a jaxpr's equations, or a layer's.
+          results: variables read after the last of them.
+          scope: the dims of their variables.
+          taken: ids of equations that are in other groups.
+        """
+        # An author may round the input for each product: then these are copies of what they are rounded from.
+        copies = {eqn.outvars[0]: eqn for eqn in eqns if _is_copy(eqn) and id(eqn) not in taken}
+        together: dict[tuple[Any, np.dtype, frozenset[str]], list[tuple[Any, Any]]] = {}
+        for eqn in eqns:
+            if eqn.primitive.name != "dot_general" or id(eqn) in taken:
+                continue
+            for place in range(2):
+                axes = self._partial(eqn, place, scope)
+                if axes:
+                    copy = copies.get(eqn.invars[place])
+                    read = eqn.invars[place] if copy is None else copy.invars[0]
+                    together.setdefault((read, self._dtype(eqn, place), axes), []).append((eqn, copy))
+        found, seen = [], set(taken)
+        for (var, dtype, _), pairs in together.items():
+            pairs = [(eqn, copy) for eqn, copy in pairs if id(eqn) not in seen and id(copy) not in seen]
+            members = [eqn for pair in pairs for eqn in pair if eqn is not None]
+            group = make_group(members, eqns, results, Joint(var, dtype)) if len(pairs) > 1 else None
+            if group is not None:
+                seen.update(map(id, members))
+                found.append(group)
+        return found
+
+    def _partial(self, eqn: Equation, place: int, scope: Scope) -> frozenset[str]:
+        """The mesh axes over which devices have parts of the gradient of an operand: those of the other's free dims."""
+        var, other = eqn.invars[place], eqn.invars[1 - place]
+        if isinstance(var, Literal) or isinstance(other, Literal) or var is other or var in scope.origin:
+            return frozenset()  # a weight's gradient is reduced where its placement says
+        contracting, batched = eqn.params["dimension_numbers"]
+        bound = {*contracting[1 - place], *batched[1 - place]}
+        spec = self._layout.spec(self._dims.of(other, scope), other.aval.shape)
+        return frozenset(a for d, entry in enumerate(spec) if d not in bound for a in axes_of_entry(entry))
+
+    def _dtype(self, eqn: Equation, place: int) -> np.dtype:
+        """In which dtype an operand is multiplied."""
+        lowered = self._lowering is not None and all(v.aval.dtype == HIGH for v in (*eqn.invars, *eqn.outvars))
+        return self._lowering.low if self._lowering is not None and lowered else eqn.invars[place].aval.dtype
+
+    def evaluate(
+        self, group: Group[Joint], ins: list[Any], apply: Callable[[Equation, list[Any]], list[Any]]
+    ) -> list[jax.Array]:
+        """The results of such a group; `apply` evaluates one equation."""
+        values = dict(zip(group.ins, ins, strict=True))
+        value = values[group.of.var] = _read_together(values[group.of.var].astype(group.of.dtype))
+        for eqn in group.eqns:
+            made = [value] if _is_copy(eqn) else apply(eqn, [values[var] for var in variables(eqn)])
+            values.update(zip(eqn.outvars, made, strict=True))
+        return [values[var] for var in group.outs]
+
+
+def _is_copy(eqn: Equation) -> bool:
+    """Whether an equation rounds a variable to fewer bits, and does nothing else."""
+    if eqn.primitive.name != "convert_element_type" or isinstance(eqn.invars[0], Literal):
+        return False
+    old, new = (v.aval.dtype for v in (eqn.invars[0], eqn.outvars[0]))
+    real = all(jnp.issubdtype(d, jnp.floating) for d in (old, new))
+    return real and new.itemsize < old.itemsize
+
+
+@jax.custom_vjp
+def _read_together(value: jax.Array) -> jax.Array:
+    """The same value, under a name of its own: what its readers give back is added up before it goes any further."""
+    return value
+
+
+_read_together.defvjp(lambda value: (value, None), lambda _, gradient: (gradient,))

@@ -1,0 +1,175 @@
+"""What compiled steps move, multiply and launch, read from programs for absent GPUs, against formulas for the same.
+
+    python experiments/bench_programs.py                           # all pairs, about 15 s each on 2 cores
+    python experiments/bench_programs.py --models bert --plans tensor=8 --log logs
+
+Needs XLA's GPU compiler (extra `cjax[aot]`), no GPU. A row is a model and a plan: MiB that a device receives in a step
+by kind and axis, their ratio to the formula of the plan, the share of matmul FLOPs with float32 operands, bytes that
+kernels touch, and instructions that launch something. Formulas, in the precision of the plan:
+
+    data=n      each gradient all-reduced once
+    zero=1      each gradient scattered once, each parameter gathered once
+    zero=3      likewise, and the parameters of layers gathered again for the backward pass
+    tensor=n    [rows, length, width] all-reduced twice a layer each way, and once at each end
+    ring:n      keys and values to all in both passes, their gradients round and home; gradients as data=n
+"""
+
+import argparse
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import cjax
+from cjax.audit import Audit, audit
+from cjax.mesh import compile_lowered
+from cjax.models import BERT, GPT, T5, Llama, llama_loss, loss, masked_loss, t5_loss
+from cjax.models.bert import BERTConfig
+from cjax.models.gpt import GPTConfig
+from cjax.models.llama import LlamaConfig
+from cjax.models.t5 import T5Config
+
+LAYERS, EMBED, HEADS, VOCAB, SEQ, ROWS, CHUNK = 4, 256, 8, 2048, 256, 16, 64
+SIZES: dict[str, Any] = dict(num_heads=HEADS, embed_dim=EMBED, mlp_dim=4 * EMBED, vocab_size=VOCAB, num_layers=LAYERS)
+PLANS = ("tensor=8", "data=8", "zero=1", "zero=3", "data=1 sequence=ring:8")
+LAUNCHES = re.compile(
+    r"^\s+(?:ROOT )?%?\S+ = .*? (fusion|custom-call|copy|sort|all-\S+|reduce-scatter\S*|collective\S+)\(", re.M
+)
+
+
+class OwnLayer(nn.Module):
+    """A layer whose norm comes behind, and five products of whose input are no other model's."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mixed = nn.MultiHeadDotProductAttention(HEADS, use_bias=False)(x, mask=nn.make_causal_mask(x[..., 0]))
+        gated = nn.Dense(4 * EMBED)(x) * nn.sigmoid(nn.Dense(4 * EMBED)(x))
+        return nn.LayerNorm()(x + mixed + nn.Dense(EMBED)(gated))
+
+
+class OwnModel(nn.Module):
+    """A user's own: post-norm, its table tied through `attend`."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        embed = nn.Embed(VOCAB, EMBED)
+        x = embed(tokens)
+        for _ in range(LAYERS):
+            x = OwnLayer()(x)
+        return embed.attend(x)
+
+
+def own_loss(model: Any, batch: Any) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["targets"]).mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how often a tensor axis reduces streams of which length."""
+
+    build: Any
+    loss: Callable[..., Any]
+    reduced: dict[int, int]
+    leaves: tuple[str, ...] = ("inputs", "targets")
+
+    @property
+    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: jax.ShapeDtypeStruct((ROWS, SEQ), np.int32) for name in self.leaves}
+
+
+def of(kind: Any, config: Any) -> Callable[[nnx.Rngs], Any]:
+    return lambda rngs: kind(config, rngs=rngs)
+
+
+def chunked(whole: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(whole, chunk=CHUNK)
+
+
+MODELS = {
+    "gpt": Case(of(GPT, GPTConfig(**SIZES, context=SEQ)), chunked(loss), {SEQ: 4 * LAYERS + 2}),
+    "bert": Case(of(BERT, BERTConfig(**SIZES, context=SEQ)), chunked(masked_loss), {SEQ: 4 * LAYERS + 2}),
+    "t5": Case(
+        of(T5, T5Config(**SIZES, num_decoder_layers=LAYERS, head_dim=32)), chunked(t5_loss),
+        {SEQ: 10 * LAYERS + 4}, ("inputs", "targets", "source"),
+    ),
+    "llama": Case(
+        of(Llama, LlamaConfig(**SIZES, num_kv_heads=HEADS, head_dim=32, context=SEQ)), chunked(llama_loss),
+        {SEQ: 4 * LAYERS + 2},
+    ),
+    # Its attention stands beside its other products, and reads what they read.
+    "own": Case(OwnModel(), own_loss, {SEQ: 3 * LAYERS + 2}),
+}  # fmt: skip
+
+
+def formula(case: Case, plan: str, params: Sequence[tuple[str, int]]) -> float | None:
+    """Bytes that a device receives, of eight."""
+    low = 2 if "bfloat16" in plan else 4
+    share, whole = 7 / 8, sum(size for _, size in params)
+    layers = sum(size for path, size in params if re.search(r"(blocks|encoder|decoder|OwnLayer)[/_]\d", path))
+    if plan.startswith("tensor"):
+        return 2 * share * low * sum(times * ROWS * length * EMBED for length, times in case.reduced.items())
+    if plan.startswith("data=8"):
+        return 2 * share * low * whole
+    if plan.startswith("zero"):
+        return share * low * (2 * whole + (layers if plan.startswith("zero=3") else 0))
+    if "ring" in plan:
+        keys = 2 * ROWS * SEQ * EMBED / 8 * LAYERS
+        return low * ((7 + 7 + 8) * keys + 2 * share * whole)
+    return None
+
+
+def row(name: str, plan: str) -> dict[str, Any]:
+    """What the step of a model does under a plan, compiled for eight H100s."""
+    case = MODELS[name]
+    program = cjax.parallelize(case.build, case.loss, optax.adamw(1e-3), case.batch, plan, devices="h100:8")
+    compiled = compile_lowered(program.lower(), list(program.mesh.devices.flat))
+    facts: Audit = audit(compiled, program.mesh)
+    shapes = jax.tree_util.tree_flatten_with_path(program._composed.capture.params_shape)[0]
+    params = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.size) for path, leaf in shapes]
+    kinds: dict[str, float] = {}
+    for each in facts.collectives:
+        key = f"{each.kind} {each.axis} {each.dtype}"
+        kinds[key] = kinds.get(key, 0.0) + each.total_bytes / 2**20
+    wanted = formula(case, plan, params)
+    return {
+        "model": name, "plan": plan, "MiB": round(facts.moved() / 2**20, 2),
+        "ratio": None if wanted is None else round(facts.moved() / wanted, 3),
+        "float32": round(facts.flops_float32 / max(facts.flops, 1.0), 4),
+        "GiB touched": round((facts.bytes_accessed or math.nan) / 2**30, 2),
+        "launches": len(LAUNCHES.findall(compiled.as_text() or "")),
+        "moved": {key: round(amount, 2) for key, amount in sorted(kinds.items()) if amount >= 0.05},
+    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--plans", nargs="+", default=[f"{plan} precision=bfloat16" for plan in PLANS])
+    parser.add_argument("--log", type=Path, help="a file that rows are added to")
+    options = parser.parse_args(arguments)
+    rows = []
+    for name in options.models:
+        for plan in options.plans:
+            if name in ("bert", "t5") and "ring" in plan:
+                continue  # keys that padding masks by example; the formula is of causal attention
+            rows.append(row(name, plan))
+            print(json.dumps(rows[-1]), flush=True)
+            if options.log:
+                with options.log.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+    return rows
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main()
