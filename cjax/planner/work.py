@@ -242,7 +242,7 @@ class HeldWeight:
         return math.prod(-(-n // s) for n, s in zip(self.shape, self.shards, strict=True))
 
 
-class Ring(NamedTuple):
+class RingWork(NamedTuple):
     """Scores that a ring computes: the share of them, and into how many chunks a device cuts its positions."""
 
     share: float
@@ -269,7 +269,7 @@ class WorkSplit:
     held: tuple[int, ...]
     notes: tuple[str, ...] = ()
     weights: tuple[tuple[HeldWeight, ...], ...] = ()
-    rings: tuple[tuple[Ring, ...], ...] = ()
+    rings: tuple[tuple[RingWork, ...], ...] = ()
 
     @property
     def num_devices(self) -> int:

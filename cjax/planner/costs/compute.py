@@ -13,7 +13,7 @@ import numpy as np
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS
-from cjax.planner.work import BATCH, AttentionWork, Dims, MatmulWork, NamedTensor, Part, Ring, WorkSplit, elements
+from cjax.planner.work import BATCH, AttentionWork, Dims, MatmulWork, NamedTensor, Part, RingWork, WorkSplit, elements
 
 # Results of a tile, and how well it runs beside the largest.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.8))
@@ -89,7 +89,7 @@ class Computing:
         self._memory = hardware.memory_bandwidth or np.inf
         self._item = np.where(self._is_half, 2.0, 4.0)
 
-    def passes(self, part: Part, rings: Sequence[Ring] = ()) -> tuple[Pass, Pass, Pass]:
+    def passes(self, part: Part, rings: Sequence[RingWork] = ()) -> tuple[Pass, Pass, Pass]:
         """Forward and backward through one layer of the part, and forward again for a backward pass that has kept
         nothing of it.
 
@@ -154,7 +154,7 @@ class Computing:
         none = np.zeros_like(flops)
         return Pass(matmul, thin, none, none, least, none, flops)
 
-    def _attention(self, work: AttentionWork, ring: Ring | None) -> tuple[Pass, Pass]:
+    def _attention(self, work: AttentionWork, ring: RingWork | None) -> tuple[Pass, Pass]:
         queries, keys = self._local(work.queries), self._local(work.keys)
         # Positions that an axis splits are in one of the two dims.
         scores = self._local((*work.batch, *work.heads, *work.queries, *work.keys)) * work.times

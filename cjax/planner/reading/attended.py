@@ -8,7 +8,7 @@ import numpy as np
 from cjax.mesh import SEQUENCE
 from cjax.plan import Sequence as SequencePlan
 from cjax.planner.reading.placed import PlacedTrace
-from cjax.planner.work import Kind, Ring
+from cjax.planner.work import Kind, RingWork
 from cjax.sharding.attention.ring import MARGIN
 from cjax.trace.attention.bounds import bounds
 from cjax.trace.attention.find import Attention
@@ -44,16 +44,16 @@ def _ring(attention: Attention, held: list[float], size: int) -> Iterator[Passed
         yield "collective-permute", rows, False, True
 
 
-def ring_of(attention: Attention, size: int) -> Ring:
+def ring_of(attention: Attention, size: int) -> RingWork:
     """How a ring of so many devices computes scores: blocks that a mask leaves empty are left out.
 
     With an early and a late chunk, all devices have as much to do in each turn. Otherwise they wait for the fullest.
     """
     if _is_zigzag(attention, size):
-        return Ring(float(_filled(attention, 2 * size).mean()), 2)
+        return RingWork(float(_filled(attention, 2 * size).mean()), 2)
     found = _filled(attention, size)
     turns = (np.arange(len(found)) + np.arange(len(found))[:, None]) % len(found)
-    return Ring(float(np.take_along_axis(found, turns.T, axis=1).any(axis=0).mean()), 1)
+    return RingWork(float(np.take_along_axis(found, turns.T, axis=1).any(axis=0).mean()), 1)
 
 
 def _is_zigzag(attention: Attention, size: int) -> bool:

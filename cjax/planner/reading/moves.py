@@ -22,7 +22,7 @@ from cjax.planner.reading.placed import PlacedTrace
 from cjax.planner.reading.products import is_weight, operands_of
 from cjax.planner.reading.stretches import Body, Operation, Spot, Stretch
 from cjax.planner.reading.traffic import forms_of
-from cjax.planner.work import AxisMove, Kind, Ring
+from cjax.planner.work import AxisMove, Kind, RingWork
 from cjax.sharding.layout.spreads import Spreads, weight_at
 from cjax.sharding.products.lookup import is_lookup
 from cjax.sharding.products.matmul import Spread
@@ -78,7 +78,7 @@ class Moves:
     outside: list[AxisMove] = field(default_factory=list)  # of what all layers share: once, and not in each
     sums: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which its gradient is summed
     looked_up: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which it is gathered for that
-    rings: list[Ring] = field(default_factory=list)  # of the attentions
+    rings: list[RingWork] = field(default_factory=list)  # of the attentions
     _derived: Derived = field(init=False)
     _spread: dict[int, Group[dict[int, Spread]]] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ from small_gpt import EMBED, HEADS, MLP, ROWS, SEQ, VOCAB, gpt
 from cjax.plan import Plan
 from cjax.planner.reading.split import Splits, split_of
 from cjax.planner.reading.work import work_of
-from cjax.planner.work import AxisMove, Ring
+from cjax.planner.work import AxisMove, RingWork
 from cjax.trace.source import TraceSource
 
 
@@ -73,13 +73,13 @@ def test_keys_and_values_go_round_a_ring() -> None:
         (
             "gpt",
             "sequence=ring:4",
-            Ring(9 / 16, 2),
+            RingWork(9 / 16, 2),
         ),  # chunks that meet none, some or all of the positions before: 2 n + 1 of 4 n
-        ("gpt", "sequence=ring:2", Ring(5 / 8, 2)),
-        ("bert", "sequence=ring:4", Ring(1.0, 1)),  # no mask
+        ("gpt", "sequence=ring:2", RingWork(5 / 8, 2)),
+        ("bert", "sequence=ring:4", RingWork(1.0, 1)),  # no mask
     ],
 )
-def test_a_ring_leaves_out_the_scores_that_a_mask_leaves_empty(model: str, text: str, ring: Ring) -> None:
+def test_a_ring_leaves_out_the_scores_that_a_mask_leaves_empty(model: str, text: str, ring: RingWork) -> None:
     trace = gpt() if model == "gpt" else TraceSource(captured(model), MODELS[model].batch).read()
     work = work_of(trace)
     split = split_of(work, trace, Plan.parse(text))
