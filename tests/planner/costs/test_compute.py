@@ -9,7 +9,7 @@ from cjax.planner.costs.calibration import Calibration, Software
 from cjax.planner.costs.compute import CROOKED, FUSED_BACK, UNALIGNED, Computing, Pass
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS
-from cjax.planner.work import AttentionWork, MatmulWork, NamedTensor, Part, Ring, WorkSplit
+from cjax.planner.work import AttentionWork, MatmulWork, NamedTensor, Part, RingWork, WorkSplit
 
 PEAK, MEMORY, CORES = 1e14, 1e12, 100
 CARD = Hardware("card", 8, 8, 1, memory_bandwidth=MEMORY, bf16_flops=PEAK, f16_flops=PEAK, f32_flops=PEAK / 4)
@@ -115,12 +115,12 @@ def test_a_ring_makes_scores_again_and_leaves_out_what_a_mask_does(share: float)
     computing = Computing(CARD, Calibration("test", cores=CORES), split, np.array([1.0]), place)
     part = Part("one", attentions=(ATTENTION,))
     kept, kept_back, _ = computing.passes(part)
-    there, back, _ = computing.passes(part, (Ring(share, 1),))
+    there, back, _ = computing.passes(part, (RingWork(share, 1),))
     assert there.flops[0] == pytest.approx(share * kept.flops[0])
     # Of two products forward and four backward, the first once more; and of scores, 3 passes over memory of 5 and 10.
     assert back.flops[0] == pytest.approx(share * kept_back.flops[0] * 5 / 4)
     assert back.touched[0] == pytest.approx(share * kept_back.touched[0] * 13 / 10)
-    halves, _, _ = computing.passes(part, (Ring(share, 8),))
+    halves, _, _ = computing.passes(part, (RingWork(share, 8),))
     assert halves.flops[0] == pytest.approx(there.flops[0])
     assert halves.thin[0] > there.thin[0], "chunks that are thinner than heads are wide"
 
