@@ -231,7 +231,8 @@ class Walking:
                 "are fetched next, and it began with another optimizer than this one (another learning rate is another "
                 "optimizer, and another version of JAX or optax may write it otherwise). Finish it with that one and "
                 "go on with this: before = cjax.parallelize(..., that optimizer, ...); state = "
-                "program.restore(before.resume()). Or go on from a checkpoint, with another folder."
+                "program.restore(before.resume()); or by a command, with the options that the run had. Or go on from "
+                "a checkpoint, with another disk_folder= (--disk-folder)."
             )
 
     @property
