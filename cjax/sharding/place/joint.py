@@ -6,7 +6,7 @@ each rounds its own copy of the input, their sum is of float32, and is reduced a
 parts are added up alone, in the dtype that they are multiplied in, and reduced once.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from cjax.sharding.layout.layout import Layout
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.emit.precision import HIGH, Lowering
-from cjax.trace.jaxpr.groups import Group, make_group, variables
+from cjax.trace.jaxpr.groups import Group, make_group, variables, waits_for_itself
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class JointProducts:
         self._dims, self._layout, self._lowering = dims, layout, lowering
 
     def find(
-        self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope, taken: Collection[int]
+        self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope, others: Sequence[Group[Any]]
     ) -> list[Group[Joint]]:
         """Groups of such products.
 
@@ -45,8 +45,9 @@ class JointProducts:
           eqns: a jaxpr's equations, or a layer's.
           results: variables read after the last of them.
           scope: the dims of their variables.
-          taken: ids of equations that are in other groups.
+          others: groups of other equations.
         """
+        taken = {id(eqn) for group in others for eqn in group.eqns}
         # An author may round the input for each product: then these are copies of what they are rounded from.
         copies = {eqn.outvars[0]: eqn for eqn in eqns if _is_copy(eqn) and id(eqn) not in taken}
         together: dict[tuple[Any, np.dtype, frozenset[str]], list[tuple[Any, Any]]] = {}
@@ -59,12 +60,13 @@ class JointProducts:
                     copy = copies.get(eqn.invars[place])
                     read = eqn.invars[place] if copy is None else copy.invars[0]
                     together.setdefault((read, self._dtype(eqn, place), axes), []).append((eqn, copy))
-        found, seen = [], set(taken)
+        found: list[Group[Joint]] = []
+        seen = set(taken)
         for (var, dtype, _), pairs in together.items():
             pairs = [(eqn, copy) for eqn, copy in pairs if id(eqn) not in seen and id(copy) not in seen]
             members = [eqn for pair in pairs for eqn in pair if eqn is not None]
             group = make_group(members, eqns, results, Joint(var, dtype)) if len(pairs) > 1 else None
-            if group is not None:
+            if group is not None and not waits_for_itself(group, eqns, [*others, *found]):
                 seen.update(map(id, members))
                 found.append(group)
         return found

@@ -264,8 +264,7 @@ class Placer(Hooks):
         if self._sequence.size > 1 or self._kernel is not None:
             found = attention_groups(self._trace, eqns, results, scope)
             groups += found if self._sequence.size > 1 else fused_groups([group.of for group in found])
-        taken = {id(eqn) for group in groups for eqn in group.eqns}
-        return [*groups, *self._joint.find(eqns, results, scope, taken)]
+        return [*groups, *self._joint.find(eqns, results, scope, groups)]
 
     def group(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         if isinstance(group.of, Joint):

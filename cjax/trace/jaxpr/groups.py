@@ -61,6 +61,31 @@ def make_group(
     return Group(tuple(members), tuple(ins), outs, of)
 
 
+def waits_for_itself(group: Group[Of], eqns: Sequence[Equation], others: Sequence[Group[Of]]) -> bool:
+    """Whether what a group reads depends on it once others are evaluated at once as well: of two groups, each may have
+    an equation that reads what one of the other's writes, and neither could come first.
+
+    Args:
+      group: of `eqns`.
+      eqns: the jaxpr's equations, or a layer's.
+      others: groups of others of `eqns`.
+    """
+    group_of = {id(eqn): other for other in (*others, group) for eqn in other.eqns}
+    writer = {var: eqn for eqn in eqns for var in eqn.outvars}
+    left, seen = list(group.ins), set[int]()
+    while left:
+        eqn = writer.get(left.pop())
+        if eqn is None:
+            continue
+        item = group_of.get(id(eqn), eqn)
+        if item is group:
+            return True
+        if id(item) not in seen:
+            seen.add(id(item))
+            left += item.ins if isinstance(item, Group) else variables(item)
+    return False
+
+
 def variables(eqn: Equation) -> list[Var]:
     """The variables that an equation reads."""
     return [v for v in eqn.invars if not isinstance(v, Literal)]

@@ -50,3 +50,27 @@ def test_a_residual_behind_a_norm_costs_no_reduction(casts: bool) -> None:
     """One a layer each way, however its author rounds what products read; six without."""
     found = reduced(PostNorm(casts), "tensor=4")
     assert sum(c.count * sum(int(np.prod(s.dims)) for s in c.shapes) for c in found) == 4 * ROWS * WIDTH
+
+
+class Crossed(nn.Module):
+    """Two matrices made of weights, which one side multiplies in the other's opposite order."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        p, q = (jnp.tanh(self.param(name, nn.initializers.normal(0.5), (8, 8))) for name in "pq")
+        return jnp.tanh(jnp.tanh(x @ p) @ q) + jnp.tanh(jnp.tanh(2 * x @ q) @ p)
+
+
+def test_groups_that_would_wait_for_each_other_are_not_both_made() -> None:
+    """Products with `p`, and those with `q`: each needs what one of the other's gives."""
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return jnp.mean(model(batch["x"]) ** 2)
+
+    found = []
+    for plan, num in (("data=1", 1), ("data=4", 4)):
+        program = cjax.parallelize(Crossed(), loss, optax.sgd(0.1), batch, plan, devices=jax.devices()[:num])
+        found.append(jax.tree.map(np.asarray, program.value_and_grad(program.init(0), batch)))
+    for mine, theirs in zip(jax.tree.leaves(found[1]), jax.tree.leaves(found[0]), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
