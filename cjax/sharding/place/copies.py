@@ -45,7 +45,9 @@ class Copies:
         self._dims, self._layout, self._mesh = trace.dims, layout, mesh
         multiplied = {leaf for m in trace.dims.matmuls for leaf in (m.lhs_origin, m.rhs_origin)}
         looked_up = [leaf for leaf, _, _ in trace.dims.tables]
-        self._tied = {leaf for leaf in looked_up if leaf in multiplied or looked_up.count(leaf) > 1}
+        # Sums of products over a batch of weights are XLA's own to lose where it is not asked as `Placer.weight` does.
+        batched = {leaf for m in trace.dims.matmuls if m.batched for leaf in (m.lhs_origin, m.rhs_origin)}
+        self._tied = {leaf for leaf in looked_up if leaf in multiplied or looked_up.count(leaf) > 1} - batched
         rows = () if layout.batch is None else layout.axes_of.get(layout.batch, ())
         axes = [tuple(a for a in some if mesh.shape.get(a, 1) > 1) for some in (rows, (SEQUENCE,))]
         self._groups = [] if layout.grid is not None else [some for some in axes if some]

@@ -57,9 +57,11 @@ class JointProducts:
             for place in range(2):
                 axes = self._partial(eqn, place, scope)
                 if axes:
-                    copy = copies.get(eqn.invars[place])
+                    copy, dtype = copies.get(eqn.invars[place]), self._dtype(eqn, place)
+                    if copy is not None and copy.outvars[0].aval.dtype != dtype:
+                        copy = None  # others read more digits of it than this product does
                     read = eqn.invars[place] if copy is None else copy.invars[0]
-                    together.setdefault((read, self._dtype(eqn, place), axes), []).append((eqn, copy))
+                    together.setdefault((read, dtype, axes), []).append((eqn, copy))
         found: list[Group[Joint]] = []
         seen = set(taken)
         for (var, dtype, _), pairs in together.items():
