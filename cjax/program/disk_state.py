@@ -56,6 +56,7 @@ def let_go(folder: Folder) -> None:
 
 def note_step(held: Held, step: jax.Array) -> None:
     """The step of the state whose rows these are."""
+    held.whose[:] = [step]
     if held.folder is not None:
         assert isinstance(held.folder.holder, HeldState), "rows on disk are somebody's"
         held.folder.holder.note(step)

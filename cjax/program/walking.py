@@ -393,6 +393,7 @@ class Walking:
         empty_rows(self._walker, held)
         step, key, scaling, noise = small
         params, frozen = outside
+        note_step(held, step)
         return WalkedState(
             step, params, frozen, (), model_state, key, scaling, noise, composed.shelves, self._walker, held
         )

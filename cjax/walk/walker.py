@@ -218,8 +218,8 @@ class Walker:
         which are on their way home. `rows` is emptied, or they would be there while the next are fetched."""
         optimizer = self.optimizer
         assert optimizer is not None
-        joint = held.due.pop((k, at))
-        try:
+        try:  # from the first: an interrupt behind `pop` would lose the update
+            joint = held.due.pop((k, at))
             grads, opt, params = rows
             rows.clear()
             params, opt = optimizer.update_row(k, at, grads, opt, params, joint)
