@@ -179,13 +179,16 @@ class Walker:
             joint = optimizer.join(number, exports, *rest, joint)
         finite = joint["finite"]
         give_up()
+        trained = [k for k in range(len(self.lengths)) if self.slots("params", k)]
+        left = [(k, at) for k in trained for at in range(self.lengths[k]) if (k, at) not in fused]
         if bool(finite):
-            trained = [k for k in range(len(self.lengths)) if self.slots("params", k)]
-            layers = ((k, at) for k in trained for at in range(self.lengths[k]))
-            held.due.update({layer: joint for layer in layers if layer not in fused})
+            held.due.update(dict.fromkeys(left, joint))
             self.catch_up(held, give_up, held.homes.deferred)
-        elif fused and held.folder is not None:
-            held.folder.take_back()
+        else:
+            for k, at in left:  # or they would be there in the next forward pass, which counts on their room
+                held.grads[k].forget(at)
+            if fused and held.folder is not None:
+                held.folder.take_back()
         params, opt = optimizer.update_outside(*rest, joint)
         return Stepped(dataclasses.replace(outside, params=params, opt=opt), out, loss, joint["norm"], finite)
 
