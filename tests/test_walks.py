@@ -423,6 +423,42 @@ def test_an_update_that_is_due_is_made_for_whoever_looks(tmp_path: Path) -> None
         assert not state._rows.due
 
 
+def test_of_a_state_with_updates_due_no_copy_is_used_and_none_is_lost() -> None:
+    """A copy's layers would be those of the state it was copied from, which go on with that one's steps."""
+    batch = subject("linen_tied", False).batches[0]
+    program = clipped("zero=1 offload=optimizer+gradients")
+    state: Any = program.step(program.init(3), batch)[0]
+    for copied in (jax.tree.map(jax.numpy.copy, state), jax.jit(lambda state: state)(state)):
+        for use in (program.params, lambda copied: program.step(copied, batch), program.restore):
+            with pytest.raises(ValueError, match="copy of a state.*program.to_arrays"):
+                use(copied)
+    was = digest(program, jax.tree.map(lambda x: x, state))  # the same arrays: the same state
+    assert digest(program, program.from_arrays(program.to_arrays(state))) == was
+
+    nans = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), program.params(state))
+    for rows in state._rows.every:
+        rows.settle()
+    gc.collect()
+    before = len(jax.live_arrays())
+    state = program.update(state, nans)
+    for rows in state._rows.every:
+        rows.settle()
+    gc.collect()
+    assert len(jax.live_arrays()) == before, "gradients that are not finite are not kept: no budget counts them"
+
+    class Interrupted(dict[Any, Any]):
+        def pop(self, key: Any) -> Any:  # pyright: ignore
+            super().pop(key)
+            raise KeyboardInterrupt
+
+    state, _ = program.step(state, batch)
+    broken = dataclasses.replace(state, _rows=dataclasses.replace(state._rows, due=Interrupted(state._rows.due)))
+    with pytest.raises(KeyboardInterrupt):
+        program.params(broken)
+    with pytest.raises(ValueError, match="given up"):
+        program.params(state)
+
+
 def assert_moves_what_is_said(program: Program, state: Any, batch: Any, reads: int, writes: int) -> Any:
     """A step moves so many rows of each layer from and to the disk, in as many bytes as the report says."""
     moved: dict[str, int] = dict.fromkeys(("read", "write"), 0)

@@ -56,9 +56,40 @@ def let_go(folder: Folder) -> None:
 
 def note_step(held: Held, step: jax.Array) -> None:
     """The step of the state whose rows these are."""
+    held.whose[:] = [step]
     if held.folder is not None:
         assert isinstance(held.folder.holder, HeldState), "rows on disk are somebody's"
         held.folder.holder.note(step)
+
+
+def check_same_update(folder: Folder, began: bytes, own: bytes) -> None:
+    """An update that is due is made by the optimizer that the step had.
+
+    Args:
+      folder: which holds the step.
+      began: what tells that optimizer from others.
+      own: the same of the one that is to go on.
+
+    Raises:
+      ValueError: they are two.
+    """
+    if began == own:
+        return
+    finish = (
+        "Finish it with that one and go on with this: before = cjax.parallelize(..., that optimizer, ...); "
+        "state = program.restore(before.resume())."
+    )
+    if (how := folder.note.get("how")) is not None:
+        finish = (
+            f"Finish it with all options as they were, {how}, and interrupt that after a step (Ctrl-C), which saves a "
+            "checkpoint; from that, the same with other options goes on."
+        )
+    raise ValueError(
+        f"{folder.path} holds this run after step {folder.step}, whose update is made when layers are fetched next, "
+        "and it began with another optimizer than this one (another learning rate is another optimizer, and so is a "
+        "schedule over another number of steps; another version of JAX or optax may write it otherwise). "
+        f"{finish} Or go on from a checkpoint, with another folder."
+    )
 
 
 def written(arrays: Sequence[jax.Array]) -> dict[str, np.ndarray]:

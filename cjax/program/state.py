@@ -68,6 +68,9 @@ class State:
         arrays = iter(_leaf_loader(self._shelves, tuple(jax.tree.leaves(found)))(self._opt))
         return jax.tree.map(lambda _: next(arrays), found)
 
+    def _check_whole(self) -> None:
+        """Raises if a part of it, that is not in its arrays, is not its own."""
+
     def __repr__(self) -> str:
         if self.step.is_deleted():
             return "State(given up to a step)"
@@ -103,3 +106,4 @@ def check_alive(state: Any) -> None:
             "program.params(state), or program.save(path, state). If a step failed, go on from a checkpoint, "
             "program.restore(path), or where the plan keeps all layers on disk, program.resume()."
         )
+    state._check_whole()

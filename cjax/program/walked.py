@@ -51,6 +51,17 @@ class WalkedState(State):
     def outside(self) -> OutsideState:
         return OutsideState(self._params, self._frozen, self._opt, self._model_state)
 
+    def _check_whole(self) -> None:
+        """Of a copy, which any function of trees makes, the rows are another state's, and that one's steps change them:
+        its numbers would be of two steps at once."""
+        if not any(self.step is step for step in self._rows.whose):
+            raise ValueError(
+                "this is a copy of a state, as jax.tree.map and jax.jit make them, without its layers: where a plan "
+                "walks over layers, they are in memory of their own, which only that state has. To keep a state beside "
+                "the steps that follow: kept = program.to_arrays(state), later state = program.from_arrays(kept); or "
+                "program.save(path, state)."
+            )
+
     @own_context
     def find_opt_states(self, kind: type) -> list[Any]:
         """As of `State`: what layers have of them is in arrays of its own, in host memory where they have it there."""

@@ -21,7 +21,7 @@ from cjax.planner.choice.homes import choose_homes
 from cjax.planner.costs.walk import rates_of
 from cjax.planner.homes import KINDS, Home, Homes, Kind, Peaks
 from cjax.program.composed import Composed
-from cjax.program.disk_state import OPEN, HeldState, let_go, note_step, placed, written
+from cjax.program.disk_state import OPEN, HeldState, check_same_update, let_go, note_step, placed, written
 from cjax.program.keep import store_leaves
 from cjax.program.starting import given_values, refuse_values
 from cjax.program.state import Arrays, State
@@ -216,24 +216,12 @@ class Walking:
         leaves, treedef = jax.tree.flatten(shape)
         arrays = [placed(found[1], i, leaf) for i, leaf in enumerate(leaves)]
         if "due" in found[1]:
-            self._check_same_update(found[1]["due"].tobytes())
+            assert self._walker.optimizer is not None
+            check_same_update(self._folder, found[1]["due"].tobytes(), self._walker.optimizer.digest)
             joint = {name: placed(found[1], len(leaves) + i, x) for i, (name, x) in enumerate(self._joint.items())}
             held.due.update(dict.fromkeys(sorted(self.homes.deferred), joint))
         step, params, frozen, opt, model_state, key, scaling, noise = jax.tree.unflatten(treedef, arrays)
         return self._state(held, (params, frozen, opt, model_state), (step, key, scaling, noise), is_new=False)
-
-    def _check_same_update(self, digest: bytes) -> None:
-        """An update that is due is made by the optimizer that the step had."""
-        assert self._folder is not None and self._walker.optimizer is not None
-        if digest != self._walker.optimizer.digest:
-            raise ValueError(
-                f"{self._folder.path} holds this run after step {self._folder.step}, whose update is made when layers "
-                "are fetched next, and it began with another optimizer than this one (another learning rate is another "
-                "optimizer, and another version of JAX or optax may write it otherwise). Finish it with that one and "
-                "go on with this: before = cjax.parallelize(..., that optimizer, ...); state = "
-                "program.restore(before.resume()); or by a command, with the options that the run had. Or go on from "
-                "a checkpoint, with another disk_folder= (--disk-folder)."
-            )
 
     @property
     def _joint(self) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -394,6 +382,7 @@ class Walking:
         empty_rows(self._walker, held)
         step, key, scaling, noise = small
         params, frozen = outside
+        note_step(held, step)
         return WalkedState(
             step, params, frozen, (), model_state, key, scaling, noise, composed.shelves, self._walker, held
         )

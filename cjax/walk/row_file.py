@@ -14,9 +14,8 @@ _WEIGHTS = np.multiply.accumulate(np.full(BLOCK // 8, 6364136223846793005, np.ui
 
 
 def checksum(data: np.ndarray) -> int:
-    """32 bits of whole blocks: another number for sure where one word of a block is another, and but for chance (one of
-    4 billion) where more are, or a block has moved. Ten times as fast as a CRC of all of it, which a disk would wait
-    for: that is of one word a block."""
+    """32 bits of whole blocks: another number, but for chance (one of 4 billion), where words of a block are others, or
+    a block has moved. Ten times as fast as a CRC of all of it, which a disk would wait for: that is of a word each."""
     words = data.view(np.uint64).reshape(-1, len(_WEIGHTS))
     return zlib.crc32(np.einsum("ij,j->i", words, _WEIGHTS).tobytes())
 

@@ -34,6 +34,7 @@ class Held:
       folder: of those on disk.
       due: (stack, layer) of those whose rows are as they were before the last step, and what their update reads of all
         layers; their gradients are in `grads`. Who updates one takes it out.
+      whose: the step of the one state that these are the rows of.
     """
 
     homes: Homes
@@ -44,6 +45,7 @@ class Held:
     inputs: Sequence[LayerRows]
     folder: Folder | None = None
     due: dict[tuple[int, int], Mapping[str, jax.Array]] = field(default_factory=dict)
+    whose: list[jax.Array] = field(default_factory=list)
 
     @property
     def every(self) -> list[LayerRows]:

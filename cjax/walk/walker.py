@@ -179,13 +179,16 @@ class Walker:
             joint = optimizer.join(number, exports, *rest, joint)
         finite = joint["finite"]
         give_up()
+        trained = [k for k in range(len(self.lengths)) if self.slots("params", k)]
+        left = [(k, at) for k in trained for at in range(self.lengths[k]) if (k, at) not in fused]
         if bool(finite):
-            trained = [k for k in range(len(self.lengths)) if self.slots("params", k)]
-            layers = ((k, at) for k in trained for at in range(self.lengths[k]))
-            held.due.update({layer: joint for layer in layers if layer not in fused})
+            held.due.update(dict.fromkeys(left, joint))
             self.catch_up(held, give_up, held.homes.deferred)
-        elif fused and held.folder is not None:
-            held.folder.take_back()
+        else:
+            for k, at in left:  # or they would be there in the next forward pass, which counts on their room
+                held.grads[k].forget(at)
+            if fused and held.folder is not None:
+                held.folder.take_back()
         params, opt = optimizer.update_outside(*rest, joint)
         return Stepped(dataclasses.replace(outside, params=params, opt=opt), out, loss, joint["norm"], finite)
 
@@ -218,8 +221,8 @@ class Walker:
         which are on their way home. `rows` is emptied, or they would be there while the next are fetched."""
         optimizer = self.optimizer
         assert optimizer is not None
-        joint = held.due.pop((k, at))
-        try:
+        try:  # from the first: an interrupt behind `pop` would lose the update
+            joint = held.due.pop((k, at))
             grads, opt, params = rows
             rows.clear()
             params, opt = optimizer.update_row(k, at, grads, opt, params, joint)
