@@ -5,6 +5,7 @@ the slowest of them. The update has no computing that counts beside it: it is as
 layers that are updated in the backward pass, or in the next step's forward pass.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -208,4 +209,5 @@ def _hidden_from(
             if spare < 0 or (once and not spare):
                 return None
             most = max(most, tokens * once / spare if once else 0.0)
-    return -int(-most // 1) if seconds else None
+    # Infinite where a phase computes next to nothing: no number of tokens is enough.
+    return -int(-most // 1) if seconds and most < math.inf else None
