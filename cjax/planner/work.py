@@ -204,6 +204,7 @@ class AxisMove:
       of_weights: whether it is of weights or their gradients: independent of the batch's size.
       is_remade: of the forward pass, whether to make a layer again under remat=block makes it again: not what only the
         next layer reads, as no derivative of this one needs it.
+      is_outer: of a gather or a scatter, whether it is along the outermost dim: each member's part is one piece.
     """
 
     kind: Kind
@@ -214,6 +215,7 @@ class AxisMove:
     count: int = 1
     of_weights: bool = False
     is_remade: bool = True
+    is_outer: bool = False
 
 
 @dataclass(frozen=True)
