@@ -263,6 +263,7 @@ class WorkSplit:
       notes: what stays whole and why.
       weights: for each part, what of each of its weights is held, where that is known; what ZeRO can divide follows.
       rings: for each part, the ring of each of its attentions; empty where they are in none.
+      in_lockstep: whether stages of a pipeline run in a tick what any of them has to (`Plan.in_lockstep`).
     """
 
     axes_of: Mapping[str, tuple[str, ...]]
@@ -272,6 +273,7 @@ class WorkSplit:
     notes: tuple[str, ...] = ()
     weights: tuple[tuple[HeldWeight, ...], ...] = ()
     rings: tuple[tuple[RingWork, ...], ...] = ()
+    in_lockstep: bool = False
 
     @property
     def num_devices(self) -> int:

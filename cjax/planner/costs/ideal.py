@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from cjax.mesh import SEQUENCE, TENSOR
+from cjax.mesh import SEQUENCE
 from cjax.pipeline.partition import partition
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.compute import Computing, Pass
@@ -155,7 +155,7 @@ class _Plans:
             held / states * (2 * MASTER * (1 + work.optimizer_bytes) + MASTER + self._item) / memory,
             held * (self._item + 2 * MASTER) / memory * adds,
             np.ceil(table.data * table.pipeline * self._inner / hardware.devices_per_host),
-            (table.pipeline > 1) & self._takes_all_branches(),
+            (table.pipeline > 1) & self._split.in_lockstep & self._software.is_lockstep,
             moved(work, self._split, table).by_axis(),
         )  # fmt: skip
 
@@ -267,11 +267,6 @@ class _Plans:
 
     def _is_split_in_sequence(self) -> bool:
         return self._split.sizes.get(SEQUENCE, 1) > 1 and self._software.is_lockstep
-
-    def _takes_all_branches(self) -> bool:
-        """Whether stages run together what any of them has to: positions and grids are moved inside of a stage by
-        collectives to which XLA wants every device of the program (`Executor`)."""
-        return bool(self._split.sizes.keys() - {TENSOR}) and self._software.is_lockstep
 
     # -- stages -------------------------------------------------------------------------------------------------------
     def _stages(self, stacks: list[Part], first: Ways, layer: Ways, last: Ways) -> tuple[np.ndarray, np.ndarray]:
