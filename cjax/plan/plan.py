@@ -125,7 +125,7 @@ class Plan:
             precision=precision,
             reduce=reduce,
             remat=remat,
-            budget=None if budget is None else num_bytes("budget", budget),
+            budget=None if budget is None else num_bytes("budget", budget, least=0),
             host=None if host is None else num_bytes("host", host, least=0),
             disk=None if disk is None else num_bytes("disk", disk),
             offload=offloaded(offload),
@@ -366,7 +366,7 @@ def build(word: Word) -> Any:
         case "zero":
             return Zero(**_renamed(sized(word), size="stage", part="group"))
         case "budget" | "host" | "disk":
-            return num_bytes(word.name, word.value, least=0 if word.name == "host" else 1)
+            return num_bytes(word.name, word.value, least=1 if word.name == "disk" else 0)
         case "offload":
             return offloaded(classes(word))
         case "rules":

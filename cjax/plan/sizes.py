@@ -29,9 +29,9 @@ def num_bytes(name: str, value: Any, least: int = 1) -> int:
     found = _SIZE.fullmatch(value)
     if found is None:
         raise ValueError(f"{value!r} is no number of bytes; write {name}=16GiB, without a space")
-    if found[2] not in UNITS:
+    if found[2] not in UNITS and not (found[2] == "" and Fraction(found[1]) == 0):
         raise ValueError(f"{name}={value} has {_unit_fault(found[2])}; write {name}={found[1]}{_meant(found[2])}")
-    exact = Fraction(found[1]) * UNITS[found[2]]
+    exact = Fraction(found[1]) * UNITS.get(found[2], 0)  # of none, which only 0 may have
     if exact.denominator != 1:
         raise ValueError(f"{name}={value} is no whole number of bytes; write {name}={size_text(int(exact) or 1)}")
     return whole_number(f"{name} in bytes", int(exact), least)

@@ -2,7 +2,7 @@
 
 A step walks over the layers three times: forward, backward, and once more for the update, when the gradients of all are
 known. Layers whose update needs no other's gradients, and whose old rows stay on disk until the new ones are known to
-be good, are updated in the backward pass (*fused*). Where none is, those of which something is away from the devices
+be good, are updated in the backward pass (*fused*). Of the others, those of which something is away from the devices
 are updated when the next step's forward pass comes to them (*deferred*), if the devices have room for that. Rows that
 are not at home on the devices pass through them: the one in use, and the next or the last one.
 """
@@ -92,7 +92,7 @@ class Homes:
         """
 
         def is_kept(kind: Kind, k: int, at: int) -> bool:
-            return self.of[kind][k][at] == "disk" or not sizes[kind][k][at].device
+            return kind not in sizes or self.of[kind][k][at] == "disk" or not sizes[kind][k][at].device
 
         layers = [
             (k, at)
@@ -103,28 +103,33 @@ class Homes:
         return replace(self, fused=frozenset(layers))
 
     def with_deferred(self, sizes: "RowSizes") -> "Homes":
-        """With all layers deferred whose update moves anything: then that is hidden, and parameters move once less.
-        None is beside fused ones, which a step that fails takes back: rows of both are in the same files. And where a
-        run that is killed goes on from the disk, since all state is there, so are the gradients of those that wait.
+        """With all layers deferred that are not fused and whose update moves anything: then that is hidden, and
+        parameters move once less. Where a run that is killed goes on from the disk (`is_durable`), so are the gradients
+        of those that wait.
 
         Args:
           sizes: of the rows.
         """
-        is_durable = all(
-            home == "disk"
-            for kind in _STATE
-            for rows, places in zip(sizes.get(kind, ()), self.of.get(kind, ()), strict=True)
-            for row, home in zip(rows, places, strict=True)
-            if row.device
-        )
+        is_durable = self.is_durable(sizes)
         layers = [
             (k, at)
             for k, rows in enumerate(sizes.get("grads", ()))
             for at, row in enumerate(rows)
             if row.device and any(self.of[kind][k][at] != "device" for kind in _UPDATED if kind in sizes)
-            if not is_durable or self.of["grads"][k][at] == "disk"
+            if (k, at) not in self.fused and (not is_durable or self.of["grads"][k][at] == "disk")
         ]
-        return self if self.fused else replace(self, deferred=frozenset(layers))
+        return replace(self, deferred=frozenset(layers))
+
+    def is_durable(self, sizes: "RowSizes") -> bool:
+        """Whether all that layers have between steps is on disk, so that a run that is killed can go on from there."""
+        homes = {
+            home
+            for kind in _STATE
+            for rows, places in zip(sizes.get(kind, ()), self.of.get(kind, ()), strict=True)
+            for row, home in zip(rows, places, strict=True)
+            if row.device
+        }
+        return homes == {"disk"}
 
     def halves(self, kind: Kind) -> int:
         """How often the disk has a row of this kind that has its home there."""

@@ -4,14 +4,20 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from cjax.checkpoint.rows import key_impl
+from cjax.program.composed import Composed
+from cjax.program.walked import ROWS
+from cjax.tree import leaf_names
 from cjax.walk.files import Folder
 from cjax.walk.walk import Held
+
+TREES = (*ROWS, "model_state")
 
 _logger = logging.getLogger("cjax")
 
@@ -52,6 +58,16 @@ def let_go(folder: Folder) -> None:
         folder.holder.give_up()
     folder.holder = None
     folder.close()
+
+
+def identity_of(composed: Composed) -> dict[str, Any]:
+    """What tells a program's rows from others': the plan, and of each tree the leaves."""
+    shapes = {}
+    for name, shelf in zip(TREES, composed.shelves, strict=True):
+        leaves = shelf.leaf_shapes()
+        named = zip(leaf_names(leaves), jax.tree.leaves(leaves), strict=True)
+        shapes[name] = [f"{leaf} {x.dtype}{list(x.shape)}" for leaf, x in named]
+    return {"plan": str(composed.plan), "devices": composed.mesh.size, **shapes}
 
 
 def note_step(held: Held, step: jax.Array) -> None:

@@ -21,7 +21,17 @@ from cjax.planner.choice.homes import choose_homes
 from cjax.planner.costs.walk import rates_of
 from cjax.planner.homes import KINDS, Home, Homes, Kind, Peaks
 from cjax.program.composed import Composed
-from cjax.program.disk_state import OPEN, HeldState, check_same_update, let_go, note_step, placed, written
+from cjax.program.disk_state import (
+    OPEN,
+    TREES,
+    HeldState,
+    check_same_update,
+    identity_of,
+    let_go,
+    note_step,
+    placed,
+    written,
+)
 from cjax.program.keep import store_leaves
 from cjax.program.starting import given_values, refuse_values
 from cjax.program.state import Arrays, State
@@ -40,7 +50,7 @@ from cjax.program.walked import (
     values_of,
 )
 from cjax.sharding.storage.storage import Storage
-from cjax.tree import PyTree, leaf_names
+from cjax.tree import PyTree
 from cjax.walk.birth import RowBirth, Tree
 from cjax.walk.direct import BLOCK
 from cjax.walk.files import Folder, num_records
@@ -49,7 +59,6 @@ from cjax.walk.stores import make_rows
 from cjax.walk.walk import Held, Row, in_turn
 from cjax.walk.walker import OutsideState, Walker
 
-TREES = (*ROWS, "model_state")
 _TEXT = 200  # bytes for the name and so on of an array in a record, at most
 _NOTE = 4096  # bytes for what is noted beside a step
 _ROW = 16  # bytes for a row's place and checksum
@@ -125,7 +134,7 @@ class Walking:
         optimizer, numbers = self._walker.optimizer, range(len(self._walker.lengths))
         alone = [optimizer is not None and optimizer.is_alone(k) for k in numbers]
         return choose_homes(
-            sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload, record=self._record_bytes,
+            sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload, record=self.record_bytes,
             seconds=self._seconds, alone=alone, defers=optimizer is not None,
         )  # fmt: skip
 
@@ -144,15 +153,17 @@ class Walking:
     @property
     def record(self) -> int:
         """Bytes on disk besides rows, where all of a state is there."""
-        return self._record_bytes if self._is_durable else 0
+        return self.record_bytes if self._is_durable else 0
 
     @property
-    def _record_bytes(self) -> int:
+    def record_bytes(self) -> int:
         """What the disk has besides rows, at most: what belongs to no layer, as often as a commit needs it, and what
         files begin with."""
         arrays = [*jax.tree.leaves(self._outside_shape()), *self._joint.values()]  # whose updates may be due
         size = sum(data_bytes(x) + _TEXT * len(x.sharding.addressable_devices) for x in arrays)
-        size += _TEXT + _NOTE + len(json.dumps(self._identity())) + sum(self._walker.lengths) * len(KINDS) * _ROW
+        size += (
+            _TEXT + _NOTE + len(json.dumps(identity_of(self._composed))) + sum(self._walker.lengths) * len(KINDS) * _ROW
+        )
         return num_records() * size + BLOCK * len(KINDS) * len(self._walker.lengths)
 
     def _hold(self) -> Held:
@@ -175,11 +186,7 @@ class Walking:
     @functools.cached_property
     def _is_durable(self) -> bool:
         """Whether all that layers have is on disk, so that a run that is killed can go on from there."""
-        if "disk" not in self.homes.used:
-            return False
-        numbers = range(len(self._walker.lengths))
-        of = self.homes.of
-        return all(set(of[kind][k]) == {"disk"} for kind in ROWS for k in numbers if self._walker.slots(kind, k))
+        return self.homes.is_durable(row_sizes(self._walker))
 
     def _commit(self, state: WalkedState) -> None:
         """From now on, a run that is killed goes on from this state."""
@@ -230,7 +237,7 @@ class Walking:
 
     def _tell_others(self, folder: Folder) -> None:
         """A run of this model under another plan is not gone on with, and should not be forgotten either."""
-        own = self._identity()
+        own = identity_of(self._composed)
         for record in folder.others if jax.process_index() == 0 else ():
             there = json.loads(record.identity)
             if all(there.get(name) == own[name] for name in TREES):
@@ -263,13 +270,13 @@ class Walking:
         if (before := OPEN.get(path)) is not None:
             let_go(before)  # the same program, made anew in the same process: as in a notebook
         state: list[Kind] = [*ROWS, "grads"] if self.homes.deferred else [*ROWS]
-        self._opened = Folder(path, self._identity(), composed.plan.disk, state)
+        self._opened = Folder(path, identity_of(self._composed), composed.plan.disk, state)
         OPEN[path] = self._opened
         return self._opened
 
     def _path(self, folder: Path) -> Path:
         """Of each program its own, so that a run can go on under another plan while this one's rows are read."""
-        digest = hashlib.sha256(json.dumps(self._identity(), sort_keys=True).encode()).hexdigest()[:12]
+        digest = hashlib.sha256(json.dumps(identity_of(self._composed), sort_keys=True).encode()).hexdigest()[:12]
         return folder.absolute() / f"cjax-{digest}"
 
     def has_place_of(self, state: State) -> bool:
@@ -285,16 +292,6 @@ class Walking:
         if self._opened is not None:
             let_go(self._opened)
         self._opened = None
-
-    def _identity(self) -> dict[str, Any]:
-        """What tells this program's rows from others'."""
-        composed = self._composed
-        shapes = {}
-        for name, shelf in zip(TREES, composed.shelves, strict=True):
-            leaves = shelf.leaf_shapes()
-            named = zip(leaf_names(leaves), jax.tree.leaves(leaves), strict=True)
-            shapes[name] = [f"{leaf} {x.dtype}{list(x.shape)}" for leaf, x in named]
-        return {"plan": str(composed.plan), "devices": composed.mesh.size, **shapes}
 
     # -- states -------------------------------------------------------------------------------------------------------
     def start(self, key: jax.Array, params: Any) -> WalkedState:

@@ -4,16 +4,23 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from cjax.cluster import Cluster
 from cjax.mesh import Device
 from cjax.plan import Auto, Plan, is_auto
 from cjax.plan.plan import WALKED
 from cjax.plan.sizes import num_bytes, size_text
 from cjax.planner.choice.homes import TooLittle
-from cjax.planner.choice.walks import ScoredWalk, score_walk, walks_in
+from cjax.planner.choice.planning import Planning
+from cjax.planner.choice.walks import ScoredWalk, Updates, score_walk, walks_in
 from cjax.planner.hardware import Hardware
+from cjax.program.compose import compose
+from cjax.program.composed import Given
 from cjax.program.homes import describe_walk
 from cjax.program.plans import planned
+from cjax.program.walk_report import reads_again
+from cjax.program.walking import walking_of
 from cjax.report.walk import WalkRanking, WalkRow
 
 GUESSED = "memory and time are arithmetic of shapes and rates: nothing of it was compiled or measured"
@@ -41,7 +48,8 @@ def walk_plans(
       top: how many to list.
 
     Raises:
-      ValueError: no plan fits, with what is missing of the one that comes nearest.
+      ValueError: no plan fits, with what is missing of the one that comes nearest; a model or an optimizer that no walk
+        can be had of.
     """
     planning, numbers, _ = planned(call, devices)
     if len(numbers) != 1:
@@ -49,12 +57,12 @@ def walk_plans(
     num = numbers[0]
     facts = planning.hardware(num)
     words: dict[str, Any] = {
-        "budget": num_bytes("budget", budget) if budget is not None else _all_of(facts),
+        "budget": num_bytes("budget", budget, least=0) if budget is not None else _all_of(facts),
         "host": None if host is None else num_bytes("host", host, least=0),
         "disk": None if disk is None else num_bytes("disk", disk),
     }
     candidates = _candidates(planning, num, plan, words)
-    found, refused = _scored(planning.question, candidates)
+    found, refused = _scored(planning.question, candidates, _updates(planning))
     if not found:
         raise ValueError(_nothing(candidates, refused))
     found.sort(key=lambda each: (each.cost.total or 0.0, sum(m.link_in + m.link_out for m in each.cost.moved.values())))
@@ -88,12 +96,32 @@ def _candidates(planning: Any, num: int, text: str, words: dict[str, Any]) -> li
     return [dataclasses.replace(plan, **words) for plan in plans]
 
 
-def _scored(question: Any, plans: Sequence[Plan]) -> tuple[list[ScoredWalk], list[tuple[Plan, ValueError]]]:
+def _updates(planning: Planning) -> Updates | None:
+    """What the optimizer does to layers, which no plan changes: of a program on one device, of which nothing is
+    compiled.
+
+    Raises:
+      ValueError: as `parallelize` would, of the model or the optimizer.
+    """
+    given = Given(planning.source, planning.optimizer)
+    composed = compose(given, Plan(data=1, offload=("optimizer",)), jax.local_devices()[:1])
+    walker = composed.walker
+    assert walker is not None
+    if walker.optimizer is None:
+        return None
+    numbers = range(len(walker.lengths))
+    alone = tuple(walker.optimizer.is_alone(k) for k in numbers)
+    return Updates(alone, reads_again(walker.optimizer, len(numbers)), walking_of(composed).record_bytes)
+
+
+def _scored(
+    question: Any, plans: Sequence[Plan], updates: Updates | None
+) -> tuple[list[ScoredWalk], list[tuple[Plan, ValueError]]]:
     found: list[ScoredWalk] = []
     refused: list[tuple[Plan, ValueError]] = []
     for plan in plans:
         try:
-            found.append(score_walk(question, plan))
+            found.append(score_walk(question, plan, updates))
         except ValueError as error:  # this one can't be had; others may
             refused.append((plan, error))
     return found, refused
@@ -118,5 +146,5 @@ def _without(plan: Plan) -> str:
 
 def _use(each: ScoredWalk) -> Any:
     return describe_walk(
-        each.plan, each.sizes, each.peaks, each.homes, each.cost, each.rates, each.tokens, is_bound=False
+        each.plan, each.sizes, each.peaks, each.homes, each.cost, each.rates, each.tokens, each.record, is_bound=False
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from cjax.checkpoint import Checkpointer, inspect
 from cjax.program import Program, State
-from cjax.program.on_disk import OnDisk
+from cjax.program.on_disk import OnDisk, elsewhere
 
 _LONGEST = 2048  # of what data says of itself, beside each step on disk
 
@@ -91,7 +91,7 @@ def go_on(program: Program, data: Any, checkpoints: Checkpointer, disk: OnDisk |
             unseen = int(disk.scaling(state).num_skipped) - note["skipped"]
             return Resumed(state, note["samples"], notes, unseen)
     if last is None:
-        raise FileNotFoundError(_nothing(folder, disk, kept))
+        raise FileNotFoundError(_nothing(program, folder, disk, kept))
     place = checkpoints.place()
     state, meta = program.restore(place), inspect(place).meta
     before, now = meta["plan"], str(program.plan)
@@ -108,12 +108,26 @@ def _is_latest(program: Program, checkpoints: Checkpointer, last: int | None, st
     return last < step and inspect(checkpoints.place()).meta["plan"] == str(program.plan)
 
 
-def _nothing(folder: Path, disk: OnDisk | None, kept: tuple[int, dict[str, Any]] | None) -> str:
+def _nothing(program: Program, folder: Path, disk: OnDisk | None, kept: tuple[int, dict[str, Any]] | None) -> str:
     if disk is not None and kept is not None and kept[0]:
         return (
             f"there is no checkpoint in {folder}, and nothing says that {disk.folder}, which holds a state after step "
             f"{kept[0]}, is of this run. If it is, go on from it in Python: state = program.resume(), and "
             "fit(..., state=state, samples=...) with another folder"
+        )
+    mine = [each for each in elsewhere(program) if each.note.get("run") == str(folder.resolve())]
+    if mine:
+        last = max(mine, key=lambda each: each.step)
+        there = f"there is no checkpoint in {folder}, but {last.folder} holds this run after step {last.step}"
+        as_it_was = f"Go on with all options as they were, {last.note['how']}"
+        if {*last.differing} <= {"plan", "devices"}:
+            return (
+                f"{there}, under plan {last.plan}, and this is {program.plan} on {program.mesh.size}. {as_it_was}, and "
+                "interrupt that after a step (Ctrl-C), which saves a checkpoint: from that, other plans go on."
+            )
+        other = "another optimizer" if {*last.differing} <= {"plan", "devices", "opt"} else "another model"
+        return f"{there}, and began with {other}, whose state this one can't take. {as_it_was}; or begin anew, in " + (
+            "another folder with another --disk-folder (disk_folder=)."
         )
     return (
         f"there is no checkpoint in {folder}: the run ended before it had kept anything. Begin it anew, in another "

@@ -34,7 +34,7 @@ from cjax.walk.direct import (
     shown,
     sync_names,
 )
-from cjax.walk.record import Committed, look, read_record, record_bytes, write_record
+from cjax.walk.record import Committed, read_record, record_bytes, records_in, write_record
 from cjax.walk.row_file import NOWHERE, RowFile
 
 # Two places a row: what is put is durable at the next commit. One: what is put once, and what no other run reads.
@@ -196,8 +196,12 @@ class Folder:
         for file in self._files.values():
             file.keep()
 
-    def take_back(self) -> bool:
-        """What was put since `keep` or `commit` was called last is no more; not to be called before either was.
+    def take_back(self, rows: Mapping[tuple[Kind, int], Collection[int]]) -> bool:
+        """What was put of some rows since `keep` or `commit` was called last is no more; not to be called before either
+        was. All others are what was put last.
+
+        Args:
+            rows: by kind and stack, of each file that has some.
 
         Returns:
             whether the rows can be used on: where one could not be read or written, none of their threads goes on.
@@ -208,15 +212,16 @@ class Folder:
                 settle()
             except Exception as error:
                 failed.append(error)
-        for file in self._files.values():
-            file.take_back()
+        for (kind, stack), which in rows.items():
+            if which:
+                self._files[f"{kind}-{stack}"].take_back(which)
         return not failed
 
     @property
     def others(self) -> list[Committed]:
         """What was committed in the folders beside this one."""
-        found = [look(path) for path in sorted(self.path.parent.glob(f"*/commit.{self._index}"))]
-        return [record for record in found if record is not None and record.identity != self._identity]
+        found = records_in(self.path.parent, self._index)
+        return [record for _, record in found if record.identity != self._identity]
 
     @property
     def step(self) -> int | None:

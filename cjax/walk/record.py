@@ -85,6 +85,12 @@ def look(path: Path) -> Committed | None:
     return Committed(**known)
 
 
+def records_in(parent: Path, process: int) -> list[tuple[Path, Committed]]:
+    """The folders in `parent` in which this process has committed something, and what."""
+    found = [(path.parent, look(path)) for path in sorted(parent.glob(f"*/commit.{process}"))]
+    return [(folder, record) for folder, record in found if record is not None]
+
+
 def read_record(path: Path) -> tuple[Committed, dict[str, np.ndarray]]:
     """What `write_record` wrote.
 

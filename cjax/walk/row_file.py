@@ -2,7 +2,7 @@
 
 import errno
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -73,9 +73,10 @@ class RowFile:
         """What is there now stays until the next call, or the next commit: what is put goes beside it."""
         self.current = list(self.newest)
 
-    def take_back(self) -> None:
-        """Rows are again what they were when they were kept or committed last."""
-        self.newest = list(self.current)
+    def take_back(self, rows: Collection[int]) -> None:
+        """These are again what they were when they were kept or committed last."""
+        for row in rows:
+            self.newest[row] = self.current[row]
 
     @property
     def sums(self) -> list[int | None]:

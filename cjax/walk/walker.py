@@ -156,7 +156,7 @@ class Walker:
             if fused and held.folder is not None:
                 is_back = False
                 try:
-                    is_back = held.folder.take_back()
+                    is_back = self._take_back(held)
                 finally:  # also where somebody interrupts it: some layers have their new rows then
                     if not is_back:
                         give_up()
@@ -187,10 +187,23 @@ class Walker:
         else:
             for k, at in left:  # or they would be there in the next forward pass, which counts on their room
                 held.grads[k].forget(at)
-            if fused and held.folder is not None:
-                held.folder.take_back()
+            if fused:
+                self._take_back(held)
         params, opt = optimizer.update_outside(*rest, joint)
         return Stepped(dataclasses.replace(outside, params=params, opt=opt), out, loss, joint["norm"], finite)
+
+    @staticmethod
+    def _take_back(held: Held) -> bool:
+        """Layers that were updated in the backward pass are what they were before; whether rows can be used on. Others
+        in the same files stay: what was due of them has been made."""
+        assert held.folder is not None, "what is fused is on disk"
+        rows: dict[tuple[Kind, int], list[int]] = {}
+        kinds: tuple[Kind, ...] = ("params", "opt")
+        for kind in kinds:
+            for k, homes in enumerate(held.homes.of[kind]):
+                on_disk = [at for at, home in enumerate(homes) if home == "disk"]  # which a file has in this order
+                rows[kind, k] = [row for row, at in enumerate(on_disk) if (k, at) in held.homes.fused]
+        return held.folder.take_back(rows)
 
     def _export(self, number: int, k: int, held: Held, joint: Any, exports: Any) -> None:
         """A round's pass over the layers of a stack, those aside that have exported already."""

@@ -129,7 +129,7 @@ def test_models_of_all_families_have_names(name: str):
         (["gpt-mini", "--host", "1TiB", "--disk", "4T"], r"disk=4T has the unit 'T'.*write disk=4TiB"),
         (["gpt-mini", "--budget", "1GiB", "--verify", "2"], "--verify does not go with --budget, --host and --disk"),
         (["gpt-mini", "--budget", "1GiB", "--plan", "zero=1", "--plan", "zero=3"], "--budget takes one --plan"),
-        (["FILE:make", "--target", "h100:2", "--budget", "1GiB"], "it has no layers that repeat"),
+        (["FILE:make", "--target", "h100:2", "--budget", "1GiB"], "no layers that repeat were found"),
         (["gpt-mini", "--search", "--top", "0"], "--top 0: it is a whole number, at least 1"),
         (["gpt-mini", "--search", "--price", "-1"], "price=-1.0: it is dollars for an hour"),
         (

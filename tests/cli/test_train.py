@@ -113,7 +113,8 @@ def test_a_run_on_disk_that_is_killed_before_its_first_checkpoint_goes_on(
     whole, cut = tmp_path / "whole", tmp_path / "cut"
 
     def arguments(folder: Path) -> list[str]:
-        disk = ["--plan", "zero=1 offload=params+optimizer host=0B disk=40MB", "--disk-folder", f"{folder}-rows"]
+        plan = "zero=1 offload=params+optimizer+gradients host=0B disk=40MB"
+        disk = ["--plan", plan, "--disk-folder", f"{folder}-rows"]
         every = ["--checkpoint-every", "10"]
         return ["--data", str(text), "--steps", "12", "--folder", str(folder), *SMALL, *disk, *every]
 
@@ -127,6 +128,14 @@ def test_a_run_on_disk_that_is_killed_before_its_first_checkpoint_goes_on(
     assert main(["train", "--resume", str(whole), "--disk-folder", f"{cut}-rows"]) == 1
     assert f"holds the run of {cut} after step 5" in " ".join(capsys.readouterr().err.split())
     assert json.loads((whole / "options.json").read_text())["disk_folder"] == f"{whole}-rows", "as it was"
+    as_it_was = f"as they were, cjax train --resume {cut}"
+    for more, said in (
+        (("--optimizer", "sgd"), f"this run after step 5, and began with another optimizer, .* {as_it_was}; or begin"),
+        (("--plan", "zero=1"), f"this run after step 5, under plan .*{as_it_was}, and interrupt that"),
+        (("--learning-rate", "1e-3"), f"this run after step 5, whose update .*{as_it_was}, and interrupt that"),
+    ):
+        assert main(["train", "--resume", str(cut), *more]) == 1
+        assert re.search(said, " ".join(capsys.readouterr().err.split())), more
     assert main(["train", "--resume", str(cut)]) == 0
     # The line of a step is written while the next is under way.
     assert losses(whole).keys() - losses(cut).keys() == {5}

@@ -62,6 +62,9 @@ def test_text_and_numbers_are_the_same() -> None:
     assert plan == Plan.parse("budget=16GiB host=1TiB offload=optimizer")
     assert Plan(budget=2**34).budget == 2**34 and Plan(offload="gradients").offload == ("gradients",)
     assert not Plan(zero=3).walks
+    # Who has the model says what the least is that works.
+    assert Plan.parse("budget=0") == Plan.parse("budget=0GiB") == Plan(budget=0) and Plan(budget=0).walks
+    assert str(Plan.parse("budget=0 host=0")) == "budget=0B host=0B"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_text_and_numbers_are_the_same() -> None:
         ("offload=params tensor=2d:4", "tensor=2d:4", "write tensor=4 (1d)"),
         ("tensor=3d:8 budget=1GiB", "tensor=3d:8", "write tensor=8 (1d)"),
         ("budget=1GiB reduce=float32", "reduce=float32", "leave out reduce=float32"),
-        ("budget=0B", "budget=0B", "at least 1"),
+        ("host=0B disk=0 budget=1GiB", "disk=0", "at least 1"),
         ("offload=opt_state", "offload=opt_state", "write offload=optimizer"),
         ("offload=params+grads", "offload=params+grads", "write offload=params+gradients"),
         ("offload=params+params", "offload=params+params", "write it once"),

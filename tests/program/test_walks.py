@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import jax
 import optax
 import pytest
 import small_gpt
@@ -36,6 +37,39 @@ def test_the_fastest_come_first_with_what_they_hold_and_move() -> None:
     for label in ("best", "holds", "homes", "link", "walk", "note"):
         assert re.search(rf"^{label} ", text, re.MULTILINE)
     assert "nothing of it was compiled" in re.sub(r"\s+", " ", text) and max(map(len, text.splitlines())) <= 100
+
+
+def test_an_update_counts_as_the_run_makes_it() -> None:
+    """Adam's in the backward pass where there is room, of layers on disk; with clipping in the next forward pass, with
+    gradients on disk twice; and where devices or disk have no room for that, in a pass of its own."""
+    clipped = (*CALL[:2], optax.chain(optax.clip_by_global_norm(1.0), CALL[2]), CALL[3])
+    plan = "zero=3 offload=params+optimizer+gradients"
+
+    def use(call: Any, budget: str, disk: str = "100MiB") -> Any:
+        return walk_plans(call, "h100:2", budget, "0B", disk, plan=plan).best.use
+
+    def grads(use: Any) -> Any:
+        return next(each for each in use.classes if each.name == "gradients")
+
+    fused, little, much = use(CALL, "8MiB"), use(CALL, least("h100:2")), use(clipped, "8MiB")
+    assert fused.phases["update"].disk == much.phases["update"].disk == 0 < little.phases["update"].disk
+    assert not grads(fused).disk_written and grads(much).disk_written > 0 and grads(much).disk == 2 * grads(little).disk
+    last = use(clipped, "8MiB", f"{much.total('disk') - grads(much).disk // 2}B")
+    assert 2 * grads(last).disk == grads(much).disk and last.phases["update"].disk > 0
+    assert last.total("disk_read") > much.total("disk_read") > fused.total("disk_read")
+    for each in (fused, little, much, last):
+        assert any(of.name == "the rest" and of.disk_written for of in each.classes), "is committed with each step"
+
+
+def test_an_optimizer_that_no_walk_can_be_had_of_is_refused() -> None:
+    def mixed(updates: Any, state: Any, params: Any = None) -> Any:
+        leaves, tree = jax.tree.flatten(updates)
+        like = [[other for other in leaves if other.shape == leaf.shape][-1] for leaf in leaves]
+        return jax.tree.unflatten(tree, like), state
+
+    across = optax.GradientTransformation(lambda params: optax.EmptyState(), mixed)
+    with pytest.raises(ValueError, match="The optimizer puts together what belongs to several layers"):
+        walk_plans((*CALL[:2], across, CALL[3]), "h100:2", "1MiB")
 
 
 def test_all_of_a_device_where_nobody_says_how_much() -> None:

@@ -1,6 +1,7 @@
 """Where a run goes on whose plan keeps each step on disk; with real disks in `tests/cli/test_train.py`."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cjax.program.on_disk import Elsewhere
 from cjax.train import NotFiniteError, fit
 
 from .conftest import SmallData, SmallProgram
@@ -151,3 +153,29 @@ def test_other_data_is_told_apart_however_much_it_says(tmp_path: Path, disk: Sma
     fit(DiskProgram(disk), other, steps=5, folder=tmp_path, resume=True)
     assert "the data is not that of the run so far" in capfd.readouterr().err
     assert len(json.dumps(disk.kept)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("differing", "words"),
+    [
+        (("plan",), "under plan zero=1 on 2 devices, and this is .* Go on with all options as they were, how to go on, "
+         "and interrupt that after a step"),
+        (("plan", "opt"), "began with another optimizer, .* as they were, how to go on; or begin anew, in another"),
+        (("params", "opt"), "began with another model"),
+    ],
+)  # fmt: skip
+def test_what_a_run_has_on_the_disk_of_another_program_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differing: Any, words: str
+) -> None:
+    fit(SmallProgram(), SmallData(), steps=1, folder=tmp_path / "mine")
+    shutil.rmtree(tmp_path / "mine/checkpoints")
+    kept = [
+        Elsewhere(Path("/rows/a"), 4, {"run": str(tmp_path / "other")}, "", ("plan",)),
+        Elsewhere(Path("/rows/b"), 2, {"run": str(tmp_path / "mine"), "how": ""}, "", ("plan",)),
+        Elsewhere(
+            Path("/rows/c"), 3, {"run": str(tmp_path / "mine"), "how": "how to go on"}, "zero=1 on 2 devices", differing
+        ),
+    ]
+    monkeypatch.setattr(sys.modules["cjax.train.resume"], "elsewhere", lambda program: kept)
+    with pytest.raises(FileNotFoundError, match=f"but /rows/c holds this run after step 3, .*{words}"):
+        fit(SmallProgram(), SmallData(), steps=2, folder=tmp_path / "mine", resume=True)

@@ -6,7 +6,7 @@ inputs, from the last one back, since the backward pass makes the former as it u
 that fit, the one that moves the least is taken, so that more room never moves more; or, where seconds are known and
 these are fewer, the one that moves the least in the update. Layers on disk that can be updated in the backward pass
 are, and others in the next forward pass, where that fits beside the rest; where seconds are known, also if fewer layers
-then stay.
+then stay, or gradients go to the disk for it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -93,6 +93,7 @@ def choose_homes(
         it can be taken back, if the budget has room for that; where seconds are known, fewer layers are kept at home
         for it if that is faster.
       defers: whether the update of other layers may wait for the next forward pass; it does where there is room alike.
+        Where all else is on disk it takes gradients there: where seconds are known, that is tried too.
 
     Raises:
       TooLittle: a budget smaller than the least that works, which is named; host memory or disk too small for the
@@ -131,8 +132,9 @@ def choose_homes(
             refused.append(error)
             return 0
         assert not beyond(homes), "homes that hold more than they may"
-        ways = [homes.with_fused(alone, sizes), homes.with_deferred(sizes) if defers else homes]
-        ways = [way for way in ways if way != homes]
+        fused = homes.with_fused(alone, sizes)
+        both = [fused.with_deferred(sizes), fused, homes.with_deferred(sizes)] if defers else [fused]
+        ways = [way for way in both if way != homes]
         found.append(next((way for way in ways if fits(way)), homes))
         return beyond(ways[0]) if ways else 0
 
@@ -147,6 +149,10 @@ def choose_homes(
             for smaller in (room.best(budget - missing, times), _Room(sizes, peaks, set(KINDS)).best(budget, times)):
                 if smaller is not None:
                     consider(smaller)
+    if seconds is not None and defers and any(homes.is_durable(sizes) for homes in found):
+        kept = _Room(sizes, peaks, {*forced, "grads"}).best(budget, times_moved)
+        if kept is not None:
+            consider(kept)
     if not found:
         raise refused[0]
     return found[0] if seconds is None else min(found, key=seconds)

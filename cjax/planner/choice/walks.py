@@ -4,7 +4,8 @@ What a program for such a plan needs, its own compiled pieces say. Here it is wh
 each layer made again in the backward pass, one layer at a time.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from cjax.planner.choice.scored import Question
 from cjax.planner.choice.space import Space, arrangement_of, plan_at
 from cjax.planner.costs.duration import PARTS
 from cjax.planner.costs.memory import PartMemory, part_memory
-from cjax.planner.costs.walk import WalkCost, WalkRates, rates_of, walk_cost
+from cjax.planner.costs.walk import WalkCost, WalkRates, rates_of, reading_again, walk_cost
 from cjax.planner.hardware import Hardware
 from cjax.planner.homes import Homes, Kind, Occupied, Peaks, Phase, RowBytes, RowSizes, occupied
 from cjax.planner.table import REMATS, PlanTable
@@ -22,6 +23,25 @@ from cjax.planner.work import Work, WorkSplit
 
 # Forward, of what both passes are counted together in: the backward pass has two matmuls for each.
 FORWARD = 1 / 3
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What an optimizer's update needs of layers, whatever the plan.
+
+    Args:
+      alone: by stack, whether that of a layer needs nothing of others.
+      again: how often passes before the last read rows of a kind.
+      record: bytes that a process keeps on disk of what belongs to no layer, if it keeps any layers there.
+    """
+
+    alone: tuple[bool, ...]
+    again: Mapping[Kind, int] = field(default_factory=dict)
+    record: int = 0
+
+    def are_alone(self, num_stacks: int) -> list[bool]:
+        """By stack, of so many: where arithmetic finds others than a walk has, all of them or none."""
+        return list(self.alone) if len(self.alone) == num_stacks else [all(self.alone)] * num_stacks
 
 
 @dataclass(frozen=True)
@@ -36,6 +56,7 @@ class ScoredWalk:
       cost: of a step.
       tokens: of a step.
       mfu: the model's own arithmetic as a share of what the devices could do; None where their peak is unknown.
+      record: bytes that a process has on disk beside rows.
     """
 
     plan: Plan
@@ -46,6 +67,7 @@ class ScoredWalk:
     cost: WalkCost
     tokens: int
     mfu: float | None
+    record: int = 0
 
     @property
     def occupied(self) -> Occupied:
@@ -66,12 +88,13 @@ def walks_in(space: Space, num_devices: int) -> list[Plan]:
     return found
 
 
-def score_walk(question: Question, plan: Plan) -> ScoredWalk:
+def score_walk(question: Question, plan: Plan, updates: Updates | None = None) -> ScoredWalk:
     """What is predicted of a resolved plan with a budget.
 
     Args:
       question: the model, its batch and the devices.
       plan: the plan.
+      updates: of the optimizer; None: all are made in a pass of their own, and the disk has nothing but rows.
 
     Raises:
       TooLittle: it does not fit; with what would.
@@ -86,17 +109,21 @@ def score_walk(question: Question, plan: Plan) -> ScoredWalk:
     rates, compute = rates_of(hardware), _compute(question, work, split, plan, hardware)
 
     def cost_of(homes: Homes) -> WalkCost:
-        return walk_cost(sizes, homes, rates, compute, work.tokens)
+        return walk_cost(sizes, homes, rates, compute, work.tokens, reading_again(updates.again if updates else {}))
 
     is_timed = rates.link is not None and compute is not None
+    record = updates.record if updates else 0
     homes = choose_homes(
-        sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload,
+        sizes, peaks, plan.budget, plan.host, plan.disk, plan.offload, record,
         seconds=(lambda homes: cost_of(homes).total or 0.0) if is_timed else None,
+        alone=updates.are_alone(max(map(len, sizes.values()), default=0)) if updates else (),
+        defers=updates is not None,
     )  # fmt: skip
     cost = cost_of(homes)
     peak = hardware.matmul_flops(plan.precision)
     mfu = work.model_flops / (plan.num_devices * peak * cost.total) if peak and cost.total else None
-    return ScoredWalk(plan, sizes, peaks, homes, rates, cost, work.tokens, mfu)
+    record = record if homes.is_durable(sizes) else 0
+    return ScoredWalk(plan, sizes, peaks, homes, rates, cost, work.tokens, mfu, record)
 
 
 def row_sizes(work: Work, split: WorkSplit, plan: Plan, hardware: Hardware) -> tuple[RowSizes, Peaks]:
@@ -141,7 +168,8 @@ def _peaks(work: Work, parts: list[PartMemory], plan: Plan) -> Peaks:
     # last hands on.
     outside += num * (sum(part.passing for part in stacks) + sum(part.handed for part in stacks[:-1]))
     # What goes from layer to layer, of all micro-batches: the one that a layer is given, and the one that it gives.
-    streams = 2 * num * max((part.handed for part in stacks), default=0.0)
+    stream = num * max((part.handed for part in stacks), default=0.0)
+    streams = 2 * stream
     learned = num * max((part.passing for part in stacks), default=0.0)
     layer = max((part.working for part in stacks), default=0.0)
     before = max((part.working for part in parts[:behind] if part.repeats == 1), default=0.0)
@@ -154,6 +182,9 @@ def _peaks(work: Work, parts: list[PartMemory], plan: Plan) -> Peaks:
         round(outside), round(streams + max(layer, before)), round(streams + learned + ends),
         round(streams + learned + max(layer + sums, before)), round(update),
         birth=round(max((part.params for part in stacks), default=0.0)),
+        # One of these there is beside an update on the way: what a layer is given, or the gradient of that, with its
+        # own before they are a row.
+        fused=round(stream + learned + sums + update), deferred=round(stream + update),
     )  # fmt: skip
 
 

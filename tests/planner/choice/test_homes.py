@@ -203,6 +203,20 @@ def test_an_update_is_deferred_where_devices_and_disk_have_the_room() -> None:
     assert held[0] - held[1] == 2 * 8 + 6 * 4
 
 
+def test_gradients_go_to_a_disk_that_has_all_else_where_updates_are_hidden_then() -> None:
+    def seconds(homes: Homes) -> float:
+        return walk_cost(ROWS, homes, WalkRates(1.0, 1.0, 1.0), {"forward": 1e3, "backward": 1e3}, 1).total or 0.0
+
+    options: Any = {"host": 0, "disk": 10**6, "offload": ["params", "optimizer"], "seconds": seconds}
+    passes = choose_homes(ROWS, PEAKS, **options)
+    homes = choose_homes(ROWS, PEAKS, defers=True, **options)
+    assert not passes.deferred and kept(passes)["grads"] == 6
+    assert len(homes.deferred) == 6 and homes.of["grads"] == (("disk",) * 6,) and seconds(homes) < seconds(passes)
+    # Where the disk has no room for them, they stay, and the update is a pass.
+    full = {**options, "disk": sum(occupied(ROWS, PEAKS, passes).disk.values())}
+    assert choose_homes(ROWS, PEAKS, defers=True, **full) == passes
+
+
 def test_what_computing_hides_leaves_before_what_the_update_waits_for() -> None:
     """With room for the inputs or for as much of the optimizer's state: the former move beside the backward pass."""
 
