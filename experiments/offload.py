@@ -1,6 +1,6 @@
 """Models larger than the devices: what a budget holds, what a step under one waits for, and what a process takes.
 
-    python experiments/offload.py            # all of it, about an hour on two cores; or one part:
+    python experiments/offload.py            # all of it, half an hour on two quiet cores; or one part:
     python experiments/offload.py sizes      # GPT-2 XL in 6 GiB, Llama 7B in 12, 13B in 16; needs the extra aot
     python experiments/offload.py depth      # 320 layers under 1/120 of what plain training needs, on this CPU
     python experiments/offload.py generation # texts of a model ten times its budget; needs the extras weights, quantize
@@ -9,6 +9,7 @@
     python experiments/offload.py steady     # what it takes after each hundred of a thousand steps
     python experiments/offload.py slides     # GPT-2 XL and T5-3B on 2 absent A100s, ZeRO-3 beside budgets; needs aot
     python experiments/offload.py arithmetic # what `cjax plan --budget` says, beside compiled programs; needs aot
+    python experiments/offload.py kills      # a run on disk that is killed a hundred times, to the same bits
 
 `sizes` compiles the programs of a walk for one H100, with 8,192 tokens a micro-batch, and runs nothing. `depth` trains
 three steps on one virtual device, plain, with everything at home on the device, and under the budget, and compares all
@@ -37,6 +38,7 @@ import numpy as np
 import optax
 from offloads.arithmetic import arithmetics
 from offloads.generation import generation
+from offloads.kills import kills
 from offloads.overlap import overlaps
 from offloads.peak import peaks
 from offloads.slides import slides
@@ -153,10 +155,11 @@ def depth(results: Results, folder: Path) -> None:
 
 PARTS = {
     "sizes": sizes, "depth": depth, "generation": generation, "overlap": overlaps, "peak": peaks, "steady": steadies,
-    "slides": slides, "arithmetic": arithmetics,
+    "slides": slides, "arithmetic": arithmetics, "kills": kills,
 }  # fmt: skip
 MINUTES = {
-    "sizes": 1, "depth": 1, "generation": 4, "overlap": 3, "peak": 3, "steady": 2, "slides": 6, "arithmetic": 25
+    "sizes": 1, "depth": 1, "generation": 3, "overlap": 3, "peak": 3, "steady": 2, "slides": 3, "arithmetic": 4,
+    "kills": 6,
 }  # fmt: skip
 
 
@@ -175,7 +178,7 @@ def main() -> None:
         try:
             with tempfile.TemporaryDirectory(dir=args.disk_folder) as folder:
                 part(results, Path(folder))
-        except Exception:  # an extra that is missing, or a disk that is full: of an hour's work, one part
+        except Exception:  # an extra that is missing, or a disk that is full: of all that work, one part
             traceback.print_exc()
             failed.append(name)
     if failed:

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,8 @@ def call_of(pair: Pair) -> tuple[Any, Any, Any, Any]:
 
 
 def arithmetic(pair: Pair) -> Row:
-    """The most that a device holds, by arithmetic to what the compiled programs say, for homes from all away to all
-    that fits."""
+    """The most that a device holds, by arithmetic to what the compiled programs say, for homes from all away, with each
+    way to update, to all that fits."""
     call, began = call_of(pair), time.perf_counter()
     plan = Plan.parse(pair.plan or "data=-1")
     planning, (num,), _ = planned(call, pair.devices)
@@ -109,12 +109,17 @@ def arithmetic(pair: Pair) -> Row:
     lengths = [len(rows) for rows in said["params"]]
     found: Row = {"rows": [_sizes(said), _sizes(measured.sizes)], "outside": [peaks.outside, measured.peaks.outside]}
     away = Homes({kind: Homes.all_at("host", lengths).of[kind] for kind in said})
-    for name in ("forward", "after", "backward", "update", "birth"):
-        found[name] = [getattr(peaks, name), getattr(measured.peaks, name)]
+    for name in ("forward", "after", "backward", "update", "birth", "fused", "deferred"):
+        found[f"{name} itself"] = [getattr(peaks, name), getattr(measured.peaks, name)]
     least = occupied(said, peaks, away).peak
-    for name, budget in (("least", least), ("half more", int(1.5 * least)), ("all", None)):
-        homes = away if name == "least" else choose_homes(said, peaks, budget)
-        full = Homes({kind: homes.of.get(kind, Homes.all_at("device", lengths).of[kind]) for kind in KINDS})
+    deferred = away.with_deferred(said)
+    ways = {
+        "least": away, "deferred": deferred, "fused": replace(away, fused=deferred.deferred),
+        "half more": choose_homes(said, peaks, int(1.5 * least), defers=True), "all": choose_homes(said, peaks),
+    }  # fmt: skip
+    for name, homes in ways.items():
+        of: Any = {kind: homes.of.get(kind, Homes.all_at("device", lengths).of[kind]) for kind in KINDS}
+        full = replace(homes, of=of)
         both = occupied(said, peaks, homes), occupied(measured.sizes, measured.peaks, full)
         found[name] = {
             "said": both[0].peak, "compiled": both[1].peak, "said_to_compiled": round(both[0].peak / both[1].peak, 3),

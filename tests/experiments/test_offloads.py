@@ -1,6 +1,9 @@
 """Models larger than the devices: what waits, what a process takes in all, and pictures of what was compiled."""
 
 import functools
+import os
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -45,3 +48,12 @@ def test_a_process_takes_no_more_than_was_said(plan: str, tmp_path: Path) -> Non
 def test_steps_leave_as_much_as_they_found(tmp_path: Path) -> None:
     row = peak.apart("offloads.steady", steady.PLANS["disk"], tmp_path / "rows", 100)
     assert len(set(row["arrays"])) == 1 and row["grown"] < 2**20
+
+
+@pytest.mark.full
+def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
+    """In a process of its own: its children are forked before it has a backend."""
+    run = "from offloads.kills import killed; print(killed(Path(sys.argv[1]), 'clipped adamw', 3)['same'])"
+    command = [sys.executable, "-c", f"import sys; from pathlib import Path; {run}", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "True\n"
