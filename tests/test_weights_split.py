@@ -198,8 +198,10 @@ def whole_notes(program: Program) -> list[str]:
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 FEW = ["standardised", "three convolutions", "optimized LSTM", "GRU"]
-# Cells and convolutions that another of the table is like, with more to it.
-PAIRS = [(name, "tensor=4") for name in MODELS if ALL or name not in ("LSTM", "two equal convolutions")]
+# Cells, convolutions and functions of single numbers that another of the table is like, with more to it.
+ALIKE = ("LSTM", "nnx LSTM", "two equal convolutions", "nnx standardised convolutions", "scaled", "through a function",
+         "clipped")  # fmt: skip
+PAIRS = [(name, "tensor=4") for name in MODELS if ALL or name not in ALIKE]
 PAIRS += [(name, plan) for name in FEW[:: 1 if ALL else 3] for plan in ("data=2 tensor=4 zero=3", "tensor=2d:4 data=2")]
 PAIRS += [
     ("five square layers", "data=2 tensor=4 microbatches=2"),

@@ -5,8 +5,6 @@ import errno
 import gc
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forked import Forks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
@@ -74,11 +73,11 @@ def values(path: Path) -> tuple[int, list[int]]:
 
 # -- what a commit promises -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("seed", "kills"), [(1, 5), *([(seed, 20) for seed in range(2, 7)] if ALL else [])])
-def test_a_run_that_is_killed_anywhere_goes_on_with_the_same_bits(seed: int, kills: int, tmp_path: Path) -> None:
-    killed = str(Path(__file__).parent / "killed.py")
-    command = [sys.executable, "-W", "ignore", killed, tmp_path, str(seed), str(kills)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+def test_a_run_that_is_killed_anywhere_goes_on_with_the_same_bits(
+    seed: int, kills: int, tmp_path: Path, forks: Forks
+) -> None:
+    killed = Path(__file__).parent / "killed.py"
+    done = forks.run([str(killed), str(tmp_path), str(seed), str(kills)], {**os.environ, "JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) >= kills
 
