@@ -233,6 +233,22 @@ def walking_program(name: str, plan: str, folder: Path | None = None) -> Program
     return program
 
 
+def trained(program: Program, name: str, num_steps: int = 2) -> Any:
+    """A state that has been trained for a few steps, in float32."""
+    state = program.init(3)
+    for index in range(num_steps):
+        state, _ = program.step(state, subject(name, False).batches[index % 2])
+    return state
+
+
+def digest(program: Program, state: Any) -> str:
+    """Of all that a checkpoint would hold."""
+    found = hashlib.sha256()
+    for x in jax.tree.leaves(program.to_arrays(state)):
+        found.update(np.asarray(jax.random.key_data(x) if is_key(x) else x).tobytes())
+    return found.hexdigest()
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """What one step of training gave, on the host."""

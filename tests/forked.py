@@ -5,6 +5,7 @@ backend of JAX is started in the process that forks. Scripts are files, or code:
 """
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -127,7 +128,13 @@ def serve() -> None:
 
     import cjax
 
+    sys.path.insert(0, str(TESTS))
+    from quick import few_collections, few_contexts
+
     assert all((flax.linen, flax.nnx, jax, optax, cjax.parallelize))
+    few_collections()
+    few_contexts()
+    gc.freeze()  # what was imported is nobody's garbage
     for line in sys.stdin:
         children = []
         for job in json.loads(line):

@@ -20,7 +20,7 @@ module = sys.modules["cjax.calibrate"]  # `cjax.calibrate` is the function
 
 @pytest.fixture(scope="module")
 def profile() -> Profile:
-    return calibrate(seconds=1)
+    return calibrate(seconds=0.3)
 
 
 def test_rates_are_of_one_device_while_all_work(profile: Profile) -> None:

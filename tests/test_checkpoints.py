@@ -43,6 +43,8 @@ ALIKE = (
     "tensor=3d:8 -> tensor=2d:4",
     "pipeline=1f1b:2 microbatches=4 zero=3 -> tensor=8",
     "data=2 tensor=4 zero=3 -> pipeline=gpipe:2 microbatches=2 tensor=2",
+    "zero=3 -> data=4 tensor=2 zero=2",
+    "pipeline=zero_bubble:2/2 microbatches=4 zero=3 -> tensor=2d:4 zero=3",
 )
 # By default these: every kind of state that a model carries, and of `cjax.models`, which carry parameters alone, two.
 CHOSEN = ["linen_part_frozen", "nnx_llama", "linen_lstm", "nnx_conv", "nnx_scan", "linen_masked_mean"]

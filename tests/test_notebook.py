@@ -22,12 +22,24 @@ pytestmark = [
 ]
 
 
+# A notebook's kernel, in which tracing and lowering cost what they cost in tests.
+KERNEL = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+import quick
+sys.path.pop(0)
+quick.few_collections()
+quick.few_contexts()
+runpy.run_module("ipykernel_launcher", run_name="__main__")
+"""
+
+
 def execute(notebook: Any, folder: Path) -> None:
     """Runs all cells in `folder`, in a kernel of its own."""
     # A kernel of its own name: `python3` may be another Python's.
     kernel = folder / "kernels" / "this_python" / "kernel.json"
     kernel.parent.mkdir(parents=True)
-    launch = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    launch = [sys.executable, "-c", KERNEL, "-f", "{connection_file}"]
     kernel.write_text(json.dumps({"argv": launch, "display_name": "this Python", "language": "python"}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUPYTER_PATH", str(folder))

@@ -242,7 +242,6 @@ ONCE = [
     ("layered", "pipeline=interleaved:4/2 microbatches=8 tensor=2"),
     ("layered", "pipeline=zero_bubble:4/2 microbatches=4 tensor=2 zero=1"),
     ("layered_28", "pipeline=zero_bubble:2/2 microbatches=7 tensor=4"),
-    ("layered_28", "pipeline=1f1b:4 microbatches=7 tensor=2"),
 ]
 
 
@@ -253,6 +252,10 @@ ALIKE = (
     "pipeline=gpipe:4 microbatches=8",
     "pipeline=zero_bubble:2 microbatches=2",
     "pipeline=zero_bubble:4 microbatches=8 tensor=2",
+    "pipeline=1f1b:2 microbatches=2 tensor=2",
+    "pipeline=gpipe:2 microbatches=4 zero=3",
+    "pipeline=interleaved:2/2 microbatches=2",
+    "pipeline=zero_bubble:2/2 microbatches=2 tensor=2",
 )
 
 

@@ -7,6 +7,7 @@ import test_contract
 import test_fused_attention
 import test_pipeline_plans
 import test_sequence_plans
+import test_walks
 from contract import UNDER_ALL
 from plans import features
 
@@ -15,6 +16,7 @@ PAIRS = [
     *test_pipeline_plans.pairs(),
     *test_sequence_plans.PAIRS,
     *((name, plan) for name, plan, _ in test_fused_attention.PAIRS),
+    *test_walks.PAIRS,
 ]
 
 

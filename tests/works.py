@@ -156,8 +156,8 @@ def _legend(plans: list[str]) -> str:
     return (
         f"{len(MODELS)} models under {len(plans)} plans on 8 virtual devices. The first number of a cell counts the "
         "pairs of a model and a plan that `make test-all` trains, the second those of every `make test`, which takes "
-        "each model and each plan at least once, in this table or in those of pipelines, sequences and fused attention "
-        "(in low precision each word of a plan). "
+        "each model at least once, in this table or in those of pipelines, sequences, fused attention and disks, and "
+        "each word of a plan. "
         f"{len(REFUSED)} more plans must be refused, as 16 rows can't be shared that way. The last two rows have "
         "tables of their own: plans that suit a model's "
         "lengths and layers. What is checked:"

@@ -8,7 +8,7 @@ from cjax.planner.profile import profile_path, read_profile
 
 def test_rates_are_measured_and_kept(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert main(["calibrate", "--devices", "cpu:8", "--seconds", "0.5"]) == 0
+    assert main(["calibrate", "--devices", "cpu:8", "--seconds", "0.1"]) == 0
     text = capsys.readouterr().out
     assert (
         f"kept in {profile_path('cpu')}" in text and "matmul float32" in text and "share the processor's cores" in text

@@ -82,6 +82,8 @@ def test_a_search_needs_no_devices_and_compiles_nothing(capsys, monkeypatch):
 
     monkeypatch.setattr("cjax.program.plans.resolve_devices", nobody)
     monkeypatch.setattr("jax.stages.Lowered.compile", nobody)
+    small = models.GPTConfig(num_layers=4, num_heads=4, embed_dim=64, context=64, vocab_size=256)
+    monkeypatch.setitem(models.presets, "gpt-mini", small)
     arguments = ["gpt-mini", "--target", "v100:16/price=2", "--search", "--batch", "64", "--top", "3", "--explain"]
     assert main(["plan", *arguments, "--plan", "auto precision=float16", "--objective", "cost"]) == 0
     text = capsys.readouterr().out

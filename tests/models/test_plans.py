@@ -108,7 +108,8 @@ def program(name: str) -> cjax.Program:
 
 
 # Beside these, `cjax.models` are trained beside their author's own in the tables of tests/test_tables.py, in float64.
-@pytest.mark.parametrize("name", CASES if os.environ.get("CJAX_TEST_ALL") == "1" else ["gpt"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
 def test_it_trains_on_eight_devices_as_on_one(name: str):
     batch = jax.tree.map(jnp.asarray, CASES[name].batch())
     state = program(name).init(0)
@@ -159,7 +160,7 @@ def test_a_label_or_token_out_of_range_is_named(name: str):
         program(name).step(program(name).init(0), batch)
 
 
-@pytest.mark.parametrize("name", ["gpt", "t5", pytest.param("llama", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["gpt", *(pytest.param(name, marks=pytest.mark.full) for name in ("t5", "llama"))])
 def test_greedy_texts_do_not_depend_on_where_parameters_are(name: str):
     state = program(name).init(0)
     split = program(name).model(state)

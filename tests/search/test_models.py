@@ -48,12 +48,12 @@ COVER = (
 
 
 def covering() -> list[tuple[Any, tuple[str, ...]]]:
-    """Every block once, four to a model, with plans in turns."""
+    """Every block once, a few to a model, with plans in turns."""
     rng, names = np.random.default_rng(0), sorted(BLOCKS)
     order = [names[i] for i in rng.permutation(len(names))]
-    found = []
-    for number, start in enumerate(range(0, len(order), 4)):
-        parts = [{"op": op, "config": BLOCKS[op].sample(rng), "wrap": "residual"} for op in order[start : start + 4]]
+    found, size = [], 4 if ALL else 6
+    for number, start in enumerate(range(0, len(order), size)):
+        parts = [{"op": op, "config": BLOCKS[op].sample(rng), "wrap": "residual"} for op in order[start : start + size]]
         sizes = {"length": (4, 5, 6)[number % 3], "width": (8, 6, 7)[number // 3 % 3], "features": 3, "classes": 3}
         spec = {"flavour": ("linen", "nnx")[number % 2], "rows": models.ROWS, **sizes, "parts": parts, "wrt": None}
         first = number // len(COVER) % 2  # of two plans, by default one

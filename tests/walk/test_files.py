@@ -5,8 +5,6 @@ import errno
 import gc
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forked import Forks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
@@ -74,18 +73,11 @@ def values(path: Path) -> tuple[int, list[int]]:
 
 # -- what a commit promises -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("seed", "kills"), [(1, 5), *([(seed, 20) for seed in range(2, 7)] if ALL else [])])
-def test_a_run_that_is_killed_anywhere_goes_on_with_the_same_bits(seed: int, kills: int, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(Path(__file__).parent / "killed.py"),
-        tmp_path,
-        str(seed),
-        str(kills),
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+def test_a_run_that_is_killed_anywhere_goes_on_with_the_same_bits(
+    seed: int, kills: int, tmp_path: Path, forks: Forks
+) -> None:
+    killed = Path(__file__).parent / "killed.py"
+    done = forks.run([str(killed), str(tmp_path), str(seed), str(kills)], {**os.environ, "JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[0]) >= kills
 
@@ -131,45 +123,6 @@ def test_rows_of_before_there_were_checksums_are_read_and_have_one_when_they_are
         folder.commit(4, {"count": np.array(4)})
     (sums,) = read_record(path / "commit.0")[0].sums.values()
     assert sums[:2] == [None, None] and sums[2] == checksum(filled(9))
-
-
-@given(st.data())
-@settings(max_examples=30, deadline=None)
-def test_a_checksum_tells_what_disks_do(data: Any) -> None:
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    whole = rng.integers(0, 2**64, 4 * BLOCK // 8, dtype=np.uint64)
-    blocks, known = whole.reshape(4, -1), checksum(whole.view(np.uint8))
-
-    def changed(change: Callable[[np.ndarray], None]) -> None:
-        other = blocks.copy()
-        change(other)
-        assert checksum(other.reshape(-1).view(np.uint8)) != known
-
-    at, bit = int(rng.integers(BLOCK // 8)), np.uint64(1) << np.uint64(rng.integers(64))
-
-    def one_bit(x: np.ndarray) -> None:
-        x[1, at] ^= bit
-
-    def a_sector_of_zeros(x: np.ndarray) -> None:
-        x[2, 64:128] = 0
-
-    def two_blocks_for_each_other(x: np.ndarray) -> None:
-        x[[0, 3]] = x[[3, 0]]
-
-    def two_words_for_each_other(x: np.ndarray) -> None:
-        x[1, [at, (at + 1) % (BLOCK // 8)]] = x[1, [(at + 1) % (BLOCK // 8), at]]
-
-    def a_block_that_came_late(x: np.ndarray) -> None:
-        x[3] = rng.integers(0, 2**64, BLOCK // 8, dtype=np.uint64)
-
-    for change in (
-        one_bit,
-        a_sector_of_zeros,
-        two_blocks_for_each_other,
-        two_words_for_each_other,
-        a_block_that_came_late,
-    ):
-        changed(change)
 
 
 def test_what_was_put_and_not_committed_is_as_if_it_had_not_been(path: Path) -> None:

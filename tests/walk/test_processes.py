@@ -2,10 +2,9 @@
 
 import os
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
+
+from forked import Forks
 
 PROCESS = """
 import dataclasses, os, shutil, sys
@@ -153,29 +152,13 @@ else:
 """
 
 
-def test_two_processes_keep_their_own_shards_and_go_back_together(tmp_path: Path) -> None:
+def test_two_processes_keep_their_own_shards_and_go_back_together(tmp_path: Path, forks: Forks) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, address, str(index), tmp_path / "rows"],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    # Where one fails, the other would wait for it.
-    until = time.monotonic() + 120
-    while time.monotonic() < until and not any(process.poll() for process in running):
-        if all(process.poll() == 0 for process in running):
-            break
-        time.sleep(0.05)
-    for process in running:
-        process.kill()  # none that has ended
-    errors = [process.communicate()[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0], "\n".join(errors)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    scripts = [["-c", PROCESS, address, str(index), str(tmp_path / "rows")] for index in range(2)]
+    done = forks.together(scripts, [environment] * 2)
+    assert [each.returncode for each in done] == [0, 0], "\n".join(each.stderr for each in done)
     names = {f"{name}.{index}{end}" for index in range(2) for name, end in (("commit", ""), ("lock", ""))}
     assert names <= {each.name for each in (tmp_path / "rows").iterdir()}

@@ -154,6 +154,7 @@ def test_complex_numbers_stay_what_they_are_under_bfloat16() -> None:
     assert 0 < errors[0] < 1.5 * errors[1], "of rounding, what one device has"
 
 
+@pytest.mark.full
 def test_complex_numbers_made_of_real_parameters() -> None:
     compared(Linen(paired=True), "data=4 tensor=2 zero=1", 3e-5)
 
