@@ -6,6 +6,7 @@ from cjax.cli.check_model import CheckModel
 from cjax.cli.generate import Generate
 from cjax.cli.inspect import Inspect
 from cjax.cli.plan import PlanCommand
+from cjax.cli.report import ReportCommand
 from cjax.cli.run import Run
 from cjax.cli.train import Train
 
@@ -17,5 +18,6 @@ COMMANDS = {
     "check": Check,
     "check-model": CheckModel,
     "inspect": Inspect,
+    "report": ReportCommand,
     "calibrate": CalibrateCommand,
 }

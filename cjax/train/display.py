@@ -2,12 +2,19 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
+
+from cjax.train.callbacks import Callback, Training
+from cjax.train.writers import flat
 
 
 class Display(Protocol):
     """Where a run says how it goes."""
+
+    def phase(self, text: str) -> None:
+        """What is done before the first step, that takes its time."""
+        ...
 
     def update(self, step: int, facts: Mapping[str, str]) -> None: ...
 
@@ -39,6 +46,8 @@ def make_display(num_steps: int, first: int, is_first_process: bool, stream: Tex
 class Silent:
     """Shows nothing."""
 
+    def phase(self, text: str) -> None: ...
+
     def update(self, step: int, facts: Mapping[str, str]) -> None: ...
 
     def note(self, text: str) -> None: ...
@@ -51,16 +60,23 @@ class LineDisplay:
 
     def __init__(self, num_steps: int, first: int, stream: TextIO, interval: float = 10.0):
         self._num_steps, self._stream, self._interval = num_steps, stream, interval
-        self._first, self._begin, self._last = first, time.monotonic(), float("-inf")
+        self._last = float("-inf")
+        # Of the first step that is done: what came before was compiling, which says nothing of how long steps take.
+        self._since: tuple[float, int] | None = None
+
+    def phase(self, text: str) -> None:
+        self.note(f"{text} ...")
 
     def update(self, step: int, facts: Mapping[str, str]) -> None:
         now = time.monotonic()
-        if now - self._last < self._interval and step < self._num_steps:
+        begun, first = self._since = self._since or (now, step)
+        interval = min(self._interval, max(1.0, (now - begun) / 2))
+        if now - self._last < interval and step < self._num_steps:
             return
         self._last = now
         text = "  ".join(f"{name} {value}" for name, value in facts.items())
-        left = (now - self._begin) / max(step - self._first, 1) * (self._num_steps - step)
-        print(f"step {step}/{self._num_steps}  {text}  left {_clock(left)}", file=self._stream, flush=True)
+        left = _clock((now - begun) / (step - first) * (self._num_steps - step)) if step > first else "?"
+        print(f"step {step}/{self._num_steps}  {text}  left {left}", file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -83,8 +99,11 @@ class Bar:
             TimeRemainingColumn(),
             console=Console(file=stream),
         )
-        self._task = self._progress.add_task("", total=num_steps, completed=first, facts="compiling")
+        self._task = self._progress.add_task("", total=num_steps, completed=first, facts="")
         self._progress.start()
+
+    def phase(self, text: str) -> None:
+        self._progress.update(self._task, facts=text, refresh=True)  # no step will do so for a while
 
     def update(self, step: int, facts: Mapping[str, str]) -> None:
         text = "  ".join(f"[dim]{name}[/dim] {value}" for name, value in facts.items())
@@ -97,6 +116,25 @@ class Bar:
         self._progress.stop()
 
 
+class Progress(Callback):
+    """Shows what steps and evaluations give.
+
+    Args:
+        display: where.
+        names: of the numbers of a step that are shown, besides the loss.
+    """
+
+    def __init__(self, display: Display, names: Sequence[str]):
+        self._display, self._names = display, ("loss", *names)
+
+    def on_step(self, training: Training, step: int, values: Mapping[str, Any]) -> None:
+        self._display.update(step, format_facts({name: values[name] for name in self._names if name in values}))
+
+    def on_evaluate(self, training: Training, step: int, values: Mapping[str, Any]) -> None:
+        said = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in flat(values).items())
+        self._display.note(f"step {step}: {said}")
+
+
 def format_facts(values: Mapping[str, Any]) -> dict[str, str]:
     """The numbers of a step as people read them.
 
@@ -105,6 +143,8 @@ def format_facts(values: Mapping[str, Any]) -> dict[str, str]:
     """
 
     def text(name: str, value: Any) -> str:
+        if name == "learning_rate":
+            return f"{value:.3g}"
         if name == "mfu":
             return f"{100 * value:.1f} %"
         if name == "memory":

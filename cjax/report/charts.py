@@ -1,4 +1,4 @@
-"""What the pictures of experiments are drawn with: SVG, written out."""
+"""Lines over a scale: SVG, written out."""
 
 import math
 from collections.abc import Sequence
