@@ -6,7 +6,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +23,18 @@ from cjax.models import GPT, generate, gpt, loss
 from cjax.optim import lamb, lars, weights_only
 from cjax.parallelize import parallelize
 from cjax.program import Program, State
-from cjax.train import fit
+from cjax.train import (
+    Callback,
+    EarlyStop,
+    LossSpike,
+    MLflow,
+    ProfileSteps,
+    Prometheus,
+    TensorBoard,
+    WandB,
+    Writer,
+    fit,
+)
 
 _VALIDATION_BATCHES = 8
 
@@ -55,12 +66,22 @@ class Train:
         resume: the folder of a run to go on with; options given beside it replace those of the run.
         verify: check the plan before the first step against one device, and refuse to train if it computes otherwise.
         disk_folder: where plans with disk= keep what they move there; made if it is missing.
-        on_nan: what to do at a step that is not finite.
-        checkpoint_every: steps between checkpoints.
+        on_nan: what to do at a step that is not finite; rollback goes back to the last checkpoint, and on behind the
+            data read so far.
+        on_spike: what to do at a loss far above those before it.
+        checkpoint_every: steps between checkpoints, or "auto" for as often as loses least.
+        between_failures: hours, on average, between failures of the run, for "auto"; a day if not given.
+        keep: how many checkpoints stay.
+        best: also keep the checkpoint with the least validation loss.
+        patience: evaluations without a better one, after which the run ends; it runs to its end if not given.
         evaluate_every: steps between evaluations on held-out text.
         log_every: steps between lines of metrics.
         sample: tokens of text to generate at the end.
         tensorboard: also write TensorBoard's event files.
+        log: where else metrics go: tensorboard, wandb (offline), mlflow (files), prometheus (metrics.prom); all in the
+            run's folder.
+        hardware: read what the hardware does, and draw it in report.html.
+        profile: steps to take a trace of, such as 10:12.
     """
 
     model: tyro.conf.Positional[str] = "gpt-mini"
@@ -81,12 +102,20 @@ class Train:
     resume: str | None = None
     verify: bool = False
     disk_folder: str | None = None
-    on_nan: Literal["stop", "skip"] = "stop"
-    checkpoint_every: int = 100
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    on_spike: Literal["stop", "rollback"] | None = None
+    checkpoint_every: int | Literal["auto"] = 100
+    between_failures: float | None = None
+    keep: int = 3
+    best: bool = False
+    patience: int | None = None
     evaluate_every: int = 100
     log_every: int = 10
     sample: int = 200
     tensorboard: bool = False
+    log: tuple[Literal["tensorboard", "wandb", "mlflow", "prometheus"], ...] = ()
+    hardware: bool = False
+    profile: str | None = None
 
     @staticmethod
     def parse(arguments: Sequence[str]) -> "Train":
@@ -104,6 +133,7 @@ class Train:
         initialize()
         devices = training_devices(self.devices)
         folder = self._folder()
+        writers = self._writers(folder) if jax.process_index() == 0 else []
         data = self._data()
         config = gpt(self.model, vocab_size=data.vocab_size, dropout=self.dropout)
         shape = jax.ShapeDtypeStruct((self.batch, self.seq), "int32")
@@ -132,12 +162,19 @@ class Train:
                 validation=lambda: data.validation(_VALIDATION_BATCHES),
                 evaluate_every=self.evaluate_every,
                 checkpoint_every=self.checkpoint_every,
+                between_failures=None if self.between_failures is None else 3600 * self.between_failures,
+                keep=self.keep,
+                best="validation_loss" if self.best else None,
                 on_nan=self.on_nan,
                 log_every=self.log_every,
+                log=writers,
+                learning_rate=self._schedule(),
+                hardware=self.hardware,
+                callbacks=self._callbacks(),
                 tensorboard=self.tensorboard,
                 resume_command=f"cjax train --resume {folder}",
             )
-        if result.ended not in ("steps", "data"):
+        if result.ended in signal.Signals.__members__:
             return 128 + signal.Signals[result.ended]
         final = float(program.evaluate(result.state, data.validation(_VALIDATION_BATCHES))["loss"])
         say(
@@ -154,9 +191,15 @@ class Train:
         """Refuses numbers that make no sense before anything is built, and so before hours of training."""
         at_least = {
             "steps": 1, "batch": 1, "seq": 1, "warmup": 0, "seed": 0, "checkpoint_every": 1, "evaluate_every": 1,
-            "log_every": 1, "sample": 0,
+            "log_every": 1, "sample": 0, "keep": 1, "patience": 1,
         }  # fmt: skip
+        if self.checkpoint_every == "auto":
+            del at_least["checkpoint_every"]
         check_options(self, at_least)
+        if self.profile is not None:
+            steps_of(self.profile)
+        if self.between_failures is not None and not 0 < self.between_failures < math.inf:
+            raise ValueError(f"--between-failures {self.between_failures}: it is hours, above 0, such as 24")
         fine = {
             "learning_rate": (0 < self.learning_rate < math.inf, "above 0, such as 2e-3"),
             "weight_decay": (0 <= self.weight_decay < math.inf, "at least 0, such as 0.1"),
@@ -189,12 +232,33 @@ class Train:
             seed=self.seed,
         )
 
-    def _optimizer(self) -> optax.GradientTransformation:
+    def _writers(self, folder: Path) -> list[Writer]:
+        made: dict[str, Callable[[], Writer]] = {
+            "tensorboard": TensorBoard,
+            "wandb": lambda: WandB("cjax", name=folder.name),
+            "mlflow": lambda: MLflow("cjax", run_name=folder.name),
+            "prometheus": lambda: Prometheus(folder / "metrics.prom", {"run": folder.name}),
+        }
+        return [made[name]() for name in dict.fromkeys(self.log)]
+
+    def _callbacks(self) -> list[Callback]:
+        found: list[Callback] = []
+        if self.patience is not None:
+            found.append(EarlyStop(patience=self.patience))
+        if self.on_spike is not None:
+            found.append(LossSpike(self.on_spike))
+        if self.profile is not None:
+            found.append(ProfileSteps(*steps_of(self.profile)))
+        return found
+
+    def _schedule(self) -> optax.Schedule:
         warmup = min(self.steps // 10, 1000) if self.warmup is None else self.warmup
-        schedule = optax.warmup_cosine_decay_schedule(
+        return optax.warmup_cosine_decay_schedule(
             0.0, self.learning_rate, warmup, max(self.steps, warmup + 1), self.learning_rate / 10
         )
-        decay = self.weight_decay
+
+    def _optimizer(self) -> optax.GradientTransformation:
+        schedule, decay = self._schedule(), self.weight_decay
         match self.optimizer:
             case "adamw":
                 rule = optax.adamw(schedule, b2=0.95, weight_decay=decay, mask=weights_only)
@@ -241,6 +305,18 @@ class Train:
         return data.decode(np.asarray(made[0]))
 
 
+def steps_of(text: str) -> tuple[int, int]:
+    """The first and the last of the steps that were typed.
+
+    >>> steps_of("10:12"), steps_of("7")
+    ((10, 12), (7, 7))
+    """
+    first, _, last = text.partition(":")
+    if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
+        raise ValueError(f"--profile {text}: it is the first and the last of the steps to trace, such as 10:12")
+    return int(first), int(last or first)
+
+
 def _read_options(file: Path) -> Train:
     """The options of the run of `file`.
 
@@ -254,7 +330,7 @@ def _read_options(file: Path) -> Train:
             raise ValueError("it holds no options")
         if unknown := [name for name in found if name not in known]:
             raise ValueError(f"it holds options that are none: {', '.join(unknown)}")
-        return Train(**found)
+        return Train(**{**found, "log": tuple(found.get("log", ()))})
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{file} is not what a run leaves of its options ({error}); start again with another --folder, or write "

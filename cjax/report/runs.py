@@ -203,7 +203,22 @@ def _chart(title: str, unit: str, across: str, series: Mapping[str, Points], sca
         low = min(low, 0.0)  # of what hardware does, the share of all is what one looks for
     if high - low <= 1e-9 * max(abs(high), abs(low)):
         low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
-    return Chart(title, unit, across, low, high).svg(drawn)
+    return Chart(title, unit, across, *round_scale(low, high)).svg(drawn)
+
+
+def round_scale(low: float, high: float) -> tuple[float, float]:
+    """The ends of a scale whose quarters are round numbers, around these.
+
+    >>> round_scale(1.929, 9.905), round_scale(0, 96)
+    ((0.0, 10.0), (0.0, 100.0))
+    """
+    least = (high - low) / 4
+    unit = 10.0 ** math.floor(math.log10(least))
+    for step in (times * unit for times in (1, 2, 2.5, 5, 10, 20)):
+        start = math.floor(low / step) * step
+        if start + 4 * step >= high * (1 - 1e-12) - 1e-12 * abs(low):
+            return start, start + 4 * step
+    raise AssertionError((low, high))
 
 
 def _charts(pictures: Sequence[str]) -> str:

@@ -207,15 +207,15 @@ class LossSpike(Callback):
     losses, which outliers do not move, and at least a hundredth of the median.
 
     Args:
-        then: "roll back" to the last checkpoint and go on behind the samples read so far, or "stop".
+        then: "rollback" to the last checkpoint and go on behind the samples read so far, or "stop".
         deviations: how far.
         window: losses looked at; none is judged before half as many are known.
     """
 
-    def __init__(self, then: Literal["roll back", "stop"] = "roll back", deviations: float = 10.0, window: int = 64):
-        if then not in ("roll back", "stop") or deviations <= 0 or window < 4:
+    def __init__(self, then: Literal["rollback", "stop"] = "rollback", deviations: float = 10.0, window: int = 64):
+        if then not in ("rollback", "stop") or deviations <= 0 or window < 4:
             raise ValueError(
-                f'LossSpike got then={then!r}, deviations={deviations}, window={window}; it needs then "roll back" or '
+                f'LossSpike got then={then!r}, deviations={deviations}, window={window}; it needs then "rollback" or '
                 '"stop", deviations > 0 and window >= 4'
             )
         self.then, self._deviations = then, deviations

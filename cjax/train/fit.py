@@ -72,7 +72,7 @@ def fit(
     keep: int = 3,
     best: str | None = None,
     best_mode: Literal["min", "max"] = "min",
-    on_nan: Literal["stop", "skip", "roll back"] = "stop",
+    on_nan: Literal["stop", "skip", "rollback"] = "stop",
     log_every: int = 10,
     log: Sequence[Writer] = (),
     learning_rate: float | Callable[[int], Any] | None = None,
@@ -107,7 +107,7 @@ def fit(
             the best one stays, whatever `keep` is, in `best`.
         best_mode: whether less is better, or more.
         on_nan: "stop" raises at the first step that is not finite; "skip" goes on without what it would have done;
-            "roll back" goes back to the last checkpoint, and on behind the data read so far. Overflows of float16 are
+            "rollback" goes back to the last checkpoint, and on behind the data read so far. Overflows of float16 are
             not meant, as long as the loss scale can still be lowered.
         log_every: steps between lines of metrics. Every step is watched, logged or not.
         log: where metrics go beside their file: objects with `write(step, values)` and `close()`, such as those of
@@ -127,12 +127,12 @@ def fit(
     _check_counts(steps=(steps, 0), log_every=(log_every, 1), samples=(samples, 0))
     every = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "keep": keep}
     _check_counts(**{name: (number, 1) for name, number in every.items() if number not in (None, "auto")})
-    if on_nan not in ("stop", "skip", "roll back"):
-        raise ValueError(f'fit got on_nan={on_nan!r}; it needs on_nan "stop", "skip" or "roll back"')
+    if on_nan not in ("stop", "skip", "rollback"):
+        raise ValueError(f'fit got on_nan={on_nan!r}; it needs on_nan "stop", "skip" or "rollback"')
     folder = None if folder is None else Path(folder).absolute()
     if best is not None and (folder is None or not evaluate_every):
         raise ValueError(f"best={best!r} keeps a checkpoint by what evaluations give: give folder= and evaluate_every=")
-    goes_back = on_nan == "roll back" or any(isinstance(c, LossSpike) and c.then == "roll back" for c in callbacks)
+    goes_back = on_nan == "rollback" or any(isinstance(c, LossSpike) and c.then == "rollback" for c in callbacks)
     if goes_back and (folder is None or not checkpoint_every or on_disk(program) is not None):
         raise ValueError(
             "going back needs checkpoints to go back to: give folder= and checkpoint_every=. (Where a plan keeps all "
@@ -200,7 +200,7 @@ def fit(
             state=state,
             steps=steps,
             folder=folder,
-            rolls_back=on_nan == "roll back",
+            rolls_back=on_nan == "rollback",
             goes_back=goes_back,
             best=bests,
             rate=learning_rate,

@@ -151,7 +151,7 @@ class Loop:
     def roll_back(self, why: str) -> None:
         if not self.goes_back:
             raise ValueError(
-                f'{why}, and a callback asks to go back: give fit on_nan="roll back" too, so that it keeps what that '
+                f'{why}, and a callback asks to go back: give fit on_nan="rollback" too, so that it keeps what that '
                 "takes"
             )
         self.going_back = self.going_back or why

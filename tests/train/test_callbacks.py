@@ -185,14 +185,14 @@ def test_a_run_killed_behind_a_roll_back_does_not_read_the_bad_batch_again(tmp_p
 
 def test_what_is_not_finite_is_gone_back_from_also_at_the_last_step(tmp_path: Path):
     data = SmallData(poisoned=(4 * 11,))
-    result = fit(SmallProgram(), data, steps=12, folder=tmp_path, checkpoint_every=5, on_nan="roll back")
+    result = fit(SmallProgram(), data, steps=12, folder=tmp_path, checkpoint_every=5, on_nan="rollback")
     assert result.step == 12 and result.samples == 4 * 14 and np.isfinite(result.loss)
 
 
 def test_what_comes_again_each_time_ends_the_run(tmp_path: Path):
     data = SmallData(poisoned=tuple(range(20, 2000)))
     with pytest.raises(RuntimeError, match="went back to step 4 3 times"):
-        fit(SmallProgram(), data, steps=30, folder=tmp_path, checkpoint_every=4, on_nan="roll back")
+        fit(SmallProgram(), data, steps=30, folder=tmp_path, checkpoint_every=4, on_nan="rollback")
 
 
 def test_a_spike_may_end_the_run(tmp_path: Path):
@@ -205,7 +205,7 @@ def test_a_callback_of_ones_own_may_not_go_back_where_nothing_was_kept(program: 
         def on_step(self, training, step, values):
             training.roll_back("no")
 
-    with pytest.raises(ValueError, match='on_nan="roll back"'):
+    with pytest.raises(ValueError, match='on_nan="rollback"'):
         fit(program, SmallData(), steps=3, callbacks=[Back()])
 
 
