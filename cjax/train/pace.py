@@ -47,6 +47,7 @@ class Pace:
         self._every, self._between_failures = every, between_failures
         self._next = first + MEASURED_BEHIND if every == "auto" else 0
         self.interval: int | None = None  # what "auto" came to
+        self._is_first = True
 
     def is_due(self, step: int) -> bool:
         if self._every == "auto":
@@ -54,8 +55,11 @@ class Pace:
         return self._every is not None and step % int(self._every) == 0
 
     def saved(self, step: int, cost: float, step_seconds: float) -> bool:
-        """A checkpoint has held the training up for `cost` seconds. Whether that changes much: the first does."""
+        """A checkpoint has held the training up for `cost` seconds. Whether it is known what they cost since then."""
         if self._every != "auto":
+            return False
+        if self._is_first:  # for which the copying was compiled
+            self._is_first, self._next = False, step + MEASURED_BEHIND
             return False
         # The first process's clock is everybody's: they have to save at the same steps.
         cost, step_seconds = _of_first(cost, step_seconds)

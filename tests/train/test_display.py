@@ -1,6 +1,8 @@
 import io
 
-from cjax.train.display import Bar, LineDisplay, Silent, make_display
+import pytest
+
+from cjax.train.display import Bar, LineDisplay, Remaining, Silent, make_display
 
 
 class Terminal(io.StringIO):
@@ -39,6 +41,23 @@ def test_what_is_left_follows_from_the_steps_of_this_run(monkeypatch):
     display.update(101, {})
     lines = stream.getvalue().splitlines()
     assert [lines[0], *(line.split("left ")[1] for line in lines[1:])] == ["compiling ...", "?", "0:08"]
+
+
+def test_a_first_evaluation_that_compiles_is_no_measure_of_what_is_left(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    remaining = Remaining(100)
+    assert remaining(1) is None
+    for step in range(2, 11):
+        now[0] += 0.5
+        assert remaining(step) == pytest.approx(0.5 * (100 - step))
+    now[0] += 30.0
+    assert remaining(11) == pytest.approx(0.5 * 89)
+    now[0] += 2.0  # a later one is
+    assert remaining(12) == pytest.approx((9 * 0.5 + 2.0) / 10 * 88)
+    remaining(5)  # gone back
+    now[0] += 0.5
+    assert remaining(6) == pytest.approx((10 * 0.5 + 2.0) / 11 * 94)
 
 
 def test_lines_come_often_at_first(monkeypatch):

@@ -22,15 +22,18 @@ def test_steps_are_as_they_were_said():
 def test_auto_measures_first_and_then_follows_the_cost():
     pace = Pace("auto", 20_000.0, 50)
     assert not pace.is_due(50 + MEASURED_BEHIND - 1) and pace.is_due(50 + MEASURED_BEHIND)
-    assert pace.saved(60, cost=1.0, step_seconds=2.0), "the first is news"
-    assert pace.interval == 100 and not pace.is_due(159) and pace.is_due(160)
-    assert not pace.saved(160, cost=4.0, step_seconds=2.0)
-    assert pace.interval == 200 and not pace.is_due(359) and pace.is_due(360)
+    assert not pace.saved(60, cost=9.0, step_seconds=2.0), "which compiled"
+    assert not pace.is_due(69) and pace.is_due(70)
+    assert pace.saved(70, cost=1.0, step_seconds=2.0), "what they cost is news"
+    assert pace.interval == 100 and not pace.is_due(169) and pace.is_due(170)
+    assert not pace.saved(170, cost=4.0, step_seconds=2.0)
+    assert pace.interval == 200 and not pace.is_due(369) and pace.is_due(370)
 
 
 def test_an_interval_is_a_step_at_least():
     pace = Pace("auto", 1.0, 0)
-    pace.saved(10, cost=0.001, step_seconds=100.0)
+    for step in (10, 20):
+        pace.saved(step, cost=0.001, step_seconds=100.0)
     assert pace.interval == 1
 
 
