@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from cjax.job.files import write_whole
+
 
 class Record:
     """Appends to `metrics.jsonl`, and to TensorBoard's event files.
@@ -37,7 +39,7 @@ class Record:
             self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         path = folder / "metrics.jsonl"
         kept = [line for line in _whole_lines(path) if _step_of(path, line) <= step]
-        path.write_text("".join(line + "\n" for line in kept))
+        write_whole(path, "".join(line + "\n" for line in kept))
         # One line at a time: whoever follows the file, or is left with it after a crash, sees whole lines.
         self._file = open(path, "a", buffering=1)
 

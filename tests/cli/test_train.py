@@ -67,10 +67,10 @@ def test_it_resumes_under_the_same_plan_and_under_another(
     """The run is stopped by what a terminal sends, and continued from its folder alone."""
     step = 0
 
-    def interrupt_at_six(self, num_processes: int):
+    def interrupt_at_six(self, num_processes: int, step_seconds: float):
         nonlocal step
         step += 1
-        return signal.SIGINT if step == 6 else None
+        return signal.SIGINT if step == 7 else None
 
     with monkeypatch.context() as patch:
         patch.setattr("cjax.train.signals.StopRequest.agreed", interrupt_at_six)
