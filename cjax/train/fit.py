@@ -134,7 +134,6 @@ def fit(
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         beat = beating()
-        beat.turn(RESTORING)
         checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", keep)) if folder else None
         disk = None if folder is None else on_disk(program)
         command = resume_command or f"fit(..., folder={str(folder)!r}, resume=True)"
@@ -144,6 +143,7 @@ def fit(
             resume = resume is True or has_begun(checkpoints, disk)
         if resume:
             assert checkpoints is not None and folder is not None
+            beat.turn(RESTORING)
             resumed = go_on(program, data, checkpoints, disk, folder)
             state, samples, notes, evaluated = resumed.state, resumed.samples, resumed.notes, resumed.evaluated
             if on_nan == "stop" and program.loss_scale is None:

@@ -16,7 +16,7 @@ import cjax
 from cjax.job import member
 from cjax.train import fit
 
-SAMPLES, BATCH = 4096, 8
+SAMPLES, BATCH = 16384, 8
 
 
 class Net(nn.Module):
