@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 import jax.extend.backend
-from jax._src import compiler, distributed, xla_bridge
+from jax._src import compiler, distributed
+from jax._src.lib import _jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -175,6 +176,6 @@ def gloo_stays_on_loopback() -> None:
     Tried: JAX 0.10.2, 0.12.0.1, alike.
     Public instead: a setting with the address.
     """
-    library = xla_bridge._jax
+    library: Any = _jax  # which `xla_bridge` looks the function up in
     if not isinstance(library.make_gloo_tcp_collectives, functools.partial):
         library.make_gloo_tcp_collectives = functools.partial(library.make_gloo_tcp_collectives, hostname="127.0.0.1")

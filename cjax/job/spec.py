@@ -7,6 +7,7 @@ import socket
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from cjax.job.folder import JobFolder
 from cjax.job.member import INCARNATION, JOB, SUPERVISOR
@@ -69,8 +70,8 @@ class JobSpec:
     def of_text(text: str) -> "JobSpec":
         """What `text` gave."""
         found = json.loads(text)
-        given = {field.name: found[field.name] for field in fields(JobSpec) if field.name in found}
-        return JobSpec(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+        given: dict[str, Any] = {field.name: found[field.name] for field in fields(JobSpec) if field.name in found}
+        return JobSpec(**given | {name: tuple(given[name]) for name in ("command", "hosts")})
 
     def text(self) -> str:
         return json.dumps(asdict(self))

@@ -63,7 +63,8 @@ class Status:
     def repeated(self) -> int:
         """Steps that were done again, because they were done after the last checkpoint."""
         known = [each for each in self.incarnations if each.first is not None and each.step is not None]
-        return sum(max(0, before.step - after.first) for before, after in zip(known, known[1:], strict=False))
+        pairs = zip(known, known[1:], strict=False)
+        return sum(max(0, (before.step or 0) - (after.first or 0)) for before, after in pairs)
 
     @property
     def wall(self) -> float:
@@ -82,7 +83,9 @@ class Status:
     @property
     def goodput(self) -> float:
         """The share of the wall time that went into steps that count."""
-        done = sum(each.step - each.first for each in self.incarnations if each.step is not None and each.first is not None)
+        done = sum(
+            each.step - each.first for each in self.incarnations if each.step is not None and each.first is not None
+        )
         useful = 1 - self.repeated / done if done else 0.0
         return useful * self.seconds().get(TRAINING, 0.0) / self.wall if self.wall else 0.0
 
@@ -126,7 +129,11 @@ def status_of(run: Path) -> Status:
     last: dict[str, Any] = {}
     for line in metrics[-200:]:
         last |= line
-    saved = [int(each.parent.name) for each in (run / "checkpoints").glob("*/checkpoint.json") if each.parent.name.isdecimal()]
+    saved = [
+        int(each.parent.name)
+        for each in (run / "checkpoints").glob("*/checkpoint.json")
+        if each.parent.name.isdecimal()
+    ]
     status = state["status"]
     if status == "running" and not is_watched(folder):
         status = "unwatched (its supervisor was killed: type its cjax run again)"

@@ -16,7 +16,7 @@ from cjax.job.folder import JobFolder
 from cjax.job.member import AGAIN
 from cjax.job.spec import JobSpec, start_line
 from cjax.job.state import JobState
-from cjax.job.workers import Outcome, Workers, started
+from cjax.job.workers import Ending, Workers, started
 
 PERIOD = 0.1  # seconds between two looks at the workers
 _TRIES = 2  # of a place at which no worker comes to life
@@ -71,57 +71,57 @@ class Supervisor:
         """The exit status of the job; None where the workers are to be started again."""
         while True:
             time.sleep(PERIOD)
-            outcome = workers.look()
+            ending = workers.look()
             workers.show()
-            if outcome is not None:
-                return self._ended(workers, outcome)
+            if ending is not None:
+                return self._ended(workers, ending)
             if self._told:
                 return self._stopped(workers)
             if (asked := self._asked()) is not None:
                 self._resized(workers, asked)
                 return None
 
-    def _ended(self, workers: Workers, outcome: Outcome) -> int | None:
-        if outcome.kind == "again":
+    def _ended(self, workers: Workers, ending: Ending) -> int | None:
+        if ending.kind == "again":
             workers.wait(self.spec.grace)  # the others have agreed to leave too
         workers.kill()
         workers.show()
-        self._note("end", kind=outcome.kind, why=outcome.why, **workers.facts())
-        if outcome.kind == "done":
+        self._note("end", kind=ending.kind, why=ending.why, **workers.facts())
+        if ending.kind == "done":
             return self._finish("done", 0)
         if self._told:  # the terminal's or the machine's signal reached the workers as well
             return self._finish("stopped", self._status())
         is_new = workers.step > self._best
         self._best = max(self._best, workers.step)
-        self.state.fruitless = 0 if is_new or outcome.kind == "again" else self.state.fruitless + 1
+        self.state.fruitless = 0 if is_new or ending.kind == "again" else self.state.fruitless + 1
         # Where it was no hang after all, but a step that is compiled anew, more patience gets past it.
-        self._patience = self._patience * 2 if outcome.kind == "hung" and not is_new else 1.0
-        self._lose(workers, outcome)
-        if (over := self._is_over(workers, outcome)) is not None:
+        self._patience = self._patience * 2 if ending.kind == "hung" and not is_new else 1.0
+        self._lose(workers, ending)
+        if (over := self._is_over(workers, ending)) is not None:
             return over
         self.state.restarts += 1
-        say(f"{outcome.why}; starting again ({self.state.restarts} of {self.spec.restarts})")
+        say(f"{ending.why}; starting again ({self.state.restarts} of {self.spec.restarts})")
         return None
 
-    def _lose(self, workers: Workers, outcome: Outcome) -> None:
+    def _lose(self, workers: Workers, ending: Ending) -> None:
         """A place at which no worker comes to life, where others do, is given up."""
-        if not outcome.is_unseen:
+        if not ending.is_unseen:
             return
-        place = workers.places[outcome.rank]
+        place = workers.places[ending.rank]
         self._failed_starts[place] = self._failed_starts.get(place, 0) + 1
         if self._failed_starts[place] >= _TRIES and len(workers.places) > self.spec.min_workers:
             self.state.lost.append(place)
             say(f"no worker comes to life at {place}: going on with {len(workers.places) - 1}")
 
-    def _is_over(self, workers: Workers, outcome: Outcome) -> int | None:
+    def _is_over(self, workers: Workers, ending: Ending) -> int | None:
         if self.state.restarts >= self.spec.restarts:
             reason = f"it has been started again {self.state.restarts} times, as often as --restarts allows"
         elif self.state.fruitless >= self.spec.fruitless:
             reason = f"{self.state.fruitless} starts in a row have not brought a new step"
         else:
             return None
-        say(f"{outcome.why}; giving up: {reason}. The last lines of worker {outcome.rank}:")
-        print(workers.last_lines(outcome.rank), file=sys.stderr, flush=True)
+        say(f"{ending.why}; giving up: {reason}. The last lines of worker {ending.rank}:")
+        print(workers.last_lines(ending.rank), file=sys.stderr, flush=True)
         return self._finish("failed", 1)
 
     def _stopped(self, workers: Workers) -> int:

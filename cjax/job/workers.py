@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from cjax.job.beat import PERIOD as BEAT
 from cjax.job.beat import TRAINING, read_beat
 from cjax.job.folder import JobFolder
 from cjax.job.member import AGAIN
@@ -17,13 +18,14 @@ from cjax.job.spec import JobSpec, without_launchers
 
 STEPS = 5  # that a step may take the time of
 _SHOWN = 20  # lines of what a worker printed last
+_QUIET = 2 * BEAT  # seconds without a beat, where somebody hangs
 _UNSEEN = 60.0  # seconds after the first sign of life of some, when all others are to have given one
 
 Kind = Literal["done", "again", "died", "hung"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Ending:
     """How an incarnation ended by itself.
 
     Attributes:
@@ -76,25 +78,25 @@ class Workers:
             )  # fmt: skip
 
     # -- watching -----------------------------------------------------------------------------------------------------
-    def look(self) -> Outcome | None:
+    def look(self) -> Ending | None:
         """How it ended; None as long as all goes well. To be asked several times a second."""
         self._listen()
         codes = [process.poll() for process in self.processes]
         for rank, code in enumerate(codes):
             if code in (None, 0):
                 continue
-            return self._outcome(rank, code)
+            return self._ending(rank, code)
         if all(code == 0 for code in codes):
             ended = {beat["ended"] for beat in self.beats if beat} - {None, "steps", "data"}
-            return Outcome("again", 0, f"stopped by {ended.pop()}") if ended else Outcome("done", 0, "all is done")
+            return Ending("again", 0, f"stopped by {ended.pop()}") if ended else Ending("done", 0, "all is done")
         return self._hanging(codes)
 
-    def _outcome(self, rank: int, code: int) -> Outcome:
+    def _ending(self, rank: int, code: int) -> Ending:
         if code == AGAIN:
-            return Outcome("again", rank, f"worker {rank} was told to leave, and has saved what it had")
+            return Ending("again", rank, f"worker {rank} was told to leave, and has saved what it had")
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
         unseen = self.beats[rank] is None and any(self.beats)
-        return Outcome("died", rank, f"worker {rank} ended {how}{self._when(rank)}", unseen)
+        return Ending("died", rank, f"worker {rank} ended {how}{self._when(rank)}", unseen)
 
     def _when(self, rank: int) -> str:
         beat = self.beats[rank]
@@ -114,23 +116,33 @@ class Workers:
             self.beats[rank] = beat
             self._first_seen = now if self._first_seen is None else self._first_seen
 
-    def _hanging(self, codes: list[int | None]) -> Outcome | None:
+    def _hanging(self, codes: list[int | None]) -> Ending | None:
         now, least = time.monotonic(), self.spec.hang_after * self._patience
         for rank, beat in enumerate(self.beats):
             if codes[rank] is not None:
                 continue
             if beat is None:
                 if self._first_seen is not None and now - self._first_seen > max(_UNSEEN, least):
-                    return Outcome("hung", rank, f"worker {rank} has not given any sign of life", True)
+                    return Ending("hung", rank, f"worker {rank} has not given any sign of life", True)
                 continue
             silent, still = now - self._heard[rank], now - self._moved[rank]
-            if silent > least:
-                return Outcome("hung", rank, f"worker {rank} is stopped: no sign of life for {silent:.0f} s")
             is_step = beat["phase"] == TRAINING
             limit = max(least, STEPS * beat["step_seconds"]) if is_step else self.spec.silence * self._patience
-            if still > limit:
-                return Outcome("hung", rank, f"worker {rank} hangs{self._when(rank)}: nothing new for {still:.0f} s")
+            if silent > least or still > limit:
+                return self._culprit(now, rank)
         return None
+
+    def _culprit(self, now: float, rank: int) -> Ending:
+        """Who waits for whom: all others wait for one that is stopped, or for the one that is a step behind."""
+        silent = [now - heard for heard in self._heard]
+        stopped = max(range(len(silent)), key=silent.__getitem__)
+        if silent[stopped] > _QUIET:
+            why = f"worker {stopped} is stopped: no sign of life for {silent[stopped]:.0f} s"
+            return Ending("hung", stopped, why)
+        steps = [-1 if beat is None or beat["step"] is None else beat["step"] for beat in self.beats]
+        behind = min(range(len(steps)), key=steps.__getitem__) if len(set(steps)) > 1 else rank
+        still = now - self._moved[behind]
+        return Ending("hung", behind, f"worker {behind} hangs{self._when(behind)}: nothing new for {still:.0f} s")
 
     # -- what it came to ----------------------------------------------------------------------------------------------
     @property

@@ -1,6 +1,7 @@
 """Multi-host start: how the processes of a run find each other."""
 
 import os
+from typing import Any
 
 import jax
 
@@ -56,7 +57,7 @@ def _join() -> None:
         )
     # Under torchrun its own store listens on MASTER_PORT; JAX's coordinator takes the next port.
     port = int(launcher["MASTER_PORT"]) + (os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
-    bound: dict[str, str] = {}
+    bound: dict[str, Any] = {}
     if launcher["MASTER_ADDR"] in _LOOPBACK:  # by default it would listen on all networks of the machine
         bound = {"coordinator_bind_address": f"{launcher['MASTER_ADDR']}:{port}"}
         gloo_stays_on_loopback()

@@ -130,7 +130,7 @@ def fit(
     _check_counts(**{name: (number, 1) for name, number in every.items() if number is not None})
     if on_nan not in ("stop", "skip"):
         raise ValueError(f'fit got on_nan={on_nan!r}; it needs on_nan "stop" or "skip"')
-    folder, resume = _place(folder, resume, state, resume_command)
+    folder, goes_on = _place(folder, resume, state, resume_command)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         beat = beating()
@@ -138,10 +138,9 @@ def fit(
         disk = None if folder is None else on_disk(program)
         command = resume_command or f"fit(..., folder={str(folder)!r}, resume=True)"
         identity, notes, evaluated = getattr(data, "identity", None), [], True
-        if resume:
-            assert checkpoints is not None and folder is not None
-            resume = resume is True or has_begun(checkpoints, disk)
-        if resume:
+        if checkpoints is not None and goes_on == "auto":
+            goes_on = has_begun(checkpoints, disk)
+        if goes_on:
             assert checkpoints is not None and folder is not None
             beat.turn(RESTORING)
             resumed = go_on(program, data, checkpoints, disk, folder)
@@ -181,7 +180,7 @@ def fit(
             identity=identity,
             noting=noting,
             # Of a step that the disk has there may be no checkpoint yet.
-            saved=-1 if resume and checkpoints is not None and checkpoints.latest() != first else first,
+            saved=-1 if goes_on and checkpoints is not None and checkpoints.latest() != first else first,
             stop=stop,
             evaluated=evaluated,
         )

@@ -9,7 +9,6 @@ from jax.experimental import multihost_utils
 
 from cjax.job import LeaveAtOnce
 
-
 _PATIENCE = 1.0  # seconds between two questions to all processes, at least, where steps are slower than that
 
 

@@ -204,3 +204,14 @@ def test_options_of_a_run_that_are_none_are_named(content: str, tmp_path: Path, 
     (tmp_path / "options.json").write_text(content)
     assert main(["train", "--resume", str(tmp_path)]) == 1
     assert "options.json is not what a run leaves of its options" in capsys.readouterr().err
+
+
+def test_auto_begins_a_run_and_goes_on_with_it(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--data", str(text), "--folder", str(tmp_path / "run"), "--resume", "auto", "--sample", "0", *SMALL]
+    assert main(["train", *arguments, "--steps", "4"]) == 0
+    assert inspect(tmp_path / "run").step == 4
+    capsys.readouterr()
+    assert main(["train", *arguments, "--steps", "6"]) == 0
+    assert "resuming after step 4" in capsys.readouterr().err and inspect(tmp_path / "run").step == 6
+    assert main(["train", "--resume", "auto"]) == 1
+    assert "give --folder" in capsys.readouterr().err
