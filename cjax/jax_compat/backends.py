@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 import jax.extend.backend
-from jax._src import compiler, distributed
-from jax._src.lib import _jax
+from jax._src import compiler, distributed, lib
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -176,6 +175,6 @@ def gloo_stays_on_loopback() -> None:
     Tried: JAX 0.10.2, 0.12.0.1, alike.
     Public instead: a setting with the address.
     """
-    library: Any = _jax  # which `xla_bridge` looks the function up in
+    library: Any = vars(lib)["_jax"]  # which `xla_bridge` looks the function up in
     if not isinstance(library.make_gloo_tcp_collectives, functools.partial):
         library.make_gloo_tcp_collectives = functools.partial(library.make_gloo_tcp_collectives, hostname="127.0.0.1")

@@ -71,7 +71,9 @@ class JobSpec:
         """What `text` gave."""
         found = json.loads(text)
         given: dict[str, Any] = {field.name: found[field.name] for field in fields(JobSpec) if field.name in found}
-        return JobSpec(**given | {name: tuple(given[name]) for name in ("command", "hosts")})
+        for name in ("command", "hosts"):
+            given[name] = tuple(given[name])
+        return JobSpec(**given)
 
     def text(self) -> str:
         return json.dumps(asdict(self))

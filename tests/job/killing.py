@@ -53,6 +53,7 @@ class Killing:
         pause: seconds that a batch takes, so that steps have a length.
         every: steps between checkpoints.
         phases: in which processes are killed.
+        plan: of the program, on two devices at first.
     """
 
     folder: Path
@@ -62,15 +63,17 @@ class Killing:
     pause: float = 0.02
     every: int = 5
     phases: tuple[str, ...] = tuple(PHASES)
+    plan: str = "data=2"
     kills: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.job, self._random, self._supervisor = JobFolder(self.folder), random.Random(self.seed), None
 
-    def run(self, num_kills: int) -> int:
-        """Kills so often, or until the job is done; then lets it end. Its exit status."""
+    def run(self, num_kills: int, seconds: float = float("inf")) -> int:
+        """Kills so often, or for so long, or until the job is done; then lets it end. Its exit status."""
         self._start()
-        while len(self.kills) < num_kills and self._kill_one():
+        until = time.monotonic() + seconds
+        while len(self.kills) < num_kills and time.monotonic() < until and self._kill_one():
             pass
         while True:
             status = self._supervisor.wait()
@@ -79,7 +82,7 @@ class Killing:
             self._start()
 
     def _start(self) -> None:
-        command = (sys.executable, str(SCRIPT), str(self.steps), str(self.pause), f"data={2}", str(self.every))
+        command = (sys.executable, str(SCRIPT), str(self.steps), str(self.pause), self.plan, str(self.every))
         spec = JobSpec(
             command, str(self.folder), self.workers, restarts=10**6, fruitless=10**6, devices=2 // self.workers,
             hang_after=60.0, grace=30.0,
@@ -95,11 +98,8 @@ class Killing:
         who, phase = self._random.choice(WHO), self._random.choice(self.phases)
         after = self._random.uniform(0.0, PHASES[phase])
         rank = self._random.randrange(1, self.workers) if who == "worker" and self.workers > 1 else 0
-        until = time.monotonic() + PATIENCE
-        while not self._is_in(phase, rank):
-            if self._supervisor.poll() is not None or time.monotonic() > until:
-                return self._supervisor.poll() is None
-            time.sleep(0.002)
+        if not self._await(phase, rank):
+            return self._supervisor.poll() is None
         time.sleep(after)
         state, beat = read_object(self.job.state) or {}, self._beat(rank)
         pid = self._supervisor.pid if who == "supervisor" else (state.get("pids") or [[0]] * 2)[rank][0]
@@ -123,6 +123,22 @@ class Killing:
                 return False
             time.sleep(0.01)
         return True
+
+    def _await(self, phase: str, rank: int) -> bool:
+        """Whether a worker came to a phase."""
+        until = time.monotonic() + PATIENCE
+        while not self._is_in(phase, rank):
+            if self._supervisor.poll() is not None or time.monotonic() > until:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def stop(self, phase: str) -> int:
+        """Starts the job, and tells it to stop in a phase of its first worker; its exit status."""
+        self._start()
+        assert self._await(phase, 0), phase
+        self._supervisor.terminate()
+        return self._supervisor.wait()
 
     def _beat(self, rank: int) -> dict[str, Any] | None:
         state = read_object(self.job.state) or {}
@@ -170,6 +186,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--log", type=Path)
     options = parser.parse_args()
@@ -177,7 +194,7 @@ def main() -> int:
     status = whole.run(0)
     begin = time.time()
     killed = Killing(options.folder / "killed", options.seed, options.workers, options.steps)
-    status = killed.run(options.kills) or status
+    status = killed.run(options.kills, options.minutes * 60) or status
     problems = killed.check(whole.folder) if not status else [f"it ended with status {status}"]
     text = report(killed, options, problems, time.time() - begin)
     print(text)
