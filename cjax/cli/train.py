@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,10 @@ import tyro
 from cjax.cli.devices import training_devices
 from cjax.cli.options import check_options, flag
 from cjax.data import TextData, text_data
+from cjax.jax_compat.backends import each_process_writes_its_cache
+from cjax.job import member
+from cjax.job.files import write_whole
+from cjax.job.folder import JobFolder
 from cjax.mesh import initialize
 from cjax.models import GPT, generate, gpt, loss
 from cjax.optim import lamb, lars, weights_only
@@ -37,6 +40,7 @@ from cjax.train import (
 )
 
 _VALIDATION_BATCHES = 8
+_AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +67,8 @@ class Train:
         dropout: of the model.
         seed: of the weights, the dropout and the order of the data.
         folder: of the run; a new one below `runs` if not given.
-        resume: the folder of a run to go on with; options given beside it replace those of the run.
+        resume: the folder of a run to go on with; options given beside it replace those of the run. "auto" goes on with
+            the run in --folder, and begins it where nothing was kept of it yet.
         verify: check the plan before the first step against one device, and refuse to train if it computes otherwise.
         disk_folder: where plans with disk= keep what they move there; made if it is missing.
         on_nan: what to do at a step that is not finite; rollback goes back to the last checkpoint, and on behind the
@@ -120,8 +125,17 @@ class Train:
     @staticmethod
     def parse(arguments: Sequence[str]) -> "Train":
         options = tyro.cli(Train, args=arguments, prog="cjax train")
+        if options.resume is None and options.folder is None and (mine := member()) is not None:
+            arguments = [*arguments, "--resume", _AUTO, "--folder", str(mine.folder)]
+            options = dataclasses.replace(options, resume=_AUTO, folder=str(mine.folder))
         if options.resume is None:
             return options
+        if options.resume == _AUTO:
+            if options.folder is None:
+                raise ValueError("--resume auto goes on with the run in --folder, or begins it there: give --folder")
+            file = Path(options.folder) / "options.json"
+            known = _read_options(file) if file.is_file() else options
+            return tyro.cli(Train, args=arguments, prog="cjax train", default=known)
         # Once more, with the options of the run in place of the usual ones: what is typed now still wins.
         file = Path(options.resume) / "options.json"
         if not file.is_file():
@@ -151,6 +165,7 @@ class Train:
         say = print if jax.process_index() == 0 else lambda *_: None
         say(f"{self.model}: {config.num_params / 1e6:.1f} M parameters, {len(data.train) / 1e6:.1f} M tokens of text")
         say(f"plan {program.plan} on {len(devices)} x {devices[0].device_kind}; folder {folder}")
+        _keep_compiled(folder)
         with self._remembered(folder):
             result = fit(
                 program,
@@ -158,7 +173,7 @@ class Train:
                 steps=self.steps,
                 seed=self.seed,
                 folder=folder,
-                resume=self.resume is not None,
+                resume="auto" if self.resume == _AUTO else self.resume is not None,
                 validation=lambda: data.validation(_VALIDATION_BATCHES),
                 evaluate_every=self.evaluate_every,
                 checkpoint_every=self.checkpoint_every,
@@ -174,8 +189,8 @@ class Train:
                 tensorboard=self.tensorboard,
                 resume_command=f"cjax train --resume {folder}",
             )
-        if result.ended in signal.Signals.__members__:
-            return 128 + signal.Signals[result.ended]
+        if result.exit_code:
+            return result.exit_code
         final = float(program.evaluate(result.state, data.validation(_VALIDATION_BATCHES))["loss"])
         say(
             f"validation loss {final:.3f} nats a token; guessing by frequency alone (the unigram entropy of the text) "
@@ -212,7 +227,7 @@ class Train:
             raise ValueError(f"--seed {self.seed}: it is below 2**32, such as 0")
 
     def _folder(self) -> Path:
-        if self.resume is not None:
+        if self.resume not in (None, _AUTO):
             return Path(self.resume)
         if self.folder is None and jax.process_count() > 1:
             raise ValueError("several processes must agree on the folder of the run: give --folder")
@@ -275,7 +290,7 @@ class Train:
         """Options beside the run. Those of one that is gone on with stay what they were where it can't be, under these:
         or the same command without them would do what has just been refused."""
         options, plan = folder / "options.json", folder / "plan.txt"  # which fit writes when it has a state
-        before = options.read_bytes() if self.resume is not None else None
+        before = options.read_bytes() if self.resume is not None and options.exists() else None
         began = plan.stat().st_mtime_ns if plan.exists() else None
         self._remember(folder)
         try:
@@ -295,7 +310,7 @@ class Train:
             for name in ("data", "vocabulary", "disk_folder"):
                 if (place := getattr(self, name)) is not None:
                     options[name] = str(Path(place).absolute())
-            (folder / "options.json").write_text(json.dumps(options, indent=1))
+            write_whole(folder / "options.json", json.dumps(options, indent=1))
 
     def _sample_text(self, program: Program, state: State, data: TextData) -> str:
         text = data.held_out if len(data.held_out) else data.train
@@ -315,6 +330,13 @@ def steps_of(text: str) -> tuple[int, int]:
     if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
         raise ValueError(f"--profile {text}: it is the first and the last of the steps to trace, such as 10:12")
     return int(first), int(last or first)
+
+
+def _keep_compiled(folder: Path) -> None:
+    """Programs that are compiled stay with the run, so that going on with it does not wait for them again."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(JobFolder(folder.absolute()).cache(jax.process_index())))
+        each_process_writes_its_cache()
 
 
 def _read_options(file: Path) -> Train:

@@ -11,6 +11,9 @@ import jax
 import numpy as np
 
 from cjax.checkpoint import Checkpointer
+from cjax.job import AGAIN, beating, member
+from cjax.job.beat import COMPILING, ENDED, RESTORING
+from cjax.job.files import write_whole
 from cjax.program import Program, State
 from cjax.program.on_disk import on_disk
 from cjax.report.runs import write_page
@@ -20,7 +23,8 @@ from cjax.train.loop import Loop, NotFiniteError, latest
 from cjax.train.meter import Meter
 from cjax.train.pace import Pace, assumed_between_failures
 from cjax.train.record import Record, writers_of
-from cjax.train.resume import Noting, Resumed, go_on
+from cjax.train.resume import Noting, Resumed, go_on, has_begun
+from cjax.train.signals import StopRequest
 from cjax.train.stream import Stream
 from cjax.train.system import HardwareLog
 from cjax.train.writers import Writer
@@ -40,6 +44,7 @@ class FitResult:
         checkpoint: the last checkpoint, if there is a folder.
         ended: "steps" when all were done, "data" when an iterator ran out, the signal that stopped it, or what a
             callback said, such as "early stop".
+        exit_code: what tells who started the process how it went: 0; 75 ("again") after SIGTERM; 130 after SIGINT.
         best: the checkpoint that scored best, if that was asked for.
         hardware: seconds, and joules by step and by sample, if that was asked for.
     """
@@ -54,6 +59,10 @@ class FitResult:
     best: Path | None = None
     hardware: Mapping[str, Any] | None = None
 
+    @property
+    def exit_code(self) -> int:
+        return {"SIGTERM": AGAIN, "SIGINT": 128 + signal.SIGINT}.get(self.ended, 0)
+
 
 def fit(
     program: Program,
@@ -63,7 +72,7 @@ def fit(
     state: State | None = None,
     samples: int = 0,
     folder: str | Path | None = None,
-    resume: bool = False,
+    resume: bool | Literal["auto"] | None = None,
     seed: int = 0,
     validation: Callable[[], Iterable[PyTree]] | None = None,
     evaluate_every: int | None = None,
@@ -84,7 +93,8 @@ def fit(
     """Trains until `steps` steps are done.
 
     In `folder`: `metrics.jsonl`, `plan.txt`, `report.txt`, `checkpoints/`. SIGINT and SIGTERM end the run after the
-    step that is under way, with a checkpoint; what to type to go on is printed.
+    step that is under way, or in the middle of an evaluation, with a checkpoint; what to type to go on is printed. A
+    second SIGINT ends the process at once. A checkpoint that a full disk has no room for is said, and training goes on.
 
     Args:
         program: from `cjax.parallelize`.
@@ -92,9 +102,10 @@ def fit(
         steps: of the whole run, those before a resume included.
         state: where to start; a fresh one if None.
         samples: global samples already read, with `state`; as `FitResult.samples` says.
-        folder: of the run; None keeps nothing on disk.
-        resume: continue the run of `folder`, under this program's plan, whatever the plan was: behind its last
-            checkpoint, or behind the last step where this plan keeps each on disk.
+        folder: of the run; None keeps nothing on disk, but under `cjax run --workers`, which has a folder.
+        resume: True continues the run of `folder`, under this program's plan, whatever the plan was: behind its last
+            checkpoint, or behind the last step where this plan keeps each on disk. "auto" does so too, and begins anew
+            where nothing was kept yet. Where not given: "auto" under `cjax run --workers`, else False.
         seed: of the fresh state.
         validation: gives the batches to evaluate on; `data.validation` if there is one.
         evaluate_every: steps between evaluations; None never evaluates.
@@ -122,14 +133,14 @@ def fit(
         NotFiniteError: see `on_nan`.
         FileExistsError: `folder` holds a run, and `resume` is False; or the disk holds another run.
         FileNotFoundError: `resume` is True, and nothing was kept of the run.
-        OSError: a checkpoint could not be written; it says which one is whole.
+        OSError: the checkpoint at the end could not be written; it says which one is whole.
     """
     _check_counts(steps=(steps, 0), log_every=(log_every, 1), samples=(samples, 0))
     every = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "keep": keep}
     _check_counts(**{name: (number, 1) for name, number in every.items() if number not in (None, "auto")})
     if on_nan not in ("stop", "skip", "rollback"):
         raise ValueError(f'fit got on_nan={on_nan!r}; it needs on_nan "stop", "skip" or "rollback"')
-    folder = None if folder is None else Path(folder).absolute()
+    folder, goes_on = _place(folder, resume, state, resume_command)
     if best is not None and (folder is None or not evaluate_every):
         raise ValueError(f"best={best!r} keeps a checkpoint by what evaluations give: give folder= and evaluate_every=")
     goes_back = on_nan == "rollback" or any(isinstance(c, LossSpike) and c.then == "rollback" for c in callbacks)
@@ -141,20 +152,20 @@ def fit(
     if between_failures is not None and not between_failures > 0:
         raise ValueError(f"fit got between_failures={between_failures!r}; it needs seconds, more than 0")
     writers = writers_of(folder, tensorboard, log)
-    if resume and (folder is None or state is not None):
-        raise ValueError("resume=True continues the run of a folder: give folder=..., and no state")
-    if folder is not None and not resume and (folder / "metrics.jsonl").exists():
-        how = resume_command or "resume=True"
-        raise FileExistsError(f"{folder} holds a run already; continue it with {how}, or name another folder")
     with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        beat = beating()
         checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", keep)) if folder else None
         disk = None if folder is None else on_disk(program)
         command = resume_command or f"fit(..., folder={str(folder)!r}, resume=True)"
-        identity, notes = getattr(data, "identity", None), []
-        if resume:
+        identity, notes, evaluated = getattr(data, "identity", None), [], True
+        if checkpoints is not None and goes_on == "auto":
+            goes_on = has_begun(checkpoints, disk)
+        if goes_on:
             assert checkpoints is not None and folder is not None
+            beat.turn(RESTORING)
             resumed = go_on(program, data, checkpoints, disk, folder)
-            state, samples, notes = resumed.state, resumed.samples, resumed.notes
+            state, samples, notes, evaluated = resumed.state, resumed.samples, resumed.notes, resumed.evaluated
             if on_nan == "stop" and program.loss_scale is None:
                 _refuse_unseen(resumed, checkpoints)
         noting = None if disk is None or folder is None else Noting(disk, folder, command, identity)
@@ -165,12 +176,14 @@ def fit(
         if noting is not None:
             noting.begin(state)
         first = int(state.step)
+        beat.tell(first=first, steps=steps)
         is_first = jax.process_index() == 0
         display = make_display(steps, first, is_first)
         stack.callback(display.close)
         for note in notes:
             display.note(note)
         display.phase("compiling")
+        beat.turn(COMPILING)
         if folder and is_first:
             _describe(folder, program)
         meter = Meter(program, getattr(data, "sequence", None))
@@ -196,7 +209,7 @@ def fit(
             identity=identity,
             noting=noting,
             # Of a step that the disk has there may be no checkpoint yet.
-            saved=-1 if resume and checkpoints is not None and checkpoints.latest() != first else first,
+            saved=-1 if goes_on and checkpoints is not None and checkpoints.latest() != first else first,
             state=state,
             steps=steps,
             folder=folder,
@@ -204,10 +217,14 @@ def fit(
             goes_back=goes_back,
             best=bests,
             rate=learning_rate,
+            stop_request=stop,
+            evaluated=evaluated,
         )
         for callback in run.callbacks:
             stack.callback(callback.on_end, run)
         ended = run.go()
+        beat.tell(ended=ended)
+        beat.turn(ENDED)
         if ended in signal.Signals.__members__:
             how = f"go on with: {command}" if folder else "nothing was saved, because no folder was given"
             display.note(f"stopped by {ended} after step {run.step}; {how}")
@@ -225,6 +242,24 @@ def fit(
         latest(run.best),
         None if watch is None else watch.summary,
     )
+
+
+def _place(folder: Any, resume: Any, state: State | None, command: str | None) -> tuple[Path | None, bool | str]:
+    """Where a run is kept, and whether it goes on: as told, or as the job says that this process is a worker of."""
+    mine = member()
+    if folder is None and mine is not None:
+        folder = mine.folder
+    if resume is None:
+        resume = "auto" if mine is not None and folder is not None and state is None else False
+    if resume not in (True, False, "auto"):
+        raise ValueError(f'fit got resume={resume!r}; it needs resume True, False or "auto"')
+    folder = None if folder is None else Path(folder).absolute()
+    if resume and (folder is None or state is not None):
+        raise ValueError(f"resume={resume!r} continues the run of a folder: give folder=..., and no state")
+    if folder is not None and not resume and (folder / "metrics.jsonl").exists():
+        how = command or 'resume=True, or resume="auto"'
+        raise FileExistsError(f"{folder} holds a run already; continue it with {how}, or name another folder")
+    return folder, resume
 
 
 def _check_counts(**counts: tuple[Any, int]) -> None:
@@ -248,5 +283,5 @@ def _refuse_unseen(resumed: Resumed, checkpoints: Checkpointer) -> None:
 
 def _describe(folder: Path, program: Program) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.txt").write_text(f"{program.plan}\n")
-    (folder / "report.txt").write_text(f"{program.report()}\n")
+    write_whole(folder / "plan.txt", f"{program.plan}\n")
+    write_whole(folder / "report.txt", f"{program.report()}\n")

@@ -1,9 +1,10 @@
 """The steps of `fit`, one after the other, and all that happens between them."""
 
 import dataclasses
+import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import jax
 import numpy as np
 
 from cjax.checkpoint import Checkpointer
+from cjax.job import beating
+from cjax.job.beat import EVALUATING, SAVING
 from cjax.program import Program, State
 from cjax.program.on_disk import OnDisk
 from cjax.train.callbacks import Callback
@@ -25,6 +28,10 @@ from cjax.tree import PyTree
 
 ENOUGH_STEPS = 10  # whose median says what a step takes
 MOST_ROLL_BACKS = 3  # to one checkpoint: what comes again each time is no bad batch
+
+
+class _StoppedError(Exception):
+    """In the middle of an evaluation."""
 
 
 class NotFiniteError(FloatingPointError):
@@ -67,6 +74,8 @@ class Loop:
     goes_back: bool  # at such a step, or where a callback may ask for it
     best: Checkpointer | None
     rate: float | Callable[[int], Any] | None
+    stop_request: StopRequest
+    evaluated: bool  # whether the evaluation that is due after the last step has been made
     step: int = 0
     loss: float | None = None
     # Dispatched, but not looked at: reading the metrics of a step waits for it, and the devices should have the next
@@ -75,6 +84,7 @@ class Loop:
     updates: int = 0  # of the optimizer, those of the whole run, up to the last step that was looked at
     ending: str | None = None  # why a callback wants the run to end
     going_back: str | None = None  # why it is to go back to a checkpoint
+    stopped: signal.Signals | None = None
     went_back: tuple[int, int] = (-1, 0)  # to which step, and how often in a row
 
     def go(self) -> str:
@@ -83,56 +93,66 @@ class Loop:
         if self.rate is not None:
             self.updates = self.step - int(OnDisk.scaling(self.state).num_skipped)
         batches = iter(self.stream)
-        num_processes = jax.process_count()
-        ended = "steps"
+        first, ended = self.step, "steps"
         for callback in self.callbacks:
             callback.on_begin(self)
         if self.goes_back and latest(self.checkpoints) is None:
             self._save()
-        with StopRequest() as stop:
-            while self.step < self.steps:
-                batch = next(batches, None)
-                if batch is None:
-                    ended = "data"
-                    self.display.note(f"the data ended after step {self.step} of {self.steps}")
-                    break
-                if self.noting is not None:
-                    self.noting(self.stream.samples)
-                for callback in self.callbacks:
-                    callback.before_step(self, self.step + 1)
-                with jax.profiler.StepTraceAnnotation("step", step_num=self.step + 1):  # for who takes a profile
-                    self.state, metrics = self.program.step(self.state, batch)
-                self.step += 1
+        if not self.evaluated:
+            self._evaluate()  # which a signal cut short
+        while self.step < self.steps:
+            if received := self._received(self.step == first):
+                ended = received.name
+                break
+            batch = next(batches, None)
+            if batch is None:
+                ended = "data"
+                self.display.note(f"the data ended after step {self.step} of {self.steps}")
+                break
+            self._step(batch)
+            if self._is_due(self.evaluate_every):
                 self.settle()
-                self.unread = (self.step, self.stream.samples, metrics)
-                if self.step == self.steps:
-                    self.settle()
-                if self._is_due(self.evaluate_every):
-                    self.settle()
-                    self._evaluate()
-                if self.pace.is_due(self.step):
-                    self._save()
-                if self.going_back is not None:
-                    self._go_back()
-                    continue
-                if self.ending is not None:
-                    ended = self.ending
-                    break
-                # Agreeing waits for the slowest process, so with several it is not done at every step.
-                asks = num_processes == 1 or self.step % self.log_every == 0
-                if asks and (received := stop.agreed(num_processes)):
-                    ended = received.name
-                    break
-            self.settle()
+                self._evaluate()
+            if self.pace.is_due(self.step):
+                self._try_to_save()
             if self.going_back is not None:
-                self._go_back()  # there is nothing to go on with, and what is kept should be good
-            if self.saved != self.step:
-                self._save()
-            if self.checkpoints is not None:
-                self.checkpoints.wait()
-            if len(self.meter.step_seconds) >= ENOUGH_STEPS:
-                self.program.learn(self.meter.step_seconds)
+                self._go_back()
+                continue
+            if self.ending is not None:
+                ended = self.ending
+                break
+        self.settle()
+        if self.going_back is not None:
+            self._go_back()  # there is nothing to go on with, and what is kept should be good
+        if self.saved != self.step:
+            self._save()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        if len(self.meter.step_seconds) >= ENOUGH_STEPS:
+            self.program.learn(self.meter.step_seconds)
         return ended
+
+    def _step(self, batch: PyTree) -> None:
+        """Starts one more, and looks at the one before."""
+        if self.noting is not None:
+            self.noting(self.stream.samples)
+        for callback in self.callbacks:
+            callback.before_step(self, self.step + 1)
+        with jax.profiler.StepTraceAnnotation("step", step_num=self.step + 1):  # for who takes a profile
+            self.state, metrics = self.program.step(self.state, batch)
+        self.step += 1
+        self.settle()
+        self.unread = (self.step, self.stream.samples, metrics)
+        if self.step == self.steps:
+            self.settle()
+
+    def _received(self, always: bool) -> signal.Signals | None:
+        """The signal to stop at now."""
+        num_processes = jax.process_count()
+        if self.stopped is None and (always or self.stop_request.is_asked(self.step, num_processes, self.log_every)):
+            taken = self.meter.step_seconds
+            self.stopped = self.stop_request.agreed(num_processes, taken[-1] if taken else 0.0)
+        return self.stopped
 
     # -- what callbacks may ask for -----------------------------------------------------------------------------
     @property
@@ -159,7 +179,11 @@ class Loop:
     def save_best(self, name: str, value: float) -> Path | None:
         if self.best is None:
             return None
-        self._write(self.best, {"best": {"metric": name, "value": value}})
+        try:
+            self._write(self.best, {"best": {"metric": name, "value": value}})
+        except OSError as error:
+            self.note(f"{error}. Training goes on, and this best one is not kept")
+            return None
         self.meter.pause()
         return self.best.folder / str(self.step)
 
@@ -181,6 +205,7 @@ class Loop:
         self.updates += not is_skipped
         for callback in self.callbacks:
             callback.on_step(self, step, facts)
+        beating().step(step)
         if is_skipped:
             self._not_finite(step, metrics)
             if self.noting is not None:
@@ -239,13 +264,36 @@ class Loop:
     def _evaluate(self) -> None:
         if self.validation is None or self.going_back is not None:
             return
-        scores = self.program.evaluate(self.state, self.validation())
-        values: dict[str, Any] = {"validation_loss": float(scores["loss"])}
+        self.evaluated = False
+        try:
+            with beating().during(EVALUATING):
+                scores = self.program.evaluate(self.state, self._until_stopped(self.validation()))
+                loss = float(scores["loss"])
+        except _StoppedError:
+            return  # it is made again when the run goes on
+        self.evaluated = True
+        values: dict[str, Any] = {"validation_loss": loss}
         if "aux" in scores:
             values["validation_aux"] = jax.tree.map(_number, scores["aux"])
         for callback in self.callbacks:
             callback.on_evaluate(self, self.step, values)
         self.meter.pause()
+
+    def _until_stopped(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
+        """Batches of an evaluation, which may take longer than who asks to stop waits."""
+        for index, batch in enumerate(batches):
+            asks = jax.process_count() == 1 or index % self.log_every == 0
+            if asks and self._received(True):
+                raise _StoppedError
+            yield batch
+
+    def _try_to_save(self) -> None:
+        """A checkpoint, if there is room for it: the run is worth more than any of them but its last."""
+        try:
+            self._save()
+        except OSError as error:
+            self.pace.put_off(self.step)
+            self.note(f"{error}. Training goes on; another attempt is made when the next is due")
 
     def _save(self, anew: bool = False) -> None:
         if self.checkpoints is None:
@@ -267,9 +315,14 @@ class Loop:
 
     def _write(self, checkpoints: Checkpointer, more: Mapping[str, Any]) -> None:
         position = {"samples": self.stream.samples, "identity": self.identity}
-        meta = {**self.program.meta(self.state), "data": position, **more}
-        tree, rows = self.program.to_rows(self.state)
-        checkpoints.save(self.step, tree, meta, rows=rows)
+        meta = {**self.program.meta(self.state), "data": position, "evaluated": self.evaluated, **more}
+        with beating().during(SAVING):
+            try:
+                checkpoints.wait()
+            except OSError as error:  # of the one before; for this one there may be room again
+                self.note(str(error))
+            tree, rows = self.program.to_rows(self.state)
+            checkpoints.save(self.step, tree, meta, rows=rows)
 
 
 def latest(checkpoints: Checkpointer | None) -> Path | None:

@@ -68,6 +68,10 @@ class Pace:
         self._next = step + self.interval
         return before is None
 
+    def put_off(self, step: int) -> None:
+        """There was no room for it: not at every step from now on is that tried."""
+        self._next = step + (self.interval or MEASURED_BEHIND)
+
 
 def _of_first(*numbers: float) -> tuple[float, ...]:
     if jax.process_count() == 1:

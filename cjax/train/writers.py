@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from cjax.job.files import write_whole
 from cjax.tree import leaf_names
 
 
@@ -48,7 +49,7 @@ class JSONL:
     def forget(self, step: int) -> None:
         self.close()
         kept = [line for line in _whole_lines(self._path) if _step_of(self._path, line) <= step]
-        self._path.write_text("".join(line + "\n" for line in kept))
+        write_whole(self._path, "".join(line + "\n" for line in kept))
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         if self._file is None:

@@ -76,10 +76,10 @@ def test_it_resumes_under_the_same_plan_and_under_another(
     """The run is stopped by what a terminal sends, and continued from its folder alone."""
     step = 0
 
-    def interrupt_at_six(self, num_processes: int):
+    def interrupt_at_six(self, num_processes: int, step_seconds: float):
         nonlocal step
         step += 1
-        return signal.SIGINT if step == 6 else None
+        return signal.SIGINT if step == 7 else None
 
     with monkeypatch.context() as patch:
         patch.setattr("cjax.train.signals.StopRequest.agreed", interrupt_at_six)
@@ -216,3 +216,14 @@ def test_options_of_a_run_that_are_none_are_named(content: str, tmp_path: Path, 
     (tmp_path / "options.json").write_text(content)
     assert main(["train", "--resume", str(tmp_path)]) == 1
     assert "options.json is not what a run leaves of its options" in capsys.readouterr().err
+
+
+def test_auto_begins_a_run_and_goes_on_with_it(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--data", str(text), "--folder", str(tmp_path / "run"), "--resume", "auto", "--sample", "0", *SMALL]
+    assert main(["train", *arguments, "--steps", "4"]) == 0
+    assert inspect(tmp_path / "run").step == 4
+    capsys.readouterr()
+    assert main(["train", *arguments, "--steps", "6"]) == 0
+    assert "resuming after step 4" in capsys.readouterr().err and inspect(tmp_path / "run").step == 6
+    assert main(["train", "--resume", "auto"]) == 1
+    assert "give --folder" in capsys.readouterr().err
