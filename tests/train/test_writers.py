@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import sys
@@ -19,15 +20,14 @@ def steps(path: Path) -> list[int]:
 def test_lines_after_the_resumed_step_and_half_lines_are_dropped(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
-    writer = JSONL(path)
-    writer.begin(tmp_path, 2)
-    writer.write(3, {"loss": math.nan})
-    assert steps(path) == [1, 2, 3], "a line is whole as soon as it is written"
-    assert path.read_text().splitlines()[-1] == '{"step": 3, "loss": "nan"}'
-    writer.forget(1)
-    writer.write(2, {})
-    assert steps(path) == [1, 2]
-    writer.close()
+    with contextlib.closing(JSONL(path)) as writer:
+        writer.begin(tmp_path, 2)
+        writer.write(3, {"loss": math.nan})
+        assert steps(path) == [1, 2, 3], "a line is whole as soon as it is written"
+        assert path.read_text().splitlines()[-1] == '{"step": 3, "loss": "nan"}'
+        writer.forget(1)
+        writer.write(2, {})
+        assert steps(path) == [1, 2]
 
 
 def test_tensorboard_files(tmp_path: Path):
