@@ -128,6 +128,14 @@ def test_a_worker_that_stands_still_is_noticed(job: Any, at: str, said: str) -> 
     assert [(line["kind"], line["first"]) for line in ends(folder)] == [("hung", 0), ("done", 20)]
 
 
+def test_a_worker_that_is_stopped_outside_of_steps_is_noticed(job: Any) -> None:
+    at = "if (number, step) == (1, 25): beat.turn('saving'); os.kill(os.getpid(), signal.SIGSTOP)"
+    supervisor, folder = job(at, workers=1)
+    _, err = supervisor.communicate(timeout=40)
+    assert supervisor.returncode == 0 and "worker 0 is stopped: no sign of life" in err, err
+    assert [(line["kind"], line["first"]) for line in ends(folder)] == [("hung", 0), ("done", 20)]
+
+
 def test_slow_steps_are_no_hang(job: Any, tmp_path: Path) -> None:
     (tmp_path / "saved").write_text("33")
     supervisor, folder = job("time.sleep(0.5 if step < 38 else 1.5)", workers=1)
