@@ -138,7 +138,7 @@ def test_a_worker_that_is_stopped_outside_of_steps_is_noticed(job: Any) -> None:
 
 def test_slow_steps_are_no_hang(job: Any, tmp_path: Path) -> None:
     (tmp_path / "saved").write_text("33")
-    supervisor, folder = job("time.sleep(0.5 if step < 38 else 1.5)", workers=1)
+    supervisor, folder = job("time.sleep(0.5 if step < 38 else 2.0)", workers=1)
     _, err = supervisor.communicate(timeout=40)
     assert supervisor.returncode == 0 and len(ends(folder)) == 1, err
 
