@@ -41,10 +41,12 @@ class Supervisor:
         self.folder.place.mkdir(parents=True, exist_ok=True)
         with locked(self.folder):
             self.state = JobState.of(self.folder, self.spec)
-            self._settle()
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._notice)
+            self._settle()
             while True:
+                if self._told:  # before anybody was started
+                    return self._finish("stopped", self._status())
                 workers = self._begin()
                 status = self._until_it_ends(workers)
                 if status is not None:

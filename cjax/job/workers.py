@@ -87,7 +87,7 @@ class Workers:
                 continue
             return self._ending(rank, code)
         if all(code == 0 for code in codes):
-            ended = {beat["ended"] for beat in self.beats if beat} - {None, "steps", "data"}
+            ended = {beat["ended"] for beat in self.beats if beat} & {"SIGTERM", "SIGINT"}
             return Ending("again", 0, f"stopped by {ended.pop()}") if ended else Ending("done", 0, "all is done")
         return self._hanging(codes)
 

@@ -34,7 +34,9 @@ class StopRequest:
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        self._restore()
+        signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])  # type: ignore[arg-type]
+        # Not as it was: who is started in the background has it ignored, and could not be interrupted twice.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

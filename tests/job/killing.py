@@ -38,7 +38,7 @@ PHASES = {
     "renaming": 0.05,  # a checkpoint is written behind the training's back, described, and gets its name
 }
 WHO = ("worker", "first worker", "supervisor")
-PATIENCE = 120.0  # seconds to wait for a phase
+PATIENCE = 300.0  # seconds to wait for a phase
 
 
 @dataclass

@@ -130,11 +130,14 @@ def test_two_interrupts_end_the_process_at_once(where: str) -> None:
         [sys.executable, "-c", TWICE, where], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as ran:
         assert ran.stdout is not None and ran.stdout.readline() == b"there\n"
-        ran.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-        assert ran.poll() is None, "the first is a request"
-        ran.send_signal(signal.SIGINT)
-        assert ran.wait(5) in (130, -signal.SIGINT)
+        try:
+            ran.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            assert ran.poll() is None, "the first is a request"
+            ran.send_signal(signal.SIGINT)
+            assert ran.wait(5) in (130, -signal.SIGINT)
+        finally:
+            ran.kill()
 
 
 def test_several_processes_ask_each_other_about_every_second() -> None:
