@@ -8,7 +8,7 @@ from cjax.pipeline.partition import Partition, partition
 from cjax.pipeline.schedule import build
 from cjax.pipeline.simulate import simulate
 from cjax.pipeline.table import Schedule
-from cjax.plan import Plan, Sequence
+from cjax.plan import Plan
 from cjax.sharding.storage.storage import StageRows
 from cjax.trace.jaxpr.cost import equation_cost
 from cjax.trace.reading import Trace
@@ -111,8 +111,7 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
     if table is not None:
         _check_table(table, plan, len(stacks))
     lengths = [stack.length for stack in stacks]
-    lockstep = plan.sequence != Sequence() or plan.tensor.mode != "1d"
-    return Line(stacks, schedule, partition(lengths, schedule.route, _head(trace, stacks[-1])), lockstep)
+    return Line(stacks, schedule, partition(lengths, schedule.route, _head(trace, stacks[-1])), plan.in_lockstep)
 
 
 def _head(trace: Trace, last: LayerStack) -> float:

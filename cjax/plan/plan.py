@@ -214,6 +214,13 @@ class Plan:
         return self.zero.stage
 
     @property
+    def in_lockstep(self) -> bool:
+        """Whether all stages of a pipeline run in a tick what any of them has to, and throw away what is not their own:
+        positions and grids are moved by permutes inside of stages, to which XLA wants every device of the program.
+        """
+        return self.sequence != Sequence() or self.tensor.mode != "1d"
+
+    @property
     def zero_group(self) -> int:
         """Data-parallel devices that share one sharded copy, of a resolved plan: the group, or all of them."""
         return self.zero.group or self._resolved().data

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_FORM = 2  # of the file; another one is measured anew
+OUTER = "outer "  # before a collective's name: along the outermost dim, where no member has to lay out what it sends
+_FORM = 3  # of the file; another one is measured anew
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -27,7 +28,8 @@ class Profile:
       thin: seconds that each FLOP of a matmul takes longer, times the matmul's least dim: half the rate where the
         least dim is this times the rate. In float32.
       memory_bandwidth: bytes/s that an activation function reads and writes.
-      link_bandwidth: bytes/s that a device receives, by collective; empty where there is one device.
+      link_bandwidth: bytes/s that a device receives, by collective; empty where there is one device. Gathers and
+        scatters are along the last dim, and once more along the outermost (`OUTER`).
       latency: seconds of a collective that moves next to nothing, between computations where devices share cores; 0
         where there is one device.
       launch: seconds of a program that does next to nothing.
@@ -72,7 +74,8 @@ class Profile:
     @property
     def links(self) -> float | None:
         """Bytes/s that a device receives in a collective of whatever kind; None where there is one device."""
-        return statistics.median(self.link_bandwidth.values()) if self.link_bandwidth else None
+        rates = [rate for kind, rate in self.link_bandwidth.items() if not kind.startswith(OUTER)]
+        return statistics.median(rates) if rates else None
 
     @property
     def source(self) -> str:

@@ -204,6 +204,7 @@ class AxisMove:
       of_weights: whether it is of weights or their gradients: independent of the batch's size.
       is_remade: of the forward pass, whether to make a layer again under remat=block makes it again: not what only the
         next layer reads, as no derivative of this one needs it.
+      is_outer: of a gather or a scatter, whether it is along the outermost dim: each member's part is one piece.
     """
 
     kind: Kind
@@ -214,6 +215,7 @@ class AxisMove:
     count: int = 1
     of_weights: bool = False
     is_remade: bool = True
+    is_outer: bool = False
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,7 @@ class WorkSplit:
       notes: what stays whole and why.
       weights: for each part, what of each of its weights is held, where that is known; what ZeRO can divide follows.
       rings: for each part, the ring of each of its attentions; empty where they are in none.
+      in_lockstep: whether stages of a pipeline run in a tick what any of them has to (`Plan.in_lockstep`).
     """
 
     axes_of: Mapping[str, tuple[str, ...]]
@@ -270,6 +273,7 @@ class WorkSplit:
     notes: tuple[str, ...] = ()
     weights: tuple[tuple[HeldWeight, ...], ...] = ()
     rings: tuple[tuple[RingWork, ...], ...] = ()
+    in_lockstep: bool = False
 
     @property
     def num_devices(self) -> int:

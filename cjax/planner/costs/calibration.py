@@ -38,6 +38,8 @@ class Software:
         of them up everywhere and takes the part then.
       gathers: collectives in which ZeRO 1 and 2 gather a layer's parameters behind the optimizer: one, or one for each
         of its arrays where whoever updated an array sends it to all others.
+      copies_weights: whether a loop over layers copies a layer's weights out of their stack in each pass. XLA's CPU
+        compiler does; where there are matmuls that read them in place, it is a small part of what is read anyway.
     """
 
     is_lockstep: bool = True
@@ -56,6 +58,7 @@ class Software:
     cuts_sends: bool = False
     scatters: bool = True
     gathers: int = 1
+    copies_weights: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,14 +122,17 @@ class _Clock:
         # The stage that is waited for: the one with what comes before the layers, or the one with what comes after.
         early = plans.full * _sum(layer) + _sum(first)
         late = plans.short * _sum(layer) + _sum(last)
-        is_late = piped & (late > early)
+        # Stages that take all branches together each run what comes before and after the layers as well.
+        both = plans.together | ~piped
+        is_late = ~both & (late > early)
         layers = np.where(is_late, plans.short, plans.full)
-        weights = (layers, 1.0 * ~is_late, 1.0 * (is_late | ~piped))
-        computed = np.where(piped, np.maximum(early, late), early + _sum(last))
+        weights = (layers, 1.0 * ~is_late, 1.0 * (is_late | both))
+        computed = np.where(both, early + _sum(last), np.maximum(early, late))
         if constants.shares_cores:
             # A stage that waits leaves the cores to the others: what counts is an average stage's work.
-            layers, ends = plans.layers / plans.stages, 1.0 / plans.stages
-            weights, computed = (layers, ends, ends), layers * _sum(layer) + ends * (_sum(first) + _sum(last))
+            share = np.where(both, 1.0, plans.stages)
+            weights = (np.where(both, plans.full, plans.layers / share), 1.0 / share, 1.0 / share)
+            computed = _added(weight * _sum(way) for weight, way in zip(weights, (layer, first, last), strict=True))
         found = {
             name: plans.microbatches
             * sum(
@@ -229,8 +232,6 @@ class _Clock:
         rows = plans.rows.seconds(constants.links, constants.adapters, constants.latency, constants.hop)
         # In lockstep a tick ends when its messages are there: XLA lays nothing beside them.
         arrived = send + rows
-        if constants.shares_cores:
-            return bubble, arrived
         # Half of a matmul's gradients are of weights.
         weight = plans.full * layer[1].matmul / 2
         if not constants.software.is_lockstep:
@@ -240,18 +241,23 @@ class _Clock:
                 bubble = np.where((plans.schedule == number) & (plans.stages > 1), waits, bubble)
             sent = (1 - constants.hidden_pipeline) * 2 * plans.microbatches * plans.chunks * send
             return bubble, np.where(plans.stages > 1, sent, 0.0)
-        forward = (plans.full * layer[0].total + first[0].total) / plans.chunks
+        forward = plans.full * layer[0].total + first[0].total * ~plans.together
         # What comes after the layers runs forwards and backwards in the tick of a B.
         tail = plans.short * layer[1].total + last[0].total + last[1].total
         whole = np.maximum(plans.full * layer[1].total + first[1].total, tail)
-        backward, weight = (whole - weight) / plans.chunks, weight / plans.chunks
-        columns = np.stack([plans.schedule, plans.stages, plans.microbatches, plans.chunks])
-        kinds, place = np.unique(columns[:, plans.stages > 1].astype(int), axis=1, return_inverse=True)
-        at = np.flatnonzero(plans.stages > 1)
-        for i, (schedule, stages, microbatches, chunks) in enumerate(kinds.T):
+        # Together, the ends run once for each micro-batch, whatever else is in their tick.
+        whole = np.where(plans.together, plans.full * layer[1].total, whole)
+        computed = np.where(plans.together, plans.full * _sum(layer), computed)
+        forward, backward, weight = (seconds / plans.chunks for seconds in (forward, whole - weight, weight))
+        # Stages that share cores leave these to others while they wait; what they throw away takes its time.
+        counts = (plans.stages > 1) & (plans.together | (not constants.shares_cores))
+        columns = np.stack([plans.schedule, plans.stages, plans.microbatches, plans.chunks, plans.together])
+        kinds, place = np.unique(columns[:, counts].astype(int), axis=1, return_inverse=True)
+        at = np.flatnonzero(counts)
+        for i, (schedule, stages, microbatches, chunks, together) in enumerate(kinds.T.tolist()):
             mine = at[place.reshape(-1) == i]
-            found = ticks(SCHEDULES[schedule], int(stages), int(microbatches), int(chunks))
-            args = (forward[mine], backward[mine], weight[mine])
+            found = ticks(SCHEDULES[schedule], stages, microbatches, chunks)
+            args = (forward[mine], backward[mine], weight[mine], bool(together))
             bubble[mine] = np.maximum(makespan(found, *args) - microbatches * computed[mine], 0.0)
         return bubble, arrived
 

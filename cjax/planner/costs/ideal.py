@@ -9,16 +9,17 @@ import math
 
 import numpy as np
 
+from cjax.mesh import SEQUENCE
 from cjax.pipeline.partition import partition
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.compute import Computing, Pass
 from cjax.planner.costs.moved import handed, messages, moved, to_optimizer
 from cjax.planner.costs.transfers import Members, Receipt, group_of
 from cjax.planner.hardware import Hardware
+from cjax.planner.profile import OUTER
 from cjax.planner.table import PRECISIONS, SCHEDULES, PlanTable
 from cjax.planner.work import AxisMove, Part, Work, WorkSplit
 
-SEQUENCE = "sequence"
 WITH_DATA = (SEQUENCE, "depth")  # axes of a copy along which weights are alike, and gradients are added up
 # What each member receives is its own and comes from one other: a host's other adapters do not carry a part of it.
 EXCHANGES = ("all-to-all", "collective-permute")
@@ -63,6 +64,7 @@ class Ideal:
       rows: layers on their way to the optimizer and back.
       optimizer: the optimizer's pass over memory; `accumulate` that of one micro-batch's gradients.
       hosts: that the devices are on.
+      together: whether all stages run in a tick what any of them has to, and throw away what is not their own.
       moved: bytes a device receives in a step, by axis.
     """
 
@@ -85,6 +87,7 @@ class Ideal:
     optimizer: np.ndarray
     accumulate: np.ndarray
     hosts: np.ndarray
+    together: np.ndarray
     moved: dict[str, np.ndarray]
 
 
@@ -152,6 +155,7 @@ class _Plans:
             held / states * (2 * MASTER * (1 + work.optimizer_bytes) + MASTER + self._item) / memory,
             held * (self._item + 2 * MASTER) / memory * adds,
             np.ceil(table.data * table.pipeline * self._inner / hardware.devices_per_host),
+            (table.pipeline > 1) & self._split.in_lockstep & self._software.is_lockstep,
             moved(work, self._split, table).by_axis(),
         )  # fmt: skip
 
@@ -176,6 +180,9 @@ class _Plans:
         for i, times in parts:
             rings = self._split.rings[i] if self._split.rings else ()
             f, b, a = (one[self._place] * times for one in self._computing.passes(self._work.parts[i], rings))
+            if self._software.copies_weights and self._work.parts[i].repeats > 1:
+                copied = times * 2 * self._split.held[i] * self._item / (self._hardware.memory_bandwidth or np.inf)
+                f, b = (dataclasses.replace(one, touched=one.touched + copied) for one in (f, b))
             there, back, again = there + f, back + b, again + a
             for move in self._split.moves[i]:
                 key = SEQUENCE if SEQUENCE in move.axes else "tensor", move.is_forward
@@ -199,7 +206,7 @@ class _Plans:
     def _moved(self, move: AxisMove) -> Receipt:
         size = np.where(self._is_half & (not move.is_wide), 2.0, 4.0)
         bytes_ = move.elements * size / (1.0 if move.of_weights else self._share)
-        return self._over(self._axes(move.axes, move.kind in EXCHANGES), move.kind, bytes_, move.count)
+        return self._over(self._axes(move.axes, move.kind in EXCHANGES), move.kind, bytes_, move.count, move.is_outer)
 
     def _axes(self, axes: tuple[str, ...], is_exchange: bool) -> Members:
         """Members along these axes of the tensor and sequence words, the last of which are neighbours."""
@@ -212,7 +219,8 @@ class _Plans:
     def _gathered(self, part: Part, held: float) -> Receipt:
         group = self._zero_group()
         bytes_ = held * self._item * (group.size - 1) / group.size
-        return self._over(group, "all-gather", bytes_, 1.0 * bool(part.weights)) * (self._table.zero == 3)
+        found = self._over(group, "all-gather", bytes_, 1.0 * bool(part.weights), is_outer=True)
+        return found * (self._table.zero == 3)
 
     # -- between copies -----------------------------------------------------------------------------------------------
     def _zero_group(self) -> Members:
@@ -243,12 +251,19 @@ class _Plans:
         kind, times = ("reduce-scatter", 1) if software.scatters else ("all-reduce", 2)
         scatter = self._over(group, kind, times * part * held * size, layers)
         between = self._over(others, "all-reduce", 2 * apart * held / group.size * size, layers)
-        gather = self._over(group, "all-gather", part * held * software.weight_bytes, layers * software.gathers)
+        gathers = part * held * software.weight_bytes, layers * software.gathers
+        # Of ZeRO's dim XLA makes the outermost in memory, whichever it is.
+        gather = self._over(group, "all-gather", *gathers, is_outer=True)
         return scatter, between, gather * (table.zero < 3), each
 
-    def _over(self, group: Members, kind: str, bytes_: np.ndarray, count: np.ndarray | float) -> Receipt:
+    def _over(
+        self, group: Members, kind: str, bytes_: np.ndarray, count: np.ndarray | float, is_outer: bool = False
+    ) -> Receipt:
         found = Receipt.over(group, kind, bytes_, count, self._shares, self._meets)
-        return dataclasses.replace(found, fast=found.fast / self._kinds.get(kind, 1.0))
+        rate = self._kinds.get(kind, 1.0)
+        return dataclasses.replace(
+            found, fast=found.fast / self._kinds.get(OUTER + kind, rate) if is_outer else found.fast / rate
+        )
 
     def _is_split_in_sequence(self) -> bool:
         return self._split.sizes.get(SEQUENCE, 1) > 1 and self._software.is_lockstep

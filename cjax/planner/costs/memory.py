@@ -283,7 +283,7 @@ class _Memory:
                 found[0][:, mine] = np.asarray(lengths or (0,), float)[:, None]
                 continue
             kept, saved, ends, messages = _places(SCHEDULES[kind], size, microbatches, chunks, lengths, head)
-            spare = int(bool(self.split.sizes.keys() - {TENSOR}))  # for what stages in lockstep throw away
+            spare = int(self.split.in_lockstep)  # for what stages in lockstep throw away
             found[0][:, mine] = np.asarray(kept, float)[:, None]
             found[1][:, mine] = (np.asarray(saved, float) + spare * np.asarray(kept) / chunks)[:, None]
             found[2][:, mine] = (np.asarray(ends, float) + spare)[:, None]

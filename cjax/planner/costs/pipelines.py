@@ -57,16 +57,24 @@ def _is_more(one: Amount, other: Amount) -> bool:
     return one != other and all(x >= y for x, y in zip(one, other, strict=True))
 
 
-def makespan(found: Ticks, forward: np.ndarray, backward: np.ndarray, weight: np.ndarray) -> np.ndarray:
+def makespan(
+    found: Ticks, forward: np.ndarray, backward: np.ndarray, weight: np.ndarray, together: bool = False
+) -> np.ndarray:
     """Seconds from the first op to the last in lockstep, without transfers; times are of a chunk, `backward` without
     `weight`. Where a table has no W, its B is backward + weight.
+
+    Where stages take all branches `together`, each runs whatever any of them has to, in every tick.
+
+    >>> found = ticks("1f1b", 2, 4, 1)
+    >>> [float(makespan(found, *map(np.float64, (1, 1, 1)), together)) for together in (False, True)]
+    [15.0, 15.0]
     """
     split = any(amount[2] for kind in found for amount in kind)
     back = backward if split else backward + weight
     total = np.zeros(np.broadcast(forward, backward, weight).shape)
     for kind, count in found.items():
         tick = np.zeros_like(total)
-        for f, b, w in kind:
+        for f, b, w in [tuple(map(max, zip(*kind, strict=True)))] if together else kind:
             tick = np.maximum(tick, f * forward + b * back + w * weight)
         total += count * tick
     return total

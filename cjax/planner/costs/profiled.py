@@ -63,6 +63,6 @@ def profiled(hardware: Hardware, profile: Profile | None) -> tuple[Hardware, Cal
         shares_cores=found.shares_cores,
         # CPUs lay out what they gather and scatter, which takes longer than to send it; they add up where it lies.
         kinds=tuple((kind, rate / found.links) for kind, rate in found.link_bandwidth.items()) if found.links else (),
-        software=Software(scatters=known.name != "cpu"),
+        software=Software(scatters=known.name != "cpu", copies_weights=known.name == "cpu"),
         **hidden,
     )

@@ -173,6 +173,7 @@ def split_of_decoder(decoder: Decoder, work: Work, spread: Sharing = Sharing()) 
         sizes={axis: size for axis, size in axes.items() if size > 1},
         moves=(ends[0], layer, ends[1]),
         held=tuple(size // tensor for size in held),
+        in_lockstep=spread.is_split or context > 1,
     )
 
 

@@ -207,9 +207,10 @@ class Moves:
         x = first.invars[1 - weight_at(first, scope)]
         if spread.gather_x is not None:
             held = self._held(x.aval.shape, spread.x) * self.placed.size((spread.gather_x.axis,))
-            self._gathered(spread.gather_x.axis, held, body)
+            outer = spread.gather_x.dim == 0
+            self._gathered(spread.gather_x.axis, held, body, outer=outer)
             if is_learned:
-                self._add("reduce-scatter", (spread.gather_x.axis,), held, times, forward=False)
+                self._add("reduce-scatter", (spread.gather_x.axis,), held, times, forward=False, outer=outer)
         for eqn in group.eqns:
             spread, w = group.of[id(eqn)], eqn.invars[weight_at(eqn, scope)]
             beside = {a for entry in (*spread.x, *spread.y) for a in axes_of_entry(entry)}
@@ -217,15 +218,19 @@ class Moves:
             self._sum(w, scope, beside - moved)
             if spread.gather_w is not None:
                 held = self._held(w.aval.shape, spread.w) * self.placed.size((spread.gather_w.axis,))
-                self._gathered(spread.gather_w.axis, held, body, of_weights=True)
-                self._add("reduce-scatter", (spread.gather_w.axis,), held, times, forward=False, of_weights=True)
+                self._gathered(spread.gather_w.axis, held, body, of_weights=True, outer=spread.gather_w.dim == 0)
+                self._add(
+                    "reduce-scatter", (spread.gather_w.axis,), held, times, forward=False, of_weights=True,
+                    outer=spread.gather_w.dim == 0,
+                )  # fmt: skip
             if spread.scatter_y is not None:
                 shape = [n for d, n in enumerate(x.aval.shape) if d not in spread.contracted[0]]
                 shape += [n for d, n in enumerate(w.aval.shape) if d not in spread.contracted[1]]
                 held = self._held(shape, spread.y) * self.placed.size((spread.scatter_y.axis,))
                 needed = not self._derived.needed.isdisjoint(made[out] for out in eqn.outvars)
-                self._add("reduce-scatter", (spread.scatter_y.axis,), held, times, forward=True, remade=needed)
-                self._add("all-gather", (spread.scatter_y.axis,), held, times, forward=False)
+                axes, outer = (spread.scatter_y.axis,), spread.scatter_y.dim == 0
+                self._add("reduce-scatter", axes, held, times, forward=True, remade=needed, outer=outer)
+                self._add("all-gather", axes, held, times, forward=False, outer=outer)
 
     def _is_multiplied(self, leaf: int) -> bool:
         return any(leaf in (m.lhs_origin, m.rhs_origin) for m in self.placed.trace.dims.matmuls)
@@ -241,12 +246,14 @@ class Moves:
         pairs = zip(shape, spec, strict=True)
         return math.prod(math.ceil(n / self.placed.size(axes_of_entry(entry))) for n, entry in pairs)
 
-    def _gathered(self, axis: str, held: float, body: Body, of_weights: bool = False) -> None:
+    def _gathered(self, axis: str, held: float, body: Body, of_weights: bool = False, outer: bool = False) -> None:
         """In the forward pass, and again in the backward pass; outside of loops XLA finds that both are one. A layer
         that is made again gathers what its backward pass does."""
-        self._add("all-gather", (axis,), held, body.times, forward=True, of_weights=of_weights, remade=False)
+        self._add(
+            "all-gather", (axis,), held, body.times, forward=True, of_weights=of_weights, remade=False, outer=outer
+        )
         if self.stretch.stack is not None or (body.is_loop and self.placed.layout.grid is not None):
-            self._add("all-gather", (axis,), held, body.times, forward=False, of_weights=of_weights)
+            self._add("all-gather", (axis,), held, body.times, forward=False, of_weights=of_weights, outer=outer)
 
     def _summed(self, eqn: Equation, scope: Scope, inner: tuple[tuple[int, ...], tuple[int, ...]]) -> set[str]:
         """Axes along which a product sums: an operand that is whole there is cut where it stands."""
@@ -304,11 +311,11 @@ class Moves:
 
     def _add(
         self, kind: Kind, axes: Iterable[str], held: float, times: int, *, forward: bool, wide: bool = False,
-        of_weights: bool = False, outside: bool = False, remade: bool = True,
+        of_weights: bool = False, outside: bool = False, remade: bool = True, outer: bool = False,
     ) -> None:  # fmt: skip
         named = tuple(a for a in self.placed.layout.axis_sizes if a in set(axes))
         elements = times * received(kind, held, self.placed.size(named))
-        move = AxisMove(kind, named, elements, forward, wide, times, of_weights, remade)
+        move = AxisMove(kind, named, elements, forward, wide, times, of_weights, remade, outer)
         (self.outside if outside else self.found).append(move)
 
 

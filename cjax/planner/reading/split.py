@@ -84,6 +84,7 @@ class Splits:
             layout.notes,
             weights,
             tuple(tuple(each.rings) for each in moves),
+            plan.in_lockstep,
         )
 
     def _check_positions(self, size: int) -> None:

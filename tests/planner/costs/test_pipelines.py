@@ -28,6 +28,20 @@ def test_a_pipeline_takes_as_long_as_simulate_says(schedule: str, chunks: int, s
             assert seconds(schedule, stages, microbatches, chunks, times) == pytest.approx(exact, rel=1e-12)
 
 
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_stages_that_take_all_branches_run_what_any_of_them_has_to(schedule: str, chunks: int) -> None:
+    for stages, microbatches in ((2, 2), (4, 4), (4, 12)):
+        rows = build(schedule, stages, microbatches, chunks).ticks
+        for times in TIMES:
+            split = any(op.kind == "W" for row in rows for ops in row for op in ops)
+            of = dict(zip("FBW", (times[0], times[1] + (not split) * times[2], times[2]), strict=True))
+            most = [{kind: max(sum(op.kind == kind for op in ops) for ops in row) for kind in "FBW"} for row in rows]
+            exact = sum(of[kind] * row[kind] for row in most for kind in "FBW")
+            found = ticks(schedule, stages, microbatches, chunks)
+            each = [float(makespan(found, *map(np.float64, times), together)) for together in (False, True)]
+            assert each[1] == pytest.approx(exact) and each[1] >= each[0]
+
+
 def test_few_micro_batches() -> None:
     for stages, microbatches in ((4, 1), (4, 2), (8, 3)):
         for schedule in ("1f1b", "gpipe", "zero_bubble"):

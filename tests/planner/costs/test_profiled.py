@@ -7,13 +7,16 @@ import pytest
 
 from cjax.cards import CARDS
 from cjax.cluster import Cluster
+from cjax.plan import Plan
 from cjax.planner.costs.calibration import calibration_of
 from cjax.planner.costs.compute import Computing
+from cjax.planner.costs.duration import durations
 from cjax.planner.costs.profiled import profiled
+from cjax.planner.costs.transformer import Decoder, Sharing, split_of_decoder, work_of_decoder
 from cjax.planner.hardware import Hardware, hardware_of_cluster
 from cjax.planner.profile import Profile
-from cjax.planner.table import PRECISIONS
-from cjax.planner.work import MatmulWork, Part, WorkSplit
+from cjax.planner.table import PRECISIONS, PlanTable
+from cjax.planner.work import AxisMove, MatmulWork, Part, WorkSplit
 
 A100 = CARDS["a100"]
 assert A100.bf16_flops is not None
@@ -82,3 +85,40 @@ def test_without_a_profile_nothing_changes(name: str) -> None:
     cpus = Hardware("cpu", 8, 8, 2**30)
     planned = cpus if name == "cpu" else hardware_of_cluster(Cluster.parse(name), 16)
     assert profiled(planned, None) == (planned, calibration_of(planned))
+
+
+def test_stages_that_take_all_branches_throw_away_what_cores_could_have_done() -> None:
+    """A ring's stages run in each tick what any of them has to: of one micro-batch in four stages, four times all of
+    it; stages without a ring leave the cores to each other."""
+    decoder = Decoder(8, 256, 8, 512)
+    known, found = profiled(Hardware("cpu", 8, 8, 2**30), ON_CORES)
+    assert found is not None
+
+    def computed(text: str, sharing: Sharing) -> float:
+        work = work_of_decoder(decoder, 16, 128, sharing)
+        table = PlanTable.of([Plan.parse(text)])
+        each = durations(work, split_of_decoder(decoder, work, sharing), table, known, found)
+        return sum(getattr(each, part)[0] for part in ("matmul", "attention", "elementwise", "sequence", "bubble"))
+
+    ring = Sharing(context=2)
+    alone, apart = computed("data=1 sequence=ring:2", ring), computed("data=2", Sharing())
+    for count in (1, 4):
+        words = f"pipeline=1f1b:4 microbatches={count}"
+        assert computed(f"data=2 {words}", Sharing()) < 0.5 * apart
+        # F and B of a micro-batch in m + 3 ticks each, of a quarter of the layers; the ends once for each micro-batch.
+        assert computed(f"data=1 sequence=ring:2 {words}", ring) == pytest.approx(
+            alone * (count + 3) / (4 * count), rel=0.3
+        )
+
+
+def test_what_lies_in_one_piece_is_gathered_at_its_own_rate() -> None:
+    rates = {"all-gather": 1e8, "outer all-gather": 4e8, "all-reduce": 1e8}
+    known, found = profiled(Hardware("cpu", 8, 8, 2**30), dataclasses.replace(ON_CORES, link_bandwidth=rates))
+    assert found is not None and dict(found.kinds) == {"all-gather": 1.0, "outer all-gather": 4.0, "all-reduce": 1.0}
+    moves = [AxisMove("all-gather", ("i",), 1e6, True, is_outer=is_outer) for is_outer in (False, True)]
+    part, table = Part("one"), PlanTable.of([Plan.parse("data=1")])
+    work = dataclasses.replace(work_of_decoder(Decoder(8, 256, 8, 512), 16, 128), parts=(part,))
+    seconds = [
+        durations(work, WorkSplit({}, {"i": 8}, ((move,),), (0,)), table, known, found).tensor[0] for move in moves
+    ]
+    assert seconds[0] - found.latency == pytest.approx(4 * (seconds[1] - found.latency))
