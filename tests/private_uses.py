@@ -80,7 +80,7 @@ def _private_names(node: ast.AST, own: frozenset[str]) -> Iterator[str]:
     """What a node itself names that is private to somebody else; `own` are its room's names with an underscore."""
     match node:
         case ast.Attribute(attr=name):
-            is_own = name in own or name.startswith("__") or name in OF_NAMED_TUPLES
+            is_own = name in own or name.startswith("__") or name in OF_NAMED_TUPLES or dotted(node) == "os._exit"
             if name in PRIVATE_NAMES or (name.startswith("_") and not is_own):
                 yield name
         case ast.keyword(arg=str(name)) if name in PRIVATE_NAMES:

@@ -133,8 +133,8 @@ BREACHES: list[tuple[Rule, Changes, str]] = [
     (architecture.nobody_imports_what_stands_on_top, adds("experiments/train_gpt.py", "import zoo"), "zoo"),
     (architecture.nobody_imports_what_stands_on_top, adds("tests/zoo.py", "from experiments import shared"), "zoo.py"),
     (architecture.experiments_point_down, adds("experiments/train_gpt.py", "import train_vit"), "train_vit"),
-    (architecture.experiments_point_down, adds("experiments/shared/charts.py", "import bench_gpu"), "bench_gpu"),
-    (architecture.experiments_point_down, adds("experiments/shared/charts.py", "import training.runs"), "training"),
+    (architecture.experiments_point_down, adds("experiments/shared/timing.py", "import bench_gpu"), "bench_gpu"),
+    (architecture.experiments_point_down, adds("experiments/shared/timing.py", "import training.runs"), "training"),
     (
         architecture.experiments_point_down,
         adds("experiments/pipelines/tables.py", "from tensor_modes.measure import measure"),
@@ -243,7 +243,7 @@ ALLOWED: list[tuple[Rule, Changes]] = [
     (architecture.imports_point_down, adds("cjax/report/step.py", "from cjax.audit import Audit")),
     (architecture.imports_point_down_within_rooms, adds("cjax/trace/reading.py", "from .dims import find")),
     (architecture.no_circles, adds("cjax/plan/plan.py", "import cjax.plan.parts")),
-    (architecture.experiments_point_down, adds("experiments/train_gpt.py", "from shared.charts import Chart")),
+    (architecture.experiments_point_down, adds("experiments/train_gpt.py", "from shared.timing import Timing")),
     (
         architecture.classes_have_names_of_their_own,
         adds("cjax/models/gpt.py", "class Attention: ...\nclass _Plan: ..."),

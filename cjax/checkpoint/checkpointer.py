@@ -13,7 +13,7 @@ from cjax.checkpoint.description import checkpoint_steps, folder_of
 from cjax.checkpoint.replacing import remove_older, settle_all
 from cjax.checkpoint.rows import Rows
 from cjax.checkpoint.storage import meet, restore, start_writing
-from cjax.mesh import own_context
+from cjax.mesh import own_context, together
 from cjax.tree import PyTree
 
 
@@ -62,8 +62,9 @@ class Checkpointer:
             raise ValueError(f"a checkpoint is named by its step, a whole number of at least 0, not {step!r}")
         self.wait()
         try:
-            if jax.process_index() == 0:
-                settle_all(self.folder)
+            with together("put in order what a kill left", self.folder):
+                if jax.process_index() == 0:
+                    settle_all(self.folder)
             finish = start_writing(self.folder / str(step), int(step), tree, meta, rows)
         except OSError as error:
             raise self._with_last(error) from error

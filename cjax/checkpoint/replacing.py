@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 
 from cjax.checkpoint.description import FILE_NAME, REMOVED, REPLACED, UNFINISHED, checkpoint_steps, folder_of
+from cjax.job import check_current
 
 _logger = logging.getLogger("cjax")
 # File systems that can't flush a folder say so in one of these ways.
@@ -73,7 +74,9 @@ def put_in_place(unfinished: Path, path: Path) -> None:
 
     Raises:
         OSError: it could not be renamed; the old one has its name still.
+        SupersededError: this process is of a job that has gone on without it.
     """
+    check_current()
     replaced = path.with_name(path.name + REPLACED)
     for entry in (*unfinished.rglob("*"), unfinished):
         sync(entry)
@@ -86,7 +89,8 @@ def put_in_place(unfinished: Path, path: Path) -> None:
         if had_one:
             os.replace(replaced, path)
         raise
-    sync(path.parent)  # or a power cut could keep the removal and lose the new name
+    for folder in list(path.parents)[:3]:  # those of a run that has just begun have names that are as new
+        sync(folder)  # or a power cut could keep the removal and lose the new name
     remove(replaced)
 
 

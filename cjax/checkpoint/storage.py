@@ -32,7 +32,7 @@ from cjax.checkpoint.description import (
 )
 from cjax.checkpoint.replacing import is_part, located, put_in_place, settle
 from cjax.checkpoint.rows import Awaited, PieceHandler, Rows, Stored, key_impl
-from cjax.mesh import own_context
+from cjax.mesh import own_context, together
 from cjax.tree import PyTree, leaf_names
 
 _CHUNK = 64 * 2**20  # bytes that are read at once, at least: whoever asks for one layer of many reads as much
@@ -90,10 +90,10 @@ def start_writing(
     how = {name: _save_args(leaf) for name, leaf in arrays.items()}
     unfinished = path.with_name(path.name + UNFINISHED)
     with _explained(summary):
-        if jax.process_index() == 0:
-            settle(path)
-            unfinished.mkdir(parents=True)
-        meet()
+        with together("begin a checkpoint", path.parent):
+            if jax.process_index() == 0:
+                settle(path)
+                unfinished.mkdir(parents=True)
         pieces = PieceHandler(rows or ())
         handler = _handler(pieces)
         writer = ocp.AsyncCheckpointer(handler) if rows is None else ocp.Checkpointer(handler)

@@ -22,6 +22,7 @@ _PACKAGES = (
     ("tyro", "cli", "for this command line"),
     ("rich", "cli", "for the progress bar"),
     ("tensorboardX", "log", "for TensorBoard files"),
+    ("psutil", "hardware", "to log what the hardware does"),
     ("jax-cuda13-plugin", "aot", "to compile for GPUs that are not here"),
 )
 

@@ -5,7 +5,9 @@ from cjax.cli.check import Check
 from cjax.cli.check_model import CheckModel
 from cjax.cli.generate import Generate
 from cjax.cli.inspect import Inspect
+from cjax.cli.job import Resize, StatusCommand
 from cjax.cli.plan import PlanCommand
+from cjax.cli.report import ReportCommand
 from cjax.cli.run import Run
 from cjax.cli.train import Train
 
@@ -14,8 +16,11 @@ COMMANDS = {
     "plan": PlanCommand,
     "generate": Generate,
     "run": Run,
+    "status": StatusCommand,
+    "resize": Resize,
     "check": Check,
     "check-model": CheckModel,
     "inspect": Inspect,
+    "report": ReportCommand,
     "calibrate": CalibrateCommand,
 }

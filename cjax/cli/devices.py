@@ -1,5 +1,6 @@
 """The devices that a command runs on, before JAX has started any."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ def training_devices(text: str | None, default_virtual: int = 8) -> list[Any]:
     if kind == "cpu":
         return simulate(int(number))
     here = quiet_devices()
-    if here[0].platform == "cpu" and jax.process_count() == 1:
+    is_told = text is None and "JAX_NUM_CPU_DEVICES" in os.environ  # as `cjax run --devices` tells its workers
+    if here[0].platform == "cpu" and jax.process_count() == 1 and not is_told:
         return simulate(int(number) if text else default_virtual)
     if text is None:
         return here

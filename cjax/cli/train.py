@@ -4,9 +4,8 @@ import contextlib
 import dataclasses
 import json
 import math
-import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,14 +17,30 @@ import tyro
 from cjax.cli.devices import training_devices
 from cjax.cli.options import check_options, flag
 from cjax.data import TextData, text_data
+from cjax.jax_compat.backends import each_process_writes_its_cache
+from cjax.job import member
+from cjax.job.files import write_whole
+from cjax.job.folder import JobFolder
 from cjax.mesh import initialize
 from cjax.models import GPT, generate, gpt, loss
 from cjax.optim import lamb, lars, weights_only
 from cjax.parallelize import parallelize
 from cjax.program import Program, State
-from cjax.train import fit
+from cjax.train import (
+    Callback,
+    EarlyStop,
+    LossSpike,
+    MLflow,
+    ProfileSteps,
+    Prometheus,
+    TensorBoard,
+    WandB,
+    Writer,
+    fit,
+)
 
 _VALIDATION_BATCHES = 8
+_AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,15 +67,26 @@ class Train:
         dropout: of the model.
         seed: of the weights, the dropout and the order of the data.
         folder: of the run; a new one below `runs` if not given.
-        resume: the folder of a run to go on with; options given beside it replace those of the run.
+        resume: the folder of a run to go on with; options given beside it replace those of the run. "auto" goes on with
+            the run in --folder, and begins it where nothing was kept of it yet.
         verify: check the plan before the first step against one device, and refuse to train if it computes otherwise.
         disk_folder: where plans with disk= keep what they move there; made if it is missing.
-        on_nan: what to do at a step that is not finite.
-        checkpoint_every: steps between checkpoints.
+        on_nan: what to do at a step that is not finite; rollback goes back to the last checkpoint, and on behind the
+            data read so far.
+        on_spike: what to do at a loss far above those before it.
+        checkpoint_every: steps between checkpoints, or "auto" for as often as loses least.
+        between_failures: hours, on average, between failures of the run, for "auto"; a day if not given.
+        keep: how many checkpoints stay.
+        best: also keep the checkpoint with the least validation loss.
+        patience: evaluations without a better one, after which the run ends; it runs to its end if not given.
         evaluate_every: steps between evaluations on held-out text.
         log_every: steps between lines of metrics.
         sample: tokens of text to generate at the end.
         tensorboard: also write TensorBoard's event files.
+        log: where else metrics go: tensorboard, wandb (offline), mlflow (files), prometheus (metrics.prom); all in the
+            run's folder.
+        hardware: read what the hardware does, and draw it in report.html.
+        profile: steps to take a trace of, such as 10:12.
     """
 
     model: tyro.conf.Positional[str] = "gpt-mini"
@@ -81,18 +107,35 @@ class Train:
     resume: str | None = None
     verify: bool = False
     disk_folder: str | None = None
-    on_nan: Literal["stop", "skip"] = "stop"
-    checkpoint_every: int = 100
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    on_spike: Literal["stop", "rollback"] | None = None
+    checkpoint_every: int | Literal["auto"] = 100
+    between_failures: float | None = None
+    keep: int = 3
+    best: bool = False
+    patience: int | None = None
     evaluate_every: int = 100
     log_every: int = 10
     sample: int = 200
     tensorboard: bool = False
+    log: tuple[Literal["tensorboard", "wandb", "mlflow", "prometheus"], ...] = ()
+    hardware: bool = False
+    profile: str | None = None
 
     @staticmethod
     def parse(arguments: Sequence[str]) -> "Train":
         options = tyro.cli(Train, args=arguments, prog="cjax train")
+        if options.resume is None and options.folder is None and (mine := member()) is not None:
+            arguments = [*arguments, "--resume", _AUTO, "--folder", str(mine.folder)]
+            options = dataclasses.replace(options, resume=_AUTO, folder=str(mine.folder))
         if options.resume is None:
             return options
+        if options.resume == _AUTO:
+            if options.folder is None:
+                raise ValueError("--resume auto goes on with the run in --folder, or begins it there: give --folder")
+            file = Path(options.folder) / "options.json"
+            known = _read_options(file) if file.is_file() else options
+            return tyro.cli(Train, args=arguments, prog="cjax train", default=known)
         # Once more, with the options of the run in place of the usual ones: what is typed now still wins.
         file = Path(options.resume) / "options.json"
         if not file.is_file():
@@ -104,6 +147,7 @@ class Train:
         initialize()
         devices = training_devices(self.devices)
         folder = self._folder()
+        writers = self._writers(folder) if jax.process_index() == 0 else []
         data = self._data()
         config = gpt(self.model, vocab_size=data.vocab_size, dropout=self.dropout)
         shape = jax.ShapeDtypeStruct((self.batch, self.seq), "int32")
@@ -121,6 +165,7 @@ class Train:
         say = print if jax.process_index() == 0 else lambda *_: None
         say(f"{self.model}: {config.num_params / 1e6:.1f} M parameters, {len(data.train) / 1e6:.1f} M tokens of text")
         say(f"plan {program.plan} on {len(devices)} x {devices[0].device_kind}; folder {folder}")
+        _keep_compiled(folder)
         with self._remembered(folder):
             result = fit(
                 program,
@@ -128,17 +173,24 @@ class Train:
                 steps=self.steps,
                 seed=self.seed,
                 folder=folder,
-                resume=self.resume is not None,
+                resume="auto" if self.resume == _AUTO else self.resume is not None,
                 validation=lambda: data.validation(_VALIDATION_BATCHES),
                 evaluate_every=self.evaluate_every,
                 checkpoint_every=self.checkpoint_every,
+                between_failures=None if self.between_failures is None else 3600 * self.between_failures,
+                keep=self.keep,
+                best="validation_loss" if self.best else None,
                 on_nan=self.on_nan,
                 log_every=self.log_every,
+                log=writers,
+                learning_rate=self._schedule(),
+                hardware=self.hardware,
+                callbacks=self._callbacks(),
                 tensorboard=self.tensorboard,
                 resume_command=f"cjax train --resume {folder}",
             )
-        if result.ended not in ("steps", "data"):
-            return 128 + signal.Signals[result.ended]
+        if result.exit_code:
+            return result.exit_code
         final = float(program.evaluate(result.state, data.validation(_VALIDATION_BATCHES))["loss"])
         say(
             f"validation loss {final:.3f} nats a token; guessing by frequency alone (the unigram entropy of the text) "
@@ -154,9 +206,15 @@ class Train:
         """Refuses numbers that make no sense before anything is built, and so before hours of training."""
         at_least = {
             "steps": 1, "batch": 1, "seq": 1, "warmup": 0, "seed": 0, "checkpoint_every": 1, "evaluate_every": 1,
-            "log_every": 1, "sample": 0,
+            "log_every": 1, "sample": 0, "keep": 1, "patience": 1,
         }  # fmt: skip
+        if self.checkpoint_every == "auto":
+            del at_least["checkpoint_every"]
         check_options(self, at_least)
+        if self.profile is not None:
+            steps_of(self.profile)
+        if self.between_failures is not None and not 0 < self.between_failures < math.inf:
+            raise ValueError(f"--between-failures {self.between_failures}: it is hours, above 0, such as 24")
         fine = {
             "learning_rate": (0 < self.learning_rate < math.inf, "above 0, such as 2e-3"),
             "weight_decay": (0 <= self.weight_decay < math.inf, "at least 0, such as 0.1"),
@@ -169,7 +227,7 @@ class Train:
             raise ValueError(f"--seed {self.seed}: it is below 2**32, such as 0")
 
     def _folder(self) -> Path:
-        if self.resume is not None:
+        if self.resume not in (None, _AUTO):
             return Path(self.resume)
         if self.folder is None and jax.process_count() > 1:
             raise ValueError("several processes must agree on the folder of the run: give --folder")
@@ -189,12 +247,33 @@ class Train:
             seed=self.seed,
         )
 
-    def _optimizer(self) -> optax.GradientTransformation:
+    def _writers(self, folder: Path) -> list[Writer]:
+        made: dict[str, Callable[[], Writer]] = {
+            "tensorboard": TensorBoard,
+            "wandb": lambda: WandB("cjax", name=folder.name),
+            "mlflow": lambda: MLflow("cjax", run_name=folder.name),
+            "prometheus": lambda: Prometheus(folder / "metrics.prom", {"run": folder.name}),
+        }
+        return [made[name]() for name in dict.fromkeys(self.log)]
+
+    def _callbacks(self) -> list[Callback]:
+        found: list[Callback] = []
+        if self.patience is not None:
+            found.append(EarlyStop(patience=self.patience))
+        if self.on_spike is not None:
+            found.append(LossSpike(self.on_spike))
+        if self.profile is not None:
+            found.append(ProfileSteps(*steps_of(self.profile)))
+        return found
+
+    def _schedule(self) -> optax.Schedule:
         warmup = min(self.steps // 10, 1000) if self.warmup is None else self.warmup
-        schedule = optax.warmup_cosine_decay_schedule(
+        return optax.warmup_cosine_decay_schedule(
             0.0, self.learning_rate, warmup, max(self.steps, warmup + 1), self.learning_rate / 10
         )
-        decay = self.weight_decay
+
+    def _optimizer(self) -> optax.GradientTransformation:
+        schedule, decay = self._schedule(), self.weight_decay
         match self.optimizer:
             case "adamw":
                 rule = optax.adamw(schedule, b2=0.95, weight_decay=decay, mask=weights_only)
@@ -211,7 +290,7 @@ class Train:
         """Options beside the run. Those of one that is gone on with stay what they were where it can't be, under these:
         or the same command without them would do what has just been refused."""
         options, plan = folder / "options.json", folder / "plan.txt"  # which fit writes when it has a state
-        before = options.read_bytes() if self.resume is not None else None
+        before = options.read_bytes() if self.resume is not None and options.exists() else None
         began = plan.stat().st_mtime_ns if plan.exists() else None
         self._remember(folder)
         try:
@@ -231,7 +310,7 @@ class Train:
             for name in ("data", "vocabulary", "disk_folder"):
                 if (place := getattr(self, name)) is not None:
                     options[name] = str(Path(place).absolute())
-            (folder / "options.json").write_text(json.dumps(options, indent=1))
+            write_whole(folder / "options.json", json.dumps(options, indent=1))
 
     def _sample_text(self, program: Program, state: State, data: TextData) -> str:
         text = data.held_out if len(data.held_out) else data.train
@@ -239,6 +318,25 @@ class Train:
         model = program.model(state)
         made = generate(model, jax.numpy.asarray(prompt), self.sample, jax.random.key(self.seed), temperature=0.8)
         return data.decode(np.asarray(made[0]))
+
+
+def steps_of(text: str) -> tuple[int, int]:
+    """The first and the last of the steps that were typed.
+
+    >>> steps_of("10:12"), steps_of("7")
+    ((10, 12), (7, 7))
+    """
+    first, _, last = text.partition(":")
+    if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
+        raise ValueError(f"--profile {text}: it is the first and the last of the steps to trace, such as 10:12")
+    return int(first), int(last or first)
+
+
+def _keep_compiled(folder: Path) -> None:
+    """Programs that are compiled stay with the run, so that going on with it does not wait for them again."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(JobFolder(folder.absolute()).cache(jax.process_index())))
+        each_process_writes_its_cache()
 
 
 def _read_options(file: Path) -> Train:
@@ -254,7 +352,7 @@ def _read_options(file: Path) -> Train:
             raise ValueError("it holds no options")
         if unknown := [name for name in found if name not in known]:
             raise ValueError(f"it holds options that are none: {', '.join(unknown)}")
-        return Train(**found)
+        return Train(**{**found, "log": tuple(found.get("log", ()))})
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{file} is not what a run leaves of its options ({error}); start again with another --folder, or write "

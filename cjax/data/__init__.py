@@ -3,6 +3,7 @@
 from cjax.data.dataset import Dataset, Rows, hold_out
 from cjax.data.images.arrays import ImageArrays
 from cjax.data.images.images import ImageData, image_data
+from cjax.data.sources import HuggingFace, Mixture, Source
 from cjax.data.stream import batches
 from cjax.data.tasks.labelled import Labelled, labelled_data, read_labelled
 from cjax.data.tasks.masking import Masking, masked_data
@@ -17,12 +18,15 @@ __all__ = [
     "BPE",
     "Bytes",
     "Dataset",
+    "HuggingFace",
     "ImageArrays",
     "ImageData",
     "Labelled",
     "Masking",
+    "Mixture",
     "Numbers",
     "Rows",
+    "Source",
     "Spans",
     "TextData",
     "Tokenizer",

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cjax.data.stream import Batch, Source, Transform, batches, whole_batches
+from cjax.data.sources import Mixture, Source
+from cjax.data.stream import Batch, Transform, batches, whole_batches
 
 _NUM_CHECKED = 1024
 
@@ -98,7 +99,14 @@ class Dataset:
                 checksum = zlib.crc32(np.ascontiguousarray(sample[name]).tobytes(), checksum)
         known = dataclasses.is_dataclass(self.transform) or self.transform is None
         transform = repr(self.transform) if known else getattr(self.transform, "__qualname__", "unknown")
-        return {"seed": self.seed, "num_samples": len(self.train), "checksum": checksum, "transform": transform}
+        mixed = {"weights": list(self.train.weights)} if isinstance(self.train, Mixture) else {}
+        return {
+            "seed": self.seed,
+            "num_samples": len(self.train),
+            "checksum": checksum,
+            "transform": transform,
+            **mixed,
+        }
 
 
 def hold_out(texts: Sequence[str], part: float, groups: Sequence[Any] | None = None) -> np.ndarray:

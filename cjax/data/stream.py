@@ -7,20 +7,14 @@ processes there were, nor on the batch size before.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from cjax.data.sources import Mixture, Source
+
 Batch = dict[str, np.ndarray]
 Transform = Callable[[Mapping[str, np.ndarray], np.random.Generator], Mapping[str, np.ndarray]]
-
-
-class Source(Protocol):
-    """Samples by index: each a dict of arrays, of the same names, shapes and dtypes, at least behind a transform."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]: ...
 
 
 def batches(
@@ -74,7 +68,8 @@ def batches(
     if seed is not None:
         if not 0 <= seed < 2**32:
             raise ValueError(f"the seed of a shuffle must be at least 0 and below 2**32, not {seed}")
-        samples = samples.shuffle(seed=seed).repeat()
+        is_mixed = isinstance(source, Mixture)
+        samples = source.stream(grain, seed) if is_mixed else samples.shuffle(seed=seed).repeat()
         num_batches = (np.iinfo(np.int64).max - start) // batch_size
     rows = batch_size // count
     first = start + index * rows

@@ -1,5 +1,6 @@
 """Backends, plugins and the persistent compilation cache: JAX decides about each once for a process."""
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.extend.backend
+from jax._src import compiler, distributed, lib
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -139,3 +141,40 @@ def without_compilation_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
         compilation_cache.reset_cache()
+
+
+def each_process_writes_its_cache() -> None:
+    """Programs that any process of several compiles are kept, and not only those of the first: for caches that each
+    process has for itself.
+
+    Private: `compiler._cache_write`, and that the number of a process which it looks at is in `distributed`.
+    Tried: JAX 0.10.2, 0.12.0.1, alike.
+    Public instead: a setting that says which processes write the compilation cache.
+    """
+    write = compiler._cache_write
+    if hasattr(write, "cjax_writes"):
+        return
+
+    @functools.wraps(write)
+    def writes(*args: Any, **named: Any) -> None:
+        number = distributed.global_state.process_id
+        distributed.global_state.process_id = 0
+        try:
+            write(*args, **named)
+        finally:
+            distributed.global_state.process_id = number
+
+    vars(writes)["cjax_writes"] = True
+    compiler._cache_write = writes
+
+
+def gloo_stays_on_loopback() -> None:
+    """Collectives between processes on CPUs listen on this machine's loopback alone, whatever its name stands for.
+
+    Private: `xla_bridge`'s call of `make_gloo_tcp_collectives`.
+    Tried: JAX 0.10.2, 0.12.0.1, alike.
+    Public instead: a setting with the address.
+    """
+    library: Any = vars(lib)["_jax"]  # which `xla_bridge` looks the function up in
+    if not isinstance(library.make_gloo_tcp_collectives, functools.partial):
+        library.make_gloo_tcp_collectives = functools.partial(library.make_gloo_tcp_collectives, hostname="127.0.0.1")

@@ -1,15 +1,22 @@
 """Multi-host start: how the processes of a run find each other."""
 
 import os
+from typing import Any
 
 import jax
+
+from cjax.jax_compat.backends import each_process_writes_its_cache, gloo_stays_on_loopback
+from cjax.job import beating, leave_when_told, member
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def initialize() -> None:
     """Joins this process to the others of its run; to be called first. Alone, there is nothing to do.
 
-    Knows Slurm (`srun`), Open MPI (`mpirun`), torchrun and whatever sets its variables (RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT, LOCAL_RANK), and JAX's own JAX_COORDINATOR_ADDRESS.
+    Knows `cjax run`, Slurm (`srun`), Open MPI (`mpirun`), torchrun and whatever sets its variables (RANK, WORLD_SIZE,
+    MASTER_ADDR, MASTER_PORT, LOCAL_RANK), and JAX's own JAX_COORDINATOR_ADDRESS. From then on SIGTERM ends a process
+    of several with status 75, "again", where no `fit` runs that would save first.
 
     Raises:
       RuntimeError: when Slurm reserved several tasks but started this process outside of them, when a variable is
@@ -17,6 +24,15 @@ def initialize() -> None:
 
     >>> initialize()
     """
+    beating()  # what supervises this process knows from here on that it lives
+    _join()
+    if jax.distributed.is_initialized() or member() is not None:
+        leave_when_told()
+    if member() is not None:
+        each_process_writes_its_cache()
+
+
+def _join() -> None:
     num_processes = num_launched()
     if jax.distributed.is_initialized() or (num_processes == 1 and "JAX_COORDINATOR_ADDRESS" not in os.environ):
         return
@@ -41,11 +57,16 @@ def initialize() -> None:
         )
     # Under torchrun its own store listens on MASTER_PORT; JAX's coordinator takes the next port.
     port = int(launcher["MASTER_PORT"]) + (os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    bound: dict[str, Any] = {}
+    if launcher["MASTER_ADDR"] in _LOOPBACK:  # by default it would listen on all networks of the machine
+        bound = {"coordinator_bind_address": f"{launcher['MASTER_ADDR']}:{port}"}
+        gloo_stays_on_loopback()
     jax.distributed.initialize(
         coordinator_address=f"{launcher['MASTER_ADDR']}:{port}",
         num_processes=num_processes,
         process_id=int(launcher["RANK"]),
         local_device_ids=_local_device(launcher),
+        **bound,
     )
 
 

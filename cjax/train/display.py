@@ -2,12 +2,19 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO
+
+from cjax.train.callbacks import Callback, Training
+from cjax.train.writers import flat
 
 
 class Display(Protocol):
     """Where a run says how it goes."""
+
+    def phase(self, text: str) -> None:
+        """What is done before the first step, that takes its time."""
+        ...
 
     def update(self, step: int, facts: Mapping[str, str]) -> None: ...
 
@@ -39,6 +46,8 @@ def make_display(num_steps: int, first: int, is_first_process: bool, stream: Tex
 class Silent:
     """Shows nothing."""
 
+    def phase(self, text: str) -> None: ...
+
     def update(self, step: int, facts: Mapping[str, str]) -> None: ...
 
     def note(self, text: str) -> None: ...
@@ -46,21 +55,58 @@ class Silent:
     def close(self) -> None: ...
 
 
+class Remaining:
+    """How long a run will take still, from the steps that are done.
+
+    What came before the first of them was compiling, which says nothing of how long steps take; and so was, most
+    likely, the longest pause between two of them, in which the first evaluation was compiled.
+
+    >>> remaining = Remaining(num_steps=10)
+    >>> remaining(1)  # None: nothing is known yet
+    """
+
+    def __init__(self, num_steps: int):
+        self._num_steps = num_steps
+        self._last: tuple[float, int] | None = None
+        self._seconds, self._steps = 0.0, 0
+        self._longest = (0.0, 0)
+
+    def __call__(self, step: int) -> float | None:
+        """Seconds, now that this step is done."""
+        now = time.monotonic()
+        if self._last is not None and step > self._last[1]:
+            seconds, steps = now - self._last[0], step - self._last[1]
+            self._seconds, self._steps = self._seconds + seconds, self._steps + steps
+            self._longest = max(self._longest, (seconds, steps))
+        self._last = (now, step)
+        if not self._steps:
+            return None
+        seconds, steps = self._seconds - self._longest[0], self._steps - self._longest[1]
+        each = seconds / steps if steps else self._seconds / self._steps
+        return each * (self._num_steps - step)
+
+
 class LineDisplay:
     """A line now and then: often at first, then about every ten seconds."""
 
     def __init__(self, num_steps: int, first: int, stream: TextIO, interval: float = 10.0):
         self._num_steps, self._stream, self._interval = num_steps, stream, interval
-        self._first, self._begin, self._last = first, time.monotonic(), float("-inf")
+        self._last, self._begun = float("-inf"), float("inf")
+        self._remaining = Remaining(num_steps)
+
+    def phase(self, text: str) -> None:
+        self.note(f"{text} ...")
 
     def update(self, step: int, facts: Mapping[str, str]) -> None:
         now = time.monotonic()
-        if now - self._last < self._interval and step < self._num_steps:
+        self._begun = min(self._begun, now)
+        left = _clock(self._remaining(step))
+        interval = min(self._interval, max(1.0, (now - self._begun) / 2))
+        if now - self._last < interval and step < self._num_steps:
             return
         self._last = now
         text = "  ".join(f"{name} {value}" for name, value in facts.items())
-        left = (now - self._begin) / max(step - self._first, 1) * (self._num_steps - step)
-        print(f"step {step}/{self._num_steps}  {text}  left {_clock(left)}", file=self._stream, flush=True)
+        print(f"step {step}/{self._num_steps}  {text}  left {left}", file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -73,20 +119,24 @@ class Bar:
 
     def __init__(self, num_steps: int, first: int, stream: TextIO):
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn
 
         columns = ("step {task.completed}/{task.total}", "{task.fields[facts]}")
         self._progress = Progress(
             TextColumn(columns[0]),
             BarColumn(bar_width=24),
             TextColumn(columns[1]),
-            TimeRemainingColumn(),
             console=Console(file=stream),
         )
-        self._task = self._progress.add_task("", total=num_steps, completed=first, facts="compiling")
+        self._remaining = Remaining(num_steps)
+        self._task = self._progress.add_task("", total=num_steps, completed=first, facts="")
         self._progress.start()
 
+    def phase(self, text: str) -> None:
+        self._progress.update(self._task, facts=text, refresh=True)  # no step will do so for a while
+
     def update(self, step: int, facts: Mapping[str, str]) -> None:
+        facts = {**facts, "left": _clock(self._remaining(step))}
         text = "  ".join(f"[dim]{name}[/dim] {value}" for name, value in facts.items())
         self._progress.update(self._task, completed=step, facts=text)
 
@@ -97,6 +147,25 @@ class Bar:
         self._progress.stop()
 
 
+class Progress(Callback):
+    """Shows what steps and evaluations give.
+
+    Args:
+        display: where.
+        names: of the numbers of a step that are shown, besides the loss.
+    """
+
+    def __init__(self, display: Display, names: Sequence[str]):
+        self._display, self._names = display, ("loss", *names)
+
+    def on_step(self, training: Training, step: int, values: Mapping[str, Any]) -> None:
+        self._display.update(step, format_facts({name: values[name] for name in self._names if name in values}))
+
+    def on_evaluate(self, training: Training, step: int, values: Mapping[str, Any]) -> None:
+        said = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in flat(values).items())
+        self._display.note(f"step {step}: {said}")
+
+
 def format_facts(values: Mapping[str, Any]) -> dict[str, str]:
     """The numbers of a step as people read them.
 
@@ -105,6 +174,8 @@ def format_facts(values: Mapping[str, Any]) -> dict[str, str]:
     """
 
     def text(name: str, value: Any) -> str:
+        if name == "learning_rate":
+            return f"{value:.3g}"
         if name == "mfu":
             return f"{100 * value:.1f} %"
         if name == "memory":
@@ -114,6 +185,8 @@ def format_facts(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: text(name, value) for name, value in values.items() if isinstance(value, (int, float))}
 
 
-def _clock(seconds: float) -> str:
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,31 +11,24 @@ import jax
 import numpy as np
 
 from cjax.checkpoint import Checkpointer
+from cjax.job import AGAIN, beating, member
+from cjax.job.beat import COMPILING, ENDED, RESTORING
+from cjax.job.files import write_whole
 from cjax.program import Program, State
 from cjax.program.on_disk import on_disk
-from cjax.train.display import Display, format_facts, make_display
+from cjax.report.runs import write_page
+from cjax.train.callbacks import Callback, KeepBest, LossSpike
+from cjax.train.display import Progress, make_display
+from cjax.train.loop import Loop, NotFiniteError, latest
 from cjax.train.meter import Meter
-from cjax.train.record import Record
-from cjax.train.resume import Noting, Resumed, go_on
+from cjax.train.pace import Pace, assumed_between_failures
+from cjax.train.record import Record, writers_of
+from cjax.train.resume import Noting, Resumed, go_on, has_begun
 from cjax.train.signals import StopRequest
 from cjax.train.stream import Stream
-from cjax.tree import PyTree, leaf_names
-
-ENOUGH_STEPS = 10  # whose median says what a step takes
-
-
-class NotFiniteError(FloatingPointError):
-    """The loss or the gradient of a step was not finite, and `fit` was told to stop then.
-
-    Attributes:
-        step: the step concerned.
-        state: the state, without what that step would have done to it.
-        checkpoint: the last good checkpoint, if there is one.
-    """
-
-    def __init__(self, message: str, step: int, state: State, checkpoint: Path | None):
-        super().__init__(message)
-        self.step, self.state, self.checkpoint = step, state, checkpoint
+from cjax.train.system import HardwareLog
+from cjax.train.writers import Writer
+from cjax.tree import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +42,11 @@ class FitResult:
         loss: of the last step; None if there was none to do.
         metrics: the file of metrics, if there is a folder.
         checkpoint: the last checkpoint, if there is a folder.
-        ended: "steps" when all were done, "data" when an iterator ran out, or the signal that stopped it.
+        ended: "steps" when all were done, "data" when an iterator ran out, the signal that stopped it, or what a
+            callback said, such as "early stop".
+        exit_code: what tells who started the process how it went: 0; 75 ("again") after SIGTERM; 130 after SIGINT.
+        best: the checkpoint that scored best, if that was asked for.
+        hardware: seconds, and joules by step and by sample, if that was asked for.
     """
 
     state: State
@@ -58,6 +56,12 @@ class FitResult:
     metrics: Path | None
     checkpoint: Path | None
     ended: str
+    best: Path | None = None
+    hardware: Mapping[str, Any] | None = None
+
+    @property
+    def exit_code(self) -> int:
+        return {"SIGTERM": AGAIN, "SIGINT": 128 + signal.SIGINT}.get(self.ended, 0)
 
 
 def fit(
@@ -68,21 +72,29 @@ def fit(
     state: State | None = None,
     samples: int = 0,
     folder: str | Path | None = None,
-    resume: bool = False,
+    resume: bool | Literal["auto"] | None = None,
     seed: int = 0,
     validation: Callable[[], Iterable[PyTree]] | None = None,
     evaluate_every: int | None = None,
-    checkpoint_every: int | None = None,
+    checkpoint_every: int | Literal["auto"] | None = None,
+    between_failures: float | None = None,
     keep: int = 3,
-    on_nan: Literal["stop", "skip"] = "stop",
+    best: str | None = None,
+    best_mode: Literal["min", "max"] = "min",
+    on_nan: Literal["stop", "skip", "rollback"] = "stop",
     log_every: int = 10,
+    log: Sequence[Writer] = (),
+    learning_rate: float | Callable[[int], Any] | None = None,
+    hardware: bool | float = False,
+    callbacks: Sequence[Callback] = (),
     tensorboard: bool = False,
     resume_command: str | None = None,
 ) -> FitResult:
     """Trains until `steps` steps are done.
 
     In `folder`: `metrics.jsonl`, `plan.txt`, `report.txt`, `checkpoints/`. SIGINT and SIGTERM end the run after the
-    step that is under way, with a checkpoint; what to type to go on is printed.
+    step that is under way, or in the middle of an evaluation, with a checkpoint; what to type to go on is printed. A
+    second SIGINT ends the process at once. A checkpoint that a full disk has no room for is said, and training goes on.
 
     Args:
         program: from `cjax.parallelize`.
@@ -90,17 +102,30 @@ def fit(
         steps: of the whole run, those before a resume included.
         state: where to start; a fresh one if None.
         samples: global samples already read, with `state`; as `FitResult.samples` says.
-        folder: of the run; None keeps nothing on disk.
-        resume: continue the run of `folder`, under this program's plan, whatever the plan was: behind its last
-            checkpoint, or behind the last step where this plan keeps each on disk.
+        folder: of the run; None keeps nothing on disk, but under `cjax run --workers`, which has a folder.
+        resume: True continues the run of `folder`, under this program's plan, whatever the plan was: behind its last
+            checkpoint, or behind the last step where this plan keeps each on disk. "auto" does so too, and begins anew
+            where nothing was kept yet. Where not given: "auto" under `cjax run --workers`, else False.
         seed: of the fresh state.
         validation: gives the batches to evaluate on; `data.validation` if there is one.
         evaluate_every: steps between evaluations; None never evaluates.
-        checkpoint_every: steps between checkpoints; None writes one at the end.
+        checkpoint_every: steps between checkpoints; None writes one at the end; "auto" as often as loses least, by
+            what they are measured to cost and `between_failures`.
+        between_failures: seconds, on average, between failures of the whole run, for "auto"; a day if not given, or
+            50,000 hours of a device, if that is less.
         keep: how many checkpoints stay.
-        on_nan: "stop" raises at the first step that is not finite; "skip" goes on without what it would have done.
-            Overflows of float16 are not meant, as long as the loss scale can still be lowered.
+        best: a number of evaluations, such as "validation_loss" or "validation_aux/accuracy": the checkpoint that has
+            the best one stays, whatever `keep` is, in `best`.
+        best_mode: whether less is better, or more.
+        on_nan: "stop" raises at the first step that is not finite; "skip" goes on without what it would have done;
+            "rollback" goes back to the last checkpoint, and on behind the data read so far. Overflows of float16 are
+            not meant, as long as the loss scale can still be lowered.
         log_every: steps between lines of metrics. Every step is watched, logged or not.
+        log: where metrics go beside their file: objects with `write(step, values)` and `close()`, such as those of
+            `cjax.train`. The first process writes.
+        learning_rate: the optimizer's, to be logged: a number, or its function of the number of updates.
+        hardware: read what the hardware does into `system.jsonl`, every 5 seconds, or so many; `report.html` draws it.
+        callbacks: told of what happens; see `cjax.train.Callback`.
         tensorboard: also write TensorBoard's event files.
         resume_command: what to print as the way to go on.
 
@@ -108,28 +133,39 @@ def fit(
         NotFiniteError: see `on_nan`.
         FileExistsError: `folder` holds a run, and `resume` is False; or the disk holds another run.
         FileNotFoundError: `resume` is True, and nothing was kept of the run.
-        OSError: a checkpoint could not be written; it says which one is whole.
+        OSError: the checkpoint at the end could not be written; it says which one is whole.
     """
     _check_counts(steps=(steps, 0), log_every=(log_every, 1), samples=(samples, 0))
     every = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "keep": keep}
-    _check_counts(**{name: (number, 1) for name, number in every.items() if number is not None})
-    if on_nan not in ("stop", "skip"):
-        raise ValueError(f'fit got on_nan={on_nan!r}; it needs on_nan "stop" or "skip"')
-    folder = None if folder is None else Path(folder).absolute()
-    if resume and (folder is None or state is not None):
-        raise ValueError("resume=True continues the run of a folder: give folder=..., and no state")
-    if folder is not None and not resume and (folder / "metrics.jsonl").exists():
-        how = resume_command or "resume=True"
-        raise FileExistsError(f"{folder} holds a run already; continue it with {how}, or name another folder")
+    _check_counts(**{name: (number, 1) for name, number in every.items() if number not in (None, "auto")})
+    if on_nan not in ("stop", "skip", "rollback"):
+        raise ValueError(f'fit got on_nan={on_nan!r}; it needs on_nan "stop", "skip" or "rollback"')
+    folder, goes_on = _place(folder, resume, state, resume_command)
+    if best is not None and (folder is None or not evaluate_every):
+        raise ValueError(f"best={best!r} keeps a checkpoint by what evaluations give: give folder= and evaluate_every=")
+    goes_back = on_nan == "rollback" or any(isinstance(c, LossSpike) and c.then == "rollback" for c in callbacks)
+    if goes_back and (folder is None or not checkpoint_every or on_disk(program) is not None):
+        raise ValueError(
+            "going back needs checkpoints to go back to: give folder= and checkpoint_every=. (Where a plan keeps all "
+            "of its layers on disk, that has gone on too, and can't be gone back from.)"
+        )
+    if between_failures is not None and not between_failures > 0:
+        raise ValueError(f"fit got between_failures={between_failures!r}; it needs seconds, more than 0")
+    writers = writers_of(folder, tensorboard, log)
     with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        beat = beating()
         checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", keep)) if folder else None
         disk = None if folder is None else on_disk(program)
         command = resume_command or f"fit(..., folder={str(folder)!r}, resume=True)"
-        identity, notes = getattr(data, "identity", None), []
-        if resume:
+        identity, notes, evaluated = getattr(data, "identity", None), [], True
+        if checkpoints is not None and goes_on == "auto":
+            goes_on = has_begun(checkpoints, disk)
+        if goes_on:
             assert checkpoints is not None and folder is not None
+            beat.turn(RESTORING)
             resumed = go_on(program, data, checkpoints, disk, folder)
-            state, samples, notes = resumed.state, resumed.samples, resumed.notes
+            state, samples, notes, evaluated = resumed.state, resumed.samples, resumed.notes, resumed.evaluated
             if on_nan == "stop" and program.loss_scale is None:
                 _refuse_unseen(resumed, checkpoints)
         noting = None if disk is None or folder is None else Noting(disk, folder, command, identity)
@@ -140,38 +176,90 @@ def fit(
         if noting is not None:
             noting.begin(state)
         first = int(state.step)
+        beat.tell(first=first, steps=steps)
         is_first = jax.process_index() == 0
-        if folder and is_first:
-            _describe(folder, program)
-        record = Record(folder if is_first else None, first, tensorboard)
         display = make_display(steps, first, is_first)
-        stack.callback(record.close)
         stack.callback(display.close)
         for note in notes:
             display.note(note)
-        run = _Loop(
+        display.phase("compiling")
+        beat.turn(COMPILING)
+        if folder and is_first:
+            _describe(folder, program)
+        meter = Meter(program, getattr(data, "sequence", None))
+        record = Record(writers if is_first else (), log_every)
+        watch = HardwareLog(5.0 if hardware is True else float(hardware)) if hardware else None
+        best_place = folder / "best" if folder and best else None
+        bests = stack.enter_context(Checkpointer(best_place, keep=1)) if best_place else None
+        own: list[Callback] = [KeepBest(best, best_mode, bests)] if best else []
+        own += [watch] if watch else []
+        run = Loop(
             program,
             Stream(data, samples, jax.process_count()),
-            Meter(program, getattr(data, "sequence", None)),
+            meter,
             checkpoints,
             record,
             display,
+            [record, Progress(display, meter.names), *own, *callbacks],
             skip=on_nan == "skip",
             log_every=log_every,
             validation=validation or getattr(data, "validation", None),
             evaluate_every=evaluate_every,
-            checkpoint_every=checkpoint_every,
+            pace=Pace(checkpoint_every, between_failures or assumed_between_failures(program.mesh.size), first),
             identity=identity,
             noting=noting,
             # Of a step that the disk has there may be no checkpoint yet.
-            saved=-1 if resume and checkpoints is not None and checkpoints.latest() != first else first,
+            saved=-1 if goes_on and checkpoints is not None and checkpoints.latest() != first else first,
+            state=state,
+            steps=steps,
+            folder=folder,
+            rolls_back=on_nan == "rollback",
+            goes_back=goes_back,
+            best=bests,
+            rate=learning_rate,
+            stop_request=stop,
+            evaluated=evaluated,
         )
-        state, ended = run.go(state, steps)
-        if ended not in ("steps", "data"):
+        for callback in run.callbacks:
+            stack.callback(callback.on_end, run)
+        ended = run.go()
+        beat.tell(ended=ended)
+        beat.turn(ENDED)
+        if ended in signal.Signals.__members__:
             how = f"go on with: {command}" if folder else "nothing was saved, because no folder was given"
             display.note(f"stopped by {ended} after step {run.step}; {how}")
-        metrics = None if folder is None else folder / "metrics.jsonl"
-        return FitResult(state, run.step, run.stream.samples, run.loss, metrics, _latest(checkpoints), ended)
+    metrics = None if folder is None else folder / "metrics.jsonl"
+    if watch is not None and folder is not None and is_first:
+        write_page([folder], folder / "report.html")
+    return FitResult(
+        run.state,
+        run.step,
+        run.stream.samples,
+        run.loss,
+        metrics,
+        latest(checkpoints),
+        ended,
+        latest(run.best),
+        None if watch is None else watch.summary,
+    )
+
+
+def _place(folder: Any, resume: Any, state: State | None, command: str | None) -> tuple[Path | None, bool | str]:
+    """Where a run is kept, and whether it goes on: as told, or as the job says that this process is a worker of."""
+    mine = member()
+    if folder is None and mine is not None:
+        folder = mine.folder
+    if resume is None:
+        resume = "auto" if mine is not None and folder is not None and state is None else False
+    if resume not in (True, False, "auto"):
+        raise ValueError(f'fit got resume={resume!r}; it needs resume True, False or "auto"')
+    folder = None if folder is None else Path(folder).absolute()
+    if resume and (folder is None or state is not None):
+        raise ValueError(f"resume={resume!r} continues the run of a folder: give folder=..., and no state")
+    if folder is not None and not resume and (folder / "metrics.jsonl").exists():
+        how = command or 'resume=True, or resume="auto"'
+        raise FileExistsError(f"{folder} holds a run already; continue it with {how}, or name another folder")
+    return folder, resume
 
 
 def _check_counts(**counts: tuple[Any, int]) -> None:
@@ -189,145 +277,11 @@ def _refuse_unseen(resumed: Resumed, checkpoints: Checkpointer) -> None:
             'changed no parameter. Lower the learning rate, and go on past them with on_nan="skip" (--on-nan skip)',
             step,
             resumed.state,
-            _latest(checkpoints),
+            latest(checkpoints),
         )
 
 
 def _describe(folder: Path, program: Program) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.txt").write_text(f"{program.plan}\n")
-    (folder / "report.txt").write_text(f"{program.report()}\n")
-
-
-@dataclasses.dataclass
-class _Loop:
-    """The loop and what it carries from step to step."""
-
-    program: Program
-    stream: Stream
-    meter: Meter
-    checkpoints: Checkpointer | None
-    record: Record
-    display: Display
-    skip: bool
-    log_every: int
-    validation: Callable[[], Iterable[PyTree]] | None
-    evaluate_every: int | None
-    checkpoint_every: int | None
-    identity: Any
-    noting: Noting | None
-    saved: int  # the step of which there is a checkpoint, or that needs none
-    step: int = 0
-    loss: float | None = None
-    # Dispatched, but not looked at: reading the metrics of a step waits for it, and the devices should have the next
-    # one by then.
-    unread: tuple[int, int, Mapping[str, Any]] | None = None  # step, samples read by then, metrics
-
-    def go(self, state: State, steps: int) -> tuple[State, str]:
-        """Runs until `steps`; returns the last state and why it ended."""
-        self.step = int(state.step)
-        batches = iter(self.stream)
-        num_processes = jax.process_count()
-        ended = "steps"
-        with StopRequest() as stop:
-            while self.step < steps:
-                batch = next(batches, None)
-                if batch is None:
-                    ended = "data"
-                    self.display.note(f"the data ended after step {self.step} of {steps}")
-                    break
-                if self.noting is not None:
-                    self.noting(self.stream.samples)
-                state, metrics = self.program.step(state, batch)
-                self.step += 1
-                self._read(state)
-                self.unread = (self.step, self.stream.samples, metrics)
-                if self._is_due(self.evaluate_every):
-                    self._read(state)
-                    self._evaluate(state)
-                if self._is_due(self.checkpoint_every):
-                    self._save(state)
-                # Agreeing waits for the slowest process, so with several it is not done at every step.
-                asks = num_processes == 1 or self.step % self.log_every == 0
-                if asks and (received := stop.agreed(num_processes)):
-                    ended = received.name
-                    break
-            self._read(state)
-            if self.saved != self.step:
-                self._save(state)
-            if self.checkpoints is not None:
-                self.checkpoints.wait()
-            if len(self.meter.step_seconds) >= ENOUGH_STEPS:
-                self.program.learn(self.meter.step_seconds)
-        return state, ended
-
-    def _is_due(self, every: int | None) -> bool:
-        return bool(every) and self.step % every == 0
-
-    def _read(self, state: State) -> None:
-        """Looks at the metrics of the last step but this one, and waits for them."""
-        if self.unread is None:
-            return
-        step, samples, metrics = self.unread
-        self.unread = None
-        metrics = jax.tree.map(lambda leaf: np.asarray(leaf).item(), dict(metrics))
-        self.loss = metrics["loss"]
-        facts = {**metrics, **self.meter.tick(samples)}
-        if metrics.get("skipped"):
-            self._not_finite(step, metrics, state)
-            if self.noting is not None:
-                self.noting.skipped += int(metrics["skipped"])
-        elif step % self.log_every == 0:
-            self.record.write(step, facts)
-        shown = {name: facts[name] for name in ("loss", *self.meter.names) if name in facts}
-        self.display.update(step, format_facts(shown))
-
-    def _not_finite(self, step: int, metrics: Mapping[str, Any], state: State) -> None:
-        self.record.write(step, _scalars(metrics))
-        what = f"step {step} was not finite (loss {metrics['loss']}, gradient norm {metrics['grad_norm']})"
-        scaling = self.program.loss_scale
-        if scaling is not None and metrics["loss_scale"] > scaling.minimum:
-            # How float16 finds its range: the next step has another factor, and no say of the user's is needed.
-            self.display.note(f"step {step} overflowed float16 with a loss scale of {metrics['loss_scale']:g}: skipped")
-            return
-        if self.skip:
-            self.display.note(f"{what}: skipped")
-            return
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
-        checkpoint = _latest(self.checkpoints)
-        where = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
-        raise NotFiniteError(
-            f'{what}; {where}. It changed no parameter. Lower the learning rate, or go on past it with on_nan="skip"',
-            step,
-            state,
-            checkpoint,
-        )
-
-    def _evaluate(self, state: State) -> None:
-        if self.validation is None:
-            return
-        loss = float(self.program.evaluate(state, self.validation())["loss"])
-        self.record.write(self.step, {"validation_loss": loss})
-        self.display.note(f"step {self.step}: validation loss {loss:.4f}")
-        self.meter.pause()
-
-    def _save(self, state: State) -> None:
-        if self.checkpoints is None:
-            return
-        self._read(state)  # so that no step is in a checkpoint before it is known to be finite
-        position = {"samples": self.stream.samples, "identity": self.identity}
-        meta = {**self.program.meta(state), "data": position}
-        tree, rows = self.program.to_rows(state)
-        self.checkpoints.save(self.step, tree, meta, rows=rows)
-        self.saved = self.step
-        self.meter.pause()
-
-
-def _latest(checkpoints: Checkpointer | None) -> Path | None:
-    step = None if checkpoints is None else checkpoints.latest()
-    return None if checkpoints is None or step is None else checkpoints.folder / str(step)
-
-
-def _scalars(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
+    write_whole(folder / "plan.txt", f"{program.plan}\n")
+    write_whole(folder / "report.txt", f"{program.report()}\n")

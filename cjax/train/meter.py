@@ -52,7 +52,8 @@ class Meter:
             self._steps.append(seconds)
             # A running mean over about ten steps: single ones jitter, since dispatch runs ahead of the devices.
             self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds
-            facts[self._unit] = (samples - last[1]) * self._size / self._seconds
+            facts["samples/s"] = (samples - last[1]) / self._seconds
+            facts[self._unit] = facts["samples/s"] * self._size
             if self._peak_steps is not None:
                 facts["mfu"] = 1 / (self._seconds * self._peak_steps)
         facts["memory"] = self._used_memory()

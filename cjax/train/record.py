@@ -1,79 +1,68 @@
-"""The metrics of a run on disk: one JSON object a line, and TensorBoard's form where asked for."""
+"""What a run leaves of its numbers: each line goes to all writers."""
 
-import json
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from cjax.train.callbacks import Callback, Training
+from cjax.train.writers import JSONL, TensorBoard, Writer
+from cjax.tree import leaf_names
 
-class Record:
-    """Appends to `metrics.jsonl`, and to TensorBoard's event files.
+
+class Record(Callback):
+    """Writes what steps and evaluations give.
 
     Args:
-        folder: of the run; None keeps nothing.
-        step: where this run starts. Lines of later steps, which a killed run left behind, are dropped: they are about
-            to be written again.
-        tensorboard: also write event files, below `folder`/tensorboard.
-
-    Raises:
-        ImportError: TensorBoard's form was asked for, and its writer is not installed.
+        writers: each gets all lines.
+        log_every: steps between lines. Steps that changed nothing are always written.
     """
 
-    def __init__(self, folder: Path | None, step: int, tensorboard: bool):
-        self._board: Any = None
-        self._file: Any = None
-        if folder is None:
-            if tensorboard:
-                raise ValueError("tensorboard=True needs a folder to write to; give fit folder=...")
-            return
-        if tensorboard:
-            try:
-                from tensorboardX import SummaryWriter
-            except ImportError as error:
-                raise ImportError('tensorboard=True needs its writer: pip install "cjax[log]"') from error
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-        path = folder / "metrics.jsonl"
-        kept = [line for line in _whole_lines(path) if _step_of(path, line) <= step]
-        path.write_text("".join(line + "\n" for line in kept))
-        # One line at a time: whoever follows the file, or is left with it after a crash, sees whole lines.
-        self._file = open(path, "a", buffering=1)
+    def __init__(self, writers: Sequence[Writer], log_every: int):
+        self._writers, self._log_every = tuple(writers), log_every
+
+    def on_begin(self, training: Training) -> None:
+        for writer in self._writers:
+            if begin := getattr(writer, "begin", None):
+                begin(training.folder, training.step)
+
+    def on_step(self, training: Training, step: int, values: Mapping[str, Any]) -> None:
+        if values.get("skipped"):
+            self.write(step, dict(zip(leaf_names(dict(values)), jax.tree.leaves(dict(values)), strict=True)))
+        elif step % self._log_every == 0:
+            self.write(step, values)
+
+    def on_evaluate(self, training: Training, step: int, values: Mapping[str, Any]) -> None:
+        self.write(step, values)
+
+    def on_roll_back(self, training: Training, step: int) -> None:
+        for writer in self._writers:
+            if forget := getattr(writer, "forget", None):
+                forget(step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line; `values` are numbers or trees of them."""
-        values = jax.tree.map(_in_words, dict(values))
-        if self._file is not None:
-            self._file.write(json.dumps({"step": step, **values}) + "\n")
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._board.add_scalar(name, value, step)
+        for writer in self._writers:
+            writer.write(step, values)
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+    def on_end(self, training: Training) -> None:
+        for writer in self._writers:
+            writer.close()
 
 
-def _in_words(value: Any) -> Any:
-    """JSON has no NaN and no infinity; a line says them in words."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def writers_of(folder: Path | None, tensorboard: bool, log: Sequence[Writer]) -> list[Writer]:
+    """The file of metrics of a run that has a folder, and what was asked for beside it.
 
-
-def _step_of(path: Path, line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"{path} holds a line that is no metrics of a step, {line[:80]!r}: remove it, or move the file away; the "
-            "run goes on without it"
-        ) from error
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """The lines of a file, without a last one that a crash cut off."""
-    text = path.read_text() if path.exists() else ""
-    return text[: text.rfind("\n") + 1].splitlines()
+    Raises:
+        TypeError: something that can't be written to.
+    """
+    if tensorboard and folder is None:
+        raise ValueError("tensorboard=True needs a folder to write to; give fit folder=...")
+    for writer in log:
+        if isinstance(writer, type) or not isinstance(writer, Writer):
+            raise TypeError(
+                f"log= has {writer!r}, which is no object with write(step, values) and close(); give "
+                'log=[cjax.train.TensorBoard(), cjax.train.Prometheus("run.prom")], say'
+            )
+    first: list[Writer] = [JSONL(folder / "metrics.jsonl")] if folder else []
+    return [*first, *([TensorBoard()] if tensorboard else []), *log]

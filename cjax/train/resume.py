@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
 from cjax.checkpoint import Checkpointer, inspect
 from cjax.program import Program, State
 from cjax.program.on_disk import OnDisk, elsewhere
@@ -22,12 +26,14 @@ class Resumed:
         samples: global samples read by then.
         notes: what the user is told.
         unseen: steps that changed nothing, and that `fit` had not looked at when it ended.
+        evaluated: whether the evaluation that was due then has been made.
     """
 
     state: State
     samples: int
     notes: list[str]
     unseen: int = 0
+    evaluated: bool = True
 
 
 class Noting:
@@ -61,6 +67,21 @@ class Noting:
         self._disk.note(None)
 
 
+def has_begun(checkpoints: Checkpointer, disk: OnDisk | None) -> bool:
+    """Whether there is anything to go on from. What is not known to be nobody's counts, so that it is not lost."""
+    kept = None if disk is None else disk.kept
+    is_on_disk = kept is not None and bool(kept[0] or kept[1].get("run"))
+    return is_on_disk or _of_first(checkpoints.latest()) is not None
+
+
+def _of_first(step: int | None) -> int | None:
+    """What the first process sees: another may not see yet what lies on a disk that they share."""
+    if jax.process_count() == 1:
+        return step
+    told = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step)))
+    return None if told < 0 else told
+
+
 def go_on(program: Program, data: Any, checkpoints: Checkpointer, disk: OnDisk | None, folder: Path) -> Resumed:
     """The latest that was kept of the run in `folder`.
 
@@ -75,7 +96,7 @@ def go_on(program: Program, data: Any, checkpoints: Checkpointer, disk: OnDisk |
         FileNotFoundError: nothing was kept.
         FileExistsError: the disk holds another run.
     """
-    identity, last = getattr(data, "identity", None), checkpoints.latest()
+    identity, last = getattr(data, "identity", None), _of_first(checkpoints.latest())
     kept = None if disk is None else disk.kept
     if disk is not None and kept is not None:
         step, note = kept
@@ -92,12 +113,12 @@ def go_on(program: Program, data: Any, checkpoints: Checkpointer, disk: OnDisk |
             return Resumed(state, note["samples"], notes, unseen)
     if last is None:
         raise FileNotFoundError(_nothing(program, folder, disk, kept))
-    place = checkpoints.place()
+    place = checkpoints.place(last)
     state, meta = program.restore(place), inspect(place).meta
     before, now = meta["plan"], str(program.plan)
     changed = "" if before == now else f", from plan {before} to {now}"
     notes = [f"resuming after step {int(state.step)}{changed}", *_other(meta["data"]["identity"], identity)]
-    return Resumed(state, meta["data"]["samples"], notes)
+    return Resumed(state, meta["data"]["samples"], notes, evaluated=meta.get("evaluated", True))
 
 
 def _is_latest(program: Program, checkpoints: Checkpointer, last: int | None, step: int) -> bool:

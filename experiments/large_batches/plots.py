@@ -5,8 +5,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.charts import Chart, Points
 from shared.results import Results, Row
+
+from cjax.report.charts import Chart, Points
 
 from .tables import grouped, mean_of, series
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import jax
 import optax
-from shared.charts import Chart
 from shared.results import Results, Row
 
 import cjax
 from cjax.models import GPT, T5, gpt, t5, t5_loss
 from cjax.models import loss as gpt_loss
+from cjax.report.charts import Chart
 
 CARDS, MICROBATCH = 2, 16
 LENGTH = {"gpt2-xl": 1024, "t5-3b": 512}

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from shared.charts import Chart, Points
 from shared.results import Results
 
 from cjax.pipeline import Times, build, gantt_svg, simulate
+from cjax.report.charts import Chart, Points
 
 from .schedules import SCHEDULES, text_of
 from .tables import by_stages

@@ -1,1 +1,1 @@
-"""What more than one experiment stands on: rows on disk, compiled steps, timing, tables, charts, a plain GPT."""
+"""What more than one experiment stands on: rows on disk, compiled steps, timing, tables, a plain GPT."""

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from shared.charts import picture, text
 from shared.results import Results, Row
+
+from cjax.report.charts import picture, text
 
 from .tables import about, by_case
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from shared.charts import COLORS, Chart, Points, picture, text
 from shared.results import Results, Row
+
+from cjax.report.charts import COLORS, Chart, Points, picture, text
 
 from .flavours import PIPELINES
 from .view import View, bandwidth, fits, part_of, rate

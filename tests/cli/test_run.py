@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,47 @@ def test_what_cannot_run_is_refused(script: str):
         Run.parse(["nowhere.py"]).run()
     with pytest.raises(ValueError, match="at least one device"):
         Run.parse([script, "--devices", "0"]).run()
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("SLURM_") or name == "WORLD_SIZE":
+            monkeypatch.delenv(name)
+
+
+def test_a_job_is_made_of_what_was_typed(script: str, tmp_path: Path, no_launcher: None) -> None:
+    typed = ["--workers", "2", "--min-workers", "1", "--restarts", "7", "--devices", "3", "--folder", str(tmp_path)]
+    options = Run.parse([*typed, "--", script, "--devices", "9"])
+    job = options._job(options._command(), 2)
+    assert job.command[1:] == (script, "--devices", "9")
+    assert (job.workers, job.min_workers, job.restarts, job.devices, job.hosts) == (2, 1, 7, 3, ())
+    assert job.folder == str(tmp_path)
+    options = Run.parse(["--workers", "1", "--", "train", "x"])
+    assert options._command()[-2:] == ["train", "x"], "in the place of a script"
+    with pytest.raises(FileNotFoundError, match="no script trian"):
+        Run.parse(["trian", "--workers", "2"]).run()
+
+
+def test_under_slurm_each_host_of_the_allocation_has_a_worker(
+    script: str, tmp_path: Path, no_launcher: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scontrol").write_text('#!/bin/sh\ntest "$1 $2" = "show hostnames" && echo n1 && echo n2\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_NNODES", "2")
+    options = Run.parse([script, "--workers", "2"])
+    job = options._job(options._command(), 2)
+    assert job.hosts == ("n1", "n2") and job.line("n2", {"RANK": "1"})[:5] == [
+        "srun", "--nodes=1", "--ntasks=1", "--overlap", "--nodelist=n2",
+    ]  # fmt: skip
+    assert job.said(1, 1, 2, ("n1", 9))["MASTER_ADDR"] == "n1"
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_it_is_typed_once_and_not_by_each_process_of_a_launcher(
+    script: str, name: str, no_launcher: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(ValueError, match="starts the workers itself"):
+        Run.parse([script, "--workers", "2"]).run()

@@ -43,12 +43,14 @@ def losses(folder: Path) -> dict[int, float]:
 def whole(tmp_path_factory, text: Path) -> Path:
     """A run of twelve steps, uninterrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    assert main(["train", "--data", str(text), "--steps", "12", "--folder", str(folder), *SMALL]) == 0
+    more = ["--evaluate-every", "4", "--hardware", "--best", "--patience", "9", "--log", "prometheus"]
+    assert main(["train", "--data", str(text), "--steps", "12", "--folder", str(folder), *SMALL, *more]) == 0
     return folder
 
 
 def test_a_run_leaves_all_that_it_promises(whole: Path):
-    for name in ("metrics.jsonl", "plan.txt", "report.txt", "options.json", "sample.txt"):
+    more = ("metrics.prom", "system.jsonl", "report.html")
+    for name in ("metrics.jsonl", "plan.txt", "report.txt", "options.json", "sample.txt", *more):
         assert (whole / name).stat().st_size > 0, name
     assert (whole / "plan.txt").read_text().strip() == "data=4 tensor=2 zero=1"
     assert len(losses(whole)) == 12 and losses(whole)[12] < losses(whole)[1] - 0.2
@@ -56,6 +58,13 @@ def test_a_run_leaves_all_that_it_promises(whole: Path):
     assert (summary.step, summary.plan) == (12, "data=4 tensor=2 zero=1")
     assert summary.arrays["params/blocks/1/mlp/up/kernel"].shape == (32, 128)
     assert summary.meta["data"]["samples"] == 96
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["learning_rate"] for line in lines if "loss" in line]
+    assert rates[:2] == pytest.approx([0.0, 2e-3]) and rates[-1] == pytest.approx(2.365e-4, rel=1e-3)
+    assert all(line["tokens/s"] == pytest.approx(16 * line["samples/s"]) for line in lines if "tokens/s" in line)
+    scores = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    assert inspect(whole / "best").step == min(scores, key=lambda step: scores[step])
+    assert json.loads((whole / "options.json").read_text())["log"] == ["prometheus"]
 
 
 @pytest.mark.parametrize(
@@ -67,10 +76,10 @@ def test_it_resumes_under_the_same_plan_and_under_another(
     """The run is stopped by what a terminal sends, and continued from its folder alone."""
     step = 0
 
-    def interrupt_at_six(self, num_processes: int):
+    def interrupt_at_six(self, num_processes: int, step_seconds: float):
         nonlocal step
         step += 1
-        return signal.SIGINT if step == 6 else None
+        return signal.SIGINT if step == 7 else None
 
     with monkeypatch.context() as patch:
         patch.setattr("cjax.train.signals.StopRequest.agreed", interrupt_at_six)
@@ -177,6 +186,9 @@ def test_the_options_of_a_run_are_those_of_its_resume_unless_typed_again(whole: 
         (["--seq", "0"], "--seq 0: it is"),
         (["--warmup", "-1"], "--warmup -1: it is"),
         (["--seed", "-1"], "--seed -1: it is"),
+        (["--patience", "0"], "--patience 0: it is"),
+        (["--profile", "9:3"], "--profile 9:3: it is the first and the last"),
+        (["--between-failures", "0"], "--between-failures 0.0: it is hours"),
         (["--seed", "4294967296"], "--seed 4294967296: it is below"),
     ],
 )
@@ -214,3 +226,14 @@ def test_options_of_a_run_that_are_none_are_named(content: str, tmp_path: Path, 
     (tmp_path / "options.json").write_text(content)
     assert main(["train", "--resume", str(tmp_path)]) == 1
     assert "options.json is not what a run leaves of its options" in capsys.readouterr().err
+
+
+def test_auto_begins_a_run_and_goes_on_with_it(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--data", str(text), "--folder", str(tmp_path / "run"), "--resume", "auto", "--sample", "0", *SMALL]
+    assert main(["train", *arguments, "--steps", "4"]) == 0
+    assert inspect(tmp_path / "run").step == 4
+    capsys.readouterr()
+    assert main(["train", *arguments, "--steps", "6"]) == 0
+    assert "resuming after step 4" in capsys.readouterr().err and inspect(tmp_path / "run").step == 6
+    assert main(["train", "--resume", "auto"]) == 1
+    assert "give --folder" in capsys.readouterr().err

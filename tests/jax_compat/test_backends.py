@@ -14,6 +14,8 @@ from forked import Forks
 from cjax.cards import CARDS
 from cjax.jax_compat.backends import (
     absent_gpus,
+    each_process_writes_its_cache,
+    gloo_stays_on_loopback,
     is_of_this_process,
     made_together,
     names_in_cache_key,
@@ -124,3 +126,37 @@ def test_cards_without_the_compiler_are_an_error_and_leave_the_environment_alone
             raise AssertionError("absent cards without a compiler for them")
     """
     run(forks, code)
+
+
+def test_each_process_keeps_what_it_compiles(forks: Forks, tmp_path: Path) -> None:
+    code = """
+        import sys
+        import jax
+        from jax._src import distributed
+        from cjax.jax_compat.backends import each_process_writes_its_cache
+
+        if sys.argv[1] == "each":
+            each_process_writes_its_cache()
+            each_process_writes_its_cache()
+        distributed.global_state.process_id = 1
+        jax.jit(lambda x: x * 3 + 1)(2.0)
+        assert distributed.global_state.process_id == 1
+    """
+    for who in ("first", "each"):
+        keeps = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / who), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        done = forks.run(["-c", textwrap.dedent(code), who], os.environ | keeps)
+        assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "first").glob("*-cache")), "JAX's own way, which makes ours needed"
+    assert list((tmp_path / "each").glob("*-cache"))
+    assert callable(each_process_writes_its_cache)
+
+
+def test_collectives_between_processes_are_told_where_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import xla_bridge
+
+    told = {}
+    monkeypatch.setattr(xla_bridge._jax, "make_gloo_tcp_collectives", lambda **given: told.update(given))
+    for _ in range(2):
+        gloo_stays_on_loopback()
+    xla_bridge._jax.make_gloo_tcp_collectives(distributed_client=1)
+    assert told == {"distributed_client": 1, "hostname": "127.0.0.1"}

@@ -26,6 +26,10 @@ class SmallState:
     momentum: jax.Array
     key: jax.Array
 
+    @property
+    def _scaling(self) -> SimpleNamespace:
+        return SimpleNamespace(num_skipped=0)  # what is poisoned is poisoned behind the steps that a test resumes at
+
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _step(state: SmallState, batch: dict[str, jax.Array]) -> tuple[SmallState, dict[str, Any]]:
@@ -67,7 +71,7 @@ class SmallProgram:
 
     def evaluate(self, state: SmallState, batches: Any) -> dict[str, jax.Array]:
         losses = [jnp.mean((batch["x"] @ state.w - batch["y"]) ** 2) for batch in batches]
-        return {"loss": jnp.mean(jnp.stack(losses))}
+        return {"loss": jnp.mean(jnp.stack(losses)), "aux": {"off": jnp.abs(state.w[0] - TRUTH[0])}}
 
     def to_arrays(self, state: SmallState) -> dict[str, Any]:
         tree = {"params": {"w": state.w}, "opt_state": (state.momentum,), "step": state.step, "key": state.key}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cjax.checkpoint import inspect
-from cjax.train import NotFiniteError, fit
+from cjax.train import LossSpike, NotFiniteError, ProfileSteps, fit
 
 from .conftest import TRUTH, SmallData, SmallProgram
 
@@ -192,7 +192,16 @@ def test_evaluation_is_recorded(tmp_path: Path, program: SmallProgram):
         (dict(steps=2.5), ValueError, "steps=2.5; it needs steps >= 0, a whole number"),
         (dict(samples=-8), ValueError, "samples >= 0"),
         (dict(keep=0), ValueError, "keep >= 1"),
-        (dict(on_nan="ignore"), ValueError, '"stop" or "skip"'),
+        (dict(on_nan="ignore"), ValueError, '"stop", "skip" or "rollback"'),
+        (dict(on_nan="rollback"), ValueError, "needs checkpoints"),
+        (dict(callbacks=[LossSpike()]), ValueError, "needs checkpoints"),
+        (dict(best="validation_loss"), ValueError, "folder= and evaluate_every="),
+        (dict(checkpoint_every="often"), ValueError, "checkpoint_every"),
+        (dict(between_failures=0), ValueError, "more than 0"),
+        (dict(log=[print]), TypeError, "write.step, values"),
+        (dict(hardware=True), ValueError, "folder"),
+        (dict(hardware=-1), ValueError, "above 0"),
+        (dict(callbacks=[ProfileSteps(2, 3)]), ValueError, "folder"),
         (dict(resume=True), ValueError, "give folder="),
         (dict(data=7), TypeError, "fit needs something with batches"),
         (dict(tensorboard=True), ValueError, "needs a folder"),

@@ -1,4 +1,4 @@
-"""What the pictures of experiments are drawn with: SVG, written out."""
+"""Lines over a scale: SVG, written out."""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from html import escape
 
 COLORS = ("#d62728", "#2ca02c", "#1f77b4", "#9467bd", "#555555", "#ff7f0e")
 WIDTH, HEIGHT, LEFT, TOP = 480, 260, 60, 56
+DASHES = ("", ' stroke-dasharray="7 3"', ' stroke-dasharray="2 3"')  # where there are more lines than colours
 MOST_MARKS = 30  # of a line; more run into one another
 Points = list[tuple[float, float]]
 
@@ -26,14 +27,14 @@ class Chart:
         places = sorted({x for points in series.values() for x, _ in points})
         drawn = [text(LEFT, 20, self.title, 13, "start"), text(LEFT, 38, self.unit, 11, "start"), *self._axes(places)]
         for i, (name, points) in enumerate(series.items()):
-            color = COLORS[i % len(COLORS)]
+            color, dash = COLORS[i % len(COLORS)], DASHES[i // len(COLORS) % len(DASHES)]
             corners = [self._at(x, y, places) for x, y in points]
             path = "L".join(f"{x:.1f} {y:.1f}" for x, y in corners)
-            drawn.append(f'<path d="M{path}" stroke="{color}" stroke-width="2" fill="none"/>')
+            drawn.append(f'<path d="M{path}" stroke="{color}" stroke-width="2" fill="none"{dash}/>')
             if len(points) <= MOST_MARKS:
                 drawn += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>' for x, y in corners]
             y = TOP + 10 + 18 * i
-            drawn.append(f'<path d="M{LEFT + WIDTH + 12} {y}h18" stroke="{color}" stroke-width="3"/>')
+            drawn.append(f'<path d="M{LEFT + WIDTH + 12} {y}h18" stroke="{color}" stroke-width="3"{dash}/>')
             drawn.append(text(LEFT + WIDTH + 36, y + 4, name, 11, "start"))
         return picture(LEFT + WIDTH + 160, TOP + HEIGHT + 44, drawn)
 
@@ -50,7 +51,15 @@ class Chart:
         drawn.append(text(LEFT + WIDTH / 2, TOP + HEIGHT + 34, self.across, 11))
         for quarter in range(5):
             y = self.low + (self.high - self.low) * quarter / 4
-            drawn.append(text(LEFT - 6, self._at(places[0], y, places)[1] + 4, f"{y:.4g}", 10, "end"))
+            drawn.append(
+                text(
+                    LEFT - 6,
+                    self._at(places[0], y, places)[1] + 4,
+                    f"{y:,.0f}" if abs(y) >= 1e4 else f"{y:.4g}",
+                    10,
+                    "end",
+                )
+            )
         return drawn
 
 

@@ -1,0 +1,150 @@
+"""What a worker tells its supervisor while it runs: that it lives, what it does, and how far it is.
+
+One small file a worker, written in place at each step and twice a second by a thread. So a process that is stopped is
+silent, and one whose thread lives while its steps do not go on is seen as well.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cjax.job.folder import JobFolder
+from cjax.job.member import AGAIN, Member, member
+
+SIZE = 1024  # bytes; a beat is written over the one before
+PERIOD = 0.5  # seconds
+IMPORTING, STARTING, RESTORING, COMPILING, TRAINING, EVALUATING, SAVING, ENDED = (
+    "importing", "starting", "restoring", "compiling", "training", "evaluating", "saving", "ended",
+)  # fmt: skip
+
+
+class Beat:
+    """The beats of one worker.
+
+    Args:
+        mine: which worker.
+    """
+
+    def __init__(self, mine: Member) -> None:
+        self._mine, self._lock = mine, threading.Lock()
+        self._since = self._stepped = time.monotonic()
+        self._facts: dict[str, Any] = {
+            "incarnation": mine.incarnation, "rank": mine.rank, "pid": os.getpid(), "count": 0, "phase": STARTING,
+            "first": None, "step": None, "steps": None, "step_seconds": 0.0,
+            "seconds": {IMPORTING: round(_alive(), 3)}, "ended": None,
+        }  # fmt: skip
+        file = JobFolder(mine.folder).beat(mine.incarnation, mine.rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._write()
+        threading.Thread(target=self._go_on, daemon=True, name="beat").start()
+
+    def tell(self, **facts: Any) -> None:
+        """Numbers that changed: `first` (where the run goes on from), `steps` (of the whole run), `ended`."""
+        with self._lock:
+            self._facts.update(facts)
+            self._write()
+
+    def step(self, step: int) -> None:
+        """A step is done."""
+        now = time.monotonic()
+        with self._lock:
+            if self._facts["phase"] == TRAINING and self._facts["step"] is not None:
+                before, taken = self._facts["step_seconds"], now - self._stepped
+                self._facts["step_seconds"] = round(0.8 * before + 0.2 * taken if before else taken, 4)
+            self._stepped = now
+            self._facts["step"] = step
+            self._turn(TRAINING)
+            self._write()
+
+    def turn(self, phase: str) -> None:
+        """What the worker does from now on."""
+        with self._lock:
+            self._turn(phase)
+            self._write()
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """What the worker does for a while."""
+        before = self._facts["phase"]
+        self.turn(phase)
+        try:
+            yield
+        finally:
+            self._stepped = time.monotonic()
+            self.turn(before)
+
+    def _turn(self, phase: str) -> None:
+        now, before = time.monotonic(), self._facts["phase"]
+        seconds = self._facts["seconds"]
+        seconds[before] = round(seconds.get(before, 0.0) + now - self._since, 3)
+        self._since = now
+        self._facts["phase"] = phase
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk is no reason to die
+            os.pwrite(self._file, json.dumps(self._facts).encode().ljust(SIZE), 0)
+
+    def _go_on(self) -> None:
+        is_orphan = False
+        while True:
+            time.sleep(PERIOD)
+            with self._lock:
+                self._facts["count"] += 1
+                self._write()
+            if not self._mine.is_current:
+                os._exit(AGAIN)  # late: whatever it has, nobody waits for it
+            if self._mine.supervisor and os.getppid() != self._mine.supervisor and not is_orphan:
+                # Nobody watches any more, and whoever watches next starts workers of its own: save, and leave.
+                is_orphan = True
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _alive() -> float:
+    """Seconds since this process was started."""
+    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+class NoBeat:
+    """Of a process that nobody watches."""
+
+    def tell(self, **facts: Any) -> None: ...
+
+    def step(self, step: int) -> None: ...
+
+    def turn(self, phase: str) -> None: ...
+
+    def during(self, phase: str) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+
+@functools.cache
+def beating() -> Beat | NoBeat:
+    """The beats of this process; they begin when this is called first.
+
+    Raises:
+        SystemExit: the job has gone on without this process.
+    """
+    mine = member()
+    if mine is None:
+        return NoBeat()
+    if not mine.is_current or (mine.supervisor and os.getppid() != mine.supervisor):
+        raise SystemExit(AGAIN)
+    return Beat(mine)
+
+
+def read_beat(file: Path) -> dict[str, Any] | None:
+    """The last beat; None where there is none yet, or one that is being written."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

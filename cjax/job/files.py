@@ -1,0 +1,58 @@
+"""Files that are whole or are not there, wherever a process is killed and whenever the power goes."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file: it has its old text, or all of the new one. On the disk before it has its name."""
+    unnamed = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(unnamed, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unnamed, path)
+    except OSError:
+        unnamed.unlink(missing_ok=True)
+        raise
+    sync_names(path.parent)
+
+
+def sync_names(folder: Path) -> None:
+    """Flushes the names in a folder to the disk, where its file system can do that."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass  # network file systems keep names by themselves, and refuse
+    finally:
+        os.close(handle)
+
+
+def append_line(path: Path, values: dict[str, Any]) -> None:
+    """One more line of JSON, on the disk when this returns."""
+    with open(path, "a") as file:
+        file.write(json.dumps(values) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is no file, or something else in it."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file of one a line; what a kill left of the last one is not there."""
+    try:
+        lines = path.read_text().split("\n")[:-1]
+    except OSError:
+        return []
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]

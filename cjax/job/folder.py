@@ -1,0 +1,54 @@
+"""What a job keeps in the folder of its run, below `job`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """Where everything is.
+
+    Attributes:
+        run: the folder of the run.
+    """
+
+    run: Path
+
+    @property
+    def place(self) -> Path:
+        return self.run / "job"
+
+    @property
+    def state(self) -> Path:
+        """What the supervisor knows: command, number of workers, incarnation, and which processes are its own."""
+        return self.place / "state.json"
+
+    @property
+    def history(self) -> Path:
+        """A line for each start and each end of an incarnation."""
+        return self.place / "history.jsonl"
+
+    @property
+    def asked(self) -> Path:
+        """What `cjax resize` asks for."""
+        return self.place / "asked.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.place / "lock"
+
+    @property
+    def beats(self) -> Path:
+        return self.place / "beats"
+
+    def beat(self, incarnation: int, rank: int) -> Path:
+        """What a worker says of itself."""
+        return self.beats / f"{incarnation}-{rank}"
+
+    def log(self, incarnation: int, rank: int) -> Path:
+        """What a worker prints."""
+        return self.place / "logs" / f"{incarnation}-{rank}.log"
+
+    def cache(self, rank: int) -> Path:
+        """Compiled programs of one rank: a rank's are of no use to another."""
+        return self.run / "cache" / f"rank-{rank}"

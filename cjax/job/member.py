@@ -1,0 +1,68 @@
+"""Which worker of which job this process is, as its supervisor told it in the environment."""
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cjax.job.files import read_object
+from cjax.job.folder import JobFolder
+
+AGAIN = 75  # EX_TEMPFAIL: nothing is wrong; what was stopped goes on when it is started again
+JOB, INCARNATION, SUPERVISOR = "CJAX_JOB", "CJAX_INCARNATION", "CJAX_SUPERVISOR"
+
+
+class SupersededError(Exception):
+    """The job has gone on without this process."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker.
+
+    Attributes:
+        folder: of the run.
+        incarnation: how often the job's workers had been started by then, this start included.
+        rank: which worker it is.
+        supervisor: the process that started it; 0 where that is on another host.
+    """
+
+    folder: Path
+    incarnation: int
+    rank: int
+    supervisor: int
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> "Member | None":
+        """The worker that an environment is of; None if it is of no job."""
+        if JOB not in environment:
+            return None
+        numbers = (int(environment.get(name, 0)) for name in (INCARNATION, "RANK", SUPERVISOR))
+        return Member(Path(environment[JOB]), *numbers)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the job's workers are those of this incarnation still."""
+        state = read_object(JobFolder(self.folder).state)
+        return state is None or state.get("incarnation", self.incarnation) == self.incarnation
+
+
+@functools.cache
+def member() -> Member | None:
+    """This process as a worker; None outside of a job."""
+    return Member.of(os.environ)
+
+
+def check_current() -> None:
+    """Asked before anything is given a name that others read.
+
+    Raises:
+        SupersededError: the job has gone on without this process, which is to leave nothing behind.
+    """
+    mine = member()
+    if mine is not None and not mine.is_current:
+        raise SupersededError(
+            f"the job in {mine.folder} has started its workers anew since incarnation {mine.incarnation}, and this "
+            "process is late: it writes nothing more. cjax status says which incarnation runs"
+        )

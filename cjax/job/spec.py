@@ -1,0 +1,141 @@
+"""What a job is, as `cjax run` was told, and the environment of each of its workers."""
+
+import json
+import os
+import shlex
+import socket
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from cjax.job.folder import JobFolder
+from cjax.job.member import INCARNATION, JOB, SUPERVISOR
+
+# What launchers set. A worker's place among the others is said by its own supervisor alone.
+_LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_", "CJAX_JOB", "CJAX_INC")
+_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PORTS = range(20000, 30000)  # on other hosts, below those that systems give away by themselves
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job.
+
+    Attributes:
+        command: what each worker runs.
+        folder: of the run.
+        workers: how many.
+        min_workers: with how many it still goes on.
+        restarts: how often workers are started again after a failure.
+        fruitless: how many of these may follow each other without a new step.
+        devices: virtual CPU devices of each worker; None for what is there.
+        grace: seconds that workers have to save and leave.
+        hang_after: seconds without a sign of life, or five steps where these take longer, after which a worker hangs.
+        silence: seconds that anything besides a step may take: compiling, reading a checkpoint.
+        hosts: one worker on each; none: all on this machine, which then listens on loopback alone.
+        launch: the command that starts another one on `{host}`.
+    """
+
+    command: tuple[str, ...]
+    folder: str
+    workers: int = 1
+    min_workers: int = 1
+    restarts: int = 100
+    fruitless: int = 5
+    devices: int | None = None
+    grace: float = 60.0
+    hang_after: float = 10.0
+    silence: float = 3600.0
+    hosts: tuple[str, ...] = ()
+    launch: str = ""
+
+    def __post_init__(self) -> None:
+        least = {"workers": 1, "min_workers": 1, "restarts": 0, "fruitless": 1, "devices": 1}
+        for name, number in least.items():
+            value = getattr(self, name)
+            if value is not None and value < number:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: it is a whole number, at least {number}")
+        if self.min_workers > self.workers:
+            raise ValueError(f"--min-workers {self.min_workers}: there are {self.workers}; it is at most --workers")
+        if self.hosts and len(self.hosts) < self.workers:
+            raise ValueError(f"--workers {self.workers}, and {len(self.hosts)} hosts: each has one worker")
+        if self.hosts and "{host}" not in self.launch:
+            raise ValueError(f'--launch {self.launch!r}: it says where {{host}} goes, as in "ssh {{host}}"')
+        for name in ("grace", "hang_after", "silence"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: it is above 0 seconds")
+
+    @staticmethod
+    def of_text(text: str) -> "JobSpec":
+        """What `text` gave."""
+        found = json.loads(text)
+        given: dict[str, Any] = {field.name: found[field.name] for field in fields(JobSpec) if field.name in found}
+        for name in ("command", "hosts"):
+            given[name] = tuple(given[name])
+        return JobSpec(**given)
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Where workers may be: hosts, or places on this machine by number."""
+        return self.hosts or tuple(str(number) for number in range(self.workers))
+
+    def line(self, place: str, said: dict[str, str]) -> list[str]:
+        """The command that starts a worker at a place, which on another host brings its environment along."""
+        if not self.hosts:
+            return list(self.command)
+        start = shlex.split(self.launch.replace("{host}", place))
+        whole = ["env", "-C", os.getcwd(), *(f"{name}={value}" for name, value in said.items()), *self.command]
+        # A shell reads what ssh is given, and nobody else does.
+        return [*start, *(map(shlex.quote, whole) if Path(start[0]).name == "ssh" else whole)]
+
+    def said(self, incarnation: int, rank: int, world: int, address: tuple[str, int]) -> dict[str, str]:
+        """What a worker is told in its environment."""
+        is_here = not self.hosts
+        told = {
+            JOB: self.folder,
+            INCARNATION: str(incarnation),
+            SUPERVISOR: str(os.getpid() if is_here else 0),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank if is_here else 0),
+            "LOCAL_WORLD_SIZE": str(world if is_here else 1),
+            "MASTER_ADDR": address[0],
+            "MASTER_PORT": str(address[1]),
+            "PYTHONUNBUFFERED": "1",  # what is printed is in the log when a worker is killed
+        }
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ or os.environ.get(_KEPT):
+            told |= {"JAX_COMPILATION_CACHE_DIR": str(JobFolder(Path(self.folder)).cache(rank)), _KEPT: "1"}
+            told |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        if self.devices is not None:
+            told |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self.devices)}
+        return told
+
+    def address(self, incarnation: int, places: tuple[str, ...]) -> tuple[str, int]:
+        """Where the workers of an incarnation meet: another port each time, so that none of an older one is there."""
+        if self.hosts:
+            return places[0], _PORTS[(sum(self.folder.encode()) * 101 + incarnation) % len(_PORTS)]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            return "127.0.0.1", free.getsockname()[1]
+
+
+_KEPT = "CJAX_CACHE_IS_THE_RUNS"
+
+
+def without_launchers(environment: dict[str, str]) -> dict[str, str]:
+    """An environment without what a launcher says of its own processes."""
+    return {name: v for name, v in environment.items() if not name.startswith(_LAUNCHERS) and name not in _PLACES}
+
+
+def start_line(spec: JobSpec) -> list[str]:
+    """The command that supervises a job, in a Python that imports this room and neither JAX nor the rest of cjax: it is
+    there at once, and small."""
+    code = (
+        "import sys, types; cjax = sys.modules['cjax'] = types.ModuleType('cjax'); cjax.__path__ = [sys.argv[1]]; "
+        "from cjax.job.supervisor import main; sys.exit(main(sys.argv[2]))"
+    )
+    return [sys.executable, "-c", code, str(Path(__file__).parent.parent), spec.text()]

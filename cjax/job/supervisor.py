@@ -1,0 +1,230 @@
+"""Outside of JAX: starts the workers of a job, notices when they die or hang, and starts them again on what is left."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from cjax.job.files import append_line, read_lines, read_object, write_whole
+from cjax.job.folder import JobFolder
+from cjax.job.member import AGAIN
+from cjax.job.spec import JobSpec, start_line
+from cjax.job.state import JobState
+from cjax.job.workers import Ending, Workers, started
+
+PERIOD = 0.1  # seconds between two looks at the workers
+_TRIES = 2  # of a place at which no worker comes to life
+
+
+class Supervisor:
+    """One job's.
+
+    Args:
+        spec: the job.
+    """
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.spec, self.folder = spec, JobFolder(Path(spec.folder))
+        self._told: list[int] = []
+        self._failed_starts: dict[str, int] = {}
+        self._best = max((line.get("step") or 0 for line in read_lines(self.folder.history)), default=0)
+        self._patience = 1.0
+
+    def run(self) -> int:
+        """Until the job is done, has failed, or is told to stop; the exit status."""
+        self.folder.place.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder):
+            self.state = JobState.of(self.folder, self.spec)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._notice)
+            self._settle()
+            while True:
+                if self._told:  # before anybody was started
+                    return self._finish("stopped", self._status())
+                workers = self._begin()
+                status = self._until_it_ends(workers)
+                if status is not None:
+                    return status
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        self._told.append(number)
+
+    # -- one incarnation ----------------------------------------------------------------------------------------------
+    def _begin(self) -> Workers:
+        places = tuple(place for place in self.state.places if place not in self.state.lost)
+        self.state.incarnation += 1
+        self.state.status, self.state.pids = "running", []
+        self._keep()  # before any starts: who is late then knows that it is
+        for old in self.folder.beats.glob("*"):
+            old.unlink()
+        workers = Workers(self.spec, self.state.incarnation, places, self._patience)
+        self.state.pids = [[process.pid, started(process.pid)] for process in workers.processes]
+        self._keep()
+        self._note("start", workers=len(places), places=list(places))
+        return workers
+
+    def _until_it_ends(self, workers: Workers) -> int | None:
+        """The exit status of the job; None where the workers are to be started again."""
+        while True:
+            time.sleep(PERIOD)
+            ending = workers.look()
+            workers.show()
+            if ending is not None:
+                return self._ended(workers, ending)
+            if self._told:
+                return self._stopped(workers)
+            if (asked := self._asked()) is not None:
+                self._resized(workers, asked)
+                return None
+
+    def _ended(self, workers: Workers, ending: Ending) -> int | None:
+        if ending.kind == "again":
+            workers.wait(self.spec.grace)  # the others have agreed to leave too
+        workers.kill()
+        workers.show()
+        self._note("end", kind=ending.kind, why=ending.why, **workers.facts())
+        if ending.kind == "done":
+            return self._finish("done", 0)
+        if self._told:  # the terminal's or the machine's signal reached the workers as well
+            return self._finish("stopped", self._status())
+        is_new = workers.step > self._best
+        self._best = max(self._best, workers.step)
+        self.state.fruitless = 0 if is_new or ending.kind == "again" else self.state.fruitless + 1
+        # Where it was no hang after all, but a step that is compiled anew, more patience gets past it.
+        self._patience = self._patience * 2 if ending.kind == "hung" and not is_new else 1.0
+        self._lose(workers, ending)
+        if (over := self._is_over(workers, ending)) is not None:
+            return over
+        self.state.restarts += 1
+        say(f"{ending.why}; starting again ({self.state.restarts} of {self.spec.restarts})")
+        return None
+
+    def _lose(self, workers: Workers, ending: Ending) -> None:
+        """A place at which no worker comes to life, where others do, is given up."""
+        if not ending.is_unseen:
+            return
+        place = workers.places[ending.rank]
+        self._failed_starts[place] = self._failed_starts.get(place, 0) + 1
+        if self._failed_starts[place] >= _TRIES and len(workers.places) > self.spec.min_workers:
+            self.state.lost.append(place)
+            say(f"no worker comes to life at {place}: going on with {len(workers.places) - 1}")
+
+    def _is_over(self, workers: Workers, ending: Ending) -> int | None:
+        if self.state.restarts >= self.spec.restarts:
+            reason = f"it has been started again {self.state.restarts} times, as often as --restarts allows"
+        elif self.state.fruitless >= self.spec.fruitless:
+            reason = f"{self.state.fruitless} starts in a row have not brought a new step"
+        else:
+            return None
+        say(f"{ending.why}; giving up: {reason}. The last lines of worker {ending.rank}:")
+        print(workers.last_lines(ending.rank), file=sys.stderr, flush=True)
+        return self._finish("failed", 1)
+
+    def _stopped(self, workers: Workers) -> int:
+        say(f"{signal.Signals(self._told[0]).name}: workers have {self.spec.grace:g} s to save and leave")
+        self._leave(workers)
+        self._note("end", kind="stopped", why=signal.Signals(self._told[0]).name, **workers.facts())
+        return self._finish("stopped", self._status())
+
+    def _status(self) -> int:
+        return AGAIN if self._told[0] == signal.SIGTERM else 128 + self._told[0]
+
+    def _leave(self, workers: Workers) -> None:
+        """Workers save and leave, or are ended when their time is over, or we are told to stop a second time."""
+        before, until = len(self._told), time.monotonic() + self.spec.grace
+        workers.tell()
+        while time.monotonic() < until and not workers.wait(PERIOD):
+            workers.show()
+            if len(self._told) > max(before, 1):
+                break
+        workers.kill()
+        workers.show()
+
+    # -- other sizes --------------------------------------------------------------------------------------------------
+    def _asked(self) -> int | None:
+        asked = read_object(self.folder.asked)
+        if asked is None:
+            return None
+        self.folder.asked.unlink(missing_ok=True)
+        size = int(asked["workers"])
+        return size if size != len(self.state.places) or self.state.lost else None
+
+    def _resized(self, workers: Workers, size: int) -> None:
+        say(f"resizing from {len(workers.places)} to {size} workers")
+        self._leave(workers)
+        self._note("end", kind="resized", why=f"resized to {size} workers", **workers.facts())
+        self._best = max(self._best, workers.step)
+        self.state.size, self.state.lost, self._failed_starts = size, [], {}
+
+    # -- what is kept -------------------------------------------------------------------------------------------------
+    def _settle(self) -> None:
+        """Ends what a supervisor that was killed has left running: its workers save and leave, or are ended."""
+        left = [(pid, since) for pid, since in self.state.pids if since is not None and started(pid) == since]
+        for pid, _ in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        until = time.monotonic() + self.spec.grace
+        while left and time.monotonic() < until:
+            left = [(pid, since) for pid, since in left if started(pid) == since]
+            time.sleep(PERIOD)
+        for pid, _ in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        if self.state.status == "running":
+            self._note("end", kind="orphaned", why="the supervisor was killed", **self.state.last_facts())
+
+    def _finish(self, status: str, code: int) -> int:
+        self.state.status, self.state.pids = status, []
+        self.state.restarts = self.state.fruitless = 0
+        self._keep()
+        return code
+
+    def _keep(self) -> None:
+        write_whole(self.folder.state, self.state.text())
+
+    def _note(self, event: str, **facts: Any) -> None:
+        line = {"event": event, "time": round(time.time(), 3), "incarnation": self.state.incarnation, **facts}
+        append_line(self.folder.history, line)
+
+
+def say(text: str) -> None:
+    print(f"cjax run: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def locked(folder: JobFolder) -> Iterator[None]:
+    """Nobody else supervises this run meanwhile; the system itself gives it free where this process is killed.
+
+    Raises:
+        BlockingIOError: somebody does.
+    """
+    with open(folder.lock, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(
+                error.errno, f"another cjax run supervises {folder.run}; cjax status {folder.run} says how it goes"
+            ) from error
+        yield
+
+
+def main(text: str) -> int:
+    """Supervises the job of `JobSpec.text()`."""
+    try:
+        return Supervisor(JobSpec.of_text(text)).run()
+    except OSError as error:
+        say(str(error))
+        return 1
+
+
+def supervise(spec: JobSpec) -> None:
+    """This process becomes the supervisor of a job."""
+    sys.stdout.flush()
+    line = start_line(spec)
+    os.execv(line[0], line)

@@ -1,0 +1,217 @@
+"""The workers of one incarnation: started together, watched together, ended together."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from cjax.job.beat import PERIOD as BEAT
+from cjax.job.beat import TRAINING, read_beat
+from cjax.job.folder import JobFolder
+from cjax.job.member import AGAIN
+from cjax.job.spec import JobSpec, without_launchers
+
+STEPS = 5  # that a step may take the time of
+_SHOWN = 20  # lines of what a worker printed last
+_QUIET = 2 * BEAT  # seconds without a beat, where somebody hangs
+_UNSEEN = 60.0  # seconds after the first sign of life of some, when all others are to have given one
+
+Kind = Literal["done", "again", "died", "hung"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an incarnation ended by itself.
+
+    Attributes:
+        kind: "done", all have; "again", some left because they were told to, not by us; "died"; "hung".
+        rank: whose fault it was.
+        why: for people.
+        is_unseen: that one never gave a sign of life, and others did: its place may be lost.
+    """
+
+    kind: Kind
+    rank: int
+    why: str
+    is_unseen: bool = False
+
+
+class Workers:
+    """The worker processes of one incarnation.
+
+    Args:
+        spec: the job.
+        incarnation: which.
+        places: where each is to be.
+        patience: what the job's `hang_after` is multiplied by.
+    """
+
+    def __init__(self, spec: JobSpec, incarnation: int, places: Sequence[str], patience: float = 1.0) -> None:
+        self.spec, self.incarnation, self.places = spec, incarnation, tuple(places)
+        self._folder, self._patience = JobFolder(Path(spec.folder)), patience
+        self.beats: list[dict[str, Any] | None] = [None] * len(places)
+        self._heard = [time.monotonic()] * len(places)  # when something changed in a worker's beats
+        self._moved = list(self._heard)  # when it did anything new
+        self._first_seen: float | None = None
+        self._shown = 0
+        address = spec.address(incarnation, self.places)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for rank, place in enumerate(self.places):
+            said = spec.said(incarnation, rank, len(self.places), address)
+            self.processes.append(self._start(rank, spec.line(place, said), said))
+
+    def _start(self, rank: int, line: list[str], said: dict[str, str]) -> "subprocess.Popen[bytes]":
+        log = self._folder.log(self.incarnation, rank)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        environment = without_launchers(dict(os.environ)) | said
+        with open(log, "wb") as file:
+            # A file, and no pipe, which would break with the one who reads it. A session of its own, so that what the
+            # worker starts is ended with it, and what a terminal sends goes to the supervisor alone.
+            return subprocess.Popen(
+                line, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+
+    # -- watching -----------------------------------------------------------------------------------------------------
+    def look(self) -> Ending | None:
+        """How it ended; None as long as all goes well. To be asked several times a second."""
+        self._listen()
+        codes = [process.poll() for process in self.processes]
+        for rank, code in enumerate(codes):
+            if code in (None, 0):
+                continue
+            return self._ending(rank, code)
+        if all(code == 0 for code in codes):
+            ended = {beat["ended"] for beat in self.beats if beat} & {"SIGTERM", "SIGINT"}
+            return Ending("again", 0, f"stopped by {ended.pop()}") if ended else Ending("done", 0, "all is done")
+        return self._hanging(codes)
+
+    def _ending(self, rank: int, code: int) -> Ending:
+        if code == AGAIN:
+            return Ending("again", rank, f"worker {rank} was told to leave, and has saved what it had")
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+        unseen = self.beats[rank] is None and any(self.beats)
+        return Ending("died", rank, f"worker {rank} ended {how}{self._when(rank)}", unseen)
+
+    def _when(self, rank: int) -> str:
+        beat = self.beats[rank]
+        if beat is None:
+            return ", before it had given any sign of life"
+        return f" after step {beat['step']}, {beat['phase']}" if beat["step"] is not None else f", {beat['phase']}"
+
+    def _listen(self) -> None:
+        now = time.monotonic()
+        for rank in range(len(self.places)):
+            beat, before = read_beat(self._folder.beat(self.incarnation, rank)), self.beats[rank]
+            if beat is None or beat == before:
+                continue
+            self._heard[rank] = now
+            if before is None or (beat["step"], beat["phase"]) != (before["step"], before["phase"]):
+                self._moved[rank] = now
+            self.beats[rank] = beat
+            self._first_seen = now if self._first_seen is None else self._first_seen
+
+    def _hanging(self, codes: list[int | None]) -> Ending | None:
+        now, least = time.monotonic(), self.spec.hang_after * self._patience
+        for rank, beat in enumerate(self.beats):
+            if codes[rank] is not None:
+                continue
+            if beat is None:
+                if self._first_seen is not None and now - self._first_seen > max(_UNSEEN, least):
+                    return Ending("hung", rank, f"worker {rank} has not given any sign of life", True)
+                continue
+            silent, still = now - self._heard[rank], now - self._moved[rank]
+            is_step = beat["phase"] == TRAINING
+            limit = max(least, STEPS * beat["step_seconds"]) if is_step else self.spec.silence * self._patience
+            if silent > least or still > limit:
+                return self._culprit(now, rank)
+        return None
+
+    def _culprit(self, now: float, rank: int) -> Ending:
+        """Who waits for whom: all others wait for one that is stopped, or for the one that is a step behind."""
+        silent = [now - heard for heard in self._heard]
+        stopped = max(range(len(silent)), key=silent.__getitem__)
+        if silent[stopped] > _QUIET:
+            why = f"worker {stopped} is stopped: no sign of life for {silent[stopped]:.0f} s"
+            return Ending("hung", stopped, why)
+        steps = [-1 if beat is None or beat["step"] is None else beat["step"] for beat in self.beats]
+        behind = min(range(len(steps)), key=steps.__getitem__) if len(set(steps)) > 1 else rank
+        still = now - self._moved[behind]
+        return Ending("hung", behind, f"worker {behind} hangs{self._when(behind)}: nothing new for {still:.0f} s")
+
+    # -- what it came to ----------------------------------------------------------------------------------------------
+    @property
+    def step(self) -> int:
+        """The last that any worker has done, and that of which the run goes on where none was."""
+        return max((max(beat["step"] or 0, beat["first"] or 0) for beat in self.beats if beat), default=0)
+
+    def facts(self) -> dict[str, Any]:
+        """For the history."""
+        firsts = [beat["first"] for beat in self.beats if beat and beat["first"] is not None]
+        beat = self.beats[0]
+        return {
+            "first": max(firsts, default=None),
+            "step": self.step if firsts else None,
+            "seconds": beat["seconds"] if beat else {},
+        }
+
+    def show(self) -> None:
+        """Passes on what the first worker has printed since."""
+        with _opened(self._folder.log(self.incarnation, 0)) as file:
+            file.seek(self._shown)
+            text = file.read()
+        self._shown += len(text)
+        sys.stdout.buffer.write(text)
+        sys.stdout.flush()
+
+    def last_lines(self, rank: int) -> str:
+        """What a worker printed last."""
+        with _opened(self._folder.log(self.incarnation, rank)) as file:
+            lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-_SHOWN:])
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+    def tell(self) -> None:
+        """Asks all to save and leave."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all have left within so many seconds."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._listen()
+            if all(process.poll() is not None for process in self.processes):
+                return True
+            time.sleep(0.05)
+        return False
+
+    def kill(self) -> None:
+        """Ends all that is left, with what they have started."""
+        for process in self.processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+        self._listen()
+
+
+def _opened(path: Path) -> BinaryIO:
+    return open(path, "rb")
+
+
+def started(pid: int) -> str | None:
+    """When a process was started, in the system's own ticks, which tells it from another of the same number; None if
+    there is none, or what is left of one."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]

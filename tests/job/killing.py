@@ -1,0 +1,223 @@
+"""A job whose processes are killed with -9 again and again, at moments drawn from a seed; and what must be true then.
+
+    python tests/job/killing.py --kills 200 --seed 0 --steps 1500 --log FILE
+
+Each kill is of a worker, of the first worker, at which all others meet, or of the supervisor, which is then started
+again as it was typed. Its moment is in one of PHASES: behind a random time from when the victim is first seen in it.
+"""
+
+import argparse
+import datetime
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cjax.job.beat import read_beat
+from cjax.job.files import read_lines, read_object
+from cjax.job.folder import JobFolder
+from cjax.job.spec import JobSpec, start_line
+
+SCRIPT = Path(__file__).with_name("train.py")
+# The phase of a beat, or what lies in the folder of checkpoints; and how long after it is seen at most.
+PHASES = {
+    "importing": 2.0,  # before the first beat
+    "starting": 1.0,  # joining, tracing, and where nothing was kept the first parameters
+    "restoring": 0.4,
+    "compiling": 0.5,
+    "training": 1.5,
+    "evaluating": 0.1,
+    "saving": 0.1,
+    "renaming": 0.05,  # a checkpoint is written behind the training's back, described, and gets its name
+}
+WHO = ("worker", "first worker", "supervisor")
+PATIENCE = 300.0  # seconds to wait for a phase
+
+
+@dataclass
+class Killing:
+    """A job and its killer.
+
+    Attributes:
+        folder: of the run.
+        seed: of all moments and victims.
+        workers: of the job.
+        steps: of the run.
+        pause: seconds that a batch takes, so that steps have a length.
+        every: steps between checkpoints.
+        phases: in which processes are killed.
+        plan: of the program, on two devices at first.
+    """
+
+    folder: Path
+    seed: int = 0
+    workers: int = 2
+    steps: int = 60
+    pause: float = 0.02
+    every: int = 5
+    phases: tuple[str, ...] = tuple(PHASES)
+    plan: str = "data=2"
+    kills: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.job, self._random, self._supervisor = JobFolder(self.folder), random.Random(self.seed), None
+
+    def run(self, num_kills: int, seconds: float = float("inf")) -> int:
+        """Kills so often, or for so long, or until the job is done; then lets it end. Its exit status."""
+        self._start()
+        until = time.monotonic() + seconds
+        while len(self.kills) < num_kills and time.monotonic() < until and self._kill_one():
+            pass
+        while True:
+            status = self._supervisor.wait()
+            if status != -signal.SIGKILL:
+                return status
+            self._start()
+
+    def _start(self) -> None:
+        command = (sys.executable, str(SCRIPT), str(self.steps), str(self.pause), self.plan, str(self.every))
+        spec = JobSpec(
+            command, str(self.folder), self.workers, restarts=10**6, fruitless=10**6, devices=2 // self.workers,
+            hang_after=60.0, grace=30.0,
+        )  # fmt: skip
+        self.folder.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+        with open(self.folder / "supervisor.log", "ab") as log:
+            self._supervisor = subprocess.Popen(start_line(spec), stdout=log, stderr=log, env=environment)
+
+    def _kill_one(self) -> bool:
+        """Whether there was anybody to kill."""
+        who, phase = self._random.choice(WHO), self._random.choice(self.phases)
+        after = self._random.uniform(0.0, PHASES[phase])
+        rank = self._random.randrange(1, self.workers) if who == "worker" and self.workers > 1 else 0
+        if not self._await(phase, rank):
+            return self._supervisor.poll() is None
+        time.sleep(after)
+        state, beat = read_object(self.job.state) or {}, self._beat(rank)
+        pid = self._supervisor.pid if who == "supervisor" else (state.get("pids") or [[0]] * 2)[rank][0]
+        saved = self.saved()
+        if not pid or self._supervisor.poll() is not None:
+            return self._supervisor.poll() is None
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return True
+        self.kills.append({
+            "who": who, "in": phase, "after": round(after, 3), "incarnation": state.get("incarnation"), "saved": saved,
+            "step": (beat or {}).get("step"), "was": (beat or {}).get("phase"),
+        })  # fmt: skip
+        if who == "supervisor":
+            self._supervisor.wait()
+            self._start()
+        # Whoever watches has seen it, and what comes next is not the same incarnation.
+        while (read_object(self.job.state) or {}).get("incarnation") == state.get("incarnation"):
+            if self._supervisor.poll() is not None:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _await(self, phase: str, rank: int) -> bool:
+        """Whether a worker came to a phase."""
+        until = time.monotonic() + PATIENCE
+        while not self._is_in(phase, rank):
+            if self._supervisor.poll() is not None or time.monotonic() > until:
+                return False
+            time.sleep(0.002)
+        return True
+
+    def stop(self, phase: str) -> int:
+        """Starts the job, and tells it to stop in a phase of its first worker; its exit status."""
+        self._start()
+        assert self._await(phase, 0), phase
+        self._supervisor.terminate()
+        return self._supervisor.wait()
+
+    def _beat(self, rank: int) -> dict[str, Any] | None:
+        state = read_object(self.job.state) or {}
+        return read_beat(self.job.beat(state.get("incarnation", 0), rank))
+
+    def _is_in(self, phase: str, rank: int) -> bool:
+        beat = self._beat(rank)
+        if phase == "importing":
+            return beat is None and bool((read_object(self.job.state) or {}).get("pids"))
+        if phase == "renaming":
+            return any((self.folder / "checkpoints").glob("*.unfinished"))
+        return beat is not None and (beat["phase"] == phase or (phase == "restoring" and beat["phase"] == "compiling"))
+
+    def saved(self) -> int:
+        """The step of the last whole checkpoint; 0 where there is none."""
+        found = (self.folder / "checkpoints").glob("*/checkpoint.json")
+        return max((int(each.parent.name) for each in found if each.parent.name.isdecimal()), default=0)
+
+    def check(self, wanted: Path) -> list[str]:
+        """What is not as it must be, against the final parameters of a run that nobody killed."""
+        lines = read_lines(self.job.history)
+        firsts = {line["incarnation"]: line["first"] for line in lines if line["event"] == "end"}
+        problems = []
+        for kill in self.kills:
+            later = [first for number, first in firsts.items() if number > kill["incarnation"] and first is not None]
+            if not later or later[0] < kill["saved"]:
+                problems.append(f"{kill}: goes on from {later[:1]}, which loses committed steps")
+        final, whole = (np.load(place / "final.npz") for place in (self.folder, wanted))
+        problems += [f"{name} differs" for name in whole if not np.array_equal(final[name], whole[name])]
+        problems += seen_otherwise(final["['seen']"], self.steps)
+        return problems
+
+
+def seen_otherwise(seen: np.ndarray, steps: int, batch: int = 8) -> list[str]:
+    """Samples that were not in the batches of so many steps exactly once each; `seen` counts downwards."""
+    order = np.random.default_rng(0).permutation(len(seen))
+    wanted = np.zeros(len(seen), seen.dtype)
+    wanted[order[: steps * batch]] = -1
+    return [f"sample {i} was seen {-seen[i]:g} times" for i in np.flatnonzero(seen != wanted)[:5]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--log", type=Path)
+    options = parser.parse_args()
+    whole = Killing(options.folder / "whole", workers=options.workers, steps=options.steps, pause=0.0, every=100)
+    status = whole.run(0)
+    begin = time.time()
+    killed = Killing(options.folder / "killed", options.seed, options.workers, options.steps)
+    status = killed.run(options.kills, options.minutes * 60) or status
+    problems = killed.check(whole.folder) if not status else [f"it ended with status {status}"]
+    text = report(killed, options, problems, time.time() - begin)
+    print(text)
+    if options.log:
+        options.log.write_text(text + "\n")
+    return bool(problems)
+
+
+def report(killed: Killing, options: argparse.Namespace, problems: list[str], wall: float) -> str:
+    by = {f"{who}, {phase}": 0 for who in WHO for phase in PHASES}
+    for kill in killed.kills:
+        by[f"{kill['who']}, {kill['in']}"] += 1
+    lines = [
+        f"{datetime.date.today()}, tests/job/killing.py --kills {options.kills} --seed {options.seed} --steps "
+        f"{options.steps} --workers {options.workers}: {os.cpu_count()} cores, {wall:.0f} s",
+        f"{len(killed.kills)} kills with -9, {len(problems)} problems; final parameters, and how often each sample was "
+        "seen, are " + ("those of a run that nobody killed, to the bit" if not problems else "NOT as they must be"),
+        *problems,
+        *(f"{number:4}  {name}" for name, number in by.items()),
+        *(str(kill) for kill in killed.kills),
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Jobs that are killed with -9 at random moments: nothing that was committed is lost, nothing is done twice."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cjax.job import AGAIN
+from cjax.job.files import read_lines
+from cjax.job.folder import JobFolder
+from cjax.job.status import ask_for, status_of
+
+from .killing import PHASES, SCRIPT, Killing, seen_otherwise
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody kills."""
+    job = Killing(tmp_path_factory.mktemp("whole"), workers=1, steps=60, pause=0.0, every=20)
+    assert job.run(0) == 0
+    return job.folder
+
+
+def test_kills_lose_nothing_and_repeat_nothing(tmp_path: Path, whole: Path) -> None:
+    """Of the worker in a step and while a checkpoint gets its name, and of whoever watches."""
+    job = Killing(tmp_path, seed=864, workers=1, phases=("training", "renaming", "saving"))
+    assert job.run(2) == 0
+    assert [(kill["who"], kill["in"]) for kill in job.kills] == [
+        ("first worker", "renaming"),
+        ("supervisor", "training"),
+    ]
+    assert not job.check(whole)
+
+
+@pytest.mark.full
+def test_a_job_that_is_told_to_stop_at_any_moment_does_nothing_twice(tmp_path: Path, whole: Path) -> None:
+    job = Killing(tmp_path)
+    phases = ("importing", "starting", "compiling", "training", "evaluating", "saving", "restoring", "evaluating")
+    assert [job.stop(phase) for phase in phases] == [AGAIN] * len(phases)
+    assert job.run(0) == 0 and not job.check(whole)
+    assert status_of(tmp_path).repeated == 0
+    # And every step and evaluation is in the metrics once, as if nobody had stopped it.
+    lines, wanted = ([of_step(line) for line in read_lines(folder / "metrics.jsonl")] for folder in (tmp_path, whole))
+    assert [line for line in lines if "loss" in line] == [line for line in wanted if "loss" in line]
+    assert len([line for line in lines if "validation_loss" in line]) == 12
+
+
+def of_step(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if name in ("step", "loss", "validation_loss")}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["data=-1", "auto"])
+def test_a_resize_keeps_the_batch_the_order_and_the_random_numbers(tmp_path: Path, whole: Path, plan: str) -> None:
+    job = Killing(tmp_path, plan=plan, pause=0.3)
+    job._start()
+    for size in (1, 2):
+        assert job._await("training", 0)
+        ask_for(tmp_path, size)
+        while JobFolder(tmp_path).asked.exists() or len(status_of(tmp_path).incarnations) < size + 1:
+            time.sleep(0.02)
+    assert job._supervisor.wait() == 0
+    status = status_of(tmp_path)
+    assert [each.workers for each in status.incarnations] == [2, 1, 2] and status.repeated == 0
+    final, wanted = (np.load(folder / "final.npz") for folder in (tmp_path, whole))
+    assert not seen_otherwise(final["['seen']"], 60)
+    for name in wanted:
+        np.testing.assert_allclose(final[name], wanted[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("workers", [1, 2])
+def test_kills_in_every_phase(tmp_path: Path, whole: Path, workers: int) -> None:
+    """The same for 200 kills: tests/job/killing.py, whose log is in docs/results."""
+    job = Killing(tmp_path, seed=workers, workers=workers, steps=60)
+    assert job.run(20) == 0
+    assert not job.check(whole) and len({kill["in"] for kill in job.kills}) > len(PHASES) // 2
+
+
+def test_a_sample_that_is_lost_or_seen_twice_is_told() -> None:
+    order = np.random.default_rng(0).permutation(100)
+    seen = np.zeros(100)
+    seen[order[:40]] = -1
+    assert not seen_otherwise(seen, 5)
+    seen[order[3]], seen[order[4]] = -2, 0
+    assert len(seen_otherwise(seen, 5)) == 2
+    assert SCRIPT.is_file() and os.access(SCRIPT, os.R_OK)

@@ -1,0 +1,84 @@
+"""What a process does that is told to leave."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from forked import Forks
+
+from cjax.job import SupersededError, check_current
+from cjax.job.files import write_whole
+from cjax.job.folder import JobFolder
+
+# Between `initialize` and the loop: JAX takes SIGTERM for itself when processes join.
+JOINED = """
+import os, signal, sys, time
+import cjax, jax
+from job.test_signals import listening
+
+cjax.initialize()
+assert jax.device_count() == 4  # whose collectives listen too
+print(listening(os.getpid()))
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(20)
+"""
+
+
+def test_sigterm_behind_initialize_says_again_and_nothing_listens_to_other_machines(forks: Forks) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    said = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "2"}
+    said |= {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    ranks = [said | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    both = forks.together([["-c", JOINED]] * 2, ranks)
+    assert [each.returncode for each in both] == [75, 75], both[0].stderr
+    assert [each.stdout.strip() for each in both] == ["{'127.0.0.1'}"] * 2
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses at which a process listens."""
+    sockets = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if each.is_symlink()}
+    found = set()
+    for table, width in (("tcp", 4), ("tcp6", 16)):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                number = bytes.fromhex(words[1].split(":")[0])
+                found.add(".".join(map(str, number[: -5 if width == 16 else None : -1])))
+    return found
+
+
+def test_who_is_late_gives_nothing_a_name(tmp_path: Path, forks: Forks) -> None:
+    folder = JobFolder(tmp_path)
+    folder.place.mkdir()
+    write_whole(folder.state, '{"incarnation": 3}')
+    code = """
+import numpy as np
+from cjax.checkpoint import save
+from cjax.job import SupersededError
+try:
+    save("late", {"w": np.ones(3)}, {})
+except SupersededError as error:
+    raise SystemExit(f"late: {error}")
+"""
+    late, current = (
+        forks.run(["-c", code], {**os.environ, "CJAX_JOB": str(tmp_path), "CJAX_INCARNATION": number}, tmp_path)
+        for number in ("2", "3")
+    )
+    assert late.returncode == 1 and "since incarnation 2" in late.stderr
+    assert current.returncode == 0 and (tmp_path / "late").is_dir()
+    check_current()  # of no job
+    assert issubclass(SupersededError, Exception) and not issubclass(SupersededError, OSError), "no full disk"
+
+
+@pytest.mark.parametrize("how", ["late", "orphaned"])
+def test_who_is_late_or_alone_does_not_begin(tmp_path: Path, forks: Forks, how: str) -> None:
+    folder = JobFolder(tmp_path)
+    folder.place.mkdir()
+    write_whole(folder.state, '{"incarnation": 3}')
+    said = {"CJAX_JOB": str(tmp_path), "CJAX_INCARNATION": "2" if how == "late" else "3"}
+    said |= {"CJAX_SUPERVISOR": "0" if how == "late" else "1"}  # its parent is another process
+    done = forks.run(["-c", "import cjax; cjax.initialize()"], {**os.environ, **said})
+    assert done.returncode == 75

@@ -1,0 +1,264 @@
+"""Supervisors of real processes: workers that beat and count steps, and need no JAX for it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cjax
+from cjax.job.files import read_lines, read_object
+from cjax.job.folder import JobFolder
+from cjax.job.spec import JobSpec, start_line
+from cjax.job.status import ask_for, status_of
+from cjax.job.workers import started
+
+# Counts to 40; goes on from the last number that the first worker has saved; `at` is what a test does at a step.
+WORKER = """
+import sys, types
+cjax = sys.modules["cjax"] = types.ModuleType("cjax")
+cjax.__path__ = [sys.argv[1]]
+import os, signal, time
+from pathlib import Path
+from cjax.job import beating, leave_when_told, member
+from cjax.job.beat import read_beat
+from cjax.job.folder import JobFolder
+
+exec(sys.argv[3])  # before any sign of life
+mine, beat = member(), beating()
+told = []
+signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+rank, world, number = mine.rank, int(os.environ["WORLD_SIZE"]), mine.incarnation
+saved = mine.folder / "saved"
+step = first = int(saved.read_text()) if saved.exists() else 0
+beat.tell(first=first, steps=40)
+
+
+def beats(other):
+    return (read_beat(JobFolder(mine.folder).beat(number, other)) or {"step": -1})["step"]
+
+
+while step < 40 and not told:
+    time.sleep(0.02)
+    # Nobody is further than a step ahead of the others, as collectives have it.
+    while not told and any((beats(r) or first) < step for r in range(world)):
+        time.sleep(0.005)
+    step += 1
+    exec(sys.argv[2])
+    beat.step(step)
+    if rank == 0 and step % 10 == 0:
+        saved.write_text(str(step))
+if rank == 0:
+    saved.write_text(str(step))
+sys.exit(75 if told else 0)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], JobFolder]]]:
+    running: list[subprocess.Popen[str]] = []
+
+    def start(at: str = "", early: str = "", **more: Any) -> tuple[subprocess.Popen[str], JobFolder]:
+        command = (sys.executable, "-c", WORKER, str(Path(cjax.__file__).parent), at, early)
+        spec = JobSpec(command, str(tmp_path), **{"workers": 2, "hang_after": 1.5, "grace": 5.0, **more})
+        running.append(subprocess.Popen(start_line(spec), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
+        return running[-1], JobFolder(tmp_path)
+
+    yield start
+    for each in running:
+        each.kill()
+        each.communicate()
+    for pid, since in (read_object(JobFolder(tmp_path).state) or {}).get("pids", []):
+        if started(pid) == since:
+            os.killpg(pid, signal.SIGKILL)
+
+
+def until(what: Callable[[], Any], seconds: float = 20.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.02)
+    return found
+
+
+def ends(folder: JobFolder) -> list[dict[str, Any]]:
+    return [line for line in read_lines(folder.history) if line["event"] == "end"]
+
+
+def nothing_twice(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """But for the last step, on which workers here do not agree, as those of `fit` do."""
+    return 0 <= before["step"] - after["first"] <= 1
+
+
+def state(folder: JobFolder) -> dict[str, Any]:
+    return read_object(folder.state) or {}
+
+
+def test_a_death_is_noticed_within_a_second_and_all_go_on_from_what_was_saved(job: Any) -> None:
+    supervisor, folder = job("if (number, rank, step) == (1, 1, 25): os.kill(os.getpid(), signal.SIGKILL)")
+    out, err = supervisor.communicate(timeout=30)
+    assert supervisor.returncode == 0, err
+    assert "worker 1 ended by SIGKILL after step 24, training; starting again (1 of 100)" in err
+    died, done = ends(folder)
+    assert (died["kind"], died["first"], done["kind"], done["first"], done["step"]) == ("died", 0, "done", 20, 40)
+    begin = [line["time"] for line in read_lines(folder.history) if line["event"] == "start"][1]
+    assert begin - died["time"] < 1 and died["seconds"]["training"] < 25 * 0.02 + 2
+    said = status_of(folder.run)
+    assert (said.status, said.step, said.steps, said.repeated) == ("done", 40, 40, died["step"] - 20)
+    assert 0 < said.goodput < 1 and "worker 1 ended by SIGKILL" in str(said)
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        ("if (number, rank, step) == (1, 1, 25): os.kill(os.getpid(), signal.SIGSTOP)", "worker 1 is stopped"),
+        ("if (number, rank, step) == (1, 0, 25): time.sleep(60)", "worker 0 hangs after step 24, training"),
+    ],
+)
+def test_a_worker_that_stands_still_is_noticed(job: Any, at: str, said: str) -> None:
+    supervisor, folder = job(at)
+    _, err = supervisor.communicate(timeout=40)
+    assert supervisor.returncode == 0 and said in err, err
+    assert [(line["kind"], line["first"]) for line in ends(folder)] == [("hung", 0), ("done", 20)]
+
+
+def test_a_worker_that_is_stopped_outside_of_steps_is_noticed(job: Any) -> None:
+    at = "if (number, step) == (1, 25): beat.turn('saving'); os.kill(os.getpid(), signal.SIGSTOP)"
+    supervisor, folder = job(at, workers=1)
+    _, err = supervisor.communicate(timeout=40)
+    assert supervisor.returncode == 0 and "worker 0 is stopped: no sign of life" in err, err
+    assert [(line["kind"], line["first"]) for line in ends(folder)] == [("hung", 0), ("done", 20)]
+
+
+def test_slow_steps_are_no_hang(job: Any, tmp_path: Path) -> None:
+    (tmp_path / "saved").write_text("33")
+    supervisor, folder = job("time.sleep(0.5 if step < 38 else 2.0)", workers=1)
+    _, err = supervisor.communicate(timeout=40)
+    assert supervisor.returncode == 0 and len(ends(folder)) == 1, err
+
+
+def test_a_job_that_does_not_get_on_is_given_up_with_its_last_lines(job: Any) -> None:
+    supervisor, folder = job("if step > 12: raise ZeroDivisionError('of the user')", fruitless=2)
+    _, err = supervisor.communicate(timeout=30)
+    assert supervisor.returncode == 1 and "ZeroDivisionError: of the user" in err
+    assert "2 starts in a row have not brought a new step" in err and len(ends(folder)) == 3
+    assert state(folder)["status"] == "failed"
+    # Typed again it begins to count anew.
+    supervisor, folder = job("", fruitless=2)
+    assert supervisor.wait(30) == 0
+
+
+def test_no_more_restarts_than_are_allowed(job: Any) -> None:
+    supervisor, folder = job("if step > 10 * number: sys.exit(3)", restarts=1)
+    _, err = supervisor.communicate(timeout=30)
+    assert supervisor.returncode == 1 and "started again 1 times" in err and len(ends(folder)) == 2
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_supervisor_that_is_told_to_stop_has_its_workers_save(job: Any, number: signal.Signals, code: int) -> None:
+    supervisor, folder = job("time.sleep(0.05)")
+    until(lambda: read_lines(folder.history) and status_of(folder.run).step > 12)
+    supervisor.send_signal(number)
+    assert supervisor.wait(20) == code
+    (stopped,) = ends(folder)
+    assert stopped["kind"] == "stopped" and state(folder)["status"] == "stopped"
+    supervisor, folder = job()
+    assert supervisor.wait(20) == 0 and nothing_twice(stopped, ends(folder)[-1])
+
+
+def test_workers_of_a_killed_supervisor_save_and_leave_and_another_goes_on(job: Any) -> None:
+    supervisor, folder = job("time.sleep(0.05)")
+    until(lambda: read_lines(folder.history) and status_of(folder.run).step > 12)
+    other, _ = job()
+    _, err = other.communicate(timeout=20)
+    assert other.returncode == 1 and "another cjax run supervises" in err
+    supervisor.kill()
+    supervisor.wait()
+    assert status_of(folder.run).status.startswith("unwatched")
+    pids = state(folder)["pids"]
+    until(lambda: all(started(pid) != since for pid, since in pids))
+    saved = int((folder.run / "saved").read_text())
+    assert saved > 12
+    supervisor, folder = job()
+    assert supervisor.wait(20) == 0
+    assert [line["kind"] for line in ends(folder)] == ["orphaned", "done"]
+    assert nothing_twice(*ends(folder)) and ends(folder)[1]["first"] == saved
+    assert state(folder)["incarnation"] == 2
+
+
+def test_a_resize_saves_stops_and_goes_on(job: Any) -> None:
+    supervisor, folder = job("time.sleep(0.05)")
+    until(lambda: read_lines(folder.history) and status_of(folder.run).step > 5)
+    with pytest.raises(ValueError, match="at least 1"):
+        ask_for(folder.run, 0)
+    ask_for(folder.run, 3)
+    assert supervisor.wait(30) == 0
+    resized, done = ends(folder)
+    assert resized["kind"] == "resized" and nothing_twice(resized, done)
+    assert [each.workers for each in status_of(folder.run).incarnations] == [2, 3]
+    with pytest.raises(RuntimeError, match="nobody supervises"):
+        ask_for(folder.run, 2)
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_place_where_no_worker_comes_to_life_is_given_up(job: Any, tmp_path: Path, least: int) -> None:
+    launch = tmp_path / "launch.sh"
+    launch.write_text('test "$1" = bad && sleep 0.7 && exit 255\nshift\nexec "$@"\n')
+    more = {"hosts": ("good", "bad"), "launch": f"sh {launch} {{host}}", "min_workers": least, "fruitless": 3}
+    supervisor, folder = job("time.sleep(60 if world > 1 else 0)", **more)
+    _, err = supervisor.communicate(timeout=40)
+    assert "worker 1 ended with status 255, before it had given any sign of life" in err
+    sizes = [each.workers for each in status_of(folder.run).incarnations]
+    if least == 1:
+        assert supervisor.returncode == 0 and "at bad: going on with 1" in err and sizes == [2, 2, 1]
+    else:
+        assert supervisor.returncode == 1 and sizes == [2, 2, 2]
+
+
+def test_whoever_leaves_because_it_was_told_to_is_started_again(job: Any) -> None:
+    supervisor, folder = job("if (number, step) == (1, 15): os.kill(os.getpid(), signal.SIGTERM)")
+    assert supervisor.wait(30) == 0
+    again, done = ends(folder)
+    assert again["kind"] == "again" and done["first"] == 15 and state(folder)["restarts"] == 0
+
+
+def test_each_worker_is_told_its_place_and_no_other_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    spec = JobSpec(("python", "train.py"), str(tmp_path), workers=2, devices=3)
+    first, second = (spec.said(4, rank, 2, ("127.0.0.1", 9)) for rank in range(2))
+    assert first["JAX_COMPILATION_CACHE_DIR"] != second["JAX_COMPILATION_CACHE_DIR"], "each rank has its own"
+    assert (second["RANK"], second["WORLD_SIZE"], second["CJAX_INCARNATION"]) == ("1", "2", "4")
+    assert second["JAX_NUM_CPU_DEVICES"] == "3" and spec.address(1, ("0", "1"))[0] == "127.0.0.1"
+    remote = JobSpec(("a b",), str(tmp_path), workers=2, hosts=("x", "y"), launch="ssh {host}")
+    assert remote.line("y", {"RANK": "1"})[:3] == ["ssh", "y", "env"] and remote.line("y", {})[-1] == "'a b'"
+    assert remote.address(1, ("x", "y")) != remote.address(2, ("x", "y")), "late ones find nobody there"
+    assert JobSpec.of_text(remote.text()) == remote
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"workers": 0}, "--workers 0"),
+        ({"workers": 2, "min_workers": 3}, "--min-workers 3"),
+        ({"workers": 2, "hosts": ("a",), "launch": "ssh {host}"}, "1 hosts"),
+        ({"hosts": ("a",), "launch": "ssh"}, "where {host} goes"),
+        ({"grace": 0}, "--grace 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        JobSpec(("true",), "folder", **given)
+
+
+def test_the_supervisor_imports_no_jax(tmp_path: Path) -> None:
+    line = start_line(JobSpec(("true",), str(tmp_path)))
+    line[2] = line[2].replace("sys.exit(", "print([m for m in sys.modules if 'jax' in m and 'cjax' not in m]); (")
+    done = subprocess.run(line, capture_output=True, text=True, timeout=20)
+    assert done.stdout.strip() == "[]" and not done.stderr
+    assert json.loads(JobFolder(tmp_path).state.read_text())["status"] == "done"

@@ -1,0 +1,149 @@
+"""What a run keeps wherever it is told to stop, killed, or out of disk."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cjax.checkpoint import inspect
+from cjax.train import fit
+from cjax.train.signals import StopRequest
+
+from .conftest import SmallData, SmallProgram
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """What a run wrote, without its speed."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in ("step", "loss", "validation_loss") if name in line} for line in found]
+
+
+def test_auto_begins_anew_where_nothing_was_kept_and_goes_on_where_something_was(tmp_path: Path) -> None:
+    class Killed(Exception): ...
+
+    class Dying(SmallData):
+        def batches(self, start: int = 0) -> Any:
+            for batch in super().batches(start):
+                if len(self.read) > 7:
+                    raise Killed
+                yield batch
+
+    for first in (0, 4 * 5):
+        data = Dying()
+        with pytest.raises(Killed):
+            fit(SmallProgram(), data, steps=30, folder=tmp_path, resume="auto", checkpoint_every=5 if first else 10)
+        assert data.read[0] == 0, "of the first there is no checkpoint"
+    data = SmallData()
+    result = fit(SmallProgram(), data, steps=30, folder=tmp_path, resume="auto", log_every=1)
+    assert data.read[0] == 4 * 5
+    np.testing.assert_array_equal(result.state.w, fit(SmallProgram(), SmallData(), steps=30).state.w)
+    assert [line["step"] for line in lines(tmp_path)] == list(range(6, 31)), "a killed run's lines are dropped"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_an_evaluation_that_a_signal_cuts_short_is_made_when_the_run_goes_on(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    class Interrupted(SmallData):
+        asked = 0
+
+        def validation(self) -> Any:
+            for index in range(4):
+                self.asked += 1
+                if self.asked == 6:  # in the second evaluation
+                    os.kill(os.getpid(), number)
+                yield self.make(np.arange(1000 + index * 8, 1008 + index * 8))
+
+    every = {"evaluate_every": 5, "checkpoint_every": 100, "log_every": 1}
+    data = Interrupted()
+    result = fit(SmallProgram(), data, steps=30, folder=tmp_path / "cut", **every)
+    assert (result.ended, result.step, result.exit_code, data.asked) == (number.name, 10, code, 6)
+    assert inspect(tmp_path / "cut").step == 10
+    data.asked = 10
+    assert fit(SmallProgram(), data, steps=30, folder=tmp_path / "cut", resume=True, **every).exit_code == 0
+    data.asked = 10
+    fit(SmallProgram(), data, steps=30, folder=tmp_path / "whole", **every)
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+
+
+def test_a_signal_before_the_first_step_is_heeded(tmp_path: Path) -> None:
+    class Late(SmallProgram):
+        def init(self, seed: int = 0) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().init(seed)
+
+    program = Late()
+    result = fit(program, SmallData(), steps=30, folder=tmp_path)
+    assert (result.ended, result.step, result.exit_code, program.num_steps) == ("SIGTERM", 0, 75, 0)
+    assert result.checkpoint is None, "there is nothing that would not be made again"
+    assert fit(SmallProgram(), SmallData(), steps=3, folder=tmp_path, resume="auto").step == 3
+
+
+def test_a_full_disk_is_said_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import cjax.checkpoint.storage as storage
+
+    written, full = storage.put_in_place, [10, 15]
+
+    def put_in_place(unfinished: Path, path: Path) -> None:
+        if int(path.name) in full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(unfinished, path)
+
+    monkeypatch.setattr(storage, "put_in_place", put_in_place)
+    result = fit(SmallProgram(), SmallData(), steps=20, folder=tmp_path, checkpoint_every=5, keep=1)
+    assert result.step == 20 and inspect(tmp_path).step == 20
+    said = capfd.readouterr().err
+    for step, last in ((10, 5), (15, 5)):
+        assert f"checkpoints/{step} could not be written" in said and f"the last whole one is {tmp_path}" in said, last
+    full.append(30)
+    with pytest.raises(OSError, match="the last whole one is"):
+        fit(SmallProgram(), SmallData(), steps=30, folder=tmp_path, checkpoint_every=50, keep=1, resume=True)
+    assert inspect(tmp_path).step == 20, "at the end there is nothing to go on to"
+
+
+TWICE = """
+import hashlib, sys, time
+import cjax.train.signals as signals
+
+with signals.StopRequest():
+    print("there", flush=True)
+    if sys.argv[1] == "native":
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # in C for minutes: no handler is run
+    else:
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("where", ["native", "python"])
+def test_two_interrupts_end_the_process_at_once(where: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", TWICE, where], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as ran:
+        assert ran.stdout is not None and ran.stdout.readline() == b"there\n"
+        try:
+            ran.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            assert ran.poll() is None, "the first is a request"
+            ran.send_signal(signal.SIGINT)
+            assert ran.wait(5) in (130, -signal.SIGINT)
+        finally:
+            ran.kill()
+
+
+def test_several_processes_ask_each_other_about_every_second() -> None:
+    stop = StopRequest()
+    assert all(stop.is_asked(step, 1, 10) for step in range(20)), "alone it costs nothing"
+    assert stop.is_asked(3, 2, 10), "not asked yet"
+    for seconds, every in ((0.0, 10), (0.3, 3), (5.0, 1)):
+        stop._every = max(1, int(1e3 / max(int(seconds * 1e3), 1)))
+        assert [step for step in range(1, 13) if stop.is_asked(step, 2, 10)] == list(range(every, 13, every))
