@@ -92,14 +92,20 @@ def test_a_full_disk_is_said_and_training_goes_on(
 ) -> None:
     import cjax.checkpoint.storage as storage
 
-    written, full = storage.put_in_place, [10, 15]
+    written, settled, full = storage.put_in_place, storage.settle, [10]
 
     def put_in_place(unfinished: Path, path: Path) -> None:
         if int(path.name) in full:
             raise OSError(errno.ENOSPC, "No space left on device")
         written(unfinished, path)
 
+    def settle(path: Path) -> None:
+        if path.name == "15":  # before anything of it is written
+            raise OSError(errno.ENOSPC, "No space left on device")
+        settled(path)
+
     monkeypatch.setattr(storage, "put_in_place", put_in_place)
+    monkeypatch.setattr(storage, "settle", settle)
     result = fit(SmallProgram(), SmallData(), steps=20, folder=tmp_path, checkpoint_every=5, keep=1)
     assert result.step == 20 and inspect(tmp_path).step == 20
     said = capfd.readouterr().err
