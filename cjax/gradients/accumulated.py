@@ -56,6 +56,7 @@ Scale = jax.Array | None  # what the loss is multiplied by before its derivative
 Loss = Callable[[Arrays, Arrays, Arrays, PyTree, jax.Array, jax.Array], Evaluated]
 Gradients = Callable[[Arrays, Arrays, Arrays, PyTree, jax.Array, Scale], Graded]
 Denominator = Callable[[jax.Array], jax.Array]
+Dtypes = Sequence[Any]
 
 
 def mean(total: jax.Array, weight: jax.Array | None) -> jax.Array:
@@ -67,8 +68,23 @@ def mean(total: jax.Array, weight: jax.Array | None) -> jax.Array:
     return jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight))
 
 
-def plain(loss: Loss) -> Gradients:
-    """Gradients of the loss of a whole batch."""
+def widened(grads: Arrays, dtypes: Dtypes) -> Arrays:
+    """Gradients in the dtypes that weights are kept in: of weights that were rounded ahead of the loss, they come in
+    the dtype of these."""
+    return tuple(g.astype(dtype) for g, dtype in zip(grads, dtypes, strict=True))
+
+
+def gathering(gradients: Gradients, ahead: Callable[[Arrays], Arrays]) -> Gradients:
+    """Gradients by a function whose parameters are made ready `ahead`, once for all parts of a batch."""
+
+    def whole(params: Arrays, *args: Any, **more: Any) -> Graded:
+        return gradients(ahead(params), *args, **more)
+
+    return whole
+
+
+def plain(loss: Loss, dtypes: Dtypes) -> Gradients:
+    """Gradients of the loss of a whole batch, in these dtypes."""
 
     def gradients(
         params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
@@ -82,6 +98,7 @@ def plain(loss: Loss) -> Gradients:
             return scaled(mean(out.total, weight), scale), out
 
         (_, out), grads = jax.value_and_grad(scalar, has_aux=True)(params)
+        grads = widened(grads, dtypes)  # before they are divided, which would round them once more
         if scale is not None:
             grads = jax.tree.map(lambda g: g / scale.astype(g.dtype), grads)
         return Graded(out, grads)
@@ -91,6 +108,7 @@ def plain(loss: Loss) -> Gradients:
 
 def micro_batched(
     loss: Loss,
+    dtypes: Dtypes,
     num_microbatches: int,
     constrain: Callable[[PyTree], PyTree],
     denominator: Denominator,
@@ -100,12 +118,13 @@ def micro_batched(
 
     Args:
       loss: of one part; its last argument is the part's index.
+      dtypes: in which gradients are added up, of each parameter.
       num_microbatches: how many parts.
       constrain: placement of the batch after it was cut, part index first.
       denominator: what the sum of all totals is divided by, from the sum of all weights.
       measures: whether the parts' gradients are measured too.
     """
-    parts = _Parts(loss, num_microbatches, constrain, measures)
+    parts = _Parts(loss, dtypes, num_microbatches, constrain, measures)
 
     def gradients(
         params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
@@ -159,6 +178,7 @@ def reduction(
 
 def locally_accumulated(
     loss: Loss,
+    dtypes: Dtypes,
     num_microbatches: int,
     axes: tuple[str, ...],
     reductions: Sequence[Reduction],
@@ -170,6 +190,7 @@ def locally_accumulated(
 
     Args:
       loss: of one device's rows of a part; its last argument is the part's index.
+      dtypes: in which gradients are added up, of each parameter.
       num_microbatches: how many parts.
       axes: the mesh axes that split the batch. All others stay with the compiler.
       reductions: of each stored array's gradient.
@@ -178,7 +199,7 @@ def locally_accumulated(
       measures: whether the gradients of the devices' parts are measured too.
     """
     num_shards = math.prod(mesh.shape[axis] for axis in axes)
-    parts = _Parts(loss, num_microbatches, lambda rows: rows, measures)
+    parts = _Parts(loss, dtypes, num_microbatches, lambda rows: rows, measures)
 
     def inside(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale) -> Any:
         sums, grads, square = parts.sum(params, frozen, model_state, batch, key, scale)
@@ -294,6 +315,7 @@ class _Parts:
     """A loss on `num` parts of a batch, one after the other; arguments as for `micro_batched`."""
 
     loss: Loss
+    dtypes: Dtypes
     num: int
     constrain: Callable[[PyTree], PyTree]
     measures: bool
@@ -317,15 +339,16 @@ class _Parts:
                 return scaled(out.total, scale), out
 
             (_, out), grads = jax.value_and_grad(scalar, has_aux=True)(params)
+            grads = widened(grads, self.dtypes)
             new = [grads, (out.total, out.weight, out.aux), square_of(grads) if self.measures else None]
             return (*jax.tree.map(jnp.add, old, new), out.model_state), None
 
         shape = jax.eval_shape(
             self.loss, params, frozen, model_state, _first(leaves, parts, treedef), key, jnp.int32(0)
         )
-        # Gradients have the parameters' shapes and dtypes: added up in what weights are kept in, float32, however low
-        # the precision they were made in.
-        sums = (params, (shape.total, shape.weight, shape.aux))
+        # Gradients are added up in what weights are kept in, float32, however low the precision they were made in.
+        kept = [jax.ShapeDtypeStruct(p.shape, dtype) for p, dtype in zip(params, self.dtypes, strict=True)]
+        sums = (tuple(kept), (shape.total, shape.weight, shape.aux))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
         square = jnp.zeros((), jnp.float32) if self.measures else None
         (grads, (total, weight, aux), square, model_state), _ = lax.scan(

@@ -17,6 +17,7 @@ from cjax.gradients.accumulated import (
     Gradients,
     Loss,
     Reduction,
+    gathering,
     locally_accumulated,
     micro_batched,
     plain,
@@ -29,6 +30,7 @@ from cjax.gradients.pipelined import pipelined
 from cjax.mesh import PIPE
 from cjax.pipeline.execute import Executor
 from cjax.plan import Plan
+from cjax.sharding.place.ahead import gather_ahead
 from cjax.sharding.place.local import LocalRows
 from cjax.sharding.place.model import ModelStorage, place_loss
 from cjax.sharding.place.staged import StagedModel, stage_model
@@ -61,9 +63,11 @@ def build_gradients(loss: LaidOut, choice: Choice, measures: bool = False) -> Bu
       measures: whether gradients of parts of the batch are measured.
     """
     plan, shared, local = loss.plan, loss.trace.shared, choice.local
+    ahead = gather_ahead(loss.trace if local is None else local.trace, loss.storage, plan, loss.mesh)
     if choice.kind == "whole":
         run = place_loss(loss.trace, loss.storage, plan, loss.mesh)
-        return Built(sharing(plain(_as_loss(loss.trace, run, 1)), shared, 1, 1), (), 1)
+        gradients = plain(_as_loss(loss.trace, run, 1), dtypes_of(loss))
+        return Built(sharing(gathering(gradients, ahead), shared, 1, 1), (), 1)
     # A part is one device's rows of one micro-batch where devices add up alone.
     num, trace, more = plan.microbatches, loss.trace, ()
     if local is not None:
@@ -78,7 +82,7 @@ def build_gradients(loss: LaidOut, choice: Choice, measures: bool = False) -> Bu
         gradients = _pipeline(loss, loss.line)
     else:
         gradients = _parts(loss, measures)
-    gradients = sharing(gradients, shared, plan.microbatches, num)
+    gradients = sharing(gathering(gradients, ahead), shared, plan.microbatches, num)
     return Built(gradients, (*choice.notes, *more), num * loss_size(trace))
 
 
@@ -90,7 +94,8 @@ def _parts(loss: LaidOut, measures: bool) -> Gradients:
     def constrain(parts: list[jax.Array]) -> list[jax.Array]:
         return [lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, axes))) for x in parts]
 
-    return micro_batched(_as_loss(loss.trace, run, num), num, constrain, divide_by(loss), measures)
+    own = _as_loss(loss.trace, run, num)
+    return micro_batched(own, dtypes_of(loss), num, constrain, divide_by(loss), measures)
 
 
 def _own_parts(loss: LaidOut, local: LocalRows, reductions: Sequence[Reduction], measures: bool) -> Gradients:
@@ -98,7 +103,7 @@ def _own_parts(loss: LaidOut, local: LocalRows, reductions: Sequence[Reduction],
     num, mesh = loss.plan.microbatches, loss.mesh
     run = place_loss(local.trace, loss.storage, loss.plan, mesh, local.layout, local.draw)
     own = _as_loss(local.trace, run, num * loss.num_shards)
-    return locally_accumulated(own, num, local.axes, reductions, mesh, divide_by(loss), measures)
+    return locally_accumulated(own, dtypes_of(loss), num, local.axes, reductions, mesh, divide_by(loss), measures)
 
 
 def _pipeline(loss: LaidOut, line: Line) -> Gradients:
@@ -137,6 +142,11 @@ def total_of(trace: Trace, num_parts: int) -> Callable[[list[jax.Array]], tuple[
     return total
 
 
+def dtypes_of(loss: LaidOut) -> list[Any]:
+    """Those that parameters are kept in."""
+    return [slot.dtype for slot in loss.storage.params.slots]
+
+
 def divide_by(loss: LaidOut) -> Denominator:
     return functools.partial(denominator, loss.trace.ratio)
 
@@ -144,7 +154,7 @@ def divide_by(loss: LaidOut) -> Denominator:
 def _reductions(storage: ModelStorage, plan: Plan, axes: tuple[str, ...], mesh: Mesh) -> list[Reduction]:
     """Gradients go where their optimizer state is, if ZeRO splits that."""
     found = []
-    for slot in storage.params.slots:
+    for slot in storage.given.slots:
         # Each device updates the piece of a parameter whose optimizer state it has, and needs no more of the gradient
         # than that.
         state = storage.state_specs[slot.leaves[0]] if plan.zero_stage else slot.spec

@@ -198,8 +198,8 @@ class _Execution:
             "crossing": [room(self.derivatives[k].crossing, slots[k], rows[k]) if self.split else [] for k in numbers],
             "ends": [room(self.payloads[k], end_slots[k]) for k in numbers],
             "inbox": room(self.messages.shapes, wiring.num_messages + 1),
-            "shared": room(self.shared),
-            "stacks": [room(weights) for weights in own],
+            "shared": [_sum_like(x) for x in self.shared],
+            "stacks": [[_sum_like(x) for x in weights] for weights in own],
             "once": [[_sum_like(x) for x in self._learned_once(k)] for k in numbers],
             "results": jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), results),
             "states": [self.given(0)[place] for place, *_ in self.states],
@@ -414,8 +414,9 @@ class _Execution:
             own = [jnp.where(row["mine"], g, jnp.zeros_like(g)) for g in own]
         num = sum(self.which[k])
         place = row["row"] + i
-        rows = [put(total, at(total, place) + g, place) for total, g in zip(rows, pull(own[:num]), strict=True)]
-        return rows, [total + g.astype(total.dtype) for total, g in zip(once, own[num:], strict=True)]
+        found = _added([at(total, place) for total in rows], pull(own[:num]))
+        rows = [put(total, g, place) for total, g in zip(rows, found, strict=True)]
+        return rows, _added(once, own[num:])
 
     # -- before the first layer, and after the last --
     def _before(self, given: Arrays, gradients: Arrays, shared: Arrays) -> Arrays:
@@ -426,7 +427,7 @@ class _Execution:
             return [payload[i] for i in real]
 
         _, pull = jax.vjp(of, self.shared)
-        return jax.tree.map(jnp.add, shared, pull([gradients[i] for i in real])[0])
+        return _added(shared, pull([gradients[i] for i in real])[0])
 
     def _after(
         self, k: int, row: Row, given: Arrays, message: Arrays, state: State
@@ -458,7 +459,7 @@ class _Execution:
         own, some = pull(seed)
         found = dict(zip(real, some, strict=True))
         gradients = [found.get(i, jnp.zeros_like(x)) for i, x in enumerate(payload)]
-        return gradients, jax.tree.map(jnp.add, state["shared"], own), results, state["states"]
+        return gradients, _added(state["shared"], own), results, state["states"]
 
     def _results(self, shared: Arrays, payload: Arrays, given: Arrays) -> tuple[jax.Array, Any]:
         outs = self.stages.leave(self.num_stacks - 1, shared, given, payload)
@@ -480,7 +481,7 @@ class _Execution:
 
             values, pull = jax.vjp(of, self.shared)
             (own,) = pull([g.astype(x.dtype) for g, x in zip(state["once"][k], values, strict=True)])
-            total = jax.tree.map(jnp.add, total, own)
+            total = _added(total, own)
         return total
 
     def _read_message(self, row: Row, state: State) -> Arrays:
@@ -490,6 +491,10 @@ class _Execution:
 def _sum_like(x: Any) -> jax.Array:
     """Room for a sum of gradients: of rounded values in float32, or adding up would round at every micro-batch."""
     return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _added(sums: Arrays, more: Arrays) -> Arrays:
+    return [total + g.astype(total.dtype) for total, g in zip(sums, more, strict=True)]
 
 
 def _either(which: jax.Array, one: Arrays, other: Arrays) -> Arrays:

@@ -36,6 +36,7 @@ from cjax.program.scores import (
 )
 from cjax.program.state import Arrays, State
 from cjax.program.walked_scores import walked_score
+from cjax.sharding.place.ahead import gather_ahead
 from cjax.sharding.place.model import place_loss
 from cjax.sharding.place.staged import stage_model
 from cjax.trace.dims.tables import Limits
@@ -181,19 +182,20 @@ class Evaluator:
         """The results of a whole batch, as the trace of one of its micro-batches gives them."""
         composed = self._composed
         layout, num = layout_of(composed, trace), num_results(trace)
+        ahead = gather_ahead(trace, composed.storage, composed.plan, composed.mesh)
         stacks = composed.line.stacks_of(trace) if composed.line is not None else None
         if composed.line is None or stacks is None:
             loss = place_loss(trace, composed.storage, composed.plan, composed.mesh, layout)
 
             def whole(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
-                return loss(params, frozen, model_state, jax.tree.leaves(batch), key, jnp.int32(0))[:num]
+                return loss(ahead(params), frozen, model_state, jax.tree.leaves(batch), key, jnp.int32(0))[:num]
 
             return whole
         staged = stage_model(trace, stacks, composed.storage, composed.plan, composed.mesh, layout)
         schedule = forward_only(composed.line.schedule.route, num_parts)
         forward = Forward(staged.stages, schedule, composed.line.partition, PIPE)
         through = forwarded(staged, forward, num_parts, composed.mesh, lockstep)
-        return lambda *inputs: put_together(trace, through(*inputs))
+        return lambda params, *inputs: put_together(trace, through(ahead(params), *inputs))
 
 
 def _check_rows(shape: PyTree, function: Function | None) -> None:

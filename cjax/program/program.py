@@ -26,7 +26,7 @@ from cjax.program.explained import explained
 from cjax.program.keep import check_fits, store_leaves
 from cjax.program.lockstep import Lockstep
 from cjax.program.memory import OutOfMemory, alternatives
-from cjax.program.saving import arrays_of, restored, shapes_of, state_from, to_save, trees_of
+from cjax.program.saving import arrays_of, ready_model, restored, shapes_of, state_from, to_save, trees_of
 from cjax.program.scores import is_one
 from cjax.program.starting import Starter, make_key, must_run
 from cjax.program.state import State, check_alive
@@ -102,8 +102,7 @@ class Program:
     @own_context
     def model(self, state: State) -> Any:
         """The user's own model, trained."""
-        trees = trees_of(state, "params", "frozen", "carried")
-        return self._composed.capture.rebuild(*trees.values())
+        return ready_model(self._composed, state)
 
     @own_context
     def adopt(self, state: State, source: State | PyTree) -> State:

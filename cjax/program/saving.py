@@ -13,7 +13,7 @@ from cjax.checkpoint import Rows
 from cjax.mesh import compiler_options
 from cjax.planner.homes import Kind
 from cjax.program.composed import Composed
-from cjax.program.keep import check_fits, load_slot, members, store_leaves, store_members
+from cjax.program.keep import check_fits, load_slot, members, put, store_leaves, store_members
 from cjax.program.leaves import NAMES, awaited_trees, pending_trees, pieces_of, spread_trees
 from cjax.program.state import Shelves, State, check_alive
 from cjax.program.walked import ROWS, WalkedState, walked_trees
@@ -53,6 +53,16 @@ def trees_of(state: State, *names: str) -> dict[str, PyTree]:
     stored: dict[str, Any] = dict(zip(TREES, every, strict=True))
     trees = _loader(state._shelves, names)([stored[name] for name in names])
     return dict(zip(names, trees, strict=True))
+
+
+def ready_model(composed: Composed, state: State) -> Any:
+    """The user's own model, its parameters placed as a pass over a batch is given them: who reads all of them for each
+    token would else gather them for each token."""
+    trees = trees_of(state, "params", "frozen", "carried")
+    storage = composed.storage
+    if storage.given is not storage.params:
+        trees["params"] = jax.tree.map(put, trees["params"], storage.given.leaf_shardings(composed.mesh))
+    return composed.capture.rebuild(*trees.values())
 
 
 def _walked_trees(state: WalkedState, names: Sequence[str]) -> dict[str, PyTree]:

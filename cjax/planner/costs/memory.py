@@ -141,14 +141,20 @@ class _Memory:
         table, over = self.table, self._zero_shares()
         weights, trained = self._weights()
         whole, state = weights.sum(0), trained.sum(0)
-        params = np.where(table.zero == 3, whole / over, whole)
+        # Where ZeRO-1 and -2 gather rounded weights ahead of a step, those that are kept are in parts.
+        ahead = (table.zero > 0) & (table.zero < 3) & ~np.isin(table.precision, self.forms["float32"])
+        params = np.where(table.zero == 3, whole / over, np.where(ahead, whole - state + state / over, whole))
         optimizer = self.work.optimizer_bytes * np.where(table.zero >= 1, state / over, state)
         batch = self.work.batch_bytes / table.data
         grads = np.where(self.scattered, trained / over, trained)
         found = [self._whole_step(grads), self._pipeline(grads)]
         parts = [np.where(self.is_staged, b, a) for a, b in zip(*found, strict=True)]
         gaps = GAPS_MOVED if self.moves_pieces else GAPS
-        return MemoryCost(params, optimizer, batch, *parts, other=gaps * np.sum(parts, axis=0))
+        other = gaps * np.sum(parts, axis=0)
+        grads, activations, working, sent = parts
+        # They are there from the first micro-batch to the last.
+        working = working + np.where(ahead & (over > 1), state / 2, 0.0)
+        return MemoryCost(params, optimizer, batch, grads, activations, working, sent, other)
 
     def _whole_step(self, grads: np.ndarray) -> tuple[np.ndarray, ...]:
         """Gradients, activations and what stands beside them at the fullest moment of a backward pass."""

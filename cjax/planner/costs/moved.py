@@ -9,8 +9,8 @@ What is predicted is what cjax does, as `cjax.audit` counts it in the compiled s
   uses together, but in a grid or a pipeline for each of them. With micro-batches each device adds up its own, in
   float32, and all reduce once; not under ZeRO-3 or with split positions, which reduce once a micro-batch. ZeRO scatters
   a gradient over its group and reduces the part over others.
-- Parameters: ZeRO-1 and -2 gather them once a step, in float32; ZeRO-3 those of layers twice a micro-batch, others
-  once, what matmuls read in the precision of the plan.
+- Parameters: ZeRO-1 and -2 gather them once a step; ZeRO-3 those of layers twice a micro-batch, others once. What
+  matmuls read is gathered in the precision of the plan.
 - Pipelines hand on a micro-batch's activation in each tick, forwards and backwards; gradients of what stands outside of
   the layers are summed over the stages too. Where the last stage has fewer layers for the sake of what comes after
   them, the optimizer's share of layers is not the stage's: gradients, parameters and state go to it, and back.
@@ -234,7 +234,9 @@ def _gathers(found: Moved, part: Part, weight: Weight, held: HeldWeight, case: _
     # Outside of layers all uses share a gather, but within groups, where a tied table has one for each.
     passes = 2 if part.repeats > 1 else held.uses if case.zero_axes == (ZERO,) and not held.joint else 1
     times = np.where(is_third, passes * table.microbatches, 1) * case.times
-    size = np.where(is_third & weight.is_multiplied, of.half, weight.itemsize)
+    # Ahead of the first micro-batch or where they are used, weights are rounded where they are, and then gathered.
+    is_low = weight.is_multiplied & (is_third | (of.half < 4))
+    size = np.where(is_low, np.minimum(of.half, weight.itemsize), weight.itemsize)
     needed = case.divides & (is_third | weight.is_trained)
     _add(found.parameters, case.zero_axes, needed * _share(case.group) * float(held.elements) * size * times)
 

@@ -66,7 +66,7 @@ def local_rows(source: TraceSource, trace: Trace, storage: ModelStorage, plan: P
     """
     axes = tuple(a for a in BATCH_AXES if mesh.shape.get(a, 1) > 1)
     num_shards = math.prod(mesh.shape[a] for a in axes)
-    stored = [slot.spec for part in (storage.params, storage.frozen, storage.model_state) for slot in part.slots]
+    stored = [slot.spec for part in (storage.given, storage.frozen, storage.model_state) for slot in part.slots]
     if any(set(axes) & set(axes_of_entry(entry)) for spec in stored for entry in spec):
         return "a part of the model is split over the devices that share a batch"
     if not trace.results:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ from cjax.sharding.place.place import Draw, Placer, WeightPlacement
 from cjax.sharding.storage.storage import StageRows, Storage, make_storage, stackable
 from cjax.trace.author.capture import Capture
 from cjax.trace.emit.emit import emit
+from cjax.trace.emit.precision import LOWS
 from cjax.trace.reading import Trace
 from cjax.tree import PyTree
 
@@ -27,9 +28,14 @@ Arrays = tuple[jax.Array, ...]
 
 @dataclass(frozen=True)
 class ModelStorage:
-    """How the three trees of a model are kept, and where the optimizer's part of each parameter lives."""
+    """How the three trees of a model are kept, and where the optimizer's part of each parameter lives.
+
+    `given` is how a pass over the batch is given the parameters: as they are kept, or where ZeRO-1 and -2 keep a
+    device's part of them alone, gathered ahead of it (`ahead.py`).
+    """
 
     params: Storage
+    given: Storage
     frozen: Storage
     model_state: Storage
     used_specs: tuple[PartitionSpec, ...]  # of every weight (params, then frozen): as the layout has it
@@ -77,7 +83,9 @@ def store_model(
         return PartitionSpec(*spec[:lead], *inner)
 
     state = tuple(state_spec(i, spec) for i, spec in zip(weights, used, strict=True)) if plan.zero_stage else used
-    kept = state if plan.zero_stage == 3 else used
+    # Where weights are rounded to be computed with, nobody but the optimizer reads them in float32, and it reads parts.
+    is_gathered = plan.zero_stage in (1, 2) and plan.precision in LOWS and not plan.walks
+    kept = state if plan.zero_stage == 3 or is_gathered else used
     stacks = [*rows, *(group for run in trace.runs for group in _stacked_inputs(trace, run.stacked))]
     rows_of = {group[0]: found for group, found in rows.items()}
     num_params, num_frozen = len(trace.leaves_of("params")), len(trace.leaves_of("frozen"))
@@ -96,14 +104,22 @@ def store_model(
             return PartitionSpec(*[None] * len(leaf.shape))
         return layout.spec(trace.classes_of(num_params + num_frozen + i), leaf.shape)
 
+    params = storage(capture.params_shape, 0, kept.__getitem__)
+    given = _placed(params, used) if is_gathered else params
     return ModelStorage(
-        storage(capture.params_shape, 0, kept.__getitem__),
+        params,
+        given,
         storage(capture.frozen_shape, num_params, lambda i: kept[num_params + i]),
         storage(capture.model_state_shape, num_params + num_frozen, model_state_spec),
         used,
         state,
         layout,
     )
+
+
+def _placed(storage: Storage, specs: Sequence[PartitionSpec]) -> Storage:
+    """The same arrays, placed as `specs` of their leaves say."""
+    return replace(storage, slots=tuple(replace(slot, spec=specs[slot.leaves[0]]) for slot in storage.slots))
 
 
 def _in_rows(leaf: int, spec: PartitionSpec, rows: Mapping[tuple[int, ...], StageRows | None]) -> PartitionSpec:
@@ -155,7 +171,7 @@ def place_loss(
 ) -> Callable[..., list[jax.Array]]:
     """The loss as a function of stored arrays: `(params, frozen, model_state, batch leaves, key, index) -> results`.
 
-    Results are the trace's, the new model state as stored.
+    Parameters are placed as `storage.given`; results are the trace's, the new model state as stored.
 
     Args:
       trace: of a loss of this model; its batch may differ from the one that decided the storage.

@@ -68,6 +68,13 @@ def constrained(value: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     return lax.with_sharding_constraint(value, NamedSharding(context if manual else mesh, spec))
 
 
+def rounded_leaves(trace: Trace) -> set[int]:
+    """Inputs that are multiplied or looked up in: weights that are rounded to the precision of the plan."""
+    dims = trace.dims
+    products = [m.lhs_origin for m in dims.matmuls] + [m.rhs_origin for m in dims.matmuls]
+    return {o for o in products if o is not None} | {leaf for leaf, _, _ in dims.tables}
+
+
 class Placer(Hooks):
     """The hooks that place a trace on a mesh."""
 
@@ -93,9 +100,8 @@ class Placer(Hooks):
         self._joint = JointProducts(trace.dims, layout, self._lowering)
         self._has_complex = has_complex(trace.closed.jaxpr)
         dims = trace.dims
-        products = [m.lhs_origin for m in dims.matmuls] + [m.rhs_origin for m in dims.matmuls]
         self._tables = {leaf for leaf, _, _ in dims.tables}
-        self._rounded = {o for o in products if o is not None} | self._tables
+        self._rounded = rounded_leaves(trace)
         self._compared = compared(trace.closed.jaxpr)
         self._looped = {o for m in dims.matmuls if m.looped for o in (m.lhs_origin, m.rhs_origin)}
         self._batched = {o for m in dims.matmuls if m.batched for o in (m.lhs_origin, m.rhs_origin)}

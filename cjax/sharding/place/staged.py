@@ -113,13 +113,14 @@ class StagedModel:
         return tuple(slot.pad(found[at]) if at in found else x for at, (slot, x) in kept)
 
     def stored_gradients(self, shared: Sequence[jax.Array], stacks: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-        """Gradients in the order and the shapes of stored parameters."""
+        """Gradients in the order, the shapes and the dtypes of stored parameters."""
         others, found = iter(shared), {}
         for of_stack, arrays in zip(self.slots, stacks, strict=True):
             mine = [at for kind, at in of_stack if kind == "params"]
             found.update(zip(mine, arrays, strict=True))
         slots = self.storage.params.slots
-        return [_fill(slot, found[at]) if at in found else slot.pad(next(others)) for at, slot in enumerate(slots)]
+        grads = [_fill(slot, found[at]) if at in found else slot.pad(next(others)) for at, slot in enumerate(slots)]
+        return [grad.astype(slot.dtype) for slot, grad in zip(slots, grads, strict=True)]
 
     @functools.cached_property
     def slots(self) -> list[list[tuple[str, int]]]:

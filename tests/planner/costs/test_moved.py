@@ -39,7 +39,10 @@ KNOWN = {
     ("t5", "data=8 zero=1"): "the gradient of a table that is looked up twice is reduced whole, and cut",
     ("vit", "data=1 tensor=3d:8"): "pixels are moved to where the grid has the patches' features",
 }  # fmt: skip
-ANEW = (("gpt", "data=2 tensor=4 zero=1"), ("own", "data=8 zero=3"), ("bert", "data=2 tensor=2d:4"))
+ANEW = (
+    ("gpt", "data=2 tensor=4 zero=1"), ("gpt", "data=8 zero=1 precision=bfloat16"), ("own", "data=8 zero=3"),
+    ("bert", "data=2 tensor=2d:4"),
+)  # fmt: skip
 
 
 @functools.cache

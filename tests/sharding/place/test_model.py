@@ -47,6 +47,10 @@ KERNEL = "block_0/Dense_0/kernel"  # [40, 64]
         ("tensor=4", P(None, "tensor"), P(None, "tensor")),
         ("data=4 tensor=2 zero=2", P(None, "tensor"), P("data", "tensor")),
         ("data=2 tensor=4 zero=3", P("data", "tensor"), P("data", "tensor")),
+        ("zero=1 precision=bfloat16", P(None, "data"), P(None, "data")),
+        ("data=4 tensor=2 zero=2 precision=float16", P("data", "tensor"), P("data", "tensor")),
+        ("data=8 precision=bfloat16", P(None, None), P(None, None)),
+        ("zero=1 precision=bfloat16 offload=optimizer", P(None, None), P(None, "data")),
     ],
 )
 def test_stages(plan: str, kept: P, state: P) -> None:

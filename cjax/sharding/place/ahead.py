@@ -1,0 +1,91 @@
+"""What ZeRO-1 and -2 gather ahead of a pass over the batch: weights as they are computed with.
+
+Under bfloat16 or float16 the float32 weights stay in parts, where the optimizer updates them. Once a step, before the
+first micro-batch, each is rounded where it is, which leaves half the bytes to gather. Gradients of what was gathered
+come in its dtype, as the matmul made them; whoever adds them up does so in float32.
+"""
+
+import collections
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from cjax.jax_compat.core import Equation, Var
+from cjax.plan import Plan
+from cjax.sharding.place.model import Arrays, ModelStorage
+from cjax.sharding.place.place import constrained, rounded_leaves
+from cjax.sharding.storage.storage import Slot
+from cjax.trace.emit.emit import layer_of
+from cjax.trace.emit.precision import HIGH, LOWS
+from cjax.trace.jaxpr.groups import variables
+from cjax.trace.jaxpr.view import is_scan, scan_of
+from cjax.trace.reading import Trace
+
+
+def gather_ahead(trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh) -> Callable[[Arrays], Arrays]:
+    """From stored parameters to what a pass over the batch is given; the same arrays where it is given them as stored.
+
+    Args:
+      trace: of what is computed with them.
+      storage: where they are kept.
+      plan: its precision.
+      mesh: the mesh.
+    """
+    slots = list(zip(storage.params.slots, storage.given.slots, strict=True))
+    if all(kept.spec == given.spec for kept, given in slots):
+        return lambda params: params
+    low = LOWS[plan.precision]
+    rounded = rounded_leaves(trace) - _results(trace)
+    again = read_again(trace)
+
+    def one(kept: Slot, given: Slot, array: jax.Array) -> jax.Array:
+        if kept.spec == given.spec:
+            return array
+        lowers = array.dtype == HIGH and rounded.issuperset(kept.leaves)
+        array = constrained(array.astype(low) if lowers else array, mesh, kept.stored_spec)
+        array = constrained(array, mesh, given.stored_spec)
+        # What several turns of a loop give to one gradient is added up in float32.
+        return array.astype(HIGH) if lowers and not again.isdisjoint(kept.leaves) else array
+
+    def ahead(params: Arrays) -> Arrays:
+        return tuple(one(*both, array) for both, array in zip(slots, params, strict=True))
+
+    return ahead
+
+
+def _results(trace: Trace) -> set[int]:
+    """Inputs that are results as they are: in full precision."""
+    places = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
+    return {places[var] for var in trace.closed.jaxpr.outvars if isinstance(var, Var) and var in places}
+
+
+def read_again(trace: Trace) -> set[int]:
+    """Inputs that are made ready for use more than once in a pass: by each turn of a loop over layers that have them in
+    common, or in several places."""
+    jaxpr = trace.closed.jaxpr
+    places = {var: i for i, var in enumerate(jaxpr.invars)}
+    uses: collections.Counter[int] = collections.Counter()
+    outside: set[int] = set()
+    found: set[int] = set()
+
+    def read(eqns: Sequence[Equation]) -> None:
+        for eqn in eqns:
+            stacked = scan_of(eqn).xs(eqn.invars) if is_scan(eqn) else []
+            uses.update(places[var] for var in stacked if isinstance(var, Var) and var in places)
+            others = scan_of(eqn).consts(eqn.invars) + scan_of(eqn).carries(eqn.invars) if is_scan(eqn) else eqn.invars
+            outside.update(places[var] for var in others if isinstance(var, Var) and var in places)
+
+    start = 0
+    for run in trace.runs:
+        read(jaxpr.eqns[start : run.start])
+        outside.update(places[first] for first, *_ in run.carries if first in places)
+        stacked = {var for group in run.stacked for var in group}
+        uses.update(places[var] for var in stacked if var in places)
+        eqns, results = layer_of(jaxpr.eqns, run)
+        inside = {var for eqn in eqns for var in variables(eqn)} | {var for var in results if isinstance(var, Var)}
+        found |= {places[var] for var in inside - stacked if var in places}
+        start = run.stop
+    read(jaxpr.eqns[start:])
+    uses.update(outside)
+    return found | {leaf for leaf, count in uses.items() if count > 1}
