@@ -17,6 +17,7 @@ from jax import lax
 from cjax.pipeline.buffers import Arrays, Messages, Row, State, at, branch, columns_of, put, room, runs, send, ticks
 from cjax.pipeline.partition import Partition
 from cjax.pipeline.route import Kind
+from cjax.pipeline.sums import added, sum_like
 from cjax.pipeline.table import Schedule
 from cjax.pipeline.wiring import wire
 from cjax.trace.emit.backward import Derivative, is_real
@@ -198,9 +199,9 @@ class _Execution:
             "crossing": [room(self.derivatives[k].crossing, slots[k], rows[k]) if self.split else [] for k in numbers],
             "ends": [room(self.payloads[k], end_slots[k]) for k in numbers],
             "inbox": room(self.messages.shapes, wiring.num_messages + 1),
-            "shared": [_sum_like(x) for x in self.shared],
-            "stacks": [[_sum_like(x) for x in weights] for weights in own],
-            "once": [[_sum_like(x) for x in self._learned_once(k)] for k in numbers],
+            "shared": [sum_like(x) for x in self.shared],
+            "stacks": [[sum_like(x) for x in weights] for weights in own],
+            "once": [[sum_like(x) for x in self._learned_once(k)] for k in numbers],
             "results": jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), results),
             "states": [self.given(0)[place] for place, *_ in self.states],
         }
@@ -414,9 +415,9 @@ class _Execution:
             own = [jnp.where(row["mine"], g, jnp.zeros_like(g)) for g in own]
         num = sum(self.which[k])
         place = row["row"] + i
-        found = _added([at(total, place) for total in rows], pull(own[:num]))
+        found = added([at(total, place) for total in rows], pull(own[:num]))
         rows = [put(total, g, place) for total, g in zip(rows, found, strict=True)]
-        return rows, _added(once, own[num:])
+        return rows, added(once, own[num:])
 
     # -- before the first layer, and after the last --
     def _before(self, given: Arrays, gradients: Arrays, shared: Arrays) -> Arrays:
@@ -427,7 +428,7 @@ class _Execution:
             return [payload[i] for i in real]
 
         _, pull = jax.vjp(of, self.shared)
-        return _added(shared, pull([gradients[i] for i in real])[0])
+        return added(shared, pull([gradients[i] for i in real])[0])
 
     def _after(
         self, k: int, row: Row, given: Arrays, message: Arrays, state: State
@@ -459,7 +460,7 @@ class _Execution:
         own, some = pull(seed)
         found = dict(zip(real, some, strict=True))
         gradients = [found.get(i, jnp.zeros_like(x)) for i, x in enumerate(payload)]
-        return gradients, _added(state["shared"], own), results, state["states"]
+        return gradients, added(state["shared"], own), results, state["states"]
 
     def _results(self, shared: Arrays, payload: Arrays, given: Arrays) -> tuple[jax.Array, Any]:
         outs = self.stages.leave(self.num_stacks - 1, shared, given, payload)
@@ -481,20 +482,11 @@ class _Execution:
 
             values, pull = jax.vjp(of, self.shared)
             (own,) = pull([g.astype(x.dtype) for g, x in zip(state["once"][k], values, strict=True)])
-            total = _added(total, own)
+            total = added(total, own)
         return total
 
     def _read_message(self, row: Row, state: State) -> Arrays:
         return [at(box, row["reads"]) for box in state["inbox"]]
-
-
-def _sum_like(x: Any) -> jax.Array:
-    """Room for a sum of gradients: of rounded values in float32, or adding up would round at every micro-batch."""
-    return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _added(sums: Arrays, more: Arrays) -> Arrays:
-    return [total + g.astype(total.dtype) for total, g in zip(sums, more, strict=True)]
 
 
 def _either(which: jax.Array, one: Arrays, other: Arrays) -> Arrays:

@@ -58,7 +58,7 @@ def test_what_is_multiplied_is_rounded_and_what_loops_share_is_raised_again() ->
 
 def test_under_float32_nothing_is_ahead() -> None:
     composed = program("zero=1")._composed
-    given = composed.storage.params.shape()
+    given: Any = composed.storage.params.shape()
     assert gather_ahead(composed.trace, composed.storage, composed.plan, composed.mesh)(given) is given
 
 
