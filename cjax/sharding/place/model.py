@@ -85,7 +85,8 @@ def store_model(
     state = tuple(state_spec(i, spec) for i, spec in zip(weights, used, strict=True)) if plan.zero_stage else used
     # Where weights are rounded to be computed with, nobody but the optimizer reads them in float32, and it reads parts.
     is_gathered = plan.zero_stage in (1, 2) and plan.precision in LOWS and not plan.walks
-    kept = state if plan.zero_stage == 3 or is_gathered else used
+    whole = state if plan.zero_stage == 3 else used  # frozen ones have no optimizer that needs a part alone
+    kept = state if is_gathered else whole
     stacks = [*rows, *(group for run in trace.runs for group in _stacked_inputs(trace, run.stacked))]
     rows_of = {group[0]: found for group, found in rows.items()}
     num_params, num_frozen = len(trace.leaves_of("params")), len(trace.leaves_of("frozen"))
@@ -109,7 +110,7 @@ def store_model(
     return ModelStorage(
         params,
         given,
-        storage(capture.frozen_shape, num_params, lambda i: kept[num_params + i]),
+        storage(capture.frozen_shape, num_params, lambda i: whole[num_params + i]),
         storage(capture.model_state_shape, num_params + num_frozen, model_state_spec),
         used,
         state,

@@ -33,8 +33,8 @@ def loss(model: Any, batch: Any) -> jax.Array:
     return (model(batch["x"]) ** 2).mean()
 
 
-def program(plan: str) -> cjax.Program:
-    return cjax.parallelize(lambda rngs: Shared(rngs), loss, optax.adam(1e-2), BATCH, plan)
+def program(plan: str, wrt: str | None = None) -> cjax.Program:
+    return cjax.parallelize(lambda rngs: Shared(rngs), loss, optax.adam(1e-2), BATCH, plan, wrt=wrt)
 
 
 def by_path(tree: Any) -> dict[str, Any]:
@@ -54,6 +54,13 @@ def test_what_is_multiplied_is_rounded_and_what_loops_share_is_raised_again() ->
         wanted = "bfloat16" if "kernel" in name and "common" not in name else "float32"
         assert dtype == wanted, name
     assert all(not axes for slot in storage.given.slots for axes in slot.spec)
+
+
+def test_frozen_weights_stay_whole() -> None:
+    """They have no optimizer, and what is read in every micro-batch would be gathered in each."""
+    storage = program("zero=2 microbatches=2 precision=bfloat16", "layers")._composed.storage
+    assert all(not axes for slot in storage.frozen.slots for axes in slot.spec) and storage.frozen.slots
+    assert any(axes for slot in storage.params.slots for axes in slot.spec)
 
 
 def test_under_float32_nothing_is_ahead() -> None:
