@@ -29,6 +29,7 @@ from cjax.trace.reading import Shared
 ROWS, WIDTH, OUT, PARTS = 12, 4, 3, 3
 KEY = jax.random.key(0)
 PARAMS = (numbers(WIDTH, OUT), numbers(OUT))
+DTYPES = (jnp.float32, jnp.float32)
 BATCH = {"x": numbers(ROWS, WIDTH), "scale": np.float32(0.5), "y": numbers(ROWS, OUT)}
 WEIGHTS = np.arange(ROWS, dtype=np.float32) % 5
 
@@ -52,7 +53,7 @@ def a_ratio(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, in
 
 
 def whole(loss: Any, batch: Any, scale: Any = None) -> Graded:
-    return jax.jit(plain(loss))(PARAMS, (), (jnp.int32(0),), batch, KEY, scale)
+    return jax.jit(plain(loss, DTYPES))(PARAMS, (), (jnp.int32(0),), batch, KEY, scale)
 
 
 def assert_same(given: Graded, wanted: Graded) -> None:
@@ -80,7 +81,7 @@ CASES: list[tuple[Any, dict[str, Any], Callable[[Any], Any]]] = [
 @pytest.mark.parametrize(("loss", "batch", "denominator"), CASES, ids=["mean", "ratio"])
 @pytest.mark.parametrize("scale", [None, np.float32(64)], ids=["plain", "scaled"])
 def test_micro_batches_are_the_whole(loss: Any, batch: Any, denominator: Any, scale: Any) -> None:
-    function = micro_batched(loss, PARTS, identity, denominator)
+    function = micro_batched(loss, DTYPES, PARTS, identity, denominator)
     given = jax.jit(function)(PARAMS, (), (jnp.int32(0),), batch, KEY, scale)
     wanted = whole(loss, batch)
     assert_same(given, wanted)
@@ -99,14 +100,29 @@ def test_gradients_are_those_of_the_mean_of_the_weight_given() -> None:
 
 def test_nothing_counted_is_a_mean_of_zero() -> None:
     batch = {**BATCH, "w": 0 * WEIGHTS}
-    given = micro_batched(a_ratio, PARTS, identity, lambda weight: 0 * weight)(PARAMS, (), (), batch, KEY, None)
+    given = micro_batched(a_ratio, DTYPES, PARTS, identity, lambda weight: 0 * weight)(PARAMS, (), (), batch, KEY, None)
     assert all((np.asarray(g) == 0).all() for g in given.grads)
     assert mean(jnp.float32(3), jnp.float32(0)) == 0 and mean(jnp.float32(3), None) == 3
 
 
+@pytest.mark.parametrize("parts", [1, 512])
+def test_of_rounded_weights_sums_and_quotients_are_not_rounded(parts: int) -> None:
+    """Gradients of one, scaled by three: bfloat16 counts no further than 256, and has no third."""
+
+    def loss(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Evaluated:
+        return Evaluated((params[0].astype(jnp.float32) / 3).sum(), None, [], model_state)
+
+    kept = (jnp.float32,)
+    made = plain(loss, kept) if parts == 1 else micro_batched(loss, kept, parts, identity, identity)
+    batch = {"x": np.zeros(parts, np.float32)}
+    (found,) = jax.jit(made)((jnp.zeros(2, jnp.bfloat16),), (), (), batch, KEY, np.float32(3)).grads
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, 1 / 3, rtol=1e-6)
+
+
 def test_parts_are_measured_as_if_each_were_the_batch() -> None:
     """The mean squared norm of the gradients of the parts, each of its own rows."""
-    given = micro_batched(a_mean, PARTS, identity, identity, measures=True)(
+    given = micro_batched(a_mean, DTYPES, PARTS, identity, identity, measures=True)(
         PARAMS, (), (jnp.int32(0),), BATCH, KEY, 8.0 * jnp.ones(())
     )
     parts = [{k: v if np.ndim(v) == 0 else v[i::PARTS] for k, v in BATCH.items()} for i in range(PARTS)]
@@ -157,8 +173,8 @@ def test_own_rows_are_the_whole() -> None:
     hows = [
         reduction(p.shape, PartitionSpec(*[None] * p.ndim), PartitionSpec(*[None] * p.ndim), AXES, MESH) for p in PARAMS
     ]
-    given = jax.jit(locally_accumulated(loss, 2, AXES, hows, MESH, identity))(PARAMS, (), (), batch, KEY, None)
-    wanted = jax.jit(plain(loss))(PARAMS, (), (), batch, KEY, None)
+    given = jax.jit(locally_accumulated(loss, DTYPES, 2, AXES, hows, MESH, identity))(PARAMS, (), (), batch, KEY, None)
+    wanted = jax.jit(plain(loss, DTYPES))(PARAMS, (), (), batch, KEY, None)
     assert_same(given, wanted)
 
 
