@@ -22,7 +22,7 @@ class Software:
       is_lockstep: whether all stages of a pipeline wait for each other in each tick.
       gradient_bytes: of an element of a gradient as devices add it up; 0 for cjax's: the precision's, and float32 where
         micro-batches were added up before.
-      weight_bytes: of an element of a parameter as ZeRO 1 and 2 gather it behind the optimizer.
+      weight_bytes: of an element of a parameter as ZeRO 1 and 2 gather it; 0 for cjax's: the precision's.
       reduces_each: whether gradients are reduced in each micro-batch under every ZeRO stage.
       is_fused: whether a kernel computes attention where it can.
       fuses_split: the same where positions are split over devices.
@@ -36,7 +36,7 @@ class Software:
       cuts_sends: whether the devices of a tensor axis send a stage's output in parts, each its own.
       scatters: whether each device is sent its part alone of gradients that ZeRO divides; XLA's CPU compiler adds all
         of them up everywhere and takes the part then.
-      gathers: collectives in which ZeRO 1 and 2 gather a layer's parameters behind the optimizer: one, or one for each
+      gathers: collectives in which ZeRO 1 and 2 gather a layer's parameters: one, or one for each
         of its arrays where whoever updated an array sends it to all others.
       copies_weights: whether a loop over layers copies a layer's weights out of their stack in each pass. XLA's CPU
         compiler does; where there are matmuls that read them in place, it is a small part of what is read anyway.
@@ -44,7 +44,7 @@ class Software:
 
     is_lockstep: bool = True
     gradient_bytes: float = 0.0
-    weight_bytes: float = 4.0
+    weight_bytes: float = 0.0
     reduces_each: bool = False
     is_fused: bool = True
     fuses_split: bool = False

@@ -33,7 +33,7 @@ class Durations:
       matmul, attention, elementwise: what is computed once, forward and backward, on the slowest stage of a pipeline.
       recompute: what of it is computed again for the backward pass.
       tensor, sequence: their collectives, as far as nothing hides them. The same goes for all transfers here.
-      data: gradients, and parameters behind the optimizer under ZeRO 1 and 2.
+      data: gradients, and parameters under ZeRO 1 and 2.
       gather: parameters under ZeRO-3.
       pipeline: a stage's output on its way to the next.
       bubble: stages that wait.

@@ -239,7 +239,7 @@ class _Plans:
         return group_of(self._hardware, size, stride, self._software.rings)
 
     def _reduce(self, held: np.ndarray) -> tuple[Receipt, Receipt, Receipt, np.ndarray]:
-        """Gradients within groups and between them, parameters behind the optimizer; where gradients are reduced with
+        """Gradients within groups and between them, parameters of ZeRO 1 and 2; where gradients are reduced with
         each micro-batch."""
         table, software = self._table, self._software
         group, others = self._zero_group(), self._others()
@@ -251,7 +251,7 @@ class _Plans:
         kind, times = ("reduce-scatter", 1) if software.scatters else ("all-reduce", 2)
         scatter = self._over(group, kind, times * part * held * size, layers)
         between = self._over(others, "all-reduce", 2 * apart * held / group.size * size, layers)
-        gathers = part * held * software.weight_bytes, layers * software.gathers
+        gathers = part * held * (software.weight_bytes or self._item), layers * software.gathers
         # Of ZeRO's dim XLA makes the outermost in memory, whichever it is.
         gather = self._over(group, "all-gather", *gathers, is_outer=True)
         return scatter, between, gather * (table.zero < 3), each
