@@ -55,7 +55,14 @@ class Resize:
         until = time.monotonic() + _PICKED_UP
         while read_object(folder.asked) is not None:
             if time.monotonic() > until:
-                raise RuntimeError(f"the supervisor of {folder.run} has not read what it is asked")
+                try:
+                    folder.asked.unlink()
+                except FileNotFoundError:
+                    break  # it has been read just now
+                raise RuntimeError(
+                    f"the supervisor of {folder.run} has not read in {_PICKED_UP:g} s what it is asked, and is asked "
+                    f"no more: type it again, cjax resize {folder.run} {self.workers}"
+                )
             time.sleep(0.1)
         print(f"{folder.run} goes on with {self.workers} workers; cjax status {folder.run} says how far it is")
         return 0

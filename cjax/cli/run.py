@@ -20,7 +20,8 @@ _SRUN = "srun --nodes=1 --ntasks=1 --overlap --nodelist={host}"
 class Run:
     """Runs a Python script of yours on virtual devices, on those that are here, or as a job that survives.
 
-    What follows the script's name is the script's; put `--` before that name if it has a --devices of its own. With
+    The options below are taken wherever they stand on the line, and the rest is the script's; put `--` before its name
+    where it has a --workers, --folder or --devices of its own: all that follows that name is the script's then. With
     --workers, the script is started as so many processes, which `cjax.initialize()` joins; they are watched, and
     started again where one dies, hangs or is told to leave. `train` in the place of a script is `cjax train`.
 

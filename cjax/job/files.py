@@ -1,5 +1,6 @@
 """Files that are whole or are not there, wherever a process is killed and whenever the power goes."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -33,9 +34,13 @@ def sync_names(folder: Path) -> None:
 
 
 def append_line(path: Path, values: dict[str, Any]) -> None:
-    """One more line of JSON, on the disk when this returns."""
-    with open(path, "a") as file:
-        file.write(json.dumps(values) + "\n")
+    """One more line of JSON, on the disk when this returns. What a power cut left of the last one does not join it."""
+    with open(path, "a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(json.dumps(values).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -50,9 +55,13 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of one a line; what a kill left of the last one is not there."""
+    """The objects in a file of one a line; what a kill or a power cut left of one is not there."""
     try:
-        lines = path.read_text().split("\n")[:-1]
+        lines = path.read_text(errors="replace").split("\n")[:-1]
     except OSError:
         return []
-    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    found: list[dict[str, Any]] = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line if line.startswith("{") else ""))
+    return found

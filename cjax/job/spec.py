@@ -13,8 +13,19 @@ from cjax.job.folder import JobFolder
 from cjax.job.member import INCARNATION, JOB, SUPERVISOR
 
 # What launchers set. A worker's place among the others is said by its own supervisor alone.
-_LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "GROUP_", "ROLE_", "CJAX_JOB", "CJAX_INC")
-_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "CJAX_JOB", "CJAX_INC")
+_PLACES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "JAX_COORDINATOR_ADDRESS"),
+)
+# What srun sets for each process of a step, of which it is told nothing here.
+_STEPS = tuple(
+    f"SLURM_{name}"
+    for name in (
+        *("PROCID", "LOCALID", "NODEID", "GTIDS", "NTASKS", "NPROCS", "TASK_PID", "TASKS_PER_NODE", "STEPID"),
+        *("STEP_ID", "STEP_NODELIST", "STEP_NUM_NODES", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE"),
+    )
+)
 _PORTS = range(20000, 30000)  # on other hosts, below those that systems give away by themselves
 
 
@@ -88,9 +99,18 @@ class JobSpec:
         if not self.hosts:
             return list(self.command)
         start = shlex.split(self.launch.replace("{host}", place))
-        whole = ["env", "-C", os.getcwd(), *(f"{name}={value}" for name, value in said.items()), *self.command]
+        launchers = sorted({*_STEPS, *_PLACES, *filter(_is_launchers, os.environ)} - said.keys())
+        without = [word for name in launchers for word in ("-u", name)]
+        whole = ["env", "-C", os.getcwd(), *without, *(f"{name}={v}" for name, v in said.items()), *self.command]
         # A shell reads what ssh is given, and nobody else does.
         return [*start, *(map(shlex.quote, whole) if Path(start[0]).name == "ssh" else whole)]
+
+    def environment(self, said: dict[str, str]) -> dict[str, str]:
+        """That of what `line` starts: a worker's own; all of ours where it is a launcher, which needs what it has set,
+        as srun does to know its allocation."""
+        if self.hosts:
+            return dict(os.environ)
+        return {name: value for name, value in os.environ.items() if not _is_launchers(name)} | said
 
     def said(self, incarnation: int, rank: int, world: int, address: tuple[str, int]) -> dict[str, str]:
         """What a worker is told in its environment."""
@@ -126,9 +146,9 @@ class JobSpec:
 _KEPT = "CJAX_CACHE_IS_THE_RUNS"
 
 
-def without_launchers(environment: dict[str, str]) -> dict[str, str]:
-    """An environment without what a launcher says of its own processes."""
-    return {name: v for name, v in environment.items() if not name.startswith(_LAUNCHERS) and name not in _PLACES}
+def _is_launchers(name: str) -> bool:
+    """Whether this is what a launcher says of its own processes."""
+    return name.startswith(_LAUNCHERS) or name in _PLACES
 
 
 def start_line(spec: JobSpec) -> list[str]:

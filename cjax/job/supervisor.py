@@ -16,10 +16,11 @@ from cjax.job.folder import JobFolder
 from cjax.job.member import AGAIN
 from cjax.job.spec import JobSpec, start_line
 from cjax.job.state import JobState
-from cjax.job.workers import Ending, Workers, started
+from cjax.job.workers import Ending, Workers, show, started
 
 PERIOD = 0.1  # seconds between two looks at the workers
 _TRIES = 2  # of a place at which no worker comes to life
+_ASKED = 1.0  # seconds in which whoever asks whether a supervisor runs has its lock no more
 
 
 class Supervisor:
@@ -41,6 +42,7 @@ class Supervisor:
         self.folder.place.mkdir(parents=True, exist_ok=True)
         with locked(self.folder):
             self.state = JobState.of(self.folder, self.spec)
+            self.folder.asked.unlink(missing_ok=True)  # of one that nobody supervised any more
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._notice)
             self._settle()
@@ -123,7 +125,7 @@ class Supervisor:
         else:
             return None
         say(f"{ending.why}; giving up: {reason}. The last lines of worker {ending.rank}:")
-        print(workers.last_lines(ending.rank), file=sys.stderr, flush=True)
+        show(sys.stderr, f"{workers.last_lines(ending.rank)}\n".encode())
         return self._finish("failed", 1)
 
     def _stopped(self, workers: Workers) -> int:
@@ -194,7 +196,7 @@ class Supervisor:
 
 
 def say(text: str) -> None:
-    print(f"cjax run: {text}", file=sys.stderr, flush=True)
+    show(sys.stderr, f"cjax run: {text}\n".encode())
 
 
 @contextlib.contextmanager
@@ -205,12 +207,16 @@ def locked(folder: JobFolder) -> Iterator[None]:
         BlockingIOError: somebody does.
     """
     with open(folder.lock, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(
-                error.errno, f"another cjax run supervises {folder.run}; cjax status {folder.run} says how it goes"
-            ) from error
+        until = time.monotonic() + _ASKED
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > until:
+                    why = f"another cjax run supervises {folder.run}; cjax status {folder.run} says how it goes"
+                    raise BlockingIOError(error.errno, why) from error
+            time.sleep(0.05)
         yield
 
 

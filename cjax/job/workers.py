@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TextIO
 
 from cjax.job.beat import PERIOD as BEAT
 from cjax.job.beat import TRAINING, read_beat
 from cjax.job.folder import JobFolder
 from cjax.job.member import AGAIN
-from cjax.job.spec import JobSpec, without_launchers
+from cjax.job.spec import JobSpec
 
 STEPS = 5  # that a step may take the time of
 _SHOWN = 20  # lines of what a worker printed last
@@ -68,12 +68,11 @@ class Workers:
     def _start(self, rank: int, line: list[str], said: dict[str, str]) -> "subprocess.Popen[bytes]":
         log = self._folder.log(self.incarnation, rank)
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = without_launchers(dict(os.environ)) | said
         with open(log, "wb") as file:
             # A file, and no pipe, which would break with the one who reads it. A session of its own, so that what the
             # worker starts is ended with it, and what a terminal sends goes to the supervisor alone.
             return subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
+                line, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=self.spec.environment(said),
                 start_new_session=True,
             )  # fmt: skip
 
@@ -166,8 +165,7 @@ class Workers:
             file.seek(self._shown)
             text = file.read()
         self._shown += len(text)
-        sys.stdout.buffer.write(text)
-        sys.stdout.flush()
+        show(sys.stdout, text)
 
     def last_lines(self, rank: int) -> str:
         """What a worker printed last."""
@@ -201,6 +199,18 @@ class Workers:
                 pass
             process.wait()
         self._listen()
+
+
+def show(stream: TextIO, text: bytes) -> None:
+    """Prints. Where nobody reads it any more (`| tee log`, ended), or its disk is full, this and all that follows goes
+    nowhere: workers are watched all the same."""
+    try:
+        stream.buffer.write(text)
+        stream.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def _opened(path: Path) -> BinaryIO:

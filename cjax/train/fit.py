@@ -100,9 +100,9 @@ def fit(
         program: from `cjax.parallelize`.
         data: what has `batches(start)`, as `cjax.data.text_data` gives, or an iterable of batches; this process's rows.
         steps: of the whole run, those before a resume included.
-        state: where to start; a fresh one if None.
+        state: where to start; a fresh one if None. With resume="auto", where nothing was kept yet.
         samples: global samples already read, with `state`; as `FitResult.samples` says.
-        folder: of the run; None keeps nothing on disk, but under `cjax run --workers`, which has a folder.
+        folder: of the run; None keeps nothing on disk, but under `cjax run --workers`, which has a folder for one fit.
         resume: True continues the run of `folder`, under this program's plan, whatever the plan was: behind its last
             checkpoint, or behind the last step where this plan keeps each on disk. "auto" does so too, and begins anew
             where nothing was kept yet. Where not given: "auto" under `cjax run --workers`, else False.
@@ -160,7 +160,7 @@ def fit(
         command = resume_command or f"fit(..., folder={str(folder)!r}, resume=True)"
         identity, notes, evaluated = getattr(data, "identity", None), [], True
         if checkpoints is not None and goes_on == "auto":
-            goes_on = has_begun(checkpoints, disk)
+            goes_on = has_begun(checkpoints, disk, None if state is None else folder)
         if goes_on:
             assert checkpoints is not None and folder is not None
             beat.turn(RESTORING)
@@ -244,18 +244,29 @@ def fit(
     )
 
 
+_taken: set[Path] = set()  # of jobs, by a fit of this process that was given no folder
+
+
 def _place(folder: Any, resume: Any, state: State | None, command: str | None) -> tuple[Path | None, bool | str]:
     """Where a run is kept, and whether it goes on: as told, or as the job says that this process is a worker of."""
     mine = member()
     if folder is None and mine is not None:
+        if mine.folder in _taken:
+            raise ValueError(
+                f"an earlier fit of this script has the job's folder, {mine.folder}: give folder=... to each fit"
+            )
         folder = mine.folder
+        _taken.add(folder)
     if resume is None:
-        resume = "auto" if mine is not None and folder is not None and state is None else False
+        resume = "auto" if mine is not None else False
     if resume not in (True, False, "auto"):
         raise ValueError(f'fit got resume={resume!r}; it needs resume True, False or "auto"')
     folder = None if folder is None else Path(folder).absolute()
-    if resume and (folder is None or state is not None):
-        raise ValueError(f"resume={resume!r} continues the run of a folder: give folder=..., and no state")
+    if resume and (folder is None or (state is not None and resume != "auto")):
+        raise ValueError(
+            f'resume={resume!r} continues the run of a folder: give folder=..., and no state but with resume="auto", '
+            "which takes it where nothing was kept yet"
+        )
     if folder is not None and not resume and (folder / "metrics.jsonl").exists():
         how = command or 'resume=True, or resume="auto"'
         raise FileExistsError(f"{folder} holds a run already; continue it with {how}, or name another folder")

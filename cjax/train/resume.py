@@ -67,10 +67,13 @@ class Noting:
         self._disk.note(None)
 
 
-def has_begun(checkpoints: Checkpointer, disk: OnDisk | None) -> bool:
-    """Whether there is anything to go on from. What is not known to be nobody's counts, so that it is not lost."""
+def has_begun(checkpoints: Checkpointer, disk: OnDisk | None, given: Path | None = None) -> bool:
+    """Whether there is anything to go on from. What is not known to be nobody's counts, so that it is not lost; where a
+    state was given to the run in the folder `given`, which may be what the disk holds, only what is that run's."""
     kept = None if disk is None else disk.kept
     is_on_disk = kept is not None and bool(kept[0] or kept[1].get("run"))
+    if is_on_disk and kept is not None and given is not None:
+        is_on_disk = kept[1].get("run") == str(given.resolve())
     return is_on_disk or _of_first(checkpoints.latest()) is not None
 
 

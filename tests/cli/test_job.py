@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+import cjax.cli.job
 from cjax.cli import main
-from cjax.job.files import append_line, write_whole
+from cjax.job.files import append_line, read_lines, write_whole
 from cjax.job.folder import JobFolder
 from cjax.job.spec import JobSpec
 from cjax.job.state import JobState
+from cjax.job.supervisor import locked
 
 
 @pytest.fixture
@@ -54,3 +56,23 @@ def test_what_is_no_job_or_has_nobody_to_ask_is_refused(
         assert "is no folder of a job" in capsys.readouterr().err
     assert main(["resize", str(folder.run), "4"]) == 1
     assert "nobody supervises" in capsys.readouterr().err and not folder.asked.exists()
+
+
+@pytest.mark.parametrize("torn", [b'{"event": "end", "seconds": {"a": 1.0}', b'{"ev', b"\0\0\xff"])
+def test_what_a_power_cut_left_of_a_line_is_skipped(folder: JobFolder, torn: bytes) -> None:
+    before = read_lines(folder.history)
+    with open(folder.history, "ab") as file:
+        file.write(torn)
+    append_line(folder.history, {"event": "start", "incarnation": 3, "time": 50.0, "workers": 2})
+    found = read_lines(folder.history)
+    assert found[:-1] == before and found[-1]["incarnation"] == 3
+    assert main(["status", str(folder.run)]) == 0
+
+
+def test_a_resize_that_nobody_reads_is_asked_no_more(
+    folder: JobFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cjax.cli.job, "_PICKED_UP", 0.2)
+    with locked(folder):
+        assert main(["resize", str(folder.run), "4"]) == 1
+    assert "type it again" in capsys.readouterr().err and not folder.asked.exists()

@@ -1,5 +1,6 @@
 """Supervisors of real processes: workers that beat and count steps, and need no JAX for it."""
 
+import fcntl
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import cjax
 from cjax.job.files import read_lines, read_object
 from cjax.job.folder import JobFolder
 from cjax.job.spec import JobSpec, start_line
-from cjax.job.status import ask_for, status_of
+from cjax.job.status import ask_for, is_watched, status_of
 from cjax.job.workers import started
 
 # Counts to 40; goes on from the last number that the first worker has saved; `at` is what a test does at a step.
@@ -239,6 +240,73 @@ def test_each_worker_is_told_its_place_and_no_other_launchers(tmp_path: Path, mo
     assert remote.line("y", {"RANK": "1"})[:3] == ["ssh", "y", "env"] and remote.line("y", {})[-1] == "'a b'"
     assert remote.address(1, ("x", "y")) != remote.address(2, ("x", "y")), "late ones find nobody there"
     assert JobSpec.of_text(remote.text()) == remote
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_a_launcher_has_its_environment_and_no_worker_has_a_launchers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_remote: bool
+) -> None:
+    launch = tmp_path / "launch.sh"  # as srun does: its step has variables of its own
+    launch.write_text('test "$SLURM_JOB_ID" = 7 || exit 9\nshift\nexport SLURM_PROCID=0\nexec "$@"\n')
+    theirs = {"SLURM_JOB_ID": "7", "JAX_COORDINATOR_ADDRESS": "n1:80", "ROLE_RANK": "3", "RANK": "5"}
+    for name, value in {**theirs, "ROLE_ARN": "arn:of-the-user"}.items():
+        monkeypatch.setenv(name, value)
+    hosts = {"hosts": ("here",), "launch": f"sh {launch} {{host}}"} if is_remote else {}
+    spec = JobSpec((sys.executable, "-c", "import json, os; print(json.dumps({**os.environ}))"), str(tmp_path), **hosts)
+    subprocess.run(start_line(spec), stdout=subprocess.DEVNULL, timeout=20, check=True)
+    told = json.loads(JobFolder(tmp_path).log(1, 0).read_text())
+    assert not told.keys() & {"SLURM_JOB_ID", "SLURM_PROCID", "JAX_COORDINATOR_ADDRESS", "ROLE_RANK"}
+    assert (told["ROLE_ARN"], told["RANK"]) == ("arn:of-the-user", "0")
+
+
+def test_whoever_reads_what_workers_print_may_end(job: Any, tmp_path: Path) -> None:
+    code = "import time, sys\nfor i in range(20): print(i, flush=True); time.sleep(0.05)\nsys.exit(i != 19)"
+    spec = JobSpec((sys.executable, "-c", code), str(tmp_path), restarts=0)
+    both = subprocess.Popen(start_line(spec), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert both.stdout is not None and both.stdout.readline() == b"0\n"
+    both.stdout.close()
+    assert both.wait(20) == 0 and ends(JobFolder(tmp_path))[0]["kind"] == "done"
+
+
+def test_who_asks_whether_a_supervisor_runs_keeps_none_from_it_and_writes_nothing(job: Any, tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path)
+    assert not is_watched(folder) and not folder.place.exists()
+    folder.place.mkdir()
+    folder.lock.touch(0o444)
+    with open(folder.lock) as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        assert not is_watched(folder), "others who ask are no supervisor"
+        folder.lock.chmod(0o644)
+        supervisor, _ = job()
+        time.sleep(0.4)
+    until(lambda: folder.state.exists() and is_watched(folder))
+    assert supervisor.wait(20) == 0
+
+
+def test_what_was_asked_while_nobody_supervised_is_forgotten(job: Any, tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path)
+    folder.place.mkdir()
+    folder.asked.write_text('{"workers": 3}')
+    supervisor, _ = job()
+    assert supervisor.wait(20) == 0 and not folder.asked.exists()
+    assert [each.workers for each in status_of(folder.run).incarnations] == [2]
+
+
+def test_the_batch_script_of_the_docs_is_put_back_into_the_queue_when_its_time_is_over(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
+    script = next(part for part in page.split("```bash\n") if part.startswith("#!/bin/bash")).split("```")[0]
+    stubs = {
+        "cjax": "trap 'sleep 0.3; exit 75' TERM; touch begun; while :; do sleep 0.05; done",
+        "scontrol": 'echo "$@" >> queued',
+    }
+    for name, code in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    said = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    batch = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=said)
+    until((tmp_path / "begun").exists)
+    batch.send_signal(signal.SIGTERM)
+    assert batch.wait(20) == 0 and (tmp_path / "queued").read_text() == "requeue 7\n"
 
 
 @pytest.mark.parametrize(

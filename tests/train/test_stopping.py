@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from cjax.checkpoint import inspect
+from cjax.job.member import Member
 from cjax.train import fit
 from cjax.train.signals import StopRequest
 
@@ -153,3 +154,43 @@ def test_several_processes_ask_each_other_about_every_second() -> None:
     for seconds, every in ((0.0, 10), (0.3, 3), (5.0, 1)):
         stop._every = max(1, int(1e3 / max(int(seconds * 1e3), 1)))
         assert [step for step in range(1, 13) if stop.is_asked(step, 2, 10)] == list(range(every, 13, every))
+
+
+def test_of_a_job_a_run_from_a_state_goes_on_and_the_folder_is_of_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["cjax.train.fit"]
+    whole = fit(SmallProgram(), SmallData(), steps=20)
+    monkeypatch.setattr(module, "member", lambda: Member(tmp_path, 1, 0, 0))
+
+    def incarnation(data: SmallData) -> Any:
+        before = fit(SmallProgram(), SmallData(), steps=5, folder=tmp_path / "before", resume="auto")
+        monkeypatch.setattr(module, "_taken", set())  # a process of its own
+        return fit(
+            SmallProgram(), data, steps=20, state=before.state, samples=before.samples, checkpoint_every=5, log_every=1
+        )
+
+    class Dying(SmallData):
+        after = 0
+
+        def batches(self, start: int = 0) -> Any:
+            for number, batch in enumerate(super().batches(start)):
+                if number == self.after:
+                    raise KeyboardInterrupt
+                yield batch
+
+    for after in (2, 8):  # killed before the first checkpoint, and behind it
+        data = Dying()
+        data.after = after
+        with pytest.raises(KeyboardInterrupt):
+            incarnation(data)
+        assert data.read[0] == 4 * 5, "from the state that was given"
+    data = SmallData()
+    result = incarnation(data)
+    assert data.read[0] == 4 * 10, "behind the checkpoint"
+    np.testing.assert_array_equal(result.state.w, whole.state.w)
+    with pytest.raises(ValueError, match="give folder=... to each fit"):
+        fit(SmallProgram(), SmallData(), steps=30)
+    assert fit(SmallProgram(), SmallData(), steps=2, folder=tmp_path / "second").step == 2
+    with pytest.raises(ValueError, match='no state but with resume="auto"'):
+        fit(SmallProgram(), SmallData(), steps=2, folder=tmp_path, resume=True, state=result.state)
