@@ -14,6 +14,7 @@ import pytest
 
 from cjax.program.on_disk import Elsewhere
 from cjax.train import NotFiniteError, fit
+from cjax.train.resume import has_begun
 
 from .conftest import SmallData, SmallProgram
 
@@ -130,6 +131,19 @@ def test_a_disk_with_another_run_or_with_nobodys_is_not_gone_on_from(tmp_path: P
         fit(DiskProgram(disk), SmallData(), steps=9, folder=tmp_path / "mine", resume=True)
     with pytest.raises(FileNotFoundError, match="before it had kept anything. Begin it anew"):
         fit(SmallProgram(), SmallData(), steps=9, folder=tmp_path / "mine", resume=True)
+
+
+def test_a_state_that_was_given_is_begun_from_until_the_disk_holds_this_run(tmp_path: Path) -> None:
+    checkpoints: Any = SimpleNamespace(latest=lambda: None)
+    disk: Any = SmallDisk()
+    for note, begun, begun_with_a_state in (
+        ({}, True, False),  # what the state was read from
+        ({"run": str(tmp_path / "another")}, True, False),
+        ({"run": str(tmp_path.resolve())}, True, True),
+    ):
+        disk.kept = (7, note)
+        assert has_begun(checkpoints, disk) == begun
+        assert has_begun(checkpoints, disk, tmp_path) == begun_with_a_state
 
 
 def test_a_run_that_was_to_stop_does_not_go_past_a_step_that_is_not_finite(tmp_path: Path, disk: SmallDisk) -> None:
