@@ -24,7 +24,7 @@ class Checkpointer:
 
     Args:
         folder: where they go; made when the first is written.
-        keep: how many stay; None keeps all.
+        keep: how many stay, the one that was written last among them, whatever its step; None keeps all.
 
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2) as checkpoints:
@@ -68,15 +68,15 @@ class Checkpointer:
             finish = start_writing(self.folder / str(step), int(step), tree, meta, rows)
         except OSError as error:
             raise self._with_last(error) from error
-        self._pending = self._thread.submit(self._finish, finish)
+        self._pending = self._thread.submit(self._finish, finish, int(step))
         if wait:
             self.wait()
 
-    def _finish(self, finish: Callable[[], None]) -> None:
+    def _finish(self, finish: Callable[[], None], step: int) -> None:
         with jax.transfer_guard("allow"):  # a thread of its own has the guard that JAX was configured with
             finish()
         if self._keep is not None and jax.process_index() == 0:
-            remove_older(self.folder, self._keep)
+            remove_older(self.folder, self._keep, step)
 
     def wait(self) -> None:
         """Returns when the last checkpoint is on disk.

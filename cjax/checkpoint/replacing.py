@@ -94,9 +94,10 @@ def put_in_place(unfinished: Path, path: Path) -> None:
     remove(replaced)
 
 
-def remove_older(folder: Path, keep: int) -> None:
-    """Removes all but the last steps."""
-    for step in checkpoint_steps(folder)[:-keep]:
+def remove_older(folder: Path, keep: int, written: int) -> None:
+    """Removes all but the step just written, which a run that went back has behind others, and the last of the rest."""
+    others = [step for step in checkpoint_steps(folder) if step != written]
+    for step in others[: max(0, len(others) - (keep - 1))]:
         removed = folder / f"{step}{REMOVED}"
         os.replace(folder_of(folder / str(step)), removed)
         remove(removed)

@@ -99,7 +99,7 @@ class Dataset:
                 checksum = zlib.crc32(np.ascontiguousarray(sample[name]).tobytes(), checksum)
         known = dataclasses.is_dataclass(self.transform) or self.transform is None
         transform = repr(self.transform) if known else getattr(self.transform, "__qualname__", "unknown")
-        mixed = {"weights": list(self.train.weights)} if isinstance(self.train, Mixture) else {}
+        mixed = {"weights": self.train.shares} if isinstance(self.train, Mixture) else {}
         return {
             "seed": self.seed,
             "num_samples": len(self.train),

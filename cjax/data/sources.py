@@ -22,8 +22,9 @@ class Mixture:
     """Samples of several sources in fixed shares: which source has which place in the stream depends on its number
     alone, so that a resumed run, on however many processes, reads the same ones.
 
-    Each source is shuffled in a way of its own, and begins anew when it ends, whatever the others do. What is read in
-    order, for validation, is the sources one behind the other.
+    Each source is shuffled in a way of its own, and begins anew when it ends, whatever the others do. A source that
+    is a mixture keeps its own shares inside its part. What is read in order, for validation, is the sources one behind
+    the other.
 
     Args:
         sources: samples of the same names, shapes and dtypes.
@@ -52,6 +53,12 @@ class Mixture:
         self.sources = tuple(sources)
         self._ends = list(itertools.accumulate(lengths))
 
+    @property
+    def shares(self) -> list[Any]:
+        """The weights; where a source is a mixture, with its own: `[0.5, [0.5, [1.0, 9.0]]]`."""
+        pairs = zip(self.weights, self.sources, strict=True)
+        return [[weight, source.shares] if isinstance(source, Mixture) else weight for weight, source in pairs]
+
     def __len__(self) -> int:
         return self._ends[-1]
 
@@ -66,7 +73,9 @@ class Mixture:
         parts = [
             # A seed of its own, or sources of one length would come in one order. Not the next one: grain's epochs are
             # that, and one source's second epoch would have the order of another's first.
-            grain.MapDataset.source(source).shuffle(seed=int(own)).repeat()
+            source.stream(grain, int(own))
+            if isinstance(source, Mixture)
+            else grain.MapDataset.source(source).shuffle(seed=int(own)).repeat()
             for own, source in zip(
                 np.random.SeedSequence(seed).generate_state(len(self.sources)), self.sources, strict=True
             )
@@ -97,6 +106,8 @@ class HuggingFace:
     def __init__(
         self, dataset: Any, columns: Sequence[str] | Mapping[str, str] | None = None, split: str | None = None
     ):
+        if isinstance(columns, str):
+            raise ValueError(f'columns={columns!r} is one text, and several names are needed: write ["{columns}"]')
         if isinstance(dataset, str | Path):
             dataset = _load(dataset, split)
         elif split is not None:

@@ -33,6 +33,41 @@ def sync_names(folder: Path) -> None:
         os.close(handle)
 
 
+class WholeLines:
+    """A file that lines are added to: each is there whole, or not at all. What a kill left of a last one is dropped.
+
+    Args:
+        path: of the file; one that is no regular file, such as `/dev/stdout`, is written to as it is.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        if path.is_file():
+            text = path.read_bytes()
+            if not text.endswith(b"\n") and text:
+                os.truncate(path, text.rfind(b"\n") + 1)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  # nothing of a line waits in memory
+
+    def add(self, line: str) -> None:
+        """One more.
+
+        Raises:
+            OSError: it could not be written, and nothing of it is there.
+        """
+        before, rest = os.fstat(self._file.fileno()).st_size, f"{line}\n".encode()
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            if self._path.is_file():
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file.fileno(), before)
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
 def append_line(path: Path, values: dict[str, Any]) -> None:
     """One more line of JSON, on the disk when this returns. What a power cut left of the last one does not join it."""
     with open(path, "a+b") as file:

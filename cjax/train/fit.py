@@ -230,7 +230,12 @@ def fit(
             display.note(f"stopped by {ended} after step {run.step}; {how}")
     metrics = None if folder is None else folder / "metrics.jsonl"
     if watch is not None and folder is not None and is_first:
-        write_page([folder], folder / "report.html")
+        try:
+            write_page([folder], folder / "report.html")
+        except (OSError, ValueError) as error:  # the run is done, whatever its page
+            display.note(
+                f"report.html could not be written: {error}. The run is done; cjax report {folder} tries again"
+            )
     return FitResult(
         run.state,
         run.step,

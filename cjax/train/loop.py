@@ -13,7 +13,7 @@ import numpy as np
 
 from cjax.checkpoint import Checkpointer
 from cjax.job import beating
-from cjax.job.beat import EVALUATING, SAVING
+from cjax.job.beat import EVALUATING, RESTORING, SAVING
 from cjax.program import Program, State
 from cjax.program.on_disk import OnDisk
 from cjax.train.callbacks import Callback
@@ -126,8 +126,11 @@ class Loop:
             self._go_back()  # there is nothing to go on with, and what is kept should be good
         if self.saved != self.step:
             self._save()
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
+        with beating().during(SAVING):
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+            if self.best is not None:
+                self._wait_noting(self.best)
         if len(self.meter.step_seconds) >= ENOUGH_STEPS:
             self.program.learn(self.meter.step_seconds)
         return ended
@@ -230,7 +233,7 @@ class Loop:
             self.roll_back(what)
             return
         if self.checkpoints is not None:
-            self.checkpoints.wait()
+            self._wait_noting(self.checkpoints)
         checkpoint = latest(self.checkpoints)
         where = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
         raise NotFiniteError(
@@ -244,6 +247,9 @@ class Loop:
         """To the last checkpoint, with the data behind what was read: the batches between are not read again."""
         assert self.checkpoints is not None and self.going_back is not None
         why, self.going_back, self.unread = self.going_back, None, None
+        self._wait_noting(self.checkpoints)
+        if self.checkpoints.latest() is None:
+            raise RuntimeError(f"{why}; there is no checkpoint to go back to, because none could be written")
         place = self.checkpoints.place()
         step = int(place.name)
         times = self.went_back[1] + 1 if self.went_back[0] == step else 1
@@ -253,13 +259,14 @@ class Loop:
                 "came again: it is not the batches. Lower the learning rate, and begin from an older checkpoint"
             )
         self.went_back = (step, times)
-        self.state, self.step = self.program.restore(place), step
+        with beating().during(RESTORING):
+            self.state, self.step = self.program.restore(place), step
         if self.rate is not None:
             self.updates = step - int(OnDisk.scaling(self.state).num_skipped)
         for callback in self.callbacks:
             callback.on_roll_back(self, step)
         self.note(f"{why}: back to step {step}, and on behind the {self.stream.samples} samples read so far")
-        self._save(anew=True)  # or a run that is resumed would read the same batches again
+        self._try_to_save(anew=True)  # or a run that is resumed would read the same batches again
 
     def _evaluate(self) -> None:
         if self.validation is None or self.going_back is not None:
@@ -287,22 +294,27 @@ class Loop:
                 raise _StoppedError
             yield batch
 
-    def _try_to_save(self) -> None:
+    def _try_to_save(self, anew: bool = False) -> None:
         """A checkpoint, if there is room for it: the run is worth more than any of them but its last."""
-        try:
-            self._save()
-        except OSError as error:
-            self.pace.put_off(self.step)
-            self.note(f"{error}. Training goes on; another attempt is made when the next is due")
+        self._save(anew, goes_on=True)
 
-    def _save(self, anew: bool = False) -> None:
+    def _save(self, anew: bool = False, goes_on: bool = False) -> None:
         if self.checkpoints is None:
             return
         self.settle()  # so that no step is in a checkpoint before it is known to be finite
         if self.going_back is not None:
             return
         begun = time.perf_counter()
-        self._write(self.checkpoints, {})
+        try:
+            self._write(self.checkpoints, {})
+        except OSError as error:
+            if not goes_on:
+                raise
+            self.saved = -1
+            self.pace.put_off(self.step)
+            again = ". Until then a run that is resumed reads again what this one went back behind" if anew else ""
+            self.note(f"{error}. Training goes on; another attempt is made when the next is due{again}")
+            return
         cost = time.perf_counter() - begun
         self.saved = self.step
         self.meter.pause()
@@ -317,12 +329,15 @@ class Loop:
         position = {"samples": self.stream.samples, "identity": self.identity}
         meta = {**self.program.meta(self.state), "data": position, "evaluated": self.evaluated, **more}
         with beating().during(SAVING):
-            try:
-                checkpoints.wait()
-            except OSError as error:  # of the one before; for this one there may be room again
-                self.note(str(error))
+            self._wait_noting(checkpoints)  # for the one before; for this one there may be room again
             tree, rows = self.program.to_rows(self.state)
             checkpoints.save(self.step, tree, meta, rows=rows)
+
+    def _wait_noting(self, checkpoints: Checkpointer) -> None:
+        try:
+            checkpoints.wait()
+        except OSError as error:
+            self.note(str(error))
 
 
 def latest(checkpoints: Checkpointer | None) -> Path | None:

@@ -1,6 +1,7 @@
 """What a run leaves of its numbers: each line goes to all writers."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,14 @@ class Record(Callback):
 
     def __init__(self, writers: Sequence[Writer], log_every: int):
         self._writers, self._log_every = tuple(writers), log_every
+        self._training: Training | None = None
+        self._noted: set[int] = set()  # writers, by number, whose failure was said
+        self._behind: dict[int, int] = {}  # what a writer has to forget before it takes another line
 
     def on_begin(self, training: Training) -> None:
-        for writer in self._writers:
+        self._training = training
+        # The file in the run's folder is the last: where another writer refuses, the folder holds no run yet.
+        for writer in reversed(self._writers):
             if begin := getattr(writer, "begin", None):
                 begin(training.folder, training.step)
 
@@ -37,17 +43,34 @@ class Record(Callback):
         self.write(step, values)
 
     def on_roll_back(self, training: Training, step: int) -> None:
-        for writer in self._writers:
-            if forget := getattr(writer, "forget", None):
-                forget(step)
+        for number, writer in enumerate(self._writers):
+            if hasattr(writer, "forget"):
+                self._behind[number] = min(step, self._behind.get(number, step))
+                self._try(number, lambda: None)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        for writer in self._writers:
-            writer.write(step, values)
+        for number, writer in enumerate(self._writers):
+            self._try(number, functools.partial(writer.write, step, values))
 
     def on_end(self, training: Training) -> None:
-        for writer in self._writers:
-            writer.close()
+        for number, writer in enumerate(self._writers):
+            self._try(number, writer.close)
+
+    def _try(self, number: int, act: Callable[[], None]) -> None:
+        """A full disk costs lines, and not the run; each time it is tried again."""
+        writer = self._writers[number]
+        try:
+            if number in self._behind:
+                getattr(writer, "forget")(self._behind[number])  # noqa: B009
+                del self._behind[number]
+            act()
+        except OSError as error:
+            if self._training is not None and number not in self._noted:
+                self._noted.add(number)
+                self._training.note(
+                    f"{type(writer).__name__} could not write: {error}. Training goes on without these lines; it is "
+                    "tried again at the next, and not said again"
+                )
 
 
 def writers_of(folder: Path | None, tensorboard: bool, log: Sequence[Writer]) -> list[Writer]:

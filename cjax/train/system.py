@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from cjax.job.files import WholeLines
 from cjax.train.callbacks import Callback, Training
 from cjax.train.readings import Cards, Host, Reading, sum_known
 
@@ -45,7 +46,8 @@ class HardwareLog(Callback):
         self._cards, self._has_gpus = Cards(gpus), bool(gpus)
         number = jax.process_index()
         training.folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(training.folder / (f"system-{number}.jsonl" if number else "system.jsonl"), "a", buffering=1)
+        self._file = WholeLines(training.folder / (f"system-{number}.jsonl" if number else "system.jsonl"))
+        self._is_noted = False
         self._training, self._begin = training, (time.time(), training.step, training.samples)
         unknown = self._host.unknown | self._cards.unknown
         self._write({"host": platform.node(), "devices": [str(device) for device in local], "unknown": unknown})
@@ -57,14 +59,29 @@ class HardwareLog(Callback):
 
     def _watch(self) -> None:
         while not self._done.wait(self._interval):
-            self._last = self._read()
-            self._write(self._last)
+            try:
+                self._last = self._read()
+            except OSError as error:
+                self._note(error)
+            else:
+                self._write(self._last)
 
     def _read(self) -> Reading:
         return {"step": self._training.step, **self._host.read(), **self._cards.read()}
 
     def _write(self, values: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({"time": round(time.time(), 3), **values}) + "\n")
+        try:
+            self._file.add(json.dumps({"time": round(time.time(), 3), **values}))
+        except OSError as error:
+            self._note(error)
+
+    def _note(self, error: OSError) -> None:
+        if not self._is_noted:
+            self._is_noted = True
+            self._training.note(
+                f"what the hardware does could not be written: {error}. Training goes on without these lines; it is "
+                "tried again at the next, and not said again"
+            )
 
     def on_end(self, training: Training) -> None:
         thread, self._thread = self._thread, None
@@ -72,7 +89,11 @@ class HardwareLog(Callback):
             return
         self._done.set()
         thread.join()
-        last = self._read()
+        try:
+            last = self._read()
+        except OSError as error:
+            self._note(error)
+            last = self._last
         self._write(last)
         began, step, samples = self._begin
         steps, seconds = training.step - step, time.time() - began

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from cjax.job.files import write_whole
+from cjax.job.files import WholeLines, write_whole
 from cjax.tree import leaf_names
 
 
@@ -35,27 +35,52 @@ class JSONL:
 
     Args:
         path: of the file. When a run goes on, lines of later steps, which a killed run left behind, are dropped: they
-            are about to be written again.
+            are about to be written again. A run that begins at step 0 takes no file that has another's lines.
     """
 
     def __init__(self, path: str | Path):
         self._path = Path(path)
-        self._file: Any = None
+        self._file: WholeLines | None = None
 
     def begin(self, folder: Path | None, step: int) -> None:
+        if self._path.is_dir():
+            raise IsADirectoryError(
+                f"{self._path} is a folder, and JSONL writes a file: JSONL({self._path}/NAME.jsonl)"
+            )
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        if step == 0:
+            self._refuse_anothers(folder)
         self.forget(step)
+
+    def _refuse_anothers(self, folder: Path | None) -> None:
+        own = None if folder is None else folder / "metrics.jsonl"
+        text = self._path.read_text() if self._path.is_file() else ""
+        if not text or (own is not None and own.resolve() == self._path.resolve()):
+            return
+        # A run that was killed before its first checkpoint begins at step 0 again. Its file has the lines that the one
+        # in its folder has.
+        if own is not None and own.is_file() and own.read_text().startswith(text.split("\n")[0]):
+            return
+        raise FileExistsError(
+            f"{self._path} has the lines of another run, and this one begins at step 0: give JSONL another path, or "
+            f"remove it: rm {self._path}"
+        )
 
     def forget(self, step: int) -> None:
         self.close()
-        kept = [line for line in _whole_lines(self._path) if _step_of(self._path, line) <= step]
-        write_whole(self._path, "".join(line + "\n" for line in kept))
+        if self._path.exists() and not self._path.is_file():
+            return  # what went down a pipe, or to a terminal, stays there
+        path = self._path.resolve()  # a link stays one
+        kept = [line for line in _whole_lines(path) if _step_of(path, line) <= step]
+        text = "".join(line + "\n" for line in kept)
+        if not path.exists() or path.read_text() != text:
+            write_whole(path, text)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         if self._file is None:
             # One line at a time: whoever follows the file, or is left with it after a crash, sees whole lines.
-            self._file = open(self._path, "a", buffering=1)
-        self._file.write(json.dumps({"step": step, **jax.tree.map(_in_words, dict(values))}) + "\n")
+            self._file = WholeLines(self._path)
+        self._file.add(json.dumps({"step": step, **jax.tree.map(_in_words, dict(values))}))
 
     def close(self) -> None:
         if self._file is not None:
@@ -216,7 +241,8 @@ def flat(values: Mapping[str, Any]) -> dict[str, float]:
     {'loss': 2.0, 'aux/mean': 1.5}
     """
     named = zip(leaf_names(dict(values)), jax.tree.leaves(dict(values)), strict=True)
-    found = {name: float(value) for name, value in named if isinstance(value, (int, float, np.number))}
+    plain = {name: _plain(value) for name, value in named}
+    found = {name: float(value) for name, value in plain.items() if isinstance(value, (int, float))}
     order = {name: i for i, name in enumerate(values)}  # as given: JAX sorts
     return dict(sorted(found.items(), key=lambda item: order.get(item[0].split("/")[0], len(order))))
 
@@ -239,8 +265,14 @@ def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
+def _plain(value: Any) -> Any:
+    """A number of NumPy's or JAX's as Python has it."""
+    return value.item() if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0 else value
+
+
 def _in_words(value: Any) -> Any:
     """JSON has no NaN and no infinity; a line says them in words."""
+    value = _plain(value)
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

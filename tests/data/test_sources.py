@@ -102,6 +102,7 @@ def test_dicts_by_index_need_nothing_of_ours():
         ([{"x": [[1], [2, 3]]}], {}, "no array of numbers"),
         (iter(ROWS), {}, "without streaming"),
         ({"train": ROWS}, {}, "several splits, train"),
+        (ROWS, {"columns": "ids"}, r'write \["ids"\]'),
         (ROWS, {"split": "train"}, "loaded by name"),
     ],
 )
@@ -123,3 +124,13 @@ def test_a_folder_of_its_package_is_loaded(tmp_path: Path):
     assert len(found) == 8 and found[3]["ids"].tolist() == [3, 4] and found[3]["label"].dtype == np.int32
     with pytest.raises(ValueError, match="several splits, train"):
         HuggingFace(tmp_path / "kept")
+
+
+def test_a_mixture_in_a_mixture_keeps_its_shares():
+    inner = Mixture([source(0, 40), source(100, 40)], weights=[9, 1])
+    nested = Mixture([inner, source(200, 7)], weights=[1, 1])
+    counts = np.bincount(drawn(nested, 2000) // 100, minlength=3)
+    np.testing.assert_allclose(counts, [900, 100, 1000], atol=20)
+    np.testing.assert_array_equal(drawn(nested, 200, start=200), drawn(nested, 400)[200:])
+    data = Dataset(nested, [], batch_size=4)
+    assert data.identity["weights"] == [[1.0, [9.0, 1.0]], 1.0]

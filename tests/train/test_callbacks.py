@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cjax.checkpoint import inspect
+from cjax.checkpoint import Checkpointer, inspect
+from cjax.job.beat import NoBeat
 from cjax.train import Callback, EarlyStop, LossSpike, NotFiniteError, ProfileSteps, fit
 from cjax.train.callbacks import Better, value_of
 
@@ -226,3 +227,55 @@ def test_a_signal_still_ends_it(tmp_path: Path, program: SmallProgram):
 def test_numbers_that_make_no_sense_are_refused(make: Any):
     with pytest.raises(ValueError):
         make()
+
+
+def test_the_best_is_kept_also_where_its_step_is_behind_that_of_the_one_before(tmp_path: Path):
+    with Checkpointer(tmp_path, keep=1) as bests:
+        for step in (9, 6):
+            bests.save(step, {"w": np.full(2, step)}, {}, wait=True)
+            assert [path.name for path in tmp_path.iterdir()] == [str(step)]
+    with Checkpointer(tmp_path, keep=2) as some:
+        for step, left in ((4, [4, 6]), (8, [6, 8]), (7, [7, 8])):
+            some.save(step, {"w": np.full(2, step)}, {}, wait=True)
+            assert sorted(int(path.name) for path in tmp_path.iterdir()) == left
+
+
+class Wrong(Callback):
+    """An error that has nothing to do with checkpoints."""
+
+    def on_step(self, training, step, values):
+        if step == 5:
+            raise OSError("mine")
+
+
+def test_an_error_of_a_callback_is_no_failed_checkpoint(tmp_path: Path, capfd):
+    with pytest.raises(OSError, match="mine"):
+        fit(SmallProgram(), SmallData(), steps=9, folder=tmp_path, checkpoint_every=5, callbacks=[Wrong()])
+    assert "another attempt" not in capfd.readouterr().err
+
+
+def test_going_back_without_room_for_a_checkpoint_is_said(tmp_path: Path, monkeypatch, capfd):
+    import cjax.checkpoint.storage as storage
+
+    settled, names = storage.settle, []
+
+    def settle(path: Path) -> None:
+        names.append(path.name)
+        if path.name == "5" and names.count("5") == 2:
+            raise OSError(28, "No space left on device")
+        settled(path)
+
+    phases: list[str] = []
+
+    class Beats(NoBeat):
+        def during(self, phase: str) -> Any:
+            phases.append(phase)
+            return super().during(phase)
+
+    monkeypatch.setattr(storage, "settle", settle)
+    monkeypatch.setattr("cjax.train.loop.beating", Beats)
+    data = SmallData(poisoned=(4 * 6,))
+    result = fit(SmallProgram(), data, steps=8, folder=tmp_path, checkpoint_every=5, on_nan="rollback")
+    assert result.step == 8 and inspect(tmp_path).step == 8
+    assert "a run that is resumed reads again what this one went back behind" in capfd.readouterr().err
+    assert "restoring" in phases and phases[-2:] == ["saving", "saving"], "the last one is also waited for"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cjax.job.files import WholeLines
 from cjax.train import fit
 from cjax.train.readings import Cards, Host, Package
 from cjax.train.system import HardwareLog, energy, said
@@ -206,3 +207,33 @@ def test_without_psutil_it_is_said_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", None)
     with pytest.raises(ImportError, match=r'pip install "cjax\[hardware\]"'):
         HardwareLog()
+
+
+def test_a_full_disk_is_said_once_and_the_thread_goes_on(tmp_path: Path, monkeypatch, capfd):
+    (tmp_path / "system.jsonl").write_text('{"time": 1}\n{"ti')
+    add, failed = WholeLines.add, [0]
+
+    def full(self: WholeLines, line: str) -> None:
+        if "cpu_percent" in line and failed[0] < 2:
+            failed[0] += 1
+            raise OSError(28, "No space left on device")
+        add(self, line)
+
+    class Slow(SmallData):
+        def batches(self, start: int = 0):
+            for batch in super().batches(start):
+                time.sleep(0.03)
+                yield batch
+
+    def no_page(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(WholeLines, "add", full)
+    monkeypatch.setattr(sys.modules["cjax.train.fit"], "write_page", no_page)
+    result = fit(SmallProgram(), Slow(), steps=10, folder=tmp_path, hardware=0.05)
+    found = lines(tmp_path)
+    assert found[0] == {"time": 1} and sum("cpu_percent" in line for line in found) >= 2
+    assert found[-1]["summary"] == result.hardware and result.step == 10
+    said = capfd.readouterr().err
+    assert said.count("what the hardware does could not be written") == 1
+    assert said.count("report.html could not be written: [Errno 28]") == 1

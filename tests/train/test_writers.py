@@ -1,14 +1,18 @@
 import contextlib
 import json
 import math
+import os
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from cjax.train import JSONL, MLflow, Prometheus, TensorBoard, WandB, Writer
+from cjax.train.writers import flat
 
 VALUES = {"loss": 1.5, "aux": {"x": 2}, "how": "well"}
 
@@ -126,3 +130,48 @@ def test_what_is_not_installed_is_said_with_how_to_install_it(make: Any, name: s
 
 def test_all_are_writers(tmp_path: Path):
     assert isinstance(JSONL(tmp_path / "x"), Writer) and isinstance(Prometheus(tmp_path / "x.prom"), Writer)
+
+
+def test_a_fresh_run_takes_no_file_of_anothers(tmp_path: Path):
+    path, folder = tmp_path / "log.jsonl", tmp_path / "run"
+    path.write_text('{"step": 1, "loss": 3.5}\n{"step": 2}\n')
+    for place in (None, folder):
+        with pytest.raises(FileExistsError, match=rf"{path} has the lines of another run.*another path.*rm {path}"):
+            JSONL(path).begin(place, 0)
+    assert steps(path) == [1, 2]
+    JSONL(path).begin(folder, 1)
+    assert steps(path) == [1], "one that goes on drops what is behind it"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 3.25}\n')
+    with pytest.raises(FileExistsError):
+        JSONL(path).begin(folder, 0)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 3.5}\n{"step": 2')
+    for own in (path, folder / "metrics.jsonl"):  # as it begins again after a kill before its first checkpoint
+        JSONL(own).begin(folder, 0)
+        assert steps(own) == []
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path):
+    link, path = tmp_path / "link.jsonl", tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    link.symlink_to(path)
+    JSONL(link).begin(None, 1)
+    assert link.is_symlink() and steps(path) == [1]
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with contextlib.closing(JSONL(tmp_path / "pipe")) as writer:
+        writer.begin(None, 0)
+        writer.write(1, {})
+        assert (tmp_path / "pipe").is_fifo() and os.read(reader, 99) == b'{"step": 1}\n'
+    os.close(reader)
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        JSONL(tmp_path).begin(None, 0)
+
+
+def test_numbers_of_numpy_and_jax_are_numbers(tmp_path: Path):
+    values = {"a": np.float32(1.5), "b": np.array(2), "c": {"d": jnp.float32(np.nan)}, "e": np.int64(3)}
+    with contextlib.closing(JSONL(tmp_path / "m.jsonl")) as writer:
+        writer.write(1, values)
+    line = json.loads((tmp_path / "m.jsonl").read_text())
+    assert line == {"step": 1, "a": 1.5, "b": 2, "c": {"d": "nan"}, "e": 3}
+    assert {name: found for name, found in flat(values).items() if name != "c/d"} == {"a": 1.5, "b": 2.0, "e": 3.0}
