@@ -28,14 +28,14 @@ def _leave(number: int, frame: FrameType | None) -> None:
 class LeaveAtOnce:
     """While it is entered, the second SIGINT ends the process there and then: also where the main thread is in compiled
     code, which a handler in Python would wait for. Only in the main thread, and where nobody else (an event loop) is
-    told of signals.
+    told of signals. Not in a notebook, whose kernel is to outlive what runs in it.
     """
 
     def __init__(self) -> None:
         self._pipe: tuple[int, int] | None = None
 
     def __enter__(self) -> "LeaveAtOnce":
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread() or "ipykernel" in sys.modules:
             return self
         ours = os.pipe()
         os.set_blocking(ours[1], False)

@@ -112,6 +112,9 @@ def read_run(folder: str | Path) -> RunLog:
         for line in lines:
             unknown |= line.get("unknown", {})
             summary = line.get("summary", summary) if not process else summary
+    if len(files) > 1:  # each has its own cards' energy, and of one host the same CPUs': no sum of them is the run's
+        summary = {key: value for key, value in summary.items() if "joules" not in key}
+        unknown |= {"joules": "a run of several processes: each file's summary has those of its own cards and host"}
     return RunLog(folder.resolve().name, plan, _lines(folder / "metrics.jsonl", "step"), readings, unknown, summary)
 
 

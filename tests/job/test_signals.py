@@ -1,13 +1,16 @@
 """What a process does that is told to leave."""
 
 import os
+import signal
 import socket
+import sys
+import types
 from pathlib import Path
 
 import pytest
 from forked import Forks
 
-from cjax.job import SupersededError, check_current
+from cjax.job import LeaveAtOnce, SupersededError, check_current
 from cjax.job.files import write_whole
 from cjax.job.folder import JobFolder
 
@@ -82,3 +85,15 @@ def test_who_is_late_or_alone_does_not_begin(tmp_path: Path, forks: Forks, how: 
     said |= {"CJAX_SUPERVISOR": "0" if how == "late" else "1"}  # its parent is another process
     done = forks.run(["-c", "import cjax; cjax.initialize()"], {**os.environ, **said})
     assert done.returncode == 75
+
+
+def test_a_notebooks_kernel_outlives_a_second_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_heeded() -> bool:
+        with LeaveAtOnce():
+            now = signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(now)
+            return now != -1
+
+    assert is_heeded()
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    assert not is_heeded()

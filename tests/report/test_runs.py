@@ -83,3 +83,10 @@ def test_other_folders_and_lines_are_named(tmp_path: Path, first: Path, capsys):
 def test_processes_have_lines_of_their_own(first: Path):
     (first / "system-1.jsonl").write_text('{"time": 60.0, "step": 1, "cpu_percent": 7.0}\n')
     assert set(read_run(first).lines("cpu_percent")) == {"process 0 host", "process 1 host"}
+
+
+def test_energy_of_several_processes_is_not_that_of_the_first(first: Path):
+    assert read_run(first).summary["gpu_joules_per_step"] == 12.5
+    (first / "system-1.jsonl").write_text((first / "system.jsonl").read_text())
+    run = read_run(first)
+    assert "gpu_joules_per_step" not in run.summary and "several processes" in run.unknown["joules"]
