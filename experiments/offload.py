@@ -21,9 +21,10 @@ it is known; what is there isn't done again. Where a part fails, the others are 
 import argparse
 import functools
 import hashlib
+import subprocess
+import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -169,20 +170,19 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=KEPT, help="the folder of logs and pictures")
     parser.add_argument("--disk-folder", type=Path, help="for overlap, peak and steady: on the disk that is measured")
     args = parser.parse_args()
-    failed = []
-    for name, part in PARTS.items():
-        if args.what not in ("all", name):
-            continue
-        results = Results(args.logs / f"offload-{name}-{DATE}.log")
-        print(f"{name}: {MINUTES[name]} min on two cores, without the {len(results.rows)} rows there are", flush=True)
-        try:
-            with tempfile.TemporaryDirectory(dir=args.disk_folder) as folder:
-                part(results, Path(folder))
-        except Exception:  # an extra that is missing, or a disk that is full: of all that work, one part
-            traceback.print_exc()
-            failed.append(name)
-    if failed:
-        raise SystemExit(f"not done: {', '.join(failed)}. What they have found is kept; the same command goes on.")
+    if args.what == "all":
+        # Each in a process of its own: one that forks, or measures what a process takes, has no other's before it.
+        command = [sys.executable, *sys.argv[:1], "--logs", str(args.logs)]
+        command += ["--disk-folder", str(args.disk_folder)] if args.disk_folder else []
+        failed = [name for name in PARTS if subprocess.run([*command, name], check=False).returncode]
+        if failed:
+            raise SystemExit(f"not done: {', '.join(failed)}. What they have found is kept; the same command goes on.")
+        return
+    results = Results(args.logs / f"offload-{args.what}-{DATE}.log")
+    rows = f"without the {len(results.rows)} rows there are"
+    print(f"{args.what}: {MINUTES[args.what]} min on two cores, {rows}", flush=True)
+    with tempfile.TemporaryDirectory(dir=args.disk_folder) as folder:
+        PARTS[args.what](results, Path(folder))
 
 
 if __name__ == "__main__":

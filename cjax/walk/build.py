@@ -11,7 +11,8 @@ from cjax.sharding.place.model import ModelStorage, store_model
 from cjax.sharding.place.staged import stage_model
 from cjax.trace.author.capture import Capture
 from cjax.trace.reading import Trace
-from cjax.trace.stages.stacks import LayerStack, find_stacks, reads_states, torn_states
+from cjax.trace.stages.alike import find_alike_stacks
+from cjax.trace.stages.stacks import LayerStack, reads_states, torn_states
 from cjax.tree import PyTree
 from cjax.walk.model import WalkModel
 from cjax.walk.optimizer import RowOptimizer
@@ -25,7 +26,7 @@ def find_layers(trace: Trace) -> tuple[LayerStack, ...]:
     Raises:
       ValueError: there are none, or state that is made of examples decides about the loss.
     """
-    stacks = find_stacks(trace)
+    stacks = find_alike_stacks(trace)
     if not stacks:
         raise ValueError(
             "budget= and offload= go through a model layer by layer, and no layers that repeat were found. Give the "

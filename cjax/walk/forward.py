@@ -15,7 +15,8 @@ from cjax.sharding.layout.layout import Layout
 from cjax.sharding.place.staged import StagedModel, stage_model
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.reading import Trace
-from cjax.trace.stages.stacks import LayerStack, find_stacks
+from cjax.trace.stages.alike import find_alike_stacks
+from cjax.trace.stages.stacks import LayerStack
 from cjax.tree import PyTree
 from cjax.walk.measured import num_bytes
 from cjax.walk.model import Arrays, WalkModel
@@ -63,7 +64,7 @@ def read_layers(trace: Trace, walker: Walker) -> LayerReads:
             first = 0 if kind == "params" else storage.num_params
             groups[k] |= {tuple(i + first for i in slots[at].layer_leaves): (kind, at) for at in walker.slots(kind, k)}
     stacks, whose = [], []
-    for stack in find_stacks(trace, least=0):  # a stack may be dearer in the loss than in what is scored
+    for stack in find_alike_stacks(trace, least=0):  # a stack may be dearer in the loss than in what is scored
         mine = [k for k, found in enumerate(groups) if found.keys() & set(stack.weights)]
         if len(mine) == 1 and stack.length == walker.lengths[mine[0]]:
             stacks.append(_with_weights(trace, stack, groups[mine[0]]))

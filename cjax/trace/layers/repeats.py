@@ -71,6 +71,11 @@ def paired(closed: ClosedJaxpr, run: RepeatedLayers) -> RepeatedLayers | None:
     return _read(run.start, 2 * run.period, run.repeats // 2, _Context(closed)) if run.repeats >= 4 else None
 
 
+def part_of(closed: ClosedJaxpr, run: RepeatedLayers, first: int, count: int) -> RepeatedLayers | None:
+    """`count` of its layers, from layer `first` on; None if these alone are no loop."""
+    return _read(run.start + first * run.period, run.period, count, _Context(closed))
+
+
 class _Context:
     """Where each variable of the trace is made, and where it is last read."""
 

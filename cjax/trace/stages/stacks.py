@@ -114,14 +114,12 @@ def find_stacks(trace: Trace, least: float = LEAST_SHARE) -> tuple[LayerStack, .
     """All stacks of layers with weights of their own, in order; empty if there is none. One with less than `least` of
     the arithmetic of the dearest is left out."""
     eqns = trace.closed.jaxpr.eqns
-    index: dict[Var, int] = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
-    weights = {*trace.leaves_of("params"), *trace.leaves_of("frozen")}
-    found = [_of_run(trace, run, index, weights) for run in trace.runs]
+    found = [stack_of_run(trace, run) for run in trace.runs]
     # A scan within one of the repeated layers is part of that layer.
     inside = [range(run.start, run.stop) for run in trace.runs]
     for at, eqn in enumerate(eqns):
         if eqn.primitive.name == "scan" and not any(at in places for places in inside):
-            found.append(_of_scan(trace, eqn, at, index, weights))
+            found.append(_of_scan(trace, eqn, at))
     # Layers without weights need no stage to keep them, and those that hand nothing on are no stack that activations
     # pass through.
     found = [stack for stack in found if stack.layered and stack.initial]
@@ -294,7 +292,8 @@ def writes(item: Equation | RepeatedLayers, trace: Trace) -> list[Var]:
 def _items(trace: Trace, stacks: Sequence[LayerStack]) -> list[Equation | RepeatedLayers]:
     """What stands outside of the stacks, in order: equations, and repeated layers too cheap to be cut at."""
     starts: dict[int, LayerStack | RepeatedLayers] = {stack.start: stack for stack in stacks}
-    starts |= {run.start: run for run in trace.runs if run.start not in starts}
+    # Of repeated layers that only a part is a stack of, the others are equations among others.
+    starts |= {run.start: run for run in trace.runs if not any(_overlap(run, stack) for stack in stacks)}
     items: list[Equation | RepeatedLayers] = []
     at = 0
     while at < len(trace.closed.jaxpr.eqns):
@@ -303,6 +302,10 @@ def _items(trace: Trace, stacks: Sequence[LayerStack]) -> list[Equation | Repeat
             items.append(found or trace.closed.jaxpr.eqns[at])
         at = found.stop if found else at + 1
     return items
+
+
+def _overlap(run: RepeatedLayers, stack: LayerStack) -> bool:
+    return run.start < stack.stop and stack.start < run.stop
 
 
 def _made(trace: Trace, stacks: Sequence[LayerStack]) -> dict[Var, int]:
@@ -335,8 +338,15 @@ def _depends(
     return on
 
 
-def _of_run(trace: Trace, run: RepeatedLayers, index: dict[Var, int], weights: set[int]) -> LayerStack:
+def _weights(trace: Trace) -> tuple[dict[Var, int], set[int]]:
+    """The place of each input of the trace, and which of them are weights."""
+    index: dict[Var, int] = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
+    return index, {*trace.leaves_of("params"), *trace.leaves_of("frozen")}
+
+
+def stack_of_run(trace: Trace, run: RepeatedLayers) -> LayerStack:
     """Repeated layers, found in an unrolled trace, as a layer stack."""
+    index, weights = _weights(trace)
     eqns = trace.closed.jaxpr.eqns[run.start : run.stop]
     t = run.template
     layer = trace.closed.jaxpr.eqns[run.start + t * run.period : run.start + (t + 1) * run.period]
@@ -373,8 +383,8 @@ def _read_elsewhere(trace: Trace, run: RepeatedLayers) -> set[Var]:
     return found | {var for var, count in counts.items() if count > 1}
 
 
-def _of_scan(trace: Trace, eqn: Equation, at: int, index: dict[Var, int], weights: set[int]) -> LayerStack:
-    loop = scan_of(eqn)
+def _of_scan(trace: Trace, eqn: Equation, at: int) -> LayerStack:
+    (index, weights), loop = _weights(trace), scan_of(eqn)
     pairs = [
         (inner, v)
         for inner, v in zip(loop.xs(loop.body.invars), loop.xs(eqn.invars), strict=True)
