@@ -4,20 +4,20 @@ import dataclasses
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import tyro
 
-from cjax.job.spec import JobSpec
+from cjax.job.folder import new_run
+from cjax.job.spec import JobOptions, JobSpec
 from cjax.job.supervisor import supervise
 
 _SRUN = "srun --nodes=1 --ntasks=1 --overlap --nodelist={host}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run(JobOptions):
     """Runs a Python script of yours on virtual devices, on those that are here, or as a job that survives.
 
     The options below are taken wherever they stand on the line, and the rest is the script's; put `--` before its name
@@ -27,31 +27,13 @@ class Run:
 
     Attributes:
         script: the file.
-        devices: so many virtual CPU devices instead of those that are here; of each worker, where there are several.
         workers: how many processes.
-        min_workers: with how many the job still goes on, where places are lost.
-        restarts: how often workers are started again after a failure.
-        fruitless: how many of these may follow each other without a new step.
         folder: of the run, in which the job keeps what it has to know; a new one below `runs` if not given.
-        grace: seconds that workers have to save and leave.
-        hang_after: seconds without a sign of life, or five steps where these take longer, after which a worker hangs.
-        silence: seconds that anything besides a step may take: compiling, reading a checkpoint.
-        hosts: one worker on each, on a disk that all of them see; those of the allocation under Slurm.
-        launch: the command that starts another one on {host}; srun under Slurm.
     """
 
     script: tyro.conf.Positional[str]
-    devices: int | None = None
     workers: int | None = None
-    min_workers: int = 1
-    restarts: int = 100
-    fruitless: int = 5
     folder: str | None = None
-    grace: float = 60.0
-    hang_after: float = 10.0
-    silence: float = 3600.0
-    hosts: tuple[str, ...] = ()
-    launch: str = "ssh {host}"
     arguments: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     @staticmethod
@@ -97,11 +79,11 @@ class Run:
             listed = subprocess.run(["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True)
             hosts, launch = tuple(listed.stdout.split()), _SRUN
         name = "train" if self.script == "train" else Path(self.script).stem
-        folder = Path(self.folder or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-        numbers = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(JobSpec)
-            if field.name not in ("command", "folder", "workers", "hosts", "launch")
-        }
-        print(f"cjax run: {workers} workers; folder {folder}; cjax status {folder}", file=sys.stderr, flush=True)
-        return JobSpec(tuple(command), str(folder), workers, hosts=hosts, launch=launch if hosts else "", **numbers)
+        said = {field.name: getattr(self, field.name) for field in dataclasses.fields(JobOptions)}
+        said |= {"hosts": hosts, "launch": launch}
+        spec = JobSpec(tuple(command), str(Path(self.folder or "").absolute()), workers, **said)
+        if self.folder is None:
+            spec = dataclasses.replace(spec, folder=str(new_run(name)))
+        print(f"cjax run: {workers} workers; folder {spec.folder}; cjax status {spec.folder}", file=sys.stderr)
+        sys.stderr.flush()
+        return spec

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -20,7 +19,8 @@ from cjax.data import TextData, text_data
 from cjax.jax_compat.backends import each_process_writes_its_cache
 from cjax.job import member
 from cjax.job.files import write_whole
-from cjax.job.folder import JobFolder
+from cjax.job.folder import JobFolder, new_run
+from cjax.job.lock import is_locked
 from cjax.mesh import initialize
 from cjax.models import GPT, generate, gpt, loss
 from cjax.optim import lamb, lars, weights_only
@@ -198,7 +198,7 @@ class Train:
         )
         if self.sample:
             text = self._sample_text(program, result.state, data)
-            (folder / "sample.txt").write_text(text)
+            write_whole(folder / "sample.txt", text)
             say(f"a sample ({folder / 'sample.txt'}):\n\n{text}")
         return 0
 
@@ -231,7 +231,7 @@ class Train:
             return Path(self.resume)
         if self.folder is None and jax.process_count() > 1:
             raise ValueError("several processes must agree on the folder of the run: give --folder")
-        return Path(self.folder or Path("runs") / f"{self.model}-{time.strftime('%Y%m%d-%H%M%S')}")
+        return new_run(self.model) if self.folder is None else Path(self.folder)
 
     def _data(self) -> TextData:
         if self.vocabulary is None and self.data is not None and Path(self.data).suffix == ".bin":
@@ -290,7 +290,7 @@ class Train:
         """Options beside the run. Those of one that is gone on with stay what they were where it can't be, under these:
         or the same command without them would do what has just been refused."""
         options, plan = folder / "options.json", folder / "plan.txt"  # which fit writes when it has a state
-        before = options.read_bytes() if self.resume is not None and options.exists() else None
+        before = options.read_text() if options.exists() else None
         began = plan.stat().st_mtime_ns if plan.exists() else None
         self._remember(folder)
         try:
@@ -298,12 +298,15 @@ class Train:
         except BaseException:
             is_same = (plan.stat().st_mtime_ns if plan.exists() else None) == began
             if before is not None and is_same and jax.process_index() == 0:
-                options.write_bytes(before)
+                write_whole(options, before)
             raise
 
     def _remember(self, folder: Path) -> None:
         """Writes the options beside the run, so that its folder is all that a resume needs."""
-        is_taken = self.resume is None and (folder / "metrics.jsonl").exists()  # by another run, which fit refuses
+        # By another run, which fit refuses; that of a job has its supervisor's lock.
+        is_taken = (self.resume is None and (folder / "metrics.jsonl").exists()) or (
+            member() is None and is_locked(folder)
+        )
         if jax.process_index() == 0 and not is_taken:
             folder.mkdir(parents=True, exist_ok=True)
             options = dataclasses.asdict(self) | {"resume": None, "folder": None}

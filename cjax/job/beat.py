@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cjax.job.folder import JobFolder
-from cjax.job.member import AGAIN, Member, member
+from cjax.job.member import AGAIN, JOB, Member, member
 
 SIZE = 1024  # bytes; a beat is written over the one before
 PERIOD = 0.5  # seconds
@@ -132,11 +133,19 @@ def beating() -> Beat | NoBeat:
 
     Raises:
         SystemExit: the job has gone on without this process.
+        RuntimeError: it is no worker, but was started by one.
     """
     mine = member()
     if mine is None:
         return NoBeat()
-    if not mine.is_current or (mine.supervisor and os.getppid() != mine.supervisor):
+    is_anothers = mine.supervisor and os.getppid() != mine.supervisor
+    if is_anothers and mine.is_current and Path(f"/proc/{mine.supervisor}").exists():
+        raise RuntimeError(
+            f"this process is no worker of the job in {mine.folder}, but was started by one, and has its environment: "
+            f"start it without {JOB}, RANK and WORLD_SIZE in it, so that it trains for itself"
+        )
+    if is_anothers or not mine.is_current:
+        print(f"cjax: the job in {mine.folder} goes on without this process, which leaves", file=sys.stderr)
         raise SystemExit(AGAIN)
     return Beat(mine)
 

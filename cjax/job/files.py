@@ -11,7 +11,7 @@ def write_whole(path: Path, text: str) -> None:
     """Writes a file: it has its old text, or all of the new one. On the disk before it has its name."""
     unnamed = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(unnamed, "w") as file:
+        with open(unnamed, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

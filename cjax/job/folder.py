@@ -1,5 +1,6 @@
 """What a job keeps in the folder of its run, below `job`."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +36,8 @@ class JobFolder:
 
     @property
     def lock(self) -> Path:
-        return self.place / "lock"
+        """Held by whoever trains here, or supervises who does."""
+        return self.run / "lock"
 
     @property
     def beats(self) -> Path:
@@ -52,3 +54,17 @@ class JobFolder:
     def cache(self, rank: int) -> Path:
         """Compiled programs of one rank: a rank's are of no use to another."""
         return self.run / "cache" / f"rank-{rank}"
+
+
+def new_run(name: str) -> Path:
+    """A folder below `runs` that nobody else has, also of those who begin in the same second."""
+    first = (Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    folder, number = first, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            folder = first.with_name(f"{first.name}-{number}")
+        else:
+            return folder

@@ -29,28 +29,23 @@ _STEPS = tuple(
 _PORTS = range(20000, 30000)  # on other hosts, below those that systems give away by themselves
 
 
-@dataclass(frozen=True)
-class JobSpec:
-    """A job.
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """What a job may be told beside what it runs: the same for who types it and for who supervises it.
 
     Attributes:
-        command: what each worker runs.
-        folder: of the run.
-        workers: how many.
-        min_workers: with how many it still goes on.
+        min_workers: with how many the job still goes on, where places are lost.
         restarts: how often workers are started again after a failure.
         fruitless: how many of these may follow each other without a new step.
-        devices: virtual CPU devices of each worker; None for what is there.
+        devices: so many virtual CPU devices of each process, instead of those that are here.
         grace: seconds that workers have to save and leave.
         hang_after: seconds without a sign of life, or five steps where these take longer, after which a worker hangs.
         silence: seconds that anything besides a step may take: compiling, reading a checkpoint.
-        hosts: one worker on each; none: all on this machine, which then listens on loopback alone.
-        launch: the command that starts another one on `{host}`.
+        hosts: one worker on each, on a disk that all of them see; those of the allocation under Slurm. Without any, all
+            are on this machine, which then listens on loopback alone.
+        launch: the command that starts another one on {host}; srun under Slurm.
     """
 
-    command: tuple[str, ...]
-    folder: str
-    workers: int = 1
     min_workers: int = 1
     restarts: int = 100
     fruitless: int = 5
@@ -59,7 +54,22 @@ class JobSpec:
     hang_after: float = 10.0
     silence: float = 3600.0
     hosts: tuple[str, ...] = ()
-    launch: str = ""
+    launch: str = "ssh {host}"
+
+
+@dataclass(frozen=True)
+class JobSpec(JobOptions):
+    """A job.
+
+    Attributes:
+        command: what each worker runs.
+        folder: of the run.
+        workers: how many.
+    """
+
+    command: tuple[str, ...]
+    folder: str
+    workers: int = 1
 
     def __post_init__(self) -> None:
         least = {"workers": 1, "min_workers": 1, "restarts": 0, "fruitless": 1, "devices": 1}

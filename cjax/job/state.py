@@ -47,6 +47,7 @@ class JobState:
         if known.spec.get("workers") != spec.workers or known.spec.get("hosts") != told["hosts"]:
             known.size, known.lost = spec.workers, []
         known.spec, known.folder = told, spec.folder
+        known.restarts = known.fruitless = 0
         return known
 
     @property

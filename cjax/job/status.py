@@ -1,6 +1,5 @@
 """How a job goes, read from the folder of its run: what any terminal can ask."""
 
-import fcntl
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from cjax.job.beat import ENDED, TRAINING, read_beat
 from cjax.job.files import read_lines, read_object, write_whole
 from cjax.job.folder import JobFolder
+from cjax.job.lock import is_locked
 
 _SHOWN = 10  # of the last incarnations
 
@@ -134,7 +134,7 @@ def status_of(run: Path) -> Status:
         if each.parent.name.isdecimal()
     ]
     status = state["status"]
-    if status == "running" and not is_watched(folder):
+    if status == "running" and not is_locked(folder.run):
         status = "unwatched (its supervisor was killed: type its cjax run again)"
     steps = [each.step for each in incarnations if each.step is not None]
     return Status(
@@ -161,19 +161,6 @@ def _incarnations(lines: list[dict[str, Any]], beat: dict[str, Any] | None) -> t
     return tuple(found)
 
 
-def is_watched(folder: JobFolder) -> bool:
-    """Whether a supervisor runs."""
-    try:
-        with open(folder.lock) as file:
-            # With others who ask, and given back at once: a supervisor that begins now waits that long.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
 def ask_for(run: Path, workers: int) -> None:
     """Asks the supervisor of a run for another number of workers.
 
@@ -190,6 +177,6 @@ def ask_for(run: Path, workers: int) -> None:
     if workers < 1 or (hosts and workers > len(hosts)):
         most = f", and at most {len(hosts)}, one on each host" if hosts else ""
         raise ValueError(f"{workers} workers: it is at least 1{most}")
-    if not is_watched(folder):
+    if not is_locked(folder.run):
         raise RuntimeError(f"nobody supervises {run}: type its cjax run again, with --workers {workers}")
     write_whole(folder.asked, f'{{"workers": {workers}}}')

@@ -1,18 +1,18 @@
 """Outside of JAX: starts the workers of a job, notices when they die or hang, and starts them again on what is left."""
 
 import contextlib
-import fcntl
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from cjax.job.files import append_line, read_lines, read_object, write_whole
 from cjax.job.folder import JobFolder
+from cjax.job.lock import locked
 from cjax.job.member import AGAIN
 from cjax.job.spec import JobSpec, start_line
 from cjax.job.state import JobState
@@ -20,7 +20,6 @@ from cjax.job.workers import Ending, Workers, show, started
 
 PERIOD = 0.1  # seconds between two looks at the workers
 _TRIES = 2  # of a place at which no worker comes to life
-_ASKED = 1.0  # seconds in which whoever asks whether a supervisor runs has its lock no more
 
 
 class Supervisor:
@@ -40,7 +39,7 @@ class Supervisor:
     def run(self) -> int:
         """Until the job is done, has failed, or is told to stop; the exit status."""
         self.folder.place.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder):
+        with locked(self.folder.run):
             self.state = JobState.of(self.folder, self.spec)
             self.folder.asked.unlink(missing_ok=True)  # of one that nobody supervised any more
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -87,7 +86,7 @@ class Supervisor:
 
     def _ended(self, workers: Workers, ending: Ending) -> int | None:
         if ending.kind == "again":
-            workers.wait(self.spec.grace)  # the others have agreed to leave too
+            self._wait(workers.are_gone)  # the others have agreed to leave too
         workers.kill()
         workers.show()
         self._note("end", kind=ending.kind, why=ending.why, **workers.facts())
@@ -138,15 +137,17 @@ class Supervisor:
         return AGAIN if self._told[0] == signal.SIGTERM else 128 + self._told[0]
 
     def _leave(self, workers: Workers) -> None:
-        """Workers save and leave, or are ended when their time is over, or we are told to stop a second time."""
-        before, until = len(self._told), time.monotonic() + self.spec.grace
+        """Workers save and leave, or are ended."""
         workers.tell()
-        while time.monotonic() < until and not workers.wait(PERIOD):
-            workers.show()
-            if len(self._told) > max(before, 1):
-                break
+        self._wait(workers.are_gone)
         workers.kill()
         workers.show()
+
+    def _wait(self, are_gone: Callable[[], bool]) -> None:
+        """Until all have left, or their time is over, or we are told to stop a second time."""
+        before, until = len(self._told), time.monotonic() + self.spec.grace
+        while not are_gone() and time.monotonic() < until and len(self._told) <= max(before, 1):
+            time.sleep(PERIOD)
 
     # -- other sizes --------------------------------------------------------------------------------------------------
     def _asked(self) -> int | None:
@@ -167,19 +168,19 @@ class Supervisor:
     # -- what is kept -------------------------------------------------------------------------------------------------
     def _settle(self) -> None:
         """Ends what a supervisor that was killed has left running: its workers save and leave, or are ended."""
-        left = [(pid, since) for pid, since in self.state.pids if since is not None and started(pid) == since]
-        for pid, _ in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-        until = time.monotonic() + self.spec.grace
-        while left and time.monotonic() < until:
-            left = [(pid, since) for pid, since in left if started(pid) == since]
-            time.sleep(PERIOD)
-        for pid, _ in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+        known = [(pid, since) for pid, since in self.state.pids if since is not None]
+        self._signal(known, os.kill, signal.SIGTERM)
+        self._wait(lambda: all(started(pid) != since for pid, since in known))
+        self._signal(known, os.killpg, signal.SIGKILL)
         if self.state.status == "running":
             self._note("end", kind="orphaned", why="the supervisor was killed", **self.state.last_facts())
+
+    @staticmethod
+    def _signal(known: Sequence[tuple[int, str]], how: Callable[[int, int], None], number: int) -> None:
+        for pid, since in known:
+            if started(pid) == since:  # and not another process, that has got its number since
+                with contextlib.suppress(ProcessLookupError):
+                    how(pid, number)
 
     def _finish(self, status: str, code: int) -> int:
         self.state.status, self.state.pids = status, []
@@ -197,27 +198,6 @@ class Supervisor:
 
 def say(text: str) -> None:
     show(sys.stderr, f"cjax run: {text}\n".encode())
-
-
-@contextlib.contextmanager
-def locked(folder: JobFolder) -> Iterator[None]:
-    """Nobody else supervises this run meanwhile; the system itself gives it free where this process is killed.
-
-    Raises:
-        BlockingIOError: somebody does.
-    """
-    with open(folder.lock, "a") as file:
-        until = time.monotonic() + _ASKED
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > until:
-                    why = f"another cjax run supervises {folder.run}; cjax status {folder.run} says how it goes"
-                    raise BlockingIOError(error.errno, why) from error
-            time.sleep(0.05)
-        yield
 
 
 def main(text: str) -> int:

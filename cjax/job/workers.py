@@ -21,6 +21,8 @@ _SHOWN = 20  # lines of what a worker printed last
 _QUIET = 2 * BEAT  # seconds without a beat, where somebody hangs
 _UNSEEN = 60.0  # seconds after the first sign of life of some, when all others are to have given one
 
+_AWAY = 1.0  # seconds between two looks of ours, which are a tenth apart where we are not stopped
+
 Kind = Literal["done", "again", "died", "hung"]
 
 
@@ -58,6 +60,7 @@ class Workers:
         self._heard = [time.monotonic()] * len(places)  # when something changed in a worker's beats
         self._moved = list(self._heard)  # when it did anything new
         self._first_seen: float | None = None
+        self._listened = time.monotonic()
         self._shown = 0
         address = spec.address(incarnation, self.places)
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -80,7 +83,7 @@ class Workers:
     def look(self) -> Ending | None:
         """How it ended; None as long as all goes well. To be asked several times a second."""
         self._listen()
-        codes = [process.poll() for process in self.processes]
+        codes = [_code(process) for process in self.processes]
         for rank, code in enumerate(codes):
             if code in (None, 0):
                 continue
@@ -105,6 +108,12 @@ class Workers:
 
     def _listen(self) -> None:
         now = time.monotonic()
+        if (away := now - self._listened) > _AWAY:
+            # We were stopped ourselves, the machine asleep maybe, and so may the workers have been: it is not their
+            # silence.
+            self._heard = [heard + away for heard in self._heard]
+            self._moved = [moved + away for moved in self._moved]
+        self._listened = now
         for rank in range(len(self.places)):
             beat, before = read_beat(self._folder.beat(self.incarnation, rank)), self.beats[rank]
             if beat is None or beat == before:
@@ -177,28 +186,33 @@ class Workers:
     def tell(self) -> None:
         """Asks all to save and leave."""
         for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
+            if _code(process) is None:
+                os.kill(process.pid, signal.SIGTERM)
 
-    def wait(self, seconds: float) -> bool:
-        """Whether all have left within so many seconds."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            self._listen()
-            if all(process.poll() is not None for process in self.processes):
-                return True
-            time.sleep(0.05)
-        return False
+    def are_gone(self) -> bool:
+        """Whether all have left."""
+        self._listen()
+        self.show()
+        return all(_code(process) is not None for process in self.processes)
 
     def kill(self) -> None:
         """Ends all that is left, with what they have started."""
         for process in self.processes:
-            try:
+            if process.returncode is None:  # waited for it is only here, so that its number is still its own
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
+                process.wait()
         self._listen()
+
+
+def _code(process: "subprocess.Popen[bytes]") -> int | None:
+    """How a process has ended, as `poll` says, which would give its number to whoever starts next; None as long as it
+    runs."""
+    if process.returncode is not None:
+        return process.returncode
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def show(stream: TextIO, text: bytes) -> None:

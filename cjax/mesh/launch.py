@@ -61,6 +61,7 @@ def _join() -> None:
     if launcher["MASTER_ADDR"] in _LOOPBACK:  # by default it would listen on all networks of the machine
         bound = {"coordinator_bind_address": f"{launcher['MASTER_ADDR']}:{port}"}
         gloo_stays_on_loopback()
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     jax.distributed.initialize(
         coordinator_address=f"{launcher['MASTER_ADDR']}:{port}",
         num_processes=num_processes,

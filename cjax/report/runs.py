@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from cjax.job.files import write_whole
 from cjax.report.charts import Chart, Points
 
 MOST_POINTS = 300  # of a line; more are drawn as means of equal stretches
@@ -125,7 +126,11 @@ def write_page(folders: Sequence[str | Path], to: str | Path) -> None:
         FileNotFoundError: one is not the folder of a run.
     """
     page = render([read_run(folder) for folder in folders])
-    Path(to).write_text(page, encoding="utf-8")
+    place = Path(to).resolve()  # a link stays one
+    if place.is_file() or not place.exists():
+        write_whole(place, page)
+    else:
+        place.write_text(page, encoding="utf-8")  # what is no regular file, such as a pipe, is not replaced
 
 
 def render(runs: Sequence[RunLog]) -> str:
@@ -178,6 +183,10 @@ def _remarks(runs: Mapping[str, RunLog]) -> list[str]:
             more = ", ..." if len(steps) > MOST_NAMED else ""
             listed = ", ".join(map(str, steps[:MOST_NAMED])) + more
             said.append(f"<p>{escape(name)}: {len(steps)} steps were not finite, and are not drawn: {listed}.</p>")
+        for line in run.metrics:
+            if "back_from" in line:
+                back = f"back from step {line['back_from']} to step {line['step']}: {line.get('why', '')}"
+                said.append(f"<p>{escape(name)}: {escape(back)}.</p>")
         if run.unknown:
             listed = "; ".join(f"{what} ({why})" for what, why in run.unknown.items())
             said.append(f"<p>{escape(name)}: not known: {escape(listed)}.</p>")

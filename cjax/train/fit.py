@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,8 @@ from cjax.checkpoint import Checkpointer
 from cjax.job import AGAIN, beating, member
 from cjax.job.beat import COMPILING, ENDED, RESTORING
 from cjax.job.files import write_whole
+from cjax.job.lock import locked
+from cjax.mesh import together
 from cjax.program import Program, State
 from cjax.program.on_disk import on_disk
 from cjax.report.runs import write_page
@@ -131,6 +133,7 @@ def fit(
 
     Raises:
         NotFiniteError: see `on_nan`.
+        BlockingIOError: another run trains in `folder` now.
         FileExistsError: `folder` holds a run, and `resume` is False; or the disk holds another run.
         FileNotFoundError: `resume` is True, and nothing was kept of the run.
         OSError: the checkpoint at the end could not be written; it says which one is whole.
@@ -140,7 +143,7 @@ def fit(
     _check_counts(**{name: (number, 1) for name, number in every.items() if number not in (None, "auto")})
     if on_nan not in ("stop", "skip", "rollback"):
         raise ValueError(f'fit got on_nan={on_nan!r}; it needs on_nan "stop", "skip" or "rollback"')
-    folder, goes_on = _place(folder, resume, state, resume_command)
+    folder, goes_on = _place(folder, resume, state)
     if best is not None and (folder is None or not evaluate_every):
         raise ValueError(f"best={best!r} keeps a checkpoint by what evaluations give: give folder= and evaluate_every=")
     goes_back = on_nan == "rollback" or any(isinstance(c, LossSpike) and c.then == "rollback" for c in callbacks)
@@ -153,6 +156,9 @@ def fit(
         raise ValueError(f"fit got between_failures={between_failures!r}; it needs seconds, more than 0")
     writers = writers_of(folder, tensorboard, log)
     with contextlib.ExitStack() as stack:
+        if folder is not None:
+            stack.enter_context(_alone(folder))
+            _refuse_anothers(folder, goes_on, resume_command)
         stop = stack.enter_context(StopRequest())
         beat = beating()
         checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", keep)) if folder else None
@@ -252,7 +258,7 @@ def fit(
 _taken: set[Path] = set()  # of jobs, by a fit of this process that was given no folder
 
 
-def _place(folder: Any, resume: Any, state: State | None, command: str | None) -> tuple[Path | None, bool | str]:
+def _place(folder: Any, resume: Any, state: State | None) -> tuple[Path | None, bool | str]:
     """Where a run is kept, and whether it goes on: as told, or as the job says that this process is a worker of."""
     mine = member()
     if folder is None and mine is not None:
@@ -272,10 +278,24 @@ def _place(folder: Any, resume: Any, state: State | None, command: str | None) -
             f'resume={resume!r} continues the run of a folder: give folder=..., and no state but with resume="auto", '
             "which takes it where nothing was kept yet"
         )
-    if folder is not None and not resume and (folder / "metrics.jsonl").exists():
+    return folder, resume
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other run trains in this folder meanwhile. In that of a job, the job's supervisor sees to it."""
+    mine = member()
+    with contextlib.ExitStack() as stack:
+        with together("begin a run", folder):
+            if jax.process_index() == 0 and (mine is None or mine.folder != folder):
+                stack.enter_context(locked(folder))
+        yield
+
+
+def _refuse_anothers(folder: Path, goes_on: bool | str, command: str | None) -> None:
+    if not goes_on and (folder / "metrics.jsonl").exists():
         how = command or 'resume=True, or resume="auto"'
         raise FileExistsError(f"{folder} holds a run already; continue it with {how}, or name another folder")
-    return folder, resume
 
 
 def _check_counts(**counts: tuple[Any, int]) -> None:

@@ -252,6 +252,7 @@ class Loop:
             raise RuntimeError(f"{why}; there is no checkpoint to go back to, because none could be written")
         place = self.checkpoints.place()
         step = int(place.name)
+        left = self.step
         times = self.went_back[1] + 1 if self.went_back[0] == step else 1
         if times > MOST_ROLL_BACKS:
             raise RuntimeError(
@@ -265,6 +266,8 @@ class Loop:
             self.updates = step - int(OnDisk.scaling(self.state).num_skipped)
         for callback in self.callbacks:
             callback.on_roll_back(self, step)
+        # The lines of the steps between are gone, and why they are stays: this one is of a step that stays too.
+        self.write(step, {"back_from": left, "why": why})
         self.note(f"{why}: back to step {step}, and on behind the {self.stream.samples} samples read so far")
         self._try_to_save(anew=True)  # or a run that is resumed would read the same batches again
 

@@ -31,15 +31,13 @@ class Host:
         self._psutil: Any = psutil
         self._process: Any = psutil.Process()
         self._before: dict[str, tuple[float, float]] = {}
-        self._packages = [
-            Package(folder) for folder in sorted(RAPL.glob("intel-rapl:*")) if folder.name.count(":") == 1
-        ]
+        self._packages = [Package(folder) for folder in sorted(RAPL.glob("intel-rapl:*")) if is_package(folder)]
         self.read()  # rates, and psutil's shares of a CPU, are since the reading before
         self.unknown = {name: _why(name) for name, value in self.read().items() if value is None}
 
     def read(self) -> Reading:
         """One reading; rates are since the one before."""
-        p, own = self._psutil, self._process
+        p, own, _try = self._psutil, self._process, self._try
         memory, net, disk = _try(p.virtual_memory), _try(p.net_io_counters), _try(p.disk_io_counters)
         joules = [package.joules() for package in self._packages]
         return {
@@ -54,6 +52,13 @@ class Host:
             "disk_written_bytes_per_second": self._rate("written", None if disk is None else disk.write_bytes),
             "cpu_energy_joules": sum_known(joules),
         }
+
+    def _try(self, ask: Callable[[], _T]) -> _T | None:
+        """None where the kernel does not say: containers hide much."""
+        try:
+            return ask()
+        except (OSError, RuntimeError, NotImplementedError, AttributeError, self._psutil.Error):
+            return None
 
     def _rate(self, name: str, count: int | None) -> float | None:
         now = time.monotonic()
@@ -87,6 +92,16 @@ class Package:
             self._turns += 1
         self._last = now
         return (self._turns * end + now) / 1e6
+
+
+def is_package(folder: Path) -> bool:
+    """Whether this is a counter of one whole CPU: neither of a part of one, nor of the platform that holds them all
+    (`psys`), whose energy would be counted twice."""
+    try:
+        name = (folder / "name").read_text().strip()
+    except OSError:
+        name = ""
+    return folder.name.count(":") == 1 and name != "psys"
 
 
 class Cards:
@@ -176,7 +191,7 @@ class Cards:
     def _try(self, ask: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return ask(*arguments)
-        except self._nvml.NVMLError:
+        except (self._nvml.NVMLError, AttributeError):  # older bindings lack the newer questions
             return None
 
     def close(self) -> None:
@@ -192,14 +207,6 @@ def sum_known(values: Sequence[float | None]) -> float | None:
     """
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
-
-
-def _try(ask: Callable[[], _T]) -> _T | None:
-    """None where the kernel does not say: containers hide much."""
-    try:
-        return ask()
-    except (OSError, RuntimeError, NotImplementedError, AttributeError):
-        return None
 
 
 def _why(name: str) -> str:

@@ -96,25 +96,27 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | Path | None = None):
-        self._folder = folder
+        self._given = folder
         try:
             import tensorboardX
         except ImportError as error:
             raise _not_there("tensorboardX", "log") from error
         self._module = tensorboardX
         self._board: Any = None
+        self._folder: Path | None = None
 
     def begin(self, folder: Path | None, step: int) -> None:
-        self._folder = self._folder or _inside(folder, "tensorboard", "TensorBoard(folder)")
-        self._board = self._module.SummaryWriter(str(self._folder), purge_step=step + 1)
+        place = self._given or _inside(folder, "tensorboard", "TensorBoard(folder)")
+        self._folder = folder
+        self._board = self._module.SummaryWriter(str(place), purge_step=step + 1)
 
     def forget(self, step: int) -> None:
         self.close()
-        self.begin(None, step)
+        self.begin(self._folder, step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         if self._board is None:
-            self.begin(None, step - 1)
+            self.begin(self._folder, step - 1)
         assert self._board is not None
         for name, value in flat(values).items():
             self._board.add_scalar(name, value, step)
@@ -122,6 +124,7 @@ class TensorBoard:
     def close(self) -> None:
         if self._board is not None:
             self._board.close()
+        self._board = None
 
 
 class WandB:
@@ -217,12 +220,16 @@ class Prometheus:
         inside = ",".join(f'{_prometheus_name(name)}="{_escaped(text)}"' for name, text in (labels or {}).items())
         self._labels = f"{{{inside}}}" if inside else ""
         self._latest: dict[str, float] = {}
+        self._names: dict[str, str] = {}  # what each is called there
+
+    def begin(self, folder: Path | None, step: int) -> None:
+        self._latest, self._names = {}, {}
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         self._latest |= {"step": float(step)} | flat(values)
         lines = []
         for name, value in self._latest.items():
-            full = f"cjax_{_prometheus_name(name)}"
+            full = self._name(name)
             number = "NaN" if math.isnan(value) else f"{'+' if value > 0 else '-'}Inf" if math.isinf(value) else value
             lines += [f"# HELP {full} {name} of the latest step written", f"# TYPE {full} gauge"]
             lines.append(f"{full}{self._labels} {number}")
@@ -232,6 +239,17 @@ class Prometheus:
         os.replace(beside, self._path)
 
     def close(self) -> None: ...
+
+    def _name(self, name: str) -> str:
+        """One of its own: a file in which two numbers have the same is not read at all."""
+        if name not in self._names:
+            plain = full = f"cjax_{_prometheus_name(name)}"
+            number = 1
+            while full in self._names.values():
+                number += 1
+                full = f"{plain}_{number}"
+            self._names[name] = full
+        return self._names[name]
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, float]:

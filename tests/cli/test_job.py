@@ -8,9 +8,9 @@ import cjax.cli.job
 from cjax.cli import main
 from cjax.job.files import append_line, read_lines, write_whole
 from cjax.job.folder import JobFolder
+from cjax.job.lock import locked
 from cjax.job.spec import JobSpec
 from cjax.job.state import JobState
-from cjax.job.supervisor import locked
 
 
 @pytest.fixture
@@ -73,6 +73,6 @@ def test_a_resize_that_nobody_reads_is_asked_no_more(
     folder: JobFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cjax.cli.job, "_PICKED_UP", 0.2)
-    with locked(folder):
+    with locked(folder.run):
         assert main(["resize", str(folder.run), "4"]) == 1
     assert "type it again" in capsys.readouterr().err and not folder.asked.exists()

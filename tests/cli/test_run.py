@@ -59,6 +59,17 @@ def test_a_job_is_made_of_what_was_typed(script: str, tmp_path: Path, no_launche
         Run.parse(["trian", "--workers", "2"]).run()
 
 
+def test_jobs_that_begin_in_the_same_second_have_folders_of_their_own(
+    script: str, tmp_path: Path, no_launcher: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda _: "20260101-000000")
+    options = Run.parse([script, "--workers", "1"])
+    folders = [Path(options._job(options._command(), 1).folder) for _ in range(3)]
+    assert [each.name for each in folders] == [f"script-20260101-000000{more}" for more in ("", "-2", "-3")]
+    assert all(each.parent == tmp_path / "runs" and each.is_dir() for each in folders)
+
+
 def test_under_slurm_each_host_of_the_allocation_has_a_worker(
     script: str, tmp_path: Path, no_launcher: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

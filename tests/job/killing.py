@@ -1,12 +1,15 @@
 """A job whose processes are killed with -9 again and again, at moments drawn from a seed; and what must be true then.
 
-    python tests/job/killing.py --kills 200 --seed 0 --steps 1500 --log FILE
+    python tests/job/killing.py --kills 200 --seed 0 --steps 1500 --folder FOLDER --log FILE
+    python tests/job/killing.py --between 300 --pause 1.5 --every auto --steps 2000 --folder FOLDER --log FILE
 
 Each kill is of a worker, of the first worker, at which all others meet, or of the supervisor, which is then started
 again as it was typed. Its moment is in one of PHASES: behind a random time from when the victim is first seen in it.
+With --between there is a kill every so many seconds instead, whatever the job does then.
 """
 
 import argparse
+import collections
 import datetime
 import os
 import random
@@ -24,6 +27,7 @@ from cjax.job.beat import read_beat
 from cjax.job.files import read_lines, read_object
 from cjax.job.folder import JobFolder
 from cjax.job.spec import JobSpec, start_line
+from cjax.job.status import status_of
 
 SCRIPT = Path(__file__).with_name("train.py")
 # The phase of a beat, or what lies in the folder of checkpoints; and how long after it is seen at most.
@@ -51,7 +55,8 @@ class Killing:
         workers: of the job.
         steps: of the run.
         pause: seconds that a batch takes, so that steps have a length.
-        every: steps between checkpoints.
+        every: steps between checkpoints, or "auto".
+        between: seconds between kills; 0 for one as soon as the job comes to a phase that is drawn.
         phases: in which processes are killed.
         plan: of the program, on two devices at first.
     """
@@ -61,18 +66,21 @@ class Killing:
     workers: int = 2
     steps: int = 60
     pause: float = 0.02
-    every: int = 5
+    every: int | str = 5
+    between: float = 0.0
     phases: tuple[str, ...] = tuple(PHASES)
     plan: str = "data=2"
     kills: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.job, self._random, self._supervisor = JobFolder(self.folder), random.Random(self.seed), None
+        self._due = 0.0
 
     def run(self, num_kills: int, seconds: float = float("inf")) -> int:
         """Kills so often, or for so long, or until the job is done; then lets it end. Its exit status."""
         self._start()
         until = time.monotonic() + seconds
+        self._due = time.monotonic() + self.between
         while len(self.kills) < num_kills and time.monotonic() < until and self._kill_one():
             pass
         while True:
@@ -98,9 +106,14 @@ class Killing:
         who, phase = self._random.choice(WHO), self._random.choice(self.phases)
         after = self._random.uniform(0.0, PHASES[phase])
         rank = self._random.randrange(1, self.workers) if who == "worker" and self.workers > 1 else 0
-        if not self._await(phase, rank):
+        if self.between:
+            phase = "whatever comes"
+            if not self._await_due():
+                return False
+        elif not self._await(phase, rank):
             return self._supervisor.poll() is None
-        time.sleep(after)
+        else:
+            time.sleep(after)
         state, beat = read_object(self.job.state) or {}, self._beat(rank)
         pid = self._supervisor.pid if who == "supervisor" else (state.get("pids") or [[0]] * 2)[rank][0]
         saved = self.saved()
@@ -131,6 +144,15 @@ class Killing:
             if self._supervisor.poll() is not None or time.monotonic() > until:
                 return False
             time.sleep(0.002)
+        return True
+
+    def _await_due(self) -> bool:
+        """Whether the job still runs when the next kill is due."""
+        while time.monotonic() < self._due:
+            if self._supervisor.poll() is not None:
+                return False
+            time.sleep(0.05)
+        self._due += self.between
         return True
 
     def stop(self, phase: str) -> int:
@@ -187,13 +209,19 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--between", type=float, default=0.0, help="seconds between kills")
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds that a batch takes")
+    parser.add_argument("--every", default="5", help="steps between checkpoints, or auto")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--log", type=Path)
     options = parser.parse_args()
     whole = Killing(options.folder / "whole", workers=options.workers, steps=options.steps, pause=0.0, every=100)
     status = whole.run(0)
     begin = time.time()
-    killed = Killing(options.folder / "killed", options.seed, options.workers, options.steps)
+    killed = Killing(
+        options.folder / "killed", options.seed, options.workers, options.steps, options.pause, options.every,
+        options.between,
+    )  # fmt: skip
     status = killed.run(options.kills, options.minutes * 60) or status
     problems = killed.check(whole.folder) if not status else [f"it ended with status {status}"]
     text = report(killed, options, problems, time.time() - begin)
@@ -204,15 +232,15 @@ def main() -> int:
 
 
 def report(killed: Killing, options: argparse.Namespace, problems: list[str], wall: float) -> str:
-    by = {f"{who}, {phase}": 0 for who in WHO for phase in PHASES}
-    for kill in killed.kills:
-        by[f"{kill['who']}, {kill['in']}"] += 1
+    by = collections.Counter(f"{kill['who']}, {kill['in']}" for kill in killed.kills)
     lines = [
         f"{datetime.date.today()}, tests/job/killing.py --kills {options.kills} --seed {options.seed} --steps "
-        f"{options.steps} --workers {options.workers}: {os.cpu_count()} cores, {wall:.0f} s",
+        f"{options.steps} --workers {options.workers} --between {options.between:g} --pause {options.pause:g} --every "
+        f"{options.every}: {os.cpu_count()} cores, load {os.getloadavg()[2]:.0f}, {wall:.0f} s",
         f"{len(killed.kills)} kills with -9, {len(problems)} problems; final parameters, and how often each sample was "
         "seen, are " + ("those of a run that nobody killed, to the bit" if not problems else "NOT as they must be"),
         *problems,
+        *str(status_of(killed.folder)).splitlines()[:5],
         *(f"{number:4}  {name}" for name, number in by.items()),
         *(str(kill) for kill in killed.kills),
     ]

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -22,7 +23,7 @@ from job.test_signals import listening
 
 cjax.initialize()
 assert jax.device_count() == 4  # whose collectives listen too
-print(listening(os.getpid()))
+print(listening(os.getpid()), os.environ["NCCL_SOCKET_IFNAME"])
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(20)
 """
@@ -37,7 +38,7 @@ def test_sigterm_behind_initialize_says_again_and_nothing_listens_to_other_machi
     ranks = [said | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     both = forks.together([["-c", JOINED]] * 2, ranks)
     assert [each.returncode for each in both] == [75, 75], both[0].stderr
-    assert [each.stdout.strip() for each in both] == ["{'127.0.0.1'}"] * 2
+    assert [each.stdout.strip() for each in both] == ["{'127.0.0.1'} lo"] * 2
 
 
 def listening(pid: int) -> set[str]:
@@ -76,15 +77,25 @@ except SupersededError as error:
     assert issubclass(SupersededError, Exception) and not issubclass(SupersededError, OSError), "no full disk"
 
 
-@pytest.mark.parametrize("how", ["late", "orphaned"])
-def test_who_is_late_or_alone_does_not_begin(tmp_path: Path, forks: Forks, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "status", "why"),
+    [
+        ("late", 75, "goes on without this process"),
+        ("orphaned", 75, "goes on without this process"),
+        ("a worker's", 1, "RuntimeError: this process is no worker of the job in"),
+    ],
+)
+def test_who_is_late_or_alone_does_not_begin(tmp_path: Path, forks: Forks, how: str, status: int, why: str) -> None:
     folder = JobFolder(tmp_path)
     folder.place.mkdir()
     write_whole(folder.state, '{"incarnation": 3}')
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    supervisor = {"late": 0, "orphaned": gone.pid, "a worker's": os.getpid()}[how]  # the parent is none of these
     said = {"CJAX_JOB": str(tmp_path), "CJAX_INCARNATION": "2" if how == "late" else "3"}
-    said |= {"CJAX_SUPERVISOR": "0" if how == "late" else "1"}  # its parent is another process
+    said |= {"CJAX_SUPERVISOR": str(supervisor)}
     done = forks.run(["-c", "import cjax; cjax.initialize()"], {**os.environ, **said})
-    assert done.returncode == 75
+    assert done.returncode == status and why in done.stderr
 
 
 def test_a_notebooks_kernel_outlives_a_second_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:

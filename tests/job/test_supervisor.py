@@ -16,9 +16,11 @@ import pytest
 import cjax
 from cjax.job.files import read_lines, read_object
 from cjax.job.folder import JobFolder
+from cjax.job.lock import is_locked
 from cjax.job.spec import JobSpec, start_line
-from cjax.job.status import ask_for, is_watched, status_of
-from cjax.job.workers import started
+from cjax.job.state import JobState
+from cjax.job.status import ask_for, status_of
+from cjax.job.workers import Workers, started
 
 # Counts to 40; goes on from the last number that the first worker has saved; `at` is what a test does at a step.
 WORKER = """
@@ -137,6 +139,21 @@ def test_a_worker_that_is_stopped_outside_of_steps_is_noticed(job: Any) -> None:
     assert [(line["kind"], line["first"]) for line in ends(folder)] == [("hung", 0), ("done", 20)]
 
 
+def test_a_machine_that_slept_is_no_hang(job: Any) -> None:
+    supervisor, folder = job("time.sleep(0.1)", workers=1)
+    until(lambda: read_lines(folder.history) and status_of(folder.run).step > 3)
+    ((worker, _),) = state(folder)["pids"]
+    for number in (signal.SIGSTOP, signal.SIGCONT):  # the supervisor is the first to wake
+        os.kill(supervisor.pid, number)
+        if number == signal.SIGCONT:
+            time.sleep(0.5)
+        os.kill(worker, number)
+        if number == signal.SIGSTOP:
+            time.sleep(2.5)
+    _, err = supervisor.communicate(timeout=40)
+    assert supervisor.returncode == 0 and [line["kind"] for line in ends(folder)] == ["done"], err
+
+
 def test_slow_steps_are_no_hang(job: Any, tmp_path: Path) -> None:
     (tmp_path / "saved").write_text("33")
     supervisor, folder = job("time.sleep(0.5 if step < 38 else 2.0)", workers=1)
@@ -178,7 +195,7 @@ def test_workers_of_a_killed_supervisor_save_and_leave_and_another_goes_on(job: 
     until(lambda: read_lines(folder.history) and status_of(folder.run).step > 12)
     other, _ = job()
     _, err = other.communicate(timeout=20)
-    assert other.returncode == 1 and "another cjax run supervises" in err
+    assert other.returncode == 1 and "another run trains in" in err
     supervisor.kill()
     supervisor.wait()
     assert status_of(folder.run).status.startswith("unwatched")
@@ -205,6 +222,48 @@ def test_a_resize_saves_stops_and_goes_on(job: Any) -> None:
     assert [each.workers for each in status_of(folder.run).incarnations] == [2, 3]
     with pytest.raises(RuntimeError, match="nobody supervises"):
         ask_for(folder.run, 2)
+
+
+def test_a_second_signal_ends_at_once_what_a_killed_supervisor_has_left(job: Any) -> None:
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN); told.clear(); time.sleep(0.5)"
+    supervisor, folder = job(stubborn, workers=1)
+    until(lambda: read_lines(folder.history) and status_of(folder.run).step)
+    supervisor.kill()
+    supervisor.wait()
+    ((pid, since),) = state(folder)["pids"]
+    other, _ = job(stubborn, workers=1, grace=60.0)
+    until(lambda: is_locked(folder.run))
+    time.sleep(0.5)
+    other.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert other.poll() is None and started(pid) == since, "the first waits for what is being saved"
+    other.send_signal(signal.SIGTERM)
+    assert other.wait(5) == 75 and started(pid) != since
+    assert [line["kind"] for line in ends(folder)] == ["orphaned"] and state(folder)["status"] == "stopped"
+
+
+def test_nobody_elses_processes_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(JobSpec(("false",), str(tmp_path)), 1, ("0",))
+    ending = until(workers.look)
+    assert (ending.kind, ending.why[:28]) == ("died", "worker 0 ended with status 1")
+    (process,) = workers.processes
+    assert Path(f"/proc/{process.pid}").exists(), "its number is not given away before its group is ended"
+    ended: list[int] = []
+    monkeypatch.setattr("cjax.job.workers.os.killpg", lambda group, number: ended.append(group))
+    workers.kill()
+    workers.kill()
+    assert ended == [process.pid] and process.returncode == 1
+
+
+def test_starts_are_counted_since_the_job_was_typed(tmp_path: Path) -> None:
+    spec = JobSpec(("true",), str(tmp_path), 2)
+    folder = JobFolder(tmp_path)
+    folder.place.mkdir()
+    known = JobState.of(folder, spec)
+    known.restarts, known.fruitless, known.incarnation = 7, 3, 8
+    folder.state.write_text(known.text())
+    again = JobState.of(folder, spec)
+    assert (again.restarts, again.fruitless, again.incarnation) == (0, 0, 8)
 
 
 @pytest.mark.parametrize("least", [1, 2])
@@ -270,16 +329,15 @@ def test_whoever_reads_what_workers_print_may_end(job: Any, tmp_path: Path) -> N
 
 def test_who_asks_whether_a_supervisor_runs_keeps_none_from_it_and_writes_nothing(job: Any, tmp_path: Path) -> None:
     folder = JobFolder(tmp_path)
-    assert not is_watched(folder) and not folder.place.exists()
-    folder.place.mkdir()
+    assert not is_locked(folder.run) and not folder.lock.exists()
     folder.lock.touch(0o444)
     with open(folder.lock) as asking:
         fcntl.flock(asking, fcntl.LOCK_SH)
-        assert not is_watched(folder), "others who ask are no supervisor"
+        assert not is_locked(folder.run), "others who ask are no supervisor"
         folder.lock.chmod(0o644)
         supervisor, _ = job()
         time.sleep(0.4)
-    until(lambda: folder.state.exists() and is_watched(folder))
+    until(lambda: folder.state.exists() and is_locked(folder.run))
     assert supervisor.wait(20) == 0
 
 

@@ -17,6 +17,7 @@ from cjax.job import member
 from cjax.train import fit
 
 SAMPLES, BATCH = 16384, 8
+BETWEEN_FAILURES = 300.0  # seconds
 
 
 class Net(nn.Module):
@@ -63,7 +64,7 @@ def make(rows: np.ndarray) -> dict[str, np.ndarray]:
     return {"x": x, "y": x @ np.array([1.0, -2.0], np.float32), "index": rows.astype(np.int32)}
 
 
-def main(steps: int, pause: float, plan: str, every: int) -> int:
+def main(steps: int, pause: float, plan: str, every: int | None) -> int:
     cjax.initialize()
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), make(np.arange(BATCH)))
     moments = optax.multi_transform(
@@ -77,8 +78,9 @@ def main(steps: int, pause: float, plan: str, every: int) -> int:
     mine = member()
     folder = os.environ.get("FOLDER") if mine is None else None
     result = fit(
-        program, data, steps=steps, folder=folder, checkpoint_every=every, evaluate_every=every, log_every=1,
-        resume=None if mine else "auto",
+        program, data, steps=steps, folder=folder, log_every=1, resume=None if mine else "auto",
+        checkpoint_every="auto" if every is None else every, between_failures=BETWEEN_FAILURES,
+        evaluate_every=every or 50,
     )  # fmt: skip
     if result.exit_code:
         return result.exit_code
@@ -92,4 +94,5 @@ def main(steps: int, pause: float, plan: str, every: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], int(sys.argv[4])))
+    every = None if sys.argv[4] == "auto" else int(sys.argv[4])
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], every))

@@ -10,6 +10,7 @@ import pytest
 
 from cjax.checkpoint import Checkpointer, inspect
 from cjax.job.beat import NoBeat
+from cjax.report.runs import write_page
 from cjax.train import Callback, EarlyStop, LossSpike, NotFiniteError, ProfileSteps, fit
 from cjax.train.callbacks import Better, value_of
 
@@ -152,9 +153,11 @@ def test_a_spike_is_gone_back_from_and_its_batch_is_not_read_again(tmp_path: Pat
     )  # fmt: skip
     # Step 28 was under way when the loss of step 27 was looked at, and batch 29 is the next.
     assert ("back", 20) in heard.events and result.step == 40 and result.samples == 4 * (28 + 20)
-    said = [line["step"] for line in lines(tmp_path)]
+    said = [line["step"] for line in lines(tmp_path) if "back_from" not in line]
     assert said == list(range(1, 41)), "the steps that were gone back behind are written anew"
-    assert max(line["loss"] for line in lines(tmp_path)[20:]) < 1
+    back = lines(tmp_path)[20]
+    assert (back["step"], back["back_from"]) == (20, 28) and "the loss of step 27" in back["why"]
+    assert max(line["loss"] for line in lines(tmp_path)[21:]) < 1
     assert "the loss of step 27" in capfd.readouterr().err
     # The state of step 20 goes on with the batches behind: by hand, the same bits.
     other, clean = SmallProgram(), SmallData()
@@ -188,6 +191,11 @@ def test_what_is_not_finite_is_gone_back_from_also_at_the_last_step(tmp_path: Pa
     data = SmallData(poisoned=(4 * 11,))
     result = fit(SmallProgram(), data, steps=12, folder=tmp_path, checkpoint_every=5, on_nan="rollback")
     assert result.step == 12 and result.samples == 4 * 14 and np.isfinite(result.loss)
+    # The line of the step is gone, since its number is another step's now; that it was is in the file all the same.
+    (back,) = [line for line in lines(tmp_path) if "back_from" in line]
+    assert (back["step"], back["back_from"]) == (10, 12) and "step 12 was not finite (loss nan" in back["why"]
+    write_page([tmp_path], tmp_path / "page.html")
+    assert "back from step 12 to step 10: step 12 was not finite" in (tmp_path / "page.html").read_text()
 
 
 def test_what_comes_again_each_time_ends_the_run(tmp_path: Path):

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from cjax.checkpoint import inspect
+from cjax.job.lock import is_locked
 from cjax.job.member import Member
-from cjax.train import fit
+from cjax.train import Callback, fit
 from cjax.train.signals import StopRequest
 
 from .conftest import SmallData, SmallProgram
@@ -154,6 +155,23 @@ def test_several_processes_ask_each_other_about_every_second() -> None:
     for seconds, every in ((0.0, 10), (0.3, 3), (5.0, 1)):
         stop._every = max(1, int(1e3 / max(int(seconds * 1e3), 1)))
         assert [step for step in range(1, 13) if stop.is_asked(step, 2, 10)] == list(range(every, 13, every))
+
+
+def test_two_runs_at_once_in_a_folder_are_refused(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    class Second(Callback):
+        def on_step(self, training: Any, step: int, values: Any) -> None:
+            if step == 2:
+                for resume in (False, "auto"):
+                    with pytest.raises(BlockingIOError) as error:
+                        fit(SmallProgram(), SmallData(), steps=2, folder=tmp_path, resume=resume)
+                    refused.append(str(error.value))
+
+    fit(SmallProgram(), SmallData(), steps=4, folder=tmp_path, callbacks=[Second()])
+    assert len(refused) == 2 and all(f"another run trains in {tmp_path} now" in each for each in refused)
+    assert not is_locked(tmp_path)
+    assert fit(SmallProgram(), SmallData(), steps=6, folder=tmp_path, resume=True).step == 6
 
 
 def test_of_a_job_a_run_from_a_state_goes_on_and_the_folder_is_of_one_run(

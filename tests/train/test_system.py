@@ -29,6 +29,7 @@ def rapl(tmp_path: Path, monkeypatch) -> Path:
         (root / name).mkdir(parents=True)
         (root / name / "energy_uj").write_text("9000000\n")
         (root / name / "max_energy_range_uj").write_text("10000000\n")
+        (root / name / "name").write_text("core" if name.count(":") > 1 else f"package-{name[-1]}")
     monkeypatch.setattr("cjax.train.readings.RAPL", root)
     return root
 
@@ -100,6 +101,32 @@ def test_a_counter_of_energy_goes_round(rapl: Path):
     assert package.joules() == pytest.approx(first + 2.0)
     (rapl / "intel-rapl:0" / "energy_uj").unlink()
     assert package.joules() is None
+
+
+def test_the_platform_that_holds_the_cpus_is_not_added_to_them(rapl: Path):
+    before = Host().read()["cpu_energy_joules"]
+    (rapl / "intel-rapl:2").mkdir()
+    for name, text in (("energy_uj", "5000000"), ("max_energy_range_uj", "10000000"), ("name", "psys\n")):
+        (rapl / "intel-rapl:2" / name).write_text(text)
+    assert Host().read()["cpu_energy_joules"] == before == pytest.approx(18.0)
+
+
+def test_what_psutil_or_older_bindings_refuse_is_unknown(rapl: Path, monkeypatch):
+    def refuse(*_: Any) -> Any:
+        raise psutil.AccessDenied(1)
+
+    monkeypatch.setattr(psutil.Process, "memory_info", refuse)
+    assert "process_memory_bytes" in Host().unknown
+
+    class Older(FakeNVML):
+        def __getattribute__(self, name: str) -> Any:
+            if name.startswith("nvmlGpm"):
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    monkeypatch.setitem(sys.modules, "pynvml", Older())
+    cards = Cards([gpu(3)])
+    assert set(cards.unknown) == {"gpu3/memory_bandwidth_percent"} and cards.read()["gpu3/power_watts"] == 350.5
 
 
 def test_energy_is_the_difference_of_counters_and_unknown_if_one_is():

@@ -46,6 +46,35 @@ def test_tensorboard_files(tmp_path: Path):
         TensorBoard().begin(None, 0)
 
 
+def test_a_writer_of_a_second_run_writes_into_the_second_folder(tmp_path: Path):
+    pytest.importorskip("tensorboardX", reason="the extra `log` is not installed")
+    writer, numbers = TensorBoard(), Prometheus(tmp_path / "run.prom")
+    for name, loss in (("first", 1.5), ("second", 2.5)):
+        writer.begin(tmp_path / name, 0)
+        writer.write(1, {name: loss})
+        writer.forget(0)
+        writer.write(1, {name: loss})
+        writer.close()
+        numbers.begin(tmp_path / name, 0)
+        numbers.write(1, {name: loss})
+    for name, other in (("first", "second"), ("second", "first")):
+        text = b"".join(file.read_bytes() for file in (tmp_path / name / "tensorboard").iterdir())
+        assert name.encode() in text and other.encode() not in text
+    assert "second" in (tmp_path / "run.prom").read_text() and "first" not in (tmp_path / "run.prom").read_text()
+
+
+def test_numbers_of_prometheus_whose_names_look_alike_are_told_apart(tmp_path: Path):
+    path = tmp_path / "run.prom"
+    writer = Prometheus(path)
+    for _ in range(2):
+        writer.write(1, {"a/b": 1, "a_b": 2, "a.b": 3})
+    lines = path.read_text().splitlines()
+    helped = {line.split()[2]: line.split()[3] for line in lines if line.startswith("# HELP")}
+    numbers = {helped[line.split()[0]]: float(line.split()[1]) for line in lines if line[0] != "#"}
+    assert numbers == {"step": 1, "a/b": 1, "a_b": 2, "a.b": 3}
+    assert set(helped) == {"cjax_step", "cjax_a_b", "cjax_a_b_2", "cjax_a_b_3"}
+
+
 def test_prometheus_sees_whole_files_of_the_latest_numbers(tmp_path: Path, monkeypatch):
     path = tmp_path / "textfile" / "run.prom"
     writer = Prometheus(path, {"run": 'the "first"'})
