@@ -74,6 +74,9 @@ class Train:
         on_nan: what to do at a step that is not finite; rollback goes back to the last checkpoint, and on behind the
             data read so far.
         on_spike: what to do at a loss far above those before it.
+        verify_copies_every: steps between comparisons of what several devices hold alike; none are made if not given.
+        on_corrupt: what to do where a device has other bits than the others; rollback goes back to the last
+            checkpoint, and on with the same batches.
         checkpoint_every: steps between checkpoints, or "auto" for as often as loses least.
         between_failures: hours, on average, between failures of the run, for "auto"; a day if not given.
         keep: how many checkpoints stay.
@@ -109,6 +112,8 @@ class Train:
     disk_folder: str | None = None
     on_nan: Literal["stop", "skip", "rollback"] = "stop"
     on_spike: Literal["stop", "rollback"] | None = None
+    verify_copies_every: int | None = None
+    on_corrupt: Literal["stop", "rollback"] = "stop"
     checkpoint_every: int | Literal["auto"] = 100
     between_failures: float | None = None
     keep: int = 3
@@ -181,6 +186,8 @@ class Train:
                 keep=self.keep,
                 best="validation_loss" if self.best else None,
                 on_nan=self.on_nan,
+                verify_copies_every=self.verify_copies_every,
+                on_corrupt=self.on_corrupt,
                 log_every=self.log_every,
                 log=writers,
                 learning_rate=self._schedule(),
@@ -206,7 +213,7 @@ class Train:
         """Refuses numbers that make no sense before anything is built, and so before hours of training."""
         at_least = {
             "steps": 1, "batch": 1, "seq": 1, "warmup": 0, "seed": 0, "checkpoint_every": 1, "evaluate_every": 1,
-            "log_every": 1, "sample": 0, "keep": 1, "patience": 1,
+            "log_every": 1, "sample": 0, "keep": 1, "patience": 1, "verify_copies_every": 1,
         }  # fmt: skip
         if self.checkpoint_every == "auto":
             del at_least["checkpoint_every"]

@@ -1,6 +1,7 @@
 """Training as a whole: the loop around `program.step`, with progress, metrics, evaluation, checkpoints and signals."""
 
 from cjax.train.callbacks import Callback, EarlyStop, LossSpike, ProfileSteps, Training
+from cjax.train.copies import CopiesDifferError
 from cjax.train.fit import FitResult, fit
 from cjax.train.loop import NotFiniteError
 from cjax.train.writers import JSONL, MLflow, Prometheus, TensorBoard, WandB, Writer
@@ -8,6 +9,7 @@ from cjax.train.writers import JSONL, MLflow, Prometheus, TensorBoard, WandB, Wr
 __all__ = [
     "JSONL",
     "Callback",
+    "CopiesDifferError",
     "EarlyStop",
     "FitResult",
     "LossSpike",

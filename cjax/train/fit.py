@@ -18,8 +18,10 @@ from cjax.job.lock import locked
 from cjax.mesh import together
 from cjax.program import Program, State
 from cjax.program.on_disk import on_disk
+from cjax.program.stored import stored_shape
 from cjax.report.runs import write_page
 from cjax.train.callbacks import Callback, KeepBest, LossSpike
+from cjax.train.copies import NOT_ON_DEVICES, CopyChecks
 from cjax.train.display import Progress, make_display
 from cjax.train.loop import Loop, NotFiniteError, latest
 from cjax.train.meter import Meter
@@ -84,6 +86,8 @@ def fit(
     best: str | None = None,
     best_mode: Literal["min", "max"] = "min",
     on_nan: Literal["stop", "skip", "rollback"] = "stop",
+    verify_copies_every: int | None = None,
+    on_corrupt: Literal["stop", "rollback"] = "stop",
     log_every: int = 10,
     log: Sequence[Writer] = (),
     learning_rate: float | Callable[[int], Any] | None = None,
@@ -122,6 +126,10 @@ def fit(
         on_nan: "stop" raises at the first step that is not finite; "skip" goes on without what it would have done;
             "rollback" goes back to the last checkpoint, and on behind the data read so far. Overflows of float16 are
             not meant, as long as the loss scale can still be lowered.
+        verify_copies_every: steps between comparisons of what several devices hold alike, which a device that fails
+            without a word has otherwise; also before each checkpoint. None compares nothing.
+        on_corrupt: "stop" raises where copies differ, naming the device; "rollback" goes back to the last checkpoint,
+            and on with the same batches.
         log_every: steps between lines of metrics. Every step is watched, logged or not.
         log: where metrics go beside their file: objects with `write(step, values)` and `close()`, such as those of
             `cjax.train`. The first process writes.
@@ -133,6 +141,7 @@ def fit(
 
     Raises:
         NotFiniteError: see `on_nan`.
+        CopiesDifferError: see `on_corrupt`.
         BlockingIOError: another run trains in `folder` now.
         FileExistsError: `folder` holds a run, and `resume` is False; or the disk holds another run.
         FileNotFoundError: `resume` is True, and nothing was kept of the run.
@@ -140,13 +149,17 @@ def fit(
     """
     _check_counts(steps=(steps, 0), log_every=(log_every, 1), samples=(samples, 0))
     every = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "keep": keep}
+    every |= {"verify_copies_every": verify_copies_every}
     _check_counts(**{name: (number, 1) for name, number in every.items() if number not in (None, "auto")})
     if on_nan not in ("stop", "skip", "rollback"):
         raise ValueError(f'fit got on_nan={on_nan!r}; it needs on_nan "stop", "skip" or "rollback"')
+    _check_corrupt(on_corrupt, verify_copies_every, data)
     folder, goes_on = _place(folder, resume, state)
     if best is not None and (folder is None or not evaluate_every):
         raise ValueError(f"best={best!r} keeps a checkpoint by what evaluations give: give folder= and evaluate_every=")
-    goes_back = on_nan == "rollback" or any(isinstance(c, LossSpike) and c.then == "rollback" for c in callbacks)
+    goes_back = "rollback" in (on_nan, on_corrupt) or any(
+        isinstance(c, LossSpike) and c.then == "rollback" for c in callbacks
+    )
     if goes_back and (folder is None or not checkpoint_every or on_disk(program) is not None):
         raise ValueError(
             "going back needs checkpoints to go back to: give folder= and checkpoint_every=. (Where a plan keeps all "
@@ -192,6 +205,11 @@ def fit(
         beat.turn(COMPILING)
         if folder and is_first:
             _describe(folder, program)
+        copies = None
+        if verify_copies_every is not None:
+            if stored_shape(program) is None:
+                raise ValueError(NOT_ON_DEVICES)
+            copies = CopyChecks(state, verify_copies_every, on_corrupt == "rollback")
         meter = Meter(program, getattr(data, "sequence", None))
         record = Record(writers if is_first else (), log_every)
         watch = HardwareLog(5.0 if hardware is True else float(hardware)) if hardware else None
@@ -222,6 +240,7 @@ def fit(
             rolls_back=on_nan == "rollback",
             goes_back=goes_back,
             best=bests,
+            copies=copies,
             rate=learning_rate,
             stop_request=stop,
             evaluated=evaluated,
@@ -302,6 +321,18 @@ def _check_counts(**counts: tuple[Any, int]) -> None:
     for name, (number, least) in counts.items():
         if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < least:
             raise ValueError(f"fit got {name}={number!r}; it needs {name} >= {least}, a whole number")
+
+
+def _check_corrupt(on_corrupt: str, verify_copies_every: int | None, data: Any) -> None:
+    if on_corrupt not in ("stop", "rollback"):
+        raise ValueError(f'fit got on_corrupt={on_corrupt!r}; it needs on_corrupt "stop" or "rollback"')
+    if on_corrupt == "rollback" and verify_copies_every is None:
+        raise ValueError('on_corrupt="rollback" says what follows where copies differ: give verify_copies_every= too')
+    if on_corrupt == "rollback" and not hasattr(data, "batches") and iter(data) is data:
+        raise ValueError(
+            'on_corrupt="rollback" reads batches again, and an iterator gives each once: give what has batches(start), '
+            "or an iterable that can be read anew"
+        )
 
 
 def _refuse_unseen(resumed: Resumed, checkpoints: Checkpointer) -> None:

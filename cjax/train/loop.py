@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from cjax.checkpoint import Checkpointer
+from cjax.checkpoint import Checkpointer, inspect
 from cjax.job import beating
 from cjax.job.beat import EVALUATING, RESTORING, SAVING
 from cjax.program import Program, State
 from cjax.program.on_disk import OnDisk
 from cjax.train.callbacks import Callback
+from cjax.train.copies import CopyChecks
 from cjax.train.display import Display
 from cjax.train.meter import Meter
 from cjax.train.pace import Pace
@@ -28,6 +29,8 @@ from cjax.tree import PyTree
 
 ENOUGH_STEPS = 10  # whose median says what a step takes
 MOST_ROLL_BACKS = 3  # to one checkpoint: what comes again each time is no bad batch
+_NOT_THE_BATCHES = "it is not the batches. Lower the learning rate, and begin from an older checkpoint"
+_NOT_A_CHANCE = "go on without that device"
 
 
 class _StoppedError(Exception):
@@ -73,6 +76,7 @@ class Loop:
     rolls_back: bool  # at a step that is not finite
     goes_back: bool  # at such a step, or where a callback may ask for it
     best: Checkpointer | None
+    copies: CopyChecks | None
     rate: float | Callable[[int], Any] | None
     stop_request: StopRequest
     evaluated: bool  # whether the evaluation that is due after the last step has been made
@@ -85,6 +89,8 @@ class Loop:
     ending: str | None = None  # why a callback wants the run to end
     going_back: str | None = None  # why it is to go back to a checkpoint
     stopped: signal.Signals | None = None
+    batches: Iterator[PyTree] = iter(())
+    rereads: bool = False  # and read the same batches again, which were not to blame
     went_back: tuple[int, int] = (-1, 0)  # to which step, and how often in a row
 
     def go(self) -> str:
@@ -92,7 +98,7 @@ class Loop:
         self.step = int(self.state.step)
         if self.rate is not None:
             self.updates = self.step - int(OnDisk.scaling(self.state).num_skipped)
-        batches = iter(self.stream)
+        self.batches = iter(self.stream)
         first, ended = self.step, "steps"
         for callback in self.callbacks:
             callback.on_begin(self)
@@ -104,7 +110,7 @@ class Loop:
             if received := self._received(self.step == first):
                 ended = received.name
                 break
-            batch = next(batches, None)
+            batch = next(self.batches, None)
             if batch is None:
                 ended = "data"
                 self.display.note(f"the data ended after step {self.step} of {self.steps}")
@@ -122,6 +128,7 @@ class Loop:
                 ended = self.ending
                 break
         self.settle()
+        self._compare_copies()
         if self.going_back is not None:
             self._go_back()  # there is nothing to go on with, and what is kept should be good
         if self.saved != self.step:
@@ -146,8 +153,11 @@ class Loop:
         self.step += 1
         self.settle()
         self.unread = (self.step, self.stream.samples, metrics)
+        if self.copies is not None and self.copies.is_due(self.step):
+            self.copies.begin(self.state, self.step)
         if self.step == self.steps:
             self.settle()
+            self._compare_copies()
 
     def _received(self, always: bool) -> signal.Signals | None:
         """The signal to stop at now."""
@@ -195,10 +205,20 @@ class Loop:
         return bool(every) and self.step % every == 0 and self.going_back is None
 
     def settle(self) -> None:
-        """Looks at the metrics of the last step that was not looked at, and waits for them."""
-        if self.unread is None:
-            return
-        step, samples, metrics = self.unread
+        """Looks at what came of the last step that was not looked at, and waits for it."""
+        if self.unread is not None:
+            self._settle_step(*self.unread)
+        if self.copies is not None and self.going_back is None and (problem := self.copies.look()):
+            self.rereads = True
+            self.roll_back(problem)
+
+    def _compare_copies(self) -> None:
+        """Before anything is kept of a state: no checkpoint has what only one of its devices says."""
+        if self.copies is not None and self.going_back is None:
+            self.copies.begin(self.state, self.step)
+            self.settle()
+
+    def _settle_step(self, step: int, samples: int, metrics: Mapping[str, Any]) -> None:
         self.unread = None
         metrics = jax.tree.map(lambda leaf: np.asarray(leaf).item(), dict(metrics))
         self.loss = metrics["loss"]
@@ -247,6 +267,9 @@ class Loop:
         """To the last checkpoint, with the data behind what was read: the batches between are not read again."""
         assert self.checkpoints is not None and self.going_back is not None
         why, self.going_back, self.unread = self.going_back, None, None
+        rereads, self.rereads = self.rereads, False
+        if self.copies is not None:
+            self.copies.forget()
         self._wait_noting(self.checkpoints)
         if self.checkpoints.latest() is None:
             raise RuntimeError(f"{why}; there is no checkpoint to go back to, because none could be written")
@@ -257,7 +280,7 @@ class Loop:
         if times > MOST_ROLL_BACKS:
             raise RuntimeError(
                 f"{why}; the run went back to step {step} {MOST_ROLL_BACKS} times, and each time something of the kind "
-                "came again: it is not the batches. Lower the learning rate, and begin from an older checkpoint"
+                f"came again: {_NOT_A_CHANCE if rereads else _NOT_THE_BATCHES}"
             )
         self.went_back = (step, times)
         with beating().during(RESTORING):
@@ -268,6 +291,11 @@ class Loop:
             callback.on_roll_back(self, step)
         # The lines of the steps between are gone, and why they are stays: this one is of a step that stays too.
         self.write(step, {"back_from": left, "why": why})
+        if rereads:
+            self.stream = self.stream.at(inspect(place).meta["data"]["samples"])
+            self.batches = iter(self.stream)
+            self.note(f"{why}: back to step {step}, and on with the same batches")
+            return
         self.note(f"{why}: back to step {step}, and on behind the {self.stream.samples} samples read so far")
         self._try_to_save(anew=True)  # or a run that is resumed would read the same batches again
 
@@ -305,6 +333,7 @@ class Loop:
         if self.checkpoints is None:
             return
         self.settle()  # so that no step is in a checkpoint before it is known to be finite
+        self._compare_copies()
         if self.going_back is not None:
             return
         begun = time.perf_counter()

@@ -27,13 +27,17 @@ class Stream:
                 "gives, or an iterable of batches"
             )
         self.samples = position
-        self._num_processes = num_processes
+        self._data, self._num_processes = data, num_processes
         self._batches = data.batches(position) if hasattr(data, "batches") else self._read_past(data, position)
 
     def __iter__(self) -> Iterator[PyTree]:
         for batch in self._batches:
             self.samples += self._rows(batch)
             yield batch
+
+    def at(self, position: int) -> "Stream":
+        """The same walk from another position on; of what can be read once only, there is none."""
+        return Stream(self._data, position, self._num_processes)
 
     def _read_past(self, data: Any, position: int) -> Iterator[PyTree]:
         skipped = 0
