@@ -79,6 +79,8 @@ class Train:
             checkpoint, and on with the same batches.
         checkpoint_every: steps between checkpoints, or "auto" for as often as loses least.
         between_failures: hours, on average, between failures of the run, for "auto"; a day if not given.
+        snapshot_every: steps between copies of the state in host memory, which --resume and `cjax run --workers` go on
+            from first; none are made if not given.
         keep: how many checkpoints stay.
         best: also keep the checkpoint with the least validation loss.
         patience: evaluations without a better one, after which the run ends; it runs to its end if not given.
@@ -116,6 +118,7 @@ class Train:
     on_corrupt: Literal["stop", "rollback"] = "stop"
     checkpoint_every: int | Literal["auto"] = 100
     between_failures: float | None = None
+    snapshot_every: int | None = None
     keep: int = 3
     best: bool = False
     patience: int | None = None
@@ -151,8 +154,6 @@ class Train:
         self._check()
         initialize()
         devices = training_devices(self.devices)
-        folder = self._folder()
-        writers = self._writers(folder) if jax.process_index() == 0 else []
         data = self._data()
         config = gpt(self.model, vocab_size=data.vocab_size, dropout=self.dropout)
         shape = jax.ShapeDtypeStruct((self.batch, self.seq), "int32")
@@ -167,6 +168,8 @@ class Train:
             disk_folder=self.disk_folder,
         )
         data = dataclasses.replace(data, shard=program.data_shard)
+        folder = self._folder()  # where all that may be refused before it is made has been
+        writers = self._writers(folder) if jax.process_index() == 0 else []
         say = print if jax.process_index() == 0 else lambda *_: None
         say(f"{self.model}: {config.num_params / 1e6:.1f} M parameters, {len(data.train) / 1e6:.1f} M tokens of text")
         say(f"plan {program.plan} on {len(devices)} x {devices[0].device_kind}; folder {folder}")
@@ -183,6 +186,7 @@ class Train:
                 evaluate_every=self.evaluate_every,
                 checkpoint_every=self.checkpoint_every,
                 between_failures=None if self.between_failures is None else 3600 * self.between_failures,
+                snapshot_every=self.snapshot_every,
                 keep=self.keep,
                 best="validation_loss" if self.best else None,
                 on_nan=self.on_nan,
@@ -213,7 +217,7 @@ class Train:
         """Refuses numbers that make no sense before anything is built, and so before hours of training."""
         at_least = {
             "steps": 1, "batch": 1, "seq": 1, "warmup": 0, "seed": 0, "checkpoint_every": 1, "evaluate_every": 1,
-            "log_every": 1, "sample": 0, "keep": 1, "patience": 1, "verify_copies_every": 1,
+            "log_every": 1, "sample": 0, "keep": 1, "patience": 1, "verify_copies_every": 1, "snapshot_every": 1,
         }  # fmt: skip
         if self.checkpoint_every == "auto":
             del at_least["checkpoint_every"]

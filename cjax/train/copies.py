@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cjax.mesh import own_context
+from cjax.mesh import compiler_options, own_context
 
 _SHOWN = 4  # arrays that are named of each device
 NOT_ON_DEVICES = (
@@ -66,7 +66,8 @@ class DeviceCopies:
         specs = tuple(shardings[i].spec for i in self._which)
         rows = PartitionSpec(self._mesh.axis_names)
         each = jax.shard_map(_sums, mesh=self._mesh, in_specs=specs, out_specs=rows, check_vma=False)
-        self._sums = jax.jit(each, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        self._sums = jax.jit(each, out_shardings=everywhere, compiler_options=compiler_options(self._mesh))
 
     @own_context
     def start(self, state: Any) -> jax.Array:

@@ -29,6 +29,7 @@ from cjax.train.pace import Pace, assumed_between_failures
 from cjax.train.record import Record, writers_of
 from cjax.train.resume import Noting, Resumed, go_on, has_begun
 from cjax.train.signals import StopRequest
+from cjax.train.snapshots import Snapshots, discard
 from cjax.train.stream import Stream
 from cjax.train.system import HardwareLog
 from cjax.train.writers import Writer
@@ -82,6 +83,8 @@ def fit(
     evaluate_every: int | None = None,
     checkpoint_every: int | Literal["auto"] | None = None,
     between_failures: float | None = None,
+    snapshot_every: int | None = None,
+    snapshot_folder: str | Path | None = None,
     keep: int = 3,
     best: str | None = None,
     best_mode: Literal["min", "max"] = "min",
@@ -119,6 +122,9 @@ def fit(
             what they are measured to cost and `between_failures`.
         between_failures: seconds, on average, between failures of the whole run, for "auto"; a day if not given, or
             50,000 hours of a device, if that is less.
+        snapshot_every: steps between copies of the state in host memory, which outlive the process: "auto" and True of
+            `resume` go on from them first, under the same plan on as many processes. None makes none.
+        snapshot_folder: where these are instead: a folder of each host, on a quick disk say.
         keep: how many checkpoints stay.
         best: a number of evaluations, such as "validation_loss" or "validation_aux/accuracy": the checkpoint that has
             the best one stays, whatever `keep` is, in `best`.
@@ -149,7 +155,7 @@ def fit(
     """
     _check_counts(steps=(steps, 0), log_every=(log_every, 1), samples=(samples, 0))
     every = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "keep": keep}
-    every |= {"verify_copies_every": verify_copies_every}
+    every |= {"verify_copies_every": verify_copies_every, "snapshot_every": snapshot_every}
     _check_counts(**{name: (number, 1) for name, number in every.items() if number not in (None, "auto")})
     if on_nan not in ("stop", "skip", "rollback"):
         raise ValueError(f'fit got on_nan={on_nan!r}; it needs on_nan "stop", "skip" or "rollback"')
@@ -178,13 +184,18 @@ def fit(
         disk = None if folder is None else on_disk(program)
         command = resume_command or f"fit(..., folder={str(folder)!r}, resume=True)"
         identity, notes, evaluated = getattr(data, "identity", None), [], True
+        snapshots = _snapshots(program, folder, snapshot_every, snapshot_folder, not goes_on)
+        if snapshots is not None:
+            stack.callback(snapshots.close)
+            notes.append(f"snapshots take up to {snapshots.num_bytes / 2**20:,.0f} MiB in {snapshots.place}")
         if checkpoints is not None and goes_on == "auto":
-            goes_on = has_begun(checkpoints, disk, None if state is None else folder)
+            goes_on = has_begun(checkpoints, disk, None if state is None else folder, snapshots)
         if goes_on:
             assert checkpoints is not None and folder is not None
             beat.turn(RESTORING)
-            resumed = go_on(program, data, checkpoints, disk, folder)
-            state, samples, notes, evaluated = resumed.state, resumed.samples, resumed.notes, resumed.evaluated
+            resumed = go_on(program, data, checkpoints, disk, folder, snapshots)
+            state, samples, evaluated = resumed.state, resumed.samples, resumed.evaluated
+            notes += resumed.notes
             if on_nan == "stop" and program.loss_scale is None:
                 _refuse_unseen(resumed, checkpoints)
         noting = None if disk is None or folder is None else Noting(disk, folder, command, identity)
@@ -241,6 +252,7 @@ def fit(
             goes_back=goes_back,
             best=bests,
             copies=copies,
+            snapshots=snapshots,
             rate=learning_rate,
             stop_request=stop,
             evaluated=evaluated,
@@ -333,6 +345,20 @@ def _check_corrupt(on_corrupt: str, verify_copies_every: int | None, data: Any) 
             'on_corrupt="rollback" reads batches again, and an iterator gives each once: give what has batches(start), '
             "or an iterable that can be read anew"
         )
+
+
+def _snapshots(program: Program, run: Path | None, every: int | None, folder: Any, is_new: bool) -> Snapshots | None:
+    if every is None:
+        if run is not None:
+            discard(run)
+        return None
+    shape = stored_shape(program)
+    if shape is None or run is None:
+        raise ValueError(
+            "snapshots are of a run that has a folder, and of a plan that keeps all of the state on the devices: give "
+            "folder=, or leave out snapshot_every="
+        )
+    return Snapshots(run, shape, str(program.plan), every, folder, is_new)
 
 
 def _refuse_unseen(resumed: Resumed, checkpoints: Checkpointer) -> None:

@@ -24,6 +24,7 @@ from cjax.train.pace import Pace
 from cjax.train.record import Record
 from cjax.train.resume import Noting
 from cjax.train.signals import StopRequest
+from cjax.train.snapshots import Snapshots
 from cjax.train.stream import Stream
 from cjax.tree import PyTree
 
@@ -77,6 +78,7 @@ class Loop:
     goes_back: bool  # at such a step, or where a callback may ask for it
     best: Checkpointer | None
     copies: CopyChecks | None
+    snapshots: Snapshots | None
     rate: float | Callable[[int], Any] | None
     stop_request: StopRequest
     evaluated: bool  # whether the evaluation that is due after the last step has been made
@@ -121,6 +123,8 @@ class Loop:
                 self._evaluate()
             if self.pace.is_due(self.step):
                 self._try_to_save()
+            if self.snapshots is not None and self.snapshots.is_due(self.step):
+                self._snapshot(self.snapshots)
             if self.going_back is not None:
                 self._go_back()
                 continue
@@ -138,6 +142,8 @@ class Loop:
                 self.checkpoints.wait()
             if self.best is not None:
                 self._wait_noting(self.best)
+            if self.snapshots is not None and self.checkpoints is not None:
+                self.snapshots.close(is_kept=True)
         if len(self.meter.step_seconds) >= ENOUGH_STEPS:
             self.program.learn(self.meter.step_seconds)
         return ended
@@ -283,6 +289,8 @@ class Loop:
                 f"came again: {_NOT_A_CHANCE if rereads else _NOT_THE_BATCHES}"
             )
         self.went_back = (step, times)
+        if self.snapshots is not None:
+            self.snapshots.forget()
         with beating().during(RESTORING):
             self.state, self.step = self.program.restore(place), step
         if self.rate is not None:
@@ -358,12 +366,25 @@ class Loop:
             callback.on_checkpoint(self, self.step)
 
     def _write(self, checkpoints: Checkpointer, more: Mapping[str, Any]) -> None:
-        position = {"samples": self.stream.samples, "identity": self.identity}
-        meta = {**self.program.meta(self.state), "data": position, "evaluated": self.evaluated, **more}
+        meta = {**self.program.meta(self.state), **self._position(), **more}
         with beating().during(SAVING):
             self._wait_noting(checkpoints)  # for the one before; for this one there may be room again
             tree, rows = self.program.to_rows(self.state)
             checkpoints.save(self.step, tree, meta, rows=rows)
+
+    def _position(self) -> dict[str, Any]:
+        return {"data": {"samples": self.stream.samples, "identity": self.identity}, "evaluated": self.evaluated}
+
+    def _snapshot(self, snapshots: Snapshots) -> None:
+        """As good as a checkpoint to whoever goes on from it, so it has to hold what one may."""
+        self.settle()
+        self._compare_copies()
+        if self.going_back is not None:
+            return
+        try:
+            snapshots.begin(self.state, self.step, self._position())
+        except OSError as error:
+            self.note(f"a snapshot could not be written: {error}. Training goes on; the next is tried when it is due")
 
     def _wait_noting(self, checkpoints: Checkpointer) -> None:
         try:

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from cjax.checkpoint import Checkpointer, inspect
 from cjax.program import Program, State
 from cjax.program.on_disk import OnDisk, elsewhere
+from cjax.train.snapshots import Snapshots
 
 _LONGEST = 2048  # of what data says of itself, beside each step on disk
 
@@ -67,14 +68,17 @@ class Noting:
         self._disk.note(None)
 
 
-def has_begun(checkpoints: Checkpointer, disk: OnDisk | None, given: Path | None = None) -> bool:
+def has_begun(
+    checkpoints: Checkpointer, disk: OnDisk | None, given: Path | None = None, snapshots: Snapshots | None = None
+) -> bool:
     """Whether there is anything to go on from. What is not known to be nobody's counts, so that it is not lost; where a
     state was given to the run in the folder `given`, which may be what the disk holds, only what is that run's."""
     kept = None if disk is None else disk.kept
     is_on_disk = kept is not None and bool(kept[0] or kept[1].get("run"))
     if is_on_disk and kept is not None and given is not None:
         is_on_disk = kept[1].get("run") == str(given.resolve())
-    return is_on_disk or _of_first(checkpoints.latest()) is not None
+    in_memory = snapshots is not None and snapshots.newest(-1) is not None
+    return is_on_disk or in_memory or _of_first(checkpoints.latest()) is not None
 
 
 def _of_first(step: int | None) -> int | None:
@@ -85,7 +89,14 @@ def _of_first(step: int | None) -> int | None:
     return None if told < 0 else told
 
 
-def go_on(program: Program, data: Any, checkpoints: Checkpointer, disk: OnDisk | None, folder: Path) -> Resumed:
+def go_on(
+    program: Program,
+    data: Any,
+    checkpoints: Checkpointer,
+    disk: OnDisk | None,
+    folder: Path,
+    snapshots: Snapshots | None = None,
+) -> Resumed:
     """The latest that was kept of the run in `folder`.
 
     Args:
@@ -94,6 +105,7 @@ def go_on(program: Program, data: Any, checkpoints: Checkpointer, disk: OnDisk |
         checkpoints: of the run.
         disk: of the program.
         folder: of the run.
+        snapshots: of the run; the newest goes before a checkpoint that is older.
 
     Raises:
         FileNotFoundError: nothing was kept.
@@ -114,6 +126,10 @@ def go_on(program: Program, data: Any, checkpoints: Checkpointer, disk: OnDisk |
             notes = [f"resuming after step {step}, from {disk.folder}", *_other(note["data"], _brief(identity))]
             unseen = int(disk.scaling(state).num_skipped) - note["skipped"]
             return Resumed(state, note["samples"], notes, unseen)
+    if snapshots is not None and (found := snapshots.newest(-1 if last is None else last)) is not None:
+        state, said = snapshots.read(found)
+        notes = [f"resuming after step {found[0]}, from a snapshot", *_other(said["data"]["identity"], identity)]
+        return Resumed(state, said["data"]["samples"], notes, evaluated=said["evaluated"])
     if last is None:
         raise FileNotFoundError(_nothing(program, folder, disk, kept))
     place = checkpoints.place(last)

@@ -39,6 +39,7 @@ PHASES = {
     "training": 1.5,
     "evaluating": 0.1,
     "saving": 0.1,
+    "snapshotting": 0.02,  # what a process holds is written into host memory; where the job makes snapshots
     "renaming": 0.05,  # a checkpoint is written behind the training's back, described, and gets its name
 }
 WHO = ("worker", "first worker", "supervisor")
@@ -56,6 +57,7 @@ class Killing:
         steps: of the run.
         pause: seconds that a batch takes, so that steps have a length.
         every: steps between checkpoints, or "auto".
+        snapshots: steps between snapshots; 0 for none.
         between: seconds between kills; 0 for one as soon as the job comes to a phase that is drawn.
         phases: in which processes are killed.
         plan: of the program, on two devices at first.
@@ -68,11 +70,14 @@ class Killing:
     pause: float = 0.02
     every: int | str = 5
     between: float = 0.0
+    snapshots: int = 0
     phases: tuple[str, ...] = tuple(PHASES)
     plan: str = "data=2"
     kills: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if not self.snapshots:
+            self.phases = tuple(phase for phase in self.phases if phase != "snapshotting")
         self.job, self._random, self._supervisor = JobFolder(self.folder), random.Random(self.seed), None
         self._due = 0.0
 
@@ -91,6 +96,7 @@ class Killing:
 
     def _start(self) -> None:
         command = (sys.executable, str(SCRIPT), str(self.steps), str(self.pause), self.plan, str(self.every))
+        command += (str(self.snapshots),)
         spec = JobSpec(
             command, str(self.folder), self.workers, restarts=10**6, fruitless=10**6, devices=2 // self.workers,
             hang_after=60.0, grace=30.0,
@@ -170,6 +176,9 @@ class Killing:
         beat = self._beat(rank)
         if phase == "importing":
             return beat is None and bool((read_object(self.job.state) or {}).get("pids"))
+        if phase == "snapshotting":
+            place = (read_object(self.folder / "snapshots.json") or {}).get("place", "nowhere")
+            return any(Path(place).glob(f".*-{rank}.*.unfinished"))
         if phase == "renaming":
             return any((self.folder / "checkpoints").glob("*.unfinished"))
         return beat is not None and (beat["phase"] == phase or (phase == "restoring" and beat["phase"] == "compiling"))
@@ -188,6 +197,9 @@ class Killing:
             later = [first for number, first in firsts.items() if number > kill["incarnation"] and first is not None]
             if not later or later[0] < kill["saved"]:
                 problems.append(f"{kill}: goes on from {later[:1]}, which loses committed steps")
+            # One interval, and one more that was on its way. (Of a new start nothing is known at first.)
+            elif self.snapshots and kill["who"] != "supervisor" and (kill["step"] or 0) - later[0] > 2 * self.snapshots:
+                problems.append(f"{kill}: goes on from {later[0]}, more than two snapshots before")
         final, whole = (np.load(place / "final.npz") for place in (self.folder, wanted))
         problems += [f"{name} differs" for name in whole if not np.array_equal(final[name], whole[name])]
         problems += seen_otherwise(final["['seen']"], self.steps)
@@ -211,6 +223,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--between", type=float, default=0.0, help="seconds between kills")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds that a batch takes")
+    parser.add_argument("--snapshots", type=int, default=0, help="steps between snapshots; 0 for none")
     parser.add_argument("--every", default="5", help="steps between checkpoints, or auto")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--log", type=Path)
@@ -220,7 +233,7 @@ def main() -> int:
     begin = time.time()
     killed = Killing(
         options.folder / "killed", options.seed, options.workers, options.steps, options.pause, options.every,
-        options.between,
+        options.between, options.snapshots,
     )  # fmt: skip
     status = killed.run(options.kills, options.minutes * 60) or status
     problems = killed.check(whole.folder) if not status else [f"it ended with status {status}"]
@@ -236,7 +249,8 @@ def report(killed: Killing, options: argparse.Namespace, problems: list[str], wa
     lines = [
         f"{datetime.date.today()}, tests/job/killing.py --kills {options.kills} --seed {options.seed} --steps "
         f"{options.steps} --workers {options.workers} --between {options.between:g} --pause {options.pause:g} --every "
-        f"{options.every}: {os.cpu_count()} cores, load {os.getloadavg()[2]:.0f}, {wall:.0f} s",
+        f"{options.every} --snapshots {options.snapshots}: "
+        f"{os.cpu_count()} cores, load {os.getloadavg()[2]:.0f}, {wall:.0f} s",
         f"{len(killed.kills)} kills with -9, {len(problems)} problems; final parameters, and how often each sample was "
         "seen, are " + ("those of a run that nobody killed, to the bit" if not problems else "NOT as they must be"),
         *problems,

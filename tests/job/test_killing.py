@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cjax.job import AGAIN
-from cjax.job.files import read_lines
+from cjax.job.files import read_lines, read_object
 from cjax.job.folder import JobFolder
 from cjax.job.status import ask_for, status_of
 
@@ -78,6 +78,17 @@ def test_kills_in_every_phase(tmp_path: Path, whole: Path, workers: int) -> None
     job = Killing(tmp_path, seed=workers, workers=workers, steps=60)
     assert job.run(20) == 0
     assert not job.check(whole) and len({kill["in"] for kill in job.kills}) > len(PHASES) // 2
+
+
+@pytest.mark.full
+def test_kills_cost_no_more_than_snapshots_allow(tmp_path: Path, whole: Path) -> None:
+    phases = ("training", "training", "snapshotting", "evaluating", "restoring")
+    job = Killing(tmp_path, seed=4, steps=60, pause=0.05, every=25, snapshots=2, phases=phases)
+    assert job.run(8) == 0
+    assert not job.check(whole) and any(kill["in"] == "snapshotting" for kill in job.kills)
+    logs = "".join(each.read_text() for each in (tmp_path / "job" / "logs").iterdir())
+    place = Path((read_object(tmp_path / "snapshots.json") or {})["place"])
+    assert "from a snapshot" in logs and not place.exists()
 
 
 def test_a_sample_that_is_lost_or_seen_twice_is_told() -> None:

@@ -64,7 +64,7 @@ def make(rows: np.ndarray) -> dict[str, np.ndarray]:
     return {"x": x, "y": x @ np.array([1.0, -2.0], np.float32), "index": rows.astype(np.int32)}
 
 
-def main(steps: int, pause: float, plan: str, every: int | None) -> int:
+def main(steps: int, pause: float, plan: str, every: int | None, snapshots: int) -> int:
     cjax.initialize()
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), make(np.arange(BATCH)))
     moments = optax.multi_transform(
@@ -80,7 +80,7 @@ def main(steps: int, pause: float, plan: str, every: int | None) -> int:
     result = fit(
         program, data, steps=steps, folder=folder, log_every=1, resume=None if mine else "auto",
         checkpoint_every="auto" if every is None else every, between_failures=BETWEEN_FAILURES,
-        evaluate_every=every or 50,
+        evaluate_every=every or 50, snapshot_every=snapshots or None,
     )  # fmt: skip
     if result.exit_code:
         return result.exit_code
@@ -95,4 +95,4 @@ def main(steps: int, pause: float, plan: str, every: int | None) -> int:
 
 if __name__ == "__main__":
     every = None if sys.argv[4] == "auto" else int(sys.argv[4])
-    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], every))
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], every, int(sys.argv[5])))

@@ -1,6 +1,7 @@
 """Devices that hold the same piece of a state, of which one has other bits."""
 
 import os
+import socket
 from typing import Any
 
 import flax.linen as nn
@@ -9,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from forked import Forks
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import cjax
 from cjax.train import Callback, CopiesDifferError, fit
-from cjax.train.copies import DeviceCopies
+from cjax.train.copies import CopyChecks, DeviceCopies
 
 from .conftest import SmallData, SmallProgram
 
@@ -76,6 +78,19 @@ def test_a_key_and_truths_are_compared_too(mesh: Mesh) -> None:
         copies.check(copies.start({**state, "key": jax.random.wrap_key_data(data)}), 1)
     with pytest.raises(CopiesDifferError, match=r"in truths\)"):
         copies.check(copies.start({**state, "truths": flipped(state["truths"], 3, 0)}), 1)
+
+
+def test_a_step_that_comes_again_is_compared_again(mesh: Mesh) -> None:
+    state = {"w": placed(mesh, jnp.ones(8))}
+    checks = CopyChecks(state, 2, rolls_back=True)
+    for again in (False, True):
+        for bad in (state, {"w": flipped(state["w"], 6)}):
+            checks.begin(bad, 4)
+            problem = checks.look()
+            assert (problem is not None) == (bad is not state and again), "what is known to be alike is not compared"
+            if again:
+                checks.forget()
+        checks.forget()
 
 
 def test_what_cannot_be_compared_is_refused(mesh: Mesh) -> None:
@@ -145,3 +160,38 @@ def test_a_run_ends_before_it_keeps_what_is_corrupt_or_goes_back_to_the_same_bit
             program, data, folder=tmp_path / "often", verify_copies_every=1, on_corrupt="rollback",
             callbacks=[Flip(2, 2, 2, 2)], **every,
         )  # fmt: skip
+
+
+# The second process has other bits on its second device, of four that hold the same.
+TWO = """
+import sys, numpy as np, jax
+import cjax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from cjax.train import CopiesDifferError
+from cjax.train.copies import DeviceCopies
+
+cjax.initialize()
+where = NamedSharding(Mesh(np.array(jax.devices()), ("data",)), PartitionSpec())
+def state(bad):
+    pieces = [np.ones(3, np.float32) for _ in range(2)]
+    pieces[1][2] += bad * jax.process_index() * 1e-6
+    return {"w": jax.make_array_from_single_device_arrays((3,), where, jax.device_put(pieces, jax.local_devices()))}
+copies = DeviceCopies(state(0))
+copies.check(copies.start(state(0)), 1)
+try:
+    copies.check(copies.start(state(1)), 2)
+except CopiesDifferError as error:
+    print([(each.process_index, jax.process_index()) for each in error.devices], str(error)[:60])
+"""
+
+
+@pytest.mark.full
+def test_processes_compare_with_each_other(forks: Forks) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    said = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "2"}
+    said |= {"JAX_NUM_CPU_DEVICES": "2"}
+    both = forks.together([["-c", TWO]] * 2, [said | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)])
+    for rank, each in enumerate(both):
+        assert f"[(1, {rank})] after step 2 the state is corrupt on" in each.stdout, each.stderr
