@@ -1,13 +1,18 @@
 """One run trains in a folder at a time."""
 
 import contextlib
+import errno
 import fcntl
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from cjax.job.folder import JobFolder
 
+_logger = logging.getLogger("cjax")
+# File systems without locks, as Lustre's where it is mounted so, say it in one of these ways.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _ASKED = 1.0  # seconds in which whoever asks whether a folder is taken has its lock no more
 
 
@@ -29,7 +34,12 @@ def locked(run: Path) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError as error:
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    _logger.warning("cjax: %s has no locks (%s), so that two runs in it are not noticed", run, error)
+                    break
+                if not isinstance(error, BlockingIOError):
+                    raise
                 if time.monotonic() > until:
                     raise BlockingIOError(
                         error.errno,
@@ -40,8 +50,9 @@ def locked(run: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # Also of processes that were forked off meanwhile, whose lock it would stay.
-            fcntl.flock(file, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):
+                # Also of processes that were forked off meanwhile, whose lock it would stay.
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def is_locked(run: Path) -> bool:
@@ -54,4 +65,7 @@ def is_locked(run: Path) -> bool:
         return False
     except BlockingIOError:
         return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
     return False

@@ -174,6 +174,17 @@ def test_two_runs_at_once_in_a_folder_are_refused(tmp_path: Path) -> None:
     assert fit(SmallProgram(), SmallData(), steps=6, folder=tmp_path, resume=True).step == 6
 
 
+def test_where_a_disk_has_no_locks_a_run_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("cjax.job.lock.fcntl.flock", flock)
+    assert fit(SmallProgram(), SmallData(), steps=2, folder=tmp_path).step == 2 and not is_locked(tmp_path)
+    assert "has no locks" in caplog.text
+
+
 def test_of_a_job_a_run_from_a_state_goes_on_and_the_folder_is_of_one_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
