@@ -382,7 +382,8 @@ class Loop:
         if self.going_back is not None:
             return
         try:
-            snapshots.begin(self.state, self.step, self._position())
+            with beating().during(SAVING):  # a disk that is slow with the one before is no hang
+                snapshots.begin(self.state, self.step, self._position())
         except OSError as error:
             self.note(f"a snapshot could not be written: {error}. Training goes on; the next is tried when it is due")
 
