@@ -222,6 +222,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--between", type=float, default=0.0, help="seconds between kills")
+    parser.add_argument("--phases", nargs="+", choices=[*PHASES], default=[*PHASES], help="in which to kill")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds that a batch takes")
     parser.add_argument("--snapshots", type=int, default=0, help="steps between snapshots; 0 for none")
     parser.add_argument("--every", default="5", help="steps between checkpoints, or auto")
@@ -233,7 +234,7 @@ def main() -> int:
     begin = time.time()
     killed = Killing(
         options.folder / "killed", options.seed, options.workers, options.steps, options.pause, options.every,
-        options.between, options.snapshots,
+        options.between, options.snapshots, tuple(options.phases),
     )  # fmt: skip
     status = killed.run(options.kills, options.minutes * 60) or status
     problems = killed.check(whole.folder) if not status else [f"it ended with status {status}"]
@@ -249,7 +250,7 @@ def report(killed: Killing, options: argparse.Namespace, problems: list[str], wa
     lines = [
         f"{datetime.date.today()}, tests/job/killing.py --kills {options.kills} --seed {options.seed} --steps "
         f"{options.steps} --workers {options.workers} --between {options.between:g} --pause {options.pause:g} --every "
-        f"{options.every} --snapshots {options.snapshots}: "
+        f"{options.every} --snapshots {options.snapshots} --phases {' '.join(options.phases)}: "
         f"{os.cpu_count()} cores, load {os.getloadavg()[2]:.0f}, {wall:.0f} s",
         f"{len(killed.kills)} kills with -9, {len(problems)} problems; final parameters, and how often each sample was "
         "seen, are " + ("those of a run that nobody killed, to the bit" if not problems else "NOT as they must be"),
