@@ -120,9 +120,3 @@ def test_nothing_moves_without_words() -> None:
     assert not any(split.moves) and split.num_devices == 1 and not split.axes_of
     weights = [sum(math.prod(size for _, size in weight.dims) for weight in part.weights) for part in work.parts]
     assert list(split.held) == weights
-
-
-def test_positions_that_gather_would_pad_have_no_cost() -> None:
-    trace = TraceSource(captured("vit"), MODELS["vit"].batch).read()
-    with pytest.raises(ValueError, match="pads 65 positions for 4 devices"):
-        split_of(work_of(trace), trace, Plan.parse("data=2 tensor=4 sequence=gather"))
