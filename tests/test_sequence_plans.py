@@ -138,8 +138,9 @@ def test_evaluates_batches_that_do_not_divide(name: str) -> None:
     ],
 )
 def test_moves_what_lengths_would_that_divide(plan: str, kind: str, times: float) -> None:
-    program = program_of("linen_vit", plan, wide=True)
-    facts = cjax.audit(program.lower().compile(), program.mesh)
+    with jax.enable_x64(True):
+        program = program_of("linen_vit", plan, wide=True)
+        facts = cjax.audit(program.lower().compile(), program.mesh)
     rows, filled, layers = BATCH // 2, 16, 4
     whole = 8 * layers * rows * filled // 4 * EMBED  # bytes of queries on a device, in float64
     assert facts.moved(kind, ["sequence"]) == pytest.approx(times * whole, rel=0.02)

@@ -96,7 +96,8 @@ class Ring:
         out: jax.Array, maxima: jax.Array, sums: jax.Array, gradient: jax.Array,
     ) -> tuple[Any, Any, Any, list[Any]]:  # fmt: skip
         """Gradients of query, key, value and leaves (None for those that have none), from what `forward` returned."""
-        query, key, value = moved
+        # Of operands that are kept as they came, and not as they went round, there are no copies yet.
+        query, key, value = self._filled(moved, self.attention.operands)
         leaves = self._filled(self._in_order(leaves, self.attention.leaves), self.attention.leaves)
         dtype, rows = accumulated(self.attention), self.row_node
         block = self._block(0, 0, 0, changed, whole=True)

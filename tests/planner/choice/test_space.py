@@ -87,7 +87,7 @@ def test_without_stacks_there_are_no_stages_and_without_parts_no_micro_batches()
     assert {plan.microbatches for plan in plans(4, cuts_batch=False)} == {1}
     assert {plan.model_size for plan in plans(8, splits_model=False)} == {1}
     assert {plan.zero_stage for plan in plans(1)} == {0}
-    assert plans(7, stacks=()) == [] and {str(plan.pipeline) for plan in plans(7)} == PIPES_OF_7
+    assert plans(7, stacks=(), lengths=()) == [] and {str(plan.pipeline) for plan in plans(7, lengths=())} == PIPES_OF_7
 
 
 def test_arrangements_that_were_refused_are_left_out() -> None:
