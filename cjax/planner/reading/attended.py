@@ -10,7 +10,7 @@ from cjax.plan import Sequence as SequencePlan
 from cjax.planner.reading.placed import PlacedTrace
 from cjax.planner.work import Kind, RingWork
 from cjax.sharding.attention.ring import MARGIN
-from cjax.sharding.attention.where import filled_up
+from cjax.sharding.storage.storage import filled_up
 from cjax.trace.attention.bounds import bounds
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cjax.sharding.attention.blocks import KeyBlock
-from cjax.sharding.attention.where import filled_up
+from cjax.sharding.storage.storage import filled_up
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
 from cjax.trace.jaxpr.groups import Changed

@@ -15,7 +15,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cjax.sharding.attention.all_to_all import Exchange
 from cjax.sharding.attention.ring import MARGIN, Ring
-from cjax.sharding.attention.where import Places, filled_up, split_axes
+from cjax.sharding.attention.where import Places, split_axes
+from cjax.sharding.storage.storage import filled_up
 from cjax.trace.attention.bounds import bounds
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node

@@ -12,14 +12,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cjax.jax_compat.core import Literal
 from cjax.sharding.attention.blocks import lowest
-from cjax.sharding.storage.storage import axes_of_entry
+from cjax.sharding.storage.storage import axes_of_entry, filled_up
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
-
-
-def filled_up(length: int, size: int) -> int:
-    """Positions with what is added behind the last of them, so that each of `size` devices has as many."""
-    return -(-length // size) * size
 
 
 def split_axes(attention: Attention, axis: str | None, spec: PartitionSpec) -> dict[int, tuple[str, ...]]:

@@ -13,12 +13,11 @@ from jax.sharding import PartitionSpec
 from cjax.mesh import BATCH_AXES, PIPE, SEQUENCE, TENSOR
 from cjax.plan import Axes
 from cjax.plan import Sequence as SequencePlan
-from cjax.sharding.attention.where import filled_up
 from cjax.sharding.layout import grid as grids
 from cjax.sharding.layout.grid import Grid
 from cjax.sharding.layout.kept import kept_whole
 from cjax.sharding.layout.one_d import choose, whole_heads
-from cjax.sharding.storage.storage import as_spec
+from cjax.sharding.storage.storage import as_spec, filled_up
 from cjax.trace.attention.positions import positions
 from cjax.trace.reading import Trace
 

@@ -120,3 +120,11 @@ def test_nothing_moves_without_words() -> None:
     assert not any(split.moves) and split.num_devices == 1 and not split.axes_of
     weights = [sum(math.prod(size for _, size in weight.dims) for weight in part.weights) for part in work.parts]
     assert list(split.held) == weights
+
+
+@pytest.mark.parametrize("plan", ["sequence=ring:8", "sequence=all_to_all:8", "tensor=8 sequence=gather"])
+def test_positions_that_are_filled_up_are_counted(plan: str) -> None:
+    trace = TraceSource(captured("vit"), MODELS["vit"].batch).read()
+    split = split_of(work_of(trace), trace, Plan.parse(plan))
+    positions = {name for name in split.axes_of if split.axes_of[name] in (("sequence",), ("tensor",))}
+    assert 9 in {split.local(((name, 65),)) for name in positions}
