@@ -8,10 +8,13 @@ by kind and axis, their ratio to the formula of the plan, the share of matmul FL
 kernels touch, and instructions that launch something. Formulas, in the precision of the plan:
 
     data=n      each gradient all-reduced once
-    zero=1      each gradient scattered once, each parameter gathered once
+    zero=1, 2   each gradient scattered once, each parameter gathered once
     zero=3      likewise, and the parameters of layers gathered again for the backward pass
     tensor=n    [rows, length, width] all-reduced twice a layer each way, and once at each end
     ring:n      keys and values to all in both passes, their gradients round and home; gradients as data=n
+    all_to_all  queries, keys, values and results exchanged in both passes; gradients as data=n
+
+Positions that n does not divide (a ViT's 197) are filled up, and ring and all_to_all move as many as there are then.
 """
 
 import argparse
@@ -33,15 +36,16 @@ from flax import nnx
 import cjax
 from cjax.audit import Audit, audit
 from cjax.mesh import compile_lowered
-from cjax.models import BERT, GPT, T5, Llama, llama_loss, loss, masked_loss, t5_loss
+from cjax.models import BERT, GPT, T5, Llama, ViT, llama_loss, loss, masked_loss, t5_loss, vit_loss
 from cjax.models.bert import BERTConfig
 from cjax.models.gpt import GPTConfig
 from cjax.models.llama import LlamaConfig
 from cjax.models.t5 import T5Config
+from cjax.models.vit import ViTConfig
 
-LAYERS, EMBED, HEADS, VOCAB, SEQ, ROWS, CHUNK = 4, 256, 8, 2048, 256, 16, 64
+LAYERS, EMBED, HEADS, VOCAB, SEQ, ROWS, CHUNK, IMAGE = 4, 256, 8, 2048, 256, 16, 64, 224
 SIZES: dict[str, Any] = dict(num_heads=HEADS, embed_dim=EMBED, mlp_dim=4 * EMBED, vocab_size=VOCAB, num_layers=LAYERS)
-PLANS = ("tensor=8", "data=8", "zero=1", "zero=3", "data=1 sequence=ring:8")
+PLANS = ("tensor=8", "data=8", "zero=1", "zero=2", "zero=3", "data=1 sequence=ring:8", "data=1 sequence=all_to_all:8")
 LAUNCHES = re.compile(
     r"^\s+(?:ROOT )?%?\S+ = .*? (fusion|custom-call|copy|sort|all-\S+|reduce-scatter\S*|collective\S+)\(", re.M
 )
@@ -81,9 +85,13 @@ class Case:
     loss: Callable[..., Any]
     reduced: dict[int, int]
     leaves: tuple[str, ...] = ("inputs", "targets")
+    positions: int = SEQ
 
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        if self.leaves == ("images", "labels"):
+            images, labels = ((ROWS, IMAGE, IMAGE, 3), np.float32), ((ROWS,), np.int32)
+            return {name: jax.ShapeDtypeStruct(*each) for name, each in zip(self.leaves, (images, labels), strict=True)}
         return {name: jax.ShapeDtypeStruct((ROWS, SEQ), np.int32) for name in self.leaves}
 
 
@@ -106,6 +114,10 @@ MODELS = {
         of(Llama, LlamaConfig(**SIZES, num_kv_heads=HEADS, head_dim=32, context=SEQ)), chunked(llama_loss),
         {SEQ: 4 * LAYERS + 2},
     ),
+    "vit": Case(
+        of(ViT, ViTConfig(LAYERS, HEADS, EMBED, mlp_dim=4 * EMBED, image_size=IMAGE)), vit_loss,
+        {197: 4 * LAYERS, 196: 1}, ("images", "labels"), 197,
+    ),
     # Its attention stands beside its other products, and reads what they read.
     "own": Case(OwnModel(), own_loss, {SEQ: 3 * LAYERS + 2}),
 }  # fmt: skip
@@ -122,9 +134,11 @@ def formula(case: Case, plan: str, params: Sequence[tuple[str, int]]) -> float |
         return 2 * share * low * whole
     if plan.startswith("zero"):
         return share * low * (2 * whole + (layers if plan.startswith("zero=3") else 0))
+    held = ROWS * math.ceil(case.positions / 8) * EMBED * LAYERS
     if "ring" in plan:
-        keys = 2 * ROWS * SEQ * EMBED / 8 * LAYERS
-        return low * ((7 + 7 + 8) * keys + 2 * share * whole)
+        return low * ((7 + 7 + 8) * 2 * held + 2 * share * whole)
+    if "all_to_all" in plan:
+        return low * (share * 8 * held + 2 * share * whole)
     return None
 
 

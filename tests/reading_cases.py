@@ -155,6 +155,9 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("vit", "data=8 zero=3"),
     ("vit", "data=2 pipeline=4 microbatches=4"),
     ("vit", "data=1 tensor=3d:8"),
+    ("vit", "data=1 sequence=ring:8"),  # 65 positions
+    ("vit", "data=1 sequence=all_to_all:8"),
+    ("vit", "data=2 tensor=4 sequence=gather"),
     ("t5", "data=2 tensor=4"),
     ("t5", "data=8 zero=1"),
     ("t5", "data=2 tensor=2d:4"),

@@ -285,8 +285,13 @@ class WorkSplit:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def local(self, dims: Dims) -> float:
-        """Elements of such a tensor on one device."""
-        return elements(dims) / self.parts_of(dims)
+        """Elements of such a tensor on one device; dims that do not divide are padded."""
+        held, used = 1, set[str]()
+        for name, size in dims:
+            axes = [axis for axis in self._axes(name, size) if axis not in used]
+            used.update(axes)
+            held *= -(-size // math.prod(self.sizes[axis] for axis in axes))
+        return held
 
     def _axes(self, name: str, size: int) -> Sequence[str]:
         axes = self.axes_of.get(name, ())

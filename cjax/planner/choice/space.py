@@ -104,7 +104,7 @@ class Space:
             return False
         if sequence.mode == "gather":
             return tensor.mode == "1d" and tensor.size > 1
-        if any(length % sequence.size for length in self.lengths):
+        if any(length < sequence.size for length in self.lengths):
             return False
         side = side_of(tensor)
         # Groups of heads that share keys stay together, on split positions.

@@ -13,7 +13,7 @@ import numpy as np
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS
-from cjax.planner.work import BATCH, AttentionWork, Dims, MatmulWork, NamedTensor, Part, RingWork, WorkSplit, elements
+from cjax.planner.work import BATCH, AttentionWork, Dims, MatmulWork, NamedTensor, Part, RingWork, WorkSplit
 
 # Results of a tile, and how well it runs beside the largest.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.8))
@@ -113,7 +113,7 @@ class Computing:
 
     def _local(self, dims: Dims) -> np.ndarray:
         share = self._share if any(name == BATCH for name, _ in dims) else 1.0
-        return np.maximum(elements(dims) / self._split.parts_of(dims) / share, 1.0) * np.ones_like(self._share)
+        return np.maximum(self._split.local(dims) / share, 1.0) * np.ones_like(self._share)
 
     def _bytes(self, value: NamedTensor) -> np.ndarray:
         size = np.where(self._is_half & value.is_computed, min(2, value.itemsize), value.itemsize)
@@ -136,8 +136,8 @@ class Computing:
         found, before = [], ()
         for dims in groups:
             share = self._share if any(name == BATCH for name, _ in dims) else 1.0
-            parts = self._split.parts_of((*before, *dims)) / self._split.parts_of(before)
-            found.append(np.maximum(elements(dims) / parts / share, 1.0) * np.ones_like(self._share))
+            held = self._split.local((*before, *dims)) / self._split.local(before)
+            found.append(np.maximum(held / share, 1.0) * np.ones_like(self._share))
             before = (*before, *dims)
         return found
 

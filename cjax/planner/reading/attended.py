@@ -10,6 +10,7 @@ from cjax.plan import Sequence as SequencePlan
 from cjax.planner.reading.placed import PlacedTrace
 from cjax.planner.work import Kind, RingWork
 from cjax.sharding.attention.ring import MARGIN
+from cjax.sharding.storage.storage import filled_up
 from cjax.trace.attention.bounds import bounds
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
@@ -58,7 +59,8 @@ def ring_of(attention: Attention, size: int) -> RingWork:
 
 def _is_zigzag(attention: Attention, size: int) -> bool:
     """Whether each device takes an early and a late chunk, as a mask leaves late keys out for early queries."""
-    even = all(attention.sizes[attention.label(role)] % (2 * size) == 0 for role in ("query", "key"))
+    lengths = [attention.sizes[attention.label(role)] for role in ("query", "key")]
+    even = all(filled_up(length, size) % (2 * size) == 0 for length in lengths)
     return even and not _filled(attention, size).all()
 
 

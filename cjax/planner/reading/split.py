@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from cjax.mesh import DATA, SEQUENCE, TENSOR
+from cjax.mesh import DATA, SEQUENCE
 from cjax.plan import Plan
 from cjax.planner.reading.derived import learned_of
 from cjax.planner.reading.moves import Moves
@@ -15,7 +15,6 @@ from cjax.planner.reading.weights import leaves_of
 from cjax.planner.work import BATCH, AxisMove, HeldWeight, Work, WorkSplit
 from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.sharding.storage.storage import axes_of_entry
-from cjax.trace.attention.positions import positions
 from cjax.trace.reading import Trace
 
 
@@ -61,8 +60,6 @@ class Splits:
         sizes = {DATA: 1} | ({SEQUENCE: plan.sequence.size} if plan.sequence.size > 1 else {})
         sizes |= plan.tensor.axis_sizes()
         layout = make_layout(self._trace, sizes, plan.rules, sequence=plan.sequence)
-        if plan.sequence.mode == "gather":
-            self._check_positions(sizes[TENSOR])
         placed = PlacedTrace(self._trace, layout)
         gathered: set[int] = set()
         moves = [Moves(placed, each, plan.sequence, self._learned, gathered).read() for each in self._stretches]
@@ -86,14 +83,6 @@ class Splits:
             tuple(tuple(each.rings) for each in moves),
             plan.in_lockstep,
         )
-
-    def _check_positions(self, size: int) -> None:
-        """What fills positions up, and where, is not followed here: without it such a plan would seem too cheap."""
-        for length in positions(self._trace)[0].values():
-            if length % size:
-                raise ValueError(
-                    f"sequence=gather pads {length} positions for {size} devices, and what that costs is not known"
-                )
 
     def _of_batch(self, move: AxisMove) -> AxisMove:
         """A collective of one micro-batch's trace, for the whole batch."""

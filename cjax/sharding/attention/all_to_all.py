@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cjax.sharding.attention.blocks import KeyBlock
+from cjax.sharding.storage.storage import filled_up
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
 from cjax.trace.jaxpr.groups import Changed
@@ -82,7 +83,7 @@ class Exchange:
             label: lax.axis_index(axes) * self.sizes[label] for label, axes in self.axes_of.items()
         }
         for role in ("query", "key"):
-            sizes[self.attention.label(role)] *= self.size
+            sizes[self.attention.label(role)] = self.attention.sizes[self.attention.label(role)]
         for label, factor, index in zip(self.split, self.factors, self._index(), strict=True):
             if label in sizes:
                 sizes[label] //= factor
@@ -109,7 +110,7 @@ class Exchange:
         return leaf
 
     def _to_heads(self, value: jax.Array, node: Node, role: str) -> jax.Array:
-        """From a part of the positions and all heads to all positions and a part of the heads."""
+        """From a part of the positions and all heads to all positions, and no more, of a part of the heads."""
         for place, (label, factor) in reversed(list(enumerate(zip(self.split, self.factors, strict=True)))):
             dim = self._dim(node, label, place)
             if dim is None:
@@ -121,7 +122,8 @@ class Exchange:
         value = lax.all_to_all(value, self.axis, 0, 0)
         dim = node.labels.index((self.attention.label(role),))
         value = jnp.moveaxis(value, 0, dim)
-        return value.reshape(*value.shape[:dim], -1, *value.shape[dim + 2 :])
+        value = value.reshape(*value.shape[:dim], -1, *value.shape[dim + 2 :])
+        return lax.slice_in_dim(value, 0, self.attention.sizes[self.attention.label(role)], axis=dim)
 
     def _dim(self, node: Node, label: int, place: int) -> int | None:
         """Where a node has the heads, or the groups in front of which parts of groups have been put."""
@@ -133,6 +135,8 @@ class Exchange:
         """Back again, for the result."""
         node = self.attention.out
         dim = node.labels.index((self.attention.label("query"),))
+        more = filled_up(value.shape[dim], self.size) - value.shape[dim]
+        value = jnp.pad(value, [(0, more if at == dim else 0) for at in range(value.ndim)])
         value = value.reshape(*value.shape[:dim], self.size, value.shape[dim] // self.size, *value.shape[dim + 1 :])
         value = lax.all_to_all(jnp.moveaxis(value, dim, 0), self.axis, 0, 0)
         value = value.reshape(*self.factors, *value.shape[1:])

@@ -27,7 +27,8 @@ from cjax.trace.jaxpr.groups import Changed
 class KeyBlock:
     """A block of the scores: how many indices of each label it has, and the first of them.
 
-    Labels without a start begin at 0. Matmuls take their operands in `low`.
+    Labels without a start begin at 0. Matmuls take their operands in `low`. Of `filled` labels a block may go on behind
+    the last position: there it has copies of that one, of which no row sees keys.
     """
 
     attention: Attention
@@ -35,6 +36,7 @@ class KeyBlock:
     starts: Mapping[int, Any]
     changed: Changed
     low: Any
+    filled: frozenset[int] = frozenset()
 
     def shape(self, node: Node) -> tuple[int, ...]:
         """Of a node on this block."""
@@ -64,9 +66,12 @@ class KeyBlock:
         match eqn.primitive.name:
             case "iota":
                 dim = eqn.params["dimension"]
-                return lax.broadcasted_iota(node.var.aval.dtype, shape, dim) + jnp.asarray(
+                index = lax.broadcasted_iota(node.var.aval.dtype, shape, dim) + jnp.asarray(
                     self.start(node.labels[dim]), node.var.aval.dtype
                 )
+                if self.filled.isdisjoint(node.labels[dim]):
+                    return index
+                return jnp.minimum(index, jnp.asarray(node.var.aval.shape[dim] - 1, index.dtype))
             case "random_bits":
                 starts = [self.start(label) for label in node.labels]
                 return draw_block(eqn, ins[0], node.var.aval.shape, shape, starts)
@@ -112,7 +117,16 @@ class KeyBlock:
         operands = (key, query) if attention.key_first else (query, key)
         scores = _multiply(_Product(eqn, self.low, attention.scores.var.aval.dtype), *operands)
         given = dict(zip(attention.leaves, leaves, strict=True)) | {attention.scores: scores}
-        return self.evaluate(attention.logits, given), self.evaluate(attention.masked, given), given
+        logits, masked = self.evaluate(attention.logits, given), self.evaluate(attention.masked, given)
+        return self._of_keys(logits, attention.logits.labels), self._of_keys(masked, attention.masked.labels), given
+
+    def _of_keys(self, logits: jax.Array, labels: Labels) -> jax.Array:
+        """-inf behind the last key, whatever else masks say."""
+        key = self.attention.label("key")
+        if key not in self.filled:
+            return logits
+        index = lax.broadcasted_iota(jnp.int32, logits.shape, labels.index((key,))) + self.start((key,))
+        return jnp.where(index < self.attention.sizes[key], logits, -jnp.inf)
 
     def terms(self, exps: jax.Array, given: dict[Node, Any]) -> jax.Array:
         """What is summed over keys, as rows of sums."""

@@ -14,7 +14,7 @@ from cjax.trace.jaxpr.evaluate import bind_as_is
 
 
 def draw_block(eqn: Equation, key: jax.Array, whole: Sequence[int], shape: Sequence[int], starts: Sequence[Any]) -> Any:
-    """What an equation draws for a block of an array.
+    """What an equation draws for a block of an array; beyond the array's end, what it draws for the last there is.
 
     Args:
       eqn: an equation that draws by shape and key, such as `random_bits`.
@@ -26,6 +26,8 @@ def draw_block(eqn: Equation, key: jax.Array, whole: Sequence[int], shape: Seque
     if eqn.primitive.name == "random_bits" and counts_by_index(key) and math.prod(whole) < 2**32:
         return _block(key, eqn.params["bit_width"], whole, shape, starts)
     (drawn,) = bind_as_is(eqn, (key,), eqn.params | {"shape": tuple(whole)})
+    beyond = [(0, -size % of) for size, of in zip(whole, shape, strict=True)]
+    drawn = jnp.pad(drawn, beyond, mode="edge") if any(more for _, more in beyond) else drawn
     return lax.dynamic_slice(drawn, [jnp.asarray(at, jnp.int32) for at in starts], shape)
 
 
@@ -41,6 +43,7 @@ def _block(
     stride = 1
     for dim in reversed(range(len(shape))):
         along = lax.broadcasted_iota(jnp.uint32, shape, dim) + jnp.asarray(starts[dim]).astype(jnp.uint32)
+        along = along if whole[dim] % shape[dim] == 0 else jnp.minimum(along, jnp.uint32(whole[dim] - 1))
         index = index + along * jnp.uint32(stride % 2**32)
         stride *= whole[dim]
     high, low = threefry_words(key, jnp.zeros(shape, jnp.uint32), index)

@@ -3,6 +3,10 @@
 A device sees one block of scores at a time. Softmax statistics are carried on from block to block, and the backward
 pass makes each block again from queries, keys, values and the statistics, with gradients of keys and values going round
 along with them. Of a causal mask, each device gets an early and a late chunk (zigzag), so that all have as much to do.
+
+Where the axis does not divide a length, chunks go on behind its last position. There they have copies of that position,
+of which everything is as finite as of itself, and its keys are masked: no -inf or NaN of a position that is not there
+meets those that are. Blocks of chunks that have nothing but that are left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,8 +62,9 @@ class Ring:
         self, query: jax.Array, key: jax.Array, value: jax.Array, leaves: Sequence[Any], changed: Changed
     ) -> tuple[jax.Array, list[jax.Array], jax.Array, jax.Array]:
         """The result, the operands in the ring's order, and each row's maximum and sum."""
-        query, key, value = self._in_order([query, key, value], self.attention.operands)
-        leaves = self._in_order(leaves, self.attention.leaves)
+        nodes = self.attention.operands
+        query, key, value = self._filled(self._in_order([query, key, value], nodes), nodes)
+        leaves = self._filled(self._in_order(leaves, self.attention.leaves), self.attention.leaves)
         states = [self._empty(part, query, value) for part in range(self.num_parts)]
 
         def visit(states: list[State], keys: Any, source: Any) -> list[State]:
@@ -78,7 +83,9 @@ class Ring:
         (states, keys), _ = lax.scan(turn, (states, keys), jnp.arange(self.size - 1))
         states = visit(states, keys, self._source(self.size - 1))
         block = self._block(0, 0, 0, changed)
-        outs = [block.divide(mixed, block.divisor(sums), self.attention.out.labels) for _, sums, mixed in states]
+        totals = [self._something(sums, part) for part, (_, sums, _) in enumerate(states)]
+        pairs = zip(totals, states, strict=True)
+        outs = [block.divide(mixed, block.divisor(sums), self.attention.out.labels) for sums, (_, _, mixed) in pairs]
         out = self._from_zigzag(self._join(outs, self.attention.out, "query").astype(value.dtype), "query")
         rows = self.row_node
         maxima, sums = (self._join([state[i] for state in states], rows, "query") for i in (0, 1))
@@ -89,8 +96,9 @@ class Ring:
         out: jax.Array, maxima: jax.Array, sums: jax.Array, gradient: jax.Array,
     ) -> tuple[Any, Any, Any, list[Any]]:  # fmt: skip
         """Gradients of query, key, value and leaves (None for those that have none), from what `forward` returned."""
-        query, key, value = moved
-        leaves = self._in_order(leaves, self.attention.leaves)
+        # Of operands that are kept as they came, and not as they went round, there are no copies yet.
+        query, key, value = self._filled(moved, self.attention.operands)
+        leaves = self._filled(self._in_order(leaves, self.attention.leaves), self.attention.leaves)
         dtype, rows = accumulated(self.attention), self.row_node
         block = self._block(0, 0, 0, changed, whole=True)
         dims = tuple(dim for dim, label in enumerate(self.attention.out.labels) if not label)
@@ -195,11 +203,59 @@ class Ring:
         self, part: int, other: int, source: Any, maxima: jax.Array, compute: Callable[[], Any], skip: Callable[[], Any]
     ) -> Any:
         """Compute, unless no logit of this block can be near its row's maximum."""
-        if not (self.bounds < -MARGIN).any():
+        masks, nothing = (self.bounds < -MARGIN).any(), self._nothing
+        if not masks and not nothing.any():
             return compute()
-        mine = self._chunk(lax.axis_index(self.axis), part)
-        bound = jnp.asarray(self.bounds, maxima.dtype)[mine, self._chunk(source, other)]
-        return lax.cond(jnp.all(maxima > bound + MARGIN), skip, compute)
+        block = self._chunk(lax.axis_index(self.axis), part), self._chunk(source, other)
+        is_empty = jnp.asarray(nothing)[block]
+        if masks:
+            is_empty |= jnp.all(maxima > jnp.asarray(self.bounds, maxima.dtype)[block] + MARGIN)
+        return lax.cond(is_empty, skip, compute)
+
+    # --- behind the last position ---
+
+    @property
+    def _overlong(self) -> frozenset[int]:
+        """Labels whose last chunk goes on behind the last position."""
+        labels = (self.attention.label(role) for role in ("query", "key"))
+        return frozenset(one for one in labels if self.sizes[one] * self.size > self.attention.sizes[one])
+
+    @property
+    def _nothing(self) -> np.ndarray:
+        """Which blocks, [chunk of queries, chunk of keys], have queries or keys behind the last position alone."""
+        lengths = [self.attention.sizes[self.attention.label(role)] for role in ("query", "key")]
+        first = [np.arange(len(self.bounds)) * -(-length // len(self.bounds)) >= length for length in lengths]
+        return first[0][:, None] | first[1]
+
+    def _something(self, sums: jax.Array, part: int) -> jax.Array:
+        """Sums to divide by, none of them 0 for want of any query."""
+        nobody = self._nothing.all(axis=1)
+        if not nobody.any():
+            return sums
+        return jnp.where(jnp.asarray(nobody)[self._chunk(lax.axis_index(self.axis), part)], 1.0, sums)
+
+    def _filled(self, values: Sequence[Any], nodes: Sequence[Node]) -> list[Any]:
+        """Values in the ring's order, with copies of the last position behind it. Of leaves, all keys are here, and
+        have that already."""
+        found = []
+        for value, node in zip(values, nodes, strict=False):
+            for role in ("query", *(("key",) if any(node is one for one in self.attention.operands[1:3]) else ())):
+                value = self._with_copies(value, node, role)
+            found.append(value)
+        return found
+
+    def _with_copies(self, value: Any, node: Node, role: str) -> Any:
+        label, dim = self.attention.label(role), self._dim(node, role)
+        if dim is None or label not in self._overlong:
+            return value
+        rows, length = self.sizes[label] // self.num_parts, self.attention.sizes[label]
+        parts = []
+        for part, chunk in enumerate(jnp.split(value, self.num_parts, axis=dim)):
+            index = lax.broadcasted_iota(jnp.int32, chunk.shape, dim)
+            there = length - self._chunk(lax.axis_index(self.axis), part) * rows
+            last = lax.slice_in_dim(chunk, (length - 1) % rows, (length - 1) % rows + 1, axis=dim)
+            parts.append(jnp.where(index < there, chunk, last))
+        return self._join(parts, node, role)
 
     # --- where things are ---
 
@@ -221,7 +277,7 @@ class Ring:
             if not whole:
                 sizes[label] //= self.num_parts
             starts[label] = self._chunk(device, at) * sizes[label]
-        return KeyBlock(attention, sizes, starts, changed, self.low)
+        return KeyBlock(attention, sizes, starts, changed, self.low, self._overlong)
 
     @property
     def row_node(self) -> Node:

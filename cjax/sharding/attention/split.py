@@ -1,7 +1,8 @@
 """An attention computed with its sequence split over a mesh axis: in a ring, or with heads in place of positions.
 
-Lengths have to divide: a `ValueError` names the nearest ones that do. Rows whose logits are all -inf come to NaN, as
-they do at once; rows masked with large negative numbers throughout are means of the values, likewise.
+A length that the axis does not divide is filled up behind its last position, and what was added is cut off the result:
+a ring masks it, an exchange drops it before it computes. Rows whose logits are all -inf come to NaN, as they do at
+once; rows masked with large negative numbers throughout are means of the values, likewise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from cjax.sharding.attention.all_to_all import Exchange
 from cjax.sharding.attention.ring import MARGIN, Ring
 from cjax.sharding.attention.where import Places, split_axes
+from cjax.sharding.storage.storage import filled_up
 from cjax.trace.attention.bounds import bounds
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
@@ -46,7 +48,7 @@ def attend(
       spec: of `attention.query`, with `axis` at the dim of positions.
 
     Raises:
-      ValueError: when the query's or the key's length, or for all_to_all the heads, can't be split.
+      ValueError: when for all_to_all the heads can't be split.
     """
     if mode not in ("ring", "all_to_all"):
         raise ValueError(f'Attention over a sequence axis is "ring" or "all_to_all", not {mode!r}.')
@@ -63,9 +65,15 @@ def _ring(places: Places, operands: Sequence[Any], literals: Mapping[tuple[int, 
     attention = places.attention
     assert places.axis is not None
     names = list(literals)
+    low = places.low(operands[:3])
+    operands = [*operands[:3], *_as_traced(attention, operands[3:])]
+    # Of leaves, each device has all keys' positions: those behind the last are copies of it, as within the ring.
+    modes = ["constant"] * 3 + ["edge"] * len(attention.leaves)
+    triples = zip(operands, attention.operands, modes, strict=True)
+    operands = [places.filled(value, node, mode) for value, node, mode in triples]
     ring = Ring(
         attention, places.axis, places.size, places.sizes, places.axes_of, _chunks(places, names), _wanted(attention),
-        places.low(operands[:3]),
+        low,
     )  # fmt: skip
     leaves = [places.spec(node, ["query"]) for node in attention.leaves]
     products = [places.spec(node) for node in attention.operands[:3]]
@@ -111,7 +119,7 @@ def _ring(places: Places, operands: Sequence[Any], literals: Mapping[tuple[int, 
         return (*grads, given, [None] * len(names))
 
     run.defvjp(run_forward, run_backward)
-    return run(*operands[:3], _as_traced(attention, operands[3:]), list(literals.values()))
+    return places.cut(run(*operands[:3], operands[3:], list(literals.values())))
 
 
 def _all_to_all(places: Places, operands: Sequence[Any], literals: Mapping[tuple[int, int], jax.Array]) -> jax.Array:
@@ -127,7 +135,8 @@ def _all_to_all(places: Places, operands: Sequence[Any], literals: Mapping[tuple
         return exchange.forward(query, key, value, leaves, dict(zip(names, changed, strict=True)))
 
     run = places.mapped(forward, specs, places.spec(attention.out))
-    return run(*operands[:3], _as_traced(attention, operands[3:]), list(literals.values()))
+    filled = [places.filled(value, node) for value, node in zip(operands[:3], attention.operands, strict=False)]
+    return places.cut(run(*filled, _as_traced(attention, operands[3:]), list(literals.values())))
 
 
 def _as_traced(attention: Attention, leaves: Sequence[Any]) -> list[Any]:
@@ -142,7 +151,7 @@ def _chunks(places: Places, changed: Sequence[tuple[int, int]]) -> np.ndarray:
     """Bounds of the logits by chunk: one chunk on a device, or two where a mask leaves later ones less to do."""
     attention, size = places.attention, places.size
     found = bounds(attention, size, size, changed)
-    halves = all(attention.sizes[attention.label(role)] % (2 * size) == 0 for role in ("query", "key"))
+    halves = all(filled_up(attention.sizes[attention.label(role)], size) % (2 * size) == 0 for role in ("query", "key"))
     if halves and (found < -MARGIN).any():
         return bounds(attention, 2 * size, 2 * size, changed)
     return found

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cjax.jax_compat.core import Literal
 from cjax.sharding.attention.blocks import lowest
-from cjax.sharding.storage.storage import axes_of_entry
+from cjax.sharding.storage.storage import axes_of_entry, filled_up
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
 
@@ -56,15 +56,6 @@ class Places:
 
     def __post_init__(self) -> None:
         assert self.axis is None or self.size > 1, f"the axis {self.axis!r} splits nothing"
-        for role in ("query", "key"):
-            length = self.attention.sizes[self.attention.label(role)]
-            if length % self.size:
-                near = length // self.size * self.size
-                raise ValueError(
-                    f"{self.attention.where or 'An attention'} has {length} {role} positions, which can't be split "
-                    f"{self.size} ways over the axis {self.axis!r}. Lengths of {near or self.size} or "
-                    f"{near + self.size} can: pad the sequences, or change the size of {self.axis!r}."
-                )
 
     @property
     def size(self) -> int:
@@ -87,7 +78,8 @@ class Places:
         """Of each label on a device."""
         sizes = dict(self.attention.sizes)
         for role in ("query", "key"):
-            sizes[self.attention.label(role)] //= self.size
+            label = self.attention.label(role)
+            sizes[label] = filled_up(sizes[label], self.size) // self.size
         for label, axes in self.axes_of.items():
             sizes[label] //= math.prod(self.mesh.shape[one] for one in axes)
         return sizes
@@ -106,6 +98,26 @@ class Places:
                 )
             entries.append(axes_of.get(label[0]) if label else None)
         return PartitionSpec(*entries)
+
+    def filled(self, value: jax.Array, node: Node, of_keys: str = "constant") -> jax.Array:
+        """A node's value with as many positions as all devices together; how keys' are made, `jnp.pad` says.
+
+        XLA keeps a dim that devices don't divide in equal parts too, with what is in none of its elements behind the
+        last, so that nothing moves for this.
+        """
+        lengths = {role: self.attention.sizes[self.attention.label(role)] for role in ("query", "key")}
+        for role, mode in (("query", "constant"), ("key", of_keys)):
+            label = (self.attention.label(role),)
+            more = filled_up(lengths[role], self.size) - lengths[role]
+            if more and label in node.labels:
+                widths = [(0, more if one == label else 0) for one in node.labels]
+                value = jnp.pad(value, widths, mode=mode)
+        return value
+
+    def cut(self, value: jax.Array) -> jax.Array:
+        """The result without what `filled` added to its queries."""
+        label = self.attention.label("query")
+        return lax.slice_in_dim(value, 0, self.attention.sizes[label], axis=self.attention.out.labels.index((label,)))
 
     def whole(self, spec: PartitionSpec) -> tuple[str, ...]:
         """The axes at work that `spec` does not split over."""

@@ -17,7 +17,7 @@ from cjax.sharding.layout import grid as grids
 from cjax.sharding.layout.grid import Grid
 from cjax.sharding.layout.kept import kept_whole
 from cjax.sharding.layout.one_d import choose, whole_heads
-from cjax.sharding.storage.storage import as_spec
+from cjax.sharding.storage.storage import as_spec, filled_up
 from cjax.trace.attention.positions import positions
 from cjax.trace.reading import Trace
 
@@ -137,15 +137,13 @@ def _positions(
         )
     axis = TENSOR if sequence.mode == "gather" else SEQUENCE
     size = axis_sizes[axis]
-    for length in found.values():
-        if length % size and sequence.mode != "gather":
-            near = sorted({max(1, length // size) * size, (length // size + 1) * size})
-            divisors = [str(d) for d in range(2, length + 1) if length % d == 0]
-            raise ValueError(
-                f"sequence={sequence} can't split {length} positions evenly: use a length of "
-                f"{' or '.join(map(str, near))}, or a size that divides {length}: {', '.join(divisors[:8])}."
-            )
-    return {c: (axis,) for c in found}, [f"kept whole over {axis}: {reason}" for reason in reasons]
+    if sequence.mode != "gather" and (few := min(found.values())) < size:
+        raise ValueError(
+            f"sequence={sequence} can't split {few} positions over {size} devices: write a size of {few} or less."
+        )
+    uneven = sorted({length for length in found.values() if length % size})
+    filled = [f"{length} positions are filled up to {filled_up(length, size)} over {axis}" for length in uneven]
+    return {c: (axis,) for c in found}, [*filled, *(f"kept whole over {axis}: {reason}" for reason in reasons)]
 
 
 def _meeting(trace: Trace) -> list[set[int]]:

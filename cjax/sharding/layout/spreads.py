@@ -65,7 +65,7 @@ class Spreads:
     def _between(self, x: Operand, w: Operand, contracted: tuple[tuple[int, ...], tuple[int, ...]]) -> Spread | None:
         """Of a matmul of 1D whose input or result has its positions split: gathered before, or scattered after."""
         place = next((d for d, c in enumerate(x.classes) if c in self._layout.positions), None)
-        if place is None or place in contracted[0] or x.shape[place] % self._layout.axis_sizes[TENSOR]:
+        if place is None or place in contracted[0] or x.shape[place] < self._layout.axis_sizes[TENSOR]:
             return None
         x_free = [d for d in range(len(x.shape)) if d not in contracted[0]]
         w_free = [d for d in range(len(w.shape)) if d not in contracted[1]]

@@ -40,8 +40,10 @@ class GridProducts:
             ws.append(w)
             spreads.append(spread)
             dtypes.append(dtype)
-        # Zeros added to a contracted dim change nothing, so that all share the operand padded most.
-        x = max(xs, key=lambda x: x.size)
+        # Zeros added to a contracted dim change nothing, so that all share the operand padded most; of others' the
+        # results are cut.
+        most = [max(sizes) for sizes in zip(*(x.shape for x in xs), strict=True)]
+        x = jnp.pad(xs[0], [(0, n - size) for n, size in zip(most, xs[0].shape, strict=True)])
         ws = [_as_long_as(x, w, spread) for w, spread in zip(ws, spreads, strict=True)]
         ys = multiply(x, ws, spreads, self._mesh, precision=group.eqns[0].params["precision"])
         results = {}
@@ -57,6 +59,10 @@ class GridProducts:
     def _padded(self, x: jax.Array, w: jax.Array, spread: Spread) -> tuple[jax.Array, jax.Array]:
         """Operands with zeros added so that every axis divides its dim; the batch does already."""
         more_x, more_w = [0] * x.ndim, [0] * w.ndim
+        free = [d for d in range(x.ndim) if d not in spread.contracted[0]]
+        for place, d in enumerate(free):
+            # Positions come split and are gathered, or are scattered, as the result has them.
+            more_x[d] = -x.shape[d] % math.lcm(self._shards(spread.x[d]), self._shards(spread.y[place]))
         pairs = dict(zip(spread.contracted[1], spread.contracted[0], strict=True))
         for d, entry in enumerate(spread.w):
             shards = self._shards(entry)

@@ -218,11 +218,11 @@ class Placer(Hooks):
             return None
         numbers, dims = eqn.params["dimension_numbers"], self._trace.dims
         classes, dim = list(dims.of(operand, scope)), picked_dim(eqn)
-        spec = self._layout.spec(classes, operand.aval.shape)
+        spec = self._in_region(operand, scope)
         if dim is not None and spec[dim] is not None:
             value = self._lowering.raised(ins[0], operand) if self._lowering else ins[0]
             return pick(eqn, value, ins[1], spec, dim, self._mesh)
-        rows = self._layout.spec(dims.of(indices, scope), indices.aval.shape)
+        rows = self._in_region(indices, scope)
         if grid is None:
             split = [d for d, axes in enumerate(spec) if axes]
             if not is_lookup(eqn) or split != list(numbers.collapsed_slice_dims):
@@ -234,9 +234,15 @@ class Placer(Hooks):
         rest = self._layout.spec([-1 if d == dim else c for d, c in enumerate(classes)], operand.aval.shape)
         spec = PartitionSpec(*(grid.weight if d == dim else axes for d, axes in enumerate(rest)))
         # As the result will be: features on one axis leave the batch the others.
-        out = self._layout.spec(dims.of(eqn.outvars[0], scope), eqn.outvars[0].aval.shape)
+        out = self._in_region(eqn.outvars[0], scope)
         behind = [axes for d, axes in enumerate(out) if d not in numbers.offset_dims]
         return look_up(eqn, ins[0], ins[1], spec, PartitionSpec(*behind, *rows[len(behind) :]), self._mesh)
+
+    def _in_region(self, var: Any, scope: Scope) -> PartitionSpec:
+        """Where a region has a variable, in which devices have equal parts: positions that don't divide are whole."""
+        classes, shape = self._trace.dims.of(var, scope), var.aval.shape
+        places = [d for d, c in enumerate(classes) if c in self._layout.positions]
+        return self._even(self._layout.spec(classes, shape), shape, places)
 
     def _even(self, spec: PartitionSpec, shape: Sequence[int], dims: Sequence[int]) -> PartitionSpec:
         """`spec`, those of `dims` whole of which devices would have unequal parts."""

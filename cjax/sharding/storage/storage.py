@@ -232,6 +232,11 @@ def as_spec(entries: Iterable[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in entries))
 
 
+def filled_up(length: int, size: int) -> int:
+    """Positions with what is added behind the last of them, so that each of `size` devices has as many."""
+    return -(-length // size) * size
+
+
 def axes_of_entry(entry: Any) -> tuple[str, ...]:
     """The mesh axes in one entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -27,7 +27,7 @@ def bounds(attention: Attention, num_queries: int, num_keys: int, changed: Colle
 
     Args:
       attention: whose logits.
-      num_queries, num_keys: how many equal blocks each position is cut into.
+      num_queries, num_keys: how many equal blocks each position is cut into; the last may have less, or nothing.
       changed: literals (equation's id, operand) whose value is not known.
     """
     query, key = attention.label("query"), attention.label("key")
@@ -39,11 +39,13 @@ def bounds(attention: Attention, num_queries: int, num_keys: int, changed: Colle
     made = {node: step for node, step in steps.items() if _has_rule(step[0])}
     logits = {node: demanded(node, made, ()) for node in (attention.logits, attention.masked)}
     found = np.empty((num_queries, num_keys))
-    rows, cols = attention.sizes[query] // num_queries, attention.sizes[key] // num_keys
+    rows, cols = -(-attention.sizes[query] // num_queries), -(-attention.sizes[key] // num_keys)
+    last = {one: size - 1 for one, size in attention.sizes.items()}
     for i in range(num_queries):
         for j in range(num_keys):
-            spans = {one: (0, size - 1) for one, size in attention.sizes.items()}
+            spans = {one: (0, end) for one, end in last.items()}
             spans |= {query: (i * rows, i * rows + rows - 1), key: (j * cols, j * cols + cols - 1)}
+            spans = {one: (min(first, last[one]), min(end, last[one])) for one, (first, end) in spans.items()}
             found[i, j] = max(_interval(node, steps, spans, changed) for node, steps in logits.items())[1]
     return found
 

@@ -122,7 +122,9 @@ def test_nothing_moves_without_words() -> None:
     assert list(split.held) == weights
 
 
-def test_positions_that_gather_would_pad_have_no_cost() -> None:
+@pytest.mark.parametrize("plan", ["sequence=ring:8", "sequence=all_to_all:8", "tensor=8 sequence=gather"])
+def test_positions_that_are_filled_up_are_counted(plan: str) -> None:
     trace = TraceSource(captured("vit"), MODELS["vit"].batch).read()
-    with pytest.raises(ValueError, match="pads 65 positions for 4 devices"):
-        split_of(work_of(trace), trace, Plan.parse("data=2 tensor=4 sequence=gather"))
+    split = split_of(work_of(trace), trace, Plan.parse(plan))
+    positions = {name for name in split.axes_of if split.axes_of[name] in (("sequence",), ("tensor",))}
+    assert 9 in {split.local(((name, 65),)) for name in positions}

@@ -13,7 +13,10 @@ from jax.extend import core as jex
 
 from cjax.mesh import build_mesh
 from cjax.plan import Plan
+from cjax.plan import Sequence as SequencePlan
+from cjax.planner.reading.stretches import stretches
 from cjax.sharding.layout.layout import make_layout
+from cjax.sharding.layout.spreads import Spreads
 from cjax.sharding.place.grid_products import GridProducts
 from cjax.trace.author.capture import capture
 from cjax.trace.emit.precision import LOWS, Lowering
@@ -167,3 +170,14 @@ def test_literals_are_no_weights() -> None:
     trace = trace_model(model(lambda x, w: (x @ w) @ jnp.ones((20, 8)), (EMBED, 20)))
     _, groups = found_in(trace, "2d:4")
     assert all(not isinstance(v, jex.Literal) for group in groups for eqn in group.eqns for v in eqn.invars)
+
+
+def test_positions_that_do_not_divide_are_spread() -> None:
+    """15 of them, over 2 devices: queries, keys and values, their result, and both products of the MLP."""
+    trace = trace_of("linen_vit")
+    layout = make_layout(trace, {"tensor": 2}, {}, sequence=SequencePlan(mode="gather"))
+    spreads = Spreads(trace.dims, layout)
+    lists = [some for stretch in stretches(trace) for body in stretch.bodies for some in body.lists]
+    moves = [spread for some in lists for group in spreads.find(*some) for spread in group.of.values()]
+    assert [bool(spread.gather_x) for spread in moves].count(True) == 4
+    assert [bool(spread.scatter_y) for spread in moves].count(True) == 2
