@@ -24,7 +24,7 @@ from cjax.scheduler.policy.goodput import allocate
 from cjax.scheduler.policy.job import Job, Speed, SpeedTable
 from cjax.scheduler.replay.gantt import gantt_of
 from cjax.scheduler.replay.knowledge import Knowledge, setting_of
-from cjax.scheduler.replay.simulate import Outcome, simulate
+from cjax.scheduler.replay.simulate import Replayed, simulate
 from cjax.scheduler.replay.workload import Library, read_workload
 
 KEPT = Path(__file__).parent.parent / "docs" / "results"
@@ -41,7 +41,7 @@ class Replays:
         self.data, self.say = data, say
         self.library = Library(data / "traces")
 
-    def outcomes(self, policy: str, load: str, restart: float, knowledge: Knowledge) -> list[Outcome]:
+    def outcomes(self, policy: str, load: str, restart: float, knowledge: Knowledge) -> list[Replayed]:
         folder = self.data / ("workloads" if load == "1.0" else f"workloads-{load}")
         found = []
         for number in range(1, 9):

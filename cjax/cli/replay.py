@@ -10,7 +10,7 @@ import tyro
 from cjax.scheduler.policy.job import Nodes
 from cjax.scheduler.replay.gantt import gantt_of
 from cjax.scheduler.replay.knowledge import Knowledge, setting_of
-from cjax.scheduler.replay.simulate import Outcome, simulate
+from cjax.scheduler.replay.simulate import Replayed, simulate
 from cjax.scheduler.replay.workload import read_workload
 
 TOLD = {
@@ -95,7 +95,7 @@ def nodes_of(text: str) -> Nodes:
     return {f"node{number:0{width}}": int(match[2]) for number in range(int(match[1]))}
 
 
-def summary(outcome: Outcome) -> str:
+def summary(outcome: Replayed) -> str:
     seconds, restarts = outcome.seconds.values(), sum(outcome.restarts.values())
     lines = [
         ("jobs", f"{len(seconds)}"),

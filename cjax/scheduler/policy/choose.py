@@ -22,7 +22,7 @@ def choose(worths: Sequence[Worth], nodes: Mapping[int, int], kept: Mapping[str,
         nodes: how many there are of each size.
         kept: sizes that no job goes below, if the others are to come out of what is free beside them.
     """
-    picked = Picked(worths, nodes, kept or {})
+    picked = PickedSizes(worths, nodes, kept or {})
     for step in sorted(_steps(worths)):
         if not picked.free:
             break
@@ -33,9 +33,9 @@ def choose(worths: Sequence[Worth], nodes: Mapping[int, int], kept: Mapping[str,
     return {worth.job.name: picked.size(index) for index, worth in enumerate(worths)}
 
 
-def _by_table(worths: Sequence[Worth], nodes: Mapping[int, int]) -> "Picked":
+def _by_table(worths: Sequence[Worth], nodes: Mapping[int, int]) -> "PickedSizes":
     """The largest sum for so many devices, as far as its sizes go onto the nodes: most worth a device first."""
-    picked = Picked(worths, nodes, {})
+    picked = PickedSizes(worths, nodes, {})
     best = knapsack(worths, picked.free)
     density = [worth.values[at] / max(1, worth.sizes[at]) for worth, at in zip(worths, best, strict=True)]
     for index in sorted(range(len(worths)), key=lambda index: -density[index]):
@@ -80,7 +80,7 @@ def _steps(worths: Sequence[Worth]) -> Iterator[_Step]:
             yield _Step(-gain / (worth.sizes[after] - worth.sizes[before]), index, after)
 
 
-class Picked:
+class PickedSizes:
     """Sizes as they are picked, and whether they go onto the nodes."""
 
     def __init__(self, worths: Sequence[Worth], nodes: Mapping[int, int], kept: Mapping[str, int]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from cjax.scheduler.policy.job import Nodes
-from cjax.scheduler.replay.simulate import Outcome, Span
+from cjax.scheduler.replay.simulate import Holding, Replayed
 
 WIDTH, LEFT, TOP = 960, 62, 30  # pixels
 MOST_ROW, MOST_HEIGHT = 12.0, 900.0
@@ -15,10 +15,10 @@ STYLE = (
 )
 
 
-def gantt_of(outcome: Outcome, nodes: Nodes) -> str:
+def gantt_of(outcome: Replayed, nodes: Nodes) -> str:
     """A row for each device, time to the right; one color a job, and its name for the pointer over it."""
-    spans = outcome.spans
-    first, last = min(span.start for span in spans), max(span.end for span in spans)
+    holdings = outcome.holdings
+    first, last = min(holding.start for holding in holdings), max(holding.end for holding in holdings)
     scale = WIDTH / max(last - first, 1e-9)
     row = min(MOST_ROW, MOST_HEIGHT / sum(nodes.values()))
     rows = {device: number for number, device in enumerate((n, d) for n, size in nodes.items() for d in range(size))}
@@ -30,23 +30,24 @@ def gantt_of(outcome: Outcome, nodes: Nodes) -> str:
         drawn.append(f'<path class="line" d="M{LEFT} {y:g}h{WIDTH}" stroke-width=".3"/>')
         if nodes[node] * row >= 10:
             drawn.append(f'<text class="label" x="4" y="{y + nodes[node] * row / 2 + 4:g}">{escape(node)}</text>')
-    for span in spans:
-        x, width = LEFT + (span.start - first) * scale, (span.end - span.start) * scale
+    for holding in holdings:
+        x, width = LEFT + (holding.start - first) * scale, (holding.end - holding.start) * scale
         bars = "".join(
-            f"M{x:.2f} {TOP + row * y:.2f}h{width:.2f}v{n * row:.2f}h-{width:.2f}z" for y, n in _runs(span, rows)
+            f"M{x:.2f} {TOP + row * y:.2f}h{width:.2f}v{n * row:.2f}h-{width:.2f}z" for y, n in _runs(holding, rows)
         )
-        what = f"{span.job}: {sum(map(len, span.placement.values()))} devices, {span.start:g} to {span.end:g} s"
-        drawn.append(f'<path d="{bars}" fill="{colors[span.job]}"><title>{escape(what)}</title></path>')
+        what = f"{holding.job}: {sum(map(len, holding.placement.values()))} devices, {holding.start:g} to "
+        what += f"{holding.end:g} s"
+        drawn.append(f'<path d="{bars}" fill="{colors[holding.job]}"><title>{escape(what)}</title></path>')
     drawn.append(f'<text class="label" x="{LEFT}" y="{bottom + 16:g}">{first:g} s</text>')
     drawn.append(f'<text class="label" x="{LEFT + WIDTH}" y="{bottom + 16:g}" text-anchor="end">{last:g} s</text>')
     size = f'width="{LEFT + WIDTH + 12}" height="{bottom + 26:g}"'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>', *drawn, "</svg>\n"])
 
 
-def _runs(span: Span, rows: dict[tuple[str, int], int]) -> Sequence[tuple[int, int]]:
-    """Neighbouring rows of a span's devices: the first, and how many."""
+def _runs(holding: Holding, rows: dict[tuple[str, int], int]) -> Sequence[tuple[int, int]]:
+    """Neighbouring rows of what is held: the first, and how many."""
     found: list[tuple[int, int]] = []
-    for number in sorted(rows[node, device] for node, devices in span.placement.items() for device in devices):
+    for number in sorted(rows[node, device] for node, devices in holding.placement.items() for device in devices):
         if found and sum(found[-1]) == number:
             found[-1] = (found[-1][0], found[-1][1] + 1)
         else:

@@ -19,7 +19,7 @@ from cjax.scheduler.replay.simulate import Setting
 from cjax.scheduler.replay.simulated import Model, SimulatedJob
 
 POLICIES = ("goodput", "fifo", "tiresias", "optimus")
-MORE = 2  # times the devices that a job ran on before, to which it may grow while it learns
+MORE = 4  # times the devices that a job ran on before, to which it may grow while it learns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def all_speeds(model: Model, per_node: int, sizes: tuple[int, ...]) -> list[Spee
 
 
 def learned_table(job: SimulatedJob, room: Mapping[int, int]) -> SpeedTable:
-    """What a job believes: the goodput of its best way at each size up to twice what it ran on."""
+    """What a job believes: the goodput of its best way at each size up to so many times what it ran on."""
     assert job.learned is not None, "it learns"
     base = job.model.base_batch
     sizes = job.model.sizes(room)

@@ -6,11 +6,14 @@ from numpy.typing import NDArray
 from cjax.scheduler.replay.measured import Shape, Way
 
 Floats = NDArray[np.float64]
-MORE_BETWEEN_NODES = 1.1  # waiting between nodes, times that within one, before anything was seen of it
+# Of waiting for other devices, before any was seen: within a node, as a share of a pass; between nodes, times that
+# within one.
+WITHIN_NODE = 0.0
+BETWEEN_NODES = 3.0
 
 
 class LearnedTimes:
-    """What is believed of a job's steps. What was never seen is taken to be as good as it can be, so that it is tried.
+    """What is believed of a job's steps. What was never seen is taken to be as it mostly is.
 
     A pass takes a constant and a part that grows with its rows; of a single number of rows, half of each. Waiting for
     the other devices has a constant, and a part that grows with their number beyond two; within a node it is another
@@ -64,7 +67,8 @@ class LearnedTimes:
             return 0.0
         seen = self._waits[between]
         if not seen:
-            return MORE_BETWEEN_NODES * self._wait(False, devices) if between else 0.0
+            shortest = min(self._passes.values())
+            return BETWEEN_NODES * self._wait(False, devices) if between else WITHIN_NODE * shortest
         if len(seen) == 1:
             return next(iter(seen.values()))
         numbers = np.array(sorted(seen))

@@ -11,7 +11,7 @@ from cjax.scheduler.replay.simulated import SimulatedJob, Submission
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class Holding:
     """Who held what, from when to when."""
 
     job: str
@@ -21,7 +21,7 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class Replayed:
     """What came of a workload.
 
     Attributes:
@@ -29,14 +29,14 @@ class Outcome:
         makespan: seconds from the first submission to the last end.
         utilisation: share of the device-seconds until then that were held.
         restarts: of each job, its first start not among them.
-        spans: who held what.
+        holdings: who held what.
     """
 
     seconds: dict[str, float]
     makespan: float
     utilisation: float
     restarts: dict[str, int]
-    spans: tuple[Span, ...]
+    holdings: tuple[Holding, ...]
 
     @property
     def mean(self) -> float:
@@ -65,7 +65,7 @@ class Setting:
 
 def simulate(
     submissions: Sequence[Submission], nodes: Nodes, setting: Setting, *, period: float = 60.0, restart: float = 30.0
-) -> Outcome:
+) -> Replayed:
     """What a policy, asked every `period` seconds, does with the jobs; each start and change costs one `restart`.
 
     Raises:
@@ -75,7 +75,7 @@ def simulate(
     active: list[SimulatedJob] = []
     ended: list[SimulatedJob] = []
     current: Allocation = {}
-    spans = _Spans()
+    holdings = _Holdings()
     now = math.floor(coming[0].time / period) * period
     while coming or active:
         now += period
@@ -86,7 +86,7 @@ def simulate(
             active[-1].advance(now)
         for job in active:
             if job.end is not None:
-                spans.change(job.submission.name, None, job.end)
+                holdings.change(job.submission.name, None, job.end)
                 ended.append(job)
         active = [job for job in active if job.end is None]
         current = {job.submission.name: job.placement for job in active if job.placement}
@@ -99,34 +99,34 @@ def simulate(
         for job in active:
             name = job.submission.name
             if given.get(name, {}) != job.placement:
-                spans.change(name, given.get(name), now)
+                holdings.change(name, given.get(name), now)
                 job.place(given.get(name))
-    return _outcome(ended, nodes, spans.done)
+    return _outcome(ended, nodes, holdings.done)
 
 
-class _Spans:
+class _Holdings:
     """Kept as placements change."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[Placement, float]] = {}
-        self.done: list[Span] = []
+        self.done: list[Holding] = []
 
     def change(self, name: str, placement: Placement | None, now: float) -> None:
         if name in self._held:
             before, start = self._held.pop(name)
-            self.done.append(Span(name, before, start, now))
+            self.done.append(Holding(name, before, start, now))
         if placement:
             self._held[name] = (placement, now)
 
 
-def _outcome(jobs: Sequence[SimulatedJob], nodes: Nodes, spans: Sequence[Span]) -> Outcome:
+def _outcome(jobs: Sequence[SimulatedJob], nodes: Nodes, holdings: Sequence[Holding]) -> Replayed:
     ends = {job.submission.name: job.end or math.inf for job in jobs}
     first = min(job.submission.time for job in jobs)
     makespan = max(ends.values()) - first
-    return Outcome(
+    return Replayed(
         {job.submission.name: ends[job.submission.name] - job.submission.time for job in jobs},
         makespan,
         sum(job.service for job in jobs) / (makespan * sum(nodes.values())),
         {job.submission.name: job.num_restarts for job in jobs},
-        tuple(spans),
+        tuple(holdings),
     )

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from cjax.scheduler.policy.choose import Picked, choose, knapsack
+from cjax.scheduler.policy.choose import PickedSizes, choose, knapsack
 from cjax.scheduler.policy.job import Job, Speed, SpeedTable
 from cjax.scheduler.policy.worth import Worth, hull, worth_of
 
@@ -37,7 +37,7 @@ def test_the_table_finds_the_largest_sum(seed: int) -> None:
 def test_a_size_for_which_there_is_no_room_gives_way_to_the_next_below() -> None:
     table = SpeedTable([Speed(1, 1.0), Speed(2, 2.0), Speed(3, 9.0)])
     worths = [worth_of(Job(name, table, work_left=1e6, restart=0.0), 0, {4: 1}) for name in "ab"]
-    picked = Picked(worths, {4: 1}, {})
+    picked = PickedSizes(worths, {4: 1}, {})
     assert picked.raise_to(0, 3) and picked.raise_to(1, 3)
     assert [picked.size(0), picked.size(1)] == [3, 1]
     assert not picked.raise_to(1, 2)

@@ -8,14 +8,14 @@ from scheduler.replay.logs import write_log, write_tables
 from cjax.scheduler.policy.job import size_of
 from cjax.scheduler.replay.gantt import gantt_of
 from cjax.scheduler.replay.knowledge import Knowledge, setting_of
-from cjax.scheduler.replay.simulate import Outcome, simulate
+from cjax.scheduler.replay.simulate import Replayed, simulate
 from cjax.scheduler.replay.workload import Library, read_workload
 
 NODES = {"a": 2, "b": 2}
 FOUR = {"a": 4}
 
 
-def replayed(path: Path, policy: str, knowledge: Knowledge = Knowledge(), **more: float) -> Outcome:  # noqa: B008
+def replayed(path: Path, policy: str, knowledge: Knowledge = Knowledge(), **more: float) -> Replayed:  # noqa: B008
     return simulate(read_workload(path, path.parent / "speeds.csv"), FOUR, setting_of(policy, FOUR, knowledge), **more)
 
 
@@ -33,11 +33,11 @@ def test_fifo_by_hand(tmp_path: Path) -> None:
 
 def test_devices_are_held_once_at_a_time(tmp_path: Path) -> None:
     for policy in ("fifo", "goodput", "tiresias", "optimus"):
-        spans = replayed(write_log(tmp_path), policy).spans
-        for index, span in enumerate(spans):
-            for other in spans[:index]:
-                if span.start < other.end and other.start < span.end:
-                    shared = {n: set(d) & set(other.placement.get(n, ())) for n, d in span.placement.items()}
+        holdings = replayed(write_log(tmp_path), policy).holdings
+        for index, holding in enumerate(holdings):
+            for other in holdings[:index]:
+                if holding.start < other.end and other.start < holding.end:
+                    shared = {n: set(d) & set(other.placement.get(n, ())) for n, d in holding.placement.items()}
                     assert not any(shared.values())
 
 
@@ -45,7 +45,7 @@ def test_goodput_resizes_and_is_quicker(tmp_path: Path) -> None:
     path = write_log(tmp_path)
     outcome = replayed(path, "goodput")
     assert outcome.mean < replayed(path, "fifo").mean
-    assert {size_of(span.placement) for span in outcome.spans if span.job == "a"} - {2}
+    assert {size_of(holding.placement) for holding in outcome.holdings if holding.job == "a"} - {2}
     assert replayed(path, "goodput", restart=0.0).mean < outcome.mean
     assert replayed(path, "goodput", Knowledge(work=False)).mean >= outcome.mean
 
@@ -60,7 +60,7 @@ def test_a_job_that_no_node_has_room_for_is_named(tmp_path: Path) -> None:
 def test_the_chart_has_every_span(tmp_path: Path) -> None:
     outcome = replayed(write_log(tmp_path), "goodput")
     picture = gantt_of(outcome, FOUR)
-    assert picture.count("<title>") == len(outcome.spans) and "d: 2 devices" in picture
+    assert picture.count("<title>") == len(outcome.holdings) and "d: 2 devices" in picture
 
 
 def test_published_tables_are_read_and_learned(tmp_path: Path) -> None:
