@@ -43,3 +43,15 @@ def test_a_size_for_which_there_is_no_room_gives_way_to_the_next_below() -> None
     assert not picked.raise_to(1, 2)
     assert sorted(choose(worths, {4: 1}).values()) == [1, 3]
     assert choose(worths, {4: 1}, {"b": 2})["b"] == 2
+
+
+def test_what_is_free_goes_to_whom_it_adds_most_and_nobody_takes_what_adds_nothing() -> None:
+    tables = {"a": [1.0, 1.1, 1.2], "b": [1.0, 0.9, 9.0]}
+    worths = [
+        worth_of(Job(name, SpeedTable([Speed(n, v) for n, v in enumerate(values, 1)]), work_left=1e6), 0, {4: 1})
+        for name, values in tables.items()
+    ]
+    picked = PickedSizes(worths, {4: 1}, {"a": 2, "b": 1})
+    assert not picked.raise_to(1, 3)  # three are too many, and two are worth less than one
+    picked.fill()
+    assert [picked.size(0), picked.size(1), picked.free] == [3, 1, 0]

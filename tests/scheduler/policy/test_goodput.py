@@ -1,13 +1,16 @@
 """Laws of the goodput policy, on random clusters; and its sums beside those of a solver."""
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from scheduler.policy.clusters import clusters
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from cjax.scheduler.policy import choose
 from cjax.scheduler.policy.baselines import free_devices
 from cjax.scheduler.policy.goodput import allocate, standing, total
 from cjax.scheduler.policy.job import Allocation, Job, Nodes, Placement, Speed, SpeedTable, size_of
@@ -39,10 +42,11 @@ def test_no_device_is_given_twice_and_ranges_are_kept(cluster: Cluster) -> None:
 
 
 @LAW
-@given(clusters())
-def test_what_changes_pays_for_its_restarts(cluster: Cluster) -> None:
+@given(clusters(), st.booleans())
+def test_what_changes_pays_for_its_restarts(cluster: Cluster, is_small: bool) -> None:
     jobs, nodes, current = cluster
-    given_ = allocate(jobs, nodes, current, 0.0)
+    with mock.patch.object(choose, "MOST_CHOICES", choose.MOST_CHOICES if is_small else 0):
+        given_ = allocate(jobs, nodes, current, 0.0)
     worths = worths_of(jobs, nodes, current)
     allowed = {w.job.name for w in worths if w.held in w.sizes}
     kept = {name: placement for name, placement in current.items() if name in allowed}
@@ -111,6 +115,27 @@ def test_a_growth_that_the_restart_eats_is_left_alone() -> None:
     assert size_of(allocate([job], {"node": 4}, held, 0.0)["job"]) == 4
     # Near its end, the same growth does not pay any more.
     assert allocate([dataclasses.replace(job, work_left=60.0)], {"node": 4}, held, 0.0) == held
+
+
+def test_nobody_moves_for_what_is_worth_less_than_the_move() -> None:
+    one, four = SpeedTable([Speed(1, 1.0)]), SpeedTable([Speed(4, 1.0)])
+    jobs = [Job(name, one, work_left=1e3, restart=300.0) for name in "ab"]
+    held = {"a": {"x": (0,)}, "b": {"y": (0,)}}
+    nodes = {"x": 4, "y": 4}
+    assert allocate([*jobs, Job("c", four, work_left=1e6, least=4)], nodes, held, 0.0) == held
+    assert "c" in allocate([*jobs, Job("c", four, work_left=1e3, least=4)], nodes, held, 0.0)
+    # Beside who stays, there is room for who is small enough.
+    more = allocate([*jobs, Job("c", four, work_left=1e6, least=4), Job("d", one, work_left=1e6)], nodes, held, 0.0)
+    assert set(more) == {"a", "b", "d"} and more["a"] == held["a"]
+
+
+def test_greedy_steps_alone_do_not_undo_what_is_better() -> None:
+    """A step up the steepest hull leaves no room for two that together are worth more, and that run already."""
+    jobs = [Job(name, SpeedTable([Speed(2, 2.0)]), work_left=1e6) for name in "ab"]
+    steep = Job("c", SpeedTable([Speed(3, 4.0)]), work_left=1e6, restart=0.0)
+    held = {"a": {"x": (0, 1)}, "b": {"x": (2, 3)}}
+    with mock.patch.object(choose, "MOST_CHOICES", 0):
+        assert allocate([*jobs, steep], {"x": 4}, held, 0.0) == held
 
 
 def test_shorter_jobs_come_first_and_unknown_ones_by_what_they_have_behind_them() -> None:

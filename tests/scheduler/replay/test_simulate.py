@@ -27,6 +27,7 @@ def test_fifo_by_hand(tmp_path: Path) -> None:
     assert outcome.seconds["d"] == 1170 - 100
     assert outcome.seconds["c"] == 1200 + 30 + 40 - 100
     assert outcome.makespan == 1270 and set(outcome.restarts.values()) == {0}
+    assert [holding.end for holding in outcome.holdings if holding.job == "a"] == [423]
     held = 2 * (423 - 60) + (210 - 60) + 2 * (1170 - 240) + 4 * (1270 - 1200)
     assert outcome.utilisation == pytest.approx(held / (4 * 1270))
 
