@@ -14,16 +14,22 @@ from cjax.scheduler.policy.worth import Worth
 MOST_CHOICES = 4000
 
 
-def choose(worths: Sequence[Worth], nodes: Mapping[int, int], kept: Mapping[str, int] | None = None) -> dict[str, int]:
+def choose(
+    worths: Sequence[Worth],
+    nodes: Mapping[int, int],
+    kept: Mapping[str, int] | None = None,
+    steps: Sequence["Rise"] | None = None,
+) -> dict[str, int]:
     """A size for each job, 0 for who waits.
 
     Args:
         worths: of the jobs.
         nodes: how many there are of each size.
         kept: sizes that no job goes below, if the others are to come out of what is free beside them.
+        steps: `steps_of(worths)`, if they are known: of a thousand jobs, they are most of the time.
     """
     picked = PickedSizes(worths, nodes, kept or {})
-    for step in sorted(_steps(worths)):
+    for step in steps_of(worths) if steps is None else steps:
         if not picked.free:
             break
         picked.raise_to(step.job, step.at)
@@ -65,7 +71,7 @@ def knapsack(worths: Sequence[Worth], room: int) -> list[int]:
     return found[::-1]
 
 
-class _Step(NamedTuple):
+class Rise(NamedTuple):
     """From one corner of a job's hull to the next."""
 
     loss: float  # what each further device adds, below 0, so that the steepest step is the least
@@ -73,11 +79,14 @@ class _Step(NamedTuple):
     at: int
 
 
-def _steps(worths: Sequence[Worth]) -> Iterator[_Step]:
+def steps_of(worths: Sequence[Worth]) -> list[Rise]:
+    """Of all jobs, the steepest first."""
+    found = []
     for index, worth in enumerate(worths):
         for before, after in zip(worth.corners, worth.corners[1:], strict=False):
             gain = worth.values[after] - worth.values[before]
-            yield _Step(-gain / (worth.sizes[after] - worth.sizes[before]), index, after)
+            found.append(Rise(-gain / (worth.sizes[after] - worth.sizes[before]), index, after))
+    return sorted(found)
 
 
 class PickedSizes:

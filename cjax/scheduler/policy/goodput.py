@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cjax.scheduler.policy.choose import choose
+from cjax.scheduler.policy.choose import choose, steps_of
 from cjax.scheduler.policy.job import Allocation, Job, Nodes, Placement, size_of
 from cjax.scheduler.policy.packing import counted, fits, place, place_beside, rooms
 from cjax.scheduler.policy.worth import RULES, Rules, Worth, worth_of
@@ -32,9 +32,10 @@ def allocate(
     room = rooms(nodes)
     worths = [worth_of(job, size_of(current.get(job.name)), room, rules) for job in jobs]
     there = {worth.job.name: worth.held for worth in worths if worth.held in worth.sizes[1:]}
-    options = [place(choose(worths, room), nodes, current)]
+    steps = steps_of(worths)
+    options = [place(choose(worths, room, steps=steps), nodes, current)]
     if fits(counted(there.values()), room):
-        stayed = place(choose(worths, room, there), nodes, current)
+        stayed = place(choose(worths, room, there, steps), nodes, current)
         options.append(stayed)
         if any(size_of(stayed[name]) == size and stayed[name] != current[name] for name, size in there.items()):
             # Room for more is made by moving somebody, which may cost more than it brings.
