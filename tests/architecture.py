@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first. A room may import rooms of its own floor (as long as no circle comes of it) and of the floors below.
 FLOORS = (
-    ("jax_compat", "tree", "cards", "plan", "cluster", "job"),
+    ("jax_compat", "tree", "cards", "plan", "cluster", "job", "scheduler"),
     ("mesh",),
     ("trace",),
     ("sharding", "pipeline"),
@@ -43,12 +43,20 @@ SUBROOMS = {
     "sharding": (("storage",), ("products",), ("layout", "attention"), ("apart",), ("place",)),
     "planner": (("",), ("costs", "reading"), ("choice",)),
     "models": (("",), ("transformers",)),
+    "scheduler": (("policy",), ("replay",)),
     "data": (("",), ("text", "images"), ("tasks",)),
 }  # fmt: skip
 SUBFLOOR_OF = {
     (room, folder): floor for room, floors in SUBROOMS.items() for floor, names in enumerate(floors) for folder in names
 }
-LEAVES = ("jax_compat", "tree", "cards", "job", "models/past")  # import nothing of the house but files of their own
+LEAVES = (
+    "jax_compat",
+    "tree",
+    "cards",
+    "job",
+    "scheduler",
+    "models/past",
+)  # import nothing of the house but files of their own
 # Stand beside the house: import nothing of it, may be imported by its top floors.
 BESIDE = ("models", "optim", "attention")
 # Never import each other in either direction.

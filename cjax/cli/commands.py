@@ -7,6 +7,7 @@ from cjax.cli.generate import Generate
 from cjax.cli.inspect import Inspect
 from cjax.cli.job import Resize, StatusCommand
 from cjax.cli.plan import PlanCommand
+from cjax.cli.replay import ReplayCommand
 from cjax.cli.report import ReportCommand
 from cjax.cli.run import Run
 from cjax.cli.train import Train
@@ -18,6 +19,7 @@ COMMANDS = {
     "run": Run,
     "status": StatusCommand,
     "resize": Resize,
+    "replay": ReplayCommand,
     "check": Check,
     "check-model": CheckModel,
     "inspect": Inspect,

@@ -1,0 +1,132 @@
+"""A workload under a policy: rounds, restarts, and what came of them."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cjax.scheduler.policy.job import Allocation, Job, Nodes, Placement, Policy
+from cjax.scheduler.replay.simulated import SimulatedJob, Submission
+
+
+@dataclasses.dataclass(frozen=True)
+class Holding:
+    """Who held what, from when to when."""
+
+    job: str
+    placement: Placement
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Replayed:
+    """What came of a workload.
+
+    Attributes:
+        seconds: of each job from its submission to its end.
+        makespan: seconds from the first submission to the last end.
+        utilisation: share of the device-seconds until then that were held.
+        restarts: of each job, its first start not among them.
+        holdings: who held what.
+    """
+
+    seconds: dict[str, float]
+    makespan: float
+    utilisation: float
+    restarts: dict[str, int]
+    holdings: tuple[Holding, ...]
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(list(self.seconds.values())))
+
+    def quantile(self, share: float) -> float:
+        return float(np.quantile(list(self.seconds.values()), share))
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How jobs are simulated under a policy.
+
+    Attributes:
+        policy: the policy.
+        told: what it is told of a job.
+        adapts: whether jobs choose their batch.
+        learns: whether they know of their speeds only what they ran.
+    """
+
+    policy: Policy
+    told: Callable[[SimulatedJob], Job]
+    adapts: bool = False
+    learns: bool = False
+
+
+def simulate(
+    submissions: Sequence[Submission], nodes: Nodes, setting: Setting, *, period: float = 60.0, restart: float = 30.0
+) -> Replayed:
+    """What a policy, asked every `period` seconds, does with the jobs; each start and change costs one `restart`.
+
+    Raises:
+        ValueError: jobs wait that no policy gives a device any more.
+    """
+    coming = sorted(submissions, key=lambda submission: submission.time)
+    active: list[SimulatedJob] = []
+    ended: list[SimulatedJob] = []
+    current: Allocation = {}
+    holdings = _Holdings()
+    now = math.floor(coming[0].time / period) * period
+    while coming or active:
+        now += period
+        for job in active:
+            job.advance(now)
+        while coming and coming[0].time <= now:
+            active.append(SimulatedJob(coming.pop(0), setting.adapts, restart, setting.learns))
+            active[-1].advance(now)
+        for job in active:
+            if job.end is not None:
+                holdings.change(job.submission.name, None, job.end)
+                ended.append(job)
+        active = [job for job in active if job.end is None]
+        current = {job.submission.name: job.placement for job in active if job.placement}
+        if not active:
+            continue
+        given = setting.policy([setting.told(job) for job in active], nodes, current, now)
+        if not given and not coming:
+            waiting = ", ".join(job.submission.name for job in active)
+            raise ValueError(f"{waiting} would wait for ever: no size that they may have goes onto these nodes")
+        for job in active:
+            name = job.submission.name
+            if given.get(name, {}) != job.placement:
+                holdings.change(name, given.get(name), now)
+                job.place(given.get(name))
+    return _outcome(ended, nodes, holdings.done)
+
+
+class _Holdings:
+    """Kept as placements change."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[Placement, float]] = {}
+        self.done: list[Holding] = []
+
+    def change(self, name: str, placement: Placement | None, now: float) -> None:
+        if name in self._held:
+            before, start = self._held.pop(name)
+            self.done.append(Holding(name, before, start, now))
+        if placement:
+            self._held[name] = (placement, now)
+
+
+def _outcome(jobs: Sequence[SimulatedJob], nodes: Nodes, holdings: Sequence[Holding]) -> Replayed:
+    ends = {job.submission.name: job.end or math.inf for job in jobs}
+    first = min(job.submission.time for job in jobs)
+    makespan = max(ends.values()) - first
+    return Replayed(
+        {job.submission.name: ends[job.submission.name] - job.submission.time for job in jobs},
+        makespan,
+        sum(job.service for job in jobs) / (makespan * sum(nodes.values())),
+        {job.submission.name: job.num_restarts for job in jobs},
+        tuple(holdings),
+    )
