@@ -277,7 +277,7 @@ class _Plans:
         short = full.copy()
         if not lengths:
             return full, short
-        head = last.forward.flops / np.maximum(layer.forward.flops, 1.0)
+        head = last.forward.flops / np.maximum(layer.forward.flops, 1.0) * (not self._split.in_lockstep)
         columns = np.stack([table.pipeline, self._schedule, self._chunks])
         for stages, schedule, chunks in np.unique(columns, axis=1).T:
             rows = (columns.T == (stages, schedule, chunks)).all(axis=1)

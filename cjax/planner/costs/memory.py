@@ -280,7 +280,7 @@ class _Memory:
         lengths = tuple(self.work.parts[at].repeats for at in self.stacks)
         found = np.zeros((4, max(count, 1), len(table)))
         columns = np.stack([table.schedule, table.pipeline, table.microbatches, table.chunks])
-        head = _head(self.work, self.stacks)
+        head = 0.0 if self.split.in_lockstep else _head(self.work, self.stacks)
         kinds, place = np.unique(columns, axis=1, return_inverse=True)
         order = np.argsort(place.reshape(-1), kind="stable")
         ends = np.cumsum(np.bincount(place.reshape(-1), minlength=kinds.shape[1]))

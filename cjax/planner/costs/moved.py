@@ -274,7 +274,7 @@ def to_optimizer(work: Work, split: WorkSplit, table: PlanTable) -> np.ndarray:
     if not stacks or not (table.pipeline > 1).any():
         return found
     part = work.parts[stacks[-1]]
-    head = sum(map(_forward, work.parts[stacks[-1] + 1 :])) / max(1, _forward(part))
+    head = 0.0 if split.in_lockstep else sum(map(_forward, work.parts[stacks[-1] + 1 :])) / max(1, _forward(part))
     each = sum(
         held.elements * weight.itemsize for weight, held in _weights(work, split)[stacks[-1]] if weight.is_trained
     )

@@ -8,6 +8,7 @@ import functools
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -106,6 +107,8 @@ def test_layers_go_to_the_optimizer_where_stages_have_unlike_numbers_of_them() -
     assert messages + layers + table == pytest.approx(row["GiB moved"]["pipe"], rel=0.02)
     even = moved(work, split_of_decoder(MEDIUM, work), PlanTable.of([Plan.parse("data=2 pipeline=2 microbatches=16")]))
     assert not even.layers, "of two stages both have twelve"
+    together = moved(work, replace(split_of_decoder(MEDIUM, work), in_lockstep=True), PlanTable.of([plan]))
+    assert not together.layers, "stages that all run the head have as many layers each"
 
 
 def test_a_fault_shows() -> None:
