@@ -209,7 +209,7 @@ def test_stages_that_take_all_branches_run_the_head_and_wait_only_for_the_ends_o
     assert head >= 6 * ROWS * LENGTH / 2 * GPT.vocab * GPT.hidden / 8 / H100.bf16_flops and ends > 0
     for outside, (one, _, four) in ((head, each.matmul), (ends, each.elementwise)):
         assert four - outside == pytest.approx((one - outside) / 4)
-    # F and B of a quarter of the layers in three ticks more than there are micro-batches; the head in no more than these.
+    # F and B of a quarter of the layers in three ticks more than there are micro-batches; the head in these alone.
     inside = (each.total - each.data - each.optimizer)[0] - head
     assert 0.8 < each.bubble[2] / (inside / 4 * 3 / 8) < 1
     alone = durations(work, dataclasses.replace(split, in_lockstep=False), table, H100, PURE)
