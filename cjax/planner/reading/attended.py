@@ -89,12 +89,15 @@ def _exchanged(
         yield "all-to-all", query + copies * (key + value) + out, forward, False
 
 
-def of_few_heads(attention: Attention, placed: PlacedTrace, scope: Scope) -> Iterator[tuple[Kind, float, bool, bool]]:
+def of_few_heads(
+    attention: Attention, placed: PlacedTrace, scope: Scope
+) -> Iterator[tuple[Kind, float, bool, bool | None]]:
     """What a tensor axis moves of an attention whose keys have fewer heads than it has devices: a kind, the numbers
-    that a device receives, whether in the forward pass, whether in float32 in any case.
+    that a device receives, whether in the forward pass, and `is_kept` of its move.
 
-    A head of keys and its group of queries share the axis, which no spec can say: scores are asked for whole, and so is
-    the gradient of queries. Devices with the same head add up what they have of its gradient, and all get those of all.
+    A head of keys and its group of queries share the axis, which no spec can say: scores that are saved are gathered
+    whole, or where they are not, queries and keys, and so is the gradient of queries. Devices with the same head add up
+    what they have of its gradient, and all get those of all.
     """
     size = placed.layout.axis_sizes.get(TENSOR, 1)
     if placed.layout.grid is not None or size == 1:
@@ -109,10 +112,13 @@ def of_few_heads(attention: Attention, placed: PlacedTrace, scope: Scope) -> Ite
     if not 1 < heads < size or size % heads:
         return
     scores, queries, keys = (placed.local(node.var, scope) for node in (attention.scores, attention.query, key))
+    ready = queries * (size - 1) / size
     yield "all-gather", scores * (size - 1) / size, True, True
-    yield "all-gather", queries * (size - 1) / size, False, False
-    yield "all-reduce", 2 * keys / heads * (1 - heads / size), False, False
-    yield "all-gather", keys * (heads - 1) / heads, False, False
+    yield "all-gather", ready, True, False
+    yield "all-gather", keys * (heads - 1) / heads, True, False
+    yield "all-gather", ready, False, None
+    yield "all-reduce", 2 * keys / heads * (1 - heads / size), False, None
+    yield "all-gather", keys * (heads - 1) / heads, False, None
 
 
 def _heads(attention: Attention, placed: PlacedTrace, scope: Scope) -> int:

@@ -120,8 +120,9 @@ class Moves:
                 if self.sequence.mode == "ring":
                     self.rings.append(ring_of(step.of, self.sequence.size))
                 return
-            for kind, elements, forward, wide in of_few_heads(step.of, self.placed, step.scope):
-                self.found.append(AxisMove(kind, (TENSOR,), elements * body.times, forward, wide, body.times))
+            for kind, elements, forward, is_kept in of_few_heads(step.of, self.placed, step.scope):
+                amount = elements * body.times
+                self.found.append(AxisMove(kind, (TENSOR,), amount, forward, count=body.times, is_kept=is_kept))
             yield from self._gradients(step, step.of.group.ins, step.of.group.outs[0], at, True)
             return
         eqn, scope = step.of, step.scope
