@@ -242,7 +242,7 @@ def _cases() -> list[Case]:
         ("gpt2-medium b32", lambda: gpt("gpt2-medium", 32), "a100:4", [
             "data=2 tensor=2 precision=bfloat16", "microbatches=4 zero=1 precision=bfloat16", "zero=2",
             "microbatches=2 zero=3 precision=bfloat16", "zero=3 precision=bfloat16 remat=dots",
-            "data=2 tensor=2 sequence=gather zero=1 microbatches=2 precision=bfloat16",
+            "data=2 tensor=2 sequence=gather zero=1 microbatches=2 precision=bfloat16", "tensor=4",
         ]),
         ("gpt2-xl b64", lambda: gpt("gpt2-xl", 64), "h100:8", [
             "precision=bfloat16", "zero=1 precision=bfloat16 remat=dots", "zero=3 precision=bfloat16",
@@ -262,13 +262,14 @@ def _cases() -> list[Case]:
         ]),
         ("bert-large b64", lambda: bert("bert-large", 64), "a100:4", [
             "precision=bfloat16", "zero=1 precision=float16", "tensor=4 precision=bfloat16", "remat=block",
-            "pipeline=1f1b:4 microbatches=8 precision=bfloat16",
+            "pipeline=1f1b:4 microbatches=8 precision=bfloat16", "zero=2 microbatches=4 precision=bfloat16",
         ]),
         ("bert-base padded b64", lambda: bert("bert-base", 64, padded=True, dropout=0.1), "h100:2", [
             "precision=bfloat16", "zero=2 microbatches=4", "zero=3 precision=bfloat16 remat=block",
         ]),
         ("vit-l16 b256", lambda: vit("vit-l16", 256), "a100:4", [
             "precision=bfloat16", "zero=1 precision=bfloat16 remat=dots", "tensor=2 precision=bfloat16", "zero=3",
+            "pipeline=1f1b:4 microbatches=8 precision=bfloat16",
         ]),
         ("vit-h14 b512", lambda: vit("vit-h14", 512), "h100:8", [
             "zero=3 precision=bfloat16", "microbatches=4 zero=1 precision=bfloat16",
@@ -276,6 +277,8 @@ def _cases() -> list[Case]:
         ("t5-base b64", lambda: t5("t5-base", 64), "a100:4", [
             "precision=bfloat16", "zero=1", "tensor=4 precision=bfloat16", "zero=3 precision=bfloat16",
             "zero=2 microbatches=4 precision=bfloat16 remat=block",
+            "pipeline=gpipe:4 microbatches=4 precision=bfloat16",
+            "data=2 pipeline=1f1b:2 microbatches=4 zero=1 precision=bfloat16 remat=block",
         ]),
         ("t5-3b b32", lambda: t5("t5-3b", 32), "h100:8", [
             "zero=3 precision=bfloat16 remat=block", "pipeline=1f1b:4 microbatches=8 precision=bfloat16",
@@ -283,6 +286,8 @@ def _cases() -> list[Case]:
         ("llama-2-7b b32", lambda: llama("llama-2-7b", 32), "h100:16", [
             "zero=3 precision=bfloat16", "zero=3 precision=bfloat16 remat=dots", "tensor=8 zero=1 precision=bfloat16",
             "sequence=ring:4 zero=3 precision=bfloat16",
+            "data=2 tensor=2 pipeline=1f1b:4 microbatches=8 zero=1 precision=bfloat16",
+            "data=2 sequence=ring:4 pipeline=1f1b:2 microbatches=8 zero=1 precision=bfloat16 remat=dots",
         ]),
         ("llama-3-8b b32", lambda: llama("llama-3-8b", 32, 4096), "h200:16", [
             "zero=3 precision=bfloat16 remat=block", "tensor=4 zero=2 microbatches=4 precision=bfloat16",
@@ -295,6 +300,8 @@ def _cases() -> list[Case]:
         ("moe 8x b32", lambda: moe(32), "h100:4", [
             "precision=bfloat16", "zero=3 precision=bfloat16", "tensor=4 precision=bfloat16",
             "zero=1 precision=bfloat16 remat=block", "zero=3 precision=bfloat16 remat=block",
+            "pipeline=1f1b:4 microbatches=8 precision=bfloat16", "zero=2 microbatches=4 precision=bfloat16",
+            "data=2 tensor=2 zero=1 precision=bfloat16",
         ]),
         ("gpt3-175b b64", lambda: gpt("gpt3-175b", 64, 2048), "h100:64", [
             "pipeline=1f1b:8 microbatches=32 tensor=8 precision=bfloat16 remat=dots",

@@ -111,7 +111,9 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
     if table is not None:
         _check_table(table, plan, len(stacks))
     lengths = [stack.length for stack in stacks]
-    return Line(stacks, schedule, partition(lengths, schedule.route, _head(trace, stacks[-1])), plan.in_lockstep)
+    # Stages in lockstep all run what comes after the layers: to have fewer of these would not help the last one.
+    head = 0.0 if plan.in_lockstep else _head(trace, stacks[-1])
+    return Line(stacks, schedule, partition(lengths, schedule.route, head), plan.in_lockstep)
 
 
 def _head(trace: Trace, last: LayerStack) -> float:

@@ -205,6 +205,7 @@ class AxisMove:
       is_remade: of the forward pass, whether to make a layer again under remat=block makes it again: not what only the
         next layer reads, as no derivative of this one needs it.
       is_outer: of a gather or a scatter, whether it is along the outermost dim: each member's part is one piece.
+      is_kept: where only plans move it under which layers save what it is of, or only those that make it again.
     """
 
     kind: Kind
@@ -216,6 +217,7 @@ class AxisMove:
     of_weights: bool = False
     is_remade: bool = True
     is_outer: bool = False
+    is_kept: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,16 @@ def test_axes(text: str, num_devices: int, axes: dict[str, int]) -> None:
     assert list(found.items()) == list(axes.items())  # outermost first: the order counts
 
 
+@pytest.mark.parametrize(
+    ("text", "together"),
+    [("", False), ("tensor=4", False), ("zero=3", False), ("sequence=ring:2", True), ("sequence=all_to_all:2", True),
+     ("tensor=4 sequence=gather", True), ("tensor=2d:4", True), ("tensor=2.5d:8/2", True), ("tensor=3d:8", True),
+     ("sequence=ring:1", False)],
+)  # fmt: skip
+def test_stages_whose_insides_have_permutes_go_together(text: str, together: bool) -> None:
+    assert Plan.parse(f"data=2 pipeline=2 microbatches=4 {text}").in_lockstep == together
+
+
 def test_zero_group_is_all_of_data_unless_given() -> None:
     assert Plan.parse("zero=3").resolve(8).zero_group == 8
     assert Plan.parse("zero=3/2 tensor=2").resolve(8).zero_group == 2

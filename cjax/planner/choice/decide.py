@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -128,9 +129,18 @@ def no_plan(planning: Planning, asked: Asked, found: Found) -> str:
     """Why nothing at all can share this batch: what would."""
     rows, num = min(_num_rows(planning.source), default=1), max(asked.num_devices)
     fixed = [] if str(asked.auto) == "auto" else [f"leave out words of {str(asked.auto)!r}"]
-    more = max(1, rows // num) * num
-    fewer = max((n for n in range(1, num + 1) if rows % n == 0), default=1)
-    instead = [f"{more} rows" if more != rows else f"{2 * more} rows", f"devices=jax.devices()[:{fewer}]", *fixed]
+    # By the words that are fixed: devices of one copy, copies if they are given, parts of what a copy is given.
+    words = asked.auto.fixed
+    unit = math.prod(words[name].size for name in ("tensor", "sequence", "pipeline") if name in words)
+    data, parts = words.get("data"), words.get("microbatches", 1)
+    instead = []
+    if num % unit == 0 and data in (None, num // unit):
+        share = num // unit * parts
+        more = max(1, rows // share) * share
+        instead.append(f"{more if more != rows else 2 * more} rows")
+    fewer = [n for n in range(num - 1, 0, -1) if n % unit == 0 and data in (None, n // unit)]
+    fewer = [n for n in fewer if rows % (n // unit * parts) == 0]
+    instead += [*(f"devices=jax.devices()[:{n}]" for n in fewer[:1]), *fixed]
     why = "; ".join(f"{words}: {reason.splitlines()[0]}" for words, reason in list(found.refused.items())[:3])
     return (
         f"plan={str(asked.auto)!r}: no plan shares {rows} rows over {num} devices"

@@ -13,7 +13,7 @@ from cjax.mesh import SEQUENCE
 from cjax.pipeline.partition import partition
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.compute import Computing, Pass
-from cjax.planner.costs.moved import handed, messages, moved, to_optimizer
+from cjax.planner.costs.moved import counts, handed, messages, moved, to_optimizer
 from cjax.planner.costs.transfers import Members, Receipt, group_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.profile import OUTER
@@ -186,7 +186,7 @@ class _Plans:
             there, back, again = there + f, back + b, again + a
             for move in self._split.moves[i]:
                 key = SEQUENCE if SEQUENCE in move.axes else "tensor", move.is_forward
-                moves[key] = moves[key] + self._moved(move) * times
+                moves[key] = moves[key] + self._moved(move) * (times * counts(move, self._table))
             held = held + self._split.held[i] * times
             gather = gather + self._gathered(self._work.parts[i], self._split.held[i]) * times
         exchanges = any(move.kind == "all-to-all" for i, _ in parts for move in self._split.moves[i])
@@ -277,7 +277,7 @@ class _Plans:
         short = full.copy()
         if not lengths:
             return full, short
-        head = last.forward.flops / np.maximum(layer.forward.flops, 1.0)
+        head = last.forward.flops / np.maximum(layer.forward.flops, 1.0) * (not self._split.in_lockstep)
         columns = np.stack([table.pipeline, self._schedule, self._chunks])
         for stages, schedule, chunks in np.unique(columns, axis=1).T:
             rows = (columns.T == (stages, schedule, chunks)).all(axis=1)

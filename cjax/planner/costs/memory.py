@@ -17,7 +17,7 @@ from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
 from cjax.planner.work import BATCH, Form, HeldWeight, Kept, NamedTensor, Work, WorkSplit, elements
 
 # Of what a step needs beside what is stored, what XLA leaves free between values of all sizes and lifetimes: more where
-# positions or grids make it move pieces of what layers read.
+# positions or grids make it move pieces of what layers read, or stages hand on what branches made.
 GAPS, GAPS_MOVED = 0.05, 0.08
 _ONE_D = {TENSOR, SEQUENCE}
 
@@ -141,19 +141,18 @@ class _Memory:
         table, over = self.table, self._zero_shares()
         weights, trained = self._weights()
         whole, state = weights.sum(0), trained.sum(0)
-        # Where ZeRO-1 and -2 gather rounded weights ahead of a step, those that are kept are in parts.
-        ahead = (table.zero > 0) & (table.zero < 3) & ~np.isin(table.precision, self.forms["float32"])
+        ahead = self._gathers_ahead()
         params = np.where(table.zero == 3, whole / over, np.where(ahead, whole - state + state / over, whole))
         optimizer = self.work.optimizer_bytes * np.where(table.zero >= 1, state / over, state)
         batch = self.work.batch_bytes / table.data
         grads = np.where(self.scattered, trained / over, trained)
         found = [self._whole_step(grads), self._pipeline(grads)]
         parts = [np.where(self.is_staged, b, a) for a, b in zip(*found, strict=True)]
-        gaps = GAPS_MOVED if self.moves_pieces else GAPS
+        gaps = np.where(self.is_staged | self.moves_pieces, GAPS_MOVED, GAPS)
         other = gaps * np.sum(parts, axis=0)
         grads, activations, working, sent = parts
         # They are there from the first micro-batch to the last.
-        working = working + np.where(ahead & (over > 1), state / 2, 0.0)
+        working = working + np.where(ahead, self._rounded(trained).sum(0), 0.0)
         return MemoryCost(params, optimizer, batch, grads, activations, working, sent, other)
 
     def _whole_step(self, grads: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -163,7 +162,9 @@ class _Memory:
         working, ahead = self._fullest(), self._each(lambda kept: kept.ahead)
         working[self.stacks] += self._partial()[self.stacks]
         sums = np.where(self.table.microbatches > 1, grads.sum(0), 0.0)
-        turned, of_layers = self._turned(grads), grads * (self._repeats() > 1)
+        # Gradients of what was rounded ahead come in its precision, and are added to wide sums.
+        made = np.where(self._gathers_ahead(), self._rounded(grads), grads)
+        turned, of_layers = self._turned(grads), made * (self._repeats() > 1)
         unscattered = self._unscattered()
         waiting = np.where(self.scattered, 0.0, self._each(lambda kept: kept.waiting))
         # What backward loops write is cleared in front of the first of them; before the loss, where that is in a loop
@@ -173,7 +174,7 @@ class _Memory:
         best = [zeros, zeros, zeros, zeros]
         for at, part in enumerate(self.work.parts):
             layers = of_layers.sum(0) if at <= last else np.where(is_early, of_layers.sum(0), 0.0)
-            mine = layers + (grads - of_layers)[at:].sum(0) + turned[at:].sum(0) + sums
+            mine = layers + (made - of_layers)[at:].sum(0) + turned[at:].sum(0) + sums
             held = saved[: at + (part.repeats > 1)].sum(0)
             # Of what comes after a stack, a gradient may wait until its layers' are made, or to be made itself.
             waits = np.maximum(unscattered[at:].max(0), waiting[at + 1 :].max(0, initial=0.0))
@@ -247,9 +248,21 @@ class _Memory:
         outside = [at for at in range(len(self.work.parts)) if at not in stacks]
         shared = grads[outside].sum(0)
         working = self._fullest()
-        inner = np.max(working[stacks], axis=0)
+        inner = np.max(working[stacks] + rows.saved * self._each(self._of_experts)[stacks], axis=0)
         outer = np.max(working[outside], axis=0, initial=0.0) + shared
-        return grads.sum(0), activations, np.maximum(inner, outer), sent
+        # Of several stacks XLA copies sums of gradients as well as what they saved: see `_places`.
+        copied = grads[stacks].sum(0) if len(stacks) > 1 else 0.0
+        return grads.sum(0) + copied, activations, np.maximum(inner, outer), sent
+
+    def _of_experts(self, kept: Kept) -> Iterable[NamedTensor]:
+        """What a layer saves for products of experts: all that stages keep of it is laid out anew for these."""
+        products = [each for part in self.work.parts for each in part.products if each.is_weight and each.batch]
+        experts = {name for each in products for name, _ in each.batch}
+        features = {name for each in products for name, _ in (*each.inner, *each.outer)}
+        for value in kept.staged:
+            names = {name for name, _ in value.dims}
+            if names & experts and names & features:
+                yield value
 
     # -- what a device keeps of the model --
     def _repeats(self) -> np.ndarray:
@@ -268,6 +281,21 @@ class _Memory:
         both = np.asarray(sizes, float)
         return both[:, :1] * layers, both[:, 1:] * layers
 
+    def _gathers_ahead(self) -> np.ndarray:
+        """Where ZeRO-1 and -2 gather rounded weights ahead of a step: those that are kept are in parts."""
+        is_low = ~np.isin(self.table.precision, self.forms["float32"])
+        return (self.table.zero > 0) & (self.table.zero < 3) & is_low & (self._zero_shares() > 1)
+
+    def _rounded(self, sizes: np.ndarray) -> np.ndarray:
+        """Of trained weights, by part and plan, what they come to in half precision where products read them."""
+        shares = []
+        for part in self.work.parts:
+            trained = [(w.times * elements(w.dims) * w.itemsize, w.is_multiplied) for w in part.weights if w.is_trained]
+            rounded = sum(size / 2 for size, is_multiplied in trained if is_multiplied)
+            kept = sum(size for size, is_multiplied in trained if not is_multiplied)
+            shares.append((rounded + kept) / max(1.0, sum(size for size, _ in trained)))
+        return sizes * np.asarray(shares)[:, None]
+
     def _zero_shares(self) -> np.ndarray:
         """Among how many devices ZeRO shares out a parameter."""
         inner = self.split.sizes.get(SEQUENCE, 1) * self.split.sizes.get(DEPTH, 1)
@@ -280,7 +308,7 @@ class _Memory:
         lengths = tuple(self.work.parts[at].repeats for at in self.stacks)
         found = np.zeros((4, max(count, 1), len(table)))
         columns = np.stack([table.schedule, table.pipeline, table.microbatches, table.chunks])
-        head = _head(self.work, self.stacks)
+        head = 0.0 if self.split.in_lockstep else _head(self.work, self.stacks)
         kinds, place = np.unique(columns, axis=1, return_inverse=True)
         order = np.argsort(place.reshape(-1), kind="stable")
         ends = np.cumsum(np.bincount(place.reshape(-1), minlength=kinds.shape[1]))

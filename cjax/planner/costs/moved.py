@@ -32,7 +32,7 @@ from cjax.mesh import DATA, DEPTH, PIPE, SEQUENCE, ZERO
 from cjax.pipeline.partition import partition
 from cjax.planner.costs.pipelines import ticks
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
-from cjax.planner.work import BATCH, HeldWeight, Part, Weight, Work, WorkSplit, elements
+from cjax.planner.work import BATCH, AxisMove, HeldWeight, Part, Weight, Work, WorkSplit, elements
 from cjax.sharding.layout.zero import SMALLEST
 
 Bytes = dict[str, np.ndarray]  # by mesh axes, as `data+sequence`
@@ -137,7 +137,7 @@ def _of_words(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half
             size = np.where(move.is_wide, 4, half)
             times = table.microbatches if move.of_weights else 1 / table.data
             again = (part.repeats > 1) & move.is_forward & move.is_remade
-            times = times * np.where(again & (table.remat == REMATS.index("block")), 2, 1)
+            times = times * np.where(again & (table.remat == REMATS.index("block")), 2, 1) * counts(move, table)
             to = found.sequence if SEQUENCE in move.axes else found.tensor
             _add(to, move.axes, move.elements * size * times * layers)
 
@@ -241,6 +241,12 @@ def _gathers(found: Moved, part: Part, weight: Weight, held: HeldWeight, case: _
     _add(found.parameters, case.zero_axes, needed * _share(case.group) * float(held.elements) * size * times)
 
 
+def counts(move: AxisMove, table: PlanTable) -> np.ndarray:
+    """Whether plans have a move at all, by how their layers come by what it is of."""
+    is_block = table.remat == REMATS.index("block")
+    return np.ones(len(table)) if move.is_kept is None else 1.0 * (is_block != move.is_kept)
+
+
 def handed(work: Work, split: WorkSplit, table: PlanTable) -> np.ndarray:
     """Bytes of a message from one stage to the next."""
     half = np.where(table.precision == PRECISIONS.index("float32"), 4, 2)
@@ -274,7 +280,7 @@ def to_optimizer(work: Work, split: WorkSplit, table: PlanTable) -> np.ndarray:
     if not stacks or not (table.pipeline > 1).any():
         return found
     part = work.parts[stacks[-1]]
-    head = sum(map(_forward, work.parts[stacks[-1] + 1 :])) / max(1, _forward(part))
+    head = 0.0 if split.in_lockstep else sum(map(_forward, work.parts[stacks[-1] + 1 :])) / max(1, _forward(part))
     each = sum(
         held.elements * weight.itemsize for weight, held in _weights(work, split)[stacks[-1]] if weight.is_trained
     )

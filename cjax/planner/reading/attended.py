@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cjax.mesh import SEQUENCE
+from cjax.mesh import SEQUENCE, TENSOR
 from cjax.plan import Sequence as SequencePlan
 from cjax.planner.reading.placed import PlacedTrace
 from cjax.planner.work import Kind, RingWork
@@ -87,6 +87,38 @@ def _exchanged(
     copies = size // math.gcd(heads, size)
     for forward in (True, False):
         yield "all-to-all", query + copies * (key + value) + out, forward, False
+
+
+def of_few_heads(
+    attention: Attention, placed: PlacedTrace, scope: Scope
+) -> Iterator[tuple[Kind, float, bool, bool | None]]:
+    """What a tensor axis moves of an attention whose keys have fewer heads than it has devices: a kind, the numbers
+    that a device receives, whether in the forward pass, and `is_kept` of its move.
+
+    A head of keys and its group of queries share the axis, which no spec can say: scores that are saved are gathered
+    whole, or where they are not, queries and keys, and so is the gradient of queries. Devices with the same head add up
+    what they have of its gradient, and all get those of all.
+    """
+    size = placed.layout.axis_sizes.get(TENSOR, 1)
+    if placed.layout.grid is not None or size == 1:
+        return
+    key, classes = attention.key, placed.trace.dims.of(attention.key.var, scope)
+    few = [
+        n
+        for label, c, n in zip(key.labels, classes, key.var.aval.shape, strict=True)
+        if label and attention.roles[label[0]] == "heads" and TENSOR in placed.layout.axes_of.get(c, ())
+    ]
+    heads = max(few, default=1)
+    if not 1 < heads < size or size % heads:
+        return
+    scores, queries, keys = (placed.local(node.var, scope) for node in (attention.scores, attention.query, key))
+    ready = queries * (size - 1) / size
+    yield "all-gather", scores * (size - 1) / size, True, True
+    yield "all-gather", ready, True, False
+    yield "all-gather", keys * (heads - 1) / heads, True, False
+    yield "all-gather", ready, False, None
+    yield "all-reduce", 2 * keys / heads * (1 - heads / size), False, None
+    yield "all-gather", keys * (heads - 1) / heads, False, None
 
 
 def _heads(attention: Attention, placed: PlacedTrace, scope: Scope) -> int:

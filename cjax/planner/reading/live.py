@@ -175,7 +175,8 @@ def _in_place(op: LiveOperation, made: list[Array], dying: list[Array]) -> tuple
         last = set(loop.last(op.writes))
         return [x for x in made if x in last], [x for x in dying if x.var in carried]
     if op.is_fused or facts_of(op.eqn).scatter or op.eqn.primitive.name == "dynamic_update_slice":
-        return made, dying
+        # What is scattered to may be made here as well, as zeros are.
+        return [x for x in made if x in op.writes], dying
     return [], []
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from jax.sharding import PartitionSpec
 
 from cjax.jax_compat.core import Atom, Equation, Literal, Var
-from cjax.mesh import SEQUENCE
+from cjax.mesh import SEQUENCE, TENSOR
 from cjax.plan import Sequence as SequencePlan
-from cjax.planner.reading.attended import over_positions, ring_of
+from cjax.planner.reading.attended import of_few_heads, over_positions, ring_of
 from cjax.planner.reading.derived import Derived, derived
 from cjax.planner.reading.placed import PlacedTrace
 from cjax.planner.reading.products import is_weight, operands_of
@@ -120,6 +120,9 @@ class Moves:
                 if self.sequence.mode == "ring":
                     self.rings.append(ring_of(step.of, self.sequence.size))
                 return
+            for kind, elements, forward, is_kept in of_few_heads(step.of, self.placed, step.scope):
+                amount = elements * body.times
+                self.found.append(AxisMove(kind, (TENSOR,), amount, forward, count=body.times, is_kept=is_kept))
             yield from self._gradients(step, step.of.group.ins, step.of.group.outs[0], at, True)
             return
         eqn, scope = step.of, step.scope

@@ -194,6 +194,28 @@ def test_more_micro_batches_shrink_the_bubble_and_the_slowest_stage_has_the_head
     assert shares[2] > 7 / (32 + 7) * 0.8
 
 
+def test_stages_that_take_all_branches_run_the_head_and_wait_only_for_the_ends_of_the_schedule() -> None:
+    """Of one, two and four stages in lockstep each computes the whole head, beside its share of the layers."""
+    spread, words = (
+        Sharing(tensor=8, is_split=True),
+        "data=2 precision=bfloat16 tensor=8 sequence=gather microbatches=8",
+    )
+    work = work_of_decoder(GPT, ROWS, LENGTH, spread)
+    table = PlanTable.of([Plan.parse(f"{words} pipeline=1f1b:{stages}") for stages in (1, 2, 4)])
+    split = split_of_decoder(GPT, work, spread)
+    each = durations(work, split, table, H100, PURE)
+    # What comes before and after the layers: two halves of the layers have it twice.
+    head, ends = (2 * two - one for one, two, _ in (each.matmul, each.elementwise))
+    assert head >= 6 * ROWS * LENGTH / 2 * GPT.vocab * GPT.hidden / 8 / H100.bf16_flops and ends > 0
+    for outside, (one, _, four) in ((head, each.matmul), (ends, each.elementwise)):
+        assert four - outside == pytest.approx((one - outside) / 4)
+    # F and B of a quarter of the layers in three ticks more than there are micro-batches; the head in these alone.
+    inside = (each.total - each.data - each.optimizer)[0] - head
+    assert 0.8 < each.bubble[2] / (inside / 4 * 3 / 8) < 1
+    alone = durations(work, dataclasses.replace(split, in_lockstep=False), table, H100, PURE)
+    assert alone.bubble[2] > each.bubble[2], "there only the last stage has the head, and all others wait for it"
+
+
 def test_messages_go_both_ways_in_each_tick_and_nothing_hides_them() -> None:
     """1F1B has m + 2 (p - 1) ticks; a message is a micro-batch's activation in two bytes."""
     each = of("data=16 pipeline=1f1b:2 microbatches=8", calibration=PURE)

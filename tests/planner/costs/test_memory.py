@@ -69,7 +69,7 @@ def test_as_xla_says(name: str) -> None:
 def test_every_pair_kept() -> None:
     errors = {name: error(name, found) for name, found in kept().items() if "peak" in found}
     sizes = np.abs(list(errors.values()))
-    assert len(errors) >= 70
+    assert len(errors) >= 85
     assert np.median(sizes) <= 0.05 and np.quantile(sizes, 0.9) <= 0.12, errors
     assert not {name: e for name, e in errors.items() if e < -0.03}
 
@@ -78,6 +78,34 @@ def test_every_pair_kept() -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_xla_says_what_is_kept(name: str) -> None:
     assert figures(CASES[name])["peak"] == pytest.approx(kept()[name]["peak"], rel=0.02)
+
+
+def grads(model: str, text: str, devices: str = "a100:4") -> float:
+    work, _ = read(model)
+    plan = Plan.parse(text).resolve(4)
+    return float(memory_of(work, splits(model)(plan), PlanTable.of([plan]), hardware(devices)).grads[0])
+
+
+def test_gradients_of_weights_that_are_rounded_ahead_are_half_as_large() -> None:
+    """A micro-batch's own, of the layers; the sums that they are added to are wide."""
+    work, _ = read("gpt2 b64")
+    layers = sum(
+        part.repeats * w.times * math.prod(size for _, size in w.dims) * 4.0
+        for part in work.parts if part.repeats > 1 for w in part.weights
+    )  # fmt: skip
+    words = "microbatches=4 precision=bfloat16"
+    whole, ahead = grads("gpt2 b64", words), grads("gpt2 b64", f"zero=1 {words}")
+    assert whole - ahead == pytest.approx(layers / 2, rel=0.02)
+    assert grads("gpt2 b64", "zero=1 microbatches=4") == pytest.approx(grads("gpt2 b64", "microbatches=4"))
+
+
+def test_stages_of_several_stacks_have_their_gradients_twice() -> None:
+    work, _ = read("t5-base b64")
+    each = [part.repeats * sum(math.prod(n for _, n in w.dims) * w.times * 4.0 for w in part.weights)
+            for part in work.parts]  # fmt: skip
+    stacked = sum(size for size, part in zip(each, work.parts, strict=True) if part.repeats > 1)
+    found = grads("t5-base b64", "data=2 pipeline=gpipe:2 microbatches=4 precision=bfloat16")
+    assert found == pytest.approx(2 * stacked / 2 + sum(each) - stacked, rel=0.01)
 
 
 def test_plans_are_columns() -> None:

@@ -8,32 +8,36 @@ import functools
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 import pytest
-from reading_cases import MODELS, PAIRS, captured
+from reading_cases import MODELS, PAIRS, SEQ, TEXT, captured
 
 import cjax
 from cjax.audit import audit
 from cjax.mesh import compile_lowered
+from cjax.models import Llama, llama_loss
+from cjax.models.llama import LlamaConfig
 from cjax.plan import Plan
 from cjax.planner.costs.moved import moved
 from cjax.planner.costs.transformer import Decoder, split_of_decoder, work_of_decoder
 from cjax.planner.reading.readings import Readings
 from cjax.planner.table import PlanTable
+from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
 
 LADDERS = Path(__file__).parents[3] / "docs/results/auto-ladder-2026-11-23.log"
 MEDIUM = Decoder(24, 1024, 16, 50257)
 AUDITED = Path(__file__).parent / "audited.json"
-# What is predicted too low, as XLA moves things to where its loops or reshapes want them, and why.
+# What is predicted too low, as XLA moves things to where its loops or reshapes want them, and why. All are of tables,
+# pixels or biases, once a step: up to 4 % of what these models of four layers move, and less of deep ones.
 KNOWN = {
-    ("gpt", "data=2 tensor=4 sequence=gather"): "parts of the positions, for the loss, come by all-to-alls over `data`",
+    ("gpt", "data=2 tensor=4 sequence=gather"): "what is looked up in the table comes by all-to-alls over `data`",
     ("llama", "data=2 tensor=4 sequence=gather"): "the same",
-    ("llama", "data=1 tensor=8"): "scores are gathered where four heads of keys meet eight devices",
     ("t5", "data=2 tensor=2d:4"): "gradients of the biases that all examples share are summed over these",
     ("gpt", "data=8 zero=3/4"): "a tied table's gradient is reduced whole over both axes, and cut",
     ("t5", "data=8 zero=1"): "the gradient of a table that is looked up twice is reduced whole, and cut",
@@ -106,6 +110,28 @@ def test_layers_go_to_the_optimizer_where_stages_have_unlike_numbers_of_them() -
     assert messages + layers + table == pytest.approx(row["GiB moved"]["pipe"], rel=0.02)
     even = moved(work, split_of_decoder(MEDIUM, work), PlanTable.of([Plan.parse("data=2 pipeline=2 microbatches=16")]))
     assert not even.layers, "of two stages both have twelve"
+    together = moved(work, replace(split_of_decoder(MEDIUM, work), in_lockstep=True), PlanTable.of([plan]))
+    assert not together.layers, "stages that all run the head have as many layers each"
+
+
+@functools.cache
+def few_heads() -> Readings:
+    """Two heads of keys for eight heads of queries."""
+    config = LlamaConfig(**TEXT, num_kv_heads=2, head_dim=16, context=SEQ)
+    batch = MODELS["llama"].batch
+    return Readings(TraceSource(capture(lambda rngs: Llama(config, rngs=rngs), llama_loss, batch), batch))
+
+
+@pytest.mark.parametrize(
+    ("text", "audited"),
+    [("data=1 tensor=8 precision=bfloat16", 13194289), ("data=1 tensor=8 remat=block", 26891313),
+     ("data=1 tensor=8 precision=bfloat16 remat=block", 13456433), ("data=2 tensor=4", 11281450)],
+)  # fmt: skip
+def test_few_heads_of_keys_have_scores_gathered_or_queries_where_layers_are_made_again(text: str, audited: int) -> None:
+    """As the audit of these steps, compiled for eight H100s, has it."""
+    plan = Plan.parse(text)
+    found = moved(few_heads().work(plan), few_heads().split(plan), PlanTable.of([plan])).by_axis()
+    assert float(found["tensor"][0]) == pytest.approx(audited, rel=0.002)
 
 
 def test_a_fault_shows() -> None:

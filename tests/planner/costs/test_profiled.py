@@ -122,3 +122,18 @@ def test_what_lies_in_one_piece_is_gathered_at_its_own_rate() -> None:
         durations(work, WorkSplit({}, {"i": 8}, ((move,),), (0,)), table, known, found).tensor[0] for move in moves
     ]
     assert seconds[0] - found.latency == pytest.approx(4 * (seconds[1] - found.latency))
+
+
+@pytest.mark.parametrize(("name", "again"), [("cpu", 2), ("another", 0)])
+def test_cpus_copy_layers_weights_out_of_their_stack_in_each_pass(name: str, again: int) -> None:
+    """Read and written, forward and backward; what stands outside of the layers is in no stack."""
+    decoder, num = Decoder(8, 256, 8, 512), 3
+    measured = dataclasses.replace(ON_CORES, kind=name)
+    known, found = profiled(Hardware(name, 8, 8, 2**30), measured)
+    assert found is not None and known.memory_bandwidth is not None
+    work = work_of_decoder(decoder, 24, 128)
+    table, split = PlanTable.of([Plan.parse(f"data=8 microbatches={num}")]), split_of_decoder(decoder, work)
+    without = dataclasses.replace(found, software=dataclasses.replace(found.software, copies_weights=False))
+    plain, copied = (durations(work, split, table, known, each).elementwise[0] for each in (without, found))
+    weights = 4 * decoder.layers * decoder.layer_parameters
+    assert copied - plain == pytest.approx(again * num * 2 * weights / known.memory_bandwidth)
