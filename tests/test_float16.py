@@ -92,16 +92,16 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(plan: str) -> None:
     assert any(np.any(a != b) for a, b in zip(shards(state)[0], before[0], strict=True))
 
 
-def test_resume_keeps_the_whole_scaler_under_another_plan(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"loss_scale": LossScale(growth_interval=4, hysteresis=2)}
-    program = make("data=8", **options)
+@pytest.mark.parametrize("plan", ["zero=3", pytest.param("tensor=2 zero=3", marks=pytest.mark.full)])
+def test_resume_keeps_the_whole_scaler_under_another_plan(plan: str, tmp_path: Path) -> None:
+    program = make("data=8", loss_scale=LossScale(growth_interval=4, hysteresis=2))
     state = begin(program)
     for poisoned in (None, 3, None, 2, None):
         state, _ = program.step(state, batch(poisoned))
     kept = [np.asarray(x) for x in state._scaling]
     assert kept == [2**15, 1, 2, 2]
     program.save(tmp_path / "c", state)
-    other = make("tensor=2 zero=3", **options)
+    other = program.replan(f"{plan} precision=float16")
     resumed = other.restore(tmp_path / "c")
     assert [np.asarray(x) for x in resumed._scaling] == kept
     for poisoned in (None, 7, None, None, None, None, None):  # an overflow, then growth after four good steps

@@ -123,6 +123,7 @@ main(["train", *sys.argv[1:]])
 """
 
 
+@pytest.mark.full
 def test_a_run_on_disk_that_is_killed_before_its_first_checkpoint_goes_on(
     text: Path, tmp_path: Path, forks: Forks, capsys, monkeypatch
 ):
