@@ -25,6 +25,7 @@ import cjax
 from offloads.overlap import OPTIMIZERS, Layers, loss
 
 SEED, KILLS, WIDTH = 16, 50, 32
+MORE = 3  # steps behind the last kill
 LONGEST = 0.3  # seconds from a child's first step to its end
 PLAN = "zero=1 offload=params+optimizer+gradients host=0B disk=64MiB"
 
@@ -64,15 +65,14 @@ def killed(folder: Path, optimizer: str, kills: int) -> Row:
         os.close(writing)
         os.close(reading)
         assert status == -signal.SIGKILL, f"seed {SEED}, kill {number}: {status}"
+    assert _child(functools.partial(_some_more, folder / "cut", optimizer, seen)) == 0
     found: list[tuple[int, str]] = [tuple(json.loads(line)) for line in seen.read_text().splitlines()]
-    steps = max(step for step, _ in found) + 3
-    wanted = {step for step, _ in found}
-    for name, at in (("cut", {steps}), ("whole", {*wanted, steps})):
-        assert _child(functools.partial(_to_the_end, folder / name, optimizer, folder / f"{name}.json", at)) == 0, name
-    cut, whole = (json.loads((folder / f"{name}.json").read_text()) for name in ("cut", "whole"))
-    same = all(whole[str(step)] == digest for step, digest in found) and cut[str(steps)] == whole[str(steps)]
+    wanted, end = {step for step, _ in found}, folder / "whole.json"
+    assert _child(functools.partial(_nobody_kills, folder / "whole", optimizer, end, wanted)) == 0
+    whole, steps = json.loads(end.read_text()), max(wanted)
+    same = all(whole[str(step)] == digest for step, digest in found)
     return {
-        "seed": SEED, "kills": kills, "steps": steps, "looked_at": len(wanted), "same": same,
+        "seed": SEED, "kills": kills, "steps": steps, "looked_at": len(wanted) - 1, "same": same,
         "minutes": round((time.perf_counter() - began) / 60, 1),
     }  # fmt: skip
 
@@ -84,9 +84,7 @@ def _until_killed(folder: Path, optimizer: str, seen: Path, looks: bool, ready: 
         if not first:
             first.append(step)
             if looks:
-                line = json.dumps([step, digest()])
-                with seen.open("a") as file:
-                    file.write(line + "\n")
+                _note(seen, step, digest())
         elif len(first) == 1:  # its first step has compiled what there is to compile
             first.append(step)
             os.write(ready, b"!")
@@ -95,7 +93,25 @@ def _until_killed(folder: Path, optimizer: str, seen: Path, looks: bool, ready: 
     run(folder, optimizer, told)
 
 
-def _to_the_end(folder: Path, optimizer: str, to: Path, at: set[int]) -> None:
+def _note(seen: Path, step: int, digest: str) -> None:
+    with seen.open("a") as file:
+        file.write(json.dumps([step, digest]) + "\n")
+
+
+def _some_more(folder: Path, optimizer: str, seen: Path) -> None:
+    """Steps beyond the last that was killed, and a look at the state behind them."""
+    first: list[int] = []
+
+    def told(step: int, digest: Callable[[], str]) -> bool:
+        first.append(step)
+        if step == first[0] + MORE:
+            _note(seen, step, digest())
+        return step < first[0] + MORE
+
+    run(folder, optimizer, told)
+
+
+def _nobody_kills(folder: Path, optimizer: str, to: Path, at: set[int]) -> None:
     found: dict[int, str] = {}
 
     def told(step: int, digest: Callable[[], str]) -> bool:

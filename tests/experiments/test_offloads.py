@@ -56,4 +56,5 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(tmp_path: Path) -> None:
     run = "from offloads.kills import killed; print(killed(Path(sys.argv[1]), 'clipped adamw', 3)['same'])"
     command = [sys.executable, "-c", f"import sys; from pathlib import Path; {run}", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "True\n"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
