@@ -316,7 +316,9 @@ class _PairReader:
         looks_up = name == "gather" and not context.grows(0)
         goes_by_element = name in _BY_ELEMENT or product or looks_up
         scales = any(v.power for v in context.values) and not value.power and name not in _POWERS
-        if scales or name == "iota" and made or (grows and not goes_by_element and name != "iota"):
+        # Counted along another dim than the rows' are, as argsort counts, numbers are every row's alike.
+        counts_rows = name == "iota" and eqn.params["dimension"] in made
+        if scales or counts_rows or (grows and not goes_by_element and name != "iota"):
             return replace(value, taints=value.taints | {context.here})
         return value
 

@@ -122,6 +122,16 @@ def weighted_ones(p, b):
     return (cross_entropies(p, b) * ones).sum() / ones.sum()
 
 
+def by_rank_within_a_row(p, b):
+    ranks = jnp.argsort(jnp.argsort(b["x"][..., 0], axis=1), axis=1)
+    return jnp.mean(cross_entropies(p, b) * (1 + ranks))
+
+
+def hidden_by_rank_within_a_row(p, b):
+    hidden = jnp.argsort(b["x"][..., 0], axis=1) >= 2
+    return (cross_entropies(p, b) * hidden).sum() / hidden.sum()
+
+
 def mean_of_sums(p, b):
     return cross_entropies(p, b).sum(1).mean()
 
@@ -209,8 +219,9 @@ def combined(loss, data):
 
 
 MEANS = [mse, indexed, per_example_then_mean, flattened, time_major, accumulated_over_chunks, vmapped, in_remat]
-MEANS += [two_views, scaled_by_a_scalar, weighted_ones, mean_of_sums, sum_then_mean]
+MEANS += [two_views, scaled_by_a_scalar, weighted_ones, mean_of_sums, sum_then_mean, by_rank_within_a_row]
 RATIOS = [masked_by_where, masked_and_guarded, masked_with_epsilon, normalised_weights, where_guard, ratio_and_decay]
+RATIOS += [hidden_by_rank_within_a_row]
 
 
 @pytest.mark.parametrize("loss", MEANS + RATIOS, ids=lambda loss: loss.__name__)
