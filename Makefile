@@ -20,6 +20,7 @@ help:
 
 setup: $(STAMP)
 
+# Of a hundred packages a tenth is ever imported: Python compiles that when it is, instead of all of it at once here.
 # A name on PATH may be a shim for a Python that is not there, so each candidate is run before it is believed.
 $(STAMP): pyproject.toml
 	@if [ ! -x $(PYTHON) ]; then \
@@ -29,7 +30,7 @@ $(STAMP): pyproject.toml
 	  if [ -z "$${found:-}" ]; then echo "cjax needs Python 3.11 or later with its venv module; none found as python3.13, python3.12, python3.11 or python3" >&2; exit 1; fi; \
 	  $$found -m venv $(VENV); \
 	fi
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	$(PYTHON) -m pip install --quiet --no-compile --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $(STAMP)
 
 train: setup
