@@ -19,7 +19,7 @@ from cjax.trace.reading import Trace
 from cjax.tree import PyTree, leaf_names
 
 
-def place_batch(composed: Composed, batch: PyTree, limits: dict[int, Limits]) -> PyTree:
+def place_batch(composed: Composed, batch: PyTree, limits: dict[int, tuple[Limits, ...]]) -> PyTree:
     """`batch`, ready for the step.
 
     With several processes a NumPy batch is this process's rows, and becomes its part of the global batch.
@@ -162,29 +162,32 @@ def batch_structs(batch: PyTree) -> PyTree:
     return jax.tree.unflatten(treedef, structs)
 
 
-def table_limits(trace: Trace) -> dict[int, Limits]:
+def table_limits(trace: Trace) -> dict[int, tuple[Limits, ...]]:
     """For leaves of the batch that index a table, by position: what they may hold."""
     batch = trace.leaves_of("batch")
     integers = [i for i in batch if np.issubdtype(trace.leaves[i].dtype, np.integer)]
     return {i - batch[0]: limits for i, limits in index_limits(trace.closed, integers).items()}
 
 
-def check_indices(batch: PyTree, limits: dict[int, Limits]) -> None:
+def check_indices(batch: PyTree, limits: dict[int, tuple[Limits, ...]]) -> None:
     """Raises ValueError for an index outside its table, in what the host holds; `check_on_devices` has the rest."""
     leaves = jax.tree.leaves(batch) if limits else []
-    for i, allowed in limits.items():
+    for i, allowed in ((i, one) for i, every in limits.items() for one in every):
         if isinstance(leaves[i], jax.Array):
             continue
-        leaf = np.asarray(leaves[i])
+        whole = np.asarray(leaves[i])
+        leaf = whole if allowed.part is None else whole[allowed.part.slices]
         if not leaf.size or (leaf.min() >= allowed.least and leaf.max() < allowed.size):
             continue
         outside = ((leaf < allowed.least) | (leaf >= allowed.size)) & ~np.isin(leaf, list(allowed.others))
         if outside.any():
-            where = tuple(int(n) for n in np.argwhere(outside)[0])
-            raise _outside(leaf_names(batch)[i], int(leaf[where]), where, allowed)
+            places = np.arange(whole.size).reshape(whole.shape)
+            place = (places if allowed.part is None else places[allowed.part.slices])[outside][0]
+            where = tuple(int(n) for n in np.unravel_index(place, whole.shape))
+            raise _outside(leaf_names(batch)[i], int(whole[where]), where, allowed)
 
 
-def check_on_devices(batch: PyTree, placed: PyTree, limits: dict[int, Limits], mesh: Mesh) -> None:
+def check_on_devices(batch: PyTree, placed: PyTree, limits: dict[int, tuple[Limits, ...]], mesh: Mesh) -> None:
     """Raises ValueError for an index outside its table, in arrays that live on devices already.
 
     They are looked at where they are, and two numbers of each come to the host. An array that was found to be good is
@@ -201,19 +204,21 @@ def check_on_devices(batch: PyTree, placed: PyTree, limits: dict[int, Limits], m
     new = [i for i, leaf in arrays.items() if not isinstance(leaf, core.Tracer) and not _is_good(leaf, limits[i])]
     if not new:
         return
-    looked = _looker(tuple(limits[i] for i in new), mesh)([there[i] for i in new])
-    for i, (place, bad) in zip(new, jax.device_get(looked), strict=True):
+    pairs = [(i, allowed) for i in new for allowed in limits[i]]
+    looked = _looker(tuple(allowed for _, allowed in pairs), mesh)([there[i] for i, _ in pairs])
+    for (i, allowed), (place, bad) in zip(pairs, jax.device_get(looked), strict=True):
         if place < leaves[i].size:
             where = tuple(int(n) for n in np.unravel_index(place, leaves[i].shape))
-            raise _outside(leaf_names(batch)[i], int(bad), where, limits[i])
+            raise _outside(leaf_names(batch)[i], int(bad), where, allowed)
+    for i in new:
         _good[id(leaves[i]), limits[i]] = weakref.ref(leaves[i])
 
 
 # By identity: arrays never change. References are weak, so that nothing is kept for having been looked at.
-_good: dict[tuple[int, Limits], weakref.ref[jax.Array]] = {}
+_good: dict[tuple[int, tuple[Limits, ...]], weakref.ref[jax.Array]] = {}
 
 
-def _is_good(leaf: jax.Array, limits: Limits) -> bool:
+def _is_good(leaf: jax.Array, limits: tuple[Limits, ...]) -> bool:
     if len(_good) > 1024:
         for key in [key for key, known in _good.items() if known() is None]:
             del _good[key]
@@ -238,6 +243,8 @@ def _looker(limits: tuple[Limits, ...], mesh: Mesh) -> Any:
             for other in allowed.others:
                 if held.min <= other <= held.max:
                     outside &= array != other
+            if allowed.part is not None:
+                outside &= jnp.zeros(array.shape, bool).at[allowed.part.slices].set(True)
             places = jnp.arange(array.size).reshape(array.shape)
             place = jnp.where(outside, places, array.size).min()
             found.append((place, jnp.where(places == place, array, held.min).max()))

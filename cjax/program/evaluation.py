@@ -60,7 +60,7 @@ class _Scoring:
     subject: Subject
     run: Callable[[State, PyTree], list[Pair]]
     program: Any  # that runs it, jitted or compiled; None where there are several
-    limits: dict[int, Limits]
+    limits: dict[int, tuple[Limits, ...]]
     lockstep: Lockstep
 
 

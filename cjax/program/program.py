@@ -184,7 +184,7 @@ class Program:
         return self._lower_step(self._lockstep.needed)
 
     @functools.cached_property
-    def _limits(self) -> dict[int, Limits]:
+    def _limits(self) -> dict[int, tuple[Limits, ...]]:
         return table_limits(self._composed.trace)
 
     @not_nan

@@ -1,5 +1,6 @@
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,6 +137,29 @@ def test_tokens_outside_the_vocabulary_are_named(words: cjax.Program, leaf: str,
         assert ("room for" in message) == (token >= 0 or token < -24) and "tokenizer" in message
         assert "jnp.where(labels < 0, 0, labels)" in message if token < 0 else f"room for {token + 1}" in message
     words.params(state)
+
+
+class Columns(nn.Module):
+    """What a row clicked, who it was, when: numbers in one array, each with a table of its own."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        found = [nn.Embed(size, 4)(x[:, i]) for i, size in enumerate((7, 90, 24))]
+        return nn.Dense(1)(jnp.concatenate(found, axis=-1))[:, 0]
+
+
+def test_columns_have_tables_of_their_own() -> None:
+    rng = np.random.default_rng(0)
+    batch = {"x": np.stack([rng.integers(0, size, 8) for size in (7, 90, 24)], 1), "y": np.ones(8, np.float32)}
+    batch["x"][3] = (6, 89, 23)
+    program = make("data=8", model=Columns(), batch=batch, optimizer=None)
+    state = program.init(0)
+    assert np.isfinite(program.evaluate(state, jax.tree.map(jnp.asarray, batch))["loss"])
+    assert np.isfinite(program.evaluate(state, batch)["loss"])
+    batch["x"][3] = (6, 89, 24)
+    for place in ("numpy", "jax"):
+        message = refusal(lambda place=place: program.evaluate(state, jax.tree.map(PLACES[place], batch)))
+        assert "'x' holds 24 at [3, 2], outside a table of 24 rows" in message
 
 
 def test_an_array_on_the_devices_is_looked_at_once_and_stays_there(

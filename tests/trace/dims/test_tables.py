@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +12,11 @@ from cjax.trace.jaxpr.simplify import simplify
 
 
 def limits(function: Callable[..., Any], *shapes: tuple[int, ...]) -> dict[int, Limits]:
-    """Of a function of indices [3, 2] and tables of these shapes."""
+    """Of a function of indices [3, 2] and tables of these shapes, which says the same of all that it looks up."""
+    return {i: replace(one, part=None) for i, (one,) in parted(function, *shapes).items()}
+
+
+def parted(function: Callable[..., Any], *shapes: tuple[int, ...]) -> dict[int, tuple[Limits, ...]]:
     structs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return index_limits(simplify(jax.make_jaxpr(function)(jax.ShapeDtypeStruct((3, 2), jnp.int32), *structs)), [0])
 
@@ -105,8 +110,46 @@ def test_what_is_no_lookup_of_the_index_itself_has_no_limit(name: str) -> None:
 
 def test_inputs_that_were_not_asked_for_have_none() -> None:
     closed = simplify(jax.make_jaxpr(lambda t, i, j: t[i] + t[j])(jnp.ones(7), jnp.zeros(3, int), jnp.zeros(3, int)))
-    assert index_limits(closed, [2]) == {2: Limits(7, -7)}
+    assert index_limits(closed, [2]) == {2: (Limits(7, -7),)}
     assert index_limits(closed, []) == {}
+
+
+# -- parts of an input -------------------------------------------------------------------------------------------------
+def row_by_row(i: Any, t: Any, big: Any) -> Any:
+    return jax.lax.map(lambda row: t[row[:1]] + big[row[1:]], i)
+
+
+COLUMNS: dict[str, Callable[..., Any]] = {
+    "slices": lambda i, t, big: t[i[:, 0]] + big[i[:, 1]],
+    "halves": lambda i, t, big: t[jnp.split(i, 2, axis=1)[0]] + big[jnp.split(i, 2, axis=1)[1]],
+    "unstacked": lambda i, t, big: t[jnp.unstack(i, axis=1)[0]] + big[jnp.unstack(i, axis=1)[1]],
+    "of a transpose": lambda i, t, big: t[i.T[0]] + big[i.T[1]],
+    "of what is reshaped": lambda i, t, big: t[i[:, None].reshape(3, 2, 1)[:, 0]] + big[i[..., None][:, 1]],
+    "in steps, and backwards": lambda i, t, big: t[i[:, ::2][:, 0]] + big[i[:, -1]],
+    "at a place": lambda i, t, big: (
+        t[jax.lax.dynamic_slice_in_dim(i, 0, 1, 1)] + big[jax.lax.dynamic_slice_in_dim(i, 9, 1, 1)]
+    ),
+    "turn by turn": row_by_row,
+    "of which one has a mark": lambda i, t, big: t[jnp.where(i[:, 0] == -5, 0, i[:, 0])] + big[i[:, 1]],
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_have_tables_of_their_own(name: str) -> None:
+    (found,) = parted(COLUMNS[name], (7, 5), (90, 5)).values()
+    parts = [one.part.slices for one in found if one.part is not None]
+    assert [[range(2)[by] for by in part[1:]] for part in parts] == [[range(1)], [range(1, 2)]]
+    assert [one.size for one in found] == [7, 90] and all(part[0] == slice(None) for part in parts)
+    assert [sorted(one.others) for one in found] == [[-5] if "mark" in name else [], []]
+
+
+def test_of_a_part_that_is_not_known_the_largest_table_is_the_limit() -> None:
+    def either(i: Any, t: Any, big: Any) -> Any:
+        at = (t[0, 0] > 0).astype(jnp.int32)
+        return t[jax.lax.dynamic_slice_in_dim(i, at, 1, 1)].sum() + big[i[:, 1]].sum()
+
+    (found,) = parted(either, (7, 5), (90, 5)).values()
+    assert [(one.size, one.part is None) for one in found] == [(90, True), (90, False)]
 
 
 # -- negative ones ---------------------------------------------------------------------------------------------------
