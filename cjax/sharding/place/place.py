@@ -40,7 +40,7 @@ from cjax.trace.emit.precision import LOWS, MATMULS, Lowering
 from cjax.trace.jaxpr.compared import compared, extreme
 from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group
-from cjax.trace.jaxpr.primitives import named
+from cjax.trace.jaxpr.primitives import facts_of, named
 from cjax.trace.reading import Trace
 
 # Evaluates an equation that draws random numbers for other rows than its own; None for all other equations.
@@ -177,6 +177,8 @@ class Placer(Hooks):
         if eqn.primitive.name in ("cond", "while") and (holds_apart(eqn) or holds(eqn, self._is_off_grid)):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
         ins = self._off_grid(eqn, ins, scope)
+        if facts_of(eqn).scatter:
+            ins = self._in_equal_parts(eqn, ins, scope)
         # `slogdet` has a derivative of its own, which no hook sees, and which puts rows back in order by a gather.
         is_hidden = self._may_stop() and holds(eqn, reorders)
         if not is_apart(eqn) and not holds_apart(eqn) and not is_hidden:
@@ -203,6 +205,21 @@ class Placer(Hooks):
         for i, (var, value) in enumerate(zip(eqn.invars, ins, strict=True)):
             if not isinstance(var, Literal) and scope.origin.get(var) in self._layout.weights:
                 found[i] = self.constrain(value, self._layout.spec(self._trace.dims.of(var, scope), value.shape))
+        return found
+
+    def _in_equal_parts(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any]:
+        """What a scatter is told to put where, with as much of it on each device: what fills up the last device's part
+        would be put somewhere too (XLA of JAX 0.10.2 and 0.12.0.1)."""
+        found, numbers = list(ins), eqn.params["dimension_numbers"]
+        sizes = [size for size in self._mesh.shape.values() if size > 1]
+        for place, others in ((1, (len(eqn.invars[1].aval.shape) - 1,)), (2, numbers.update_window_dims)):
+            var = eqn.invars[place]
+            shape = var.aval.shape
+            dims = [d for d in range(len(shape)) if d not in others]
+            if isinstance(var, Literal) or all(shape[d] % size == 0 for d in dims for size in sizes):
+                continue
+            spec = self._even(self._layout.spec(self._trace.dims.of(var, scope), shape), shape, dims)
+            found[place] = self.constrain(jnp.asarray(ins[place]), spec)
         return found
 
     def _looked_up(self, eqn: Equation, ins: list[Any], scope: Scope) -> jax.Array | None:

@@ -10,7 +10,7 @@ SAME = slice(None)
 
 
 @dataclass(frozen=True)
-class Part:
+class Taken:
     """Of an input, by its dims.
 
     Attributes:
@@ -22,8 +22,8 @@ class Part:
     dims: tuple[int | None, ...]
 
     @staticmethod
-    def all_of(num_dims: int) -> "Part":
-        return Part((None,) * num_dims, tuple(range(num_dims)))
+    def all_of(num_dims: int) -> "Taken":
+        return Taken((None,) * num_dims, tuple(range(num_dims)))
 
     @property
     def is_all(self) -> bool:
@@ -34,23 +34,23 @@ class Part:
         """As an index of the input; all of it where the part is not known."""
         return tuple(slice(*one) if one else SAME for one in self.ranges or ())
 
-    def cut(self, dim: int, start: int, stop: int, step: int, size: int) -> "Part":
+    def cut(self, dim: int, start: int, stop: int, step: int, size: int) -> "Taken":
         """A slice of it along a dim of that size."""
         if (start, stop, step) == (0, size, 1):
             return self
         of = self.dims[dim]
         if self.ranges is None or of is None:
-            return Part(None, self.dims)
+            return Taken(None, self.dims)
         first, _, stride = self.ranges[of] or (0, size, 1)
         found = (first + start * stride, first + (stop - 1) * stride + 1, step * stride)
         return replace(self, ranges=tuple(found if i == of else one for i, one in enumerate(self.ranges)))
 
-    def turn(self) -> "Part":
+    def turn(self) -> "Taken":
         """What each turn of a loop over dim 0 has of it: all turns together have what it is."""
         return replace(self, dims=self.dims[1:])
 
 
-def parts_of(eqn: Equation, part: Part) -> list[Part]:
+def parts_of(eqn: Equation, part: Taken) -> list[Taken]:
     """The results of an equation that rearranges its first operand, or takes some of it."""
     shape, name, params = eqn.invars[0].aval.shape, eqn.primitive.name, eqn.params
     new = [var.aval.shape for var in eqn.outvars]
@@ -67,7 +67,7 @@ def parts_of(eqn: Equation, part: Part) -> list[Part]:
         around = params["padding_config"]
         dims = tuple(d if config == (0, 0, 0) else None for d, config in zip(part.dims, around, strict=True))
         cuts = any(low < 0 or high < 0 for low, high, _ in around)
-        return [Part(None if cuts else part.ranges, dims)]
+        return [Taken(None if cuts else part.ranges, dims)]
     if name == "slice":
         steps = params["strides"] or [1] * len(shape)
         return [_cut(part, shape, params["start_indices"], params["limit_indices"], steps)]
@@ -75,7 +75,7 @@ def parts_of(eqn: Equation, part: Part) -> list[Part]:
         starts = [int(atom.val) if isinstance(atom, Literal) else None for atom in eqn.invars[1:]]
         sizes = params["slice_sizes"]
         if any(start is None and size != full for start, size, full in zip(starts, sizes, shape, strict=True)):
-            return [Part(None, part.dims)]
+            return [Taken(None, part.dims)]
         held = [min(max(start or 0, 0), full - size) for start, size, full in zip(starts, sizes, shape, strict=True)]
         stops = [start + size for start, size in zip(held, sizes, strict=True)]
         return [_cut(part, shape, held, stops, [1] * len(shape))]
@@ -87,10 +87,10 @@ def parts_of(eqn: Equation, part: Part) -> list[Part]:
             found.append(replace(one, dims=dims))
             start += size
         return found
-    return [part if one == shape else Part(None, (None,) * len(one)) for one in new]
+    return [part if one == shape else Taken(None, (None,) * len(one)) for one in new]
 
 
-def _cut(part: Part, shape: Sequence[int], starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]) -> Part:
+def _cut(part: Taken, shape: Sequence[int], starts: Sequence[int], stops: Sequence[int], steps: Sequence[int]) -> Taken:
     for dim, (start, stop, step) in enumerate(zip(starts, stops, steps, strict=True)):
         part = part.cut(dim, start, stop, step, shape[dim])
     return part

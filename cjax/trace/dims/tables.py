@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jax import lax
 
 from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal, Var, jaxprs_in_params
-from cjax.trace.dims.parts import Part, parts_of
+from cjax.trace.dims.parts import Taken, parts_of
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.view import is_scan, scan_of
 
@@ -34,7 +34,7 @@ class Limits:
     low: int
     others: frozenset[int] = frozenset()
     tells_negative: bool = False
-    part: Part | None = None
+    part: Taken | None = None
 
     @property
     def least(self) -> int:
@@ -53,7 +53,7 @@ class _Index:
     negative ones chooses between the two."""
 
     input: int
-    part: Part
+    part: Taken
     shifted: bool = False
     others: frozenset[int] = frozenset()
     for_negative: int | None = None
@@ -70,7 +70,7 @@ class _Compared:
     """Where an input's values are equal to a number, or less than it; or not, if `negated`."""
 
     input: int
-    part: Part
+    part: Taken
     less: bool
     number: int
     negated: bool
@@ -78,7 +78,7 @@ class _Compared:
     or_equal: bool = False  # less than or equal to it
 
 
-_NO_PART = Part(None, ())
+_NO_PART = Taken(None, ())
 Known = _Index | _Compared | int | None  # of a variable; a number is a constant
 
 
@@ -105,7 +105,7 @@ def index_limits(closed: ClosedJaxpr, inputs: Sequence[int]) -> dict[int, tuple[
     found: _Found = defaultdict(dict)
     told: set[_Compared] = set()
     starts = {i: closed.jaxpr.invars[i] for i in inputs}
-    _walk(closed.jaxpr, {var: _Index(i, Part.all_of(len(var.aval.shape))) for i, var in starts.items()}, found, told)
+    _walk(closed.jaxpr, {var: _Index(i, Taken.all_of(len(var.aval.shape))) for i, var in starts.items()}, found, told)
     limits: dict[int, tuple[Limits, ...]] = {}
     for i, by_part in found.items():
         said = [each for each in told if each.input == i]

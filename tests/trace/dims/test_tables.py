@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from cjax.models.cross_entropy import classification, cross_entropy
+from cjax.trace.dims.parts import Taken
 from cjax.trace.dims.tables import Limits, index_limits
 from cjax.trace.jaxpr.simplify import simplify
 
@@ -141,6 +142,12 @@ def test_columns_have_tables_of_their_own(name: str) -> None:
     assert [[range(2)[by] for by in part[1:]] for part in parts] == [[range(1)], [range(1, 2)]]
     assert [one.size for one in found] == [7, 90] and all(part[0] == slice(None) for part in parts)
     assert [sorted(one.others) for one in found] == [[-5] if "mark" in name else [], []]
+
+
+def test_a_slice_of_a_slice_counts_from_the_first() -> None:
+    whole, once, twice = Taken.all_of(1), (1, 8, 2), (1, 3, 1)
+    found = whole.cut(0, *once, 8).cut(0, *twice, len(range(*once)))
+    assert range(8)[found.slices[0]] == range(8)[slice(*once)][slice(*twice)]
 
 
 def test_of_a_part_that_is_not_known_the_largest_table_is_the_limit() -> None:
