@@ -87,6 +87,8 @@ class Supervisor:
     def _ended(self, workers: Workers, ending: Ending) -> int | None:
         if ending.kind == "again":
             self._wait(workers.are_gone)  # the others have agreed to leave too
+        if ending.kind == "hung":
+            workers.ask_where()
         workers.kill()
         workers.show()
         self._note("end", kind=ending.kind, why=ending.why, **workers.facts())
@@ -103,7 +105,8 @@ class Supervisor:
         if (over := self._is_over(workers, ending)) is not None:
             return over
         self.state.restarts += 1
-        say(f"{ending.why}; starting again ({self.state.restarts} of {self.spec.restarts})")
+        where = f" (stacks: {self.folder.place}/logs/{workers.incarnation}-*.log)" if ending.kind == "hung" else ""
+        say(f"{ending.why}{where}; starting again ({self.state.restarts} of {self.spec.restarts})")
         return None
 
     def _lose(self, workers: Workers, ending: Ending) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO
 
 from cjax.job.beat import PERIOD as BEAT
-from cjax.job.beat import TRAINING, read_beat
+from cjax.job.beat import SHOW_STACKS, TRAINING, read_beat
 from cjax.job.folder import JobFolder
 from cjax.job.member import AGAIN
 from cjax.job.spec import JobSpec
@@ -20,7 +20,7 @@ STEPS = 5  # that a step may take the time of
 _SHOWN = 20  # lines of what a worker printed last
 _QUIET = 2 * BEAT  # seconds without a beat, where somebody hangs
 _UNSEEN = 60.0  # seconds after the first sign of life of some, when all others are to have given one
-
+_TO_ANSWER = 0.5  # seconds to print where one is
 _AWAY = 1.0  # seconds between two looks of ours, which are a tenth apart where we are not stopped
 
 Kind = Literal["done", "again", "died", "hung"]
@@ -188,6 +188,14 @@ class Workers:
         for process in self.processes:
             if _code(process) is None:
                 os.kill(process.pid, signal.SIGTERM)
+
+    def ask_where(self) -> None:
+        """Where workers of this machine are now: the stacks of their threads, into their logs."""
+        if not self.spec.hosts and any(_code(process) is None for process in self.processes):
+            for process in self.processes:
+                if _code(process) is None:
+                    os.kill(process.pid, SHOW_STACKS)
+            time.sleep(_TO_ANSWER)
 
     def are_gone(self) -> bool:
         """Whether all have left."""

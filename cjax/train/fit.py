@@ -32,6 +32,7 @@ from cjax.train.signals import StopRequest
 from cjax.train.snapshots import Snapshots, discard
 from cjax.train.stream import Stream
 from cjax.train.system import HardwareLog
+from cjax.train.watchdog import Watchdog, check_watchdog
 from cjax.train.writers import Writer
 from cjax.tree import PyTree
 
@@ -95,6 +96,7 @@ def fit(
     log: Sequence[Writer] = (),
     learning_rate: float | Callable[[int], Any] | None = None,
     hardware: bool | float = False,
+    watchdog: float | Literal["auto"] | None = None,
     callbacks: Sequence[Callback] = (),
     tensorboard: bool = False,
     resume_command: str | None = None,
@@ -141,6 +143,9 @@ def fit(
             `cjax.train`. The first process writes.
         learning_rate: the optimizer's, to be logged: a number, or its function of the number of updates.
         hardware: read what the hardware does into `system.jsonl`, every 5 seconds, or so many; `report.html` draws it.
+        watchdog: "auto" ends the process where nothing new came for 10 seconds, or five steps if that is more, or, of
+            anything besides a step, an hour: with the stacks of its threads, and with status 75, "again". A number is
+            the seconds in the place of 10. Under `cjax run --workers` it is the supervisor that sees to it.
         callbacks: told of what happens; see `cjax.train.Callback`.
         tensorboard: also write TensorBoard's event files.
         resume_command: what to print as the way to go on.
@@ -160,6 +165,7 @@ def fit(
     if on_nan not in ("stop", "skip", "rollback"):
         raise ValueError(f'fit got on_nan={on_nan!r}; it needs on_nan "stop", "skip" or "rollback"')
     _check_corrupt(on_corrupt, verify_copies_every, data)
+    check_watchdog(watchdog)
     folder, goes_on = _place(folder, resume, state)
     if best is not None and (folder is None or not evaluate_every):
         raise ValueError(f"best={best!r} keeps a checkpoint by what evaluations give: give folder= and evaluate_every=")
@@ -180,6 +186,7 @@ def fit(
             _refuse_anothers(folder, goes_on, resume_command)
         stop = stack.enter_context(StopRequest())
         beat = beating()
+        stack.enter_context(Watchdog(beat, watchdog if member() is None else None))
         checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", keep)) if folder else None
         disk = None if folder is None else on_disk(program)
         command = resume_command or f"fit(..., folder={str(folder)!r}, resume=True)"

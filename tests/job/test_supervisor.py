@@ -128,6 +128,7 @@ def test_a_worker_that_stands_still_is_noticed(job: Any, at: str, said: str) -> 
     supervisor, folder = job(at)
     _, err = supervisor.communicate(timeout=40)
     assert supervisor.returncode == 0 and said in err, err
+    assert 'File "<string>", line' in folder.log(1, 0).read_text(), "the stack of who hangs, or waits"
     assert [(line["kind"], line["first"]) for line in ends(folder)] == [("hung", 0), ("done", 20)]
 
 

@@ -11,20 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 
 import cjax
 from cjax.job import member
 from cjax.train import fit
 
 SAMPLES, BATCH = 16384, 8
+DTYPE = jnp.float64 if jax.config.read("jax_enable_x64") else jnp.float32
 BETWEEN_FAILURES = 300.0  # seconds
 
 
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, index: jax.Array, train: bool) -> tuple[jax.Array, jax.Array]:
-        seen = self.param("seen", nn.initializers.zeros, (SAMPLES,))
-        y = nn.Dense(1)(nn.tanh(nn.Dense(8)(nn.Dropout(0.1, deterministic=not train)(x))))
+        seen = self.param("seen", nn.initializers.zeros, (SAMPLES,), DTYPE)
+        first, second = nn.Dense(8, param_dtype=DTYPE), nn.Dense(1, param_dtype=DTYPE)
+        y = second(nn.tanh(first(nn.Dropout(0.1, deterministic=not train)(x))))
         return y[:, 0], seen[index]
 
 
@@ -60,8 +63,8 @@ class Samples:
 
 
 def make(rows: np.ndarray) -> dict[str, np.ndarray]:
-    x = np.stack([np.sin(rows + 1.0), np.cos(rows * 1.7)], axis=1).astype(np.float32)
-    return {"x": x, "y": x @ np.array([1.0, -2.0], np.float32), "index": rows.astype(np.int32)}
+    x = np.stack([np.sin(rows + 1.0), np.cos(rows * 1.7)], axis=1).astype(DTYPE)
+    return {"x": x, "y": x @ np.array([1.0, -2.0], DTYPE), "index": rows.astype(np.int32)}
 
 
 def main(steps: int, pause: float, plan: str, every: int | None, snapshots: int) -> int:
@@ -73,9 +76,9 @@ def main(steps: int, pause: float, plan: str, every: int | None, snapshots: int)
             lambda path, _: "seen" if "seen" in jax.tree_util.keystr(path) else "net", params
         ),
     )
-    program = cjax.parallelize(Net(), loss, moments, shapes, plan)
+    mine, plans = member(), plan.split("|")  # one for each start, in turn
+    program = cjax.parallelize(Net(), loss, moments, shapes, plans[mine.incarnation % len(plans) if mine else 0])
     data = Samples(program.data_shard, pause)
-    mine = member()
     folder = os.environ.get("FOLDER") if mine is None else None
     result = fit(
         program, data, steps=steps, folder=folder, log_every=1, resume=None if mine else "auto",
@@ -85,7 +88,7 @@ def main(steps: int, pause: float, plan: str, every: int | None, snapshots: int)
     if result.exit_code:
         return result.exit_code
     place = Path(folder or mine.folder)
-    params = jax.tree.map(lambda a: np.asarray(a.addressable_data(0)), program.params(result.state))
+    params = jax.tree.map(lambda a: multihost_utils.process_allgather(a, tiled=True), program.params(result.state))
     if jax.process_index() == 0:
         leaves = {jax.tree_util.keystr(path): a for path, a in jax.tree_util.tree_leaves_with_path(params)}
         np.savez(place / "final.npz", **leaves)

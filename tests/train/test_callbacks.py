@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cjax.checkpoint import Checkpointer, inspect
-from cjax.job.beat import NoBeat
+from cjax.job.beat import Doing
 from cjax.report.runs import write_page
 from cjax.train import Callback, EarlyStop, LossSpike, NotFiniteError, ProfileSteps, fit
 from cjax.train.callbacks import Better, value_of
@@ -275,7 +275,7 @@ def test_going_back_without_room_for_a_checkpoint_is_said(tmp_path: Path, monkey
 
     phases: list[str] = []
 
-    class Beats(NoBeat):
+    class Beats(Doing):
         def during(self, phase: str) -> Any:
             phases.append(phase)
             return super().during(phase)
