@@ -4,9 +4,9 @@ import functools
 import importlib.metadata
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import jax
@@ -169,13 +169,14 @@ def each_process_writes_its_cache() -> None:
     compiler._cache_write = writes
 
 
-def is_compiling(frame: FrameType | None) -> bool:
-    """Whether a thread whose innermost frame this is compiles a program, or looks for it among those that are kept.
+def is_compiling(thread: int) -> bool:
+    """Whether a thread compiles a program now, or looks for it among those that are kept.
 
-    Private: the file in which JAX calls the compiler.
+    Private: the file in which JAX calls the compiler; and Python's `sys._current_frames`.
     Tried: JAX 0.10.2, 0.12.0.1, alike.
     Public instead: an event at the beginning of a compilation, as there is one at its end.
     """
+    frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_code.co_filename == compiler.__file__:
             return True

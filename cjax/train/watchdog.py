@@ -3,7 +3,6 @@
 import faulthandler
 import math
 import os
-import sys
 import threading
 import time
 from typing import Literal
@@ -60,7 +59,7 @@ class Watchdog:
 
     def _limit(self, least: float) -> float:
         longest = max(least, STEPS * self._doing.step_seconds)
-        if self._doing.phase != TRAINING or is_compiling(sys._current_frames().get(self._of)):
+        if self._doing.phase != TRAINING or is_compiling(self._of):
             return max(longest, SILENCE)
         return longest
 
