@@ -86,6 +86,7 @@ def fit(
     between_failures: float | None = None,
     snapshot_every: int | None = None,
     snapshot_folder: str | Path | None = None,
+    snapshot_peers: bool = False,
     keep: int = 3,
     best: str | None = None,
     best_mode: Literal["min", "max"] = "min",
@@ -127,6 +128,7 @@ def fit(
         snapshot_every: steps between copies of the state in host memory, which outlive the process: "auto" and True of
             `resume` go on from them first, under the same plan on as many processes. None makes none.
         snapshot_folder: where these are instead: a folder of each host, on a quick disk say.
+        snapshot_peers: each process also keeps what one of another host holds, so that a host may lose its memory.
         keep: how many checkpoints stay.
         best: a number of evaluations, such as "validation_loss" or "validation_aux/accuracy": the checkpoint that has
             the best one stays, whatever `keep` is, in `best`.
@@ -191,7 +193,8 @@ def fit(
         disk = None if folder is None else on_disk(program)
         command = resume_command or f"fit(..., folder={str(folder)!r}, resume=True)"
         identity, notes, evaluated = getattr(data, "identity", None), [], True
-        snapshots = _snapshots(program, folder, snapshot_every, snapshot_folder, not goes_on)
+        where = (snapshot_folder, not goes_on, snapshot_peers)
+        snapshots = _snapshots(program, folder, snapshot_every, *where)
         if snapshots is not None:
             stack.callback(snapshots.close)
             notes.append(f"snapshots take up to {snapshots.num_bytes / 2**20:,.0f} MiB in {snapshots.place}")
@@ -354,8 +357,12 @@ def _check_corrupt(on_corrupt: str, verify_copies_every: int | None, data: Any) 
         )
 
 
-def _snapshots(program: Program, run: Path | None, every: int | None, folder: Any, is_new: bool) -> Snapshots | None:
+def _snapshots(
+    program: Program, run: Path | None, every: int | None, folder: Any, is_new: bool, has_peers: bool
+) -> Snapshots | None:
     if every is None:
+        if has_peers or folder is not None:
+            raise ValueError("snapshot_peers= and snapshot_folder= say where snapshots go: give snapshot_every= too")
         if run is not None:
             discard(run)
         return None
@@ -365,7 +372,7 @@ def _snapshots(program: Program, run: Path | None, every: int | None, folder: An
             "snapshots are of a run that has a folder, and of a plan that keeps all of the state on the devices: give "
             "folder=, or leave out snapshot_every="
         )
-    return Snapshots(run, shape, str(program.plan), every, folder, is_new)
+    return Snapshots(run, shape, str(program.plan), every, folder, is_new, has_peers)
 
 
 def _refuse_unseen(resumed: Resumed, checkpoints: Checkpointer) -> None:

@@ -16,6 +16,7 @@ from forked import Forks
 from cjax.cards import CARDS
 from cjax.jax_compat.backends import (
     absent_gpus,
+    coordinator_address,
     each_process_writes_its_cache,
     gloo_stays_on_loopback,
     is_compiling,
@@ -180,3 +181,11 @@ def test_a_thread_that_compiles_is_told() -> None:
     is_over.set()
     looker.join()
     assert any(seen[:compiled]) and not any(seen[compiled + 2 :]) and not is_compiling(0)
+
+
+def test_a_process_that_is_alone_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import distributed
+
+    assert coordinator_address() == ""
+    monkeypatch.setattr(distributed.global_state, "coordinator_address", "here:7")
+    assert coordinator_address() == "here:7"

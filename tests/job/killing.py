@@ -14,6 +14,7 @@ import collections
 import datetime
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,7 @@ class Killing:
         resizes: the share of resizes among all that happens to the job.
         devices: of all workers at first.
         is_double: train in float64.
+        hosts_are_lost: what a killed worker held in memory goes with it, snapshots included; a peer has them.
     """
 
     folder: Path
@@ -81,6 +83,7 @@ class Killing:
     resizes: float = 0.0
     devices: int = 2
     is_double: bool = False
+    hosts_are_lost: bool = False
     kills: list[dict[str, Any]] = field(default_factory=list)
     farthest: float = 0.0
 
@@ -105,7 +108,7 @@ class Killing:
 
     def _start(self) -> None:
         command = (sys.executable, str(SCRIPT), str(self.steps), str(self.pause), self.plan, str(self.every))
-        command += (str(self.snapshots),)
+        command += (f"{self.snapshots}{':peers' * self.hosts_are_lost}",)
         spec = JobSpec(
             command, str(self.folder), self.workers, restarts=10**6, fruitless=10**6,
             devices=self.devices // self.workers, hang_after=60.0, grace=30.0,
@@ -144,6 +147,8 @@ class Killing:
                 ask_for(self.folder, 1 if state["size"] > 1 else self.workers)
             else:
                 os.kill(pid, signal.SIGKILL)
+                if self.hosts_are_lost and who != "supervisor":
+                    shutil.rmtree(self.folder / f"memory-{rank}", ignore_errors=True)
         except (ProcessLookupError, RuntimeError):  # it ended just now
             return True
         self.kills.append({
@@ -195,6 +200,8 @@ class Killing:
             return beat is None and bool((read_object(self.job.state) or {}).get("pids"))
         if phase == "snapshotting":
             place = (read_object(self.folder / "snapshots.json") or {}).get("place", "nowhere")
+            if self.hosts_are_lost:
+                place = self.folder / f"memory-{rank}" / Path(place).name
             return any(Path(place).glob(f".*-{rank}.*.unfinished"))
         if phase == "renaming":
             return any((self.folder / "checkpoints").glob("*.unfinished"))
@@ -217,6 +224,10 @@ class Killing:
             # One interval, and one more that was on its way. (Of a new start nothing is known at first.)
             elif self.snapshots and kill["who"] != "supervisor" and (kill["step"] or 0) - later[0] > 2 * self.snapshots:
                 problems.append(f"{kill}: goes on from {later[0]}, more than two snapshots before")
+            elif self.snapshots and later[0] < (firsts.get(kill["incarnation"]) or 0):
+                problems.append(
+                    f"{kill}: goes on from {later[0]}, before {firsts[kill['incarnation']]}, as it had before"
+                )
         final, whole = (np.load(place / "final.npz") for place in (self.folder, wanted))
         atol = 0.0 if self.resizes == 0 else FAR[final["['seen']"].dtype.name]
         far = {name: float(np.max(np.abs(final[name] - whole[name]))) for name in whole}
@@ -248,6 +259,7 @@ def main() -> int:
     parser.add_argument("--plans", default="data=2", help="a plan, or several between |, each start the next one")
     parser.add_argument("--resizes", type=float, default=0.0, help="the share of resizes among all that happens")
     parser.add_argument("--devices", type=int, default=2, help="of all workers at first")
+    parser.add_argument("--lose", action="store_true", help="each worker is a host whose memory goes with it")
     parser.add_argument("--double", action="store_true", help="float64")
     parser.add_argument("--every", default="5", help="steps between checkpoints, or auto")
     parser.add_argument("--folder", type=Path, required=True)
@@ -262,7 +274,8 @@ def main() -> int:
     begin = time.time()
     killed = Killing(
         options.folder / "killed", options.seed, options.workers, options.steps, options.pause, options.every,
-        options.between, options.snapshots, tuple(options.phases), options.plans, options.resizes, **more,
+        options.between, options.snapshots, tuple(options.phases), options.plans, options.resizes,
+        hosts_are_lost=options.lose, **more,
     )  # fmt: skip
     status = killed.run(options.kills, options.minutes * 60) or status
     problems = killed.check(whole.folder) if not status else [f"it ended with status {status}"]
@@ -277,13 +290,16 @@ def report(killed: Killing, options: argparse.Namespace, problems: list[str], wa
     by = collections.Counter(f"{kill['who']}, {kill['in']}" for kill in killed.kills)
     whole, size = "those of a run that nobody killed", f"within {killed.farthest:.2g}"
     good = f"{whole}, {size if options.resizes else 'to the bit'}"
+    said = {name: value for name, value in vars(options).items() if name not in ("folder", "log", "minutes")}
+    typed = [
+        f"--{name} {' '.join(value) if isinstance(value, list) else value}".removesuffix(" True")
+        for name, value in said.items()
+        if value is not False
+    ]
     resizes = sum(kill["who"] == "resize" for kill in killed.kills)
     lines = [
-        f"{datetime.date.today()}, tests/job/killing.py --kills {options.kills} --seed {options.seed} --steps "
-        f"{options.steps} --workers {options.workers} --between {options.between:g} --pause {options.pause:g} --every "
-        f"{options.every} --snapshots {options.snapshots} --phases {' '.join(options.phases)} --resizes "
-        f"{options.resizes:g} --plans '{options.plans}' --devices {options.devices}{' --double' * options.double}: "
-        f"{os.cpu_count()} cores, load {os.getloadavg()[2]:.0f}, {wall:.0f} s",
+        f"{datetime.date.today()}, tests/job/killing.py {' '.join(typed)}: {os.cpu_count()} cores, load "
+        f"{os.getloadavg()[2]:.0f}, {wall:.0f} s",
         f"{len(killed.kills) - resizes} kills with -9, {resizes} resizes, {len(problems)} problems; final parameters, "
         f"and how often each sample was seen, are {good if not problems else 'NOT as they must be'}",
         *problems,

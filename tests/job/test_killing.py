@@ -102,6 +102,20 @@ def test_kills_cost_no_more_than_snapshots_allow(tmp_path: Path, whole: Path) ->
     assert "from a snapshot" in logs and not place.exists()
 
 
+@pytest.mark.full
+def test_a_host_that_is_lost_with_its_memory_costs_no_more_than_its_peer_has(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"steps": 60, "plan": "zero=3"}  # each part lives once
+    whole = Killing(tmp_path / "whole", pause=0.0, every=100, **more)
+    assert whole.run(0) == 0
+    phases = ("training", "restoring", "snapshotting")
+    job = Killing(
+        tmp_path / "lost", seed=2, pause=0.05, every=40, snapshots=2, phases=phases, hosts_are_lost=True, **more
+    )
+    assert job.run(4) == 0 and not job.check(whole.folder)
+    logs = "".join(each.read_text() for each in (job.folder / "job" / "logs").iterdir())
+    assert "from a snapshot" in logs and {kill["who"] for kill in job.kills} > {"worker"}
+
+
 def test_a_sample_that_is_lost_or_seen_twice_is_told() -> None:
     order = np.random.default_rng(0).permutation(100)
     seen = np.zeros(100)

@@ -67,7 +67,7 @@ def make(rows: np.ndarray) -> dict[str, np.ndarray]:
     return {"x": x, "y": x @ np.array([1.0, -2.0], DTYPE), "index": rows.astype(np.int32)}
 
 
-def main(steps: int, pause: float, plan: str, every: int | None, snapshots: int) -> int:
+def main(steps: int, pause: float, plan: str, every: int | None, snapshots: str) -> int:
     cjax.initialize()
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), make(np.arange(BATCH)))
     moments = optax.multi_transform(
@@ -80,10 +80,13 @@ def main(steps: int, pause: float, plan: str, every: int | None, snapshots: int)
     program = cjax.parallelize(Net(), loss, moments, shapes, plans[mine.incarnation % len(plans) if mine else 0])
     data = Samples(program.data_shard, pause)
     folder = os.environ.get("FOLDER") if mine is None else None
+    number, _, peers = snapshots.partition(":")
+    memory = mine.folder / f"memory-{mine.rank}" if peers and mine else None  # as if each were on a host of its own
     result = fit(
         program, data, steps=steps, folder=folder, log_every=1, resume=None if mine else "auto",
         checkpoint_every="auto" if every is None else every, between_failures=BETWEEN_FAILURES,
-        evaluate_every=every or 50, snapshot_every=snapshots or None,
+        evaluate_every=every or 50, snapshot_every=int(number) or None, snapshot_folder=memory,
+        snapshot_peers=bool(peers),
     )  # fmt: skip
     if result.exit_code:
         return result.exit_code
@@ -98,4 +101,4 @@ def main(steps: int, pause: float, plan: str, every: int | None, snapshots: int)
 
 if __name__ == "__main__":
     every = None if sys.argv[4] == "auto" else int(sys.argv[4])
-    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], every, int(sys.argv[5])))
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], every, sys.argv[5]))

@@ -64,7 +64,7 @@ def batches(self, start=0):
         yield batch
 
 train.Samples.batches = batches
-train.main(40, 0.02, "data=2", 20, 0)
+train.main(40, 0.02, "data=2", 20, "0")
 """
 
 
