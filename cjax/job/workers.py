@@ -70,8 +70,12 @@ class Workers:
 
     def _start(self, rank: int, line: list[str], said: dict[str, str]) -> "subprocess.Popen[bytes]":
         log = self._folder.log(self.incarnation, rank)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "wb") as file:
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            opened = open(log, "wb")  # noqa: SIM115
+        except OSError:  # what is printed is lost where a disk is full, and no training
+            opened = open(os.devnull, "wb")  # noqa: SIM115
+        with opened as file:
             # A file, and no pipe, which would break with the one who reads it. A session of its own, so that what the
             # worker starts is ended with it, and what a terminal sends goes to the supervisor alone.
             return subprocess.Popen(
@@ -236,7 +240,7 @@ def show(stream: TextIO, text: bytes) -> None:
 
 
 def _opened(path: Path) -> BinaryIO:
-    return open(path, "rb")
+    return open(path if path.exists() else os.devnull, "rb")
 
 
 def started(pid: int) -> str | None:

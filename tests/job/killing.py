@@ -147,7 +147,9 @@ class Killing:
                 ask_for(self.folder, 1 if state["size"] > 1 else self.workers)
             else:
                 os.kill(pid, signal.SIGKILL)
-                if self.hosts_are_lost and who != "supervisor":
+                # Not a second one before what the first held is there again, and kept twice.
+                is_whole = beat is not None and beat["first"] is not None
+                if self.hosts_are_lost and who != "supervisor" and is_whole:
                     shutil.rmtree(self.folder / f"memory-{rank}", ignore_errors=True)
         except (ProcessLookupError, RuntimeError):  # it ended just now
             return True
