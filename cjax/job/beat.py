@@ -23,8 +23,8 @@ from cjax.job.member import AGAIN, JOB, Member, member
 SIZE = 1024  # bytes; a beat is written over the one before
 PERIOD = 0.5  # seconds
 SHOW_STACKS = signal.SIGRTMAX - 7  # asks a worker for the stacks of all its threads, on stderr; no one else's signal
-IMPORTING, STARTING, RESTORING, COMPILING, TRAINING, EVALUATING, SAVING, ENDED = (
-    "importing", "starting", "restoring", "compiling", "training", "evaluating", "saving", "ended",
+IMPORTING, STARTING, RESTORING, COMPILING, TRAINING, EVALUATING, SAVING, CALLING, ENDED = (
+    "importing", "starting", "restoring", "compiling", "training", "evaluating", "saving", "calling back", "ended",
 )  # fmt: skip
 
 
@@ -84,12 +84,12 @@ class Doing:
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """What the worker does for a while."""
-        before = self._facts["phase"]
+        before, stepped, begun = self.phase, self._stepped, time.monotonic()
         self.turn(phase)
         try:
             yield
         finally:
-            self._stepped = time.monotonic()
+            self._stepped = stepped + time.monotonic() - begun  # which is no time of the step that is under way
             self.turn(before)
 
     def _turn(self, phase: str) -> None:
