@@ -55,8 +55,18 @@ def test_what_cannot_run_is_refused(script: str):
     ],
 )
 def test_what_makes_no_job_is_refused_before_anything_starts(
-    script: str, no_launcher: None, typed: list[str], error: type[Exception], said: str
+    script: str,
+    no_launcher: None,
+    monkeypatch: pytest.MonkeyPatch,
+    typed: list[str],
+    error: type[Exception],
+    said: str,
 ) -> None:
+    def starts(*_: object) -> None:
+        raise AssertionError("it starts")
+
+    monkeypatch.setattr("cjax.cli.run.os.execve", starts)
+    monkeypatch.setattr("cjax.cli.run.supervise", starts)
     with pytest.raises(error, match=re.escape(said)):
         Run.parse([*typed, script]).run()
 

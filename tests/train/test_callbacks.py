@@ -300,7 +300,7 @@ def test_what_a_callback_takes_is_no_steps_time() -> None:
             phases.append(beating().phase)
             time.sleep(0.5)
 
-    fit(SmallProgram(), SmallData(), steps=4, callbacks=[Slow()], watchdog=0.4)
+    fit(SmallProgram(), SmallData(), steps=4, callbacks=[Slow()])
     assert phases == [CALLING] * 4 and 0 < beating().step_seconds < 0.4
 
 
