@@ -30,20 +30,25 @@ def write_part(path: Path, said: Mapping[str, Any], pieces: Sequence[np.ndarray]
         OSError: it could not be written.
         SupersededError: this process is of a job that has gone on without it.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
+    part = unfinished(path)
     try:
-        with open(unfinished, "wb") as file:
+        with open(part, "wb") as file:
             file.write(json.dumps({**said, "bytes": [piece.nbytes for piece in pieces]}).encode() + b"\n")
             for piece in pieces:
                 file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
         check_current()
-        os.replace(unfinished, path)
+        os.replace(part, path)
         sync(path.parent)
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
+
+
+def unfinished(path: Path) -> Path:
+    """What a file of this process is called until all of it is there."""
+    return path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
 
 
 def describe_part(path: Path) -> dict[str, Any] | None:

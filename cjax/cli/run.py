@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tyro
 
+from cjax.cli.options import flag
 from cjax.job.folder import new_run
 from cjax.job.spec import JobOptions, JobSpec
 from cjax.job.supervisor import supervise
@@ -47,6 +48,7 @@ class Run(JobOptions):
 
     def run(self) -> int:
         command = self._command()
+        self._check()
         if self.workers is not None:
             supervise(self._job(command, self.workers))
         environment = dict(os.environ)
@@ -58,6 +60,18 @@ class Run(JobOptions):
         # exit status are the script's own.
         sys.stdout.flush()
         os.execve(sys.executable, command, environment)
+
+    def _check(self) -> None:
+        """Refuses what would be heeded by nobody."""
+        defaults = {field.name: field.default for field in dataclasses.fields(JobOptions) if field.name != "devices"}
+        given = [flag(name) for name, usual in {**defaults, "folder": None}.items() if getattr(self, name) != usual]
+        if self.workers is None and given:
+            raise ValueError(
+                f"{', '.join(given)}: of a job, which has --workers, such as --workers 2; where they are the script's, "
+                f"type -- before it: cjax run -- {self.script} ..."
+            )
+        if self.folder is not None and Path(self.folder).exists() and not Path(self.folder).is_dir():
+            raise NotADirectoryError(f"--folder {self.folder} is a file: name a folder, which is made if it is missing")
 
     def _command(self) -> list[str]:
         if Path(self.script).is_file():

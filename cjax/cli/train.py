@@ -81,6 +81,8 @@ class Train:
         between_failures: hours, on average, between failures of the run, for "auto"; a day if not given.
         snapshot_every: steps between copies of the state in host memory, which --resume and `cjax run --workers` go on
             from first; none are made if not given.
+        snapshot_peers: each process also keeps the copies of one on another host, which may lose its memory then.
+        watchdog: end a run that hangs, with the stacks of its threads and status 75, "again".
         keep: how many checkpoints stay.
         best: also keep the checkpoint with the least validation loss.
         patience: evaluations without a better one, after which the run ends; it runs to its end if not given.
@@ -119,6 +121,8 @@ class Train:
     checkpoint_every: int | Literal["auto"] = 100
     between_failures: float | None = None
     snapshot_every: int | None = None
+    snapshot_peers: bool = False
+    watchdog: bool = False
     keep: int = 3
     best: bool = False
     patience: int | None = None
@@ -187,6 +191,8 @@ class Train:
                 checkpoint_every=self.checkpoint_every,
                 between_failures=None if self.between_failures is None else 3600 * self.between_failures,
                 snapshot_every=self.snapshot_every,
+                snapshot_peers=self.snapshot_peers,
+                watchdog="auto" if self.watchdog else None,
                 keep=self.keep,
                 best="validation_loss" if self.best else None,
                 on_nan=self.on_nan,

@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -166,6 +167,31 @@ def each_process_writes_its_cache() -> None:
 
     vars(writes)["cjax_writes"] = True
     compiler._cache_write = writes
+
+
+def coordinator_address() -> str:
+    """Where the processes of this run meet, as `host:port`; empty for one that is alone.
+
+    Private: `distributed.global_state`.
+    Tried: JAX 0.10.2, 0.12.0.1, alike.
+    Public instead: a function of `jax.distributed` that says it.
+    """
+    return distributed.global_state.coordinator_address or ""
+
+
+def is_compiling(thread: int) -> bool:
+    """Whether a thread compiles a program now, or looks for it among those that are kept.
+
+    Private: the file in which JAX calls the compiler; and Python's `sys._current_frames`.
+    Tried: JAX 0.10.2, 0.12.0.1, alike.
+    Public instead: an event at the beginning of a compilation, as there is one at its end.
+    """
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code.co_filename == compiler.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def gloo_stays_on_loopback() -> None:

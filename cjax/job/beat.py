@@ -5,6 +5,7 @@ silent, and one whose thread lives while its steps do not go on is seen as well.
 """
 
 import contextlib
+import faulthandler
 import functools
 import json
 import os
@@ -21,31 +22,40 @@ from cjax.job.member import AGAIN, JOB, Member, member
 
 SIZE = 1024  # bytes; a beat is written over the one before
 PERIOD = 0.5  # seconds
-IMPORTING, STARTING, RESTORING, COMPILING, TRAINING, EVALUATING, SAVING, ENDED = (
-    "importing", "starting", "restoring", "compiling", "training", "evaluating", "saving", "ended",
+SHOW_STACKS = signal.SIGRTMAX - 7  # asks a worker for the stacks of all its threads, on stderr; no one else's signal
+IMPORTING, STARTING, RESTORING, COMPILING, TRAINING, EVALUATING, SAVING, CALLING, ENDED = (
+    "importing", "starting", "restoring", "compiling", "training", "evaluating", "saving", "calling back", "ended",
 )  # fmt: skip
 
 
-class Beat:
-    """The beats of one worker.
+class Doing:
+    """What this process does and how far it is; nobody watches it from outside."""
 
-    Args:
-        mine: which worker.
-    """
-
-    def __init__(self, mine: Member) -> None:
-        self._mine, self._lock = mine, threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._since = self._stepped = time.monotonic()
         self._facts: dict[str, Any] = {
-            "incarnation": mine.incarnation, "rank": mine.rank, "pid": os.getpid(), "count": 0, "phase": STARTING,
-            "first": None, "step": None, "steps": None, "step_seconds": 0.0,
-            "seconds": {IMPORTING: round(_alive(), 3)}, "ended": None,
+            "phase": STARTING, "first": None, "step": None, "steps": None, "step_seconds": 0.0, "seconds": {},
+            "ended": None,
         }  # fmt: skip
-        file = JobFolder(mine.folder).beat(mine.incarnation, mine.rank)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._write()
-        threading.Thread(target=self._go_on, daemon=True, name="beat").start()
+
+    @property
+    def phase(self) -> str:
+        return self._facts["phase"]
+
+    @property
+    def step_seconds(self) -> float:
+        """What a step takes, of late; 0 where that is not known yet."""
+        return self._facts["step_seconds"]
+
+    @property
+    def moved(self) -> float:
+        """When it did anything new, by the monotonic clock."""
+        return max(self._since, self._stepped)
+
+    def __str__(self) -> str:
+        step = self._facts["step"]
+        return f"{self.phase}, {'before the first step' if step is None else f'after step {step}'}"
 
     def tell(self, **facts: Any) -> None:
         """Numbers that changed: `first` (where the run goes on from), `steps` (of the whole run), `ended`."""
@@ -74,12 +84,12 @@ class Beat:
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """What the worker does for a while."""
-        before = self._facts["phase"]
+        before, stepped, begun = self.phase, self._stepped, time.monotonic()
         self.turn(phase)
         try:
             yield
         finally:
-            self._stepped = time.monotonic()
+            self._stepped = stepped + time.monotonic() - begun  # which is no time of the step that is under way
             self.turn(before)
 
     def _turn(self, phase: str) -> None:
@@ -88,6 +98,29 @@ class Beat:
         seconds[before] = round(seconds.get(before, 0.0) + now - self._since, 3)
         self._since = now
         self._facts["phase"] = phase
+
+    def _write(self) -> None:
+        """Nobody reads it."""
+
+
+class Beat(Doing):
+    """The beats of one worker.
+
+    Args:
+        mine: which worker.
+    """
+
+    def __init__(self, mine: Member) -> None:
+        super().__init__()
+        self._mine = mine
+        self._facts |= {"incarnation": mine.incarnation, "rank": mine.rank, "pid": os.getpid(), "count": 0}
+        self._facts["seconds"] = {IMPORTING: round(_alive(), 3)}
+        file = JobFolder(mine.folder).beat(mine.incarnation, mine.rank)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        faulthandler.register(SHOW_STACKS, file=2)
+        self._write()
+        threading.Thread(target=self._go_on, daemon=True, name="beat").start()
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # a full disk is no reason to die
@@ -114,22 +147,9 @@ def _alive() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
-class NoBeat:
-    """Of a process that nobody watches."""
-
-    def tell(self, **facts: Any) -> None: ...
-
-    def step(self, step: int) -> None: ...
-
-    def turn(self, phase: str) -> None: ...
-
-    def during(self, phase: str) -> contextlib.nullcontext[None]:
-        return contextlib.nullcontext()
-
-
 @functools.cache
-def beating() -> Beat | NoBeat:
-    """The beats of this process; they begin when this is called first.
+def beating() -> Doing:
+    """What this process does; a worker's beats begin when this is called first.
 
     Raises:
         SystemExit: the job has gone on without this process.
@@ -137,7 +157,7 @@ def beating() -> Beat | NoBeat:
     """
     mine = member()
     if mine is None:
-        return NoBeat()
+        return Doing()
     is_anothers = mine.supervisor and os.getppid() != mine.supervisor
     if is_anothers and mine.is_current and Path(f"/proc/{mine.supervisor}").exists():
         raise RuntimeError(

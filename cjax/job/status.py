@@ -178,5 +178,8 @@ def ask_for(run: Path, workers: int) -> None:
         most = f", and at most {len(hosts)}, one on each host" if hosts else ""
         raise ValueError(f"{workers} workers: it is at least 1{most}")
     if not is_locked(folder.run):
-        raise RuntimeError(f"nobody supervises {run}: type its cjax run again, with --workers {workers}")
+        how = f"type its cjax run again, with --workers {workers}"
+        if state["status"] == "done":
+            raise RuntimeError(f"the job in {run} is done. For more steps, give its script more of them, and {how}")
+        raise RuntimeError(f"nobody supervises {run}: {how}")
     write_whole(folder.asked, f'{{"workers": {workers}}}')

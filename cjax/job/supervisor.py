@@ -19,6 +19,7 @@ from cjax.job.state import JobState
 from cjax.job.workers import Ending, Workers, show, started
 
 PERIOD = 0.1  # seconds between two looks at the workers
+_ROOM = 5.0  # seconds between two attempts to write on a disk that is full
 _TRIES = 2  # of a place at which no worker comes to life
 
 
@@ -46,7 +47,7 @@ class Supervisor:
                 signal.signal(number, self._notice)
             self._settle()
             while True:
-                if self._told:  # before anybody was started
+                if self._told or not self._is_counted():  # before anybody was started
                     return self._finish("stopped", self._status())
                 workers = self._begin()
                 status = self._until_it_ends(workers)
@@ -57,11 +58,29 @@ class Supervisor:
         self._told.append(number)
 
     # -- one incarnation ----------------------------------------------------------------------------------------------
-    def _begin(self) -> Workers:
-        places = tuple(place for place in self.state.places if place not in self.state.lost)
+    def _is_counted(self) -> bool:
+        """Whether the next incarnation is written down, before any of it starts: who is late then knows that it is. A
+        job that has run waits for room where a disk is full."""
         self.state.incarnation += 1
         self.state.status, self.state.pids = "running", []
-        self._keep()  # before any starts: who is late then knows that it is
+        is_said = False
+        while not self._told:
+            try:
+                write_whole(self.folder.state, self.state.text())
+                return True
+            except OSError as error:
+                if self.state.incarnation == 1:
+                    raise
+                if not is_said:
+                    say(f"{error}. Workers start when that can be written; it is tried every {_ROOM:g} s")
+                is_said = True
+            until = time.monotonic() + _ROOM
+            while not self._told and time.monotonic() < until:
+                time.sleep(PERIOD)
+        return False
+
+    def _begin(self) -> Workers:
+        places = tuple(place for place in self.state.places if place not in self.state.lost)
         for old in self.folder.beats.glob("*"):
             old.unlink()
         workers = Workers(self.spec, self.state.incarnation, places, self._patience)
@@ -87,6 +106,8 @@ class Supervisor:
     def _ended(self, workers: Workers, ending: Ending) -> int | None:
         if ending.kind == "again":
             self._wait(workers.are_gone)  # the others have agreed to leave too
+        if ending.kind == "hung":
+            workers.ask_where()
         workers.kill()
         workers.show()
         self._note("end", kind=ending.kind, why=ending.why, **workers.facts())
@@ -103,7 +124,8 @@ class Supervisor:
         if (over := self._is_over(workers, ending)) is not None:
             return over
         self.state.restarts += 1
-        say(f"{ending.why}; starting again ({self.state.restarts} of {self.spec.restarts})")
+        where = f" (stacks: {self.folder.place}/logs/{workers.incarnation}-*.log)" if ending.kind == "hung" else ""
+        say(f"{ending.why}{where}; starting again ({self.state.restarts} of {self.spec.restarts})")
         return None
 
     def _lose(self, workers: Workers, ending: Ending) -> None:
@@ -189,11 +211,17 @@ class Supervisor:
         return code
 
     def _keep(self) -> None:
-        write_whole(self.folder.state, self.state.text())
+        try:
+            write_whole(self.folder.state, self.state.text())
+        except OSError as error:  # of a disk that is full, say; what runs goes on
+            say(f"{error}. cjax status does not know what has happened since")
 
     def _note(self, event: str, **facts: Any) -> None:
         line = {"event": event, "time": round(time.time(), 3), "incarnation": self.state.incarnation, **facts}
-        append_line(self.folder.history, line)
+        try:
+            append_line(self.folder.history, line)
+        except OSError as error:
+            say(f"{error}. cjax status will not know of this {event}")
 
 
 def say(text: str) -> None:

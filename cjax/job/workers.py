@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO
 
 from cjax.job.beat import PERIOD as BEAT
-from cjax.job.beat import TRAINING, read_beat
+from cjax.job.beat import SHOW_STACKS, TRAINING, read_beat
 from cjax.job.folder import JobFolder
 from cjax.job.member import AGAIN
 from cjax.job.spec import JobSpec
@@ -20,7 +20,7 @@ STEPS = 5  # that a step may take the time of
 _SHOWN = 20  # lines of what a worker printed last
 _QUIET = 2 * BEAT  # seconds without a beat, where somebody hangs
 _UNSEEN = 60.0  # seconds after the first sign of life of some, when all others are to have given one
-
+_TO_ANSWER = 0.5  # seconds to print where one is
 _AWAY = 1.0  # seconds between two looks of ours, which are a tenth apart where we are not stopped
 
 Kind = Literal["done", "again", "died", "hung"]
@@ -70,8 +70,12 @@ class Workers:
 
     def _start(self, rank: int, line: list[str], said: dict[str, str]) -> "subprocess.Popen[bytes]":
         log = self._folder.log(self.incarnation, rank)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "wb") as file:
+        try:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            opened = open(log, "wb")  # noqa: SIM115
+        except OSError:  # what is printed is lost where a disk is full, and no training
+            opened = open(os.devnull, "wb")  # noqa: SIM115
+        with opened as file:
             # A file, and no pipe, which would break with the one who reads it. A session of its own, so that what the
             # worker starts is ended with it, and what a terminal sends goes to the supervisor alone.
             return subprocess.Popen(
@@ -189,6 +193,14 @@ class Workers:
             if _code(process) is None:
                 os.kill(process.pid, signal.SIGTERM)
 
+    def ask_where(self) -> None:
+        """Where workers of this machine are now: the stacks of their threads, into their logs."""
+        if not self.spec.hosts and any(_code(process) is None for process in self.processes):
+            for process in self.processes:
+                if _code(process) is None:
+                    os.kill(process.pid, SHOW_STACKS)
+            time.sleep(_TO_ANSWER)
+
     def are_gone(self) -> bool:
         """Whether all have left."""
         self._listen()
@@ -228,7 +240,7 @@ def show(stream: TextIO, text: bytes) -> None:
 
 
 def _opened(path: Path) -> BinaryIO:
-    return open(path, "rb")
+    return open(path if path.exists() else os.devnull, "rb")
 
 
 def started(pid: int) -> str | None:

@@ -1,5 +1,6 @@
 """What a run shows while it goes: a bar in a terminal, plain lines elsewhere."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -106,10 +107,11 @@ class LineDisplay:
             return
         self._last = now
         text = "  ".join(f"{name} {value}" for name, value in facts.items())
-        print(f"step {step}/{self._num_steps}  {text}  left {left}", file=self._stream, flush=True)
+        self.note(f"step {step}/{self._num_steps}  {text}  left {left}")
 
     def note(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        with contextlib.suppress(OSError):  # a log on a disk that is full costs its lines, and no training
+            print(text, file=self._stream, flush=True)
 
     def close(self) -> None: ...
 

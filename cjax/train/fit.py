@@ -32,6 +32,7 @@ from cjax.train.signals import StopRequest
 from cjax.train.snapshots import Snapshots, discard
 from cjax.train.stream import Stream
 from cjax.train.system import HardwareLog
+from cjax.train.watchdog import Watchdog, check_watchdog
 from cjax.train.writers import Writer
 from cjax.tree import PyTree
 
@@ -85,6 +86,7 @@ def fit(
     between_failures: float | None = None,
     snapshot_every: int | None = None,
     snapshot_folder: str | Path | None = None,
+    snapshot_peers: bool = False,
     keep: int = 3,
     best: str | None = None,
     best_mode: Literal["min", "max"] = "min",
@@ -95,6 +97,7 @@ def fit(
     log: Sequence[Writer] = (),
     learning_rate: float | Callable[[int], Any] | None = None,
     hardware: bool | float = False,
+    watchdog: float | Literal["auto"] | None = None,
     callbacks: Sequence[Callback] = (),
     tensorboard: bool = False,
     resume_command: str | None = None,
@@ -125,6 +128,7 @@ def fit(
         snapshot_every: steps between copies of the state in host memory, which outlive the process: "auto" and True of
             `resume` go on from them first, under the same plan on as many processes. None makes none.
         snapshot_folder: where these are instead: a folder of each host, on a quick disk say.
+        snapshot_peers: each process also keeps what one of another host holds, so that a host may lose its memory.
         keep: how many checkpoints stay.
         best: a number of evaluations, such as "validation_loss" or "validation_aux/accuracy": the checkpoint that has
             the best one stays, whatever `keep` is, in `best`.
@@ -141,6 +145,9 @@ def fit(
             `cjax.train`. The first process writes.
         learning_rate: the optimizer's, to be logged: a number, or its function of the number of updates.
         hardware: read what the hardware does into `system.jsonl`, every 5 seconds, or so many; `report.html` draws it.
+        watchdog: "auto" ends the process where nothing new came for 10 seconds, or five steps if that is more, or, of
+            anything besides a step, an hour: with the stacks of its threads, and with status 75, "again". A number is
+            the seconds in the place of 10. Under `cjax run --workers` it is the supervisor that sees to it.
         callbacks: told of what happens; see `cjax.train.Callback`.
         tensorboard: also write TensorBoard's event files.
         resume_command: what to print as the way to go on.
@@ -160,6 +167,7 @@ def fit(
     if on_nan not in ("stop", "skip", "rollback"):
         raise ValueError(f'fit got on_nan={on_nan!r}; it needs on_nan "stop", "skip" or "rollback"')
     _check_corrupt(on_corrupt, verify_copies_every, data)
+    check_watchdog(watchdog)
     folder, goes_on = _place(folder, resume, state)
     if best is not None and (folder is None or not evaluate_every):
         raise ValueError(f"best={best!r} keeps a checkpoint by what evaluations give: give folder= and evaluate_every=")
@@ -180,11 +188,13 @@ def fit(
             _refuse_anothers(folder, goes_on, resume_command)
         stop = stack.enter_context(StopRequest())
         beat = beating()
+        stack.enter_context(Watchdog(beat, watchdog if member() is None else None))
         checkpoints = stack.enter_context(Checkpointer(folder / "checkpoints", keep)) if folder else None
         disk = None if folder is None else on_disk(program)
         command = resume_command or f"fit(..., folder={str(folder)!r}, resume=True)"
         identity, notes, evaluated = getattr(data, "identity", None), [], True
-        snapshots = _snapshots(program, folder, snapshot_every, snapshot_folder, not goes_on)
+        where = (snapshot_folder, not goes_on, snapshot_peers)
+        snapshots = _snapshots(program, folder, snapshot_every, *where)
         if snapshots is not None:
             stack.callback(snapshots.close)
             notes.append(f"snapshots take up to {snapshots.num_bytes / 2**20:,.0f} MiB in {snapshots.place}")
@@ -347,8 +357,12 @@ def _check_corrupt(on_corrupt: str, verify_copies_every: int | None, data: Any) 
         )
 
 
-def _snapshots(program: Program, run: Path | None, every: int | None, folder: Any, is_new: bool) -> Snapshots | None:
+def _snapshots(
+    program: Program, run: Path | None, every: int | None, folder: Any, is_new: bool, has_peers: bool
+) -> Snapshots | None:
     if every is None:
+        if has_peers or folder is not None:
+            raise ValueError("snapshot_peers= and snapshot_folder= say where snapshots go: give snapshot_every= too")
         if run is not None:
             discard(run)
         return None
@@ -358,7 +372,7 @@ def _snapshots(program: Program, run: Path | None, every: int | None, folder: An
             "snapshots are of a run that has a folder, and of a plan that keeps all of the state on the devices: give "
             "folder=, or leave out snapshot_every="
         )
-    return Snapshots(run, shape, str(program.plan), every, folder, is_new)
+    return Snapshots(run, shape, str(program.plan), every, folder, is_new, has_peers)
 
 
 def _refuse_unseen(resumed: Resumed, checkpoints: Checkpointer) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from cjax.checkpoint import Checkpointer, inspect
 from cjax.job import beating
-from cjax.job.beat import EVALUATING, RESTORING, SAVING
+from cjax.job.beat import CALLING, EVALUATING, RESTORING, SAVING
 from cjax.program import Program, State
 from cjax.program.on_disk import OnDisk
 from cjax.train.callbacks import Callback
@@ -102,8 +102,7 @@ class Loop:
             self.updates = self.step - int(OnDisk.scaling(self.state).num_skipped)
         self.batches = iter(self.stream)
         first, ended = self.step, "steps"
-        for callback in self.callbacks:
-            callback.on_begin(self)
+        self._call(lambda callback: callback.on_begin(self))
         if self.goes_back and latest(self.checkpoints) is None:
             self._save()
         if not self.evaluated:
@@ -152,8 +151,7 @@ class Loop:
         """Starts one more, and looks at the one before."""
         if self.noting is not None:
             self.noting(self.stream.samples)
-        for callback in self.callbacks:
-            callback.before_step(self, self.step + 1)
+        self._call(lambda callback: callback.before_step(self, self.step + 1))
         with jax.profiler.StepTraceAnnotation("step", step_num=self.step + 1):  # for who takes a profile
             self.state, metrics = self.program.step(self.state, batch)
         self.step += 1
@@ -206,6 +204,12 @@ class Loop:
         self.meter.pause()
         return self.best.folder / str(self.step)
 
+    def _call(self, hook: Callable[[Callback], None]) -> None:
+        """What a user has done between steps may take as long as it likes: it is no step that hangs."""
+        with beating().during(CALLING):
+            for callback in self.callbacks:
+                hook(callback)
+
     # -- its parts ----------------------------------------------------------------------------------------------
     def _is_due(self, every: int | None) -> bool:
         return bool(every) and self.step % every == 0 and self.going_back is None
@@ -232,8 +236,7 @@ class Loop:
         is_skipped = bool(metrics.get("skipped"))
         facts = metrics if is_skipped else {**metrics, **self._learning_rate(), **rates}
         self.updates += not is_skipped
-        for callback in self.callbacks:
-            callback.on_step(self, step, facts)
+        self._call(lambda callback: callback.on_step(self, step, facts))
         beating().step(step)
         if is_skipped:
             self._not_finite(step, metrics)
@@ -295,8 +298,7 @@ class Loop:
             self.state, self.step = self.program.restore(place), step
         if self.rate is not None:
             self.updates = step - int(OnDisk.scaling(self.state).num_skipped)
-        for callback in self.callbacks:
-            callback.on_roll_back(self, step)
+        self._call(lambda callback: callback.on_roll_back(self, step))
         # The lines of the steps between are gone, and why they are stays: this one is of a step that stays too.
         self.write(step, {"back_from": left, "why": why})
         if rereads:
@@ -321,8 +323,7 @@ class Loop:
         values: dict[str, Any] = {"validation_loss": loss}
         if "aux" in scores:
             values["validation_aux"] = jax.tree.map(_number, scores["aux"])
-        for callback in self.callbacks:
-            callback.on_evaluate(self, self.step, values)
+        self._call(lambda callback: callback.on_evaluate(self, self.step, values))
         self.meter.pause()
 
     def _until_stopped(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
@@ -362,8 +363,7 @@ class Loop:
             seconds = statistics.median(self.meter.step_seconds)
             if self.pace.saved(self.step, cost, seconds):
                 self.note(f"a checkpoint holds the run up for {cost:.2g} s: one every {self.pace.interval} steps")
-        for callback in self.callbacks:
-            callback.on_checkpoint(self, self.step)
+        self._call(lambda callback: callback.on_checkpoint(self, self.step))
 
     def _write(self, checkpoints: Checkpointer, more: Mapping[str, Any]) -> None:
         meta = {**self.program.meta(self.state), **self._position(), **more}

@@ -54,8 +54,11 @@ def test_what_is_no_job_or_has_nobody_to_ask_is_refused(
     for typed in (["status", elsewhere], ["resize", elsewhere, "4"]):
         assert main(typed) == 1
         assert "is no folder of a job" in capsys.readouterr().err
-    assert main(["resize", str(folder.run), "4"]) == 1
-    assert "nobody supervises" in capsys.readouterr().err and not folder.asked.exists()
+    for status, said in (("done", "is done. For more steps"), ("failed", "nobody supervises")):
+        folder.state.write_text(folder.state.read_text().replace('"done"', f'"{status}"'))
+        assert main(["resize", str(folder.run), "4"]) == 1 and not folder.asked.exists()
+        error = capsys.readouterr().err
+        assert said in error and "type its cjax run again, with --workers 4" in error
 
 
 @pytest.mark.parametrize("torn", [b'{"event": "end", "seconds": {"a": 1.0}', b'{"ev', b"\0\0\xff"])

@@ -1,4 +1,5 @@
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,37 @@ def test_what_cannot_run_is_refused(script: str):
         Run.parse(["nowhere.py"]).run()
     with pytest.raises(ValueError, match="at least one device"):
         Run.parse([script, "--devices", "0"]).run()
+
+
+@pytest.mark.parametrize(
+    ("typed", "error", "said"),
+    [
+        (["--restarts", "5"], ValueError, "--restarts: of a job, which has --workers"),
+        (["--folder", "here", "--hosts", "a", "b", "--"], ValueError, "--hosts, --folder: of a job"),
+        (["--workers", "0"], ValueError, "--workers 0: it is a whole number, at least 1"),
+        (["--workers", "2", "--min-workers", "3"], ValueError, "--min-workers 3: there are 2"),
+        (["--workers", "2", "--restarts", "-1"], ValueError, "--restarts -1: it is a whole number, at least 0"),
+        (["--workers", "2", "--grace", "0"], ValueError, "--grace 0.0: it is above 0 seconds"),
+        (["--workers", "2", "--hosts", "a", "--"], ValueError, "--workers 2, and 1 hosts"),
+        (["--workers", "1", "--launch", "x", "--hosts", "a", "--"], ValueError, "it says where {host} goes"),
+        (["--workers", "2", "--folder", __file__], NotADirectoryError, "is a file: name a folder"),
+    ],
+)
+def test_what_makes_no_job_is_refused_before_anything_starts(
+    script: str,
+    no_launcher: None,
+    monkeypatch: pytest.MonkeyPatch,
+    typed: list[str],
+    error: type[Exception],
+    said: str,
+) -> None:
+    def starts(*_: object) -> None:
+        raise AssertionError("it starts")
+
+    monkeypatch.setattr("cjax.cli.run.os.execve", starts)
+    monkeypatch.setattr("cjax.cli.run.supervise", starts)
+    with pytest.raises(error, match=re.escape(said)):
+        Run.parse([*typed, script]).run()
 
 
 @pytest.fixture

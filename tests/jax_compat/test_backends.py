@@ -4,6 +4,8 @@ import logging
 import os
 import sys
 import textwrap
+import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -14,8 +16,10 @@ from forked import Forks
 from cjax.cards import CARDS
 from cjax.jax_compat.backends import (
     absent_gpus,
+    coordinator_address,
     each_process_writes_its_cache,
     gloo_stays_on_loopback,
+    is_compiling,
     is_of_this_process,
     made_together,
     names_in_cache_key,
@@ -160,3 +164,28 @@ def test_collectives_between_processes_are_told_where_to_listen(monkeypatch: pyt
         gloo_stays_on_loopback()
     xla_bridge._jax.make_gloo_tcp_collectives(distributed_client=1)
     assert told == {"distributed_client": 1, "hostname": "127.0.0.1"}
+
+
+def test_a_thread_that_compiles_is_told() -> None:
+    me, seen, is_over = threading.get_ident(), [], threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(0.002):
+            seen.append(is_compiling(me))
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    jax.jit(lambda x: jax.numpy.linalg.svd(jax.numpy.sin(x @ x) + x)[1].sum()).lower(jax.numpy.ones((7, 7))).compile()
+    compiled = len(seen)
+    time.sleep(0.1)
+    is_over.set()
+    looker.join()
+    assert any(seen[:compiled]) and not any(seen[compiled + 2 :]) and not is_compiling(0)
+
+
+def test_a_process_that_is_alone_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import distributed
+
+    assert coordinator_address() == ""
+    monkeypatch.setattr(distributed.global_state, "coordinator_address", "here:7")
+    assert coordinator_address() == "here:7"

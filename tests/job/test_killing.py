@@ -81,6 +81,17 @@ def test_kills_in_every_phase(tmp_path: Path, whole: Path, workers: int) -> None
 
 
 @pytest.mark.full
+def test_kills_between_sizes_and_plans_change_nothing_but_rounding(tmp_path: Path) -> None:
+    """The same for 80: tests/job/killing.py --double, whose log is in docs/results."""
+    plans, more = "data=-1 zero=1|data=-1 tensor=2|data=-1 zero=3", {"devices": 4, "is_double": True, "steps": 60}
+    whole = Killing(tmp_path / "whole", pause=0.0, every=100, plan="data=-1 zero=1", **more)
+    assert whole.run(0) == 0
+    job = Killing(tmp_path / "killed", seed=3, plan=plans, resizes=0.5, **more)
+    assert job.run(8) == 0 and not job.check(whole.folder)
+    assert {each.workers for each in status_of(job.folder).incarnations} == {1, 2} and job.farthest < 1e-9
+
+
+@pytest.mark.full
 def test_kills_cost_no_more_than_snapshots_allow(tmp_path: Path, whole: Path) -> None:
     phases = ("training", "training", "snapshotting", "evaluating", "restoring")
     job = Killing(tmp_path, seed=4, steps=60, pause=0.05, every=25, snapshots=2, phases=phases)
@@ -89,6 +100,20 @@ def test_kills_cost_no_more_than_snapshots_allow(tmp_path: Path, whole: Path) ->
     logs = "".join(each.read_text() for each in (tmp_path / "job" / "logs").iterdir())
     place = Path((read_object(tmp_path / "snapshots.json") or {})["place"])
     assert "from a snapshot" in logs and not place.exists()
+
+
+@pytest.mark.full
+def test_a_host_that_is_lost_with_its_memory_costs_no_more_than_its_peer_has(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"steps": 60, "plan": "zero=3"}  # each part lives once
+    whole = Killing(tmp_path / "whole", pause=0.0, every=100, **more)
+    assert whole.run(0) == 0
+    phases = ("training", "restoring", "snapshotting")
+    job = Killing(
+        tmp_path / "lost", seed=2, pause=0.05, every=40, snapshots=2, phases=phases, hosts_are_lost=True, **more
+    )
+    assert job.run(4) == 0 and not job.check(whole.folder)
+    logs = "".join(each.read_text() for each in (job.folder / "job" / "logs").iterdir())
+    assert "from a snapshot" in logs and {kill["who"] for kill in job.kills} > {"worker"}
 
 
 def test_a_sample_that_is_lost_or_seen_twice_is_told() -> None:

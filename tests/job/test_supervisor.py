@@ -1,5 +1,6 @@
 """Supervisors of real processes: workers that beat and count steps, and need no JAX for it."""
 
+import errno
 import fcntl
 import json
 import os
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 import cjax
-from cjax.job.files import read_lines, read_object
+import cjax.job.supervisor
+from cjax.job.files import read_lines, read_object, write_whole
 from cjax.job.folder import JobFolder
 from cjax.job.lock import is_locked
 from cjax.job.spec import JobSpec, start_line
@@ -128,6 +130,7 @@ def test_a_worker_that_stands_still_is_noticed(job: Any, at: str, said: str) -> 
     supervisor, folder = job(at)
     _, err = supervisor.communicate(timeout=40)
     assert supervisor.returncode == 0 and said in err, err
+    assert 'File "<string>", line' in folder.log(1, 0).read_text(), "the stack of who hangs, or waits"
     assert [(line["kind"], line["first"]) for line in ends(folder)] == [("hung", 0), ("done", 20)]
 
 
@@ -220,7 +223,7 @@ def test_a_resize_saves_stops_and_goes_on(job: Any) -> None:
     resized, done = ends(folder)
     assert resized["kind"] == "resized" and nothing_twice(resized, done)
     assert [each.workers for each in status_of(folder.run).incarnations] == [2, 3]
-    with pytest.raises(RuntimeError, match="nobody supervises"):
+    with pytest.raises(RuntimeError, match="is done. For more steps"):
         ask_for(folder.run, 2)
 
 
@@ -388,3 +391,45 @@ def test_the_supervisor_imports_no_jax(tmp_path: Path) -> None:
     done = subprocess.run(line, capture_output=True, text=True, timeout=20)
     assert done.stdout.strip() == "[]" and not done.stderr
     assert json.loads(JobFolder(tmp_path).state.read_text())["status"] == "done"
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_job_whose_disk_is_full_waits_for_room_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], room: bool
+) -> None:
+    module = sys.modules["cjax.job.supervisor"]
+    written, tries = write_whole, []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def full(path: Path, text: str) -> None:
+        state = json.loads(text)
+        if state["incarnation"] == 2 and len(tries) < (3 if room else 10**6):
+            tries.append(text)
+            if not room and len(tries) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(path, text)
+
+    def no_line(path: Path, values: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "write_whole", full)
+    monkeypatch.setattr(module, "append_line", no_line)
+    monkeypatch.setattr(module, "_ROOM", 0.2)
+    count = f"echo x >> {tmp_path}/starts; test $(wc -l < {tmp_path}/starts) = 2"  # fails once
+    spec = JobSpec(("sh", "-c", count), str(tmp_path))
+    try:
+        assert module.Supervisor(spec).run() == (0 if room else 75)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    said = capfd.readouterr().err
+    assert said.count("Workers start when that can be written") == 1 and "will not know of this start" in said
+    assert (tmp_path / "starts").read_text() == "x\n" * (2 if room else 1) and len(tries) >= 3
+
+
+def test_a_folder_that_can_not_be_written_ends_a_job_before_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "state.json").mkdir()  # which no file can replace
+    ran = subprocess.run(start_line(JobSpec(("true",), str(tmp_path))), capture_output=True, text=True, timeout=20)
+    assert ran.returncode == 1 and "state.json" in ran.stderr and "Traceback" not in ran.stderr

@@ -2,6 +2,7 @@ import gzip
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 
 from cjax.checkpoint import Checkpointer, inspect
-from cjax.job.beat import NoBeat
+from cjax.job import beating
+from cjax.job.beat import CALLING, Doing
 from cjax.report.runs import write_page
 from cjax.train import Callback, EarlyStop, LossSpike, NotFiniteError, ProfileSteps, fit
 from cjax.train.callbacks import Better, value_of
@@ -275,9 +277,10 @@ def test_going_back_without_room_for_a_checkpoint_is_said(tmp_path: Path, monkey
 
     phases: list[str] = []
 
-    class Beats(NoBeat):
+    class Beats(Doing):
         def during(self, phase: str) -> Any:
-            phases.append(phase)
+            if phase != CALLING:
+                phases.append(phase)
             return super().during(phase)
 
     monkeypatch.setattr(storage, "settle", settle)
@@ -287,3 +290,28 @@ def test_going_back_without_room_for_a_checkpoint_is_said(tmp_path: Path, monkey
     assert result.step == 8 and inspect(tmp_path).step == 8
     assert "a run that is resumed reads again what this one went back behind" in capfd.readouterr().err
     assert phases[-4:] == ["restoring", *["saving"] * 3], "anew, at the end, and the wait for that"
+
+
+def test_what_a_callback_takes_is_no_steps_time() -> None:
+    phases: list[str] = []
+
+    class Slow(Callback):
+        def on_step(self, training: Any, step: int, values: Any) -> None:
+            phases.append(beating().phase)
+            time.sleep(0.5)
+
+    fit(SmallProgram(), SmallData(), steps=4, callbacks=[Slow()])
+    assert phases == [CALLING] * 4 and 0 < beating().step_seconds < 0.4
+
+
+def test_a_step_takes_as_long_as_it_takes_beside_what_is_no_step() -> None:
+    doing = Doing()
+    doing.step(1)
+    for step in (2, 3):
+        with doing.during("saving"):
+            time.sleep(0.2)
+        time.sleep(0.1)
+        with doing.during(CALLING), doing.during("saving"):
+            time.sleep(0.2)
+        doing.step(step)
+    assert 0.1 <= doing.step_seconds < 0.2

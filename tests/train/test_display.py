@@ -1,3 +1,4 @@
+import contextlib
 import io
 
 import pytest
@@ -80,3 +81,14 @@ def test_the_bar_shows_the_facts_and_notes():
     bar.close()
     for part in ("compiling", "step 7/10", "loss", "1.2345", "9,876", "validation [not markup] 2.0"):
         assert part in stream.getvalue()
+
+
+def test_a_log_on_a_full_disk_costs_its_lines_alone() -> None:
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # which says so once more as it is closed
+        display = make_display(3, 0, True, full)
+        display.phase("compiling")
+        display.update(3, {"loss": "1"})
+        display.note("done")
+        display.close()
+        shown = True
+    assert shown

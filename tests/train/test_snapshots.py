@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -149,13 +150,46 @@ def test_a_step_counts_where_all_processes_have_it(
         snapshots.begin(state, step, {})
     snapshots.wait()
     assert files(tmp_path) == ["1", "2", "3"]
-    others = np.array([[[2, snapshots._start], [1, snapshots._start], [-1, -1]]], np.int32)
+    others = [(2, snapshots._start, 1), (1, snapshots._start, 1)]
     monkeypatch.setattr(snapshots, "_count", 2)
-    monkeypatch.setattr(
-        "cjax.train.snapshots.multihost_utils.process_allgather", lambda mine: np.concatenate([mine[None], others])
-    )
+    monkeypatch.setattr("cjax.train.snapshots.tell_all", lambda mine: [mine, others])
     assert snapshots.newest(0) == (2, snapshots._start) and files(tmp_path) == ["2"]
     assert snapshots.newest(2) is None and files(tmp_path) == []
+    snapshots.close()
+
+
+def test_a_part_that_a_host_lost_comes_from_its_peer_and_is_kept_there_again(
+    program: cjax.Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, state, done = program._composed.state_shape, program.init(0), []
+    snapshots = Snapshots(tmp_path, shape, "p", 1, tmp_path / "memory")
+    snapshots.begin(state, 1, {})
+    snapshots.wait()
+    (file,) = snapshots.place.iterdir()
+    lost = file.rename(tmp_path / file.name)
+
+    def get(process: int, there: Path) -> None:
+        done.append(("get", process))
+        if lost is None:
+            raise OSError("it is gone")
+        there.write_bytes(lost.read_bytes())
+
+    told = [{"layout": snapshots._layout}, {"layout": "of another"}, {"layout": "of another"}]
+    fake = {"told": told, "source": 2, "keeper": 1, "get": get, "put": lambda file: done.append(("put", file.name))}
+    monkeypatch.setattr(snapshots, "_peers", SimpleNamespace(**fake))
+    monkeypatch.setattr(snapshots, "_count", 3)
+    start = snapshots._start
+    others = [[(1, start, 1)], [(1, start, 0), (1, start, 2), (9, start, 0)]]  # of step 9 not all have theirs
+    monkeypatch.setattr("cjax.train.snapshots.tell_all", lambda mine: [mine, *others] if mine != "" else ["", "", ""])
+    assert snapshots.newest(0) == (1, start) and done == [("get", 2), ("put", file.name)]
+    restored, said = snapshots.read((1, start))
+    jax.tree.map(np.testing.assert_array_equal, program.params(restored), program.params(state))
+    done.clear()
+    others[0].append((1, start, 0))
+    assert snapshots.newest(0) == (1, start) and done == [] and said["step"] == 1
+    monkeypatch.setattr("cjax.train.snapshots.tell_all", lambda mine: [mine, *others] if mine != "" else ["", "no", ""])
+    assert snapshots.newest(0) is None and not list(snapshots.place.glob("1-*")), "another process has not got its part"
+    monkeypatch.setattr(snapshots, "_peers", None)
     snapshots.close()
 
 

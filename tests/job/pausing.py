@@ -1,0 +1,128 @@
+"""How long a job stands still when a worker is killed, and when it is resized: seconds, and CPU seconds of a worker.
+
+    python tests/job/pausing.py --folder FOLDER --log FILE
+
+A small GPT (`cjax train gpt-mini`, 8 rows of 64 tokens) on two workers of one virtual device each, from the kill or the
+request to the first step of the next workers, as their beats say. To be run where nothing else is.
+"""
+
+import argparse
+import datetime
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from cjax.job.beat import read_beat
+from cjax.job.files import read_object
+from cjax.job.folder import JobFolder
+from cjax.job.spec import JobSpec, start_line
+from cjax.job.status import ask_for
+
+TRAIN = "import sys; from cjax.cli import main; sys.exit(main())"
+OPTIONS = "--batch 8 --seq 64 --steps 100000 --checkpoint-every 1000 --snapshot-every 5 --evaluate-every 100000"
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Job:
+    """One that is watched at each hundredth of a second."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = JobFolder(folder)
+        command = (sys.executable, "-c", TRAIN, "train", "gpt-mini", *OPTIONS.split(), "--plan", "zero=1")
+        spec = JobSpec(command, str(folder), 2, devices=1, hang_after=60.0)
+        folder.mkdir(parents=True)
+        environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+        with open(folder / "supervisor.log", "wb") as log:
+            self.supervisor = subprocess.Popen(start_line(spec), stdout=log, stderr=log, env=environment)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return read_object(self.folder.state) or {"incarnation": 0, "pids": []}
+
+    def steps(self, incarnation: int, number: int) -> dict[str, Any]:
+        """Waits until the first worker of an incarnation has done so many steps; its beat then."""
+        while True:
+            assert self.supervisor.poll() is None, (self.folder.run / "supervisor.log").read_text()[-2000:]
+            beat = read_beat(self.folder.beat(incarnation, 0))
+            if beat and beat["step"] is not None and beat["step"] - beat["first"] >= number:
+                return beat
+            time.sleep(0.01)
+
+    def pause(self, how: Any) -> tuple[float, float, float, dict[str, float]]:
+        """Seconds from what `how` does to the first step behind, CPU seconds of a worker until then, the supervisor's,
+        and what the first worker did meanwhile."""
+        number = self.state["incarnation"]
+        self.steps(number, 12)
+        watching = cpu(self.supervisor.pid)
+        begin = time.monotonic()
+        how()
+        beat = self.steps(number + 1, 1)
+        wall = time.monotonic() - begin
+        taken = statistics.mean(cpu(pid) for pid, _ in self.state["pids"])
+        return wall, taken, cpu(self.supervisor.pid) - watching, beat["seconds"]
+
+    def kill(self) -> None:
+        os.kill(self.state["pids"][1][0], 9)
+
+
+def cpu(pid: int) -> float:
+    """CPU seconds of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def floor() -> float:
+    """CPU seconds of a Python that imports what a worker does."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", "import cjax.cli.train"], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--log", type=Path)
+    options = parser.parse_args()
+    least = min(floor() for _ in range(2))
+    job = Job(options.folder)
+    lines = [
+        f"{datetime.date.today()}, tests/job/pausing.py: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        f"floor: importing alone takes a process {least:.1f} CPU seconds",
+    ]
+    try:
+        first = job.steps(1, 1)["seconds"]
+        lines.append(
+            f"{'start, nothing compiled':34} CPU {cpu(job.state['pids'][0][0]):5.1f} s a worker  {said(first)}"
+        )
+        events = [
+            *[("worker killed, compiled before", job.kill)] * 3,
+            ("resized 2 to 1, nothing compiled", lambda: ask_for(options.folder, 1)),
+            ("resized 1 to 2, compiled before", lambda: ask_for(options.folder, 2)),
+            ("resized 2 to 1, compiled before", lambda: ask_for(options.folder, 1)),
+        ]
+        for name, how in events:
+            wall, taken, watching, parts = job.pause(how)
+            text = f"{name:34} CPU {taken:5.1f} s a worker, {watching:.1f} s of the supervisor; pause {wall:5.1f} s  "
+            lines.append(text + said(parts))
+    finally:
+        job.supervisor.terminate()
+        job.supervisor.wait()
+    text = "\n".join(lines)
+    print(text)
+    if options.log:
+        options.log.write_text(text + "\n")
+    return 0
+
+
+def said(seconds: dict[str, float]) -> str:
+    return "(" + ", ".join(f"{phase} {taken:.1f}" for phase, taken in seconds.items() if taken >= 0.05) + ")"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
