@@ -187,6 +187,13 @@ def test_no_product_of_low_precision_has_an_operand_in_float32(plan: str) -> Non
     assert facts.flops > 0 and facts.flops_float32 == 0, str(facts)
 
 
+@pytest.mark.parametrize("model", ["gpt", "linen_decoder"])
+def test_a_ring_puts_positions_in_order_once(model: str) -> None:
+    """Keys and values go round in both passes, their gradients round and home; beside that, tokens alone move."""
+    facts = compiled(model, "data=1 sequence=ring:8").facts
+    assert facts.moved("collective-permute") == pytest.approx(LAYERS * (7 + 7 + 8) * 2 * STREAM / 8, rel=0.001)
+
+
 # -- 2D, 2.5D and 3D --------------------------------------------------------------------------------------------------
 # A layer of GPT-3's width, 16,384 tokens at a time.
 WIDE, WIDE_HEADS, WIDE_VOCAB, WIDE_LAYERS, WIDE_BATCH, WIDE_SEQ = 8192, 64, 51200, 4, 64, 256

@@ -9,9 +9,7 @@ from cjax.mesh import SEQUENCE, TENSOR
 from cjax.plan import Sequence as SequencePlan
 from cjax.planner.reading.placed import PlacedTrace
 from cjax.planner.work import Kind, RingWork
-from cjax.sharding.attention.ring import MARGIN
-from cjax.sharding.storage.storage import filled_up
-from cjax.trace.attention.bounds import bounds
+from cjax.sharding.place.order import Order, blocks_left, in_zigzag
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
 from cjax.trace.dims.find import Scope
@@ -19,26 +17,41 @@ from cjax.trace.dims.find import Scope
 # A collective: its kind, what goes in on a device, whether in the forward pass, whether in float32 in any case.
 Passed = tuple[Kind, float, bool, bool]
 
-MOST_BLOCKS = 32  # of queries and of keys, by which a mask is looked at
 
-
-def over_positions(attention: Attention, sequence: SequencePlan, placed: PlacedTrace, scope: Scope) -> Iterator[Passed]:
-    """The collectives of an attention whose positions are split over the sequence's axis."""
+def over_positions(
+    attention: Attention, sequence: SequencePlan, placed: PlacedTrace, scope: Scope, order: Order | None
+) -> Iterator[Passed]:
+    """The collectives of an attention whose positions are split over the sequence's axis; `order` is of its values."""
     held = [placed.local(node.var, scope) for node in (attention.query, attention.key, attention.value, attention.out)]
     if sequence.mode == "ring":
-        return _ring(attention, held, placed.layout.axis_sizes[SEQUENCE])
+        size = placed.layout.axis_sizes[SEQUENCE]
+        in_order = order is not None and order.asked_of(attention, size)[1] is not None
+        return _ring(attention, held, size, in_order)
     return _exchanged(attention, held, placed.layout.axis_sizes[SEQUENCE], placed, scope)
 
 
-def _ring(attention: Attention, held: list[float], size: int) -> Iterator[Passed]:
+def turned(order: Order, size: int) -> Iterator[tuple[Kind, float, bool, bool, int]]:
+    """What is put in a ring's order, or back: the same, and how often."""
+    for times, each, scope in order.turns:
+        passes = [True, False] if each.has_gradient else [True]
+        for forward in passes:
+            moved = order.held(each.atom, scope) * ((each.before is not None) + (each.after is not None))
+            yield "collective-permute", moved * _share(size), forward, not each.has_gradient, times
+
+
+def _share(size: int) -> float:
+    """Of two devices each keeps one of its halves where it is."""
+    return 0.5 if size == 2 else 1.0
+
+
+def _ring(attention: Attention, held: list[float], size: int, in_order: bool) -> Iterator[Passed]:
     """Keys and values go round once in each pass, their gradients once and home in the backward pass."""
     query, key, value, out = held
     yield "collective-permute", (size - 1) * (key + value), True, False
     yield "collective-permute", (size - 1) * (key + value), False, False
     yield "collective-permute", size * (key + value), False, False
-    if _is_zigzag(attention, size):
-        # Of two devices each keeps one of its halves where it is.
-        query, key, value, out = (part * (0.5 if size == 2 else 1.0) for part in held)
+    if in_zigzag(attention, size) and not in_order:
+        query, key, value, out = (part * _share(size) for part in held)
         rows = out / max(1, _features(attention.out))
         yield "collective-permute", query + key + value + out, True, False
         yield "collective-permute", query + key + value + out, False, False
@@ -50,26 +63,11 @@ def ring_of(attention: Attention, size: int) -> RingWork:
 
     With an early and a late chunk, all devices have as much to do in each turn. Otherwise they wait for the fullest.
     """
-    if _is_zigzag(attention, size):
-        return RingWork(float(_filled(attention, 2 * size).mean()), 2)
-    found = _filled(attention, size)
+    if in_zigzag(attention, size):
+        return RingWork(float(blocks_left(attention, 2 * size).mean()), 2)
+    found = blocks_left(attention, size)
     turns = (np.arange(len(found)) + np.arange(len(found))[:, None]) % len(found)
     return RingWork(float(np.take_along_axis(found, turns.T, axis=1).any(axis=0).mean()), 1)
-
-
-def _is_zigzag(attention: Attention, size: int) -> bool:
-    """Whether each device takes an early and a late chunk, as a mask leaves late keys out for early queries."""
-    lengths = [attention.sizes[attention.label(role)] for role in ("query", "key")]
-    even = all(filled_up(length, size) % (2 * size) == 0 for length in lengths)
-    return even and not _filled(attention, size).all()
-
-
-def _filled(attention: Attention, blocks: int) -> np.ndarray:
-    """Which blocks of the scores, [queries, keys], a mask leaves anything of."""
-    # What is asked of each pair of blocks takes long for thousands of them, and larger blocks tell the same of a mask
-    # that leaves out a part of the keys at all.
-    few = math.gcd(blocks, MOST_BLOCKS) if blocks > MOST_BLOCKS else blocks
-    return bounds(attention, few, few, []) >= -MARGIN
 
 
 def _features(node: Node) -> int:

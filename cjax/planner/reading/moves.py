@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.mesh import SEQUENCE, TENSOR
 from cjax.plan import Sequence as SequencePlan
-from cjax.planner.reading.attended import of_few_heads, over_positions, ring_of
+from cjax.planner.reading.attended import of_few_heads, over_positions, ring_of, turned
 from cjax.planner.reading.derived import Derived, derived
 from cjax.planner.reading.placed import PlacedTrace
 from cjax.planner.reading.products import is_weight, operands_of
@@ -24,6 +24,7 @@ from cjax.planner.reading.stretches import Body, Operation, Spot, Stretch
 from cjax.planner.reading.traffic import forms_of
 from cjax.planner.work import AxisMove, Kind, RingWork
 from cjax.sharding.layout.spreads import Spreads, weight_at
+from cjax.sharding.place.order import Order
 from cjax.sharding.products.lookup import is_lookup
 from cjax.sharding.products.matmul import Spread
 from cjax.sharding.storage.storage import axes_of_entry
@@ -67,6 +68,7 @@ class Moves:
       sequence: how positions are split.
       gathered: tables of a grid that an earlier lookup has gathered: XLA finds that both are one.
       learned: top-level variables whose gradient anybody wants; of what a loop is given, all floats count as such.
+      order: in which a ring's positions are kept, where they are.
     """
 
     placed: PlacedTrace
@@ -74,6 +76,7 @@ class Moves:
     sequence: SequencePlan
     learned: frozenset[Var]
     gathered: set[int]
+    order: Order | None
     found: list[AxisMove] = field(default_factory=list)
     outside: list[AxisMove] = field(default_factory=list)  # of what all layers share: once, and not in each
     sums: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which its gradient is summed
@@ -86,6 +89,12 @@ class Moves:
         for body in self.stretch.bodies:
             self._body(body)
         return self
+
+    def turn(self) -> None:
+        """What is put in a ring's order, or back, anywhere in the trace."""
+        if self.order is not None:
+            for kind, held, forward, wide, times in turned(self.order, self.sequence.size):
+                self._add(kind, (SEQUENCE,), held, times, forward=forward, wide=wide, remade=False)
 
     # --- one body ---
 
@@ -115,7 +124,9 @@ class Moves:
         if isinstance(step.of, Attention):
             if self.sequence.size > 1:
                 axis = SEQUENCE
-                for kind, held, forward, wide in over_positions(step.of, self.sequence, self.placed, step.scope):
+                for kind, held, forward, wide in over_positions(
+                    step.of, self.sequence, self.placed, step.scope, self.order
+                ):
                     self._add(kind, (axis,), held, body.times, forward=forward, wide=wide)
                 if self.sequence.mode == "ring":
                     self.rings.append(ring_of(step.of, self.sequence.size))

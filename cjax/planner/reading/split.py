@@ -14,6 +14,7 @@ from cjax.planner.reading.stretches import Stretch, stretches
 from cjax.planner.reading.weights import leaves_of
 from cjax.planner.work import BATCH, AxisMove, HeldWeight, Work, WorkSplit
 from cjax.sharding.layout.layout import Layout, make_layout
+from cjax.sharding.place.order import order_of
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.reading import Trace
 
@@ -45,7 +46,12 @@ class Splits:
         Raises:
           ValueError: the layout can't split this model so; why, and what can be written instead.
         """
-        key = (plan.tensor, plan.sequence, tuple(sorted((name, str(axes)) for name, axes in plan.rules.items())))
+        key = (
+            plan.tensor,
+            plan.sequence,
+            _keeps_order(plan),
+            tuple(sorted((name, str(axes)) for name, axes in plan.rules.items())),
+        )
         if key not in self._made:
             try:
                 self._made[key] = self._split(plan)
@@ -62,7 +68,10 @@ class Splits:
         layout = make_layout(self._trace, sizes, plan.rules, sequence=plan.sequence)
         placed = PlacedTrace(self._trace, layout)
         gathered: set[int] = set()
-        moves = [Moves(placed, each, plan.sequence, self._learned, gathered).read() for each in self._stretches]
+        order = order_of(self._trace, layout) if _keeps_order(plan) else None
+        given = (plan.sequence, self._learned, gathered, order)
+        moves = [Moves(placed, each, *given).read() for each in self._stretches]
+        moves[0].turn()
         looked_up = {i: axes for each in moves for i, axes in each.looked_up.items()}
         sums = [{self._first.get(i, i): axes for i, axes in each.sums.items()} for each in moves]
         summed = {i: set().union(*(each.get(i, ()) for each in sums)) for i in {i for each in sums for i in each}}
@@ -126,6 +135,11 @@ def split_of(work: Work, trace: Trace, plan: Plan) -> WorkSplit:
       ValueError: the layout can't split this model so; why, and what can be written instead.
     """
     return Splits(work, trace)(plan)
+
+
+def _keeps_order(plan: Plan) -> bool:
+    """Whether a ring's positions may be kept in its order: stages of a pipeline make it in each attention."""
+    return plan.sequence.mode == "ring" and plan.sequence.size > 1 and plan.pipeline.size == 1
 
 
 def _uses(trace: Trace) -> dict[int, int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from cjax.jax_compat.core import Equation
@@ -31,6 +32,17 @@ def draw_block(eqn: Equation, key: jax.Array, whole: Sequence[int], shape: Seque
     return lax.dynamic_slice(drawn, [jnp.asarray(at, jnp.int32) for at in starts], shape)
 
 
+def draw_in_order(eqn: Equation, key: jax.Array, dim: int, order: np.ndarray) -> jax.Array | None:
+    """What an equation draws, its elements along a dim in another order: `order` says which comes where. None where it
+    does not count them by their number."""
+    shape = eqn.outvars[0].aval.shape
+    if not counts_by_index(key) or math.prod(shape) >= 2**32 or tuple(eqn.params["shape"]) != tuple(shape):
+        return None
+    along = [lax.iota(jnp.uint32, size) for size in shape]
+    along[dim] = jnp.asarray(order, jnp.uint32)
+    return _drawn(key, eqn.params["bit_width"], shape, shape, along)
+
+
 def _block(
     key: jax.Array, bit_width: int, whole: Sequence[int], shape: Sequence[int], starts: Sequence[Any]
 ) -> jax.Array:
@@ -39,12 +51,21 @@ def _block(
     A slice would do, but XLA does not push slices into the loop that threefry is on CPUs: every device would make the
     numbers of all.
     """
+    along = []
+    for of, size, start in zip(whole, shape, starts, strict=True):
+        here = lax.iota(jnp.uint32, size) + jnp.asarray(start).astype(jnp.uint32)
+        along.append(here if of % size == 0 else jnp.minimum(here, jnp.uint32(of - 1)))
+    return _drawn(key, bit_width, whole, shape, along)
+
+
+def _drawn(
+    key: jax.Array, bit_width: int, whole: Sequence[int], shape: Sequence[int], along: Sequence[jax.Array]
+) -> jax.Array:
+    """Of `jax.random.bits(key, whole)` the elements with these indices along each dim."""
     index = jnp.zeros(shape, jnp.uint32)
     stride = 1
     for dim in reversed(range(len(shape))):
-        along = lax.broadcasted_iota(jnp.uint32, shape, dim) + jnp.asarray(starts[dim]).astype(jnp.uint32)
-        along = along if whole[dim] % shape[dim] == 0 else jnp.minimum(along, jnp.uint32(whole[dim] - 1))
-        index = index + along * jnp.uint32(stride % 2**32)
+        index = index + lax.broadcast_in_dim(along[dim], shape, [dim]) * jnp.uint32(stride % 2**32)
         stride *= whole[dim]
     high, low = threefry_words(key, jnp.zeros(shape, jnp.uint32), index)
     if bit_width == 64:

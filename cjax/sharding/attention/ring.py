@@ -43,6 +43,7 @@ class Ring:
       bounds: of the logits of each chunk of queries and keys; twice as many chunks as devices mean zigzag order.
       differentiable: for each leaf, whether its gradient is wanted.
       low: the dtype that matmuls take their operands in.
+      in_order: whether query, key and value come in the ring's order, and the result is to leave in it.
     """
 
     attention: Attention
@@ -53,6 +54,7 @@ class Ring:
     bounds: np.ndarray
     differentiable: tuple[bool, ...]
     low: Any
+    in_order: bool = False
 
     @property
     def num_parts(self) -> int:
@@ -103,8 +105,8 @@ class Ring:
         block = self._block(0, 0, 0, changed, whole=True)
         dims = tuple(dim for dim, label in enumerate(self.attention.out.labels) if not label)
         spent = jnp.sum(gradient.astype(dtype) * out.astype(dtype), axis=dims, keepdims=True)
-        spent = self._exchange(block.rows(spent, self.attention.out.labels), self._dim(rows, "query"), True)
-        gradient = self._exchange(gradient, self._dim(self.attention.out, "query"), True).astype(dtype)
+        spent = self._turned(block.rows(spent, self.attention.out.labels), self._dim(rows, "query"), True)
+        gradient = self._turned(gradient, self._dim(self.attention.out, "query"), True).astype(dtype)
 
         def visit(grads: Any, keys: Any, d_keys: Any, source: Any) -> Any:
             for part in range(self.num_parts):
@@ -342,14 +344,15 @@ class Ring:
         """Operands in the ring's order. Of leaves, keys' positions are all here, and stay as they are."""
         found = []
         for value, node in zip(values, nodes, strict=False):
-            dim = self._dim(node, "query")
-            if dim is None and any(node is one for one in self.attention.operands[1:3]):
-                dim = self._dim(node, "key")
-            found.append(self._exchange(value, dim, True))
+            dim, is_key = self._dim(node, "query"), any(node is one for one in self.attention.operands[1:3])
+            if node is self.attention.query or is_key:
+                found.append(self._turned(value, self._dim(node, "key") if is_key else dim, True))
+            else:
+                found.append(self._exchange(value, dim, True))
         return found
 
     def _from_zigzag(self, value: jax.Array, role: str) -> jax.Array:
-        return self._exchange(value, self._dim(self.attention.out, role), False)
+        return self._turned(value, self._dim(self.attention.out, role), False)
 
     def _home(self, grads: Any, d_key: Any, d_value: Any, query: Any, key: Any, value: Any) -> Any:
         """Gradients in the sequence's own order, and in the operands' dtypes."""
@@ -360,11 +363,15 @@ class Ring:
             for grad, node in zip(d_leaves, attention.leaves, strict=True)
         ]
         return (
-            self._exchange(d_query.astype(query.dtype), self._dim(attention.query, "query"), False),
-            self._exchange(d_key.astype(key.dtype), self._dim(attention.key, "key"), False),
-            self._exchange(d_value.astype(value.dtype), self._dim(attention.value, "key"), False),
+            self._turned(d_query.astype(query.dtype), self._dim(attention.query, "query"), False),
+            self._turned(d_key.astype(key.dtype), self._dim(attention.key, "key"), False),
+            self._turned(d_value.astype(value.dtype), self._dim(attention.value, "key"), False),
             back,
         )
+
+    def _turned(self, value: jax.Array, dim: int | None, zigzag: bool) -> jax.Array:
+        """Of queries, keys, values and the result: `_exchange`, unless whoever holds them has them in order."""
+        return value if self.in_order else self._exchange(value, dim, zigzag)
 
     def _exchange(self, value: jax.Array, dim: int | None, zigzag: bool) -> jax.Array:
         """From the sequence's order to chunks `i` and `2 * size - 1 - i` on device `i`, or back."""

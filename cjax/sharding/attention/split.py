@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from cjax.sharding.attention.all_to_all import Exchange
@@ -32,6 +33,7 @@ def attend(
     mode: str,
     axis: str,
     spec: PartitionSpec,
+    in_order: bool = False,
 ) -> list[jax.Array]:
     """The results of an attention's group, its sequence split over `axis`.
 
@@ -46,6 +48,8 @@ def attend(
       mode: "ring" or "all_to_all".
       axis: the mesh axis for positions, of queries and keys alike.
       spec: of `attention.query`, with `axis` at the dim of positions.
+      in_order: whether query, key and value come in the ring's order, and the result is to leave in it: of an attention
+        that has one (`in_zigzag`).
 
     Raises:
       ValueError: when for all_to_all the heads can't be split.
@@ -57,11 +61,13 @@ def attend(
     operands = [given[node.var] for node in attention.operands]
     literals = {place: jnp.asarray(value) for place, value in changed.items() if place in places.literals}
     if mode == "ring":
-        return [_ring(places, operands, literals)]
+        return [_ring(places, operands, literals, in_order)]
     return [_all_to_all(places, operands, literals)]
 
 
-def _ring(places: Places, operands: Sequence[Any], literals: Mapping[tuple[int, int], jax.Array]) -> jax.Array:
+def _ring(
+    places: Places, operands: Sequence[Any], literals: Mapping[tuple[int, int], jax.Array], in_order: bool
+) -> jax.Array:
     attention = places.attention
     assert places.axis is not None
     names = list(literals)
@@ -73,8 +79,9 @@ def _ring(places: Places, operands: Sequence[Any], literals: Mapping[tuple[int, 
     operands = [places.filled(value, node, mode) for value, node, mode in triples]
     ring = Ring(
         attention, places.axis, places.size, places.sizes, places.axes_of, _chunks(places, names), _wanted(attention),
-        low,
+        low, in_order,
     )  # fmt: skip
+    assert ring.num_parts == 2 or not in_order, "a ring whose devices have one chunk each has no order of its own"
     leaves = [places.spec(node, ["query"]) for node in attention.leaves]
     products = [places.spec(node) for node in attention.operands[:3]]
     specs = (*products, leaves, [PartitionSpec()] * len(names))
@@ -107,8 +114,11 @@ def _ring(places: Places, operands: Sequence[Any], literals: Mapping[tuple[int, 
 
     def run_forward(*args: Any) -> tuple[jax.Array, Any]:
         result, moved, maxima, sums = mapped(*args)
+        # Saved as what they are: a policy that looks into the region would save the scores of each turn in their place.
+        result, maxima, sums = (checkpoint_name(x, "cjax.ring") for x in (result, maxima, sums))
         # Whatever is there anyway is not kept a second time, as a copy that went through the ring.
-        return result, (moved if ring.num_parts > 1 else list(args[:3]), *args[3:], result, maxima, sums)
+        here = ring.num_parts == 1 or in_order
+        return result, (list(args[:3]) if here else moved, *args[3:], result, maxima, sums)
 
     def run_backward(kept_values: Any, gradient: jax.Array) -> Any:
         grads, of_leaves = places.mapped(backward, (kept, out), (products, wanted))(kept_values, gradient)

@@ -5,6 +5,7 @@ All even chunks can move at once, and so can all odd ones: each device has one o
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -29,3 +30,9 @@ def _route(half: int, size: int) -> list[tuple[int, int]]:
     """Where each device's first or second chunk goes."""
     chunks = [(device, 2 * device + half) for device in range(size)]
     return [(device, chunk if chunk < size else 2 * size - 1 - chunk) for device, chunk in chunks]
+
+
+def zigzag(length: int, size: int) -> np.ndarray:
+    """Which position comes where: `to_zigzag` of `range(length)`, over all devices."""
+    chunks = np.arange(length).reshape(2 * size, -1)
+    return np.concatenate([chunks[[i, 2 * size - 1 - i]].reshape(-1) for i in range(size)])

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from cjax.mesh import DATA, DEPTH, SEQUENCE, ZERO
+from cjax.mesh import DATA, DEPTH, PIPE, SEQUENCE, ZERO
 from cjax.plan import Plan
 from cjax.sharding.attention.kernel import kernel_for
 from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.sharding.layout.zero import shard_over
+from cjax.sharding.place.order import Order, order_of
+from cjax.sharding.place.ordered import OrderedPlacer
 from cjax.sharding.place.place import Draw, Placer, WeightPlacement
 from cjax.sharding.storage.storage import StageRows, Storage, make_storage, stackable
 from cjax.trace.author.capture import Capture
@@ -144,9 +146,10 @@ def make_placer(
     layout: Layout,
     draw: Draw | None = None,
     reduces: bool = False,
+    order: Order | None = None,
 ) -> Placer:
     """The hooks that place a trace of this model; arguments as for `place_loss`. `reduces`: whether ZeRO's shares of
-    gradients are made in each backward pass whatever the stage."""
+    gradients are made in each backward pass whatever the stage. `order`: of a ring's positions, where it is kept."""
     # With one batch, stage 1 splits gradients too: a reduce-scatter moves half of what an all-reduce does, and the
     # update needs no more. With micro-batches, gradients of stages 1 and 2 are reduced once, after the last of them.
     local = layout is not storage.layout  # each device adds up its own rows' gradients, and all reduce once
@@ -157,9 +160,9 @@ def make_placer(
     specs = zip(storage.used_specs, gradient, stored, strict=True)
     weights = {i: WeightPlacement(*each) for i, each in enumerate(specs)}
     gathers = plan.zero_stage == 3 and math.prod(mesh.shape.values()) > 1
-    return Placer(
-        trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence, kernel_for(mesh)
-    )
+    kernel = kernel_for(mesh)
+    given = (trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence, kernel)
+    return Placer(*given) if order is None else OrderedPlacer(order, *given)
 
 
 def place_loss(
@@ -183,7 +186,11 @@ def place_loss(
       draw: how random numbers are drawn, if the trace is of some devices' rows (`cjax.sharding.place.local`).
     """
     layout = layout or storage.layout
-    placer = make_placer(trace, storage, plan, mesh, layout, draw)
+    is_ring = plan.sequence.mode == "ring" and mesh.shape.get(PIPE, 1) == 1
+    placer = make_placer(
+        trace, storage, plan, mesh, layout, draw, order=order_of(trace, layout) if is_ring else None
+    )  # fmt: skip
+    ordered = placer if isinstance(placer, OrderedPlacer) else None
     sizes = [len(trace.leaves_of(kind)) for kind in ("params", "frozen", "model_state", "batch")]
     groups: list[tuple[int, ...]] = []
     offset = 0
@@ -209,6 +216,8 @@ def place_loss(
             placer.constrain(x, layout.spec(trace.classes_of(i), x.shape)) if x.ndim else x
             for i, x in zip(batch_leaves, batch, strict=True)
         ]
+        if ordered is not None:
+            batch = [ordered.given(i, x) for i, x in zip(batch_leaves, batch, strict=True)]
         trees = ((storage.params, params), (storage.frozen, frozen), (storage.model_state, model_state))
         stored = [array for tree, arrays in trees for array in tree.in_layer_order(arrays)]
         with placer.copies.made():

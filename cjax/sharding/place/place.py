@@ -299,18 +299,21 @@ class Placer(Hooks):
         if isinstance(group.of, Joint):
             return self._joint.evaluate(group, ins, lambda eqn, read: self.equation(eqn, read, scope))
         if isinstance(group.of, Attention):
-            outs = self._attended(group.of, ins, changed, scope)
+            outs = self.attended(group.of, ins, changed, scope)
         elif isinstance(group.of, Fused):
             outs = self._fused(group, ins, changed, scope)
         else:
             outs = self._products.evaluate(group, ins, scope)
         return [self._pin(var, out, scope) for var, out in zip(group.outs, outs, strict=True)]
 
-    def _attended(self, attention: Attention, ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+    def attended(
+        self, attention: Attention, ins: list[Any], changed: Changed, scope: Scope, in_order: bool = False
+    ) -> list[Any]:
         """The result of an attention whose positions are split."""
         ins, spec = self._of_attention(attention, ins, scope)
         return attend(
-            attention, ins, changed, mesh=self._mesh, mode=self._sequence.mode, axis=SEQUENCE, spec=spec
+            attention, ins, changed, mesh=self._mesh, mode=self._sequence.mode, axis=SEQUENCE, spec=spec,
+            in_order=in_order,
         )  # fmt: skip
 
     def _fused(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:

@@ -1,12 +1,14 @@
 """The sequence of a trace: the positions of its attentions, and its attentions as groups of equations."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from cjax.jax_compat.core import Atom, Equation
 from cjax.trace.attention.find import Attention, find_attentions
 from cjax.trace.dims.find import Scope
 from cjax.trace.emit.emit import layer_of
 from cjax.trace.jaxpr.groups import Group
+from cjax.trace.jaxpr.view import is_scan, scan_of
 from cjax.trace.reading import Trace, once
 
 
@@ -16,7 +18,7 @@ def positions(trace: Trace) -> tuple[dict[int, int], list[str]]:
     attention is none."""
     found: dict[int, int] = {}
     reasons: list[str] = []
-    for eqns, results, scope in _bodies(trace):
+    for eqns, results, scope, _ in evaluated(trace):
         attentions, why = find_attentions(eqns, results, _before(trace, eqns), list(scope.origin))
         reasons += why
         for attention in attentions:
@@ -35,25 +37,36 @@ def attention_groups(
     return [Group(a.group.eqns, a.group.ins, a.group.outs, a) for a in attentions]
 
 
-def _bodies(trace: Trace) -> Iterator[tuple[Sequence[Equation], Sequence[Atom], Scope]]:
+class EquationList(NamedTuple):
+    """Equations that are evaluated as a list, what is read behind them, and how often that is."""
+
+    eqns: Sequence[Equation]
+    results: Sequence[Atom]
+    scope: Scope
+    times: int
+
+
+def evaluated(trace: Trace) -> Iterator[EquationList]:
     """Lists of equations as they are evaluated: what is between stacks of layers, a layer of each, bodies of loops."""
     top = trace.closed.jaxpr
     index = 0
-    waiting: list[tuple[Sequence[Equation], Sequence[Atom], Scope]] = []
+    waiting: list[EquationList] = []
     for run in trace.runs:
         # Read behind it, and not within: scores that only their own softmax reads are no result.
         later = [*top.outvars, *(v for eqn in top.eqns[run.start :] for v in eqn.invars)]
-        waiting += [(top.eqns[index : run.start], later, trace.dims.top), (*layer_of(top.eqns, run), trace.dims.top)]
+        waiting.append(EquationList(top.eqns[index : run.start], later, trace.dims.top, 1))
+        waiting.append(EquationList(*layer_of(top.eqns, run), trace.dims.top, run.repeats))
         index = run.stop
-    waiting.append((top.eqns[index:], top.outvars, trace.dims.top))
+    waiting.append(EquationList(top.eqns[index:], top.outvars, trace.dims.top, 1))
     while waiting:
-        eqns, results, scope = waiting.pop(0)
-        yield eqns, results, scope
-        for eqn in eqns:
+        body = waiting.pop(0)
+        yield body
+        for eqn in body.eqns:
             inner = eqn.params.get("jaxpr")
-            if inner is not None and id(eqn) in scope.inner:
+            if inner is not None and id(eqn) in body.scope.inner:
                 inner = getattr(inner, "jaxpr", inner)
-                waiting.append((inner.eqns, inner.outvars, scope.inner[id(eqn)]))
+                times = body.times * (scan_of(eqn).length if is_scan(eqn) else 1)
+                waiting.append(EquationList(inner.eqns, inner.outvars, body.scope.inner[id(eqn)], times))
 
 
 def _before(trace: Trace, eqns: Sequence[Equation]) -> list[Equation]:

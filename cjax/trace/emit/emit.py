@@ -55,6 +55,14 @@ class Hooks:
         """A value enters, or is handed on within, a stack of layers."""
         return value
 
+    def handed_out(self, own: Atom, var: Var, value: jax.Array, scope: Scope) -> jax.Array:
+        """The last layer of a stack has made `own`, which is `var` behind the stack."""
+        return value
+
+    def looped(self, eqn: Equation, values: Values, scope: Scope) -> Values:
+        """The results of a loop that the author wrote."""
+        return values
+
     def layer(self, body: Body) -> Body:
         """The body of a stack of layers: the place for remat."""
         return body
@@ -204,7 +212,7 @@ class Emitter:
                 if isinstance(of, Group):
                     return self.hooks.group(of, ins, changed, env.scope)
                 if is_scan(of):
-                    return self.scan(of, env)
+                    return self.hooks.looped(of, self.scan(of, env), env.scope)
                 return self.remat(of, env, ins) if facts_of(of).remat else self.hooks.equation(of, ins, env.scope)
 
         def literal(of: Equation | Group[object], place: int) -> jax.Array:
@@ -242,10 +250,10 @@ class Emitter:
         for group, value in zip(run.outputs, outs, strict=True):
             env.stacks[group] = value
             env.values.update((var, value[i]) for i, var in enumerate(group))
-        for (*_, last), value in zip(run.carries, final, strict=True):
-            env.values[last] = value
+        for (_, _, new, last), value in zip(run.carries, final, strict=True):
+            env.values[last] = self.hooks.handed_out(new, last, value, env.scope)
         for group, value in zip(run.last_only, tail, strict=True):
-            env.values[group[-1]] = value
+            env.values[group[-1]] = self.hooks.handed_out(group[t], group[-1], value, env.scope)
 
     def layer(
         self, eqns: Sequence[Equation], run: RepeatedLayers, env: Env, carry: Values, literals: Values
