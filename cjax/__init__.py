@@ -7,8 +7,8 @@ from typing import Any as _Any
 from cjax.attention import attention as attention
 from cjax.audit import audit as audit
 from cjax.calibrate import calibrate as calibrate
-from cjax.cluster import Cluster as Cluster
 from cjax.generate import generate as generate
+from cjax.machines import Cluster as Cluster
 from cjax.mesh import initialize as initialize
 from cjax.mesh import simulate as simulate
 from cjax.parallelize import parallelize as parallelize

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.plan import Auto
 from cjax.planner.choice.planning import Asked
 from cjax.program.plans import planned
