@@ -33,6 +33,7 @@ FLOORS = (
     ("parallelize", "streamed"),
     ("data",),
     ("train", "generate"),
+    ("cluster",),
     ("cli",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -1,0 +1,1 @@
+"""Ray under the same verbs."""
