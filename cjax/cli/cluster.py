@@ -58,30 +58,36 @@ class Submit:
 class StartCluster:
     """Starts a cluster, which runs until `cjax cluster stop`; the jobs that it had before go on.
 
+    What is not given is as it was when this cluster was started last.
+
     Attributes:
         nodes: how many, and devices of each: 1x8.
-        executor: local, plain processes on this machine; or ray.
-        card: what the devices are: cpu for virtual ones, or a card such as h100.
-        period: seconds from one decision to the next.
-        grace: seconds that workers have to save and leave.
+        executor: local, plain processes on this machine, if not given; or ray.
+        card: what the devices are: cpu, if not given, for virtual ones; or a card such as h100.
+        period: seconds from one decision to the next; 10 if not given.
+        grace: seconds that workers have to save and leave; 60 if not given.
+        restart: seconds that a change of devices is taken to cost, before one was seen; 30 if not given.
         address: of a Ray to join, whose nodes are taken; without it Ray is started on this machine.
         cluster: the folder that it keeps all in; that of CJAX_CLUSTER, or your own, if not given.
     """
 
     nodes: str | None = None
-    executor: str = "local"
-    card: str = "cpu"
-    period: float = 10.0
-    grace: float = 60.0
-    address: str = ""
+    executor: str | None = None
+    card: str | None = None
+    period: float | None = None
+    grace: float | None = None
+    restart: float | None = None
+    address: str | None = None
     cluster: str | None = None
 
     def run(self) -> int:
         if self.nodes is not None and self.address:
             raise ValueError("--nodes are those of the Ray at --address: leave --nodes out")
-        said = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        nodes = nodes_of(said.pop("nodes")) if self.nodes else {}
-        folder = start(nodes, **said)
+        folder = start(
+            None if self.nodes is None else nodes_of(self.nodes),
+            executor=self.executor, card=self.card, period=self.period, grace=self.grace, restart=self.restart,
+            address=self.address, cluster=self.cluster,
+        )  # fmt: skip
         print(f"the cluster of {folder.place} takes jobs: cjax submit train.py:make --steps 1000 --devices 1:8")
         return 0
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from cjax.cluster.folder import ClusterFolder, ClusterJobFolder, check_name
 from cjax.cluster.submitted import RULES, Submitted, range_of, sizes_of
 from cjax.job.files import read_object, write_whole
 from cjax.job.spec import without_launchers
+from cjax.job.workers import started
 from cjax.scheduler.policy.job import Speed
 
 _PICKED_UP = 30.0  # seconds in which a service that lives has read what it is asked
@@ -254,10 +256,9 @@ def stop(name: str | None = None, cluster: str | Path | None = None) -> None:
     settings = folder.alive()
     patience = 2 * settings["grace"] + _PICKED_UP
     if name is None:
-        os.kill(settings["pid"], 15)
-        _until(
-            lambda: not folder.is_alive, patience, f"the service (process {settings['pid']}) still runs: {folder.log}"
-        )
+        pid, since = settings["pid"], started(settings["pid"])
+        os.kill(pid, signal.SIGTERM)
+        _until(lambda: started(pid) != since, patience, f"the service (process {pid}) still runs: {folder.log}")
         return
     place = folder.known(name)
     _wish(folder, place, name, {"stop": True})

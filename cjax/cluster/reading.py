@@ -15,6 +15,7 @@ from cjax.tree import PyTree
 from cjax.users import UsersError, load_users, with_lines
 
 _DOUBLES = 12  # of a batch at most
+_MEASURABLE = ("pipeline=1", "microbatches=2")
 
 
 class JobParts:
@@ -63,16 +64,18 @@ def read(asked: dict[str, Any]) -> dict[str, Any]:
         ValueError: no plan on any.
     """
     parts = JobParts(Path(asked["file"]), asked["function"], asked["arguments"])
-    batches = [parts.data.batch_size]
+    batches, plan = [parts.data.batch_size], asked["plan"]
     if asked["batches"]:
         low, high = asked["batches"]
         batches = [low * 2**number for number in range(_DOUBLES) if low * 2**number <= high]
+        # The noise scale compares gradients of parts of the batch with those of the whole.
+        plan = " ".join([plan, *(word for word in _MEASURABLE if f" {word.partition('=')[0]}=" not in f" {plan}")])
     cards = f"cpu:{max(asked['all'])}" if asked["card"] == "cpu" else asked["card"]
     found = []
     for rows in batches:
         call = parts.model, parts.loss, parts.optimizer, parts.shape(rows)
         try:
-            found += speed_table(call, cards, asked["sizes"], asked["plan"]).speeds
+            found += speed_table(call, cards, asked["sizes"], plan).speeds
         except ValueError as error:
             if len(batches) == 1:
                 raise ValueError(_elsewhere(call, cards, asked, error)) from error

@@ -12,9 +12,10 @@ from types import FrameType
 
 from cjax.cluster.executor import Executor, LocalExecutor
 from cjax.cluster.folder import ClusterFolder, ClusterJobFolder
+from cjax.cluster.on_ray import RayExecutor
 from cjax.cluster.running import RunningJob
 from cjax.cluster.submitted import Submitted
-from cjax.cluster.tracked import START, TrackedJob
+from cjax.cluster.tracked import TrackedJob
 from cjax.job.files import append_line, read_object, write_whole
 from cjax.job.lock import locked
 from cjax.scheduler.policy.goodput import allocate
@@ -35,6 +36,7 @@ class ClusterSettings:
         card: what the devices are: "cpu" for virtual ones, or a card that the planner knows.
         period: seconds from one decision to the next.
         grace: seconds that workers have to save and leave.
+        restart: seconds that a change of devices is taken to cost, before one was seen.
         address: of a Ray that runs; one is started on this machine, if empty.
     """
 
@@ -43,6 +45,7 @@ class ClusterSettings:
     card: str = "cpu"
     period: float = 10.0
     grace: float = 60.0
+    restart: float = 30.0
     address: str = ""
 
 
@@ -173,7 +176,7 @@ class Service:
         seen = [job.restart for job in jobs.values() if job.restart is not None]
         for job in jobs.values():
             job.look_at_noise()
-        told = [job.told(fmean(seen) if seen else START) for job in jobs.values()]
+        told = [job.told(fmean(seen) if seen else self.settings.restart) for job in jobs.values()]
         current = {name: job.placement for name, job in jobs.items() if job.placement}
         given = allocate(told, self.executor.nodes(), current, time.time())
         for name, job in jobs.items():
@@ -213,6 +216,7 @@ class Service:
         job.running = RunningJob(
             job.submitted, job.folder, speed, until, placement, self.executor, platform, self.settings.grace
         )
+        job.keep()
 
     # -- what is kept -------------------------------------------------------------------------------------------------
     def _note(self, job: TrackedJob, event: str, placement: Placement, what: str) -> None:
@@ -227,12 +231,20 @@ class Service:
 
 
 def main(text: str) -> int:
-    """Runs the service of a cluster: its folder and settings, as JSON."""
+    """Runs the service of a cluster: its folder and settings, as JSON. In a process that nobody waits for: this one
+    says its number, and ends."""
+    if pid := os.fork():
+        print(pid, flush=True)
+        return 0
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     told = json.loads(text)
     folder, settings = ClusterFolder(Path(told["folder"])), ClusterSettings(**told["settings"])
     folder.jobs.mkdir(parents=True, exist_ok=True)
     with locked(folder.place):
-        executor = LocalExecutor(settings.nodes)
+        if settings.executor == "ray":
+            executor: Executor = RayExecutor(settings.nodes, settings.address, settings.card != "cpu")
+        else:
+            executor = LocalExecutor(settings.nodes)
         try:
             service = Service(folder, settings, executor)
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -14,7 +14,6 @@ from cjax.job.files import read_lines, read_object, write_whole
 from cjax.scheduler.policy.job import Job, Placement, Speed, SpeedTable, size_of
 
 OVER = ("done", "failed", "stopped")
-START = 30.0  # seconds that a stop and a start are taken to cost, before one was seen
 
 
 @dataclasses.dataclass
@@ -57,6 +56,7 @@ class TrackedJob:
         self.why: str = found.get("why", "")
         self.measured = {(int(devices), float(batch)): rate for devices, batch, rate in found.get("measured", [])}
         self.segments = [Segment(**each) for each in found.get("segments", [])]
+        self._until: int = found.get("until", submitted.steps)  # the step that is its last, at the batch that it has
         self.running: RunningJob | None = None
         self.wanted: Placement | None = None
         self.is_told = False  # to stop, by its user
@@ -67,6 +67,7 @@ class TrackedJob:
         names = ("status", "least", "most", "step", "noise", "starts", "waited", "service", "restart", "ended", "why")
         found = {name: getattr(self, name) for name in names}
         found["measured"] = [[*way, rate] for way, rate in self.measured.items()]
+        found["until"] = self._until
         found["segments"] = [dataclasses.asdict(each) for each in self.segments]
         write_whole(self.folder.state, json.dumps(found))
 
@@ -124,12 +125,13 @@ class TrackedJob:
     def begin(self, batch: float) -> int:
         """The step until which it goes on, where it is to start now at this batch."""
         if self.submitted.rule is None:
-            return self.submitted.steps
+            return self._until
         first = self._saved()
         self.segments = [each for each in self.segments if each.first < first]
         self.segments.append(Segment(first, batch, self.noise))
         left = max(0.0, self.submitted.work - self.done(first))
-        return first + math.ceil(left / self._worth(batch, self.noise) - 1e-9)
+        self._until = first + math.ceil(left / self._worth(batch, self.noise) - 1e-9)
+        return self._until
 
     def _saved(self) -> int:
         """The step that it goes on behind."""
@@ -176,6 +178,6 @@ class TrackedJob:
             "name": job.name, "status": self.status, "devices": size_of(placement), "least": self.least,
             "most": self.most, "placement": {node: list(devices) for node, devices in placement.items()},
             "plan": running.speed.plan if running else "", "batch": running.speed.batch if running else job.batch,
-            "step": self.step, "steps": job.steps, "rate": rate, "end": end, "starts": self.starts, "why": self.why,
+            "step": self.step, "steps": self._until, "rate": rate, "end": end, "starts": self.starts, "why": self.why,
             "submitted": job.time, "ended": self.ended, "sizes": list(self.table().sizes),
         }  # fmt: skip
