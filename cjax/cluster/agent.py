@@ -3,6 +3,7 @@
 Ray gets this file's class as it is here, and that of `cjax.job.processes`: its workers import neither cjax nor JAX.
 """
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,8 @@ class Agent:
 
     def wait(self, pid: int) -> int | None:
         """How it has ended, once it has."""
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ChildProcessError):  # it was killed, and waited for
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         return self._processes[pid].poll()
 
     def stop(self, pid: int) -> None:

@@ -13,7 +13,7 @@ class NodeGone(OSError):
     """A node that a job was to run on is not there any more."""
 
 
-class Held(Protocol):
+class HeldDevices(Protocol):
     """Devices that a job holds. Its processes, one on each node, are started here; each is polled, stopped and
     killed."""
 
@@ -36,14 +36,14 @@ class Held(Protocol):
         ...
 
 
-class Executor(Protocol):
+class ProcessExecutor(Protocol):
     """Of a cluster."""
 
     def nodes(self) -> dict[str, int]:
         """Devices of each node that is there now."""
         ...
 
-    def hold(self, name: str, placement: Placement) -> Held:
+    def hold(self, name: str, placement: Placement) -> HeldDevices:
         """Takes devices for a job.
 
         Raises:

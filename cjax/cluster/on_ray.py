@@ -5,6 +5,7 @@ Ray is imported where it is used: it is an extra.
 
 import os
 import secrets
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,7 +92,9 @@ class RayExecutor:
     def close(self) -> None:
         self._ray.shutdown()
         if self._own is not None:
+            logs = self._own.head_node.get_session_dir_path()
             self._own.shutdown()
+            shutil.rmtree(logs, ignore_errors=True)
 
 
 class RayHeld:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from cjax.cluster.executor import Executor, Held, NodeGone
+from cjax.cluster.executor import HeldDevices, NodeGone, ProcessExecutor
 from cjax.cluster.folder import ClusterJobFolder
 from cjax.cluster.submitted import WAY, Submitted, rate_factor
 from cjax.job.beat import read_beat
@@ -48,7 +48,7 @@ class RunningJob:
         speed: Speed,
         until: int,
         placement: Placement,
-        executor: Executor,
+        executor: ProcessExecutor,
         platform: str,
         grace: float,
     ) -> None:
@@ -58,7 +58,7 @@ class RunningJob:
         self.begun, self.stepped, self.told = time.monotonic(), None, None
         self.begun_at = time.time()
         self._folder, self._until, self._executor, self._platform = folder, until, executor, platform
-        self._held: Held | None = None
+        self._held: HeldDevices | None = None
         self._met: tuple[str, int] = ("", 0)
         is_cpu, (count, *_) = platform == "cpu", map(len, placement.values())
         spec = JobSpec(

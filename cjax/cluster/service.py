@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from types import FrameType
 
-from cjax.cluster.executor import Executor, LocalExecutor
+from cjax.cluster.executor import LocalExecutor, ProcessExecutor
 from cjax.cluster.folder import ClusterFolder, ClusterJobFolder
 from cjax.cluster.on_ray import RayExecutor
 from cjax.cluster.running import RunningJob
@@ -58,7 +58,7 @@ class Service:
         executor: who starts the processes of jobs.
     """
 
-    def __init__(self, folder: ClusterFolder, settings: ClusterSettings, executor: Executor) -> None:
+    def __init__(self, folder: ClusterFolder, settings: ClusterSettings, executor: ProcessExecutor) -> None:
         self.folder, self.settings, self.executor = folder, settings, executor
         self.jobs: dict[str, TrackedJob] = {}
         self._told = 0
@@ -242,7 +242,7 @@ def main(text: str) -> int:
     folder.jobs.mkdir(parents=True, exist_ok=True)
     with locked(folder.place):
         if settings.executor == "ray":
-            executor: Executor = RayExecutor(settings.nodes, settings.address, settings.card != "cpu")
+            executor: ProcessExecutor = RayExecutor(settings.nodes, settings.address, settings.card != "cpu")
         else:
             executor = LocalExecutor(settings.nodes)
         try:

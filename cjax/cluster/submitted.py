@@ -82,8 +82,8 @@ def range_of(text: Any) -> tuple[int, int]:
     Raises:
         ValueError: it is no such range.
     """
-    parts = text.split(":") if isinstance(text, str) else [text, text] if isinstance(text, int) else list(text)
     try:
+        parts = text.split(":") if isinstance(text, str) else [text, text] if isinstance(text, int) else list(text)
         low, high = (int(part) for part in (parts if len(parts) == 2 else parts * 2))
         if len(parts) > 2 or not 1 <= low <= high:
             raise ValueError
