@@ -6,10 +6,14 @@ Ray gets this file's class as it is here, and that of `cjax.job.processes`: its 
 import contextlib
 import os
 import socket
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cjax.job.processes import LocalProcess
+
+_LOOK = 0.5  # seconds between two looks at who started it
 
 
 class Agent:
@@ -17,6 +21,17 @@ class Agent:
 
     def __init__(self) -> None:
         self._processes: dict[int, LocalProcess] = {}
+        self._parent = os.getppid()
+        threading.Thread(target=self._leave_with_parent, daemon=True, name="parent").start()
+
+    def _leave_with_parent(self) -> None:
+        """Ray leaves an actor where it is that waits, when the node's own process has died: what it has started would
+        go on."""
+        while os.getppid() == self._parent:
+            time.sleep(_LOOK)
+        for process in list(self._processes.values()):
+            process.kill()
+        os._exit(1)
 
     def start(self, line: Sequence[str], environment: Mapping[str, str], supervisor: str, log: str, folder: str) -> int:
         """Starts a process that is this one's child; its number. Cards are those that Ray gave to this job."""

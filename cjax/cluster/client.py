@@ -81,12 +81,12 @@ def submit(
             f"--devices {least}:{most}: a job here is on {', '.join(map(str, sizes_of(nodes)))} devices, parts of one "
             f"node or whole ones; type --devices 1:{max(sizes_of(nodes))}"
         )
-    table = None if speeds is None else _given(Path(speeds), sizes, least, most)
+    table = None if speeds is None else _given(Path(speeds), sizes_of(nodes), least, most)
     if function:
         call = "import sys; from cjax.cluster.training import main; sys.exit(main(*sys.argv[1:]))"
         command = (sys.executable, "-c", call, str(Path(file).absolute()), function, *arguments)
         asked = {"file": str(Path(file).absolute()), "function": function, "arguments": list(arguments), "plan": plan}
-        asked |= {"sizes": sizes, "all": sizes_of(nodes), "card": folder.alive()["card"], "batches": batches}
+        asked |= {"range": [least, most], "all": sizes_of(nodes), "card": folder.alive()["card"], "batches": batches}
         read = _read(asked)
         base = read["batch"] if batches is None else batches[0]
         planned = tuple(Speed(**each) for each in read["speeds"])
@@ -139,7 +139,7 @@ def _check_batch(batches: Any, rule: str | None, function: str, speeds: Any) -> 
 
 
 def _given(path: Path, sizes: Sequence[int], least: int, most: int) -> tuple[Speed, ...]:
-    """What a user's own csv file says of the sizes that the job may have."""
+    """What a user's own csv file says of the sizes that there are here."""
     lines = _rows(path)
     found = [
         Speed(
@@ -151,8 +151,8 @@ def _given(path: Path, sizes: Sequence[int], least: int, most: int) -> tuple[Spe
         for row in lines
     ]
     table = tuple(speed for speed in found if speed.devices in sizes)
-    if not table:
-        known = ", ".join(str(speed.devices) for speed in found) or "none"
+    if not any(least <= speed.devices <= most for speed in table):
+        known = ", ".join(str(speed.devices) for speed in table) or "none"
         raise ValueError(f"--devices {least}:{most}: {path} has speeds on {known} devices, and none that is meant")
     return table
 

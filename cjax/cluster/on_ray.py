@@ -6,8 +6,8 @@ Ray is imported where it is used: it is an extra.
 import os
 import secrets
 import shutil
-import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ SLOT = "cjax"  # the resource that virtual devices are
 _MEMORY = 80 * 2**20  # bytes of Ray's own store on each node, in which nothing of ours is
 _PLACED = 60.0  # seconds in which a placement group is there
 _ANSWERED = 60.0  # in which an agent answers
+_MISTRUSTED = 60.0  # for which a node gets nothing whose agent has died: Ray needs some to say that it is gone
 _CALLS = 32  # that an agent has at once: each process that it has started waits in one
 
 
@@ -53,7 +54,8 @@ class RayExecutor:
             from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ImportError('--executor ray needs Ray: pip install "cjax[ray]"') from None
-        self._ray, self._own, self._lock = ray, None, threading.Lock()
+        self._ray, self._own = ray, None
+        self._mistrusted: dict[str, float] = {}  # nodes by number, and until when
         ray.cloudpickle.register_pickle_by_value(agent_module)
         ray.cloudpickle.register_pickle_by_value(processes_module)
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
@@ -74,7 +76,8 @@ class RayExecutor:
         """Nodes that are there and have devices, by name; several of one name, by that and their number."""
         found: dict[str, dict[str, Any]] = {}
         for node in self._ray.nodes():
-            if node["Alive"] and node["Resources"].get(self._resource, 0) >= 1:
+            is_trusted = time.monotonic() > self._mistrusted.get(node["NodeID"], 0.0)
+            if is_trusted and node["Alive"] and node["Resources"].get(self._resource, 0) >= 1:
                 name = node["NodeName"]
                 found[f"{name}-{node['NodeID'][:6]}" if name in found else name] = node
         return found
@@ -87,7 +90,10 @@ class RayExecutor:
         if gone := [node for node in placement if node not in alive]:
             raise NodeGone(f"node {gone[0]} is gone")
         chosen = [(alive[node], len(devices)) for node, devices in placement.items()]
-        return RayHeld(self._ray, name, self._resource, chosen)
+        return RayHeld(self._ray, name, self._resource, chosen, self._mistrust)
+
+    def _mistrust(self, node: str) -> None:
+        self._mistrusted[node] = time.monotonic() + _MISTRUSTED
 
     def close(self) -> None:
         self._ray.shutdown()
@@ -100,11 +106,19 @@ class RayExecutor:
 class RayHeld:
     """A placement group, and an agent on each of its bundles."""
 
-    def __init__(self, ray: Any, name: str, resource: str, nodes: Sequence[tuple[dict[str, Any], int]]) -> None:
+    def __init__(
+        self,
+        ray: Any,
+        name: str,
+        resource: str,
+        nodes: Sequence[tuple[dict[str, Any], int]],
+        mistrust: Callable[[str], None],
+    ) -> None:
         from ray.util.placement_group import placement_group  # pyright: ignore[reportMissingImports]
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
-        self._ray, self._address = ray, nodes[0][0]["NodeManagerAddress"]
+        self._ray, self._address, self._mistrust = ray, nodes[0][0]["NodeManagerAddress"], mistrust
+        self._nodes = [node["NodeID"] for node, _ in nodes]
         bundles = [{resource: count} for _, count in nodes]
         places = [{"ray.io/node-id": node["NodeID"]} for node, _ in nodes]
         self._group = placement_group(bundles, name=f"cjax {name}", bundle_label_selector=places)
@@ -128,11 +142,19 @@ class RayHeld:
         self, rank: int, line: Sequence[str], environment: Mapping[str, str], log: Path, folder: str
     ) -> "RayProcess":
         agent = self._agents[rank]
-        pid = asked(self._ray, agent.start.remote(list(line), dict(environment), SUPERVISOR, str(log), folder))
+        pid = self._asked(rank, agent.start.remote(list(line), dict(environment), SUPERVISOR, str(log), folder))
         return RayProcess(self._ray, agent, pid)
 
     def meeting(self) -> tuple[str, int]:
-        return asked(self._ray, self._agents[0].meeting.remote(self._address))
+        return self._asked(0, self._agents[0].meeting.remote(self._address))
+
+    def _asked(self, rank: int, answer: Any) -> Any:
+        """What an agent answers."""
+        try:
+            return self._ray.get(answer, timeout=_ANSWERED)
+        except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError) as error:
+            self._mistrust(self._nodes[rank])
+            raise NodeGone(f"the node of worker {rank} is gone: {type(error).__name__}") from error
 
     def release(self) -> None:
         self._ray.util.remove_placement_group(self._group)  # and its agents with it
@@ -171,18 +193,6 @@ class RayProcess:
             self._ray.get(what.remote(self._pid), timeout=_ANSWERED)
         except self._ray.exceptions.RayError:
             self._code = -9 if self._code is None else self._code
-
-
-def asked(ray: Any, answer: Any) -> Any:
-    """What an agent answers.
-
-    Raises:
-        NodeGone: it does not.
-    """
-    try:
-        return ray.get(answer, timeout=_ANSWERED)
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-        raise NodeGone(f"a node is gone: {type(error).__name__}") from error
 
 
 def check_address(address: str, environment: Mapping[str, str]) -> None:

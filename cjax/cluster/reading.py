@@ -71,35 +71,23 @@ def read(asked: dict[str, Any]) -> dict[str, Any]:
         # The noise scale compares gradients of parts of the batch with those of the whole.
         plan = " ".join([plan, *(word for word in _MEASURABLE if f" {word.partition('=')[0]}=" not in f" {plan}")])
     cards = f"cpu:{max(asked['all'])}" if asked["card"] == "cpu" else asked["card"]
-    found = []
+    found, why = [], ""
     for rows in batches:
         call = parts.model, parts.loss, parts.optimizer, parts.shape(rows)
         try:
-            found += speed_table(call, cards, asked["sizes"], plan).speeds
+            found += speed_table(call, cards, asked["all"], plan).speeds
         except ValueError as error:
-            if len(batches) == 1:
-                raise ValueError(_elsewhere(call, cards, asked, error)) from error
+            why = str(error)
+    sizes = sorted({speed.devices for speed in found})
+    least, most = asked["range"]
     if not found:
+        raise ValueError(f"--plan {asked['plan']!r}: no plan works here. {why}")
+    if not any(least <= size <= most for size in sizes):
         raise ValueError(
-            f"no plan on {asked['sizes']} devices works with a batch of {batches[0]} to {batches[-1]} rows"
+            f"--devices {least}:{most} holds no legal plan; there are plans on {', '.join(map(str, sizes))} devices: "
+            f"type --devices {sizes[0]}:{sizes[-1]}"
         )
     return {"speeds": [dataclasses.asdict(each) for each in found], "batch": parts.data.batch_size}
-
-
-def _elsewhere(call: Any, cards: str, asked: dict[str, Any], error: ValueError) -> str:
-    sizes = asked["sizes"]
-    given = f"--devices {sizes[0]}:{sizes[-1]}"
-    others = [size for size in asked["all"] if size not in sizes]
-    try:
-        known = speed_table(call, cards, others, asked["plan"]).sizes if others else ()
-    except ValueError:
-        known = ()
-    if not known:
-        return f"{given}, and --plan {asked['plan']!r}: no plan works here. {error}"
-    return (
-        f"{given} holds no legal plan; there are plans on {', '.join(map(str, known))} devices: type --devices "
-        f"{known[0]}:{known[-1]}"
-    )
 
 
 def main(asked: str, answer: str) -> int:

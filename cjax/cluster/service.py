@@ -62,7 +62,7 @@ class Service:
         self.folder, self.settings, self.executor = folder, settings, executor
         self.jobs: dict[str, TrackedJob] = {}
         self._told = 0
-        self._decided = self._written = self._kept = 0.0
+        self._round = self._written = self._kept = 0.0
 
     def tell(self, number: int, frame: FrameType | None = None) -> None:
         """To end: jobs save, and go on when the cluster is started again. A second time ends their workers at once."""
@@ -91,9 +91,10 @@ class Service:
         """One round."""
         self._read()
         self._collect()
-        now = time.monotonic()
-        if now - self._decided >= self.settings.period:
-            self._decided = now
+        # At whole multiples of the period, as in a replay, and at once where a node is lost or a range is changed.
+        round_, now = time.time() // self.settings.period, time.monotonic()
+        if round_ != self._round:
+            self._round = round_
             self.decide()
         self._start()
         if now - self._written >= SHOWN:
@@ -130,7 +131,7 @@ class Service:
                     self._end(job, "stopped", "")
             elif "least" in wish:
                 job.least, job.most = int(wish["least"]), int(wish["most"])
-                self._decided = 0.0
+                self._round = 0.0
             job.keep()
 
     # -- what has become of jobs --------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class Service:
                 job.status, job.why = "waiting", running.why
                 if running.outcome == "lost":
                     print(f"{job.submitted.name}: {running.why}", flush=True)
-                    job.wanted, self._decided = None, 0.0
+                    job.wanted, self._round = None, 0.0
             job.keep()
 
     def _learn_restart(self, job: TrackedJob, running: RunningJob) -> None:
