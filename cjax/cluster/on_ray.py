@@ -22,8 +22,10 @@ from cjax.scheduler.policy.job import Placement
 LOOPBACK = "127.0.0.2"
 SLOT = "cjax"  # the resource that virtual devices are
 _MEMORY = 80 * 2**20  # bytes of Ray's own store on each node, in which nothing of ours is
-_PLACED = 60.0  # seconds in which a placement group is there
-_ANSWERED = 60.0  # in which an agent answers
+_ANSWERED = 60.0  # seconds in which a placement group is there, or an agent answers
+_LOOK = 1.0  # between two looks at whether nodes are there
+# Ray asks each node so often whether it is there, and so often in vain: otherwise it takes ten seconds and more.
+_HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 5000, "health_check_failure_threshold": 3}
 _MISTRUSTED = 60.0  # for which a node gets nothing whose agent has died: Ray needs some to say that it is gone
 _CALLS = 32  # that an agent has at once: each process that it has started waits in one
 
@@ -66,7 +68,7 @@ class RayExecutor:
         self._own = Cluster(initialize_head=False, shutdown_at_exit=True)
         every = {"node_ip_address": LOOPBACK, "object_store_memory": _MEMORY, "num_cpus": 0}
         every |= {"include_dashboard": False, "include_log_monitor": False}
-        self._own.add_node(node_name="head", no_monitor=True, **every)
+        self._own.add_node(node_name="head", no_monitor=True, _system_config=_HEALTH, **every)
         for name, devices in nodes.items():
             own = {"num_gpus": devices} if has_cards else {"resources": {SLOT: devices}}
             self._own.add_node(node_name=name, **every, **own)
@@ -123,10 +125,10 @@ class RayHeld:
         places = [{"ray.io/node-id": node["NodeID"]} for node, _ in nodes]
         self._group = placement_group(bundles, name=f"cjax {name}", bundle_label_selector=places)
         try:
-            ray.get(self._group.ready(), timeout=_PLACED)
-        except ray.exceptions.RayError as error:
+            self._answer(self._group.ready())
+        except NodeGone:
             self.release()
-            raise NodeGone(f"Ray has not placed {name} within {_PLACED:g} s: {error}") from error
+            raise
         kind = {"num_gpus": nodes[0][1]} if resource == "GPU" else {"resources": {resource: nodes[0][1]}}
         kind = {"num_cpus": nodes[0][1]} if resource == "CPU" else {"num_cpus": 0, **kind}
         remote = ray.remote(Agent)
@@ -151,10 +153,23 @@ class RayHeld:
     def _asked(self, rank: int, answer: Any) -> Any:
         """What an agent answers."""
         try:
-            return self._ray.get(answer, timeout=_ANSWERED)
-        except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError) as error:
+            return self._answer(answer)
+        except NodeGone:
             self._mistrust(self._nodes[rank])
-            raise NodeGone(f"the node of worker {rank} is gone: {type(error).__name__}") from error
+            raise
+
+    def _answer(self, answer: Any) -> Any:
+        """What Ray answers, as long as the nodes are there: for what is placed on a dead one it would wait."""
+        until = time.monotonic() + _ANSWERED
+        while True:
+            try:
+                return self._ray.get(answer, timeout=_LOOK)
+            except self._ray.exceptions.GetTimeoutError:
+                alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+                if not alive.issuperset(self._nodes) or time.monotonic() > until:
+                    raise NodeGone("a node is gone, or does not answer") from None
+            except self._ray.exceptions.RayActorError as error:
+                raise NodeGone("a node is gone, and its agent with it") from error
 
     def release(self) -> None:
         self._ray.util.remove_placement_group(self._group)  # and its agents with it

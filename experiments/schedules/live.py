@@ -32,8 +32,8 @@ PERIOD = 5.0
 RESTART = 4.0  # seconds that a start is taken to cost before one was seen
 SIZES = (1, 2, 4, 8)
 REAL, PAUSE, REAL_STEPS = "real", 0.25, 200
-DEAD, DIES = "node3", 75.0  # seconds after the beginning
-RESIZES = ((45.0, 4), (110.0, 2))  # of the real job, which begins with 2 devices: processes 1, 2 and 1 again
+DEAD, DIES = "node3", 105.0  # seconds after the beginning
+RESIZES = ((30, 4), (90, 2))  # of the real job, by step, which begins with 2 devices: processes 1, 2 and 1 again
 Say = Callable[[str], None]
 
 
@@ -68,10 +68,10 @@ JOBS = (
     LiveJob("long", 0.0, 320.0, 0.9),
     LiveJob("narrow", 2.0, 120.0, 0.5),
     LiveJob("crash", 12.0, 60.0, 0.9, crash=30),
-    LiveJob("second", 20.0, 160.0, 0.85),
-    LiveJob("short", 38.0, 50.0, 0.8),
-    LiveJob("late", 62.0, 140.0, 0.9),
-    LiveJob("last", 95.0, 70.0, 0.7),
+    LiveJob("second", 50.0, 160.0, 0.85),
+    LiveJob("short", 65.0, 50.0, 0.8),
+    LiveJob("late", 85.0, 140.0, 0.9),
+    LiveJob("last", 120.0, 70.0, 0.7),
 )
 
 
@@ -109,7 +109,7 @@ def _live(folder: ClusterFolder, say: Say) -> tuple[float, float]:
     real = str(HERE / "training.py") + ":make"
     more = {"steps": REAL_STEPS, "speeds": plans, "arguments": (str(PAUSE),), "cluster": folder.place}
     events.append((1.0, lambda: cluster.submit(real, devices=2, name=REAL, **more)))
-    events += [(when, lambda size=size: cluster.resize(REAL, size, folder.place)) for when, size in RESIZES]
+    events.append((2.0, lambda: _resize(folder)))
     events.append((DIES, lambda: death.__setitem__(0, _kill_node(DEAD))))
     threads = [threading.Timer(begin + when - time.time(), _told, (what, say)) for when, what in events]
     for thread in threads:
@@ -122,6 +122,14 @@ def _live(folder: ClusterFolder, say: Say) -> tuple[float, float]:
             raise RuntimeError(f"jobs do not end: {cluster.status(folder.place)}")
         time.sleep(1.0)
     return begin, death[0]
+
+
+def _resize(folder: ClusterFolder) -> None:
+    """The real job, as soon as it has come so far."""
+    for step, size in RESIZES:
+        while (next((j["step"] for j in cluster.status(folder.place)["jobs"] if j["name"] == REAL), 0)) < step:
+            time.sleep(0.5)
+        cluster.resize(REAL, size, folder.place)
 
 
 def _told(what: Callable[[], Any], say: Say) -> None:
