@@ -32,7 +32,7 @@ PERIOD = 5.0
 RESTART = 4.0  # seconds that a start is taken to cost before one was seen
 SIZES = (1, 2, 4, 8)
 REAL, PAUSE, REAL_STEPS = "real", 0.25, 200
-DEAD, DIES = "node3", 105.0  # seconds after the beginning
+DEAD, DIES = "node3", 107.0  # seconds after the beginning
 RESIZES = ((30, 4), (90, 2))  # of the real job, by step, which begins with 2 devices: processes 1, 2 and 1 again
 Say = Callable[[str], None]
 
@@ -64,14 +64,15 @@ class LiveJob:
         return tuple(Speed(size, size**self.power / self.step) for size in SIZES)
 
 
+# Between the decisions, which are at whole multiples of PERIOD: who comes at the same moment is in time, or is not.
 JOBS = (
-    LiveJob("long", 0.0, 320.0, 0.9),
+    LiveJob("long", 1.0, 320.0, 0.9),
     LiveJob("narrow", 2.0, 120.0, 0.5),
     LiveJob("crash", 12.0, 60.0, 0.9, crash=30),
-    LiveJob("second", 50.0, 160.0, 0.85),
-    LiveJob("short", 65.0, 50.0, 0.8),
-    LiveJob("late", 85.0, 140.0, 0.9),
-    LiveJob("last", 120.0, 70.0, 0.7),
+    LiveJob("second", 52.0, 160.0, 0.85),
+    LiveJob("short", 67.0, 50.0, 0.8),
+    LiveJob("late", 87.0, 140.0, 0.9),
+    LiveJob("last", 122.0, 70.0, 0.7),
 )
 
 
@@ -95,7 +96,7 @@ def run(say: Say, out: Path, executor: str = "ray") -> list[list[str]]:
     outcome = _replayed(facts, history, begin, death)
     (out / "live.svg").write_text(gantt_of(_as_replayed(history, facts, begin), NODES))
     (out / "live-replayed.svg").write_text(gantt_of(outcome, NODES))
-    return _rows(facts, outcome, same, begin, say)
+    return _rows(facts, outcome, same, begin)
 
 
 def _live(folder: ClusterFolder, say: Say) -> tuple[float, float]:
@@ -268,9 +269,7 @@ def _as_replayed(history: Sequence[dict[str, Any]], facts: dict[str, dict[str, A
     return Replayed(seconds, max(h.end for h in holdings), 0.0, 0.0, {}, tuple(holdings))
 
 
-def _rows(
-    facts: dict[str, dict[str, Any]], outcome: Replayed, same: dict[str, str], begin: float, say: Say
-) -> list[list[str]]:
+def _rows(facts: dict[str, dict[str, Any]], outcome: Replayed, same: dict[str, str], begin: float) -> list[list[str]]:
     rows, lived, replayed = [], [], []
     for name, fact in facts.items():
         live = fact["ended"] - fact["submitted"]
