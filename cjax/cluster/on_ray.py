@@ -154,9 +154,9 @@ class RayHeld:
         """What an agent answers."""
         try:
             return self._answer(answer)
-        except NodeGone:
+        except self._ray.exceptions.RayActorError as error:
             self._mistrust(self._nodes[rank])
-            raise
+            raise NodeGone(f"the node of worker {rank} is gone, and its agent with it") from error
 
     def _answer(self, answer: Any) -> Any:
         """What Ray answers, as long as the nodes are there: for what is placed on a dead one it would wait."""
@@ -168,8 +168,6 @@ class RayHeld:
                 alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
                 if not alive.issuperset(self._nodes) or time.monotonic() > until:
                     raise NodeGone("a node is gone, or does not answer") from None
-            except self._ray.exceptions.RayActorError as error:
-                raise NodeGone("a node is gone, and its agent with it") from error
 
     def release(self) -> None:
         self._ray.util.remove_placement_group(self._group)  # and its agents with it

@@ -225,17 +225,17 @@ def _replayed(
     for job in JOBS:
         work, most = float(job.steps), SIZES[-1]
         if job.crash is not None:
-            # Three starts, of which the first two are in place: all that it does on its device, as work.
-            work, most = job.crash + 2 * START_OF_CRASH / job.step, 1
+            # It starts three times in its place, and fails: as long as that took is its work.
+            mine = (line for line in history if line["job"] == job.name)
+            held = sum(line["time"] * (1 if line["event"] == "end" else -1) for line in mine)
+            work, most = max(1.0, (held - restart) / job.step), 1
         model = OwnModel(job.name, job.speeds(), work)
         when = facts[job.name]["submitted"] - base
-        submissions.append(Submission(job.name, when, model, 1, 1.0, 1, most))
+        cost = facts[job.name].get("restart")
+        submissions.append(Submission(job.name, when, model, 1, 1.0, 1, most, restart=cost))
     submissions += _stages(facts[REAL], history, base)
     setting = setting_of("goodput", NODES)
     return simulate(submissions, NODES, setting, period=PERIOD, restart=restart, deaths={DEAD: death - base})
-
-
-START_OF_CRASH = 0.7  # seconds from a worker's start to its first step
 
 
 def _stages(fact: dict[str, Any], history: Sequence[dict[str, Any]], base: float) -> list[Submission]:

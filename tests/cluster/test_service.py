@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cjax.cluster import logs, resize, stop
+from cjax.cluster import logs, resize, stop, submit
 from cjax.job.files import read_lines
 
 from .conftest import LiveCluster, processes_of, until
@@ -85,3 +85,27 @@ def test_a_job_is_resized_and_stopped_and_goes_on_with_the_cluster(cluster: Live
     assert cluster.job("job")["status"] == "stopped"
     stop("other", cluster.folder.place)
     assert cluster.losses("other") == undisturbed(len(cluster.losses("other")))
+
+
+@pytest.mark.full
+def test_a_real_job_goes_from_one_process_to_two_and_back_under_other_plans(cluster: LiveCluster) -> None:
+    speeds = cluster.folder.place / "speeds.csv"
+    speeds.write_text("devices,samples_per_second,plan\n1,80,data=1\n2,90,data=1 tensor=2\n")
+    cluster.start({"a": 1, "b": 1, "c": 1})
+    for name in ("still", "moved"):
+        submit(
+            f"{Path(__file__).parent / 'train.py'}:make", steps=90, devices=1, name=name, speeds=speeds,
+            arguments=("0.1",), cluster=cluster.folder.place,
+        )  # fmt: skip
+    for step, size in ((10, 2), (40, 1)):
+        until(lambda step=step: cluster.job("moved")["step"] >= step, 120)
+        resize("moved", size, cluster.folder.place)
+    for name in ("still", "moved"):
+        cluster.ends(name, "done", 120)
+    moved, still = (read_lines(cluster.folder.job(name).run.run / "metrics.jsonl") for name in ("moved", "still"))
+    losses = [{line["step"]: line["loss"] for line in lines if "loss" in line} for lines in (moved, still)]
+    both = sorted(losses[0].keys() & losses[1].keys())
+    assert len(both) >= 9 and all(losses[0][step] == pytest.approx(losses[1][step], rel=1e-4) for step in both)
+    starts = [line for line in read_lines(cluster.folder.history) if (line["event"], line["job"]) == ("start", "moved")]
+    held = [(len(line["placement"]), line["what"]) for line in starts]
+    assert held == [(1, "data=1"), (2, "data=1 tensor=2"), (1, "data=1")]

@@ -30,7 +30,8 @@ def test_the_replay_has_the_same_jobs_and_the_same_death() -> None:
     }  # fmt: skip
     facts[live.REAL] = {"submitted": begin + 1, "ended": begin + 75, "starts": 2, "status": "done"}
     spans = ((5, 40, 0, 100, ("node0",)), (40, 75, 100, 200, ("node0", "node1")))
-    history = []
+    crash = {"job": "crash", "placement": {}}
+    history = [{"event": "start", "time": begin + 15, **crash}, {"event": "end", "time": begin + 25, **crash}]
     for start, end, first, last, nodes in spans:
         where = {"job": live.REAL, "placement": {node: [0, 1] for node in nodes}}
         history.append({"event": "start", "time": begin + start, "step": first, **where})
@@ -43,5 +44,5 @@ def test_the_replay_has_the_same_jobs_and_the_same_death() -> None:
     rows = live._rows(facts, outcome, dict.fromkeys(facts, "the same"), begin)
     assert [row[0] for row in rows] == [*(job.name for job in live.JOBS), live.REAL, "mean"]
     assert rows[0][3] == "100.0" and float(rows[0][4]) == pytest.approx(outcome.seconds["long"], abs=0.1)
-    drawn = live._as_replayed(history, facts, begin)
+    drawn = live._as_replayed(history[2:], facts, begin)
     assert [(h.start, h.end) for h in drawn.holdings] == [(5, 40), (40, 75)]
