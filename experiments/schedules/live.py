@@ -231,8 +231,7 @@ def _replayed(
             work, most = max(1.0, (held - restart) / job.step), 1
         model = OwnModel(job.name, job.speeds(), work)
         when = facts[job.name]["submitted"] - base
-        cost = facts[job.name].get("restart")
-        submissions.append(Submission(job.name, when, model, 1, 1.0, 1, most, restart=cost))
+        submissions.append(Submission(job.name, when, model, 1, 1.0, 1, most))
     submissions += _stages(facts[REAL], history, base)
     setting = setting_of("goodput", NODES)
     return simulate(submissions, NODES, setting, period=PERIOD, restart=restart, deaths={DEAD: death - base})
