@@ -7,8 +7,8 @@ from typing import Any as _Any
 from cjax.attention import attention as attention
 from cjax.audit import audit as audit
 from cjax.calibrate import calibrate as calibrate
-from cjax.cluster import Cluster as Cluster
 from cjax.generate import generate as generate
+from cjax.machines import Cluster as Cluster
 from cjax.mesh import initialize as initialize
 from cjax.mesh import simulate as simulate
 from cjax.parallelize import parallelize as parallelize
@@ -26,6 +26,7 @@ from cjax.trace.author.loss import Mean as Mean
 
 if _TYPE_CHECKING:
     from cjax import checkpoint as checkpoint
+    from cjax import cluster as cluster
     from cjax import data as data
     from cjax import models as models
     from cjax import optim as optim
@@ -37,7 +38,7 @@ if _TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Imported when they are first asked for: what only some runs need should not slow down `import cjax`.
-_ROOMS = ("checkpoint", "data", "models", "optim", "pipeline", "train")
+_ROOMS = ("checkpoint", "cluster", "data", "models", "optim", "pipeline", "train")
 
 
 _LATE = {"plans": "cjax.program.plans", "Plans": "cjax.program.plans"}

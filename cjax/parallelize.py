@@ -7,7 +7,7 @@ from typing import Any
 
 import optax
 
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.mesh import Device, own_context, resolve_devices
 from cjax.models import readers
 from cjax.optim import LossScale

@@ -2,6 +2,7 @@
 
     python experiments/scheduling.py --data DATA            # all parts, a log and pictures in docs/results
     python experiments/scheduling.py --data DATA policies speed
+    python experiments/scheduling.py live                   # eight jobs on Ray, on this machine: 5 minutes
 
 DATA is the folder of the artifact of Qiao et al., "Pollux", OSDI 2021 (github.com/petuum/adaptdl, branch
 osdi21-artifact, folder simulator), with workloads, traces and published results. 16 nodes of 4 devices, rounds of 60 s,
@@ -18,8 +19,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from schedules import live
 from shared.markdown import table
 
+from cjax.planner.choice.scored import IDLE_POWER
 from cjax.scheduler.policy.goodput import allocate
 from cjax.scheduler.policy.job import Job, Speed, SpeedTable
 from cjax.scheduler.replay.gantt import gantt_of
@@ -30,6 +33,7 @@ from cjax.scheduler.replay.workload import Library, read_workload
 KEPT = Path(__file__).parent.parent / "docs" / "results"
 NODES = {f"node{number:02}": 4 for number in range(16)}
 CHOSEN_ON, REPORTED = (1, 3, 5, 7), (2, 4, 6, 8)
+WATTS = 70.0  # of a T4, of which the published nodes are: NVIDIA's datasheet
 HEAD = ("what", "1-8", "1, 3, 5, 7", "2, 4, 6, 8", "published", "p99", "restarts", "held", "CPU s")
 Say = Callable[[str], None]
 
@@ -116,6 +120,36 @@ def loads(replays: Replays) -> list[list[str]]:
     return [replays.row(f"goodput, load {load}", load=load) for load in ("0.5", "1.5", "2.0")]
 
 
+def energy(replays: Replays) -> list[list[str]]:
+    """What a workload draws under each policy: cards at their full power while they compute, and at the planner's share
+    of it while they wait for each other, for a start, or for a job."""
+    rows = []
+    for policy in ("fifo", "tiresias", "optimus", "goodput"):
+        kwh, jobs, seconds = np.zeros(3), 0, 0.0
+        for outcome in replays.outcomes(policy, "1.0", 30.0, Knowledge()):
+            card_hours = outcome.makespan * sum(NODES.values()) / 3600
+            computing, held = outcome.computing * card_hours, outcome.utilisation * card_hours
+            waiting = np.array([0.0, held - computing, card_hours - held])
+            kwh += WATTS / 1e3 * (IDLE_POWER * waiting + np.array([computing, 0.0, 0.0]))
+            jobs += len(outcome.seconds)
+            seconds += outcome.mean / 8
+        rows.append(
+            [
+                policy,
+                f"{seconds:,.0f}",
+                *(f"{each / 8:.1f}" for each in (*kwh, kwh.sum())),
+                f"{kwh[:2].sum() / jobs:.3f}",
+            ]
+        )
+        replays.say("  energy: " + "  ".join(rows[-1]))
+    return rows
+
+
+ENERGY_HEAD = (
+    "kWh of a workload", "mean s", "computing", "held, waiting", "nobody's", "in all", "of a job, while it held cards",
+)  # fmt: skip
+
+
 def speed(say: Say) -> list[list[str]]:
     """Seconds of one decision: 160 jobs on 64 devices, 1,000 on 2,048."""
     rows = []
@@ -149,6 +183,7 @@ def pictures(replays: Replays, folder: Path) -> None:
         (folder / f"{policy}.svg").write_text(gantt_of(outcome, NODES))
 
 
+OTHERS = ("energy", "live", "speed", "pictures")
 PARTS: dict[str, Callable[[Replays], list[list[str]]]] = {
     "policies": policies,
     "less": less,
@@ -159,8 +194,8 @@ PARTS: dict[str, Callable[[Replays], list[list[str]]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, "speed", "pictures", []], help="all, if none is named")
-    parser.add_argument("--data", type=Path, required=True, help="folder of the published workloads and tables")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, *OTHERS, []], help="all but live, if none is named")
+    parser.add_argument("--data", type=Path, help="folder of the published workloads and tables")
     parser.add_argument("--out", type=Path, help="folder of the log and the pictures")
     options = parser.parse_args(arguments)
     out = options.out or KEPT / f"scheduling-{datetime.date.today()}"
@@ -172,7 +207,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         log.write(f"{line}\n")
         log.flush()
 
-    replays, parts = Replays(options.data, say), options.parts or [*PARTS, "speed", "pictures"]
+    parts = options.parts or [*PARTS, "energy", "speed", "pictures"]
+    if options.data is None and set(parts) - {"speed", "live"}:
+        parser.error("--data: these parts read the published workloads")
+    replays = Replays(options.data or Path(), say)
     say(f"python experiments/scheduling.py {' '.join(parts)}: mean seconds from submission to end")
     say("  " + ", ".join(HEAD) + ", then each workload")
     rows: list[list[str]] = []
@@ -180,6 +218,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows += PARTS[part](replays) if part in PARTS else []
     if rows:
         say("\n" + table(HEAD, [*rows, *(replays.pollux() if "loads" in parts else [])]) + "\n")
+    if "energy" in parts:
+        say("\n" + table(ENERGY_HEAD, energy(replays)) + "\n")
+    if "live" in parts:
+        say("\n" + table(live.HEAD, live.run(say, out)) + "\n")
     if "speed" in parts:
         say("\n" + table(("one decision", "CPU ms"), speed(say)) + "\n")
     if "pictures" in parts:

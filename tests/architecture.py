@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first. A room may import rooms of its own floor (as long as no circle comes of it) and of the floors below.
 FLOORS = (
-    ("jax_compat", "tree", "cards", "plan", "cluster", "job", "scheduler"),
+    ("jax_compat", "tree", "cards", "plan", "machines", "users", "job", "scheduler"),
     ("mesh",),
     ("trace",),
     ("sharding", "pipeline"),
@@ -33,6 +33,7 @@ FLOORS = (
     ("parallelize", "streamed"),
     ("data",),
     ("train", "generate"),
+    ("cluster",),
     ("cli",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -17,6 +17,7 @@ import works
 
 import cjax
 from cjax import cards
+from cjax.cli.cluster import VERBS, ClusterCommand
 from cjax.cli.commands import COMMANDS
 from cjax.plan import Plan
 from cjax.plan.colossal import ELSEWHERE, NEEDLESS
@@ -28,6 +29,7 @@ COMMAND = "python tests/pages.py"
 # Rooms whose names users call, and how each is headed.
 ROOMS = {
     "cjax.train": "Training loop",
+    "cjax.cluster": "Many jobs on one cluster",
     "cjax.checkpoint": "Checkpoints",
     "cjax.optim": "Optimizers and their parts",
     "cjax.optim.schedules": "Schedules",
@@ -103,7 +105,9 @@ def values() -> str:
 def commands() -> str:
     """Each command's arguments, with what they mean and their defaults."""
     parts = []
-    for name, command in COMMANDS.items():
+    named = {name: command for name, command in COMMANDS.items() if command is not ClusterCommand}
+    named |= {f"cluster {verb}": command for verb, command in VERBS.items()}
+    for name, command in named.items():
         said = docstring_parser.parse(command.__doc__ or "")
         meant = {item.arg_name: " ".join((item.description or "").split()) for item in said.params}
         parts.append(f"## cjax {name}\n\n{_escaped(said.description or '')}\n")

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import cjax.mesh as mesh_lib
 from cjax.cards import CARDS
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.mesh import (
     BATCH_AXES,
     DATA,

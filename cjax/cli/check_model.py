@@ -16,10 +16,10 @@ import numpy as np
 import tyro
 
 from cjax.cli.devices import training_devices
-from cjax.cli.users import user_parts
 from cjax.parallelize import parallelize
 from cjax.program import Check
 from cjax.report.render import Table
+from cjax.users import user_parts
 
 # Each kind of parallelism alone and the ways they meet, with the devices that each divides.
 _COVER = (

@@ -3,6 +3,7 @@
 from cjax.cli.calibrate import CalibrateCommand
 from cjax.cli.check import Check
 from cjax.cli.check_model import CheckModel
+from cjax.cli.cluster import ClusterCommand, Submit
 from cjax.cli.generate import Generate
 from cjax.cli.inspect import Inspect
 from cjax.cli.job import Resize, StatusCommand
@@ -19,6 +20,8 @@ COMMANDS = {
     "run": Run,
     "status": StatusCommand,
     "resize": Resize,
+    "submit": Submit,
+    "cluster": ClusterCommand,
     "replay": ReplayCommand,
     "check": Check,
     "check-model": CheckModel,

@@ -11,8 +11,7 @@ import tyro
 from cjax.cli.built_in import built_in
 from cjax.cli.devices import training_devices
 from cjax.cli.options import check_options, flag
-from cjax.cli.users import user_parts, with_lines
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.mesh import num_cpus_named
 from cjax.parallelize import parallelize
 from cjax.plan import is_auto
@@ -20,6 +19,7 @@ from cjax.planner.choice.scored import check_objective
 from cjax.program import Program
 from cjax.program.plans import plans
 from cjax.program.walks import walk_plans
+from cjax.users import user_parts, with_lines
 
 ROWS = 256  # of the batch, where neither it nor the number of devices is said
 

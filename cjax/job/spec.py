@@ -5,6 +5,7 @@ import os
 import shlex
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ class JobSpec(JobOptions):
         as srun does to know its allocation."""
         if self.hosts:
             return dict(os.environ)
-        return {name: value for name, value in os.environ.items() if not _is_launchers(name)} | said
+        return without_launchers(os.environ) | said
 
     def said(self, incarnation: int, rank: int, world: int, address: tuple[str, int]) -> dict[str, str]:
         """What a worker is told in its environment."""
@@ -156,16 +157,26 @@ class JobSpec(JobOptions):
 _KEPT = "CJAX_CACHE_IS_THE_RUNS"
 
 
+def without_launchers(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment, less what a launcher says of its own processes in it."""
+    return {name: value for name, value in environment.items() if not _is_launchers(name)}
+
+
 def _is_launchers(name: str) -> bool:
     """Whether this is what a launcher says of its own processes."""
     return name.startswith(_LAUNCHERS) or name in _PLACES
 
 
 def start_line(spec: JobSpec) -> list[str]:
-    """The command that supervises a job, in a Python that imports this room and neither JAX nor the rest of cjax: it is
-    there at once, and small."""
+    """The command that supervises a job."""
+    return bare_line("from cjax.job.supervisor import main", spec.text())
+
+
+def bare_line(imports_main: str, text: str) -> list[str]:
+    """The command that runs a `main(text)` of cjax in a Python that imports its room and neither JAX nor the rest of
+    cjax: it is there at once, and small."""
     code = (
         "import sys, types; cjax = sys.modules['cjax'] = types.ModuleType('cjax'); cjax.__path__ = [sys.argv[1]]; "
-        "from cjax.job.supervisor import main; sys.exit(main(sys.argv[2]))"
+        f"{imports_main}; sys.exit(main(sys.argv[2]))"
     )
-    return [sys.executable, "-c", code, str(Path(__file__).parent.parent), spec.text()]
+    return [sys.executable, "-c", code, str(Path(__file__).parent.parent), text]

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from cjax.job.files import append_line, read_lines, read_object, write_whole
 from cjax.job.folder import JobFolder
 from cjax.job.lock import locked
 from cjax.job.member import AGAIN
+from cjax.job.processes import Start
 from cjax.job.spec import JobSpec, start_line
 from cjax.job.state import JobState
 from cjax.job.workers import Ending, Workers, show, started
@@ -28,10 +29,16 @@ class Supervisor:
 
     Args:
         spec: the job.
+        start: starts its workers; on this machine, or by its launcher, if not given.
+        out: where what the first worker prints goes; this process's own if None.
+        err: where what is said about the workers goes; this process's own if None.
     """
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(
+        self, spec: JobSpec, start: Start | None = None, out: TextIO | None = None, err: TextIO | None = None
+    ) -> None:
         self.spec, self.folder = spec, JobFolder(Path(spec.folder))
+        self._start, self._out, self._err = start, out, err
         self._told: list[int] = []
         self._failed_starts: dict[str, int] = {}
         self._best = max((line.get("step") or 0 for line in read_lines(self.folder.history)), default=0)
@@ -43,8 +50,6 @@ class Supervisor:
         with locked(self.folder.run):
             self.state = JobState.of(self.folder, self.spec)
             self.folder.asked.unlink(missing_ok=True)  # of one that nobody supervised any more
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self._notice)
             self._settle()
             while True:
                 if self._told or not self._is_counted():  # before anybody was started
@@ -54,7 +59,13 @@ class Supervisor:
                 if status is not None:
                     return status
 
-    def _notice(self, number: int, frame: FrameType | None) -> None:
+    def heed_signals(self) -> None:
+        """From now on this process's SIGTERM and SIGINT tell it to stop. Only in the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.tell)
+
+    def tell(self, number: int, frame: FrameType | None = None) -> None:
+        """To stop, as that signal does; from any thread."""
         self._told.append(number)
 
     # -- one incarnation ----------------------------------------------------------------------------------------------
@@ -72,7 +83,7 @@ class Supervisor:
                 if self.state.incarnation == 1:
                     raise
                 if not is_said:
-                    say(f"{error}. Workers start when that can be written; it is tried every {_ROOM:g} s")
+                    self._say(f"{error}. Workers start when that can be written; it is tried every {_ROOM:g} s")
                 is_said = True
             until = time.monotonic() + _ROOM
             while not self._told and time.monotonic() < until:
@@ -83,7 +94,11 @@ class Supervisor:
         places = tuple(place for place in self.state.places if place not in self.state.lost)
         for old in self.folder.beats.glob("*"):
             old.unlink()
-        workers = Workers(self.spec, self.state.incarnation, places, self._patience)
+        try:
+            workers = Workers(self.spec, self.state.incarnation, places, self._patience, self._start, self._out)
+        except OSError:
+            self._finish("stopped", 1)  # nobody runs
+            raise
         self.state.pids = [[process.pid, started(process.pid)] for process in workers.processes]
         self._keep()
         self._note("start", workers=len(places), places=list(places))
@@ -125,7 +140,7 @@ class Supervisor:
             return over
         self.state.restarts += 1
         where = f" (stacks: {self.folder.place}/logs/{workers.incarnation}-*.log)" if ending.kind == "hung" else ""
-        say(f"{ending.why}{where}; starting again ({self.state.restarts} of {self.spec.restarts})")
+        self._say(f"{ending.why}{where}; starting again ({self.state.restarts} of {self.spec.restarts})")
         return None
 
     def _lose(self, workers: Workers, ending: Ending) -> None:
@@ -136,7 +151,7 @@ class Supervisor:
         self._failed_starts[place] = self._failed_starts.get(place, 0) + 1
         if self._failed_starts[place] >= _TRIES and len(workers.places) > self.spec.min_workers:
             self.state.lost.append(place)
-            say(f"no worker comes to life at {place}: going on with {len(workers.places) - 1}")
+            self._say(f"no worker comes to life at {place}: going on with {len(workers.places) - 1}")
 
     def _is_over(self, workers: Workers, ending: Ending) -> int | None:
         if self.state.restarts >= self.spec.restarts:
@@ -145,12 +160,12 @@ class Supervisor:
             reason = f"{self.state.fruitless} starts in a row have not brought a new step"
         else:
             return None
-        say(f"{ending.why}; giving up: {reason}. The last lines of worker {ending.rank}:")
-        show(sys.stderr, f"{workers.last_lines(ending.rank)}\n".encode())
+        self._say(f"{ending.why}; giving up: {reason}. The last lines of worker {ending.rank}:")
+        show(self._err or sys.stderr, f"{workers.last_lines(ending.rank)}\n".encode())
         return self._finish("failed", 1)
 
     def _stopped(self, workers: Workers) -> int:
-        say(f"{signal.Signals(self._told[0]).name}: workers have {self.spec.grace:g} s to save and leave")
+        self._say(f"{signal.Signals(self._told[0]).name}: workers have {self.spec.grace:g} s to save and leave")
         self._leave(workers)
         self._note("end", kind="stopped", why=signal.Signals(self._told[0]).name, **workers.facts())
         return self._finish("stopped", self._status())
@@ -181,7 +196,7 @@ class Supervisor:
         return size if size != len(self.state.places) or self.state.lost else None
 
     def _resized(self, workers: Workers, size: int) -> None:
-        say(f"resizing from {len(workers.places)} to {size} workers")
+        self._say(f"resizing from {len(workers.places)} to {size} workers")
         self._leave(workers)
         self._note("end", kind="resized", why=f"resized to {size} workers", **workers.facts())
         self._best = max(self._best, workers.step)
@@ -204,6 +219,9 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     how(pid, number)
 
+    def _say(self, text: str) -> None:
+        say(text, self._err)
+
     def _finish(self, status: str, code: int) -> int:
         self.state.status, self.state.pids = status, []
         self.state.restarts = self.state.fruitless = 0
@@ -214,24 +232,26 @@ class Supervisor:
         try:
             write_whole(self.folder.state, self.state.text())
         except OSError as error:  # of a disk that is full, say; what runs goes on
-            say(f"{error}. cjax status does not know what has happened since")
+            self._say(f"{error}. cjax status does not know what has happened since")
 
     def _note(self, event: str, **facts: Any) -> None:
         line = {"event": event, "time": round(time.time(), 3), "incarnation": self.state.incarnation, **facts}
         try:
             append_line(self.folder.history, line)
         except OSError as error:
-            say(f"{error}. cjax status will not know of this {event}")
+            self._say(f"{error}. cjax status will not know of this {event}")
 
 
-def say(text: str) -> None:
-    show(sys.stderr, f"cjax run: {text}\n".encode())
+def say(text: str, err: TextIO | None = None) -> None:
+    show(err or sys.stderr, f"cjax run: {text}\n".encode())
 
 
 def main(text: str) -> int:
     """Supervises the job of `JobSpec.text()`."""
     try:
-        return Supervisor(JobSpec.of_text(text)).run()
+        supervisor = Supervisor(JobSpec.of_text(text))
+        supervisor.heed_signals()
+        return supervisor.run()
     except OSError as error:
         say(str(error))
         return 1

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -11,9 +10,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO
 
 from cjax.job.beat import PERIOD as BEAT
-from cjax.job.beat import SHOW_STACKS, TRAINING, read_beat
+from cjax.job.beat import TRAINING, read_beat
 from cjax.job.folder import JobFolder
 from cjax.job.member import AGAIN
+from cjax.job.processes import LocalProcess, Start, WorkerProcess
 from cjax.job.spec import JobSpec
 
 STEPS = 5  # that a step may take the time of
@@ -51,11 +51,21 @@ class Workers:
         incarnation: which.
         places: where each is to be.
         patience: what the job's `hang_after` is multiplied by.
+        start: starts each process; on this machine, or a launcher's, if not given.
+        out: where what the first worker prints is passed on to.
     """
 
-    def __init__(self, spec: JobSpec, incarnation: int, places: Sequence[str], patience: float = 1.0) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        incarnation: int,
+        places: Sequence[str],
+        patience: float = 1.0,
+        start: Start | None = None,
+        out: TextIO | None = None,
+    ) -> None:
         self.spec, self.incarnation, self.places = spec, incarnation, tuple(places)
-        self._folder, self._patience = JobFolder(Path(spec.folder)), patience
+        self._folder, self._patience, self._out = JobFolder(Path(spec.folder)), patience, out
         self.beats: list[dict[str, Any] | None] = [None] * len(places)
         self._heard = [time.monotonic()] * len(places)  # when something changed in a worker's beats
         self._moved = list(self._heard)  # when it did anything new
@@ -63,31 +73,25 @@ class Workers:
         self._listened = time.monotonic()
         self._shown = 0
         address = spec.address(incarnation, self.places)
-        self.processes: list[subprocess.Popen[bytes]] = []
-        for rank, place in enumerate(self.places):
-            said = spec.said(incarnation, rank, len(self.places), address)
-            self.processes.append(self._start(rank, spec.line(place, said), said))
-
-    def _start(self, rank: int, line: list[str], said: dict[str, str]) -> "subprocess.Popen[bytes]":
-        log = self._folder.log(self.incarnation, rank)
+        self.processes: list[WorkerProcess] = []
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            opened = open(log, "wb")  # noqa: SIM115
-        except OSError:  # what is printed is lost where a disk is full, and no training
-            opened = open(os.devnull, "wb")  # noqa: SIM115
-        with opened as file:
-            # A file, and no pipe, which would break with the one who reads it. A session of its own, so that what the
-            # worker starts is ended with it, and what a terminal sends goes to the supervisor alone.
-            return subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=self.spec.environment(said),
-                start_new_session=True,
-            )  # fmt: skip
+            for rank, place in enumerate(self.places):
+                said = spec.said(incarnation, rank, len(self.places), address)
+                log = self._folder.log(incarnation, rank)
+                line = spec.line(place, said)
+                if start is None:
+                    self.processes.append(LocalProcess(line, spec.environment(said), log))
+                else:
+                    self.processes.append(start(rank, line, said, log))
+        except BaseException:
+            self.kill()  # those that were started wait for the others
+            raise
 
     # -- watching -----------------------------------------------------------------------------------------------------
     def look(self) -> Ending | None:
         """How it ended; None as long as all goes well. To be asked several times a second."""
         self._listen()
-        codes = [_code(process) for process in self.processes]
+        codes = [process.poll() for process in self.processes]
         for rank, code in enumerate(codes):
             if code in (None, 0):
                 continue
@@ -178,7 +182,7 @@ class Workers:
             file.seek(self._shown)
             text = file.read()
         self._shown += len(text)
-        show(sys.stdout, text)
+        show(self._out or sys.stdout, text)
 
     def last_lines(self, rank: int) -> str:
         """What a worker printed last."""
@@ -190,41 +194,26 @@ class Workers:
     def tell(self) -> None:
         """Asks all to save and leave."""
         for process in self.processes:
-            if _code(process) is None:
-                os.kill(process.pid, signal.SIGTERM)
+            process.stop()
 
     def ask_where(self) -> None:
         """Where workers of this machine are now: the stacks of their threads, into their logs."""
-        if not self.spec.hosts and any(_code(process) is None for process in self.processes):
+        if not self.spec.hosts and any(process.poll() is None for process in self.processes):
             for process in self.processes:
-                if _code(process) is None:
-                    os.kill(process.pid, SHOW_STACKS)
+                process.show_stacks()
             time.sleep(_TO_ANSWER)
 
     def are_gone(self) -> bool:
         """Whether all have left."""
         self._listen()
         self.show()
-        return all(_code(process) is not None for process in self.processes)
+        return all(process.poll() is not None for process in self.processes)
 
     def kill(self) -> None:
         """Ends all that is left, with what they have started."""
         for process in self.processes:
-            if process.returncode is None:  # waited for it is only here, so that its number is still its own
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.kill()
         self._listen()
-
-
-def _code(process: "subprocess.Popen[bytes]") -> int | None:
-    """How a process has ended, as `poll` says, which would give its number to whoever starts next; None as long as it
-    runs."""
-    if process.returncode is not None:
-        return process.returncode
-    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if ended is None:
-        return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def show(stream: TextIO, text: bytes) -> None:

@@ -10,7 +10,6 @@ import jax
 from jax.sharding import Mesh
 
 from cjax.cards import CARDS, card_of_kind
-from cjax.cluster import Cluster
 from cjax.jax_compat.backends import (
     absent_gpus,
     clear_backends,
@@ -19,6 +18,7 @@ from cjax.jax_compat.backends import (
     only_compiles,
     without_compilation_cache,
 )
+from cjax.machines import Cluster
 from cjax.mesh.axes import Device
 from cjax.mesh.launch import check_joined
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cjax.cards import Card, card_of_kind
-from cjax.cluster import Cluster
 from cjax.jax_compat.backends import is_of_this_process
+from cjax.machines import Cluster
 from cjax.mesh import Device, cluster_of, is_compile_only
 from cjax.planner.profile import Profile
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.mesh import Device, num_cpus_named, resolve_devices
 from cjax.plan import Auto, Plan, is_auto
 from cjax.planner.choice.decide import Decision, no_plan, planning_of

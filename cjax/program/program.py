@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from cjax import checkpoint
 from cjax.audit import audit
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.mesh import Device, not_nan, own_context, resolve_devices
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan

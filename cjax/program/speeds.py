@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
+from cjax.mesh import num_cpus_named
 from cjax.plan import Auto
 from cjax.planner.choice.planning import Asked
 from cjax.program.plans import planned
@@ -15,7 +16,7 @@ def speed_table(program_or_call: Any, devices: Cluster | str, sizes: Sequence[in
 
     Args:
       program_or_call: a `Program`, or what `cjax.parallelize` takes: (model, loss, optimizer, batch).
-      devices: cards that need not be here, such as "h100".
+      devices: cards that need not be here, such as "h100"; or virtual ones, such as "cpu:8".
       sizes: numbers of devices. One on which no plan works, or none fits, is left out.
       plan: "auto", and behind it words that every plan has to have.
 
@@ -29,8 +30,9 @@ def speed_table(program_or_call: Any, devices: Cluster | str, sizes: Sequence[in
     >>> table.sizes, table.best(4, 64, 0.0).batch
     ((1, 2, 4), 64)
     """
-    cluster = Cluster.parse(devices) if isinstance(devices, str) else devices
-    if wrong := [size for size in sizes if not cluster.fits(size)]:
+    is_virtual = isinstance(devices, str) and num_cpus_named(devices) is not None
+    cluster = Cluster.parse(devices) if isinstance(devices, str) and not is_virtual else devices
+    if isinstance(cluster, Cluster) and (wrong := [size for size in sizes if not cluster.fits(size)]):
         raise ValueError(
             f"{wrong[0]} devices are more than one host of {cluster.cards_per_host}, and not whole ones: leave it out"
         )

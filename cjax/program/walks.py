@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.mesh import Device
 from cjax.plan import Auto, Plan, is_auto
 from cjax.plan.plan import WALKED

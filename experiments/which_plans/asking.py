@@ -9,7 +9,7 @@ import jax
 import optax
 from shared.results import Results, Row
 
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.plan import Auto, Plan
 from cjax.plan import Sequence as SequencePlan
 from cjax.planner.choice.planning import Planning

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from shared.results import Results, Row
 
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.plan import Plan, Zero
 
 from .asking import Asking

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shared.results import Results, Row
 
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.planner.costs.calibration import TEN_PERCENT, calibration_of
 from cjax.planner.hardware import hardware_of_cluster
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from shared.results import Results, Row
 
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 
 from .flavours import PIPELINES
 

@@ -44,7 +44,10 @@ def test_a_mistyped_command_is_guessed(capsys):
     assert "did you mean cjax train?" in capsys.readouterr().err
     assert main(["xyz"]) == 2
     said = capsys.readouterr().err
-    assert "there are train, plan, generate, run, status, resize, replay, check, check-model, inspect" in said
+    assert (
+        "there are train, plan, generate, run, status, resize, submit, cluster, replay, check, check-model, inspect"
+        in said
+    )
 
 
 def test_a_mistake_is_one_message_and_the_traceback_on_request(tmp_path, capsys, monkeypatch):

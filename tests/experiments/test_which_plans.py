@@ -12,7 +12,7 @@ from which_plans.models import Case
 from which_plans.page import write_page
 from which_plans.settings import NVLINK, PCIE, constants
 
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 
 TINY = Case("gpt-mini", 16, 32, (("num_layers", 2), ("vocab_size", 64)))
 

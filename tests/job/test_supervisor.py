@@ -252,10 +252,10 @@ def test_nobody_elses_processes_are_ended(tmp_path: Path, monkeypatch: pytest.Mo
     (process,) = workers.processes
     assert Path(f"/proc/{process.pid}").exists(), "its number is not given away before its group is ended"
     ended: list[int] = []
-    monkeypatch.setattr("cjax.job.workers.os.killpg", lambda group, number: ended.append(group))
+    monkeypatch.setattr("cjax.job.processes.os.killpg", lambda group, number: ended.append(group))
     workers.kill()
     workers.kill()
-    assert ended == [process.pid] and process.returncode == 1
+    assert ended == [process.pid] and process.poll() == 1
 
 
 def test_starts_are_counted_since_the_job_was_typed(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from cjax.cards import CARDS
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.mesh import resolve_devices
 from cjax.planner import hardware
 from cjax.planner.hardware import Hardware, hardware_of, hardware_of_cluster

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.plan import Plan
 from cjax.planner.choice.homes import choose_homes
 from cjax.planner.costs.walk import rates_of, reading_again, walk_cost

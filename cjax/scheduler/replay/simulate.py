@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -28,6 +28,7 @@ class Replayed:
         seconds: of each job from its submission to its end.
         makespan: seconds from the first submission to the last end.
         utilisation: share of the device-seconds until then that were held.
+        computing: the same, in which devices computed: the rest of what is held is starts, and waiting for each other.
         restarts: of each job, its first start not among them.
         holdings: who held what.
     """
@@ -35,6 +36,7 @@ class Replayed:
     seconds: dict[str, float]
     makespan: float
     utilisation: float
+    computing: float
     restarts: dict[str, int]
     holdings: tuple[Holding, ...]
 
@@ -64,9 +66,23 @@ class Setting:
 
 
 def simulate(
-    submissions: Sequence[Submission], nodes: Nodes, setting: Setting, *, period: float = 60.0, restart: float = 30.0
+    submissions: Sequence[Submission],
+    nodes: Nodes,
+    setting: Setting,
+    *,
+    period: float = 60.0,
+    restart: float = 30.0,
+    deaths: Mapping[str, float] | None = None,
 ) -> Replayed:
     """What a policy, asked every `period` seconds, does with the jobs; each start and change costs one `restart`.
+
+    Args:
+        submissions: the jobs.
+        nodes: devices of each.
+        setting: the policy, and what it is told.
+        period: seconds from one decision to the next, at whole multiples of it.
+        restart: seconds that a start or a change costs.
+        deaths: nodes that are gone from a time on, until which jobs on them go on.
 
     Raises:
         ValueError: jobs wait that no policy gives a device any more.
@@ -76,13 +92,23 @@ def simulate(
     ended: list[SimulatedJob] = []
     current: Allocation = {}
     holdings = _Holdings()
+    there = dict(nodes)
     now = math.floor(coming[0].time / period) * period
     while coming or active:
         now += period
+        for node, when in [(node, when) for node, when in (deaths or {}).items() if when <= now and node in there]:
+            del there[node]
+            for job in active:
+                job.advance(max(when, job.time))
+                if node in job.placement:
+                    holdings.change(job.submission.name, None, job.end or when)
+                    job.place(None)
         for job in active:
             job.advance(now)
         while coming and coming[0].time <= now:
-            active.append(SimulatedJob(coming.pop(0), setting.adapts, restart, setting.learns))
+            next_ = coming.pop(0)
+            cost = restart if next_.restart is None else next_.restart
+            active.append(SimulatedJob(next_, setting.adapts, cost, setting.learns))
             active[-1].advance(now)
         for job in active:
             if job.end is not None:
@@ -92,7 +118,7 @@ def simulate(
         current = {job.submission.name: job.placement for job in active if job.placement}
         if not active:
             continue
-        given = setting.policy([setting.told(job) for job in active], nodes, current, now)
+        given = setting.policy([setting.told(job) for job in active], there, current, now)
         if not given and not coming:
             waiting = ", ".join(job.submission.name for job in active)
             raise ValueError(f"{waiting} would wait for ever: no size that they may have goes onto these nodes")
@@ -123,10 +149,12 @@ def _outcome(jobs: Sequence[SimulatedJob], nodes: Nodes, holdings: Sequence[Hold
     ends = {job.submission.name: job.end or math.inf for job in jobs}
     first = min(job.submission.time for job in jobs)
     makespan = max(ends.values()) - first
+    there = makespan * sum(nodes.values())
     return Replayed(
         {job.submission.name: ends[job.submission.name] - job.submission.time for job in jobs},
         makespan,
-        sum(job.service for job in jobs) / (makespan * sum(nodes.values())),
+        sum(job.service for job in jobs) / there,
+        sum(job.computed for job in jobs) / there,
         {job.submission.name: job.num_restarts for job in jobs},
         tuple(holdings),
     )

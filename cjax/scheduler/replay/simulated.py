@@ -24,6 +24,7 @@ class Submission:
         batch: that its user asked for.
         least: devices that it has to have.
         most: devices that it may have; what its model allows if None.
+        restart: seconds that a start or a change costs it; as much as all others if None.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Submission:
     batch: float
     least: int = 1
     most: int | None = None
+    restart: float | None = None
 
 
 class SimulatedJob:
@@ -49,6 +51,7 @@ class SimulatedJob:
         self.epoch = 0
         self.noise: float | None = None  # as it was measured last
         self.service = self.waited = 0.0
+        self.computed = 0.0  # device-seconds in which devices neither waited for each other nor for a start
         self.num_restarts = 0
         self.placement: Placement = {}
         self._shape: Shape = ()
@@ -91,8 +94,9 @@ class SimulatedJob:
             self._choose()
         self.time = until
 
-    def _spend(self, seconds: float) -> None:
+    def _spend(self, seconds: float, computing: float = 0.0) -> None:
         self.time += seconds
+        self.computed += computing * seconds * size_of(self.placement)
         self.service += seconds * size_of(self.placement)
 
     def _train(self, seconds: float) -> None:
@@ -104,13 +108,15 @@ class SimulatedJob:
         rate = (var + sqr) / (var / scale + sqr) / self.model.seconds(self._shape, self._way)
         if self.learned is not None:
             self.learned.see(self._shape, self._way.rows, *self.model.times_of(self._shape, self._way))
+        whole = self.model.seconds(self._shape, self._way)
+        share = 1 - self.model.times_of(self._shape, self._way)[1] / whole
         next_epoch = self.model.progress_at(self.epoch + 1)
         if self.progress + rate * seconds < next_epoch:
             self.progress += rate * seconds
-            self._spend(seconds)
+            self._spend(seconds, share)
             return
         # Whole seconds, as in the simulations that this one is held against.
-        self._spend(min(seconds, round((next_epoch - self.progress) / rate)))
+        self._spend(min(seconds, round((next_epoch - self.progress) / rate)), share)
         self.progress = next_epoch
         self.epoch += 1
         if self.epoch == self.model.num_epochs:

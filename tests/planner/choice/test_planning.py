@@ -11,7 +11,7 @@ import pytest
 from zoo import MODELS
 
 from cjax import Plan
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.models import GPT, gpt, loss
 from cjax.planner.choice.planning import Asked, Planning
 from cjax.planner.choice.scored import Scored

@@ -9,7 +9,7 @@ import small_gpt
 from remembered import ahead_loss
 from small_gpt import EMBED, LAYERS, MLP, ROWS, SEQ, TOKENS, VOCAB
 
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.models import GPT, T5, loss, t5
 from cjax.plan import Auto, Plan
 from cjax.planner.choice.homes import TooLittle

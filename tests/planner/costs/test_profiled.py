@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cjax.cards import CARDS
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.plan import Plan
 from cjax.planner.costs.calibration import calibration_of
 from cjax.planner.costs.compute import Computing

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 from cjax.planner.choice.homes import choose_homes
 from cjax.planner.costs.walk import DISK_READ, DISK_WRITE, WalkCost, WalkRates, rates_of, reading_again, walk_cost
 from cjax.planner.hardware import hardware_of_cluster

@@ -1,5 +1,6 @@
 """Rounds, restarts and ends, against times counted by hand."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,20 @@ def test_published_tables_are_read_and_learned(tmp_path: Path) -> None:
         library["gpt"]
     with pytest.raises(ValueError, match="there are goodput, fifo"):
         setting_of("best", nodes)
+
+
+def test_jobs_of_a_node_that_dies_go_on_elsewhere(tmp_path: Path) -> None:
+    path = write_log(tmp_path, "name,time,application,work,most\none,0,vision,60000,2\nother,0,vision,60000,2\n")
+    jobs, setting = read_workload(path, path.parent / "speeds.csv"), setting_of("goodput", NODES)
+    whole = simulate(jobs, NODES, setting)
+    outcome = simulate(jobs, NODES, setting, deaths={"b": 610.0})
+    assert all(holding.end <= 610 or "b" not in holding.placement for holding in outcome.holdings)
+    assert any(holding.end == 610 for holding in outcome.holdings)
+    assert all(holding.start < holding.end for holding in outcome.holdings)
+    assert max(outcome.seconds.values()) > max(whole.seconds.values()) + 600
+    # All devices compute but while they start: 30 s each time, on what is held then.
+    starts = sum(30 * size_of(holding.placement) for holding in whole.holdings)
+    there = 4 * whole.makespan
+    assert whole.computing * there == pytest.approx(whole.utilisation * there - starts)
+    slow = simulate([dataclasses.replace(jobs[0], restart=500.0), jobs[1]], NODES, setting)
+    assert slow.seconds["one"] == whole.seconds["one"] + 470

@@ -7,7 +7,7 @@ import pytest
 
 import cjax
 from cjax.cards import CARDS
-from cjax.cluster import Cluster
+from cjax.machines import Cluster
 
 
 @pytest.mark.parametrize(("num", "topology"), [(1, "1x1x1"), (5, "1x1x5"), (8, "1x1x8"), (16, "2x1x8"), (64, "8x1x8")])
