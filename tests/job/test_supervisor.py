@@ -399,14 +399,13 @@ def test_a_job_whose_disk_is_full_waits_for_room_and_goes_on(
 ) -> None:
     module = sys.modules["cjax.job.supervisor"]
     written, tries = write_whole, []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def full(path: Path, text: str) -> None:
         state = json.loads(text)
         if state["incarnation"] == 2 and len(tries) < (3 if room else 10**6):
             tries.append(text)
             if not room and len(tries) == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
+                supervisor.tell(signal.SIGTERM)
             raise OSError(errno.ENOSPC, "No space left on device")
         written(path, text)
 
@@ -417,12 +416,8 @@ def test_a_job_whose_disk_is_full_waits_for_room_and_goes_on(
     monkeypatch.setattr(module, "append_line", no_line)
     monkeypatch.setattr(module, "_ROOM", 0.2)
     count = f"echo x >> {tmp_path}/starts; test $(wc -l < {tmp_path}/starts) = 2"  # fails once
-    spec = JobSpec(("sh", "-c", count), str(tmp_path))
-    try:
-        assert module.Supervisor(spec).run() == (0 if room else 75)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    supervisor = module.Supervisor(JobSpec(("sh", "-c", count), str(tmp_path)))
+    assert supervisor.run() == (0 if room else 75)
     said = capfd.readouterr().err
     assert said.count("Workers start when that can be written") == 1 and "will not know of this start" in said
     assert (tmp_path / "starts").read_text() == "x\n" * (2 if room else 1) and len(tries) >= 3
