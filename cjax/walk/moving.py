@@ -125,10 +125,13 @@ class MovedRows:
                 # What no thread is at, this one is: it may wait.
                 if ahead.at is _At.ASKED:
                     apart(self._read)(ahead, behind)
-                if ahead.at is _At.READ:
-                    with self._changed:
-                        self._changed.wait_for(lambda: self._may_come(ahead))
+                with self._changed:
+                    # While this one waits for room, the thread that has read the row may find some and send it on.
+                    self._changed.wait_for(lambda: self._is_settled(ahead))
+                    comes = ahead.at is _At.READ
+                    if comes:
                         ahead.at = _At.COMING
+                if comes:
                     apart(self._load)(ahead)
             finally:
                 with self._changed:
@@ -283,6 +286,10 @@ class MovedRows:
             keeper.save(layer, host)
 
     # -- who may go ---------------------------------------------------------------------------------------------------
+    def _is_settled(self, ahead: _Ahead) -> bool:
+        """Whether no thread is at a row, and if it waits for room, there is some."""
+        return ahead.at not in _MOVING and (ahead.at is not _At.READ or self._may_come(ahead))
+
     def _may_come(self, ahead: _Ahead) -> bool:
         others = self._on_devices()
         if ahead.is_wanted:  # it is the one in use

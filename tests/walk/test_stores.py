@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -326,6 +327,34 @@ def test_a_row_is_not_changed_under_a_thread_that_reads_it(name: str) -> None:
     rows.settle()
     assert slow.go.is_set()
     rows.close()
+
+
+def test_a_row_for_which_a_thread_found_room_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever fetches it waits for room, and the thread that has read it is the first to see some."""
+    shapes = [struct((2,), "float32", P())]
+    keeper, loads, waits = stores.HostKeeper(tuple(shapes)), [], threading.Event()
+    rows = MovedRows(tuple(shapes), [keeper], room=2)
+    rows.put(0, placed(drawn(shapes, 0), shapes))
+    rows.settle()
+    read, load, may_come = rows._read, rows._load, rows._may_come
+
+    def read_slowly(*arguments: Any) -> None:
+        read(*arguments)
+        assert waits.wait(10)
+
+    def comes(ahead: Any) -> bool:
+        if threading.current_thread() is threading.main_thread() and not waits.is_set():
+            waits.set()
+            return False
+        return may_come(ahead)
+
+    monkeypatch.setattr(rows, "_read", read_slowly)
+    monkeypatch.setattr(rows, "_load", lambda ahead: loads.append(1) or load(ahead))
+    monkeypatch.setattr(rows, "_may_come", comes)
+    rows.ahead(0)
+    np.testing.assert_array_equal(rows.fetch(0)[0], placed(drawn(shapes, 0), shapes)[0])
+    rows.close()
+    assert len(loads) == 1
 
 
 def test_what_a_thread_could_not_do_is_raised_by_the_next_call() -> None:
