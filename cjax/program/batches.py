@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core
+from jax import core, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.mesh import compiler_options
 from cjax.program.composed import Composed
 from cjax.program.keep import mover
+from cjax.trace.dims.parts import SAME
 from cjax.trace.dims.tables import Limits, index_limits
 from cjax.trace.reading import Trace
 from cjax.tree import PyTree, leaf_names
@@ -243,8 +244,10 @@ def _looker(limits: tuple[Limits, ...], mesh: Mesh) -> Any:
             for other in allowed.others:
                 if held.min <= other <= held.max:
                     outside &= array != other
-            if allowed.part is not None:
-                outside &= jnp.zeros(array.shape, bool).at[allowed.part.slices].set(True)
+            for dim, part in enumerate(allowed.part.slices if allowed.part is not None else ()):
+                index = lax.broadcasted_iota(jnp.int32, array.shape, dim)
+                if part != SAME:
+                    outside &= (index >= part.start) & (index < part.stop) & ((index - part.start) % part.step == 0)
             places = jnp.arange(array.size).reshape(array.shape)
             place = jnp.where(outside, places, array.size).min()
             found.append((place, jnp.where(places == place, array, held.min).max()))

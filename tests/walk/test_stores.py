@@ -340,6 +340,8 @@ def test_a_row_for_which_a_thread_found_room_comes_once(monkeypatch: pytest.Monk
 
     def read_slowly(*arguments: Any) -> None:
         read(*arguments)
+        with rows._changed:
+            rows._changed.notify_all()
         assert waits.wait(10)
 
     def comes(ahead: Any) -> bool:
