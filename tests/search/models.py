@@ -424,8 +424,8 @@ def draw_part(rng: np.random.Generator, ops: list[str]) -> Spec:
     return {"op": op, "config": BLOCKS[op].sample(rng), "wrap": wrap}
 
 
-def draw(seed: int) -> Spec:
-    """The spec of a seed."""
+def draw(seed: int, between_attentions: bool = False) -> Spec:
+    """The spec of a seed; all its blocks between two attentions, if asked, so that plans may split its positions."""
     rng = np.random.default_rng(seed)
     flavour = str(rng.choice(["linen", "nnx"]))
     ops = [name for name, block in BLOCKS.items() if block.only in ("", flavour)]
@@ -437,6 +437,11 @@ def draw(seed: int) -> Spec:
         parts.append({"stack": stack, "times": int(rng.choice([2, 3, 4], p=[0.6, 0.1, 0.3])), "how": how})
     if not parts or rng.random() < 0.3:
         parts.append(draw_part(rng, ops))
+    if between_attentions:
+        first, last = draw_part(rng, ["attention"]), draw_part(rng, ["attention"])
+        for part in (first, last):
+            part["config"]["heads"] = 4  # which axes of 2 and 4 divide
+        parts = [first, *parts, last]
     return {
         "flavour": flavour,
         "rows": ROWS,

@@ -37,8 +37,8 @@ def kind(plan: str) -> str:
     return " ".join(sorted(words)) or "data"
 
 
-def draw(rng: np.random.Generator, rows: int, has_stack: bool, has_attention: bool) -> str:
-    """One plan. Most suit the model; a few must be refused."""
+def draw(rng: np.random.Generator, rows: int, has_stack: bool, splits_positions: float) -> str:
+    """One plan. Most suit the model; a few must be refused. So many of them, a share, have a sequence word."""
     words, left = [], NUM_DEVICES
     stages = 1
     if rng.random() < (0.35 if has_stack else 0.02):
@@ -52,7 +52,7 @@ def draw(rng: np.random.Generator, rows: int, has_stack: bool, has_attention: bo
     if tensor != "1":
         words.append(f"tensor={tensor}")
         left //= size_of(tensor)
-    if rng.random() < (0.3 if has_attention else 0.02):
+    if rng.random() < splits_positions:
         mode = str(rng.choice(["ring", "all_to_all", "gather"]))
         if mode == "gather" and ":" not in tensor and tensor != "1":
             words.append("sequence=gather")
@@ -71,13 +71,13 @@ def draw(rng: np.random.Generator, rows: int, has_stack: bool, has_attention: bo
     return " ".join(words) or "data=8"
 
 
-def draws(seed: int, number: int, rows: int, has_stack: bool, has_attention: bool) -> list[str]:
+def draws(seed: int, number: int, rows: int, has_stack: bool, splits_positions: float) -> list[str]:
     """So many plans, all different."""
     rng, found = np.random.default_rng([seed, 1]), {}
     for _ in range(20 * number):
         if len(found) == number:
             break
-        plan = draw(rng, rows, has_stack, has_attention)
+        plan = draw(rng, rows, has_stack, splits_positions)
         if shares_rows(plan, rows) or rng.random() < 0.02:
             found[plan] = None
     return list(found)

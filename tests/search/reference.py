@@ -157,13 +157,22 @@ class Reference:
         kinds = traits(self.spec)
         return microbatches if any(kind.couples or kind.random or kind.state for kind in kinds) else 1
 
-    def run(self, microbatches: int) -> Run:
-        return self._run(self.parts_of(microbatches))
+    def run(self, microbatches: int, is_shaken: bool = False) -> Run:
+        """Args:
+        microbatches: of the plan that is compared with it.
+        is_shaken: whether it begins with the next larger numbers, to see what becomes of rounding.
+        """
+        return self._run(self.parts_of(microbatches), is_shaken)
 
     @functools.cache  # noqa: B019
-    def _run(self, parts: int) -> Run:
+    def _run(self, parts: int, is_shaken: bool) -> Run:
         author, key = self.author, jax.random.key(0)
         params, model_state = author.params, author.model_state
+        if is_shaken:
+            params = {
+                name: np.nextafter(leaf, np.inf) if leaf.dtype in (np.float32, np.float64) else leaf
+                for name, leaf in on_host(params).items()
+            }
         # Momentum, zero at first: its own init would compile a program for each shape.
         state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(SGD.init, params))
         step = functools.partial(self._step, parts)

@@ -30,20 +30,21 @@ FAILED = ("wrong", "error", "abort", "hang")
 Row = dict[str, Any]
 
 
-def next_seed() -> int:
-    """Behind the last seed of all logs."""
+def next_seed(name: str) -> int:
+    """Behind the last seed of all logs of a name."""
     found = [0]
-    for path in RESULTS.glob("search-models-*.log"):
+    for path in RESULTS.glob(f"{name}-*.log"):
         found += [int(last) + 1 for last in re.findall(r"^seeds \d+ to (\d+)", path.read_text(), re.M)]
     return max(found)
 
 
-def jobs(seed: int, per_model: int) -> Iterator[tuple[int, Any, list[str]]]:
+def jobs(seed: int, per_model: int, positions: bool) -> Iterator[tuple[int, Any, list[str]]]:
     while True:
-        spec = models.draw(seed)
+        spec = models.draw(seed, positions)
         stacked = any("stack" in part for part in spec["parts"])
         attends = any("attention" in part["op"] for part in models.parts_of(spec))
-        yield seed, spec, plans.draws(seed, per_model, spec["rows"], stacked, attends)
+        splits_positions = 0.95 if positions else 0.3 if attends else 0.02
+        yield seed, spec, plans.draws(seed, per_model, spec["rows"], stacked, splits_positions)
         seed += 1
 
 
@@ -103,7 +104,8 @@ class Search:
         self.refused: collections.Counter[str] = collections.Counter()
         self.causes: collections.Counter[str] = collections.Counter()
         self.bad_models: collections.Counter[str] = collections.Counter()
-        self.jobs = jobs(next_seed() if args.seed is None else args.seed, args.plans)
+        self.name = "search-positions" if args.positions else "search-models"
+        self.jobs = jobs(next_seed(self.name) if args.seed is None else args.seed, args.plans, args.positions)
         self.seeds: set[int] = set()
         self.jax, self.start = "", time.time()
         self.until = self.start + 60 * args.minutes if args.minutes else float("inf")
@@ -186,6 +188,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="how many processes")
     parser.add_argument("--minutes", type=float, help="the most to take")
     parser.add_argument("--shrink", type=int, default=25, help="how many smaller pairs to try for one that fails")
+    parser.add_argument("--positions", action="store_true", help="blocks between attentions, split positions")
     parser.add_argument("--skip", help="leave out plans in which this pattern is found")
     parser.add_argument("--log", type=Path, help="by default a file of today in docs/results")
     args = parser.parse_args()
@@ -196,7 +199,7 @@ def main() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    log = args.log or RESULTS / f"search-models-{datetime.date.today()}.log"
+    log = args.log or RESULTS / f"{search.name}-{datetime.date.today()}.log"
     with log.open("a") as file:
         file.write(search.summary())
     print(search.summary())

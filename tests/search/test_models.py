@@ -94,13 +94,21 @@ def test_smaller_specs_are_smaller() -> None:
 
 
 def test_plans_parse_and_share_rows() -> None:
-    chosen = plans.draws(0, 200, 16, True, True)
+    chosen = plans.draws(0, 200, 16, True, 0.3)
     assert len(set(chosen)) == len(chosen) > 150
     assert all(plans.num_parts(plan) in (1, 2, 4, 8) for plan in chosen)
     assert plans.shares_rows("tensor=2d:4 microbatches=2", 16) and not plans.shares_rows("data=8 microbatches=4", 16)
     assert plans.kind("data=2 tensor=2d:4 zero=3/2 microbatches=4") == "microbatches tensor=2d zero=3"
     for plan in chosen[:50]:
         assert all(simple != plan for simple in plans.simpler(plan))
+
+
+def test_positions_can_be_searched_alone() -> None:
+    """Every model's blocks then lie between attentions, and most plans split what these look at."""
+    ends = [models.draw(seed, between_attentions=True)["parts"] for seed in range(50)]
+    assert all(parts[0]["op"] == parts[-1]["op"] == "attention" and len(parts) > 2 for parts in ends)
+    chosen = plans.draws(0, 100, 16, False, 0.95)
+    assert sum("sequence=" in plan for plan in chosen) > 50
 
 
 class Planted:
@@ -130,7 +138,16 @@ def test_failures_are_shrunk() -> None:
 
 
 def test_goes_on_behind_the_last_seed() -> None:
-    assert next_seed() > 0
+    assert next_seed("search-models") > 0
+
+
+def test_a_model_that_amplifies_rounding_is_no_plans_fault(process: Process) -> None:
+    """The last bit of its first parameters moves its author's own third step by more than what is allowed."""
+    part = {"op": "rotary_attention", "config": {"heads": 2}, "wrap": "residual"}
+    spec = models.draw(17) | {"length": 12, "features": 6, "width": 11, "classes": 3, "loss": "squares", "wrt": None}
+    spec |= {"parts": [{"stack": [part], "times": 3, "how": "unrolled"}], "flavour": "nnx"}
+    (found,) = process.outcomes(spec, ["data=8"], -1)
+    assert found["kind"] == "model" and "rounding grows" in found["what"]
 
 
 def test_a_process_that_dies_is_a_row(process: Process) -> None:
