@@ -29,10 +29,12 @@ EVERYTHING = "offload=params+optimizer+gradients+activations"
 # Models of every kind with layers, under all that a walk goes with.
 PAIRS = [
     ("linen_decoder", f"zero=3 {EVERYTHING}"),
-    ("linen_encoder_decoder", "data=4 tensor=2 zero=1 microbatches=2 offload=params+optimizer"),
-    ("linen_part_frozen", "zero=2 microbatches=2 offload=params+optimizer"),
+    ("linen_encoder_decoder", "data=8 offload=params+optimizer"),
+    ("linen_part_frozen", "data=4 tensor=2 zero=1 microbatches=2 offload=params+optimizer"),
 ]
 MORE = [
+    ("linen_encoder_decoder", "data=4 tensor=2 zero=1 microbatches=2 offload=params+optimizer"),
+    ("linen_part_frozen", "zero=2 microbatches=2 offload=params+optimizer"),
     ("linen_scan", f"data=8 {EVERYTHING}"),
     ("nnx_llama", "tensor=4 remat=block offload=optimizer"),
     ("linen_tied", f"zero=1/4 {EVERYTHING}"),

@@ -70,6 +70,7 @@ def test_every_block(spec: Any, chosen: tuple[str, ...], process: Process) -> No
     assert_equal_or_refused(process, spec, chosen, 0 if own else None)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types:FutureWarning")  # Flax's statistics
 def test_primitives_are_reached() -> None:
     """All that JAX differentiates, but for what reach.py names with a reason."""

@@ -132,7 +132,7 @@ with signals.StopRequest():
 """
 
 
-@pytest.mark.parametrize("where", ["native", "python"])
+@pytest.mark.parametrize("where", ["native", pytest.param("python", marks=pytest.mark.full)])
 def test_two_interrupts_end_the_process_at_once(where: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", TWICE, where], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
