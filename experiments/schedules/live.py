@@ -13,7 +13,8 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from schedules.waiting import after
+from schedules.waiting import undisturbed
+from shared.processes import processes_of
 
 import cjax
 from cjax import cluster
@@ -89,7 +90,8 @@ def run(say: Say, out: Path, executor: str = "ray") -> list[list[str]]:
         finally:
             if folder.is_alive:
                 cluster.stop(cluster=folder.place)
-        left = _left(Path(place))
+        time.sleep(2.0)
+        left = processes_of(Path(place))
     say(f"  processes left behind: {left or 'none'}; in /dev/shm: {os.listdir('/dev/shm') or 'nothing'}")
     for line in history:
         say("  " + json.dumps(line | {"time": round(line["time"] - begin, 2)}))
@@ -146,7 +148,7 @@ def _submit(folder: ClusterFolder, job: LiveJob) -> None:
     lines = [f"{speed.devices},{speed.samples_per_second}" for speed in job.speeds()]
     path.write_text("\n".join(["devices,samples_per_second", *lines, ""]))
     seconds = json.dumps({str(speed.devices): 1 / speed.samples_per_second for speed in job.speeds()})
-    crash = () if job.crash is None else (str(job.crash),)
+    crash = () if job.crash is None else (f"assert step < {job.crash}, 'it crashes'",)
     cluster.submit(
         str(HERE / "waiting.py"), steps=job.steps, devices="1:8" if job.crash is None else 1, name=job.name,
         speeds=path, arguments=(str(Path(cjax.__file__).parent), seconds, *crash), cluster=folder.place,
@@ -171,10 +173,7 @@ def _losses(folder: ClusterFolder, say: Say) -> dict[str, str]:
     """Whether every job's losses are those of a run that nobody disturbed."""
     said = {}
     for job in JOBS:
-        x, wanted = 0.1, []
-        for step in range(1, (job.steps if job.crash is None else job.crash - 1) + 1):
-            x = after(x)
-            wanted.append(f"{step} {x!r}")
+        wanted = undisturbed(job.steps if job.crash is None else job.crash - 1)
         lines = (folder.job(job.name).run.run / "losses").read_text().splitlines()
         if job.crash is not None:
             lines = list(dict.fromkeys(lines))
@@ -197,20 +196,6 @@ def _losses(folder: ClusterFolder, say: Say) -> dict[str, str]:
 def _metrics(folder: ClusterFolder, name: str) -> dict[int, float]:
     lines = read_lines(folder.job(name).run.run / "metrics.jsonl")
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
-def _left(place: Path) -> list[int]:
-    """Processes with this folder on their command line or in their environment."""
-    time.sleep(2.0)
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (path / "environ").read_bytes() + (path / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if str(place).encode() in text and int(path.name) != os.getpid():
-            found.append(int(path.name))
-    return found
 
 
 # -- the replay -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""The real job of the live run: least squares by two layers with cjax; a step waits, as one of larger devices does."""
+"""The job of the live run, and of tests, that trains with cjax: least squares by two layers.
+
+A step waits, as one of larger devices does.
+"""
 
 import dataclasses
 import time

@@ -1,5 +1,6 @@
 """A cluster of plain processes for a test, which leaves none of them behind."""
 
+import json
 import os
 import signal
 import time
@@ -8,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from schedules import training, waiting
+from shared.processes import processes_of
 
 import cjax
 from cjax.cluster import client, start, status
 from cjax.cluster.folder import ClusterFolder
 from cjax.job.files import read_object
 
-WAITING = Path(__file__).parent / "waiting.py"
+WAITING, TRAINING = (Path(str(module.__file__)) for module in (waiting, training))
 HOUSE = str(Path(cjax.__file__).parent)
 
 
@@ -23,19 +26,6 @@ def until(what: Callable[[], Any], seconds: float = 30.0) -> Any:
     while not (found := what()):
         assert time.monotonic() < end, "it does not happen"
         time.sleep(0.05)
-    return found
-
-
-def processes_of(folder: Path) -> list[int]:
-    """Those that have this folder in their environment or on their command line."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (place / "environ").read_bytes() + (place / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if str(folder).encode() in text and int(place.name) != os.getpid():
-            found.append(int(place.name))
     return found
 
 
@@ -51,9 +41,10 @@ class LiveCluster:
     def submit(self, name: str, steps: int, devices: str, *words: str, seconds: float = 0.02) -> None:
         speeds = self.folder.place / "speeds.csv"
         speeds.write_text("devices,samples_per_second\n" + "".join(f"{n},{n / seconds}\n" for n in (1, 2, 4, 8)))
+        waits = json.dumps({n: seconds / n for n in (1, 2, 4, 8)})
         client.submit(
             str(WAITING), steps=steps, devices=devices, name=name, speeds=speeds, cluster=self.folder.place,
-            arguments=(HOUSE, str(seconds), *words),
+            arguments=(HOUSE, waits, *words),
         )  # fmt: skip
 
     def job(self, name: str) -> dict[str, Any]:

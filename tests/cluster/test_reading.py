@@ -6,9 +6,10 @@ import pytest
 
 from cjax.cluster.reading import JobParts, main, read
 
-TRAIN = Path(__file__).parent / "train.py"
+from .conftest import TRAINING
+
 ASKED: dict[str, Any] = {
-    "file": str(TRAIN), "function": "make", "arguments": [], "plan": "auto tensor=1 pipeline=1 sequence=1",
+    "file": str(TRAINING), "function": "make", "arguments": [], "plan": "auto tensor=1 pipeline=1 sequence=1",
     "range": [1, 2], "all": [1, 2, 4], "card": "cpu", "batches": None,
 }  # fmt: skip
 
@@ -20,13 +21,13 @@ def test_each_size_has_a_plan_and_a_speed() -> None:
         (2, "data=2"),
         (4, "data=4"),
     ]
-    assert found["batch"] == 8 and all(each["samples_per_second"] > 0 for each in found["speeds"])
+    assert found["batch"] == 32 and all(each["samples_per_second"] > 0 for each in found["speeds"])
 
 
 def test_a_batch_that_may_change_is_measured_whatever_the_devices() -> None:
-    found = read(ASKED | {"batches": [8, 20], "plan": "auto"})
+    found = read(ASKED | {"batches": [32, 80], "plan": "auto"})
     assert {(each["devices"], each["batch"]) for each in found["speeds"]} == {
-        (size, rows) for size in (1, 2, 4) for rows in (8, 16)
+        (size, rows) for size in (1, 2, 4) for rows in (32, 64)
     }
     assert all("microbatches=2" in each["plan"] for each in found["speeds"])
 
@@ -36,11 +37,13 @@ def test_a_range_without_a_plan_says_which_there_are() -> None:
         read(ASKED | {"range": [3, 3]})
 
 
-def test_what_a_script_returns_is_checked() -> None:
+def test_what_a_script_returns_is_checked(tmp_path: Path) -> None:
+    script = tmp_path / "short.py"
+    script.write_text("def make():\n    return 1, 2\n")
     with pytest.raises(ValueError, match=r"it should return \(model, loss, optimizer, data\)"):
-        JobParts(TRAIN, "wrong")
-    with pytest.raises(ValueError, match="train.py has no function nothing"):
-        JobParts(TRAIN, "nothing")
+        JobParts(script, "make")
+    with pytest.raises(ValueError, match="training.py has no function nothing"):
+        JobParts(TRAINING, "nothing")
 
 
 def test_an_error_of_the_script_is_an_answer(tmp_path: Path) -> None:

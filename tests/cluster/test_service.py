@@ -5,15 +5,13 @@ import signal
 from pathlib import Path
 
 import pytest
+from schedules.waiting import undisturbed
+from shared.processes import processes_of
 
 from cjax.cluster import logs, resize, stop, submit
 from cjax.job.files import read_lines
 
-from .conftest import LiveCluster, processes_of, until
-
-
-def undisturbed(steps: int) -> list[str]:
-    return [f"{step} {1 / step:.6f}" for step in range(1, steps + 1)]
+from .conftest import TRAINING, LiveCluster, until
 
 
 def test_jobs_share_and_grow_and_lose_nothing(
@@ -94,7 +92,7 @@ def test_a_real_job_goes_from_one_process_to_two_and_back_under_other_plans(clus
     cluster.start({"a": 1, "b": 1, "c": 1})
     for name in ("still", "moved"):
         submit(
-            f"{Path(__file__).parent / 'train.py'}:make", steps=90, devices=1, name=name, speeds=speeds,
+            f"{TRAINING}:make", steps=90, devices=1, name=name, speeds=speeds,
             arguments=("0.1",), cluster=cluster.folder.place,
         )  # fmt: skip
     for step, size in ((10, 2), (40, 1)):
