@@ -79,7 +79,7 @@ class ClusterFolder:
 
     @property
     def history(self) -> Path:
-        """A line for each start and each end of a job on devices."""
+        """A line for each start of a job on devices, its first step there, when it is told to leave, and its end."""
         return self.place / "history.jsonl"
 
     @property

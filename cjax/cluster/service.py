@@ -125,8 +125,7 @@ class Service:
                 job.is_told = True
                 job.wanted = None
                 if job.running is not None:
-                    job.running.stop()
-                    job.status = "stopping"
+                    self._leave(job, job.running)
                 else:
                     self._end(job, "stopped", "")
             elif "least" in wish:
@@ -143,6 +142,7 @@ class Service:
                 continue
             if running.told is None and job.status == "starting" and running.stepped is not None:
                 job.status = "running"
+                self._note(job, "step", running.placement, running.speed.plan)
             if not running.is_over:
                 continue
             self._learn_restart(job, running)
@@ -187,8 +187,13 @@ class Service:
             elif placement != job.placement:
                 job.wanted = placement
                 if job.running.told is None:
-                    job.running.stop()
-                    job.status = "stopping"
+                    self._leave(job, job.running)
+
+    def _leave(self, job: TrackedJob, running: RunningJob) -> None:
+        """Tells it; a second time, its workers are ended at once."""
+        self._note(job, "stop", running.placement, "")
+        running.stop()
+        job.status = "stopping"
 
     def _start(self) -> None:
         """Those whose devices nobody holds any more."""

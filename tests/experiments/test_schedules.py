@@ -25,24 +25,27 @@ def test_jobs_that_wait_have_states_of_their_own() -> None:
 def test_the_replay_has_the_same_jobs_and_the_same_death() -> None:
     begin = 1000.0
     facts: dict[str, dict[str, Any]] = {
-        job.name: {"submitted": begin + job.time, "ended": begin + job.time + 100, "restart": 2.0, "starts": 1,
-                   "status": "done"} for job in live.JOBS
-    }  # fmt: skip
+        job.name: {"submitted": begin + job.time, "ended": begin + job.time + 100, "starts": 1, "status": "done"}
+        for job in live.JOBS
+    }
     facts[live.REAL] = {"submitted": begin + 1, "ended": begin + 75, "starts": 2, "status": "done"}
-    spans = ((5, 40, 0, 100, ("node0",)), (40, 75, 100, 200, ("node0", "node1")))
-    crash = {"job": "crash", "placement": {}}
-    history = [{"event": "start", "time": begin + 15, **crash}, {"event": "end", "time": begin + 25, **crash}]
-    for start, end, first, last, nodes in spans:
-        where = {"job": live.REAL, "placement": {node: [0, 1] for node in nodes}}
-        history.append({"event": "start", "time": begin + start, "step": first, **where})
-        history.append({"event": "end", "time": begin + end, "step": last, **where})
-    outcome = live._replayed(facts, history, begin, begin + live.DIES)
-    assert outcome.seconds.keys() == {*(job.name for job in live.JOBS), f"{live.REAL}-0", f"{live.REAL}-1"}
-    stages = {name: size_of(h.placement) for h in outcome.holdings if (name := h.job).startswith(live.REAL)}
-    assert stages == {f"{live.REAL}-0": 2, f"{live.REAL}-1": 4}
+    waiting = live.Costs({size: 2.0 for size in live.SIZES}, {}, 0.5)
+    seen = live.Measured(waiting, live.Costs({2: 8.0, 4: 12.0}, {2: 0.25, 4: 0.3}, 1.0), 7.0)
+    outcome = live._replayed(facts, seen, begin, begin + live.DIES)
+    assert outcome.seconds.keys() == facts.keys()
+    assert outcome.seconds["crash"] == pytest.approx(15 - 12 + 29 * 0.2 + 7), "from the decision behind its submission"
+    sizes = [size_of(h.placement) for h in outcome.holdings if h.job == live.REAL]
+    assert set(sizes) == {2, 4} and sizes[0] == 2
     assert all(h.end <= live.DIES or live.DEAD not in h.placement for h in outcome.holdings)
-    rows = live._rows(facts, outcome, dict.fromkeys(facts, "the same"), begin)
+    rows = live._rows(facts, outcome, dict.fromkeys(facts, "the same"))
     assert [row[0] for row in rows] == [*(job.name for job in live.JOBS), live.REAL, "mean"]
     assert rows[0][3] == "100.0" and float(rows[0][4]) == pytest.approx(outcome.seconds["long"], abs=0.1)
-    drawn = live._as_replayed(history[2:], facts, begin)
-    assert [(h.start, h.end) for h in drawn.holdings] == [(5, 40), (40, 75)]
+    where = {"job": live.REAL, "placement": {"node0": [0, 1]}}
+    history = [
+        {"event": event, "time": begin + when, "step": step, **where}
+        for event, when, step in (("start", 5, 0), ("step", 14, 4), ("stop", 40, 108), ("end", 41, 110))
+    ]
+    drawn = live._as_replayed(history, facts, begin)
+    assert [(h.start, h.end) for h in drawn.holdings] == [(5, 41)]
+    costs = live._costs(history, (live.REAL,))
+    assert (costs.starts, costs.steps, costs.leaves) == ({2: 8.0}, {2: 0.25}, 1.0)

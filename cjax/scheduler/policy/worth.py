@@ -29,7 +29,7 @@ class Rules:
     power: float = 0.7
     horizon: float = 600.0
     least_factor: float = 0.3
-    prior: float = 3000.0
+    prior: float = 2000.0
     patience: float = 3600.0
 
 

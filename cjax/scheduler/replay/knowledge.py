@@ -19,7 +19,9 @@ from cjax.scheduler.replay.simulate import Setting
 from cjax.scheduler.replay.simulated import Model, SimulatedJob
 
 POLICIES = ("goodput", "fifo", "tiresias", "optimus")
-MORE = 4  # times the devices that a job ran on before, to which it may grow while it learns
+# Each doubling of devices beyond those that a job has run on is hoped to bring 2^(1 - DOUBT) at most: what nobody saw
+# is mostly worse than it looks, and to find that out is a restart there and one back.
+DOUBT = 0.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +64,8 @@ class Seen:
             work_done=job.done,
             waited=job.waited,
             submitted=submission.time,
-            least=submission.least,
-            most=submission.most,
+            least=job.least,
+            most=job.most,
             restart=job.restart,
         )
 
@@ -106,22 +108,23 @@ def all_speeds(model: Model, per_node: int, sizes: tuple[int, ...]) -> list[Spee
 
 
 def learned_table(job: SimulatedJob, room: Mapping[int, int]) -> SpeedTable:
-    """What a job believes: the goodput of its best way at each size up to so many times what it ran on."""
+    """What a job believes: the goodput of its best way at each size, doubted where it never had so many."""
     assert job.learned is not None, "it learns"
-    base = job.model.base_batch
+    base, per_node = job.model.base_batch, max(room)
     sizes = job.model.sizes(room)
     if not job.learned.knows:
-        # How long its samples take, nobody knows yet: its length counts as that of any new job.
-        return SpeedTable([Speed(sizes[0], 1.0, base)])
-    sizes = [size for size in sizes if size <= max(sizes[0], MORE * job.learned.most_devices)]
-    shapes = [packed(size, max(room)) for size in sizes]
+        # How long its samples take, nobody knows yet: its length counts as that of any new job. On one node it is hoped
+        # to grow; further on nothing of it is seen.
+        first = max(per_node, next(size for size in sizes if size >= job.least))
+        return SpeedTable([Speed(size, size ** (1 - DOUBT), base) for size in sizes if size <= first])
     noise = job.noise or 0.0
     speeds = []
-    for size, shape in zip(sizes, shapes, strict=True):
-        goodputs = job.goodputs(shape)
+    for size in sizes:
+        goodputs = job.goodputs(packed(size, per_node))
         best = int(np.argmax(goodputs))
         batch = float(job.model.batches_of_ways(size)[best])
-        speeds.append(Speed(size, float(goodputs[best]) * (batch + noise) / (base + noise), batch))
+        doubted = float(goodputs[best]) * min(1.0, job.learned.most_devices / size) ** DOUBT
+        speeds.append(Speed(size, doubted * (batch + noise) / (base + noise), batch))
     return SpeedTable(speeds)
 
 

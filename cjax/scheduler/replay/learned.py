@@ -6,45 +6,51 @@ from numpy.typing import NDArray
 from cjax.scheduler.replay.measured import Shape, Way
 
 Floats = NDArray[np.float64]
-# Of waiting for other devices, before any was seen: within a node, as a share of a pass; between nodes, times that
-# within one.
-WITHIN_NODE = 0.0
-BETWEEN_NODES = 3.0
+# Devices exchange gradients while they still compute others. Of two that overlap, the norm of this power is taken, as
+# Pollux does: 1 is one behind the other, infinity is the longer of both.
+OVERLAP = 3.0
 
 
 class LearnedTimes:
     """What is believed of a job's steps. What was never seen is taken to be as it mostly is.
 
-    A pass takes a constant and a part that grows with its rows; of a single number of rows, half of each. Waiting for
-    the other devices has a constant, and a part that grows with their number beyond two; within a node it is another
-    than between nodes.
+    A pass takes a constant and a part that grows with its rows; of a single number of rows, half of each. The exchange
+    with the other devices has a constant, and a part that grows with their number; within a node it is another than
+    between nodes. What of it the last pass of a step does not cover, devices wait.
     """
 
     def __init__(self) -> None:
         self._passes: dict[float, float] = {}  # seconds by rows
-        self._waits: dict[bool, dict[int, float]] = {False: {}, True: {}}  # between nodes or not, by devices
+        self._exchanges: dict[bool, dict[int, float]] = {False: {}, True: {}}  # between nodes or not, by devices
+        self._seconds: dict[Shape, Floats] = {}  # of the ways on devices laid out so, as of now
         self.most_devices = 0
         self.version = 0  # grows with what is known
 
     def see(self, shape: Shape, rows: float, step: float, sync: float) -> None:
         """A step that was measured."""
-        devices, waits = sum(shape), self._waits[len(shape) > 1]
-        is_new = self._passes.get(rows) != step - sync or (devices > 1 and waits.get(devices) != sync)
-        self.version += is_new
-        self._passes[rows] = step - sync
+        devices, exchanges, one_pass = sum(shape), self._exchanges[len(shape) > 1], step - sync
+        exchange = (step**OVERLAP - one_pass**OVERLAP) ** (1 / OVERLAP)
+        is_new = self._passes.get(rows) != one_pass or (devices > 1 and exchanges.get(devices) != exchange)
+        if is_new:
+            self.version += 1
+            self._seconds.clear()
+        self._passes[rows] = one_pass
         self.most_devices = max(self.most_devices, devices)
         if devices > 1:
-            waits[devices] = sync
+            exchanges[devices] = exchange
 
     @property
     def knows(self) -> bool:
         return bool(self._passes)
 
     def seconds(self, shape: Shape, ways: tuple[Way, ...]) -> Floats:
-        """Of a step of each way."""
-        rows = np.array([way.rows for way in ways])
-        extra = np.array([way.extra_passes for way in ways])
-        return self._pass(rows) * (extra + 1) + self._wait(len(shape) > 1, sum(shape))
+        """Of a step of each of a model's ways to run on devices laid out like this."""
+        if shape not in self._seconds:
+            rows = np.array([way.rows for way in ways])
+            extra = np.array([way.extra_passes for way in ways])
+            passes, exchange = self._pass(rows), self._exchange(len(shape) > 1, sum(shape))
+            self._seconds[shape] = passes * extra + (passes**OVERLAP + exchange**OVERLAP) ** (1 / OVERLAP)
+        return self._seconds[shape]
 
     def _pass(self, rows: Floats) -> Floats:
         seen = np.array(sorted(self._passes))
@@ -62,15 +68,14 @@ class LearnedTimes:
         line = constant + slope * rows
         return np.where((rows >= seen[0]) & (rows <= seen[-1]), near, line)
 
-    def _wait(self, between: bool, devices: int) -> float:
+    def _exchange(self, between: bool, devices: int) -> float:
         if devices == 1:
             return 0.0
-        seen = self._waits[between]
-        if not seen:
-            shortest = min(self._passes.values())
-            return BETWEEN_NODES * self._wait(False, devices) if between else WITHIN_NODE * shortest
-        if len(seen) == 1:
-            return next(iter(seen.values()))
+        # Before any was seen between nodes, it is taken to be as within one; and nothing, before any was seen at all:
+        # who never tries never learns better.
+        seen = self._exchanges[between] or self._exchanges[False]
+        if len(seen) < 2:
+            return sum(seen.values())
         numbers = np.array(sorted(seen))
         seconds = np.array([seen[number] for number in numbers.tolist()])
         slope = max(0.0, float(np.polyfit(numbers, seconds, 1)[0]))

@@ -74,7 +74,8 @@ def simulate(
     restart: float = 30.0,
     deaths: Mapping[str, float] | None = None,
 ) -> Replayed:
-    """What a policy, asked every `period` seconds, does with the jobs; each start and change costs one `restart`.
+    """What a policy does with the jobs, asked every `period` seconds, and at once when a node dies or a job's range is
+    changed; each start and change costs one `restart`.
 
     Args:
         submissions: the jobs.
@@ -93,9 +94,15 @@ def simulate(
     current: Allocation = {}
     holdings = _Holdings()
     there = dict(nodes)
-    now = math.floor(coming[0].time / period) * period
+    round_ = math.floor(coming[0].time / period)
+    others = {*(deaths or {}).values(), *(when for each in submissions for when, *_ in each.ranges)}
+    sudden = sorted(when for when in others if when > round_ * period)
     while coming or active:
-        now += period
+        now = (round_ + 1) * period
+        if sudden and sudden[0] < now:
+            now = sudden.pop(0)
+        else:
+            round_ += 1
         for node, when in [(node, when) for node, when in (deaths or {}).items() if when <= now and node in there]:
             del there[node]
             for job in active:
@@ -118,16 +125,30 @@ def simulate(
         current = {job.submission.name: job.placement for job in active if job.placement}
         if not active:
             continue
+        for job in active:
+            job.follow(now)
         given = setting.policy([setting.told(job) for job in active], there, current, now)
-        if not given and not coming:
+        if not given and not coming and not sudden:
             waiting = ", ".join(job.submission.name for job in active)
             raise ValueError(f"{waiting} would wait for ever: no size that they may have goes onto these nodes")
-        for job in active:
-            name = job.submission.name
-            if given.get(name, {}) != job.placement:
-                holdings.change(name, given.get(name), now)
-                job.place(given.get(name))
+        moved = [job for job in active if given.get(job.submission.name, {}) != job.placement]
+        for job in moved:
+            holdings.change(job.submission.name, given.get(job.submission.name), now)
+        left = _left_until(moved, now)
+        for job in moved:
+            placement = given.get(job.submission.name)
+            free = [left.get(device, now) for device in _devices(placement)]
+            job.place(placement, max([now + job.submission.leaves * bool(job.placement), *free]) - now)
     return _outcome(ended, nodes, holdings.done)
+
+
+def _left_until(moved: Sequence[SimulatedJob], now: float) -> dict[tuple[str, int], float]:
+    """When those who are moved have left their devices."""
+    return {device: now + job.submission.leaves for job in moved for device in _devices(job.placement)}
+
+
+def _devices(placement: Placement | None) -> list[tuple[str, int]]:
+    return [(node, device) for node, devices in (placement or {}).items() for device in devices]
 
 
 class _Holdings:

@@ -1,6 +1,7 @@
 """One job of a workload, simulated: what it does in a stretch of time on the devices that it holds."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -24,7 +25,11 @@ class Submission:
         batch: that its user asked for.
         least: devices that it has to have.
         most: devices that it may have; what its model allows if None.
-        restart: seconds that a start or a change costs it; as much as all others if None.
+        restart: seconds that a start or a change is taken to cost it; as much as all others if None.
+        starts: seconds until it works, by devices, where these were measured; else `restart`.
+        leaves: seconds for which who is told to leave still holds its devices.
+        fails_after: seconds on devices after which it ends without having done its work.
+        ranges: other `least` and `most` that its user gives it later: when, and which.
     """
 
     name: str
@@ -35,6 +40,10 @@ class Submission:
     least: int = 1
     most: int | None = None
     restart: float | None = None
+    starts: Mapping[int, float] | None = None
+    leaves: float = 0.0
+    fails_after: float | None = None
+    ranges: tuple[tuple[float, int, int], ...] = ()
 
 
 class SimulatedJob:
@@ -46,11 +55,12 @@ class SimulatedJob:
         self.restart = restart
         self.learned = LearnedTimes() if learns else None  # what it knows of its steps, where it has no table
         self.time = submission.time
+        self.least, self.most = submission.least, submission.most
         self.end: float | None = None
         self.progress = 0.0  # base steps
         self.epoch = 0
         self.noise: float | None = None  # as it was measured last
-        self.service = self.waited = 0.0
+        self.service = self.waited = self.held = 0.0
         self.computed = 0.0  # device-seconds in which devices neither waited for each other nor for a start
         self.num_restarts = 0
         self.placement: Placement = {}
@@ -68,15 +78,22 @@ class SimulatedJob:
     def done(self) -> float:
         return self.progress * self.model.base_batch
 
-    def place(self, placement: Placement | None) -> None:
-        """Gives it other devices, or none."""
+    def follow(self, now: float) -> None:
+        """Takes the range that its user has given it by now."""
+        for when, least, most in self.submission.ranges:
+            if when <= now:
+                self.least, self.most = least, most
+
+    def place(self, placement: Placement | None, delay: float = 0.0) -> None:
+        """Gives it other devices, or none; those it is given are free after `delay` seconds."""
         placement = placement or {}
         if placement == self.placement:
             return
         self.num_restarts += bool(placement) and bool(self.service)
         self.placement = placement
         self._shape = tuple(map(len, placement.values()))
-        self._starting = self.restart
+        starts = self.submission.starts
+        self._starting = delay + (self.restart if starts is None or not placement else starts[sum(self._shape)])
         self._choose()
 
     def advance(self, until: float) -> None:
@@ -86,10 +103,15 @@ class SimulatedJob:
             self.waited += seconds
             self.time = until
             return
+        fails = self.submission.fails_after
+        if fails is not None and self.end is None and self.held + seconds >= fails:
+            until = self.time + fails - self.held
+            self.end, seconds = until, until - self.time
+        self.held += seconds
         delay = min(self._starting, seconds)
         self._starting -= delay
         self._spend(delay)
-        while self.time < until and self.end is None:
+        while self.time < until and self.epoch < self.model.num_epochs:
             self._train(until - self.time)
             self._choose()
         self.time = until

@@ -102,3 +102,18 @@ def test_jobs_of_a_node_that_dies_go_on_elsewhere(tmp_path: Path) -> None:
     assert whole.computing * there == pytest.approx(whole.utilisation * there - starts)
     slow = simulate([dataclasses.replace(jobs[0], restart=500.0), jobs[1]], NODES, setting)
     assert slow.seconds["one"] == whole.seconds["one"] + 470
+
+
+def test_starts_and_ends_take_what_was_measured(tmp_path: Path) -> None:
+    path = write_log(tmp_path, "name,time,application,work,most\none,0,vision,60000,4\n")
+    (job,) = read_workload(path, path.parent / "speeds.csv")
+    setting = setting_of("goodput", FOUR)
+    measured = dataclasses.replace(job, starts={1: 5.0, 2: 6.0, 4: 7.0}, leaves=2.0)
+    assert simulate([measured], FOUR, setting).seconds["one"] == 60 + 7 + 60000 / 30
+    # Told at 605 to have two at most, it is moved at once: 2 s to leave, 6 s to start.
+    ranged = simulate([dataclasses.replace(measured, ranges=((605.0, 1, 2),))], FOUR, setting)
+    done = (605 - 60 - 7) * 30
+    assert ranged.seconds["one"] == pytest.approx(605 + 2 + 6 + (60000 - done) / 18, abs=0.6)
+    assert [holding.end for holding in ranged.holdings][0] == 605
+    failed = simulate([dataclasses.replace(measured, fails_after=100.0)], FOUR, setting)
+    assert failed.seconds["one"] == 160
