@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from memory_cases import CASES, Case, figures, kept
+from memory_cases import CASES, HERE, Case, figures, kept
 
 from cjax.cards import CARDS
 from cjax.plan import Plan
@@ -62,14 +62,15 @@ def error(name: str, found: dict) -> float:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_as_xla_says(name: str) -> None:
-    assert -0.03 < error(name, kept()[name]) < 0.12
+    assert -0.03 < error(name, kept("0.10")[name]) < 0.12
 
 
 @pytest.mark.aot
-def test_every_pair_kept() -> None:
-    errors = {name: error(name, found) for name, found in kept().items() if "peak" in found}
+@pytest.mark.parametrize(("version", "number"), [("0.10", 85), ("0.12", 25)])
+def test_every_pair_kept(version: str, number: int) -> None:
+    errors = {name: error(name, found) for name, found in kept(version).items() if "peak" in found}
     sizes = np.abs(list(errors.values()))
-    assert len(errors) >= 85
+    assert len(errors) >= number
     assert np.median(sizes) <= 0.05 and np.quantile(sizes, 0.9) <= 0.12, errors
     assert not {name: e for name, e in errors.items() if e < -0.03}
 
@@ -77,7 +78,10 @@ def test_every_pair_kept() -> None:
 @pytest.mark.aot
 @pytest.mark.parametrize("name", QUICK)
 def test_xla_says_what_is_kept(name: str) -> None:
-    assert figures(CASES[name])["peak"] == pytest.approx(kept()[name]["peak"], rel=0.02)
+    known = kept(HERE).get(name)
+    if known is None:
+        pytest.skip(f"under JAX {HERE} nobody has compiled it: python tests/memory_cases.py --match {name!r}")
+    assert figures(CASES[name])["peak"] == pytest.approx(known["peak"], rel=0.02)
 
 
 def grads(model: str, text: str, devices: str = "a100:4") -> float:
