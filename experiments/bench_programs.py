@@ -10,6 +10,7 @@ kernels touch, and instructions that launch something. Formulas, in the precisio
     data=n      each gradient all-reduced once
     zero=1, 2   each gradient scattered once, each parameter gathered once
     zero=3      likewise, and the parameters of layers gathered again for the backward pass
+    zero=3/4    in groups of four: as zero=3 in each, and a device's part of each gradient all-reduced over both groups
     tensor=n    [rows, length, width] all-reduced twice a layer each way, and once at each end
     ring:n      keys and values to all in both passes, their gradients round and home; gradients as data=n
     all_to_all  queries, keys, values and results exchanged in both passes; gradients as data=n
@@ -45,7 +46,10 @@ from cjax.models.vit import ViTConfig
 
 LAYERS, EMBED, HEADS, VOCAB, SEQ, ROWS, CHUNK, IMAGE = 4, 256, 8, 2048, 256, 16, 64, 224
 SIZES: dict[str, Any] = dict(num_heads=HEADS, embed_dim=EMBED, mlp_dim=4 * EMBED, vocab_size=VOCAB, num_layers=LAYERS)
-PLANS = ("tensor=8", "data=8", "zero=1", "zero=2", "zero=3", "data=1 sequence=ring:8", "data=1 sequence=all_to_all:8")
+PLANS = (
+    "tensor=8", "data=8", "zero=1", "zero=2", "zero=3", "zero=3/4", "data=1 sequence=ring:8",
+    "data=1 sequence=all_to_all:8",
+)  # fmt: skip
 LAUNCHES = re.compile(
     r"^\s+(?:ROOT )?%?\S+ = .*? (fusion|custom-call|copy|sort|all-\S+|reduce-scatter\S*|collective\S+)\(", re.M
 )
@@ -132,6 +136,8 @@ def formula(case: Case, plan: str, params: Sequence[tuple[str, int]]) -> float |
         return 2 * share * low * sum(times * ROWS * length * EMBED for length, times in case.reduced.items())
     if plan.startswith("data=8"):
         return 2 * share * low * whole
+    if plan.startswith("zero=3/4"):
+        return low * (3 / 4 * (2 * whole + layers) + 2 * 1 / 2 * whole / 4)
     if plan.startswith("zero"):
         return share * low * (2 * whole + (layers if plan.startswith("zero=3") else 0))
     held = ROWS * math.ceil(case.positions / 8) * EMBED * LAYERS

@@ -118,8 +118,8 @@ def test_data_parallelism_reduces_each_gradient_once(name: str) -> None:
     """That of a table too which is looked up, once or twice, and multiplied in a loop over positions."""
     facts, whole = compiled(name, "data=8")
     assert facts.moved("all-reduce") == facts.moved()
-    # Of T5, whose table three read, 2.5 % more goes around than its gradients are; what that is has not been found.
-    assert facts.moved() == pytest.approx(received(whole, 8, 2), rel=0.03 if name == "t5" else 0.01)
+    # T5's relative biases too: of their tables, not of what was looked up in them for each pair of positions.
+    assert facts.moved() == pytest.approx(received(whole, 8, 2), rel=0.01)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -130,4 +130,12 @@ def test_zero_scatters_gradients_and_gathers_weights(name: str, stage: int) -> N
     layers = bytes_of(name, r"(blocks|encoder|decoder)/\d") if stage == 3 else 0
     assert 0.97 * received(whole, 8) <= facts.moved("reduce-scatter") <= 1.01 * received(whole, 8)
     assert 0.97 * received(whole + layers, 8) <= facts.moved("all-gather") <= 1.01 * received(whole + layers, 8)
-    assert facts.moved("all-reduce") <= 0.05 * whole
+    assert facts.moved("all-reduce") <= 0.005 * whole
+
+
+@pytest.mark.parametrize("name", ["gpt", "t5"])
+def test_zero_in_groups_scatters_a_tied_table_in_them_first(name: str) -> None:
+    """Then each part is reduced over the groups; nothing is over all devices but norms' scales, and the loss."""
+    facts, whole = compiled(name, "data=8 zero=3/4")
+    assert facts.moved("reduce-scatter", ["zero"]) == pytest.approx(received(whole, 4), rel=0.01)
+    assert facts.moved() - facts.moved(axes=["zero"]) == pytest.approx(received(whole / 4, 2, 2), rel=0.03)

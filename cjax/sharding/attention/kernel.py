@@ -102,7 +102,14 @@ def refusal(attention: Attention) -> str | None:
 
 
 def attend_fused(
-    fused: Fused, ins: Sequence[Any], changed: Changed, *, mesh: Mesh, spec: PartitionSpec, kernel: Kernel
+    fused: Fused,
+    ins: Sequence[Any],
+    changed: Changed,
+    *,
+    mesh: Mesh,
+    spec: PartitionSpec,
+    kernel: Kernel,
+    apart: Sequence[tuple[jax.Array, tuple[str, ...]] | None] = (),
 ) -> list[jax.Array] | str:
     """The results of an attention's group, or why the kernel can't be asked for them.
 
@@ -113,6 +120,8 @@ def attend_fused(
       mesh: the mesh; keys, values, the result and what is added are split as the query is.
       spec: of the query.
       kernel: what to ask.
+      apart: for each of `ins`, a copy for each device on a dim in front, and the axes that split that; None where it
+        has none. All examples share it, so that its gradient is summed over them by whoever made the copies.
     """
     attention = fused.attention
     try:
@@ -131,13 +140,31 @@ def attend_fused(
     operands = [given[node.var] for node in attention.operands]
     low = lowest(operands[:3])
     products = [x.astype(low) for x in operands[:3]]
-    call = _Call(attention, form, order, kernel, low, places)
+    copies = _own_copies(attention, apart, places)
+    call = _Call(attention, form, order, kernel, low, places, frozenset(copies))
     if (why := call.refused()) is not None:
         return why
     specs = [places.spec(node) for node in attention.operands]
+    for place, (copied, axes_in_front) in copies.items():
+        operands[place], specs[place] = copied, PartitionSpec(axes_in_front, *specs[place])
     mapped = places.mapped(call, tuple(specs), places.spec(attention.out), axes if mesh.size > 1 else ())
     out = mapped(*products, *operands[3:])
     return [out.astype(operands[0].dtype)]
+
+
+def _own_copies(
+    attention: Attention, apart: Sequence[tuple[jax.Array, tuple[str, ...]] | None], places: Places
+) -> dict[int, tuple[jax.Array, tuple[str, ...]]]:
+    """Of operands that are read as copies, by place: those whose copies are split as examples are, and they themselves
+    are not."""
+    known = dict(zip(attention.group.ins, apart, strict=False))
+    found = {}
+    for place, node in enumerate(attention.operands):
+        copies = known.get(node.var)
+        taken = {axis for entry in places.spec(node) for axis in axes_of_entry(entry)}
+        if place >= 3 and copies is not None and {*copies[1]} <= places.axes and not taken.intersection(copies[1]):
+            found[place] = copies
+    return found
 
 
 _WIDEST = 128  # features of a head on every card; some take more, which JAX tells once a card is known
@@ -206,6 +233,7 @@ class _Call:
     kernel: Kernel
     low: Any
     places: Places
+    copied: frozenset[int]  # which operands have a dim in front, of this device's copy
 
     @property
     def sizes(self) -> dict[int, int]:
@@ -226,6 +254,7 @@ class _Call:
 
     def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, *leaves: jax.Array) -> jax.Array:
         attention, order, form = self.attention, self.order, self.form
+        leaves = tuple(x[0] if 3 + i in self.copied else x for i, x in enumerate(leaves))
         heads = (*order.shared, *order.own)
         query = self._ordered(query, attention.query, (*order.batch, order.query, *heads), order.depths[0])
         key = self._ordered(key, attention.key, (*order.batch, order.key, *order.shared), order.depths[1])

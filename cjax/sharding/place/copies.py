@@ -5,11 +5,16 @@ scatter on top of the other and reduces that again; and a product in a loop it r
 be added to it has been reduced as well. So readers of such a weight read copies of it, one for each device that has
 rows of its own, on dims in front that the mesh's axes split: no device holds more than before, gradients of all readers
 are added up device by device, and the copies' sum is the one reduction, or scatter, that there is.
+
+And a small table may be large where it meets examples: T5's biases, looked up for each pair of positions, are larger
+than their table by the square of the length. Such a weight's copies are carried on to there (`grown.py`), so that what
+is summed over the devices is the gradient of the table.
 """
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cjax.jax_compat.core import Equation, Literal, Params
 from cjax.mesh import SEQUENCE
 from cjax.sharding.layout.layout import Layout
+from cjax.sharding.place.grown import dims_of, grown, is_carried, meeting_dim
 from cjax.sharding.products.lookup import find_own, is_lookup
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Scope
@@ -36,6 +42,7 @@ class _Copied:
     value: Any
     copies: jax.Array
     spec: PartitionSpec
+    is_grown: bool  # carried on to where it meets examples; others have readers of their own
 
 
 class Copies:
@@ -51,6 +58,9 @@ class Copies:
         rows = () if layout.batch is None else layout.axes_of.get(layout.batch, ())
         axes = [tuple(a for a in some if mesh.shape.get(a, 1) > 1) for some in (rows, (SEQUENCE,))]
         self._groups = [] if layout.grid is not None else [some for some in axes if some]
+        # Where positions are split too, what is made of pairs of them is.
+        whole_positions = self._groups and not axes[1]
+        self._grown = grown(trace, layout.batch) - self._tied - batched if whole_positions else set[int]()
         self._made: dict[int, _Copied] | None = None
 
     @contextlib.contextmanager
@@ -65,16 +75,16 @@ class Copies:
     def wants(self, leaf: int) -> bool:
         """Whether a weight is read as copies."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        return self._made is not None and leaf in self._tied and bool(self._groups) and not manual
+        known = leaf in self._tied or leaf in self._grown
+        return self._made is not None and known and bool(self._groups) and not manual
 
-    def add(self, value: jax.Array, used: PartitionSpec) -> None:
-        """Make copies of a weight that is ready for use, placed as `used`."""
+    def add(self, leaf: int, value: jax.Array, used: PartitionSpec, gradient: PartitionSpec) -> None:
+        """Make copies of a weight that is ready for use, placed as `used`, their gradients' sum as `gradient`."""
         if self._made is None or any({*some} & set(axes_of_entry(e)) for some in self._groups for e in used):
             return
         spec = PartitionSpec(*self._groups, *used)
-        sizes = [self._size(some) for some in self._groups]
-        copies = self._placed(jnp.broadcast_to(value, (*sizes, *value.shape)), spec)
-        self._made[id(value)] = _Copied(value, copies, spec)
+        copies = _spread(self._mesh, tuple(self._groups), used, gradient)(value)
+        self._made[id(value)] = _Copied(value, copies, spec, leaf in self._grown)
 
     def has(self, value: Any) -> bool:
         return self._of(value) is not None
@@ -94,6 +104,8 @@ class Copies:
         (place,) = places
         of = self._of(ins[place])
         assert of is not None
+        if of.is_grown:
+            return self._repeated(eqn, of, given[place], scope) if eqn.primitive.name == "broadcast_in_dim" else None
         if eqn.primitive.name == "transpose":
             return self._transposed(eqn, of)
         if eqn.primitive.name == "gather" and place == 0:
@@ -101,6 +113,78 @@ class Copies:
         if eqn.primitive.name == "dot_general" and not isinstance(eqn.invars[1 - place], Literal):
             return self._multiplied(eqn, place, of, given, params, scope)
         return None
+
+    def carry(
+        self, eqn: Equation, ins: list[Any], given: list[Any], params: Params, outs: list[Any], scope: Scope
+    ) -> None:
+        """Copies of a result, where its equation reads a copy that is carried on; arguments as for `equation`."""
+        place = self._carried_in(ins)
+        if place is None or self._made is None or not is_carried(eqn, place):
+            return
+        (var,), of = eqn.outvars, self._made[id(ins[place])]
+        used = self._layout.spec(self._dims.of(var, scope), var.aval.shape)
+        taken = {axis for entry in used for axis in axes_of_entry(entry)}
+        if self._examples(eqn, scope) or taken.intersection(*self._groups):
+            return
+        values = [of.copies.astype(given[place].dtype) if i == place else x for i, x in enumerate(given)]
+        # What is looked up often is added up in float32, as a table's rows are.
+        is_wide = eqn.primitive.name == "gather" and values[place].dtype in (jnp.bfloat16, jnp.float16)
+        if is_wide:
+            values[place] = values[place].astype(jnp.float32)
+
+        def one(*operands: Any) -> Any:
+            (found,) = bind_as_is(eqn, operands, params)
+            return found
+
+        copies = jax.vmap(one, in_axes=tuple(0 if i == place else None for i in range(len(given))))(*values)
+        spec = PartitionSpec(*self._groups, *used)
+        placed = self._placed(copies.astype(outs[0].dtype), spec)
+        self._made[id(outs[0])] = _Copied(outs[0], placed, spec, is_grown=True)
+
+    def met(self, eqn: Equation, ins: list[Any], given: list[Any], scope: Scope) -> list[Any]:
+        """Operands of an equation of which one may meet examples: each device's copy for its own. As for `equation`."""
+        place = self._carried_in(ins)
+        at = None if place is None else self._meeting(eqn, place, scope)
+        if place is None or at is None or self._made is None:
+            return given
+        copies = self._made[id(ins[place])].copies.astype(given[place].dtype)
+        ((some,), num) = self._groups, eqn.outvars[0].aval.shape[at]
+        parts = jnp.moveaxis(copies, 0, at)
+        shape = list(parts.shape)
+        shape[at + 1] = num // self._size(some)
+        repeated = jnp.broadcast_to(parts, shape).reshape(*shape[:at], num, *shape[at + 2 :])
+        return [repeated if i == place else x for i, x in enumerate(given)]
+
+    def apart(self, value: Any, dtype: Any) -> tuple[jax.Array, tuple[str, ...]] | None:
+        """Copies of a value that are carried on, for whoever takes each device's own, and what splits their dim."""
+        of = self._of(value)
+        return (of.copies.astype(dtype), self._groups[0]) if of is not None and of.is_grown else None
+
+    def _carried_in(self, ins: list[Any]) -> int | None:
+        """The one operand of an equation that has copies, if these are carried on."""
+        places = [place for place, value in enumerate(ins) if self.has(value)]
+        of = self._of(ins[places[0]]) if len(places) == 1 else None
+        return places[0] if of is not None and of.is_grown else None
+
+    def _examples(self, eqn: Equation, scope: Scope) -> list[int]:
+        batch = self._layout.batch
+        return [] if batch is None else dims_of(self._dims, eqn.outvars[0], scope, batch)
+
+    def _meeting(self, eqn: Equation, place: int, scope: Scope) -> int | None:
+        """The dim of examples of a result along which an operand is the same, if it is split as copies are."""
+        dim, var = meeting_dim(eqn, place, self._examples(eqn, scope)), eqn.outvars[0]
+        spec = self._layout.spec(self._dims.of(var, scope), var.aval.shape)
+        return dim if dim is not None and self._places(spec, var.aval.shape, len(spec)) == [dim] else None
+
+    def _repeated(self, eqn: Equation, of: _Copied, given: Any, scope: Scope) -> jax.Array | None:
+        """A value repeated for all examples: each device's copy for its own."""
+        at = self._meeting(eqn, 0, scope)
+        if at is None:
+            return None
+        (some,), shape, dims = self._groups, list(eqn.params["shape"]), eqn.params["broadcast_dimensions"]
+        num, shape[at] = shape[at], shape[at] // self._size(some)
+        repeated = jax.vmap(lambda x: lax.broadcast_in_dim(x, shape, dims))(of.copies.astype(given.dtype))
+        return jnp.moveaxis(repeated, 0, at).reshape(*shape[:at], num, *shape[at + 1 :])
 
     def _of(self, value: Any) -> _Copied | None:
         return None if self._made is None else self._made.get(id(value))
@@ -117,7 +201,7 @@ class Copies:
         lead, order = len(self._groups), eqn.params["permutation"]
         copies = lax.transpose(of.copies, (*range(lead), *(lead + d for d in order)))
         spec = PartitionSpec(*of.spec[:lead], *(of.spec[lead + d] for d in order))
-        self._made[id(value)] = _Copied(value, copies, spec)
+        self._made[id(value)] = _Copied(value, copies, spec, of.is_grown)
         return value
 
     def _looked_up(self, eqn: Equation, of: _Copied, indices: jax.Array, scope: Scope) -> jax.Array | None:
@@ -182,3 +266,39 @@ class Copies:
             parts = jnp.moveaxis(y, index, d)
             y = parts.reshape(*parts.shape[:d], parts.shape[d] * parts.shape[d + 1], *parts.shape[d + 2 :])
         return y
+
+
+@functools.cache
+def _spread(
+    mesh: Mesh, groups: tuple[tuple[str, ...], ...], used: PartitionSpec, gradient: PartitionSpec
+) -> Callable[[jax.Array], jax.Array]:
+    """Copies of a weight on a dim in front for each of `groups`, whose gradients are added up to one.
+
+    Where ZeRO has parts over some of the axes, these come first: a sum over all axes that only some are to have parts
+    of is one that XLA makes whole, and cuts.
+    """
+    scattered = {a for e in gradient for a in axes_of_entry(e)} - {a for e in used for a in axes_of_entry(e)}
+    axes = [axis for some in groups for axis in some]
+    sizes = [mesh.shape[axis] for axis in axes]
+    first, last = ([axis for axis in axes if (axis in scattered) == wanted] for wanted in (True, False))
+
+    def placed(value: jax.Array, lead: Sequence[Any], spec: PartitionSpec) -> jax.Array:
+        return lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*lead, *spec)))
+
+    def make(value: jax.Array) -> jax.Array:
+        shape = [math.prod(mesh.shape[axis] for axis in some) for some in groups]
+        return placed(jnp.broadcast_to(value, (*shape, *value.shape)), groups, used)
+
+    def total(shares: jax.Array, dims: Sequence[int]) -> jax.Array:
+        return lax.reduce(shares, jnp.zeros((), shares.dtype), lax.add, tuple(dims))  # in their own dtype
+
+    def backward(_: None, shares: jax.Array) -> tuple[jax.Array]:
+        if not first or not last:
+            return (total(shares, range(len(groups))),)
+        apart = placed(shares.reshape(*sizes, *shares.shape[len(groups) :]), axes, used)
+        parts = total(apart, [axes.index(axis) for axis in first])
+        return (total(placed(parts, last, gradient), range(len(last))),)
+
+    spread = jax.custom_vjp(make)
+    spread.defvjp(lambda value: (make(value), None), backward)
+    return spread

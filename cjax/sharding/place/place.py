@@ -127,7 +127,7 @@ class Placer(Hooks):
         summed = used if whole and not copied else gradient
         ready = _ready(self._mesh, stored, used, summed, gradient, low)(value)
         if copied:
-            self.copies.add(ready, used)
+            self.copies.add(leaf, ready, used, gradient)
         return ready
 
     def knows(self, value: object) -> bool:
@@ -154,18 +154,22 @@ class Placer(Hooks):
             return indexed
         found = self._looked_up(eqn, ins, scope)
         given, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
-        if found is None and any(map(self.copies.has, ins)):
+        is_copied = any(map(self.copies.has, ins))
+        if found is None and is_copied:
             found = self.copies.equation(eqn, ins, scope, given, params)
+        read = ins
         if found is not None:
             outs = [found]
         else:
-            ins = given
+            ins = self.copies.met(eqn, read, given, scope) if is_copied else given
             if id(eqn) in self._compared:
                 outs = [extreme(jnp.asarray(ins[0]), tuple(params["axes"]), eqn.primitive.name)]
             else:
                 outs = kept(eqn, self._evaluate(eqn, ins, scope, params), self._remat)
         if eqn.primitive.name in PINNED:
             outs = [self._pin(var, out, scope, eqn) for var, out in zip(eqn.outvars, outs, strict=True)]
+        if is_copied:
+            self.copies.carry(eqn, read, given, params, outs, scope)
         return outs
 
     def _evaluate(self, eqn: Equation, ins: list[Any], scope: Scope, params: Params | None = None) -> list[Any]:
@@ -321,8 +325,10 @@ class Placer(Hooks):
         assert self._kernel is not None
         values = dict(zip(group.ins, ins, strict=True))
         attention = group.of.attention
-        given, spec = self._of_attention(attention, [values[var] for var in attention.group.ins], scope)
-        outs = attend_fused(group.of, given, changed, mesh=self._mesh, spec=spec, kernel=self._kernel)
+        read = [values[var] for var in attention.group.ins]
+        given, spec = self._of_attention(attention, read, scope)
+        apart = [self.copies.apart(x, as_given.dtype) for x, as_given in zip(read, given, strict=True)]
+        outs = attend_fused(group.of, given, changed, mesh=self._mesh, spec=spec, kernel=self._kernel, apart=apart)
         if not isinstance(outs, str):
             return outs
 

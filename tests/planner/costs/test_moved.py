@@ -39,8 +39,6 @@ KNOWN = {
     ("gpt", "data=2 tensor=4 sequence=gather"): "what is looked up in the table comes by all-to-alls over `data`",
     ("llama", "data=2 tensor=4 sequence=gather"): "the same",
     ("t5", "data=2 tensor=2d:4"): "gradients of the biases that all examples share are summed over these",
-    ("gpt", "data=8 zero=3/4"): "a tied table's gradient is reduced whole over both axes, and cut",
-    ("t5", "data=8 zero=1"): "the gradient of a table that is looked up twice is reduced whole, and cut",
     ("vit", "data=1 tensor=3d:8"): "pixels are moved to where the grid has the patches' features",
     ("vit", "data=1 sequence=ring:8"): "a token in front moves each patch on by one, there and back",
     ("vit", "data=1 sequence=all_to_all:8"): "the same",
@@ -48,7 +46,7 @@ KNOWN = {
 }  # fmt: skip
 ANEW = (
     ("gpt", "data=2 tensor=4 zero=1"), ("gpt", "data=8 zero=1 precision=bfloat16"), ("own", "data=8 zero=3"),
-    ("bert", "data=2 tensor=2d:4"),
+    ("bert", "data=2 tensor=2d:4"), ("gpt", "data=8 zero=3/4"), ("t5", "data=8 zero=1"),
 )  # fmt: skip
 
 
