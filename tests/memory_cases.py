@@ -1,8 +1,8 @@
 """Models of the sizes that people train, plans for them on cards that are not here, and what XLA says they need.
 
 `python tests/memory_cases.py` compiles, one by one, the cases that `tests/planner/costs/compiled-0.10.json` does not
-have yet: 15 to 60 seconds of a core each. It needs the extra `aot`. Each JAX has a file of its own, since each brings an
-XLA of its own: 0.12 needs up to 8 % less than 0.10, and of one pipeline 37 %.
+have yet: 15 to 60 seconds of a core each. It needs the extra `aot`. Each JAX has a file of its own, and brings an
+XLA of its own: 0.12 needs up to 14 % less than 0.10, and for one pipeline 37 %.
 """
 
 import argparse

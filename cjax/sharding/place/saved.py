@@ -9,7 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from cjax.jax_compat.core import ClosedJaxpr, Equation, jaxpr_as_fun, jaxprs_in_params, make_jaxpr
-from cjax.trace.jaxpr.primitives import FACTS, UNKNOWN
+from cjax.trace.jaxpr.primitives import FACTS, UNKNOWN, is_cheap
 
 KEPT = "cjax.kept"
 
@@ -24,15 +24,7 @@ def keeps_results(primitive: Any, *operands: Any, **params: Any) -> bool:
     """
     if primitive.name in ("lt", "le", "gt", "ge"):
         return jnp.issubdtype(operands[0].dtype, jnp.floating)
-    return not _is_cheap(primitive.name, params)
-
-
-def _is_cheap(name: str, params: Mapping[str, Any]) -> bool:
-    """Whether a primitive, or all of what it calls, moves, rounds or combines numbers one by one."""
-    inner = params.get("call_jaxpr" if name == "custom_jvp_call" else "jaxpr")  # as jax.nn.relu has, one in the other
-    if name in ("custom_jvp_call", "jit") and inner is not None:
-        return all(_is_cheap(eqn.primitive.name, eqn.params) for eqn in inner.jaxpr.eqns)
-    return FACTS.get(name, UNKNOWN).cheap
+    return not is_cheap(primitive.name, params)
 
 
 def _of_real_numbers(policy: Callable[..., Any]) -> Callable[..., Any]:

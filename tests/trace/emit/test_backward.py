@@ -69,3 +69,37 @@ def test_saves_what_was_handed_in_and_results_of_matmuls_and_reductions() -> Non
     assert shapes.count((ROWS, HIDDEN)) == 1 and shapes.count((ROWS, WIDTH)) == 1
     assert not {w.shape for w in WEIGHTS} & set(shapes)
     assert sum(len(shape) > 1 and shape[1] > 1 for shape in shapes) == 2, shapes
+
+
+@jax.custom_jvp
+def bell(x: Any) -> Any:
+    return jnp.exp(-x * x)
+
+
+bell.defjvps(lambda t, out, x: -2 * x * out * t)
+
+
+@jax.custom_jvp
+def risen(x: Any) -> Any:
+    """The integral of `bell`, whose derivative calls what has one of its own."""
+    return jax.lax.erf(x) * np.float32(np.sqrt(np.pi) / 2)
+
+
+risen.defjvps(lambda t, out, x: bell(x) * t)
+
+
+def test_a_derivative_that_calls_what_goes_by_element_saves_none_of_it() -> None:
+    """As the derivative of erfc does under JAX 0.12."""
+
+    def of(weights: Any, fixed: Any, moving: Any) -> Any:
+        up, _, down, _ = weights
+        return [moving[0], risen(moving[1] @ up) @ down]
+
+    derivative = Derivative(of, WEIGHTS, [], MOVING)
+    assert [s.shape for s in derivative.saved] == [(ROWS, WIDTH), (ROWS, HIDDEN)]
+    gradient = RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    _, saved = derivative.forward(WEIGHTS, [], MOVING)
+    (_, x), weights = derivative.both(WEIGHTS, [], saved, [np.int32(0), gradient])
+    _, pull = jax.vjp(lambda w, x: of(w, [], [MOVING[0], x])[1], WEIGHTS, MOVING[1])
+    for given, right in zip([*weights, x], [*pull(gradient)[0], pull(gradient)[1]], strict=True):
+        np.testing.assert_allclose(given, right, rtol=1e-5, atol=1e-6)
