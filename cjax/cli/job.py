@@ -35,15 +35,18 @@ class StatusCommand:
 
 @dataclasses.dataclass(frozen=True)
 class Resize:
-    """Gives a job of `cjax run --workers` another number of workers: it saves, stops, and goes on.
+    """Gives a job of `cjax run --workers` another number of workers: they get ready, the present ones save and stop,
+    and they go on.
 
     Attributes:
         run_folder: the folder of the run.
         workers: how many from now on.
+        stop_first: the present ones stop before the others start: where there is no room for both.
     """
 
     run_folder: tyro.conf.Positional[str]
     workers: tyro.conf.Positional[int]
+    stop_first: bool = False
 
     @staticmethod
     def parse(arguments: Sequence[str]) -> "Resize":
@@ -51,7 +54,7 @@ class Resize:
 
     def run(self) -> int:
         folder = JobFolder(Path(self.run_folder))
-        ask_for(folder.run, self.workers)
+        ask_for(folder.run, self.workers, self.stop_first)
         until = time.monotonic() + _PICKED_UP
         while read_object(folder.asked) is not None:
             if time.monotonic() > until:
@@ -64,5 +67,5 @@ class Resize:
                     f"no more: type it again, cjax resize {folder.run} {self.workers}"
                 )
             time.sleep(0.1)
-        print(f"{folder.run} goes on with {self.workers} workers; cjax status {folder.run} says how far it is")
+        print(f"{folder.run} is to have {self.workers} workers; cjax status {folder.run} says how far it is")
         return 0

@@ -15,16 +15,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from cjax.job.folder import JobFolder
-from cjax.job.member import AGAIN, JOB, Member, member
+from cjax.job.member import AGAIN, BEFORE_DEVICES, BEFORE_STATE, JOB, Member, member
 
 SIZE = 1024  # bytes; a beat is written over the one before
 PERIOD = 0.5  # seconds
+_LOOK = 0.01  # seconds between two looks of who waits for its turn
 SHOW_STACKS = signal.SIGRTMAX - 7  # asks a worker for the stacks of all its threads, on stderr; no one else's signal
-IMPORTING, STARTING, RESTORING, COMPILING, TRAINING, EVALUATING, SAVING, CALLING, ENDED = (
-    "importing", "starting", "restoring", "compiling", "training", "evaluating", "saving", "calling back", "ended",
+IMPORTING, STARTING, READY, RESTORING, COMPILING, TRAINING, EVALUATING, SAVING, CALLING, ENDED = (
+    "importing", "starting", "ready", "restoring", "compiling", "training", "evaluating", "saving", "calling back",
+    "ended",
 )  # fmt: skip
 
 
@@ -36,7 +38,7 @@ class Doing:
         self._since = self._stepped = time.monotonic()
         self._facts: dict[str, Any] = {
             "phase": STARTING, "first": None, "step": None, "steps": None, "step_seconds": 0.0, "seconds": {},
-            "ended": None,
+            "ended": None, "platform": None,
         }  # fmt: skip
 
     @property
@@ -58,7 +60,8 @@ class Doing:
         return f"{self.phase}, {'before the first step' if step is None else f'after step {step}'}"
 
     def tell(self, **facts: Any) -> None:
-        """Numbers that changed: `first` (where the run goes on from), `steps` (of the whole run), `ended`."""
+        """Numbers that changed: `first` (where the run goes on from), `steps` (of the whole run), `platform`
+        (of its devices), `ended`."""
         with self._lock:
             self._facts.update(facts)
             self._write()
@@ -79,6 +82,13 @@ class Doing:
         """What the worker does from now on."""
         with self._lock:
             self._turn(phase)
+            self._write()
+
+    def begin(self) -> None:
+        """What was done so far was done beside the training of others; from now on its time is the job's."""
+        with self._lock:
+            self._since = self._stepped = time.monotonic()
+            self._facts |= {"phase": STARTING, "seconds": {}}
             self._write()
 
     @contextlib.contextmanager
@@ -133,7 +143,7 @@ class Beat(Doing):
             with self._lock:
                 self._facts["count"] += 1
                 self._write()
-            if not self._mine.is_current:
+            if not self._mine.is_awaited:
                 os._exit(AGAIN)  # late: whatever it has, nobody waits for it
             if self._mine.supervisor and os.getppid() != self._mine.supervisor and not is_orphan:
                 # Nobody watches any more, and whoever watches next starts workers of its own: save, and leave.
@@ -159,15 +169,36 @@ def beating() -> Doing:
     if mine is None:
         return Doing()
     is_anothers = mine.supervisor and os.getppid() != mine.supervisor
-    if is_anothers and mine.is_current and Path(f"/proc/{mine.supervisor}").exists():
+    if is_anothers and mine.is_awaited and Path(f"/proc/{mine.supervisor}").exists():
         raise RuntimeError(
             f"this process is no worker of the job in {mine.folder}, but was started by one, and has its environment: "
             f"start it without {JOB}, RANK and WORLD_SIZE in it, so that it trains for itself"
         )
-    if is_anothers or not mine.is_current:
-        print(f"cjax: the job in {mine.folder} goes on without this process, which leaves", file=sys.stderr)
-        raise SystemExit(AGAIN)
+    if is_anothers or not mine.is_awaited:
+        _leave(mine)
     return Beat(mine)
+
+
+def wait_for_turn(where: str) -> None:
+    """Of a worker that was started while those before it train: returns when these have left. Of others: at once.
+
+    Args:
+        where: this is, `BEFORE_DEVICES` or `BEFORE_STATE`. Who has missed the first waits at the second.
+    """
+    mine = member()
+    if mine is None or not mine.waits or (mine.waits, where) == (BEFORE_STATE, BEFORE_DEVICES) or mine.is_current:
+        return
+    beating().turn(READY)
+    while not mine.is_current:
+        if not mine.is_awaited:
+            _leave(mine)
+        time.sleep(_LOOK)
+    beating().begin()
+
+
+def _leave(mine: Member) -> NoReturn:
+    print(f"cjax: the job in {mine.folder} goes on without this process, which leaves", file=sys.stderr)
+    raise SystemExit(AGAIN)
 
 
 def read_beat(file: Path) -> dict[str, Any] | None:

@@ -10,7 +10,8 @@ from cjax.job.files import read_object
 from cjax.job.folder import JobFolder
 
 AGAIN = 75  # EX_TEMPFAIL: nothing is wrong; what was stopped goes on when it is started again
-JOB, INCARNATION, SUPERVISOR = "CJAX_JOB", "CJAX_INCARNATION", "CJAX_SUPERVISOR"
+JOB, INCARNATION, SUPERVISOR, AHEAD = "CJAX_JOB", "CJAX_INCARNATION", "CJAX_SUPERVISOR", "CJAX_AHEAD"
+BEFORE_DEVICES, BEFORE_STATE = "initialize", "fit"  # where a worker that is started ahead waits for its turn
 
 
 class SupersededError(Exception):
@@ -26,26 +27,36 @@ class Member:
         incarnation: how often the job's workers had been started by then, this start included.
         rank: which worker it is.
         supervisor: the process that started it; 0 where that is on another host.
+        waits: where it waits for its turn, if it was started while the workers before it train; else empty.
     """
 
     folder: Path
     incarnation: int
     rank: int
     supervisor: int
+    waits: str = ""
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> "Member | None":
         """The worker that an environment is of; None if it is of no job."""
         if JOB not in environment:
             return None
-        numbers = (int(environment.get(name, 0)) for name in (INCARNATION, "RANK", SUPERVISOR))
-        return Member(Path(environment[JOB]), *numbers)
+        incarnation, rank, supervisor = (int(environment.get(name, 0)) for name in (INCARNATION, "RANK", SUPERVISOR))
+        return Member(Path(environment[JOB]), incarnation, rank, supervisor, environment.get(AHEAD, ""))
 
     @property
     def is_current(self) -> bool:
-        """Whether the job's workers are those of this incarnation still."""
+        """Whether the job's workers are those of this incarnation: they alone train, and name what they keep."""
+        return self._is_one_of("incarnation")
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether they are, or are to be."""
+        return self._is_one_of("incarnation", "next")
+
+    def _is_one_of(self, *names: str) -> bool:
         state = read_object(JobFolder(self.folder).state)
-        return state is None or state.get("incarnation", self.incarnation) == self.incarnation
+        return state is None or self.incarnation in [state.get(name, self.incarnation) for name in names]
 
 
 @functools.cache
@@ -62,6 +73,12 @@ def check_current() -> None:
     """
     mine = member()
     if mine is not None and not mine.is_current:
+        if mine.is_awaited:
+            raise SupersededError(
+                f"the workers of the job in {mine.folder} that this process is to follow train still, and it writes "
+                f"nothing before it is its turn, which it waits for in cjax.train.fit: keep nothing before that, or "
+                f"type cjax resize {mine.folder} N --stop-first"
+            )
         raise SupersededError(
             f"the job in {mine.folder} has started its workers anew since incarnation {mine.incarnation}, and this "
             "process is late: it writes nothing more. cjax status says which incarnation runs"

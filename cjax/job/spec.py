@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from cjax.job.folder import JobFolder
-from cjax.job.member import INCARNATION, JOB, SUPERVISOR
+from cjax.job.member import AHEAD, INCARNATION, JOB, SUPERVISOR
 
 # What launchers set. A worker's place among the others is said by its own supervisor alone.
-_LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "CJAX_JOB", "CJAX_INC")
+_LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "CJAX_JOB", "CJAX_INC", AHEAD)
 _PLACES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "JAX_COORDINATOR_ADDRESS"),
@@ -123,8 +123,10 @@ class JobSpec(JobOptions):
             return dict(os.environ)
         return without_launchers(os.environ) | said
 
-    def said(self, incarnation: int, rank: int, world: int, address: tuple[str, int]) -> dict[str, str]:
-        """What a worker is told in its environment."""
+    def said(
+        self, incarnation: int, rank: int, world: int, address: tuple[str, int], waits: str = ""
+    ) -> dict[str, str]:
+        """What a worker is told in its environment; `waits` is as of `Member`."""
         is_here = not self.hosts
         told = {
             JOB: self.folder,
@@ -138,6 +140,8 @@ class JobSpec(JobOptions):
             "MASTER_PORT": str(address[1]),
             "PYTHONUNBUFFERED": "1",  # what is printed is in the log when a worker is killed
         }
+        if waits:
+            told[AHEAD] = waits
         if "JAX_COMPILATION_CACHE_DIR" not in os.environ or os.environ.get(_KEPT):
             told |= {"JAX_COMPILATION_CACHE_DIR": str(JobFolder(Path(self.folder)).cache(rank)), _KEPT: "1"}
             told |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}

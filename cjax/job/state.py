@@ -18,11 +18,14 @@ class JobState:
     Attributes:
         spec: the job, as it was typed last.
         size: how many workers it is to have, after the last resize.
-        incarnation: how often workers have been started.
+        incarnation: which start of workers these are.
+        next: that of those who get ready to follow them; 0 where there are none.
+        started: the highest number that any start was given, so that no number is given twice.
         restarts: how often since the job was typed, after a failure.
         fruitless: how many of the last starts brought no new step.
         lost: places at which no worker comes to life.
-        pids: of the workers, each with the time of its start.
+        pids: of the workers, and of those who get ready, each with the time of its start.
+        resize: what became of the last one that was asked for, if it is not done.
         status: "running", "done", "failed" or "stopped".
     """
 
@@ -30,10 +33,13 @@ class JobState:
     spec: dict[str, Any]
     size: int
     incarnation: int = 0
+    next: int = 0
+    started: int = 0
     restarts: int = 0
     fruitless: int = 0
     lost: list[str] = field(default_factory=list)
     pids: list[list[Any]] = field(default_factory=list)
+    resize: str = ""
     status: str = "new"
 
     @staticmethod
@@ -53,8 +59,17 @@ class JobState:
     @property
     def places(self) -> tuple[str, ...]:
         """Where workers are to be."""
+        return self.places_of(self.size)
+
+    def places_of(self, size: int) -> tuple[str, ...]:
+        """Where so many would be."""
         hosts = tuple(self.spec["hosts"])
-        return hosts[: self.size] if hosts else tuple(str(number) for number in range(self.size))
+        return hosts[:size] if hosts else tuple(str(number) for number in range(size))
+
+    def new_number(self) -> int:
+        """One that no start was given yet."""
+        self.started = max(self.started, self.incarnation) + 1
+        return self.started
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=1)

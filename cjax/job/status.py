@@ -1,5 +1,6 @@
 """How a job goes, read from the folder of its run: what any terminal can ask."""
 
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ class Status:
         saved: the step of the last whole checkpoint, if there is one.
         metrics: what the run wrote last.
         incarnations: all of them.
+        resize: what became of the last one that was asked for, if it is not done.
     """
 
     status: str
@@ -57,6 +59,7 @@ class Status:
     saved: int | None
     metrics: dict[str, Any]
     incarnations: tuple[Incarnation, ...]
+    resize: str = ""
 
     @property
     def repeated(self) -> int:
@@ -105,6 +108,8 @@ class Status:
             f"lost        {self.repeated} steps were done twice",
             f"goodput     {100 * self.goodput:.0f} % of {self.wall:.0f} s: {parts}",
         ]
+        if self.resize:
+            lines.append(f"resize      {self.resize}")
         for each in last:
             steps = "no step" if each.first is None else f"step {each.first} to {each.step}"
             lines.append(f"  {each.number:>3}  {each.workers} workers, {steps}: {each.why or 'running'}")
@@ -138,8 +143,21 @@ def status_of(run: Path) -> Status:
         status = "unwatched (its supervisor was killed: type its cjax run again)"
     steps = [each.step for each in incarnations if each.step is not None]
     return Status(
-        status, steps[-1] if steps else 0, beat["steps"] if beat else None, max(saved, default=None), last, incarnations
+        status,
+        steps[-1] if steps else 0,
+        beat["steps"] if beat else None,
+        max(saved, default=None),
+        last,
+        incarnations,
+        _resize(folder, state),
     )
+
+
+def _resize(folder: JobFolder, state: dict[str, Any]) -> str:
+    said = state.get("resize", "")
+    if beat := read_beat(folder.beat(state["next"], 0)) if state.get("next") else None:
+        said += f": {beat['phase']}"
+    return said
 
 
 def _incarnations(lines: list[dict[str, Any]], beat: dict[str, Any] | None) -> tuple[Incarnation, ...]:
@@ -161,8 +179,13 @@ def _incarnations(lines: list[dict[str, Any]], beat: dict[str, Any] | None) -> t
     return tuple(found)
 
 
-def ask_for(run: Path, workers: int) -> None:
+def ask_for(run: Path, workers: int, stop_first: bool = False) -> None:
     """Asks the supervisor of a run for another number of workers.
+
+    Args:
+        run: its folder.
+        workers: how many.
+        stop_first: the present ones stop before any of the new ones start.
 
     Raises:
         FileNotFoundError: the folder is of no job.
@@ -182,4 +205,4 @@ def ask_for(run: Path, workers: int) -> None:
         if state["status"] == "done":
             raise RuntimeError(f"the job in {run} is done. For more steps, give its script more of them, and {how}")
         raise RuntimeError(f"nobody supervises {run}: {how}")
-    write_whole(folder.asked, f'{{"workers": {workers}}}')
+    write_whole(folder.asked, json.dumps({"workers": workers, "stop_first": stop_first}))

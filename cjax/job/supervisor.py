@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from cjax.job.ahead import how_far
 from cjax.job.files import append_line, read_lines, read_object, write_whole
 from cjax.job.folder import JobFolder
 from cjax.job.lock import locked
@@ -20,6 +21,7 @@ from cjax.job.state import JobState
 from cjax.job.workers import Ending, Workers, show, started
 
 PERIOD = 0.1  # seconds between two looks at the workers
+_LEAVING = 0.02  # seconds between two, where all wait for those who leave
 _ROOM = 5.0  # seconds between two attempts to write on a disk that is full
 _TRIES = 2  # of a place at which no worker comes to life
 
@@ -43,6 +45,7 @@ class Supervisor:
         self._failed_starts: dict[str, int] = {}
         self._best = max((line.get("step") or 0 for line in read_lines(self.folder.history)), default=0)
         self._patience = 1.0
+        self._next: Workers | None = None  # of the size that was asked for, who get ready
 
     def run(self) -> int:
         """Until the job is done, has failed, or is told to stop; the exit status."""
@@ -52,9 +55,9 @@ class Supervisor:
             self.folder.asked.unlink(missing_ok=True)  # of one that nobody supervised any more
             self._settle()
             while True:
-                if self._told or not self._is_counted():  # before anybody was started
+                workers = None if self._told else self._begin()
+                if workers is None:  # before anybody was started
                     return self._finish("stopped", self._status())
-                workers = self._begin()
                 status = self._until_it_ends(workers)
                 if status is not None:
                     return status
@@ -69,11 +72,11 @@ class Supervisor:
         self._told.append(number)
 
     # -- one incarnation ----------------------------------------------------------------------------------------------
-    def _is_counted(self) -> bool:
-        """Whether the next incarnation is written down, before any of it starts: who is late then knows that it is. A
-        job that has run waits for room where a disk is full."""
-        self.state.incarnation += 1
-        self.state.status, self.state.pids = "running", []
+    def _is_counted(self, incarnation: int) -> bool:
+        """Whether it is written down which incarnation it is now, before any of it trains: who is late then knows that
+        it is. A job that has run waits for room where a disk is full."""
+        self.state.incarnation, self.state.next = incarnation, 0
+        self.state.status = "running"
         is_said = False
         while not self._told:
             try:
@@ -90,19 +93,33 @@ class Supervisor:
                 time.sleep(PERIOD)
         return False
 
-    def _begin(self) -> Workers:
+    def _begin(self) -> Workers | None:
+        """Who trains now: new workers, or those who have got ready. None where we are told to stop before that."""
+        if self._next is not None:
+            return self._take_over(self._next)
+        self.state.pids = []
+        if not self._is_counted(self.state.new_number()):
+            return None
         places = tuple(place for place in self.state.places if place not in self.state.lost)
-        for old in self.folder.beats.glob("*"):
-            old.unlink()
+        self._forget_beats()
         try:
             workers = Workers(self.spec, self.state.incarnation, places, self._patience, self._start, self._out)
         except OSError:
             self._finish("stopped", 1)  # nobody runs
             raise
-        self.state.pids = [[process.pid, started(process.pid)] for process in workers.processes]
-        self._keep()
+        self._keep_pids(workers)
         self._note("start", workers=len(places), places=list(places))
         return workers
+
+    def _forget_beats(self, but: int = 0) -> None:
+        for old in self.folder.beats.glob("*"):
+            if not old.name.startswith(f"{but}-"):
+                old.unlink()
+
+    def _keep_pids(self, *all_workers: Workers) -> None:
+        processes = [process for workers in all_workers for process in workers.processes]
+        self.state.pids = [[process.pid, started(process.pid)] for process in processes]
+        self._keep()
 
     def _until_it_ends(self, workers: Workers) -> int | None:
         """The exit status of the job; None where the workers are to be started again."""
@@ -114,8 +131,11 @@ class Supervisor:
                 return self._ended(workers, ending)
             if self._told:
                 return self._stopped(workers)
-            if (asked := self._asked()) is not None:
-                self._resized(workers, asked)
+            if (asked := self._asked()) is not None and not self._prepare(workers, *asked):
+                self._resized(workers, asked[0])
+                return None
+            if self._next is not None and self._are_prepared(workers, self._next):
+                self._resized(workers, len(self._next.places))
                 return None
 
     def _ended(self, workers: Workers, ending: Ending) -> int | None:
@@ -184,23 +204,82 @@ class Supervisor:
         """Until all have left, or their time is over, or we are told to stop a second time."""
         before, until = len(self._told), time.monotonic() + self.spec.grace
         while not are_gone() and time.monotonic() < until and len(self._told) <= max(before, 1):
-            time.sleep(PERIOD)
+            time.sleep(_LEAVING)
 
     # -- other sizes --------------------------------------------------------------------------------------------------
-    def _asked(self) -> int | None:
+    def _asked(self) -> tuple[int, bool] | None:
+        """The size that is asked for, and whether the present workers are to stop first."""
         asked = read_object(self.folder.asked)
         if asked is None:
             return None
         self.folder.asked.unlink(missing_ok=True)
+        self._drop()  # whatever was asked for before
+        self._keep()
         size = int(asked["workers"])
-        return size if size != len(self.state.places) or self.state.lost else None
+        return (size, bool(asked.get("stop_first"))) if size != len(self.state.places) or self.state.lost else None
+
+    def _prepare(self, workers: Workers, size: int, stops_first: bool) -> bool:
+        """Starts workers of another size beside the present ones, as far as that goes; whether it does."""
+        waits, why = "", "they stop first"
+        if not stops_first and self._start is None:
+            waits, why = how_far(self.spec, workers.beats, [process.pid for process in workers.processes], size)
+        self._say(f"resizing from {len(workers.places)} to {size} workers: {why}")
+        if not waits:
+            return False
+        self.state.next, self.state.resize = self.state.new_number(), f"to {size} workers, {why}"
+        places = self.state.places_of(size)
+        try:
+            write_whole(self.folder.state, self.state.text())  # or they would not know who they are
+            self._next = Workers(self.spec, self.state.next, places, self._patience, None, self._out, waits)
+        except OSError as error:
+            self._say(f"{error}. The workers of the new size start behind the present ones")
+            self.state.next = 0
+            return False
+        self._keep_pids(workers, self._next)
+        return True
+
+    def _are_prepared(self, workers: Workers, following: Workers) -> bool:
+        """Whether all of the new size wait for their turn. Where one of them fails, the present ones just go on."""
+        ending = following.look()
+        if ending is None:
+            return following.are_ready
+        size = len(following.places)
+        self._say(
+            f"the resize to {size} workers has failed: {ending.why}. The {len(workers.places)} that there are go on. "
+            f"(Where it was room for both: cjax resize {self.folder.run} {size} --stop-first.) The last lines of the "
+            f"new worker {ending.rank}:"
+        )
+        show(self._err or sys.stderr, f"{following.last_lines(ending.rank)}\n".encode())
+        self._drop()
+        self.state.resize = (
+            f"to {size} workers has failed: {ending.why} ({self.folder.log(following.incarnation, ending.rank)})"
+        )
+        self._keep_pids(workers)
+        return False
+
+    def _drop(self) -> None:
+        """Nobody follows the present workers any more."""
+        if self._next is not None:
+            self._next.kill()
+        self._next, self.state.next, self.state.resize = None, 0, ""
 
     def _resized(self, workers: Workers, size: int) -> None:
-        self._say(f"resizing from {len(workers.places)} to {size} workers")
         self._leave(workers)
         self._note("end", kind="resized", why=f"resized to {size} workers", **workers.facts())
         self._best = max(self._best, workers.step)
         self.state.size, self.state.lost, self._failed_starts = size, [], {}
+
+    def _take_over(self, workers: Workers) -> Workers | None:
+        """It is the turn of those who have got ready, or who are at it, where those before have died meanwhile."""
+        self.state.size, self.state.lost, self._failed_starts = len(workers.places), [], {}
+        self.state.resize = ""
+        if not self._is_counted(workers.incarnation):
+            return None
+        self._next = None
+        self._keep_pids(workers)
+        self._note("start", workers=len(workers.places), places=list(workers.places))
+        self._forget_beats(but=workers.incarnation)
+        return workers
 
     # -- what is kept -------------------------------------------------------------------------------------------------
     def _settle(self) -> None:
@@ -223,6 +302,7 @@ class Supervisor:
         say(text, self._err)
 
     def _finish(self, status: str, code: int) -> int:
+        self._drop()
         self.state.status, self.state.pids = status, []
         self.state.restarts = self.state.fruitless = 0
         self._keep()

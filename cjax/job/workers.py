@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO
 
 from cjax.job.beat import PERIOD as BEAT
-from cjax.job.beat import TRAINING, read_beat
+from cjax.job.beat import READY, TRAINING, read_beat
 from cjax.job.folder import JobFolder
 from cjax.job.member import AGAIN
 from cjax.job.processes import LocalProcess, Start, WorkerProcess
@@ -53,6 +53,7 @@ class Workers:
         patience: what the job's `hang_after` is multiplied by.
         start: starts each process; on this machine, or a launcher's, if not given.
         out: where what the first worker prints is passed on to.
+        waits: where they wait for their turn, if others train meanwhile.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Workers:
         patience: float = 1.0,
         start: Start | None = None,
         out: TextIO | None = None,
+        waits: str = "",
     ) -> None:
         self.spec, self.incarnation, self.places = spec, incarnation, tuple(places)
         self._folder, self._patience, self._out = JobFolder(Path(spec.folder)), patience, out
@@ -76,7 +78,7 @@ class Workers:
         self.processes: list[WorkerProcess] = []
         try:
             for rank, place in enumerate(self.places):
-                said = spec.said(incarnation, rank, len(self.places), address)
+                said = spec.said(incarnation, rank, len(self.places), address, waits)
                 log = self._folder.log(incarnation, rank)
                 line = spec.line(place, said)
                 if start is None:
@@ -165,6 +167,11 @@ class Workers:
     def step(self) -> int:
         """The last that any worker has done, and that of which the run goes on where none was."""
         return max((max(beat["step"] or 0, beat["first"] or 0) for beat in self.beats if beat), default=0)
+
+    @property
+    def are_ready(self) -> bool:
+        """Whether all wait for their turn."""
+        return all(beat is not None and beat["phase"] == READY for beat in self.beats)
 
     def facts(self) -> dict[str, Any]:
         """For the history."""

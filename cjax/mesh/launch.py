@@ -7,6 +7,8 @@ import jax
 
 from cjax.jax_compat.backends import each_process_writes_its_cache, gloo_stays_on_loopback
 from cjax.job import beating, leave_when_told, member
+from cjax.job.beat import wait_for_turn
+from cjax.job.member import BEFORE_DEVICES
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -25,6 +27,7 @@ def initialize() -> None:
     >>> initialize()
     """
     beating()  # what supervises this process knows from here on that it lives
+    wait_for_turn(BEFORE_DEVICES)
     _join()
     if jax.distributed.is_initialized() or member() is not None:
         leave_when_told()

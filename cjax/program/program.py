@@ -146,6 +146,16 @@ class Program:
         self._verify(state, batch)
         return run(state, placed)  # compiles at first, when all that was given is known to be good
 
+    @own_context
+    def compile(self) -> None:
+        """Compiles the step now, and not at the first batch.
+
+        Raises:
+          OutOfMemory: when the plan does not fit its devices.
+        """
+        self._must_train("compile")
+        _ = self._step
+
     @functools.cached_property
     def _step(self) -> Any:
         if self._walking is not None:

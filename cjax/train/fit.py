@@ -20,6 +20,7 @@ from cjax.program import Program, State
 from cjax.program.on_disk import on_disk
 from cjax.program.stored import stored_shape
 from cjax.report.runs import write_page
+from cjax.train.ahead import get_ready
 from cjax.train.callbacks import Callback, KeepBest, LossSpike
 from cjax.train.copies import NOT_ON_DEVICES, CopyChecks
 from cjax.train.display import Progress, make_display
@@ -181,6 +182,7 @@ def fit(
         )
     if between_failures is not None and not between_failures > 0:
         raise ValueError(f"fit got between_failures={between_failures!r}; it needs seconds, more than 0")
+    get_ready(program)
     writers = writers_of(folder, tensorboard, log)
     with contextlib.ExitStack() as stack:
         if folder is not None:
@@ -216,7 +218,7 @@ def fit(
         if noting is not None:
             noting.begin(state)
         first = int(state.step)
-        beat.tell(first=first, steps=steps)
+        beat.tell(first=first, steps=steps, ended=None, platform=program.mesh.devices.flat[0].platform)
         is_first = jax.process_index() == 0
         display = make_display(steps, first, is_first)
         stack.callback(display.close)

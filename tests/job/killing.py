@@ -11,6 +11,7 @@ what happens to it are resizes, to all of its workers or to one; with --plans ea
 
 import argparse
 import collections
+import contextlib
 import datetime
 import os
 import random
@@ -145,6 +146,7 @@ class Killing:
         try:
             if who == "resize":
                 ask_for(self.folder, 1 if state["size"] > 1 else self.workers)
+                self._kill_while_others_get_ready()
             else:
                 os.kill(pid, signal.SIGKILL)
                 # Not a second one before what the first held is there again, and kept twice.
@@ -161,11 +163,37 @@ class Killing:
             self._supervisor.wait()
             self._start()
         # Whoever watches has seen it, and what comes next is not the same incarnation.
-        while (read_object(self.job.state) or {}).get("incarnation") == state.get("incarnation"):
+        while (now := read_object(self.job.state) or {}).get("incarnation") == state.get("incarnation"):
             if self._supervisor.poll() is not None:
                 return False
+            if who == "resize" and "has failed" in now.get("resize", ""):
+                break  # and the present ones go on
             time.sleep(0.01)
         return True
+
+    def _kill_while_others_get_ready(self) -> None:
+        """Half of the times, of those who train, those who get ready, and whoever watches."""
+        who, after = self._random.choice(("nobody", "worker", "new worker", "supervisor")), self._random.uniform(0, 5)
+        if who == "nobody":
+            return
+        time.sleep(after)
+        state = read_object(self.job.state) or {}
+        pids = [pid for pid, _ in state.get("pids") or []]
+        old, new = pids[: state.get("size", 0)], pids[state.get("size", 0) :]
+        victims = {"supervisor": [self._supervisor.pid], "worker": old, "new worker": new}[who]
+        pid = self._random.choice(victims or [0])
+        if not pid or self._supervisor.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        beat = self._beat(0) or {}
+        self.kills.append({
+            "who": who, "in": "a resize", "after": round(after, 3), "incarnation": state["incarnation"],
+            "saved": self.saved(), "step": beat.get("step"), "was": beat.get("phase"),
+        })  # fmt: skip
+        if who == "supervisor":
+            self._supervisor.wait()
+            self._start()
 
     def _await(self, phase: str, rank: int) -> bool:
         """Whether a worker came to a phase."""

@@ -2,11 +2,13 @@
 
     python tests/job/pausing.py --folder FOLDER --log FILE
 
-A small GPT (`cjax train gpt-mini`, 8 rows of 64 tokens) on two workers of one virtual device each, from the kill or the
-request to the first step of the next workers, as their beats say. To be run where nothing else is.
+A small GPT (`cjax train gpt-mini`, 8 rows of 64 tokens) on two workers of one virtual device each. From the kill, or
+where it is resized from the last step of the present workers, to the first step of the next ones, as their beats say.
+To be run where nothing else is.
 """
 
 import argparse
+import dataclasses
 import datetime
 import os
 import resource
@@ -53,21 +55,58 @@ class Job:
                 return beat
             time.sleep(0.01)
 
-    def pause(self, how: Any) -> tuple[float, float, float, dict[str, float]]:
-        """Seconds from what `how` does to the first step behind, CPU seconds of a worker until then, the supervisor's,
-        and what the first worker did meanwhile."""
+    def after(self, how: Any) -> "Pause":
+        """What follows on what `how` does."""
         number = self.state["incarnation"]
         self.steps(number, 12)
         watching = cpu(self.supervisor.pid)
-        begin = time.monotonic()
+        asked = stepped = time.monotonic()
         how()
-        beat = self.steps(number + 1, 1)
-        wall = time.monotonic() - begin
+        last = None
+        while self.state["incarnation"] == number:
+            beat = read_beat(self.folder.beat(number, 0))
+            if beat and beat["step"] != last:
+                last, stepped = beat["step"], time.monotonic()
+            time.sleep(0.01)
+        turn = time.monotonic()
+        beat = self.steps(self.state["incarnation"], 1)
+        done = time.monotonic()
         taken = statistics.mean(cpu(pid) for pid, _ in self.state["pids"])
-        return wall, taken, cpu(self.supervisor.pid) - watching, beat["seconds"]
+        begun = asked if how == self.kill else stepped
+        return Pause(
+            done - begun, done - asked, turn - begun, taken, cpu(self.supervisor.pid) - watching, beat["seconds"]
+        )
 
     def kill(self) -> None:
         os.kill(self.state["pids"][1][0], 9)
+
+
+@dataclasses.dataclass
+class Pause:
+    """How long no step was done, in seconds.
+
+    Attributes:
+        wall: of the pause.
+        asked: from the kill, or the request.
+        leaving: until it was the turn of the next workers.
+        cpu: of a worker, from its start to its first step.
+        watching: CPU seconds of the supervisor.
+        parts: what the first worker did in its turn.
+    """
+
+    wall: float
+    asked: float
+    leaving: float
+    cpu: float
+    watching: float
+    parts: dict[str, float]
+
+    def __str__(self) -> str:
+        parts = {"leaving": self.leaving, **self.parts}
+        return (
+            f"pause {self.wall:5.1f} s, {self.asked:5.1f} s from the request; CPU {self.cpu:5.1f} s a worker, "
+            f"{self.watching:.1f} s of the supervisor  {said(parts)}"
+        )
 
 
 def cpu(pid: int) -> float:
@@ -105,11 +144,12 @@ def main() -> int:
             ("resized 2 to 1, nothing compiled", lambda: ask_for(options.folder, 1)),
             ("resized 1 to 2, compiled before", lambda: ask_for(options.folder, 2)),
             ("resized 2 to 1, compiled before", lambda: ask_for(options.folder, 1)),
+            ("resized 1 to 3, nothing compiled", lambda: ask_for(options.folder, 3)),
+            ("resized 3 to 1, stopping first", lambda: ask_for(options.folder, 1, stop_first=True)),
         ]
         for name, how in events:
-            wall, taken, watching, parts = job.pause(how)
-            text = f"{name:34} CPU {taken:5.1f} s a worker, {watching:.1f} s of the supervisor; pause {wall:5.1f} s  "
-            lines.append(text + said(parts))
+            lines.append(f"{name:34} {job.after(how)}")
+            print(lines[-1], flush=True)
     finally:
         job.supervisor.terminate()
         job.supervisor.wait()

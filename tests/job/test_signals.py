@@ -1,10 +1,12 @@
 """What a process does that is told to leave."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from forked import Forks
 
 from cjax.job import LeaveAtOnce, SupersededError, check_current
+from cjax.job.beat import read_beat
 from cjax.job.files import write_whole
 from cjax.job.folder import JobFolder
 
@@ -96,6 +99,35 @@ def test_who_is_late_or_alone_does_not_begin(tmp_path: Path, forks: Forks, how: 
     said |= {"CJAX_SUPERVISOR": str(supervisor)}
     done = forks.run(["-c", "import cjax; cjax.initialize()"], {**os.environ, **said})
     assert done.returncode == status and why in done.stderr
+
+
+WAITING = """
+import sys
+from cjax.job import SupersededError, check_current
+from cjax.job.beat import wait_for_turn
+try:
+    check_current()
+except SupersededError as error:
+    print("train still" in str(error), flush=True)
+wait_for_turn("fit")
+check_current()
+"""
+
+
+@pytest.mark.parametrize(("then", "status"), [({"incarnation": 4}, 0), ({"incarnation": 3, "next": 5}, 75)])
+def test_who_was_started_ahead_keeps_nothing_before_its_turn(tmp_path: Path, then: dict[str, int], status: int) -> None:
+    folder = JobFolder(tmp_path)
+    folder.place.mkdir()
+    write_whole(folder.state, '{"incarnation": 3, "next": 4}')
+    said = {**os.environ, "CJAX_JOB": str(tmp_path), "CJAX_INCARNATION": "4", "CJAX_AHEAD": "fit"}
+    waiting = subprocess.Popen([sys.executable, "-c", WAITING], env=said, stdout=subprocess.PIPE, text=True)
+    beat = folder.beat(4, 0)
+    while (found := read_beat(beat)) is None or found["phase"] != "ready":
+        assert waiting.poll() is None
+        time.sleep(0.01)
+    write_whole(folder.state, json.dumps(then))
+    out, _ = waiting.communicate(timeout=10)
+    assert (waiting.returncode, out) == (status, "True\n")
 
 
 def test_a_notebooks_kernel_outlives_a_second_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:

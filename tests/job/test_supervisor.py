@@ -8,15 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import cjax
-import cjax.job.supervisor
-from cjax.job.files import read_lines, read_object, write_whole
+from cjax.job.files import read_lines, write_whole
 from cjax.job.folder import JobFolder
 from cjax.job.lock import is_locked
 from cjax.job.spec import JobSpec, start_line
@@ -24,85 +21,7 @@ from cjax.job.state import JobState
 from cjax.job.status import ask_for, status_of
 from cjax.job.workers import Workers, started
 
-# Counts to 40; goes on from the last number that the first worker has saved; `at` is what a test does at a step.
-WORKER = """
-import sys, types
-cjax = sys.modules["cjax"] = types.ModuleType("cjax")
-cjax.__path__ = [sys.argv[1]]
-import os, signal, time
-from pathlib import Path
-from cjax.job import beating, leave_when_told, member
-from cjax.job.beat import read_beat
-from cjax.job.folder import JobFolder
-
-exec(sys.argv[3])  # before any sign of life
-mine, beat = member(), beating()
-told = []
-signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-rank, world, number = mine.rank, int(os.environ["WORLD_SIZE"]), mine.incarnation
-saved = mine.folder / "saved"
-step = first = int(saved.read_text()) if saved.exists() else 0
-beat.tell(first=first, steps=40)
-
-
-def beats(other):
-    return (read_beat(JobFolder(mine.folder).beat(number, other)) or {"step": -1})["step"]
-
-
-while step < 40 and not told:
-    time.sleep(0.02)
-    # Nobody is further than a step ahead of the others, as collectives have it.
-    while not told and any((beats(r) or first) < step for r in range(world)):
-        time.sleep(0.005)
-    step += 1
-    exec(sys.argv[2])
-    beat.step(step)
-    if rank == 0 and step % 10 == 0:
-        saved.write_text(str(step))
-if rank == 0:
-    saved.write_text(str(step))
-sys.exit(75 if told else 0)
-"""
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], JobFolder]]]:
-    running: list[subprocess.Popen[str]] = []
-
-    def start(at: str = "", early: str = "", **more: Any) -> tuple[subprocess.Popen[str], JobFolder]:
-        command = (sys.executable, "-c", WORKER, str(Path(cjax.__file__).parent), at, early)
-        spec = JobSpec(command, str(tmp_path), **{"workers": 2, "hang_after": 1.5, "grace": 5.0, **more})
-        running.append(subprocess.Popen(start_line(spec), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
-        return running[-1], JobFolder(tmp_path)
-
-    yield start
-    for each in running:
-        each.kill()
-        each.communicate()
-    for pid, since in (read_object(JobFolder(tmp_path).state) or {}).get("pids", []):
-        if started(pid) == since:
-            os.killpg(pid, signal.SIGKILL)
-
-
-def until(what: Callable[[], Any], seconds: float = 20.0) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.02)
-    return found
-
-
-def ends(folder: JobFolder) -> list[dict[str, Any]]:
-    return [line for line in read_lines(folder.history) if line["event"] == "end"]
-
-
-def nothing_twice(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """But for the last step, on which workers here do not agree, as those of `fit` do."""
-    return 0 <= before["step"] - after["first"] <= 1
-
-
-def state(folder: JobFolder) -> dict[str, Any]:
-    return read_object(folder.state) or {}
+from .counting import ends, nothing_twice, state, until
 
 
 def test_a_death_is_noticed_within_a_second_and_all_go_on_from_what_was_saved(job: Any) -> None:
@@ -243,6 +162,22 @@ def test_a_second_signal_ends_at_once_what_a_killed_supervisor_has_left(job: Any
     other.send_signal(signal.SIGTERM)
     assert other.wait(5) == 75 and started(pid) != since
     assert [line["kind"] for line in ends(folder)] == ["orphaned"] and state(folder)["status"] == "stopped"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_a_job_at_once(job: Any, number: signal.Signals, code: int) -> None:
+    supervisor, folder = job("signal.signal(signal.SIGTERM, signal.SIG_IGN); told.clear(); time.sleep(0.2)", grace=60.0)
+    until(lambda: read_lines(folder.history) and status_of(folder.run).step)
+    pids = state(folder)["pids"]
+    supervisor.send_signal(number)
+    time.sleep(0.5)
+    assert supervisor.poll() is None and all(started(pid) == since for pid, since in pids), (
+        "what is saved is waited for"
+    )
+    begin = time.monotonic()
+    supervisor.send_signal(number)
+    assert supervisor.wait(5) == code and time.monotonic() - begin < 1
+    assert all(started(pid) != since for pid, since in pids) and state(folder)["status"] == "stopped"
 
 
 def test_nobody_elses_processes_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
