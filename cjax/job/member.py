@@ -47,16 +47,17 @@ class Member:
     @property
     def is_current(self) -> bool:
         """Whether the job's workers are those of this incarnation: they alone train, and name what they keep."""
-        return self._is_one_of("incarnation")
+        return self.incarnation == self._told()[0]
 
     @property
     def is_awaited(self) -> bool:
         """Whether they are, or are to be."""
-        return self._is_one_of("incarnation", "next")
+        return self.incarnation in self._told()
 
-    def _is_one_of(self, *names: str) -> bool:
-        state = read_object(JobFolder(self.folder).state)
-        return state is None or self.incarnation in [state.get(name, self.incarnation) for name in names]
+    def _told(self) -> tuple[int, int]:
+        """The incarnation that it is, and the one that is to follow, or 0."""
+        state = read_object(JobFolder(self.folder).state) or {}
+        return state.get("incarnation", self.incarnation), state.get("next", 0)
 
 
 @functools.cache

@@ -45,6 +45,8 @@ def test_a_plan_that_fits_not_is_refused_with_plans_that_do(wide: cjax.Program, 
     limit(split.total)
     tight = wide.replan(wide.plan)
     error, state = refused(tight)
+    with pytest.raises(OutOfMemory):
+        tight.compile()
     assert error.report.memory.total == need.total and error.report.memory.limit == split.total
     assert isinstance(error, MemoryError)
     fitting = [candidate.plan for candidate in error.alternatives.candidates]
@@ -56,6 +58,8 @@ def test_a_plan_that_fits_not_is_refused_with_plans_that_do(wide: cjax.Program, 
 
     before = on_host(tight.params(state))  # nothing is lost: what is typed next goes on from here
     other = tight.replan(fitting[0])
+    other.compile()
+    assert "_step" in vars(other), "before the first batch"
     state = other.restore(state)
     assert_same(on_host(other.params(state)), before)
     state, metrics = other.step(state, rows())
