@@ -22,7 +22,7 @@ def how_far(spec: JobSpec, beats: Sequence[dict[str, Any] | None], pids: Sequenc
         size: how many are to follow.
     """
     if any(beat is None or beat["platform"] is None or beat["ended"] is not None for beat in beats):
-        return "", "they stop at once, where no fit has a state yet that could go on meanwhile"
+        return "", "they stop first, since no fit is under way that could go on, or its layers are on a disk"
     if spec.hosts:
         return BEFORE_DEVICES, "they start and import; how much memory the hosts have for two of each is not known here"
     if (platform := next(beat["platform"] for beat in beats if beat)) != "cpu":

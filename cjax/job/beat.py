@@ -143,7 +143,7 @@ class Beat(Doing):
             with self._lock:
                 self._facts["count"] += 1
                 self._write()
-            if not self._mine.is_awaited:
+            if not self._mine.is_known:
                 os._exit(AGAIN)  # late: whatever it has, nobody waits for it
             if self._mine.supervisor and os.getppid() != self._mine.supervisor and not is_orphan:
                 # Nobody watches any more, and whoever watches next starts workers of its own: save, and leave.
@@ -169,28 +169,29 @@ def beating() -> Doing:
     if mine is None:
         return Doing()
     is_anothers = mine.supervisor and os.getppid() != mine.supervisor
-    if is_anothers and mine.is_awaited and Path(f"/proc/{mine.supervisor}").exists():
+    if is_anothers and mine.is_known and Path(f"/proc/{mine.supervisor}").exists():
         raise RuntimeError(
             f"this process is no worker of the job in {mine.folder}, but was started by one, and has its environment: "
             f"start it without {JOB}, RANK and WORLD_SIZE in it, so that it trains for itself"
         )
-    if is_anothers or not mine.is_awaited:
+    if is_anothers or not mine.is_known:
         _leave(mine)
     return Beat(mine)
 
 
 def wait_for_turn(where: str) -> None:
-    """Of a worker that was started while those before it train: returns when these have left. Of others: at once.
+    """Of a worker that was started while those before it train: returns when these have left. Of who is at it: at once.
+    Who has been at it leaves here.
 
     Args:
         where: this is, `BEFORE_DEVICES` or `BEFORE_STATE`. Who has missed the first waits at the second.
     """
     mine = member()
-    if mine is None or not mine.waits or (mine.waits, where) == (BEFORE_STATE, BEFORE_DEVICES) or mine.is_current:
+    if mine is None or (mine.waits, where) == (BEFORE_STATE, BEFORE_DEVICES) or mine.is_current:
         return
     beating().turn(READY)
     while not mine.is_current:
-        if not mine.is_awaited:
+        if not mine.is_next:
             _leave(mine)
         time.sleep(_LOOK)
     beating().begin()

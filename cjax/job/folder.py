@@ -35,6 +35,11 @@ class JobFolder:
         return self.place / "asked.json"
 
     @property
+    def rehearsal(self) -> Path:
+        """A checkpoint that those who get ready for a resize restore before it counts."""
+        return self.place / "rehearsal"
+
+    @property
     def lock(self) -> Path:
         """Held by whoever trains here, or supervises who does."""
         return self.run / "lock"

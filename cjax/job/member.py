@@ -50,14 +50,19 @@ class Member:
         return self.incarnation == self._told()[0]
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether they are, or are to be."""
+    def is_next(self) -> bool:
+        """Whether they are to be."""
+        return self.incarnation == self._told()[1]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether they are, are to be, or were just now, and have kept what they had."""
         return self.incarnation in self._told()
 
-    def _told(self) -> tuple[int, int]:
-        """The incarnation that it is, and the one that is to follow, or 0."""
+    def _told(self) -> tuple[int, int, int]:
+        """The incarnation that it is, the one that is to follow, and the one that leaves; 0 where there is none."""
         state = read_object(JobFolder(self.folder).state) or {}
-        return state.get("incarnation", self.incarnation), state.get("next", 0)
+        return state.get("incarnation", self.incarnation), state.get("next", 0), state.get("leaving", 0)
 
 
 @functools.cache
@@ -74,7 +79,7 @@ def check_current() -> None:
     """
     mine = member()
     if mine is not None and not mine.is_current:
-        if mine.is_awaited:
+        if mine.is_next:
             raise SupersededError(
                 f"the workers of the job in {mine.folder} that this process is to follow train still, and it writes "
                 f"nothing before it is its turn, which it waits for in cjax.train.fit: keep nothing before that, or "

@@ -20,11 +20,12 @@ class JobState:
         size: how many workers it is to have, after the last resize.
         incarnation: which start of workers these are.
         next: that of those who get ready to follow them; 0 where there are none.
+        leaving: that of those who have kept what they had, and end; 0 where there are none.
         started: the highest number that any start was given, so that no number is given twice.
         restarts: how often since the job was typed, after a failure.
         fruitless: how many of the last starts brought no new step.
         lost: places at which no worker comes to life.
-        pids: of the workers, and of those who get ready, each with the time of its start.
+        pids: of the workers, of those who get ready, and of those who leave, each with the time of its start.
         resize: what became of the last one that was asked for, if it is not done.
         status: "running", "done", "failed" or "stopped".
     """
@@ -34,6 +35,7 @@ class JobState:
     size: int
     incarnation: int = 0
     next: int = 0
+    leaving: int = 0
     started: int = 0
     restarts: int = 0
     fruitless: int = 0

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ from cjax.job.ahead import how_far
 from cjax.job.files import append_line, read_lines, read_object, write_whole
 from cjax.job.folder import JobFolder
 from cjax.job.lock import locked
-from cjax.job.member import AGAIN
+from cjax.job.member import AGAIN, BEFORE_STATE
 from cjax.job.processes import Start
 from cjax.job.spec import JobSpec, start_line
 from cjax.job.state import JobState
@@ -46,6 +47,8 @@ class Supervisor:
         self._best = max((line.get("step") or 0 for line in read_lines(self.folder.history)), default=0)
         self._patience = 1.0
         self._next: Workers | None = None  # of the size that was asked for, who get ready
+        self._leaving: Workers | None = None  # of the size before, who have kept what they had
+        self._until = 0.0  # when these are to be gone
 
     def run(self) -> int:
         """Until the job is done, has failed, or is told to stop; the exit status."""
@@ -97,11 +100,13 @@ class Supervisor:
         """Who trains now: new workers, or those who have got ready. None where we are told to stop before that."""
         if self._next is not None:
             return self._take_over(self._next)
+        self._see_off(at_once=True)
         self.state.pids = []
         if not self._is_counted(self.state.new_number()):
             return None
         places = tuple(place for place in self.state.places if place not in self.state.lost)
-        self._forget_beats()
+        for old in self.folder.beats.glob("*"):
+            old.unlink()
         try:
             workers = Workers(self.spec, self.state.incarnation, places, self._patience, self._start, self._out)
         except OSError:
@@ -111,13 +116,10 @@ class Supervisor:
         self._note("start", workers=len(places), places=list(places))
         return workers
 
-    def _forget_beats(self, but: int = 0) -> None:
-        for old in self.folder.beats.glob("*"):
-            if not old.name.startswith(f"{but}-"):
-                old.unlink()
-
-    def _keep_pids(self, *all_workers: Workers) -> None:
-        processes = [process for workers in all_workers for process in workers.processes]
+    def _keep_pids(self, workers: Workers) -> None:
+        """Of these, and of those who get ready and who leave."""
+        each = [some for some in (workers, self._next, self._leaving) if some is not None]
+        processes = [process for some in each for process in some.processes]
         self.state.pids = [[process.pid, started(process.pid)] for process in processes]
         self._keep()
 
@@ -127,6 +129,7 @@ class Supervisor:
             time.sleep(PERIOD)
             ending = workers.look()
             workers.show()
+            self._see_off()
             if ending is not None:
                 return self._ended(workers, ending)
             if self._told:
@@ -235,7 +238,7 @@ class Supervisor:
             self._say(f"{error}. The workers of the new size start behind the present ones")
             self.state.next = 0
             return False
-        self._keep_pids(workers, self._next)
+        self._keep_pids(workers)
         return True
 
     def _are_prepared(self, workers: Workers, following: Workers) -> bool:
@@ -261,10 +264,19 @@ class Supervisor:
         """Nobody follows the present workers any more."""
         if self._next is not None:
             self._next.kill()
+            shutil.rmtree(self.folder.rehearsal, ignore_errors=True)
         self._next, self.state.next, self.state.resize = None, 0, ""
 
     def _resized(self, workers: Workers, size: int) -> None:
-        self._leave(workers)
+        if self._next is not None and self._next.waits == BEFORE_STATE:
+            # Who has kept what it had is waited for no longer: it has nothing that the next ones need.
+            workers.tell()
+            self._wait(workers.have_kept)
+            self._leaving, self._until = workers, time.monotonic() + self.spec.grace
+            if not workers.have_kept():
+                self._see_off(at_once=True)
+        else:
+            self._leave(workers)
         self._note("end", kind="resized", why=f"resized to {size} workers", **workers.facts())
         self._best = max(self._best, workers.step)
         self.state.size, self.state.lost, self._failed_starts = size, [], {}
@@ -273,13 +285,24 @@ class Supervisor:
         """It is the turn of those who have got ready, or who are at it, where those before have died meanwhile."""
         self.state.size, self.state.lost, self._failed_starts = len(workers.places), [], {}
         self.state.resize = ""
+        self.state.leaving = 0 if self._leaving is None else self._leaving.incarnation
         if not self._is_counted(workers.incarnation):
             return None
         self._next = None
         self._keep_pids(workers)
         self._note("start", workers=len(workers.places), places=list(workers.places))
-        self._forget_beats(but=workers.incarnation)
         return workers
+
+    def _see_off(self, at_once: bool = False) -> None:
+        """Those who leave have the rest of their time, as long as they do nothing else."""
+        leaving = self._leaving
+        if leaving is None:
+            return
+        if at_once or leaving.are_gone() or time.monotonic() > self._until or not leaving.have_kept():
+            leaving.kill()
+            leaving.show()
+            self._leaving, self.state.leaving = None, 0
+            self._keep()
 
     # -- what is kept -------------------------------------------------------------------------------------------------
     def _settle(self) -> None:
@@ -303,6 +326,7 @@ class Supervisor:
 
     def _finish(self, status: str, code: int) -> int:
         self._drop()
+        self._see_off(at_once=True)
         self.state.status, self.state.pids = status, []
         self.state.restarts = self.state.fruitless = 0
         self._keep()

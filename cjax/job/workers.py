@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO
 
+from cjax.job.beat import ENDED, READY, TRAINING, read_beat
 from cjax.job.beat import PERIOD as BEAT
-from cjax.job.beat import READY, TRAINING, read_beat
 from cjax.job.folder import JobFolder
 from cjax.job.member import AGAIN
 from cjax.job.processes import LocalProcess, Start, WorkerProcess
@@ -66,7 +66,7 @@ class Workers:
         out: TextIO | None = None,
         waits: str = "",
     ) -> None:
-        self.spec, self.incarnation, self.places = spec, incarnation, tuple(places)
+        self.spec, self.incarnation, self.places, self.waits = spec, incarnation, tuple(places), waits
         self._folder, self._patience, self._out = JobFolder(Path(spec.folder)), patience, out
         self.beats: list[dict[str, Any] | None] = [None] * len(places)
         self._heard = [time.monotonic()] * len(places)  # when something changed in a worker's beats
@@ -215,6 +215,11 @@ class Workers:
         self._listen()
         self.show()
         return all(process.poll() is not None for process in self.processes)
+
+    def have_kept(self) -> bool:
+        """Whether all have left, or have kept what they had and are about to."""
+        gone = self.are_gone()
+        return gone or all(beat is not None and beat["phase"] == ENDED for beat in self.beats)
 
     def kill(self) -> None:
         """Ends all that is left, with what they have started."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from cjax.checkpoint import Checkpointer
 from cjax.job import AGAIN, beating, member
-from cjax.job.beat import COMPILING, ENDED, RESTORING
+from cjax.job.beat import CALLING, COMPILING, ENDED, RESTORING
 from cjax.job.files import write_whole
 from cjax.job.lock import locked
 from cjax.mesh import together
@@ -182,7 +182,7 @@ def fit(
         )
     if between_failures is not None and not between_failures > 0:
         raise ValueError(f"fit got between_failures={between_failures!r}; it needs seconds, more than 0")
-    get_ready(program)
+    get_ready(program, folder)
     writers = writers_of(folder, tensorboard, log)
     with contextlib.ExitStack() as stack:
         if folder is not None:
@@ -218,7 +218,8 @@ def fit(
         if noting is not None:
             noting.begin(state)
         first = int(state.step)
-        beat.tell(first=first, steps=steps, ended=None, platform=program.mesh.devices.flat[0].platform)
+        platform = None if disk is not None else program.mesh.devices.flat[0].platform
+        beat.tell(first=first, steps=steps, ended=None, platform=platform)
         is_first = jax.process_index() == 0
         display = make_display(steps, first, is_first)
         stack.callback(display.close)
@@ -272,8 +273,7 @@ def fit(
         for callback in run.callbacks:
             stack.callback(callback.on_end, run)
         ended = run.go()
-        beat.tell(ended=ended)
-        beat.turn(ENDED)
+        beat.turn(CALLING)  # who ends may take its time
         if ended in signal.Signals.__members__:
             how = f"go on with: {command}" if folder else "nothing was saved, because no folder was given"
             display.note(f"stopped by {ended} after step {run.step}; {how}")
@@ -285,6 +285,8 @@ def fit(
             display.note(
                 f"report.html could not be written: {error}. The run is done; cjax report {folder} tries again"
             )
+    beat.tell(ended=ended)
+    beat.turn(ENDED)  # nothing more comes into the folder, and others may go on in it
     return FitResult(
         run.state,
         run.step,

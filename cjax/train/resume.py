@@ -78,10 +78,10 @@ def has_begun(
     if is_on_disk and kept is not None and given is not None:
         is_on_disk = kept[1].get("run") == str(given.resolve())
     in_memory = snapshots is not None and snapshots.newest(-1) is not None
-    return is_on_disk or in_memory or _of_first(checkpoints.latest()) is not None
+    return is_on_disk or in_memory or of_first(checkpoints.latest()) is not None
 
 
-def _of_first(step: int | None) -> int | None:
+def of_first(step: int | None) -> int | None:
     """What the first process sees: another may not see yet what lies on a disk that they share."""
     if jax.process_count() == 1:
         return step
@@ -111,7 +111,7 @@ def go_on(
         FileNotFoundError: nothing was kept.
         FileExistsError: the disk holds another run.
     """
-    identity, last = getattr(data, "identity", None), _of_first(checkpoints.latest())
+    identity, last = getattr(data, "identity", None), of_first(checkpoints.latest())
     kept = None if disk is None else disk.kept
     if disk is not None and kept is not None:
         step, note = kept

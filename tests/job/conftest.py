@@ -23,8 +23,10 @@ from .counting import WORKER
 def job(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], JobFolder]]]:
     running: list[subprocess.Popen[str]] = []
 
-    def start(at: str = "", early: str = "", ready: str = "", **more: Any) -> tuple[subprocess.Popen[str], JobFolder]:
-        command = (sys.executable, "-c", WORKER, str(Path(cjax.__file__).parent), at, early, ready)
+    def start(
+        at: str = "", early: str = "", ready: str = "", late: str = "", **more: Any
+    ) -> tuple[subprocess.Popen[str], JobFolder]:
+        command = (sys.executable, "-c", WORKER, str(Path(cjax.__file__).parent), at, early, ready, late)
         spec = JobSpec(command, str(tmp_path), **{"workers": 2, "hang_after": 1.5, "grace": 5.0, **more})
         running.append(subprocess.Popen(start_line(spec), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE))
         return running[-1], JobFolder(tmp_path)

@@ -8,7 +8,8 @@ from cjax.job.files import read_lines, read_object
 from cjax.job.folder import JobFolder
 
 # Counts to 40; goes on from the last number that the first worker has saved; `at` is what a test does at a step,
-# `early` before any sign of life, `ready` between the two places where a worker waits that is started ahead.
+# `early` before any sign of life, `ready` between the two places where a worker waits that is started ahead,
+# `late` when all is kept.
 WORKER = """
 import sys, types
 cjax = sys.modules["cjax"] = types.ModuleType("cjax")
@@ -49,6 +50,8 @@ while step < 40 and not told:
         saved.write_text(str(step))
 if rank == 0:
     saved.write_text(str(step))
+beat.turn("ended")
+exec(sys.argv[5])
 sys.exit(75 if told else 0)
 """
 

@@ -121,9 +121,9 @@ BEAT = {"platform": "cpu", "ended": None}
     ("beats", "more", "free", "where", "why"),
     [
         ([BEAT, BEAT], {}, 2**50, "fit", "start, import and compile"),
-        ([BEAT, None], {}, 2**50, "", "no fit has a state yet"),
-        ([BEAT, {**BEAT, "platform": None}], {}, 2**50, "", "no fit has a state yet"),
-        ([BEAT, {**BEAT, "ended": "steps"}], {}, 2**50, "", "no fit has a state yet"),
+        ([BEAT, None], {}, 2**50, "", "no fit is under way"),
+        ([BEAT, {**BEAT, "platform": None}], {}, 2**50, "", "no fit is under way"),
+        ([BEAT, {**BEAT, "ended": "steps"}], {}, 2**50, "", "no fit is under way"),
         ([{**BEAT, "platform": "gpu"}] * 2, {}, 2**50, "initialize", "memory of a gpu"),
         ([BEAT, BEAT], {"hosts": ("a", "b", "c")}, 2**50, "initialize", "how much memory the hosts have"),
         ([BEAT, BEAT], {}, 2**10, "", "beside them 3 more would take"),
@@ -148,6 +148,22 @@ def test_free_memory_is_what_a_container_leaves(monkeypatch: pytest.MonkeyPatch,
     most.write_text("max\n")
     assert cjax.job.ahead.free_memory() > 2**21
     assert cjax.job.ahead.resident(os.getpid()) > 2**20 and cjax.job.ahead.resident(2**30) == 0
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_who_has_kept_all_is_not_waited_for_and_has_its_time(job: Any, tmp_path: Path, is_over: bool) -> None:
+    then = "(mine.folder / 'left').write_text('')" if is_over else "beat.turn('training'); time.sleep(20)"
+    supervisor, folder = job(SLOW, late=f"if number == 1: time.sleep(1.2); {then}")
+    begun(folder)
+    ask_for(folder.run, 3)
+    pids = until(lambda: state(folder).get("leaving") == 1 and state(folder)["pids"])
+    assert len(pids) == 5 and all(started(pid) == since for pid, since in pids)
+    until(lambda: all(started(pid) != since for pid, since in pids[3:]))
+    assert (tmp_path / "left").exists() == is_over, "who begins something else is ended"
+    until(lambda: not state(folder)["leaving"])
+    _, err = supervisor.communicate(timeout=30)
+    assert supervisor.returncode == 0, err
+    assert nothing_twice(*ends(folder)) and [workers for workers, *_ in steps_of(folder)] == [2, 3]
 
 
 def test_who_has_no_room_for_both_has_the_present_ones_stop_first(job: Any) -> None:

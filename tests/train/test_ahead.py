@@ -1,6 +1,7 @@
 """A run that waits for its turn while those before it train."""
 
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,6 +22,11 @@ class Program(SmallProgram):
     def __init__(self, doing: Doing) -> None:
         super().__init__()
         self.doing, self.compiled_while = doing, []
+        self.restored: list[str] = []
+
+    def restore(self, source: Any) -> Any:
+        self.restored.append(Path(source).name)
+        return super().restore(source)
 
     def compile(self) -> None:
         self.compiled_while.append(self.doing.phase)
@@ -43,12 +49,12 @@ def test_nothing_of_a_run_is_touched_before_its_turn(
     state.parent.mkdir()
     write_whole(state, '{"incarnation": 3, "next": 4}' if waits else '{"incarnation": 4}')
     for name in ("cjax.job.beat", "cjax.train.ahead", "cjax.train.fit"):
-        monkeypatch.setattr(f"{name}.member", lambda: Member(run, 4, 0, 0, waits))
-        monkeypatch.setattr(f"{name}.beating", lambda: doing)
+        monkeypatch.setattr(sys.modules[name], "member", lambda: Member(run, 4, 0, 0, waits))
+        monkeypatch.setattr(sys.modules[name], "beating", lambda: doing)
     seen: list[Any] = []
+    before = files(run)
 
     def hand_over() -> None:
-        before = files(run)
         while doing.phase != READY:
             time.sleep(0.005)
         time.sleep(0.1)
@@ -62,6 +68,7 @@ def test_nothing_of_a_run_is_touched_before_its_turn(
     program, data = Program(doing), SmallData()
     result = fit(program, data, steps=12, folder=run, resume="auto")
     assert program.compiled_while == compiled and result.step == 12
+    assert program.restored == ["rehearsal"] * len(compiled) + ["9" if waits else "6"]
     assert data.read[0] == 4 * (9 if waits else 6), "data begins where the others have stopped"
     if waits:
         others.join()
