@@ -26,7 +26,7 @@ from cjax.job.spec import JobSpec, start_line
 from cjax.job.status import ask_for
 
 TRAIN = "import sys; from cjax.cli import main; sys.exit(main())"
-OPTIONS = "--batch 8 --seq 64 --steps 100000 --checkpoint-every 1000 --snapshot-every 5 --evaluate-every 100000"
+OPTIONS = "--batch 8 --seq 64 --steps 100000 --checkpoint-every 50 --snapshot-every 5 --evaluate-every 100000"
 TICKS = os.sysconf("SC_CLK_TCK")
 
 

@@ -119,6 +119,50 @@ def test_a_full_disk_is_said_and_training_goes_on(
     assert inspect(tmp_path).step == 20, "at the end there is nothing to go on to"
 
 
+FILLED = """
+import contextlib, os, sys
+from pathlib import Path
+from train.conftest import SmallData, SmallProgram
+from cjax.checkpoint import inspect
+from cjax.train import fit
+
+run, filler = Path(sys.argv[1]) / "run", Path(sys.argv[1]) / "filler"
+
+
+class Data(SmallData):
+    def batches(self, start=0):
+        for number, batch in enumerate(super().batches(start)):
+            if number == 12:
+                file = os.open(filler, os.O_WRONLY | os.O_CREAT)
+                with contextlib.suppress(OSError):
+                    while True:
+                        os.write(file, bytes(512))
+            if number == 24:
+                print("full:", inspect(run).step, flush=True)
+                filler.unlink()
+            yield batch
+
+
+result = fit(SmallProgram(), Data(), steps=30, folder=run, checkpoint_every=5, keep=1, log_every=1)
+print("then:", result.step, inspect(run).step, float(SmallProgram().restore(result.checkpoint).w[0] - result.state.w[0]))
+"""
+
+
+@pytest.mark.full
+def test_a_disk_that_is_really_full_costs_no_step_and_not_the_last_checkpoint(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("a small disk of its own takes the right to mount one")
+    code = f'mount -t tmpfs -o size=2m tmpfs "$1" && exec "{sys.executable}" -c "$2" "$1"'
+    said = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])}
+    line = ["unshare", "-m", "sh", "-c", code, "sh", tmp_path, FILLED]
+    ran = subprocess.run(line, env=said, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["full: 10", "then: 30 30 0.0"]
+    for step in (15, 20):
+        assert f"checkpoints/{step} could not be written" in ran.stderr and "checkpoints/10" in ran.stderr
+    assert "No space left on device" in ran.stderr
+
+
 TWICE = """
 import hashlib, sys, time
 import cjax.train.signals as signals
