@@ -190,8 +190,8 @@ def wait_for_turn(where: str) -> None:
     if mine is None or (mine.waits, where) == (BEFORE_STATE, BEFORE_DEVICES) or mine.is_current:
         return
     beating().turn(READY)
-    while not mine.is_current:
-        if not mine.is_next:
+    while mine.incarnation != (known := mine.told())[0]:
+        if mine.incarnation != known[1]:  # of one and the same look: between two it may have become its turn
             _leave(mine)
         time.sleep(_LOOK)
     beating().begin()

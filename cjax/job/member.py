@@ -47,19 +47,19 @@ class Member:
     @property
     def is_current(self) -> bool:
         """Whether the job's workers are those of this incarnation: they alone train, and name what they keep."""
-        return self.incarnation == self._told()[0]
+        return self.incarnation == self.told()[0]
 
     @property
     def is_next(self) -> bool:
         """Whether they are to be."""
-        return self.incarnation == self._told()[1]
+        return self.incarnation == self.told()[1]
 
     @property
     def is_known(self) -> bool:
         """Whether they are, are to be, or were just now, and have kept what they had."""
-        return self.incarnation in self._told()
+        return self.incarnation in self.told()
 
-    def _told(self) -> tuple[int, int, int]:
+    def told(self) -> tuple[int, int, int]:
         """The incarnation that it is, the one that is to follow, and the one that leaves; 0 where there is none."""
         state = read_object(JobFolder(self.folder).state) or {}
         return state.get("incarnation", self.incarnation), state.get("next", 0), state.get("leaving", 0)

@@ -148,26 +148,16 @@ class Program:
 
     @own_context
     def compile(self) -> None:
-        """Compiles the step now, and not at the first batch.
-
-        Raises:
-          OutOfMemory: when the plan does not fit its devices.
-        """
+        """Compiles the step now, and not at the first batch; raises what that would raise of memory."""
         self._must_train("compile")
         _ = self._step
 
     @functools.cached_property
     def _step(self) -> Any:
-        if self._walking is not None:
-            report = self.report()
-            if not report.memory.fits:
-                raise OutOfMemory(report, alternatives(self._composed.planning, self.plan, report, self._try))
-            return self._walking.step
-        compiled = self._compiled
-        report = self.report()
-        if not report.memory.fits:
+        run = self._compiled if self._walking is None else self._walking.step
+        if not (report := self.report()).memory.fits:
             raise OutOfMemory(report, alternatives(self._composed.planning, self.plan, report, self._try))
-        return compiled
+        return run
 
     @functools.cached_property
     def _compiled(self) -> Any:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from forked import Forks
 
-from cjax.job import LeaveAtOnce, SupersededError, check_current
-from cjax.job.beat import read_beat
+from cjax.job import LeaveAtOnce, Member, SupersededError, check_current
+from cjax.job.beat import Doing, read_beat, wait_for_turn
 from cjax.job.files import write_whole
 from cjax.job.folder import JobFolder
 
@@ -128,6 +128,20 @@ def test_who_was_started_ahead_keeps_nothing_before_its_turn(tmp_path: Path, the
     write_whole(folder.state, json.dumps(then))
     out, _ = waiting.communicate(timeout=10)
     assert (waiting.returncode, out) == (status, "True\n")
+
+
+def test_whose_turn_comes_between_two_looks_does_not_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look of the state is the last before it changes."""
+    looks = iter([{"incarnation": 3, "next": 4}] * 3 + [{"incarnation": 4, "next": 0}] * 9)
+    monkeypatch.setattr("cjax.job.member.read_object", lambda _: next(looks))
+    monkeypatch.setattr("cjax.job.beat.member", lambda: Member(tmp_path, 4, 0, 0, "fit"))
+    doing = Doing()
+    monkeypatch.setattr("cjax.job.beat.beating", lambda: doing)
+    wait_for_turn("fit")
+    assert doing.phase == "starting"
+    looks = iter([{"incarnation": 3, "next": 4}] * 2 + [{"incarnation": 3, "next": 5}] * 9)
+    with pytest.raises(SystemExit):
+        wait_for_turn("fit")
 
 
 def test_a_notebooks_kernel_outlives_a_second_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:

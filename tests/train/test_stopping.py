@@ -120,7 +120,7 @@ def test_a_full_disk_is_said_and_training_goes_on(
 
 
 FILLED = """
-import contextlib, os, sys
+import contextlib, os, sys, time
 from pathlib import Path
 from train.conftest import SmallData, SmallProgram
 from cjax.checkpoint import inspect
@@ -133,10 +133,12 @@ class Data(SmallData):
     def batches(self, start=0):
         for number, batch in enumerate(super().batches(start)):
             if number == 12:
+                time.sleep(1.0)  # until what was begun at step 10 is on the disk
                 file = os.open(filler, os.O_WRONLY | os.O_CREAT)
                 with contextlib.suppress(OSError):
                     while True:
                         os.write(file, bytes(512))
+                os.close(file)
             if number == 24:
                 print("full:", inspect(run).step, flush=True)
                 filler.unlink()
@@ -144,7 +146,8 @@ class Data(SmallData):
 
 
 result = fit(SmallProgram(), Data(), steps=30, folder=run, checkpoint_every=5, keep=1, log_every=1)
-print("then:", result.step, inspect(run).step, float(SmallProgram().restore(result.checkpoint).w[0] - result.state.w[0]))
+kept = SmallProgram().restore(result.checkpoint)
+print("then:", result.step, inspect(run).step, float(kept.w[0] - result.state.w[0]))
 """
 
 
@@ -153,7 +156,8 @@ def test_a_disk_that_is_really_full_costs_no_step_and_not_the_last_checkpoint(tm
     if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:
         pytest.skip("a small disk of its own takes the right to mount one")
     code = f'mount -t tmpfs -o size=2m tmpfs "$1" && exec "{sys.executable}" -c "$2" "$1"'
-    said = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])}
+    places = [str(Path(__file__).parents[up]) for up in (2, 1)]
+    said = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     line = ["unshare", "-m", "sh", "-c", code, "sh", tmp_path, FILLED]
     ran = subprocess.run(line, env=said, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
