@@ -133,10 +133,10 @@ def test_who_was_started_ahead_keeps_nothing_before_its_turn(tmp_path: Path, the
 def test_whose_turn_comes_between_two_looks_does_not_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look of the state is the last before it changes."""
     looks = iter([{"incarnation": 3, "next": 4}] * 3 + [{"incarnation": 4, "next": 0}] * 9)
-    monkeypatch.setattr("cjax.job.member.read_object", lambda _: next(looks))
-    monkeypatch.setattr("cjax.job.beat.member", lambda: Member(tmp_path, 4, 0, 0, "fit"))
-    doing = Doing()
-    monkeypatch.setattr("cjax.job.beat.beating", lambda: doing)
+    beat, doing = sys.modules["cjax.job.beat"], Doing()
+    monkeypatch.setattr(sys.modules["cjax.job.member"], "read_object", lambda _: next(looks))
+    monkeypatch.setattr(beat, "member", lambda: Member(tmp_path, 4, 0, 0, "fit"))
+    monkeypatch.setattr(beat, "beating", lambda: doing)
     wait_for_turn("fit")
     assert doing.phase == "starting"
     looks = iter([{"incarnation": 3, "next": 4}] * 2 + [{"incarnation": 3, "next": 5}] * 9)
