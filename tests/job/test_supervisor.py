@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import cjax.job.supervisor
 from cjax.job.files import read_lines, write_whole
 from cjax.job.folder import JobFolder
 from cjax.job.lock import is_locked
@@ -332,7 +333,7 @@ def test_the_supervisor_imports_no_jax(tmp_path: Path) -> None:
 def test_a_job_whose_disk_is_full_waits_for_room_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], room: bool
 ) -> None:
-    module = sys.modules["cjax.job.supervisor"]
+    module = cjax.job.supervisor
     written, tries = write_whole, []
 
     def full(path: Path, text: str) -> None:
