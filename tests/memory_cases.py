@@ -2,7 +2,7 @@
 
 `python tests/memory_cases.py` compiles, one by one, the cases that `tests/planner/costs/compiled-0.10.json` does not
 have yet: 15 to 60 seconds of a core each. It needs the extra `aot`. Each JAX has a file of its own, and brings an
-XLA of its own: 0.12 needs up to 14 % less than 0.10, and for one pipeline 37 %.
+XLA of its own.
 """
 
 import argparse

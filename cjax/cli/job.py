@@ -35,8 +35,7 @@ class StatusCommand:
 
 @dataclasses.dataclass(frozen=True)
 class Resize:
-    """Gives a job of `cjax run --workers` another number of workers: they get ready, the present ones save and stop,
-    and they go on.
+    """Gives a job of `cjax run --workers` another number of workers, who get ready before the present ones stop.
 
     Attributes:
         run_folder: the folder of the run.

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cjax.jax_compat.core import Equation
+from cjax.jax_compat.core import ClosedJaxpr, Equation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,13 +295,13 @@ def goes_by_element(eqn: Equation) -> bool:
     return len(ranks - {0}) <= 1
 
 
-def is_cheap(name: str, params: Mapping[str, Any]) -> bool:
+def is_cheap(name: str, params: Mapping[str, object]) -> bool:
     """Whether a primitive, or all of what it calls, moves, rounds or combines numbers one by one.
 
     A derivative may call what has a derivative of its own, as that of `erfc` does since JAX 0.12.
     """
     inner = params.get("call_jaxpr" if name == "custom_jvp_call" else "jaxpr")  # as jax.nn.relu has, one in the other
-    if name in ("custom_jvp_call", "jit") and inner is not None:
+    if name in ("custom_jvp_call", "jit") and isinstance(inner, ClosedJaxpr):
         return all(is_cheap(eqn.primitive.name, eqn.params) for eqn in inner.jaxpr.eqns)
     return FACTS.get(name, UNKNOWN).cheap
 

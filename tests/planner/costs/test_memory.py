@@ -65,13 +65,15 @@ def test_as_xla_says(name: str) -> None:
     assert -0.03 < error(name, kept("0.10")[name]) < 0.12
 
 
+# What is predicted is what XLA needs under JAX 0.10. Under 0.12 it needs less: a few percent, in a grid 14 %, in three
+# pipelines 40 %, so that a plan said to fit does there too, and some are left out that would.
 @pytest.mark.aot
-@pytest.mark.parametrize(("version", "number"), [("0.10", 85), ("0.12", 25)])
-def test_every_pair_kept(version: str, number: int) -> None:
+@pytest.mark.parametrize(("version", "number", "median", "most"), [("0.10", 85, 0.05, 0.12), ("0.12", 30, 0.06, 0.2)])
+def test_every_pair_kept(version: str, number: int, median: float, most: float) -> None:
     errors = {name: error(name, found) for name, found in kept(version).items() if "peak" in found}
     sizes = np.abs(list(errors.values()))
     assert len(errors) >= number
-    assert np.median(sizes) <= 0.05 and np.quantile(sizes, 0.9) <= 0.12, errors
+    assert np.median(sizes) <= median and np.quantile(sizes, 0.9) <= most, errors
     assert not {name: e for name, e in errors.items() if e < -0.03}
 
 
