@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import cjax
-from cjax.program.batches import batch_structs, global_shape
+from cjax.program.batches import batch_structs, global_shape, join_processes
 
 from .conftest import Net, Words, assert_same, loss, make, on_host, refusal, rows, tokens
 
@@ -160,6 +161,30 @@ def test_columns_have_tables_of_their_own() -> None:
     for place in ("numpy", "jax"):
         message = refusal(lambda place=place: program.evaluate(state, jax.tree.map(PLACES[place], batch)))
         assert "'x' holds 24 at [3, 2], outside a table of 24 rows" in message
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float64, np.int32])
+def test_an_array_that_is_filled_anew_in_place_is_read_anew(dtype: Any) -> None:
+    """JAX keeps what it makes of an int64 array, by its identity, and gives that to whoever brings the array again."""
+    array, sharding = np.zeros((8, 3), dtype), NamedSharding(jax.make_mesh((8,), ("data",)), PartitionSpec("data"))
+    for number in range(4):
+        array[:] = number
+        taken = join_processes({"x": array}, {"x": sharding})["x"]
+        np.testing.assert_array_equal(jax.device_put(taken, sharding), np.full((8, 3), number))
+    assert (taken is array) == (dtype == np.int32), "copied where JAX would make another array of it, and there alone"
+
+
+def test_a_batch_that_is_filled_anew_in_place_is_trained_and_checked_anew() -> None:
+    batch = {"x": np.zeros((8, 3), np.int64), "y": np.ones(8)}
+    program = make("data=8", model=Columns(), batch=batch)
+    state = program.init(0)
+    for number in range(3):
+        batch["x"][:] = number
+        batch["y"][:] = number
+        new = {"x": np.full((8, 3), number, np.int32), "y": np.full(8, number, np.float32)}
+        assert program.check(state, batch).ok
+        assert program.loss(state, batch) == program.loss(state, new)
+        assert program.evaluate(state, batch)["loss"] == program.evaluate(state, new)["loss"]
 
 
 def test_an_array_on_the_devices_is_looked_at_once_and_stays_there(
