@@ -125,8 +125,8 @@ def _shared(
         )
     split = NamedSharding(source.mesh, PartitionSpec(axes or None))
     if options.get("present") is not None:
-        options["present"] = jax.device_put(jnp.asarray(options["present"]), split)
-    tokens = jax.device_put(jnp.asarray(tokens, jnp.int32), split)
+        options["present"] = jax.device_put(jnp.array(options["present"]), split)
+    tokens = jax.device_put(jnp.array(tokens, jnp.int32), split)
     return run(tokens, num_tokens, key, **options)
 
 

@@ -86,7 +86,9 @@ def generate(
     check_choice(model, prompt, key, choice, present)
     graph, state = nnx.split(model)
     key = jax.random.key(0) if key is None else key
-    return _generate(graph, state, jnp.asarray(prompt, jnp.int32), present, key, int(num_tokens), choice)
+    # Copies: an array of NumPy may be its owner's next prompt while this one's texts are still being made.
+    prompt, present = jnp.array(prompt, jnp.int32), None if present is None else jnp.array(present)
+    return _generate(graph, state, prompt, present, key, int(num_tokens), choice)
 
 
 def read_prompt(tokens: Any, vocab_size: int) -> jax.Array | np.ndarray:

@@ -89,21 +89,22 @@ def join_processes(batch: PyTree, shardings: PyTree) -> PyTree:
     def joined(leaf: Any, sharding: Any) -> Any:
         if isinstance(leaf, jax.Array):
             return leaf if leaf.sharding.is_equivalent_to(sharding, leaf.ndim) else jax.device_put(leaf, sharding)
-        leaf = in_own_dtype(leaf)
+        leaf = own_copy(leaf)
         return leaf if is_alone else _joined(np.asarray(leaf), sharding)
 
     return jax.tree.map(joined, batch, shardings)
 
 
-def in_own_dtype(leaf: Any) -> Any:
-    """A NumPy array in the dtype that JAX has it in, as a copy where that is another.
+def own_copy(leaf: Any) -> Any:
+    """A copy of a NumPy array, in the dtype that JAX has it in: data loaders fill one buffer anew for each batch.
 
-    JAX keeps what it makes of int64 and float64, by the identity of the array, and hands it out again when that is
-    filled anew in place, as data loaders do: the step would see the batch before.
+    On a CPU, JAX reads an aligned array where it lies, and a step runs on after it returned: it would see what the
+    loader wrote meanwhile. And what JAX makes of int64 and float64 it keeps, by the array's identity, and hands out
+    again: the step would see the batch before.
     """
     if not isinstance(leaf, np.ndarray):
         return leaf
-    return leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
+    return np.array(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _joined(rows: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -65,7 +65,9 @@ def store_members(storage: Storage, leaves: Sequence[list[Any]], mesh: Mesh) -> 
 def store_slot(slot: Slot, leaves: Sequence[Any], placed: Sequence[NamedSharding], mesh: Mesh) -> jax.Array:
     """The stored array of a slot, which shares no memory with the leaves; `placed` says where these are first."""
     arrays = [put(leaf, sharding) for leaf, sharding in zip(leaves, placed, strict=True)]
-    return _gatherer(alike(slot), NamedSharding(mesh, slot.stored_spec), mesh)(*arrays)
+    stored = _gatherer(alike(slot), NamedSharding(mesh, slot.stored_spec), mesh)(*arrays)
+    # Waited for: JAX may read NumPy's arrays where they lie, and their owner may write to them once this returned.
+    return jax.block_until_ready(stored)
 
 
 def put(leaf: Any, placed: NamedSharding) -> jax.Array:

@@ -10,7 +10,7 @@ import numpy as np
 
 from cjax.plan import Pipeline, Plan, Sequence, Tensor
 from cjax.planner.hardware import hardware_of
-from cjax.program.batches import in_own_dtype, place_batch, table_limits
+from cjax.program.batches import own_copy, place_batch, table_limits
 from cjax.program.check import Check, Outcome, compare, on_host
 from cjax.program.compose import compose
 from cjax.program.composed import Composed
@@ -66,7 +66,7 @@ def check_plan(composed: Composed, state: State, batch: PyTree) -> Check:
             "many virtual devices of one process: cjax run --devices N script.py."
         )
     device, plan = composed.mesh.devices.flat[0], composed.plan
-    given = jax.tree.map(lambda leaf: in_own_dtype(np.asarray(leaf)), batch)
+    given = jax.tree.map(lambda leaf: own_copy(np.asarray(leaf)), batch)
     params, frozen, model_state = trees_of(state, *MODEL).values()
     trees = params, frozen, model_state
     held = sum(x.nbytes for x in jax.tree.leaves(trees[:1])), _bytes_on(device, state)
