@@ -14,6 +14,8 @@ kernels touch, and instructions that launch something. Formulas, in the precisio
     tensor=n    [rows, length, width] all-reduced twice a layer each way, and once at each end
     ring:n      keys and values to all in both passes, their gradients round and home; gradients as data=n
     all_to_all  queries, keys, values and results exchanged in both passes; gradients as data=n
+    pipeline    in each tick an activation and a gradient; in float32, where micro-batches add them up, gradients of a
+                stage's layers reduced over the copies of the stage, of what is in no layer over all devices
 
 Positions that n does not divide (a ViT's 197) are filled up, and ring and all_to_all move as many as there are then.
 """
@@ -48,7 +50,7 @@ LAYERS, EMBED, HEADS, VOCAB, SEQ, ROWS, CHUNK, IMAGE = 4, 256, 8, 2048, 256, 16,
 SIZES: dict[str, Any] = dict(num_heads=HEADS, embed_dim=EMBED, mlp_dim=4 * EMBED, vocab_size=VOCAB, num_layers=LAYERS)
 PLANS = (
     "tensor=8", "data=8", "zero=1", "zero=2", "zero=3", "zero=3/4", "data=1 sequence=ring:8",
-    "data=1 sequence=all_to_all:8",
+    "data=1 sequence=all_to_all:8", "data=2 pipeline=1f1b:4 microbatches=4",
 )  # fmt: skip
 LAUNCHES = re.compile(
     r"^\s+(?:ROOT )?%?\S+ = .*? (fusion|custom-call|copy|sort|all-\S+|reduce-scatter\S*|collective\S+)\(", re.M
@@ -90,6 +92,8 @@ class Case:
     reduced: dict[int, int]
     leaves: tuple[str, ...] = ("inputs", "targets")
     positions: int = SEQ
+    layers: int = LAYERS
+    on_a_stage: int = 1  # layers of the fullest of four
 
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -109,6 +113,11 @@ def chunked(whole: Callable[..., Any]) -> Callable[..., Any]:
 
 MODELS = {
     "gpt": Case(of(GPT, GPTConfig(**SIZES, context=SEQ)), chunked(loss), {SEQ: 4 * LAYERS + 2}),
+    # Its head is worth two layers: stages have three, three, two and none.
+    "head": Case(
+        of(GPT, GPTConfig(**SIZES | {"num_layers": 8, "vocab_size": 8192}, context=SEQ)), chunked(loss),
+        {SEQ: 4 * 8 + 2}, layers=8, on_a_stage=3,
+    ),
     "bert": Case(of(BERT, BERTConfig(**SIZES, context=SEQ)), chunked(masked_loss), {SEQ: 4 * LAYERS + 2}),
     "t5": Case(
         of(T5, T5Config(**SIZES, num_decoder_layers=LAYERS, head_dim=32)), chunked(t5_loss),
@@ -140,6 +149,12 @@ def formula(case: Case, plan: str, params: Sequence[tuple[str, int]]) -> float |
         return low * (3 / 4 * (2 * whole + layers) + 2 * 1 / 2 * whole / 4)
     if plan.startswith("zero"):
         return share * low * (2 * whole + (layers if plan.startswith("zero=3") else 0))
+    if "pipeline" in plan:
+        if case.leaves == MODELS["t5"].leaves:
+            return None  # two stacks go round twice
+        ticks, stream = 4 + 2 * (4 - 1), ROWS / 2 / 4 * case.positions * EMBED
+        mine = layers / case.layers * case.on_a_stage
+        return low * ticks * 2 * stream + 4 * (2 * 1 / 2 * mine + 2 * share * (whole - layers))
     held = ROWS * math.ceil(case.positions / 8) * EMBED * LAYERS
     if "ring" in plan:
         return low * ((7 + 7 + 8) * 2 * held + 2 * share * whole)

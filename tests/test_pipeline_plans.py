@@ -1,5 +1,6 @@
 """Models with layers under plans that cut them into stages: as their authors train them, held in parts, or refused."""
 
+import dataclasses
 import functools
 import os
 from typing import Any
@@ -304,14 +305,15 @@ OUTSIDE = (512 + 256 + 2) * 192  # embedding, which is the head too, positions, 
 
 
 @functools.cache
-def mini_source() -> TraceSource:
+def mini_source(vocab: int) -> TraceSource:
     """What all plans and all numbers of rows share."""
     batch = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in ("inputs", "targets")}
-    return TraceSource(capture(lambda rngs: GPT(SIZES, rngs=rngs), gpt_loss, batch), batch)
+    sizes = dataclasses.replace(SIZES, vocab_size=vocab)
+    return TraceSource(capture(lambda rngs: GPT(sizes, rngs=rngs), gpt_loss, batch), batch)
 
 
-def mini(plan: str, rows: int, num_devices: int = NUM_DEVICES) -> Program:
-    given = Given(mini_source().on_rows(rows), optax.adamw(1e-3))
+def mini(plan: str, rows: int, num_devices: int = NUM_DEVICES, vocab: int = SIZES.vocab_size) -> Program:
+    given = Given(mini_source(vocab).on_rows(rows), optax.adamw(1e-3))
     return Program(compose(given, plan, jax.devices()[:num_devices]))
 
 
@@ -354,18 +356,22 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(schedule: str) ->
 
 # -- traffic ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("plan", "num_devices", "parts"),
+    ("plan", "num_devices", "parts", "counts"),
     [
-        ("pipeline=1f1b:4 microbatches=8", 4, 1),
-        ("pipeline=1f1b:2 microbatches=8 tensor=2d:4", 8, 4),
-        ("pipeline=1f1b:2 microbatches=4 data=2", 4, 2),
-        ("pipeline=zero_bubble:2 microbatches=8 tensor=2", 4, 1),  # between layers 1d keeps activations whole
-        ("pipeline=1f1b:2 microbatches=8 sequence=ring:2", 4, 2),
+        # A head that is worth two layers: no layer goes to another stage for its update.
+        ("pipeline=1f1b:4 microbatches=8", 4, 1, (3, 3, 2, 0)),
+        ("pipeline=1f1b:2 microbatches=8 tensor=2d:4", 8, 4, (4, 4)),
+        ("pipeline=1f1b:2 microbatches=4 data=2", 4, 2, (4, 4)),
+        ("pipeline=zero_bubble:2 microbatches=8 tensor=2", 4, 1, (4, 4)),  # between layers 1d keeps activations whole
+        ("pipeline=1f1b:2 microbatches=8 sequence=ring:2", 4, 2, (4, 4)),
     ][: 5 if ALL else 2],
 )
-def test_stages_hand_on_one_activation_and_one_gradient(plan: str, num_devices: int, parts: int) -> None:
+def test_stages_hand_on_one_activation_and_one_gradient(
+    plan: str, num_devices: int, parts: int, counts: tuple[int, ...]
+) -> None:
     """In each tick one each way, in as many parts as it is split into anyway."""
-    program = mini(plan, 16, num_devices=num_devices)
+    program = mini(plan, 16, num_devices=num_devices, vocab=6144 if 0 in counts else SIZES.vocab_size)
+    assert program._composed.line.partition.count == counts
     facts = cjax.audit(program.lower().compile())
     sent = [each for each in facts.collectives if each.kind == "collective-permute" and each.axis == "pipe"]
     ticks = program._composed.line.schedule.num_ticks

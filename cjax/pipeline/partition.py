@@ -106,5 +106,5 @@ def _rows_beside(head: float, length: int, num_blocks: int) -> int:
         return rows + max(2 * rows, 2 * last + 3 * head)
 
     best = min(range(least, 2 * least + 1), key=ticks)
-    # They have to pay: more rows are more memory, and the optimizer, which XLA splits evenly, has to be handed some.
+    # They have to pay: more rows are more memory, and more that the optimizer has to update.
     return best if ticks(best) < 0.85 * ticks(least) else least

@@ -92,6 +92,7 @@ class Weight:
     is_trained: bool = True
     is_multiplied: bool = True  # whether matmuls read it: converted to the precision, gathered by ZeRO-3
     times: int = 1  # of layers that hold one each
+    is_scanned: bool = False  # one leaf holds it for all layers, as `nn.scan` keeps them
 
 
 @dataclass(frozen=True)

@@ -271,9 +271,10 @@ def messages(work: Work, table: PlanTable) -> np.ndarray:
 def to_optimizer(work: Work, split: WorkSplit, table: PlanTable) -> np.ndarray:
     """Bytes of layers that a stage receives since the optimizer's share of them is another than its own.
 
-    All stages keep room for as many layers as the fullest has. The optimizer works on the layers alone, which XLA
-    splits evenly, so that each device's lie further on than a stage's do, by as much as the stages before it have room
-    for nothing. Of stages with several chunks, whose layers are not in order, nothing is known.
+    All stages keep room for as many layers as the fullest has, and the optimizer works on all of that room. Not so
+    where one leaf holds all layers: its norms are of them together, and the optimizer works on the layers alone. These
+    XLA splits evenly, so that each device's lie further on than a stage's do, by as much as the stages before it have
+    room for nothing. Of stages with several chunks, whose layers are not in order, nothing is known.
     """
     found = np.zeros(len(table))
     stacks = [at for at, part in enumerate(work.parts) if part.repeats > 1]
@@ -282,8 +283,12 @@ def to_optimizer(work: Work, split: WorkSplit, table: PlanTable) -> np.ndarray:
     part = work.parts[stacks[-1]]
     head = 0.0 if split.in_lockstep else sum(map(_forward, work.parts[stacks[-1] + 1 :])) / max(1, _forward(part))
     each = sum(
-        held.elements * weight.itemsize for weight, held in _weights(work, split)[stacks[-1]] if weight.is_trained
+        held.elements * weight.itemsize
+        for weight, held in _weights(work, split)[stacks[-1]]
+        if weight.is_trained and weight.is_scanned
     )
+    if not each:
+        return found
     # Gradients, parameters and state go there, and what it makes of the latter comes back.
     each *= 1 + 2 * (1 + work.optimizer_bytes)
     for stages in np.unique(table.pipeline[(table.pipeline > 1) & (table.chunks == 1)]).tolist():

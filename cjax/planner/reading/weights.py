@@ -43,6 +43,7 @@ def weight_of(trace: Trace, leaf: int, stretch: Stretch, multiplied: Mapping[int
         whole.dtype.itemsize,
         whole.kind == "params",
         multiplied.get(leaf, False),
+        is_scanned=first == 1,
     )
 
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from cjax.plan import Plan
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.place.model import ModelStorage, make_placer
 from cjax.sharding.place.place import Draw, Placer
-from cjax.sharding.storage.storage import Slot, Storage
+from cjax.sharding.storage.storage import Storage
 from cjax.trace.reading import Trace
 from cjax.trace.stages.stacks import LayerStack, cut, widened
 from cjax.trace.stages.stages import Stages
@@ -81,7 +80,7 @@ class StagedModel:
         """For each stack its weights: a stage's own rows, without other padding."""
         arrays = {"params": params, "frozen": frozen}
         return [
-            [_trim(getattr(self.storage, kind).slots[at], arrays[kind][at]) for kind, at in found]
+            [getattr(self.storage, kind).slots[at].trim_rows(arrays[kind][at]) for kind, at in found]
             for found in self.slots
         ]
 
@@ -119,7 +118,7 @@ class StagedModel:
             mine = [at for kind, at in of_stack if kind == "params"]
             found.update(zip(mine, arrays, strict=True))
         slots = self.storage.params.slots
-        grads = [_fill(slot, found[at]) if at in found else slot.pad(next(others)) for at, slot in enumerate(slots)]
+        grads = [slot.fill_rows(found[at]) if at in found else slot.pad(next(others)) for at, slot in enumerate(slots)]
         return [grad.astype(slot.dtype) for slot, grad in zip(slots, grads, strict=True)]
 
     @functools.cached_property
@@ -163,17 +162,3 @@ def stage_model(
     given = [group for group in groups["frozen"] if group not in mine] + groups["model_state"]
     given += [(i,) for kind in ("batch", "key", "index") for i in trace.leaves_of(kind)]
     return StagedModel(Stages(cut(trace, stacks), placer, trained, given), storage, placer, layout)
-
-
-def _trim(slot: Slot, rows: jax.Array) -> jax.Array:
-    """Rows of layers without the padding of their other dims."""
-    shape = slot.shape if slot.is_stack else slot.shape[1:]
-    return rows[(slice(None), *(slice(0, n) for n in shape))] if rows.shape[1:] != shape else rows
-
-
-def _fill(slot: Slot, rows: jax.Array) -> jax.Array:
-    """The reverse of `_trim`."""
-    padded = slot.padded if slot.is_stack else slot.padded[1:]
-    if rows.shape[1:] == padded:
-        return rows
-    return jnp.pad(rows, [(0, 0)] + [(0, p - n) for n, p in zip(rows.shape[1:], padded, strict=True)])

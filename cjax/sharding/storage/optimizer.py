@@ -146,6 +146,9 @@ def store_optimizer(
     storage = traced.storage
     in_groups = _offset(params.groups, 0)
     num_params, num_state = len(params.forms), len(traced.owners)
+    # Rows of a stage that have no layer are updated with the others: XLA would deal rows without them out evenly, and
+    # float32 weights, gradients and moments would go from stage to stage and back in each step.
+    of_params, of_state = [slot.spread for slot in params.slots], [slot.spread for slot in storage.slots]
     run = vectorize(
         traced.update,
         [
@@ -155,26 +158,28 @@ def store_optimizer(
             (2 * num_params + num_state,),
         ],
         [*in_groups, *_offset(storage.groups, num_params)],
+        [*of_params, *of_state, *of_params, None],
+        [*of_params, *of_state],
     )
-    run_init = vectorize(traced.init, in_groups, storage.groups)
+    run_init = vectorize(traced.init, in_groups, storage.groups, of_params, of_state)
     local = tuple(slot.stacked(spec) for slot, spec in zip(params.slots, traced.local, strict=True))
 
-    def constrain(arrays: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> list[jax.Array]:
+    def constrain(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         if mesh.size == 1:
             return list(arrays)
         return [
-            lax.with_sharding_constraint(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)
+            lax.with_sharding_constraint(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, local, strict=True)
         ]
 
     def init(stored: Arrays) -> Arrays:
-        return storage.pad(run_init(constrain(params.unpad(stored), local)))
+        return storage.fill(run_init(constrain(params.trim(stored))))
 
     def update(grads: Arrays, state: Arrays, stored: Arrays, loss: jax.Array) -> tuple[Arrays, Arrays]:
         # Each device updates its own part; whole parameters, if they are kept whole, are gathered at the very end.
-        ins = [*constrain(params.unpad(grads), local), *storage.unpad(state), *constrain(params.unpad(stored), local)]
+        ins = [*constrain(params.trim(grads)), *storage.trim(state), *constrain(params.trim(stored))]
         outs = run([*ins, loss.astype(jnp.float32)])
-        new_params = constrain(outs[: len(params.slots)], local)
-        return params.pad(new_params), storage.pad(outs[len(params.slots) :])
+        new_params = constrain(outs[: len(params.slots)])
+        return params.fill(new_params), storage.fill(outs[len(params.slots) :])
 
     return StoredOptimizer(storage, init, update, traced.reads_loss)
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.trace.dims.refine_rules import Form, expand, whole
+from cjax.trace.layers.vectorize import SpreadRows
 from cjax.tree import PyTree
 
 
@@ -136,6 +137,34 @@ class Slot:
         sources[list(rows.filled)] = np.arange(len(rows.filled))
         return jnp.take(jnp.pad(array, [(0, 1)] + [(0, 0)] * (array.ndim - 1)), sources, axis=0)
 
+    @property
+    def spread(self) -> SpreadRows | None:
+        """Where the layers of a stack are among its rows, if there are rows without a layer."""
+        rows = self.rows if self.is_stack else None
+        if rows is None or len(rows.filled) == len(rows.order):
+            return None
+        return SpreadRows(len(rows.order), rows.filled)
+
+    def trim(self, array: jax.Array) -> jax.Array:
+        """The stored array as `vectorize` has it: without the padding of dims, rows without a layer still there."""
+        return self.trim_rows(array) if self.spread else self.unpad(array)
+
+    def fill(self, array: jax.Array) -> jax.Array:
+        """The reverse of `trim`."""
+        return self.fill_rows(array) if self.spread else self.pad(array)
+
+    def trim_rows(self, rows: jax.Array) -> jax.Array:
+        """Rows of layers, however many, without the padding of their other dims."""
+        shape = self.shape if self.is_stack else self.shape[1:]
+        return rows[(slice(None), *(slice(0, n) for n in shape))] if rows.shape[1:] != shape else rows
+
+    def fill_rows(self, rows: jax.Array) -> jax.Array:
+        """The reverse of `trim_rows`."""
+        padded = self.padded if self.is_stack else self.padded[1:]
+        if rows.shape[1:] == padded:
+            return rows
+        return jnp.pad(rows, [(0, 0)] + [(0, p - n) for n, p in zip(rows.shape[1:], padded, strict=True)])
+
     def _rows_of(self, array: jax.Array) -> StageRows | None:
         """The rows of an array with padding, if it has some without a layer."""
         whole = array.ndim > len(self.shape) or not self.is_stack
@@ -202,12 +231,16 @@ class Storage:
         """Stored arrays without their padding, as `layer_groups` says."""
         return [slot.in_layer_order(slot.unpad(array)) for slot, array in zip(self.slots, stored, strict=True)]
 
-    def unpad(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
-        """Stored arrays without their padding, still stacked."""
-        return [slot.unpad(array) for slot, array in zip(self.slots, stored, strict=True)]
-
     def pad(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return tuple(slot.pad(array) for slot, array in zip(self.slots, arrays, strict=True))
+
+    def trim(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """Stored arrays as `Slot.trim` has them."""
+        return [slot.trim(array) for slot, array in zip(self.slots, stored, strict=True)]
+
+    def fill(self, arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """The reverse of `trim`."""
+        return tuple(slot.fill(array) for slot, array in zip(self.slots, arrays, strict=True))
 
     def load(self, stored: Sequence[jax.Array]) -> PyTree:
         """The user's own tree."""

@@ -7,6 +7,7 @@ Unstacking, updating and restacking would take twice the memory, and compile tim
 import functools
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,39 @@ from cjax.trace.jaxpr.evaluate import bind_as_is
 from cjax.trace.layers.grouping import Atom, Grouping, Node, One, Operand, Source, StackedLeaves, Take, Whole
 
 
+@dataclass(frozen=True)
+class SpreadRows:
+    """Members of a stack that lie among more rows: a stage of a pipeline that has fewer layers than others keeps rows
+    for as many. What the other rows hold is read by nobody; of an output it is 0.
+
+    Args:
+      num_rows: of the stack.
+      places: for each member, its row.
+    """
+
+    num_rows: int
+    places: tuple[int, ...]
+
+    @property
+    def sources(self) -> np.ndarray:
+        """For each row the member in it; where none is, the first."""
+        found = np.zeros(self.num_rows, int)
+        found[list(self.places)] = np.arange(len(self.places))
+        return found
+
+    def mask(self, ndim: int) -> np.ndarray:
+        """Which rows have a member, to be broadcast over an array of `ndim` dims."""
+        found = np.zeros(self.num_rows, bool)
+        found[list(self.places)] = True
+        return found.reshape(-1, *[1] * (ndim - 1))
+
+
 def vectorize(
-    closed: ClosedJaxpr, in_groups: Sequence[tuple[int, ...]], out_groups: Sequence[tuple[int, ...]]
+    closed: ClosedJaxpr,
+    in_groups: Sequence[tuple[int, ...]],
+    out_groups: Sequence[tuple[int, ...]],
+    in_spreads: Sequence[SpreadRows | None] | None = None,
+    out_spreads: Sequence[SpreadRows | None] | None = None,
 ) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
     """A function of stored inputs that returns stored outputs, from a flat trace of the function on single leaves.
 
@@ -28,6 +60,9 @@ def vectorize(
     is, a larger one as one array with its members, in the order given, along a new dim 0. The function can be traced;
     how many equations that gives does not depend on the sizes of the groups, but for what the trace does with members
     one by one. Sums over all leaves (a global norm) are reductions of stacks, which round in another order.
+
+    Where a group has a spread, its array has rows between those of its members: work is done on all rows where they
+    are, since to bring members together would be to send them from stage to stage.
 
     >>> import jax
     >>> from cjax.trace.jaxpr.simplify import simplify
@@ -41,60 +76,82 @@ def vectorize(
     grouping = Grouping(jaxpr, in_groups, out_groups)
     steps = _schedule(grouping)
     invars: list[Var] = list(jaxpr.invars)
+    given = in_spreads or [None] * len(in_groups)
+    wanted = out_spreads or [None] * len(out_groups)
 
     def evaluate(stored: Sequence[jax.Array]) -> list[jax.Array]:
         values = _Values(grouping)
         values.one.update(zip(jaxpr.constvars, closed.consts, strict=True))
-        for slot, (group, value) in enumerate(zip(in_groups, stored, strict=True)):
+        for slot, (group, value, spread) in enumerate(zip(in_groups, stored, given, strict=True)):
             first, *others = group
             if others:
-                values.stacked["input", slot, 0] = value
+                values.add(("input", slot, 0), value, spread)
             else:
                 values.one[invars[first]] = value
         for node, operands in steps:
             _evaluate(node, operands, values)
-        return [values.out(atoms) for atoms in grouping.outs]
+        return [values.out(atoms, spread) for atoms, spread in zip(grouping.outs, wanted, strict=True)]
 
     return evaluate
 
 
 class _Values:
-    """What has been evaluated: single values, and stacks."""
+    """What has been evaluated: single values, and stacks with their spreads."""
 
     def __init__(self, grouping: Grouping):
         self.grouping = grouping
         self.one: dict[Var, jax.Array | np.ndarray] = {}
         self.stacked: dict[Source, jax.Array] = {}
+        self.spreads: dict[Source, SpreadRows] = {}
 
-    def read(self, operand: Operand) -> jax.Array | np.ndarray:
+    def add(self, source: Source, value: jax.Array, spread: SpreadRows | None) -> None:
+        self.stacked[source] = value
+        if spread is not None:
+            self.spreads[source] = spread
+
+    def spread(self, operands: Sequence[Operand]) -> SpreadRows | None:
+        """The spread that whole stacks among `operands` have, if they agree."""
+        found = {self.spreads.get(operand.source) for operand in operands if isinstance(operand, Whole)} - {None}
+        return found.pop() if len(found) == 1 else None
+
+    def read(self, operand: Operand, spread: SpreadRows | None = None) -> jax.Array | np.ndarray:
+        """A single value, or a stack with this spread."""
         match operand:
             case One(atom):
                 return self.single(atom)
-            case Whole(source):
+            case Whole(source) if self.spreads.get(source) == spread:
                 return self.stacked[source]
-            case Take(source, indices):
-                return self.stacked[source][np.array(indices)]
+            case Whole(source) | Take(source, _):
+                indices = operand.indices if isinstance(operand, Take) else tuple(range(self.grouping.size[source]))
+                own = self.spreads.get(source)
+                value = self.stacked[source][np.array([own.places[i] for i in indices] if own else indices)]
             case StackedLeaves(atoms):
                 numbers = [np.asarray(atom.val) for atom in atoms if type(atom) is Literal]
                 if len(numbers) == len(atoms):
-                    return np.array(numbers, dtype=atoms[0].aval.dtype)
-                return jnp.stack([self.single(atom) for atom in atoms])
+                    value = np.array(numbers, dtype=atoms[0].aval.dtype)
+                else:
+                    value = jnp.stack([self.single(atom) for atom in atoms])
+        return value if spread is None else value[spread.sources]
 
     def single(self, atom: Atom) -> jax.Array | np.ndarray:
         if type(atom) is Literal:
             return atom.val
         if atom not in self.one:
             source, position = self.grouping.member[atom]
-            self.one[atom] = jax.lax.index_in_dim(self.stacked[source], position, keepdims=False)
+            spread = self.spreads.get(source)
+            row = position if spread is None else spread.places[position]
+            self.one[atom] = jax.lax.index_in_dim(self.stacked[source], row, keepdims=False)
         return self.one[atom]
 
-    def out(self, atoms: tuple[Atom, ...]) -> jax.Array:
+    def out(self, atoms: tuple[Atom, ...], spread: SpreadRows | None) -> jax.Array:
         operand = self.grouping.resolve(atoms)
-        value = self.read(operand)
+        value = self.read(operand, spread)
         if not isinstance(value, jax.Array):
             value = jnp.asarray(value, dtype=atoms[0].aval.dtype)
-        shared = isinstance(operand, One) and len(atoms) > 1
-        return jnp.broadcast_to(value, (len(atoms), *value.shape)) if shared else value
+        if isinstance(operand, One) and len(atoms) > 1:
+            value = jnp.broadcast_to(value, (spread.num_rows if spread else len(atoms), *value.shape))
+        # What an optimizer makes of rows of zeros may be no number; a norm over all rows, taken by whoever, is one.
+        return value if spread is None else jnp.where(spread.mask(value.ndim), value, jnp.zeros_like(value))
 
 
 def _operands(grouping: Grouping, node: Node) -> list[Operand]:
@@ -183,17 +240,21 @@ def _evaluate(node: Node, operands: list[Operand], values: _Values) -> None:
     kind, number = node
     grouping = values.grouping
     eqn = grouping.eqns[number]
-    args = [values.read(operand) for operand in operands]
+    # A loop that ends by what it computes might not end in rows that nobody has filled.
+    is_lone = kind != "group" or eqn.primitive.name == "while"
+    spread = None if is_lone else values.spread(operands)
     with jax.named_scope(str(name_stack(eqn)) or "update"), in_context(eqn):
         if kind == "group":
+            args = [values.read(operand, spread) for operand in operands]
             batched = [not isinstance(operand, One) for operand in operands]
             for result, value in enumerate(_map_members(eqn, args, batched)):
-                values.stacked["group", number, result] = value
+                values.add(("group", number, result), value, spread)
         elif eqn.primitive.name == "cond":
-            _evaluate_cond(number, args, values)
+            _evaluate_cond(number, operands, values)
         elif number in grouping.chains:
-            _evaluate_chain(number, operands, args, values)
+            _evaluate_chain(number, operands, values)
         else:
+            args = [values.read(operand) for operand in operands]
             values.one.update(zip(eqn.outvars, bind_as_is(eqn, args), strict=True))
 
 
@@ -216,27 +277,41 @@ def _same_bits_batched(eqn: Equation) -> bool:
     return all(map(is_threefry, keys))
 
 
-def _evaluate_cond(number: int, args: list[jax.Array | np.ndarray], values: _Values) -> None:
+def _evaluate_cond(number: int, operands: list[Operand], values: _Values) -> None:
     grouping = values.grouping
     eqn = grouping.eqns[number]
     in_groups = grouping.together(grouping.operands(number)[1:])
     stacked = grouping.branch_outs.get(number, [])
     rest = [i for i in range(len(eqn.outvars)) if all(i not in group for group in stacked)]
     out_groups = [*stacked, *((i,) for i in rest)]
-    branches = [vectorize(branch, in_groups, out_groups) for branch in eqn.params["branches"]]
-    results = jax.lax.switch(args[0], branches, args[1:])
+    spreads = [values.spread([operand]) for operand in operands[1:]]
+    by_size = {len(spread.places): spread for spread in spreads if spread is not None}
+    out_spreads = [by_size.get(len(group)) if len(group) > 1 else None for group in out_groups]
+    branches = [vectorize(branch, in_groups, out_groups, spreads, out_spreads) for branch in eqn.params["branches"]]
+    which, *args = [values.read(operand, spread) for operand, spread in zip(operands, [None, *spreads], strict=True)]
+    results = jax.lax.switch(which, branches, args)
     for n in range(len(stacked)):
-        values.stacked["branch", number, n] = results[n]
+        values.add(("branch", number, n), results[n], out_spreads[n])
     values.one.update(zip([eqn.outvars[i] for i in rest], results[len(stacked) :], strict=True))
 
 
 _REDUCTIONS = {"add": jnp.sum, "max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}
 
 
-def _evaluate_chain(number: int, operands: list[Operand], args: list[jax.Array | np.ndarray], values: _Values) -> None:
+def _evaluate_chain(number: int, operands: list[Operand], values: _Values) -> None:
     """Adds up all terms of a chain; the members of a stack in one reduction."""
     eqn = values.grouping.eqns[number]
     reduce = _REDUCTIONS[eqn.primitive.name]
-    terms = [reduce(arg, axis=0) if isinstance(op, Whole) else arg for op, arg in zip(operands, args, strict=True)]
+
+    def term(operand: Operand) -> jax.Array | np.ndarray:
+        spread = values.spread([operand])
+        value = values.read(operand, spread)
+        if spread is not None:
+            # Rows without a member add nothing; to the largest of all, a member that is there twice is nothing new.
+            other = np.zeros((), value.dtype) if reduce is jnp.sum else value[spread.places[0]]
+            value = jnp.where(spread.mask(value.ndim), value, other)
+        return reduce(value, axis=0) if isinstance(operand, Whole) else value
+
+    terms = [term(operand) for operand in operands]
     total = functools.reduce(lambda total, term: bind_as_is(eqn, [*total, term]), terms[1:], terms[:1])
     values.one.update(zip(eqn.outvars, total, strict=True))

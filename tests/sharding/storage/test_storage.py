@@ -51,7 +51,7 @@ def test_there_and_back(case: tuple[dict[str, np.ndarray], Storage]) -> None:
     stored = storage.store(tree)
     assert [(a.shape, a.dtype) for a in stored] == [(s.shape, s.dtype) for s in storage.shape()]
     jax.tree.map(np.testing.assert_array_equal, storage.load(stored), tree)
-    jax.tree.map(np.testing.assert_array_equal, storage.load(storage.pad(storage.unpad(stored))), tree)
+    jax.tree.map(np.testing.assert_array_equal, storage.load(storage.fill(storage.trim(stored))), tree)
     assert storage.leaf_shapes() == shape_of(tree)
     for slot in storage.slots:
         shards = [int(np.prod([SIZES[a] for a in np.ravel(e)])) if e else 1 for e in slot.spec]
@@ -113,4 +113,9 @@ def test_layers_of_stages_come_back_in_the_models_order(order: tuple[int, ...]) 
     arrays = tree.store(list(map(jnp.asarray, x)))
     np.testing.assert_array_equal(arrays[0], stored)
     np.testing.assert_array_equal(tree.in_layer_order(arrays)[0], x)
+    wide = Slot(rows.layers, (4,), np.float32, (6,), P(None), (1,), rows)
+    (padded,) = Storage(tree.treedef, (wide,)).store(list(map(jnp.asarray, x)))
+    kept = wide.trim(padded)
+    np.testing.assert_array_equal(kept, stored)  # rows without a layer stay, where there are some
+    np.testing.assert_array_equal(wide.fill(kept), padded)
     np.testing.assert_array_equal(np.stack(tree.load(arrays)), x)

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from cjax.trace.jaxpr.simplify import simplify
-from cjax.trace.layers.vectorize import vectorize
+from cjax.trace.layers.vectorize import SpreadRows, vectorize
 from cjax.tree import leaf_names
 
 
@@ -101,6 +101,53 @@ def test_optimizers(name):
     for one, other in zip(want, got, strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-6)
+
+
+def spread_out(function, *args):
+    """Stored outputs of `function`, wanted and got, where stacks have rows that belong to no member. Those of inputs
+    hold what would be seen wherever it were read; between members, in front, and behind."""
+
+    def spreads(found):
+        shift = {n: tuple(range(1, 1 + n // 2)) + tuple(range(3 + n // 2, 3 + n)) for n in set(map(len, found))}
+        return [SpreadRows(len(group) + 4, shift[len(group)]) if len(group) > 1 else None for group in found]
+
+    def rows(leaf, spread):
+        if spread is None:
+            return leaf
+        nothing = jnp.full((spread.num_rows, *leaf.shape[1:]), np.nan if leaf.dtype.kind == "f" else -7, leaf.dtype)
+        return nothing.at[np.array(spread.places)].set(leaf)
+
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    in_groups, out_groups = groups(args), groups(shape)
+    given, made = spreads(in_groups), spreads(out_groups)
+    stored = [rows(leaf, spread) for leaf, spread in zip(store(jax.tree.leaves(args), in_groups), given, strict=True)]
+    evaluate = jax.jit(vectorize(simplify(closed), in_groups, out_groups, given, made))
+    want = store(jax.tree.leaves(jax.jit(function)(*args)), out_groups)
+    return (
+        [(one, other, spread) for one, other, spread in zip(want, evaluate(stored), made, strict=True)],
+        evaluate,
+        stored,
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_that_belong_to_no_layer(name):
+    found, _, _ = spread_out(*step(OPTIMIZERS[name], 4))
+    assert any(spread for *_, spread in found)
+    for one, other, spread in found:
+        if spread is not None:
+            nobody = np.delete(other, spread.places, axis=0)
+            assert len(nobody) == 4 and not np.asarray(nobody).any(), "rows of nobody are zeros"
+            other = other[np.array(spread.places)]
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-6)
+
+
+def test_rows_stay_where_they_are():
+    """A gather would bring layers from stage to stage."""
+    *_, evaluate, stored = spread_out(*step(OPTIMIZERS["clipped"], 4))
+    text = str(jax.make_jaxpr(evaluate)(stored))
+    assert "gather" not in text and "concatenate" not in text
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -228,6 +275,36 @@ def test_the_largest_and_the_least_of_all_leaves():
         want, got = rolled(function, given)
         for one, other in zip(want, got, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_rows_of_nobody_in_what_is_not_made_layer_by_layer():
+    """Sums, other orders, some of the members, loops that end by what they hold, other sizes, and two spreads that
+    differ: the same numbers, though members may be brought together."""
+
+    def function(params):
+        a, b, c, d = (params[f"layer_{i}"] for i in range(4))
+        halved = [jax.lax.while_loop(lambda x: (x > 1).any(), lambda x: x / 2, x) for x in (a, b, c, d)]
+        flags = [jnp.isfinite(leaf).all() for leaf in (a, b, c, d)]
+        both = jax.lax.cond(a.sum() > 0, lambda *xs: [x + 1 for x in xs], lambda *xs: [x - 1 for x in xs], a, b, c, d)
+        return {
+            "reversed": {f"layer_{i}": leaf * 2 for i, leaf in enumerate((d, c, b, a))},
+            "some": {f"layer_{i}": leaf + 1 for i, leaf in enumerate((a, c))},
+            "halved": {f"layer_{i}": leaf for i, leaf in enumerate(halved)},
+            "both": {f"layer_{i}": leaf for i, leaf in enumerate(both)},
+            "shared": {f"layer_{i}": b - 1 for i in range(4)},
+            "literals": {f"layer_{i}": jnp.float32(i) for i in range(4)},
+            "product": {f"layer_{i}": x * params["of_others"][f"layer_{i}"] for i, x in enumerate((a, b, c, d))},
+            "all": functools.reduce(jnp.logical_and, flags), "most": functools.reduce(jnp.maximum, (a, b, c, d)),
+            "sum": a + b + c + d, "one": b * 3,
+        }  # fmt: skip
+
+    layers = {f"layer_{i}": jnp.arange(1.0, 5.0) + i for i in range(4)}
+    given = layers | {"of_others": {name: -x for name, x in layers.items()}}
+    found, evaluate, stored = spread_out(function, given)
+    (loop,) = re.findall(r"(\S+) = while\[", str(jax.make_jaxpr(evaluate)(stored)))
+    assert loop.endswith("f32[4,4]"), "a loop does not wait for rows that nobody has"
+    for one, other, spread in found:
+        np.testing.assert_allclose(other if spread is None else other[np.array(spread.places)], one, rtol=1e-6)
 
 
 def test_layers_with_their_own_literals():
