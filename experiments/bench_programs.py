@@ -79,6 +79,32 @@ class OwnModel(nn.Module):
         return embed.attend(x)
 
 
+class Experts(nn.Module):
+    """Eight experts for all tokens, each weighed and added to the others', as an author may write a mixture of them."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gates = jax.nn.softmax(nn.Dense(8, use_bias=False)(x))
+        total = jax.numpy.zeros_like(x)
+        for number in range(8):
+            up, gate = (nn.Dense(EMBED, use_bias=False)(x) for _ in range(2))
+            total = total + nn.Dense(EMBED, use_bias=False)(nn.silu(gate) * up) * gates[..., number : number + 1]
+        return total
+
+
+class ExpertModel(nn.Module):
+    """A mixture of experts in each layer."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(VOCAB, EMBED)(tokens)
+        for _ in range(LAYERS):
+            h = nn.LayerNorm()(x)
+            x = x + nn.MultiHeadDotProductAttention(HEADS)(h, mask=nn.make_causal_mask(tokens))
+            x = x + Experts()(nn.LayerNorm()(x))
+        return nn.Dense(VOCAB)(nn.LayerNorm()(x))
+
+
 def own_loss(model: Any, batch: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["targets"]).mean()
 
@@ -133,6 +159,7 @@ MODELS = {
     ),
     # Its attention stands beside its other products, and reads what they read.
     "own": Case(OwnModel(), own_loss, {SEQ: 3 * LAYERS + 2}),
+    "experts": Case(ExpertModel(), own_loss, {SEQ: 4 * LAYERS + 2}),
 }  # fmt: skip
 
 

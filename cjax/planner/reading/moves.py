@@ -23,6 +23,7 @@ from cjax.planner.reading.products import is_weight, operands_of
 from cjax.planner.reading.stretches import Body, Operation, Spot, Stretch
 from cjax.planner.reading.traffic import forms_of
 from cjax.planner.work import AxisMove, Kind, RingWork
+from cjax.sharding.layout.late import Late, LateSums
 from cjax.sharding.layout.spreads import Spreads, weight_at
 from cjax.sharding.place.order import Order
 from cjax.sharding.products.lookup import is_lookup
@@ -84,6 +85,7 @@ class Moves:
     rings: list[RingWork] = field(default_factory=list)  # of the attentions
     _derived: Derived = field(init=False)
     _spread: dict[int, Group[dict[int, Spread]]] = field(default_factory=dict)
+    _late: dict[int, Group[Late]] = field(default_factory=dict)
 
     def read(self) -> "Moves":
         for body in self.stretch.bodies:
@@ -104,6 +106,8 @@ class Moves:
         spreads = Spreads(self.placed.trace.dims, self.placed.layout)
         groups = [group for some in body.lists for group in spreads.find(*some)]
         self._spread = {id(eqn): group for group in groups for eqn in group.eqns}
+        late = LateSums(self.placed.trace.dims, self.placed.layout)
+        self._late = {id(eqn): group for some in body.lists for group in late.find(*some, groups) for eqn in group.eqns}
         partial: dict[Spot, list[_Partial]] = {}
         readers: dict[Spot, list[int]] = {}
         for at, step in enumerate(body.steps):
@@ -142,6 +146,9 @@ class Moves:
             if eqn is group.eqns[0]:
                 self._spread_out(group, scope, self._has_gradient_of(step, group), body)
             return
+        if id(eqn) in self._late:
+            yield from self._summed_late(step, eqn, self._late[id(eqn)], body, at)
+            return
         how, facts = operands_of(eqn, scope), facts_of(eqn)
         if how is not None:
             summed = self._summed(eqn, scope, how.inner)
@@ -159,6 +166,23 @@ class Moves:
                 self._reduced(out, scope, summed, body.times, wide=True)
         elif goes_by_element(eqn) or eqn.primitive.name == "broadcast_in_dim":
             yield from self._gradients(step, eqn.invars, eqn.outvars[0], at, False)
+
+    def _summed_late(
+        self, step: Operation, eqn: Equation, group: Group[Late], body: Body, at: int
+    ) -> Iterator[tuple[int, _Partial]]:
+        """Of products that are added up before they are reduced, only what leaves the group is; and the gradient of
+        what they are weighed with, which each device has a part of."""
+        if eqn.outvars[0] in group.outs:
+            self._reduced(step.writes[0], step.scope, {TENSOR}, body.times)
+        is_product = operands_of(eqn, step.scope) is not None
+        yield from self._gradients(step, eqn.invars, eqn.outvars[0], at, is_product)
+        weighed = [i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v not in group.of.parts]
+        for index in weighed if len(weighed) < len(eqn.invars) else ():
+            atom, node = eqn.invars[index], step.reads[index]
+            if is_weight(atom, step.scope):
+                self._sum(atom, step.scope, {TENSOR})
+            elif node is not None and self._has_gradient(node):
+                yield index, _Partial(frozenset({TENSOR}), self.placed.local(atom, step.scope), at, is_product)
 
     def _looked_up(self, step: Operation, eqn: Equation, summed: set[str], body: Body) -> None:
         """A lookup of what is split along the dim looked up: devices add up what they find. Of a grid's table the parts

@@ -24,10 +24,12 @@ from cjax.sharding.apart.faults import holds, holds_apart, is_apart
 from cjax.sharding.apart.lanes import is_looked_up, reorders
 from cjax.sharding.attention.kernel import Fused, Kernel, attend_fused, fused_groups
 from cjax.sharding.attention.split import attend
+from cjax.sharding.layout.late import Late, LateSums
 from cjax.sharding.layout.layout import NO_SEQUENCE, Layout
 from cjax.sharding.place.copies import Copies
 from cjax.sharding.place.grid_products import GridProducts
 from cjax.sharding.place.joint import Joint, JointProducts
+from cjax.sharding.place.late_sums import evaluate_late
 from cjax.sharding.place.saved import checkpointed, has_complex, kept
 from cjax.sharding.products.lookup import find_rows, is_lookup, look_up, pick, picked_dim
 from cjax.sharding.products.region import raised_on_cpu
@@ -97,6 +99,7 @@ class Placer(Hooks):
         self._kernel: Kernel | None = kernel
         self._products = GridProducts(trace.dims, layout, mesh, self._lowering)
         self.copies = Copies(trace, layout, mesh)
+        self._late = LateSums(trace.dims, layout)
         self._joint = JointProducts(trace.dims, layout, self._lowering)
         self._has_complex = has_complex(trace.closed.jaxpr)
         dims = trace.dims
@@ -297,12 +300,15 @@ class Placer(Hooks):
         if self._sequence.size > 1 or self._kernel is not None:
             found = attention_groups(self._trace, eqns, results, scope)
             groups += found if self._sequence.size > 1 else fused_groups([group.of for group in found])
+        groups = [*groups, *self._late.find(eqns, results, scope, groups)]
         return [*groups, *self._joint.find(eqns, results, scope, groups)]
 
     def group(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         if isinstance(group.of, Joint):
             return self._joint.evaluate(group, ins, lambda eqn, read: self.equation(eqn, read, scope))
-        if isinstance(group.of, Attention):
+        if isinstance(group.of, Late):
+            outs = self._summed_late(group, ins, changed, scope)
+        elif isinstance(group.of, Attention):
             outs = self.attended(group.of, ins, changed, scope)
         elif isinstance(group.of, Fused):
             outs = self._fused(group, ins, changed, scope)
@@ -329,8 +335,24 @@ class Placer(Hooks):
         given, spec = self._of_attention(attention, read, scope)
         apart = [self.copies.apart(x, as_given.dtype) for x, as_given in zip(read, given, strict=True)]
         outs = attend_fused(group.of, given, changed, mesh=self._mesh, spec=spec, kernel=self._kernel, apart=apart)
-        if not isinstance(outs, str):
-            return outs
+        return self._one_by_one(group, ins, changed, scope) if isinstance(outs, str) else outs
+
+    def _summed_late(self, group: Group[Late], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+        """The results of products that are added up before they are reduced."""
+        mine = {id(eqn) for eqn in group.eqns}
+        if any(key in mine for key, _ in changed) or any(map(self.copies.has, ins)):
+            return self._one_by_one(group, ins, changed, scope)
+
+        def apply(eqn: Equation, read: list[Any]) -> list[Any]:
+            given, params = self._lowering.given(eqn, read, scope) if self._lowering else (read, eqn.params)
+            return bind(eqn, given, params)
+
+        low = self._lowering.low if self._lowering is not None else None
+        return evaluate_late(group, ins, self._late, scope, self._mesh, apply, low)
+
+    def _one_by_one(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
+        """The results of a group, by its author's equations."""
+        values = dict(zip(group.ins, ins, strict=True))
 
         def apply(step: Step[Equation, Any], read: list[Any]) -> list[Any]:
             return self.equation(step.of, read, scope)

@@ -1,0 +1,57 @@
+"""Products whose results are added up before they are reduced (`cjax.sharding.layout.late`), on each device's parts."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
+
+from cjax.jax_compat.core import Equation, Literal, Var
+from cjax.mesh import TENSOR
+from cjax.sharding.layout.late import Late, LateSums
+from cjax.sharding.place.saved import KEPT
+from cjax.sharding.products.region import in_region
+from cjax.trace.dims.find import Scope
+from cjax.trace.jaxpr.groups import Group
+
+
+def evaluate_late(
+    group: Group[Late],
+    ins: list[Any],
+    sums: LateSums,
+    scope: Scope,
+    mesh: Mesh,
+    apply: Callable[[Equation, list[Any]], list[Any]],
+    low: Any = None,
+) -> list[jax.Array]:
+    """The results of such a group.
+
+    Args:
+      group: what `sums` has found.
+      ins: what it reads.
+      scope: the dims of its variables.
+      mesh: the mesh.
+      apply: evaluates one equation, of whatever shards.
+      low: the dtype that products are stored in, and so that sums of them are reduced in; None for their own.
+    """
+
+    def results(*shards: Any) -> list[jax.Array]:
+        values = dict(zip(group.ins, shards, strict=True))
+        for eqn in group.eqns:
+            read = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+            values.update(zip(eqn.outvars, apply(eqn, read), strict=True))
+        return [values[var] for var in group.outs]
+
+    def inside(*shards: Any) -> list[jax.Array]:
+        return [y.astype(low) if low is not None and y.dtype == jnp.float32 else y for y in results(*shards)]
+
+    def specs(some: Sequence[Var]) -> list[PartitionSpec]:
+        return [PartitionSpec(*(axes or None for axes in sums.entries(var, scope))) for var in some]
+
+    operands = [jnp.asarray(x) for x in ins]
+    over = [(TENSOR,)] * len(group.outs)
+    found = in_region(inside, operands, specs(group.ins), specs(group.outs), mesh, over, as_is=True)
+    wanted = jax.eval_shape(results, *operands)
+    return [checkpoint_name(y.astype(like.dtype), KEPT) for y, like in zip(found, wanted, strict=True)]
