@@ -62,12 +62,12 @@ class LateSums:
         zeros = {eqn.outvars[0] for eqn in eqns if _is_zero(eqn)}
         sums = _Together()
         for eqn in eqns:
-            if id(eqn) in taken or eqn.primitive.name not in _OF_SHARDS or not self._in_place(eqn, scope):
+            if id(eqn) in taken or eqn.primitive.name not in _OF_SHARDS:
                 continue
-            (out,) = eqn.outvars
             read = [v for v in variables(eqn) if v in sums.of]
-            if self._is_linear(eqn, {*read}, zeros, scope) if read else self._is_product(eqn, scope):
-                sums.add(eqn, out, read)
+            is_part = self._is_linear(eqn, {*read}, zeros, scope) if read else self._is_product(eqn, scope)
+            if is_part and self._in_place(eqn, scope):
+                sums.add(eqn, eqn.outvars[0], read)
         found: list[Group[Late]] = []
         for members in sums.members():
             parts = frozenset(eqn.outvars[0] for eqn in members)
@@ -128,11 +128,12 @@ class LateSums:
 
     def _is_linear(self, eqn: Equation, parts: set[Var], zeros: set[Var], scope: Scope) -> bool:
         """Whether this of every device's part gives its part of the result; every device has the same part of zero."""
-        facts, places = (
-            facts_of(eqn),
-            [i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in parts],
-        )
-        if facts.stops or not all(map(_is_real, (*eqn.outvars, *parts))):
+        facts = facts_of(eqn)
+        places = [i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in parts]
+        if not all(map(_is_real, (*eqn.outvars, *parts))):
+            return False
+        # An author who rounds a sum wants it summed first.
+        if any(v.aval.dtype.itemsize > eqn.outvars[0].aval.dtype.itemsize for v in parts):
             return False
         others = [v for i, v in enumerate(eqn.invars) if i not in places]
         if facts.linear:

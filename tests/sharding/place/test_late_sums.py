@@ -82,11 +82,18 @@ def read_twice(x: jax.Array, weights: Weights) -> jax.Array:
     return jnp.sin(parts[0]) * jnp.cos(parts[1]) + jnp.sqrt(1 + jnp.square(parts[0] + parts[1]))
 
 
+def rounded(x: jax.Array, weights: Weights) -> jax.Array:
+    """Rounded by its author before it is added: parts that are rounded add up to something else."""
+    made = [hidden(x, weights, name) @ weights(f"down {name}", (INNER, WIDTH)) for name in "ab"]
+    low = jnp.float32 if x.dtype == jnp.float64 else jnp.float16
+    return (made[0].astype(low) + made[1].astype(low)).astype(x.dtype)
+
+
 # Each with how many streams a forward pass reduces. Of `from_ones` the first expert is added to ones.
 LAYERS: dict[str, tuple[Callable[[jax.Array, Weights], jax.Array], float]] = {
     "one by one": (one_by_one, 1), "at once": (at_once, 1), "branches": (branches, 1), "summed": (summed, 1 / WIDTH),
     "with biases": (with_biases, 2), "not linear": (not_linear, 2), "from ones": (from_ones, EXPERTS),
-    "read twice": (read_twice, 2),
+    "read twice": (read_twice, 2), "rounded": (rounded, 2),
 }  # fmt: skip
 
 
