@@ -15,7 +15,8 @@ kernels touch, and instructions that launch something. Formulas, in the precisio
     ring:n      keys and values to all in both passes, their gradients round and home; gradients as data=n
     all_to_all  queries, keys, values and results exchanged in both passes; gradients as data=n
     pipeline    in each tick an activation and a gradient; in float32, where micro-batches add them up, gradients of a
-                stage's layers reduced over the copies of the stage, of what is in no layer over all devices
+                stage's layers reduced over the copies of the stage; what is in no layer, each stage is given its part
+                of over the stages, which is reduced over the copies, and gathers once
 
 Positions that n does not divide (a ViT's 197) are filled up, and ring and all_to_all move as many as there are then.
 """
@@ -180,8 +181,8 @@ def formula(case: Case, plan: str, params: Sequence[tuple[str, int]]) -> float |
         if case.leaves == MODELS["t5"].leaves:
             return None  # two stacks go round twice
         ticks, stream = 4 + 2 * (4 - 1), ROWS / 2 / 4 * case.positions * EMBED
-        mine = layers / case.layers * case.on_a_stage
-        return low * ticks * 2 * stream + 4 * (2 * 1 / 2 * mine + 2 * share * (whole - layers))
+        mine, outside = layers / case.layers * case.on_a_stage, whole - layers
+        return low * ticks * 2 * stream + 4 * mine + (4 * (3 / 4 + 1 / 4) + low * 3 / 4) * outside
     held = ROWS * math.ceil(case.positions / 8) * EMBED * LAYERS
     if "ring" in plan:
         return low * ((7 + 7 + 8) * 2 * held + 2 * share * whole)

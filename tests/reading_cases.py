@@ -183,6 +183,17 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("gpt", "data=4 pipeline=interleaved:2/2 microbatches=4"),
     ("gpt", "data=2 pipeline=zero_bubble:4 microbatches=8 precision=bfloat16"),
     ("t5", "data=2 pipeline=4 microbatches=4"),
+    ("gpt", "data=2 pipeline=1f1b:4 microbatches=4 precision=bfloat16"),
+    ("gpt", "data=4 pipeline=2 microbatches=4 zero=2/2"),
+    ("gpt", "data=4 pipeline=gpipe:2 microbatches=1 zero=2"),
+    ("llama", "data=2 pipeline=1f1b:4 microbatches=4 zero=1 precision=bfloat16"),
+    # Stages in lockstep, which run their layers more often than they have micro-batches for them.
+    ("gpt", "data=1 pipeline=1f1b:2 microbatches=4 sequence=ring:4"),
+    ("gpt", "data=1 pipeline=1f1b:2 microbatches=4 sequence=ring:4 zero=1"),
+    ("gpt", "data=2 pipeline=gpipe:2 microbatches=1 sequence=all_to_all:2 zero=1"),
+    ("gpt", "data=1 pipeline=1f1b:2 microbatches=4 tensor=2d:4"),
+    ("llama", "data=2 pipeline=zero_bubble:2/2 microbatches=4 sequence=all_to_all:2"),
+    ("t5", "data=1 pipeline=2 microbatches=4 sequence=ring:4"),
     ("llama", "data=2 tensor=2 sequence=ring:2 microbatches=2"),
 )
 

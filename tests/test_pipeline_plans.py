@@ -1,7 +1,5 @@
 """Models with layers under plans that cut them into stages: as their authors train them, held in parts, or refused."""
 
-import dataclasses
-import functools
 import os
 from typing import Any
 
@@ -16,7 +14,6 @@ from contract import (
     assert_trained_alike,
     author,
     begun,
-    bytes_on_a_device,
     first_values,
     norm,
     on_host,
@@ -25,19 +22,13 @@ from contract import (
 )
 from flax import nnx
 from plans import NUM_DEVICES, features, num_parts
-from starts import begin, start
+from starts import start
 from zoo import BATCH, MODELS, TEXT, case, linen, next_token, regression, regression_batch, squared_error, tokens
 from zoo_linen import SEQ, Layered, LinenDecoder
 
 import cjax
-from cjax.models.gpt import GPT, gpt
-from cjax.models.gpt import loss as gpt_loss
 from cjax.pipeline.schedule import forward_only, one_f_one_b
 from cjax.plan import Plan
-from cjax.program import Given, Program
-from cjax.program.compose import compose
-from cjax.trace.author.capture import capture
-from cjax.trace.source import TraceSource
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 
@@ -299,87 +290,6 @@ def test_bfloat16_is_as_good_as_on_one_device(name: str, plan: str) -> None:
     assert 0 < error(plan) <= 1.5 * error(f"data=1 microbatches={num_parts(plan)}")
 
 
-# -- placement --------------------------------------------------------------------------------------------------------
-SIZES = gpt("gpt-mini", vocab_size=512, num_layers=8)
-OUTSIDE = (512 + 256 + 2) * 192  # embedding, which is the head too, positions, and the last norm: no layer's
-
-
-@functools.cache
-def mini_source(vocab: int) -> TraceSource:
-    """What all plans and all numbers of rows share."""
-    batch = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in ("inputs", "targets")}
-    sizes = dataclasses.replace(SIZES, vocab_size=vocab)
-    return TraceSource(capture(lambda rngs: GPT(sizes, rngs=rngs), gpt_loss, batch), batch)
-
-
-def mini(plan: str, rows: int, num_devices: int = NUM_DEVICES, vocab: int = SIZES.vocab_size) -> Program:
-    given = Given(mini_source(vocab).on_rows(rows), optax.adamw(1e-3))
-    return Program(compose(given, plan, jax.devices()[:num_devices]))
-
-
-@pytest.mark.parametrize(
-    ("plan", "tensor", "zero"),
-    [
-        ("pipeline=1f1b:4 microbatches=4", 1, 1),
-        ("pipeline=interleaved:4/2 microbatches=4", 1, 1),
-        ("pipeline=zero_bubble:2/2 microbatches=4 tensor=2", 2, 1),
-        ("pipeline=1f1b:2 microbatches=4 zero=3", 1, 4),
-    ],
-)
-def test_a_stage_holds_its_own_layers(plan: str, tensor: int, zero: int) -> None:
-    """Of parameters and of AdamW's moments: 1 / p of the layers, and all that is not in a layer."""
-    state = begin(mini(plan, 16))
-    size = Plan.parse(plan).pipeline.size
-    layers = (SIZES.num_params - OUTSIDE) / size
-    wanted = 4 * (layers + OUTSIDE) / tensor / zero
-    near = 0.01 if tensor == 1 else 0.03  # positions, norms and some biases are whole
-    assert bytes_on_a_device(state._params) == pytest.approx(wanted, rel=near)
-    assert bytes_on_a_device(state._opt) == pytest.approx(2 * wanted, rel=near)
-
-
-SCHEDULES = ["1f1b:4", "interleaved:4/2", "zero_bubble:4", "zero_bubble:4/2"]
-
-
-@functools.cache
-def temporary(schedule: str, num_microbatches: int) -> int:
-    program = mini(f"pipeline={schedule} microbatches={num_microbatches}", 2 * num_microbatches, num_devices=4)
-    return program.lower().compile().memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES if ALL else ["1f1b:4"])
-def test_memory_does_not_grow_with_the_number_of_micro_batches(schedule: str) -> None:
-    """From 2p on; with p of them a stage holds fewer than it has places for."""
-    few, many = temporary(schedule, 8), temporary(schedule, 32)
-    assert temporary(schedule, 4) <= few == pytest.approx(many, rel=0.01)
-    assert many < temporary("gpipe:4", 32) / 2, "GPipe's grows"
-
-
-# -- traffic ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("plan", "num_devices", "parts", "counts"),
-    [
-        # A head that is worth two layers: no layer goes to another stage for its update.
-        ("pipeline=1f1b:4 microbatches=8", 4, 1, (3, 3, 2, 0)),
-        ("pipeline=1f1b:2 microbatches=8 tensor=2d:4", 8, 4, (4, 4)),
-        ("pipeline=1f1b:2 microbatches=4 data=2", 4, 2, (4, 4)),
-        ("pipeline=zero_bubble:2 microbatches=8 tensor=2", 4, 1, (4, 4)),  # between layers 1d keeps activations whole
-        ("pipeline=1f1b:2 microbatches=8 sequence=ring:2", 4, 2, (4, 4)),
-    ][: 5 if ALL else 2],
-)
-def test_stages_hand_on_one_activation_and_one_gradient(
-    plan: str, num_devices: int, parts: int, counts: tuple[int, ...]
-) -> None:
-    """In each tick one each way, in as many parts as it is split into anyway."""
-    program = mini(plan, 16, num_devices=num_devices, vocab=6144 if 0 in counts else SIZES.vocab_size)
-    assert program._composed.line.partition.count == counts
-    facts = cjax.audit(program.lower().compile())
-    sent = [each for each in facts.collectives if each.kind == "collective-permute" and each.axis == "pipe"]
-    ticks = program._composed.line.schedule.num_ticks
-    assert sum(each.count for each in sent) == 2 * ticks
-    rows = 16 // num_parts(plan)
-    assert {each.bytes for each in sent} == {4 * rows * 64 * 192 / parts}
-
-
 @pytest.mark.parametrize("name", ["layered", *(["linen_tied"] if ALL else [])])
 def test_a_table_of_the_users_own(name: str) -> None:
     """The papers' 1F1B, in which stages hold p - r micro-batches: the same numbers, in other ticks."""
@@ -407,14 +317,6 @@ def test_says_when_stages_mostly_wait() -> None:
     (note,) = notes("pipeline=1f1b:4")
     assert note == "stages wait 75% of the time with microbatches=1: take 4 for each stage, 16, or more"
     assert not notes("pipeline=1f1b:2 microbatches=4")
-
-
-def test_reports_draw_the_schedule() -> None:
-    report = mini("pipeline=1f1b:4 microbatches=8", 16, num_devices=4).report()
-    assert "1f1b: 4 stages, 8 micro-batches, 14 ticks" in str(report) and "stage 3 F" in str(report)
-    assert "<svg" in report._repr_html_() and {row.stages for row in report.params} == {"pipe", None}
-    (sent,) = [each for each in report.transfers if each.axis == "pipe" and each.kind == "collective-permute"]
-    assert sent.bytes == 2 * 14 * 4 * 2 * 64 * 192
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------

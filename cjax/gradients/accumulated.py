@@ -231,19 +231,24 @@ def reduced(grads: Arrays, reductions: Sequence[Reduction], axes: Sequence[tuple
     """Gradients from the devices' own sums, which dim 0 tells apart.
 
     Args:
-      grads: [devices along its axes, ...] each.
+      grads: [devices along its axes, ...] each; of no axes without that dim, and it stays as it is.
       reductions: how each is reduced.
       axes: over which mesh axes each is.
       mesh: the mesh.
     """
+    mine = [(i, how, over) for i, (how, over) in enumerate(zip(reductions, axes, strict=True)) if over]
+    if not mine:
+        return grads
 
     def reduce(grads: Arrays) -> Arrays:
-        return tuple(_reduce(g[0], how, over, mesh) for g, how, over in zip(grads, reductions, axes, strict=True))
+        return tuple(_reduce(g[0], how, over, mesh) for g, (_, how, over) in zip(grads, mine, strict=True))
 
     # Manual over all axes: the partitioner gathers what the others split before it scatters over some.
-    before = tuple(PartitionSpec(over, *how.summed) for how, over in zip(reductions, axes, strict=True))
-    after = tuple(how.placed for how in reductions)
-    return jax.shard_map(reduce, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)(grads)
+    before = tuple(PartitionSpec(over, *how.summed) for _, how, over in mine)
+    after = tuple(how.placed for _, how, _ in mine)
+    run = jax.shard_map(reduce, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)
+    found = dict(zip([i for i, *_ in mine], run(tuple(grads[i] for i, *_ in mine)), strict=True))
+    return tuple(found.get(i, g) for i, g in enumerate(grads))
 
 
 def _reduce(grad: jax.Array, how: Reduction, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:

@@ -29,11 +29,11 @@ from cjax.gradients.line import Line
 from cjax.gradients.pipelined import pipelined
 from cjax.mesh import PIPE
 from cjax.pipeline.execute import Executor
-from cjax.plan import Plan
 from cjax.sharding.place.ahead import gather_ahead
 from cjax.sharding.place.local import LocalRows
-from cjax.sharding.place.model import ModelStorage, place_loss
+from cjax.sharding.place.model import place_loss
 from cjax.sharding.place.staged import StagedModel, stage_model
+from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.microbatches.combine import denominator, loss_size, loss_total
 from cjax.trace.reading import Trace
 from cjax.tree import PyTree
@@ -71,13 +71,12 @@ def build_gradients(loss: LaidOut, choice: Choice, measures: bool = False) -> Bu
     # A part is one device's rows of one micro-batch where devices add up alone.
     num, trace, more = plan.microbatches, loss.trace, ()
     if local is not None:
-        reductions = _reductions(loss.storage, plan, local.axes, loss.mesh)
-        more = _cost_of_waiting(reductions, loss.storage, plan, loss.mesh)
+        more = _cost_of_waiting(loss)
         num, trace = num * loss.num_shards, local.trace
         if loss.line is not None:
-            gradients = _own_pipeline(loss, loss.line, local, reductions, measures)
+            gradients = _own_pipeline(loss, loss.line, local, measures)
         else:
-            gradients = _own_parts(loss, local, reductions, measures)
+            gradients = _own_parts(loss, local, measures)
     elif loss.line is not None:
         gradients = _pipeline(loss, loss.line)
     else:
@@ -98,24 +97,23 @@ def _parts(loss: LaidOut, measures: bool) -> Gradients:
     return micro_batched(own, dtypes_of(loss), num, constrain, divide_by(loss), measures)
 
 
-def _own_parts(loss: LaidOut, local: LocalRows, reductions: Sequence[Reduction], measures: bool) -> Gradients:
+def _own_parts(loss: LaidOut, local: LocalRows, measures: bool) -> Gradients:
     """Of micro-batches on each device's own rows, reduced once."""
     num, mesh = loss.plan.microbatches, loss.mesh
     run = place_loss(local.trace, loss.storage, loss.plan, mesh, local.layout, local.draw)
     own = _as_loss(local.trace, run, num * loss.num_shards)
+    reductions = _reductions(loss, [local.axes] * len(loss.storage.params.slots))
     return locally_accumulated(own, dtypes_of(loss), num, local.axes, reductions, mesh, divide_by(loss), measures)
 
 
 def _pipeline(loss: LaidOut, line: Line) -> Gradients:
     """Of micro-batches that go through stages, within which all devices see them together."""
     staged = stage_model(loss.trace, line.stacks, loss.storage, loss.plan, loss.mesh)
-    num = loss.plan.microbatches
-    return pipelined(staged, _executor(staged, line, num), num, (), (), loss.mesh, divide_by(loss))
+    num, reductions = loss.plan.microbatches, _reductions(loss, staged.summed_over(()))
+    return pipelined(staged, _executor(staged, line, num), num, (), reductions, loss.mesh, divide_by(loss))
 
 
-def _own_pipeline(
-    loss: LaidOut, line: Line, local: LocalRows, reductions: Sequence[Reduction], measures: bool
-) -> Gradients:
+def _own_pipeline(loss: LaidOut, line: Line, local: LocalRows, measures: bool) -> Gradients:
     """Of micro-batches that go through stages on each device's own rows, reduced once."""
     # Weights are kept for the stages as the whole batch's trace has them; the other trace has to run the same ones.
     stacks = line.stacks_of(local.trace)
@@ -123,6 +121,7 @@ def _own_pipeline(
     num, mesh = loss.plan.microbatches, loss.mesh
     staged = stage_model(local.trace, stacks, loss.storage, loss.plan, mesh, local.layout, local.draw)
     executor = _executor(staged, line, num * loss.num_shards)
+    reductions = _reductions(loss, staged.summed_over(local.axes))
     return pipelined(staged, executor, num, local.axes, reductions, mesh, divide_by(loss), measures)
 
 
@@ -151,30 +150,37 @@ def divide_by(loss: LaidOut) -> Denominator:
     return functools.partial(denominator, loss.trace.ratio)
 
 
-def _reductions(storage: ModelStorage, plan: Plan, axes: tuple[str, ...], mesh: Mesh) -> list[Reduction]:
-    """Gradients go where their optimizer state is, if ZeRO splits that."""
+def _reductions(loss: LaidOut, axes: Sequence[tuple[str, ...]]) -> list[Reduction]:
+    """Over these axes, gradients go where their optimizer state is, if ZeRO or a pipeline's stages split that."""
     found = []
-    for slot in storage.given.slots:
+    for slot, over in zip(loss.storage.given.slots, axes, strict=True):
         # Each device updates the piece of a parameter whose optimizer state it has, and needs no more of the gradient
         # than that.
-        state = storage.state_specs[slot.leaves[0]] if plan.zero_stage else slot.spec
-        how = reduction(slot.stored_shape, slot.stored_spec, slot.stacked(state), axes, mesh)
-        found.append(dataclasses.replace(how, dtype=plan.reduce))
+        state, zero = (specs[slot.leaves[0]] for specs in (loss.storage.state_specs, loss.storage.zero_specs))
+        # What the compiler has summed over the batch, each device has a part of without asking anybody.
+        summed = zero if over == (PIPE,) and _divides(slot.stored_shape, zero, loss.mesh) else slot.spec
+        how = reduction(slot.stored_shape, slot.stacked(summed), slot.stacked(state), over, loss.mesh)
+        found.append(dataclasses.replace(how, dtype=loss.plan.reduce))
     return found
 
 
-def _cost_of_waiting(reductions: Sequence[Reduction], storage: ModelStorage, plan: Plan, mesh: Mesh) -> tuple[str, ...]:
+def _divides(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> bool:
+    shards = (math.prod(mesh.shape[a] for a in axes_of_entry(entry)) for entry in spec)
+    return all(n % s == 0 for n, s in zip(shape, shards, strict=False))
+
+
+def _cost_of_waiting(loss: LaidOut) -> tuple[str, ...]:
     """What ZeRO-2 holds until the last micro-batch, as a note."""
     # ZeRO-2 promises that no device holds a whole gradient. Reducing once means to hold it until then; told, not
     # hidden, since somebody may have counted on the bytes.
-    if plan.zero_stage < 2:
+    if loss.plan.zero_stage < 2:
         return ()
     size = 0
-    for slot, how in zip(storage.params.slots, reductions, strict=True):
-        shape = NamedSharding(mesh, how.summed).shard_shape(slot.stored_shape)
+    for slot in loss.storage.given.slots:
+        shape = NamedSharding(loss.mesh, slot.stored_spec).shard_shape(slot.stored_shape)
         size += math.prod(shape) * slot.dtype.itemsize
     return (
-        f"zero=2 adds up the gradients of {plan.microbatches} micro-batches before it splits them: "
+        f"zero=2 adds up the gradients of {loss.plan.microbatches} micro-batches before it splits them: "
         f"{size / 2**20:,.1f} MiB a device",
     )
 

@@ -120,13 +120,13 @@ def pipelined(
       num_microbatches: how many parts.
       axes: mesh axes that split the batch and are manual too: their gradients are reduced once, at the end. Empty if
         the compiler deals with them, at every part.
-      reductions: of each stored array's gradient over these axes.
+      reductions: of each stored array's gradient, over these axes and the stages.
       mesh: the mesh.
       denominator: what the sum of all totals is divided by, from the sum of all weights.
       measures: whether the gradients of the parts that `axes` make are measured too.
     """
     num_shards = math.prod(mesh.shape[axis] for axis in axes)
-    shared = PartitionSpec((*axes, PIPE))
+    over = model.summed_over(axes)
 
     def inside(
         lockstep: bool, params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
@@ -140,9 +140,8 @@ def pipelined(
         totals = lax.psum(results, (*axes, PIPE))
         new = model.with_states(new, lax.psum(states, PIPE))
         grads = model.stored_gradients(own, stacks)
-        lead = [axes or not is_stack for is_stack in model.in_stacks]
         # A dim that tells the devices' sums apart.
-        return totals, new, tuple(g[None] if some else g for g, some in zip(grads, lead, strict=True))
+        return totals, new, tuple(g[None] if some else g for g, some in zip(grads, over, strict=True))
 
     def gradients(
         params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale,
@@ -150,13 +149,14 @@ def pipelined(
     ) -> Graded:  # fmt: skip
         whole = PartitionSpec()
         batch_specs = jax.tree.map(lambda leaf: PartitionSpec(axes or None) if leaf.ndim else whole, batch)
-        # A layer's gradient is on its own stage, complete, and is reduced over the batch alone; what all stages have is
-        # reduced over the stages too.
-        stack_grads = PartitionSpec(axes, PIPE) if axes else PartitionSpec(PIPE)
+        grad_specs = (
+            PartitionSpec(*([some] if some else []), *([PIPE] if is_stack else []))
+            for some, is_stack in zip(over, model.in_stacks, strict=True)
+        )
         run = jax.shard_map(
             functools.partial(inside, lockstep), mesh=mesh, axis_names={*axes, PIPE}, check_vma=False,
             in_specs=(model.stage_specs("params"), model.stage_specs("frozen"), whole, batch_specs, whole, whole),
-            out_specs=(whole, whole, tuple(stack_grads if is_stack else shared for is_stack in model.in_stacks)),
+            out_specs=(whole, whole, tuple(grad_specs)),
         )  # fmt: skip
         (total, weight, aux), new, grads = run(params, frozen, model_state, batch, key, scale)
         square = None
@@ -167,11 +167,7 @@ def pipelined(
                 for g, is_stack in zip(grads, model.in_stacks, strict=True)
             )
             square = square_of(tuple(own))
-        if axes:
-            over = [axes if is_stack else (*axes, PIPE) for is_stack in model.in_stacks]
-            grads = reduced(grads, reductions, over, mesh)
-        else:
-            grads = tuple(g if is_stack else g.sum(0) for g, is_stack in zip(grads, model.in_stacks, strict=True))
+        grads = reduced(grads, reductions, over, mesh)
         sums = Evaluated(total, weight, aux, new)
         return averaged(sums, grads, num_microbatches * num_shards, denominator, scale, (square, num_shards))
 

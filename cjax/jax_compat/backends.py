@@ -44,6 +44,16 @@ def without_plugin_failures() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def copies_what_branches_change() -> bool:
+    """Whether XLA's compiler for GPUs keeps a second copy of what branches of a conditional change, each another part.
+
+    Private: no name; XLA promises nothing of its use of memory, and what is told of it beforehand depends on this.
+    Tried: JAX 0.10.2 copies; 0.11.2 and 0.12.0.1 do not.
+    Public instead: nothing. It goes when JAX 0.10 does.
+    """
+    return jax.__version_info__ < (0, 11)
+
+
 def absent_gpus(target: str, topology: str) -> list[Any]:
     """Devices that are not here, for which programs compile and don't run.
 

@@ -99,9 +99,8 @@ def _composed(
     built = build_gradients(loss, choice, given.measures)
     optimizer = None
     if given.optimizer is not None:
-        specs = storage.state_specs if plan.zero_stage else storage.used_specs
         optimizer = store_optimizer(
-            given.optimizer, source.capture.params_shape, storage.params, specs.__getitem__, mesh
+            given.optimizer, source.capture.params_shape, storage.params, storage.state_specs.__getitem__, mesh
         )
     return Composed(
         given, source, plan, mesh, trace, storage, optimizer, choice, built.gradients, built.loss_size,

@@ -99,7 +99,7 @@ def stored_bytes(storage: Storage, sizes: dict[str, int]) -> int:
 
 def _memory(composed: Composed, audit: Audit, hardware: Hardware) -> MemoryUse:
     sizes, storage = dict(composed.mesh.shape), composed.storage
-    specs = storage.state_specs if composed.plan.zero_stage >= 2 else storage.used_specs
+    specs = storage.zero_specs if composed.plan.zero_stage >= 2 else storage.used_specs
     grads = sum(_bytes(slot, specs[slot.leaves[0]], sizes) for slot in storage.params.slots)
     batch = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

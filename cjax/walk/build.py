@@ -72,11 +72,10 @@ def build_walker(
     plan, trace, storage, mesh = loss.plan, loss.trace, loss.storage, loss.mesh
     staged = stage_model(trace, stacks, storage, plan, mesh, reduces=True)
     model = WalkModel(staged, plan.microbatches, total_of(trace, plan.microbatches))
-    programs = Programs(model, storage, mesh, divide_by(loss), plan.zero_stage >= 1, batch_shape)
+    programs = Programs(model, storage, mesh, divide_by(loss), batch_shape)
     rows = None
     if optimizer is not None:
-        specs = storage.state_specs if plan.zero_stage else storage.used_specs
         own = [model.places(k, "params") for k in range(len(stacks))]
-        rows = RowOptimizer(optimizer, params_shape, storage.params, own, specs.__getitem__, mesh)
+        rows = RowOptimizer(optimizer, params_shape, storage.params, own, storage.state_specs.__getitem__, mesh)
     lengths = [stack.length for stack in stacks]
     return Walker(programs, lengths, storage, rows, mesh)

@@ -118,7 +118,7 @@ def forward_programs(
     }
     model = WalkModel(staged, num_parts, total_of(reads.trace, num_parts), unread)
     of_trace = LaidOut(reads.trace, loss.storage, loss.plan, loss.mesh)
-    return Programs(model, loss.storage, loss.mesh, divide_by(of_trace), False, batch_shape)
+    return Programs(model, loss.storage, loss.mesh, divide_by(of_trace), batch_shape)
 
 
 class Picked:

@@ -35,7 +35,6 @@ class Programs:
       storage: where the model's arrays are kept.
       mesh: the mesh.
       denominator: what the sum of all totals is divided by, from the sum of all weights.
-      is_zero: whether gradients are kept where ZeRO has the optimizer's state.
       batch_shape: of a whole batch.
     """
 
@@ -45,11 +44,10 @@ class Programs:
         storage: ModelStorage,
         mesh: Mesh,
         denominator: Denominator,
-        is_zero: bool,
         batch_shape: PyTree,
     ) -> None:
         self.model, self.mesh, self._batch_shape = model, mesh, batch_shape
-        self._storage, self._denominator, self._is_zero = storage, denominator, is_zero
+        self._storage, self._denominator = storage, denominator
         self._specs = [model.payload_specs(k) for k in range(model.num_stacks)]
         numbers = range(model.num_stacks)
         self.begin = self._jit(self._begin)
@@ -145,7 +143,7 @@ class Programs:
 
     def gradient_spec(self, slot: Slot) -> PartitionSpec:
         """Where the gradient of a leaf of a slot is kept."""
-        return self._storage.state_specs[slot.leaves[0]] if self._is_zero else slot.spec
+        return self._storage.state_specs[slot.leaves[0]]
 
     def _own_gradients(self, k: int, grads: Arrays) -> Arrays:
         slots = [self._storage.params.slots[at] for at in self.model.places(k, "params")]

@@ -8,8 +8,10 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from forked import Forks
 
@@ -17,6 +19,7 @@ from cjax.cards import CARDS
 from cjax.jax_compat.backends import (
     absent_gpus,
     coordinator_address,
+    copies_what_branches_change,
     each_process_writes_its_cache,
     gloo_stays_on_loopback,
     is_compiling,
@@ -26,6 +29,7 @@ from cjax.jax_compat.backends import (
     only_compiles,
     without_plugin_failures,
 )
+from cjax.mesh import compile_lowered
 
 
 def run(forks: Forks, code: str, **environment: str) -> None:
@@ -77,6 +81,28 @@ def test_a_device_of_another_process_is_told_by_its_client() -> None:
 def test_a_device_that_is_not_here_compiles() -> None:
     devices = absent_gpus(CARDS["h100"].xla_target(), "1x1x8")
     assert len(devices) == 8 and all(map(only_compiles, devices))
+
+
+@pytest.mark.aot
+def test_what_branches_change_is_copied_or_not() -> None:
+    """Two buffers in a loop, each changed by a loop in a branch of its own, as stages change those of their stacks."""
+    devices, size = absent_gpus(CARDS["h100"].xla_target(), "1x1x1"), 1 << 16
+
+    def changed(rows: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda rows, i: (rows.at[i].set(2 * rows[i] + 1), None), rows, jnp.arange(4))[0]
+
+    def tick(both: Any, which: jax.Array) -> Any:
+        ways = [lambda a, b: (a, b), lambda a, b: (changed(a), b), lambda a, b: (a, changed(b))]
+        return jax.lax.switch(which, ways, *both), None
+
+    def run(which: jax.Array) -> Any:
+        rows = jnp.zeros((4, size))
+        return jax.tree.map(jnp.sum, jax.lax.scan(tick, (rows, rows), which)[0])
+
+    placed = jax.sharding.SingleDeviceSharding(devices[0])
+    lowered = jax.jit(run, in_shardings=placed).lower(jax.ShapeDtypeStruct((8,), "int32"))
+    memory = compile_lowered(lowered, devices).memory_analysis().temp_size_in_bytes
+    assert round(memory / (4 * 4 * size)) == (4 if copies_what_branches_change() else 2)
 
 
 @pytest.mark.aot

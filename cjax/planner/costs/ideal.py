@@ -145,6 +145,8 @@ class _Plans:
         rows = self._over(neighbours, "collective-permute", to_optimizer(work, self._split, table), 1.0)
         adds = (table.microbatches > 1) & (not self._software.adds_in_matmuls)
         states = np.where(table.zero >= 1, table.zero_group, 1)
+        # Of what is in no layer each of cjax's stages updates its part.
+        updated = full * layer.held + ends / np.where(self._software.is_lockstep, table.pipeline, 1)
         memory = hardware.memory_bandwidth or np.inf
         return Ideal(
             first, layer, last, np.full(len(table), float(work.num_layers)), full, short,
@@ -152,7 +154,7 @@ class _Plans:
             self._schedule, table.remat, gradients * ~each + weights, gradients * (each * table.microbatches), gathers,
             send, rows * (rows.bytes > 0),
             # Parameters and state are read and written, gradients read, computed copies written.
-            held / states * (2 * MASTER * (1 + work.optimizer_bytes) + MASTER + self._item) / memory,
+            updated / states * (2 * MASTER * (1 + work.optimizer_bytes) + MASTER + self._item) / memory,
             held * (self._item + 2 * MASTER) / memory * adds,
             np.ceil(table.data * table.pipeline * self._inner / hardware.devices_per_host),
             (table.pipeline > 1) & self._split.in_lockstep & self._software.is_lockstep,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from cjax.jax_compat.backends import copies_what_branches_change
 from cjax.mesh import DEPTH, SEQUENCE, TENSOR
 from cjax.pipeline.partition import partition
 from cjax.plan import Plan
@@ -135,15 +136,16 @@ class _Memory:
         queries = {name for part in work.parts for each in part.attentions for name, _ in each.queries}
         self.moves_pieces = self.is_grid or not queries.isdisjoint(split.axes_of)
         self.forms, self.exchanges = _forms(work, split, hardware), _exchanges_heads(split)
+        self.copies = copies_what_branches_change()
         self.rows = self._rows()
 
     def cost(self) -> MemoryCost:
         table, over = self.table, self._zero_shares()
         weights, trained = self._weights()
-        whole, state = weights.sum(0), trained.sum(0)
-        ahead = self._gathers_ahead()
-        params = np.where(table.zero == 3, whole / over, np.where(ahead, whole - state + state / over, whole))
-        optimizer = self.work.optimizer_bytes * np.where(table.zero >= 1, state / over, state)
+        ahead, shares = self._gathers_ahead(), self._state_shares()
+        in_parts = (weights - trained + np.where(ahead, trained / shares, trained)).sum(0)
+        params = np.where(table.zero == 3, weights.sum(0) / over, in_parts)
+        optimizer = self.work.optimizer_bytes * (trained / shares).sum(0)
         batch = self.work.batch_bytes / table.data
         grads = np.where(self.scattered, trained / over, trained)
         found = [self._whole_step(grads), self._pipeline(grads)]
@@ -152,7 +154,7 @@ class _Memory:
         other = gaps * np.sum(parts, axis=0)
         grads, activations, working, sent = parts
         # They are there from the first micro-batch to the last.
-        working = working + np.where(ahead, self._rounded(trained).sum(0), 0.0)
+        working = working + np.where(ahead, self._rounded(trained), 0.0).sum(0)
         return MemoryCost(params, optimizer, batch, grads, activations, working, sent, other)
 
     def _whole_step(self, grads: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -250,8 +252,8 @@ class _Memory:
         working = self._fullest()
         inner = np.max(working[stacks] + rows.saved * self._each(self._of_experts)[stacks], axis=0)
         outer = np.max(working[outside], axis=0, initial=0.0) + shared
-        # Of several stacks XLA copies sums of gradients as well as what they saved: see `_places`.
-        copied = grads[stacks].sum(0) if len(stacks) > 1 else 0.0
+        # Of several stacks XLA may copy sums of gradients as well as what they saved: see `_places`.
+        copied = grads[stacks].sum(0) if len(stacks) > 1 and self.copies else 0.0
         return grads.sum(0) + copied, activations, np.maximum(inner, outer), sent
 
     def _of_experts(self, kept: Kept) -> Iterable[NamedTensor]:
@@ -282,9 +284,15 @@ class _Memory:
         return both[:, :1] * layers, both[:, 1:] * layers
 
     def _gathers_ahead(self) -> np.ndarray:
-        """Where ZeRO-1 and -2 gather rounded weights ahead of a step: those that are kept are in parts."""
+        """By part and plan, whether rounded weights are gathered ahead of a step: those that are kept are in parts."""
         is_low = ~np.isin(self.table.precision, self.forms["float32"])
-        return (self.table.zero > 0) & (self.table.zero < 3) & is_low & (self._zero_shares() > 1)
+        return (self.table.zero < 3) & is_low & (self._state_shares() > 1)
+
+    def _state_shares(self) -> np.ndarray:
+        """By part and plan, among how many devices optimizer state is shared out: ZeRO's, and of what is in no layer
+        the stages of a pipeline too."""
+        zero = np.where(self.table.zero >= 1, self._zero_shares(), 1)
+        return np.where(self._repeats() > 1, 1, self.table.pipeline) * zero
 
     def _rounded(self, sizes: np.ndarray) -> np.ndarray:
         """Of trained weights, by part and plan, what they come to in half precision where products read them."""
@@ -316,7 +324,9 @@ class _Memory:
             if size == 1:
                 found[0][:, mine] = np.asarray(lengths or (0,), float)[:, None]
                 continue
-            kept, saved, ends, messages = _places(SCHEDULES[kind], size, microbatches, chunks, lengths, head)
+            kept, saved, ends, messages = _places(
+                SCHEDULES[kind], size, microbatches, chunks, lengths, head, self.copies
+            )
             spare = int(self.split.in_lockstep)  # for what stages in lockstep throw away
             found[0][:, mine] = np.asarray(kept, float)[:, None]
             found[1][:, mine] = (np.asarray(saved, float) + spare * np.asarray(kept) / chunks)[:, None]
@@ -398,7 +408,7 @@ def _head(work: Work, stacks: Sequence[int]) -> float:
 
 @functools.cache
 def _places(
-    kind: str, size: int, microbatches: int, chunks: int, lengths: tuple[int, ...], head: float
+    kind: str, size: int, microbatches: int, chunks: int, lengths: tuple[int, ...], head: float, copies: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
     """By stack, the layers that a stage keeps, layers whose activations it has room for, and places for what ends a
     stack; and places for messages."""
@@ -406,8 +416,8 @@ def _places(
     count = chunks * len(lengths)
     cut = partition(lengths, route_of(name, size, count), head)
     slots, ends, messages = places(name, size, microbatches, count, cut)
-    # XLA copies what a branch hands on, where it is not the only one that changes it: of stages that skip a layer which
-    # they have but room for, and of several stacks.
-    copies = [1 if cut.is_even(k) and len(lengths) == 1 else 2 for k in range(len(lengths))]
-    saved = tuple(n * room * rows for n, room, rows in zip(copies, slots, cut.rows, strict=True))
+    # XLA may copy what a branch hands on, where it is not the only one that changes it: of stages that skip a layer
+    # which they have but room for, and of several stacks.
+    twice = [copies and not (cut.is_even(k) and len(lengths) == 1) for k in range(len(lengths))]
+    saved = tuple((1 + more) * room * rows for more, room, rows in zip(twice, slots, cut.rows, strict=True))
     return tuple(rows * chunks for rows in cut.rows), saved, ends, messages

@@ -11,8 +11,9 @@ What is predicted is what cjax does, as `cjax.audit` counts it in the compiled s
   a gradient over its group and reduces the part over others.
 - Parameters: ZeRO-1 and -2 gather them once a step; ZeRO-3 those of layers twice a micro-batch, others once. What
   matmuls read is gathered in the precision of the plan.
-- Pipelines hand on a micro-batch's activation in each tick, forwards and backwards; gradients of what stands outside of
-  the layers are summed over the stages too. Where the last stage has fewer layers for the sake of what comes after
+- Pipelines hand on a micro-batch's activation in each tick, forwards and backwards. What stands outside of the layers
+  is on all stages: each is given its part of the gradients' sum over them too, and parameters are gathered once a step,
+  as ZeRO-1 does over devices with other rows. Where the last stage has fewer layers for the sake of what comes after
   them, the optimizer's share of layers is not the stage's: gradients, parameters and state go to it, and back.
 
 A model whose examples meet (BatchNorm, capacities of experts) reduces once a micro-batch as well; a `Work` does not say
@@ -21,7 +22,6 @@ that, and neither does this.
 
 import collections
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -30,7 +30,7 @@ import numpy as np
 
 from cjax.mesh import DATA, DEPTH, PIPE, SEQUENCE, ZERO
 from cjax.pipeline.partition import partition
-from cjax.planner.costs.pipelines import ticks
+from cjax.planner.costs.pipelines import Ticks, ticks, turns
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
 from cjax.planner.work import BATCH, AxisMove, HeldWeight, Part, Weight, Work, WorkSplit, elements
 from cjax.sharding.layout.zero import SMALLEST
@@ -80,8 +80,8 @@ def moved(work: Work, split: WorkSplit, table: PlanTable) -> Moved:
     _of_words(found, work, split, table, half)
     _add(found.pipeline, (PIPE,), messages(work, table) * handed(work, split, table))
     _add(found.layers, (PIPE,), to_optimizer(work, split, table))
-    # Of weights, plans that differ in schedule or remat alone move the same.
-    few, places = _unlike(table)
+    # Of weights, plans that differ in remat alone move the same, or in schedule, where that says who runs what.
+    few, places = _unlike(table, ("schedule", "chunks") if split.in_lockstep else ())
     of_weights = _of_weights(work, split, few)
     for purpose in ("gradients", "parameters"):
         for axes, amount in getattr(of_weights, purpose).items():
@@ -97,9 +97,9 @@ class _Plans:
     half: np.ndarray
 
 
-def _unlike(table: PlanTable) -> tuple[_Plans, np.ndarray]:
-    """The plans of a table that differ in who sums what, and for each plan which of them it is like."""
-    kept = ("data", "pipeline", "microbatches", "zero", "zero_group", "precision")
+def _unlike(table: PlanTable, more: tuple[str, ...]) -> tuple[_Plans, np.ndarray]:
+    """The plans of a table that differ in who sums what, or in `more`, and for each plan which of them it is like."""
+    kept = ("data", "pipeline", "microbatches", "zero", "zero_group", "precision", *more)
     first, places = _distinct(*(getattr(table, name) for name in kept))
     few = PlanTable(**{each.name: getattr(table, each.name)[first] for each in fields(PlanTable)})
     half = np.where(few.precision == PRECISIONS.index("float32"), 4, 2)
@@ -116,13 +116,14 @@ def _distinct(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of_weights(work: Work, split: WorkSplit, of: _Plans) -> Moved:
-    found = Moved()
+    found, times = Moved(), _turns(work, split, of.table)[2]
     for part, some in zip(work.parts, _weights(work, split), strict=True):
         alike = collections.Counter((replace(weight, name="", dims=()), held) for weight, held in some)
         for (weight, held), count in alike.items():
             is_layer = part.repeats > 1
             layers = count * part.repeats / np.where(is_layer, of.table.pipeline, 1)
-            for case in _cases(held, split, of.table, layers, is_layer):
+            passes = of.table.microbatches * (times if is_layer else 1)
+            for case in _cases(held, split, of.table, layers, passes, is_layer):
                 if weight.is_trained:
                     _gradients(found, weight, held, case, split, of, is_layer)
                 _gathers(found, part, weight, held, case, of)
@@ -131,12 +132,14 @@ def _of_weights(work: Work, split: WorkSplit, of: _Plans) -> Moved:
 
 def _of_words(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half: np.ndarray) -> None:
     """The tensor and sequence words' collectives: of activations by the share of the batch, of weights once each."""
+    turns_of = dict(zip((True, False), _turns(work, split, table), strict=False))
     for part, moves in zip(work.parts, split.moves, strict=True):
-        layers = part.repeats / np.where(part.repeats > 1, table.pipeline, 1)
+        is_layer = part.repeats > 1
         for move in moves:
+            layers = part.repeats * (turns_of[move.is_forward] / table.pipeline if is_layer else 1)
             size = np.where(move.is_wide, 4, half)
             times = table.microbatches if move.of_weights else 1 / table.data
-            again = (part.repeats > 1) & move.is_forward & move.is_remade
+            again = is_layer & move.is_forward & move.is_remade
             times = times * np.where(again & (table.remat == REMATS.index("block")), 2, 1) * counts(move, table)
             to = found.sequence if SEQUENCE in move.axes else found.tensor
             _add(to, move.axes, move.elements * size * times * layers)
@@ -148,15 +151,18 @@ class _Case:
 
     Args:
       times: how many such weights a device has, by plan; 0 for those of other cases.
+      passes: how many backward passes a step has.
       is_late: whether devices add up their own, and all reduce once a step.
       axes, every: over which axes it is summed, and how many devices these have.
-      zero_axes, group: those that ZeRO divides its state over.
+      zero_axes, group: those of them that its sum is scattered over, and how many devices these have.
       divides: whether ZeRO divides it.
       scatters: whether each device is given its part of the sum, and not the whole.
-      stages: stages over which it is summed behind that; 1 for none.
+      stages, deals: stages over which it is summed behind that, 1 for none; whether each is given its part.
+      held_axes, holders: those over which its optimizer state is divided, if it is.
     """
 
     times: np.ndarray
+    passes: np.ndarray
     is_late: bool
     axes: tuple[str, ...]
     every: np.ndarray
@@ -165,39 +171,59 @@ class _Case:
     divides: np.ndarray
     scatters: np.ndarray
     stages: np.ndarray
+    deals: np.ndarray
+    held_axes: tuple[str, ...]
+    holders: np.ndarray
+
+    @property
+    def adds_parts(self) -> np.ndarray:
+        """Whether stages add up ZeRO's parts of a gradient, and not the whole."""
+        return self.deals & self.divides & (not self.is_late)
 
 
-def _cases(held: HeldWeight, split: WorkSplit, table: PlanTable, layers: np.ndarray, is_layer: bool) -> Iterator[_Case]:
+def _cases(
+    held: HeldWeight, split: WorkSplit, table: PlanTable, layers: np.ndarray, passes: np.ndarray, is_layer: bool
+) -> Iterator[_Case]:
     """The cases of a table, for one weight."""
     inside = tuple(a for a in held.sums if a in (SEQUENCE, DEPTH))
     others = tuple(a for a in held.sums if a not in inside)
     more = math.prod(split.sizes[a] for a in inside)
     every = table.data * more * math.prod(split.sizes[a] for a in others)
-    parts = (table.microbatches > 1) | (table.pipeline > 1)
-    waits = parts & (table.zero < 3) & (table.data > 1) & (split.sizes.get(SEQUENCE, 1) == 1)
+    waits = (table.microbatches > 1) & (table.zero < 3) & (table.data > 1) & (split.sizes.get(SEQUENCE, 1) == 1)
     grouped = (table.zero_group > 1) & (table.zero_group < table.data)
-    staged, alone = (table.pipeline > 1) & (not is_layer), table.data == 1
-    for is_grouped, is_staged, is_late, is_alone in itertools.product((False, True), repeat=4):
-        chosen = (grouped == is_grouped) & (staged == is_staged) & (waits == is_late) & (alone == is_alone)
-        if not chosen.any():
-            continue
+    zero = np.where(table.zero > 0, np.where(grouped, table.zero_group, table.data * more), 1)
+    staged = (table.pipeline > 1) & (not is_layer)
+    # Stages share out what they all have if some dim of it divides among them, and among ZeRO's devices.
+    on_stages = zero * np.where(staged, table.pipeline, 1)
+    is_dealt = staged & np.logical_or(*_divides(held, on_stages))
+    kinds = np.stack([grouped, staged, waits, table.data == 1, is_dealt, table.zero > 0])
+    for kind in np.unique(kinds, axis=1).T:
+        chosen = (kinds == kind[:, None]).all(0)
+        is_grouped, is_staged, is_late, is_alone, deals, is_zero = map(bool, kind)
         # Who waits for the last micro-batch sums over stages in the same breath, all others behind it.
         together = is_staged and is_late
-        group = table.zero_group if is_grouped else table.data * more
-        evenly, padded = _divides(held, group)
-        divides = (table.zero > 0) & (group > 1) & (evenly | padded)
         data = () if is_alone else (DATA, ZERO) if is_grouped else (DATA,)
+        zero_axes = (ZERO,) if is_grouped else (*data, *inside)
+        mine = zero_axes if is_zero else ()
+        pipe = (PIPE,) if deals else ()
+        holders = on_stages if deals else zero
+        evenly, padded = _divides(held, holders)
+        divides = (holders > 1) & (evenly | padded)
         yield _Case(
             chosen * layers,
+            passes,
             is_late,
             (*((PIPE,) if together else ()), *data, *inside, *others),
             every * table.pipeline if together else every,
-            (ZERO,) if is_grouped else (*data, *inside),
-            group,
-            divides,
+            (*pipe, *mine) if together else zero_axes,
+            holders if together else zero,
+            divides & (zero > 1),
             # Micro-batches whose gradients all devices sum together are scattered by ZeRO-3 alone.
-            divides & (evenly if is_late else (table.zero == 3) | (table.microbatches == 1)),
+            divides & (evenly if is_late else (zero > 1) & ((table.zero == 3) | (table.microbatches == 1))),
             table.pipeline if is_staged and not is_late else np.ones_like(table.pipeline),
+            deals & evenly,
+            (*pipe, *mine),
+            np.where(divides, holders, 1),
         )
 
 
@@ -206,7 +232,7 @@ def _gradients(
 ) -> None:  # fmt: skip
     """The sums of a weight's gradient."""
     wide, elements = weight.itemsize, float(held.elements)
-    passes = case.times if case.is_late else case.times * of.table.microbatches
+    passes = case.times if case.is_late else case.times * case.passes
     size = passes * (wide if case.is_late or not weight.is_multiplied else of.half)
     uses = np.where((of.table.pipeline == 1) & held.joint, 1, 1 if case.is_late else held.uses)
     if held.gathered and not case.is_late:
@@ -214,31 +240,43 @@ def _gradients(
         amount = 2 * _share(case.every * cut) * elements * cut
         _add(found.gradients, (*case.axes, *held.gathered), amount * size)
         uses = uses - 1
-    # One of its uses is scattered; what others add to is summed whole.
-    whole = np.where(case.scatters, uses - 1, uses)
-    # Outside of layers, XLA takes a sum that is only added to others out of the loop over micro-batches.
-    once = (~case.scatters) & (not is_layer) & (not case.is_late)
+    # One of its uses is scattered; what others add to is summed whole, but where stages add up parts of the sum.
+    in_parts = np.where(case.adds_parts, uses, 1 * case.scatters)
+    whole = uses - in_parts
+    # Outside of layers, XLA takes a sum that is only added to others out of the loop over micro-batches; not out of a
+    # branch that some stages take.
+    once = (in_parts == 0) & (not is_layer) & (not case.is_late) & (of.table.pipeline == 1)
     whole = whole / np.where(once, of.table.microbatches, 1)
     _add(found.gradients, case.axes, whole * 2 * _share(case.every) * elements * size)
-    _add(found.gradients, case.zero_axes, case.scatters * _share(case.group) * elements * size)
+    _add(found.gradients, case.zero_axes, in_parts * _share(case.group) * elements * size)
     rest = tuple(a for a in case.axes if a not in case.zero_axes)
     part = elements / case.group
-    _add(found.gradients, rest, case.scatters * 2 * _share(case.every / case.group) * part * size)
-    left = np.where(case.scatters, part, elements)
-    _add(found.gradients, (PIPE,), 2 * _share(case.stages) * left * case.times * wide)
+    _add(found.gradients, rest, in_parts * 2 * _share(case.every / case.group) * part * size)
+    left = np.where(in_parts > 0, part, elements)
+    _add(found.gradients, (PIPE,), np.where(case.deals, 1, 2) * _share(case.stages) * left * case.times * wide)
 
 
 def _gathers(found: Moved, part: Part, weight: Weight, held: HeldWeight, case: _Case, of: _Plans) -> None:
-    """What ZeRO gathers of a weight."""
-    table, is_third = of.table, of.table.zero == 3
-    # Outside of layers all uses share a gather, but within groups, where a tied table has one for each.
-    passes = 2 if part.repeats > 1 else held.uses if case.zero_axes == (ZERO,) and not held.joint else 1
-    times = np.where(is_third, passes * table.microbatches, 1) * case.times
-    # Ahead of the first micro-batch or where they are used, weights are rounded where they are, and then gathered.
-    is_low = weight.is_multiplied & (is_third | (of.half < 4))
-    size = np.where(is_low, np.minimum(of.half, weight.itemsize), weight.itemsize)
-    needed = case.divides & (is_third | weight.is_trained)
-    _add(found.parameters, case.zero_axes, needed * _share(case.group) * float(held.elements) * size * times)
+    """What is gathered of a weight."""
+    table, is_third, elements = of.table, of.table.zero == 3, float(held.elements)
+    if weight.is_trained:
+        # Ahead of the first micro-batch, weights are rounded where they are, and then gathered.
+        size = np.where(weight.is_multiplied & (of.half < 4), np.minimum(of.half, weight.itemsize), weight.itemsize)
+        _add(found.parameters, case.held_axes, ~is_third * _share(case.holders) * elements * size * case.times)
+        # Under ZeRO-3 stages have a ZeRO group's part of a parameter, of which each updates its own.
+        dealt = is_third & (PIPE in case.held_axes) & (case.holders > 1)
+        wide = _share(table.pipeline) * elements / np.where(dealt, case.holders / table.pipeline, 1) * weight.itemsize
+        _add(found.parameters, (PIPE,), dealt * wide * case.times)
+    # Outside of layers all uses share a gather, but within groups, where a tied table has one for each; and in a
+    # pipeline all micro-batches do.
+    is_layer = part.repeats > 1
+    passes = 2 if is_layer else held.uses if ZERO in case.held_axes and not held.joint else 1
+    times = passes * np.where(is_layer | (table.pipeline == 1), case.passes, 1) * case.times
+    size = np.where(weight.is_multiplied, np.minimum(of.half, weight.itemsize), weight.itemsize)
+    third = tuple(a for a in case.held_axes if a != PIPE)
+    group = np.where(case.divides, case.holders / np.where(PIPE in case.held_axes, table.pipeline, 1), 1)
+    amount = is_third * _share(group) * elements * size * times
+    _add(found.parameters, third, amount)
 
 
 def counts(move: AxisMove, table: PlanTable) -> np.ndarray:
@@ -265,7 +303,33 @@ def messages(work: Work, table: PlanTable) -> np.ndarray:
     columns = (table.schedule, table.pipeline, table.microbatches, table.chunks)
     first, places = _distinct(*columns)
     each = zip(*(column[first].tolist() for column in columns), strict=True)
-    return 2 * np.array([_ticks(SCHEDULES[schedule], stacks, *sizes) for schedule, *sizes in each])[places]
+    return (
+        2 * np.array([sum(_kinds(SCHEDULES[schedule], stacks, *sizes).values()) for schedule, *sizes in each])[places]
+    )
+
+
+def _turns(work: Work, split: WorkSplit, table: PlanTable) -> np.ndarray:
+    """For F, B and W, how often a stage runs its layers, to how often it has a micro-batch for them: [3, plans]. More
+    where stages run in each tick what any of them has to."""
+    found = np.ones((3, len(table)))
+    stacks = sum(part.repeats > 1 for part in work.parts)
+    if not split.in_lockstep or not stacks or not (table.pipeline > 1).any():
+        return found
+    first, places = _distinct(table.schedule, table.pipeline, table.microbatches, table.chunks)
+    columns = (table.schedule, table.pipeline, table.microbatches, table.chunks)
+    each = zip(*(column[first].tolist() for column in columns), strict=True)
+    return np.array([_times(SCHEDULES[schedule], stacks, *sizes) for schedule, *sizes in each]).T[:, places]
+
+
+@functools.cache
+def _times(schedule: str, stacks: int, stages: int, microbatches: int, chunks: int) -> tuple[float, ...]:
+    if stages == 1:
+        return 1.0, 1.0, 1.0
+    name = "interleaved" if schedule == "1f1b" and stacks > 1 else schedule
+    try:
+        return tuple(n / (microbatches * chunks * stacks) for n in turns(name, stages, microbatches, chunks, stacks))
+    except ValueError:  # which whoever makes plans has to find out, and say
+        return 1.0, 1.0, 1.0
 
 
 def to_optimizer(work: Work, split: WorkSplit, table: PlanTable) -> np.ndarray:
@@ -310,18 +374,17 @@ def _forward(part: Part) -> float:
 
 
 @functools.cache
-def _ticks(schedule: str, stacks: int, stages: int, microbatches: int, chunks: int) -> int:
-    """How many ticks a schedule has; none where there is no pipeline, or no such schedule. Of several stacks of layers
-    each is a chunk on every stage."""
+def _kinds(schedule: str, stacks: int, stages: int, microbatches: int, chunks: int) -> Ticks:
+    """The ticks of a schedule; none where there is no pipeline, or no such schedule. Of several stacks of layers each
+    is a chunk on every stage."""
     if stages == 1 or stacks == 0:
-        return 0
+        return {}
     try:
-        kinds = ticks(
+        return ticks(
             "interleaved" if schedule == "1f1b" and stacks > 1 else schedule, stages, microbatches, chunks * stacks
         )
-        return sum(kinds.values())
     except ValueError:  # which whoever makes plans has to find out, and say
-        return 0
+        return {}
 
 
 def _weights(work: Work, split: WorkSplit) -> list[Sequence[tuple[Weight, HeldWeight]]]:

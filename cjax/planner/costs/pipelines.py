@@ -53,6 +53,32 @@ def _counted(schedule: str, stages: int, microbatches: int, chunks: int) -> Tick
     return dict(found)
 
 
+@functools.lru_cache(maxsize=4096)
+def turns(schedule: str, stages: int, microbatches: int, chunks: int, stacks: int) -> Amount:
+    """In how many ticks any stage runs an F, a B or a W of a stack, added up over stacks of `chunks` chunks each: so
+    often each of them does where all run whatever one of them has to. Without a W, the B is that too.
+
+    >>> turns("1f1b", 4, 100, 1, 1)
+    (103, 103, 103)
+    """
+    p, m = stages, microbatches
+    if schedule in ("1f1b", "gpipe") and chunks * stacks == 1:
+        return (m + p - 1,) * 3
+    # From 2p micro-batches on, each p more are as many more of the same ticks in the middle.
+    if m <= 3 * p:
+        return _turns(schedule, p, m, chunks, stacks)
+    least, more = (np.array(_turns(schedule, p, k * p, chunks, stacks)) for k in (2, 3))
+    return tuple((least + (m - 2 * p) * (more - least) // p).tolist())
+
+
+@functools.lru_cache(maxsize=512)
+def _turns(schedule: str, stages: int, microbatches: int, chunks: int, stacks: int) -> Amount:
+    found: Counter[str] = Counter()
+    for row in build(schedule, stages, microbatches, chunks * stacks).ticks:
+        found.update(kind for kind, _ in {(op.kind, op.chunk // chunks) for ops in row for op in ops})
+    return found["F"], found["B"], found["W"] or found["B"]
+
+
 def _is_more(one: Amount, other: Amount) -> bool:
     return one != other and all(x >= y for x, y in zip(one, other, strict=True))
 

@@ -18,7 +18,7 @@ from cjax.sharding.layout.zero import shard_over
 from cjax.sharding.place.order import Order, order_of
 from cjax.sharding.place.ordered import OrderedPlacer
 from cjax.sharding.place.place import Draw, Placer, WeightPlacement
-from cjax.sharding.storage.storage import StageRows, Storage, make_storage, stackable
+from cjax.sharding.storage.storage import StageRows, Storage, as_spec, axes_of_entry, make_storage, stackable
 from cjax.trace.author.capture import Capture
 from cjax.trace.emit.emit import emit
 from cjax.trace.emit.precision import LOWS
@@ -41,7 +41,8 @@ class ModelStorage:
     frozen: Storage
     model_state: Storage
     used_specs: tuple[PartitionSpec, ...]  # of every weight (params, then frozen): as the layout has it
-    state_specs: tuple[PartitionSpec, ...]  # likewise, and over the data axis where ZeRO asks for it
+    zero_specs: tuple[PartitionSpec, ...]  # likewise, and over the data axis where ZeRO asks for it
+    state_specs: tuple[PartitionSpec, ...]  # likewise, and over the stages of a pipeline what no layer has
     layout: Layout
 
     @property
@@ -74,20 +75,31 @@ def store_model(
     weights = [*trace.leaves_of("params"), *trace.leaves_of("frozen")]
     used = tuple(_in_rows(i, layout.weight_spec(i, trace.classes_of(i), trace.leaves[i].shape), rows) for i in weights)
     axes = (ZERO,) if axis_sizes.get(ZERO, 1) > 1 else (DATA, *(a for a in (SEQUENCE, DEPTH) if a in axis_sizes))
-    axes = tuple(a for a in axes if axis_sizes.get(a, 1) > 1)
+    axes = tuple(a for a in axes if axis_sizes.get(a, 1) > 1 and plan.zero_stage)
     layer_dims = {trace.dims.class_of(d) for d in trace.dims.layers}
+    in_layers = {leaf for group, found in rows.items() if found for leaf in group}
 
-    def state_spec(leaf: int, spec: PartitionSpec) -> PartitionSpec:
+    def split(leaf: int, spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
         shape, classes = trace.leaves[leaf].shape, trace.classes_of(leaf)
         lead = next((k for k, c in enumerate(classes) if c not in layer_dims), len(classes))
         # The layers of the author's own stack stay together: a loop over a split dim would gather at each turn.
         inner = shard_over(PartitionSpec(*spec[lead:]), shape[lead:], axes, axis_sizes)
         return PartitionSpec(*spec[:lead], *inner)
 
-    state = tuple(state_spec(i, spec) for i, spec in zip(weights, used, strict=True)) if plan.zero_stage else used
+    def both(leaf: int, spec: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
+        """Over ZeRO's axes; and over the stages too, which all have what no layer has: one of them updates it."""
+        if axis_sizes.get(PIPE, 1) > 1 and leaf not in in_layers:
+            # Of one dim, so that a sum which is scattered over the first can be over the second.
+            state = split(leaf, spec, (*axes, PIPE))
+            if state != spec:
+                return _without(state, PIPE), state
+        zero = split(leaf, spec, axes)
+        return zero, zero
+
+    zero, state = map(tuple, zip(*map(both, weights, used), strict=True)) if weights else ((), ())
     # Where weights are rounded to be computed with, nobody but the optimizer reads them in float32, and it reads parts.
-    is_gathered = plan.zero_stage in (1, 2) and plan.precision in LOWS and not plan.walks
-    whole = state if plan.zero_stage == 3 else used  # frozen ones have no optimizer that needs a part alone
+    is_gathered = state != used and plan.zero_stage < 3 and plan.precision in LOWS and not plan.walks
+    whole = zero if plan.zero_stage == 3 else used  # frozen ones have no optimizer that needs a part alone
     kept = state if is_gathered else whole
     stacks = [*rows, *(group for run in trace.runs for group in _stacked_inputs(trace, run.stacked))]
     rows_of = {group[0]: found for group, found in rows.items()}
@@ -115,9 +127,14 @@ def store_model(
         storage(capture.frozen_shape, num_params, lambda i: whole[num_params + i]),
         storage(capture.model_state_shape, num_params + num_frozen, model_state_spec),
         used,
+        zero,
         state,
         layout,
     )
+
+
+def _without(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    return as_spec(tuple(a for a in axes_of_entry(entry) if a != axis) for entry in spec)
 
 
 def _placed(storage: Storage, specs: Sequence[PartitionSpec]) -> Storage:
@@ -155,8 +172,8 @@ def make_placer(
     local = layout is not storage.layout  # each device adds up its own rows' gradients, and all reduce once
     reduces_here = plan.zero_stage == 3 or (plan.zero_stage >= 1 and plan.microbatches == 1 and not local)
     reduces_here = reduces_here or (reduces and plan.zero_stage >= 1)
-    gradient = storage.state_specs if reduces_here else storage.used_specs
-    stored = storage.state_specs if plan.zero_stage == 3 else storage.used_specs
+    gradient = storage.zero_specs if reduces_here else storage.used_specs
+    stored = storage.zero_specs if plan.zero_stage == 3 else storage.used_specs
     specs = zip(storage.used_specs, gradient, stored, strict=True)
     weights = {i: WeightPlacement(*each) for i, each in enumerate(specs)}
     gathers = plan.zero_stage == 3 and math.prod(mesh.shape.values()) > 1

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from cjax.mesh import PIPE
 from cjax.plan import Plan
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.place.model import ModelStorage, make_placer
@@ -39,6 +40,11 @@ class StagedModel:
         """For each stored parameter, whether a stack has one each of it."""
         mine = {at for found in self.slots for kind, at in found if kind == "params"}
         return tuple(at in mine for at in range(len(self.storage.params.slots)))
+
+    def summed_over(self, batch_axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """For each stored parameter the axes whose devices have gradients of their own, of which these split the batch:
+        a layer's is on its own stage, of what is in no layer each stage has a share."""
+        return [batch_axes if is_stack else (*batch_axes, PIPE) for is_stack in self.in_stacks]
 
     @functools.cached_property
     def states(self) -> list[tuple[int, str, int, Any]]:

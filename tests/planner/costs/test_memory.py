@@ -9,6 +9,7 @@ from memory_cases import CASES, HERE, Case, figures, kept
 
 from cjax.cards import CARDS
 from cjax.plan import Plan
+from cjax.planner.costs import memory
 from cjax.planner.costs.memory import MemoryCost, memory_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.reading.split import Splits
@@ -50,27 +51,32 @@ def hardware(devices: str) -> Hardware:
     return Hardware(name, int(num), min(int(num), 8), card.memory, card.memory_bandwidth)
 
 
-def predicted(case: Case) -> MemoryCost:
+def predicted(case: Case, version: str) -> MemoryCost:
+    """For a program that is compiled by the XLA of this JAX."""
     work, _ = read(case.model)
     plan = Plan.parse(case.plan).resolve(int(case.devices.partition(":")[2]))
-    return memory_of(work, splits(case.model)(plan), PlanTable.of([plan]), hardware(case.devices))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "copies_what_branches_change", lambda: version == "0.10")
+        return memory_of(work, splits(case.model)(plan), PlanTable.of([plan]), hardware(case.devices))
 
 
-def error(name: str, found: dict) -> float:
-    return float(predicted(CASES[name]).total[0]) / found["peak"] - 1
+def error(name: str, version: str) -> float:
+    return float(predicted(CASES[name], version).total[0]) / kept(version)[name]["peak"] - 1
 
 
+@pytest.mark.parametrize("version", ["0.10", "0.12"])
 @pytest.mark.parametrize("name", QUICK)
-def test_as_xla_says(name: str) -> None:
-    assert -0.03 < error(name, kept("0.10")[name]) < 0.12
+def test_as_xla_says(name: str, version: str) -> None:
+    if version == "0.10" or name in kept(version):
+        assert -0.03 < error(name, version) < 0.12
 
 
-# What is predicted is what XLA needs under JAX 0.10. Under 0.12 it needs less: a few percent, in a grid 14 %, in three
-# pipelines 40 %, so that a plan said to fit does there too, and some are left out that would.
+# Constants are of XLA as JAX 0.10 has it. As 0.12 has it, it needs a few percent less, in a grid 14 %, in a ring of
+# stages 78 %, so that a plan said to fit does there too, and some are left out that would.
 @pytest.mark.aot
-@pytest.mark.parametrize(("version", "number", "median", "most"), [("0.10", 85, 0.05, 0.12), ("0.12", 30, 0.06, 0.2)])
+@pytest.mark.parametrize(("version", "number", "median", "most"), [("0.10", 85, 0.05, 0.12), ("0.12", 38, 0.06, 0.12)])
 def test_every_pair_kept(version: str, number: int, median: float, most: float) -> None:
-    errors = {name: error(name, found) for name, found in kept(version).items() if "peak" in found}
+    errors = {name: error(name, version) for name, found in kept(version).items() if "peak" in found}
     sizes = np.abs(list(errors.values()))
     assert len(errors) >= number
     assert np.median(sizes) <= median and np.quantile(sizes, 0.9) <= most, errors

@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
+from cjax.pipeline.partition import partition
 from cjax.pipeline.schedule import build, one_f_one_b
 from cjax.pipeline.simulate import Times, simulate
-from cjax.planner.costs.pipelines import asynchronous, makespan, ticks
+from cjax.pipeline.wiring import wire
+from cjax.planner.costs.pipelines import asynchronous, makespan, ticks, turns
+from cjax.planner.costs.places import route_of
 
 SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("gpipe", 2), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1),
              ("zero_bubble", 2)]  # fmt: skip
@@ -40,6 +43,21 @@ def test_stages_that_take_all_branches_run_what_any_of_them_has_to(schedule: str
             found = ticks(schedule, stages, microbatches, chunks)
             each = [float(makespan(found, *map(np.float64, times), together)) for together in (False, True)]
             assert each[1] == pytest.approx(exact) and each[1] >= each[0]
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "stacks"), [*((name, v, 1) for name, v in SCHEDULES),
+                                                         ("interleaved", 1, 2), ("interleaved", 2, 2)])  # fmt: skip
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_that_take_all_branches_take_them_as_often_as_the_executor_has_them(
+    schedule: str, chunks: int, stacks: int, stages: int
+) -> None:
+    route = route_of(schedule, stages, chunks * stacks)
+    cut = partition([stages * chunks] * stacks, route)
+    for microbatches in (stages, 2 * stages, 7 * stages):
+        wiring = wire(build(schedule, stages, microbatches, chunks * stacks), cut)
+        kinds = ("F", "B", "W" if schedule == "zero_bubble" else "B")
+        wanted = tuple(sum(wiring.turns(kind, "does", k, True) for k in range(stacks)) for kind in kinds)
+        assert turns(schedule, stages, microbatches, chunks, stacks) == wanted
 
 
 def test_few_micro_batches() -> None:
