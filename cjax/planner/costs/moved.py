@@ -303,9 +303,8 @@ def messages(work: Work, table: PlanTable) -> np.ndarray:
     columns = (table.schedule, table.pipeline, table.microbatches, table.chunks)
     first, places = _distinct(*columns)
     each = zip(*(column[first].tolist() for column in columns), strict=True)
-    return (
-        2 * np.array([sum(_kinds(SCHEDULES[schedule], stacks, *sizes).values()) for schedule, *sizes in each])[places]
-    )
+    times = [sum(_kinds(SCHEDULES[schedule], stacks, *sizes).values()) for schedule, *sizes in each]
+    return 2 * np.array(times)[places]
 
 
 def _turns(work: Work, split: WorkSplit, table: PlanTable) -> np.ndarray:

@@ -111,13 +111,17 @@ def test_gradients_of_weights_that_are_rounded_ahead_are_half_as_large() -> None
     assert grads("gpt2 b64", "zero=1 microbatches=4") == pytest.approx(grads("gpt2 b64", "microbatches=4"))
 
 
-def test_stages_of_several_stacks_have_their_gradients_twice() -> None:
+@pytest.mark.parametrize("copies", [1, 2])
+def test_stages_of_several_stacks_have_their_gradients_twice_where_branches_are_copied(
+    copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "copies_what_branches_change", lambda: copies == 2)
     work, _ = read("t5-base b64")
     each = [part.repeats * sum(math.prod(n for _, n in w.dims) * w.times * 4.0 for w in part.weights)
             for part in work.parts]  # fmt: skip
     stacked = sum(size for size, part in zip(each, work.parts, strict=True) if part.repeats > 1)
     found = grads("t5-base b64", "data=2 pipeline=gpipe:2 microbatches=4 precision=bfloat16")
-    assert found == pytest.approx(2 * stacked / 2 + sum(each) - stacked, rel=0.01)
+    assert found == pytest.approx(copies * stacked / 2 + sum(each) - stacked, rel=0.01)
 
 
 def test_plans_are_columns() -> None:
