@@ -6,6 +6,7 @@ each rounds its own copy of the input, their sum is of float32, and is reduced a
 parts are added up alone, in the dtype that they are multiplied in, and reduced once.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from cjax.jax_compat.core import Equation, Literal
 from cjax.sharding.layout.layout import Layout
@@ -24,17 +26,18 @@ from cjax.trace.jaxpr.groups import Group, make_group, variables, waits_for_itse
 
 @dataclass(frozen=True)
 class Joint:
-    """Products that read `var` in one dtype."""
+    """Products that read `var` in one dtype; `waits`: see `_read_together`."""
 
     var: Any
     dtype: np.dtype
+    waits: bool
 
 
 class JointProducts:
     """Finds and evaluates products whose parts of one gradient are added up before they are reduced."""
 
-    def __init__(self, dims: Dims, layout: Layout, lowering: Lowering | None) -> None:
-        self._dims, self._layout, self._lowering = dims, layout, lowering
+    def __init__(self, dims: Dims, layout: Layout, lowering: Lowering | None, waits: bool) -> None:
+        self._dims, self._layout, self._lowering, self._waits = dims, layout, lowering, waits
 
     def find(
         self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope, others: Sequence[Group[Any]]
@@ -50,7 +53,7 @@ class JointProducts:
         taken = {id(eqn) for group in others for eqn in group.eqns}
         # An author may round the input for each product: then these are copies of what they are rounded from.
         copies = {eqn.outvars[0]: eqn for eqn in eqns if _is_copy(eqn) and id(eqn) not in taken}
-        together: dict[tuple[Any, np.dtype, frozenset[str]], list[tuple[Any, Any]]] = {}
+        together: dict[tuple[Any, np.dtype, frozenset[str]], list[tuple[Any, Any, bool]]] = {}
         for eqn in eqns:
             if eqn.primitive.name != "dot_general" or id(eqn) in taken:
                 continue
@@ -61,23 +64,30 @@ class JointProducts:
                     if copy is not None and copy.outvars[0].aval.dtype != dtype:
                         copy = None  # others read more digits of it than this product does
                     read = eqn.invars[place] if copy is None else copy.invars[0]
-                    together.setdefault((read, dtype, axes), []).append((eqn, copy))
+                    product = eqn, copy, self._hides(eqn, place, scope)
+                    together.setdefault((read, dtype, axes), []).append(product)
         found: list[Group[Joint]] = []
         seen = set(taken)
-        for (var, dtype, _), pairs in together.items():
-            pairs = [(eqn, copy) for eqn, copy in pairs if id(eqn) not in seen and id(copy) not in seen]
-            members = [eqn for pair in pairs for eqn in pair if eqn is not None]
-            group = make_group(members, eqns, results, Joint(var, dtype)) if len(pairs) > 1 else None
+        for (var, dtype, _), products in together.items():
+            left = [each for each in products if id(each[0]) not in seen and id(each[1]) not in seen]
+            members = [eqn for both in left for eqn in both[:2] if eqn is not None]
+            waits = all(hides for *_, hides in left)
+            group = make_group(members, eqns, results, Joint(var, dtype, waits)) if len(left) > 1 else None
             if group is not None and not waits_for_itself(group, eqns, [*others, *found]):
                 seen.update(map(id, members))
                 found.append(group)
         return found
 
     def _partial(self, eqn: Equation, place: int, scope: Scope) -> frozenset[str]:
-        """The mesh axes over which devices have parts of the gradient of an operand: those of the other's free dims."""
+        """The mesh axes over which devices have parts of the gradient of an operand that is no weight."""
+        # A weight's gradient is reduced where its placement says.
+        return frozenset() if eqn.invars[place] in scope.origin else self._summed(eqn, place, scope)
+
+    def _summed(self, eqn: Equation, place: int, scope: Scope) -> frozenset[str]:
+        """The same of any operand: those of the other's free dims."""
         var, other = eqn.invars[place], eqn.invars[1 - place]
-        if isinstance(var, Literal) or isinstance(other, Literal) or var is other or var in scope.origin:
-            return frozenset()  # a weight's gradient is reduced where its placement says
+        if isinstance(var, Literal) or isinstance(other, Literal) or var is other:
+            return frozenset()
         contracting, batched = eqn.params["dimension_numbers"]
         bound = {*contracting[1 - place], *batched[1 - place]}
         spec = self._layout.spec(self._dims.of(other, scope), other.aval.shape)
@@ -88,12 +98,27 @@ class JointProducts:
         lowered = self._lowering is not None and all(v.aval.dtype == HIGH for v in (*eqn.invars, *eqn.outvars))
         return self._lowering.low if self._lowering is not None and lowered else eqn.invars[place].aval.dtype
 
+    def beside(self, eqn: Equation, operands: list[Any], scope: Scope) -> list[Any]:
+        """Operands of a product that reads its input alone, as they are multiplied."""
+        if eqn.primitive.name != "dot_general":
+            return operands
+        waits = any(self._partial(eqn, place, scope) and self._hides(eqn, place, scope) for place in range(2))
+        return list(_read_together(True, *operands)) if waits else operands
+
+    def _hides(self, eqn: Equation, place: int, scope: Scope) -> bool:
+        """Whether the sum over devices of an operand's gradient is to wait for the gradient of the other: where that is
+        another sum over devices, as in a single pass under data parallelism, it would wait for its transfer as well."""
+        return self._waits and not self._summed(eqn, 1 - place, scope)
+
     def evaluate(
         self, group: Group[Joint], ins: list[Any], apply: Callable[[Equation, list[Any]], list[Any]]
     ) -> list[jax.Array]:
         """The results of such a group; `apply` evaluates one equation."""
         values = dict(zip(group.ins, ins, strict=True))
-        value = values[group.of.var] = _read_together(values[group.of.var].astype(group.of.dtype))
+        others = [var for var in group.ins if var is not group.of.var]
+        read = values[group.of.var].astype(group.of.dtype)
+        value, *rest = _read_together(group.of.waits, read, *(values[var] for var in others))
+        values |= {group.of.var: value, **dict(zip(others, rest, strict=True))}
         for eqn in group.eqns:
             made = [value] if _is_copy(eqn) else apply(eqn, [values[var] for var in variables(eqn)])
             values.update(zip(eqn.outvars, made, strict=True))
@@ -109,10 +134,19 @@ def _is_copy(eqn: Equation) -> bool:
     return real and new.itemsize < old.itemsize
 
 
-@jax.custom_vjp
-def _read_together(value: jax.Array) -> jax.Array:
-    """The same value, under a name of its own: what its readers give back is added up before it goes any further."""
-    return value
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _read_together(waits: bool, *values: jax.Array) -> tuple[jax.Array, ...]:
+    """The same values, under names of their own: what readers of one give back is added up before it goes any further.
+
+    An input's gradient is reduced over devices, a weight's takes a matmul that this could be hidden under. From JAX
+    0.11 on XLA puts these matmuls behind all reductions of a layer. Where the input's gradient `waits`, nobody reads it
+    before the weights' are made, and so they are while it is on its way.
+    """
+    return values
 
 
-_read_together.defvjp(lambda value: (value, None), lambda _, gradient: (gradient,))
+def _backward(waits: bool, _: None, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return lax.optimization_barrier(gradients) if waits else gradients
+
+
+_read_together.defvjp(lambda waits, *values: (values, None), _backward)

@@ -178,7 +178,9 @@ def make_placer(
     weights = {i: WeightPlacement(*each) for i, each in enumerate(specs)}
     gathers = plan.zero_stage == 3 and math.prod(mesh.shape.values()) > 1
     kernel = kernel_for(mesh)
-    given = (trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence, kernel)
+    # Where a stage makes gradients of its weights later than those that it hands on, these wait for nothing.
+    waits = plan.pipeline.schedule != "zero_bubble"
+    given = (trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence, kernel, waits)
     return Placer(*given) if order is None else OrderedPlacer(order, *given)
 
 

@@ -37,7 +37,7 @@ class OrderedPlacer(Placer):
         var, top = self._trace.closed.jaxpr.invars[leaf], self._trace.dims.top
         return self._turned(Turned(var, None, self._order.dim(var, top)), value, top)
 
-    def equation(self, eqn: Equation, ins: Values, scope: Scope) -> Values:
+    def equation(self, eqn: Equation, ins: Values, scope: Scope, alone: bool = True) -> Values:
         asked, given = self._order.asked(eqn, scope)
         pairs = zip(eqn.invars, ins, asked, strict=True)
         ins = [self._turned(Turned(atom, self._order.dim(atom, scope), dim), x, scope) for atom, x, dim in pairs]
@@ -45,7 +45,7 @@ class OrderedPlacer(Placer):
         if any(dim is not None for dim in given) and self._order.is_numbered(eqn, scope):
             outs = self._numbered(eqn, ins, scope)
             given = given if outs is not None else [None] * len(given)
-        outs = super().equation(eqn, ins, scope) if outs is None else outs
+        outs = super().equation(eqn, ins, scope, alone) if outs is None else outs
         made = zip(eqn.outvars, given, outs, strict=True)
         return [self._turned(Turned(var, dim, self._order.dim(var, scope)), x, scope) for var, dim, x in made]
 

@@ -92,6 +92,7 @@ class Placer(Hooks):
         draw: Draw | None = None,
         sequence: SequencePlan = NO_SEQUENCE,
         kernel: Kernel | None = None,
+        waits: bool = True,
     ) -> None:
         self._trace, self._layout, self._mesh, self._weights = trace, layout, mesh, weights
         self._lowering = Lowering(trace.closed, LOWS[precision]) if precision in LOWS else None
@@ -100,7 +101,7 @@ class Placer(Hooks):
         self._products = GridProducts(trace.dims, layout, mesh, self._lowering)
         self.copies = Copies(trace, layout, mesh)
         self._late = LateSums(trace.dims, layout)
-        self._joint = JointProducts(trace.dims, layout, self._lowering)
+        self._joint = JointProducts(trace.dims, layout, self._lowering, waits)
         self._has_complex = has_complex(trace.closed.jaxpr)
         dims = trace.dims
         self._tables = {leaf for leaf, _, _ in dims.tables}
@@ -148,7 +149,8 @@ class Placer(Hooks):
         pairs = zip(map(axes_of_entry, used), map(axes_of_entry, gradient), strict=True)
         return any(axes and axes != wanted for axes, wanted in pairs)
 
-    def equation(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any]:
+    def equation(self, eqn: Equation, ins: list[Any], scope: Scope, alone: bool = True) -> list[Any]:
+        """The results of an equation; `alone`: whether no other reads what it reads together with it."""
         drawn = self._draw(eqn, ins) if self._draw else None
         if drawn is not None:
             return drawn
@@ -168,6 +170,7 @@ class Placer(Hooks):
             if id(eqn) in self._compared:
                 outs = [extreme(jnp.asarray(ins[0]), tuple(params["axes"]), eqn.primitive.name)]
             else:
+                ins = self._joint.beside(eqn, ins, scope) if alone else ins
                 outs = kept(eqn, self._evaluate(eqn, ins, scope, params), self._remat)
         if eqn.primitive.name in PINNED:
             outs = [self._pin(var, out, scope, eqn) for var, out in zip(eqn.outvars, outs, strict=True)]
@@ -305,7 +308,7 @@ class Placer(Hooks):
 
     def group(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         if isinstance(group.of, Joint):
-            return self._joint.evaluate(group, ins, lambda eqn, read: self.equation(eqn, read, scope))
+            return self._joint.evaluate(group, ins, lambda eqn, read: self.equation(eqn, read, scope, alone=False))
         if isinstance(group.of, Late):
             outs = self._summed_late(group, ins, changed, scope)
         elif isinstance(group.of, Attention):
