@@ -4,8 +4,9 @@
     python experiments/bench_programs.py --models bert --plans tensor=8 --log logs
 
 Needs XLA's GPU compiler (extra `cjax[aot]`), no GPU. A row is a model and a plan: MiB that a device receives in a step
-by kind and axis, their ratio to the formula of the plan, the share of matmul FLOPs with float32 operands, bytes that
-kernels touch, and instructions that launch something. Formulas, in the precision of the plan:
+by kind and axis, their ratio to the formula of the plan, milliseconds that this takes at the links' full rate and of
+these what no kernel hides, the share of matmul FLOPs with float32 operands, bytes that kernels touch, and instructions
+that launch something. Formulas, in the precision of the plan:
 
     data=n      each gradient all-reduced once
     zero=1, 2   each gradient scattered once, each parameter gathered once
@@ -36,6 +37,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from shared.compiled import described
 
 import cjax
 from cjax.audit import Audit, audit
@@ -46,6 +48,7 @@ from cjax.models.gpt import GPTConfig
 from cjax.models.llama import LlamaConfig
 from cjax.models.t5 import T5Config
 from cjax.models.vit import ViTConfig
+from cjax.planner.hardware import hardware_of
 
 LAYERS, EMBED, HEADS, VOCAB, SEQ, ROWS, CHUNK, IMAGE = 4, 256, 8, 2048, 256, 16, 64, 224
 SIZES: dict[str, Any] = dict(num_heads=HEADS, embed_dim=EMBED, mlp_dim=4 * EMBED, vocab_size=VOCAB, num_layers=LAYERS)
@@ -197,6 +200,7 @@ def row(name: str, plan: str) -> dict[str, Any]:
     program = cjax.parallelize(case.build, case.loss, optax.adamw(1e-3), case.batch, plan, devices="h100:8")
     compiled = compile_lowered(program.lower(), list(program.mesh.devices.flat))
     facts: Audit = audit(compiled, program.mesh)
+    times = described(facts, hardware_of(list(program.mesh.devices.flat)))
     shapes = jax.tree_util.tree_flatten_with_path(program._composed.capture.params_shape)[0]
     params = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf.size) for path, leaf in shapes]
     kinds: dict[str, float] = {}
@@ -207,6 +211,7 @@ def row(name: str, plan: str) -> dict[str, Any]:
     return {
         "model": name, "plan": plan, "MiB": round(facts.moved() / 2**20, 2),
         "ratio": None if wanted is None else round(facts.moved() / wanted, 3),
+        "transfer ms": round(1e3 * times["transfer_s"], 3), "exposed ms": round(1e3 * times["exposed_s"], 3),
         "float32": round(facts.flops_float32 / max(facts.flops, 1.0), 4),
         "GiB touched": round((facts.bytes_accessed or math.nan) / 2**30, 2),
         "launches": len(LAUNCHES.findall(compiled.as_text() or "")),

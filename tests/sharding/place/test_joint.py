@@ -52,6 +52,50 @@ def test_a_residual_behind_a_norm_costs_no_reduction(casts: bool) -> None:
     assert sum(c.count * sum(int(np.prod(s.dims)) for s in c.shapes) for c in found) == 4 * ROWS * WIDTH
 
 
+def held_back(plan: str) -> int:
+    """How many gradients a step's backward pass holds back until others are made."""
+    batch = {"x": np.ones((ROWS, WIDTH), np.float32)}
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return jnp.mean(model(batch["x"]) ** 2)
+
+    program = cjax.parallelize(PostNorm(), loss, optax.sgd(0.1), batch, plan)
+    return program.lower().as_text().count("optimization_barrier")
+
+
+def test_reduced_gradients_wait_for_those_of_weights_alone() -> None:
+    """Not for a sum over devices with other rows, and not where a stage makes gradients of its weights later."""
+    assert held_back("data=4 tensor=2 microbatches=2") == held_back("data=1 tensor=8") == 1 + held_back("data=8")
+    assert held_back("data=4 tensor=2") == held_back("data=8")
+    staged = "data=2 tensor=2 microbatches=2 pipeline"
+    assert held_back(f"{staged}=1f1b:2") > held_back(f"{staged}=zero_bubble:2")
+
+
+class Wide(nn.Module):
+    """Layers whose matmuls take as long as what is reduced of them is on its way."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = x + nn.Dense(4096)(jax.nn.relu(nn.Dense(4 * 4096)(nn.LayerNorm()(x))))
+        return x
+
+
+@pytest.mark.aot
+def test_a_layers_reduction_is_hidden_under_the_gradients_of_its_weights() -> None:
+    batch = {"x": np.ones((4096, 4096), np.float32)}
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return jnp.mean(model(batch["x"]) ** 2)
+
+    plan = "tensor=4 precision=bfloat16"
+    program = cjax.parallelize(Wide(), loss, optax.sgd(0.1), batch, plan, devices="h100:4")
+    compiled = compile_lowered(program.lower(), list(program.mesh.devices.flat))
+    back = [c for c in audit(compiled, program.mesh).select("all-reduce", ["tensor"]) if "transpose" in c.op_name]
+    (large,) = [c for c in back if c.bytes > 2**20]
+    assert large.is_async and large.overlap_flops >= 2 * 4096**3  # one weight's gradient at least
+
+
 class Crossed(nn.Module):
     """Two matrices made of weights, which one side multiplies in the other's opposite order."""
 
