@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cjax.mesh as mesh_lib
+from cjax.audit import audit
 from cjax.cards import CARDS
 from cjax.machines import Cluster
 from cjax.mesh import (
@@ -272,3 +273,24 @@ def test_several_devices_of_a_cpu_have_one_thread_each():
         return options.get("xla_cpu_multi_thread_eigen", True)
 
     assert threads(1) and not threads(8)
+
+
+@pytest.mark.aot
+def test_larger_gradients_of_a_layer_are_scattered_one_by_one():
+    """Under ZeRO-3, so that the first is on its way while the next is made: all together, none would be."""
+    mesh = build_mesh({"data": 4}, resolve_devices("h100:4"))
+    rows, whole = (NamedSharding(mesh, P(*spec)) for spec in (("data",), ()))
+    x = jax.ShapeDtypeStruct((4096, 4096), "bfloat16", sharding=rows)
+    ws = [jax.ShapeDtypeStruct((4096, 4096), "bfloat16", sharding=whole)] * 3
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return x.astype("float32").mean()
+
+    def scattered(scatters: bool) -> int:
+        step = jax.jit(jax.grad(loss), out_shardings=[rows] * 3, compiler_options=compiler_options(mesh, scatters))
+        compiled = compile_lowered(step.lower(ws, x), list(mesh.devices.flat))
+        return len(audit(compiled, mesh).select("reduce-scatter", ["data"]))
+
+    assert scattered(False) == 1 and scattered(True) == 3

@@ -180,7 +180,10 @@ def cluster_of(devices: Sequence[Device]) -> Cluster | None:
     return Cluster(card) if card is not None else None
 
 
-def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
+SCATTERED_TOGETHER = 8 << 20  # bytes
+
+
+def compiler_options(mesh: Mesh, scatters_in_layers: bool = False) -> dict[str, bool | int] | None:
     """What programs for a mesh are compiled with, for `jax.jit`.
 
     With a pool of threads, a CPU device takes whatever operation is ready, collectives too; and two devices that wait
@@ -189,12 +192,20 @@ def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
 
     For absent cards, matmuls are the vendor's: XLA's own are tuned by trying them, and untuned it refuses lengths that
     its first guess does not divide (197, of a ViT).
+
+    Where each layer scatters its gradients (ZeRO-3), XLA would do so with all of them at once, when the last is made
+    and nothing of the layer is left to hide that under: larger ones go alone, as soon as they are made.
     """
-    if is_compile_only(list(mesh.devices.flat)):
-        return {"xla_gpu_enable_triton_gemm": False}
-    shared = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
-    options = ("xla_cpu_multi_thread_eigen", "xla_cpu_enable_concurrency_optimized_scheduler")
-    return dict.fromkeys(options, False) if shared else None
+    devices = list(mesh.devices.flat)
+    if mesh.size > 1 and devices[0].platform == "cpu":
+        options = ("xla_cpu_multi_thread_eigen", "xla_cpu_enable_concurrency_optimized_scheduler")
+        return dict.fromkeys(options, False)
+    found: dict[str, bool | int] = {}
+    if is_compile_only(devices):
+        found["xla_gpu_enable_triton_gemm"] = False
+    if scatters_in_layers and devices[0].platform in ("gpu", "cuda"):
+        found["xla_gpu_reduce_scatter_combine_threshold_bytes"] = SCATTERED_TOGETHER
+    return found or None
 
 
 def is_compile_only(devices: Sequence[Device]) -> bool:

@@ -72,7 +72,7 @@ def make_step(composed: Composed, lockstep: bool = False) -> Any:
     shardings = composed.state_shardings
     return jax.jit(
         step, donate_argnums=0, in_shardings=(shardings, composed.batch_shardings), out_shardings=(shardings,
-        composed.whole), compiler_options=compiler_options(composed.mesh),
+        composed.whole), compiler_options=compiler_options(composed.mesh, composed.plan.zero_stage == 3),
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def make_value_and_grad(composed: Composed, lockstep: bool = False) -> Any:
         value_and_grad,
         in_shardings=(*trees, whole, whole, given._scaling, composed.batch_shardings),
         out_shardings=(whole, whole, placed.shardings(composed.mesh), given._model_state),
-        compiler_options=compiler_options(composed.mesh),
+        compiler_options=compiler_options(composed.mesh, composed.plan.zero_stage == 3),
     )
 
 
