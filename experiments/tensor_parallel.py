@@ -8,9 +8,10 @@ Parts: a, what each mode moves, holds and takes for layers of three widths, besi
 that fits; c, BERT's largest batch and longest sequence under sequence parallelism; d, wall time beside the same layers
 written with GSPMD's constraints alone. Each row is kept in `results.jsonl` of the folder `--out` as soon as it is
 known, and isn't computed again; tables and pictures are made of all that is there. A compilation takes 5 to 30 s:
-about 20 minutes for a, 15 for b, 30 for c on 2 cores; d takes 3 on 2 quiet ones.
+about 10 minutes for a, 15 for b, 30 for c on 2 cores; d takes 3 on 2 quiet ones.
 Expected: at width 8192 1D moves fewer elements than any grid up to 8 devices, 2D as many at 16, 3D a third at 64; a
-ViT's largest batch on 64 devices is 13 times that of 1D in any other mode; BERT's longest sequence 2 to 5 times.
+ViT's largest batch on 64 devices is 12 times that of 1D in any other mode; BERT's longest sequence under
+`sequence=gather` 1.6 to 3.5 times that of 1D, under a ring up to 2.5 times.
 """
 
 import argparse
