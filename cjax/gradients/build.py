@@ -156,10 +156,11 @@ def _reductions(loss: LaidOut, axes: Sequence[tuple[str, ...]]) -> list[Reductio
     for slot, over in zip(loss.storage.given.slots, axes, strict=True):
         # Each device updates the piece of a parameter whose optimizer state it has, and needs no more of the gradient
         # than that.
-        state, zero = (specs[slot.leaves[0]] for specs in (loss.storage.state_specs, loss.storage.zero_specs))
+        both = loss.storage.state_specs, loss.storage.zero_specs
+        state, zero = (slot.stacked(specs[slot.leaves[0]]) for specs in both)
         # What the compiler has summed over the batch, each device has a part of without asking anybody.
-        summed = zero if over == (PIPE,) and _divides(slot.stored_shape, zero, loss.mesh) else slot.spec
-        how = reduction(slot.stored_shape, slot.stacked(summed), slot.stacked(state), over, loss.mesh)
+        summed = zero if over == (PIPE,) and _divides(slot.stored_shape, zero, loss.mesh) else slot.stored_spec
+        how = reduction(slot.stored_shape, summed, state, over, loss.mesh)
         found.append(dataclasses.replace(how, dtype=loss.plan.reduce))
     return found
 

@@ -6,7 +6,6 @@ each rounds its own copy of the input, their sum is of float32, and is reduced a
 parts are added up alone, in the dtype that they are multiplied in, and reduced once.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,14 +133,7 @@ def _is_copy(eqn: Equation) -> bool:
     return real and new.itemsize < old.itemsize
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _read_together(waits: bool, *values: jax.Array) -> tuple[jax.Array, ...]:
-    """The same values, under names of their own: what readers of one give back is added up before it goes any further.
-
-    An input's gradient is reduced over devices, a weight's takes a matmul that this could be hidden under. From JAX
-    0.11 on XLA puts these matmuls behind all reductions of a layer. Where the input's gradient `waits`, nobody reads it
-    before the weights' are made, and so they are while it is on its way.
-    """
+def _same(waits: bool, *values: jax.Array) -> tuple[jax.Array, ...]:
     return values
 
 
@@ -149,4 +141,9 @@ def _backward(waits: bool, _: None, gradients: tuple[jax.Array, ...]) -> tuple[j
     return lax.optimization_barrier(gradients) if waits else gradients
 
 
+# The same values, under names of their own: what readers of one give back is added up before it goes any further.
+# An input's gradient is reduced over devices, a weight's takes a matmul that this could be hidden under. From JAX 0.11
+# on XLA puts these matmuls behind all reductions of a layer. Where the input's gradient `waits`, nobody reads it before
+# the weights' are made, and so they are while it is on its way.
+_read_together = jax.custom_vjp(_same, nondiff_argnums=(0,))
 _read_together.defvjp(lambda waits, *values: (values, None), _backward)
