@@ -2,16 +2,18 @@
 
 Classes are split such that no weight is split twice: heads, ffn and vocabulary of a transformer. A class that a weight
 contracts costs one all-reduce of that matmul's result; a class that two activations contract (head_dim, the keys'
-sequence) is never split. Among the sets of classes allowed, the one is taken that splits the most arithmetic, and among
+sequence) is not split, but for experts, each of which has weights of its own: what is sent to them and what they make
+then stays where they are (GShard, Lepikhin et al., 2020), and the tokens' sum is all that is reduced. Among the sets of classes allowed, the one is taken that splits the most arithmetic, and among
 those the one that moves the least.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cjax.sharding.layout.independent import best_set
+from cjax.trace.attention.positions import positions
 from cjax.trace.dims.find import Dims, Matmul
 from cjax.trace.reading import Trace, once
 
@@ -47,7 +49,7 @@ def choose(trace: Trace, size: int, excluded: set[int], tensor: str) -> tuple[li
     products, between = find_products(trace)
     forbidden = set(excluded) | whole_classes(trace, between).keys()
     heads = {dims.class_of(d) for m in between if m.contracted for d in m.batched}
-    heads -= {c for product in products for c in product.batched}  # experts, each with weights of its own
+    heads -= {c for product in products for c in product.batched}  # experts, and no heads
     notes, candidates = [], []
     work: dict[int, int] = {}
     sizes: dict[int, set[int]] = {}
@@ -70,7 +72,7 @@ def choose(trace: Trace, size: int, excluded: set[int], tensor: str) -> tuple[li
             notes.append(blocked)
         else:
             candidates.append(c)
-    chosen = _best(products, between, dims, candidates)
+    chosen = _best(products, between, dims, candidates, experts_of(trace))
     for d, parts in sorted(dims.packed.items()):
         c = dims.class_of(d)
         if c in work and not any(c in p.weight and set(p.weight) & {*chosen, *excluded} for p in products):
@@ -85,10 +87,30 @@ def whole_classes(trace: Trace, between: Sequence[Matmul]) -> dict[int, str]:
       trace: the model.
       between: its matmuls of activations.
     """
-    dims = trace.dims
-    found = {dims.class_of(d): "is summed over between two activations" for m in between for d in m.contracted}
+    dims, experts = trace.dims, experts_of(trace)
+    contracted = {dims.class_of(d) for m in between for d in m.contracted} - experts
+    found = dict.fromkeys(contracted, "is summed over between two activations")
     found |= dict.fromkeys(trace.part_classes, "counts the tensors packed in it")
     return found | {dims.class_of(d): "packs several tensors" for d in dims.packed}
+
+
+@once
+def experts_of(trace: Trace) -> frozenset[int]:
+    """Classes of experts: for each of them a weight of its own multiplies what was sent to it.
+
+    Queries and keys of an attention may have such weights too. Their scores have to meet, so they are left out; as is
+    what one activation has twice, of which devices would have blocks on the diagonal alone.
+    """
+    dims = trace.dims
+    weighed, between = find_products(trace)
+    found = {c for product in weighed for c in product.batched}
+    if not found:
+        return frozenset()
+    for m in between:
+        for ids in (m.lhs, m.rhs, m.out):
+            classes = [dims.class_of(d) for d in ids]
+            found -= {c for c in classes if classes.count(c) > 1}
+    return frozenset(found - positions(trace)[0].keys())
 
 
 @once
@@ -142,18 +164,27 @@ def _lookup(trace: Trace, leaf: int, dim: int, rows: Sequence[int]) -> Matmul | 
     return Matmul((*rows, dim), tuple(table), (dim,), (), (*rows, *rest), None, leaf, ((len(rows),), (0,)))
 
 
-def _best(products: Sequence[Product], between: Sequence[Matmul], dims: Dims, candidates: Sequence[int]) -> list[int]:
+def _best(
+    products: Sequence[Product],
+    between: Sequence[Matmul],
+    dims: Dims,
+    candidates: Sequence[int],
+    experts: frozenset[int],
+) -> list[int]:
     """The candidates that split the most arithmetic, of these sets the one that moves the least, then the smallest.
 
     At first none where a weight would be split along two classes. What is left whole then, one of three convolutions
     in a row, comes after: between two classes that are split, what is made along the one is added up into parts along
     the other. One class may be on both sides of a weight in the same way, as the state of a recurrent cell is.
     """
-    shared = []
+    shared, worth = [], _worth(products, candidates)
     for m in between:
         batched = {dims.class_of(d) for d in m.batched}
         shared.append((batched, (math.prod(dims.size[d] for d in (*m.out, *m.contracted)), 0, 0)))
-    chosen = best_set(_worth(products, candidates), [p.weight for p in products], shared)
+        for c, moved in _moved_by_experts(m, dims, frozenset(experts & worth.keys())):
+            split, before, count = worth[c]
+            worth[c] = split, before - moved, count
+    chosen = best_set(worth, [p.weight for p in products], shared)
     left = [p for p in products if not set(p.weight) & set(chosen)]
     if sum(p.size for p in left) <= FEW * sum(p.size for p in products):
         return chosen
@@ -169,6 +200,20 @@ def _worth(products: Sequence[Product], candidates: Sequence[int]) -> dict[int, 
             worth[c][1] -= p.moved_out if c in p.contracted else 0 if c in p.batched else p.moved_in
             worth[c][1] -= p.moved_in if p.weight.count(c) > 1 else 0
     return {c: (split, moved, count) for c, (split, moved, count) in worth.items()}
+
+
+def _moved_by_experts(m: Matmul, dims: Dims, experts: frozenset[int]) -> Iterator[tuple[int, int]]:
+    """What a matmul of activations has reduced where experts are split: the tokens that are put together of what several
+    made, and in the backward pass the gradient of the tokens that were sent to several."""
+    for c in experts:
+        is_in, elements = [], []
+        for ids in (m.lhs, m.rhs):
+            is_in.append(c in [dims.class_of(d) for d in ids])
+            elements.append(math.prod(dims.size[d] for d in ids))
+        if all(is_in) and c in [dims.class_of(d) for d in m.contracted]:
+            yield c, math.prod(dims.size[d] for d in m.out)
+        elif any(is_in) and not all(is_in):
+            yield c, elements[is_in.index(False)]
 
 
 def blocked_by(trace: Trace, c: int, size: int, forbidden: set[int], is_heads: bool, tensor: str) -> str | None:

@@ -7,7 +7,7 @@ parts are added up alone, in the dtype that they are multiplied in, and reduced 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,6 +21,33 @@ from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.emit.precision import HIGH, Lowering
 from cjax.trace.jaxpr.groups import Group, make_group, variables, waits_for_itself
+
+
+@dataclass
+class _Reading:
+    """Equations that read one copy of a variable, one after the other: each once.
+
+    Args:
+      dtype: of the copy.
+      readers: by id, with the operand that is read; rounding is no product, and is the copy itself.
+    """
+
+    dtype: np.dtype
+    readers: dict[int, int]
+    value: Any = None
+    copy: Any = None
+    left: set[int] = field(default_factory=set)
+
+    def copied(self, eqn: Equation, value: Any) -> Any:
+        """The copy that an equation reads in place of `value`; a new one, where this evaluation has made none."""
+        if self.value is not value or id(eqn) not in self.left:
+            self.value, self.left = value, set(self.readers)
+            (self.copy,) = _read_together(False, value.astype(self.dtype))
+        self.left.remove(id(eqn))
+        copy = self.copy
+        if not self.left:
+            self.value = self.copy = None  # nothing of a trace is kept behind it
+        return copy
 
 
 @dataclass(frozen=True)
@@ -37,6 +64,7 @@ class JointProducts:
 
     def __init__(self, dims: Dims, layout: Layout, lowering: Lowering | None, waits: bool) -> None:
         self._dims, self._layout, self._lowering, self._waits = dims, layout, lowering, waits
+        self._readings: dict[int, _Reading] = {}  # by an equation's id
 
     def find(
         self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope, others: Sequence[Group[Any]]
@@ -69,13 +97,32 @@ class JointProducts:
         seen = set(taken)
         for (var, dtype, _), products in together.items():
             left = [each for each in products if id(each[0]) not in seen and id(each[1]) not in seen]
+            if len(left) < 2:
+                continue
             members = [eqn for both in left for eqn in both[:2] if eqn is not None]
             waits = all(hides for *_, hides in left)
-            group = make_group(members, eqns, results, Joint(var, dtype, waits)) if len(left) > 1 else None
+            group = make_group(members, eqns, results, Joint(var, dtype, waits))
             if group is not None and not waits_for_itself(group, eqns, [*others, *found]):
                 seen.update(map(id, members))
                 found.append(group)
+            else:
+                self._read_in_turn(var, dtype, [eqn if copy is None else copy for eqn, copy, _ in left])
         return found
+
+    def _read_in_turn(self, var: Any, dtype: np.dtype, readers: Sequence[Equation]) -> None:
+        """Has products that can't be evaluated at once read one copy all the same: what experts are sent is chosen by
+        what the first of them makes."""
+        places = {id(eqn): eqn.invars.index(var) for eqn in readers}
+        reading = _Reading(dtype, places)
+        self._readings |= dict.fromkeys(places, reading)
+
+    def read(self, eqn: Equation, operands: list[Any]) -> list[Any]:
+        """Operands of an equation, with the copy that others read too in place of a variable."""
+        reading = self._readings.get(id(eqn))
+        if reading is None:
+            return operands
+        place = reading.readers[id(eqn)]
+        return [*operands[:place], reading.copied(eqn, operands[place]), *operands[place + 1 :]]
 
     def _partial(self, eqn: Equation, place: int, scope: Scope) -> frozenset[str]:
         """The mesh axes over which devices have parts of the gradient of an operand that is no weight."""
@@ -99,7 +146,7 @@ class JointProducts:
 
     def beside(self, eqn: Equation, operands: list[Any], scope: Scope) -> list[Any]:
         """Operands of a product that reads its input alone, as they are multiplied."""
-        if eqn.primitive.name != "dot_general":
+        if eqn.primitive.name != "dot_general" or id(eqn) in self._readings:
             return operands
         waits = any(self._partial(eqn, place, scope) and self._hides(eqn, place, scope) for place in range(2))
         return list(_read_together(True, *operands)) if waits else operands

@@ -158,6 +158,7 @@ class Placer(Hooks):
         if indexed is not None:
             return indexed
         found = self._looked_up(eqn, ins, scope)
+        ins = self._joint.read(eqn, ins) if alone else ins
         given, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
         is_copied = any(map(self.copies.has, ins))
         if found is None and is_copied:
