@@ -256,6 +256,7 @@ WITHOUT: Mapping[str, str] = {
     "what JAX makes for itself while it differentiates or compiles": (
         "after_all call_hi_primitive_linearized create_linear custom_jvp_call_jaxpr custom_lin remat_opt tie zeros_like"
     ),
+    "an order of execution that the author fixes (jax.experimental.overlap), which is undone where we order": "program_order",
     "functions of matrices whose operands have no batch in common": (
         "cholesky_update lu_pivots_to_permutation ormqr symmetric_product"
     ),
