@@ -149,6 +149,14 @@ BREACHES: list[tuple[Rule, Changes, str]] = [
     (architecture.no_drawers, {"experiments/misc/box.py": ""}, "misc"),
     (architecture.classes_have_names_of_their_own, adds("cjax/report/step.py", "class Plan: ..."), "cjax/plan/plan.py"),
     (architecture.classes_have_names_of_their_own, adds("cjax/models/t5.py", "class GPT: ..."), "cjax/models/gpt.py"),
+    *(
+        (architecture.primitives_are_known_by_the_vocabulary, adds("cjax/trace/reading.py", text), "trace/reading.py")
+        for text in (
+            "x = eqn.primitive.name",
+            "def f(primitive): primitive.name",
+            "x = of[0].primitive.name",
+        )
+    ),
     (
         architecture.helpers_are_written_once,
         adds("cjax/cards.py", ONE) | adds("cjax/audit/read.py", OTHER),
@@ -249,6 +257,7 @@ ALLOWED: list[tuple[Rule, Changes]] = [
         adds("cjax/models/gpt.py", "class Attention: ...\nclass _Plan: ..."),
     ),
     (architecture.classes_have_names_of_their_own, adds("cjax/cli/plan.py", "class Plan: ...")),
+    (architecture.primitives_are_known_by_the_vocabulary, adds("cjax/trace/reading.py", "x = slot.name, name_of(eqn)")),
     (
         architecture.helpers_are_written_once,
         adds("cjax/cards.py", ONE) | adds("cjax/tree.py", OTHER.replace("/", "//")),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from cjax.jax_compat.core import Equation, Params
 from cjax.jax_compat.random import is_threefry
 from cjax.trace.dims.refine_rules import shape_of
-from cjax.trace.jaxpr.primitives import facts_of, goes_by_element
+from cjax.trace.jaxpr.primitives import facts_of, goes_by_element, name_of
 
 Operands = tuple[int | None, ...]
 
@@ -35,7 +35,7 @@ def operand_dims(eqn: Equation, dim: int, num: int) -> Operands | None:
     if goes_by_element(eqn):
         size = shape_of(eqn.outvars[0])[dim]  # an operand may have 1 there, which stands for all
         return tuple(dim if shape_of(atom) and shape_of(atom)[dim] == size else None for atom in eqn.invars)
-    rule = _RULES.get(eqn.primitive.name)
+    rule = _RULES.get(name_of(eqn))
     if rule is None:
         facts = facts_of(eqn)
         rule = _reduced if facts.reduces else _along if facts.cumulates else _batch if facts.matrices else None
@@ -44,7 +44,7 @@ def operand_dims(eqn: Equation, dim: int, num: int) -> Operands | None:
 
 def params_of_part(eqn: Equation, dim: int, num: int) -> Params:
     """The parameters of an equation that makes one part."""
-    name = _SIZES.get(eqn.primitive.name)
+    name = _SIZES.get(name_of(eqn))
     if name is None:
         return eqn.params
     sizes = tuple(n // num if i == dim else n for i, n in enumerate(eqn.params[name]))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.stretches import Body, Operation, Spot
 from cjax.planner.work import NamedTensor
-from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
 
 # Fused into whoever reads their results: one element of these is made of few of the operands'.
 _FUSED = (
@@ -142,7 +142,7 @@ def forms_of(body: Body) -> dict[Spot, Spot]:
 
 
 def _is_fused(step: Operation) -> bool:
-    return step.eqn is not None and step.eqn.primitive.name in _FUSED
+    return step.eqn is not None and name_of(step.eqn) in _FUSED
 
 
 def _reduces(step: Operation) -> bool:

@@ -25,6 +25,7 @@ from cjax.sharding.products.region import in_region
 from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.emit.emit import Emitter, Env, Hooks, bind
+from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.reading import Trace
 
 
@@ -104,7 +105,7 @@ def evaluate_apart(eqn: Equation, ins: Sequence[jax.Array], parts: Shards, mesh:
     """
 
     def function(*operands: jax.Array) -> list[jax.Array]:
-        if eqn.primitive.name != "fft":
+        if name_of(eqn) != "fft":
             return bind(eqn, operands, parts.params)
         return [row_major(y) for y in bind(eqn, [row_major(x) for x in operands], parts.params)]
 
@@ -171,7 +172,7 @@ def evaluate_inside(eqn: Equation, ins: Sequence[Any], scope: Scope, hooks: Hook
 
         return run
 
-    if eqn.primitive.name == "cond":
+    if name_of(eqn) == "cond":
         index, *rest = ins
         return lax.switch(jnp.asarray(index, jnp.int32), [function(each) for each in params["branches"]], *rest)
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]

@@ -21,6 +21,7 @@ from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.emit.precision import HIGH, Lowering
 from cjax.trace.jaxpr.groups import Group, make_group, variables, waits_for_itself
+from cjax.trace.jaxpr.primitives import name_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class JointProducts:
         copies = {eqn.outvars[0]: eqn for eqn in eqns if _is_copy(eqn) and id(eqn) not in taken}
         together: dict[tuple[Any, np.dtype, frozenset[str]], list[tuple[Any, Any, bool]]] = {}
         for eqn in eqns:
-            if eqn.primitive.name != "dot_general" or id(eqn) in taken:
+            if name_of(eqn) != "dot_general" or id(eqn) in taken:
                 continue
             for place in range(2):
                 axes = self._partial(eqn, place, scope)
@@ -99,7 +100,7 @@ class JointProducts:
 
     def beside(self, eqn: Equation, operands: list[Any], scope: Scope) -> list[Any]:
         """Operands of a product that reads its input alone, as they are multiplied."""
-        if eqn.primitive.name != "dot_general":
+        if name_of(eqn) != "dot_general":
             return operands
         waits = any(self._partial(eqn, place, scope) and self._hides(eqn, place, scope) for place in range(2))
         return list(_read_together(True, *operands)) if waits else operands
@@ -126,7 +127,7 @@ class JointProducts:
 
 def _is_copy(eqn: Equation) -> bool:
     """Whether an equation rounds a variable to fewer bits, and does nothing else."""
-    if eqn.primitive.name != "convert_element_type" or isinstance(eqn.invars[0], Literal):
+    if name_of(eqn) != "convert_element_type" or isinstance(eqn.invars[0], Literal):
         return False
     old, new = (v.aval.dtype for v in (eqn.invars[0], eqn.outvars[0]))
     real = all(jnp.issubdtype(d, jnp.floating) for d in (old, new))

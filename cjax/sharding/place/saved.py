@@ -9,7 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from cjax.jax_compat.core import ClosedJaxpr, Equation, jaxpr_as_fun, jaxprs_in_params, make_jaxpr
-from cjax.trace.jaxpr.primitives import FACTS, UNKNOWN, is_cheap
+from cjax.trace.jaxpr.primitives import FACTS, UNKNOWN, is_cheap, word_for
 
 KEPT = "cjax.kept"
 
@@ -22,18 +22,21 @@ def keeps_results(primitive: Any, *operands: Any, **params: Any) -> bool:
     every layer's gathered weights would be alive at once, which is what ZeRO-3 is there to avoid. A byte that says how
     two numbers compare is worth its place: it may be all that is left of random bits.
     """
-    if primitive.name in ("lt", "le", "gt", "ge"):
+    name = word_for(primitive)
+    if name in ("lt", "le", "gt", "ge"):
         return jnp.issubdtype(operands[0].dtype, jnp.floating)
-    return not is_cheap(primitive.name, params)
+    return not is_cheap(name, params)
 
 
 def _of_real_numbers(policy: Callable[..., Any]) -> Callable[..., Any]:
     """`policy` for real results. JAX rounds what is saved, and can't round complex numbers: `kept` takes them apart."""
 
     def saves(primitive: Any, *operands: Any, **params: Any) -> bool:
-        if primitive.name == "name" and params["name"] == KEPT:
+        if word_for(primitive) == "name" and params["name"] == KEPT:
             return True
-        return bool(policy(primitive, *operands, **params)) and not _makes_complex(primitive.name, operands, params)
+        return bool(policy(primitive, *operands, **params)) and not _makes_complex(
+            word_for(primitive), operands, params
+        )
 
     return saves
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cjax.jax_compat.core import Equation, Literal, Var
 from cjax.trace.dims.classes import CutDim, Dims, Ids, Matmul, Scope
-from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
 from cjax.trace.jaxpr.sources import GIVEN, WEIGHT
 from cjax.trace.jaxpr.view import scan_of
 
@@ -44,9 +44,9 @@ def pairwise(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: 
 def batch_before(eqn: Equation) -> int | None:
     """How many leading dims all operands and results have in common, each element of which is worked on alone."""
     ndim = len(eqn.invars[0].aval.shape)
-    if eqn.primitive.name == "fft":
+    if name_of(eqn) == "fft":
         return ndim - len(eqn.params["fft_lengths"])
-    if eqn.primitive.name == "tridiagonal_solve":  # the first operand is a diagonal
+    if name_of(eqn) == "tridiagonal_solve":  # the first operand is a diagonal
         return ndim - 1
     return ndim - 2 if facts_of(eqn).matrices else None
 

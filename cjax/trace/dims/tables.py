@@ -9,7 +9,7 @@ from jax import lax
 
 from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal, Var, jaxprs_in_params
 from cjax.trace.dims.parts import Taken, parts_of
-from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
 from cjax.trace.jaxpr.view import is_scan, scan_of
 
 PASSES = having("view") | having("takes") | named("pad")  # an index stays the index that it is
@@ -138,7 +138,7 @@ def _walk(
     lookup reads; `known` are its variables, and gets more of them."""
     for eqn in jaxpr.eqns:
         found = [_constant(v) if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
-        name, inside, result = eqn.primitive.name, _body(eqn), None
+        name, inside, result = name_of(eqn), _body(eqn), None
         if name in PASSES:
             result = None
             if found[0] is not None:

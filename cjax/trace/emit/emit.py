@@ -20,7 +20,7 @@ from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.compared import SCATTERED, scattered
 from cjax.trace.jaxpr.evaluate import Step, bind_as_is, equation, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group, arrange, variables
-from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.primitives import facts_of, name_of
 from cjax.trace.jaxpr.view import is_scan, literal_of, scan_of
 from cjax.trace.layers.repeats import RepeatedLayers
 
@@ -75,7 +75,7 @@ class Hooks:
 def bind(eqn: Equation, ins: Sequence[ArrayLike], params: Params | None = None) -> Values:
     """Evaluate one equation as it stands, or with other parameters; its derivative is defined wherever the author's is
     meant to be."""
-    if eqn.primitive.name in SCATTERED:
+    if name_of(eqn) in SCATTERED:
         return [scattered(eqn, eqn.params if params is None else params, *map(jnp.asarray, ins))]
     return bind_as_is(eqn, ins, params)
 

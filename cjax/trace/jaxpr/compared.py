@@ -18,6 +18,7 @@ from jax import lax
 
 from cjax.jax_compat.core import Equation, Jaxpr, Literal, Params, jaxprs_in_params
 from cjax.trace.jaxpr.evaluate import bind_as_is
+from cjax.trace.jaxpr.primitives import name_of
 
 Arrays = tuple[jax.Array, ...]
 
@@ -41,10 +42,10 @@ def compared(jaxpr: Jaxpr) -> frozenset[int]:
         for body in jaxprs_in_params(eqn.params):
             found |= compared(getattr(body, "jaxpr", body))
         outs = [v for v in eqn.outvars if jnp.issubdtype(getattr(v.aval, "dtype", jnp.int32), jnp.inexact)]
-        if eqn.primitive.name == "stop_gradient" or read.isdisjoint(outs):
+        if name_of(eqn) == "stop_gradient" or read.isdisjoint(outs):
             continue
         read.update(v for v in eqn.invars if not isinstance(v, Literal))
-        if eqn.primitive.name in COMPARED:
+        if name_of(eqn) in COMPARED:
             found.add(id(eqn))
     return frozenset(found)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal
-from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
 from cjax.trace.jaxpr.view import bodies
 
 
@@ -59,7 +59,7 @@ def cost_by_equation(closed: ClosedJaxpr | Jaxpr) -> tuple[Cost, ...]:
 
 def equation_cost(eqn: Equation) -> Cost:
     """The cost of one equation, with all it contains."""
-    match eqn.primitive.name:
+    match name_of(eqn):
         case "scan":
             return cost(eqn.params["jaxpr"]) * eqn.params["length"]
         case "while":
@@ -72,8 +72,8 @@ def equation_cost(eqn: Equation) -> Cost:
     if held and not facts_of(eqn).combines:
         return sum((cost(body) for body in held), Cost())
     written = sum(_num_bytes(var) for var in eqn.outvars)
-    if eqn.primitive.name in _MULTIPLY_ADDS:
-        flops = 2 * _MULTIPLY_ADDS[eqn.primitive.name](eqn)
+    if name_of(eqn) in _MULTIPLY_ADDS:
+        flops = 2 * _MULTIPLY_ADDS[name_of(eqn)](eqn)
         return Cost(flops, written + sum(_num_bytes(atom) for atom in eqn.invars), flops)
     if facts_of(eqn).free:
         return Cost()
@@ -107,7 +107,7 @@ _MOVES = having("moves") | having("same") | named("bitcast_convert_type iota sel
 
 
 def _flops(eqn: Equation) -> int:
-    name = eqn.primitive.name
+    name = name_of(eqn)
     if name in _MOVES:
         return 0
     made = sum(_num_elements(var) for var in eqn.outvars)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal
-from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.primitives import facts_of, name_of
 from cjax.trace.jaxpr.view import consts_of, opened, scan_of
 
 
@@ -65,7 +65,7 @@ def _is_zero(value: object) -> bool:
 
 def _results(eqn: Equation, ins: list[bool], harmless: list[bool]) -> list[bool]:
     """Which results of an equation are made of marked operands; `harmless` operands are marked, or zero."""
-    name, params, facts = eqn.primitive.name, eqn.params, facts_of(eqn)
+    name, params, facts = name_of(eqn), eqn.params, facts_of(eqn)
     all_outs = [True] * len(eqn.outvars)
     if facts.linear and all(harmless):
         return all_outs

@@ -3,15 +3,20 @@
 A rule of what a primitive does to dims, examples or blocks stays with whoever needs it; *which* primitives are of a
 kind is said here alone. A primitive without facts relates nothing and is computed whole on every device, and reports
 name it: a user's own, or one that a later JAX brings. `WITHOUT` holds those of JAX that are left so, and why.
+
+Tables go by names, and a name is no proof: anyone may call a primitive `sort`. So nobody asks an equation's primitive
+for its name; `name_of` says it, and gives another to what is not JAX's own.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from cjax.jax_compat.core import ClosedJaxpr, Equation
+from cjax.jax_compat.core import ClosedJaxpr, Equation, Primitive
+from cjax.jax_compat.jaxprs import is_of_jax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,16 +261,32 @@ WITHOUT: Mapping[str, str] = {
     "what JAX makes for itself while it differentiates or compiles": (
         "after_all call_hi_primitive_linearized create_linear custom_jvp_call_jaxpr custom_lin remat_opt tie zeros_like"
     ),
-    "an order of execution that the author fixes (jax.experimental.overlap), which is undone where we order": "program_order",
+    "an order of execution that the author fixes, which is undone where a trace is evaluated anew": "program_order",
     "functions of matrices whose operands have no batch in common": (
         "cholesky_update lu_pivots_to_permutation ormqr symmetric_product"
     ),
 }
 
 
+@functools.cache  # asked of every equation by every analysis
+def word_for(primitive: Primitive) -> str:
+    """What the vocabulary calls a primitive: its name, or another where it has the name of one of JAX's and is not it.
+
+    What it does is then as unknown as that of any other of a user's own. Taken for JAX's, it would be split along dims
+    that it mixes, and the numbers be wrong without a word.
+    """
+    is_taken = primitive.name in FACTS and not is_of_jax(primitive)
+    return f"{primitive.name} (not JAX's)" if is_taken else primitive.name
+
+
+def name_of(eqn: Equation) -> str:
+    """The name by which tables and reports know an equation's primitive."""
+    return word_for(eqn.primitive)
+
+
 def facts_of(eqn: Equation) -> Facts:
     """The facts of an equation's primitive; `UNKNOWN` where there are none."""
-    return FACTS.get(eqn.primitive.name, UNKNOWN)
+    return FACTS.get(name_of(eqn), UNKNOWN)
 
 
 def having(fact: str) -> frozenset[str]:
@@ -290,7 +311,7 @@ def goes_by_element(eqn: Equation) -> bool:
 
     Of numbers whose bits are taken for those of a wider or narrower type, it is not.
     """
-    if not facts_of(eqn).elementwise and eqn.primitive.name != "bitcast_convert_type":
+    if not facts_of(eqn).elementwise and name_of(eqn) != "bitcast_convert_type":
         return False
     ranks = {len(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)}
     return len(ranks - {0}) <= 1
@@ -303,7 +324,7 @@ def is_cheap(name: str, params: Mapping[str, object]) -> bool:
     """
     inner = params.get("call_jaxpr" if name == "custom_jvp_call" else "jaxpr")  # as jax.nn.relu has, one in the other
     if name in ("custom_jvp_call", "jit") and isinstance(inner, ClosedJaxpr):
-        return all(is_cheap(eqn.primitive.name, eqn.params) for eqn in inner.jaxpr.eqns)
+        return all(is_cheap(name_of(eqn), eqn.params) for eqn in inner.jaxpr.eqns)
     return FACTS.get(name, UNKNOWN).cheap
 
 

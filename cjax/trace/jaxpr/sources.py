@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 import numpy as np
 
 from cjax.jax_compat.core import Equation, Literal, Var
-from cjax.trace.jaxpr.primitives import having, named
+from cjax.trace.jaxpr.primitives import having, name_of, named
 
 WEIGHT = "weight"  # a weight, or numbers of one that went through a function
 GIVEN = "given"  # constants, random keys, the state that a model carries
@@ -41,7 +41,7 @@ def follow(eqn: Equation, source: MutableMapping[Var, str]) -> None:
 def _source(eqn: Equation, ins: list[str | None], out: Var) -> str:
     if set(ins) <= {GIVEN}:
         return GIVEN
-    name = eqn.primitive.name
+    name = name_of(eqn)
     if name in _ENDS:
         return MADE
     if name in _PARTS and ins[0] == WEIGHT:

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from cjax.jax_compat.jaxprs import scan_tree_counts
+from cjax.trace.jaxpr.primitives import name_of
 
 T = TypeVar("T")
 
@@ -24,6 +25,14 @@ def open_bodies(eqn: Equation) -> Iterator[Jaxpr]:
     """The jaxprs that an equation holds, without their constants."""
     for body in bodies(eqn):
         yield opened(body)
+
+
+def every_equation(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """The equations of a jaxpr, and of those that they hold."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in open_bodies(eqn):
+            yield from every_equation(body)
 
 
 def opened(body: ClosedJaxpr | Jaxpr) -> Jaxpr:
@@ -123,4 +132,4 @@ def _scan_counts(eqn: Equation) -> tuple[int, int]:
 
 
 def is_scan(eqn: Equation) -> bool:
-    return eqn.primitive.name == "scan"
+    return name_of(eqn) == "scan"

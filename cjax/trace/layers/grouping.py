@@ -13,6 +13,7 @@ import numpy as np
 
 from cjax.jax_compat.core import Atom, Equation, Jaxpr, Literal, Var
 from cjax.trace.jaxpr.identity import equation_key
+from cjax.trace.jaxpr.primitives import name_of
 
 Source = tuple[str, int, int]  # a stacked value: ("input", slot, 0), ("group", id, result) or ("branch", equation, n)
 Node = tuple[str, int]  # what is evaluated at once: ("group", id) or ("equation", index)
@@ -147,7 +148,7 @@ class Grouping:
             seen.add(atoms)
             indices, results = zip(*(self.producer[a] for a in atoms if type(a) is not Literal), strict=True)
             if len(set(results)) == len(results) and len(set(indices)) == 1:
-                if self.eqns[indices[0]].primitive.name == "cond":
+                if name_of(self.eqns[indices[0]]) == "cond":
                     outs = self.branch_outs.setdefault(indices[0], [])
                     self._declare(("branch", indices[0], len(outs)), [a for a in atoms if type(a) is not Literal])
                     outs.append(results)
@@ -202,7 +203,7 @@ class Grouping:
         chains: dict[int, tuple[Atom, ...]] = {}
         inner: set[int] = set()
         for root in reversed(range(len(self.eqns))):
-            name = self.eqns[root].primitive.name
+            name = name_of(self.eqns[root])
             if name not in CHAINED or root in inner:
                 continue
             out = self.eqns[root].outvars[0]
@@ -213,7 +214,7 @@ class Grouping:
             while pending:
                 atom = pending.pop()
                 before = self.producer.get(atom, (-1, 0))[0] if type(atom) is not Literal else -1
-                alike = before >= 0 and self.eqns[before].primitive.name == name and atom.aval == out.aval
+                alike = before >= 0 and name_of(self.eqns[before]) == name and atom.aval == out.aval
                 if alike and type(atom) is not Literal and uses[atom] == 1 and atom not in self.member:
                     inner.add(before)
                     pending.extend(self.operands(before)[::-1])

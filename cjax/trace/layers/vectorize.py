@@ -17,6 +17,7 @@ from cjax.jax_compat.core import ClosedJaxpr, Equation, Literal, Var
 from cjax.jax_compat.jaxprs import in_context, name_stack
 from cjax.jax_compat.random import is_threefry
 from cjax.trace.jaxpr.evaluate import bind_as_is
+from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.layers.grouping import Atom, Grouping, Node, One, Operand, Source, StackedLeaves, Take, Whole
 
 
@@ -160,7 +161,7 @@ def _operands(grouping: Grouping, node: Node) -> list[Operand]:
         rows = [grouping.operands(index) for index in grouping.groups[number]]
         return [grouping.resolve(atoms) for atoms in zip(*rows, strict=True)]
     atoms = grouping.chains.get(number, grouping.operands(number))
-    alone = 0 if number in grouping.chains else 1 if grouping.eqns[number].primitive.name == "cond" else len(atoms)
+    alone = 0 if number in grouping.chains else 1 if name_of(grouping.eqns[number]) == "cond" else len(atoms)
     stacks = grouping.together(atoms[alone:])
     return [
         *(One(atom) for atom in atoms[:alone]),
@@ -241,7 +242,7 @@ def _evaluate(node: Node, operands: list[Operand], values: _Values) -> None:
     grouping = values.grouping
     eqn = grouping.eqns[number]
     # A loop that ends by what it computes might not end in rows that nobody has filled.
-    is_lone = kind != "group" or eqn.primitive.name == "while"
+    is_lone = kind != "group" or name_of(eqn) == "while"
     spread = None if is_lone else values.spread(operands)
     with jax.named_scope(str(name_stack(eqn)) or "update"), in_context(eqn):
         if kind == "group":
@@ -249,7 +250,7 @@ def _evaluate(node: Node, operands: list[Operand], values: _Values) -> None:
             batched = [not isinstance(operand, One) for operand in operands]
             for result, value in enumerate(_map_members(eqn, args, batched)):
                 values.add(("group", number, result), value, spread)
-        elif eqn.primitive.name == "cond":
+        elif name_of(eqn) == "cond":
             _evaluate_cond(number, operands, values)
         elif number in grouping.chains:
             _evaluate_chain(number, operands, values)
@@ -301,7 +302,7 @@ _REDUCTIONS = {"add": jnp.sum, "max": jnp.max, "min": jnp.min, "and": jnp.all, "
 def _evaluate_chain(number: int, operands: list[Operand], values: _Values) -> None:
     """Adds up all terms of a chain; the members of a stack in one reduction."""
     eqn = values.grouping.eqns[number]
-    reduce = _REDUCTIONS[eqn.primitive.name]
+    reduce = _REDUCTIONS[name_of(eqn)]
 
     def term(operand: Operand) -> jax.Array | np.ndarray:
         spread = values.spread([operand])
