@@ -154,7 +154,7 @@ def _chains(closed: ClosedJaxpr) -> tuple[dict[int, tuple[list[Atom], list[Equat
     inner: set[int] = set()
     for root in reversed(closed.eqns):
         name = name_of(root)
-        if name not in CHAINED or id(root) in inner or root.outvars[0].aval.dtype.kind not in CHAINED[name]:
+        if name not in CHAINED or id(root) in inner or root.outvars[0].aval.dtype.kind not in CHAINED[name].kinds:
             continue
         terms: list[Atom] = []
         links: list[tuple[int, Equation]] = []

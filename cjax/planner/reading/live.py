@@ -13,12 +13,9 @@ from cjax.jax_compat.core import Atom, Equation, Jaxpr, Literal, Var
 from cjax.planner.reading.derivative import KERNEL, itemsize_of
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.identity import equation_key
-from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
+from cjax.trace.jaxpr.primitives import FUSED, facts_of, name_of, named
 from cjax.trace.jaxpr.view import is_scan, open_bodies, scan_of
 
-FUSED = (having("cheap") | having("elementwise") | having("free") | named("split unstack")) - named(
-    "optimization_barrier copy"
-)
 # What takes a chip many instructions: made once where several operations read it.
 DEAR = named("tanh erf erfc erf_inv atan2 lgamma digamma")
 
@@ -276,7 +273,7 @@ class _Flow:
         kept = {self.form(array) for array in self.results}
         products = {array for op in ops if facts_of(op.eqn).product for array in op.writes}
         once = {array for array in products - kept if self._readers.get(array) == 1}
-        sums = (op for op in ops if name_of(op.eqn) in ("add", "add_any"))
+        sums = (op for op in ops if facts_of(op.eqn).adds)
         return {op for op in sums if any(self.form(array) in once for array in op.reads)}
 
     def _sources(self, array: Array) -> tuple[Array, ...]:

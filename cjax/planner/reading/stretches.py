@@ -16,7 +16,7 @@ from cjax.trace.emit.emit import layer_of
 from cjax.trace.jaxpr.cost import cost
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.primitives import facts_of, name_of
-from cjax.trace.jaxpr.view import bodies, opened, scan_of
+from cjax.trace.jaxpr.view import bodies, cond_of, opened, scan_of, while_of
 from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.reading import Trace
 from cjax.trace.stages.stacks import LayerStack, find_stacks
@@ -165,10 +165,10 @@ def _bodies(
             loop = scan_of(eqn)
             yield from _inside(trace, eqn, loop.body, inner, where, times * loop.length)
         elif name_of(eqn) == "while":  # nobody knows how often it turns: once, as `cost` has it
-            yield from _inside(trace, eqn, opened(eqn.params["body_jaxpr"]), inner, where, times)
+            yield from _inside(trace, eqn, while_of(eqn).body, inner, where, times)
         else:
-            dearest = max(eqn.params["branches"], key=lambda branch: cost(branch).flops)
-            yield from _inside(trace, eqn, opened(dearest), inner, where, times)
+            dearest = max(cond_of(eqn).branches, key=lambda branch: cost(branch).flops)
+            yield from _inside(trace, eqn, dearest.jaxpr, inner, where, times)
 
 
 @dataclass

@@ -63,7 +63,7 @@ FAULTS = (
     ),
     Fault(
         "scattered extremes",
-        named("scatter-max scatter-min"),
+        having("extreme") & having("scatter"),
         "Where an axis that does not divide the updates splits them, the result is of a row too many.",
         ("0.10.2", "0.12.0.1"),
         "computed on each device's own slice of the dims that are not looked up",

@@ -15,12 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cjax.jax_compat.core import Equation, Literal
+from cjax.jax_compat.core import Equation, Literal, Var
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
+from cjax.trace.emit.emit import number
 from cjax.trace.emit.precision import HIGH, Lowering
-from cjax.trace.jaxpr.groups import Group, make_group, variables, waits_for_itself
+from cjax.trace.jaxpr.evaluate import equations, evaluate
+from cjax.trace.jaxpr.groups import Group, make_group, waits_for_itself
 from cjax.trace.jaxpr.primitives import name_of
 
 
@@ -114,14 +116,13 @@ class JointProducts:
         self, group: Group[Joint], ins: list[Any], apply: Callable[[Equation, list[Any]], list[Any]]
     ) -> list[jax.Array]:
         """The results of such a group; `apply` evaluates one equation."""
-        values = dict(zip(group.ins, ins, strict=True))
+        values: dict[Var, Any] = dict(zip(group.ins, ins, strict=True))
         others = [var for var in group.ins if var is not group.of.var]
         read = values[group.of.var].astype(group.of.dtype)
         value, *rest = _read_together(group.of.waits, read, *(values[var] for var in others))
         values |= {group.of.var: value, **dict(zip(others, rest, strict=True))}
-        for eqn in group.eqns:
-            made = [value] if _is_copy(eqn) else apply(eqn, [values[var] for var in variables(eqn)])
-            values.update(zip(eqn.outvars, made, strict=True))
+        run = lambda step, read: [value] if _is_copy(step.of) else apply(step.of, read)  # noqa: E731
+        evaluate(equations(group.eqns), values.__getitem__, values.update, number({}), run)
         return [values[var] for var in group.outs]
 
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cjax.jax_compat.core import Equation, Literal, Params
 from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
-from cjax.sharding.apart.apart import Inside, apart, evaluate_apart, evaluate_inside, placements
+from cjax.sharding.apart.apart import INSIDE, Inside, apart, evaluate_apart, evaluate_inside, placements
 from cjax.sharding.apart.faults import holds, holds_apart, is_apart
 from cjax.sharding.apart.lanes import is_looked_up, reorders
 from cjax.sharding.attention.kernel import Fused, Kernel, attend_fused, fused_groups
@@ -184,7 +184,7 @@ class Placer(Hooks):
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
             return bind(eqn, ins, given)
-        if name_of(eqn) in ("cond", "while") and (holds_apart(eqn) or holds(eqn, self._is_off_grid)):
+        if name_of(eqn) in INSIDE and (holds_apart(eqn) or holds(eqn, self._is_off_grid)):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
         ins = self._off_grid(eqn, ins, scope)
         if facts_of(eqn).scatter:

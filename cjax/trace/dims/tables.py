@@ -10,7 +10,7 @@ from jax import lax
 from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal, Var, jaxprs_in_params
 from cjax.trace.dims.parts import Taken, parts_of
 from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
-from cjax.trace.jaxpr.view import is_scan, scan_of
+from cjax.trace.jaxpr.view import is_scan, opened, scan_of
 
 PASSES = having("view") | having("takes") | named("pad")  # an index stays the index that it is
 COMPARES = named("eq ne lt ge")
@@ -219,8 +219,7 @@ def _body(eqn: Equation) -> str:
 
 def _enter(eqn: Equation, found: list[Known], limits: _Found, told: set[_Compared]) -> None:
     """Follows what is not carried from turn to turn into a loop, or all into a block that is made again."""
-    body = eqn.params[_body(eqn)]
-    body = getattr(body, "jaxpr", body)
+    body = opened(eqn.params[_body(eqn)])
     loop = scan_of(eqn) if is_scan(eqn) else None
     carried = range(loop.num_consts, loop.first_x) if loop else ()
     known: dict[Var, _Index | _Compared | int] = {}

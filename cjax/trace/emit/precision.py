@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Params
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
-from cjax.trace.jaxpr.view import is_scan, scan_of
+from cjax.trace.jaxpr.view import is_scan, opened, scan_of
 
 Values = list[jax.Array]
 
@@ -42,7 +42,7 @@ class Lowering:
                 self._feeding.add(id(eqn))
             inner = eqn.params["jaxpr"] if is_scan(eqn) or facts_of(eqn).remat else None
             if inner is not None:
-                reads = self._mark(getattr(inner, "jaxpr", inner), feeds)
+                reads = self._mark(opened(inner), feeds)
                 if is_scan(eqn):  # what one turn hands on, the next may multiply
                     carried = scan_of(eqn).carries(reads)
                     again = [f or c for f, c in zip(feeds, carried, strict=False)] + feeds[len(carried) :]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal
 from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
-from cjax.trace.jaxpr.view import bodies
+from cjax.trace.jaxpr.view import bodies, cond_of, scan_of, while_of
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,13 @@ def equation_cost(eqn: Equation) -> Cost:
     """The cost of one equation, with all it contains."""
     match name_of(eqn):
         case "scan":
-            return cost(eqn.params["jaxpr"]) * eqn.params["length"]
+            loop = scan_of(eqn)
+            return cost(loop.closed) * loop.length
         case "while":
-            return cost(eqn.params["cond_jaxpr"]) + cost(eqn.params["body_jaxpr"]) + Cost(unbounded_loops=1)
+            endless = while_of(eqn)
+            return cost(endless.condition) + cost(endless.closed) + Cost(unbounded_loops=1)
         case "cond":
-            return max((cost(branch) for branch in eqn.params["branches"]), key=lambda c: (c.flops, c.bytes))
+            return max(map(cost, cond_of(eqn).branches), key=lambda c: (c.flops, c.bytes))
         case "shard_map":  # its body is one device's shard
             return cost(eqn.params["jaxpr"])
     held = list(bodies(eqn))

@@ -17,6 +17,7 @@ GIVEN = "given"  # constants, random keys, the state that a model carries
 MADE = "made"  # anything else without the batch
 
 _ENDS = having("product") | having("loop") | having("branches") | named("gather")  # no weights come out
+_JOINS = having("joins")
 _PARTS = having("takes") | (having("reduces") - having("tells_place"))
 
 
@@ -46,7 +47,7 @@ def _source(eqn: Equation, ins: list[str | None], out: Var) -> str:
         return MADE
     if name in _PARTS and ins[0] == WEIGHT:
         return WEIGHT
-    if name in ("concatenate", "stack"):
+    if name in _JOINS:
         return WEIGHT if MADE not in ins else MADE
     # Of a sum of a weight and a bias that is spread over it, the weight decides: the one with as many numbers.
     sizes = [int(np.prod(getattr(v.aval, "shape", ()), dtype=np.int64)) for v in eqn.invars]

@@ -25,7 +25,6 @@ from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
 from cjax.trace.jaxpr.simplify import replaced, simplify
 from cjax.trace.jaxpr.view import scan_of, variable_of
 
-_PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 # What would branch or loop for each turn apart, and what draws other numbers for many turns than for each.
 _APART = named("scan while cond rng_bit_generator rng_uniform") | having("remat")
 
@@ -77,7 +76,7 @@ class _Turns:
                 self._own.update(eqn.outvars)
             elif all(type(atom) is Literal or atom in weights for atom in eqn.invars):
                 weights.update(eqn.outvars)
-        products = [eqn for eqn in self._made if name_of(eqn) in _PRODUCTS]
+        products = [eqn for eqn in self._made if facts_of(eqn).product]
         self.add_up = (
             not sees_rows
             and not loop.closed.consts
@@ -203,7 +202,7 @@ def _is_apart(eqn: Equation) -> bool:
     if draws or eqn.effects or name_of(eqn) in _APART:
         return True
     inside = [each for body in jaxprs_in_params(eqn.params) for each in body.eqns]
-    return any(name_of(each) in _PRODUCTS or _is_apart(each) for each in inside)
+    return any(facts_of(each).product or _is_apart(each) for each in inside)
 
 
 def _variables(eqn: Equation) -> list[Var]:

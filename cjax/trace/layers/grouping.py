@@ -6,9 +6,12 @@ member i of the same stacks are a group too, although what uses them (a global n
 """
 
 import collections
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cjax.jax_compat.core import Atom, Equation, Jaxpr, Literal, Var
@@ -49,8 +52,20 @@ class StackedLeaves:
 
 
 Operand = One | Whole | Take | StackedLeaves
+
+
+class Chain(NamedTuple):
+    """What reduces a stack as a chain of one primitive does its members, and the kinds of dtype of which that is so."""
+
+    kinds: str
+    reduce: Callable[..., jax.Array]
+
+
 # Long chains of these over all leaves (a global norm, "is everything finite?") are reductions of stacks.
-CHAINED = {"add": "f", "max": "fiu", "min": "fiu", "and": "b", "or": "b"}  # primitive: kinds of dtype
+CHAINED = {
+    "add": Chain("f", jnp.sum), "max": Chain("fiu", jnp.max), "min": Chain("fiu", jnp.min), "and": Chain("b", jnp.all),
+    "or": Chain("b", jnp.any),
+}  # fmt: skip
 
 
 class Grouping:
@@ -207,7 +222,7 @@ class Grouping:
             if name not in CHAINED or root in inner:
                 continue
             out = self.eqns[root].outvars[0]
-            if out in self.member or out not in self.producer or out.aval.dtype.kind not in CHAINED[name]:
+            if out in self.member or out not in self.producer or out.aval.dtype.kind not in CHAINED[name].kinds:
                 continue
             terms: list[Atom] = []
             pending = self.operands(root)[::-1]

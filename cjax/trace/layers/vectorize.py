@@ -18,7 +18,8 @@ from cjax.jax_compat.jaxprs import in_context, name_stack
 from cjax.jax_compat.random import is_threefry
 from cjax.trace.jaxpr.evaluate import bind_as_is
 from cjax.trace.jaxpr.primitives import name_of
-from cjax.trace.layers.grouping import Atom, Grouping, Node, One, Operand, Source, StackedLeaves, Take, Whole
+from cjax.trace.jaxpr.view import cond_of
+from cjax.trace.layers.grouping import CHAINED, Atom, Grouping, Node, One, Operand, Source, StackedLeaves, Take, Whole
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,7 @@ def _evaluate_cond(number: int, operands: list[Operand], values: _Values) -> Non
     spreads = [values.spread([operand]) for operand in operands[1:]]
     by_size = {len(spread.places): spread for spread in spreads if spread is not None}
     out_spreads = [by_size.get(len(group)) if len(group) > 1 else None for group in out_groups]
-    branches = [vectorize(branch, in_groups, out_groups, spreads, out_spreads) for branch in eqn.params["branches"]]
+    branches = [vectorize(branch, in_groups, out_groups, spreads, out_spreads) for branch in cond_of(eqn).branches]
     which, *args = [values.read(operand, spread) for operand, spread in zip(operands, [None, *spreads], strict=True)]
     results = jax.lax.switch(which, branches, args)
     for n in range(len(stacked)):
@@ -296,13 +297,10 @@ def _evaluate_cond(number: int, operands: list[Operand], values: _Values) -> Non
     values.one.update(zip([eqn.outvars[i] for i in rest], results[len(stacked) :], strict=True))
 
 
-_REDUCTIONS = {"add": jnp.sum, "max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}
-
-
 def _evaluate_chain(number: int, operands: list[Operand], values: _Values) -> None:
     """Adds up all terms of a chain; the members of a stack in one reduction."""
     eqn = values.grouping.eqns[number]
-    reduce = _REDUCTIONS[name_of(eqn)]
+    reduce = CHAINED[name_of(eqn)].reduce
 
     def term(operand: Operand) -> jax.Array | np.ndarray:
         spread = values.spread([operand])

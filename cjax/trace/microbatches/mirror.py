@@ -26,7 +26,7 @@ from cjax.trace.reading import Trace
 # What one trace may do and the other leave out, the shape being right already: [1, seq] needs no broadcast to one row.
 _REARRANGES = named("broadcast_in_dim reshape squeeze")
 # What may be done to the numbers of rows on their way to becoming indices.
-_INDEXING = _REARRANGES | named("convert_element_type concatenate stack add sub lt ge select_n transpose")
+_INDEXING = _REARRANGES | having("joins") | named("convert_element_type add sub lt ge select_n transpose")
 _INDEXED = named("gather scatter scatter-add scatter-sub")
 _NESTED = having("remat") | named("scan")
 _BODIES = _NESTED | having("own_derivative")

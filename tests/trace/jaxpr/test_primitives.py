@@ -35,7 +35,8 @@ from cjax.trace.jaxpr.primitives import (
     without_facts,
     word_for,
 )
-from cjax.trace.layers import grouping, vectorize
+from cjax.trace.layers import grouping
+from cjax.walk import through, unstack
 
 # Where JAX makes its primitives, as far as a Flax model gets to them. Kernels in Pallas have a language of their own.
 MODULES = (
@@ -58,9 +59,11 @@ TABLES: dict[str, Any] = {
     "multiply-adds": cost._MULTIPLY_ADDS,
     "compared": COMPARED,
     "chains": grouping.CHAINED,
-    "chains, evaluated": vectorize._REDUCTIONS,
     "lanes": _LANES,
     "pinned": PINNED,
+    "parts of results": through._RULES,
+    "sizes of parts": through._SIZES,
+    "sums over layers": unstack._TOGETHER,
     **{f"faults of {fault.name}": fault.primitives for fault in FAULTS},
 }
 
