@@ -168,9 +168,9 @@ def _in_place(op: LiveOperation, made: list[Array], dying: list[Array]) -> tuple
     """What an operation makes in the place of what, of all that it reads for the last time."""
     if is_scan(op.eqn):
         loop = scan_of(op.eqn)
-        carried = {atom for atom in loop.carries(op.eqn.invars) if not isinstance(atom, Literal)}
+        carries = {atom for atom in loop.carries(op.eqn.invars) if not isinstance(atom, Literal)}
         last = set(loop.last(op.writes))
-        return [x for x in made if x in last], [x for x in dying if x.var in carried]
+        return [x for x in made if x in last], [x for x in dying if x.var in carries]
     if op.is_fused or facts_of(op.eqn).scatter or name_of(op.eqn) == "dynamic_update_slice":
         # What is scattered to may be made here as well, as zeros are.
         return [x for x in made if x in op.writes], dying

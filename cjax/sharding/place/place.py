@@ -46,7 +46,7 @@ from cjax.trace.jaxpr.primitives import facts_of, name_of, named
 from cjax.trace.reading import Trace
 
 # Evaluates an equation that draws random numbers for other rows than its own; None for all other equations.
-Draw = Callable[[Any, list[Any]], list[Any] | None]
+DrawOnShard = Callable[[Any, list[Any]], list[Any] | None]
 
 PINNED = MATMULS | named("gather")
 
@@ -89,7 +89,7 @@ class Placer(Hooks):
         precision: str = "float32",
         remat: str = "none",
         gathers: bool = False,
-        draw: Draw | None = None,
+        draw: DrawOnShard | None = None,
         sequence: SequencePlan = NO_SEQUENCE,
         kernel: Kernel | None = None,
         waits: bool = True,

@@ -221,10 +221,10 @@ def _enter(eqn: Equation, found: list[Known], limits: _Found, told: set[_Compare
     """Follows what is not carried from turn to turn into a loop, or all into a block that is made again."""
     body = opened(eqn.params[_body(eqn)])
     loop = scan_of(eqn) if is_scan(eqn) else None
-    carried = range(loop.num_consts, loop.first_x) if loop else ()
+    carries = range(loop.num_consts, loop.first_x) if loop else ()
     known: dict[Var, _Index | _Compared | int] = {}
     for i, (var, each) in enumerate(zip(body.invars, found, strict=True)):
-        if each is None or i in carried:
+        if each is None or i in carries:
             continue
         if loop is not None and i >= loop.first_x and isinstance(each, _Index | _Compared):
             each = dataclasses.replace(each, part=each.part.turn())

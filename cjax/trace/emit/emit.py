@@ -233,9 +233,9 @@ class Emitter:
             leaves.append(stack.leaf if isinstance(stack, ReadyWeight) else None)
             xs.append(stack.value if isinstance(stack, ReadyWeight) else stack)
         literals = [jnp.asarray(values) for values in run.literals.values()]
-        carried = [initial for initial, _, _, _ in run.carries]
+        carries = [initial for initial, _, _, _ in run.carries]
         # A result of the last layer alone is a carry: as a stacked output it would be kept for every layer.
-        initial = [self.hooks.carry(var, self.read(env, var), env.scope) for var in carried]
+        initial = [self.hooks.carry(var, self.read(env, var), env.scope) for var in carries]
         empty = [jnp.zeros(g[0].aval.shape, g[0].aval.dtype) for g in run.last_only]
 
         def layer(carry: tuple[Values, Values], x: tuple[Values, Values]) -> tuple[tuple[Values, Values], Values]:

@@ -44,8 +44,8 @@ class Lowering:
             if inner is not None:
                 reads = self._mark(opened(inner), feeds)
                 if is_scan(eqn):  # what one turn hands on, the next may multiply
-                    carried = scan_of(eqn).carries(reads)
-                    again = [f or c for f, c in zip(feeds, carried, strict=False)] + feeds[len(carried) :]
+                    carries = scan_of(eqn).carries(reads)
+                    again = [f or c for f, c in zip(feeds, carries, strict=False)] + feeds[len(carries) :]
                     reads = self._mark(inner.jaxpr, again)
                 live.update(v for v, r in zip(eqn.invars, reads, strict=True) if r and not isinstance(v, Literal))
             elif any(feeds) or name_of(eqn) in MATMULS:

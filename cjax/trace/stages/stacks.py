@@ -43,7 +43,7 @@ class LayerStack:
     start: int
     stop: int
     length: int
-    of: RepeatedLayers | Equation  # the Run, or the scan equation
+    of: RepeatedLayers | Equation  # repeated layers, or the author's own scan
     weights: tuple[tuple[int, ...], ...]
     reads: tuple[Entry, ...]
     xs: tuple[tuple[Var, Entry], ...]
