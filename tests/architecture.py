@@ -69,6 +69,7 @@ DRAWERS = ("utils", "util", "helpers", "common", "misc")
 # Layers of models may have the names that papers give them, a command that of what it calls.
 LAYERS = ("cjax/models/", {"Attention", "Block", "MLP"})
 COMMANDS = "cjax/cli/"
+VOCABULARY = "cjax/trace/jaxpr/primitives.py"
 
 # Annotations that say nothing, by file, in a room whose every function reads what another makes. May only shrink.
 TYPED_ROOM = "cjax/trace/"
@@ -364,6 +365,18 @@ def classes_have_names_of_their_own(tree: Tree) -> list[str]:
                 where[node.name].append(path)
     shown = {name: [path for path in paths if not path.startswith(COMMANDS)] for name, paths in where.items()}
     return [f"{name}: a class in {', '.join(paths)}" for name, paths in shown.items() if len(paths) > 1]
+
+
+def primitives_are_known_by_the_vocabulary(tree: Tree) -> list[str]:
+    """By `name_of` or `word_for`: users may give a primitive of their own the name of one of JAX's."""
+    return [
+        f"{path}:{node.lineno} asks a primitive for its name"
+        for path in house(tree)
+        if path != VOCABULARY
+        for node in nodes(tree[path])
+        if isinstance(node, ast.Attribute) and node.attr == "name"
+        if "primitive" in (getattr(node.value, "attr", ""), getattr(node.value, "id", ""))
+    ]
 
 
 def helpers_are_written_once(tree: Tree) -> list[str]:

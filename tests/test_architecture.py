@@ -1,4 +1,4 @@
-"""The house keeps its rules (`architecture.py`, `private_uses.py`), and each rule sees what it exists to refuse."""
+"""The house keeps its rules (`architecture.py`, `naming.py`, `private_uses.py`), and each sees what it is to refuse."""
 
 import functools
 import inspect
@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import architecture
+import naming
 import private_uses
 import pytest
 from architecture import ROOT, Rule, Tree, house
@@ -21,7 +22,7 @@ HOUSE = architecture.read()
 SIGNATURE = {"tree": Tree, "return": list[str]}
 RULES: list[Rule] = [
     found
-    for module in (architecture, private_uses)
+    for module in (architecture, naming, private_uses)
     for found in vars(module).values()
     if inspect.isfunction(found) and found.__module__ == module.__name__ and inspect.get_annotations(found) == SIGNATURE
 ]
@@ -149,6 +150,14 @@ BREACHES: list[tuple[Rule, Changes, str]] = [
     (architecture.no_drawers, {"experiments/misc/box.py": ""}, "misc"),
     (architecture.classes_have_names_of_their_own, adds("cjax/report/step.py", "class Plan: ..."), "cjax/plan/plan.py"),
     (architecture.classes_have_names_of_their_own, adds("cjax/models/t5.py", "class GPT: ..."), "cjax/models/gpt.py"),
+    *(
+        (architecture.primitives_are_known_by_the_vocabulary, adds("cjax/trace/reading.py", text), "trace/reading.py")
+        for text in (
+            "x = eqn.primitive.name",
+            "def f(primitive): primitive.name",
+            "x = of[0].primitive.name",
+        )
+    ),
     (
         architecture.helpers_are_written_once,
         adds("cjax/cards.py", ONE) | adds("cjax/audit/read.py", OTHER),
@@ -171,6 +180,31 @@ BREACHES: list[tuple[Rule, Changes, str]] = [
             "from typing import Any as Whatever",
         )
     ),
+    *(
+        (naming.retired_names_stay_retired, adds(path, text), path)
+        for path, text in (
+            ("cjax/trace/stages/stacks.py", "travels = ()"),
+            ("cjax/gradients/build.py", "def f(together: int) -> None: ..."),
+            ("cjax/trace/jaxpr/linear.py", "for carried in (): ..."),
+            ("cjax/program/texts.py", "class Parts: ..."),
+        )
+    ),
+    *(
+        (naming.retired_words_stay_retired, adds(path, text), path)
+        for path, text in (
+            ("cjax/trace/stages/stacks.py", "# What travels with it."),
+            ("cjax/pipeline/route.py", "def f() -> None:\n    '''One line.\n\n    Two of what travelled.'''"),
+            ("cjax/planner/work.py", "raise ValueError(f'{1} travels')"),
+            ("cjax/trace/reading.py", "x = 1  # of the Run"),
+            ("cjax/program/check.py", "x = 'carried'"),
+        )
+    ),
+    *(
+        (naming.types_have_names_of_their_own, adds("cjax/cards.py", text), "cjax/plan/plan.py")
+        for text in ("Plan = dict[str, int]", "Plan: TypeAlias = int | str", "Plan = np.ndarray")
+    ),
+    (naming.types_have_names_of_their_own, adds("cjax/audit/read.py", "class Axes: ..."), "cjax/plan/plan.py"),
+    (naming.types_have_names_of_their_own, {"cjax/walk/read_rows.py": ""}, "Read: in DOUBLES"),
     (architecture.traces_are_typed, {"cjax/trace/author/loss.py": "x: Any = 1"}, "fewer than UNTYPED"),
     (architecture.files_stay_small, {"cjax/trace/dims/long.py": "pass\n" * 501}, "501 lines"),
     (architecture.files_stay_small, {"experiments/shared/long.py": "pass\n" * 501}, "501 lines"),
@@ -249,11 +283,15 @@ ALLOWED: list[tuple[Rule, Changes]] = [
         adds("cjax/models/gpt.py", "class Attention: ...\nclass _Plan: ..."),
     ),
     (architecture.classes_have_names_of_their_own, adds("cjax/cli/plan.py", "class Plan: ...")),
+    (architecture.primitives_are_known_by_the_vocabulary, adds("cjax/trace/reading.py", "x = slot.name, name_of(eqn)")),
     (
         architecture.helpers_are_written_once,
         adds("cjax/cards.py", ONE) | adds("cjax/tree.py", OTHER.replace("/", "//")),
     ),
     (architecture.functions_stay_short, adds("cjax/cards.py", LONG_FUNCTION)),
+    (naming.retired_names_stay_retired, adds("cjax/trace/reading.py", "x = f(carried=1, together=2)")),
+    (naming.retired_words_stay_retired, adds("cjax/trace/reading.py", "# Runs of the model, together.\nx.travels")),
+    (naming.types_have_names_of_their_own, adds("cjax/cards.py", "PLAN = Plan(1)\nPlan = f(x)\nplan = Plan")),
     (
         architecture.programs_say_how_they_are_compiled,
         adds("cjax/cards.py", "jax.jit(f, out_shardings=s, compiler_options=o)\nstore(f, out_shardings=s)"),

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import tokenize
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -277,23 +276,3 @@ def test_links_resolve(page: Path) -> None:
 def test_pages_name_no_place_of_one_machine(page: Path) -> None:
     found = ELSEWHERE.search(page.read_text())
     assert not found, f"{page.name} names {found[0]}" if found else ""
-
-
-# What things were called before the glossary had one word for each.
-RETIRED = {
-    "cjax/trace/stages cjax/pipeline": {"beside", "travels", "together"},
-    "cjax/gradients cjax/program": {"together"},
-    "cjax/gradients cjax/sharding/place cjax/trace/author cjax/trace/microbatches": {"carried"},
-    "cjax/program": {"Parts", "_parts"},
-}
-
-
-@pytest.mark.parametrize("rooms", RETIRED)
-def test_one_word_for_one_thing(rooms: str) -> None:
-    """docs/glossary.md has the words that took the place of these."""
-    files = [file for room in rooms.split() for file in (ROOT / room).glob("*.py")]
-    assert len(files) > len(rooms.split())
-    for file in files:
-        with file.open("rb") as source:
-            names = {token.string for token in tokenize.tokenize(source.readline) if token.type == tokenize.NAME}
-        assert names.isdisjoint(RETIRED[rooms]), file

@@ -22,7 +22,7 @@ from cjax.models.transformers.folder import read_json
 from cjax.planner.choice.homes import TooLittle
 from cjax.streamed import StreamedModel
 
-Rows = Callable[[np.ndarray], np.ndarray]  # prompts of one length, continued
+Continue = Callable[[np.ndarray], np.ndarray]  # prompts of one length, continued
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _numbers(text: str) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
-def _in_passes(run: Rows, prompts: np.ndarray, most: int | None) -> list[np.ndarray]:
+def _in_passes(run: Continue, prompts: np.ndarray, most: int | None) -> list[np.ndarray]:
     """All rows, as many at once as fit a budget: nothing is computed before that is known."""
     num, found = min(most or len(prompts), len(prompts)), []
     while len(found) < len(prompts):

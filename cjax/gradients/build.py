@@ -62,27 +62,27 @@ def build_gradients(loss: LaidOut, choice: Choice, measures: bool = False) -> Bu
       choice: of this loss, by `choose`.
       measures: whether gradients of parts of the batch are measured.
     """
-    plan, shared, local = loss.plan, loss.trace.shared, choice.local
-    ahead = gather_ahead(loss.trace if local is None else local.trace, loss.storage, plan, loss.mesh)
-    if choice.kind == "whole":
-        run = place_loss(loss.trace, loss.storage, plan, loss.mesh)
-        gradients = plain(_as_loss(loss.trace, run, 1), dtypes_of(loss))
-        return Built(sharing(gathering(gradients, ahead), shared, 1, 1), (), 1)
+    plan, shared, trace = loss.plan, loss.trace.shared, loss.trace if choice.local is None else choice.local.trace
     # A part is one device's rows of one micro-batch where devices add up alone.
-    num, trace, more = plan.microbatches, loss.trace, ()
-    if local is not None:
-        more = _cost_of_waiting(loss)
-        num, trace = num * loss.num_shards, local.trace
-        if loss.line is not None:
-            gradients = _own_pipeline(loss, loss.line, local, measures)
-        else:
+    num = plan.microbatches * (1 if choice.local is None else loss.num_shards)
+    size = num * loss_size(trace)
+    match choice.kind, choice.local, loss.line:
+        case "whole", _, _:
+            run = place_loss(trace, loss.storage, plan, loss.mesh)
+            gradients, size = plain(_as_loss(trace, run, 1), dtypes_of(loss)), 1
+        case "parts", _, _:
+            gradients = _parts(loss, measures)
+        case "own parts", LocalRows() as local, _:
             gradients = _own_parts(loss, local, measures)
-    elif loss.line is not None:
-        gradients = _pipeline(loss, loss.line)
-    else:
-        gradients = _parts(loss, measures)
+        case "pipeline", _, Line() as line:
+            gradients = _pipeline(loss, line)
+        case "own pipeline", LocalRows() as local, Line() as line:
+            gradients = _own_pipeline(loss, line, local, measures)
+        case _:
+            raise AssertionError(f"{choice.kind} gradients without what they are made of")
+    ahead = gather_ahead(trace, loss.storage, plan, loss.mesh)
     gradients = sharing(gathering(gradients, ahead), shared, plan.microbatches, num)
-    return Built(gradients, (*choice.notes, *more), num * loss_size(trace))
+    return Built(gradients, (*choice.notes, *(() if choice.local is None else _cost_of_waiting(loss))), size)
 
 
 def _parts(loss: LaidOut, measures: bool) -> Gradients:

@@ -25,7 +25,7 @@ from cjax.trace.source import TraceSource
 from cjax.trace.stages.counters import depends
 
 Kind = OneOf["whole", "parts", "own parts", "pipeline", "own pipeline"]
-Cause = OneOf["one pass", "positions", "one shard", "zero", "rows"]
+Cause = OneOf["one pass", "positions", "one shard", "zero", "rows", "walk"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Reason:
     Args:
       cause: "one pass": there is but one sum; "positions": these are split; "one shard": all devices see the same rows;
         "zero": stage 3 reduces in each backward pass, or no more than the plan's parts could keep; "rows": examples
-        meet, or the loss says something else on fewer of them.
+        meet, or the loss says something else on fewer of them; "walk": a step goes layer by layer, each in a program
+        over all devices.
       text: the same in words, as an error or a note goes on with.
     """
 
@@ -113,6 +114,8 @@ def choose(source: TraceSource, loss: LaidOut, measures: bool = False) -> Choice
     """
     plan = loss.plan
     _check_weight(loss.trace)
+    if plan.walks:
+        return _of_walk(measures)
     found = _own_rows(source, loss, measures)
     # Always, where it can be had: gradients are sent once a step in place of once a micro-batch.
     if isinstance(found, LocalRows):
@@ -132,6 +135,16 @@ def choose(source: TraceSource, loss: LaidOut, measures: bool = False) -> Choice
     if loss.line is not None:
         return Choice("pipeline", reason=found)
     return Choice("parts" if plan.microbatches > 1 else "whole", reason=found)
+
+
+def _of_walk(measures: bool) -> Choice:
+    """A walk is between programs, each over all devices: sums of a device's own would wait from one to the next."""
+    if measures:
+        raise ValueError(
+            "measure_noise needs gradients of parts of the batch beside those of the whole, and with budget= or "
+            "offload= there are none of all layers at once: leave measure_noise out, or budget= and offload=."
+        )
+    return Choice("parts", reason=Reason("walk", "a layer's gradients are made in programs of their own"))
 
 
 def _check_weight(trace: Trace) -> None:

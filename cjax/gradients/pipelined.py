@@ -29,10 +29,10 @@ from cjax.pipeline.forward import Forward
 from cjax.sharding.place.staged import StagedModel
 from cjax.tree import PyTree
 
-Run = Callable[[Arrays, Arrays, Arrays, PyTree, jax.Array], list[jax.Array]]
+RunForward = Callable[[Arrays, Arrays, Arrays, PyTree, jax.Array], list[jax.Array]]
 
 
-def forwarded(model: StagedModel, forward: Forward, num_microbatches: int, mesh: Mesh, lockstep: bool) -> Run:
+def forwarded(model: StagedModel, forward: Forward, num_microbatches: int, mesh: Mesh, lockstep: bool) -> RunForward:
     """Results of a loss whose micro-batches go through a pipeline forwards: `(params, frozen, model_state, batch,
     key)`, as stored -> the results, micro-batches first. All of them see the model state as it is. `lockstep` as of
     `Executor`."""

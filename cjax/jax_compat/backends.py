@@ -159,7 +159,7 @@ def each_process_writes_its_cache() -> None:
     process has for itself.
 
     Private: `compiler._cache_write`, and that the number of a process which it looks at is in `distributed`.
-    Tried: JAX 0.10.2, 0.12.0.1, alike.
+    Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
     Public instead: a setting that says which processes write the compilation cache.
     """
     write = compiler._cache_write
@@ -183,7 +183,7 @@ def coordinator_address() -> str:
     """Where the processes of this run meet, as `host:port`; empty for one that is alone.
 
     Private: `distributed.global_state`.
-    Tried: JAX 0.10.2, 0.12.0.1, alike.
+    Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
     Public instead: a function of `jax.distributed` that says it.
     """
     return distributed.global_state.coordinator_address or ""
@@ -193,7 +193,7 @@ def is_compiling(thread: int) -> bool:
     """Whether a thread compiles a program now, or looks for it among those that are kept.
 
     Private: the file in which JAX calls the compiler; and Python's `sys._current_frames`.
-    Tried: JAX 0.10.2, 0.12.0.1, alike.
+    Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
     Public instead: an event at the beginning of a compilation, as there is one at its end.
     """
     frame = sys._current_frames().get(thread)
@@ -208,7 +208,7 @@ def gloo_stays_on_loopback() -> None:
     """Collectives between processes on CPUs listen on this machine's loopback alone, whatever its name stands for.
 
     Private: `xla_bridge`'s call of `make_gloo_tcp_collectives`.
-    Tried: JAX 0.10.2, 0.12.0.1, alike.
+    Tried: JAX 0.10.2, 0.11.2, 0.12.0.1, alike.
     Public instead: a setting with the address.
     """
     library: Any = vars(lib)["_jax"]  # which `xla_bridge` looks the function up in

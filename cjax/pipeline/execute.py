@@ -23,7 +23,7 @@ from cjax.pipeline.wiring import wire
 from cjax.trace.emit.backward import Derivative, is_real
 from cjax.trace.stages.stages import Stages
 
-Run = Callable[[int, Row, State], tuple[Arrays, State]]  # an op of one stack, on a row of the tables
+RunOp = Callable[[int, Row, State], tuple[Arrays, State]]  # an op of one stack, on a row of the tables
 
 
 class Executor:
@@ -234,7 +234,7 @@ class _Execution:
             inbox = [put(box, x, places) for box, x in zip(inbox, arrived[source], strict=True)]
         return state | {"inbox": inbox}, None
 
-    def _op(self, kind: Kind, run: Run, changes: Sequence[str], row: Row, state: State) -> tuple[Arrays, State]:
+    def _op(self, kind: Kind, run: RunOp, changes: Sequence[str], row: Row, state: State) -> tuple[Arrays, State]:
         """What a stage does in a tick, or nothing: then its message is anything."""
 
         def idle(state: State) -> tuple[Arrays, State]:

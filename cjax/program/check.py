@@ -36,7 +36,7 @@ class Difference:
 
     Attributes:
       name: its path; `loss`, or `aux` and its path, beside the parameters' own.
-      kind: loss, aux, gradient, or carried: the model state, as checkpoints call it.
+      kind: loss, aux, gradient or model_state.
       off: the norm of the difference.
       norm: the norm of what one device gives.
       allowed: the norm of a difference that rounding may make.
@@ -58,7 +58,7 @@ class Difference:
         return self.off / max(self.allowed, np.finfo(float).tiny)
 
     def __str__(self) -> str:
-        what = {"gradient": "gradient of ", "carried": "state "}.get(self.kind, "") + self.name
+        what = {"gradient": "gradient of ", "model_state": "state "}.get(self.kind, "") + self.name
         text = f"{what} is off by {self.off:.2g} where rounding allows {self.allowed:.2g} (norm {self.norm:.3g})"
         if self.factor is None or self.error <= 1:
             return text
@@ -140,11 +140,11 @@ def compare(
     """
     relative, of_all = TOLERANCES[itemsize]
     found = []
-    for kind in ("gradient", "carried", "aux", "loss"):
-        rows = {"gradient": _grads, "carried": _model_state, "aux": _aux, "loss": _loss}[kind]
+    for kind in ("gradient", "model_state", "aux", "loss"):
+        rows = {"gradient": _grads, "model_state": _model_state, "aux": _aux, "loss": _loss}[kind]
         a, b, others = rows(mine), rows(theirs), [rows(other) for other in rounded]
         floor = 0.1 * relative * scale if kind == "loss" else 0.0
-        if kind in ("gradient", "carried"):
+        if kind in ("gradient", "model_state"):
             floor = of_all * float(np.sqrt(sum(np.linalg.norm(x) ** 2 for x in b.values())))
         for name, wanted in b.items():
             found.append(_difference(name, kind, a[name], wanted, [c[name] for c in others], (relative, floor)))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from cjax.gradients import Choice, LaidOut, Reason, arrange_stages, build_gradients, choose
+from cjax.gradients import LaidOut, arrange_stages, build_gradients, choose
 from cjax.mesh import Device, build_mesh, is_compile_only
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
@@ -123,11 +123,6 @@ def _idle_remat(plan: Plan) -> list[str]:
 def _walked(given: Given, planning: Planning, decision: Decision, trace: Trace, mesh: Mesh) -> Composed:
     """A program whose steps walk over the layers."""
     plan, source = decision.plan, planning.source
-    if given.measures:
-        raise ValueError(
-            "measure_noise needs gradients of parts of the batch beside those of the whole, and with budget= or "
-            "offload= there are none of all layers at once: leave measure_noise out, or budget= and offload=."
-        )
     # Programs do not depend on where rows live: plans that differ in nothing else share them, compiled as they are.
     # A walker has its trace, so that no other comes by its number.
     words = repr(
@@ -137,8 +132,7 @@ def _walked(given: Given, planning: Planning, decision: Decision, trace: Trace, 
     stacks = find_layers(trace) if shared is None else ()
     storage = store_layers(source.capture, trace, plan, mesh, stacks) if shared is None else shared.storage
     loss = LaidOut(trace, storage, plan, mesh)
-    # All devices see a micro-batch together, whatever the plan: the walk is between programs, each over all of them.
-    choice = Choice("parts", reason=Reason("one pass", "a layer's gradients are made in programs of their own"))
+    choice = choose(source, loss, given.measures)
     built = build_gradients(loss, choice)
     walker = shared or build_walker(stacks, loss, given.optimizer, source.capture.params_shape, source.batch_shape)
     given.walkers[id(trace), mesh, words] = walker

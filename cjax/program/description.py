@@ -27,13 +27,15 @@ from cjax.report import (
     Transfer,
 )
 from cjax.sharding.apart.apart import brought_together
+from cjax.sharding.apart.faults import is_apart
 from cjax.sharding.attention.kernel import kernel_for
 from cjax.sharding.storage.storage import Slot, Storage, axes_of_entry
 from cjax.trace.attention.positions import positions
 from cjax.trace.jaxpr.cost import cost
 from cjax.trace.jaxpr.covered import PRIMITIVES, TESTED
 from cjax.trace.jaxpr.groups import variables
-from cjax.trace.jaxpr.primitives import FACTS
+from cjax.trace.jaxpr.primitives import FACTS, name_of, without_facts
+from cjax.trace.jaxpr.view import every_equation
 from cjax.trace.reading import Trace, primitives
 
 
@@ -202,12 +204,16 @@ def uncovered(trace: Trace) -> list[str]:
     """What in this program cjax does not know, or no test of it has run: primitives, and JAX itself."""
     said, found = [], primitives(trace)
     without = found - FACTS.keys()
+    left = {name_of(eqn) for eqn in every_equation(trace.closed.jaxpr) if without_facts(eqn) and not is_apart(eqn)}
     unrelated = trace.dims.unknown.keys() - without
     new = found - without - frozenset().union(*PRIMITIVES.values())
-    if without:
+    checked = "and no dim is followed through it. Check this plan with program.check, or verify=True"
+    if without - left:
+        said.append(f"cjax knows nothing of {_listed(without - left)}: every device computes all of it, {checked}")
+    if left:
         said.append(
-            f"cjax knows nothing of {_listed(without)}: every device computes all of it, and no dim is followed "
-            "through it. Check this plan with program.check, or verify=True"
+            f"cjax knows nothing of {_listed(left)}, and what has effects or mutable arrays is left to XLA: it may be "
+            f"split, {checked}"
         )
     if unrelated:
         said.append(f"no dim is followed through {_listed(unrelated)}: what it makes may be whole on every device")
@@ -249,7 +255,7 @@ def describe_trace(trace: Trace, model: str) -> TraceSummary:
         what = _block_name([trace.leaves[index[v]].name for v in weights[0]]) if weights else "layers"
         blocks.append(BlockRow(run.repeats, what, run.period, run.repeats * run.period / total))
     for eqn in trace.closed.jaxpr.eqns:
-        if eqn.primitive.name == "scan" and any(trace.dims.top.origin.get(v) is not None for v in variables(eqn)):
+        if name_of(eqn) == "scan" and any(trace.dims.top.origin.get(v) is not None for v in variables(eqn)):
             inner = len(eqn.params["jaxpr"].jaxpr.eqns)
             blocks.append(BlockRow(eqn.params["length"], "the author's own scan", inner, 1 / total))
     return TraceSummary(model, dims, blocks, dict(trace.dims.unknown))

@@ -122,11 +122,11 @@ def outcome(composed: Composed, state: State, trees: tuple[PyTree, PyTree, PyTre
 
 def _walked_outcome(composed: Composed, state: State, trees: Iterable[PyTree], batch: PyTree) -> Outcome:
     """The same of a program that walks; with rows of its own, since a run's are on the way."""
-    params, frozen, carried = trees
-    model_state = store_leaves(composed.shelves.model_state, carried, composed.mesh)
+    params, frozen, model_state = trees
+    stored = store_leaves(composed.shelves.model_state, model_state, composed.mesh)
     small = jax.device_put((state.step, state._key, state._scaling, state._noise), composed.whole)
     walking = walking_of(composed)
-    begun = walking.beside({"params": params, "frozen": frozen}, model_state, small)
+    begun = walking.beside({"params": params, "frozen": frozen}, stored, small)
     placed = place_batch(composed, batch, table_limits(composed.trace))
     loss, aux, grads, new = walking.value_and_grad(begun, placed)
     for _ in range(7):

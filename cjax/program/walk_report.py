@@ -32,10 +32,10 @@ def describe_walked(composed: Composed, measured: Measured, homes: Homes, hardwa
     shape = composed.state_shape
     kinds: tuple[Kind, ...] = ("params", "frozen", "opt")
     outside = {kind: num_bytes(composed.walker.outside_structs(kind)) for kind in kinds}
-    carried, batch = num_bytes(shape._model_state), num_bytes(composed.with_batch(composed.batch_shape))
+    model_state, batch = num_bytes(shape._model_state), num_bytes(composed.with_batch(composed.batch_shape))
     state = there.device["params"] + there.device["frozen"] + outside["params"] + outside["frozen"]
     opt_state = there.device["opt"] + outside["opt"]
-    rest = max(0, there.peak - state - opt_state - carried - batch)
+    rest = max(0, there.peak - state - opt_state - model_state - batch)
     forward = cost(composed.trace.closed)
     model = 3.0 * forward.flops * composed.plan.microbatches
     matmul = 3.0 * forward.matmul_flops * composed.plan.microbatches
@@ -43,7 +43,7 @@ def describe_walked(composed: Composed, measured: Measured, homes: Homes, hardwa
         plan=str(composed.plan),
         devices=f"{composed.mesh.size} x {hardware.name}",
         memory=MemoryUse(
-            params=state, optimizer=opt_state, carried=carried, batch=batch, activations=rest, limit=hardware.memory
+            params=state, optimizer=opt_state, carried=model_state, batch=batch, activations=rest, limit=hardware.memory
         ),
         params=param_rows(composed),
         transfers=transfer_rows(whole, hardware if hardware.memory_bandwidth is not None else None),

@@ -35,7 +35,7 @@ from cjax.walk.tally import Tally
 from cjax.walk.walk import in_turn
 
 Score = Callable[[State, PyTree], list[Pair]]
-Rows = Mapping[tuple[Kind, int], Mapping[int, jax.Array]]  # a slot's arrays, by layer
+SlotRows = Mapping[tuple[Kind, int], Mapping[int, jax.Array]]  # a slot's arrays, by layer
 
 
 def walked_score(composed: Composed, subject: Subject) -> Score:
@@ -124,7 +124,7 @@ def _gathered_score(composed: Composed, subject: Subject, reads: LayerReads) -> 
         wanted.setdefault((kind, k), {}).setdefault(layer, []).append(at)
     piece = Piece(slice(None), subject.source.num_rows, trace, 1)
 
-    def run(params: Arrays, frozen: Arrays, rows: Rows, model_state: Arrays, batch: PyTree, key: jax.Array) -> Any:
+    def run(params: Arrays, frozen: Arrays, rows: SlotRows, model_state: Arrays, batch: PyTree, key: jax.Array) -> Any:
         trees: list[tuple[Kind, Storage, Arrays]] = [
             ("params", storage.params, params), ("frozen", storage.frozen, frozen)
         ]  # fmt: skip

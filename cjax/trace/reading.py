@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cjax.jax_compat.core import ClosedJaxpr, Jaxpr, Var, jaxprs_in_params, make_jaxpr
+from cjax.jax_compat.core import ClosedJaxpr, Var, make_jaxpr
 from cjax.trace.author.capture import Capture, Mean
 from cjax.trace.author.loss import Loss
 from cjax.trace.dims.find import Dims, find_dims
@@ -19,7 +19,9 @@ from cjax.trace.dims.refine import refine
 from cjax.trace.dims.refine_rules import Form, expand, whole
 from cjax.trace.examples.values import RowWeight, Value
 from cjax.trace.examples.verdict import Lifted
+from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.jaxpr.simplify import simplify
+from cjax.trace.jaxpr.view import every_equation
 from cjax.trace.layers.at_once import all_at_once
 from cjax.trace.layers.repeats import RepeatedLayers, find_runs, paired
 from cjax.tree import PyTree, leaf_names
@@ -121,12 +123,7 @@ def once(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
 
 def primitives(trace: Trace) -> frozenset[str]:
     """The names of all primitives in a trace, those inside loops and custom derivatives too."""
-
-    def inside(jaxpr: Jaxpr) -> set[str]:
-        found = {eqn.primitive.name for eqn in jaxpr.eqns}
-        return found.union(*(inside(body) for eqn in jaxpr.eqns for body in jaxprs_in_params(eqn.params)))
-
-    return frozenset(inside(trace.closed.jaxpr))
+    return frozenset(map(name_of, every_equation(trace.closed.jaxpr)))
 
 
 @dataclass(frozen=True)

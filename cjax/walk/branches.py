@@ -12,7 +12,7 @@ from jax import lax
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var, make_jaxpr
 from cjax.jax_compat.jaxprs import place_of
 from cjax.trace.jaxpr.evaluate import put_in_place
-from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.primitives import facts_of, name_of
 from cjax.trace.jaxpr.simplify import replaced
 from cjax.trace.jaxpr.view import open_bodies
 
@@ -88,6 +88,4 @@ class _Taken:
 
 def _may_not_end(body: Jaxpr) -> bool:
     """Whether a loop is in it that ends on a condition: in the branch that is not meant it may run for ever."""
-    return any(
-        eqn.primitive.name == "while" or any(_may_not_end(inner) for inner in open_bodies(eqn)) for eqn in body.eqns
-    )
+    return any(name_of(eqn) == "while" or any(_may_not_end(inner) for inner in open_bodies(eqn)) for eqn in body.eqns)

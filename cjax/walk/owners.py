@@ -15,6 +15,7 @@ import jax
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Literal, Var, make_jaxpr
 from cjax.jax_compat.jaxprs import new_var
 from cjax.trace.jaxpr.groups import variables
+from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.layers.grouping import CHAINED
 
 Owner = tuple[int, int]  # a stack, a layer of it
@@ -152,8 +153,8 @@ def _chains(closed: ClosedJaxpr) -> tuple[dict[int, tuple[list[Atom], list[Equat
     chains: dict[int, tuple[list[Atom], list[Equation]]] = {}
     inner: set[int] = set()
     for root in reversed(closed.eqns):
-        name = root.primitive.name
-        if name not in CHAINED or id(root) in inner or root.outvars[0].aval.dtype.kind not in CHAINED[name]:
+        name = name_of(root)
+        if name not in CHAINED or id(root) in inner or root.outvars[0].aval.dtype.kind not in CHAINED[name].kinds:
             continue
         terms: list[Atom] = []
         links: list[tuple[int, Equation]] = []
@@ -163,7 +164,7 @@ def _chains(closed: ClosedJaxpr) -> tuple[dict[int, tuple[list[Atom], list[Equat
             index, link = (None, None) if type(atom) is Literal else made.get(atom, (None, None))
             if type(atom) is Literal or link is None or index is None or uses[atom] > 1:
                 terms.append(atom)
-            elif link.primitive.name == name and atom.aval.shape == root.outvars[0].aval.shape:
+            elif name_of(link) == name and atom.aval.shape == root.outvars[0].aval.shape:
                 links.append((index, link))
                 pending += list(link.invars)[::-1]
             else:

@@ -4,7 +4,7 @@ A part is one of `num` equal blocks along a dim.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from cjax.jax_compat.core import Equation, Params
 from cjax.jax_compat.random import is_threefry
 from cjax.trace.dims.refine_rules import shape_of
-from cjax.trace.jaxpr.primitives import facts_of, goes_by_element
+from cjax.trace.jaxpr.along import along
+from cjax.trace.jaxpr.primitives import facts_of, goes_by_element, name_of, named
 
 Operands = tuple[int | None, ...]
 
@@ -32,19 +33,17 @@ def operand_dims(eqn: Equation, dim: int, num: int) -> Operands | None:
             return None
     if eqn.effects:
         return None
-    if goes_by_element(eqn):
-        size = shape_of(eqn.outvars[0])[dim]  # an operand may have 1 there, which stands for all
-        return tuple(dim if shape_of(atom) and shape_of(atom)[dim] == size else None for atom in eqn.invars)
-    rule = _RULES.get(eqn.primitive.name)
-    if rule is None:
-        facts = facts_of(eqn)
-        rule = _reduced if facts.reduces else _along if facts.cumulates else _batch if facts.matrices else None
+    name, facts = name_of(eqn), facts_of(eqn)
+    if goes_by_element(eqn) or facts.reduces or facts.cumulates or name in _BY_PLACE:
+        places = along(eqn, dim)
+        return None if places is None else tuple(places)
+    rule = _RULES.get(name, _batch if facts.matrices else None)
     return None if rule is None else rule(eqn, dim, num)
 
 
 def params_of_part(eqn: Equation, dim: int, num: int) -> Params:
     """The parameters of an equation that makes one part."""
-    name = _SIZES.get(eqn.primitive.name)
+    name = _SIZES.get(name_of(eqn))
     if name is None:
         return eqn.params
     sizes = tuple(n // num if i == dim else n for i, n in enumerate(eqn.params[name]))
@@ -61,16 +60,6 @@ def _first(eqn: Equation, dim: int | None) -> Operands:
     return (dim, *(None for _ in eqn.invars[1:]))
 
 
-def _kept(rank: int, gone: Sequence[int], dim: int) -> int:
-    return [i for i in range(rank) if i not in gone][dim]
-
-
-def _broadcast(eqn: Equation, dim: int, num: int) -> Operands | None:
-    places, shape = eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0])
-    own = places.index(dim) if dim in places else None
-    return _first(eqn, own if own is not None and shape[own] == shape_of(eqn.outvars[0])[dim] else None)
-
-
 def _reshape(eqn: Equation, dim: int, num: int) -> Operands | None:
     before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     if eqn.params["dimensions"] is not None:
@@ -81,14 +70,6 @@ def _reshape(eqn: Equation, dim: int, num: int) -> Operands | None:
     return None
 
 
-def _reduced(eqn: Equation, dim: int, num: int) -> Operands | None:
-    return _first(eqn, _kept(len(shape_of(eqn.invars[0])), eqn.params["axes"], dim))
-
-
-def _along(eqn: Equation, dim: int, num: int) -> Operands | None:
-    return None if eqn.params["axis"] == dim else _first(eqn, dim)
-
-
 def _batch(eqn: Equation, dim: int, num: int) -> Operands | None:
     same = {shape_of(v)[:1] for v in (*eqn.invars, *eqn.outvars)}
     ok = dim == 0 and len(same) == 1 and all(len(shape_of(v)) > 2 for v in eqn.invars)
@@ -97,28 +78,6 @@ def _batch(eqn: Equation, dim: int, num: int) -> Operands | None:
 
 def _sort(eqn: Equation, dim: int, num: int) -> Operands | None:
     return None if eqn.params["dimension"] == dim else tuple(dim for _ in eqn.invars)
-
-
-def _dot_general(eqn: Equation, dim: int, num: int) -> Operands | None:
-    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
-    if dim < len(lhs_batch):
-        return lhs_batch[dim], rhs_batch[dim]
-    lhs, rhs = (len(shape_of(v)) for v in eqn.invars)
-    free = [i for i in range(lhs) if i not in (*lhs_sum, *lhs_batch)]
-    dim -= len(lhs_batch)
-    if dim < len(free):
-        return free[dim], None
-    return None, _kept(rhs, (*rhs_sum, *rhs_batch), dim - len(free))
-
-
-def _slice(eqn: Equation, dim: int, num: int) -> Operands | None:
-    strides = eqn.params["strides"] or (1,) * len(shape_of(eqn.invars[0]))
-    is_all = eqn.params["limit_indices"][dim] == shape_of(eqn.invars[0])[dim] and strides[dim] == 1
-    return _first(eqn, dim) if is_all and eqn.params["start_indices"][dim] == 0 else None
-
-
-def _dynamic_slice(eqn: Equation, dim: int, num: int) -> Operands | None:
-    return _first(eqn, dim) if eqn.params["slice_sizes"][dim] == shape_of(eqn.invars[0])[dim] else None
 
 
 def _drawn(eqn: Equation, dim: int, num: int) -> Operands | None:
@@ -133,21 +92,16 @@ def _keys(eqn: Equation, dim: int, num: int) -> Operands | None:
     return _first(eqn, dim) if dim < rank else None
 
 
+# Of parts, which come in order and as whole blocks, more is known than of single places.
 _RULES: dict[str, Callable[[Equation, int, int], Operands | None]] = {
-    "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    "squeeze": lambda eqn, dim, num: (_kept(len(shape_of(eqn.invars[0])), eqn.params["dimensions"], dim),),
-    "transpose": lambda eqn, dim, num: (eqn.params["permutation"][dim],),
     "sort": _sort,
-    "rev": lambda eqn, dim, num: None if dim in eqn.params["dimensions"] else (dim,),
-    "concatenate": lambda eqn, dim, num: None if eqn.params["dimension"] == dim else tuple(dim for _ in eqn.invars),
-    "pad": lambda eqn, dim, num: (dim, None) if eqn.params["padding_config"][dim] == (0, 0, 0) else None,
     "iota": lambda eqn, dim, num: None if eqn.params["dimension"] == dim else (None,) * len(eqn.invars),
-    "dot_general": _dot_general,
-    "slice": _slice,
-    "dynamic_slice": _dynamic_slice,
     "random_bits": _drawn,
     "random_split": _drawn,
     "random_wrap": _keys,
     "random_unwrap": _keys,
 }
+# What is the same for parts as for single places. Of all others that `along` knows, `params_of_part` would have to know
+# how a part is made.
+_BY_PLACE = named("broadcast_in_dim squeeze transpose rev concatenate pad dot_general slice dynamic_slice")

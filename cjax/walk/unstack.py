@@ -17,6 +17,7 @@ from jax import lax
 from cjax.jax_compat.core import Atom, Aval, ClosedJaxpr, Equation, Literal, Params, Var, make_jaxpr
 from cjax.jax_compat.jaxprs import new_literal, new_var, place_of
 from cjax.trace.jaxpr.evaluate import put_in_place
+from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.jaxpr.simplify import replaced
 from cjax.trace.jaxpr.view import is_scan, scan_of
 from cjax.walk.through import operand_dims, params_of_part
@@ -194,7 +195,7 @@ class _Apart:
 
     def _add_up(self, eqn: Equation, apart: Mapping[int, int], num: int) -> bool:
         """What sums over all layers: each layer's own, added up. Whether it is such an equation."""
-        name = eqn.primitive.name
+        name = name_of(eqn)
         if name not in _TOGETHER:
             return False
         if name == "dot_general":

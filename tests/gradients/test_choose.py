@@ -75,6 +75,8 @@ ROWS = [
     ("net", "data=1 tensor=4 pipeline=gpipe:2 microbatches=2", False, "pipeline", "one shard", False),
     ("net", "data=4 pipeline=gpipe:2 microbatches=2 zero=3", False, "pipeline", "zero", False),
     ("net", "data=4 pipeline=gpipe:2 microbatches=2", False, "own pipeline", None, False),
+    ("net", "data=8 microbatches=2 offload=optimizer", False, "parts", "walk", False),
+    ("net", "data=8 offload=optimizer", False, "parts", "walk", False),
     ("net", "data=4 pipeline=gpipe:2 microbatches=2", True, "own pipeline", None, False),
 ]
 
@@ -106,6 +108,7 @@ REFUSED = [
     ("norm", "data=8", True, "with data=8 Net.BatchNorm_0 looks at the whole micro-batch: add microbatches=2"),
     ("net", "data=1 tensor=4 pipeline=gpipe:2 microbatches=2", True, "examples: take a pipeline with data > 1"),
     ("net", "data=4 pipeline=gpipe:2 microbatches=2 zero=3", True, "backward pass: take a pipeline with data > 1"),
+    ("net", "data=8 microbatches=2 offload=optimizer", True, "none of all layers at once: leave measure_noise out"),
 ]
 
 

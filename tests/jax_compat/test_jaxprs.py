@@ -6,7 +6,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 
 from cjax.jax_compat.jaxprs import (
     called_from,
@@ -14,6 +14,7 @@ from cjax.jax_compat.jaxprs import (
     context_key,
     frames,
     in_context,
+    is_of_jax,
     live,
     name_stack,
     names_its_operands,
@@ -38,6 +39,12 @@ def test_new_variables_and_literals_make_a_jaxpr_that_runs() -> None:
     assert type(five) is Literal and (five.val, five.aval) == (5, scalar)
     new = closed.jaxpr.replace(outvars=[out], eqns=[eqn.replace(invars=[eqn.invars[0], five], outvars=[out])])
     np.testing.assert_array_equal(jaxpr_as_fun(ClosedJaxpr(new, []))(jnp.ones(3))[0], [5, 5, 5])
+
+
+def test_a_primitive_is_jaxs_by_what_it_is_and_not_by_its_name() -> None:
+    for eqn in jax.make_jaxpr(lambda x: jnp.stack(jnp.split(jnp.sort(x), 2)))(jnp.ones(4)).eqns:
+        assert is_of_jax(eqn.primitive)
+        assert not is_of_jax(Primitive(eqn.primitive.name))
 
 
 def test_operands_of_a_scan_are_counted_where_they_are_a_tree() -> None:

@@ -13,12 +13,9 @@ from cjax.jax_compat.core import Atom, Equation, Jaxpr, Literal, Var
 from cjax.planner.reading.derivative import KERNEL, itemsize_of
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.identity import equation_key
-from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.primitives import FUSED, facts_of, name_of, named
 from cjax.trace.jaxpr.view import is_scan, open_bodies, scan_of
 
-FUSED = (having("cheap") | having("elementwise") | having("free") | named("split unstack")) - named(
-    "optimization_barrier copy"
-)
 # What takes a chip many instructions: made once where several operations read it.
 DEAR = named("tanh erf erfc erf_inv atan2 lgamma digamma")
 
@@ -53,7 +50,7 @@ class LiveOperation:
 
     @property
     def is_fused(self) -> bool:
-        name = self.eqn.primitive.name
+        name = name_of(self.eqn)
         return name in FUSED or (name == "name" and self.eqn.params["name"] != KERNEL)
 
     @property
@@ -171,10 +168,10 @@ def _in_place(op: LiveOperation, made: list[Array], dying: list[Array]) -> tuple
     """What an operation makes in the place of what, of all that it reads for the last time."""
     if is_scan(op.eqn):
         loop = scan_of(op.eqn)
-        carried = {atom for atom in loop.carries(op.eqn.invars) if not isinstance(atom, Literal)}
+        carries = {atom for atom in loop.carries(op.eqn.invars) if not isinstance(atom, Literal)}
         last = set(loop.last(op.writes))
-        return [x for x in made if x in last], [x for x in dying if x.var in carried]
-    if op.is_fused or facts_of(op.eqn).scatter or op.eqn.primitive.name == "dynamic_update_slice":
+        return [x for x in made if x in last], [x for x in dying if x.var in carries]
+    if op.is_fused or facts_of(op.eqn).scatter or name_of(op.eqn) == "dynamic_update_slice":
         # What is scattered to may be made here as well, as zeros are.
         return [x for x in made if x in op.writes], dying
     return [], []
@@ -245,7 +242,7 @@ class _Flow:
         self._sums = self._added(ops)
         self.stands = {array for op in ops if not op.is_fused or op in self._sums for array in op.writes}
         self.stands |= {self.form(array) for op in ops if op.takes_values for array in op.reads}
-        dear = (array for op in ops if op.eqn.primitive.name in DEAR for array in op.writes)
+        dear = (array for op in ops if name_of(op.eqn) in DEAR for array in op.writes)
         self.stands |= {array for array in dear if self._readers.get(array, 0) > 1}
         self.stands |= {self.form(array) for array in results}
         self._makes = {array for op in ops for array in op.writes}
@@ -276,7 +273,7 @@ class _Flow:
         kept = {self.form(array) for array in self.results}
         products = {array for op in ops if facts_of(op.eqn).product for array in op.writes}
         once = {array for array in products - kept if self._readers.get(array) == 1}
-        sums = (op for op in ops if op.eqn.primitive.name in ("add", "add_any"))
+        sums = (op for op in ops if facts_of(op.eqn).adds)
         return {op for op in sums if any(self.form(array) in once for array in op.reads)}
 
     def _sources(self, array: Array) -> tuple[Array, ...]:

@@ -32,7 +32,7 @@ from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.attention.find import Attention
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.groups import Group
-from cjax.trace.jaxpr.primitives import facts_of, goes_by_element
+from cjax.trace.jaxpr.primitives import facts_of, goes_by_element, name_of
 from cjax.trace.layers.repeats import RepeatedLayers
 
 
@@ -154,7 +154,7 @@ class Moves:
             summed = self._summed(eqn, scope, how.inner)
             self._reduced(step.writes[0], scope, summed, body.times)
             yield from self._gradients(step, eqn.invars[:2], eqn.outvars[0], at, True)
-        elif eqn.primitive.name == "gather":
+        elif name_of(eqn) == "gather":
             numbers = eqn.params["dimension_numbers"]
             entries = self.placed.entries(eqn.invars[0], scope)
             summed = {a for d in numbers.collapsed_slice_dims for a in entries[d]}
@@ -164,7 +164,7 @@ class Moves:
             summed = {a for d in eqn.params["axes"] for a in entries[d]}
             for out in step.writes:
                 self._reduced(out, scope, summed, body.times, wide=True)
-        elif goes_by_element(eqn) or eqn.primitive.name == "broadcast_in_dim":
+        elif goes_by_element(eqn) or name_of(eqn) == "broadcast_in_dim":
             yield from self._gradients(step, eqn.invars, eqn.outvars[0], at, False)
 
     def _summed_late(

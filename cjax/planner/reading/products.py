@@ -16,7 +16,7 @@ from cjax.trace.attention.find import Attention
 from cjax.trace.attention.form import NoForm, kernel_form
 from cjax.trace.attention.labels import Node
 from cjax.trace.dims.find import Scope
-from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.primitives import facts_of, name_of
 from cjax.trace.jaxpr.sources import WEIGHT
 
 
@@ -47,11 +47,11 @@ def operands_of(eqn: Equation, scope: Scope) -> Operands | None:
         return None
     weights = [is_weight(atom, scope) for atom in eqn.invars[:2]]
     weight = weights.index(True) if sum(weights) == 1 else None
-    if eqn.primitive.name == "dot_general":
+    if name_of(eqn) == "dot_general":
         inner, batch = eqn.params["dimension_numbers"]
         both = [(tuple(of[0]), tuple(of[1])) for of in (batch, inner)]
         return Operands(both[0], both[1], weight)
-    if eqn.primitive.name == "conv_general_dilated":
+    if name_of(eqn) == "conv_general_dilated":
         numbers = eqn.params["dimension_numbers"]
         x, w = numbers.lhs_spec, numbers.rhs_spec
         return Operands(((), ()), ((x[1],), (w[1],)), weight, tuple(w[2:]))
@@ -102,7 +102,7 @@ def product_of(eqn: Equation, scope: Scope, how: Operands, naming: Naming, reads
     rows = named(sides[x], how.free(x, len(sides[x].aval.shape)))
     outer = named(sides[w], how.free(w, len(sides[w].aval.shape)))
     inner = named(sides[w], how.inner[w])
-    if eqn.primitive.name == "conv_general_dilated":
+    if name_of(eqn) == "conv_general_dilated":
         rows, outer, inner = _convolved(eqn, scope, naming)
     return MatmulWork(named(sides[x], how.batch[x]), rows, inner, outer, reads, how.weight is not None, times)
 

@@ -15,8 +15,8 @@ from cjax.trace.dims.find import Scope
 from cjax.trace.emit.emit import layer_of
 from cjax.trace.jaxpr.cost import cost
 from cjax.trace.jaxpr.groups import variables
-from cjax.trace.jaxpr.primitives import facts_of
-from cjax.trace.jaxpr.view import bodies, opened, scan_of
+from cjax.trace.jaxpr.primitives import facts_of, name_of
+from cjax.trace.jaxpr.view import bodies, cond_of, opened, scan_of, while_of
 from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.reading import Trace
 from cjax.trace.stages.stacks import LayerStack, find_stacks
@@ -48,7 +48,7 @@ class Operation:
 
     @property
     def name(self) -> str:
-        return "attention" if isinstance(self.of, Attention) else self.of.primitive.name
+        return "attention" if isinstance(self.of, Attention) else name_of(self.of)
 
 
 @dataclass(frozen=True)
@@ -161,14 +161,14 @@ def _bodies(
         bool(path) or times > 1,
     )
     for eqn, inner, where in flat.loops:
-        if eqn.primitive.name == "scan":
+        if name_of(eqn) == "scan":
             loop = scan_of(eqn)
             yield from _inside(trace, eqn, loop.body, inner, where, times * loop.length)
-        elif eqn.primitive.name == "while":  # nobody knows how often it turns: once, as `cost` has it
-            yield from _inside(trace, eqn, opened(eqn.params["body_jaxpr"]), inner, where, times)
+        elif name_of(eqn) == "while":  # nobody knows how often it turns: once, as `cost` has it
+            yield from _inside(trace, eqn, while_of(eqn).body, inner, where, times)
         else:
-            dearest = max(eqn.params["branches"], key=lambda branch: cost(branch).flops)
-            yield from _inside(trace, eqn, opened(dearest), inner, where, times)
+            dearest = max(cond_of(eqn).branches, key=lambda branch: cost(branch).flops)
+            yield from _inside(trace, eqn, dearest.jaxpr, inner, where, times)
 
 
 @dataclass

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.stretches import Body, Operation, Spot
 from cjax.planner.work import NamedTensor
-from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.primitives import FUSED, facts_of, name_of, named
 
-# Fused into whoever reads their results: one element of these is made of few of the operands'.
-_FUSED = (
-    having("cheap") | having("elementwise") | having("free") | named("split unstack dynamic_update_slice")
-) - named("optimization_barrier")
+# An update is written in the place of what it changes, so that the rest never moves. For memory that place counts, and
+# `live` has it stand.
+_FUSED = FUSED | named("dynamic_update_slice")
 _SMALL = 4096  # elements: of what is smaller nobody counts the bytes, and it is as well read as made again
 
 
@@ -142,7 +141,7 @@ def forms_of(body: Body) -> dict[Spot, Spot]:
 
 
 def _is_fused(step: Operation) -> bool:
-    return step.eqn is not None and step.eqn.primitive.name in _FUSED
+    return step.eqn is not None and name_of(step.eqn) in _FUSED
 
 
 def _reduces(step: Operation) -> bool:

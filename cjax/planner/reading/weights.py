@@ -48,7 +48,7 @@ def weight_of(trace: Trace, leaf: int, stretch: Stretch, multiplied: Mapping[int
 
 
 def multiplied(trace: Trace) -> dict[int, bool]:
-    """The leaves that products and lookups read: these are rounded to a half precision before they travel."""
+    """The leaves that products and lookups read: these are rounded to a half precision before they are sent."""
     dims = trace.dims
     found = {origin for m in dims.matmuls for origin in (m.lhs_origin, m.rhs_origin) if origin is not None}
     return dict.fromkeys(found | {leaf for leaf, _, _ in dims.tables}, True)

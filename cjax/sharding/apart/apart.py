@@ -17,7 +17,7 @@ from jax.experimental.layout import Layout as DeviceLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
-from cjax.jax_compat.core import Equation, Literal, jaxprs_in_params
+from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal
 from cjax.sharding.apart.faults import fault_of
 from cjax.sharding.apart.lanes import Lane, lanes
 from cjax.sharding.layout.layout import Layout
@@ -25,6 +25,8 @@ from cjax.sharding.products.region import in_region
 from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.emit.emit import Emitter, Env, Hooks, bind
+from cjax.trace.jaxpr.primitives import name_of, named
+from cjax.trace.jaxpr.view import cond_of, open_bodies, while_of
 from cjax.trace.reading import Trace
 
 
@@ -104,7 +106,7 @@ def evaluate_apart(eqn: Equation, ins: Sequence[jax.Array], parts: Shards, mesh:
     """
 
     def function(*operands: jax.Array) -> list[jax.Array]:
-        if eqn.primitive.name != "fft":
+        if name_of(eqn) != "fft":
             return bind(eqn, operands, parts.params)
         return [row_major(y) for y in bind(eqn, [row_major(x) for x in operands], parts.params)]
 
@@ -127,7 +129,7 @@ def brought_together(trace: Trace, layout: Layout) -> list[str]:
     """What is computed apart at a price: dims that are split, and are whole in such an operation."""
     found: dict[str, None] = {}
 
-    def walk(jaxpr: Any, scope: Scope) -> None:
+    def walk(jaxpr: Jaxpr, scope: Scope) -> None:
         for eqn in jaxpr.eqns:
             fault = fault_of(eqn)
             if fault is not None:
@@ -136,15 +138,18 @@ def brought_together(trace: Trace, layout: Layout) -> list[str]:
                 for var, spec, part in zip(eqn.invars, ins, parts.ins, strict=True):
                     for d, entry in enumerate(spec):
                         lost = set(axes_of_entry(entry)) - set(axes_of_entry(part[d]))
-                        if lost:
+                        if lost and not isinstance(var, Literal):
                             name = trace.names.get(trace.dims.of(var, scope)[d], "a dim")
                             over = ", ".join(sorted(lost))
                             found[f"{fault.name} bring {name} together, which is split over {over}"] = None
-            for body in jaxprs_in_params(eqn.params) if id(eqn) in scope.inner else ():
-                walk(getattr(body, "jaxpr", body), scope.inner[id(eqn)])
+            for body in open_bodies(eqn) if id(eqn) in scope.inner else ():
+                walk(body, scope.inner[id(eqn)])
 
     walk(trace.closed.jaxpr, trace.dims.top)
     return list(found)
+
+
+INSIDE = named("cond while")  # what `evaluate_inside` evaluates
 
 
 class Inside(Hooks):
@@ -159,9 +164,9 @@ class Inside(Hooks):
 
 def evaluate_inside(eqn: Equation, ins: Sequence[Any], scope: Scope, hooks: Hooks) -> list[Any]:
     """The results of a conditional or an unbounded loop, whose equations are evaluated by `hooks`."""
-    emitter, inner, params = Emitter(hooks), scope.inner.get(id(eqn), Scope()), eqn.params
+    emitter, inner = Emitter(hooks), scope.inner.get(id(eqn), Scope())
 
-    def function(body: Any) -> Callable[..., list[Any]]:
+    def function(body: ClosedJaxpr) -> Callable[..., list[Any]]:
         def run(*args: Any) -> list[Any]:
             env = Env(inner)
             env.values.update(zip(body.jaxpr.constvars, body.consts, strict=True))
@@ -171,10 +176,10 @@ def evaluate_inside(eqn: Equation, ins: Sequence[Any], scope: Scope, hooks: Hook
 
         return run
 
-    if eqn.primitive.name == "cond":
-        index, *rest = ins
-        return lax.switch(jnp.asarray(index, jnp.int32), [function(each) for each in params["branches"]], *rest)
-    first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    asks, turn = function(params["cond_jaxpr"]), function(params["body_jaxpr"])
-    carried = [jnp.asarray(x) for x in ins[second:]]
-    return lax.while_loop(lambda c: asks(*ins[:first], *c)[0], lambda c: turn(*ins[first:second], *c), carried)
+    if name_of(eqn) == "cond":
+        view = cond_of(eqn)
+        return lax.switch(jnp.asarray(view.which(ins), jnp.int32), list(map(function, view.branches)), *view.given(ins))
+    loop = while_of(eqn)
+    asks, turn, asked, consts = function(loop.condition), function(loop.closed), loop.asked(ins), loop.consts(ins)
+    carries = [jnp.asarray(x) for x in loop.carries(ins)]
+    return lax.while_loop(lambda c: asks(*asked, *c)[0], lambda c: turn(*consts, *c), carries)

@@ -13,7 +13,7 @@ import jax
 import jax.core
 
 from cjax.jax_compat.core import Equation
-from cjax.trace.jaxpr.primitives import having, named, without_facts
+from cjax.trace.jaxpr.primitives import having, name_of, named, without_facts
 from cjax.trace.jaxpr.view import open_bodies
 
 
@@ -63,7 +63,7 @@ FAULTS = (
     ),
     Fault(
         "scattered extremes",
-        named("scatter-max scatter-min"),
+        having("extreme") & having("scatter"),
         "Where an axis that does not divide the updates splits them, the result is of a row too many.",
         ("0.10.2", "0.12.0.1"),
         "computed on each device's own slice of the dims that are not looked up",
@@ -82,7 +82,7 @@ KNOWN = ("0.10.2", "0.12.0.1")  # versions of JAX whose XLA has been searched
 
 def fault_of(eqn: Equation) -> Fault | None:
     """The entry that an equation falls under."""
-    name = eqn.primitive.name
+    name = name_of(eqn)
     return next((each for each in FAULTS if name in each.primitives and each.concerns(eqn)), None)
 
 
@@ -99,7 +99,7 @@ def is_apart(eqn: Equation) -> bool:
 
 def holds(eqn: Equation, concerns: Callable[[Equation], bool]) -> bool:
     """Whether a jaxpr inside an equation has one of these operations."""
-    if eqn.primitive.name == "shard_map":  # whose author has said what each device does
+    if name_of(eqn) == "shard_map":  # whose author has said what each device does
         return False
     return any(concerns(inner) or holds(inner, concerns) for body in open_bodies(eqn) for inner in body.eqns)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from cjax.jax_compat.core import Equation
 from cjax.sharding.apart.faults import WINDOWED
-from cjax.trace.jaxpr.primitives import having, named
+from cjax.trace.jaxpr.primitives import having, name_of, named
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Lane:
 
 def lanes(eqn: Equation) -> list[Lane]:
     """What an equation does one by one, in order of importance."""
-    return _LANES.get(eqn.primitive.name, _nothing)(eqn)
+    return _LANES.get(name_of(eqn), _nothing)(eqn)
 
 
 def is_looked_up(eqn: Equation) -> bool:
@@ -33,12 +33,12 @@ def is_looked_up(eqn: Equation) -> bool:
     In a region that is manual over some axes of the mesh, a stage of a pipeline among them, XLA's partitioner stops the
     process at some of these where it could split them over several of the others.
     """
-    return eqn.primitive.name in _LOOKED_UP
+    return name_of(eqn) in _LOOKED_UP
 
 
 def reorders(eqn: Equation) -> bool:
     """Whether an equation's derivative gathers what the equation has put in another order."""
-    return eqn.primitive.name in _REORDERS
+    return name_of(eqn) in _REORDERS
 
 
 def _nothing(eqn: Equation) -> list[Lane]:

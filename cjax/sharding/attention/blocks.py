@@ -21,6 +21,7 @@ from cjax.trace.attention.labels import MOVES, Labels, Node
 from cjax.trace.emit.emit import bind, number
 from cjax.trace.jaxpr.evaluate import Step, bind_as_is, demanded, evaluate
 from cjax.trace.jaxpr.groups import Changed
+from cjax.trace.jaxpr.primitives import name_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class KeyBlock:
 
     def _on_block(self, eqn: Equation, node: Node, ins: list[Any]) -> Any:
         shape = self.shape(node)
-        match eqn.primitive.name:
+        match name_of(eqn):
             case "iota":
                 dim = eqn.params["dimension"]
                 index = lax.broadcasted_iota(node.var.aval.dtype, shape, dim) + jnp.asarray(
@@ -155,7 +156,7 @@ class KeyBlock:
         """What exponentials are divided by (or multiplied with), as rows."""
         attention = self.attention
         node: Any = attention.divisor
-        while node in attention.steps and attention.steps[node][0].primitive.name in MOVES:
+        while node in attention.steps and name_of(attention.steps[node][0]) in MOVES:
             node = attention.steps[node][1][0]
         if node == attention.total:
             return sums

@@ -12,6 +12,7 @@ from jax import lax
 from cjax.jax_compat.core import Equation
 from cjax.jax_compat.random import counts_by_index, threefry_words
 from cjax.trace.jaxpr.evaluate import bind_as_is
+from cjax.trace.jaxpr.primitives import name_of
 
 
 def draw_block(eqn: Equation, key: jax.Array, whole: Sequence[int], shape: Sequence[int], starts: Sequence[Any]) -> Any:
@@ -24,7 +25,7 @@ def draw_block(eqn: Equation, key: jax.Array, whole: Sequence[int], shape: Seque
       shape: of the block; several keys make dims of their own in front.
       starts: index of the block's first element in each dim.
     """
-    if eqn.primitive.name == "random_bits" and counts_by_index(key) and math.prod(whole) < 2**32:
+    if name_of(eqn) == "random_bits" and counts_by_index(key) and math.prod(whole) < 2**32:
         return _block(key, eqn.params["bit_width"], whole, shape, starts)
     (drawn,) = bind_as_is(eqn, (key,), eqn.params | {"shape": tuple(whole)})
     beyond = [(0, -size % of) for size, of in zip(whole, shape, strict=True)]

@@ -27,7 +27,7 @@ from cjax.trace.jaxpr.groups import Changed
 # exp(-MARGIN) is zero in float64. A block whose logits are all that far below each row's maximum adds nothing to it.
 MARGIN = 1000.0
 
-State = tuple[jax.Array, jax.Array, jax.Array]  # maxima and sums as rows, and values mixed with exponentials
+Statistics = tuple[jax.Array, jax.Array, jax.Array]  # maxima and sums as rows, and values mixed with exponentials
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Ring:
         leaves = self._filled(self._in_order(leaves, self.attention.leaves), self.attention.leaves)
         states = [self._empty(part, query, value) for part in range(self.num_parts)]
 
-        def visit(states: list[State], keys: Any, source: Any) -> list[State]:
+        def visit(states: list[Statistics], keys: Any, source: Any) -> list[Statistics]:
             for part in range(self.num_parts):
                 for other in range(self.num_parts):
                     states = [*states]
@@ -144,11 +144,19 @@ class Ring:
     # --- one block ---
 
     def _absorb(
-        self, state: State, part: int, other: int, source: Any, query: Any, keys: Any, leaves: Any, changed: Changed
-    ) -> State:
+        self,
+        state: Statistics,
+        part: int,
+        other: int,
+        source: Any,
+        query: Any,
+        keys: Any,
+        leaves: Any,
+        changed: Changed,
+    ) -> Statistics:
         block = self._block(part, other, source, changed)
 
-        def compute() -> State:
+        def compute() -> Statistics:
             operands = self._operands(part, other, source, query, keys, leaves)
             logits, masked, given = block.logits(operands[0], operands[1], operands[3])
             maxima, sums, mixed = state
@@ -323,7 +331,7 @@ class Ring:
         old = lax.dynamic_slice(total, starts, new.shape)
         return lax.dynamic_update_slice(total, old + new.astype(total.dtype), starts)
 
-    def _empty(self, part: int, query: jax.Array, value: jax.Array) -> State:
+    def _empty(self, part: int, query: jax.Array, value: jax.Array) -> Statistics:
         attention, dtype = self.attention, accumulated(self.attention)
         block = self._block(part, 0, 0, {})
         rows = [block.sizes[one] for one in block.row_labels]

@@ -22,6 +22,7 @@ from cjax.trace.attention.bounds import bounds
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
 from cjax.trace.jaxpr.groups import Changed
+from cjax.trace.jaxpr.primitives import name_of
 
 
 def attend(
@@ -176,7 +177,7 @@ def _wanted(attention: Attention) -> tuple[bool, ...]:
             return
         able[node] = True
         step = attention.steps.get(node)
-        if step is not None and step[0].primitive.name != "stop_gradient":
+        if step is not None and name_of(step[0]) != "stop_gradient":
             for below in step[1]:
                 if below is not None:
                     reach(below)

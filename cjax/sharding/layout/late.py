@@ -19,7 +19,7 @@ from cjax.sharding.layout.layout import Layout
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.jaxpr.groups import Group, make_group, variables, waits_for_itself
-from cjax.trace.jaxpr.primitives import facts_of, named
+from cjax.trace.jaxpr.primitives import facts_of, name_of, named
 
 # The backward pass makes the parts again, so at least this share of what would be reduced has to be saved.
 MOST = 0.75
@@ -62,7 +62,7 @@ class LateSums:
         zeros = {eqn.outvars[0] for eqn in eqns if _is_zero(eqn)}
         sums = _Together()
         for eqn in eqns:
-            if id(eqn) in taken or eqn.primitive.name not in _OF_SHARDS:
+            if id(eqn) in taken or name_of(eqn) not in _OF_SHARDS:
                 continue
             read = [v for v in variables(eqn) if v in sums.of]
             is_part = self._is_linear(eqn, {*read}, zeros, scope) if read else self._is_product(eqn, scope)
@@ -94,7 +94,7 @@ class LateSums:
             return False
         if any(TENSOR in axes for axes in made):
             return False
-        match eqn.primitive.name:
+        match name_of(eqn):
             case "dot_general":
                 contracted, batched = params["dimension_numbers"]
                 both = [[entries[d] for d in dims] for entries, dims in zip(ins, batched, strict=True)]
@@ -119,7 +119,7 @@ class LateSums:
 
     def _is_product(self, eqn: Equation, scope: Scope) -> bool:
         """Whether this sums over a dim of which devices have parts."""
-        if eqn.primitive.name != "dot_general" or not _is_real(eqn.outvars[0]):
+        if name_of(eqn) != "dot_general" or not _is_real(eqn.outvars[0]):
             return False
         contracted, _ = eqn.params["dimension_numbers"]
         sides = [self.entries(v, scope) for v in eqn.invars]
@@ -167,7 +167,7 @@ class _Together:
 def _is_zero(eqn: Equation) -> bool:
     """Whether an equation makes zeros, as authors begin sums with."""
     value = eqn.invars[0] if len(eqn.invars) == 1 else None
-    return eqn.primitive.name == "broadcast_in_dim" and isinstance(value, Literal) and not np.any(value.val)
+    return name_of(eqn) == "broadcast_in_dim" and isinstance(value, Literal) and not np.any(value.val)
 
 
 def _is_real(var: Any) -> bool:

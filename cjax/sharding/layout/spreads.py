@@ -17,6 +17,7 @@ from cjax.sharding.products.matmul import Move, Spread
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.jaxpr.groups import Group, make_group
+from cjax.trace.jaxpr.primitives import name_of
 
 
 class Spreads:
@@ -48,7 +49,7 @@ class Spreads:
 
     def _spread(self, eqn: Equation, scope: Scope) -> Spread | None:
         layout = self._layout
-        if eqn.primitive.name != "dot_general":
+        if name_of(eqn) != "dot_general":
             return None
         (contracting, batched) = eqn.params["dimension_numbers"]
         literal = any(isinstance(v, Literal) for v in eqn.invars)

@@ -31,6 +31,7 @@ from cjax.sharding.products.lookup import find_own, is_lookup
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.evaluate import bind_as_is
+from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.jaxpr.view import variable_of
 from cjax.trace.reading import Trace
 
@@ -105,12 +106,12 @@ class Copies:
         of = self._of(ins[place])
         assert of is not None
         if of.is_grown:
-            return self._repeated(eqn, of, given[place], scope) if eqn.primitive.name == "broadcast_in_dim" else None
-        if eqn.primitive.name == "transpose":
+            return self._repeated(eqn, of, given[place], scope) if name_of(eqn) == "broadcast_in_dim" else None
+        if name_of(eqn) == "transpose":
             return self._transposed(eqn, of)
-        if eqn.primitive.name == "gather" and place == 0:
+        if name_of(eqn) == "gather" and place == 0:
             return self._looked_up(eqn, of, ins[1], scope)
-        if eqn.primitive.name == "dot_general" and not isinstance(eqn.invars[1 - place], Literal):
+        if name_of(eqn) == "dot_general" and not isinstance(eqn.invars[1 - place], Literal):
             return self._multiplied(eqn, place, of, given, params, scope)
         return None
 
@@ -128,7 +129,7 @@ class Copies:
             return
         values = [of.copies.astype(given[place].dtype) if i == place else x for i, x in enumerate(given)]
         # What is looked up often is added up in float32, as a table's rows are.
-        is_wide = eqn.primitive.name == "gather" and values[place].dtype in (jnp.bfloat16, jnp.float16)
+        is_wide = name_of(eqn) == "gather" and values[place].dtype in (jnp.bfloat16, jnp.float16)
         if is_wide:
             values[place] = values[place].astype(jnp.float32)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from cjax.jax_compat.core import Equation, Jaxpr, Literal, Var
 from cjax.sharding.products.lookup import is_lookup
 from cjax.trace.dims.find import Dims, Scope
-from cjax.trace.jaxpr.primitives import facts_of, named
+from cjax.trace.jaxpr.primitives import facts_of, name_of, named
 from cjax.trace.jaxpr.view import is_scan, scan_of
 from cjax.trace.reading import Trace
 
@@ -35,9 +35,9 @@ def grown(trace: Trace, batch: int | None) -> set[int]:
 def is_carried(eqn: Equation, place: int) -> bool:
     """Whether an equation can be done of each copy of an operand alone, its others being alike for all of them."""
     facts = facts_of(eqn)
-    if facts.stops or len(eqn.outvars) != 1 or eqn.primitive.name in _WITH_OTHERS:
+    if facts.stops or len(eqn.outvars) != 1 or name_of(eqn) in _WITH_OTHERS:
         return False
-    if eqn.primitive.name == "gather":
+    if name_of(eqn) == "gather":
         return place == 0 and is_lookup(eqn)
     return facts.elementwise or (facts.moves and place == 0)
 
@@ -54,7 +54,7 @@ def meeting_dim(eqn: Equation, place: int, at: Sequence[int]) -> int | None:
         return None
     (dim,) = at
     shape = eqn.invars[place].aval.shape
-    if eqn.primitive.name == "broadcast_in_dim":
+    if name_of(eqn) == "broadcast_in_dim":
         of = {out: d for d, out in enumerate(eqn.params["broadcast_dimensions"])}
         return dim if place == 0 and (dim not in of or shape[of[dim]] == 1) else None
     same = facts_of(eqn).elementwise and len(shape) == len(eqn.outvars[0].aval.shape)

@@ -15,12 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cjax.jax_compat.core import Equation, Literal
+from cjax.jax_compat.core import Equation, Literal, Var
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
+from cjax.trace.emit.emit import number
 from cjax.trace.emit.precision import HIGH, Lowering
-from cjax.trace.jaxpr.groups import Group, make_group, variables, waits_for_itself
+from cjax.trace.jaxpr.evaluate import equations, evaluate
+from cjax.trace.jaxpr.groups import Group, make_group, waits_for_itself
+from cjax.trace.jaxpr.primitives import name_of
 
 
 @dataclass
@@ -42,7 +45,7 @@ class _Reading:
         """The copy that an equation reads in place of `value`; a new one, where this evaluation has made none."""
         if self.value is not value or id(eqn) not in self.left:
             self.value, self.left = value, set(self.readers)
-            (self.copy,) = _read_together(False, value.astype(self.dtype))
+            (self.copy,) = _read_together(False, jnp.asarray(value).astype(self.dtype))
         self.left.remove(id(eqn))
         copy = self.copy
         if not self.left:
@@ -82,7 +85,7 @@ class JointProducts:
         copies = {eqn.outvars[0]: eqn for eqn in eqns if _is_copy(eqn) and id(eqn) not in taken}
         together: dict[tuple[Any, np.dtype, frozenset[str]], list[tuple[Any, Any, bool]]] = {}
         for eqn in eqns:
-            if eqn.primitive.name != "dot_general" or id(eqn) in taken:
+            if name_of(eqn) != "dot_general" or id(eqn) in taken:
                 continue
             for place in range(2):
                 axes = self._partial(eqn, place, scope)
@@ -103,10 +106,10 @@ class JointProducts:
             waits = all(hides for *_, hides in left)
             group = make_group(members, eqns, results, Joint(var, dtype, waits))
             if group is not None and not waits_for_itself(group, eqns, [*others, *found]):
-                seen.update(map(id, members))
                 found.append(group)
             else:
                 self._read_in_turn(var, dtype, [eqn if copy is None else copy for eqn, copy, _ in left])
+            seen.update(map(id, members))
         return found
 
     def _read_in_turn(self, var: Any, dtype: np.dtype, readers: Sequence[Equation]) -> None:
@@ -146,7 +149,7 @@ class JointProducts:
 
     def beside(self, eqn: Equation, operands: list[Any], scope: Scope) -> list[Any]:
         """Operands of a product that reads its input alone, as they are multiplied."""
-        if eqn.primitive.name != "dot_general" or id(eqn) in self._readings:
+        if name_of(eqn) != "dot_general" or id(eqn) in self._readings:
             return operands
         waits = any(self._partial(eqn, place, scope) and self._hides(eqn, place, scope) for place in range(2))
         return list(_read_together(True, *operands)) if waits else operands
@@ -160,20 +163,19 @@ class JointProducts:
         self, group: Group[Joint], ins: list[Any], apply: Callable[[Equation, list[Any]], list[Any]]
     ) -> list[jax.Array]:
         """The results of such a group; `apply` evaluates one equation."""
-        values = dict(zip(group.ins, ins, strict=True))
+        values: dict[Var, Any] = dict(zip(group.ins, ins, strict=True))
         others = [var for var in group.ins if var is not group.of.var]
         read = values[group.of.var].astype(group.of.dtype)
         value, *rest = _read_together(group.of.waits, read, *(values[var] for var in others))
         values |= {group.of.var: value, **dict(zip(others, rest, strict=True))}
-        for eqn in group.eqns:
-            made = [value] if _is_copy(eqn) else apply(eqn, [values[var] for var in variables(eqn)])
-            values.update(zip(eqn.outvars, made, strict=True))
+        run = lambda step, read: [value] if _is_copy(step.of) else apply(step.of, read)  # noqa: E731
+        evaluate(equations(group.eqns), values.__getitem__, values.update, number({}), run)
         return [values[var] for var in group.outs]
 
 
 def _is_copy(eqn: Equation) -> bool:
     """Whether an equation rounds a variable to fewer bits, and does nothing else."""
-    if eqn.primitive.name != "convert_element_type" or isinstance(eqn.invars[0], Literal):
+    if name_of(eqn) != "convert_element_type" or isinstance(eqn.invars[0], Literal):
         return False
     old, new = (v.aval.dtype for v in (eqn.invars[0], eqn.outvars[0]))
     real = all(jnp.issubdtype(d, jnp.floating) for d in (old, new))

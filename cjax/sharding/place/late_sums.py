@@ -8,13 +8,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from cjax.jax_compat.core import Equation, Literal, Var
+from cjax.jax_compat.core import Equation, Var
 from cjax.mesh import TENSOR
 from cjax.sharding.layout.late import Late, LateSums
 from cjax.sharding.place.saved import KEPT
 from cjax.sharding.products.region import in_region
 from cjax.trace.dims.find import Scope
+from cjax.trace.jaxpr.evaluate import equations, evaluate
 from cjax.trace.jaxpr.groups import Group
+from cjax.trace.jaxpr.view import literal_of
 
 
 def evaluate_late(
@@ -38,10 +40,9 @@ def evaluate_late(
     """
 
     def results(*shards: Any) -> list[jax.Array]:
-        values = dict(zip(group.ins, shards, strict=True))
-        for eqn in group.eqns:
-            read = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-            values.update(zip(eqn.outvars, apply(eqn, read), strict=True))
+        values: dict[Var, Any] = dict(zip(group.ins, shards, strict=True))
+        run = lambda step, read: apply(step.of, read)  # noqa: E731
+        evaluate(equations(group.eqns), values.__getitem__, values.update, lambda eqn, at: literal_of(eqn, at).val, run)
         return [values[var] for var in group.outs]
 
     def inside(*shards: Any) -> list[jax.Array]:

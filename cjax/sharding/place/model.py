@@ -17,7 +17,7 @@ from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.sharding.layout.zero import shard_over
 from cjax.sharding.place.order import Order, order_of
 from cjax.sharding.place.ordered import OrderedPlacer
-from cjax.sharding.place.place import Draw, Placer, WeightPlacement
+from cjax.sharding.place.place import DrawOnShard, Placer, WeightPlacement
 from cjax.sharding.storage.storage import StageRows, Storage, as_spec, axes_of_entry, make_storage, stackable
 from cjax.trace.author.capture import Capture
 from cjax.trace.emit.emit import emit
@@ -161,7 +161,7 @@ def make_placer(
     plan: Plan,
     mesh: Mesh,
     layout: Layout,
-    draw: Draw | None = None,
+    draw: DrawOnShard | None = None,
     reduces: bool = False,
     order: Order | None = None,
 ) -> Placer:
@@ -190,7 +190,7 @@ def place_loss(
     plan: Plan,
     mesh: Mesh,
     layout: Layout | None = None,
-    draw: Draw | None = None,
+    draw: DrawOnShard | None = None,
 ) -> Callable[..., list[jax.Array]]:
     """The loss as a function of stored arrays: `(params, frozen, model_state, batch leaves, key, index) -> results`.
 

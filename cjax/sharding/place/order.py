@@ -32,7 +32,7 @@ from cjax.trace.examples.own_gradients import backward
 from cjax.trace.jaxpr.along import along, goes_by_elements, is_made_by_number, summed
 from cjax.trace.jaxpr.groups import Group
 from cjax.trace.jaxpr.primitives import facts_of
-from cjax.trace.jaxpr.view import is_scan, open_bodies, scan_of
+from cjax.trace.jaxpr.view import is_scan, open_bodies, opened, scan_of
 from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.reading import Trace, once
 
@@ -191,7 +191,7 @@ class Order:
             return False
         if facts.own_derivative and not self._derives_by_element(eqn):
             return False
-        jaxpr = getattr(body, "jaxpr", body)
+        jaxpr = opened(body)
         atoms = [*zip(eqn.invars, jaxpr.invars, strict=True), *zip(eqn.outvars, jaxpr.outvars, strict=True)]
         if any(self.dim(outer, scope) != self.dim(own, inner) for outer, own in atoms):
             return False

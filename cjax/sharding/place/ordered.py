@@ -18,6 +18,7 @@ from cjax.trace.attention.find import Attention
 from cjax.trace.dims.find import Scope
 from cjax.trace.emit.emit import Values
 from cjax.trace.jaxpr.groups import Changed
+from cjax.trace.jaxpr.primitives import name_of
 
 
 class OrderedPlacer(Placer):
@@ -77,7 +78,7 @@ class OrderedPlacer(Placer):
         dim, shape = self._order.place(var, scope), var.aval.shape
         assert dim is not None
         order = zigzag(shape[dim], self._mesh.shape[SEQUENCE])
-        if eqn.primitive.name == "iota":
+        if name_of(eqn) == "iota":
             return [lax.broadcast_in_dim(jnp.asarray(order, var.aval.dtype), shape, [dim])]
         if self._draw is not None and self._draw(eqn, ins) is not None:
             return None

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cjax.jax_compat.core import Equation, Literal, Params
 from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
-from cjax.sharding.apart.apart import Inside, apart, evaluate_apart, evaluate_inside, placements
+from cjax.sharding.apart.apart import INSIDE, Inside, apart, evaluate_apart, evaluate_inside, placements
 from cjax.sharding.apart.faults import holds, holds_apart, is_apart
 from cjax.sharding.apart.lanes import is_looked_up, reorders
 from cjax.sharding.attention.kernel import Fused, Kernel, attend_fused, fused_groups
@@ -42,11 +42,11 @@ from cjax.trace.emit.precision import LOWS, MATMULS, Lowering
 from cjax.trace.jaxpr.compared import compared, extreme
 from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group
-from cjax.trace.jaxpr.primitives import facts_of, named
+from cjax.trace.jaxpr.primitives import facts_of, name_of, named
 from cjax.trace.reading import Trace
 
 # Evaluates an equation that draws random numbers for other rows than its own; None for all other equations.
-Draw = Callable[[Any, list[Any]], list[Any] | None]
+DrawOnShard = Callable[[Any, list[Any]], list[Any] | None]
 
 PINNED = MATMULS | named("gather")
 
@@ -89,7 +89,7 @@ class Placer(Hooks):
         precision: str = "float32",
         remat: str = "none",
         gathers: bool = False,
-        draw: Draw | None = None,
+        draw: DrawOnShard | None = None,
         sequence: SequencePlan = NO_SEQUENCE,
         kernel: Kernel | None = None,
         waits: bool = True,
@@ -154,7 +154,7 @@ class Placer(Hooks):
         drawn = self._draw(eqn, ins) if self._draw else None
         if drawn is not None:
             return drawn
-        indexed = self._indexed(eqn, ins, scope) if eqn.primitive.name != "gather" else None
+        indexed = self._indexed(eqn, ins, scope) if name_of(eqn) != "gather" else None
         if indexed is not None:
             return indexed
         found = self._looked_up(eqn, ins, scope)
@@ -169,11 +169,11 @@ class Placer(Hooks):
         else:
             ins = self.copies.met(eqn, read, given, scope) if is_copied else given
             if id(eqn) in self._compared:
-                outs = [extreme(jnp.asarray(ins[0]), tuple(params["axes"]), eqn.primitive.name)]
+                outs = [extreme(jnp.asarray(ins[0]), tuple(params["axes"]), name_of(eqn))]
             else:
                 ins = self._joint.beside(eqn, ins, scope) if alone else ins
                 outs = kept(eqn, self._evaluate(eqn, ins, scope, params), self._remat)
-        if eqn.primitive.name in PINNED:
+        if name_of(eqn) in PINNED:
             outs = [self._pin(var, out, scope, eqn) for var, out in zip(eqn.outvars, outs, strict=True)]
         if is_copied:
             self.copies.carry(eqn, read, given, params, outs, scope)
@@ -185,7 +185,7 @@ class Placer(Hooks):
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
             return bind(eqn, ins, given)
-        if eqn.primitive.name in ("cond", "while") and (holds_apart(eqn) or holds(eqn, self._is_off_grid)):
+        if name_of(eqn) in INSIDE and (holds_apart(eqn) or holds(eqn, self._is_off_grid)):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
         ins = self._off_grid(eqn, ins, scope)
         if facts_of(eqn).scatter:
@@ -205,7 +205,7 @@ class Placer(Hooks):
         return evaluate_apart(eqn, ins, apart(eqn, params, in_specs, out_specs, sizes), self._mesh)
 
     def _is_off_grid(self, eqn: Equation) -> bool:
-        return self._layout.grid is not None and eqn.primitive.name in MATMULS
+        return self._layout.grid is not None and name_of(eqn) in MATMULS
 
     def _off_grid(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any]:
         """Operands of a matmul that is left to the compiler, weights without the axis along which the grid splits them:
@@ -237,7 +237,7 @@ class Placer(Hooks):
         """The result of a gather from what a grid splits, or a stage of a pipeline: the compiler's own would move more,
         or stop the process."""
         grid = self._layout.grid
-        if eqn.primitive.name != "gather":
+        if name_of(eqn) != "gather":
             return None
         operand, indices = eqn.invars
         if isinstance(operand, Literal) or isinstance(indices, Literal):
@@ -293,7 +293,7 @@ class Placer(Hooks):
         raised = [raised_on_cpu(jnp.asarray(x), self._mesh) for x in given]
         found = self._apart(eqn, raised, scope, eqn.params)
         outs = [x.astype(v.aval.dtype) for v, x in zip(eqn.outvars, found, strict=True)]
-        if self._lowering is None or eqn.primitive.name != "gather":
+        if self._lowering is None or name_of(eqn) != "gather":
             return outs
         # In the dtype that a lookup without a pipeline has: in float32, all that is added to it would be float32 too.
         low = jnp.asarray(self._lowering.given(eqn, ins, scope)[0][0]).dtype
@@ -382,7 +382,7 @@ class Placer(Hooks):
         if value.ndim == 0 or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return value
         spec = self._layout.spec(self._trace.dims.of(var, scope), value.shape)
-        if eqn is not None and eqn.primitive.name == "gather":  # unequal parts stop XLA at its gradient
+        if eqn is not None and name_of(eqn) == "gather":  # unequal parts stop XLA at its gradient
             offsets = eqn.params["dimension_numbers"].offset_dims
             spec = self._even(spec, value.shape, [d for d in range(value.ndim) if d not in offsets])
         return self.constrain(value, spec)

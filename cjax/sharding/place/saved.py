@@ -8,10 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from cjax.jax_compat.core import ClosedJaxpr, Equation, jaxpr_as_fun, jaxprs_in_params, make_jaxpr
-from cjax.trace.jaxpr.primitives import FACTS, UNKNOWN, is_cheap
+from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, jaxpr_as_fun, jaxprs_in_params, make_jaxpr
+from cjax.trace.jaxpr.primitives import FACTS, UNKNOWN, is_cheap, named, word_for
+from cjax.trace.jaxpr.view import open_bodies, opened
 
 KEPT = "cjax.kept"
+_COMPARES = named("lt le gt ge")
+_MAKES_COMPLEX = named("complex eig")  # of real numbers; `fft` says by its parameters
 
 
 def keeps_results(primitive: Any, *operands: Any, **params: Any) -> bool:
@@ -22,18 +25,21 @@ def keeps_results(primitive: Any, *operands: Any, **params: Any) -> bool:
     every layer's gathered weights would be alive at once, which is what ZeRO-3 is there to avoid. A byte that says how
     two numbers compare is worth its place: it may be all that is left of random bits.
     """
-    if primitive.name in ("lt", "le", "gt", "ge"):
+    name = word_for(primitive)
+    if name in _COMPARES:
         return jnp.issubdtype(operands[0].dtype, jnp.floating)
-    return not is_cheap(primitive.name, params)
+    return not is_cheap(name, params)
 
 
 def _of_real_numbers(policy: Callable[..., Any]) -> Callable[..., Any]:
     """`policy` for real results. JAX rounds what is saved, and can't round complex numbers: `kept` takes them apart."""
 
     def saves(primitive: Any, *operands: Any, **params: Any) -> bool:
-        if primitive.name == "name" and params["name"] == KEPT:
+        if word_for(primitive) == "name" and params["name"] == KEPT:
             return True
-        return bool(policy(primitive, *operands, **params)) and not _makes_complex(primitive.name, operands, params)
+        return bool(policy(primitive, *operands, **params)) and not _makes_complex(
+            word_for(primitive), operands, params
+        )
 
     return saves
 
@@ -41,10 +47,10 @@ def _of_real_numbers(policy: Callable[..., Any]) -> Callable[..., Any]:
 def _makes_complex(name: str, operands: Any, params: Mapping[str, Any]) -> bool:
     if name == "fft":
         return params["fft_type"] != jax.lax.FftType.IRFFT
-    inner = [getattr(body, "jaxpr", body) for body in jaxprs_in_params(dict(params))]
+    inner = [opened(body) for body in jaxprs_in_params(dict(params))]
     if inner:
         return any(is_complex(v.aval) for body in inner for v in body.outvars)
-    return name in ("complex", "eig") or (not FACTS.get(name, UNKNOWN).real and any(map(is_complex, operands)))
+    return name in _MAKES_COMPLEX or (not FACTS.get(name, UNKNOWN).real and any(map(is_complex, operands)))
 
 
 def is_complex(array: Any) -> bool:
@@ -52,13 +58,11 @@ def is_complex(array: Any) -> bool:
     return bool(jnp.issubdtype(getattr(array, "dtype", jnp.float32), jnp.complexfloating))
 
 
-def has_complex(jaxpr: Any) -> bool:
+def has_complex(jaxpr: Jaxpr) -> bool:
     """Whether a jaxpr, or one inside it, computes with complex numbers."""
     inputs = any(is_complex(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))
     return inputs or any(
-        any(is_complex(v.aval) for v in eqn.outvars)
-        or any(has_complex(getattr(body, "jaxpr", body)) for body in jaxprs_in_params(eqn.params))
-        for eqn in jaxpr.eqns
+        any(is_complex(v.aval) for v in eqn.outvars) or any(map(has_complex, open_bodies(eqn))) for eqn in jaxpr.eqns
     )
 
 

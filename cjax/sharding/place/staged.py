@@ -12,7 +12,7 @@ from cjax.mesh import PIPE
 from cjax.plan import Plan
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.place.model import ModelStorage, make_placer
-from cjax.sharding.place.place import Draw, Placer
+from cjax.sharding.place.place import DrawOnShard, Placer
 from cjax.sharding.storage.storage import Storage
 from cjax.trace.reading import Trace
 from cjax.trace.stages.stacks import LayerStack, cut, widened
@@ -148,7 +148,7 @@ def stage_model(
     plan: Plan,
     mesh: Mesh,
     layout: Layout | None = None,
-    draw: Draw | None = None,
+    draw: DrawOnShard | None = None,
     reduces: bool = False,
 ) -> StagedModel:
     """The loss of a trace in stages, cut at its stacks of layers; other arguments as for `make_placer`."""

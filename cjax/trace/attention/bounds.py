@@ -14,6 +14,7 @@ from cjax.jax_compat.core import Equation, Literal
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import MOVES, Node
 from cjax.trace.jaxpr.evaluate import Step, demanded, evaluate
+from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.jaxpr.view import literal_of
 
 # A block whose bound lies far enough below its row's maximum is skipped, so a bound that is too low is a wrong result
@@ -33,7 +34,7 @@ def bounds(attention: Attention, num_queries: int, num_keys: int, changed: Colle
     query, key = attention.label("query"), attention.label("key")
     steps = {**attention.sources, **attention.steps}
     # Without positions no block is different from another.
-    if not any(eqn.primitive.name == "iota" for eqn, _ in steps.values()):
+    if not any(name_of(eqn) == "iota" for eqn, _ in steps.values()):
         return np.full((num_queries, num_keys), math.inf)
     # Of what has no rule nothing is known, whatever it is made of.
     made = {node: step for node, step in steps.items() if _has_rule(step[0])}
@@ -51,7 +52,7 @@ def bounds(attention: Attention, num_queries: int, num_keys: int, changed: Colle
 
 
 def _has_rule(eqn: Equation) -> bool:
-    name = eqn.primitive.name
+    name = name_of(eqn)
     return name == "iota" or name in MOVES or name in _RULES
 
 
@@ -70,7 +71,7 @@ def _interval(
 
     def apply(step: Step[Equation, Node], ins: list[Interval]) -> list[Interval]:
         eqn, (made,) = step.of, step.writes
-        name = eqn.primitive.name
+        name = name_of(eqn)
         if name == "iota":
             label = made.labels[eqn.params["dimension"]]
             found = spans[label[0]] if len(label) == 1 else ANY
@@ -96,7 +97,7 @@ def _as_stored(eqn: Equation, found: Interval) -> Interval:
     if dtype.kind in "iub":
         wraps = dtype.kind == "u" or max(map(abs, found)) >= 2.0 ** (8 * dtype.itemsize - 1)
         truncates = any(getattr(atom.aval, "dtype", dtype).kind not in "iub" for atom in eqn.invars)
-        return ANY if dtype.kind != "b" and (wraps or truncates and eqn.primitive.name in MOVES) else found
+        return ANY if dtype.kind != "b" and (wraps or truncates and name_of(eqn) in MOVES) else found
     # These are computed in float64, the model in less: a few roundings wider on each side.
     slack = 2.0**-20 if dtype.itemsize >= 4 else 2.0**-7
     return (found[0] - slack * abs(found[0]), found[1] + slack * abs(found[1]))

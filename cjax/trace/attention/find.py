@@ -13,6 +13,7 @@ from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.attention.labels import MOVES, Labels, Node, incoming
 from cjax.trace.attention.walk import Index, Miss, Other, Walk
 from cjax.trace.jaxpr.groups import Group, make_group
+from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.jaxpr.view import variable_of
 
 Steps = Mapping[Node, tuple[Equation, tuple[Node | None, ...]]]
@@ -128,7 +129,7 @@ def find_attentions(
     for eqn in eqns:
         # A product with a weight is a projection, and a softmax behind it one over classes: no position of keys to
         # split.
-        if eqn.primitive.name != "dot_general" or any(trace.origin(atom) in known for atom in eqn.invars):
+        if name_of(eqn) != "dot_general" or any(trace.origin(atom) in known for atom in eqn.invars):
             continue
         try:
             attention = _find(trace, eqn)
@@ -193,7 +194,7 @@ class _Builder:
         leaves = tuple(self.leaves)
         return Attention(
             query=query, key=key, value=value, out=out, **nodes, leaves=leaves, steps=self.steps, sources=self.sources,
-            sizes=walk.sizes, roles=self._roles(query), multiplies=division.primitive.name == "mul",
+            sizes=walk.sizes, roles=self._roles(query), multiplies=name_of(division) == "mul",
             scores_eqn=walk.start, key_first=bool(by_name["key_side"] == 0), out_eqn=final,
             group=self._group([query, key, value, *leaves]),
         )  # fmt: skip
@@ -283,7 +284,7 @@ class _Builder:
             # What depends on scores exists on a block alone, so it can't be read from outside; what does not is an
             # input.
             if on_spine:
-                raise Miss(f"`{eqn.primitive.name if eqn else 'its input'}` can't be evaluated on a block of it")
+                raise Miss(f"`{name_of(eqn) if eqn else 'its input'}` can't be evaluated on a block of it")
             self.leaves[node] = None
             self._trace_back(node)
             return
@@ -295,7 +296,7 @@ class _Builder:
     def _is_total(self, divisor: Node, total: Node) -> bool:
         """Whether a divisor is nothing but the sums."""
         var = divisor.var
-        while var is not total.var and self.walk.trace.writer[var].primitive.name in MOVES:
+        while var is not total.var and name_of(self.walk.trace.writer[var]) in MOVES:
             var = variable_of(self.walk.trace.writer[var], 0)
         return var is total.var
 

@@ -9,7 +9,7 @@ from cjax.jax_compat.core import Atom, Equation, Literal
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import MOVES, Labels, Node
 from cjax.trace.jaxpr.evaluate import Step, demanded, evaluate
-from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.primitives import facts_of, name_of
 from cjax.trace.jaxpr.view import literal_of
 
 # float32 exp is 0 from -104 on, and no model has scores of thousands.
@@ -74,7 +74,7 @@ class _FormReader:
         # All layers of a loop call the kernel with one scale and one mask.
         for node, (eqn, _) in attention.steps.items():
             if any((id(eqn), place) in changed for place in range(len(eqn.invars))) and node.labels:
-                raise NoForm(f"a number in its `{eqn.primitive.name}` differs from layer to layer")
+                raise NoForm(f"a number in its `{name_of(eqn)}` differs from layer to layer")
 
     def form(self) -> KernelForm:
         """The form, or `NoForm` at the first thing that has no place in it."""
@@ -101,7 +101,7 @@ class _FormReader:
         """What a node is a mere form of."""
         while node in self.attention.steps:
             eqn, read = self.attention.steps[node]
-            if eqn.primitive.name not in MOVES or read[0] is None or node == self.attention.scores:
+            if name_of(eqn) not in MOVES or read[0] is None or node == self.attention.scores:
                 break
             node = read[0]
         return node
@@ -114,7 +114,7 @@ class _FormReader:
             if node not in self.attention.steps:
                 raise NoForm("its logits come from outside")
             eqn, read = self.attention.steps[node]
-            name = eqn.primitive.name
+            name = name_of(eqn)
             inside = [place for place, below in enumerate(read) if below is not None and self._has_scores(below)]
             # Anything else (a tanh that caps scores, a clip) is no scale, bias or mask.
             if len(inside) != 1 or name not in ("mul", "div", "add", "select_n") or (name == "div" and inside != [0]):
@@ -155,7 +155,7 @@ class _FormReader:
             self.masks.append((node, inverted))
             return
         eqn, read = self.attention.steps[node]
-        name, is_bool = eqn.primitive.name, node.var.aval.dtype == bool
+        name, is_bool = name_of(eqn), node.var.aval.dtype == bool
         known = [below for below in read if below is not None]
         together = name == "mul" or (name == "and" and is_bool)  # of numbers: whatever is not 0
         # A conjunction is taken apart so that each part is judged by itself: "causal and not padding" is a flag of the
@@ -184,14 +184,14 @@ class _FormReader:
         below, atom = read[place], eqn.invars[place]
         while below is not None:
             if below not in self.attention.steps:
-                raise NoForm(f"what its `{eqn.primitive.name}` takes is not known before it runs")
+                raise NoForm(f"what its `{name_of(eqn)}` takes is not known before it runs")
             eqn, read = self.attention.steps[below]
-            if eqn.primitive.name not in MOVES:
-                raise NoForm(f"what it takes comes from `{eqn.primitive.name}`")
+            if name_of(eqn) not in MOVES:
+                raise NoForm(f"what it takes comes from `{name_of(eqn)}`")
             below, atom, place = read[0], eqn.invars[0], 0
         is_changed = (id(eqn), place) in self.changed
         if not isinstance(atom, Literal) or np.ndim(atom.val) != 0 or is_changed:
-            raise NoForm(f"what its `{eqn.primitive.name}` takes is not one number")
+            raise NoForm(f"what its `{name_of(eqn)}` takes is not one number")
         return float(atom.val)
 
     # --- masks that depend on nothing but positions ---
@@ -225,10 +225,10 @@ class _FormReader:
         if node not in self.made:
             return False
         eqn, read = self.made[node]
-        if eqn.primitive.name == "iota" and not positions.issuperset(node.labels[eqn.params["dimension"]]):
+        if name_of(eqn) == "iota" and not positions.issuperset(node.labels[eqn.params["dimension"]]):
             return False
         # Random bits depend on their key too, which is not known before it runs.
-        return eqn.primitive.name != "random_bits" and all(
+        return name_of(eqn) != "random_bits" and all(
             below is None or self._positional(below, positions) for below in read
         )
 
@@ -250,7 +250,7 @@ class _FormReader:
             eqn, (made,) = step.of, step.writes
             dims = zip(made.labels, made.var.aval.shape, strict=True)
             shape = tuple(sizes.get(label[0], 1) if label else size for label, size in dims)
-            along = eqn.params["dimension"] if eqn.primitive.name == "iota" else None
+            along = eqn.params["dimension"] if name_of(eqn) == "iota" else None
             start = first if along is not None and made.labels[along] == (query,) else 0
             return [_evaluated(eqn, ins, shape, start)]
 
@@ -275,7 +275,7 @@ def _as_matrix(value: np.ndarray, labels: Labels, query: int, key: int) -> np.nd
 
 def _evaluated(eqn: Equation, ins: list[np.ndarray], shape: tuple[int, ...], start: int) -> np.ndarray:
     """An equation's result on a block, without a device: this runs while programs are made."""
-    name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+    name, dtype = name_of(eqn), eqn.outvars[0].aval.dtype
     if name == "iota":
         dim = eqn.params["dimension"]
         along = [1] * len(shape)

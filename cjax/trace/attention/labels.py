@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from cjax.jax_compat.core import Equation, Var
-from cjax.trace.jaxpr.primitives import goes_by_element, having, named
+from cjax.trace.jaxpr.primitives import goes_by_element, having, name_of, named
 
 Labels = tuple[tuple[int, ...], ...]
 
@@ -30,7 +30,7 @@ MAKES = named("iota random_bits")  # out of nothing but its shape (and a key)
 
 def outgoing(eqn: Equation, ins: Mapping[int, Labels], sizes: Mapping[int, int]) -> Labels | None:
     """Labels of an equation's result from those of some operands (by position), or None if they can't be followed."""
-    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    name, shape = name_of(eqn), eqn.outvars[0].aval.shape
     if goes_by_element(eqn):
         found: list[tuple[int, ...]] = [()] * len(shape)
         for place, labels in ins.items():
@@ -61,7 +61,7 @@ def outgoing(eqn: Equation, ins: Mapping[int, Labels], sizes: Mapping[int, int])
 
 def incoming(eqn: Equation, labels: Labels, sizes: Mapping[int, int]) -> list[Labels] | None:
     """Labels of each operand from those of the result, or None where the equation can't be evaluated on a block."""
-    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+    name, shape = name_of(eqn), eqn.outvars[0].aval.shape
     shapes = [atom.aval.shape for atom in eqn.invars]
     if goes_by_element(eqn):
         if any(before and len(before) != len(shape) for before in shapes):

@@ -8,7 +8,7 @@ from cjax.trace.attention.find import Attention, find_attentions
 from cjax.trace.dims.find import Scope
 from cjax.trace.emit.emit import layer_of
 from cjax.trace.jaxpr.groups import Group
-from cjax.trace.jaxpr.view import is_scan, scan_of
+from cjax.trace.jaxpr.view import is_scan, opened, scan_of
 from cjax.trace.reading import Trace, once
 
 
@@ -64,7 +64,7 @@ def evaluated(trace: Trace) -> Iterator[EquationList]:
         for eqn in body.eqns:
             inner = eqn.params.get("jaxpr")
             if inner is not None and id(eqn) in body.scope.inner:
-                inner = getattr(inner, "jaxpr", inner)
+                inner = opened(inner)
                 times = body.times * (scan_of(eqn).length if is_scan(eqn) else 1)
                 waiting.append(EquationList(inner.eqns, inner.outvars, body.scope.inner[id(eqn)], times))
 

@@ -10,7 +10,7 @@ import numpy as np
 from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.trace.attention.labels import MOVES, Labels, outgoing
 from cjax.trace.jaxpr.groups import variables
-from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
 from cjax.trace.jaxpr.view import variable_of
 
 # Any product of a model is a start, and without an end each would be followed through the rest of it.
@@ -43,7 +43,7 @@ class Index:
         """The variable that an operand is a mere form of."""
         while not isinstance(atom, Literal) and atom in self.writer:
             eqn = self.writer[atom]
-            if eqn.primitive.name not in _FORMS:
+            if name_of(eqn) not in _FORMS:
                 break
             atom = eqn.invars[0]
         return None if isinstance(atom, Literal) else atom
@@ -113,7 +113,7 @@ class Walk:
 
     def _step(self, eqn: Equation) -> None:
         """What one equation on the way makes of what it reads."""
-        name = eqn.primitive.name
+        name = name_of(eqn)
         ins = {i: v for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in self.kinds}
         kinds = {self.kinds[v] for v in ins.values()}
         first = next(iter(ins.values()))
@@ -156,14 +156,14 @@ class Walk:
     def _reduce(self, eqn: Equation, operand: Var, kinds: set[str]) -> None:
         """The maximum or the sum over keys: by it, the keys are known."""
         which = {"reduce_max": ("logits", "masked", "max"), "reduce_sum": ("exp", "terms", "sum")}
-        kind, name, result = which[eqn.primitive.name]
+        kind, name, result = which[name_of(eqn)]
         axes = [int(axis) for axis in eqn.params["axes"]]
         labels = self.labels[operand]
         over = [labels[axis] for axis in axes if labels[axis]]
         # Over one dim of the scores, the same for the maximum and the sum: what it is over are the keys. Over two, or
         # over merged ones, it is a softmax of something else.
         if kinds != {kind} or len(over) != 1 or len(over[0]) != 1:
-            raise self._unlike(eqn.primitive.name)
+            raise self._unlike(name_of(eqn))
         if self.by_name.setdefault("key", over[0][0]) != over[0][0]:
             raise Other
         self._once(name, operand)
@@ -180,7 +180,7 @@ class Walk:
 
     def _keeps_maximum(self, eqn: Equation) -> bool:
         """Whether a maximum, or 0 in its place, comes out of this equation."""
-        name = eqn.primitive.name
+        name = name_of(eqn)
         # jax.nn.softmax takes the maximum with -inf, and 0 in its place where it is not finite. Any other number would
         # be a floor, and the exponentials no longer those of the logits less their maximum.
         if name == "max":
@@ -205,7 +205,7 @@ class Walk:
 
     def _require_linear(self, eqn: Equation, ins: Mapping[int, Var]) -> None:
         """Weights may be scaled only later: it must not matter when."""
-        name, facts = eqn.primitive.name, facts_of(eqn)
+        name, facts = name_of(eqn), facts_of(eqn)
         # By blocks the result is divided by the sum at the end, and exponentials are rescaled whenever a larger maximum
         # turns up. Both are factors, which pass through what is linear (dropout, a mask of zeros, a cast) and through
         # nothing else.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cjax.jax_compat.core import Atom, Equation, Jaxpr, Literal, Var
+from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.jaxpr.sources import GIVEN, follow
 
 Ids = list[int]
@@ -161,7 +162,7 @@ class Dims:
             ins = [self.ids_of(v, scope) for v in eqn.invars]
             outs = [self.ids_of(v, scope) for v in eqn.outvars]
             if self._rule(eqn)(self, eqn, ins, outs, scope) is False:
-                self.unknown[eqn.primitive.name] += 1
+                self.unknown[name_of(eqn)] += 1
             follow(eqn, scope.source)
 
     def call(

@@ -19,6 +19,7 @@ from cjax.trace.dims.classes import Ids
 from cjax.trace.dims.classes import Matmul as Matmul
 from cjax.trace.dims.classes import Scope as Scope
 from cjax.trace.dims.classes import Split as Split
+from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.jaxpr.sources import GIVEN, WEIGHT
 
 
@@ -51,7 +52,7 @@ def find_dims(closed: ClosedJaxpr, num_weights: int = 0, given: Collection[int] 
 
 
 def _rule_of(eqn: Equation) -> Callable[..., bool | None]:
-    name = eqn.primitive.name
+    name = name_of(eqn)
     rule = dim_rules.RULES.get(name, dim_rules.unrelated)
     return _keeping_origin(rule) if name in dim_rules.KEEPS_ORIGIN else rule
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cjax.jax_compat.core import Equation, Literal
+from cjax.trace.jaxpr.primitives import name_of
 
 Range = tuple[int, int, int] | None  # from, to and step along a dim; None: all of it
 SAME = slice(None)
@@ -52,7 +53,7 @@ class Taken:
 
 def parts_of(eqn: Equation, part: Taken) -> list[Taken]:
     """The results of an equation that rearranges its first operand, or takes some of it."""
-    shape, name, params = eqn.invars[0].aval.shape, eqn.primitive.name, eqn.params
+    shape, name, params = eqn.invars[0].aval.shape, name_of(eqn), eqn.params
     new = [var.aval.shape for var in eqn.outvars]
     if name == "squeeze":
         return [replace(part, dims=tuple(d for i, d in enumerate(part.dims) if i not in params["dimensions"]))]

@@ -12,7 +12,7 @@ from jax import lax
 from cjax.jax_compat.core import Atom, Equation
 from cjax.jax_compat.random import is_threefry
 from cjax.trace.jaxpr.evaluate import bind_as_is
-from cjax.trace.jaxpr.primitives import goes_by_element, having
+from cjax.trace.jaxpr.primitives import goes_by_element, having, name_of
 
 Form = tuple[int, ...]  # parts that each dim is made of: [embed, 3 * heads] in the form (1, 3) is [embed, 3, heads]
 Forms = Sequence[Form]
@@ -36,7 +36,7 @@ def expand(shape: Sequence[int], form: Form) -> tuple[int, ...]:
 
 def refined(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array]:
     """The results of one equation, operands and results in the forms given."""
-    name = eqn.primitive.name
+    name = name_of(eqn)
     rule = RULES.get(name) or (_elementwise if goes_by_element(eqn) else None)
     outs = rule(eqn, ins, before, after) if rule else None
     if outs is None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from cjax.jax_compat.core import Equation, Literal, Var
 from cjax.trace.dims.classes import CutDim, Dims, Ids, Matmul, Scope
-from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
 from cjax.trace.jaxpr.sources import GIVEN, WEIGHT
-from cjax.trace.jaxpr.view import scan_of
+from cjax.trace.jaxpr.view import cond_of, opened, scan_of, while_of
 
 # Results that hold the same numbers as their first operand: a weight stays a weight through them.
 KEEPS_ORIGIN = (having("view") - having("stops")) | named("slice dynamic_slice")
@@ -44,9 +44,9 @@ def pairwise(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: 
 def batch_before(eqn: Equation) -> int | None:
     """How many leading dims all operands and results have in common, each element of which is worked on alone."""
     ndim = len(eqn.invars[0].aval.shape)
-    if eqn.primitive.name == "fft":
+    if name_of(eqn) == "fft":
         return ndim - len(eqn.params["fft_lengths"])
-    if eqn.primitive.name == "tridiagonal_solve":  # the first operand is a diagonal
+    if name_of(eqn) == "tridiagonal_solve":  # the first operand is a diagonal
         return ndim - 1
     return ndim - 2 if facts_of(eqn).matrices else None
 
@@ -297,7 +297,7 @@ def _sources(eqn: Equation, scope: Scope) -> list[str | None]:
 
 def call(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> bool | None:
     inner = eqn.params[facts_of(eqn).body]
-    jaxpr = getattr(inner, "jaxpr", inner)
+    jaxpr = opened(inner)
     if len(jaxpr.invars) != len(ins):
         return False
     scope.inner[id(eqn)], results = dims.call(jaxpr, ins, _origins(eqn, scope), _sources(eqn, scope))
@@ -331,14 +331,14 @@ def scan(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scop
 
 
 def while_(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
-    skipped = eqn.params["cond_nconsts"]
-    body = eqn.params["body_jaxpr"].jaxpr
-    origins = _origins(eqn, scope)[skipped:]
-    sources = _sources(eqn, scope)[skipped:]
-    num_consts = eqn.params["body_nconsts"]
-    sources[num_consts:] = [None] * (len(sources) - num_consts)
-    scope.inner[id(eqn)], results = dims.call(body, ins[skipped:], origins, sources)
-    carries = ins[skipped + eqn.params["body_nconsts"] :]
+    loop, origins, sources = while_of(eqn), _origins(eqn, scope), _sources(eqn, scope)
+    carries = loop.carries(ins)
+    scope.inner[id(eqn)], results = dims.call(
+        loop.body,
+        [*loop.consts(ins), *carries],
+        [*loop.consts(origins), *loop.carries(origins)],
+        [*loop.consts(sources), *(None for _ in carries)],  # nobody knows of what a turn makes them
+    )
     for result, carry, out in zip(results, carries, outs, strict=True):
         dims.unite_all(result, out)
         dims.unite_all(carry, out)
@@ -346,8 +346,10 @@ def while_(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Sc
 
 def cond(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     inner = scope.inner[id(eqn)] = Scope()
-    for branch in eqn.params["branches"]:
-        found, results = dims.call(branch.jaxpr, ins[1:], _origins(eqn, scope)[1:], _sources(eqn, scope)[1:])
+    view = cond_of(eqn)
+    origins, sources = view.given(_origins(eqn, scope)), view.given(_sources(eqn, scope))
+    for branch in view.branches:
+        found, results = dims.call(branch.jaxpr, view.given(ins), origins, sources)
         inner.ids.update(found.ids)
         inner.origin.update(found.origin)
         inner.source.update(found.source)
@@ -367,7 +369,7 @@ RULES: dict[str, Any] = {
     **dict.fromkeys(named("reduce_window reduce_window_sum reduce_window_max reduce_window_min"), window),
     **dict.fromkeys(named("select_and_gather_add select_and_scatter select_and_scatter_add"), same_rank),
     **dict.fromkeys(named("pad dynamic_slice dynamic_update_slice rev tile"), same_rank),
-    **dict.fromkeys(having("draws") | named("random_seed random_wrap random_unwrap"), leading),
+    **dict.fromkeys(having("draws") | having("rekeys"), leading),
     **dict.fromkeys(named("top_k approx_top_k"), top_k),
     "bitcast_convert_type": bitcast,
     "broadcast_in_dim": broadcast_in_dim,

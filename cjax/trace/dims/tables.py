@@ -9,8 +9,8 @@ from jax import lax
 
 from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal, Var, jaxprs_in_params
 from cjax.trace.dims.parts import Taken, parts_of
-from cjax.trace.jaxpr.primitives import facts_of, having, named
-from cjax.trace.jaxpr.view import is_scan, scan_of
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
+from cjax.trace.jaxpr.view import is_scan, opened, scan_of
 
 PASSES = having("view") | having("takes") | named("pad")  # an index stays the index that it is
 COMPARES = named("eq ne lt ge")
@@ -138,7 +138,7 @@ def _walk(
     lookup reads; `known` are its variables, and gets more of them."""
     for eqn in jaxpr.eqns:
         found = [_constant(v) if isinstance(v, Literal) else known.get(v) for v in eqn.invars]
-        name, inside, result = eqn.primitive.name, _body(eqn), None
+        name, inside, result = name_of(eqn), _body(eqn), None
         if name in PASSES:
             result = None
             if found[0] is not None:
@@ -219,13 +219,12 @@ def _body(eqn: Equation) -> str:
 
 def _enter(eqn: Equation, found: list[Known], limits: _Found, told: set[_Compared]) -> None:
     """Follows what is not carried from turn to turn into a loop, or all into a block that is made again."""
-    body = eqn.params[_body(eqn)]
-    body = getattr(body, "jaxpr", body)
+    body = opened(eqn.params[_body(eqn)])
     loop = scan_of(eqn) if is_scan(eqn) else None
-    carried = range(loop.num_consts, loop.first_x) if loop else ()
+    carries = range(loop.num_consts, loop.first_x) if loop else ()
     known: dict[Var, _Index | _Compared | int] = {}
     for i, (var, each) in enumerate(zip(body.invars, found, strict=True)):
-        if each is None or i in carried:
+        if each is None or i in carries:
             continue
         if loop is not None and i >= loop.first_x and isinstance(each, _Index | _Compared):
             each = dataclasses.replace(each, part=each.part.turn())

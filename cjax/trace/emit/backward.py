@@ -20,7 +20,7 @@ from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.emit.emit import bind
 from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.groups import variables
-from cjax.trace.jaxpr.primitives import is_cheap
+from cjax.trace.jaxpr.primitives import is_cheap, name_of
 from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.jaxpr.view import literal_of
 from cjax.tree import PyTree
@@ -203,7 +203,7 @@ def _roots(var: Var, known: set[Var], maker: Mapping[Var, Equation]) -> list[Var
             continue
         seen.add(now)
         eqn = maker.get(now)
-        if eqn is not None and (is_cheap(eqn.primitive.name, eqn.params) or _is_key(now)):
+        if eqn is not None and (is_cheap(name_of(eqn), eqn.params) or _is_key(now)):
             queue += variables(eqn)
         else:
             found[now] = None

@@ -20,7 +20,7 @@ from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.compared import SCATTERED, scattered
 from cjax.trace.jaxpr.evaluate import Step, bind_as_is, equation, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group, arrange, variables
-from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.primitives import facts_of, name_of
 from cjax.trace.jaxpr.view import is_scan, literal_of, scan_of
 from cjax.trace.layers.repeats import RepeatedLayers
 
@@ -75,7 +75,7 @@ class Hooks:
 def bind(eqn: Equation, ins: Sequence[ArrayLike], params: Params | None = None) -> Values:
     """Evaluate one equation as it stands, or with other parameters; its derivative is defined wherever the author's is
     meant to be."""
-    if eqn.primitive.name in SCATTERED:
+    if name_of(eqn) in SCATTERED:
         return [scattered(eqn, eqn.params if params is None else params, *map(jnp.asarray, ins))]
     return bind_as_is(eqn, ins, params)
 
@@ -233,9 +233,9 @@ class Emitter:
             leaves.append(stack.leaf if isinstance(stack, ReadyWeight) else None)
             xs.append(stack.value if isinstance(stack, ReadyWeight) else stack)
         literals = [jnp.asarray(values) for values in run.literals.values()]
-        carried = [initial for initial, _, _, _ in run.carries]
+        carries = [initial for initial, _, _, _ in run.carries]
         # A result of the last layer alone is a carry: as a stacked output it would be kept for every layer.
-        initial = [self.hooks.carry(var, self.read(env, var), env.scope) for var in carried]
+        initial = [self.hooks.carry(var, self.read(env, var), env.scope) for var in carries]
         empty = [jnp.zeros(g[0].aval.shape, g[0].aval.dtype) for g in run.last_only]
 
         def layer(carry: tuple[Values, Values], x: tuple[Values, Values]) -> tuple[tuple[Values, Values], Values]:

@@ -13,8 +13,8 @@ from jax.typing import ArrayLike
 
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Params
 from cjax.trace.dims.find import Scope
-from cjax.trace.jaxpr.primitives import facts_of, having, named
-from cjax.trace.jaxpr.view import is_scan, scan_of
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
+from cjax.trace.jaxpr.view import is_scan, opened, scan_of
 
 Values = list[jax.Array]
 
@@ -42,13 +42,13 @@ class Lowering:
                 self._feeding.add(id(eqn))
             inner = eqn.params["jaxpr"] if is_scan(eqn) or facts_of(eqn).remat else None
             if inner is not None:
-                reads = self._mark(getattr(inner, "jaxpr", inner), feeds)
+                reads = self._mark(opened(inner), feeds)
                 if is_scan(eqn):  # what one turn hands on, the next may multiply
-                    carried = scan_of(eqn).carries(reads)
-                    again = [f or c for f, c in zip(feeds, carried, strict=False)] + feeds[len(carried) :]
+                    carries = scan_of(eqn).carries(reads)
+                    again = [f or c for f, c in zip(feeds, carries, strict=False)] + feeds[len(carries) :]
                     reads = self._mark(inner.jaxpr, again)
                 live.update(v for v, r in zip(eqn.invars, reads, strict=True) if r and not isinstance(v, Literal))
-            elif any(feeds) or eqn.primitive.name in MATMULS:
+            elif any(feeds) or name_of(eqn) in MATMULS:
                 live.update(v for v in eqn.invars if not isinstance(v, Literal))
         return [v in live for v in jaxpr.invars]
 
@@ -60,7 +60,7 @@ class Lowering:
 
     def given(self, eqn: Equation, ins: Values, scope: Scope) -> tuple[Values, Params]:
         """Operands and parameters to evaluate one equation with; float32 results may come back low."""
-        name = eqn.primitive.name
+        name = name_of(eqn)
         if name in MATMULS:
             ins, dtype = self.operands(eqn, ins)
             stored = {"preferred_element_type": dtype} if dtype == self.low else {}
@@ -79,9 +79,9 @@ class Lowering:
             var = eqn.invars[i]
             return self._holds(var.val) if isinstance(var, Literal) else var in scope.origin
 
-        if eqn.primitive.name == "gather":
+        if name_of(eqn) == "gather":
             return is_low(0) or is_weight(0)
-        known = eqn.primitive.name in _STAYS_LOW
+        known = name_of(eqn) in _STAYS_LOW
         return known and any(map(is_low, floats)) and all(is_low(i) or is_weight(i) for i in floats)
 
     def _holds(self, number: ArrayLike) -> bool:

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from cjax.jax_compat.core import Equation
 from cjax.trace.examples.values import FIXED, Atom, Context, Place, RowWeight, Value, power_of
-from cjax.trace.jaxpr.primitives import having, named
+from cjax.trace.jaxpr.primitives import facts_of, having, named
 
 _SAME = having("same")
 # A sum of transformed examples is the transformed sum.
+_ADDS = having("adds") | named("sub")
 _LINEAR_UNARY = _SAME | named("neg real imag conj")
 # One result element for each element of the operands. Of anything else shapes that agree say nothing. The same numbers
 # elsewhere on the devices are such too, where the operand is one; so are draws, each of its own element's parameters.
@@ -122,7 +123,7 @@ def _row_power(context: Context) -> int | None:
         return powers[0] - powers[1]
     if name in _LINEAR_UNARY:
         return powers[0]
-    if name in ("add", "sub", "add_any", "select_n"):
+    if name in _ADDS or name == "select_n":
         # A zero grows as anything: `where(mask, x / n, 0)` is as x / n.
         cases = context.values[1:] if name == "select_n" else context.values
         found = {value.power for value in cases if value.const != 0}
@@ -145,7 +146,7 @@ def _keeps_weight(context: Context) -> bool:
         return len(weighted) == 1
     if name == "div":
         return not (context.values[1].kind == "rows" and context.values[1].weight)
-    if name in ("add", "sub", "add_any"):
+    if name in _ADDS:
         return len(weights) == 1 and len(weighted) == len(context.values)
     # x / w where a mask says so, else a number: divided by w it is that number only if it is zero.
     cases = [value for value in context.values[1:] if value not in weighted]
@@ -175,7 +176,7 @@ def _with_aggregate(context: Context) -> Value:
     kinds, name, values = context.kinds(), context.name, context.values
     made = context.aggregate()
     origins = frozenset(v.origin for v in values if v.kind == "aggregate" and v.origin)
-    adds, others = name in ("add", "sub", "add_any"), kinds - {"aggregate"}
+    adds, others = name in _ADDS, kinds - {"aggregate"}
     if adds and others & {"sum", "mixed"}:
         return context.make(Value("mixed", origin=made.origin))
     # The term is kept as a coupling, not refused here: inside the model each micro-batch may have its own, as BatchNorm
@@ -359,7 +360,7 @@ def _fixed_reduction(context: Context, value: Value, is_sum: bool, grows: bool) 
             for number, eqn in ((value.const, context.eqn), (value.twin, context.twin))
         )
         power = power_of(const, twin, context.ratio)
-        if power is not None and (is_sum or context.name in ("reduce_max", "reduce_min")):
+        if power is not None and (is_sum or facts_of(context.eqn).extreme):
             return context.make(FIXED, const=const, twin=twin, power=power)
     # What is added up along the rows without being known number for number (a mask by position, say) is another number
     # with other rows.

@@ -353,7 +353,7 @@ def scatter(context: Context) -> Value:
         return made
     # Adding examples onto zeros, at places that examples name (counts of classes, a segment sum), is a sum over them.
     # Onto anything else it is a sum and a constant, and a place that is written twice without adding keeps one example.
-    adds = context.name in ("scatter-add", "scatter-sub") and operand.const == 0
+    adds = bool(facts_of(context.eqn).linear_with) and operand.const == 0
     return context.sum(1 + updates.power) if adds and not context.grows(0) else context.aggregate()
 
 
@@ -396,7 +396,6 @@ def solve(context: Context) -> Value:
     return context.coupled(rows[0]) if rows[0].dim < len(context.shape(0)) - 2 else context.unknown()
 
 
-_KEYS = named("random_wrap random_unwrap random_seed")
 RULES: dict[str, Callable[[Context], Value]] = {
     "reshape": reshape,
     "broadcast_in_dim": moved(lambda context, dim: context.eqn.params["broadcast_dimensions"][dim]),
@@ -424,5 +423,7 @@ RULES: dict[str, Callable[[Context], Value]] = {
     **dict.fromkeys(having("window") - named("select_and_scatter select_and_scatter_add"), window),
     **dict.fromkeys(_OF_MATRICES, moved(_leading(2))),
     "triangular_solve": solve,
-    **dict.fromkeys(having("draws") | _KEYS | named("bitcast_convert_type"), moved(lambda context, dim: dim)),
+    **dict.fromkeys(
+        having("draws") | having("rekeys") | named("bitcast_convert_type"), moved(lambda context, dim: dim)
+    ),
 }

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from cjax.jax_compat.core import Atom, Equation, Var
 from cjax.jax_compat.jaxprs import name_stack, traceback_of
+from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.jaxpr.tracebacks import in_model, place
 
 
@@ -105,7 +106,7 @@ class Context:
 
     @property
     def name(self) -> str:
-        return self.eqn.primitive.name
+        return name_of(self.eqn)
 
     @property
     def is_inside(self) -> bool:

@@ -28,7 +28,7 @@ from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.identity import equation_key
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.twins import Twins
-from cjax.trace.jaxpr.view import consts_of, literal_of, opened, scan_of
+from cjax.trace.jaxpr.view import cond_of, consts_of, literal_of, opened, scan_of, while_of
 
 APART = "loss=microbatch, if each micro-batch may be a batch of its own"
 
@@ -344,10 +344,10 @@ class _PairReader:
 # What moves whole dims about, or draws numbers that are random anyway; and what goes by element or along other dims.
 _BY_ELEMENT = (
     ELEMENTWISE | having("whole_dims") | having("draws") | having("opaque") | having("reduces")
-    | (having("window") & having("reads")) | named("random_seed random_wrap random_unwrap empty")
+    | (having("window") & having("reads")) | having("rekeys") | named("empty")
 )  # fmt: skip
 # Rules that say how their results grow with the number of rows.
-_POWERS = named("mul div add sub add_any select_n neg reduce_sum dot_general concatenate stack")
+_POWERS = having("adds") | having("joins") | named("sub mul div select_n neg reduce_sum dot_general")
 
 
 def _rule(context: Context) -> Value:
@@ -460,21 +460,20 @@ def _scan(reader: _PairReader, context: Context) -> list[Value]:
 
 
 def _while(reader: _PairReader, context: Context) -> list[Value]:
-    params = context.eqn.params
-    cond_consts = context.values[: params["cond_nconsts"]]
-    rest = context.values[params["cond_nconsts"] :]
-    body_consts, carry = rest[: params["body_nconsts"]], rest[params["body_nconsts"] :]
-    carry = [replace(c, const=None, twin=None, iota=None) for c in carry]
-    results = _loop(reader, context, params["body_jaxpr"], body_consts, carry, [])
-    condition = params["cond_jaxpr"]
-    (goes_on,) = reader.read(condition, [*reader.consts(condition), *cond_consts, *results], context.inside)
+    loop, values = while_of(context.eqn), context.values
+    carry = [replace(c, const=None, twin=None, iota=None) for c in loop.carries(values)]
+    results = _loop(reader, context, loop.closed, loop.consts(values), carry, [])
+    asked = [*reader.consts(loop.condition), *loop.asked(values), *results]
+    (goes_on,) = reader.read(loop.condition, asked, context.inside)
     return _conditioned(context, goes_on, results)
 
 
 def _cond(reader: _PairReader, context: Context) -> list[Value]:
-    index, *operands = context.values
-    results = reader.call(context, context.eqn.params["branches"][0], operands)
-    for branch in context.eqn.params["branches"][1:]:
+    view = cond_of(context.eqn)
+    index, operands = view.which(context.values), view.given(context.values)
+    first, *rest = view.branches
+    results = reader.call(context, first, operands)
+    for branch in rest:
         others = reader.call(context, branch, operands)
         results = [_join(context, one, other) for one, other in zip(results, others, strict=True)]
     return _conditioned(context, index, results)

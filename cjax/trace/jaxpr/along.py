@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from cjax.jax_compat.core import ClosedJaxpr, Equation
-from cjax.trace.jaxpr.primitives import FACTS, facts_of, goes_by_element
+from cjax.trace.jaxpr.primitives import FACTS, facts_of, goes_by_element, name_of
 
 Places = list[int | None]  # for each operand the dim that is the same as one of the results'; None where it has none
 Rule = Callable[[Equation, int], Places | None]
@@ -38,7 +38,7 @@ def along(eqn: Equation, dim: int) -> Places | None:
         if any(own and (len(own) != len(shape) or own[dim] not in (1, shape[dim])) for own in shapes):
             return None
         return [dim if own and own[dim] == shape[dim] else None for own in shapes]
-    rule = RULES.get(eqn.primitive.name)
+    rule = RULES.get(name_of(eqn))
     if rule is None and facts.reduces:
         rule = _reduced
     elif rule is None and facts.cumulates:
@@ -48,7 +48,7 @@ def along(eqn: Equation, dim: int) -> Places | None:
 
 def summed(eqn: Equation) -> list[Places]:
     """For each dim that an equation brings together in no order, where its operands have it: all in the same order."""
-    if eqn.primitive.name == "dot_general":
+    if name_of(eqn) == "dot_general":
         (lhs, rhs), _ = eqn.params["dimension_numbers"]
         return [[left, right] for left, right in zip(lhs, rhs, strict=True)]
     facts = facts_of(eqn)
@@ -163,13 +163,13 @@ assert RULES.keys() <= FACTS.keys()
 
 def is_made_by_number(eqn: Equation, dim: int) -> bool:
     """Whether an element along a dim of the result is made of its number there, and of nothing else that has it."""
-    return (eqn.primitive.name == "iota" and eqn.params["dimension"] == dim) or eqn.primitive.name == "random_bits"
+    return (name_of(eqn) == "iota" and eqn.params["dimension"] == dim) or name_of(eqn) == "random_bits"
 
 
 def goes_by_elements(closed: ClosedJaxpr) -> bool:
     """Whether each element of a trace's results is made of the elements at its place, and of numbers."""
     numbers = all(np.ndim(const) == 0 for const in closed.consts)
     return numbers and all(
-        goes_by_element(eqn) or (eqn.primitive.name == "broadcast_in_dim" and eqn.invars[0].aval.shape == ())
+        goes_by_element(eqn) or (name_of(eqn) == "broadcast_in_dim" and eqn.invars[0].aval.shape == ())
         for eqn in closed.jaxpr.eqns
     )

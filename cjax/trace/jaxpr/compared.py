@@ -16,13 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cjax.jax_compat.core import Equation, Jaxpr, Literal, Params, jaxprs_in_params
+from cjax.jax_compat.core import Equation, Jaxpr, Literal, Params
 from cjax.trace.jaxpr.evaluate import bind_as_is
+from cjax.trace.jaxpr.primitives import having, name_of
+from cjax.trace.jaxpr.view import open_bodies
 
 Arrays = tuple[jax.Array, ...]
 
-COMPARED = frozenset(["reduce_max", "reduce_min"])
-SCATTERED = frozenset(["scatter-max", "scatter-min"])
+COMPARED = having("extreme") & having("reduces")
+SCATTERED = having("extreme") & having("scatter")
 ROUNDING = 16  # units in the last place by which two ways to the same number differ, and a tie seldom does
 
 
@@ -38,13 +40,13 @@ def compared(jaxpr: Jaxpr) -> frozenset[int]:
     found: set[int] = set()
     read = {v for v in jaxpr.outvars if not isinstance(v, Literal)}  # variables that a derivative may pass through
     for eqn in reversed(jaxpr.eqns):
-        for body in jaxprs_in_params(eqn.params):
-            found |= compared(getattr(body, "jaxpr", body))
+        for body in open_bodies(eqn):
+            found |= compared(body)
         outs = [v for v in eqn.outvars if jnp.issubdtype(getattr(v.aval, "dtype", jnp.int32), jnp.inexact)]
-        if eqn.primitive.name == "stop_gradient" or read.isdisjoint(outs):
+        if name_of(eqn) == "stop_gradient" or read.isdisjoint(outs):
             continue
         read.update(v for v in eqn.invars if not isinstance(v, Literal))
-        if eqn.primitive.name in COMPARED:
+        if name_of(eqn) in COMPARED:
             found.add(id(eqn))
     return frozenset(found)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal
-from cjax.trace.jaxpr.primitives import facts_of, having, named
-from cjax.trace.jaxpr.view import bodies
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
+from cjax.trace.jaxpr.view import bodies, cond_of, scan_of, while_of
 
 
 @dataclass(frozen=True)
@@ -59,21 +59,23 @@ def cost_by_equation(closed: ClosedJaxpr | Jaxpr) -> tuple[Cost, ...]:
 
 def equation_cost(eqn: Equation) -> Cost:
     """The cost of one equation, with all it contains."""
-    match eqn.primitive.name:
+    match name_of(eqn):
         case "scan":
-            return cost(eqn.params["jaxpr"]) * eqn.params["length"]
+            loop = scan_of(eqn)
+            return cost(loop.closed) * loop.length
         case "while":
-            return cost(eqn.params["cond_jaxpr"]) + cost(eqn.params["body_jaxpr"]) + Cost(unbounded_loops=1)
+            endless = while_of(eqn)
+            return cost(endless.condition) + cost(endless.closed) + Cost(unbounded_loops=1)
         case "cond":
-            return max((cost(branch) for branch in eqn.params["branches"]), key=lambda c: (c.flops, c.bytes))
+            return max(map(cost, cond_of(eqn).branches), key=lambda c: (c.flops, c.bytes))
         case "shard_map":  # its body is one device's shard
             return cost(eqn.params["jaxpr"])
     held = list(bodies(eqn))
     if held and not facts_of(eqn).combines:
         return sum((cost(body) for body in held), Cost())
     written = sum(_num_bytes(var) for var in eqn.outvars)
-    if eqn.primitive.name in _MULTIPLY_ADDS:
-        flops = 2 * _MULTIPLY_ADDS[eqn.primitive.name](eqn)
+    if name_of(eqn) in _MULTIPLY_ADDS:
+        flops = 2 * _MULTIPLY_ADDS[name_of(eqn)](eqn)
         return Cost(flops, written + sum(_num_bytes(atom) for atom in eqn.invars), flops)
     if facts_of(eqn).free:
         return Cost()
@@ -107,7 +109,7 @@ _MOVES = having("moves") | having("same") | named("bitcast_convert_type iota sel
 
 
 def _flops(eqn: Equation) -> int:
-    name = eqn.primitive.name
+    name = name_of(eqn)
     if name in _MOVES:
         return 0
     made = sum(_num_elements(var) for var in eqn.outvars)

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from cjax.jax_compat.core import Atom, Aval, Equation, Literal
 from cjax.jax_compat.jaxprs import new_literal
-from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
 
 Scalar = np.number | np.bool_  # what NumPy makes of an array without dims
 
@@ -52,7 +52,7 @@ def fold(eqn: Equation, invars: Sequence[Atom]) -> Literal | None:
     literals = [atom for atom in invars if type(atom) is Literal]
     if len(literals) != len(invars):
         return None
-    name, arithmetic = eqn.primitive.name, facts_of(eqn).numpy
+    name, arithmetic = name_of(eqn), facts_of(eqn).numpy
     if not invars or (arithmetic is None and name not in _KEEPS_SCALARS):
         return None
     aval = eqn.outvars[0].aval

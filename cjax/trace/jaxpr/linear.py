@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal
-from cjax.trace.jaxpr.primitives import facts_of
-from cjax.trace.jaxpr.view import consts_of, opened, scan_of
+from cjax.trace.jaxpr.primitives import facts_of, name_of
+from cjax.trace.jaxpr.view import cond_of, consts_of, opened, scan_of
 
 
 class _NotLinear(Exception):
@@ -65,7 +65,7 @@ def _is_zero(value: object) -> bool:
 
 def _results(eqn: Equation, ins: list[bool], harmless: list[bool]) -> list[bool]:
     """Which results of an equation are made of marked operands; `harmless` operands are marked, or zero."""
-    name, params, facts = eqn.primitive.name, eqn.params, facts_of(eqn)
+    name, params, facts = name_of(eqn), eqn.params, facts_of(eqn)
     all_outs = [True] * len(eqn.outvars)
     if facts.linear and all(harmless):
         return all_outs
@@ -79,7 +79,8 @@ def _results(eqn: Equation, ins: list[bool], harmless: list[bool]) -> list[bool]
     if facts.body:
         return _marks(params[facts.body], ins, harmless)
     if name == "cond" and not ins[0]:
-        found = [_marks(branch, ins[1:], harmless[1:]) for branch in params["branches"]]
+        view = cond_of(eqn)
+        found = [_marks(branch, view.given(ins), view.given(harmless)) for branch in view.branches]
         if all(each == found[0] for each in found):
             return found[0]
     if name == "scan":

@@ -3,15 +3,20 @@
 A rule of what a primitive does to dims, examples or blocks stays with whoever needs it; *which* primitives are of a
 kind is said here alone. A primitive without facts relates nothing and is computed whole on every device, and reports
 name it: a user's own, or one that a later JAX brings. `WITHOUT` holds those of JAX that are left so, and why.
+
+Tables go by names, and a name is no proof: anyone may call a primitive `sort`. So nobody asks an equation's primitive
+for its name; `name_of` says it, and gives another to what is not JAX's own.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from cjax.jax_compat.core import ClosedJaxpr, Equation
+from cjax.jax_compat.core import ClosedJaxpr, Equation, Primitive
+from cjax.jax_compat.jaxprs import is_of_jax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +33,9 @@ class Facts:
       moves: elements come to other places, and nothing is computed.
       whole_dims: dims are moved, joined or taken apart whole: no element of a dim comes to another place of that dim.
       free: a view or an annotation, which costs nothing when it runs.
+      adds: its two operands, one and the other.
+      extreme: the largest or the smallest of several elements.
+      joins: puts its operands side by side in one dim.
       linear: twice of all operands is twice of all results.
       linear_in: operands in each of which, the others given, it is linear.
       linear_with: operands in all of which together it is linear, the others given.
@@ -47,6 +55,7 @@ class Facts:
       draws: draws random numbers of a key, as many as its shape says.
       opaque: draws them in an order of its own.
       seeds: takes numbers that seed keys, as modules' paths are.
+      rekeys: makes keys of numbers, or numbers of keys, one of each.
       body: the parameter with the jaxpr that it runs once on its own operands.
       inlined: of these, it is nothing more than its body.
       remat: of these, its results are made again for the backward pass.
@@ -66,6 +75,9 @@ class Facts:
     moves: bool = False
     whole_dims: bool = False
     free: bool = False
+    adds: bool = False
+    extreme: bool = False
+    joins: bool = False
     linear: bool = False
     linear_in: tuple[int, ...] = ()
     linear_with: tuple[int, ...] = ()
@@ -85,6 +97,7 @@ class Facts:
     draws: bool = False
     opaque: bool = False
     seeds: bool = False
+    rekeys: bool = False
     body: str = ""
     inlined: bool = False
     remat: bool = False
@@ -127,10 +140,11 @@ def _know(names: str, **facts: Any) -> None:
 
 
 # -- one element of each operand -----------------------------------------------------------------------------
-_know("add sub add_any neg", elementwise=True, cheap=True, low=True, linear=True)
+_know("add add_any", elementwise=True, adds=True, cheap=True, low=True, linear=True)
+_know("sub neg", elementwise=True, cheap=True, low=True, linear=True)
 _know("mul", elementwise=True, cheap=True, low=True, linear_in=(0, 1))
 _know("div", elementwise=True, cheap=True, linear_in=(0,))
-_know("max min", elementwise=True, cheap=True, low=True)
+_know("max min", elementwise=True, extreme=True, cheap=True, low=True)
 # Linear in its cases, the choice given.
 _know("select_n", elementwise=True, cheap=True, low=True)
 _know("complex conj", elementwise=True, cheap=True, linear=True)
@@ -169,25 +183,29 @@ _know("dynamic_slice", moves=True, takes=True, linear_in=(0,), cheap=True)
 # Not cheap: saved, all of them are no more than what they are taken from, and some may be needed alone.
 _know("split", moves=True, takes=True, whole_dims=True, linear=True)
 _know("unstack", moves=True, takes=True, whole_dims=True, linear=True)
-_know("stack", moves=True, whole_dims=True, linear=True, cheap=True)
-_know("concatenate pad", moves=True, linear=True, cheap=True)
+_know("stack", moves=True, joins=True, whole_dims=True, linear=True, cheap=True)
+_know("concatenate", moves=True, joins=True, linear=True, cheap=True)
+_know("pad", moves=True, linear=True, cheap=True)
 _know("dynamic_update_slice", moves=True, linear_with=(0, 1))
 _know("gather", moves=True, linear_in=(0,))
 _know("bitcast_convert_type", whole_dims=True, cheap=True)  # elementwise, where bits of a number stay one number
-_know("scatter scatter-mul scatter-min scatter-max", scatter=True, combines=True)
+_know("scatter scatter-mul", scatter=True, combines=True)
+_know("scatter-min scatter-max", scatter=True, combines=True, extreme=True)
 _know("scatter-add", scatter=True, combines=True, linear_with=(0, 2))
 _know("scatter-sub", scatter=True, combines=True, linear_with=(0, 2))
 
 # -- along dims ----------------------------------------------------------------------------------------------
 _know("reduce_sum", reduces=True, reads=True, linear=True)
-_know("reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor", reduces=True, reads=True)
+_know("reduce_max reduce_min", reduces=True, reads=True, extreme=True)
+_know("reduce_prod reduce_and reduce_or reduce_xor", reduces=True, reads=True)
 _know("argmax argmin", reduces=True, reads=True, tells_place=True)
 _know("cumsum", cumulates=True, reads=True, linear=True)
-_know("cumprod cummax cummin cumlogsumexp", cumulates=True, reads=True)
+_know("cummax cummin", cumulates=True, reads=True, extreme=True)
+_know("cumprod cumlogsumexp", cumulates=True, reads=True)
 _know("reduce", reads=True, combines=True)
 _know("reduce_window", window=True, reads=True, combines=True)
 _know("reduce_window_sum", window=True, reads=True, linear=True)
-_know("reduce_window_max reduce_window_min", window=True, reads=True)
+_know("reduce_window_max reduce_window_min", window=True, reads=True, extreme=True)
 _know("select_and_gather_add", window=True, linear_in=(0,))
 _know("select_and_scatter_add", window=True, combines=True, linear_in=(0,))
 _know("select_and_scatter", window=True, combines=True)
@@ -204,9 +222,9 @@ _know("iota", makes=True, cheap=True)
 _know("empty empty2 platform_index iota_2x32_shape", makes=True)
 _know("random_bits random_split", draws=True)
 _know("rng_bit_generator rng_uniform", makes=True, opaque=True)
-_know("random_seed", seeds=True)
+_know("random_seed", seeds=True, rekeys=True)
 _know("random_fold_in", elementwise=True, seeds=True)
-_know("random_wrap random_unwrap", free=True)
+_know("random_wrap random_unwrap", free=True, rekeys=True)
 _know("random_clone", elementwise=True)
 _know("random_gamma", opaque=True)  # one key, split among all elements in order
 
@@ -256,15 +274,32 @@ WITHOUT: Mapping[str, str] = {
     "what JAX makes for itself while it differentiates or compiles": (
         "after_all call_hi_primitive_linearized create_linear custom_jvp_call_jaxpr custom_lin remat_opt tie zeros_like"
     ),
+    "an order of execution that the author fixes, which is undone where a trace is evaluated anew": "program_order",
     "functions of matrices whose operands have no batch in common": (
         "cholesky_update lu_pivots_to_permutation ormqr symmetric_product"
     ),
 }
 
 
+@functools.cache  # asked of every equation by every analysis
+def word_for(primitive: Primitive) -> str:
+    """What the vocabulary calls a primitive: its name, or another where it has the name of one of JAX's and is not it.
+
+    What it does is then as unknown as that of any other of a user's own. Taken for JAX's, it would be split along dims
+    that it mixes, and the numbers be wrong without a word.
+    """
+    is_taken = primitive.name in FACTS and not is_of_jax(primitive)
+    return f"{primitive.name} (not JAX's)" if is_taken else primitive.name
+
+
+def name_of(eqn: Equation) -> str:
+    """The name by which tables and reports know an equation's primitive."""
+    return word_for(eqn.primitive)
+
+
 def facts_of(eqn: Equation) -> Facts:
     """The facts of an equation's primitive; `UNKNOWN` where there are none."""
-    return FACTS.get(eqn.primitive.name, UNKNOWN)
+    return FACTS.get(name_of(eqn), UNKNOWN)
 
 
 def having(fact: str) -> frozenset[str]:
@@ -284,12 +319,18 @@ def named(names: str | Iterable[str]) -> frozenset[str]:
     return found
 
 
+# What a compiler makes where it is read, rather than in memory. JAX lowers a copy within a program to nothing.
+FUSED = (having("cheap") | having("elementwise") | having("free") | named("split unstack")) - named(
+    "optimization_barrier"
+)
+
+
 def goes_by_element(eqn: Equation) -> bool:
     """Whether an element of an equation's result is made of the elements at its place.
 
     Of numbers whose bits are taken for those of a wider or narrower type, it is not.
     """
-    if not facts_of(eqn).elementwise and eqn.primitive.name != "bitcast_convert_type":
+    if not facts_of(eqn).elementwise and name_of(eqn) != "bitcast_convert_type":
         return False
     ranks = {len(getattr(v.aval, "shape", ())) for v in (*eqn.invars, *eqn.outvars)}
     return len(ranks - {0}) <= 1
@@ -302,7 +343,7 @@ def is_cheap(name: str, params: Mapping[str, object]) -> bool:
     """
     inner = params.get("call_jaxpr" if name == "custom_jvp_call" else "jaxpr")  # as jax.nn.relu has, one in the other
     if name in ("custom_jvp_call", "jit") and isinstance(inner, ClosedJaxpr):
-        return all(is_cheap(eqn.primitive.name, eqn.params) for eqn in inner.jaxpr.eqns)
+        return all(is_cheap(name_of(eqn), eqn.params) for eqn in inner.jaxpr.eqns)
     return FACTS.get(name, UNKNOWN).cheap
 
 

@@ -14,7 +14,7 @@ from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Pa
 from cjax.jax_compat.functions import called_within
 from cjax.jax_compat.jaxprs import NameStack, called_from, name_stack, names_its_operands, new_var, traceback_of
 from cjax.trace.jaxpr.fold import fold, literal
-from cjax.trace.jaxpr.primitives import FACTS, facts_of, having
+from cjax.trace.jaxpr.primitives import FACTS, facts_of, having, name_of
 from cjax.trace.jaxpr.tracebacks import in_model, is_jax_alone
 
 _INLINED = {name: FACTS[name].body for name in having("inlined")}
@@ -92,7 +92,7 @@ class _Flattener:
         the top, where variables keep their identity; `traceback` the caller's: theirs end where they are called."""
         for eqn in eqns:
             invars = [atom if type(atom) is Literal else env.get(atom, atom) for atom in eqn.invars]
-            name = eqn.primitive.name
+            name = name_of(eqn)
             if name in _INLINED and self._inline(eqn, invars, env, stack, traceback):
                 continue
             folded = fold(eqn, invars)
@@ -117,7 +117,7 @@ class _Flattener:
     ) -> bool:
         if names_its_operands(eqn):
             return False  # which are the call's own variables
-        body = eqn.params[_INLINED[eqn.primitive.name]]
+        body = eqn.params[_INLINED[name_of(eqn)]]
         jaxpr = body.jaxpr if hasattr(body, "jaxpr") else body
         body_env: dict[Var, Atom] = dict(zip(jaxpr.invars, invars, strict=True))
         for var, const in zip(jaxpr.constvars, getattr(body, "consts", ()), strict=True):

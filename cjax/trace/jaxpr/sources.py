@@ -10,13 +10,14 @@ from collections.abc import MutableMapping
 import numpy as np
 
 from cjax.jax_compat.core import Equation, Literal, Var
-from cjax.trace.jaxpr.primitives import having, named
+from cjax.trace.jaxpr.primitives import having, name_of, named
 
 WEIGHT = "weight"  # a weight, or numbers of one that went through a function
 GIVEN = "given"  # constants, random keys, the state that a model carries
 MADE = "made"  # anything else without the batch
 
 _ENDS = having("product") | having("loop") | having("branches") | named("gather")  # no weights come out
+_JOINS = having("joins")
 _PARTS = having("takes") | (having("reduces") - having("tells_place"))
 
 
@@ -41,12 +42,12 @@ def follow(eqn: Equation, source: MutableMapping[Var, str]) -> None:
 def _source(eqn: Equation, ins: list[str | None], out: Var) -> str:
     if set(ins) <= {GIVEN}:
         return GIVEN
-    name = eqn.primitive.name
+    name = name_of(eqn)
     if name in _ENDS:
         return MADE
     if name in _PARTS and ins[0] == WEIGHT:
         return WEIGHT
-    if name in ("concatenate", "stack"):
+    if name in _JOINS:
         return WEIGHT if MADE not in ins else MADE
     # Of a sum of a weight and a bias that is spread over it, the weight decides: the one with as many numbers.
     sizes = [int(np.prod(getattr(v.aval, "shape", ()), dtype=np.int64)) for v in eqn.invars]

@@ -1,4 +1,4 @@
-"""Equations and loops as analyses read them: their types, their bodies, and what a scan does with its operands."""
+"""Equations as analyses read them: their bodies, and what loops and branches do with their operands."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from cjax.jax_compat.jaxprs import scan_tree_counts
+from cjax.trace.jaxpr.primitives import name_of
 
 T = TypeVar("T")
 
@@ -24,6 +25,14 @@ def open_bodies(eqn: Equation) -> Iterator[Jaxpr]:
     """The jaxprs that an equation holds, without their constants."""
     for body in bodies(eqn):
         yield opened(body)
+
+
+def every_equation(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """The equations of a jaxpr, and of those that they hold."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in open_bodies(eqn):
+            yield from every_equation(body)
 
 
 def opened(body: ClosedJaxpr | Jaxpr) -> Jaxpr:
@@ -122,5 +131,87 @@ def _scan_counts(eqn: Equation) -> tuple[int, int]:
     return scan_tree_counts(eqn)
 
 
+@dataclass(frozen=True)
+class While:
+    """A `while` equation: what each of its operands is.
+
+    Operands are constants of its condition, constants of its body and carries, in this order; results are the last
+    carries. The condition takes its constants and the carries, the body its own and the carries.
+    """
+
+    eqn: Equation
+
+    @property
+    def condition(self) -> ClosedJaxpr:
+        return self.eqn.params["cond_jaxpr"]
+
+    @property
+    def closed(self) -> ClosedJaxpr:
+        return self.eqn.params["body_jaxpr"]
+
+    @property
+    def body(self) -> Jaxpr:
+        return self.closed.jaxpr
+
+    def asked(self, operands: Sequence[T]) -> list[T]:
+        """Of operands, or of whatever there is one of for each, those that only the condition reads."""
+        return list(operands[: self.eqn.params["cond_nconsts"]])
+
+    def consts(self, operands: Sequence[T]) -> list[T]:
+        """Those that all turns of the body read."""
+        first = self.eqn.params["cond_nconsts"]
+        return list(operands[first : first + self.eqn.params["body_nconsts"]])
+
+    def carries(self, operands: Sequence[T]) -> list[T]:
+        """Those that a turn hands to the next."""
+        return list(operands[self.eqn.params["cond_nconsts"] + self.eqn.params["body_nconsts"] :])
+
+
+def while_of(eqn: Equation) -> While:
+    """The view of a `while` equation.
+
+    >>> import jax
+    >>> loop = lambda n, w, x: jax.lax.while_loop(lambda c: c < n, lambda c: c * w, x)
+    >>> (eqn,) = jax.make_jaxpr(loop)(9, 2, 3).jaxpr.eqns
+    >>> view = while_of(eqn)
+    >>> view.asked("nwx"), view.consts("nwx"), view.carries("nwx")
+    (['n'], ['w'], ['x'])
+    """
+    assert name_of(eqn) == "while", eqn
+    return While(eqn)
+
+
+@dataclass(frozen=True)
+class Cond:
+    """A `cond` equation: its first operand is the number of a branch, the others are what each branch takes."""
+
+    eqn: Equation
+
+    @property
+    def branches(self) -> tuple[ClosedJaxpr, ...]:
+        return tuple(self.eqn.params["branches"])
+
+    def which(self, operands: Sequence[T]) -> T:
+        """Of operands, or of whatever there is one of for each, that of the branch's number."""
+        return operands[0]
+
+    def given(self, operands: Sequence[T]) -> list[T]:
+        """Those that each branch takes."""
+        return list(operands[1:])
+
+
+def cond_of(eqn: Equation) -> Cond:
+    """The view of a `cond` equation.
+
+    >>> import jax
+    >>> eqn = jax.make_jaxpr(lambda i, x: jax.lax.switch(i, [jax.numpy.sin, jax.numpy.cos], x))(1, 2.0).jaxpr.eqns[-1]
+    >>> view = cond_of(eqn)
+    >>> len(view.branches), view.which("ix"), view.given("ix")
+    (2, 'i', ['x'])
+    """
+    assert name_of(eqn) == "cond", eqn
+    return Cond(eqn)
+
+
 def is_scan(eqn: Equation) -> bool:
-    return eqn.primitive.name == "scan"
+    return name_of(eqn) == "scan"

@@ -21,11 +21,10 @@ from jax import lax
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var, jaxprs_in_params, make_jaxpr
 from cjax.jax_compat.jaxprs import called_from, name_stack, new_var, place_of, traceback_of
 from cjax.trace.jaxpr.evaluate import bind_as_is, put_in_place
-from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
 from cjax.trace.jaxpr.simplify import replaced, simplify
 from cjax.trace.jaxpr.view import scan_of, variable_of
 
-_PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 # What would branch or loop for each turn apart, and what draws other numbers for many turns than for each.
 _APART = named("scan while cond rng_bit_generator rng_uniform") | having("remat")
 
@@ -47,7 +46,7 @@ def all_at_once(closed: ClosedJaxpr, num_weights: int) -> ClosedJaxpr:
         if all(type(atom) is Literal or atom in of_weights for atom in eqn.invars):
             of_weights.update(eqn.outvars)
         eqn = eqn.replace(invars=[replaced(env, atom) for atom in eqn.invars])
-        turns = _Turns(eqn, of_weights) if eqn.primitive.name == "scan" else None
+        turns = _Turns(eqn, of_weights) if name_of(eqn) == "scan" else None
         if turns is None or not turns.add_up:
             eqns.append(eqn)
             continue
@@ -77,7 +76,7 @@ class _Turns:
                 self._own.update(eqn.outvars)
             elif all(type(atom) is Literal or atom in weights for atom in eqn.invars):
                 weights.update(eqn.outvars)
-        products = [eqn for eqn in self._made if eqn.primitive.name in _PRODUCTS]
+        products = [eqn for eqn in self._made if facts_of(eqn).product]
         self.add_up = (
             not sees_rows
             and not loop.closed.consts
@@ -94,7 +93,7 @@ class _Turns:
         """The equation that adds to a carry, and what it adds; nothing where the carry changes otherwise."""
         old, new = self._carries[carry], self._outs[carry]
         for eqn in self._eqns:
-            if any(new is var for var in eqn.outvars) and eqn.primitive.name == "add":
+            if any(new is var for var in eqn.outvars) and name_of(eqn) == "add":
                 terms = [atom for atom in eqn.invars if atom is not old]
                 if len(terms) == 1 and type(terms[0]) is Var and _struct(terms[0]).shape == _struct(old).shape:
                     return eqn, terms[0]
@@ -102,7 +101,7 @@ class _Turns:
 
     def _is_of_weight(self, eqn: Equation, weights: set[Var]) -> bool:
         """Whether a product is of a weight, the same in each turn, and what differs from turn to turn."""
-        is_plain = eqn.primitive.name == "dot_general" and not any(eqn.params["dimension_numbers"][1])
+        is_plain = name_of(eqn) == "dot_general" and not any(eqn.params["dimension_numbers"][1])
         own = [type(atom) is not Literal and atom in self._own for atom in eqn.invars]
         held = [type(atom) is not Literal and atom in weights for atom in eqn.invars]
         return is_plain and sorted(own) == [False, True] and sorted(held) == [False, True]
@@ -117,7 +116,7 @@ class _Turns:
             for _, term in self._adding
             if term is not None and term in made and self._is_read_once(term)
         }
-        sums = {term: eqn for term, eqn in sums.items() if eqn.primitive.name == "reduce_sum"}
+        sums = {term: eqn for term, eqn in sums.items() if name_of(eqn) == "reduce_sum"}
         summed = {id(eqn) for eqn in sums.values()}
         for eqn in self._made:
             if id(eqn) not in summed:
@@ -155,7 +154,7 @@ def _written_out(jaxpr: Jaxpr) -> tuple[list[Equation], list[Atom]]:
     env: dict[Var, Atom] = {}
     for eqn in jaxpr.eqns:
         ins = [replaced(env, atom) for atom in eqn.invars]
-        if eqn.primitive.name == "convert_element_type" and _struct(ins[0]).dtype == _struct(eqn.outvars[0]).dtype:
+        if name_of(eqn) == "convert_element_type" and _struct(ins[0]).dtype == _struct(eqn.outvars[0]).dtype:
             env[eqn.outvars[0]] = ins[0]
         elif not facts_of(eqn).remat:
             eqns.append(eqn.replace(invars=ins))
@@ -200,10 +199,10 @@ def _is_apart(eqn: Equation) -> bool:
     """Whether an equation is of another kind for all turns, or holds a product that nobody has looked at."""
     dtypes = [getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars)]
     draws = any(dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) for dtype in dtypes)
-    if draws or eqn.effects or eqn.primitive.name in _APART:
+    if draws or eqn.effects or name_of(eqn) in _APART:
         return True
     inside = [each for body in jaxprs_in_params(eqn.params) for each in body.eqns]
-    return any(each.primitive.name in _PRODUCTS or _is_apart(each) for each in inside)
+    return any(facts_of(each).product or _is_apart(each) for each in inside)
 
 
 def _variables(eqn: Equation) -> list[Var]:

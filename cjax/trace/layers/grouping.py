@@ -6,13 +6,17 @@ member i of the same stacks are a group too, although what uses them (a global n
 """
 
 import collections
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cjax.jax_compat.core import Atom, Equation, Jaxpr, Literal, Var
 from cjax.trace.jaxpr.identity import equation_key
+from cjax.trace.jaxpr.primitives import name_of
 
 Source = tuple[str, int, int]  # a stacked value: ("input", slot, 0), ("group", id, result) or ("branch", equation, n)
 Node = tuple[str, int]  # what is evaluated at once: ("group", id) or ("equation", index)
@@ -48,8 +52,20 @@ class StackedLeaves:
 
 
 Operand = One | Whole | Take | StackedLeaves
+
+
+class Chain(NamedTuple):
+    """What reduces a stack as a chain of one primitive does its members, and the kinds of dtype of which that is so."""
+
+    kinds: str
+    reduce: Callable[..., jax.Array]
+
+
 # Long chains of these over all leaves (a global norm, "is everything finite?") are reductions of stacks.
-CHAINED = {"add": "f", "max": "fiu", "min": "fiu", "and": "b", "or": "b"}  # primitive: kinds of dtype
+CHAINED = {
+    "add": Chain("f", jnp.sum), "max": Chain("fiu", jnp.max), "min": Chain("fiu", jnp.min), "and": Chain("b", jnp.all),
+    "or": Chain("b", jnp.any),
+}  # fmt: skip
 
 
 class Grouping:
@@ -147,7 +163,7 @@ class Grouping:
             seen.add(atoms)
             indices, results = zip(*(self.producer[a] for a in atoms if type(a) is not Literal), strict=True)
             if len(set(results)) == len(results) and len(set(indices)) == 1:
-                if self.eqns[indices[0]].primitive.name == "cond":
+                if name_of(self.eqns[indices[0]]) == "cond":
                     outs = self.branch_outs.setdefault(indices[0], [])
                     self._declare(("branch", indices[0], len(outs)), [a for a in atoms if type(a) is not Literal])
                     outs.append(results)
@@ -202,18 +218,18 @@ class Grouping:
         chains: dict[int, tuple[Atom, ...]] = {}
         inner: set[int] = set()
         for root in reversed(range(len(self.eqns))):
-            name = self.eqns[root].primitive.name
+            name = name_of(self.eqns[root])
             if name not in CHAINED or root in inner:
                 continue
             out = self.eqns[root].outvars[0]
-            if out in self.member or out not in self.producer or out.aval.dtype.kind not in CHAINED[name]:
+            if out in self.member or out not in self.producer or out.aval.dtype.kind not in CHAINED[name].kinds:
                 continue
             terms: list[Atom] = []
             pending = self.operands(root)[::-1]
             while pending:
                 atom = pending.pop()
                 before = self.producer.get(atom, (-1, 0))[0] if type(atom) is not Literal else -1
-                alike = before >= 0 and self.eqns[before].primitive.name == name and atom.aval == out.aval
+                alike = before >= 0 and name_of(self.eqns[before]) == name and atom.aval == out.aval
                 if alike and type(atom) is not Literal and uses[atom] == 1 and atom not in self.member:
                     inner.add(before)
                     pending.extend(self.operands(before)[::-1])

@@ -17,7 +17,9 @@ from cjax.jax_compat.core import ClosedJaxpr, Equation, Literal, Var
 from cjax.jax_compat.jaxprs import in_context, name_stack
 from cjax.jax_compat.random import is_threefry
 from cjax.trace.jaxpr.evaluate import bind_as_is
-from cjax.trace.layers.grouping import Atom, Grouping, Node, One, Operand, Source, StackedLeaves, Take, Whole
+from cjax.trace.jaxpr.primitives import name_of
+from cjax.trace.jaxpr.view import cond_of
+from cjax.trace.layers.grouping import CHAINED, Atom, Grouping, Node, One, Operand, Source, StackedLeaves, Take, Whole
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def _operands(grouping: Grouping, node: Node) -> list[Operand]:
         rows = [grouping.operands(index) for index in grouping.groups[number]]
         return [grouping.resolve(atoms) for atoms in zip(*rows, strict=True)]
     atoms = grouping.chains.get(number, grouping.operands(number))
-    alone = 0 if number in grouping.chains else 1 if grouping.eqns[number].primitive.name == "cond" else len(atoms)
+    alone = 0 if number in grouping.chains else 1 if name_of(grouping.eqns[number]) == "cond" else len(atoms)
     stacks = grouping.together(atoms[alone:])
     return [
         *(One(atom) for atom in atoms[:alone]),
@@ -241,7 +243,7 @@ def _evaluate(node: Node, operands: list[Operand], values: _Values) -> None:
     grouping = values.grouping
     eqn = grouping.eqns[number]
     # A loop that ends by what it computes might not end in rows that nobody has filled.
-    is_lone = kind != "group" or eqn.primitive.name == "while"
+    is_lone = kind != "group" or name_of(eqn) == "while"
     spread = None if is_lone else values.spread(operands)
     with jax.named_scope(str(name_stack(eqn)) or "update"), in_context(eqn):
         if kind == "group":
@@ -249,7 +251,7 @@ def _evaluate(node: Node, operands: list[Operand], values: _Values) -> None:
             batched = [not isinstance(operand, One) for operand in operands]
             for result, value in enumerate(_map_members(eqn, args, batched)):
                 values.add(("group", number, result), value, spread)
-        elif eqn.primitive.name == "cond":
+        elif name_of(eqn) == "cond":
             _evaluate_cond(number, operands, values)
         elif number in grouping.chains:
             _evaluate_chain(number, operands, values)
@@ -287,7 +289,7 @@ def _evaluate_cond(number: int, operands: list[Operand], values: _Values) -> Non
     spreads = [values.spread([operand]) for operand in operands[1:]]
     by_size = {len(spread.places): spread for spread in spreads if spread is not None}
     out_spreads = [by_size.get(len(group)) if len(group) > 1 else None for group in out_groups]
-    branches = [vectorize(branch, in_groups, out_groups, spreads, out_spreads) for branch in eqn.params["branches"]]
+    branches = [vectorize(branch, in_groups, out_groups, spreads, out_spreads) for branch in cond_of(eqn).branches]
     which, *args = [values.read(operand, spread) for operand, spread in zip(operands, [None, *spreads], strict=True)]
     results = jax.lax.switch(which, branches, args)
     for n in range(len(stacked)):
@@ -295,13 +297,10 @@ def _evaluate_cond(number: int, operands: list[Operand], values: _Values) -> Non
     values.one.update(zip([eqn.outvars[i] for i in rest], results[len(stacked) :], strict=True))
 
 
-_REDUCTIONS = {"add": jnp.sum, "max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}
-
-
 def _evaluate_chain(number: int, operands: list[Operand], values: _Values) -> None:
     """Adds up all terms of a chain; the members of a stack in one reduction."""
     eqn = values.grouping.eqns[number]
-    reduce = _REDUCTIONS[eqn.primitive.name]
+    reduce = CHAINED[name_of(eqn)].reduce
 
     def term(operand: Operand) -> jax.Array | np.ndarray:
         spread = values.spread([operand])

@@ -17,6 +17,7 @@ from cjax.jax_compat.core import Atom, ClosedJaxpr, Jaxpr, Literal, Var
 from cjax.jax_compat.jaxprs import new_var
 from cjax.trace.examples.values import RowWeight, Value
 from cjax.trace.examples.verdict import APART, Divisions, Lifted, follow, verdict
+from cjax.trace.jaxpr.primitives import facts_of, name_of
 from cjax.trace.jaxpr.twins import Twins
 from cjax.trace.microbatches.mirror import Unlike, counterparts
 from cjax.trace.reading import Leaf, Shared, Trace
@@ -312,7 +313,7 @@ def counters(trace: Trace, random: Sequence[bool]) -> frozenset[int]:
 def _adds(jaxpr: Jaxpr, var: Atom, old: Var) -> bool:
     """Whether a variable is the old one and a number: added part by part, such numbers are as added at once."""
     eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
-    if eqn is None or eqn.primitive.name not in ("add", "add_any"):
+    if eqn is None or not facts_of(eqn).adds:
         return False
     return any(a is old and isinstance(b, Literal) for a, b in (eqn.invars, eqn.invars[::-1]))
 
@@ -340,7 +341,7 @@ def loss_size(trace: Trace) -> int:
         if wanted.isdisjoint(eqn.outvars):
             continue
         inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
-        if eqn.primitive.name == "reduce_sum":
+        if name_of(eqn) == "reduce_sum":
             largest = max([largest, *(v.aval.size for v in inputs)])
         elif all(v.aval.size == 1 for v in inputs):
             wanted.update(inputs)

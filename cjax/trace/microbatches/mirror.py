@@ -18,7 +18,7 @@ from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Va
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.dims.find import Scope
 from cjax.trace.dims.refine_rules import shape_of
-from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
 from cjax.trace.jaxpr.view import open_bodies, variable_of
 from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.reading import Trace
@@ -26,7 +26,7 @@ from cjax.trace.reading import Trace
 # What one trace may do and the other leave out, the shape being right already: [1, seq] needs no broadcast to one row.
 _REARRANGES = named("broadcast_in_dim reshape squeeze")
 # What may be done to the numbers of rows on their way to becoming indices.
-_INDEXING = _REARRANGES | named("convert_element_type concatenate stack add sub lt ge select_n transpose")
+_INDEXING = _REARRANGES | having("joins") | named("convert_element_type add sub lt ge select_n transpose")
 _INDEXED = named("gather scatter scatter-add scatter-sub")
 _NESTED = having("remat") | named("scan")
 _BODIES = _NESTED | having("own_derivative")
@@ -116,7 +116,7 @@ class Mirror:
                 self._pair(eqn, other, scope, inner, counters)
                 at += 1
             # JAX makes no broadcast to a shape that is there already, as it is with one row.
-            elif eqn.primitive.name in _REARRANGES and self._left_out(eqn):
+            elif name_of(eqn) in _REARRANGES and self._left_out(eqn):
                 self._name(eqn.outvars[0], self._other[variable_of(eqn, 0)], scope, inner)
             else:
                 raise Unlike(f"{_where(eqn)} is not there for fewer rows")
@@ -160,7 +160,7 @@ class Mirror:
                 raise Unlike(f"{_where(eqn)} makes {shape_of(a)} of all rows and {shape_of(b)} of a part")
             self._name(a, b, scope, inner)
             self._made[a] = (eqn, position)
-        name = eqn.primitive.name
+        name = name_of(eqn)
         differs = shape_of(eqn.outvars[0]) != shape_of(other.outvars[0]) if eqn.outvars else False
         facts = facts_of(eqn)
         # Some samplers draw until they are satisfied: a row's numbers then depend on the rows in front of it.
@@ -188,7 +188,7 @@ class Mirror:
 
     def _count(self, eqn: Equation, other: Equation, counters: set[Var]) -> None:
         """Follow the numbers of rows: as indices they say the same on a part, as values they do not."""
-        name = eqn.primitive.name
+        name = name_of(eqn)
         if name == "iota":
             dim = eqn.params["dimension"]
             if shape_of(eqn.outvars[0])[dim] != shape_of(other.outvars[0])[dim]:
@@ -215,7 +215,7 @@ class Mirror:
                 continue  # negative indices are counted from the number of rows
             # The author's n, as a number: dividing by it makes a mean, whose parts are averaged. In any other place it
             # is something that only the whole batch knows.
-            power = {"div": -1, "mul": 1}.get(eqn.primitive.name, 0) * self._ratio(a, b)
+            power = {"div": -1, "mul": 1}.get(name_of(eqn), 0) * self._ratio(a, b)
             if not power or shape_of(eqn.outvars[0]) != shape_of(other.outvars[0]):
                 raise Unlike(f"{_where(eqn)} computes with the number of rows")
             self._scaled[id(eqn)] = power
@@ -281,7 +281,7 @@ class Mirror:
     def _grown(self, eqn: Equation, position: int) -> int | None:
         """How one result of an equation grows with the rows, from how its operands do."""
         rows = [not isinstance(atom, Literal) and shape_of(atom) != shape_of(self._other[atom]) for atom in eqn.invars]
-        name = eqn.primitive.name
+        name = name_of(eqn)
         known = [None if is_rows else self._growth(atom) for atom, is_rows in zip(eqn.invars, rows, strict=True)]
         found = {growth for growth in known if growth is not None}
         bodies = list(open_bodies(eqn))
@@ -345,4 +345,4 @@ def _same_array(a: ArrayLike, b: ArrayLike) -> bool:
 
 
 def _where(eqn: Equation) -> str:
-    return f"{name_stack(eqn) or 'the loss itself'} ({eqn.primitive.name})"
+    return f"{name_stack(eqn) or 'the loss itself'} ({name_of(eqn)})"

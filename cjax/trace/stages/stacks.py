@@ -15,6 +15,7 @@ from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.trace.emit.emit import Hooks, layer_of
 from cjax.trace.jaxpr.cost import cost, equation_cost
 from cjax.trace.jaxpr.groups import variables
+from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.jaxpr.view import scan_of
 from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.reading import Trace
@@ -42,7 +43,7 @@ class LayerStack:
     start: int
     stop: int
     length: int
-    of: RepeatedLayers | Equation  # the Run, or the scan equation
+    of: RepeatedLayers | Equation  # repeated layers, or the author's own scan
     weights: tuple[tuple[int, ...], ...]
     reads: tuple[Entry, ...]
     xs: tuple[tuple[Var, Entry], ...]
@@ -118,7 +119,7 @@ def find_stacks(trace: Trace, least: float = LEAST_SHARE) -> tuple[LayerStack, .
     # A scan within one of the repeated layers is part of that layer.
     inside = [range(run.start, run.stop) for run in trace.runs]
     for at, eqn in enumerate(eqns):
-        if eqn.primitive.name == "scan" and not any(at in places for places in inside):
+        if name_of(eqn) == "scan" and not any(at in places for places in inside):
             found.append(_of_scan(trace, eqn, at))
     # Layers without weights need no stage to keep them, and those that hand nothing on are no stack that activations
     # pass through.
@@ -261,7 +262,7 @@ def _casts(trace: Trace, stacks: Sequence[LayerStack]) -> dict[Var, Atom]:
     """What results of casts outside of the stacks are made of."""
     eqns = _items(trace, stacks)
     return {eqn.outvars[0]: eqn.invars[0] for eqn in eqns
-            if not isinstance(eqn, RepeatedLayers) and eqn.primitive.name == "convert_element_type"}  # fmt: skip
+            if not isinstance(eqn, RepeatedLayers) and name_of(eqn) == "convert_element_type"}  # fmt: skip
 
 
 def _cast_from(var: Atom, casts: Mapping[Var, Atom]) -> Atom:

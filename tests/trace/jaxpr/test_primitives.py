@@ -24,8 +24,19 @@ from cjax.trace.examples.verdict import _CONTROL
 from cjax.trace.jaxpr import cost, fold
 from cjax.trace.jaxpr.compared import COMPARED
 from cjax.trace.jaxpr.covered import PRIMITIVES
-from cjax.trace.jaxpr.primitives import FACTS, WITHOUT, facts_of, goes_by_element, having, named, without_facts
-from cjax.trace.layers import grouping, vectorize
+from cjax.trace.jaxpr.primitives import (
+    FACTS,
+    WITHOUT,
+    facts_of,
+    goes_by_element,
+    having,
+    name_of,
+    named,
+    without_facts,
+    word_for,
+)
+from cjax.trace.layers import grouping
+from cjax.walk import through, unstack
 
 # Where JAX makes its primitives, as far as a Flax model gets to them. Kernels in Pallas have a language of their own.
 MODULES = (
@@ -48,9 +59,11 @@ TABLES: dict[str, Any] = {
     "multiply-adds": cost._MULTIPLY_ADDS,
     "compared": COMPARED,
     "chains": grouping.CHAINED,
-    "chains, evaluated": vectorize._REDUCTIONS,
     "lanes": _LANES,
     "pinned": PINNED,
+    "parts of results": through._RULES,
+    "sizes of parts": through._SIZES,
+    "sums over layers": unstack._TOGETHER,
     **{f"faults of {fault.name}": fault.primitives for fault in FAULTS},
 }
 
@@ -60,15 +73,24 @@ import gc, importlib, sys
 from jax.extend.core import Primitive
 for module in sys.argv[1:]:
     importlib.import_module(module)
-print(*{each.name for each in gc.get_objects() if isinstance(each, Primitive)})
+made = [each for each in gc.get_objects() if isinstance(each, Primitive)]
+from cjax.jax_compat.jaxprs import is_of_jax
+print(*{each.name for each in made})
+print(*{each.name for each in made if not is_of_jax(each)})
 """
 
 
 @functools.cache
-def registered() -> set[str]:
-    """The names of all primitives that this JAX makes, wherever it keeps them: of a process that has no others."""
+def walked() -> tuple[set[str], set[str]]:
+    """The names of all primitives that this JAX makes, wherever it keeps them, of a process that has no others; and of
+    those that cjax does not take for JAX's."""
     command = [sys.executable, "-c", WALK, *MODULES.split()]
-    return set(subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout.split())
+    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout.split("\n")
+    return set(said[0].split()), set(said[1].split())
+
+
+def registered() -> set[str]:
+    return walked()[0]
 
 
 LEFT_OUT = {name for names in WITHOUT.values() for name in names.split()}
@@ -77,6 +99,11 @@ LEFT_OUT = {name for names in WITHOUT.values() for name in names.split()}
 def test_every_primitive_of_this_jax_is_known_or_left_out_for_a_reason() -> None:
     new = sorted(registered() - FACTS.keys() - LEFT_OUT)
     assert not new, f"JAX {jax.__version__} brings {new}: give each its facts, or a reason in WITHOUT"
+
+
+def test_every_word_is_believed_of_jaxs_own_primitive() -> None:
+    """One that is not found where JAX keeps them would be computed whole everywhere, and every model slow."""
+    assert not walked()[1] & FACTS.keys()
 
 
 def test_the_vocabulary_has_no_word_that_no_jax_has() -> None:
@@ -89,7 +116,7 @@ def test_the_vocabulary_has_no_word_that_no_jax_has() -> None:
         psum_invariant_start reduce_scatter_done reduce_scatter_start reduced_vary_cast_p vary_unreduced_cast_p
         all_gather_invariant ppermute_done ppermute_start
         log2 one_minus_square pbroadcast_dynamic polynomial reduced_vary_cast relayout unreduced_pmax unreduced_pmin
-        vary_unreduced_cast
+        vary_unreduced_cast program_order
         """.split()
     )
     assert (FACTS.keys() | LEFT_OUT) - registered() <= of_one_version
@@ -180,3 +207,13 @@ def test_a_primitive_of_a_users_own_has_no_facts() -> None:
     (eqn,) = equations(own.bind, jnp.ones(3))
     assert without_facts(eqn) and not goes_by_element(eqn)
     assert all(not value for name, value in vars(facts_of(eqn)).items())
+
+
+@pytest.mark.parametrize("word", ["sort", "add", "dot_general", "split"])
+def test_a_users_own_that_has_the_name_of_one_of_jaxs_has_no_facts(word: str) -> None:
+    own = Primitive(word)
+    own.def_abstract_eval(lambda x: x)
+    (eqn,) = equations(own.bind, jnp.ones(3))
+    assert without_facts(eqn) and not goes_by_element(eqn) and name_of(eqn) == f"{word} (not JAX's)"
+    assert not any(name_of(eqn) in table for table in TABLES.values())
+    assert word_for(lax.add_p) == "add" and word_for(Primitive("test_added")) == "test_added"

@@ -1,4 +1,4 @@
-"""A trace cut at its stacks: whose weights are whose, and what travels from layer to layer."""
+"""A trace cut at its stacks: whose weights are whose, and what is transferred from layer to layer."""
 
 from typing import Any
 
@@ -128,7 +128,7 @@ def full(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index
     return ((x + skip) @ params["out"]).sum(), {"every": jnp.stack(every)}, model_state
 
 
-def test_what_layers_read_is_made_once_beside_them_or_travels() -> None:
+def test_what_layers_read_is_made_once_beside_them_or_transferred() -> None:
     trace, found = taken(
         full, params=ends(layers=weights(), scale=numbers(WIDTH)), frozen={"step": numbers(WIDTH)}, batch=BATCH
     )
@@ -164,7 +164,7 @@ def two(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index:
     return (x @ params["out"]).sum(), {}, model_state
 
 
-def test_what_the_second_stack_reads_travels_through_the_first() -> None:
+def test_what_the_second_stack_reads_is_transferred_through_the_first() -> None:
     trees = {"encoder": weights(3), "decoder": weights(4, seed=9)}
     trace, found = taken(two, params=ends(**trees), batch=BATCH)
     assert [stack.length for stack in found.stacks] == [3, 4]
@@ -174,8 +174,8 @@ def test_what_the_second_stack_reads_travels_through_the_first() -> None:
     # The decoder starts with what the encoder started with, and reads what was made before both.
     assert sorted(makers[v] for (v,) in found.transferred[0]) == ["dot_general", "sin"]
     made = {var: at for at, eqn in enumerate(trace.closed.jaxpr.eqns) for var in eqn.outvars}
-    for stack, travels in zip(found.stacks, found.transferred, strict=True):
-        assert all(made[v] < stack.start for (v,) in travels), "nothing travels before it is made"
+    for stack, transferred in zip(found.stacks, found.transferred, strict=True):
+        assert all(made[v] < stack.start for (v,) in transferred), "nothing is transferred before it is made"
 
 
 @pytest.mark.parametrize("function", [full, two])
@@ -247,7 +247,7 @@ def test_states_are_told_by_who_makes_them() -> None:
     assert {names[i] for i in states.every} == set(names) - {"count"}
     assert not reads_states(trace, find_stacks(trace)) and not torn_states(trace, find_stacks(trace))
     assert len(found.results()) == 1
-    assert found.stacks[0].outputs == ((),), "averages travel with no payload: no result reads them"
+    assert found.stacks[0].outputs == ((),), "averages are part of no payload: no result reads them"
 
 
 def test_a_state_that_is_cast_behind_its_layer_is_its_layers() -> None:
