@@ -432,7 +432,7 @@ class Program:
 
     @own_context
     def learn(self, step_seconds: Sequence[float]) -> None:
-        """Measures predictions, of all plans, by seconds of steps, those compiled first left out; `fit` does it.
+        """Takes seconds of steps, without those compiled first, to measure all predictions by; `fit` does it.
 
         Raises:
           ValueError: seconds that no step can have taken.
