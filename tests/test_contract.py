@@ -373,7 +373,7 @@ KEPT = [  # bytes a parameter
 
 @pytest.mark.parametrize(("plan", "whole"), KEPT if ALL else KEPT[2::2] + KEPT[5:6])
 def test_init_makes_no_more_than_it_keeps(plan: str, whole: float) -> None:
-    """Compiled init: its results are what a device keeps, and beside them is room for random bits alone."""
+    """Compiled init: its results are what a device keeps, and besides them it needs room for random bits only."""
     program = cjax.parallelize(lambda rngs: GPT(GPT_SIZES, rngs=rngs), gpt_loss, optax.adamw(1e-3), GPT_BATCH, plan)
     memory = make_init(program._composed).lower(jax.random.key(0)).compile().memory_analysis()
     size = GPT_SIZES.num_params

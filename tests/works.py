@@ -18,7 +18,7 @@ from zoo import MODELS
 KINDS: dict[str, dict[str, str]] = {
     "transformers, Linen": {
         "linen_decoder": "decoder with Flax's own attention and dropout",
-        "linen_encoder": "encoder with a padding mask, accuracy beside the loss",
+        "linen_encoder": "encoder with a padding mask, accuracy reported with the loss",
         "linen_scan": "layers under `nn.scan`",
         "linen_remat": "layers under `nn.remat`",
         "linen_tied": "tied embedding",
