@@ -154,11 +154,11 @@ def _label(row: str, plans: list[str]) -> str:
 
 def _legend(plans: list[str]) -> str:
     return (
-        f"{len(MODELS)} models under {len(plans)} plans on 8 virtual devices. First number: pairs of a model and a plan "
-        "trained by `make test-all`. Second: pairs in every `make test`, which covers each model and each plan word at "
-        "least once over all tables (this one, and those of pipelines, sequences, fused attention and disks). "
-        f"{len(REFUSED)} more plans must be refused, because 16 rows can't be shared that way. The last three rows have "
-        "plans of their own, which suit a model's lengths and layers. What is checked:"
+        f"{len(MODELS)} models under {len(plans)} plans on 8 virtual devices. First number: pairs of a model and a "
+        "plan trained by `make test-all`. Second: pairs in every `make test`, which covers each model and each plan "
+        "word at least once over all tables (this one, and those of pipelines, sequences, fused attention and disks). "
+        f"{len(REFUSED)} more plans must be refused, because 16 rows can't be shared that way. The last three rows "
+        "have plans of their own, which suit a model's lengths and layers. What is checked:"
     )
 
 
