@@ -155,7 +155,7 @@ def test_every_option_of_a_command_has_a_row(capsys: pytest.CaptureFixture[str])
     for command, rows in explained.items():
         with pytest.raises(SystemExit):
             main([*command.split(), "--help"])
-        offered = set(re.findall(r"^\S (--(?!no-)[a-z][\w-]*)", capsys.readouterr().out, re.M))
+        offered = set(re.findall(r"^..(--(?!no-)[a-z][\w-]*)", capsys.readouterr().out, re.M))
         assert offered == rows, f"cjax {command}"
 
 
