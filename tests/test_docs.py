@@ -129,7 +129,7 @@ def test_every_console_line_is_of_a_known_program() -> None:
 
 def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = {target for words in lines_that_run("make") for target in words[1:]}
+    named = {word for words in lines_that_run("make") for word in words[1:] if "=" not in word}
     named |= {name for page in PAGES for name in re.findall(r"`make ([\w-]+)`", page.read_text())}
     assert named and named <= targets
 
@@ -157,6 +157,15 @@ def test_every_option_of_a_command_has_a_row(capsys: pytest.CaptureFixture[str])
             main([*command.split(), "--help"])
         offered = set(re.findall(r"^..(--(?!no-)[a-z][\w-]*)", capsys.readouterr().out, re.M))
         assert offered == rows, f"cjax {command}"
+
+
+def test_the_changelog_names_every_command_and_jax() -> None:
+    said = (ROOT / "CHANGELOG.md").read_text()
+    (commands,) = re.findall(r"^- \*\*Command line\*\*: (.*)$", said, re.M)
+    assert set(re.findall(r"`(?:cjax )?([\w-]+)`", commands)) == COMMANDS.keys()
+    (versions,) = re.findall(r"^- \*\*Runs on\*\* JAX (.*?), with", said, re.M)
+    least, above = re.findall(r'"jax>=0\.(\d+),<0\.(\d+)"', (ROOT / "pyproject.toml").read_text())[0]
+    assert re.findall(r"0\.(\d+)", versions) == [str(minor) for minor in range(int(least), int(above))]
 
 
 def test_extras_are_those_of_the_project() -> None:
@@ -293,6 +302,12 @@ def labels(text: str) -> list[str]:
     return [line.split()[0] for line in head.splitlines() if line[0] != " "] + [table.split()[0] for table in tables]
 
 
+def test_design_names_every_folder_of_experiments() -> None:
+    folders = {path.name for path in (ROOT / "experiments").iterdir() if path.is_dir()} - {"__pycache__"}
+    (said,) = re.findall(r"^`experiments/` .*$", DESIGN.read_text(), re.M)
+    assert folders <= set(re.findall(r"`(\w+)`", said))
+
+
 def rooms_on_disk() -> set[str]:
     folders = {path.parent.name for path in HOUSE.glob("*/__init__.py")}
     return folders | {path.stem for path in HOUSE.glob("*.py")} - {"__init__"}
@@ -308,6 +323,20 @@ def test_modules_that_pages_name_exist() -> None:
     for page in PAGES:
         for name in re.findall(r"`((?:cjax|tests|docs)/[\w/.-]+)`", page.read_text()):
             assert (ROOT / name).exists(), f"{page.name} names {name}, which is not there"
+
+
+def test_recipes_name_what_is_there() -> None:
+    """Of CONTRIBUTING.md: names of code, in files that the same step names."""
+    recipes = (ROOT / "CONTRIBUTING.md").read_text().partition("## How to add")[2].partition("\n## ")[0]
+    found = 0
+    for step in recipes.splitlines():
+        named = re.findall(r"`([^`]+)`", step)
+        paths = [ROOT / name for name in named if re.fullmatch(r"(?:cjax|tests|docs)/[\w/.-]+", name)]
+        code = "\n".join(path.read_text() for path in paths if path.suffix == ".py")
+        names = [name for name in named if re.fullmatch(r"[A-Za-z_]\w*", name)] if code else []
+        found += len(names)
+        assert [name for name in names if not re.search(rf"\b{name}\b", code)] == [], step
+    assert found > 30
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
