@@ -138,7 +138,7 @@ def misfits(code: str) -> list[str]:
     """
     tree = ast.parse(code)
     names: dict[str, Any] = {}
-    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), "imports", "exec"), names)
     # What a name holds that is assigned the result of a call: its class stands for it.
     for node in tree.body:
