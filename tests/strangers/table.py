@@ -37,13 +37,20 @@ def summary(results: Results) -> str:
     return f"{len(results)} pairs: " + ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
 
 
+def when(results: Results) -> str:
+    """The days on which pairs were run, and the JAX under which."""
+    days = sorted({line["date"] for line in results.values()})
+    jaxes = sorted({line["version"].partition(" jax ")[2] for line in results.values()})
+    return f"{' to '.join(dict.fromkeys((days[0], days[-1])))} under JAX {' and '.join(jaxes)}"
+
+
 def write(results: Results) -> None:
     PAGE.write_text(page(results))
 
 
 def page(results: Results) -> str:
     reasons = _reasons(results)
-    said = f"This one is of {summary(results)}."
+    said = f"This one is of {when(results)}, and has {summary(results)}."
     lines = [HEAD.format(number=len(PLANS), devices=NUM_DEVICES, said=said)]
     lines += [f"{number}. `{plan}`\n" for number, plan in enumerate(PLANS, 1)]
     numbers = " | ".join(str(number) for number, _ in enumerate(PLANS, 1))
