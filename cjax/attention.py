@@ -42,11 +42,12 @@ def attention(
       value: [batch..., key length, key heads, value_dim].
       bias: added to the logits; broadcasts to [batch..., heads, query length, key length].
       mask: where False (or 0), a key is not seen; broadcasts likewise.
-      causal: whether query i sees keys up to i only. Flax calls it `is_causal`.
+      causal, is_causal: whether query i sees keys up to i only; the second is Flax's name for it.
       window: how many keys to the left and to the right of its own position a query sees; one number for both.
       segment_ids: [batch..., length], or a pair for queries and keys: who has another number is not seen.
       scale: of the logits; 1 / sqrt(head_dim) by default.
       dropout_rate: share of the weights that are dropped, unless `deterministic`.
+      deterministic: drops nothing, whatever the rate.
       dropout_rng: key for dropout.
       broadcast_dropout: whether all examples and heads drop the same weights.
       dtype: to compute in; that of the operands by default.

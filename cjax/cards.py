@@ -32,6 +32,10 @@ class Chip:
       shared_memory, shared_memory_optin: bytes of a core, and of it what one block may ask for.
       compute_capability: in XLA's own text format.
       nvlinks: links to other cards.
+
+    >>> chip = CARDS["h100"].chip
+    >>> chip.cores, chip.nvlinks
+    (132, 18)
     """
 
     cores: int
@@ -65,6 +69,9 @@ class Card:
       cards_per_host, adapters_per_host: as vendors build their hosts.
       chip: what XLA is told of it; None for a card that is for planning alone.
       pcie_bandwidth: bytes/s from the memory of its host to one card, and as much back at once: PCIe 4.0 x16.
+
+    >>> CARDS["h100"].cards_per_host, f"{CARDS['h100'].bf16_flops / 1e12:.0f} TFLOP/s"
+    (8, '989 TFLOP/s')
     """
 
     name: str
@@ -343,6 +350,9 @@ CARDS: dict[str, Card] = {
 
 def card_of_kind(kind: str) -> Card | None:
     """The card whose `device_kind` is `kind`, or None for a card (or a processor) not listed here.
+
+    Args:
+      kind: as `jax.Device.device_kind` says it.
 
     >>> card_of_kind("NVIDIA H200").name
     'h200'

@@ -61,6 +61,14 @@ def parallelize(
       disk_folder: where plans with `disk=` keep what they move there, of all processes; made if it is missing, the one
         above must be there. No plan can name it: a plan is no property of a machine. Other plans leave it alone.
 
+    Returns:
+      the program. It is compiled when it is first used; if only that can tell whether a plan of "auto" fits, at once.
+
+    Raises:
+      TypeError: a model, loss, optimizer or `wrt` that is none, with what to write.
+      ValueError: a plan that the devices or the model can't have, with one that they can; a loss that is no scalar, or
+        that can't be shown to be right under the plan; `loss_scale` under another precision than float16.
+
     >>> import flax.linen as nn, jax, numpy as np
     >>> batch = {"x": np.ones((8, 3), "float32"), "y": np.zeros((8, 1), "float32")}
     >>> loss = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()

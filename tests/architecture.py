@@ -208,13 +208,13 @@ def rooms_are_those_of_the_design(tree: Tree) -> list[str]:
     ]
 
 
-def folders_are_those_of_the_design(tree: Tree) -> list[str]:
+def folders_of_rooms_have_a_floor(tree: Tree) -> list[str]:
     there = {(room_of(path), folder_of(path)) for path in house(tree)}
     unknown = {(room, folder) for room, folder in there if folder and (room, folder) not in SUBFLOOR_OF}
     deeper = [path for path in house(tree) if len(path.split("/")) > 4]
     return [
-        *(f"{room}/{folder}: a folder that docs/design.md does not have" for room, folder in sorted(unknown)),
-        *(f"{room}/{folder}: a folder of the design that is not there" for room, folder in set(SUBFLOOR_OF) - there),
+        *(f"{room}/{folder}: a folder without a floor in tests/architecture.py" for room, folder in sorted(unknown)),
+        *(f"{room}/{folder}: a floor of a folder that is not there" for room, folder in set(SUBFLOOR_OF) - there),
         *(f"{path}: a folder in a folder of a room, whose imports no rule knows" for path in deeper),
     ]
 

@@ -26,17 +26,28 @@ from cjax.plan.text import FOREIGN_NAMES, FOREIGN_WORDS, WORDS
 ROOT = Path(__file__).parent.parent
 COMMAND = "python tests/pages.py"
 
-# Rooms whose names users call, and how each is headed.
-ROOMS = {
-    "cjax.train": "Training loop",
-    "cjax.cluster": "Many jobs on one cluster",
-    "cjax.checkpoint": "Checkpoints",
-    "cjax.optim": "Optimizers and their parts",
-    "cjax.optim.schedules": "Schedules",
-    "cjax.data": "Data",
-    "cjax.models": "Models",
-    "cjax.cards": "Cards",
-    "cjax.pipeline": "Schedules of pipelines",
+# Rooms whose names users call, by how they are headed: all names of a room, or those that are named here.
+ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "Reports": {
+        "cjax.report": (),
+        "cjax.program": ("Check",),
+        "cjax.audit.facts": ("Audit",),
+        "cjax.planner.profile": ("Profile",),
+    },
+    "Training loop": {"cjax.train": (), "cjax.train.pace": ("best_interval",)},
+    "Many jobs on one cluster": {
+        "cjax.cluster": (),
+        "cjax.scheduler.policy.goodput": ("allocate",),
+        "cjax.scheduler.policy.baselines": ("Tiresias", "fifo", "optimus"),
+        "cjax.scheduler.policy.job": ("Job", "Speed", "SpeedTable"),
+    },
+    "Checkpoints": {"cjax.checkpoint": ()},
+    "Optimizers and their parts": {"cjax.optim": ()},
+    "Schedules": {"cjax.optim.schedules": ()},
+    "Data": {"cjax.data": ()},
+    "Models": {"cjax.models": ()},
+    "Cards": {"cjax.cards": ()},
+    "Schedules of pipelines": {"cjax.pipeline": ()},
 }
 # Of `cjax` itself, in the order in which they are met. The rest of what `dir(cjax)` shows are rooms.
 FRONT = (
@@ -109,13 +120,20 @@ def commands() -> str:
     named |= {f"cluster {verb}": command for verb, command in VERBS.items()}
     for name, command in named.items():
         said = docstring_parser.parse(command.__doc__ or "")
-        meant = {item.arg_name: " ".join((item.description or "").split()) for item in said.params}
         parts.append(f"## cjax {name}\n\n{_escaped(said.description or '')}\n")
-        fields = [field for field in dataclasses.fields(command) if field.name in meant]
-        if fields:
-            lines = [(_typed(field), _escaped(meant[field.name]), _default(field)) for field in fields]
+        fields = {field.name: field for field in dataclasses.fields(command)}
+        lines = [
+            (_typed(fields[each]), _escaped(text), _default(fields[each])) for each, text in meant(command).items()
+        ]
+        if lines:
             parts.append(rows(("argument", "means", "default"), *lines))
     return "\n".join(parts)
+
+
+def meant(command: type[Any]) -> dict[str, str]:
+    """What a command's docstring says of each argument, then those of the classes that it inherits arguments from."""
+    documented = (docstring_parser.parse(each.__doc__ or "") for each in command.__mro__ if each is not object)
+    return {item.arg_name: " ".join((item.description or "").split()) for said in documented for item in said.params}
 
 
 def _typed(field: dataclasses.Field[Any]) -> str:
@@ -172,15 +190,16 @@ def absent_cards() -> str:
 def reference() -> str:
     """The public names: of `cjax`, then of its rooms."""
     parts = ["## cjax\n", *(f"::: {place_of('cjax', name)}\n" for name in FRONT)]
-    for room, title in ROOMS.items():
-        names = public_names(room)
-        parts += [f"## {title}: {room}\n", *(f"::: {place_of(room, name)}\n" for name in names)]
+    for title, rooms in ROOMS.items():
+        parts.append(f"## {title}: {next(iter(rooms))}\n")
+        for room, names in rooms.items():
+            parts += [f"::: {place_of(room, name)}\n" for name in names or public_names(room)]
     return "\n".join(parts)
 
 
 def place_of(room: str, name: str) -> str:
     """Where the parser finds a room's name: in its own file, if a file or room of that name would be found first."""
-    value = getattr(sys.modules[room], name)
+    value = getattr(importlib.import_module(room), name)
     return f"{value.__module__}.{name}" if f"{room}.{name}" in sys.modules else f"{room}.{name}"
 
 

@@ -3,12 +3,15 @@
 Python blocks run in one namespace. A `console` block of one line that begins with `cjax` runs as a process of its own
 if a `text` block is right behind it. Such a `text` block is what is printed, or the error that is raised; `...` stands
 for anything. A block below `<!-- needs aot -->` compiles for GPUs that are not here: it runs with `--with aot` alone.
-Where it says `<!-- needs aot, numbers of JAX 0.10 -->`, another JAX may print numbers that are a little different.
+Where it says `<!-- needs aot, numbers of JAX 0.10 -->`, another JAX may print numbers that are a little different. One
+below `<!-- needs hosts -->` is never run: `misfits` holds its calls against the functions that they name.
 """
 
 import argparse
+import ast
 import contextlib
 import doctest
+import inspect
 import io
 import os
 import re
@@ -16,6 +19,7 @@ import shlex
 import subprocess
 import sys
 import traceback
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ FENCE = re.compile(
 )
 ERROR = re.compile(r"(\w*(?:Error|OutOfMemory)): ")
 EXTRAS = ("aot",)
+NEVER = "hosts"
 NUMBER = r"(<?\d[\d,]*(?:\.\d+)?)"
 TOKEN = re.compile(rf"{NUMBER}|(\.\.\.|[^\s\d<.]+|[<.])|(\s+)")
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -123,6 +128,53 @@ def is_as_wanted(wanted: str, given: str, exact: bool = True) -> bool:
         numbers += [number] if number else []
     match = re.fullmatch(pattern, given.strip(), re.S)
     return match is not None and all(map(_is_near, numbers, match.groups()))
+
+
+def misfits(code: str) -> list[str]:
+    """What is wrong in a script by its imports, the signatures of what it calls, and the fields of what these return.
+
+    >>> misfits("import cjax\\nprogram = cjax.parallelize(1, 2, 3, pln=4)\\nprogram.stepp()")
+    ["cjax.parallelize(1, 2, 3, pln=4): missing a required argument: 'batch'", 'program.stepp: there is no stepp']
+    """
+    tree = ast.parse(code)
+    names: dict[str, Any] = {}
+    imports: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), "imports", "exec"), names)
+    # What a name holds that is assigned the result of a call: its class stands for it.
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and isinstance(node.targets[0], ast.Name):
+            with contextlib.suppress(AttributeError, KeyError):
+                names[node.targets[0].id] = typing.get_type_hints(_named(node.value.func, names))["return"]
+    return [problem for node in ast.walk(tree) if (problem := _misfit(node, names))]
+
+
+def _misfit(node: ast.AST, names: dict[str, Any]) -> str:
+    try:
+        if isinstance(node, ast.Attribute):
+            _named(node, names)
+        elif isinstance(node, ast.Call):
+            with contextlib.suppress(AttributeError):  # which the attribute below it tells
+                given = {keyword.arg: None for keyword in node.keywords if keyword.arg}
+                inspect.signature(_named(node.func, names)).bind(*node.args, **given)
+    except (AttributeError, TypeError) as error:
+        return f"{ast.unparse(node)}: {error}"
+    except KeyError:
+        pass  # a name that the script takes from elsewhere, such as its model
+    return ""
+
+
+def _named(node: ast.expr, names: dict[str, Any]) -> Any:
+    """What an expression such as `cjax.train.fit` names; a field that a class declares alone is its name."""
+    if isinstance(node, ast.Name):
+        return names[node.id]
+    if not isinstance(node, ast.Attribute):
+        raise KeyError(ast.unparse(node))
+    owner = _named(node.value, names)
+    if node.attr in getattr(owner, "__annotations__", {}):
+        return node.attr
+    if not hasattr(owner, node.attr):
+        raise AttributeError(f"there is no {node.attr}")
+    return getattr(owner, node.attr)
 
 
 def _is_near(wanted: str, given: str) -> bool:

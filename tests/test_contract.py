@@ -297,7 +297,7 @@ def placements() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "plan"), [*births(), *placements()] if ALL else births())
-def test_each_device_is_born_with_its_part(name: str, plan: str) -> None:
+def test_each_device_is_born_with_its_shards(name: str, plan: str) -> None:
     """The author's own numbers, each where it is kept."""
     program = program_of(name, plan, wide=False, optimizer=optax.adamw(1e-3))
     state = program.init(0)
@@ -310,8 +310,8 @@ def test_each_device_is_born_with_its_part(name: str, plan: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "plan"), placements())
-def test_each_device_holds_its_part(name: str, plan: str) -> None:
-    """16 bytes a parameter in all (gradients, 4, are test_gradients_are_held_in_parts)."""
+def test_each_device_holds_its_shards(name: str, plan: str) -> None:
+    """16 bytes a parameter in all; gradients, 4 of them, have a test of their own."""
     program = program_of(name, plan, wide=False, optimizer=optax.adamw(1e-3))
     assert_held(name, plan, begun(program, name, wide=False), width=4, moments=2)
 
@@ -373,7 +373,7 @@ KEPT = [  # bytes a parameter
 
 @pytest.mark.parametrize(("plan", "whole"), KEPT if ALL else KEPT[2::2] + KEPT[5:6])
 def test_init_makes_no_more_than_it_keeps(plan: str, whole: float) -> None:
-    """Compiled init: its results are what a device keeps, and beside them is room for random bits alone."""
+    """Compiled init: its results are what a device keeps, and besides them it needs room for random bits only."""
     program = cjax.parallelize(lambda rngs: GPT(GPT_SIZES, rngs=rngs), gpt_loss, optax.adamw(1e-3), GPT_BATCH, plan)
     memory = make_init(program._composed).lower(jax.random.key(0)).compile().memory_analysis()
     size = GPT_SIZES.num_params

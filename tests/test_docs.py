@@ -1,11 +1,16 @@
 """What README.md and docs/ say is true: snippets run, commands exist, links resolve, generated parts are fresh."""
 
 import ast
+import importlib
+import inspect
+import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,8 @@ from forked import Forks
 import cjax
 import cjax.report as report
 from cjax.cli import main
+from cjax.cli.cluster import VERBS
+from cjax.cli.commands import COMMANDS
 from cjax.plan import Plan
 from cjax.plan.text import NAMES as PLAN_NAMES
 from cjax.plan.text import WORDS as PLAN_WORDS
@@ -91,32 +98,43 @@ def test_text_is_expected_only_right_behind_its_snippet() -> None:
 
 def test_needs_are_extras() -> None:
     needed = {block.needs for page in PAGES for block in snippets.fenced(page.read_text())} - {None}
-    assert needed == set(snippets.EXTRAS)
+    assert needed == {*snippets.EXTRAS, snippets.NEVER}
+
+
+@pytest.mark.parametrize("page", pages_with(snippets.NEVER))
+def test_scripts_that_are_not_run_call_what_is_there(page: Path) -> None:
+    for block in snippets.fenced(page.read_text()):
+        if block.needs == snippets.NEVER:
+            assert "cjax." in block.body and snippets.misfits(block.body) == []
 
 
 # -- commands ---------------------------------------------------------------------------------------------------------
-def all_console_lines() -> list[list[str]]:
-    blocks = [block for page in PAGES for block in snippets.fenced(page.read_text()) if block.language == "console"]
-    return [line.split() for block in blocks for line in block.body.splitlines()]
+def lines_of(language: str) -> list[list[str]]:
+    """The words of each line of all blocks in it."""
+    blocks = [block for page in PAGES for block in snippets.fenced(page.read_text()) if block.language == language]
+    return [words for block in blocks for line in block.body.splitlines() if (words := shlex.split(line))]
 
 
-def console_lines(program: str) -> list[list[str]]:
-    return [words for words in all_console_lines() if words[0] == program]
+def lines_that_run(program: str) -> list[list[str]]:
+    """Of `console` blocks, and of shell scripts without the variables before the program and what follows a `&`."""
+    scripts = [list(itertools.dropwhile(lambda word: "=" in word, words)) for words in lines_of("bash")]
+    scripts = [list(itertools.takewhile(lambda word: word != "&", words)) for words in scripts]
+    return [words for words in [*lines_of("console"), *scripts] if words and words[0] == program]
 
 
 def test_every_console_line_is_of_a_known_program() -> None:
-    assert {words[0] for words in all_console_lines()} == {"make", "cjax", "pip"}
+    assert {words[0] for words in lines_of("console")} == {"make", "cjax", "pip"}
 
 
 def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = {target for words in console_lines("make") for target in words[1:]}
+    named = {word for words in lines_that_run("make") for word in words[1:] if "=" not in word}
     named |= {name for page in PAGES for name in re.findall(r"`make ([\w-]+)`", page.read_text())}
     assert named and named <= targets
 
 
 def test_cjax_commands_and_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (words for words in console_lines("cjax") if words[1] != "--help"):
+    for words in (words for words in lines_that_run("cjax") if words[1] != "--help"):
         command = words[1:3] if words[1] == "cluster" else words[1:2]
         with pytest.raises(SystemExit) as ended:
             main([*command, "--help"])
@@ -126,10 +144,33 @@ def test_cjax_commands_and_options_exist(capsys: pytest.CaptureFixture[str]) -> 
             assert re.search(rf"(?<![\w-]){option}(?![\w-])", shown), f"cjax {words[1]} has no {option}"
 
 
+def test_every_option_of_a_command_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of docs/command-line.md; `--no-...` alone is what turns a switch off."""
+    sections = re.split(r"^## cjax ", (DOCS / "command-line.md").read_text(), flags=re.M)[1:]
+    explained = {
+        section.partition("\n")[0]: set(re.findall(r"^\| `(--[\w-]+)`", section, re.M)) for section in sections
+    }
+    assert explained.keys() == {*COMMANDS, *(f"cluster {verb}" for verb in VERBS)} - {"cluster"}
+    for command, rows in explained.items():
+        with pytest.raises(SystemExit):
+            main([*command.split(), "--help"])
+        offered = set(re.findall(r"^..(--(?!no-)[a-z][\w-]*)", capsys.readouterr().out, re.M))
+        assert offered == rows, f"cjax {command}"
+
+
+def test_the_changelog_names_every_command_and_jax() -> None:
+    said = (ROOT / "CHANGELOG.md").read_text()
+    (commands,) = re.findall(r"^- \*\*Command line\*\*: (.*)$", said, re.M)
+    assert set(re.findall(r"`(?:cjax )?([\w-]+)`", commands)) == COMMANDS.keys()
+    (versions,) = re.findall(r"^- \*\*Runs on\*\* JAX (.*?), with", said, re.M)
+    least, above = re.findall(r'"jax>=0\.(\d+),<0\.(\d+)"', (ROOT / "pyproject.toml").read_text())[0]
+    assert re.findall(r"0\.(\d+)", versions) == [str(minor) for minor in range(int(least), int(above))]
+
+
 def test_extras_are_those_of_the_project() -> None:
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     assert set(re.findall(r"^\| `(\w+)` \|", (DOCS / "installing.md").read_text(), re.M)) == extras
-    for words in console_lines("pip"):
+    for words in lines_that_run("pip"):
         assert set(re.findall(r"\[([\w,]+)\]", words[-1])[0].split(",")) <= extras
 
 
@@ -230,10 +271,40 @@ def test_every_public_name_is_in_the_reference() -> None:
             assert places & listed, f"cjax.{name} is not in docs/api.md: add it to FRONT of tests/pages.py"
 
 
+def test_names_that_pages_import_are_in_the_reference() -> None:
+    api = (DOCS / "api.md").read_text()
+    blocks = [block for page in PAGES for block in snippets.fenced(page.read_text()) if block.language == "python"]
+    taken = [node for block in blocks for node in ast.walk(ast.parse(block.body)) if isinstance(node, ast.ImportFrom)]
+    names = {f"{node.module}.{name.name}" for node in taken if "cjax" in str(node.module) for name in node.names}
+    assert len(names) > 20
+    for name in names:
+        room, _, last = name.rpartition(".")
+        value = getattr(importlib.import_module(room), last)
+        place = f"{getattr(value, '__module__', room)}.{last}"
+        here = any(f"::: {each}" in api for each in (f"{name}\n", f"{place}\n", f"{name}."))
+        assert here, f"{name} is not in docs/api.md: add it to ROOMS of tests/pages.py"
+
+
+def test_what_a_program_gives_back_is_in_the_reference() -> None:
+    api = (DOCS / "api.md").read_text()
+    given = {typing.get_type_hints(value)["return"] for name, value in vars(cjax.Program).items()
+             if inspect.isfunction(value) and not name.startswith("_")}  # fmt: skip
+    classes = {each for each in given if getattr(each, "__module__", "").startswith("cjax.")}
+    assert report.Report in classes and report.Comparison in classes
+    for each in classes:
+        assert re.search(rf"^::: cjax\..*\b{each.__name__}$", api, re.M), f"docs/api.md has no {each.__name__}"
+
+
 def labels(text: str) -> list[str]:
     """First words of a report's lines, of its tables the heads alone."""
     head, *tables = text.strip().split("\n\n")
     return [line.split()[0] for line in head.splitlines() if line[0] != " "] + [table.split()[0] for table in tables]
+
+
+def test_design_names_every_folder_of_experiments() -> None:
+    folders = {path.name for path in (ROOT / "experiments").iterdir() if path.is_dir()} - {"__pycache__"}
+    (said,) = re.findall(r"^`experiments/` .*$", DESIGN.read_text(), re.M)
+    assert folders <= set(re.findall(r"`(\w+)`", said))
 
 
 def rooms_on_disk() -> set[str]:
@@ -251,6 +322,20 @@ def test_modules_that_pages_name_exist() -> None:
     for page in PAGES:
         for name in re.findall(r"`((?:cjax|tests|docs)/[\w/.-]+)`", page.read_text()):
             assert (ROOT / name).exists(), f"{page.name} names {name}, which is not there"
+
+
+def test_recipes_name_what_is_there() -> None:
+    """Of CONTRIBUTING.md: names of code, in files that the same step names."""
+    recipes = (ROOT / "CONTRIBUTING.md").read_text().partition("## How to add")[2].partition("\n## ")[0]
+    found = 0
+    for step in recipes.splitlines():
+        named = re.findall(r"`([^`]+)`", step)
+        paths = [ROOT / name for name in named if re.fullmatch(r"(?:cjax|tests|docs)/[\w/.-]+", name)]
+        code = "\n".join(path.read_text() for path in paths if path.suffix == ".py")
+        names = [name for name in named if re.fullmatch(r"[A-Za-z_]\w*", name)] if code else []
+        found += len(names)
+        assert [name for name in names if not re.search(rf"\b{name}\b", code)] == [], step
+    assert found > 30
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
@@ -276,3 +361,11 @@ def test_links_resolve(page: Path) -> None:
 def test_pages_name_no_place_of_one_machine(page: Path) -> None:
     found = ELSEWHERE.search(page.read_text())
     assert not found, f"{page.name} names {found[0]}" if found else ""
+
+
+@pytest.mark.parametrize("folder", ["cjax", "docs", "experiments", "tests"])
+def test_code_and_kept_results_name_no_place_of_one_machine(folder: str) -> None:
+    """Addresses may stand there: loopback's, and versions that look like one."""
+    files = [path for path in (ROOT / folder).rglob("*.*") if path.is_file() and "__pycache__" not in path.parts]
+    named = {path: found[0] for path in files if (found := re.search(PLACES.encode(), path.read_bytes()))}
+    assert len(files) > 50 and named == {}

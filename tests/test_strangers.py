@@ -46,6 +46,7 @@ def test_plans_are_of_these_devices_and_rows(plan: str) -> None:
 
 def test_a_page_says_what_was_run() -> None:
     name, (first, second, third) = ROWS[0].name, PLANS[:3]
+    ran = {"version": "0123 jax 0.12.0", "date": "2026-11-24"}
     lines = {
         (name, first): {"outcome": "equal", "why": ""},
         (name, second): {
@@ -55,7 +56,8 @@ def test_a_page_says_what_was_run() -> None:
         (name, third): {"outcome": "HANG", "why": "in step"},
         (name, PLANS[4]): {"outcome": "refused", "why": "tensor=2d:4 | 7 rows cannot be.\nTake 8"},
     }
-    text = table.page(lines)
+    text = table.page({pair: {**ran, **line} for pair, line in lines.items()})
     (row,) = (line for line in text.splitlines() if line.startswith(f"| {name} "))
     assert cells(row)[3:7] == ["=", "no (1)", "HANG", ""] and cells(row)[7] == "no (1)"
-    assert text.endswith("1. tensor=2d:N \\| N rows cannot be\n") and "4 pairs: 1 HANG, 1 equal, 2 refused" in text
+    assert text.endswith("1. tensor=2d:N \\| N rows cannot be\n")
+    assert "This one is of 2026-11-24 under JAX 0.12.0, and has 4 pairs: 1 HANG, 1 equal, 2 refused." in text

@@ -10,8 +10,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
+from collections.abc import Iterable
 from email.parser import HeaderParser
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -91,6 +94,47 @@ def test_it_says_what_it_is(wheel: Path) -> None:
     assert said["License-Expression"] == "Apache-2.0" and license_text == (ROOT / "LICENSE").read_text()
     assert "Typing :: Typed" in said.get_all("Classifier", [])
     assert {"data", "cli", "weights", "gpu", "aot", "docs", "test"} <= set(said.get_all("Provides-Extra", []))
+
+
+IMPORT = re.compile(r"^( *)(?:import|from) (\w+)[\w.]*(?: as \w+| import .*)?(?:  #.*)?$", re.M)
+# What is imported and installed under another name.
+INSTALLED_AS = {"PIL": "pillow", "orbax": "orbax-checkpoint", "pynvml": "nvidia-ml-py", "mlflow": "mlflow-skinny"}
+# What no extra brings: an error says what to install, and for what.
+ASKED_FOR = {"sklearn"}
+
+
+def names_of(requirements: Iterable[str]) -> set[str]:
+    """Packages by name, of what an installation always takes."""
+    always = [each for each in requirements if "extra ==" not in each]
+    return {re.split(r"[^\w.-]", each, maxsplit=1)[0].lower().replace("_", "-") for each in always}
+
+
+def imported() -> dict[str, set[str]]:
+    """What each package beside Python's own is imported by; `at the top` of a file, or where it is needed alone."""
+    found: dict[str, set[str]] = {}
+    for path in HOUSE.rglob("*.py"):
+        for indent, name in IMPORT.findall(path.read_text()):
+            if name not in sys.stdlib_module_names and name != "cjax":
+                place = "in cjax/cli" if path.parent.name == "cli" else "within" if indent else "at the top"
+                found.setdefault(name, set()).add(place)
+    return found
+
+
+def test_what_is_imported_is_asked_for() -> None:
+    """At the top of a file what every installation has; within also what users' extras bring; in cjax/cli its own."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    base = names_of(project["dependencies"])
+    base |= {name for each in base for name in names_of(metadata.requires(each) or [])}
+    extras = project["optional-dependencies"]
+    users = names_of(each for extra, needs in extras.items() if extra not in ("docs", "test") for each in needs)
+    brought = {"at the top": base, "in cjax/cli": base | names_of(extras["cli"]), "within": base | users}
+    found = imported()
+    assert {"jax", "numpy", "tyro", "ray"} <= found.keys()
+    missing = {
+        (name, place) for name, places in found.items() for place in places
+        if name not in ASKED_FOR and INSTALLED_AS.get(name, name).lower().replace("_", "-") not in brought[place]
+    }  # fmt: skip
+    assert missing == set(), "name it among the dependencies or in an extra, and import it where it is needed"
 
 
 def test_the_changelog_knows_this_version() -> None:

@@ -18,7 +18,7 @@ from zoo import MODELS
 KINDS: dict[str, dict[str, str]] = {
     "transformers, Linen": {
         "linen_decoder": "decoder with Flax's own attention and dropout",
-        "linen_encoder": "encoder with a padding mask, accuracy beside the loss",
+        "linen_encoder": "encoder with a padding mask, accuracy reported with the loss",
         "linen_scan": "layers under `nn.scan`",
         "linen_remat": "layers under `nn.remat`",
         "linen_tied": "tied embedding",
@@ -141,9 +141,9 @@ def _count(every: int, good: int, _: int) -> str:
 def _optimizers() -> str:
     ours, optax = (", ".join(name for name in table if "," not in name) for table in (OURS, OPTAX))
     return (
-        f"{len(OPTIMIZERS)} optimizers under {len(test_optimizers.PLANS)} plans: given the same gradients, parameters "
-        "and every leaf of the state as on one device; whole steps as the model's author would take them; state in "
-        f"parts wherever its parameter's is. cjax's own: {ours}, with variants. optax's: {optax}, and others."
+        f"{len(OPTIMIZERS)} optimizers under {len(test_optimizers.PLANS)} plans. Given the same gradients, parameters "
+        "and every leaf of the state are as on one device; whole steps are as the model's author would take them; and "
+        f"state is split wherever its parameter is. cjax's own: {ours}, with variants. optax's: {optax}, and others."
     )
 
 
@@ -154,13 +154,11 @@ def _label(row: str, plans: list[str]) -> str:
 
 def _legend(plans: list[str]) -> str:
     return (
-        f"{len(MODELS)} models under {len(plans)} plans on 8 virtual devices. The first number of a cell counts the "
-        "pairs of a model and a plan that `make test-all` trains, the second those of every `make test`, which takes "
-        "each model at least once, in this table or in those of pipelines, sequences, fused attention and disks, and "
-        "each word of a plan. "
-        f"{len(REFUSED)} more plans must be refused, as 16 rows can't be shared that way. The last two rows have "
-        "tables of their own: plans that suit a model's "
-        "lengths and layers. What is checked:"
+        f"{len(MODELS)} models under {len(plans)} plans on 8 virtual devices. First number: pairs of a model and a "
+        "plan trained by `make test-all`. Second: pairs in every `make test`, which covers each model and each plan "
+        "word at least once over all tables (this one, and those of pipelines, sequences, fused attention and disks). "
+        f"{len(REFUSED)} more plans must be refused, because 16 rows can't be shared that way. The last three rows "
+        "have plans of their own, which suit a model's lengths and layers. What is checked:"
     )
 
 

@@ -26,6 +26,9 @@ class Checkpointer:
         folder: where they go; made when the first is written.
         keep: how many stay, the one that was written last among them, whatever its step; None keeps all.
 
+    Raises:
+        ValueError: `keep` is neither None nor a whole number of at least 1.
+
     >>> import tempfile, numpy as np
     >>> with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, keep=2) as checkpoints:
     ...     checkpoints.save(10, {"params": {"w": np.ones(3)}}, {"plan": "tensor=4"})
@@ -57,6 +60,7 @@ class Checkpointer:
 
         Raises:
             OSError: this or the previous one could not be written: a full disk, say. Earlier ones are whole.
+            ValueError: a step below 0 or no whole number; and what `cjax.checkpoint.save` refuses.
         """
         if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
             raise ValueError(f"a checkpoint is named by its step, a whole number of at least 0, not {step!r}")

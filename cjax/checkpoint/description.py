@@ -15,7 +15,16 @@ UNFINISHED, REPLACED, REMOVED = ".unfinished", ".replaced", ".removed"  # see `r
 
 @dataclasses.dataclass(frozen=True)
 class ArrayInfo:
-    """One stored array: its logical shape, its dtype by name (`key<fry>` for random keys) and its size in bytes."""
+    """One stored array.
+
+    Attributes:
+        shape: the logical one, whatever the plan it was written under.
+        dtype: its name; `key<fry>` for random keys.
+        num_bytes: its size, before compression.
+
+    >>> print(ArrayInfo((2, 3), "float32", 24))
+    float32[2, 3]
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -36,6 +45,10 @@ class Summary:
         arrays: what is stored, by path name.
         meta: what was given to `save`, with versions and the number of devices at the time.
         files: size in bytes and CRC-32 of every file below it.
+
+    >>> kept = {"params/w": ArrayInfo((3, 4), "float32", 48), "step": ArrayInfo((), "int32", 4)}
+    >>> Summary(Path("runs/mine"), step=10, plan="tensor=4", arrays=kept, meta={}, files={}).num_bytes
+    52
     """
 
     path: Path
@@ -47,6 +60,7 @@ class Summary:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all arrays, before compression."""
         return sum(info.num_bytes for info in self.arrays.values())
 
     def __str__(self) -> str:
@@ -199,9 +213,14 @@ def checkpoint_steps(folder: Path) -> list[int]:
 def inspect(path: str | Path) -> Summary:
     """What a checkpoint holds; of the folder of a run, its latest. Needs no devices and no model.
 
+    Args:
+        path: the folder of a checkpoint, of several, or of a run.
+
     Raises:
         FileNotFoundError: no checkpoint there, with those that are nearby.
         ValueError: its description is damaged.
+
+    `cjax.checkpoint.save` has an example.
     """
     path = Path(path).absolute()
     for folder in (path, path / "checkpoints"):

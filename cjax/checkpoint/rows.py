@@ -32,6 +32,10 @@ class LeafPiece:
         name: the leaf's.
         layer: which of its layers they are, where the author holds all in one leaf; None: they are all of it.
         array: the values; of an array of several processes each writes its own part.
+
+    >>> piece = LeafPiece("blocks/kernel", 1, jnp.zeros((4, 4)))  # the second of all layers in one leaf [layers, 4, 4]
+    >>> piece.array.shape
+    (4, 4)
     """
 
     name: str

@@ -51,6 +51,19 @@ def save(path: str | Path, tree: PyTree, meta: Mapping[str, Any], rows: Rows | N
     Raises:
         FileExistsError: `path` holds something else.
         OSError: it could not be written; what was there before still is.
+        ValueError: `meta` is no dict, or its step no whole number; a tree without arrays, with names that come twice,
+            or with what is no array of numbers.
+
+    >>> import tempfile
+    >>> from cjax.checkpoint import inspect
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/first", {"params": {"w": np.ones(3)}}, {"step": 10, "plan": "tensor=4"})
+    ...     found = inspect(f"{folder}/first")
+    ...     tree, meta = restore(f"{folder}/first", {"params": {"w": np.zeros(3)}})
+    >>> found.step, {name: str(info) for name, info in found.arrays.items()}
+    (10, {'params/w': 'float64[3]'})
+    >>> tree["params"]["w"].tolist(), meta["plan"]
+    ([1.0, 1.0, 1.0], 'tensor=4')
     """
     if not isinstance(meta, Mapping) or not str(meta.get("step", 0)).isdecimal():
         raise ValueError(f"`meta` is {meta!r:.80}; it is a dict, whose step, if it has one, is a whole number")
@@ -135,6 +148,8 @@ def restore(
     Raises:
         FileNotFoundError: no checkpoint there, with those that are nearby.
         ValueError: it is of another model (every name, shape and dtype that differs), or damaged (every file).
+
+    `cjax.checkpoint.save` has an example.
     """
     summary = read_description(located(Path(path).absolute()))
     leaves, treedef = jax.tree.flatten(abstract)

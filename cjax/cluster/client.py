@@ -59,6 +59,8 @@ def submit(
         ValueError: a range that holds no legal plan; a name that is taken; options that do not go together.
         FileNotFoundError: there is no such script.
         RuntimeError: the script can't be imported, or the cluster is gone.
+
+    `cjax.cluster.start` has an example.
     """
     folder = ClusterFolder.of(cluster)
     nodes = folder.alive()["nodes"]
@@ -205,10 +207,15 @@ def _read(asked: dict[str, Any]) -> dict[str, Any]:
 
 # -- jobs that are there ----------------------------------------------------------------------------------------------
 def status(cluster: str | Path | None = None) -> dict[str, Any]:
-    """What all jobs do: `nodes`, and `jobs` with name, status, devices, plan, rate and predicted end.
+    """What all jobs did a second ago: `nodes`, and `jobs` with name, status, devices, plan, rate and predicted end.
+
+    Args:
+        cluster: its folder; that of CJAX_CLUSTER, or the user's own, if not given.
 
     Raises:
         RuntimeError: the cluster is gone.
+
+    `cjax.cluster.start` has an example.
     """
     folder = ClusterFolder.of(cluster)
     folder.alive()
@@ -223,11 +230,18 @@ def status(cluster: str | Path | None = None) -> dict[str, Any]:
 
 
 def resize(name: str, devices: str | int | tuple[int, int], cluster: str | Path | None = None) -> None:
-    """Gives a job another range of devices; "4" is just so many.
+    """Gives a job another range of devices; back when the cluster has read it.
+
+    Args:
+        name: the job's.
+        devices: the least and the most that it may have, "1:8"; "4" is just so many.
+        cluster: its folder; that of CJAX_CLUSTER, or the user's own, if not given.
 
     Raises:
         ValueError: no such job, or it has no plan in that range.
         RuntimeError: the job has ended, or the cluster is gone.
+
+    `cjax.cluster.start` has an example.
     """
     folder = ClusterFolder.of(cluster)
     folder.alive()
@@ -245,12 +259,19 @@ def resize(name: str, devices: str | int | tuple[int, int], cluster: str | Path 
 
 
 def stop(name: str | None = None, cluster: str | Path | None = None) -> None:
-    """Ends a job, which saves first; or all of the cluster, whose jobs go on when it is started again. Back when it has
-    ended.
+    """Ends a job, or a whole cluster; back when it has ended.
+
+    A job saves first. Those of a cluster that is stopped go on when it is started again.
+
+    Args:
+        name: the job's; None stops the cluster.
+        cluster: its folder; that of CJAX_CLUSTER, or the user's own, if not given.
 
     Raises:
         ValueError: no such job.
-        RuntimeError: the job has ended, or the cluster is gone.
+        RuntimeError: the job has ended already, or does not end; or the cluster is gone.
+
+    `cjax.cluster.start` has an example.
     """
     folder = ClusterFolder.of(cluster)
     settings = folder.alive()
@@ -268,8 +289,15 @@ def stop(name: str | None = None, cluster: str | Path | None = None) -> None:
 def logs(name: str, rank: int = 0, cluster: str | Path | None = None) -> str:
     """What was said about a job's workers, and what one of them printed since it was started last.
 
+    Args:
+        name: the job's.
+        rank: of the worker, from 0.
+        cluster: its folder; that of CJAX_CLUSTER, or the user's own, if not given.
+
     Raises:
         ValueError: no such job.
+
+    `cjax.cluster.start` has an example.
     """
     place = ClusterFolder.of(cluster).known(name)
     said = place.said.read_text(errors="replace") if place.said.exists() else ""

@@ -31,7 +31,7 @@ def start(
     address: str | None = None,
     cluster: str | Path | None = None,
 ) -> ClusterFolder:
-    """Starts a cluster; back when it takes jobs. Those that it had before go on.
+    r"""Starts a cluster; back when it takes jobs. Those that it had before go on.
 
     What is not given is as it was when this cluster was started last; in brackets, what it is the first time.
 
@@ -48,6 +48,21 @@ def start(
     Raises:
         ValueError: settings that can't be.
         RuntimeError: it runs already, or does not come up.
+
+    >>> import tempfile
+    >>> from cjax.cluster import logs, resize, status, stop, submit
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     place, script, speeds = Path(folder) / "cluster", Path(folder) / "train.py", Path(folder) / "speeds.csv"
+    ...     _ = script.write_text("import time; time.sleep(60)")
+    ...     _ = speeds.write_text("devices,samples_per_second\n1,10\n2,18")
+    ...     _ = start({"here": 2}, cluster=place)
+    ...     name = submit(str(script), steps=10, devices="1:2", speeds=speeds, cluster=place)
+    ...     resize(name, 1, cluster=place)
+    ...     stop(name, cluster=place)
+    ...     found, printed = status(place), logs(name, cluster=place)
+    ...     stop(cluster=place)
+    >>> [job["name"] for job in found["jobs"]]
+    ['train']
     """
     folder = ClusterFolder.of(cluster)
     given = {"nodes": None if nodes is None else dict(nodes), "executor": executor, "card": card, "address": address}

@@ -17,6 +17,12 @@ _NUM_CHECKED = 1024
 class Rows:
     """Samples that lie in arrays: sample i is row i of each.
 
+    Args:
+        arrays: by name, each [samples, ...].
+
+    Raises:
+        ValueError: arrays of different lengths, or none.
+
     >>> len(Rows({"x": np.zeros([5, 2]), "labels": np.arange(5)})), Rows({"labels": np.arange(5)})[3]
     (5, {'labels': np.int64(3)})
     """
@@ -55,6 +61,10 @@ class Dataset:
 
     Raises:
         ValueError: fewer samples than a batch.
+
+    >>> data = Dataset(Rows({"x": np.arange(6)}), held_out=Rows({"x": np.arange(3)}), batch_size=2)
+    >>> next(data.batches())["x"].shape, [batch["x"].tolist() for batch in data.validation()]
+    ((2,), [[0, 1], [2]])
     """
 
     train: Source

@@ -19,8 +19,10 @@ class Source(Protocol):
 
 
 class Mixture:
-    """Samples of several sources in fixed shares: which source has which place in the stream depends on its number
-    alone, so that a resumed run, on however many processes, reads the same ones.
+    """Samples of several sources in fixed shares.
+
+    Which source has which place in the stream depends on the place's number alone, so that a resumed run, on however
+    many processes, reads the same samples.
 
     Each source is shuffled in a way of its own, and begins anew when it ends, whatever the others do. A source that
     is a mixture keeps its own shares inside its part. What is read in order, for validation, is the sources one behind
@@ -33,6 +35,7 @@ class Mixture:
 
     Raises:
         ValueError: no source, an empty one, or weights that are none.
+        IndexError: of a number that no sample has.
 
     >>> mixed = Mixture([[{"x": np.array(i)} for i in range(6)], [{"x": np.array(100)}]], weights=[3, 1])
     >>> from cjax.data import batches

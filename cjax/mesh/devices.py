@@ -34,6 +34,7 @@ def simulate(num_devices: int) -> list[Device]:
       num_devices: how many.
 
     Raises:
+      TypeError, ValueError: no number of devices, one below 1, or more than any machine can have.
       RuntimeError: when arrays already live on the present devices: replacing the devices would destroy them.
 
     >>> len(simulate(8))

@@ -36,6 +36,11 @@ class BERTConfig:
 
     Raises:
         ValueError: sizes that can't be built, with the nearest that can.
+
+    >>> BERTConfig(num_layers=2, num_heads=2, embed_dim=8, context=16, vocab_size=100).mlp_width
+    32
+
+    Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding", 2018.
     """
 
     num_layers: int = 12
@@ -65,6 +70,7 @@ class BERTConfig:
 
     @property
     def mlp_width(self) -> int:
+        """Width inside the MLP, whether it is given or not."""
         return self.mlp_dim or 4 * self.embed_dim
 
     @property
@@ -201,7 +207,11 @@ class BERT(nnx.Module):
         return x
 
     def pool(self, tokens: jax.Array, present: jax.Array | None = None, types: jax.Array | None = None) -> jax.Array:
-        """One vector for each text, [batch, embed], as `config.pooling` says; of length 1 it is an embedding."""
+        """One vector for each text, [batch, embed], as `config.pooling` says; of length 1 it is an embedding.
+
+        Raises:
+            ValueError: a BERT whose `config.pooling` is "none".
+        """
         x = self.hidden(tokens, present, types)
         if self.config.pooling == "first":
             return jnp.tanh(self.pooler(x[:, 0]))
@@ -225,6 +235,9 @@ def masked_loss(model: BERT, batch: Mapping[str, jax.Array], *, chunk: int | Non
             `present` and `types`, as the model takes them.
         chunk: how many positions of a row are classified at a time, all if None; see `cross_entropy`.
 
+    Raises:
+        ValueError: a BERT with another head, or targets of another shape.
+
     >>> model = BERT(bert("bert-mini"), rngs=nnx.Rngs(0))
     >>> batch = {"inputs": jnp.zeros([2, 9], jnp.int32), "targets": jnp.full([2, 9], -100).at[1, 3].set(7)}
     >>> bool(5 < masked_loss(model, batch) < 6)
@@ -242,6 +255,9 @@ def classes_loss(model: BERT, batch: Mapping[str, jax.Array]) -> tuple[jax.Array
     Args:
         model: a BERT with the head "classes".
         batch: `inputs` int[batch, sequence] and `labels` int[batch]. Optional are `present` and `types`.
+
+    Raises:
+        ValueError: a BERT with another head, or labels of another shape.
 
     >>> config = bert("bert-mini", head="classes", pooling="mean")
     >>> value, aux = classes_loss(

@@ -23,6 +23,9 @@ def cross_entropy(
         classify: maps hidden [batch, positions, embed] to logits [batch, positions, classes].
         chunk: at most this many positions of a row at a time; None keeps all logits, and saves classifying them again.
 
+    Raises:
+        ValueError: labels of another shape than [batch, sequence], or a chunk below 1.
+
     >>> table = jnp.eye(4, 7)
     >>> loss = cross_entropy(jnp.zeros([2, 5, 4]), jnp.ones([2, 5], int), lambda hidden: hidden @ table, chunk=2)
     >>> bool(jnp.isclose(loss, jnp.log(7)))

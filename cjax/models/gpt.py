@@ -29,6 +29,11 @@ class GPTConfig:
 
     Raises:
         ValueError: sizes that can't be built, with the nearest that can.
+
+    >>> GPTConfig(num_layers=2, num_heads=2, embed_dim=8, context=16, vocab_size=100).num_params
+    2688
+
+    Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     """
 
     num_layers: int = 12
@@ -47,10 +52,12 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
+        """Width of a head."""
         return self.embed_dim // self.num_heads
 
     @property
     def mlp_width(self) -> int:
+        """Width inside the MLP, whether it is given or not."""
         return self.mlp_dim or 4 * self.embed_dim
 
     @property

@@ -40,6 +40,11 @@ class LlamaConfig:
 
     Raises:
         ValueError: sizes that can't be built, with the nearest that can.
+
+    >>> LlamaConfig(num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=16, mlp_dim=32).width  # of a head
+    4
+
+    Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023.
     """
 
     num_layers: int = 32

@@ -40,6 +40,11 @@ class T5Config:
 
     Raises:
         ValueError: sizes that can't be built, with the nearest that can.
+
+    >>> T5Config(num_layers=2, num_heads=2, head_dim=4, embed_dim=8, mlp_dim=16, vocab_size=100).decoder_layers
+    2
+
+    Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2019.
     """
 
     num_layers: int = 12

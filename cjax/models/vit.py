@@ -35,6 +35,11 @@ class ViTConfig:
 
     Raises:
         ValueError: sizes that can't be built, with the nearest that can.
+
+    >>> ViTConfig(num_layers=2, num_heads=2, embed_dim=8, image_size=32, patch_size=8).num_patches
+    16
+
+    Dosovitskiy et al., "An Image is Worth 16x16 Words: Transformers for Image Recognition at Scale", 2020.
     """
 
     num_layers: int = 12
@@ -57,10 +62,12 @@ class ViTConfig:
 
     @property
     def num_patches(self) -> int:
+        """Patches of an image, the positions of the model but one: the class has a position of its own."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def mlp_width(self) -> int:
+        """Width inside the MLP, whether it is given or not."""
         return self.mlp_dim or 4 * self.embed_dim
 
     @property

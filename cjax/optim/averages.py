@@ -11,7 +11,16 @@ from cjax.optim.trust import need_params
 
 
 class ParamsEmaState(NamedTuple):
-    """count: int32[], updates so far; average: the parameters' tree, float32 at least."""
+    """What `params_ema` keeps between steps; `find_ema` takes the average out of a whole optimizer's state.
+
+    Attributes:
+      count: int32[], updates so far.
+      average: the parameters' tree, float32 at least.
+
+    >>> state = params_ema(0.9).init({"w": jnp.zeros(2, jnp.bfloat16)})
+    >>> int(state.count), state.average["w"].dtype
+    (0, dtype('float32'))
+    """
 
     count: jax.typing.ArrayLike  # pyright: ignore[reportIncompatibleMethodOverride]  # as optax names its own
     average: PyTree

@@ -8,8 +8,17 @@ import jax.numpy as jnp
 
 
 class LossScaleState(NamedTuple):
-    """scale: float32[]; good_steps: int32[] since it last changed; overflows: int32[] since it last grew;
-    num_skipped: int32[] steps of the whole run that changed nothing, whatever the precision."""
+    """What `LossScale` knows of the steps so far; part of every state, whatever its precision.
+
+    Attributes:
+      scale: float32[], the factor on the next loss.
+      good_steps: int32[], finite steps in a row since the factor last changed.
+      overflows: int32[], steps that were not finite since the factor last grew.
+      num_skipped: int32[], steps of the whole run that changed nothing, whatever the precision.
+
+    >>> int(LossScale().init().num_skipped)
+    0
+    """
 
     scale: jax.Array
     good_steps: jax.Array
@@ -67,6 +76,7 @@ class LossScale:
             raise ValueError(f"LossScale: backoff is {self.backoff}; it must be above 0 and at most 1, such as 0.5")
 
     def init(self) -> LossScaleState:
+        """The state before the first step: the factor is `initial`, and nothing is counted yet."""
         zero = jnp.zeros((), jnp.int32)
         return LossScaleState(jnp.float32(self.initial), zero, zero, zero)
 
@@ -86,5 +96,13 @@ class LossScale:
 
 
 def count_skipped(state: LossScaleState, finite: jax.Array) -> LossScaleState:
-    """The state after a step of a precision that needs no factor."""
+    """The state after a step of a precision that needs no factor: it counts what was skipped, and nothing else.
+
+    Args:
+      state: before the step.
+      finite: bool[], whether loss and gradients were.
+
+    >>> int(count_skipped(LossScale().init(), jnp.array(False)).num_skipped)
+    1
+    """
     return state._replace(num_skipped=state.num_skipped + (1 - finite.astype(jnp.int32)))

@@ -30,6 +30,9 @@ def weights_only(params: PyTree) -> PyTree:
 
     The default of `lamb` and `lars`, for decay and for the trust ratio, as both papers' own code has it.
 
+    Args:
+      params: a tree of arrays, or of anything that `jnp.ndim` takes.
+
     >>> import numpy as np
     >>> weights_only({"dense": {"kernel": np.ones((3, 4)), "bias": np.ones(4)}})
     {'dense': {'bias': False, 'kernel': True}}

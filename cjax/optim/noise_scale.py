@@ -9,8 +9,16 @@ DECAY = 0.99  # of both averages: single steps are far too noisy, the signal mor
 
 
 class NoiseState(NamedTuple):
-    """Averages over the steps so far, of which `count` (int32[]) were measured: `noise`, the trace of the covariance of
-    one example's gradient, and `signal`, the squared norm of the true gradient; float32[], not debiased."""
+    """Averages over the steps so far, from which `noise_scale` is read; not debiased.
+
+    Attributes:
+      count: int32[], steps that were measured.
+      noise: float32[], the trace of the covariance of one example's gradient.
+      signal: float32[], the squared norm of the true gradient.
+
+    >>> init_noise()._fields
+    ('count', 'noise', 'signal')
+    """
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]  # as optax names its own
     noise: jax.Array
@@ -18,6 +26,11 @@ class NoiseState(NamedTuple):
 
 
 def init_noise() -> NoiseState:
+    """Averages before the first step.
+
+    >>> int(init_noise().count)
+    0
+    """
     return NoiseState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
 
@@ -52,7 +65,17 @@ def measure_noise(
 
 
 def noise_scale(state: NoiseState) -> jax.Array:
-    """tr(S) / |G|^2 in examples: below it larger batches train in proportionally fewer steps, above it they are wasted.
-    Infinite where noise drowns the signal, NaN before the first step."""
+    """tr(S) / |G|^2 in examples: below it larger batches train in fewer steps in proportion, above it they are wasted.
+
+    Infinite where noise drowns the signal, NaN before the first step.
+
+    Args:
+      state: from `init_noise` and `measure_noise`.
+
+    McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv:1812.06162.
+
+    >>> float(noise_scale(NoiseState(jnp.int32(9), noise=jnp.float32(16.0), signal=jnp.float32(0.5))))
+    32.0
+    """
     ratio = state.noise / jnp.where(state.signal > 0, state.signal, 1)
     return jnp.where(state.count == 0, jnp.nan, jnp.where(state.signal > 0, ratio, jnp.inf))

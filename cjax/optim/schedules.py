@@ -29,6 +29,15 @@ def scale_rate(rate: float, batch: int, base_batch: int, rule: Literal["linear",
     "linear" keeps the mean of what an epoch adds: SGD, by Goyal et al., "Accurate, Large Minibatch SGD", 2017. "sqrt"
     keeps its variance: Krizhevsky, "One Weird Trick", 2014, and LAMB, by You et al., "BERT in 76 Minutes", 2020.
 
+    Args:
+        rate: at the base batch, above 0.
+        batch: examples of the batch that is trained with.
+        base_batch: examples of the batch that `rate` was found for.
+        rule: "linear" or "sqrt".
+
+    Raises:
+        ValueError: a number that is not above 0, or another rule.
+
     >>> scale_rate(0.1, batch=8192, base_batch=256), scale_rate(0.625e-3, batch=32768, base_batch=512, rule="sqrt")
     (3.2, 0.005)
     """
@@ -45,9 +54,14 @@ def warmup_polynomial(
     The curve has no jump; BERT's own code counts the decay from step 0, and drops by W / T where the warm-up ends.
 
     Args:
+        learning_rate: the highest rate, above 0.
+        total_steps: T, at least 1.
         warmup: W, or below 1 the share W / T; LAMB's is 1/320 at batch 512 and doubles with it, to 1/5 at 32768.
         power: 2 for LARS (You et al., "Large Batch Training of Convolutional Networks", 2017), 1 for LAMB (2020).
         end_lr: the rate from T on.
+
+    Raises:
+        ValueError: a number out of its bounds, or a warm-up of 1 or more that is not whole.
 
     >>> print(np.array_str(warmup_polynomial(0.005, total_steps=8, warmup=1 / 4)(np.arange(9)), precision=4))
     [0.0025 0.005  0.005  0.0042 0.0033 0.0025 0.0017 0.0008 0.    ]
@@ -63,6 +77,14 @@ def cosine_annealing_lr(learning_rate: float, total_steps: int, eta_min: float =
 
     Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017, without the restarts.
 
+    Args:
+        learning_rate: the highest rate, above 0.
+        total_steps: T, at least 1.
+        eta_min: the rate at the end, from 0 to `learning_rate`.
+
+    Raises:
+        ValueError: a number out of its bounds, with what to write.
+
     >>> print(np.array_str(cosine_annealing_lr(0.1, total_steps=4)(np.arange(5)), precision=3))
     [0.1   0.085 0.05  0.015 0.   ]
     """
@@ -74,6 +96,15 @@ def cosine_annealing_warmup_lr(
 ) -> optax.Schedule:
     """Warm-up, then half a cosine to `eta_min` over the T - W steps that are left.
 
+    Args:
+        learning_rate: the highest rate, above 0.
+        total_steps: T, at least 1.
+        warmup_steps: W, updates of the warm-up, fewer than T; 0 leaves it out.
+        eta_min: the rate at the end, from 0 to `learning_rate`.
+
+    Raises:
+        ValueError: a number out of its bounds, with what to write.
+
     >>> print(np.array_str(cosine_annealing_warmup_lr(0.1, total_steps=6, warmup_steps=2)(np.arange(7)), precision=3))
     [0.05  0.1   0.1   0.085 0.05  0.015 0.   ]
     """
@@ -82,6 +113,14 @@ def cosine_annealing_warmup_lr(
 
 def flat_annealing_lr(learning_rate: float, total_steps: int, pct_start: float = 0.72) -> optax.Schedule:
     """The rate itself for `pct_start` of all steps (a share, 0 to 1), then half a cosine to 0.
+
+    Args:
+        learning_rate: the highest rate, above 0.
+        total_steps: T, at least 1.
+        pct_start: the share of the steps that stay at the rate, 0 to 1.
+
+    Raises:
+        ValueError: a number out of its bounds, with what to write.
 
     >>> print(np.array_str(flat_annealing_lr(0.1, total_steps=6, pct_start=0.4)(np.arange(7)), precision=3))
     [0.1   0.1   0.1   0.085 0.05  0.015 0.   ]
@@ -93,6 +132,16 @@ def flat_annealing_warmup_lr(
     learning_rate: float, total_steps: int, warmup_steps: int = 0, pct_start: float = 0.72, eta_min: float = 0.0
 ) -> optax.Schedule:
     """Warm-up, the rate itself for `pct_start` of the steps left (a share, 0 to 1), then half a cosine to `eta_min`.
+
+    Args:
+        learning_rate: the highest rate, above 0.
+        total_steps: T, at least 1.
+        warmup_steps: W, updates of the warm-up, fewer than T; 0 leaves it out.
+        pct_start: the share of the steps behind the warm-up that stay at the rate, 0 to 1.
+        eta_min: the rate at the end, from 0 to `learning_rate`.
+
+    Raises:
+        ValueError: a number out of its bounds, with what to write.
 
     >>> rate = flat_annealing_warmup_lr(0.1, total_steps=8, warmup_steps=2, pct_start=0.4)
     >>> print(np.array_str(rate(np.arange(9)), precision=3))
@@ -111,6 +160,14 @@ def flat_annealing_warmup_lr(
 def linear_warmup_lr(learning_rate: float, total_steps: int, warmup_steps: int = 0) -> optax.Schedule:
     """(t + 1) / (W + 1) of the rate for t < W, then (T - t) / (T - W) of it: the one warm-up divided by W + 1.
 
+    Args:
+        learning_rate: the highest rate, above 0.
+        total_steps: T, at least 1.
+        warmup_steps: W, updates of the warm-up, fewer than T; 0 leaves it out.
+
+    Raises:
+        ValueError: a number out of its bounds, with what to write.
+
     >>> print(np.array_str(linear_warmup_lr(0.1, total_steps=8, warmup_steps=3)(np.arange(9)), precision=3))
     [0.025 0.05  0.075 0.1   0.08  0.06  0.04  0.02  0.   ]
     """
@@ -125,6 +182,15 @@ def multi_step_lr(
 ) -> optax.Schedule:
     """The rate, times `gamma` from each of `milestones` on (steps, at least one of them). T changes nothing.
 
+    Args:
+        learning_rate: the highest rate, above 0.
+        total_steps: T, at least 1; it changes nothing else.
+        milestones: updates at which the rate drops, at least one; one that comes twice drops twice.
+        gamma: the factor, above 0.
+
+    Raises:
+        ValueError: a number out of its bounds, with what to write.
+
     >>> print(np.array_str(multi_step_lr(0.1, total_steps=7, milestones=[2, 5])(np.arange(7)), precision=3))
     [0.1   0.1   0.01  0.01  0.01  0.001 0.001]
     """
@@ -135,6 +201,16 @@ def multi_step_warmup_lr(
     learning_rate: float, total_steps: int, warmup_steps: int = 0, milestones: Sequence[int] = (), gamma: float = 0.1
 ) -> optax.Schedule:
     """Warm-up, then `multi_step_lr`; milestones count from step 0, and those below W are left out.
+
+    Args:
+        learning_rate: the highest rate, above 0.
+        total_steps: T, at least 1, more than W.
+        warmup_steps: W, updates of the warm-up, fewer than T; 0 leaves it out.
+        milestones: as in `multi_step_lr`.
+        gamma: the factor, above 0.
+
+    Raises:
+        ValueError: a number out of its bounds, with what to write.
 
     >>> rate = multi_step_warmup_lr(0.1, total_steps=7, warmup_steps=2, milestones=[3, 5])
     >>> print(np.array_str(rate(np.arange(7)), precision=3))
@@ -158,9 +234,14 @@ def one_cycle_lr(
     """From learning_rate / div_factor up to learning_rate at t = pct_start T - 1, then far below the start at T - 1.
 
     Args:
+        learning_rate: the highest rate, above 0.
+        total_steps: T, at least 1.
         pct_start: the share of the steps that go up, 0 to 1.
         anneal_strategy: "cos" or "linear", the shape of both ways.
-        div_factor, final_div_factor: peak over start, and start over end.
+        div_factor, final_div_factor: peak over start, and start over end; both above 0.
+
+    Raises:
+        ValueError: a number out of its bounds, or another strategy.
 
     Smith and Topin, "Super-Convergence", 2018. Colossal-AI cycles the momentum as well; here it is the optimizer's.
 
@@ -186,6 +267,15 @@ def one_cycle_lr(
 def polynomial_lr(learning_rate: float, total_steps: int, end_lr: float = 0.0001, power: float = 1.0) -> optax.Schedule:
     """A power of what is left: end_lr + (learning_rate - end_lr) (1 - t / T)^power.
 
+    Args:
+        learning_rate: the highest rate, above 0.
+        total_steps: T, at least 1.
+        end_lr: the rate from T on, from 0 to `learning_rate`.
+        power: above 0; 1 is a line.
+
+    Raises:
+        ValueError: a number out of its bounds, with what to write.
+
     >>> print(np.array_str(polynomial_lr(0.1, total_steps=5, end_lr=0.0, power=2.0)(np.arange(6)), precision=3))
     [0.1   0.064 0.036 0.016 0.004 0.   ]
     """
@@ -196,6 +286,16 @@ def polynomial_warmup_lr(
     learning_rate: float, total_steps: int, warmup_steps: int = 0, end_lr: float = 0.0001, power: float = 1.0
 ) -> optax.Schedule:
     """Warm-up, then `polynomial_lr` over the T - W steps that are left.
+
+    Args:
+        learning_rate: the highest rate, above 0.
+        total_steps: T, at least 1.
+        warmup_steps: W, updates of the warm-up, fewer than T; 0 leaves it out.
+        end_lr: the rate from T on, from 0 to `learning_rate`.
+        power: above 0; 1 is a line.
+
+    Raises:
+        ValueError: a number out of its bounds, with what to write.
 
     >>> print(np.array_str(polynomial_warmup_lr(0.1, 6, warmup_steps=2, end_lr=0.02)(np.arange(7)), precision=3))
     [0.05 0.1  0.1  0.08 0.06 0.04 0.02]
@@ -208,6 +308,14 @@ def polynomial_warmup_lr(
 
 def lambda_lr(learning_rate: float, total_steps: int, lr_lambda: Callable[[int], float]) -> optax.Schedule:
     """learning_rate x lr_lambda(t); `lr_lambda` is any Python, asked once for each of 0 .. T, and T's value stays.
+
+    Args:
+        learning_rate: what `lr_lambda` is multiplied with, above 0.
+        total_steps: T, at least 1: the last step that `lr_lambda` is asked for.
+        lr_lambda: takes the number of updates made so far, an int, and gives the factor.
+
+    Raises:
+        ValueError: a rate that is not finite or below 0, with the step.
 
     >>> print(lambda_lr(0.1, total_steps=5, lr_lambda=lambda step: 1.0 if step < 2 else 0.5)(np.arange(5)))
     [0.1  0.1  0.05 0.05 0.05]
@@ -223,6 +331,14 @@ def lambda_lr(learning_rate: float, total_steps: int, lr_lambda: Callable[[int],
 def multiplicative_lr(learning_rate: float, total_steps: int, lr_lambda: Callable[[int], float]) -> optax.Schedule:
     """learning_rate x lr_lambda(1) x .. x lr_lambda(t), with `lr_lambda` as in `lambda_lr`.
 
+    Args:
+        learning_rate: the rate at t = 0, above 0.
+        total_steps: T, at least 1: the last step that `lr_lambda` is asked for.
+        lr_lambda: takes the number of updates made so far, an int from 1 on, and gives the factor.
+
+    Raises:
+        ValueError: a rate that is not finite or below 0, with the step.
+
     >>> print(multiplicative_lr(0.1, total_steps=4, lr_lambda=lambda step: 0.5 if step % 2 else 1.0)(np.arange(5)))
     [0.1   0.05  0.05  0.025 0.025]
     """
@@ -233,6 +349,15 @@ def multiplicative_lr(learning_rate: float, total_steps: int, lr_lambda: Callabl
 
 def step_lr(learning_rate: float, total_steps: int, step_size: int = 1, gamma: float = 0.1) -> optax.Schedule:
     """learning_rate gamma^floor(t / step_size): times `gamma` every `step_size` steps. T changes nothing.
+
+    Args:
+        learning_rate: the rate at t = 0, above 0.
+        total_steps: T, at least 1; it changes nothing else.
+        step_size: updates from one drop to the next, at least 1.
+        gamma: the factor, above 0.
+
+    Raises:
+        ValueError: a number out of its bounds, with what to write.
 
     >>> print(np.array_str(step_lr(0.1, total_steps=7, step_size=3)(np.arange(7)), precision=3))
     [0.1   0.1   0.1   0.01  0.01  0.01  0.001]
@@ -246,6 +371,14 @@ def step_lr(learning_rate: float, total_steps: int, step_size: int = 1, gamma: f
 
 def exponential_lr(learning_rate: float, total_steps: int, gamma: float = 1.0) -> optax.Schedule:
     """learning_rate gamma^t; `gamma` above 1 grows, as in a search for the highest rate. T changes nothing.
+
+    Args:
+        learning_rate: the rate at t = 0, above 0.
+        total_steps: T, at least 1; it changes nothing else.
+        gamma: the factor, above 0.
+
+    Raises:
+        ValueError: a number out of its bounds, with what to write.
 
     >>> print(np.array_str(exponential_lr(0.1, total_steps=4, gamma=0.5)(np.arange(4)), precision=3))
     [0.1   0.05  0.025 0.013]
@@ -265,8 +398,12 @@ _SCHEDULES = {function.__name__: function for function in _FUNCTIONS}
 def schedule(name: str, /, **arguments: Any) -> optax.Schedule:
     """The schedule that a configuration names: `cosine_annealing_lr`, or as Colossal-AI does, `CosineAnnealingLR`.
 
-    The arguments are that function's. Raises ValueError for a name or an argument that does not exist, with the nearest
-    that does.
+    Args:
+        name: of a function of this module, or the class that Colossal-AI has for it.
+        arguments: that function's.
+
+    Raises:
+        ValueError: a name or an argument that does not exist, with the nearest that does; or what the function refuses.
 
     >>> print(np.array_str(schedule("CosineAnnealingLR", learning_rate=0.1, total_steps=4)(np.arange(5)), precision=3))
     [0.1   0.085 0.05  0.015 0.   ]

@@ -25,6 +25,10 @@ def gantt(of: Schedule | Simulation, width: int = 120) -> str:
     works on; letters tell chunks apart. Of a simulation: a line for each stage and a bar as long as each op takes, with
     `>` for F, `<` for B, `=` for W and `.` for waiting.
 
+    Args:
+      of: a schedule, or what `simulate` made of one.
+      width: columns of the terminal.
+
     >>> from cjax.pipeline.schedule import one_f_one_b
     >>> print(gantt(one_f_one_b(2, 3)))
     1f1b: 2 stages, 3 micro-batches, 5 ticks, up to 3 activations a stage

@@ -72,8 +72,13 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
 
     Stage r holds `num_chunks * p + p - 1 - 2 * r` chunk activations, 1 / num_chunks of a stage each.
 
+    Args:
+      num_stages: p, at least 1.
+      num_microbatches: m, a multiple of p.
+      num_chunks: chunks of layers that a stage holds, at least 1.
+
     Raises:
-      ValueError: micro-batches go round the ring in groups of p, so m must be a multiple of p.
+      ValueError: counts below 1; m no multiple of p, since micro-batches go round the ring in groups of p.
 
     >>> interleaved(4, 8, 2).held()
     (11, 9, 7, 5)
@@ -128,6 +133,13 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
     5/8 of its memory: every stage holds up to 5p / 2 chunk activations, half a stage each. Asynchronous stages do
     better with a V; those that go through ticks in lockstep wait while the first and the last micro-batch cross it.
 
+    Args:
+      num_stages: p, at least 1.
+      num_microbatches: m, at least 1.
+
+    Raises:
+      ValueError: counts below 1.
+
     >>> zero_bubble_v(4, 16).route
     (0, 1, 2, 3, 3, 2, 1, 0)
     """
@@ -147,6 +159,9 @@ def split_backward(schedule: Schedule) -> Schedule:
 
     Worth it where transfers take long beside a tick, so most for the interleaved schedule's short ones.
 
+    Args:
+      schedule: any table; one that has W already comes back as it is.
+
     >>> split_backward(gpipe(1, 1)).order(0)[1:]
     [Op(kind='B', microbatch=0, chunk=0), Op(kind='W', microbatch=0, chunk=0)]
     """
@@ -157,7 +172,21 @@ def split_backward(schedule: Schedule) -> Schedule:
 
 
 def build(kind: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """The schedule that a plan names: `pipeline=interleaved:4/2 microbatches=8` is build("interleaved", 4, 8, 2)."""
+    """The schedule that a plan names: `pipeline=interleaved:4/2 microbatches=8` is build("interleaved", 4, 8, 2).
+
+    Args:
+      kind: "gpipe", "1f1b", "interleaved" or "zero_bubble"; the last one with 2 chunks is `zero_bubble_v`.
+      num_stages: devices, or groups of them, that the layers are cut over.
+      num_microbatches: pieces of a batch.
+      num_chunks: chunks of layers that a stage holds: any number for gpipe and interleaved, 1 for 1f1b, 1 or 2 for
+        zero_bubble.
+
+    Raises:
+      ValueError: another kind, or counts that it does not take.
+
+    >>> build("zero_bubble", 4, 8, num_chunks=2).name
+    'zero_bubble_v'
+    """
     match kind, num_chunks:
         case "gpipe", _:
             return gpipe(num_stages, num_microbatches, num_chunks)

@@ -18,6 +18,13 @@ class Times:
       backward: B, the gradient of the input alone.
       weight: W. A schedule that does not split the backward spends backward + weight on its B.
       transfer: from a stage to its neighbour.
+
+    Raises:
+      ValueError: a time that is no number, or is below 0.
+
+    >>> times = Times(forward=(1.0, 2.0), backward=1.5)
+    >>> times.of("F", stage=1), times.of("B", stage=1)
+    (2.0, 1.5)
     """
 
     forward: float | tuple[float, ...] = 1.0
@@ -49,12 +56,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What `simulate` found.
+    """What `simulate` found: when each op ran, and how much of the time was lost; in the unit of `Times`.
 
     Args:
       schedule: what ran.
       spans: when each op ran, in the table's order.
       makespan: from the first op's start to the last one's end.
+
+    >>> from cjax.pipeline.schedule import gpipe
+    >>> found = simulate(gpipe(2, 3))  # F takes 1 and B 2, the two halves of the backward
+    >>> found.makespan, found.work, found.bubble
+    (12.0, (9.0, 9.0), 0.25)
     """
 
     schedule: Schedule
@@ -103,6 +115,9 @@ def simulate(schedule: Schedule, times: Times = Times(), lockstep: bool = True) 
         sent has arrived. A transfer starts when its op ends, so that later ops of the tick hide it. False is the
         papers' semantics: a stage runs its ops in the table's order, each as soon as its inputs are there; transfers
         delay only those who wait for them.
+
+    Raises:
+      ValueError: times for another number of stages.
 
     >>> from cjax.pipeline.schedule import one_f_one_b
     >>> round(simulate(one_f_one_b(4, 9)).bubble, 6)  # 3 / (9 + 3)

@@ -21,7 +21,16 @@ ORDERS = ("F", "B", "W", "FB", "FW", "BW", "FBW")
 
 
 class Op(NamedTuple):
-    """F, B or W of one micro-batch through a stage's first, second, ... chunk of layers."""
+    """One micro-batch through one chunk of a stage's layers: forward, backward, or the gradient of the weights.
+
+    Attributes:
+      kind: "F", "B" or "W".
+      microbatch: its number, from 0.
+      chunk: which of the stage's chunks of layers, from 0.
+
+    >>> str(Op("F", 3)), str(Op("B", 0, chunk=1))
+    ('F3', 'B0 of chunk 1')
+    """
 
     kind: Kind
     microbatch: int
@@ -82,14 +91,17 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
+        """Stages of the pipeline: p."""
         return max(self.route) + 1
 
     @property
     def num_chunks(self) -> int:
+        """Chunks of layers that each stage holds."""
         return len(self.route) // self.num_stages
 
     @property
     def num_ticks(self) -> int:
+        """Rows of the table: how many ticks one batch takes."""
         return len(self.ticks)
 
     @cached_property
@@ -99,6 +111,7 @@ class Schedule:
 
     @cached_property
     def forward_only(self) -> bool:
+        """Whether the table has F alone, as for evaluation."""
         return all(placed.op.kind == "F" for placed in self.placed())
 
     def placed(self) -> Iterator[Placed]:
@@ -142,7 +155,7 @@ def held_in(ticks: Ticks) -> tuple[int, ...]:
 
 
 def check(schedule: Schedule) -> None:
-    """The laws.
+    """The laws of a table; making a `Schedule` checks them.
 
     1. Every stage has equally many chunks, and blocks that follow each other live on one stage or on neighbours.
     2. A stage runs at most one F, one B and one W in a tick, in that order.
@@ -153,8 +166,14 @@ def check(schedule: Schedule) -> None:
     5. A stage sends at most one message to the right and one to the left in a tick.
     6. No stage holds more chunk activations than `slots`.
 
+    Args:
+      schedule: the table.
+
     Raises:
       ValueError: the first law that is broken, with the op that breaks it.
+
+    >>> from cjax.pipeline import build
+    >>> check(build("1f1b", 2, 4))  # says nothing: the table keeps them
     """
     where = f"schedule {schedule.name}:"
     check_route(where, schedule.route)

@@ -44,7 +44,7 @@ ELSEWHERE = {
     "extra_dp_size": "write the size of a ZeRO group instead, as in zero=3/8",
     "ep_size": "plans have no expert parallelism",
     "microbatch_size": "write num_microbatches, the batch divided by microbatch_size",
-    "gradient_checkpoint_config": 'a plan recomputes every block or none: remat="block"',
+    "gradient_checkpoint_config": 'say what is recomputed: remat="block", or remat="dots"',
 }
 PRECISIONS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 PLUGIN_STAGES = {"gemini": 3, "torch_fsdp": 3, "low_level_zero": 1, "hybrid_parallel": 0, "3d": 0, "torch_ddp": 0}

@@ -21,6 +21,16 @@ class Tensor:
       size: devices in all: any number for 1d, q*q for 2d, depth*q*q for 2.5d, l*l*l for 3d.
       mode: "1d" (Megatron), "2d" (SUMMA), "2.5d" (Tesseract) or "3d".
       depth: layers of 2.5d; 1 in every other mode.
+
+    Raises:
+      ValueError: another mode, or a size that it can't arrange, with the nearest that it can.
+
+    1d: Shoeybi et al., "Megatron-LM", 2019. 2d: Xu et al., "An Efficient 2D Method for Training Super-Large Deep
+    Learning Models", 2021. 2.5d: Wang et al., "Tesseract", 2021. 3d: Bian et al., "Maximizing Parallelism in
+    Distributed Training for Huge Neural Networks", 2021.
+
+    >>> str(Tensor(8, "2.5d", depth=2)), Tensor(4, "2d").axis_sizes()
+    ('2.5d:8/2', {'row': 2, 'col': 2})
     """
 
     size: int = 1
@@ -64,7 +74,23 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Sequence:
-    """How many devices share each sequence. `gather` lives on the tensor axis and takes no size of its own."""
+    """How many devices share each sequence. `gather` lives on the tensor axis and takes no size of its own.
+
+    Args:
+      size: devices.
+      mode: "ring" (keys and values go round), "all_to_all" (positions are exchanged for heads, and back) or "gather"
+        (split between matmuls, whole inside of them).
+
+    Raises:
+      ValueError: another mode, a size below 1, or one for gather.
+
+    Ring: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023. All-to-all: Jacobs
+    et al., "DeepSpeed Ulysses", 2023. Gather: Korthikanti et al., "Reducing Activation Recomputation in Large
+    Transformer Models", 2022.
+
+    >>> str(Sequence(4)), str(Sequence(mode="gather"))
+    ('ring:4', 'gather')
+    """
 
     size: int = 1
     mode: SequenceMode = "ring"
@@ -81,7 +107,19 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How many stages the layers are cut into, in which order they run, and how many chunks of layers a stage holds."""
+    """How many stages the layers are cut into, in which order they run, and how many chunks of layers a stage holds.
+
+    Args:
+      size: stages.
+      schedule: "1f1b", "gpipe", "interleaved" or "zero_bubble"; `cjax.pipeline` has their tables.
+      chunks: 2 or more for interleaved, 1 or 2 for zero_bubble, 1 for the others.
+
+    Raises:
+      ValueError: another schedule, sizes below 1, or chunks that the schedule does not take.
+
+    >>> str(Pipeline(4, "interleaved", chunks=2))
+    'interleaved:4/2'
+    """
 
     size: int = 1
     schedule: Schedule = "1f1b"
@@ -106,7 +144,17 @@ class Pipeline:
 class Zero:
     """What data-parallel devices share instead of repeating: 1 optimizer state, 2 also gradients, 3 also parameters.
 
-    `group` limits the sharing to groups of that many devices; None means all of them.
+    Args:
+      stage: 0 to 3; 0 shares nothing.
+      group: limits the sharing to groups of so many devices, at least 2; None means all of them.
+
+    Raises:
+      ValueError: another stage, or a group that is too small or has nothing to share.
+
+    Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2019.
+
+    >>> str(Zero(3, group=8))
+    '3/8'
     """
 
     stage: int = 0

@@ -60,7 +60,8 @@ class Plan:
         "activations" (what layers were handed), with "+" between several.
       rules: dim -> mesh axis or axes (None: kept whole), where a dim is a found name or `path/of/parameter:number`.
 
-    Raises ValueError for values that no number of devices can satisfy.
+    Raises:
+      ValueError: values that no number of devices can satisfy, or words that exclude each other.
 
     >>> str(Plan(tensor=4, zero=1))
     'tensor=4 zero=1'
@@ -157,7 +158,9 @@ class Plan:
         """The plan that `text` spells: `name=[mode:]size[/part]`, space-separated; what is left out is its default.
 
         Rules are JSON, so that any path can be written: `rules={"mlp/fc1/kernel:1":"tensor","vocab":null}`.
-        Raises ValueError with the wrong word underlined and what to write instead.
+
+        Raises:
+          ValueError: with the wrong word underlined, and what to write instead.
 
         >>> print(Plan.parse("zero=1   data=2 tensor=2d:4"))
         data=2 tensor=2d:4 zero=1
@@ -180,8 +183,10 @@ class Plan:
         """The plan that a Colossal-AI configuration asks for: its config dict, or a Booster plugin's arguments.
 
         What is not given keeps cjax's default (float32, where Colossal-AI's plugins default to fp16). No key is dropped
-        silently: those that XLA makes needless are named in one warning; those that ask for something a plan cannot
-        say, and unknown ones, raise ValueError with what to do instead, all at once.
+        silently: those that XLA makes needless are named in one warning.
+
+        Raises:
+          ValueError: keys that ask for something a plan cannot say, and unknown ones; all at once, with what to write.
 
         >>> print(Plan.from_colossal({"parallel": {"pipeline": 1, "tensor": {"size": 8, "mode": "2.5d", "depth": 2}}}))
         tensor=2.5d:8/2
@@ -211,6 +216,7 @@ class Plan:
 
     @property
     def zero_stage(self) -> int:
+        """The number of `zero`: 0, 1, 2 or 3."""
         return self.zero.stage
 
     @property
@@ -227,6 +233,7 @@ class Plan:
 
     @property
     def tensor_size(self) -> int:
+        """Devices that share each matmul, in whatever arrangement."""
         return self.tensor.size
 
     def axis_sizes(self) -> dict[str, int]:
@@ -247,8 +254,9 @@ class Plan:
     def resolve(self, num_devices: int) -> "Plan":
         """This plan with `data` filled in for `num_devices` devices.
 
-        Raises ValueError when the sizes don't multiply up to `num_devices` or a ZeRO group doesn't divide `data`:
-        with the product, the number here and what to type.
+        Raises:
+          ValueError: sizes that don't multiply up to `num_devices`, or a ZeRO group that doesn't divide `data`; with
+            the product, the number here and what to type.
 
         >>> print(Plan.parse("tensor=4").resolve(8))
         data=2 tensor=4

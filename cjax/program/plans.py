@@ -30,7 +30,19 @@ TRANSFERS = {"tensor": ("tensor",), "sequence": ("sequence",), "data": ("data", 
 
 @dataclass(frozen=True, repr=False)
 class Plans(Ranking):
-    """The table of `cjax.plans`: `plans.best.plan` is the text of the best, and `explain()` says why it is."""
+    """The table of `cjax.plans`, best plan first; prints as text, shows as HTML in a notebook.
+
+    Attributes:
+      on: what the plans are for, such as "64 x NVIDIA H100 80GB HBM3".
+      objective: what was to be least.
+      plans: the best, then those with a mark that are not among them; `plans[0].plan` is the text of the best.
+      num_plans, num_fitting: how many there are in all.
+      front: of all plans that fit, (seconds, bytes, plan) of those that no other beats in both.
+      notes: what else there is to say.
+      explainer: what `explain` asks about a plan's text.
+
+    `cjax.plans` has an example.
+    """
 
     explainer: Callable[[str], Explained] = dataclasses.field(kw_only=True)
 

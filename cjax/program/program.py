@@ -51,6 +51,13 @@ class Program:
       mesh: the JAX mesh it runs on.
       loss_scale: how the loss of `precision=float16` is scaled; None under any other.
       verified: under `verify=True`, from the first step on: the check that the plan passed, or why there was none.
+
+    >>> import cjax, flax.linen as nn, optax
+    >>> batch, loss = jnp.ones((8, 3)), lambda model, x: ((model(x) - 1) ** 2).mean()
+    >>> program = cjax.parallelize(nn.Dense(1), loss, optax.sgd(0.1), batch, "data=1", devices=jax.devices()[:1])
+    >>> state, metrics = program.step(program.init(0), batch)
+    >>> state, bool(program.evaluate(state, batch)["loss"] < metrics["loss"])
+    (State(step=1, 0.0 MiB), True)
     """
 
     def __init__(self, composed: Composed) -> None:
@@ -88,8 +95,7 @@ class Program:
             fits the models of `cjax.models`. Of a file, each device reads its own shard alone.
 
         Raises:
-          FileNotFoundError: no such file or folder.
-          ValueError: unknown names or wrong shapes in `params`, all listed at once.
+          FileNotFoundError, ValueError: no such file or folder; unknown names or wrong shapes in `params`, all at once.
         """
         must_run(self.mesh, "init")
         return self._start(make_key(seed_or_key), params)
@@ -106,12 +112,9 @@ class Program:
 
     @own_context
     def adopt(self, state: State, source: State | PyTree) -> State:
-        """`state` with parameters from elsewhere; its optimizer's state, step and random numbers stay.
-
-        It shares arrays with `state`, so that a step gives up both.
+        """`state` with parameters from elsewhere; the rest stays. Both share arrays, so that a step gives up both.
 
         Args:
-          state: of this program.
           source: a state of another program of this model, such as one with another `wrt`: what that one trains, and
             its running state, take the place of this one's. Or parameters by name, trained here or frozen: a tree in
             the user's structure, or `{path: array}`.
@@ -174,7 +177,11 @@ class Program:
 
     @own_context
     def lower(self) -> jax.stages.Lowered:
-        """The step, lowered for the plan's mesh: for anyone's tools. Without an optimizer, the evaluation."""
+        """The step, lowered for the plan's mesh: for anyone's tools. Without an optimizer, the evaluation.
+
+        Raises:
+          ValueError: a plan whose step walks over layers (`budget=`, `offload=`), and so is many programs.
+        """
         if self._walking is not None:
             raise ValueError(NO_STEP.format(str(self.plan)))
         if self._composed.optimizer is None:
@@ -194,7 +201,6 @@ class Program:
 
         Args:
           state: what the loss reads: parameters, running statistics, random numbers.
-          batch: as for `step`.
           params: the user's tree of parameters in place of the state's: gradients at another point.
         """
         placed = place_batch(self._composed, batch, self._limits)
@@ -225,12 +231,7 @@ class Program:
     def loss(self, state: State, batch: PyTree, params: PyTree = None) -> jax.Array:
         """The loss of training, as a number that `jax.grad` and `jax.vjp` differentiate in `params`.
 
-        It costs what its gradients cost, and stands outside of `jax.jit`, since it is a compiled program of its own.
-
-        Args:
-          state: as for `value_and_grad`.
-          batch: as for `step`.
-          params: the user's tree of parameters; the state's if left out.
+        It takes what `value_and_grad` takes, costs as much, and stands outside of `jax.jit`, as it is compiled itself.
         """
         params = self.params(state) if params is None else params
         return differentiable(lambda params: self.value_and_grad(state, batch, params))(params)
@@ -240,9 +241,11 @@ class Program:
         """The state after the optimizer has taken `grads`, in the user's own tree. Gives up `state`.
 
         Args:
-          state: the state before.
           grads: a tree like the parameters.
           loss: for optimizers that follow it, such as `optax.contrib.reduce_on_plateau`; no others need it.
+
+        Raises:
+          ValueError: another tree than the parameters'; no loss where the optimizer follows it; no optimizer at all.
         """
         self._must_train("update")
         state = self._own(state)
@@ -272,16 +275,15 @@ class Program:
     def evaluate(
         self, state: State, batch: PyTree | Iterable[PyTree], fn: Callable[..., Any] | None = None, params: Any = None
     ) -> Any:
-        """The loss in evaluation mode, or `fn(model, batch)`, over one batch or an iterator of them.
+        """The loss in evaluation mode, `{"loss": ...}` with `aux` if there is any, or what `fn` gives, of all batches.
 
         Args:
-          state: the state to score.
           batch: a batch, or an iterable of batches of any sizes; the mean over them is exact.
           fn: `fn(model, batch)`, whose scalars are averaged by rows, `Mean`s by weight, and arrays joined.
           params: the user's tree of parameters to score in place of the state's (averaged ones, say).
 
-        Returns:
-          `{"loss": ...}` with `aux` if the loss has it, or what `fn` returns, averaged.
+        Raises:
+          TypeError, ValueError: `fn` is no function; a batch that does not fit the model, or none at all.
         """
         if fn is not None and not callable(fn):
             raise TypeError(f"`fn` is a {type(fn).__name__}; give a function `fn(model, batch)`, or leave it out.")
@@ -291,7 +293,11 @@ class Program:
     # -- keeping ------------------------------------------------------------------------------------------------
     @own_context
     def save(self, path: str | Path, state: State) -> None:
-        """Write a checkpoint of logical arrays, from which any plan can go on."""
+        """Write a checkpoint of logical arrays, from which any plan can go on.
+
+        Raises:
+          TypeError, FileExistsError, OSError: no path; a path that holds something else; a full disk, say.
+        """
         check_alive(state)
         if not isinstance(path, str | Path) or not str(path):
             raise TypeError(f'save takes the path of a folder, not {path!r}: program.save("runs/mine", state)')
@@ -308,7 +314,7 @@ class Program:
         """The state of a checkpoint, or of a live state of any plan of this model, laid out by this plan.
 
         Raises:
-          ValueError: another model's checkpoint; every missing, unexpected or differently shaped leaf is listed.
+          TypeError, ValueError: neither path nor state; another model's, with every leaf that is missing or differs.
         """
         must_run(self.mesh, "restore")
         if not isinstance(source, State | str | Path):
@@ -336,8 +342,7 @@ class Program:
     @own_context
     def from_arrays(self, arrays: PyTree) -> State:
         """A state from logical arrays in the structure of `abstract_state`: a dict of `params`, `frozen`, `opt_state`,
-        `carried`, `step`, `key`, `loss_scale` and `noise_scale`, the trees the user's own. Whatever was changed in what
-        `to_arrays` gave is the new state.
+        `carried`, `step`, `key`, `loss_scale` and `noise_scale`, the trees the user's own, from `to_arrays` say.
 
         Raises:
           ValueError: arrays of another model; every missing, unexpected or differently shaped leaf is listed.
@@ -369,7 +374,11 @@ class Program:
 
     @own_context
     def compare(self, plans: Iterable[Plan | str]) -> Comparison:
-        """Several plans side by side, each compiled; one that is refused or doesn't compile is a row that says why."""
+        """Several plans side by side, each compiled; one that is refused or doesn't compile is a row that says why.
+
+        Raises:
+          TypeError: one plan, and not several.
+        """
         if isinstance(plans, str | Plan) or not isinstance(plans, Iterable):
             first = str(plans) if isinstance(plans, str | Plan) else "data=8"
             raise TypeError(f"compare takes several plans: compare([{first!r}, ...])")
@@ -410,9 +419,7 @@ class Program:
 
     @own_context
     def explain(self) -> Explained:
-        """Why this plan: for each of its words, what the nearest other values of it would cost, by arithmetic alone.
-
-        Prints as text, shows as HTML in a notebook, and has its facts as fields. Nothing is compiled.
+        """Why this plan: for each word, what its nearest other values would cost, by arithmetic; nothing is compiled.
 
         Raises:
           ValueError: a plan of which arithmetic can say nothing.
@@ -425,10 +432,7 @@ class Program:
 
     @own_context
     def learn(self, step_seconds: Sequence[float]) -> None:
-        """Takes measured steps for the measure of predictions, under this plan and all others; `fit` does it.
-
-        Args:
-          step_seconds: what steps of this program took, without those that were compiled first.
+        """Takes seconds of steps, without those compiled first, to measure all predictions by; `fit` does it.
 
         Raises:
           ValueError: seconds that no step can have taken.
@@ -474,9 +478,7 @@ def texts_of(program: Program, state: State, step: Step) -> Texts | None:
 def composed_program(
     given: Given, plan: Plan | str, devices: Sequence[Device], schedule: Schedule | None = None
 ) -> Program:
-    """The program of a plan. Of one that "auto" chose, and that fits so narrowly that only the compiled step can tell
-    whether it does, the step is compiled at once; where it is over, the next plan that fits takes its place.
-    """
+    """The program of a plan; where "auto" chose one that, compiled, turns out not to fit, that of the next best."""
     program = Program(compose(given, plan, devices, schedule))
     decision = program._composed.decision
     if not decision.is_close:

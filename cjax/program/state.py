@@ -38,7 +38,13 @@ class Shelves:
 class State:
     """Everything that changes from step to step. `step` is public; the rest is kept as cjax likes it.
 
-    Read it through the program: `program.params(state)`, `program.model(state)`, `program.save(path, state)`.
+    Read it through the program: `program.params(state)`, `program.model(state)`, `program.save(path, state)`. A step
+    gives it up: its memory is then the next one's.
+
+    Attributes:
+      step: int32[], the number of steps taken.
+
+    `cjax.Program` has an example.
     """
 
     step: jax.Array
@@ -53,8 +59,17 @@ class State:
 
     @own_context
     def find_opt_states(self, kind: type) -> list[Any]:
-        """The parts of the optimizer's state that are of a kind, such as `optax.ScaleByAdamState`, in the user's own
-        tree and as arrays of their own. Nothing else is loaded."""
+        """The parts of the optimizer's state that are of a kind, in the user's own tree and as arrays of their own.
+
+        Nothing else is loaded.
+
+        Args:
+          kind: a class, such as `optax.ScaleByAdamState`.
+
+        Raises:
+          TypeError: `kind` is no class.
+          ValueError: this state was given up to a step.
+        """
         check_alive(self)
         if not isinstance(kind, type):
             raise TypeError(f"find_opt_states takes a class, such as optax.ScaleByAdamState, not {kind!r}")

@@ -84,6 +84,7 @@ class Ranking(Sheet):
 
     @property
     def best(self) -> Ranked:
+        """The first row."""
         return self.plans[0]
 
     def _repr_html_(self) -> str:

@@ -33,7 +33,9 @@ class Training(Protocol):
     folder: Path | None
 
     @property
-    def samples(self) -> int: ...
+    def samples(self) -> int:
+        """Global samples read so far."""
+        ...
 
     def note(self, text: str) -> None:
         """Says a line to the user."""
@@ -65,6 +67,12 @@ class Callback:
 
     With several processes each must decide alike: `stop` and `roll_back` are asked for by all, or by none. Numbers of
     steps, evaluations and checkpoints are the same everywhere; clocks are not.
+
+    >>> class GoodEnough(Callback):
+    ...     def on_step(self, training, step, values):
+    ...         if values["loss"] < 0.1:
+    ...             training.stop("good enough")
+    >>> callbacks = [GoodEnough(), EarlyStop(patience=3)]  # as in fit(..., callbacks=callbacks)
     """
 
     def on_begin(self, training: Training) -> None:
@@ -100,6 +108,8 @@ class EarlyStop(Callback):
 
     Raises:
         ValueError: numbers that make no sense, or a metric that the run does not have.
+
+    >>> callback = EarlyStop("validation_aux/accuracy", patience=3, mode="max")  # as in fit(..., callbacks=[callback])
     """
 
     def __init__(
@@ -167,6 +177,11 @@ class ProfileSteps(Callback):
     Args:
         first: the first step of it; not the run's first, which is compiled.
         last: the last one.
+
+    Raises:
+        ValueError: steps that are not 1 <= first <= last; as the run begins, one without a folder.
+
+    >>> callback = ProfileSteps(10, 12)  # as in fit(..., folder=folder, callbacks=[callback])
     """
 
     def __init__(self, first: int, last: int):
@@ -176,6 +191,11 @@ class ProfileSteps(Callback):
         self._is_on = False
 
     def on_begin(self, training: Training) -> None:
+        """Called before the first step.
+
+        Raises:
+            ValueError: a run without a folder.
+        """
         if training.folder is None:
             raise ValueError("ProfileSteps has no place to write to: give fit folder=...")
 
@@ -210,6 +230,11 @@ class LossSpike(Callback):
         then: "rollback" to the last checkpoint and go on behind the samples read so far, or "stop".
         deviations: how far.
         window: losses looked at; none is judged before half as many are known.
+
+    Raises:
+        ValueError: another word for `then`, deviations of 0 or less, a window below 4.
+
+    >>> callback = LossSpike("stop", deviations=20)  # as in fit(..., callbacks=[callback])
     """
 
     def __init__(self, then: Literal["rollback", "stop"] = "rollback", deviations: float = 10.0, window: int = 64):

@@ -54,6 +54,8 @@ class FitResult:
         exit_code: what tells who started the process how it went: 0; 75 ("again") after SIGTERM; 130 after SIGINT.
         best: the checkpoint that scored best, if that was asked for.
         hardware: seconds, and joules by step and by sample, if that was asked for.
+
+    `cjax.train.fit` has an example.
     """
 
     state: State
@@ -68,6 +70,7 @@ class FitResult:
 
     @property
     def exit_code(self) -> int:
+        """The status with which the process should end: see the class."""
         return {"SIGTERM": AGAIN, "SIGINT": 128 + signal.SIGINT}.get(self.ended, 0)
 
 
@@ -160,6 +163,15 @@ def fit(
         FileExistsError: `folder` holds a run, and `resume` is False; or the disk holds another run.
         FileNotFoundError: `resume` is True, and nothing was kept of the run.
         OSError: the checkpoint at the end could not be written; it says which one is whole.
+        ValueError: arguments out of their bounds, or that need another one, with what to write.
+
+    >>> import flax.linen as nn, jax.numpy as jnp, optax
+    >>> from cjax import parallelize
+    >>> batch, loss = jnp.ones((8, 3)), lambda model, x: ((model(x) - 1) ** 2).mean()
+    >>> program = parallelize(nn.Dense(1), loss, optax.sgd(0.1), batch, "data=1", devices=jax.devices()[:1])
+    >>> result = fit(program, [batch] * 3, steps=3, log_every=100)
+    >>> result.step, result.ended, result.exit_code
+    (3, 'steps', 0)
     """
     _check_counts(steps=(steps, 0), log_every=(log_every, 1), samples=(samples, 0))
     every = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "keep": keep}

@@ -27,7 +27,9 @@ class Writer(Protocol):
         """Values are numbers, or trees of them."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Called once, when the run has ended."""
+        ...
 
 
 class JSONL:
@@ -36,6 +38,15 @@ class JSONL:
     Args:
         path: of the file. When a run goes on, lines of later steps, which a killed run left behind, are dropped: they
             are about to be written again. A run that begins at step 0 takes no file that has another's lines.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     log = JSONL(f"{folder}/mine.jsonl")  # as in fit(..., log=[log])
+    ...     log.begin(None, step=0)
+    ...     log.write(1, {"loss": np.float32(0.5)})
+    ...     log.close()
+    ...     print(Path(f"{folder}/mine.jsonl").read_text().strip())
+    {"step": 1, "loss": 0.5}
     """
 
     def __init__(self, path: str | Path):
@@ -43,6 +54,11 @@ class JSONL:
         self._file: WholeLines | None = None
 
     def begin(self, folder: Path | None, step: int) -> None:
+        """Called before the first line, with the folder of the run and the step it goes on from.
+
+        Raises:
+            IsADirectoryError, FileExistsError: the path is a folder, or a file with the lines of another run.
+        """
         if self._path.is_dir():
             raise IsADirectoryError(
                 f"{self._path} is a folder, and JSONL writes a file: JSONL({self._path}/NAME.jsonl)"
@@ -67,6 +83,7 @@ class JSONL:
         )
 
     def forget(self, step: int) -> None:
+        """Drops the lines of steps after this one: the run went back to it."""
         self.close()
         if self._path.exists() and not self._path.is_file():
             return  # what went down a pipe, or to a terminal, stays there
@@ -77,12 +94,14 @@ class JSONL:
             write_whole(path, text)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Adds one line; whoever reads the file meanwhile sees whole lines."""
         if self._file is None:
             # One line at a time: whoever follows the file, or is left with it after a crash, sees whole lines.
             self._file = WholeLines(self._path)
         self._file.add(json.dumps({"step": step, **jax.tree.map(_in_words, dict(values))}))
 
     def close(self) -> None:
+        """Closes the file; another `write` opens it again."""
         if self._file is not None:
             self._file.close()
         self._file = None
@@ -93,6 +112,17 @@ class TensorBoard:
 
     Args:
         folder: where they go; `tensorboard` in the folder of the run if not given.
+
+    Raises:
+        ImportError: tensorboardX is not installed; it says what to type.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     log = TensorBoard(folder)  # as in fit(..., log=[log])
+    ...     log.write(1, {"loss": 0.5})
+    ...     log.close()
+    ...     len(list(Path(folder).glob("events.*")))
+    1
     """
 
     def __init__(self, folder: str | Path | None = None):
@@ -106,15 +136,18 @@ class TensorBoard:
         self._folder: Path | None = None
 
     def begin(self, folder: Path | None, step: int) -> None:
+        """Called before the first line, with the folder of the run and the step it goes on from."""
         place = self._given or _inside(folder, "tensorboard", "TensorBoard(folder)")
         self._folder = folder
         self._board = self._module.SummaryWriter(str(place), purge_step=step + 1)
 
     def forget(self, step: int) -> None:
+        """Has TensorBoard hide what is there of later steps: the run went back to this one."""
         self.close()
         self.begin(self._folder, step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Adds the numbers of a step, each under its path."""
         if self._board is None:
             self.begin(self._folder, step - 1)
         assert self._board is not None
@@ -122,6 +155,7 @@ class TensorBoard:
             self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
+        """Writes what is left, and closes the files."""
         if self._board is not None:
             self._board.close()
         self._board = None
@@ -130,10 +164,15 @@ class TensorBoard:
 class WandB:
     """Weights & Biases, without a network unless told otherwise: `wandb sync FOLDER` sends it later.
 
+    `fit(..., log=[WandB("mine", name="first")])` writes to it.
+
     Args:
         project: its name there.
         mode: "offline" keeps all on disk; "online" sends it.
         options: of `wandb.init`, such as `name`, `config` or `id`.
+
+    Raises:
+        ImportError: wandb is not installed; it says what to type.
     """
 
     def __init__(self, project: str, *, mode: str = "offline", **options: Any):
@@ -146,17 +185,20 @@ class WandB:
         self._run: Any = None
 
     def begin(self, folder: Path | None, step: int) -> None:
+        """Called before the first line, with the folder of the run and the step it goes on from."""
         self._run = self._wandb.init(**({"dir": str(folder)} if folder else {}), **self._options)
         # A run that goes back to an older step writes it again, which W&B's own count of steps would refuse.
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Adds the numbers of a step, each under its path."""
         if self._run is None:
             self.begin(None, step - 1)
         assert self._run is not None
         self._run.log({"step": step, **flat(values)})
 
     def close(self) -> None:
+        """Ends the run there."""
         if self._run is not None:
             self._run.finish()
         self._run = None
@@ -165,10 +207,15 @@ class WandB:
 class MLflow:
     """MLflow, in files unless told otherwise: `mlflow ui --backend-store-uri FOLDER` shows them.
 
+    `fit(..., log=[MLflow("mine")])` writes to it.
+
     Args:
         experiment: its name there.
         tracking_uri: a folder or a server; `mlflow` in the folder of the run if not given.
         run_name: of the run.
+
+    Raises:
+        ImportError: mlflow is not installed; it says what to type.
     """
 
     def __init__(self, experiment: str, *, tracking_uri: str | None = None, run_name: str | None = None):
@@ -182,6 +229,7 @@ class MLflow:
         self._run: str | None = None
 
     def begin(self, folder: Path | None, step: int) -> None:
+        """Called before the first line, with the folder of the run and the step it goes on from."""
         uri = self._uri or _inside(folder, "mlflow", "MLflow(..., tracking_uri=...)").as_uri()
         if uri.startswith("file:"):
             # MLflow 3 asks for this word before it writes files rather than a database.
@@ -192,6 +240,7 @@ class MLflow:
         self._run = self._client.create_run(number, run_name=self._run_name).info.run_id
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Adds the numbers of a step, each under its path."""
         if self._client is None:
             self.begin(None, step - 1)
         assert self._client is not None
@@ -200,6 +249,7 @@ class MLflow:
             self._client.log_metric(self._run, re.sub(r"[^\w\-. /]", "_", name), value, step=step)
 
     def close(self) -> None:
+        """Ends the run there."""
         if self._client is not None:
             self._client.set_terminated(self._run)
         self._client = self._run = None
@@ -211,6 +261,16 @@ class Prometheus:
     Args:
         path: of the file, ending in `.prom`. It is replaced whole, so that no half of it is ever read.
         labels: of each number, such as `{"run": "first"}`.
+
+    Raises:
+        ValueError: a file that does not end in `.prom`.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     log = Prometheus(f"{folder}/mine.prom", {"run": "first"})  # as in fit(..., log=[log])
+    ...     log.write(1, {"loss": 0.5})
+    ...     print(Path(f"{folder}/mine.prom").read_text().splitlines()[-1])
+    cjax_loss{run="first"} 0.5
     """
 
     def __init__(self, path: str | Path, labels: Mapping[str, str] | None = None):
@@ -223,9 +283,11 @@ class Prometheus:
         self._names: dict[str, str] = {}  # what each is called there
 
     def begin(self, folder: Path | None, step: int) -> None:
+        """Called before the first line, with the folder of the run and the step it goes on from."""
         self._latest, self._names = {}, {}
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Replaces the file by one with the latest value of every number so far."""
         self._latest |= {"step": float(step)} | flat(values)
         lines = []
         for name, value in self._latest.items():
@@ -238,7 +300,9 @@ class Prometheus:
         beside.write_text("\n".join(lines) + "\n")
         os.replace(beside, self._path)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Does nothing: the file is whole after each `write`, and stays."""
+        ...
 
     def _name(self, name: str) -> str:
         """One of its own: a file in which two numbers have the same is not read at all."""

@@ -35,8 +35,13 @@ def write_page(results: Results, page: Path, log: Path) -> None:
     folder = log.with_suffix("")
     draw(results, folder)
     place = folder.relative_to(page.parent).as_posix() if folder.is_relative_to(page.parent) else folder.as_posix()
+    page.write_text(page_of(results, place))
+
+
+def page_of(results: Results, place: str) -> str:
+    """Its text, whose log and pictures are at `place`."""
     texts = [HEAD.format(log=f"{place}.log"), *(part(results, place) for part in PARTS), _trust(results)]
-    page.write_text("\n\n".join(text for text in texts if text) + "\n")
+    return "\n\n".join(text for text in texts if text) + "\n"
 
 
 def _trust(results: Results) -> str:

@@ -106,7 +106,7 @@ def bert(results: Results, place: str) -> str:
         f"lengths, so good to a few percent. {gain}The paper on rings has 3.0 times, on 64 cards of 16 "
         "GB. Copies take as long sequences as long as each has a row: rings are for fewer rows than cards.\n\n"
         + "\n\n".join(texts)
-        + "\n\nThe same compiled for H100: [Choosing a mode](choosing.md#long-sequences)."
+        + "\n\nThe same compiled for H100: [Choosing a plan](choosing.md#long-sequences)."
     )
 
 

@@ -1,5 +1,6 @@
 """What finds sizes that fit counts by the formulas; tables and pictures are made of what is there."""
 
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -83,3 +84,62 @@ def test_tables_and_pictures_of_what_is_there(tmp_path: Path) -> None:
     for name in pictures:
         marks = ElementTree.parse(tmp_path / name).getroot()
         assert len(marks.findall("{*}rect")) == 1 + (1 if name.startswith("largest") else 2)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+KEPT = Path(__file__).parents[2] / "docs" / "results" / "tensor_parallel-2026-11-26"
+PAGE = KEPT.parents[1] / "choosing.md"
+NUMBER = r"\d[\d,]*(?:\.\d+)?"
+WAYS = ("tensor={}", "tensor={} sequence=gather", "sequence=all_to_all:{}", "sequence=ring:{}")
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The cells of each table of Markdown, without its head."""
+    blocks = re.findall(r"(?:^\|.*\n)+", text, re.M)
+    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in b.splitlines()[2:]] for b in blocks]
+
+
+def is_rounded(shown: str, value: float, slack: float = 0.0) -> bool:
+    """Whether a number of a page is `value` to the digits that it shows; zeros at its end are none."""
+    digits = shown.replace(",", "")
+    _, _, decimals = digits.partition(".")
+    unit = 10.0 ** (-len(decimals) if decimals else len(digits) - len(digits.rstrip("0")))
+    return abs(float(digits) - value) <= unit / 2 + slack + 1e-9
+
+
+def figures(row: dict[str, Any]) -> list[tuple[float, float]]:
+    """What a page may say of a measured row, each with how far it may be off."""
+    compute, transfer, exposed = (1e3 * row[f"{name}_s"] for name in ("compute", "transfer", "exposed"))
+    numbers = (row["received"] / 2**30, row["peak"] / 2**30, large_partners(row), row["batch"] * row["length"])
+    return [(each, 0.0) for each in (*numbers, transfer, 100 * exposed / transfer, compute + exposed)]
+
+
+def test_numbers_of_plans_in_docs_choosing_are_those_of_their_rows() -> None:
+    results = Results(KEPT / "results.jsonl")
+    rows = [row for part in ("a", "a: copies", "c") for row in results.of(part) if "peak" in row]
+    rows = [row for row in rows if row["part"] != "c" or (row["batch"], row["length"]) == (64, 512)]
+    known = [(f"`{row['plan']}`", figures(row)) for row in rows]
+    crossings = re.findall(r"^\| (tensor=\S+) +\| (\d+\.\d\d) +\|$", (KEPT / "tables.md").read_text(), re.M)
+    known += [(f"`{plan}`", [(by * float(x), by * 0.005) for by in (1, 1024, 8192)]) for plan, x in crossings]
+    seen = 0
+    for cells in (cells for table in tables(PAGE.read_text()) for cells in table):
+        shown = [m[1] for cell in cells if (m := re.fullmatch(rf"({NUMBER})(?: %)?", cell))]
+        if shown and (plans := [cell for cell in cells if cell.startswith("`")]):
+            seen += 1
+            assert any(
+                plan == plans[0] and all(any(is_rounded(each, *figure) for figure in row) for each in shown)
+                for plan, row in known
+            ), f"{' | '.join(cells)}: no row of {KEPT.name} has these numbers"
+    assert seen > 30
+
+
+def test_largest_sizes_in_docs_choosing_are_those_that_were_found() -> None:
+    results = Results(KEPT / "results.jsonl")
+    models = [f"{row['fits']:,}" for row in results.of("b: largest")]
+    found = {(row["plan"], row["field"]): f"{row['fits']:,}" for row in results.of("c: largest")}
+    sentences = [found[way.format(num), what] for what in ("batch", "length") for num in (4, 8, 16) for way in WAYS]
+    shown = [
+        [number for row in table for cell in row[1:] for number in re.findall(NUMBER, re.sub("`.*?`", "", cell))]
+        for table in tables(PAGE.read_text())
+    ]
+    assert models in shown and sentences in shown

@@ -76,7 +76,8 @@ def results() -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def keep(name: str, plan: str, outcome: str, why: str, seconds: float) -> None:
-    line = {"model": name, "plan": plan, "outcome": outcome, "why": why, "seconds": seconds, "version": version(name)}
+    line = {"model": name, "plan": plan, "outcome": outcome, "why": why, "seconds": seconds}
+    line |= {"version": version(name), "date": time.strftime("%Y-%m-%d")}
     STORE.parent.mkdir(exist_ok=True)
     with STORE.open("a") as file:
         file.write(json.dumps(line) + "\n")

@@ -15,14 +15,15 @@ Results = Mapping[tuple[str, str], Mapping[str, Any]]
 HEAD = """# Strangers
 
 Models that nobody here wrote, at tiny sizes with random weights, each under {number} plans on {devices} virtual \
-devices. `make test-strangers` installs them into an environment of its own, runs every pair in a process that may \
-hang or be aborted without harm, and writes this page. {said}
+devices. `make test-strangers` installs them into an environment of its own, runs each pair in a process of its own, \
+so that a hang or an abort does no harm, and writes this page. {said}
 
-A pair is **=** when one step gives the loss and every gradient that the model's author gets from plain Flax and JAX \
-on one device, in float64: to 1e-9 of each gradient's norm, or to 1e-5 where the author fixed a precision below \
-float64 somewhere in the model ([design.md](design.md), numerical contracts). Where examples meet inside the model \
-(BatchNorm, experts with a capacity), the author's micro-batches are batches of their own. It is **no** when cjax \
-refuses and says why; the numbers are those of the reasons below. A cell is empty where nothing was run.
+- **=**: in float64, one step gives the loss and every gradient that plain Flax and JAX give on one device, to 1e-9 of \
+each gradient's norm. Where the author fixed a precision below float64 somewhere in the model it is 1e-5 \
+([design.md](design.md), numerical contracts). Where examples interact inside the model (BatchNorm, experts with a \
+capacity), the comparison is with the author's micro-batches as batches of their own.
+- **no**: cjax refuses and says why. The number is that of a reason below.
+- Empty: nothing was run.
 
 No code of cjax knows any of these models by name.
 
@@ -36,13 +37,20 @@ def summary(results: Results) -> str:
     return f"{len(results)} pairs: " + ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
 
 
+def when(results: Results) -> str:
+    """The days on which pairs were run, and the JAX under which."""
+    days = sorted({line["date"] for line in results.values()})
+    jaxes = sorted({line["version"].partition(" jax ")[2] for line in results.values()})
+    return f"{' to '.join(dict.fromkeys((days[0], days[-1])))} under JAX {' and '.join(jaxes)}"
+
+
 def write(results: Results) -> None:
     PAGE.write_text(page(results))
 
 
 def page(results: Results) -> str:
     reasons = _reasons(results)
-    said = f"This one is of {summary(results)}."
+    said = f"This one is of {when(results)}, and has {summary(results)}."
     lines = [HEAD.format(number=len(PLANS), devices=NUM_DEVICES, said=said)]
     lines += [f"{number}. `{plan}`\n" for number, plan in enumerate(PLANS, 1)]
     numbers = " | ".join(str(number) for number, _ in enumerate(PLANS, 1))

@@ -20,6 +20,7 @@ class ImageArrays:
         pixels: [images, height, width] or [images, height, width, channels]; uint8, read as 0 to 1, or floats.
         labels: int[images].
         channels: 1 or 3; grey images are repeated for 3. As they are if None.
+        what: the name of the images in what is raised.
 
     Raises:
         ValueError: arrays of other shapes or dtypes, counts that differ, numbers that are not finite.

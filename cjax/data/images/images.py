@@ -29,8 +29,9 @@ class ImageSource(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageData:
-    """Images to train on and images held out, in batches of `images` float32[rows, height, width, channels] and
-    `labels` int32[rows].
+    """Images to train on and images held out, for a classifier.
+
+    Batches are `{"images", "labels"}`, float32[rows, height, width, channels] and int32[rows].
 
     Attributes:
         train: images by index.
@@ -47,6 +48,12 @@ class ImageData:
     Raises:
         ValueError: fewer images than a batch, labels outside of the classes, classes without an image, or a shift as
             large as the image.
+
+    >>> from cjax.data import ImageArrays
+    >>> source = ImageArrays(np.arange(256, dtype=np.uint8).reshape(4, 8, 8), np.array([0, 1, 0, 1]))
+    >>> data = ImageData(source, source, ("cat", "dog"), *source.moments(), batch_size=2, shift=1, flip=True)
+    >>> next(data.batches())["images"].shape, data.num_classes
+    ((2, 8, 8, 1), 2)
     """
 
     train: ImageSource
@@ -78,6 +85,7 @@ class ImageData:
 
     @property
     def num_classes(self) -> int:
+        """The number of classes."""
         return len(self.classes)
 
     @property

@@ -20,6 +20,12 @@ class Labelled:
         texts: one for each example.
         labels: the name of each example's class.
         seconds: a second text for each, or None.
+
+    Raises:
+        ValueError: no example, or other numbers of texts, labels and second texts.
+
+    >>> Labelled(["fine", "awful"], ["good", "bad"]).classes
+    ('bad', 'good')
     """
 
     texts: Sequence[str]
@@ -44,7 +50,7 @@ class Labelled:
 def read_labelled(
     path: str | Path, *, columns: Sequence[Column] = ("text", "label"), encoding: str = "utf-8"
 ) -> Labelled:
-    """Texts with labels from where they lie.
+    r"""Texts with labels from where they lie.
 
     Args:
         path: a `.tsv`, `.csv` or `.jsonl` table; or a folder or `.zip` with a text file for each class, an example on
@@ -55,6 +61,13 @@ def read_labelled(
     Raises:
         FileNotFoundError: nothing is there.
         ValueError: what can't be read, with the numbers of the lines; see `cjax.data.tables`.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = (Path(folder) / "films.tsv").write_text("text\tlabel\nfine\tgood\nawful\tbad")
+    ...     found = read_labelled(Path(folder) / "films.tsv")
+    >>> found.texts, found.labels
+    (('fine', 'awful'), ('good', 'bad'))
     """
     path = Path(path)
     if path.is_dir() or path.suffix == ".zip":

@@ -33,6 +33,10 @@ class Masking:
             hidden together, until no other fits into the number. None hides tokens each by itself.
         pad: id of padding.
 
+    Raises:
+        ValueError: a rate that is no share above 0 and below 1, no token that may be hidden; when called, a sample
+            longer than a row.
+
     >>> make = Masking(mask=256, vocab_size=256, length=10)
     >>> found = make({"tokens": np.full(10, 65)}, np.random.default_rng(0))
     >>> int((found["targets"] == 65).sum()) in (1, 2), found["inputs"].shape

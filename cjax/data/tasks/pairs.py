@@ -17,7 +17,7 @@ Paths = tuple[str | Path, str | Path]
 def read_pairs(
     path: str | Path | Paths, *, columns: Sequence[Column] = ("source", "target"), encoding: str = "utf-8"
 ) -> list[tuple[str, str]]:
-    """Pairs of texts from where they lie.
+    r"""Pairs of texts from where they lie.
 
     Args:
         path: a `.tsv`, `.csv` or `.jsonl` table; or two files, whose lines correspond.
@@ -27,6 +27,14 @@ def read_pairs(
     Raises:
         FileNotFoundError: a file is not there.
         ValueError: what can't be read, with the numbers of the lines, or two files of unequal length.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     english, german = Path(folder) / "train.en", Path(folder) / "train.de"
+    ...     _ = english.write_text("one\ntwo"), german.write_text("eins\nzwei")
+    ...     pairs = read_pairs((english, german))
+    >>> pairs
+    [('one', 'eins'), ('two', 'zwei')]
     """
     if not isinstance(path, tuple):
         if len(columns) != 2:

@@ -41,6 +41,11 @@ class SpanLengths:
 def span_lengths(text: int, rate: float = 0.15, mean: float = 3.0) -> SpanLengths:
     """What becomes of `text` tokens when about `rate` of them are taken out, in spans of `mean` tokens on average.
 
+    Args:
+        text: tokens before anything is taken out, at least 2.
+        rate: the share that is taken out.
+        mean: tokens of a span, on average.
+
     >>> lengths = span_lengths(568)
     >>> lengths.source, lengths.target
     (512, 114)
@@ -88,6 +93,9 @@ class Spans:
         rate: the share that is taken out.
         mean: tokens of a span, on average.
         pad: id of padding.
+
+    Raises:
+        ValueError: fewer sentinels than spans; when called, an empty sample, or one longer than `longest`.
 
     >>> make = Spans(sentinels=(99, 98), end=1, longest=10)
     >>> found = make({"tokens": np.arange(10, 20)}, np.random.default_rng(0))

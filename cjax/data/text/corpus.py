@@ -17,6 +17,9 @@ def standard_library(max_bytes: int = 8_000_000) -> list[bytes]:
 
     Raises:
         FileNotFoundError: this Python comes without its sources.
+
+    >>> len(standard_library(max_bytes=1))  # the first file, whole
+    1
     """
     root = Path(os.__file__).parent
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -38,9 +41,19 @@ def standard_library(max_bytes: int = 8_000_000) -> list[bytes]:
 def read_documents(path: str | Path) -> list[bytes]:
     """The bytes of a file, or of every file in a folder and below it, in the order of their names.
 
+    Args:
+        path: a file or a folder; hidden and empty files of a folder are left out.
+
     Raises:
         FileNotFoundError: nothing is there.
         ValueError: there is not a single byte.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = (Path(folder) / "b.txt").write_text("second"), (Path(folder) / "a.txt").write_text("first")
+    ...     documents = read_documents(folder)
+    >>> documents
+    [b'first', b'second']
     """
     path = Path(path)
     if path.is_dir():
@@ -58,9 +71,22 @@ def read_documents(path: str | Path) -> list[bytes]:
 def read_token_file(path: str | Path) -> np.ndarray:
     """The tokens of a `.bin` file of little-endian uint16, as nanoGPT writes them; mapped, not read.
 
+    Args:
+        path: of the file.
+
+    Returns:
+        uint16[tokens].
+
     Raises:
         FileNotFoundError: it is not there.
         ValueError: it is empty, or cut in the middle of a token.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.array([15496, 995], "<u2").tofile(f"{folder}/train.bin")
+    ...     tokens = read_token_file(f"{folder}/train.bin").tolist()
+    >>> tokens
+    [15496, 995]
     """
     path = Path(path)
     if not path.is_file():

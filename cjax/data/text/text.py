@@ -46,6 +46,12 @@ class TextData:
 
     Raises:
         ValueError: fewer tokens than one batch, or tokens outside the vocabulary.
+
+    >>> from cjax.data import Bytes
+    >>> data = TextData(np.arange(65, dtype=np.uint8), np.zeros(0, np.uint8), Bytes(), batch_size=2, sequence=8)
+    >>> batch = next(data.batches())
+    >>> batch["inputs"].shape, bool((batch["targets"] == batch["inputs"] + 1).all())
+    ((2, 8), True)
     """
 
     train: np.ndarray
@@ -81,6 +87,7 @@ class TextData:
 
     @property
     def vocab_size(self) -> int:
+        """The number of token ids, those that the text doesn't have included."""
         return self.vocabulary.size
 
     @functools.cached_property

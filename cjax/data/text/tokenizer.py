@@ -29,6 +29,11 @@ class Tokenizer:
         begin, end, pad, mask, unknown: ids of special tokens; None where the vocabulary has none.
         sentinels: ids of T5's `<extra_id_0>`, `<extra_id_1>` and on; may be empty.
         special: all ids that stand for no text.
+
+    >>> tokenizer = train_tokenizer(["low lower lowest"] * 4, size=270)
+    >>> (tokens,) = tokenizer.encode_each(["lower"])
+    >>> tokenizer.decode(tokens), tokenizer.need("end") == (tokenizer.end,)
+    ('lower', True)
     """
 
     def __init__(self, tokenizer: Any):
@@ -66,6 +71,7 @@ class Tokenizer:
         return np.array(self._tokenizer.encode(text).ids, np.int32)
 
     def decode(self, tokens: Any, *, skip_special: bool = False) -> str:
+        """The text of token ids; special tokens are shown, unless `skip_special`."""
         return self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=skip_special)
 
     def continues(self) -> np.ndarray:
@@ -113,7 +119,7 @@ class Tokenizer:
 
 
 def read_tokenizer(path: str | Path, *, lowercase: bool = True) -> Tokenizer:
-    """The tokenizer of a folder or a file: `tokenizer.json`, or BERT's `vocab.txt`, one token a line.
+    r"""The tokenizer of a folder or a file: `tokenizer.json`, or BERT's `vocab.txt`, one token a line.
 
     Args:
         path: a `.json` or `.txt` file, or a folder with either; `tokenizer.json` goes first.
@@ -123,6 +129,13 @@ def read_tokenizer(path: str | Path, *, lowercase: bool = True) -> Tokenizer:
     Raises:
         FileNotFoundError: neither is there, with what the folder holds.
         ValueError: a file that is no tokenizer, with what is wrong.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = (Path(folder) / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nhello\nworld")
+    ...     tokenizer = read_tokenizer(folder)
+    >>> tokenizer.encode_prompt("Hello world").tolist(), tokenizer.mask
+    ([5, 6], 4)
     """
     path = Path(path)
     file = path

@@ -16,21 +16,31 @@ class Vocabulary(Protocol):
     """What a token id means."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Ids are below it."""
+        ...
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
         """One array of token ids for all documents, one after the other."""
         ...
 
-    def decode(self, tokens: Any) -> str: ...
+    def decode(self, tokens: Any) -> str:
+        """The text of token ids, an array of integers."""
+        ...
 
 
 class Bytes:
-    """Every byte is a token: 256 of them, no files needed."""
+    """Every byte is a token: 256 of them, no files needed.
+
+    >>> tokens = Bytes().encode([b"two", b"texts"])
+    >>> tokens.tolist(), Bytes().decode(tokens[:3])
+    ([116, 119, 111, 10, 116, 101, 120, 116, 115], 'two')
+    """
 
     size = 256
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
+        """The bytes of all documents, uint8[length], joined by newlines."""
         return np.frombuffer(b"\n".join(documents), np.uint8)
 
     def decode(self, tokens: Any) -> str:
@@ -39,15 +49,25 @@ class Bytes:
 
 
 class BPE:
-    """Byte-pair encoding in GPT-2's form. Documents are joined by `<|endoftext|>`, where the vocabulary has it.
+    r"""Byte-pair encoding in GPT-2's form. Documents are joined by `<|endoftext|>`, where the vocabulary has it.
 
     Args:
         vocab: path of `vocab.json`.
         merges: path of `merges.txt`.
 
     Raises:
+        ImportError: the tokenizers package is not installed.
         FileNotFoundError: one of them is not there.
         ValueError: they are something else, or damaged.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     vocab, merges = Path(folder) / "vocab.json", Path(folder) / "merges.txt"
+    ...     _ = vocab.write_text('{"a": 0, "b": 1, "ab": 2}'), merges.write_text("#version: 0.2\na b")
+    ...     vocabulary = BPE(vocab, merges)
+    ...     again = read_bpe(folder)
+    >>> vocabulary.encode([b"aba"]).tolist(), vocabulary.decode([2, 0]), again.size
+    ([2, 0], 'aba', 3)
     """
 
     def __init__(self, vocab: str | Path, merges: str | Path):
@@ -74,9 +94,11 @@ class BPE:
 
     @property
     def size(self) -> int:
+        """The number of tokens."""
         return self._tokenizer.get_vocab_size()
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
+        """Token ids of all documents, uint16[length], or uint32 of a vocabulary of more than 65,536 tokens."""
         dtype = np.uint16 if self.size <= 1 << 16 else np.uint32
         parts: list[np.ndarray] = []
         for number, document in enumerate(documents):
@@ -87,6 +109,7 @@ class BPE:
         return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
     def decode(self, tokens: Any) -> str:
+        """The text of token ids; special tokens are shown."""
         return self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=False)
 
 
@@ -95,6 +118,12 @@ class Numbers:
 
     Args:
         size: ids run from 0 to `size - 1`.
+
+    Raises:
+        ValueError: a size below 1.
+
+    >>> Numbers(50257).decode([15496, 995])
+    '15496 995'
     """
 
     def __init__(self, size: int):
@@ -103,17 +132,29 @@ class Numbers:
         self.size = size
 
     def encode(self, documents: Sequence[bytes]) -> np.ndarray:
+        """Nothing: what the tokens of a text would be is not known.
+
+        Raises:
+            ValueError: always.
+        """
         raise ValueError("text needs a vocabulary; give vocabulary files, or read it as bytes")
 
     def decode(self, tokens: Any) -> str:
+        """The ids, with a space between them."""
         return " ".join(str(token) for token in np.asarray(tokens).tolist())
 
 
 def read_bpe(folder: str | Path) -> BPE:
     """The byte-pair encoding of a folder, which holds `vocab.json` and `merges.txt`, also as `*-vocab.json` ...
 
+    Args:
+        folder: with one file of each.
+
     Raises:
         FileNotFoundError: a file is missing, or there are several, with what the folder holds.
+        ImportError, ValueError: as `BPE` does.
+
+    `cjax.data.BPE` has an example.
     """
     folder = Path(folder)
     if not folder.is_dir():

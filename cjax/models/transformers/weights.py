@@ -107,8 +107,11 @@ def load(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(folder, model)
     ...     again = load(folder, GPT)
-    >>> again.config == model.config
+    ...     config, values = config_of(folder), readers(folder)
+    >>> again.config == config == model.config
     True
+    >>> values["token_embed/embedding"].shape
+    (256, 192)
     """
     table, config, found = _open(Path(path))
     if not issubclass(table.kind, kind):
@@ -144,8 +147,13 @@ def readers(path: str | Path) -> dict[str, TensorReader]:
     `program.init(params=readers(path))` puts each onto its devices without ever holding it whole. The model must be of
     the sizes that `config_of` gives; it may have parameters that the folder doesn't, which `init` then makes.
 
+    Args:
+        path: the folder, with config.json and safetensors in one file or in several.
+
     Raises:
         FileNotFoundError, ValueError: as `load` does.
+
+    `cjax.models.load` has an example.
     """
     return _open(Path(path))[2]
 
@@ -163,9 +171,14 @@ def opened(path: str | Path) -> tuple[type, Any, dict[str, TensorReader]]:
 def config_of(path: str | Path) -> Any:
     """The sizes of the model in a folder: a `GPTConfig`, `BERTConfig`, `ViTConfig`, `T5Config` or `LlamaConfig`.
 
+    Args:
+        path: the folder, with config.json and the weights.
+
     Raises:
         FileNotFoundError: no config.json there.
         ValueError: of a model that we don't have, or a kind of it; every reason is listed.
+
+    `cjax.models.load` has an example.
     """
     return _open(Path(path))[1]
 
@@ -181,6 +194,8 @@ def save(path: str | Path, model: nnx.Module, *, max_bytes: int = _MAX_BYTES) ->
     Raises:
         FileExistsError: there are weights already.
         ValueError: a model that transformers doesn't have.
+
+    `cjax.models.load` has an example.
     """
     table = next((table for table in tables if table.kind is type(model)), None)
     if table is None:

@@ -10,7 +10,9 @@ from toys import space
 
 from cjax.pipeline.schedule import build
 from cjax.plan import Auto, Plan, Zero
-from cjax.planner.choice.space import CARRIED, WIDEST, num_words, plan_at, space_of, take
+from cjax.plan.plan import WALKED
+from cjax.plan.text import NAMES
+from cjax.planner.choice.space import CARRIED, COLUMNS, WIDEST, num_words, plan_at, space_of, take
 from cjax.planner.work import AttentionWork, Part, Work
 
 PIPES_OF_7 = {"1f1b:7", "gpipe:7", "zero_bubble:7"}  # eight layers on seven stages
@@ -34,6 +36,11 @@ def test_each_plan_is_there_once_resolved_and_in_the_same_order() -> None:
     assert found == again and len(found) == len({str(plan) for plan in found}) > 1000
     assert all(plan.num_devices == 8 and plan.resolve(8) == plan for plan in found[::7])
     assert str(found[0]) == "data=8"
+
+
+def test_a_search_knows_every_word() -> None:
+    """One that it does not know would be left out of the plan that it finds, though the user fixed it."""
+    assert {"tensor", "sequence", *CARRIED, *WALKED, *(set(COLUMNS) & set(NAMES))} == set(NAMES)
 
 
 def test_all_words_have_all_their_values() -> None:
