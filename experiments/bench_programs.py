@@ -96,8 +96,28 @@ class Experts(nn.Module):
         return total
 
 
+class SentExperts(nn.Module):
+    """Each token is sent to two of eight experts, each of which has seats for 80 tokens of an example, by einsum."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        jnp, init, seats = jax.numpy, nn.initializers.lecun_normal(batch_axis=(0,)), 80
+        up, gate = (self.param(name, init, (8, EMBED, 4 * EMBED)) for name in ("up", "gate"))
+        down = self.param("down", init, (8, 4 * EMBED, EMBED))
+        best, expert = jax.lax.top_k(jax.nn.softmax(nn.Dense(8, use_bias=False)(x)), 2)
+        chosen = jax.nn.one_hot(expert, 8)  # [row, token, choice, expert]
+        before = chosen.reshape(len(x), -1, 8)
+        seat = (jnp.cumsum(before, 1) * before).reshape(chosen.shape).sum(-1).astype(int) - 1
+        combine = jnp.einsum("bske,bskc,bsk->bsec", chosen, jax.nn.one_hot(seat, seats), best)
+        sent = jnp.einsum("bsec,bsd->ebcd", (combine > 0).astype(x.dtype), x)
+        made = nn.silu(jnp.einsum("ebcd,edf->ebcf", sent, gate)) * jnp.einsum("ebcd,edf->ebcf", sent, up)
+        return jnp.einsum("bsec,ebcd->bsd", combine, jnp.einsum("ebcf,efd->ebcd", made, down))
+
+
 class ExpertModel(nn.Module):
     """A mixture of experts in each layer."""
+
+    layer: type[nn.Module] = Experts
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -105,7 +125,7 @@ class ExpertModel(nn.Module):
         for _ in range(LAYERS):
             h = nn.LayerNorm()(x)
             x = x + nn.MultiHeadDotProductAttention(HEADS)(h, mask=nn.make_causal_mask(tokens))
-            x = x + Experts()(nn.LayerNorm()(x))
+            x = x + self.layer()(nn.LayerNorm()(x))
         return nn.Dense(VOCAB)(nn.LayerNorm()(x))
 
 
@@ -164,6 +184,7 @@ MODELS = {
     # Its attention stands beside its other products, and reads what they read.
     "own": Case(OwnModel(), own_loss, {SEQ: 3 * LAYERS + 2}),
     "experts": Case(ExpertModel(), own_loss, {SEQ: 4 * LAYERS + 2}),
+    "sent": Case(ExpertModel(SentExperts), own_loss, {SEQ: 4 * LAYERS + 2}),
 }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ ELSEWHERE = {
     "num_layers_per_stage": "stages are balanced by cost",
     "inner_ring_size": "a ring is one ring",
     "extra_dp_size": "write the size of a ZeRO group instead, as in zero=3/8",
-    "ep_size": "plans have no expert parallelism",
+    "ep_size": "no axis is for experts alone; tensor=N splits them, where there are N or more",
     "microbatch_size": "write num_microbatches, the batch divided by microbatch_size",
     "gradient_checkpoint_config": 'say what is recomputed: remat="block", or remat="dots"',
 }

@@ -1,10 +1,11 @@
 """1D tensor parallelism (Megatron, Shoeybi et al., 2019): which classes of dims to split over one axis.
 
 Classes are split such that no weight is split twice: heads, ffn and vocabulary of a transformer. A class that a weight
-contracts costs one all-reduce of that matmul's result; a class that two activations contract (head_dim, the keys'
-sequence) is not split, but for experts, each of which has weights of its own: what is sent to them and what they make
-then stays where they are (GShard, Lepikhin et al., 2020), and the tokens' sum is all that is reduced. Among the sets of classes allowed, the one is taken that splits the most arithmetic, and among
-those the one that moves the least.
+contracts costs one all-reduce of that matmul's result. A class that two activations contract (head_dim, the keys'
+sequence) is not split, with one exception: experts, each of which has weights of its own. What is sent to an expert and
+what it makes then stay on its device (GShard, Lepikhin et al., 2020), and only the sum of each token's results is
+reduced. Among the sets of classes allowed, the one is taken that splits the most arithmetic, and among those the one
+that moves the least.
 """
 
 import dataclasses
@@ -203,8 +204,8 @@ def _worth(products: Sequence[Product], candidates: Sequence[int]) -> dict[int, 
 
 
 def _moved_by_experts(m: Matmul, dims: Dims, experts: frozenset[int]) -> Iterator[tuple[int, int]]:
-    """What a matmul of activations has reduced where experts are split: the tokens that are put together of what several
-    made, and in the backward pass the gradient of the tokens that were sent to several."""
+    """Elements reduced for a matmul of activations where experts are split: of each token's results, added up over
+    experts; and in the backward pass of the gradient of tokens that were sent to several."""
     for c in experts:
         is_in, elements = [], []
         for ids in (m.lhs, m.rhs):

@@ -68,6 +68,7 @@ class JointProducts:
     def __init__(self, dims: Dims, layout: Layout, lowering: Lowering | None, waits: bool) -> None:
         self._dims, self._layout, self._lowering, self._waits = dims, layout, lowering, waits
         self._readings: dict[int, _Reading] = {}  # by an equation's id
+        self._in_turn: set[int] = set()  # products that read such a copy
 
     def find(
         self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope, others: Sequence[Group[Any]]
@@ -109,6 +110,7 @@ class JointProducts:
                 found.append(group)
             else:
                 self._read_in_turn(var, dtype, [eqn if copy is None else copy for eqn, copy, _ in left])
+                self._in_turn.update(id(eqn) for eqn, *_ in left)
             seen.update(map(id, members))
         return found
 
@@ -149,7 +151,7 @@ class JointProducts:
 
     def beside(self, eqn: Equation, operands: list[Any], scope: Scope) -> list[Any]:
         """Operands of a product that reads its input alone, as they are multiplied."""
-        if name_of(eqn) != "dot_general" or id(eqn) in self._readings:
+        if name_of(eqn) != "dot_general" or id(eqn) in self._in_turn:
             return operands
         waits = any(self._partial(eqn, place, scope) and self._hides(eqn, place, scope) for place in range(2))
         return list(_read_together(True, *operands)) if waits else operands

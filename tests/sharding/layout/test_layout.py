@@ -55,9 +55,10 @@ def test_packed_projections_are_split_by_heads() -> None:
 
 
 def test_experts_are_split_where_they_are_enough_and_their_insides_where_not() -> None:
-    trace = trace_of("linen_moe_soft")
-    assert specs(trace, layout_of(trace, 4))["MixtureOfExperts_0/up"] == P("tensor", None, None)
-    assert specs(trace, layout_of(trace, 8))["MixtureOfExperts_0/up"] == P(None, None, "tensor")
+    for name in ("linen_moe_soft", "linen_moe_capacity"):
+        trace = trace_of(name)
+        assert specs(trace, layout_of(trace, 4))["MixtureOfExperts_0/up"] == P("tensor", None, None)
+        assert specs(trace, layout_of(trace, 8))["MixtureOfExperts_0/up"] == P(None, None, "tensor")
 
 
 def test_key_value_heads_fewer_than_the_axis_stay_whole_with_a_note() -> None:

@@ -9,7 +9,7 @@ from contract import trace_of
 from flax import nnx
 from traces import plain_trace
 
-from cjax.sharding.layout.one_d import blocked_by, choose, undivided, whole_heads
+from cjax.sharding.layout.one_d import blocked_by, choose, experts_of, undivided, whole_heads
 from cjax.trace.author.capture import capture
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
@@ -47,6 +47,33 @@ def bottle(wide: int, narrow: int) -> Trace:
 def test_a_transformer_is_split_by_heads_ffn_and_vocabulary() -> None:
     found = names(trace_of("nnx_decoder"))
     assert found == {"heads", "ffn", "vocab", "vocab_2"}
+
+
+def test_experts_are_split_though_their_results_are_added_up() -> None:
+    """Each token's parts are added up over experts and seats, which are activations both; the seats stay whole."""
+    trace = trace_of("linen_moe_capacity")
+    assert names(trace, 4) - {"out"} == {"heads", "experts", "vocab", "vocab_2"}
+    assert names(trace, 8) == {"heads", "ffn", "vocab", "vocab_2"}, "four experts are too few for eight"
+
+
+class Slots(nnx.Module):
+    """A few slots, with a weight of its own each, that attend to one another: what they hand on is their mean."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.read, self.own = nnx.Linear(6, 8 * 12, rngs=rngs), nnx.Param(jax.random.normal(rngs.params(), (8, 12, 12)))
+        self.out = nnx.Linear(12, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        slots = jnp.einsum("bsd,sde->bse", self.read(x).reshape(len(x), 8, 12), self.own[...])
+        scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", slots, slots))
+        return self.out(jnp.einsum("bqk,bkd->bqd", scores, slots).mean(1))
+
+
+def test_what_attends_to_one_another_is_no_expert() -> None:
+    batch = jax.ShapeDtypeStruct((8, 6), jnp.float32)
+    captured = capture(lambda rngs: Slots(rngs=rngs), lambda model, x: model(x).mean(), batch)
+    trace = TraceSource(captured, batch).read()
+    assert any(m.batched for m in trace.dims.matmuls) and not experts_of(trace)
 
 
 def test_no_weight_is_split_twice_and_the_sums_are_of_the_narrow() -> None:

@@ -118,3 +118,46 @@ def test_groups_that_would_wait_for_each_other_are_not_both_made() -> None:
         found.append(jax.tree.map(np.asarray, program.value_and_grad(program.init(0), batch)))
     for mine, theirs in zip(jax.tree.leaves(found[1]), jax.tree.leaves(found[0]), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+class Sent(nn.Module):
+    """Tokens that are sent to four experts, by what a router makes of them: two products of one input, of which the
+    second waits for the first."""
+
+    casts: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        up, down = (self.param(name, nn.initializers.normal(0.5), (4, WIDTH, WIDTH)) for name in ("up", "down"))
+        for _ in range(2):
+            read = x.astype(jnp.bfloat16) if self.casts else x
+            gates = jax.nn.softmax(nn.Dense(4, dtype=read.dtype)(read).astype(x.dtype))
+            mask = gates * (gates >= gates.max(-1, keepdims=True))
+            sent = jnp.einsum("be,bd->ebd", mask.astype(read.dtype), x.astype(read.dtype))
+            made = jnp.einsum("ebd,edf->ebf", jnp.tanh(jnp.einsum("ebd,edf->ebf", sent, up)), down)
+            x = x + jnp.einsum("be,ebd->bd", mask, made)
+        return x
+
+
+def square(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean(model(batch["x"]) ** 2)
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_products_that_wait_for_each_other_read_one_copy(casts: bool) -> None:
+    """A router's and its experts' input; with the numbers of one device, evaluated twice as well."""
+    batch = {"x": np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)}
+    found = []
+    for plan, num in (("data=1", 1), ("tensor=4", 4), ("tensor=2 remat=block", 2)):
+        program = cjax.parallelize(Sent(casts), square, optax.sgd(0.1), batch, plan, devices=jax.devices()[:num])
+        found.append(jax.tree.map(np.asarray, program.value_and_grad(program.init(0), batch)))
+    for each in found[1:]:
+        for mine, theirs in zip(jax.tree.leaves(each), jax.tree.leaves(found[0]), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5 if not casts else 0.05, atol=1e-6 if not casts else 1e-3)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("casts", [False, True])
+def test_what_is_sent_to_experts_costs_one_reduction_each_way(casts: bool) -> None:
+    found = reduced(Sent(casts), "tensor=4")
+    assert sum(c.count * sum(int(np.prod(s.dims)) for s in c.shapes) for c in found) == 4 * ROWS * WIDTH
