@@ -82,7 +82,7 @@ def _ring(
         attention, places.axis, places.size, places.sizes, places.axes_of, _chunks(places, names), _wanted(attention),
         low, in_order,
     )  # fmt: skip
-    assert ring.num_parts == 2 or not in_order, "a ring whose devices have one chunk each has no order of its own"
+    assert ring.num_chunks == 2 or not in_order, "a ring whose devices have one chunk each has no order of its own"
     leaves = [places.spec(node, ["query"]) for node in attention.leaves]
     products = [places.spec(node) for node in attention.operands[:3]]
     specs = (*products, leaves, [PartitionSpec()] * len(names))
@@ -118,7 +118,7 @@ def _ring(
         # Saved as what they are: a policy that looks into the region would save the scores of each turn in their place.
         result, maxima, sums = (checkpoint_name(x, "cjax.ring") for x in (result, maxima, sums))
         # Whatever is there anyway is not kept a second time, as a copy that went through the ring.
-        here = ring.num_parts == 1 or in_order
+        here = ring.num_chunks == 1 or in_order
         return result, (list(args[:3]) if here else moved, *args[3:], result, maxima, sums)
 
     def run_backward(kept_values: Any, gradient: jax.Array) -> Any:
