@@ -78,11 +78,13 @@ class Ring:
             return states
 
         def turn(carry: Any, step: Any) -> Any:
+            # Sent as they came, not as the block leaves them, so that they are on the way while it is computed.
             states, keys = carry
             coming = self._pass_on(keys)
             return (visit(states, keys, self._source(step)), coming), None
 
         keys = (key, value)
+        # The last turn is outside of the loop: in it, keys would go home, which nobody waits for.
         (states, keys), _ = lax.scan(turn, (states, keys), jnp.arange(self.size - 1))
         states = visit(states, keys, self._source(self.size - 1))
         block = self._block(0, 0, 0, changed)
@@ -104,6 +106,8 @@ class Ring:
         leaves = self._filled(self._in_order(leaves, self.attention.leaves), self.attention.leaves)
         dtype, rows = accumulated(self.attention), self.row_node
         block = self._block(0, 0, 0, changed, whole=True)
+        # The derivative of a softmax takes the sum of gradient times weight over all keys. Over values it is the same
+        # sum as gradient times result, which is here: otherwise all blocks would have to be gone through twice.
         dims = tuple(dim for dim, label in enumerate(self.attention.out.labels) if not label)
         spent = jnp.sum(gradient.astype(dtype) * out.astype(dtype), axis=dims, keepdims=True)
         spent = self._turned(block.rows(spent, self.attention.out.labels), self._dim(rows, "query"), True)
@@ -125,6 +129,8 @@ class Ring:
             # On the way in the keys' own dtype, as these are: what is added to them here is not.
             return jax.tree.map(lambda grad, x: grad.astype(x.dtype), d_keys, (key, value))
 
+        # Gradients of keys follow them a turn behind: what one block adds is on the way while the next is computed. So
+        # the first turn, which nothing has come in for, and the last, from which they go home, are no part of the loop.
         wanted = [leaf if wanted else None for leaf, wanted in zip(leaves, self.differentiable, strict=True)]
         keys = (key, value)
         coming = self._pass_on(keys)
@@ -220,11 +226,15 @@ class Ring:
         skip: Callable[[], Any],
     ) -> Any:
         """Compute, unless no logit of this block can be near its row's maximum."""
+        # Each device decides by itself, so that nothing within may send: sends are in `turn`, which all devices run
+        # alike.
         masks, nothing = (self.bounds < -MARGIN).any(), self._nothing
         if not masks and not nothing.any():
             return compute()
         block = self._number(lax.axis_index(self.axis), chunk), self._number(source, other)
         is_empty = jnp.asarray(nothing)[block]
+        # By the maxima so far, and not by the mask alone: a row that has seen nothing but -inf up to now may still need
+        # a block of large negative numbers, as `-1e9` masks are.
         if masks:
             is_empty |= jnp.all(maxima > jnp.asarray(self.bounds, maxima.dtype)[block] + MARGIN)
         return lax.cond(is_empty, skip, compute)
