@@ -65,8 +65,11 @@ def build_gradients(loss: LaidOut, choice: Choice, measures: bool = False) -> Bu
     plan, shared, trace = loss.plan, loss.trace.shared, loss.trace if choice.local is None else choice.local.trace
     # A part is one device's rows of one micro-batch where devices add up alone.
     num = plan.microbatches * (1 if choice.local is None else loss.num_shards)
+    # Losses of parts add up to that many means. Told to whoever scales a loss against overflow: gradients are as much
+    # larger until they are divided.
     size = num * loss_size(trace)
     match choice.kind, choice.local, loss.line:
+        # One part of all rows: nothing is added up, so that XLA may reduce each gradient where it is made.
         case "whole", _, _:
             run = place_loss(trace, loss.storage, plan, loss.mesh)
             gradients, size = plain(_as_loss(trace, run, 1), dtypes_of(loss)), 1
@@ -80,6 +83,7 @@ def build_gradients(loss: LaidOut, choice: Choice, measures: bool = False) -> Bu
             gradients = _own_pipeline(loss, line, local, measures)
         case _:
             raise AssertionError(f"{choice.kind} gradients without what they are made of")
+    # Around all parts: weights that are gathered once a step would be gathered in each of them within.
     ahead = gather_ahead(trace, loss.storage, plan, loss.mesh)
     gradients = sharing(gathering(gradients, ahead), shared, plan.microbatches, num)
     return Built(gradients, (*choice.notes, *(() if choice.local is None else _cost_of_waiting(loss))), size)
@@ -90,6 +94,8 @@ def _parts(loss: LaidOut, measures: bool) -> Gradients:
     num, mesh, axes = loss.plan.microbatches, loss.mesh, loss.batch_axes
     run = place_loss(loss.trace, loss.storage, loss.plan, mesh)
 
+    # Every device has rows of every micro-batch. Cut as they lie, a micro-batch would be on some devices alone, and the
+    # others idle while it runs.
     def constrain(parts: list[jax.Array]) -> list[jax.Array]:
         return [lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, axes))) for x in parts]
 

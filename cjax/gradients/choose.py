@@ -154,6 +154,8 @@ def _check_weight(trace: Trace) -> None:
     jaxpr = trace.closed.jaxpr
     on = {jaxpr.invars[i]: frozenset(["params"]) for i in trace.leaves_of("params")}
     depends(jaxpr.eqns, on, lambda eqn, kinds: kinds if _passes_on(eqn) else frozenset())
+    # By equations, not by values: a weight that is made of parameters has a gradient even where it is the same number
+    # for now.
     weight = jaxpr.outvars[1]
     if not isinstance(weight, Literal) and on.get(weight):
         raise ValueError(
@@ -166,6 +168,8 @@ def _check_weight(trace: Trace) -> None:
 
 def _passes_on(eqn: Equation) -> bool:
     """Whether derivatives pass through an equation."""
+    # Whole numbers and flags have no derivative: a count of what a parameter exceeds is a number, as a weight should
+    # be.
     dtypes = (getattr(var.aval, "dtype", bool) for var in eqn.outvars)
     return not facts_of(eqn).stops and any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
 
@@ -173,10 +177,12 @@ def _passes_on(eqn: Equation) -> bool:
 def _own_rows(source: TraceSource, loss: LaidOut, measures: bool) -> LocalRows | Reason:
     """The loss on a device's own rows, if devices add up gradients of their own; or why they don't."""
     plan = loss.plan
+    # Devices along that axis have positions of the same rows: none of them could compute a loss by itself.
     if plan.sequence.size > 1:
         return Reason("positions", "positions are split")
     if loss.num_shards == 1:
         return Reason("one shard", "no two devices see different examples")
+    # No device holds a whole weight, or gradient, for longer than a layer: its own sum would be just that.
     if plan.zero_stage == 3:
         return Reason("zero", f"zero={plan.zero} reduces gradients during the backward pass")
     # In one pass, XLA reduces each gradient as soon as it is made, behind the rest of the backward pass; a sum of its

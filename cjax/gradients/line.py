@@ -118,6 +118,7 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
 
 def _head(trace: Trace, last: LayerStack) -> float:
     """What comes after the last layer, in the arithmetic of one."""
+    # In matmuls alone, as layers are told: what else comes after them is small beside a vocabulary.
     after = sum(equation_cost(eqn).matmul_flops for eqn in trace.closed.jaxpr.eqns[last.stop :])
     return after / max(1, last.flops // last.length)
 
@@ -142,11 +143,13 @@ def _check_table(table: Schedule, plan: Plan, num_stacks: int) -> None:
     if (table.num_stages, table.num_microbatches) != (plan.pipeline.size, plan.microbatches):
         words = f"pipeline={plan.pipeline.schedule}:{table.num_stages} microbatches={table.num_microbatches}"
         raise ValueError(f"{given}, the plan for {plan.pipeline.size} and {plan.microbatches}: write {words}")
+    # Each stack is cut over all stages, in as many chunks as any other; a rest would be chunks of no stack.
     if table.num_chunks % num_stacks:
         raise ValueError(
             f"{given}, with {table.num_chunks} chunks each, and the model has {num_stacks} stacks of layers, of which "
             f"each stage holds a share: give each stage {num_stacks} chunks, or a multiple of that"
         )
+    # Such tables are for evaluation; trained by one, a model would get no gradients and stay as it is.
     if table.forward_only:
         raise ValueError(f"{given}, and has no B: training needs backwards")
 

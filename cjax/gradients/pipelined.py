@@ -58,6 +58,7 @@ def forwarded(model: StagedModel, forward: Forward, num_microbatches: int, mesh:
 
 def _from_one(value: jax.Array) -> jax.Array:
     """What one stage has, and all others have zeros of, on all."""
+    # A sum, as nobody else has anything: which stage it was is not known to the program that all of them run.
     summed = lax.psum(value.astype(jnp.int32) if value.dtype == bool else value, PIPE)
     return summed.astype(value.dtype)
 
@@ -89,6 +90,7 @@ def _inputs(
     rows = _rows(batch, num_microbatches)
 
     def advance(model_state: Arrays, index: Any) -> tuple[Arrays, Arrays]:
+        # Of whichever rows, here the first: counters go by the call, and what goes by examples is the stages' own.
         return model.next_model_state(params, frozen, model_state, rows(0), key, index), model_state
 
     # Ahead of the pipeline, for all micro-batches: stages are at different ones in the same tick, and each needs the

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cjax.gradients import divisors
-from cjax.jax_compat.core import Literal, jaxpr_as_fun, jaxprs_in_params
+from cjax.jax_compat.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 from cjax.program.check import Outcome
 from cjax.program.composed import Composed
 from cjax.trace.author.capture import Mean
@@ -110,7 +110,7 @@ def reference_of(composed: Composed) -> Reference:
 
 def _kinds_of(composed: Composed, wanted: Sequence[Any]) -> frozenset[str]:
     """Which kinds of inputs of the trace these results are made of."""
-    jaxpr: Any = composed.trace.closed.jaxpr
+    jaxpr = composed.trace.closed.jaxpr
     on = {var: frozenset({leaf.kind}) for var, leaf in zip(jaxpr.invars, composed.trace.leaves, strict=True)}
     depends(jaxpr.eqns, on, lambda eqn, kinds: kinds)
     return frozenset().union(*(on.get(v, frozenset()) for v in wanted if not isinstance(v, Literal)))
@@ -205,7 +205,7 @@ def perturbed(params: PyTree, itemsize: int) -> PyTree:
     return jax.tree.map(moved, params)
 
 
-def narrowest(jaxpr: Any) -> int:
+def narrowest(jaxpr: Jaxpr) -> int:
     """Bytes of the narrowest floating point numbers in a jaxpr, those of complex numbers being half their own."""
     found = 8
     for eqn in jaxpr.eqns:

@@ -147,7 +147,7 @@ class Traced:
 def trace_part(
     capture: Capture,
     part_shape: PyTree,
-    num_parts: int,
+    num_microbatches: int,
     train: bool,
     call: Loss | None = None,
     counters: frozenset[int] = frozenset(),
@@ -157,7 +157,7 @@ def trace_part(
     Args:
       capture: the user's model and loss.
       part_shape: the micro-batch, as ShapeDtypeStructs.
-      num_parts: into how many the batch is cut; each of several draws random numbers of its own.
+      num_microbatches: into how many the batch is cut; each of several draws random numbers of its own.
       train: whether to trace the loss as in training.
       call: `(model, batch, key, train) -> (None, results)` to trace in place of the loss; its results become aux.
       counters: leaves of the model state that the last micro-batch alone updates, from what they were before the first.
@@ -168,17 +168,17 @@ def trace_part(
     ) -> tuple[PyTree, PyTree, PyTree]:
         # One part draws the numbers that the author's own loop would; each of several draws its own.
         inner = model_state
-        if num_parts > 1:
+        if num_microbatches > 1:
             key = jax.random.fold_in(key, index)
             inner = capture.fold_model_state(model_state, index)
         given = {} if call is None else {"call": call}
         loss, aux, new = capture.apply(params, frozen, inner, batch, key, train, **given)
-        if num_parts > 1:
+        if num_microbatches > 1:
             new = capture.unfold(new, model_state)
         if counters:
             leaves, treedef = jax.tree.flatten(new)
             pairs = zip(leaves, jax.tree.leaves(model_state), strict=True)
-            last = index == num_parts - 1
+            last = index == num_microbatches - 1
             new = treedef.unflatten(
                 [jnp.where(last, x, old) if i in counters else x for i, (x, old) in enumerate(pairs)]
             )

@@ -50,7 +50,7 @@ class TraceSource:
 
     def read(
         self,
-        num_parts: int = 1,
+        num_microbatches: int = 1,
         rows: int | None = None,
         *,
         train: bool = True,
@@ -60,21 +60,21 @@ class TraceSource:
         pairs: bool = False,
         at_once: bool = False,
     ) -> Trace:
-        """The loss on one of `num_parts` micro-batches, read.
+        """The loss on one of `num_microbatches` micro-batches, read.
 
         Args:
-          num_parts: into how many the batch is cut.
+          num_microbatches: into how many the batch is cut.
           rows: of the micro-batch, in place of its share of the batch.
           train, call, counters: see `trace_part`.
           forms, pairs, at_once: see `cjax.trace.reading.read`; chains alone are taken in pairs.
         """
-        shape = self._part(num_parts, rows)
+        shape = self._part(num_microbatches, rows)
         known = None if forms is None else tuple(sorted(forms.items()))
-        same = (_key(shape), _parts(num_parts, counters), train, call, known, counters, at_once)
+        same = (_key(shape), _microbatches(num_microbatches, counters), train, call, known, counters, at_once)
 
         def found(pairs: bool) -> Trace:
             if (same, pairs) not in self._read:
-                traced = self._trace(shape, num_parts, train, call, counters)
+                traced = self._trace(shape, num_microbatches, train, call, counters)
                 self._read[same, pairs] = read(traced, self.capture.dim_names, forms, pairs, at_once, counters)
             return self._read[same, pairs]
 
@@ -88,18 +88,18 @@ class TraceSource:
             self._made[key] = make()
         return self._made[key]
 
-    def run(self, num_parts: int = 1, rows: int | None = None, counters: frozenset[int] = frozenset()) -> None:
+    def run(self, num_microbatches: int = 1, rows: int | None = None, counters: frozenset[int] = frozenset()) -> None:
         """Runs the author's Python as `read` would, and reads nothing: whatever this raises is the author's own."""
-        self._trace(self._part(num_parts, rows), num_parts, True, None, counters)
+        self._trace(self._part(num_microbatches, rows), num_microbatches, True, None, counters)
 
-    def flat(self, rows: int, like: Trace, num_parts: int, *, train: bool = True) -> ClosedJaxpr:
+    def flat(self, rows: int, like: Trace, num_microbatches: int, *, train: bool = True) -> ClosedJaxpr:
         """The equations of the loss on so many rows, in the form of the trace `like`, which is of others.
 
         Raises:
           ValueError: the loss does not run on so many.
         """
         try:
-            traced = self._trace(self._part(num_parts, rows), num_parts, train, None, like.counters)
+            traced = self._trace(self._part(num_microbatches, rows), num_microbatches, train, None, like.counters)
         except Exception as error:  # from the author's own code, which may know its number of rows by heart
             raise ValueError(
                 f"How a loss adds up is read off two numbers of rows, and this one does not run on {rows} "
@@ -108,18 +108,20 @@ class TraceSource:
             ) from error
         return flattened(traced, like)
 
-    def _part(self, num_parts: int, rows: int | None) -> PyTree:
+    def _part(self, num_microbatches: int, rows: int | None) -> PyTree:
         if rows is not None:
             return _with_rows(self.batch_shape, rows)
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((x.shape[0] // num_parts, *x.shape[1:]) if x.shape else (), x.dtype),
+            lambda x: jax.ShapeDtypeStruct((x.shape[0] // num_microbatches, *x.shape[1:]) if x.shape else (), x.dtype),
             self.batch_shape,
         )
 
-    def _trace(self, shape: PyTree, num_parts: int, train: bool, call: Loss | None, counters: frozenset[int]) -> Traced:
-        key = (_key(shape), _parts(num_parts, counters), train, call, counters)
+    def _trace(
+        self, shape: PyTree, num_microbatches: int, train: bool, call: Loss | None, counters: frozenset[int]
+    ) -> Traced:
+        key = (_key(shape), _microbatches(num_microbatches, counters), train, call, counters)
         if key not in self._traced:
-            self._traced[key] = trace_part(self.capture, shape, num_parts, train, call, counters)
+            self._traced[key] = trace_part(self.capture, shape, num_microbatches, train, call, counters)
         return self._traced[key]
 
 
@@ -137,6 +139,6 @@ def _key(shape: PyTree) -> Hashable:
     return tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(shape))
 
 
-def _parts(num_parts: int, counters: frozenset[int]) -> int:
+def _microbatches(num_microbatches: int, counters: frozenset[int]) -> int:
     """What a trace has of the number of micro-batches: whether there are several, or which is the last."""
-    return num_parts if counters else min(num_parts, 2)
+    return num_microbatches if counters else min(num_microbatches, 2)

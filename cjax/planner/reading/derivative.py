@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from cjax.jax_compat.core import ClosedJaxpr, Equation, Literal, make_jaxpr
+from cjax.jax_compat.core import Atom, Aval, ClosedJaxpr, Equation, Literal, Var, make_jaxpr
 from cjax.planner.reading.naming import Naming
 from cjax.planner.work import BATCH, Dims, NamedTensor
 from cjax.sharding.attention.kernel import Fused, fused_groups
@@ -44,32 +44,32 @@ class Named:
       closed: the trace.
       classes: of its dims.
       names: of these classes, by the size of a dim.
-      num_parts: of how many such traces the batch is.
+      num_microbatches: of how many such traces the batch is.
     """
 
     closed: ClosedJaxpr
     classes: Classes
     names: Mapping[int, Callable[[int], str]]
-    num_parts: int
+    num_microbatches: int
 
-    def dims(self, var: Any, scope: Scope, first: int = 0) -> Dims:
+    def dims(self, var: Var, scope: Scope, first: int = 0) -> Dims:
         """Names and sizes of a value's dims from `first` on; what is no dim of the other trace gets a name that nothing
         splits."""
         found = []
         for c, size in list(zip(self.classes.of(var, scope), var.aval.shape, strict=True))[first:]:
             if size > 1:
                 name = self.names[c](size) if c in self.names else UNNAMED
-                found.append((name, size * self.num_parts if name == BATCH else size))
+                found.append((name, size * self.num_microbatches if name == BATCH else size))
         return tuple(found)
 
-    def value(self, var: Any, scope: Scope | None = None, first: int = 0) -> NamedTensor:
+    def value(self, var: Atom, scope: Scope | None = None, first: int = 0) -> NamedTensor:
         """A variable as a value, or a number."""
         aval = var.aval
         dims = () if isinstance(var, Literal) else self.dims(var, scope or self.classes.top, first)
         return NamedTensor(dims, itemsize_of(aval), bool(jnp.issubdtype(aval.dtype, jnp.floating)))
 
 
-def itemsize_of(aval: Any) -> int:
+def itemsize_of(aval: Aval) -> int:
     """Bytes of an element; of a random key those of what it is made of."""
     return 8 if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
 
@@ -88,7 +88,7 @@ def named(closed: ClosedJaxpr, inputs: Sequence[Sequence[int]], naming: Naming) 
         for mine, c in zip(ids[len(ids) - len(its) :], its, strict=True):
             if c >= 0:
                 names.setdefault(classes.class_of(mine), lambda size, c=c: naming.name(c, size))
-    return Named(closed, classes, names, naming.num_parts)
+    return Named(closed, classes, names, naming.num_microbatches)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Planned(Hooks):
         given, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
         return kept(eqn, bind(eqn, given, params), self._remat)
 
-    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> Sequence[Group[Any]]:
+    def groups(self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope) -> Sequence[Group[Any]]:
         if not self._has_kernel:
             return []
         return fused_groups([group.of for group in attention_groups(self._trace, eqns, results, scope)])

@@ -18,11 +18,11 @@ class Naming:
 
     Args:
       trace: whose dims.
-      num_parts: of how many such traces the batch is.
+      num_microbatches: of how many such traces the batch is.
     """
 
     trace: Trace
-    num_parts: int = 1
+    num_microbatches: int = 1
     _names: dict[int, str] = field(default_factory=dict)
     _fewer: dict[tuple[int, int], str] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class Naming:
         found = []
         for c, size in zip(classes, shape, strict=True):
             if c == self.trace.batch_class:
-                size *= self.num_parts
+                size *= self.num_microbatches
             if size > 1:
                 found.append((self.name(c, size), size))
         return tuple(found)

@@ -37,7 +37,7 @@ class Splits:
         self._first = {i: group[0] for stack in stacks for group in stack.weights for i in group}
         self._made: dict[tuple[object, ...], WorkSplit | ValueError] = {}
         rows = max((trace.leaves[i].shape[0] for i in trace.leaves_of("batch") if trace.leaves[i].shape), default=1)
-        self._num_parts = work.num_rows // rows
+        self._num_microbatches = work.num_rows // rows
         assert len(work.parts) == len(self._stretches), "a split is of the work that was read off this trace"
 
     def __call__(self, plan: Plan) -> WorkSplit:
@@ -95,7 +95,7 @@ class Splits:
 
     def _of_batch(self, move: AxisMove) -> AxisMove:
         """A collective of one micro-batch's trace, for the whole batch."""
-        return move if move.of_weights else replace(move, elements=move.elements * self._num_parts)
+        return move if move.of_weights else replace(move, elements=move.elements * self._num_microbatches)
 
     def _held(
         self, layout: Layout, leaf: int, stretch: Stretch, sums: Collection[str], gathered: Collection[str]

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cjax.jax_compat.core import Literal, make_jaxpr
+from cjax.jax_compat.core import Atom, Literal, make_jaxpr
 from cjax.planner.reading.derivative import Named, Planned, named
 from cjax.planner.reading.naming import Naming
 from cjax.planner.work import NamedTensor
@@ -124,5 +124,5 @@ class _Stack:
         return [*own, *fixed, *handed, *between, *moved]
 
 
-def _values(found: Named, variables: Sequence[Any]) -> tuple[NamedTensor, ...]:
+def _values(found: Named, variables: Sequence[Atom]) -> tuple[NamedTensor, ...]:
     return tuple(found.value(var) for var in variables)

@@ -19,15 +19,15 @@ from cjax.trace.reading import Trace
 from cjax.trace.stages.stacks import cut
 
 
-def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_parts: int = 1) -> Work:
+def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_microbatches: int = 1) -> Work:
     """The work of one step, read off a trace.
 
     Args:
-      trace: of the loss on the whole batch, or on one of `num_parts` micro-batches.
+      trace: of the loss on the whole batch, or on one of `num_microbatches` micro-batches.
       optimizer_bytes: bytes of optimizer state for each byte of trained parameters.
-      num_parts: how many such traces the batch is.
+      num_microbatches: how many such traces the batch is.
     """
-    naming = Naming(trace, num_parts)
+    naming = Naming(trace, num_microbatches)
     found = stretches(trace)
     known = multiplied(trace)
     learned = learned_of(trace)
@@ -56,7 +56,7 @@ def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_parts: int = 1) -> W
     tokens = max((math.prod(leaf.shape[:2]) for leaf in words), default=num_rows)
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in batch)
     return Work(
-        tuple(parts), num_parts * num_rows, num_parts * tokens, optimizer_bytes, num_parts * size,
+        tuple(parts), num_microbatches * num_rows, num_microbatches * tokens, optimizer_bytes, num_microbatches * size,
         _handed(trace, found, naming), _notes(trace), KeptBy(trace, naming, found),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from jax.experimental.layout import Layout as DeviceLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
-from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal
 from cjax.sharding.apart.faults import fault_of
 from cjax.sharding.apart.lanes import Lane, lanes
 from cjax.sharding.layout.layout import Layout
@@ -119,7 +119,7 @@ def row_major(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, DeviceLayout(tuple(range(x.ndim))))
 
 
-def placements(atoms: Sequence[Any], layout: Layout, dims: Dims, scope: Scope) -> list[PartitionSpec]:
+def placements(atoms: Sequence[Atom], layout: Layout, dims: Dims, scope: Scope) -> list[PartitionSpec]:
     """Where the layout has these variables; literals are whole."""
     classes = [() if isinstance(v, Literal) else dims.of(v, scope) for v in atoms]
     return [layout.spec(c, v.aval.shape[: len(c)]) for c, v in zip(classes, atoms, strict=True)]

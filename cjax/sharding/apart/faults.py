@@ -7,7 +7,6 @@ to it either: nobody knows along which of its dims it may be split.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.core
@@ -26,7 +25,7 @@ class Fault:
     what: str
     versions: tuple[str, ...]
     instead: str
-    concerns: Callable[[Any], bool] = lambda eqn: True
+    concerns: Callable[[Equation], bool] = lambda eqn: True
 
 
 WINDOWED = having("window")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cjax.jax_compat.core import Equation
 from cjax.sharding.apart.faults import WINDOWED
@@ -137,7 +136,7 @@ def _pad(eqn: Equation) -> list[Lane]:
 
 
 _REORDERS = named("eig lu")
-_LOOKED_UP: Mapping[str, Callable[[Any], list[Lane]]] = {
+_LOOKED_UP: Mapping[str, Callable[[Equation], list[Lane]]] = {
     "gather": _gather,
     **dict.fromkeys(having("scatter"), _scatter),
     "sort": lambda eqn: _all_but(eqn, [eqn.params["dimension"]]),

@@ -32,6 +32,9 @@ class Exchange:
     low: Any
 
     def __post_init__(self) -> None:
+        # Heads of keys first, and the query heads that share one only once each device has a single one: of several,
+        # half of each one's query heads are no one stretch of a dim that has all of them, and `_slice` takes one
+        # stretch.
         heads, groups = (self.sizes.get(one, 1) for one in self.split)
         of_heads, of_groups = self.factors
         if groups % of_groups or (of_heads != heads and of_groups > 1):
@@ -68,8 +71,10 @@ class Exchange:
         key = self._to_heads(key, attention.key, "key")
         value = self._to_heads(value, attention.value, "key")
         block = self._block(changed)
+        # Leaves are whole along this axis: most have no heads that could be exchanged for positions.
         mine = [self._slice(leaf, node, block) for leaf, node in zip(leaves, attention.leaves, strict=True)]
         logits, masked, given = block.logits(query, key, mine)
+        # Any number may be subtracted, as long as it is the same for the sum: so the maximum needs no derivative.
         dtype = jnp.promote_types(attention.exps.var.aval.dtype, jnp.float32)
         maxima = block.reduce(jnp.max, lax.stop_gradient(masked), attention.masked.labels).astype(dtype)
         maxima = jnp.where(maxima == -jnp.inf, 0.0, maxima)
@@ -82,6 +87,7 @@ class Exchange:
         starts: dict[int, Any] = {
             label: lax.axis_index(axes) * self.sizes[label] for label, axes in self.axes_of.items()
         }
+        # All positions, and no more than there are: what was added is cut off before anything is computed.
         for role in ("query", "key"):
             sizes[self.attention.label(role)] = self.attention.sizes[self.attention.label(role)]
         for label, factor, index in zip(self.split, self.factors, self._index(), strict=True):
@@ -113,6 +119,7 @@ class Exchange:
         """From a part of the positions and all heads to all positions, and no more, of a part of the heads."""
         for place, (label, factor) in reversed(list(enumerate(zip(self.split, self.factors, strict=True)))):
             dim = self._dim(node, label, place)
+            # Keys have no groups: each device that shares a head of theirs gets it.
             if dim is None:
                 value = jnp.broadcast_to(value, (factor, *value.shape))
             else:
@@ -142,7 +149,7 @@ class Exchange:
         value = value.reshape(*self.factors, *value.shape[1:])
         for place, label in enumerate(self.split):
             dim = self._dim(node, label, place)
-            if dim is None:
+            if dim is None:  # one group alone, of which the factor is 1
                 value = value[0]
                 continue
             value = jnp.moveaxis(value, 0, dim)

@@ -63,9 +63,11 @@ class KeyBlock:
         return [self._on_block(step.of, node, ins)]
 
     def _on_block(self, eqn: Equation, node: Node, ins: list[Any]) -> Any:
+        # Four equations say in their parameters how large the whole is; all others go by their operands' shapes.
         shape = self.shape(node)
         match name_of(eqn):
             case "iota":
+                # Numbers of the whole sequence: a block that counted from 0 would be masked as the first one is.
                 dim = eqn.params["dimension"]
                 index = lax.broadcasted_iota(node.var.aval.dtype, shape, dim) + jnp.asarray(
                     self.start(node.labels[dim]), node.var.aval.dtype
@@ -74,6 +76,7 @@ class KeyBlock:
                     return index
                 return jnp.minimum(index, jnp.asarray(node.var.aval.shape[dim] - 1, index.dtype))
             case "random_bits":
+                # The bits that these places have in the whole, so that dropout is the same however positions are split.
                 starts = [self.start(label) for label in node.labels]
                 return draw_block(eqn, ins[0], node.var.aval.shape, shape, starts)
             case "broadcast_in_dim":
@@ -114,6 +117,7 @@ class KeyBlock:
     def logits(self, query: jax.Array, key: jax.Array, leaves: Sequence[Any]) -> tuple[Any, Any, dict[Node, Any]]:
         """Logits, what their maximum is taken of, and all that was evaluated."""
         attention = self.attention
+        # In the order that the author wrote: `letters` and the precision of either side go by it.
         eqn = attention.scores_eqn
         operands = (key, query) if attention.key_first else (query, key)
         scores = _multiply(_Product(eqn, self.low, attention.scores.var.aval.dtype), *operands)
@@ -123,6 +127,8 @@ class KeyBlock:
 
     def _of_keys(self, logits: jax.Array, labels: Labels) -> jax.Array:
         """-inf behind the last key, whatever else masks say."""
+        # Last, on top of all masks: one that is added, or that is -1e9 throughout a row, would leave keys that are not
+        # there a share of the softmax.
         key = self.attention.label("key")
         if key not in self.filled:
             return logits
@@ -132,6 +138,7 @@ class KeyBlock:
     def terms(self, exps: jax.Array, given: dict[Node, Any]) -> jax.Array:
         """What is summed over keys, as rows of sums."""
         attention = self.attention
+        # What an author sums may be more than exponentials: rounded, or masked once more.
         if attention.terms == attention.exps:
             return self.reduce(jnp.sum, exps, attention.exps.labels)
         terms = self.evaluate(attention.terms, given | {attention.exps: exps.astype(attention.exps.var.aval.dtype)})
@@ -155,6 +162,8 @@ class KeyBlock:
     def divisor(self, sums: jax.Array) -> jax.Array:
         """What exponentials are divided by (or multiplied with), as rows."""
         attention = self.attention
+        # The sum itself in most models, in another shape. Where more was done to it, a guard against zero say, that is
+        # done to the finished sum, in the author's dtype.
         node: Any = attention.divisor
         while node in attention.steps and name_of(attention.steps[node][0]) in MOVES:
             node = attention.steps[node][1][0]
@@ -205,6 +214,8 @@ class _Product(NamedTuple):
         return "".join(names[0]), "".join(names[1]), "".join(shared + free[0] + free[1])
 
 
+# By hand: JAX would round each block's gradient to the low dtype before it is added to the others, once for each
+# device.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(how: _Product, left: jax.Array, right: jax.Array) -> jax.Array:
     params = {"preferred_element_type": jnp.dtype(how.dtype), "precision": how.precision}

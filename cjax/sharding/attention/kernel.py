@@ -45,6 +45,7 @@ def cudnn(
         bias = None if bias is None else jnp.pad(bias, ((0, 0), (0, 0), (0, more[0]), (0, more[1])))
         names = ("query_seq_lengths", "key_value_seq_lengths")
         options = {name: jnp.full(len(query), length, jnp.int32) for name, length in zip(names, lengths, strict=True)}
+    # JAX counts the keys on either side of a query and itself not; a causal window has none behind it.
     sides = None if window is None else (window - 1, 0)
     mixed = jax.nn.dot_product_attention(
         query, key, value, bias=bias, scale=scale, is_causal=causal, local_window_size=sides,
@@ -63,6 +64,7 @@ class Fused:
 
 def kernel_for(mesh: Mesh) -> Kernel | None:
     """What computes attention on the mesh's devices; None where nothing does better than the author's equations."""
+    # By what the mesh is made of, not by what this process runs on: plans are compiled for cards that are not here.
     return cudnn if mesh.devices.flat[0].platform in ("gpu", "cuda") else None
 
 
@@ -74,7 +76,7 @@ def fused_groups(attentions: Sequence[Attention]) -> list[Group[Fused]]:
         try:
             fused = Fused(attention, kernel_form(attention))
         except NoForm:
-            continue
+            continue  # it stays with its author's equations, which are right for anything
         eqns = attention.group.eqns
         written = {var for eqn in eqns for var in eqn.outvars}
         read = dict.fromkeys(var for eqn in eqns for var in variables(eqn) if var not in written)
@@ -124,6 +126,8 @@ def attend_fused(
         has none. All examples share it, so that its gradient is summed over them by whoever made the copies.
     """
     attention = fused.attention
+    # A number that differs from layer to layer, a scale say, was not known when the form was read, and may have none
+    # now.
     try:
         form = kernel_form(attention, changed) if changed else fused.form
     except NoForm as why:
@@ -162,6 +166,7 @@ def _own_copies(
     for place, node in enumerate(attention.operands):
         copies = known.get(node.var)
         taken = {axis for entry in places.spec(node) for axis in axes_of_entry(entry)}
+        # Queries, keys and values are of examples already. And an axis that splits the copies can't split another dim.
         if place >= 3 and copies is not None and {*copies[1]} <= places.axes and not taken.intersection(copies[1]):
             found[place] = copies
     return found
@@ -192,9 +197,13 @@ def _order(attention: Attention, spec: PartitionSpec) -> _Order | str:
     shared = tuple(one for one in heads if (one,) in of_key)
     key = attention.label("key")
     wanted = {(one,) for one in (*batch, *shared, key)}
+    # A kernel takes one batch, one position and heads. A dim of keys that queries lack, a window of its own for each
+    # query say, has no place there.
     if of_key != wanted or of_value != wanted:
         return "its keys or values have other dims than batch, position and heads"
     entries = zip(attention.query.labels, spec, strict=False)
+    # A kernel sees a whole softmax or none: of split positions it would give each device's, as if there were no other
+    # keys.
     if any(axes_of_entry(entry) and (not label or roles[label[0]] == "query") for label, entry in entries):
         return "its positions or the width of its heads are split"
     if any(axes and any(label[1:]) for node in attention.operands for label, axes in _splits(node, attention, spec)):
@@ -245,6 +254,7 @@ class _Call:
     def refused(self) -> str | None:
         """Why the kernel does not take operands of these shapes, if it doesn't."""
         order, widths = self.order, _widths(self.attention, self.order)
+        # `_refused` tries one width for all three: of values of another nobody would have asked.
         if widths[0] != widths[2]:
             return _NOT_AS_WIDE
         has_bias = bool(self.form.added or self.form.masks)
@@ -254,6 +264,7 @@ class _Call:
 
     def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array, *leaves: jax.Array) -> jax.Array:
         attention, order, form = self.attention, self.order, self.form
+        # Of copies, one for each device, its shard is a dim of 1 in front, which no equation of the author's knows.
         leaves = tuple(x[0] if 3 + i in self.copied else x for i, x in enumerate(leaves))
         heads = (*order.shared, *order.own)
         query = self._ordered(query, attention.query, (*order.batch, order.query, *heads), order.depths[0])
@@ -296,6 +307,8 @@ class _Call:
         """[batch or 1, heads or 1, queries, keys] of all that is added and all that is hidden."""
         if not self.form.added and not self.form.masks:
             return None
+        # By the author's own equations on this device's heads and examples: a mask that counts them begins where they
+        # do.
         block = KeyBlock(self.attention, self.sizes, self.places.starts, {}, self.low)
         known = dict(zip(self.attention.leaves, leaves, strict=True))
         lowest_number = _HIDES[self.low.name]
@@ -334,6 +347,8 @@ def _refused(
     kernel: Kernel, dtype: str, lengths: tuple[int, int], heads: tuple[int, int], width: int, has_bias: bool
 ) -> str | None:
     """What JAX says against a kernel on these shapes, forwards and backwards; None if nothing."""
+    # JAX's own checks are the only list of what cuDNN takes on which card, and grow with it. They look at shapes, so
+    # nothing runs; with a gradient, since a step needs both ways. One example is as good as many.
     shapes = [(1, lengths[0], heads[0], width), *[(1, lengths[1], heads[1], width)] * 2]
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     bias = jax.ShapeDtypeStruct((1, 1, *lengths), dtype) if has_bias else None

@@ -25,6 +25,8 @@ def draw_block(eqn: Equation, key: jax.Array, whole: Sequence[int], shape: Seque
       shape: of the block; several keys make dims of their own in front.
       starts: index of the block's first element in each dim.
     """
+    # Indices are 32 bits here; JAX counts larger arrays in two words. Whatever else draws is drawn whole, and sliced:
+    # each device then makes the numbers of all, but the same ones.
     if name_of(eqn) == "random_bits" and counts_by_index(key) and math.prod(whole) < 2**32:
         return _block(key, eqn.params["bit_width"], whole, shape, starts)
     (drawn,) = bind_as_is(eqn, (key,), eqn.params | {"shape": tuple(whole)})
@@ -54,6 +56,7 @@ def _block(
     """
     along = []
     for of, size, start in zip(whole, shape, starts, strict=True):
+        # A block that goes on behind the end has copies of its last element there, as the other operands have.
         here = lax.iota(jnp.uint32, size) + jnp.asarray(start).astype(jnp.uint32)
         along.append(here if of % size == 0 else jnp.minimum(here, jnp.uint32(of - 1)))
     return _drawn(key, bit_width, whole, shape, along)
@@ -69,6 +72,7 @@ def _drawn(
         index = index + lax.broadcast_in_dim(along[dim], shape, [dim]) * jnp.uint32(stride % 2**32)
         stride *= whole[dim]
     high, low = threefry_words(key, jnp.zeros(shape, jnp.uint32), index)
+    # As `jax.random.bits` puts them together; any other way would be other numbers than without a plan.
     if bit_width == 64:
         return (high.astype(jnp.uint64) << 32) | low.astype(jnp.uint64)
     return (high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[bit_width])

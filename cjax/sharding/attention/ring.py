@@ -57,7 +57,8 @@ class Ring:
     in_order: bool = False
 
     @property
-    def num_parts(self) -> int:
+    def num_chunks(self) -> int:
+        """Of a device: one, or an early and a late one."""
         return self.bounds.shape[0] // self.size
 
     def forward(
@@ -67,25 +68,27 @@ class Ring:
         nodes = self.attention.operands
         query, key, value = self._filled(self._in_order([query, key, value], nodes), nodes)
         leaves = self._filled(self._in_order(leaves, self.attention.leaves), self.attention.leaves)
-        states = [self._empty(part, query, value) for part in range(self.num_parts)]
+        states = [self._empty(chunk, query, value) for chunk in range(self.num_chunks)]
 
         def visit(states: list[Statistics], keys: Any, source: Any) -> list[Statistics]:
-            for part in range(self.num_parts):
-                for other in range(self.num_parts):
+            for chunk in range(self.num_chunks):
+                for other in range(self.num_chunks):
                     states = [*states]
-                    states[part] = self._absorb(states[part], part, other, source, query, keys, leaves, changed)
+                    states[chunk] = self._absorb(states[chunk], chunk, other, source, query, keys, leaves, changed)
             return states
 
         def turn(carry: Any, step: Any) -> Any:
+            # Sent as they came, not as the block leaves them, so that they are on the way while it is computed.
             states, keys = carry
             coming = self._pass_on(keys)
             return (visit(states, keys, self._source(step)), coming), None
 
         keys = (key, value)
+        # The last turn is outside of the loop: in it, keys would go home, which nobody waits for.
         (states, keys), _ = lax.scan(turn, (states, keys), jnp.arange(self.size - 1))
         states = visit(states, keys, self._source(self.size - 1))
         block = self._block(0, 0, 0, changed)
-        totals = [self._something(sums, part) for part, (_, sums, _) in enumerate(states)]
+        totals = [self._something(sums, chunk) for chunk, (_, sums, _) in enumerate(states)]
         pairs = zip(totals, states, strict=True)
         outs = [block.divide(mixed, block.divisor(sums), self.attention.out.labels) for sums, (_, _, mixed) in pairs]
         out = self._from_zigzag(self._join(outs, self.attention.out, "query").astype(value.dtype), "query")
@@ -103,17 +106,19 @@ class Ring:
         leaves = self._filled(self._in_order(leaves, self.attention.leaves), self.attention.leaves)
         dtype, rows = accumulated(self.attention), self.row_node
         block = self._block(0, 0, 0, changed, whole=True)
+        # The derivative of a softmax takes the sum of gradient times weight over all keys. Over values it is the same
+        # sum as gradient times result, which is here: otherwise all blocks would have to be gone through twice.
         dims = tuple(dim for dim, label in enumerate(self.attention.out.labels) if not label)
         spent = jnp.sum(gradient.astype(dtype) * out.astype(dtype), axis=dims, keepdims=True)
         spent = self._turned(block.rows(spent, self.attention.out.labels), self._dim(rows, "query"), True)
         gradient = self._turned(gradient, self._dim(self.attention.out, "query"), True).astype(dtype)
 
         def visit(grads: Any, keys: Any, d_keys: Any, source: Any) -> Any:
-            for part in range(self.num_parts):
-                for other in range(self.num_parts):
+            for chunk in range(self.num_chunks):
+                for other in range(self.num_chunks):
                     given = (gradient, maxima, sums, spent)
                     grads, d_keys = self._backward_block(
-                        grads, d_keys, part, other, source, query, keys, leaves, changed, given
+                        grads, d_keys, chunk, other, source, query, keys, leaves, changed, given
                     )
             return grads, d_keys
 
@@ -124,6 +129,8 @@ class Ring:
             # On the way in the keys' own dtype, as these are: what is added to them here is not.
             return jax.tree.map(lambda grad, x: grad.astype(x.dtype), d_keys, (key, value))
 
+        # Gradients of keys follow them a turn behind: what one block adds is on the way while the next is computed. So
+        # the first turn, which nothing has come in for, and the last, from which they go home, are no part of the loop.
         wanted = [leaf if wanted else None for leaf, wanted in zip(leaves, self.differentiable, strict=True)]
         keys = (key, value)
         coming = self._pass_on(keys)
@@ -146,7 +153,7 @@ class Ring:
     def _absorb(
         self,
         state: Statistics,
-        part: int,
+        chunk: int,
         other: int,
         source: Any,
         query: Any,
@@ -154,10 +161,10 @@ class Ring:
         leaves: Any,
         changed: Changed,
     ) -> Statistics:
-        block = self._block(part, other, source, changed)
+        block = self._block(chunk, other, source, changed)
 
         def compute() -> Statistics:
-            operands = self._operands(part, other, source, query, keys, leaves)
+            operands = self._operands(chunk, other, source, query, keys, leaves)
             logits, masked, given = block.logits(operands[0], operands[1], operands[3])
             maxima, sums, mixed = state
             new = jnp.maximum(maxima, block.reduce(jnp.max, masked, self.attention.masked.labels).astype(maxima.dtype))
@@ -167,19 +174,19 @@ class Ring:
             mixed = mixed * block.spread(scale, self.attention.out.labels)
             return new, sums * scale + block.terms(exps, given), mixed + block.mix(exps, None, operands[2], given)
 
-        return self._unless_empty(part, other, source, state[0], compute, lambda: state)
+        return self._unless_empty(chunk, other, source, state[0], compute, lambda: state)
 
     def _backward_block(
-        self, grads: Any, d_keys: Any, part: int, other: int, source: Any,
+        self, grads: Any, d_keys: Any, chunk: int, other: int, source: Any,
         query: Any, keys: Any, leaves: Any, changed: Changed, given: Any,
     ) -> Any:  # fmt: skip
-        block = self._block(part, other, source, changed)
+        block = self._block(chunk, other, source, changed)
         gradient, maxima, sums, spent = given
-        maxima, sums, spent = (self._part(rows, self.row_node, "query", part) for rows in (maxima, sums, spent))
-        mine = self._part(gradient, self.attention.out, "query", part)
+        maxima, sums, spent = (self._chunk(rows, self.row_node, "query", chunk) for rows in (maxima, sums, spent))
+        mine = self._chunk(gradient, self.attention.out, "query", chunk)
 
         def compute() -> Any:
-            operands = self._operands(part, other, source, query, keys, leaves)
+            operands = self._operands(chunk, other, source, query, keys, leaves)
             divisor, slope = jax.jvp(block.divisor, (sums,), (jnp.ones_like(sums),))
             d_sums = spent * slope / divisor * (1 if self.attention.multiplies else -1)
 
@@ -194,30 +201,40 @@ class Ring:
             d_query, d_key, d_value, d_leaves = pull((mine, d_sums))
             (sum_query, sum_leaves), (sum_key, sum_value) = grads, d_keys
             attention = self.attention
-            sum_query = self._add(sum_query, d_query, attention.query, {"query": part})
+            sum_query = self._add(sum_query, d_query, attention.query, {"query": chunk})
             sum_key = self._add(sum_key, d_key, attention.key, {"key": other})
             sum_value = self._add(sum_value, d_value, attention.value, {"key": other})
-            where = {"query": part, "key": self._chunk(source, other)}
+            where = {"query": chunk, "key": self._number(source, other)}
             sum_leaves = [
                 None if want is None else self._add(total, want, node, where)
                 for total, want, node in zip(sum_leaves, d_leaves, attention.leaves, strict=True)
             ]
             return (sum_query, sum_leaves), (sum_key, sum_value)
 
-        return self._unless_empty(part, other, source, maxima, compute, lambda: (grads, d_keys))
+        return self._unless_empty(chunk, other, source, maxima, compute, lambda: (grads, d_keys))
 
     def _exps(self, block: KeyBlock, logits: jax.Array, maxima: jax.Array) -> jax.Array:
         return jnp.exp(logits.astype(maxima.dtype) - block.spread(_finite(maxima), self.attention.logits.labels))
 
     def _unless_empty(
-        self, part: int, other: int, source: Any, maxima: jax.Array, compute: Callable[[], Any], skip: Callable[[], Any]
+        self,
+        chunk: int,
+        other: int,
+        source: Any,
+        maxima: jax.Array,
+        compute: Callable[[], Any],
+        skip: Callable[[], Any],
     ) -> Any:
         """Compute, unless no logit of this block can be near its row's maximum."""
+        # Each device decides by itself, so that nothing within may send: sends are in `turn`, which all devices run
+        # alike.
         masks, nothing = (self.bounds < -MARGIN).any(), self._nothing
         if not masks and not nothing.any():
             return compute()
-        block = self._chunk(lax.axis_index(self.axis), part), self._chunk(source, other)
+        block = self._number(lax.axis_index(self.axis), chunk), self._number(source, other)
         is_empty = jnp.asarray(nothing)[block]
+        # By the maxima so far, and not by the mask alone: a row that has seen nothing but -inf up to now may still need
+        # a block of large negative numbers, as `-1e9` masks are.
         if masks:
             is_empty |= jnp.all(maxima > jnp.asarray(self.bounds, maxima.dtype)[block] + MARGIN)
         return lax.cond(is_empty, skip, compute)
@@ -237,12 +254,12 @@ class Ring:
         first = [np.arange(len(self.bounds)) * -(-length // len(self.bounds)) >= length for length in lengths]
         return first[0][:, None] | first[1]
 
-    def _something(self, sums: jax.Array, part: int) -> jax.Array:
+    def _something(self, sums: jax.Array, chunk: int) -> jax.Array:
         """Sums to divide by, none of them 0 for want of any query."""
         nobody = self._nothing.all(axis=1)
         if not nobody.any():
             return sums
-        return jnp.where(jnp.asarray(nobody)[self._chunk(lax.axis_index(self.axis), part)], 1.0, sums)
+        return jnp.where(jnp.asarray(nobody)[self._number(lax.axis_index(self.axis), chunk)], 1.0, sums)
 
     def _filled(self, values: Sequence[Any], nodes: Sequence[Node]) -> list[Any]:
         """Values in the ring's order, with copies of the last position behind it. Of leaves, all keys are here, and
@@ -258,14 +275,14 @@ class Ring:
         label, dim = self.attention.label(role), self._dim(node, role)
         if dim is None or label not in self._overlong:
             return value
-        rows, length = self.sizes[label] // self.num_parts, self.attention.sizes[label]
-        parts = []
-        for part, chunk in enumerate(jnp.split(value, self.num_parts, axis=dim)):
-            index = lax.broadcasted_iota(jnp.int32, chunk.shape, dim)
-            there = length - self._chunk(lax.axis_index(self.axis), part) * rows
-            last = lax.slice_in_dim(chunk, (length - 1) % rows, (length - 1) % rows + 1, axis=dim)
-            parts.append(jnp.where(index < there, chunk, last))
-        return self._join(parts, node, role)
+        rows, length = self.sizes[label] // self.num_chunks, self.attention.sizes[label]
+        chunks = []
+        for chunk, held in enumerate(jnp.split(value, self.num_chunks, axis=dim)):
+            index = lax.broadcasted_iota(jnp.int32, held.shape, dim)
+            there = length - self._number(lax.axis_index(self.axis), chunk) * rows
+            last = lax.slice_in_dim(held, (length - 1) % rows, (length - 1) % rows + 1, axis=dim)
+            chunks.append(jnp.where(index < there, held, last))
+        return self._join(chunks, node, role)
 
     # --- where things are ---
 
@@ -273,20 +290,20 @@ class Ring:
         """Whose keys are here after so many turns."""
         return (lax.axis_index(self.axis) - step) % self.size
 
-    def _chunk(self, device: Any, part: int) -> Any:
-        """Which chunk of the sequence is a device's first or second."""
-        return device if part == 0 else 2 * self.size - 1 - device
+    def _number(self, device: Any, chunk: int) -> Any:
+        """Which chunk of the sequence a device's early (0) or late (1) one is."""
+        return device if chunk == 0 else 2 * self.size - 1 - device
 
-    def _block(self, part: int, other: int, source: Any, changed: Changed, whole: bool = False) -> KeyBlock:
+    def _block(self, chunk: int, other: int, source: Any, changed: Changed, whole: bool = False) -> KeyBlock:
         attention = self.attention
         sizes, starts = dict(self.sizes), {}
         for label, axes in self.axes_of.items():
             starts[label] = lax.axis_index(axes) * sizes[label]
-        for role, device, at in (("query", lax.axis_index(self.axis), part), ("key", source, other)):
+        for role, device, at in (("query", lax.axis_index(self.axis), chunk), ("key", source, other)):
             label = attention.label(role)
             if not whole:
-                sizes[label] //= self.num_parts
-            starts[label] = self._chunk(device, at) * sizes[label]
+                sizes[label] //= self.num_chunks
+            starts[label] = self._number(device, at) * sizes[label]
         return KeyBlock(attention, sizes, starts, changed, self.low, self._overlong)
 
     @property
@@ -299,23 +316,23 @@ class Ring:
         label = (self.attention.label(role),)
         return node.labels.index(label) if label in node.labels else None
 
-    def _part(self, value: Any, node: Node, role: str, part: Any) -> Any:
+    def _chunk(self, value: Any, node: Node, role: str, chunk: Any) -> Any:
         """One chunk of what is here, or of the whole where all of it is."""
         dim = self._dim(node, role)
         if dim is None:
             return value
-        rows = self.sizes[self.attention.label(role)] // self.num_parts
-        return lax.dynamic_slice_in_dim(value, part * rows, rows, axis=dim)
+        rows = self.sizes[self.attention.label(role)] // self.num_chunks
+        return lax.dynamic_slice_in_dim(value, chunk * rows, rows, axis=dim)
 
-    def _operands(self, part: int, other: int, source: Any, query: Any, keys: Any, leaves: Sequence[Any]) -> Any:
+    def _operands(self, chunk: int, other: int, source: Any, query: Any, keys: Any, leaves: Sequence[Any]) -> Any:
         attention = self.attention
-        chunk = self._chunk(source, other)
+        number = self._number(source, other)
         return (
-            self._part(query, attention.query, "query", part),
-            self._part(keys[0], attention.key, "key", other),
-            self._part(keys[1], attention.value, "key", other),
+            self._chunk(query, attention.query, "query", chunk),
+            self._chunk(keys[0], attention.key, "key", other),
+            self._chunk(keys[1], attention.value, "key", other),
             [
-                self._part(self._part(leaf, node, "query", part), node, "key", chunk)
+                self._chunk(self._chunk(leaf, node, "query", chunk), node, "key", number)
                 for leaf, node in zip(leaves, attention.leaves, strict=True)
             ],
         )
@@ -323,24 +340,24 @@ class Ring:
     def _add(self, total: jax.Array, new: jax.Array, node: Node, at: Mapping[str, Any]) -> jax.Array:
         """`total` with `new` added to the chunk that it belongs to."""
         starts: list[Any] = [0] * total.ndim
-        for role, part in at.items():
+        for role, chunk in at.items():
             dim = self._dim(node, role)
             if dim is not None:
-                starts[dim] = part * new.shape[dim]
+                starts[dim] = chunk * new.shape[dim]
         starts = [jnp.asarray(start, jnp.int32) for start in starts]
         old = lax.dynamic_slice(total, starts, new.shape)
         return lax.dynamic_update_slice(total, old + new.astype(total.dtype), starts)
 
-    def _empty(self, part: int, query: jax.Array, value: jax.Array) -> Statistics:
+    def _empty(self, chunk: int, query: jax.Array, value: jax.Array) -> Statistics:
         attention, dtype = self.attention, accumulated(self.attention)
-        block = self._block(part, 0, 0, {})
+        block = self._block(chunk, 0, 0, {})
         rows = [block.sizes[one] for one in block.row_labels]
         sizes = zip(attention.out.labels, attention.out.var.aval.shape, strict=True)
         mixed = [int(np.prod([block.sizes[one] for one in label])) if label else size for label, size in sizes]
         return jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros(mixed, dtype)
 
-    def _join(self, parts: Sequence[jax.Array], node: Node, role: str) -> jax.Array:
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=self._dim(node, role))
+    def _join(self, chunks: Sequence[jax.Array], node: Node, role: str) -> jax.Array:
+        return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks, axis=self._dim(node, role))
 
     # --- on the way ---
 
@@ -383,7 +400,7 @@ class Ring:
 
     def _exchange(self, value: jax.Array, dim: int | None, zigzag: bool) -> jax.Array:
         """From the sequence's order to chunks `i` and `2 * size - 1 - i` on device `i`, or back."""
-        if dim is None or self.num_parts == 1:
+        if dim is None or self.num_chunks == 1:
             return value
         return (to_zigzag if zigzag else from_zigzag)(value, dim, self.axis, self.size)
 

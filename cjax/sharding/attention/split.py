@@ -73,6 +73,8 @@ def _ring(
     assert places.axis is not None
     names = list(literals)
     low = places.low(operands[:3])
+    # The region's equations are evaluated as they were traced: an operand in the step's low precision would not fit to
+    # their others.
     operands = [*operands[:3], *_as_traced(attention, operands[3:])]
     # Of leaves, each device has all keys' positions: those behind the last are copies of it, as within the ring.
     modes = ["constant"] * 3 + ["edge"] * len(attention.leaves)
@@ -82,7 +84,9 @@ def _ring(
         attention, places.axis, places.size, places.sizes, places.axes_of, _chunks(places, names), _wanted(attention),
         low, in_order,
     )  # fmt: skip
-    assert ring.num_parts == 2 or not in_order, "a ring whose devices have one chunk each has no order of its own"
+    assert ring.num_chunks == 2 or not in_order, "a ring whose devices have one chunk each has no order of its own"
+    # Keys go round and leaves don't: a device that has all keys' positions of a mask can look up whichever block it is
+    # at.
     leaves = [places.spec(node, ["query"]) for node in attention.leaves]
     products = [places.spec(node) for node in attention.operands[:3]]
     specs = (*products, leaves, [PartitionSpec()] * len(names))
@@ -97,6 +101,8 @@ def _ring(
         named = dict(zip(names, changed, strict=True))
         found = ring.backward(moved, given, named, result, maxima, sums, gradient)
 
+        # A value that some axis does not split, as the keys' heads that several devices share, was read by all along
+        # it: each has its own part of the gradient.
         def whole(grad: Any, spec: PartitionSpec) -> Any:
             return None if grad is None else jax.lax.psum(grad, places.whole(spec))
 
@@ -109,6 +115,8 @@ def _ring(
 
     mapped = places.mapped(forward, specs, (out, products, rows, rows))
 
+    # By hand, since JAX's own derivative of the loop would keep the scores of every turn: the whole matrix, which a
+    # ring is there to never have.
     @jax.custom_vjp
     def run(*args: Any) -> jax.Array:
         return mapped(*args)[0]
@@ -118,11 +126,12 @@ def _ring(
         # Saved as what they are: a policy that looks into the region would save the scores of each turn in their place.
         result, maxima, sums = (checkpoint_name(x, "cjax.ring") for x in (result, maxima, sums))
         # Whatever is there anyway is not kept a second time, as a copy that went through the ring.
-        here = ring.num_parts == 1 or in_order
+        here = ring.num_chunks == 1 or in_order
         return result, (list(args[:3]) if here else moved, *args[3:], result, maxima, sums)
 
     def run_backward(kept_values: Any, gradient: jax.Array) -> Any:
         grads, of_leaves = places.mapped(backward, (kept, out), (products, wanted))(kept_values, gradient)
+        # What is added up over turns is wider than what it is a gradient of, and JAX takes none of another dtype.
         given = [
             None if grad is None else grad.astype(node.var.aval.dtype)
             for grad, node in zip(of_leaves, attention.leaves, strict=True)
@@ -139,6 +148,7 @@ def _all_to_all(places: Places, operands: Sequence[Any], literals: Mapping[tuple
     names = list(literals)
     low = places.low(operands[:3])
     exchange = Exchange(attention, places.axis, places.size, places.sizes, places.axes_of, low)
+    # After the exchange a device has all positions, and so needs all of a mask's.
     leaves = [places.spec(node, []) for node in attention.leaves]
     specs = (*(places.spec(node) for node in attention.operands[:3]), leaves, [PartitionSpec()] * len(names))
 
@@ -160,6 +170,8 @@ def _as_traced(attention: Attention, leaves: Sequence[Any]) -> list[Any]:
 
 def _chunks(places: Places, changed: Sequence[tuple[int, int]]) -> np.ndarray:
     """Bounds of the logits by chunk: one chunk on a device, or two where a mask leaves later ones less to do."""
+    # Two chunks cost an exchange of order on the way in and out, which pays only where whole blocks are skipped: a
+    # causal ring in the sequence's own order would have its last device do twice the mean, and all others wait for it.
     attention, size = places.attention, places.size
     found = bounds(attention, size, size, changed)
     halves = all(filled_up(attention.sizes[attention.label(role)], size) % (2 * size) == 0 for role in ("query", "key"))
@@ -172,6 +184,8 @@ def _wanted(attention: Attention) -> tuple[bool, ...]:
     """For each leaf, whether any way from it to the result can carry a gradient."""
     able: dict[Node, bool] = {}
 
+    # A gradient that nobody can ask for would be kept, and added up, in every turn. Whole numbers have none, and an
+    # author stops those of a mask.
     def reach(node: Node) -> None:
         if able.get(node) or not jnp.issubdtype(node.var.aval.dtype, jnp.inexact):
             return

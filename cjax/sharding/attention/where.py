@@ -25,6 +25,8 @@ def split_axes(attention: Attention, axis: str | None, spec: PartitionSpec) -> d
       axis: what splits the positions; None if nothing does.
       spec: of `attention.query`.
     """
+    # Within a region, as in a pipeline's stages, arrays are a device's shards already: to split them again over an axis
+    # that is manual there would take a part of a part.
     manual = jax.sharding.get_abstract_mesh().manual_axes
     position = attention.label("query")
     found = {}
@@ -54,6 +56,7 @@ class Places:
     axis: str | None
     axes_of: Mapping[int, tuple[str, ...]]
 
+    # A ring of one would visit its one block twice on its way back, as the first and as the last.
     def __post_init__(self) -> None:
         assert self.axis is None or self.size > 1, f"the axis {self.axis!r} splits nothing"
 
@@ -79,6 +82,7 @@ class Places:
         sizes = dict(self.attention.sizes)
         for role in ("query", "key"):
             label = self.attention.label(role)
+            # All devices run one program, so the last has as many positions as the others, some of them added.
             sizes[label] = filled_up(sizes[label], self.size) // self.size
         for label, axes in self.axes_of.items():
             sizes[label] //= math.prod(self.mesh.shape[one] for one in axes)
@@ -91,6 +95,8 @@ class Places:
             axes_of |= {self.attention.label(role): (self.axis,) for role in positions}
         entries = []
         for label in node.labels:
+            # A dim that is made of several labels is split by its first in whole blocks. Split by a later one, each
+            # device's elements would lie apart from each other, which no PartitionSpec says.
             if any(one in axes_of for one in label[1:]):
                 raise ValueError(
                     f"{self.attention.where}: the tensor axis splits groups of heads here, and not the heads of keys "
@@ -120,7 +126,7 @@ class Places:
         return lax.slice_in_dim(value, 0, self.attention.sizes[label], axis=self.attention.out.labels.index((label,)))
 
     def whole(self, spec: PartitionSpec) -> tuple[str, ...]:
-        """The axes at work that `spec` does not split over."""
+        """The axes at work that `spec` does not split over: each device's gradient of such a value is a part of it."""
         used = {one for entry in spec for one in axes_of_entry(entry)}
         return tuple(one for one in sorted(self.axes) if one not in used)
 
@@ -138,8 +144,10 @@ class Places:
     ) -> Callable[..., Any]:
         """`function` on each device's shard, manual over the axes at work, or over `axes`."""
         axes = self.axes if axes is None else axes
+        # JAX takes an empty set for all axes of the mesh.
         if not axes:
             return function
+        # Inside another region the mesh is the one that knows which axes are manual there; JAX refuses any other.
         context = jax.sharding.get_abstract_mesh()
         mesh = context if context.manual_axes else self.mesh
         return jax.shard_map(function, mesh=mesh, in_specs=ins, out_specs=outs, axis_names=set(axes), check_vma=False)

@@ -13,6 +13,7 @@ def to_zigzag(value: jax.Array, dim: int, axis: str, size: int) -> jax.Array:
     """A device's shard of a sequence along `dim`, from the sequence's order over the mesh axis."""
     even, odd = jnp.split(value, 2, axis=dim)
     even, odd = (lax.ppermute(x, axis, _route(half, size)) for half, x in enumerate((even, odd)))
+    # On odd devices the early chunk has an odd number, and so came as the second.
     swapped = lax.axis_index(axis) % 2 == 1
     return jnp.concatenate([jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)], axis=dim)
 

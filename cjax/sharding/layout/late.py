@@ -113,7 +113,7 @@ class LateSums:
                 return made == [ins[0][d] for d in params["permutation"]]
         return all(entries in ([], made) for entries in ins)
 
-    def _is_even(self, var: Any, entries: Sequence[tuple[str, ...]]) -> bool:
+    def _is_even(self, var: Atom, entries: Sequence[tuple[str, ...]]) -> bool:
         sizes, shape = self._layout.axis_sizes, np.shape(var.val) if isinstance(var, Literal) else var.aval.shape
         return all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, entries, strict=True))
 
@@ -170,7 +170,7 @@ def _is_zero(eqn: Equation) -> bool:
     return name_of(eqn) == "broadcast_in_dim" and isinstance(value, Literal) and not np.any(value.val)
 
 
-def _is_real(var: Any) -> bool:
+def _is_real(var: Atom) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.floating)
 
 

@@ -5,11 +5,10 @@ axis: one side gathers them, the other scatters (Korthikanti et al., 2022). Thos
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from cjax.jax_compat.core import Equation, Literal
+from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.mesh import TENSOR
 from cjax.sharding.layout.grid import Operand, spread_of
 from cjax.sharding.layout.layout import Layout
@@ -18,6 +17,7 @@ from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.jaxpr.groups import Group, make_group
 from cjax.trace.jaxpr.primitives import name_of
+from cjax.trace.jaxpr.view import variable_of
 
 
 class Spreads:
@@ -27,11 +27,11 @@ class Spreads:
         self._dims, self._layout = dims, layout
         self._gathers = any(layout.axes_of.get(c) == (TENSOR,) for c in layout.positions)
 
-    def find(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group[dict[int, Spread]]]:
+    def find(self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope) -> list[Group[dict[int, Spread]]]:
         """Groups of matmuls with a weight each, that share the activation."""
         if self._layout.grid is None and not self._gathers:
             return []
-        together: dict[Any, list[tuple[Any, Spread]]] = {}
+        together: dict[tuple[Atom, Move | None, str, str], list[tuple[Equation, Spread]]] = {}
         for eqn in eqns:
             spread = self._spread(eqn, scope)
             if spread is not None:
@@ -57,7 +57,7 @@ class Spreads:
         if any(batched) or len(leaves) != 1 or (layout.grid is not None and leaves[0] not in layout.weights):
             return None
         at = weight_at(eqn, scope)
-        x, w = (self._operand(eqn.invars[i], scope) for i in (1 - at, at))
+        x, w = (self._operand(variable_of(eqn, i), scope) for i in (1 - at, at))
         contracted = tuple(contracting[1 - at]), tuple(contracting[at])
         if layout.grid is None:
             return self._between(x, w, contracted)
@@ -81,7 +81,7 @@ class Spreads:
             return Spread(contracted, x.spec, w.spec, PartitionSpec(*y), None, None, Move(TENSOR, at))
         return None
 
-    def _operand(self, var: Any, scope: Scope) -> Operand:
+    def _operand(self, var: Var, scope: Scope) -> Operand:
         classes, shape = self._dims.of(var, scope), var.aval.shape
         return Operand(self._layout.spec(classes, shape), classes, shape)
 

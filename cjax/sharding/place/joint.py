@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cjax.jax_compat.core import Equation, Literal, Var
+from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
@@ -24,6 +24,7 @@ from cjax.trace.emit.precision import HIGH, Lowering
 from cjax.trace.jaxpr.evaluate import equations, evaluate
 from cjax.trace.jaxpr.groups import Group, make_group, waits_for_itself
 from cjax.trace.jaxpr.primitives import name_of
+from cjax.trace.jaxpr.view import variable_of
 
 
 @dataclass
@@ -57,7 +58,7 @@ class _Reading:
 class Joint:
     """Products that read `var` in one dtype; `waits`: see `_read_together`."""
 
-    var: Any
+    var: Var
     dtype: np.dtype
     waits: bool
 
@@ -71,7 +72,7 @@ class JointProducts:
         self._in_turn: set[int] = set()  # products that read such a copy
 
     def find(
-        self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope, others: Sequence[Group[Any]]
+        self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope, others: Sequence[Group[Any]]
     ) -> list[Group[Joint]]:
         """Groups of such products.
 
@@ -84,17 +85,18 @@ class JointProducts:
         taken = {id(eqn) for group in others for eqn in group.eqns}
         # An author may round the input for each product: then these are copies of what they are rounded from.
         copies = {eqn.outvars[0]: eqn for eqn in eqns if _is_copy(eqn) and id(eqn) not in taken}
-        together: dict[tuple[Any, np.dtype, frozenset[str]], list[tuple[Any, Any, bool]]] = {}
+        together: dict[tuple[Var, np.dtype, frozenset[str]], list[tuple[Equation, Equation | None, bool]]] = {}
         for eqn in eqns:
             if name_of(eqn) != "dot_general" or id(eqn) in taken:
                 continue
             for place in range(2):
                 axes = self._partial(eqn, place, scope)
                 if axes:
-                    copy, dtype = copies.get(eqn.invars[place]), self._dtype(eqn, place)
+                    var, dtype = variable_of(eqn, place), self._dtype(eqn, place)
+                    copy = copies.get(var)
                     if copy is not None and copy.outvars[0].aval.dtype != dtype:
                         copy = None  # others read more digits of it than this product does
-                    read = eqn.invars[place] if copy is None else copy.invars[0]
+                    read = var if copy is None else variable_of(copy, 0)
                     product = eqn, copy, self._hides(eqn, place, scope)
                     together.setdefault((read, dtype, axes), []).append(product)
         found: list[Group[Joint]] = []

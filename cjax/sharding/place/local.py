@@ -114,7 +114,7 @@ def _one_row(source: TraceSource, plan: Plan, trace: Trace, num_shards: int) -> 
     mirror = Mirror(trace, two.closed, num_shards // 2)
     found = replace(_read_rows(source, plan, 1, trace), aux_sums=trace.aux_sums)
     if trace.ratio is not None:
-        jaxpr: Any = found.closed.jaxpr
+        jaxpr = found.closed.jaxpr
         sums = counterparts(mirror.trace.closed.jaxpr.outvars[:2], two.closed.jaxpr, jaxpr)
         closed = ClosedJaxpr(jaxpr.replace(outvars=[*sums, *jaxpr.outvars[1:]]), found.closed.consts)
         found = replace(found, closed=closed, num_loss=2, ratio=trace.ratio)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cjax.jax_compat.core import Equation, Literal, Params
+from cjax.jax_compat.core import Atom, Equation, Literal, Params, Var
 from cjax.mesh import PIPE, SEQUENCE
 from cjax.plan import Sequence as SequencePlan
 from cjax.sharding.apart.apart import INSIDE, Inside, apart, evaluate_apart, evaluate_inside, placements
@@ -46,7 +46,7 @@ from cjax.trace.jaxpr.primitives import facts_of, name_of, named
 from cjax.trace.reading import Trace
 
 # Evaluates an equation that draws random numbers for other rows than its own; None for all other equations.
-DrawOnShard = Callable[[Any, list[Any]], list[Any] | None]
+DrawOnShard = Callable[[Equation, list[Any]], list[Any] | None]
 
 PINNED = MATMULS | named("gather")
 
@@ -266,7 +266,7 @@ class Placer(Hooks):
         behind = [axes for d, axes in enumerate(out) if d not in numbers.offset_dims]
         return look_up(eqn, ins[0], ins[1], spec, PartitionSpec(*behind, *rows[len(behind) :]), self._mesh)
 
-    def _in_region(self, var: Any, scope: Scope) -> PartitionSpec:
+    def _in_region(self, var: Var, scope: Scope) -> PartitionSpec:
         """Where a region has a variable, in which devices have equal parts: positions that don't divide are whole."""
         classes, shape = self._trace.dims.of(var, scope), var.aval.shape
         places = [d for d, c in enumerate(classes) if c in self._layout.positions]
@@ -299,7 +299,7 @@ class Placer(Hooks):
         low = jnp.asarray(self._lowering.given(eqn, ins, scope)[0][0]).dtype
         return [x.astype(low) if x.dtype == jnp.float32 and low == self._lowering.low else x for x in outs]
 
-    def groups(self, eqns: Sequence[Any], results: Sequence[Any], scope: Scope) -> list[Group[Any]]:
+    def groups(self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope) -> list[Group[Any]]:
         groups = self._products.find(eqns, results, scope)
         if self._sequence.size > 1 or self._kernel is not None:
             found = attention_groups(self._trace, eqns, results, scope)
@@ -375,10 +375,10 @@ class Placer(Hooks):
         var = attention.query.var
         return ins, self._layout.spec(self._trace.dims.of(var, scope), var.aval.shape)
 
-    def carry(self, var: Any, value: jax.Array, scope: Scope) -> jax.Array:
+    def carry(self, var: Var, value: jax.Array, scope: Scope) -> jax.Array:
         return self._pin(var, value, scope)
 
-    def _pin(self, var: Any, value: jax.Array, scope: Scope, eqn: Equation | None = None) -> jax.Array:
+    def _pin(self, var: Var, value: jax.Array, scope: Scope, eqn: Equation | None = None) -> jax.Array:
         if value.ndim == 0 or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return value
         spec = self._layout.spec(self._trace.dims.of(var, scope), value.shape)

@@ -106,16 +106,16 @@ def find_own(
         out.insert(at, ())
     if not split:
 
-        def whole(part: jax.Array, indices: jax.Array) -> list[jax.Array]:
-            return bind_as_is(eqn, (part.reshape(part.shape[lead:]), indices))
+        def whole(shard: jax.Array, indices: jax.Array) -> list[jax.Array]:
+            return bind_as_is(eqn, (shard.reshape(shard.shape[lead:]), indices))
 
         specs = (spec, rows), (as_spec(out),)
         (found,) = in_region(whole, (padded, indices), *specs, mesh, alone=True, differentiated=_wide(whole))
         return found.astype(dtype)
 
-    def local(part: jax.Array, indices: jax.Array) -> list[jax.Array]:
-        part = part.reshape(part.shape[lead:])
-        return [_in_part(eqn, part, indices, split)]
+    def local(shard: jax.Array, indices: jax.Array) -> list[jax.Array]:
+        shard = shard.reshape(shard.shape[lead:])
+        return [_in_shard(eqn, shard, indices, split)]
 
     clipped = jnp.clip(indices, 0, size - 1)
     (found,) = in_region(
@@ -140,22 +140,22 @@ def _found(
     shards = math.prod(mesh.shape[a] for a in split)
     padded = jnp.pad(operand, [(0, -size % shards if d == dim else 0) for d in range(operand.ndim)])
 
-    def local(part: jax.Array, indices: jax.Array) -> list[jax.Array]:
-        return [_in_part(eqn, part, indices, split)]
+    def local(shard: jax.Array, indices: jax.Array) -> list[jax.Array]:
+        return [_in_shard(eqn, shard, indices, split)]
 
     clipped = jnp.clip(indices, 0, size - 1)
     (found,) = in_region(local, (padded, clipped), (spec, rows), (out,), mesh, (split,))
     return _filled(eqn, found, indices, size)
 
 
-def _in_part(eqn: Equation, part: jax.Array, indices: jax.Array, split: tuple[str, ...]) -> jax.Array:
-    """What a device finds in its part of the dim looked up, which `split` splits; zeros for what is elsewhere."""
+def _in_shard(eqn: Equation, shard: jax.Array, indices: jax.Array, split: tuple[str, ...]) -> jax.Array:
+    """What a device finds in its shard of the dim looked up, which `split` splits; zeros for what is elsewhere."""
     numbers = eqn.params["dimension_numbers"]
     (dim,) = numbers.start_index_map
-    first = lax.axis_index(split) * part.shape[dim]
-    mine = (indices >= first) & (indices < first + part.shape[dim])
+    first = lax.axis_index(split) * shard.shape[dim]
+    mine = (indices >= first) & (indices < first + shard.shape[dim])
     params = eqn.params | {"mode": lax.GatherScatterMode.CLIP}
-    (found,) = bind_as_is(eqn, (part, jnp.where(mine, indices - first, 0)), params)
+    (found,) = bind_as_is(eqn, (shard, jnp.where(mine, indices - first, 0)), params)
     return jnp.where(_beside(mine[..., 0], numbers.offset_dims, found.ndim), found, 0)
 
 
@@ -174,10 +174,10 @@ def _wide(local: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array
     """The same lookup, whose gradient is added up in float32 on each device, and rounded once: a frequent token's is a
     sum of thousands, of which each addition would be rounded to the dtype of the table."""
 
-    def wide(part: jax.Array, indices: jax.Array) -> list[jax.Array]:
-        if part.dtype not in (jnp.bfloat16, jnp.float16):
-            return local(part, indices)
-        return [found.astype(part.dtype) for found in local(part.astype(jnp.float32), indices)]
+    def wide(shard: jax.Array, indices: jax.Array) -> list[jax.Array]:
+        if shard.dtype not in (jnp.bfloat16, jnp.float16):
+            return local(shard, indices)
+        return [found.astype(shard.dtype) for found in local(shard.astype(jnp.float32), indices)]
 
     return wide
 
@@ -210,8 +210,8 @@ def look_up(
     for at, d in zip(numbers.offset_dims, (d for d in range(table.ndim) if d != dim), strict=True):
         out.insert(at, entries[d])
 
-    def local(part: jax.Array, indices: jax.Array) -> list[jax.Array]:
-        whole = lax.all_gather(part, entries[dim], axis=dim, tiled=True) if entries[dim] else part
+    def local(shard: jax.Array, indices: jax.Array) -> list[jax.Array]:
+        whole = lax.all_gather(shard, entries[dim], axis=dim, tiled=True) if entries[dim] else shard
         whole = lax.slice_in_dim(whole, 0, size, axis=dim)
         params = eqn.params | {"slice_sizes": tuple(1 if d == dim else n for d, n in enumerate(whole.shape))}
         return bind_as_is(eqn, (whole, indices), params)

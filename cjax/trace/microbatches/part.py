@@ -8,18 +8,18 @@ from cjax.trace.source import TraceSource, first_line
 
 def read_part(
     source: TraceSource,
-    num_parts: int,
+    num_microbatches: int,
     *,
     pairs: bool = False,
     at_once: bool = False,
     adds_up: bool = True,
     apart: bool = False,
 ) -> Trace:
-    """The loss on one of `num_parts` micro-batches.
+    """The loss on one of `num_microbatches` micro-batches.
 
     Args:
       source: the user's model and loss.
-      num_parts: into how many the batch is cut.
+      num_microbatches: into how many the batch is cut.
       pairs, at_once: how it is read, see `cjax.trace.reading.read`.
       adds_up: whether it is put together from parts of any kind: micro-batches, or the devices' own rows.
       apart: whether each part is a batch of its own, so that no loss is refused.
@@ -28,28 +28,30 @@ def read_part(
       ValueError: the loss runs on the whole batch alone, or can't be put together from parts.
     """
     try:
-        source.run(num_parts)
+        source.run(num_microbatches)
     except Exception as error:  # from the author's own code, which may know the size of the whole batch by heart
-        if num_parts > 1:
-            _blame_rows(source, num_parts, error)
+        if num_microbatches > 1:
+            _blame_rows(source, num_microbatches, error)
         raise
-    trace = source.read(num_parts, pairs=pairs, at_once=at_once)
+    trace = source.read(num_microbatches, pairs=pairs, at_once=at_once)
     if not adds_up:
         return trace
 
     def lifted(trace: Trace, apart: bool) -> Trace:
         def again(rows: int) -> ClosedJaxpr:
-            return source.flat(rows, trace, num_parts)
+            return source.flat(rows, trace, num_microbatches)
 
         return source.once(trace, apart, lambda: lift(trace, again, source.num_rows, shares=True, apart=apart))
 
     first = lifted(trace, apart)
-    if num_parts == 1 or apart:
+    if num_microbatches == 1 or apart:
         return first
     found = counters(first, source.capture.random)
     # Which leaves are counters is known once the trace has been read, and that only the last micro-batch changes them
     # has to be in it: so it is made and read again, with that said.
-    return lifted(source.read(num_parts, pairs=pairs, at_once=at_once, counters=found), False) if found else first
+    if not found:
+        return first
+    return lifted(source.read(num_microbatches, pairs=pairs, at_once=at_once, counters=found), False)
 
 
 def _blame_rows(source: TraceSource, num: int, error: Exception) -> None:

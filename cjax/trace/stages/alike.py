@@ -24,6 +24,8 @@ def _parts(trace: Trace, stack: LayerStack) -> list[LayerStack]:
     stretches = list(_stretches(trace, stack.of))
     if len(stretches) == 1:
         return [stack]
+    # A stack's weights are stored as one array, with one state of the optimizer or none: layers that are trained and
+    # such that are not can't share it. A single layer has nobody to be stacked with.
     runs = [part_of(trace.closed, stack.of, first, count) for first, count in stretches if count > 1]
     parts = [stack_of_run(trace, run) for run in runs if run is not None]
     return [part for part in parts if part.layered and part.initial] or [stack]

@@ -67,6 +67,7 @@ class _Loop:
     @property
     def reads(self) -> list[Atom]:
         loop, inner = scan_of(self.eqn), _read_by(self.eqns)
+        # What only the rest of the loop reads is not to be asked for: it may be activations, which are not there yet.
         pairs = zip(loop.consts(self.eqn.invars), loop.consts(loop.body.invars), strict=True)
         carries, xs = loop.carries(self.eqn.invars), loop.xs(self.eqn.invars)
         return [*(a for a, v in pairs if v in inner), *(carries[i] for i in self.carries), *(xs[i] for i in self.xs)]
@@ -95,6 +96,7 @@ class _Loop:
             run(self.eqns, env.__getitem__, env.update)
 
             def result(i: int) -> jax.Array:
+                # A result that is a number may stand there without the dtype that a carry has to keep.
                 v = body.outvars[i]
                 return jnp.asarray(v.val, eqn.outvars[i].aval.dtype) if isinstance(v, Literal) else env[v]
 
@@ -116,6 +118,8 @@ def narrowed(eqns: Sequence[Equation], targets: Sequence[Atom]) -> list[Item]:
     for eqn in reversed(eqns):
         if not live & set(eqn.outvars):
             continue
+        # A loop over layers is one equation, that draws keys and computes activations: kept whole for the keys' sake,
+        # it would run the model in front of the pipeline that is to run it.
         item = _narrow(eqn, live) if is_scan(eqn) else eqn
         found.append(item)
         live = (live - set(eqn.outvars)) | _read_by([item])

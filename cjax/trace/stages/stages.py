@@ -59,6 +59,8 @@ class Stages:
         """From what the last layer of stack `k` hands on: the next stack's payload, or the results of the loss and
         behind them the new model state that is made of examples there."""
         env = self._env(trained, given)
+        # Behind the layers nothing is computed again that went through them: the stage of the last layer has no other's
+        # weights, and could not.
         known = self._restore(k, payload, env)
         if k + 1 < len(self.cut.stacks):
             self._compute(self._sources(k + 1), known, env)
@@ -91,6 +93,7 @@ class Stages:
         targets = self.cut.trace.closed.jaxpr.outvars[len(self.cut.results()) :]
         old = [self.cut.trace.closed.jaxpr.invars[i] for i in self.cut.trace.leaves_of("model_state")]
         states = self.cut.states.every
+        # No more than these leaves need, of loops too: all of the loss would be computed once more, on every stage.
         items = narrowed(self.cut.trace.closed.jaxpr.eqns, [v for i, v in enumerate(targets) if i not in states])
         run(items, lambda var: self._emitter.read(env, var), env.values.update)
         now = [old[i] if i in states else v for i, v in enumerate(targets)]  # what is made of examples stays for now
@@ -129,6 +132,8 @@ class Stages:
         values.update(zip(cut.transferred[k], transferred, strict=True))
         invars = cut.trace.closed.jaxpr.invars
         own = {tuple(invars[i] for i in g): w for g, w in zip(stack.weights, ready, strict=True)}
+        # Weights come one layer's alone, as a stage holds them. All else that layers have one each of is there for all
+        # of them, and looked up by the layer's number.
         xs = {
             inner: own[entry] if entry in own else lax.dynamic_index_in_dim(values[entry], index, keepdims=False)
             for inner, entry in stack.xs
@@ -146,6 +151,8 @@ class Stages:
             read = [atom.val if isinstance(atom, Literal) else values[(atom,)] for atom in consts]
             last = []
             carry, outs = self._emitter.turn(stack.of, scope, read, carry, list(xs.values()))
+        # New values of states and what is handed on are asked for apart: one goes to the next stage and is derived
+        # through, the other stays, and nobody waits for it.
         if states:
             return [outs[j] for j, _ in cut.states.layers[k]]
         outs = [out for entry, out in zip(stack.outputs, outs, strict=True) if entry]
@@ -172,6 +179,7 @@ class Stages:
             self.hooks.carry(name, jnp.asarray(self._emitter.read(env, atom)), scope)
             for name, atom in zip(names, stack.initial, strict=True)
         ]
+        # The author's own scan stacks its results itself, so that their variables have the dim already.
         lead = (stack.length,) if stack.is_run else ()
         # What each layer gives goes along in an array with a row for each, filled on the way: behind the last layer, on
         # another device, all of them are read.
@@ -195,6 +203,8 @@ class Stages:
         known = dict(zip(stack.final, carry, strict=True))
         known |= dict(zip([var for var in stack.last_only if var is not None], last, strict=True))
         for entry, value in zip((*kept, *self.cut.transferred[k]), (*outputs, *transferred), strict=True):
+            # A whole stack is kept as one array beside its members: what reads all of them (a loop behind) takes it as
+            # it is, and would put them together again otherwise.
             stacked = len(entry) > 1 or (stack.is_run and entry in kept)
             if stacked:
                 env.stacks[entry] = value
@@ -244,6 +254,7 @@ class Stages:
         self, items: Sequence[Equation | RepeatedLayers], targets: Sequence[Atom]
     ) -> list[tuple[Piece, list[Atom]]]:
         """Stretches of equations and single runs, each with what is read afterwards."""
+        # Equations side by side are evaluated together, so that groups of them, such as an attention, are found whole.
         pieces: list[Piece] = []
         for item in items:
             if isinstance(item, RepeatedLayers):

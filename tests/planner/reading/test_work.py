@@ -81,7 +81,7 @@ def test_weights_stand_with_the_part_that_reads_them_first() -> None:
 
 
 def test_a_batch_is_its_parts_together() -> None:
-    whole, part = work_of(gpt()), work_of(gpt(), num_parts=3)
+    whole, part = work_of(gpt()), work_of(gpt(), num_microbatches=3)
     assert (part.num_rows, part.tokens, part.batch_bytes) == (3 * ROWS, 3 * ROWS * SEQ, 3 * whole.batch_bytes)
     assert forward_flops(part) == 3 * forward_flops(whole)
     plan = Plan.parse("tensor=2d:4")
