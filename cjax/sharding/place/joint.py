@@ -28,7 +28,7 @@ from cjax.trace.jaxpr.view import variable_of
 
 
 @dataclass
-class _Reading:
+class Reading:
     """Equations that read one copy of a variable, one after the other: each once.
 
     Args:
@@ -68,7 +68,7 @@ class JointProducts:
 
     def __init__(self, dims: Dims, layout: Layout, lowering: Lowering | None, waits: bool) -> None:
         self._dims, self._layout, self._lowering, self._waits = dims, layout, lowering, waits
-        self._readings: dict[int, _Reading] = {}  # by an equation's id
+        self._readings: dict[int, Reading] = {}  # by an equation's id
         self._in_turn: set[int] = set()  # products that read such a copy
 
     def find(
@@ -120,7 +120,7 @@ class JointProducts:
         """Has products that can't be evaluated at once read one copy all the same: what experts are sent is chosen by
         what the first of them makes."""
         places = {id(eqn): eqn.invars.index(var) for eqn in readers}
-        reading = _Reading(dtype, places)
+        reading = Reading(dtype, places)
         self._readings |= dict.fromkeys(places, reading)
 
     def read(self, eqn: Equation, operands: list[Any]) -> list[Any]:

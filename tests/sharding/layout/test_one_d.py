@@ -57,19 +57,19 @@ def test_experts_are_split_though_their_results_are_added_up() -> None:
 
 
 class Slots(nnx.Module):
-    """A few slots, with a weight of its own each, that attend to one another: what they hand on is their mean."""
+    """A few slots with a weight of its own each, to which queries attend."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.read, self.own = nnx.Linear(6, 8 * 12, rngs=rngs), nnx.Param(jax.random.normal(rngs.params(), (8, 12, 12)))
-        self.out = nnx.Linear(12, 1, rngs=rngs)
+        self.ask, self.out = nnx.Linear(6, 5 * 12, rngs=rngs), nnx.Linear(12, 1, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         slots = jnp.einsum("bsd,sde->bse", self.read(x).reshape(len(x), 8, 12), self.own[...])
-        scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", slots, slots))
-        return self.out(jnp.einsum("bqk,bkd->bqd", scores, slots).mean(1))
+        weights = jax.nn.softmax(jnp.einsum("bqd,bsd->bqs", self.ask(x).reshape(len(x), 5, 12), slots))
+        return self.out(jnp.einsum("bqs,bsd->bqd", weights, slots).mean(1))
 
 
-def test_what_attends_to_one_another_is_no_expert() -> None:
+def test_what_is_attended_to_is_no_expert() -> None:
     batch = jax.ShapeDtypeStruct((8, 6), jnp.float32)
     captured = capture(lambda rngs: Slots(rngs=rngs), lambda model, x: model(x).mean(), batch)
     trace = TraceSource(captured, batch).read()

@@ -12,6 +12,7 @@ from flax import linen as nn
 import cjax
 from cjax.audit import audit
 from cjax.mesh import compile_lowered
+from cjax.sharding.place.joint import JointProducts, Reading
 
 ROWS, WIDTH, INNER = 16, 32, 64
 
@@ -154,6 +155,30 @@ def test_products_that_wait_for_each_other_read_one_copy(casts: bool) -> None:
     for each in found[1:]:
         for mine, theirs in zip(jax.tree.leaves(each), jax.tree.leaves(found[0]), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5 if not casts else 0.05, atol=1e-6 if not casts else 1e-3)
+
+
+def test_a_copy_is_of_one_evaluation() -> None:
+    """Which may have been broken off: whoever comes again reads what it was given now."""
+    first, second = jax.make_jaxpr(lambda x: (x + 1, x * 2))(1.0).eqns
+    reading = Reading(np.dtype("float32"), {id(first): 0, id(second): 0})
+    one, two = jnp.ones(3), jnp.zeros(3)
+    copies = [reading.copied(eqn, value) for eqn, value in ((first, one), (first, two), (second, two), (second, one))]
+    assert copies[1] is copies[2] and [float(copy.sum()) for copy in copies] == [3, 0, 0, 3]
+
+
+def test_a_router_and_its_experts_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Any] = []
+    read = JointProducts.read
+
+    def seen(self: JointProducts, eqn: Any, operands: list[Any]) -> list[Any]:
+        found = read(self, eqn, operands)
+        reads.extend(new for new, old in zip(found, operands, strict=True) if new is not old)
+        return found
+
+    monkeypatch.setattr(JointProducts, "read", seen)
+    batch = {"x": np.ones((8, WIDTH), np.float32)}
+    cjax.parallelize(Sent(), square, optax.sgd(0.1), batch, "tensor=4", devices=jax.devices()[:4]).lower()
+    assert len(reads) >= 2 and all(a is b for a, b in zip(reads[::2], reads[1::2], strict=True))
 
 
 @pytest.mark.aot
