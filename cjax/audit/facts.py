@@ -152,6 +152,11 @@ class Audit:
       unknown_loops: loops of unknown length, counted as running once.
       uncounted: instructions that multiply matrices or move data in a way cjax cannot count.
       attention_kernels: names of the fused attentions that are called.
+
+    >>> one = Collective("all-reduce", ("data",), 2, ((0, 1),), (Shape("f32", (1024,)),), 4096, count=3, op_name="")
+    >>> found = Audit((one,), None, 2e9, 1e6, num_devices=2, num_partners=1, unknown_loops=0, uncounted=())
+    >>> found.count("all-reduce", axes=["data"]), found.moved("all-gather"), found.moved_by_axis()
+    (3, 0, {'data': 12288.0})
     """
 
     collectives: tuple[Collective, ...]

@@ -36,6 +36,16 @@ class Profile:
       jax: the version that measured.
       date: when, as YYYY-MM-DD.
       samples: all that was timed, as rows of what, size and seconds.
+
+    >>> matmul, link = {"float32": 5e10}, {"all-reduce": 2e9}
+    >>> print(Profile("cpu", "4 cores", 8, True, matmul, 2e-9, 4e9, link, 5e-5, 1e-5, "0.12.0", "2026-11-26"))
+    on               measured on 2026-11-26 on 8 x cpu (4 cores), which share its cores, JAX 0.12.0
+    matmul float32   0.05 TFLOP/s a device
+    thin matmuls     half the rate of float32 where the least dim is 100
+    memory           4 GB/s a device
+    all-reduce       2 GB/s received a device
+    collective       50 us at least
+    program          10 us at least
     """
 
     kind: str

@@ -77,6 +77,13 @@ class Check:
       differences: all that was compared, worst first.
       reference: what it was compared with.
       notes: what could not be compared, and why.
+
+    >>> differences = [Difference("out/kernel", "gradient", off=2e-7, norm=1.5, allowed=1e-5)]
+    >>> check = Check("zero=3", (5.545, 5.545), "out/kernel", differences[0].error, differences)
+    >>> print(check)
+    zero=3: agrees with one device; loss 5.545 against 5.545; worst gradient out/kernel, at 0.02 of what rounding allows
+    >>> check.ok, check.wrong
+    (True, [])
     """
 
     plan: str

@@ -9,7 +9,15 @@ from cjax.report.step import Report
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and what became of it: a report, or the reason why there is none."""
+    """A plan and what became of it.
+
+    Args:
+      plan: its text.
+      report: of its compiled step; None if it was refused.
+      reason: why there is no report; empty if there is one.
+
+    `cjax.report.Comparison` has an example.
+    """
 
     plan: str
     report: Report | None = None
@@ -23,6 +31,9 @@ class Candidate:
 class Comparison:
     """Several plans for one model on the same devices; prints as text, shows as HTML in a notebook.
 
+    Args:
+      candidates: the plans, as they were given.
+
     >>> print(Comparison([Candidate("tensor=3", reason="heads 8: 3 does not divide 8; nearest 2 or 4")]))
     plan      fits  memory, B  params  optimizer  activations  moves, B  not hidden  step >=, ms  bound
     --------  ----  ---------  ------  ---------  -----------  --------  ----------  -----------  -----
@@ -33,6 +44,7 @@ class Comparison:
 
     @property
     def reports(self) -> list[Report]:
+        """Of the plans that were not refused."""
         return [candidate.report for candidate in self.candidates if candidate.report is not None]
 
     @property

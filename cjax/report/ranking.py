@@ -30,6 +30,8 @@ class Ranked:
       is_exact: whether `bytes` is the compiled program's.
       dollars, kwh: for 10^9 tokens.
       marks: what it is the best at: "fastest", "leanest", "fewest devices", "cheapest".
+
+    `cjax.report.Ranking` has an example.
     """
 
     plan: str
@@ -47,6 +49,7 @@ class Ranked:
 
     @property
     def seconds(self) -> float:
+        """Of a step: its parts together."""
         return sum(self.parts.values())
 
 

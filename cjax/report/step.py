@@ -21,7 +21,22 @@ from cjax.report.walk import WalkUse
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Peak bytes on one device by use, and how many it has (None: unknown)."""
+    """Peak bytes on one device by use, and how many it has.
+
+    Args:
+      params: parameters, frozen ones included.
+      grads: gradients; a walk over layers counts them among activations.
+      optimizer: the optimizer's state.
+      carried: the model's own state, such as running means.
+      batch: the device's part of a batch.
+      activations: whatever else a step makes and drops.
+      compiler: results that do not take the place of an argument.
+      limit: what a program may use; None: unknown.
+
+    >>> memory = MemoryUse(params=2**31, optimizer=2**32, limit=2**34)
+    >>> print(memory, memory.fits)
+    6.0 of 16.0 GiB a device: params 2.0, optimizer 4.0 True
+    """
 
     params: int = 0
     grads: int = 0
@@ -34,10 +49,12 @@ class MemoryUse:
 
     @property
     def parts(self) -> dict[str, int]:
+        """Bytes by use: all fields but the limit."""
         return {name: size for name, size in vars(self).items() if name != "limit"}
 
     @property
     def total(self) -> int:
+        """Bytes of all uses together."""
         return sum(self.parts.values())
 
     @property
@@ -57,8 +74,17 @@ class MemoryUse:
 class ParamRow:
     """One parameter as its author wrote it, and where cjax puts it.
 
-    `placement` has, for each dim, the mesh axes that split it: `()` keeps the dim whole. `stages` is the axis over
-    which layers are spread, of which a device has some and not others.
+    Args:
+      name: its path in the model.
+      shape, dtype, bytes: of the whole of it.
+      dims: the name of each dim; None for one that has none.
+      placement: for each dim, the mesh axes that split it: `()` keeps the dim whole.
+      bytes_per_device: what a device has of it; where layers are spread, an equal share for each device.
+      stages: the axis over which layers are spread, of which a device has some and not others; None: they are not.
+
+    >>> row = ParamRow("mlp/kernel", (8, 32), "float32", ("embed", "ffn"), ((), ("tensor",)), 1024, 256)
+    >>> row.is_whole, row.bytes // row.bytes_per_device
+    (False, 4)
     """
 
     name: str
@@ -72,14 +98,22 @@ class ParamRow:
 
     @property
     def is_whole(self) -> bool:
+        """Whether each device has all of it."""
         return not any(self.placement) and self.stages is None
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """All collectives of one kind along one mesh axis (or axes, as "data+zero"), in one step.
+    """All collectives of one kind along one mesh axis (or several), in one step.
 
-    `bytes` is what a device receives. `exposed_bytes` is the part that no computation hides; None: not known.
+    Args:
+      kind: all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute and the like.
+      axis: the mesh axis; several as "data+zero".
+      bytes: what a device receives in a step.
+      count: how many times such a collective runs in a step.
+      exposed_bytes: of `bytes`, the part that no computation hides; None: not known.
+
+    `cjax.report.Report` has an example.
     """
 
     kind: str
@@ -91,7 +125,16 @@ class Transfer:
 
 @dataclass(frozen=True)
 class FlopCount:
-    """Floating-point operations of one step: the model's, forward and backward; in matmuls; recomputed; a device's."""
+    """Floating-point operations of one step.
+
+    Args:
+      model: the model's, forward and backward.
+      matmul: of these, those in matmuls and convolutions.
+      recomputed: what all devices together multiply more than that.
+      per_device: matmuls and convolutions of one device, as the compiled step has them.
+
+    `cjax.report.Report` has an example.
+    """
 
     model: float
     matmul: float = 0
@@ -108,6 +151,12 @@ class StepTime:
       parts: what the prediction is spent on; they add up to it. Empty where nobody has measured such devices.
       interval: around the prediction, in which 80 of 100 steps would be.
       source: what the prediction's constants stand on.
+
+    >>> time = StepTime(compute=0.198, transfer=0.014)
+    >>> print(time)
+    >= 212 ms: compute 198, transfer 14, bubble 0: compute-bound
+    >>> time.predicted is None  # nobody has measured such devices
+    True
     """
 
     compute: float
@@ -124,6 +173,7 @@ class StepTime:
 
     @property
     def predicted(self) -> float | None:
+        """Seconds of the prediction; None where there is none."""
         return sum(self.parts.values()) if self.parts else None
 
     @property
@@ -156,12 +206,17 @@ class Report:
       chart, picture: of a pipeline, who does what when: as text, and as SVG for notebooks.
       walk: of a plan that walks over layers, where these have what, and what a step moves; None for all others.
 
-    >>> print(Report("data=2", "2 x CPU", MemoryUse(params=2**31, optimizer=2**32, limit=2**34)).summary)
+    >>> memory = MemoryUse(params=2**31, optimizer=2**32, limit=2**34)
+    >>> sent, work = Transfer("all-reduce", "data", 2**31, count=12, exposed_bytes=2**28), FlopCount(model=1.2e15)
+    >>> report = Report("data=2", "2 x H100", memory, transfers=[sent], flops=work)
+    >>> print(report.summary)
     fits    6.0 of 16.0 GiB a device: params 2.0, optimizer 4.0
     split   nothing
-    moves   nothing between devices
+    moves   2.0 GiB a device and step: data 2.0; 0.2 not hidden
     step    time unknown: nobody told how fast this hardware is
     watch   nothing
+    >>> report.bytes_moved_by_axis, report.flops.model
+    ({'data': 2147483648}, 1200000000000000.0)
     """
 
     plan: str

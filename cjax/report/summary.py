@@ -10,7 +10,15 @@ MAX_PLACES = 4
 
 @dataclass(frozen=True)
 class DimRow:
-    """A dim, its size (several where one name covers multiples), and the tensors it occurs in, as `path:number`."""
+    """A dim of the model.
+
+    Args:
+      name: what cjax calls it.
+      sizes: its size; several where one name covers multiples.
+      places: the tensors that it occurs in, as `path:number`.
+
+    `cjax.report.TraceSummary` has an example.
+    """
 
     name: str
     sizes: tuple[int, ...]
@@ -19,7 +27,16 @@ class DimRow:
 
 @dataclass(frozen=True)
 class BlockRow:
-    """A stack: how many times which part of the model repeats, and the share of the trace's equations it covers."""
+    """A stack: a part of the model that repeats.
+
+    Args:
+      repeats: how many times.
+      what: the part, by the path of its parameters.
+      num_equations: of the trace, for one repeat.
+      share: of the trace's equations, those that all repeats cover.
+
+    `cjax.report.TraceSummary` has an example.
+    """
 
     repeats: int
     what: str
@@ -30,6 +47,12 @@ class BlockRow:
 @dataclass(frozen=True, repr=False)
 class TraceSummary(Sheet):
     """What was read off a traced loss; prints as text, shows as HTML in a notebook.
+
+    Args:
+      model: what its author calls it.
+      dims: all that have a name.
+      blocks: the parts that repeat.
+      unknown: primitives that cjax does not know, and how many times each occurs.
 
     >>> print(TraceSummary("GPT", [DimRow("embed", (64,), ("wte:1", "wpe:1"))], [BlockRow(12, "Block", 90, 0.95)]))
     trace   of GPT

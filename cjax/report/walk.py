@@ -18,6 +18,9 @@ class ClassUse:
       device, host, disk: bytes of a device, and of a process; on disk with what is there twice.
       link_in, link_out: bytes that a device gets from host memory in a step, and sends there.
       disk_read, disk_written: bytes of a process in a step.
+
+    >>> ClassUse("params", {"device": 12, "host": 20, "disk": 0}).where
+    '12 on the device, 20 in host memory'
     """
 
     name: str
@@ -41,7 +44,16 @@ class ClassUse:
 
 @dataclass(frozen=True)
 class PhaseUse:
-    """Seconds of one pass over the layers: as long as the longest of these takes alone."""
+    """Seconds of one pass over the layers: as long as the longest of these takes alone.
+
+    Args:
+      compute: arithmetic.
+      link: between devices and host memory, in the direction that takes longer.
+      disk: reading and writing.
+
+    >>> PhaseUse(compute=1.2, link=0.4, disk=0.0).total
+    1.2
+    """
 
     compute: float
     link: float
@@ -49,6 +61,7 @@ class PhaseUse:
 
     @property
     def total(self) -> float:
+        """The longest of them."""
         return max(self.compute, self.link, self.disk)
 
 
@@ -58,16 +71,27 @@ class WalkUse:
 
     Args:
       classes: the rows by class.
-      peak: bytes that a device holds at most, and `fullest`, the pass in which it does.
+      peak: bytes that a device holds at most.
+      fullest: the pass in which it does.
       budget, host_limit, disk_limit: what the plan allows; None: it does not say.
       phases: seconds by pass; empty where nobody knows how fast the devices and their links are.
       bound: which of compute, link and disk the step has most of.
-      tokens: of a step; `hidden_from`, those from which the forward and backward passes hide all that they move; None:
-        no number does.
+      tokens: of a step.
+      hidden_from: the number of tokens from which the forward and backward passes hide all that they move; None: no
+        number does.
       rates: what the seconds go by, in words.
       moving: bytes of host memory that rows on their way take besides, at most.
       is_bound: whether computing is counted at the devices' peak, so that no step is faster; otherwise it is as
         predicted.
+
+    >>> params = ClassUse("params", {"device": 12, "host": 20, "disk": 0}, host=2**34, link_in=2**35)
+    >>> walk = WalkUse([params], peak=2**34, fullest="the backward pass", budget=2**35)
+    >>> for label, text in walk.lines():
+    ...     print(label, "-", text)
+    holds - 16.0 of 32.0 GiB a device, at most in the backward pass; 16.0 GiB of host memory a process
+    homes - params 12 on the device, 20 in host memory
+    link - 32.0 GiB to a device and 0 back, each step
+    walk - time unknown: nobody told how fast these devices and their links are
     """
 
     classes: Sequence[ClassUse]
@@ -159,7 +183,15 @@ def _of(size: int, limit: int | None) -> str:
 
 @dataclass(frozen=True)
 class WalkRow:
-    """One plan of a `WalkRanking`: its text without the words that all share, and what is predicted of it."""
+    """One plan of a `WalkRanking`, and what is predicted of it.
+
+    Args:
+      plan: its text without the words that all share.
+      use: what it keeps where, moves and takes.
+      mfu: the model's own arithmetic as a share of what the devices could do; None where nobody knows.
+
+    `cjax.report.WalkRanking` has an example.
+    """
 
     plan: str
     use: WalkUse
@@ -176,6 +208,27 @@ class WalkRanking(Sheet):
       plans: the best.
       num_plans, num_fitting: how many there are in all.
       notes: what else there is to say.
+
+    >>> params = ClassUse("params", {"device": 0, "host": 32, "disk": 0}, 2**32, 2**36, 0, 2**37, 2**36)
+    >>> phases = {"forward": PhaseUse(0.4, 1.2, 0.0), "backward": PhaseUse(1.3, 1.2, 0.0)}
+    >>> use = WalkUse(
+    ...     [params], 2**34, "the backward pass", phases=phases, bound="link", tokens=16384, hidden_from=49152,
+    ...     rates="link 55 GB/s each way",
+    ... )
+    >>> print(WalkRanking("1 x H100", "budget=32GiB", [WalkRow("data=1", use, 0.31)], 1, 1))
+    on      1 x H100
+    of      one plan, which fits, with budget=32GiB
+    best    data=1 budget=32GiB
+    holds   16.0 GiB a device, at most in the backward pass; 64.0 GiB of host memory a process
+    homes   params in host memory
+    link    128.0 GiB to a device and 64.0 back, each step
+    walk    >= 2,500 ms with 16,384 tokens: forward 1,200, backward 1,300; 800 of it not hidden;
+            link-bound; from 49,152 tokens a step the passes forward and back hide what they move;
+            link 55 GB/s each way
+    <BLANKLINE>
+    plan    step, ms  tokens/s   MFU   GiB  host GiB  disk GiB  written a step  bound
+    ------  --------  --------  ----  ----  --------  --------  --------------  -----
+    data=1     2,500     6,554  31 %  16.0      64.0       0.0             0.0  link
     """
 
     on: str
@@ -187,6 +240,7 @@ class WalkRanking(Sheet):
 
     @property
     def best(self) -> WalkRow:
+        """The first row."""
         return self.plans[0]
 
     def _lines(self) -> Lines:

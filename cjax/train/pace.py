@@ -28,6 +28,10 @@ def best_interval(cost: float, between_failures: float) -> float:
     By Young, A first order approximation to the optimum checkpoint interval, 1974; and where a checkpoint costs more
     than half of the time between failures, that time, after Daly, A higher order estimate, 2006.
 
+    Args:
+        cost: seconds that a checkpoint holds the training up.
+        between_failures: seconds from one failure to the next, on average.
+
     >>> best_interval(2.0, 86400.0) > best_interval(1.0, 86400.0), round(best_interval(2.0, 90000.0))
     (True, 600)
     """

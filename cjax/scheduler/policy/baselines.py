@@ -8,8 +8,22 @@ from cjax.scheduler.policy.job import Allocation, Job, Nodes, Placement, size_of
 
 
 def fifo(jobs: Sequence[Job], nodes: Nodes, current: Allocation, now: float) -> dict[str, Placement]:
-    """Each job gets what it asked for, in the order of submission; who comes behind one that waits may overtake it
-    where there is room, and nobody is ever moved."""
+    """Each job gets what it asked for, in the order of submission.
+
+    Who comes behind one that waits may overtake it where there is room, and nobody is ever moved.
+
+    Args:
+        jobs: all that have not ended.
+        nodes: devices of each node.
+        current: who holds what.
+        now: seconds, of which nothing is made.
+
+    >>> from cjax.scheduler.policy.job import Speed, SpeedTable
+    >>> table = SpeedTable([Speed(1, 10.0)])
+    >>> jobs = [Job("first", table, asked=3), Job("next", table, asked=2), Job("last", table, asked=1)]
+    >>> fifo(jobs, {"node": 4}, current={}, now=0.0)
+    {'first': {'node': (0, 1, 2)}, 'last': {'node': (3,)}}
+    """
     del now
     kept = {job.name: current[job.name] for job in jobs if job.name in current}
     free = free_devices(nodes, kept.values())
@@ -20,10 +34,20 @@ def fifo(jobs: Sequence[Job], nodes: Nodes, current: Allocation, now: float) -> 
 
 
 class Tiresias:
-    """Two queues by attained service, as in Gu et al., NSDI 2019: jobs that have held `threshold` device-seconds wait
-    behind all that have not. Within a queue who came first is first. Sizes are those that users asked for.
+    """Two queues by attained service, as in Gu et al., NSDI 2019.
 
-    It keeps the order in which jobs were sent to the second queue, and is called round by round.
+    Jobs that have held `threshold` device-seconds wait behind all that have not. Within a queue who came first is
+    first. Sizes are those that users asked for. It keeps the order in which jobs were sent to the second queue, and is
+    called round by round, as `fifo` is.
+
+    Args:
+        threshold: device-seconds.
+
+    >>> from cjax.scheduler.policy.job import Speed, SpeedTable
+    >>> table, policy = SpeedTable([Speed(1, 10.0)]), Tiresias(threshold=3600.0)
+    >>> jobs = [Job("old", table, asked=4, service=7200.0), Job("new", table, asked=2)]
+    >>> policy(jobs, {"node": 4}, current={}, now=0.0)
+    {'new': {'node': (0, 1)}}
     """
 
     def __init__(self, threshold: float = 16 * 3600.0) -> None:
@@ -46,8 +70,22 @@ class Tiresias:
 
 
 def optimus(jobs: Sequence[Job], nodes: Nodes, current: Allocation, now: float) -> dict[str, Placement]:
-    """Device by device to the job whose end it brings nearest, as in Peng et al., EuroSys 2018, with what is left of
-    each job known. Each has one device first."""
+    """Device by device to the job whose end it brings nearest, as in Peng et al., EuroSys 2018.
+
+    Each has one device first. What is left of each job has to be known.
+
+    Args:
+        jobs: all that have not ended.
+        nodes: devices of each node.
+        current: who holds what.
+        now: seconds, of which nothing is made.
+
+    >>> from cjax.scheduler.policy.job import Speed, SpeedTable
+    >>> table = SpeedTable([Speed(1, 10.0), Speed(2, 19.0), Speed(3, 27.0)])
+    >>> jobs = [Job("long", table, work_left=10_000.0), Job("short", table, work_left=100.0)]
+    >>> optimus(jobs, {"node": 4}, current={}, now=0.0)
+    {'short': {'node': (0,)}, 'long': {'node': (1, 2, 3)}}
+    """
     del now
     left = sum(nodes.values())
     sizes: dict[str, int] = {}

@@ -22,6 +22,13 @@ def allocate(
 
     Raises:
         ValueError: two jobs have one name, or hold one device.
+
+    >>> from cjax.scheduler.policy.job import Speed, SpeedTable
+    >>> table = SpeedTable([Speed(1, 100.0), Speed(2, 190.0), Speed(4, 340.0)])
+    >>> jobs = [Job("long", table, work_left=1e6), Job("short", table, work_left=1e4)]
+    >>> found = allocate(jobs, {"a": 4, "b": 2}, current={}, now=0.0)
+    >>> found["long"], found["short"]
+    ({'b': (0, 1)}, {'a': (0, 1, 2, 3)})
     """
     del now
     if len({job.name for job in jobs}) < len(jobs):

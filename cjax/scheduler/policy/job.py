@@ -22,6 +22,11 @@ class Speed:
         samples_per_second: of the global batch.
         batch: rows of the global batch.
         plan: how the job is spread over the devices.
+
+    Raises:
+        ValueError: no device, or a speed or a batch that is not above 0.
+
+    `cjax.scheduler.policy.job.SpeedTable` has an example.
     """
 
     devices: int
@@ -35,7 +40,20 @@ class Speed:
 
 
 class SpeedTable:
-    """All ways to run a job: the best of each size depends on what a larger batch is worth at the time."""
+    """All ways to run a job: the best of each size depends on what a larger batch is worth at the time.
+
+    Args:
+        speeds: one for each way; several may be of one size.
+
+    Raises:
+        ValueError: no speed at all.
+
+    >>> table = SpeedTable([Speed(1, 100.0, batch=32), Speed(2, 150.0, batch=32), Speed(2, 190.0, batch=64)])
+    >>> table.sizes
+    (1, 2)
+    >>> table.best(2, batch=32, noise=0.0).batch, table.best(2, batch=32, noise=1000.0).batch
+    (32, 64)
+    """
 
     def __init__(self, speeds: Sequence[Speed]) -> None:
         if not speeds:
@@ -92,7 +110,12 @@ class Job:
         least: devices that it has to have.
         most: devices that it may have; what its table knows if None.
         restart: seconds without work at each start and change.
-        asked: devices and batch that its user asked for, for policies that resize nothing.
+        asked: devices that its user asked for, for policies that resize nothing.
+
+    >>> table = SpeedTable([Speed(1, 100.0), Speed(2, 190.0)])
+    >>> job = Job("train", table, work_left=19_000.0)
+    >>> job.work_left / job.speeds.goodputs(job.batch, job.noise)  # seconds that it has left, on 1 device and on 2
+    array([190., 100.])
     """
 
     name: str
