@@ -2,7 +2,7 @@
 
 Each makes a part of its input's gradient on every device. As JAX adds them up, one after the other on top of what else
 reads the input (the residual behind a norm, say, whose gradient is whole), XLA has to reduce each by itself; and where
-each rounds its own copy of the input, their sum is of float32, and is reduced as such. Reading one copy together, their
+each rounds its own copy of the input, their sum is of float32, and is reduced as such. SharedRead one copy together, their
 parts are added up alone, in the dtype that they are multiplied in, and reduced once.
 """
 
@@ -28,7 +28,7 @@ from cjax.trace.jaxpr.view import variable_of
 
 
 @dataclass
-class Reading:
+class SharedRead:
     """Equations that read one copy of a variable, one after the other: each once.
 
     Args:
@@ -68,7 +68,7 @@ class JointProducts:
 
     def __init__(self, dims: Dims, layout: Layout, lowering: Lowering | None, waits: bool) -> None:
         self._dims, self._layout, self._lowering, self._waits = dims, layout, lowering, waits
-        self._readings: dict[int, Reading] = {}  # by an equation's id
+        self._readings: dict[int, SharedRead] = {}  # by an equation's id
         self._in_turn: set[int] = set()  # products that read such a copy
 
     def find(
@@ -120,7 +120,7 @@ class JointProducts:
         """Has products that can't be evaluated at once read one copy all the same: what experts are sent is chosen by
         what the first of them makes."""
         places = {id(eqn): eqn.invars.index(var) for eqn in readers}
-        reading = Reading(dtype, places)
+        reading = SharedRead(dtype, places)
         self._readings |= dict.fromkeys(places, reading)
 
     def read(self, eqn: Equation, operands: list[Any]) -> list[Any]:

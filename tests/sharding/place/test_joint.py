@@ -12,7 +12,7 @@ from flax import linen as nn
 import cjax
 from cjax.audit import audit
 from cjax.mesh import compile_lowered
-from cjax.sharding.place.joint import JointProducts, Reading
+from cjax.sharding.place.joint import JointProducts, SharedRead
 
 ROWS, WIDTH, INNER = 16, 32, 64
 
@@ -160,7 +160,7 @@ def test_products_that_wait_for_each_other_read_one_copy(casts: bool) -> None:
 def test_a_copy_is_of_one_evaluation() -> None:
     """Which may have been broken off: whoever comes again reads what it was given now."""
     first, second = jax.make_jaxpr(lambda x: (x + 1, x * 2))(1.0).eqns
-    reading = Reading(np.dtype("float32"), {id(first): 0, id(second): 0})
+    reading = SharedRead(np.dtype("float32"), {id(first): 0, id(second): 0})
     one, two = jnp.ones(3), jnp.zeros(3)
     copies = [reading.copied(eqn, value) for eqn, value in ((first, one), (first, two), (second, two), (second, one))]
     assert copies[1] is copies[2] and [float(copy.sum()) for copy in copies] == [3, 0, 0, 3]
