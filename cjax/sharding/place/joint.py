@@ -2,7 +2,7 @@
 
 Each makes a part of its input's gradient on every device. As JAX adds them up, one after the other on top of what else
 reads the input (the residual behind a norm, say, whose gradient is whole), XLA has to reduce each by itself; and where
-each rounds its own copy of the input, their sum is of float32, and is reduced as such. SharedRead one copy together, their
+each rounds its own copy of the input, their sum is of float32, and is reduced as such. Reading one copy together, their
 parts are added up alone, in the dtype that they are multiplied in, and reduced once.
 """
 
