@@ -22,6 +22,7 @@ import cjax
 from cjax.jax_compat.jaxprs import is_of_jax
 from cjax.program import description
 from cjax.trace.jaxpr import primitives
+from cjax.trace.jaxpr.view import variable_of
 
 ROWS, WIDTH = 8, 8
 BATCH = {"x": np.random.default_rng(0).normal(size=(ROWS, 6, WIDTH)).astype(np.float32)}
@@ -128,7 +129,7 @@ def test_it_is_named_and_nothing_is_related(name: str) -> None:
     trace = made._composed.trace
     assert dict(trace.dims.unknown) == {called(name): 1} and called(name) in str(made.trace)
     (eqn,) = [eqn for eqn in trace.closed.jaxpr.eqns if primitives.name_of(eqn) == called(name)]
-    before, after = (trace.dims.of(v) for v in (eqn.invars[0], eqn.outvars[0]))
+    before, after = (trace.dims.of(v) for v in (variable_of(eqn, 0), eqn.outvars[0]))
     assert trace.batch_class in before
     assert name == "cholesky" or not set(before) & set(after)  # whose result meets what it was made of
 

@@ -118,3 +118,14 @@ def test_what_needs_a_devices_own_sums_is_refused_without_them(name: str, plan: 
     loss = laid_out(source, plan)
     with pytest.raises(ValueError, match=said):
         choose(source, loss, measures)
+
+
+@pytest.mark.parametrize("plan", ["data=8", "data=8 offload=optimizer", "data=8 microbatches=2 offload=optimizer"])
+def test_a_weight_that_is_trained_is_refused_whoever_adds_up(plan: str) -> None:
+    def gated(model: Any, x: jax.Array) -> cjax.Mean:
+        gates = jax.nn.sigmoid(model(x))
+        return cjax.Mean((gates * x).sum(), gates.sum())
+
+    source = TraceSource(capture(Net(), gated, BATCH), BATCH)
+    with pytest.raises(ValueError, match=r"The weight of a cjax.Mean .* depends on"):
+        choose(source, laid_out(source, plan))
