@@ -61,8 +61,8 @@ def attention(
     Raises:
       ValueError: for shapes that do not fit, dropout without a key, and options of Flax's that have no meaning here.
 
-    >>> x = jax.numpy.ones((2, 6, 4, 8))
-    >>> attention(x, x[:, :, :2], x[:, :, :2], causal=True, window=3).shape
+    >>> mixed = jax.jit(lambda x: attention(x, x[:, :, :2], x[:, :, :2], causal=True, window=3))
+    >>> mixed(jnp.ones((2, 6, 4, 8))).shape
     (2, 6, 4, 8)
     """
     del force_fp32_for_softmax

@@ -68,9 +68,8 @@ def generate(
     >>> import cjax
     >>> from cjax.models import GPT, gpt, loss
     >>> shape = jax.ShapeDtypeStruct((8, 16), jnp.int32)
-    >>> program = cjax.parallelize(
-    ...     lambda rngs: GPT(gpt("gpt-mini"), rngs=rngs), loss, None, {"inputs": shape, "targets": shape}, plan="zero=3"
-    ... )
+    >>> config, batch = gpt("gpt-mini", num_layers=1), {"inputs": shape, "targets": shape}
+    >>> program = cjax.parallelize(lambda rngs: GPT(config, rngs=rngs), loss, None, batch, plan="zero=3")
     >>> prompt = jnp.zeros([program.mesh.size, 3], jnp.int32)
     >>> generate(program, prompt, 5, temperature=0, state=program.init(0)).shape[1]
     8

@@ -51,7 +51,7 @@ class StreamedModel:
     >>> from cjax.models import GPT, gpt, save
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(folder, GPT(gpt("gpt-mini"), rngs=nnx.Rngs(0)))
-    ...     with StreamedModel(folder, "budget=8MiB host=2MiB") as model:
+    ...     with cjax.StreamedModel(folder, "budget=8MiB host=2MiB") as model:
     ...         text = cjax.generate(model, [[1, 2, 3]], 5, temperature=0)
     >>> text.shape
     (1, 8)

@@ -159,8 +159,10 @@ class BERT(nnx.Module):
         config: the sizes; see `bert` for the known ones.
         rngs: a `params` stream, and a `dropout` stream when `config.dropout` is not 0.
 
-    >>> model = BERT(bert("bert-mini"), rngs=nnx.Rngs(0))
-    >>> model(jnp.zeros([2, 16], jnp.int32)).shape
+    >>> def logits(tokens):
+    ...     model = BERT(bert("bert-mini"), rngs=nnx.Rngs(0))
+    ...     return model(tokens)
+    >>> jax.eval_shape(logits, jax.ShapeDtypeStruct((2, 16), jnp.int32)).shape
     (2, 16, 256)
     """
 
@@ -238,9 +240,9 @@ def masked_loss(model: BERT, batch: Mapping[str, jax.Array], *, chunk: int | Non
     Raises:
         ValueError: a BERT with another head, or targets of another shape.
 
-    >>> model = BERT(bert("bert-mini"), rngs=nnx.Rngs(0))
+    >>> model = BERT(bert("bert-mini", num_layers=1), rngs=nnx.Rngs(0))
     >>> batch = {"inputs": jnp.zeros([2, 9], jnp.int32), "targets": jnp.full([2, 9], -100).at[1, 3].set(7)}
-    >>> bool(5 < masked_loss(model, batch) < 6)
+    >>> bool(5 < nnx.jit(masked_loss)(model, batch) < 6)
     True
     """
     if model.config.head != "masked":
@@ -259,10 +261,8 @@ def classes_loss(model: BERT, batch: Mapping[str, jax.Array]) -> tuple[jax.Array
     Raises:
         ValueError: a BERT with another head, or labels of another shape.
 
-    >>> config = bert("bert-mini", head="classes", pooling="mean")
-    >>> value, aux = classes_loss(
-    ...     BERT(config, rngs=nnx.Rngs(0)), {"inputs": jnp.zeros([2, 9], jnp.int32), "labels": jnp.array([0, 1])}
-    ... )
+    >>> model = BERT(bert("bert-mini", num_layers=1, head="classes", pooling="mean"), rngs=nnx.Rngs(0))
+    >>> value, aux = nnx.jit(classes_loss)(model, {"inputs": jnp.zeros([2, 9], jnp.int32), "labels": jnp.arange(2)})
     >>> bool(0.6 < value < 0.8), float(aux["accuracy"])
     (True, 0.5)
     """

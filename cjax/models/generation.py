@@ -76,7 +76,7 @@ def generate(
         ValueError: tokens or options that make no sense for this model.
 
     >>> from cjax.models import gpt
-    >>> model = GPT(gpt("gpt-mini"), rngs=nnx.Rngs(0))
+    >>> model = GPT(gpt("gpt-mini", num_layers=1), rngs=nnx.Rngs(0))
     >>> generate(model, jnp.zeros([2, 3], jnp.int32), 5, jax.random.key(0)).shape
     (2, 8)
     """
