@@ -99,7 +99,7 @@ def test_needless_keys_are_named(config: dict, plan: str, message: str) -> None:
         ({"tp_size": 2, "parallel": {"tensor": {"size": 4, "mode": "1d"}}}, "which of them"),
         ({"tp_size": "2"}, "a whole number"),
         ({"plugin": "MoeHybridParallelPlugin"}, "plugin="),
-        ({"ep_size": 2}, "expert parallelism"),
+        ({"ep_size": 2}, "no axis is for experts alone"),
         ({"master_weights": False}, "always kept"),
         ({"extra_dp_size": 2}, "zero=3/8"),
         ({"num_layers_per_stage": [3, 5]}, "balanced by cost"),
