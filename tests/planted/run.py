@@ -186,7 +186,7 @@ def never_failed(found: Iterable[Mapping[str, Any]]) -> list[str]:
     return sorted(name for name in ran if name not in failed)
 
 
-def write_log(path: Path, rows: Sequence[Fault], known: dict[str, dict]) -> None:
+def write_log(path: Path, rows: Sequence[Fault], known: Mapping[str, Mapping[str, Any]]) -> None:
     """A line for each row that ran: what was planted, how long its tests took, and who noticed."""
     ran = [(fault, known[digest(fault)]) for fault in rows if digest(fault) in known]
     blind = [fault for fault, found in ran if not found["noticed"]]
