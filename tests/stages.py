@@ -185,7 +185,8 @@ class Experts(nn.Module):
 
 
 class Between(nn.Module):
-    """Two stacks, with weights between them, one of which is read in front of the first as well."""
+    """Two stacks, with weights between them, one of which is read in front of the first as well; and what is made of
+    it, once, by each layer of the second."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -194,9 +195,9 @@ class Between(nn.Module):
         early = jnp.tanh(x)
         for _ in range(4):
             x = x + dense(WIDTH)(nn.tanh(dense(HIDDEN)(x)))
-        x = dense(WIDTH)(x * scale) + early
+        x, gate = dense(WIDTH)(x * scale) + early, jnp.tanh(scale)
         for _ in range(4):
-            x = x + dense(WIDTH)(nn.silu(dense(HIDDEN)(x)) * x.mean(-1, keepdims=True))
+            x = x + gate * dense(WIDTH)(nn.silu(dense(HIDDEN)(x)) * x.mean(-1, keepdims=True))
         return dense(1)(x)[..., 0]
 
 

@@ -1,8 +1,9 @@
 """Plants each fault of `faults.toml` in a copy of the tree and runs the tests that are to notice:
-`python tests/planted/run.py`, or `--only 'trace/(stages|attention)'`.
+`python tests/planted/run.py`, or `--only 'trace/(stages|attention)'`, or `--unlogged`.
 
 The table of all rows that ran so far is written anew after each, with who noticed. What was noticed with the same file,
-the same tests and the same JAX is not run again.
+the same tests and the same JAX is not run again. A row ends at its third failure; with `--all` every test of it runs,
+and tests that failed beside none of the faults are listed at the end: whoever reads them asks what they are there for.
 """
 
 import argparse
@@ -20,21 +21,22 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from planted.table import ROOT, Fault, faults  # noqa: E402
+from planted.table import ROOT, Fault, faults, logged  # noqa: E402
 
 KEPT = ROOT / "build" / "planted.json"
 LIMIT = 300  # seconds for the tests of one fault
 ENOUGH = 3  # failures, after which no more are counted
 PASSED, FAILED, BROKEN, NONE = 0, 1, 2, 5  # exit statuses of pytest
+SAID = ("FAILED|ERROR", "PASSED")  # how its last lines begin, one a test
 
 
 def copy(root: Path, to: Path) -> Path:
@@ -60,13 +62,16 @@ def prepare() -> None:
     hypothesis.settings.register_profile("planted", deadline=None, phases=phases)
 
 
-def run(tests: Sequence[str], root: Path, limit: float) -> tuple[int | None, list[str], str]:
-    """Pytest's exit status (None if it had to be stopped), the tests that failed, and all that it printed."""
+def run(
+    tests: Sequence[str], root: Path, limit: float, enough: int = ENOUGH
+) -> tuple[int | None, list[str], list[str], str]:
+    """Pytest's exit status (None if it had to be stopped), the tests that failed, of which `enough` end it (0: none
+    does), those that passed, and all that it printed."""
     with tempfile.TemporaryFile("w+") as out, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # JAX's about forks: of this process no backend is there yet
         child = os.fork()
         if child == 0:
-            _in_fork(tests, root, out.fileno())
+            _in_fork(tests, root, out.fileno(), enough)
         status, stop = None, time.monotonic() + limit
         while status is None and time.monotonic() < stop:
             done, code = os.waitpid(child, os.WNOHANG)
@@ -77,10 +82,11 @@ def run(tests: Sequence[str], root: Path, limit: float) -> tuple[int | None, lis
             os.waitpid(child, 0)
         out.seek(0)
         text = out.read()
-    return status, re.findall(r"^(?:FAILED|ERROR) ((?:tests|cjax)\b.+?)(?: - .*)?$", text, re.M), text
+    failed, passed = (re.findall(rf"^(?:{words}) ((?:tests|cjax)\b.+?)(?: - .*)?$", text, re.M) for words in SAID)
+    return status, failed, passed, text
 
 
-def _in_fork(tests: Sequence[str], root: Path, out: int) -> NoReturn:
+def _in_fork(tests: Sequence[str], root: Path, out: int, enough: int) -> NoReturn:
     status = NONE
     try:
         os.setsid()
@@ -98,7 +104,8 @@ def _in_fork(tests: Sequence[str], root: Path, out: int) -> NoReturn:
             "--no-header",
             "-p",
             "no:cacheprovider",
-            f"--maxfail={ENOUGH}",
+            "-rfEp",
+            f"--maxfail={enough}",
             "--tb=short",
             "--hypothesis-profile=planted",
             "-W",
@@ -130,6 +137,24 @@ def verdict(status: int | None, failed: list[str], output: str) -> list[str]:
     raise RuntimeError(f"pytest ended with {status}:\n{output[-3000:]}")
 
 
+def is_known(found: Mapping[str, Any], runs_all: bool) -> bool:
+    """Whether a row that ended so need not be run again."""
+    return bool(found.get("noticed")) and (not runs_all or "passed" in found)
+
+
+def ended(fault: Fault, root: Path, runs_all: bool) -> dict[str, Any]:
+    """How a row ends: who noticed, in how many seconds, and if all tests of it are run, who did not."""
+    sound, start = (root / fault.file).read_text(), time.monotonic()
+    (root / fault.file).write_text(fault.planted(root))
+    try:
+        tests = [*fault.tests, *fault.examples(root)]
+        status, failed, passed, output = run(tests, root, LIMIT, 0 if runs_all else ENOUGH)
+    finally:
+        (root / fault.file).write_text(sound)
+    found = {"noticed": verdict(status, failed, output), "seconds": time.monotonic() - start}
+    return {**found, "passed": functions(passed)} if runs_all else found
+
+
 def digest(fault: Fault) -> str:
     """Of all that says how a row ends, as far as a person who mends a test changes it."""
     files = [ROOT / fault.file, *(ROOT / test.partition("::")[0] for test in fault.tests)]
@@ -137,18 +162,31 @@ def digest(fault: Fault) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
-def kept() -> dict[str, dict]:
+def kept() -> dict[str, dict[str, Any]]:
     """How rows ended, by digest."""
     return json.loads(KEPT.read_text()) if KEPT.exists() else {}
 
 
 def short(names: Sequence[str]) -> str:
-    """Tests by file and name, without the folder of all tests."""
-    shown = [name.removeprefix("tests/") for name in names[:ENOUGH]]
-    return ", ".join(shown)
+    """Tests by file and name, without the folder of all tests; of many the first."""
+    more = [f"and {len(names) - ENOUGH} more"] if len(names) > ENOUGH else []
+    return ", ".join([*(name.removeprefix("tests/") for name in names[:ENOUGH]), *more])
 
 
-def write_log(path: Path, rows: Sequence[Fault], known: dict[str, dict]) -> None:
+def functions(names: Iterable[str]) -> list[str]:
+    """The functions of tests that have a case each for several things: whoever reads them reads the function."""
+    return list(dict.fromkeys(name.partition("[")[0] for name in names))
+
+
+def never_failed(found: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Functions of tests that ran beside faults and have failed beside none, from how rows ended with `--all`."""
+    found = list(found)
+    ran = dict.fromkeys(name for each in found for name in each.get("passed", ()))
+    failed = {name for each in found for name in functions(each["noticed"])}
+    return sorted(name for name in ran if name not in failed)
+
+
+def write_log(path: Path, rows: Sequence[Fault], known: Mapping[str, Mapping[str, Any]]) -> None:
     """A line for each row that ran: what was planted, how long its tests took, and who noticed."""
     ran = [(fault, known[digest(fault)]) for fault in rows if digest(fault) in known]
     blind = [fault for fault, found in ran if not found["noticed"]]
@@ -172,38 +210,41 @@ def write_log(path: Path, rows: Sequence[Fault], known: dict[str, dict]) -> None
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows in whose file or words this pattern is found")
+    parser.add_argument("--unlogged", action="store_true", help="only rows that no kept log says were noticed")
+    parser.add_argument("--all", action="store_true", help="run every test of a row, and list those that never fail")
     parser.add_argument("--again", action="store_true", help="run again what has run")
     parser.add_argument("--log", type=Path, help="by default of today in docs/results")
     args = parser.parse_args(argv)
-    log = args.log or ROOT / "docs/results" / f"planted-faults-{datetime.date.today()}.log"
+    log = args.log or ROOT / "docs/results" / f"planted-{datetime.date.today()}.log"
     rows = faults()
     known = kept()
     asked = [fault for fault in rows if re.search(args.only, f"{fault.file}: {fault.what}")]
+    if args.unlogged:
+        done = logged()
+        asked = [fault for fault in asked if fault.logged_as not in done]
     # What went unnoticed is run again: whoever asks has mended a test, or another file that it reads.
     todo = {fault: digest(fault) for fault in asked}
-    todo = {fault: key for fault, key in todo.items() if args.again or not known.get(key, {}).get("noticed")}
+    todo = {fault: key for fault, key in todo.items() if args.again or not is_known(known.get(key, {}), args.all)}
     KEPT.parent.mkdir(exist_ok=True)
     prepare()
     with tempfile.TemporaryDirectory() as folder:
         root = copy(ROOT, Path(folder))
         tests = dict.fromkeys(test for fault in todo for test in (*fault.tests, *fault.examples(root)))
         if todo:
-            status, failed, output = run(list(tests), root, LIMIT * len(todo))
+            status, failed, _, output = run(list(tests), root, LIMIT * len(todo))
             if status != PASSED:
                 print(f"without any fault, these fail: {', '.join(failed) or output[-3000:]}", file=sys.stderr)
                 return 2
         for fault, key in todo.items():
-            sound, start = (root / fault.file).read_text(), time.monotonic()
-            (root / fault.file).write_text(fault.planted(root))
-            try:
-                noticed = verdict(*run([*fault.tests, *fault.examples(root)], root, LIMIT))
-            finally:
-                (root / fault.file).write_text(sound)
-            known = kept() | {key: {"noticed": noticed, "seconds": time.monotonic() - start}}
+            found = ended(fault, root, args.all)
+            known = kept() | {key: found}
             KEPT.write_text(json.dumps(known, indent=1))
-            print(f"{fault.file}: {fault.what}: {short(noticed) or 'NOBODY'}", flush=True)
+            print(f"{fault.file}: {fault.what}: {short(found['noticed']) or 'NOBODY'}", flush=True)
             write_log(log, rows, known)
     write_log(log, rows, known)
+    if args.all:
+        silent = never_failed(known[digest(fault)] for fault in asked)
+        print("\n  ".join([f"{len(silent)} tests failed beside none of these {len(asked)} faults:", *silent]))
     blind = [fault for fault, key in todo.items() if not known[key]["noticed"]]
     print(f"{log}: of {len(asked)} rows {len(blind)} went unnoticed")
     return int(bool(blind))

@@ -68,3 +68,15 @@ def test_only_sums_that_may_be_added_up_in_another_order_are(dtype: type) -> Non
 
     closed, found = owned(total, (2,), (2,))
     assert max(len(read) for read in found.exports[max(found.exports)].values()) <= 2
+
+
+def test_a_part_of_a_sum_that_others_read_too_is_made() -> None:
+    def both(x: jax.Array, y: jax.Array, z: jax.Array) -> list[jax.Array]:
+        part = x.sum() + y.sum()
+        return [x * part, part + x.max() + y.max() + z]
+
+    closed, found = owned(both, (2,), (2,))
+    made = set(found.made)
+    for eqn in found.made.values():
+        read = {v for v in eqn.invars if not isinstance(v, Literal)}
+        assert read <= made | set(closed.jaxpr.invars), f"{eqn} reads what nobody makes"

@@ -26,6 +26,7 @@ ALONE: dict[str, Function] = {
     "another order": lambda w: w.transpose(2, 0, 1).transpose(1, 2, 0),
     "flat and back": lambda w: jnp.cumsum(w.reshape(NUM * 4, 4), 1).reshape(SHAPE),
     "products": lambda w: jnp.einsum("lab,lcb->lac", w, w) @ jnp.ones((4, 4)),
+    "products beside a batch": lambda w: jnp.einsum("lab,abc->lac", w, jnp.arange(64.0).reshape(4, 4, 4)),
     "sorted": lambda w: jnp.sort(w, axis=1)[:, ::-1],
     "padded and cut": lambda w: jnp.pad(w, ((0, 0), (1, 0), (0, 2)))[:, 1:, :4],
     "joined": lambda w: jnp.concatenate([w[:, :2], w[:, 2:] * 2], axis=1),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cjax.data import Bytes, Numbers, TextData, text_data
+from cjax.data.text.text import Windows
 
 
 @pytest.fixture
@@ -96,3 +97,17 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, data: TextData):
         text_data(batch_size=1, sequence=1, vocab_size=256)
     with pytest.raises(FileNotFoundError, match="vocabulary folder"):
         text_data(batch_size=1, sequence=1, vocabulary=tmp_path / "bpe")
+
+
+def test_each_window_has_a_token_behind_it():
+    for num_tokens, num_windows in ((12, 2), (13, 3), (4, 0), (0, 0)):
+        windows = Windows(np.arange(num_tokens), 4)
+        assert len(windows) == num_windows
+        assert all(len(windows[i]["targets"]) == 4 for i in range(num_windows))
+
+
+def test_a_vocabulary_ends_before_its_size():
+    tokens = np.array([0, 1, 4, 2, 3])
+    TextData(tokens, tokens, Numbers(5), batch_size=1, sequence=4)
+    with pytest.raises(ValueError, match="token 4 at position 2, outside a vocabulary of 4.*at least 5"):
+        TextData(tokens, tokens, Numbers(4), batch_size=1, sequence=4)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from cjax.cards import CARDS
-from cjax.planner.costs.calibration import FITTED, calibration_of
+from cjax.planner.costs.calibration import FITTED, MEASURED_SPREAD, calibration_of
 from cjax.planner.hardware import Hardware
 
 
@@ -57,3 +57,11 @@ def test_shares_are_shares() -> None:
         assert 0 < getattr(found, name) <= 1, name
     assert found.factor * found.matmul <= 1
     assert {field.name for field in dataclasses.fields(found)}.issuperset(names)
+
+
+def test_a_step_that_took_longer_makes_all_others_longer() -> None:
+    found = calibration_of(hardware("NVIDIA A100-SXM4-80GB"))
+    assert found is not None
+    slower = found.measured(2.0, "a step that ran")
+    assert slower.factor == found.factor / 2 and slower.source == "a step that ran"
+    assert slower.spread == MEASURED_SPREAD < found.spread

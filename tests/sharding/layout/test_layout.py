@@ -145,3 +145,10 @@ def test_an_axis_serves_one_dim_of_a_tensor() -> None:
     assert layout.spec((0, 1), (8, 8)) == P("tensor", "data")
     assert layout.spec((0, 0), (8, 8)) == P("tensor", None)
     assert layout.spec((0, 2), (3, 8)) == P(None, None), "fewer entries than devices"
+
+
+def test_heads_that_are_to_stay_whole_do_whatever_their_size() -> None:
+    """Few heads of keys, merged with their features, are as long as any other dim of their class."""
+    layout = Layout({1: ("tensor",)}, {"tensor": 4}, whole=frozenset({(1, 8)}))
+    assert layout.spec([0, 1], [5, 16]) == P(None, "tensor")
+    assert layout.spec([0, 1], [5, 8]) == P(None, None)

@@ -9,6 +9,7 @@ from captured import KEY, X_SHAPE, Net, Noisy, X, assert_close, noisy_loss, plai
 from flax import nnx
 
 from cjax.trace.author.capture import capture
+from cjax.trace.author.trained import matcher
 from cjax.tree import leaf_names
 
 
@@ -82,3 +83,9 @@ def test_parameters_without_gradient() -> None:
     assert leaf_names(capture(Table(), plain, X_SHAPE, wrt="Dense").frozen_shape) == ("table",)
     with pytest.raises(ValueError, match="no parameters"):
         capture(nn.Dropout(0.5, deterministic=True), plain, X_SHAPE)
+
+
+def test_a_pattern_may_be_anywhere_in_a_path() -> None:
+    is_trained = matcher("_1/ker")
+    assert is_trained("Dense_1/kernel", None)
+    assert not is_trained("Dense_0/kernel", None)

@@ -1,0 +1,51 @@
+"""Gradients that an author wrote by hand: what of them would be another number on a part of the rows."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cjax.trace.examples.verdict import lift_mean
+from cjax.trace.jaxpr.simplify import simplify
+
+Backward = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def is_refused(backward: Backward) -> bool:
+    """The verdict on a mean of `tanh(weight * row)`, of which `backward(weight, rows, gradients)` is the derivative."""
+
+    @jax.custom_vjp
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.tanh(w * x)
+
+    layer.defvjp(lambda w, x: (jnp.tanh(w * x), (w, x)), lambda kept, g: backward(*kept, g))
+
+    def trace(rows: int):
+        shapes = jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((rows, 3), jnp.float32)
+        return simplify(jax.make_jaxpr(lambda w, x: layer(w, x).mean())(*shapes))
+
+    lifted = lift_mean(trace(8), trace(4), {1}, 1)
+    assert not lifted.refused or "its author's own" in lifted.reason
+    return lifted.refused
+
+
+def slope(w: jax.Array, x: jax.Array) -> jax.Array:
+    return 1 - jnp.tanh(w * x) ** 2
+
+
+def test_each_rows_own_and_the_sum_for_what_they_share() -> None:
+    assert not is_refused(lambda w, x, g: ((g * slope(w, x) * x).sum(0), g * slope(w, x) * w))
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda w, x, g: ((g * slope(w, x) * x).mean(0), g * slope(w, x) * w),  # a mean of what is to be summed
+        lambda w, x, g: ((g * slope(w, x) * x).sum(0), jnp.clip(g, -1, 1) * slope(w, x) * w),  # parts' are larger
+        lambda w, x, g: ((jnp.sign(g) * slope(w, x) * x).sum(0), g * slope(w, x) * w),
+        lambda w, x, g: ((g * slope(w, x) * x).sum(0), g.mean(0) * slope(w, x) * w),  # other rows' gradients
+    ],
+)
+def test_what_parts_would_change(backward: Backward) -> None:
+    assert is_refused(backward)
