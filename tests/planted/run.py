@@ -10,6 +10,7 @@ import argparse
 import datetime
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import re
@@ -207,15 +208,21 @@ def write_log(path: Path, rows: Sequence[Fault], known: Mapping[str, Mapping[str
     path.write_text("\n".join(lines))
 
 
+def fresh_log(folder: Path, name: str) -> Path:
+    """Where a log of today goes: behind those that are kept, whose rows nobody may have run in this clone."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(path for path in (folder / f"{each}.log" for each in names) if not path.exists())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows in whose file or words this pattern is found")
     parser.add_argument("--unlogged", action="store_true", help="only rows that no kept log says were noticed")
     parser.add_argument("--all", action="store_true", help="run every test of a row, and list those that never fail")
     parser.add_argument("--again", action="store_true", help="run again what has run")
-    parser.add_argument("--log", type=Path, help="by default of today in docs/results")
+    parser.add_argument("--log", type=Path, help="by default a new one of today in docs/results")
     args = parser.parse_args(argv)
-    log = args.log or ROOT / "docs/results" / f"planted-{datetime.date.today()}.log"
+    log = args.log or fresh_log(ROOT / "docs/results", f"planted-{datetime.date.today()}")
     rows = faults()
     known = kept()
     asked = [fault for fault in rows if re.search(args.only, f"{fault.file}: {fault.what}")]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from planted.run import functions, is_known, never_failed, short, verdict
+from planted.run import fresh_log, functions, is_known, never_failed, short, verdict
 from planted.table import LEAST, ROOT, Fault, faults, left_out, logged, num_statements, unplanted
 
 FAULTS = faults()
@@ -52,6 +52,12 @@ def test_a_stale_row_is_loud(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there 2 times"):
         Fault("a.py", "not clear", "= 1", "= 2", ()).planted(tmp_path)
     assert Fault("a.py", "wrong", "x = 1", "x = 2", ()).planted(tmp_path) == "x = 2\ny = 1\n"
+
+
+def test_a_log_is_never_written_over(tmp_path: Path) -> None:
+    for name in ("a.log", "a-2.log", "a-3.log"):
+        assert (path := fresh_log(tmp_path, "a")) == tmp_path / name
+        path.write_text("")
 
 
 def test_what_counts_as_noticed() -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from cjax.jax_compat.core import ClosedJaxpr, Equation, make_jaxpr
 from cjax.trace.emit.emit import bind
 from cjax.trace.examples.values import FIXED, Context, Place, Value
-from cjax.trace.jaxpr.linear import is_linear
+from cjax.trace.jaxpr.linear import linear_results
 from cjax.trace.jaxpr.simplify import simplify
 
 # How the gradient of a row goes with the number of rows, by what the function makes of them.
@@ -48,12 +48,14 @@ def _plain(value: Value) -> Value:
     return Value("rows", *value.layout) if value.kind == "rows" else FIXED
 
 
-def scales(closed: ClosedJaxpr, num_operands: int) -> bool:
-    """Whether what `backward` gives grows with the gradients that it is handed, as any derivative does."""
-    return is_linear(closed, [i >= num_operands for i in range(len(closed.jaxpr.invars))])
+def scales(closed: ClosedJaxpr, num_operands: int) -> list[bool]:
+    """Which of what `backward` gives grows with the gradients that it is handed, as any derivative does."""
+    return linear_results(closed, [i >= num_operands for i in range(len(closed.jaxpr.invars))])
 
 
-def judged(context: Context, results: Sequence[Value], grads: Sequence[Value] | None, is_scaled: bool) -> list[Value]:
+def judged(
+    context: Context, results: Sequence[Value], grads: Sequence[Value] | None, scaled: Sequence[bool]
+) -> list[Value]:
     """`results`, with a note if their gradients are not those of so many examples each on its own, or do not scale."""
     kinds = {value.kind for value in results}
     if not kinds <= set(_POWER) or grads is None:
@@ -65,18 +67,24 @@ def judged(context: Context, results: Sequence[Value], grads: Sequence[Value] | 
     atoms = context.eqn.invars
     pairs = zip(context.values, atoms, strict=True)
     floats = [value for value, atom in pairs if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
+    # One that ignores what it is handed is as many times too small as the loss is cut into parts.
+    grow = all(fine or _is_zero(grad) for fine, grad in zip(scaled, grads, strict=True))
     pairs = zip(floats, grads, strict=True)
-    if is_scaled and len(power) == 1 and all(_is_right(value, grad, next(iter(power))) for value, grad in pairs):
+    if grow and len(power) == 1 and all(_is_right(value, grad, next(iter(power))) for value, grad in pairs):
         return list(results)
     note = Place(f"{context.where}, whose gradient is its author's own")
     return [replace(value, couplings=value.couplings | {note}) for value in results]
+
+
+def _is_zero(grad: Value) -> bool:
+    return grad.kind == "fixed" and grad.const == 0
 
 
 def _is_right(operand: Value, grad: Value, power: int) -> bool:
     """Whether an operand's gradient is that of so many examples, each on its own."""
     # Zero, as of integers and of what is cut off, is right under any number of rows.
     if grad.kind == "fixed":
-        return grad.const == 0 or (operand.kind == "rows" and grad.power == power and not grad.taints)
+        return _is_zero(grad) or (operand.kind == "rows" and grad.power == power and not grad.taints)
     if grad.couplings or grad.weight is not None and grad.kind == "rows":
         return False
     if operand.kind == "rows":

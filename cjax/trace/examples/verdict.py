@@ -176,7 +176,7 @@ class _PairReader:
     ratio: float  # how many times as many rows there are here
     shares: dict[int, Value]
     divisions: Divisions
-    gradients: dict[Hashable, tuple[list[Value] | None, bool]] = field(default_factory=dict)
+    gradients: dict[Hashable, tuple[list[Value] | None, list[bool]]] = field(default_factory=dict)
     is_gradient: bool = False  # whether what is read is such a derivative itself, of which none is taken
 
     def consts(self, closed: ClosedJaxpr | Jaxpr) -> list[Value]:
@@ -263,12 +263,12 @@ class _PairReader:
         key = (equation_key(eqn), shapes, known)
         if key not in self.gradients:
             closed, other = backward(eqn), backward(context.twin)
-            grads, is_scaled = None, True
+            grads, scaled = None, list[bool]()
             if closed is not None and other is not None:
                 reader = replace(self, twins=Twins(closed, other), shares={}, divisions=Divisions(), is_gradient=True)
                 grads = reader.read(closed, [*reader.consts(closed), *operands(context, results)], False)
-                is_scaled = scales(closed, len(eqn.invars))
-            self.gradients[key] = grads, is_scaled
+                scaled = scales(closed, len(eqn.invars))
+            self.gradients[key] = grads, scaled
         return judged(context, results, *self.gradients[key])
 
     def _checked(self, context: Context, value: Value) -> Value:

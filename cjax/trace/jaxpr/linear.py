@@ -17,24 +17,31 @@ class _NotLinear(Exception):
     pass
 
 
-def is_linear(closed: ClosedJaxpr, marked: Sequence[bool]) -> bool:
-    """Whether all results are linear in the marked inputs, as far as can be seen.
+def linear_results(closed: ClosedJaxpr, marked: Sequence[bool]) -> list[bool]:
+    """Which results are linear in the marked inputs, as far as can be seen: made of them, or zero. Where anything is
+    made of them in another way, none.
 
     >>> import jax
-    >>> is_linear(jax.make_jaxpr(lambda x, g: g * x ** 2)(2.0, 1.0), [False, True])
-    True
-    >>> is_linear(jax.make_jaxpr(lambda x, g: x * g.clip(-1, 1))(2.0, jax.numpy.ones(())), [False, True])
-    False
+    >>> linear_results(jax.make_jaxpr(lambda x, g: (g * x ** 2, x))(2.0, 1.0), [False, True])
+    [True, False]
+    >>> linear_results(jax.make_jaxpr(lambda x, g: x * g.clip(-1, 1))(2.0, jax.numpy.ones(())), [False, True])
+    [False]
     """
     try:
-        _marks(closed, marked)
+        return _read(closed, marked)[1]
     except _NotLinear:
-        return False
-    return True
+        return [False] * len(closed.jaxpr.outvars)
 
 
 def _marks(closed: ClosedJaxpr | Jaxpr, marked: Sequence[bool], harmless: Sequence[bool] | None = None) -> list[bool]:
     """Which results are made of the marked inputs; `harmless` ones are marked, or zero."""
+    return _read(closed, marked, harmless)[0]
+
+
+def _read(
+    closed: ClosedJaxpr | Jaxpr, marked: Sequence[bool], harmless: Sequence[bool] | None = None
+) -> tuple[list[bool], list[bool]]:
+    """Which results are made of the marked inputs, and which are harmless: made of them, or zero."""
     jaxpr = opened(closed)
     known = {v for v, mark in zip(jaxpr.invars, marked, strict=True) if mark}
     consts = zip(jaxpr.constvars, consts_of(closed), strict=False)
@@ -56,7 +63,8 @@ def _marks(closed: ClosedJaxpr | Jaxpr, marked: Sequence[bool], harmless: Sequen
         harmless = [mark or is_nothing(atom) for mark, atom in zip(ins, eqn.invars, strict=True)]
         outs = _results(eqn, ins, harmless)
         known.update(var for var, mark in zip(eqn.outvars, outs, strict=True) if mark)
-    return [is_marked(atom) for atom in jaxpr.outvars]
+    marks = [is_marked(atom) for atom in jaxpr.outvars]
+    return marks, [mark or is_nothing(atom) for mark, atom in zip(marks, jaxpr.outvars, strict=True)]
 
 
 def _is_zero(value: object) -> bool:

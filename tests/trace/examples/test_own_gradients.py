@@ -38,6 +38,11 @@ def test_each_rows_own_and_the_sum_for_what_they_share() -> None:
     assert not is_refused(lambda w, x, g: ((g * slope(w, x) * x).sum(0), g * slope(w, x) * w))
 
 
+def test_what_has_no_gradient_is_right() -> None:
+    assert not is_refused(lambda w, x, g: (jnp.zeros_like(w), g * slope(w, x) * w))
+    assert not is_refused(lambda w, x, g: ((g * slope(w, x) * x).sum(0), jnp.zeros_like(x)))
+
+
 @pytest.mark.parametrize(
     "backward",
     [
@@ -45,6 +50,7 @@ def test_each_rows_own_and_the_sum_for_what_they_share() -> None:
         lambda w, x, g: ((g * slope(w, x) * x).sum(0), jnp.clip(g, -1, 1) * slope(w, x) * w),  # parts' are larger
         lambda w, x, g: ((jnp.sign(g) * slope(w, x) * x).sum(0), g * slope(w, x) * w),
         lambda w, x, g: ((g * slope(w, x) * x).sum(0), g.mean(0) * slope(w, x) * w),  # other rows' gradients
+        lambda w, x, g: ((slope(w, x) * x).sum(0), g * slope(w, x) * w),  # whatever is handed to it
     ],
 )
 def test_what_parts_would_change(backward: Backward) -> None:
