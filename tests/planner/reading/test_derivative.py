@@ -14,6 +14,6 @@ def test_a_kernel_takes_heads_that_are_multiples_of_8_wide() -> None:
 
 
 def test_what_a_step_keeps_is_of_all_rows() -> None:
-    (_, layer, _) = work_of(gpt(), num_parts=3).kept["none", "float32", False]
+    (_, layer, _) = work_of(gpt(), num_microbatches=3).kept["none", "float32", False]
     rows = {size for value in layer.saved for name, size in value.dims if name == BATCH}
     assert rows == {3 * ROWS} and 3 * ROWS * SEQ * MLP in [elements(value.dims) for value in layer.saved]

@@ -26,7 +26,7 @@ def test_few_heads_of_keys_have_a_name_of_their_own() -> None:
     }  # fmt: skip
     params = {name: jnp.ones(shape) for name, shape in shapes.items()}
     trace = plain_trace(loss, params=params, batch={"x": jnp.ones((ROWS, LENGTH, EMBED))})
-    naming = Naming(trace, num_parts=3)
+    naming = Naming(trace, num_microbatches=3)
     names = {
         trace.leaves[i].name: naming.dims(trace.classes_of(i), trace.leaves[i].shape)
         for i in (*trace.leaves_of("params"), *trace.leaves_of("batch"))
