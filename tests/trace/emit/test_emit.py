@@ -126,7 +126,8 @@ def test_any_chain_of_layers_comes_out_the_same(kinds: list[str], collects: bool
 
     x = jnp.linspace(-1, 1, 3 * WIDTH).reshape(3, WIDTH)
     closed = simplify(jax.make_jaxpr(model)(x, *kernels))
-    assert_equal_results(emitted(closed)(x, *kernels), jax.tree.leaves(model(x, *kernels)), 1e-5)
+    # Each of seven layers may treble the rounding of those before it; one in the wrong place is off in the first digit.
+    assert_equal_results(emitted(closed)(x, *kernels), jax.tree.leaves(model(x, *kernels)), 1e-3)
 
 
 def stack_of(depth: int, body: Callable[[jax.Array, jax.Array], jax.Array]) -> jex.ClosedJaxpr:
