@@ -18,13 +18,14 @@ from jax import lax
 from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.storage.storage import axes_of_entry
-from cjax.trace.dims.find import Dims, Scope
-from cjax.trace.emit.emit import number
+from cjax.trace.dims.find import Scope
+from cjax.trace.emit.emit import layer_of, number
 from cjax.trace.emit.precision import HIGH, Lowering
 from cjax.trace.jaxpr.evaluate import equations, evaluate
-from cjax.trace.jaxpr.groups import Group, make_group, waits_for_itself
+from cjax.trace.jaxpr.groups import Group, make_group, variables, waits_for_itself
 from cjax.trace.jaxpr.primitives import name_of
-from cjax.trace.jaxpr.view import variable_of
+from cjax.trace.jaxpr.view import every_equation, is_scan, scan_of, variable_of
+from cjax.trace.reading import Trace
 
 
 @dataclass
@@ -66,8 +67,9 @@ class Joint:
 class JointProducts:
     """Finds and evaluates products whose parts of one gradient are added up before they are reduced."""
 
-    def __init__(self, dims: Dims, layout: Layout, lowering: Lowering | None, waits: bool) -> None:
-        self._dims, self._layout, self._lowering, self._waits = dims, layout, lowering, waits
+    def __init__(self, trace: Trace, layout: Layout, lowering: Lowering | None, waits: bool) -> None:
+        self._dims, self._layout, self._lowering, self._waits = trace.dims, layout, lowering, waits
+        self._of_all_layers = _of_all_layers(trace)
         self._readings: dict[int, SharedRead] = {}  # by an equation's id
         self._in_turn: set[int] = set()  # products that read such a copy
 
@@ -97,7 +99,7 @@ class JointProducts:
                     if copy is not None and copy.outvars[0].aval.dtype != dtype:
                         copy = None  # others read more digits of it than this product does
                     read = var if copy is None else variable_of(copy, 0)
-                    product = eqn, copy, self._hides(eqn, place, scope)
+                    product = eqn, copy, self._hides(eqn, place, read, scope)
                     together.setdefault((read, dtype, axes), []).append(product)
         found: list[Group[Joint]] = []
         seen = set(taken)
@@ -155,13 +157,26 @@ class JointProducts:
         """Operands of a product that reads its input alone, as they are multiplied."""
         if name_of(eqn) != "dot_general" or id(eqn) in self._in_turn:
             return operands
-        waits = any(self._partial(eqn, place, scope) and self._hides(eqn, place, scope) for place in range(2))
+        waits = any(
+            self._partial(eqn, place, scope) and self._hides(eqn, place, variable_of(eqn, place), scope)
+            for place in range(2)
+        )
         return list(_read_together(True, *operands)) if waits else operands
 
-    def _hides(self, eqn: Equation, place: int, scope: Scope) -> bool:
-        """Whether the sum over devices of an operand's gradient is to wait for the gradient of the other: where that is
-        another sum over devices, as in a single pass under data parallelism, it would wait for its transfer as well."""
-        return self._waits and not self._summed(eqn, 1 - place, scope)
+    def _hides(self, eqn: Equation, place: int, read: Var, scope: Scope) -> bool:
+        """Whether the sum over devices of an operand's gradient is to wait for the gradient of the other.
+
+        Where that is another sum over devices, as in a single pass under data parallelism, it would wait for its
+        transfer as well. And of what all layers read, XLA adds up their parts and reduces them once behind the last,
+        but for those that wait: they are reduced layer by layer.
+
+        Args:
+          eqn: the product.
+          place: of the operand.
+          read: what the operand is, or is rounded from.
+          scope: the dims of its variables.
+        """
+        return self._waits and read not in self._of_all_layers and not self._summed(eqn, 1 - place, scope)
 
     def evaluate(
         self, group: Group[Joint], ins: list[Any], apply: Callable[[Equation, list[Any]], list[Any]]
@@ -175,6 +190,19 @@ class JointProducts:
         run = lambda step, read: [value] if _is_copy(step.of) else apply(step.of, read)  # noqa: E731
         evaluate(equations(group.eqns), values.__getitem__, values.update, number({}), run)
         return [values[var] for var in group.outs]
+
+
+def _of_all_layers(trace: Trace) -> set[Var]:
+    """What each turn of a loop over layers reads as it is: an encoder's results, which all of a decoder's layers do."""
+    jaxpr = trace.closed.jaxpr
+    found: set[Var] = set()
+    for run in trace.runs:
+        eqns, _ = layer_of(jaxpr.eqns, run)
+        own = {var for eqn in eqns for var in eqn.outvars} | {var for group in run.stacked for var in group}
+        handed_on = {read for _, read, _, _ in run.carries}
+        found |= {var for eqn in eqns for var in variables(eqn)} - own - handed_on
+    loops = [scan_of(eqn) for eqn in every_equation(jaxpr) if is_scan(eqn)]
+    return found.union(*(loop.consts(loop.body.invars) for loop in loops))
 
 
 def _is_copy(eqn: Equation) -> bool:

@@ -101,7 +101,7 @@ class Placer(Hooks):
         self._products = GridProducts(trace.dims, layout, mesh, self._lowering)
         self.copies = Copies(trace, layout, mesh)
         self._late = LateSums(trace.dims, layout)
-        self._joint = JointProducts(trace.dims, layout, self._lowering, waits)
+        self._joint = JointProducts(trace, layout, self._lowering, waits)
         self._has_complex = has_complex(trace.closed.jaxpr)
         dims = trace.dims
         self._tables = {leaf for leaf, _, _ in dims.tables}

@@ -53,6 +53,26 @@ def test_a_residual_behind_a_norm_costs_no_reduction(casts: bool) -> None:
     assert sum(c.count * sum(int(np.prod(s.dims)) for s in c.shapes) for c in found) == 4 * ROWS * WIDTH
 
 
+class Crossing(nn.Module):
+    """Layers that read their own input, and each what was made of it before the first: a decoder's."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        memory = jnp.tanh(nn.Dense(WIDTH)(x))
+        for _ in range(4):
+            keys, values = nn.Dense(INNER)(memory), nn.Dense(INNER)(memory)
+            x = x + nn.Dense(WIDTH)(jnp.tanh(nn.Dense(INNER)(nn.LayerNorm()(x))) * keys + jax.nn.relu(values))
+        return x
+
+
+@pytest.mark.aot
+def test_what_all_layers_read_has_its_gradient_reduced_once() -> None:
+    """One reduction a layer each way for its own input, and one for the input of all; four of that before."""
+    found = reduced(Crossing(), "tensor=4")
+    num_numbers = sum(c.count * sum(int(np.prod(s.dims)) for s in c.shapes) for c in found)
+    assert num_numbers // (ROWS * WIDTH) == 4 + 4 + 1  # a few small sums travel with the last
+
+
 def held_back(plan: str) -> int:
     """How many gradients a step's backward pass holds back until others are made."""
     batch = {"x": np.ones((ROWS, WIDTH), np.float32)}
