@@ -1,7 +1,7 @@
 """`cjax.plans`: the best plans for a model on machines that may not be here, by arithmetic; the first few compiled."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +39,14 @@ class Plans(Ranking):
       num_plans, num_fitting: how many there are in all.
       front: of all plans that fit, (seconds, bytes, plan) of those that no other beats in both.
       notes: what else there is to say.
-      explainer: what `explain` asks about a plan's text.
+      planning: what `explain` asks.
+      resolved: the plan that the text of a row stands for.
 
     `cjax.plans` has an example.
     """
 
-    explainer: Callable[[str], Explained] = dataclasses.field(kw_only=True)
+    planning: Planning = dataclasses.field(kw_only=True)
+    resolved: Mapping[str, Plan] = dataclasses.field(kw_only=True)
 
     def explain(self, number: int = 1) -> Explained:
         """Why the plan in the row of this number, counted from 1, is as it is: its words' nearest other values.
@@ -54,8 +56,9 @@ class Plans(Ranking):
         """
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= len(self.plans):
             raise ValueError(f"explain({number!r}): there are rows 1 to {len(self.plans)}")
-        row = self.plans[number - 1]
-        return self.explainer(row.plan)
+        found = self.planning.explain(self.resolved[self.plans[number - 1].plan])
+        assert not isinstance(found, str), "a plan that was listed"
+        return explained(found, self.planning)
 
 
 def plans(
@@ -313,7 +316,6 @@ def _table(planning: Planning, asked: Asked, found: Found, rows: list[_Row], not
     many = "" if len(asked.num_devices) == 1 else f"{min(asked.num_devices)} to "
     said = [*notes, *planning.work.notes, *_ruled_out(found)]
     said.append(f"constants {planning.calibration.source}" if planning.calibration else UNMEASURED)
-    by_plan = {str(row.scored.plan): row.scored.plan for row in rows}
     return Plans(
         f"{many}{facts.num_devices} x {facts.name}",
         asked.objective,
@@ -322,14 +324,9 @@ def _table(planning: Planning, asked: Asked, found: Found, rows: list[_Row], not
         found.num_fitting,
         [(each.time, each.bytes, str(each.plan)) for each in found.front],
         said,
-        explainer=lambda text: _explained(planning, by_plan[text]),
+        planning=planning,
+        resolved={str(row.scored.plan): row.scored.plan for row in rows},
     )
-
-
-def _explained(planning: Planning, plan: Plan) -> Explained:
-    found = planning.explain(plan)
-    assert not isinstance(found, str), "a plan that was listed"
-    return explained(found, planning)
 
 
 def _ruled_out(found: Found) -> list[str]:

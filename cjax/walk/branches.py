@@ -14,7 +14,7 @@ from cjax.jax_compat.jaxprs import place_of
 from cjax.trace.jaxpr.evaluate import put_in_place
 from cjax.trace.jaxpr.primitives import facts_of, name_of
 from cjax.trace.jaxpr.simplify import replaced
-from cjax.trace.jaxpr.view import open_bodies
+from cjax.trace.jaxpr.view import cond_of, open_bodies
 
 
 def both_branches(closed: ClosedJaxpr, layers_of: Mapping[Var, int]) -> ClosedJaxpr:
@@ -62,10 +62,11 @@ class _Taken:
             return self._inlined(eqn.params[facts.body], ins)
         if not facts.branches or any(_may_not_end(body) for body in open_bodies(eqn)):
             return None
-        cases = [self._inlined(branch, ins[1:]) for branch in eqn.params["branches"]]
-        if any(case is None for case in cases):
+        cond = cond_of(eqn)
+        cases = [case for branch in cond.branches if (case := self._inlined(branch, cond.given(ins))) is not None]
+        if len(cases) < len(cond.branches):
             return None
-        return [self._chosen(ins[0], atoms, eqn) for atoms in zip(*(case for case in cases if case), strict=True)]
+        return [self._chosen(cond.which(ins), atoms, eqn) for atoms in zip(*cases, strict=True)]
 
     def _inlined(self, body: ClosedJaxpr | Jaxpr, ins: Sequence[Atom]) -> list[Atom] | None:
         closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, [])

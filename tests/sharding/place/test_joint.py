@@ -73,14 +73,14 @@ def test_what_all_layers_read_has_its_gradient_reduced_once() -> None:
     assert num_numbers // (ROWS * WIDTH) == 4 + 4 + 1  # a few small sums travel with the last
 
 
-def held_back(plan: str) -> int:
-    """How many gradients a step's backward pass holds back until others are made."""
+def held_back(plan: str, net: nn.Module | None = None) -> int:
+    """How many gradients a step's backward pass holds back until others are made; those of a loop's layers once."""
     batch = {"x": np.ones((ROWS, WIDTH), np.float32)}
 
     def loss(model: Any, batch: Any) -> jax.Array:
         return jnp.mean(model(batch["x"]) ** 2)
 
-    program = cjax.parallelize(PostNorm(), loss, optax.sgd(0.1), batch, plan)
+    program = cjax.parallelize(net or PostNorm(), loss, optax.sgd(0.1), batch, plan)
     return program.lower().as_text().count("optimization_barrier")
 
 
@@ -90,6 +90,22 @@ def test_reduced_gradients_wait_for_those_of_weights_alone() -> None:
     assert held_back("data=4 tensor=2") == held_back("data=8")
     staged = "data=2 tensor=2 microbatches=2 pipeline"
     assert held_back(f"{staged}=1f1b:2") > held_back(f"{staged}=zero_bubble:2")
+
+
+class Bare(nn.Module):
+    """Layers whose products read what the layer before has handed on, as it is."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(4):
+            x = x + nn.Dense(WIDTH)(jnp.tanh(nn.Dense(INNER)(x)))
+        return x
+
+
+@pytest.mark.parametrize("net", [Crossing(), Bare()], ids=["all_layers_input", "handed_on"])
+def test_gradients_of_what_all_layers_read_do_not_wait(net: nn.Module) -> None:
+    """Those of a layer's own input do."""
+    assert held_back("data=1 tensor=8", net) == 1
 
 
 class Wide(nn.Module):
