@@ -26,6 +26,7 @@ from zoo import MODELS, Batch, Case, case, regression_batch
 from zoo_cjax import ROWS
 from zoo_nnx import MLP as NNXMLP
 
+from cjax.optim import LossScale
 from cjax.plan import Plan
 from cjax.program import Given, Program
 from cjax.program.compose import compose
@@ -217,17 +218,23 @@ def program_of(name: str, plan: str, wide: bool, optimizer: optax.GradientTransf
 
 
 @functools.cache
-def _given(name: str) -> Given:
-    return Given(source_of(name), OPTIMIZER)
+def _given(name: str, optimizer: optax.GradientTransformation, loss_scale: LossScale | None) -> Given:
+    return Given(source_of(name), optimizer, loss_scale)
 
 
 _WALKERS: list[object] = []  # for the next test that asks for the same programs
 
 
-def walking_program(name: str, plan: str, folder: Path | None = None) -> Program:
+def walking_program(
+    name: str,
+    plan: str,
+    folder: Path | None = None,
+    optimizer: optax.GradientTransformation = OPTIMIZER,
+    loss_scale: LossScale | None = None,
+) -> Program:
     """The model under a plan, which may move layers out of the devices; `folder` is for what goes to disk. Plans that
     differ in where layers live have their compiled programs in common, as those of a user's `replan`."""
-    given = dataclasses.replace(_given(name), disk_folder=folder)
+    given = dataclasses.replace(_given(name, optimizer, loss_scale), disk_folder=folder)
     program = Program(compose(given, Plan.parse(plan).resolve(NUM_DEVICES), jax.devices()))
     _WALKERS.append(program._composed.walker)
     return program

@@ -10,13 +10,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from contract import digest, source_of, subject, trained, walking_program
+from contract import digest, subject, trained, walking_program
 
 from cjax.optim import LossScale
-from cjax.plan import Plan
 from cjax.program import Program
-from cjax.program.compose import compose
-from cjax.program.composed import Given
 from cjax.walk import files
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
@@ -40,9 +37,8 @@ def test_the_disk_has_the_bits_of_host_memory(optimizer: Any, loss_scale: LossSc
     precision = "float32" if loss_scale is None else "float16"
     found = []
     for homes in ("host=0B disk=10MB", ""):
-        given = Given(source_of(name), optimizer, loss_scale, disk_folder=tmp_path)
         plan = f"zero=3 microbatches=2 precision={precision} offload=params+optimizer {homes}"
-        program = Program(compose(given, Plan.parse(plan).resolve(8), jax.devices()))
+        program = walking_program(name, plan, tmp_path, optimizer, loss_scale)
         parts = program._walking
         assert parts is not None
         assert len(parts.homes.fused) == (sum(parts._walker.lengths) if homes and loss_scale else 0)
@@ -58,8 +54,7 @@ def test_the_disk_has_the_bits_of_host_memory(optimizer: Any, loss_scale: LossSc
 def clipped(plan: str, folder: Path | None = None, rate: float = 1e-2) -> Program:
     """A model whose update is clipped by the norm of all gradients, which none of its layers can be before it."""
     optimizer = CLIPPED if rate == 1e-2 else optax.chain(optax.clip_by_global_norm(1e-2), optax.sgd(rate, momentum=0.9))
-    given = Given(source_of("linen_tied"), optimizer, None, disk_folder=folder)
-    return Program(compose(given, Plan.parse(plan).resolve(8), jax.devices()))
+    return walking_program("linen_tied", plan, folder, optimizer)
 
 
 def test_an_update_that_is_due_is_made_for_whoever_looks(tmp_path: Path) -> None:
