@@ -6,7 +6,8 @@
 Needs XLA's GPU compiler (extra `cjax[aot]`), no GPU. A row is a model and a plan: MiB that a device receives in a step
 by kind and axis, their ratio to the formula of the plan, milliseconds that this takes at the links' full rate and of
 these what no kernel hides, the share of matmul FLOPs with float32 operands, bytes that kernels touch, and instructions
-that launch something. Formulas, in the precision of the plan:
+that launch something, GFLOP of matmuls and MiB that a step needs beside its state. Formulas, in the precision of the
+plan; they have no transfers of experts whose seats are of the whole batch (einsum, seats, choosing):
 
     data=n      each gradient all-reduced once
     zero=1, 2   each gradient scattered once, each parameter gathered once
@@ -114,10 +115,48 @@ class SentExperts(nn.Module):
         return jnp.einsum("bsec,ebcd->bsd", combine, jnp.einsum("ebcf,efd->ebcd", made, down))
 
 
+class ExpertsOfAll(nn.Module):
+    """Eight experts with seats for so many tokens of the whole batch: sent there by einsum or added up in their seats,
+    or chosen by the experts (Zhou et al., 2022)."""
+
+    how: str = "einsum"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        jnp, init = jax.numpy, nn.initializers.lecun_normal(batch_axis=(0,))
+        up, gate = (self.param(name, init, (8, EMBED, 4 * EMBED)) for name in ("up", "gate"))
+        down = self.param("down", init, (8, 4 * EMBED, EMBED))
+        tokens = x.reshape(-1, EMBED)
+        seats = 5 * len(tokens) // 16
+        probs = jax.nn.softmax(nn.Dense(8, use_bias=False)(tokens))
+
+        def made(sent: jax.Array) -> jax.Array:
+            h = nn.silu(jnp.einsum("ecd,edf->ecf", sent, gate)) * jnp.einsum("ecd,edf->ecf", sent, up)
+            return jnp.einsum("ecf,efd->ecd", h, down)
+
+        if self.how == "choosing":
+            best, which = jax.lax.top_k(probs.T, seats)
+            return jnp.zeros_like(tokens).at[which].add(made(tokens[which]) * best[..., None]).reshape(x.shape)
+        best, expert = jax.lax.top_k(probs, 2)
+        chosen = jax.nn.one_hot(expert, 8)  # [token, choice, expert]
+        seat = (jnp.cumsum(chosen.reshape(-1, 8), 0).reshape(chosen.shape) - 1).astype(int)
+        if self.how == "einsum":
+            places = jax.nn.one_hot(seat, seats)
+            sent = jnp.einsum("nec,nd->ecd", jnp.einsum("nke,nkec->nec", chosen, places), tokens)
+            combine = jnp.einsum("nk,nke,nkec->nec", best, chosen, places)
+            return jnp.einsum("nec,ecd->nd", combine, made(sent)).reshape(x.shape)
+        seat = (seat * chosen).sum(-1).astype(int)
+        at = jnp.where(seat < seats, expert * seats + seat, 8 * seats)
+        sent = jnp.zeros((8 * seats + 1, EMBED), x.dtype).at[at.reshape(-1)].add(jnp.repeat(tokens, 2, 0))[:-1]
+        back = made(sent.reshape(8, seats, EMBED)).reshape(-1, EMBED)
+        back = jnp.concatenate([back, jnp.zeros((1, EMBED), back.dtype)])[at]
+        return (back * best[..., None]).sum(1).reshape(x.shape)
+
+
 class ExpertModel(nn.Module):
     """A mixture of experts in each layer."""
 
-    layer: type[nn.Module] = Experts
+    layer: Callable[[], nn.Module] = Experts
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -185,6 +224,9 @@ MODELS = {
     "own": Case(OwnModel(), own_loss, {SEQ: 3 * LAYERS + 2}),
     "experts": Case(ExpertModel(), own_loss, {SEQ: 4 * LAYERS + 2}),
     "sent": Case(ExpertModel(SentExperts), own_loss, {SEQ: 4 * LAYERS + 2}),
+} | {
+    how: Case(ExpertModel(functools.partial(ExpertsOfAll, how)), own_loss, {SEQ: 4 * LAYERS + 2})
+    for how in ("einsum", "seats", "choosing")
 }  # fmt: skip
 
 
@@ -235,6 +277,8 @@ def row(name: str, plan: str) -> dict[str, Any]:
         "transfer ms": round(1e3 * times["transfer_s"], 3), "exposed ms": round(1e3 * times["exposed_s"], 3),
         "float32": round(facts.flops_float32 / max(facts.flops, 1.0), 4),
         "GiB touched": round((facts.bytes_accessed or math.nan) / 2**30, 2),
+        "GFLOP": round(facts.flops / 1e9, 1),
+        "MiB beside the state": round(compiled.memory_analysis().temp_size_in_bytes / 2**20),
         "launches": len(LAUNCHES.findall(compiled.as_text() or "")),
         "moved": {key: round(amount, 2) for key, amount in sorted(kinds.items()) if amount >= 0.05},
     }  # fmt: skip

@@ -66,8 +66,29 @@ class Expert(nn.Module):
         return x + jnp.einsum("bsec,ebcd->bsd", dispatch * gates[..., None], made)
 
 
+class Switch(nn.Module):
+    """The same with room for so many tokens of the whole batch."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        *_, width = x.shape
+        tokens = x.reshape(-1, width)
+        room = 3 * len(tokens) // 8
+        gates = nn.softmax(nn.Dense(4, use_bias=False)(tokens))
+        chosen = jax.nn.one_hot(gates.argmax(-1), 4)
+        place = (jnp.cumsum(chosen, 0) * chosen).astype(int) - 1
+        dispatch = chosen[..., None] * jax.nn.one_hot(place, room)
+        up = self.param("up", nn.initializers.lecun_normal(), (4, width, 2 * width))
+        down = self.param("down", nn.initializers.lecun_normal(), (4, 2 * width, width))
+        given = jnp.einsum("nec,nd->ecd", dispatch, tokens)
+        made = jnp.einsum("ecf,efd->ecd", nn.gelu(jnp.einsum("ecd,edf->ecf", given, up)), down)
+        return x + jnp.einsum("nec,ecd->nd", dispatch * gates[..., None], made).reshape(x.shape)
+
+
 class ExpertModel(nn.Module):
     """A mixture of experts."""
+
+    expert: type[nn.Module] = Expert
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -75,7 +96,7 @@ class ExpertModel(nn.Module):
         for _ in range(LAYERS):
             y = nn.LayerNorm()(x)
             x = x + nn.MultiHeadDotProductAttention(8)(y, mask=nn.make_causal_mask(y[..., 0]))
-            x = Expert()(x)
+            x = self.expert()(x)
         return nn.Dense(VOCAB)(x)
 
 
@@ -122,6 +143,7 @@ MODELS: dict[str, Model] = {
     ),
     "own": Model(OwnModel(), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
     "experts": Model(ExpertModel(), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
+    "switch": Model(ExpertModel(Switch), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
 }  # fmt: skip
 PAIRS: tuple[tuple[str, str], ...] = (
     ("gpt", "data=8"),
@@ -173,6 +195,10 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("experts", "data=8"),
     ("experts", "data=8 zero=3"),
     ("experts", "data=2 tensor=4"),
+    ("switch", "data=8"),
+    ("switch", "data=8 zero=3/4 precision=bfloat16"),
+    ("switch", "data=2 tensor=4"),
+    ("switch", "data=4 tensor=2 zero=1 remat=block"),
     ("gpt", "data=2 tensor=4 microbatches=2"),
     ("gpt", "data=4 tensor=2 zero=3 precision=bfloat16"),
     ("gpt", "data=2 tensor=2 sequence=ring:2"),

@@ -15,6 +15,7 @@ from cjax.plan import Remat
 Dims = tuple[tuple[str, int], ...]  # (name, size) of each dim; equal names are split alike
 
 BATCH = "batch"  # the name of the dim that data parallelism and micro-batches divide
+ROWS = "rows of all"  # of what all examples of a micro-batch make together, which data parallelism divides
 
 
 def elements(dims: Dims) -> int:
@@ -55,6 +56,16 @@ class MatmulWork:
     def flops(self) -> int:
         """Of one forward pass over the whole batch: 2 for each multiply-add."""
         return 2 * self.times * math.prod(map(elements, (self.batch, self.rows, self.inner, self.outer)))
+
+    @property
+    def sent(self) -> Dims | None:
+        """Of a product that makes rows of all out of examples, or gives them back: the dims of what is there for each
+        example. Devices gather it, or scatter the sum of their parts of it, once each way."""
+        groups = (self.rows, self.inner, self.outer)
+        names = [{name for name, _ in dims} for dims in groups]
+        if self.is_weight or not all(any(one in some for some in names) for one in (BATCH, ROWS)):
+            return None
+        return tuple(dim for dims, some in zip(groups, names, strict=True) if ROWS not in some for dim in dims)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS
-from cjax.planner.work import BATCH, AttentionWork, Dims, MatmulWork, NamedTensor, Part, RingWork, WorkSplit
+from cjax.planner.work import BATCH, ROWS, AttentionWork, Dims, MatmulWork, NamedTensor, Part, RingWork, WorkSplit
 
 # Results of a tile, and how well it runs beside the largest.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.8))
@@ -74,13 +74,20 @@ class Computing:
       calibration: its cores, and what its software does.
       split: what the tensor and sequence words split.
       share: parts into which data parallelism and micro-batches cut the batch. [plans]
+      data: devices that share what all examples of a micro-batch make together. [plans]
       precision: places in `PRECISIONS`. [plans]
     """
 
     def __init__(
-        self, hardware: Hardware, calibration: Calibration, split: WorkSplit, share: np.ndarray, precision: np.ndarray
+        self,
+        hardware: Hardware,
+        calibration: Calibration,
+        split: WorkSplit,
+        share: np.ndarray,
+        data: np.ndarray,
+        precision: np.ndarray,
     ) -> None:
-        self._split, self._share = split, share
+        self._split, self._share, self._data = split, share, data
         self._is_half = precision != PRECISIONS.index("float32")
         self._software, self._cores = calibration.software, calibration.cores
         # What a chip has no units for, it computes in float32.
@@ -112,13 +119,16 @@ class Computing:
         return there, back + self._touching(2 * touched), there + unneeded * -1.0
 
     def _local(self, dims: Dims) -> np.ndarray:
-        share = self._share if any(name == BATCH for name, _ in dims) else 1.0
-        return np.maximum(self._split.local(dims) / share, 1.0) * np.ones_like(self._share)
+        return np.maximum(self._split.local(dims) / self._shares(dims), 1.0) * np.ones_like(self._share)
+
+    def _shares(self, dims: Dims) -> np.ndarray | float:
+        """Into how many parts what has these dims is cut, beside what is split."""
+        names = {name for name, _ in dims}
+        return self._share if BATCH in names else self._data if ROWS in names else 1.0
 
     def _bytes(self, value: NamedTensor) -> np.ndarray:
         size = np.where(self._is_half & value.is_computed, min(2, value.itemsize), value.itemsize)
-        share = self._share if any(name == BATCH for name, _ in value.dims) else 1.0
-        return value.times * size * self._split.local(value.dims) / share
+        return value.times * size * self._split.local(value.dims) / self._shares(value.dims)
 
     def _touching(self, seconds: np.ndarray) -> Pass:
         return dataclasses.replace(Pass.none(len(self._share)), touched=seconds)
@@ -134,8 +144,12 @@ class Computing:
     def _apart(self, *groups: Dims) -> list[np.ndarray]:
         """Of each of these dims what a device has, where an axis serves the first that it splits."""
         found, before = [], ()
-        for dims in groups:
-            share = self._share if any(name == BATCH for name, _ in dims) else 1.0
+        # Of the batch, whatever else there is; of what it makes together only where none of it is.
+        names = [{name for name, _ in dims} for dims in groups]
+        cut = BATCH if any(BATCH in some for some in names) else ROWS
+        first = next((at for at, some in enumerate(names) if cut in some), None)
+        for at, dims in enumerate(groups):
+            share = self._shares(dims) if at == first else 1.0
             held = self._split.local((*before, *dims)) / self._split.local(before)
             found.append(np.maximum(held / share, 1.0) * np.ones_like(self._share))
             before = (*before, *dims)

@@ -59,7 +59,8 @@ class Ideal:
       layers: in all; `full` of them are on the stage that has most, `short` on the one with the last part.
       stages, chunks, microbatches, schedule, remat: the plan's.
       reduce: gradients once a step, and parameters after them; `reduce_each` gradients with each micro-batch.
-      gather: ZeRO-3's parameters, layers' once for each direction; the others are kept from one to the other.
+      gather: ZeRO-3's parameters, layers' once for each direction; the others are kept from one to the other. And what
+        examples send to rows that all of them make together.
       send: a stage's output to the next; in lockstep all messages of a step, both ways.
       rows: layers on their way to the optimizer and back.
       optimizer: the optimizer's pass over memory; `accumulate` that of one micro-batch's gradients.
@@ -108,11 +109,12 @@ class _Plans:
         self._inner = split.num_devices  # neighbours that share a copy's stage
         self._is_half = table.precision != PRECISIONS.index("float32")
         self._item = np.where(self._is_half, 2.0, 4.0)
-        # What a device computes with one micro-batch depends on the batch's share and on the precision alone.
-        keys = np.stack([table.data * table.microbatches, table.precision])
-        (shares, precisions), self._place = np.unique(keys, axis=1, return_inverse=True)
+        # What a device computes with one micro-batch depends on the batch's share and on the precision alone; and what
+        # all examples make together on the number of devices that share it.
+        keys = np.stack([table.data * table.microbatches, table.data, table.precision])
+        (shares, data, precisions), self._place = np.unique(keys, axis=1, return_inverse=True)
         self._place = self._place.reshape(-1)
-        self._computing = Computing(hardware, calibration, split, shares.astype(float), precisions)
+        self._computing = Computing(hardware, calibration, split, shares.astype(float), data.astype(float), precisions)
         self._share = (table.data * table.microbatches).astype(float)
         # Every stage of cjax's holds a part of each stack: of several, each is a chunk more, and 1F1B is interleaved.
         stacks = sum(part.repeats > 1 for part in work.parts) if self._software.is_lockstep else 1
@@ -191,6 +193,7 @@ class _Plans:
                 moves[key] = moves[key] + self._moved(move) * (times * counts(move, self._table))
             held = held + self._split.held[i] * times
             gather = gather + self._gathered(self._work.parts[i], self._split.held[i]) * times
+            gather = gather + self._of_all(self._work.parts[i]) * times
         exchanges = any(move.kind == "all-to-all" for i, _ in parts for move in self._split.moves[i])
         return Ways(
             there,
@@ -223,6 +226,16 @@ class _Plans:
         bytes_ = held * self._item * (group.size - 1) / group.size
         found = self._over(group, "all-gather", bytes_, 1.0 * bool(part.weights), is_outer=True)
         return found * (self._table.zero == 3)
+
+    def _of_all(self, part: Part) -> Receipt:
+        """Examples gathered for rows that all of them make together, and scattered behind these; those of a layer come
+        once for each direction."""
+        group = group_of(self._hardware, self._table.data, self._inner, self._software.rings)
+        found, ways = Receipt.none(len(self._table)), 1 if part.repeats > 1 else 2
+        for sent in filter(None, (product.sent for product in part.products)):
+            whole = self._split.local(sent) / self._table.microbatches * self._item
+            found = found + self._over(group, "all-gather", whole * (group.size - 1) / group.size * ways, 1.0 * ways)
+        return found
 
     # -- between copies -----------------------------------------------------------------------------------------------
     def _zero_group(self) -> Members:

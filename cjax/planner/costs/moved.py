@@ -16,8 +16,11 @@ What is predicted is what cjax does, as `cjax.audit` counts it in the compiled s
   as ZeRO-1 does over devices with other rows. Where the last stage has fewer layers for the sake of what comes after
   them, the optimizer's share of layers is not the stage's: gradients, parameters and state go to it, and back.
 
-A model whose examples meet (BatchNorm, capacities of experts) reduces once a micro-batch as well; a `Work` does not say
-that, and neither does this.
+- Devices that share what all examples make together, rows for experts, gather the examples for it, and scatter what
+  comes back: each once a layer, and once for the gradient.
+
+A model whose examples meet (BatchNorm, capacities of experts) reduces gradients once a micro-batch as well; a `Work`
+does not say that, and neither does this.
 """
 
 import collections
@@ -47,6 +50,7 @@ class Moved:
       sequence: those of attentions over a sequence axis, and what else goes along it.
       gradients: all-reduced and scattered.
       parameters: gathered by ZeRO.
+      rows: of examples, gathered for what all of them make together, and scattered behind it.
       pipeline: activations handed from stage to stage.
       layers: of stages with unlike numbers of layers, what goes to the optimizer and comes back.
     """
@@ -55,13 +59,22 @@ class Moved:
     sequence: Bytes = field(default_factory=dict)
     gradients: Bytes = field(default_factory=dict)
     parameters: Bytes = field(default_factory=dict)
+    rows: Bytes = field(default_factory=dict)
     pipeline: Bytes = field(default_factory=dict)
     layers: Bytes = field(default_factory=dict)
 
     def by_axis(self) -> Bytes:
         """All of them together."""
         found: Bytes = {}
-        for some in (self.tensor, self.sequence, self.gradients, self.parameters, self.pipeline, self.layers):
+        for some in (
+            self.tensor,
+            self.sequence,
+            self.gradients,
+            self.parameters,
+            self.rows,
+            self.pipeline,
+            self.layers,
+        ):
             for axes, amount in some.items():
                 found[axes] = found[axes] + amount if axes in found else amount
         return found
@@ -78,6 +91,7 @@ def moved(work: Work, split: WorkSplit, table: PlanTable) -> Moved:
     found = Moved()
     half = np.where(table.precision == PRECISIONS.index("float32"), 4, 2)
     _of_words(found, work, split, table, half)
+    _of_all(found, work, split, table, half)
     _add(found.pipeline, (PIPE,), messages(work, table) * handed(work, split, table))
     _add(found.layers, (PIPE,), to_optimizer(work, split, table))
     # Of weights, plans that differ in remat alone move the same, or in schedule, where that says who runs what.
@@ -143,6 +157,24 @@ def _of_words(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half
             times = times * np.where(again & (table.remat == REMATS.index("block")), 2, 1) * counts(move, table)
             to = found.sequence if SEQUENCE in move.axes else found.tensor
             _add(to, move.axes, move.elements * size * times * layers)
+
+
+def _of_all(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half: np.ndarray) -> None:
+    """What rows that all examples make together are made of, and what is made of them."""
+    turns = _turns(work, split, table)[:2] / table.pipeline
+    grouped = (table.zero_group > 1) & (table.zero_group < table.data)
+    for part in work.parts:
+        is_layer = part.repeats > 1
+        forward, backward = turns if is_layer else (1.0, 1.0)
+        again = is_layer & (table.remat == REMATS.index("block"))
+        for product in part.products:
+            sent = product.sent
+            if sent is None:
+                continue
+            times = part.repeats * (forward * np.where(again & product.is_remade, 2, 1) + backward)
+            amount = _share(table.data) * split.local(sent) * half * times
+            _add(found.rows, (DATA,), amount * ~grouped)
+            _add(found.rows, (DATA, ZERO), amount * grouped)
 
 
 @dataclass(frozen=True)

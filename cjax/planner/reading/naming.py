@@ -4,8 +4,10 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cjax.planner.work import BATCH, Dims
+from cjax.mesh import DATA
+from cjax.planner.work import BATCH, ROWS, Dims
 from cjax.sharding.layout.one_d import find_products
+from cjax.sharding.layout.rows import rows_of_all
 from cjax.trace.reading import Trace
 
 
@@ -27,7 +29,7 @@ class Naming:
     _fewer: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        dims, taken = self.trace.dims, {BATCH}
+        dims, taken = self.trace.dims, {BATCH, ROWS}
         for c, name in self.trace.names.items():
             if c == self.trace.batch_class:
                 continue
@@ -35,6 +37,8 @@ class Naming:
             taken.add(self._names[c])
         if self.trace.batch_class is not None:
             self._names[self.trace.batch_class] = BATCH
+            # Those that two devices can share, whatever the plan.
+            self._names |= dict.fromkeys(rows_of_all(self.trace, {DATA: 2}, (DATA,), set())[0], ROWS)
         most: dict[int, int] = {}
         for split in dims.splits:
             c = dims.class_of(split.whole)

@@ -17,6 +17,7 @@ from cjax.sharding.layout import grid as grids
 from cjax.sharding.layout.grid import Grid
 from cjax.sharding.layout.kept import kept_whole
 from cjax.sharding.layout.one_d import choose, whole_heads
+from cjax.sharding.layout.rows import rows_of_all
 from cjax.sharding.storage.storage import as_spec, filled_up
 from cjax.trace.attention.positions import positions
 from cjax.trace.reading import Trace
@@ -36,12 +37,14 @@ class Layout:
     grid: Grid | None = None
     weights: Mapping[int, tuple[tuple[str, ...], ...]] = field(default_factory=dict)  # of products of the grid, by leaf
     positions: frozenset[int] = frozenset()  # classes of positions that a sequence is split by
+    rows: frozenset[int] = frozenset()  # classes of rows that are no example's, which the batch's axes split
 
     def spec(self, classes: Sequence[int], shape: Sequence[int]) -> PartitionSpec:
         """The placement of a tensor with these classes. An axis serves one dim; dims too small for it stay whole."""
         used: set[str] = set()
         entries: list[tuple[str, ...]] = [()] * len(classes)
-        # The batch comes after features: of an axis they are on, it takes the partner. Positions take what is left.
+        # The batch comes after features, and after rows that all examples make: of an axis that features are on, it
+        # takes the partner. Positions take what is left.
         for d in sorted(range(len(classes)), key=lambda d: (classes[d] in self.positions, classes[d] == self.batch)):
             c, size = classes[d], shape[d]
             axes = self.axes_of.get(c, ())
@@ -105,6 +108,11 @@ def make_layout(
     nothing = (size > 1 or grid) and not split and not any(set(axes) - set(BATCH_AXES) for axes in ruled.values())
     if nothing:
         notes.append(f"tensor={name} splits nothing in this model: every device of the axis does the same work")
+    rows: list[int] = []
+    if grid is None and trace.batch_class in axes_of:
+        rows, more = rows_of_all(trace, axis_sizes, batch_axes, {*taken, *split})
+        axes_of.update(dict.fromkeys(rows, batch_axes))
+        notes += more
     places, why = _positions(trace, axis_sizes, sequence)
     axes_of.update({c: axes for c, axes in places.items() if c not in axes_of})
     axes_of.update({c: axes for c, axes in ruled.items() if axes})
@@ -112,7 +120,8 @@ def make_layout(
     whole = frozenset((c, n) for c in axes_of for n in whole_heads(trace, c, size))
     weights = _grid_weights(trace, grid, axes_of) if grid is not None else {}
     layout = Layout(
-        axes_of, dict(axis_sizes), tuple(notes), whole, trace.batch_class, grid, weights, frozenset(places)
+        axes_of, dict(axis_sizes), tuple(notes), whole, trace.batch_class, grid, weights, frozenset(places),
+        frozenset(rows),
     )  # fmt: skip
     if size == 1 or nothing:
         return layout

@@ -173,11 +173,21 @@ class Placer(Hooks):
             else:
                 ins = self._joint.beside(eqn, ins, scope) if alone else ins
                 outs = kept(eqn, self._evaluate(eqn, ins, scope, params), self._remat)
-        if name_of(eqn) in PINNED:
+        if name_of(eqn) in PINNED or self._meets_rows(eqn, scope):
             outs = [self._pin(var, out, scope, eqn) for var, out in zip(eqn.outvars, outs, strict=True)]
         if is_copied:
             self.copies.carry(eqn, read, given, params, outs, scope)
         return outs
+
+    def _meets_rows(self, eqn: Equation, scope: Scope) -> bool:
+        """Whether examples and rows that all of them make first meet in a result: in who is sent where. Otherwise XLA
+        would split that by examples, and exchange it between all devices where it is multiplied."""
+
+        def has_both(var: Atom) -> bool:
+            found = () if isinstance(var, Literal) else self._trace.dims.of(var, scope)
+            return self._layout.batch in found and not self._layout.rows.isdisjoint(found)
+
+        return bool(self._layout.rows) and any(map(has_both, eqn.outvars)) and not any(map(has_both, eqn.invars))
 
     def _evaluate(self, eqn: Equation, ins: list[Any], scope: Scope, params: Params | None = None) -> list[Any]:
         """The results of an equation: by XLA, or without it where it would get them wrong."""

@@ -29,6 +29,7 @@ class Matmul:
     is_conv: bool = False
     looped: bool = False
     weights: tuple[bool, bool] = (False, False)  # whether an operand is a weight or a function of weights
+    of_batch: tuple[bool, bool] = (False, False)  # whether it depends on the batch
 
     @property
     def weight(self) -> tuple[int, ...] | None:

@@ -192,14 +192,23 @@ def dot_general(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scop
     origin = [None if isinstance(v, Literal) else scope.origin.get(v) for v in eqn.invars]
     contracted, batched = tuple(lhs[i] for i in lc), tuple(lhs[i] for i in lb)
     numbers = (tuple(lc), tuple(rc))
-    out, weights = tuple(outs[0]), _are_weights(eqn, scope)
+    out, weights, of_batch = tuple(outs[0]), _are_weights(eqn, scope), _are_of_batch(eqn, scope)
     dims.matmuls.append(
-        Matmul(tuple(lhs), tuple(rhs), contracted, batched, out, origin[0], origin[1], numbers, weights=weights)
-    )
+        Matmul(
+            tuple(lhs), tuple(rhs), contracted, batched, out, origin[0], origin[1], numbers,
+            weights=weights, of_batch=of_batch,
+        )
+    )  # fmt: skip
 
 
 def _are_weights(eqn: Equation, scope: Scope) -> tuple[bool, bool]:
     first, second = (not isinstance(v, Literal) and _is_weight(v, scope) for v in eqn.invars)
+    return first, second
+
+
+def _are_of_batch(eqn: Equation, scope: Scope) -> tuple[bool, bool]:
+    """Whether operands depend on the batch."""
+    first, second = (not isinstance(v, Literal) and v not in scope.origin and v not in scope.source for v in eqn.invars)
     return first, second
 
 

@@ -9,7 +9,7 @@ from cjax.planner.costs.calibration import Calibration, Software
 from cjax.planner.costs.compute import CROOKED, FUSED_BACK, UNALIGNED, Computing, Pass
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS
-from cjax.planner.work import AttentionWork, MatmulWork, NamedTensor, Part, RingWork, WorkSplit
+from cjax.planner.work import BATCH, ROWS, AttentionWork, Dims, MatmulWork, NamedTensor, Part, RingWork, WorkSplit
 
 PEAK, MEMORY, CORES = 1e14, 1e12, 100
 CARD = Hardware("card", 8, 8, 1, memory_bandwidth=MEMORY, bf16_flops=PEAK, f16_flops=PEAK, f32_flops=PEAK / 4)
@@ -23,7 +23,7 @@ def passes(
 ) -> tuple[Pass, Pass]:
     calibration = Calibration("test", cores=CORES, software=dataclasses.replace(Software(), **software))
     place = np.array([PRECISIONS.index(precision)])
-    return Computing(CARD, calibration, split, np.array([float(share)]), place).passes(part)[:2]
+    return Computing(CARD, calibration, split, np.array([float(share)]), np.ones(1), place).passes(part)[:2]
 
 
 def matmul(**changes: object) -> Part:
@@ -46,6 +46,20 @@ def test_float32_runs_at_its_own_peak_and_moves_twice_the_bytes() -> None:
     assert whole.thin[0] == pytest.approx(2 * half.thin[0])
 
 
+def test_what_all_examples_make_is_shared_by_devices_and_not_by_micro_batches() -> None:
+    """Beside examples they are what is shared, once: in who is sent where."""
+
+    def flops(rows: Dims, inner: Dims) -> float:
+        product = dataclasses.replace(MATMUL, rows=rows, inner=inner)
+        place = np.array([PRECISIONS.index("bfloat16")])
+        computing = Computing(CARD, Calibration("test", cores=CORES), WHOLE, np.array([8.0]), np.array([4.0]), place)
+        return computing.passes(Part("one", products=(product,)))[0].flops[0] / product.flops
+
+    made, examples, width = ((ROWS, 64),), ((BATCH, 32),), (("in", 16),)
+    assert flops(made, width) == 1 / 4
+    assert flops(examples, width) == flops(made, examples) == flops(examples, made) == 1 / 8
+
+
 def test_a_wave_that_is_not_full_takes_as_long_as_a_full_one() -> None:
     """101 rows of tiles for 100 cores are two waves of the largest; smaller ones fill them better."""
     more = matmul(rows=(("batch", 2), ("position", 6464)))
@@ -55,7 +69,7 @@ def test_a_wave_that_is_not_full_takes_as_long_as_a_full_one() -> None:
 
 def test_made_again_is_what_the_backward_pass_needs() -> None:
     place = np.array([PRECISIONS.index("bfloat16")])
-    computing = Computing(CARD, Calibration("test", cores=CORES), WHOLE, np.array([1.0]), place)
+    computing = Computing(CARD, Calibration("test", cores=CORES), WHOLE, np.ones(1), np.ones(1), place)
     last = dataclasses.replace(MATMUL, is_remade=False)
     there, _, again = computing.passes(Part("one", products=(MATMUL, MATMUL, last)))
     assert again.matmul[0] == pytest.approx(there.matmul[0] * 2 / 3) and again.flops[0] * 3 == there.flops[0] * 2
@@ -112,7 +126,7 @@ def test_without_a_kernel_all_scores_are_made_and_go_through_memory(reason: str)
 def test_a_ring_makes_scores_again_and_leaves_out_what_a_mask_does(share: float) -> None:
     split = WorkSplit({"position": ("sequence",)}, {"sequence": 4}, ((),), (0,))
     place = np.array([PRECISIONS.index("bfloat16")])
-    computing = Computing(CARD, Calibration("test", cores=CORES), split, np.array([1.0]), place)
+    computing = Computing(CARD, Calibration("test", cores=CORES), split, np.ones(1), np.ones(1), place)
     part = Part("one", attentions=(ATTENTION,))
     kept, kept_back, _ = computing.passes(part)
     there, back, _ = computing.passes(part, (RingWork(share, 1),))

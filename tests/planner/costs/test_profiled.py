@@ -75,7 +75,7 @@ def test_virtual_devices_have_together_what_the_cores_have(num: int) -> None:
     # A matmul is at half of its rate where its least dim is 64, as measured, however many share the cores.
     product = MatmulWork((), (("batch", 64),), (("in", 1024),), (("out", 1024),), reads=0)
     whole, place = WorkSplit({}, {}, ((),), (0,)), np.array([PRECISIONS.index("float32")])
-    there, *_ = Computing(known, found, whole, np.ones(1), place).passes(Part("one", products=(product,)))
+    there, *_ = Computing(known, found, whole, np.ones(1), np.ones(1), place).passes(Part("one", products=(product,)))
     assert found.thin * there.thin[0] == pytest.approx(there.matmul[0])
     assert dict(found.kinds) == pytest.approx({"all-gather": 4 / 3, "all-reduce": 2 / 3})
 

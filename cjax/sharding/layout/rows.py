@@ -1,0 +1,58 @@
+"""Rows that are no example's: what experts are sent out of the whole batch, so many to each.
+
+They are made of all examples, and no dim of theirs is the batch's. Left alone, each data-parallel device would multiply
+all of them by all experts, as many times over as there are devices. Shared among them, each makes some of the rows, of
+all examples, which are gathered for it; and what comes back is scattered to those who have the examples. Where examples
+and rows meet, in who is sent where, it is the rows that are split: with the examples split, XLA scatters and gathers
+the rows themselves, of which there are more.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from cjax.sharding.layout.one_d import find_products
+from cjax.trace.dims.classes import Matmul
+from cjax.trace.reading import Trace
+
+
+def rows_of_all(
+    trace: Trace, axis_sizes: Mapping[str, int], axes: Sequence[str], taken: set[int]
+) -> tuple[list[int], list[str]]:
+    """Classes of such rows that the batch's axes split, and what there is to say about others.
+
+    Args:
+      trace: the model.
+      axis_sizes: mesh axes and their sizes.
+      axes: those of the batch.
+      taken: classes that have their place already.
+    """
+    dims, size = trace.dims, math.prod(axis_sizes[axis] for axis in axes)
+    never = taken | {c for leaf in range(len(trace.leaves)) for c in trace.classes_of(leaf)}
+    never |= {c for product in find_products(trace)[0] for c in product.weight}
+    chosen: set[int] = set()
+    left: dict[int, int] = {}
+    for m in sorted(dims.matmuls, key=lambda m: -math.prod(dims.size[d] for d in (*m.out, *m.contracted))):
+        free = {dims.class_of(d): dims.size[d] for d in _rows(m) if d not in m.contracted}
+        if trace.batch_class in free or chosen & free.keys():
+            continue
+        found = {c: num for c, num in free.items() if c not in never and num >= size}
+        even = [c for c, num in found.items() if num % size == 0]
+        if even:
+            chosen.add(max(even, key=lambda c: (found[c], -c)))
+        else:
+            left |= found
+    notes = [
+        f"{num} rows that all examples make together are multiplied by each of {size} data-parallel devices: "
+        f"as many as {size} divides would be shared"
+        for c, num in sorted(left.items())
+        if c not in chosen
+    ]
+    return sorted(chosen), notes
+
+
+def _rows(m: Matmul) -> Sequence[int]:
+    """The dims of what a weight multiplies, if it depends on the batch."""
+    if m.weight is None:
+        return ()
+    other = m.lhs if m.weight is m.rhs else m.rhs
+    return other if m.of_batch[other is m.rhs] else ()
