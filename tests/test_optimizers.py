@@ -74,7 +74,6 @@ WHOLE = ("lamb", "lamb, as FusedLAMB", "lars", "lars, as Lars", "average of para
          "adaptive clipping", "labelled by path", "on a plateau")  # fmt: skip
 FEW = (
     ("lamb", "data=2 tensor=4 zero=3"),
-    ("adafactor", "tensor=2d:4"),
     ("on a plateau", "tensor=8 microbatches=2"),
 )
 

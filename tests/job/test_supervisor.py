@@ -292,8 +292,8 @@ def test_what_was_asked_while_nobody_supervised_is_forgotten(job: Any, tmp_path:
 def test_the_batch_script_of_the_docs_is_put_back_into_the_queue_when_its_time_is_over(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
     script = next(part for part in page.split("```bash\n") if part.startswith("#!/bin/bash")).split("```")[0]
-    stubs = {
-        "cjax": "trap 'sleep 0.3; exit 75' TERM; touch begun; while :; do sleep 0.05; done",
+    stubs = {  # the job has begun when the script knows its number as well
+        "cjax": "trap 'sleep 0.3; exit 75' TERM; sleep 0.5; touch begun; while :; do sleep 0.05; done",
         "scontrol": 'echo "$@" >> queued',
     }
     for name, code in stubs.items():
