@@ -29,6 +29,9 @@ def rows_of_all(
     dims, size = trace.dims, math.prod(axis_sizes[axis] for axis in axes)
     never = taken | {c for leaf in range(len(trace.leaves)) for c in trace.classes_of(leaf)}
     never |= {c for product in find_products(trace)[0] for c in product.weight}
+    # What examples have, too, a mean over all of them may have left: positions, which are the batch's to split.
+    multiplied = [{dims.class_of(d) for d in _rows(m)} for m in dims.matmuls]
+    never = never.union(*(classes for classes in multiplied if trace.batch_class in classes))
     chosen: set[int] = set()
     left: dict[int, int] = {}
     for m in sorted(dims.matmuls, key=lambda m: -math.prod(dims.size[d] for d in (*m.out, *m.contracted))):

@@ -124,10 +124,12 @@ def test_what_devices_do_not_divide_is_kept_whole_and_said() -> None:
 
 
 class Plain(nn.Module):
-    """Weights multiply what examples make together, the mean of all; and a table that no example has a part in."""
+    """Weights multiply what examples make together, the mean of all of their patches; and a table that no example has a
+    part in."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.Dense(WIDTH)(nn.Conv(WIDTH, (3,), (3,))(x))
         table = nn.Dense(WIDTH)(jnp.sin(jnp.arange(16.0)[:, None] * jnp.arange(5.0)))
         return nn.Dense(WIDTH)(x) + nn.Dense(WIDTH)(x.mean(0)).mean(0) + table.mean(0)
 
