@@ -31,6 +31,10 @@ FOREIGN_NAMES = {
     "hsdp": "zero=3/{value}",
     **dict.fromkeys(("dp", "ddp", "data_parallel", "dp_size", "replicas"), "data={value}"),
     **dict.fromkeys(("tp", "mp", "model", "model_parallel", "tensor_parallel", "tp_size"), "tensor={value}"),
+    **dict.fromkeys(
+        ("ep", "expert", "experts", "expert_parallel", "ep_size", "moe"),
+        "tensor={value} (which gives each device whole experts, where there are {value} or more)",
+    ),
     **dict.fromkeys(("pp", "pipe", "stages", "pipeline_parallel", "pp_size"), "pipeline=1f1b:{value}"),
     **dict.fromkeys(("cp", "context", "context_parallel", "sp_size", "seq"), "sequence=ring:{value}"),
     **dict.fromkeys(("sp", "sequence_parallel"), "sequence=gather (on the tensor axis) or sequence=ring:{value}"),

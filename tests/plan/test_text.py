@@ -23,6 +23,11 @@ def refusal(text: str) -> tuple[str, str]:
         ("data=2 tensr=4 zero=1", "tensr", "did you mean tensor=4?"),
         ("foo=1", "foo", "a plan has data, tensor"),
         ("data=2 fsdp=8", "fsdp", "write zero=3 data=8"),
+        (
+            "data=2 expert=4",
+            "expert",
+            "write tensor=4 (which gives each device whole experts, where there are 4 or more)",
+        ),
         ("hsdp=8", "hsdp", "write zero=3/8"),
         ("ddp=8", "ddp", "write data=8"),
         ("dp=8", "dp", "write data=8"),
