@@ -366,9 +366,10 @@ def grid_parts(name: str, path: str, plan: str) -> int:
 # -- the same model, trained by its author ----------------------------------------------------------------------------
 @functools.cache
 def author_initial(name: str) -> Trees:
-    """params, frozen and model_state as the model's own init makes them."""
+    """params, frozen and model_state as the model's own init makes them, whoever asks first."""
     captured = subject(name, wide=False).captured
-    return captured.initial or jax.jit(captured.init)(jax.random.key(0))
+    with jax.enable_x64(False):
+        return captured.initial or jax.jit(captured.init)(jax.random.key(0))
 
 
 @functools.cache
