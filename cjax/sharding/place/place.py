@@ -32,6 +32,7 @@ from cjax.sharding.place.joint import Joint, JointProducts
 from cjax.sharding.place.late_sums import evaluate_late
 from cjax.sharding.place.saved import checkpointed, has_complex, kept
 from cjax.sharding.products.lookup import find_rows, is_lookup, look_up, pick, picked_dim
+from cjax.sharding.products.ragged import is_by_rows, multiply_rows
 from cjax.sharding.products.region import raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.attention.find import Attention
@@ -43,6 +44,7 @@ from cjax.trace.jaxpr.compared import compared, extreme
 from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group
 from cjax.trace.jaxpr.primitives import facts_of, name_of, named
+from cjax.trace.jaxpr.view import variable_of
 from cjax.trace.reading import Trace
 
 # Evaluates an equation that draws random numbers for other rows than its own; None for all other equations.
@@ -198,6 +200,9 @@ class Placer(Hooks):
         if name_of(eqn) in INSIDE and (holds_apart(eqn) or holds(eqn, self._is_off_grid)):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
         ins = self._off_grid(eqn, ins, scope)
+        axes = self._axes_of_rows(eqn, scope) if is_by_rows(eqn) else ()
+        if axes:
+            return multiply_rows(eqn, [jnp.asarray(x) for x in ins], given, axes, self._mesh)
         if facts_of(eqn).scatter:
             ins = self._in_equal_parts(eqn, ins, scope)
         # `slogdet` has a derivative of its own, which no hook sees, and which puts rows back in order by a gather.
@@ -205,6 +210,13 @@ class Placer(Hooks):
         if not is_apart(eqn) and not holds_apart(eqn) and not is_hidden:
             return bind(eqn, ins, given)
         return self._apart(eqn, ins, scope, given)
+
+    def _axes_of_rows(self, eqn: Equation, scope: Scope) -> tuple[str, ...]:
+        """What splits the rows of a product in groups, if all devices have as many."""
+        rows, manual = variable_of(eqn, 0), jax.sharding.get_abstract_mesh().manual_axes
+        spec = self._layout.spec(self._trace.dims.of(rows, scope), rows.aval.shape)
+        (entry, *_) = self._even(spec, rows.aval.shape, [0])
+        return tuple(axis for axis in axes_of_entry(entry) if axis not in manual and self._mesh.shape[axis] > 1)
 
     def _apart(self, eqn: Equation, ins: list[Any], scope: Scope, params: Params) -> list[Any]:
         """The results of an equation on each device's own shards."""

@@ -201,6 +201,19 @@ def dot_general(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scop
     )  # fmt: skip
 
 
+def ragged_dot_general(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
+    """Rows in groups and a weight for each group; of other forms nothing is said. It is no matmul that a layout may
+    split: which rows a device would have of a group is known when they are there."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    ((left, right), (batched, _)), groups = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
+    lhs, rhs = ins[0], ins[1]
+    if batched or len(groups) != 1:
+        return
+    dims.unite_all([lhs[i] for i in left], [rhs[i] for i in right])
+    out = [d for i, d in enumerate(lhs) if i not in left] + [d for i, d in enumerate(rhs) if i not in (*right, *groups)]
+    dims.unite_all(out, outs[0])
+
+
 def _are_weights(eqn: Equation, scope: Scope) -> tuple[bool, bool]:
     first, second = (not isinstance(v, Literal) and _is_weight(v, scope) for v in eqn.invars)
     return first, second
@@ -391,6 +404,7 @@ RULES: dict[str, Any] = {
     "stack": stack,
     "unstack": unstack,
     "dot_general": dot_general,
+    "ragged_dot_general": ragged_dot_general,
     "conv_general_dilated": conv,
     "gather": gather,
     "sort": sort,
