@@ -7,7 +7,7 @@ Needs XLA's GPU compiler (extra `cjax[aot]`), no GPU. A row is a model and a pla
 by kind and axis, their ratio to the formula of the plan, milliseconds that this takes at the links' full rate and of
 these what no kernel hides, the share of matmul FLOPs with float32 operands, bytes that kernels touch, and instructions
 that launch something, GFLOP of matmuls and MiB that a step needs beside its state. Formulas, in the precision of the
-plan; they have no transfers of experts whose seats are of the whole batch (einsum, seats, choosing):
+plan; they have no transfers of experts whose tokens are of the whole batch (einsum, seats, choosing, sorted):
 
     data=n      each gradient all-reduced once
     zero=1, 2   each gradient scattered once, each parameter gathered once
@@ -117,7 +117,7 @@ class SentExperts(nn.Module):
 
 class ExpertsOfAll(nn.Module):
     """Eight experts with seats for so many tokens of the whole batch: sent there by einsum or added up in their seats,
-    or chosen by the experts (Zhou et al., 2022)."""
+    or chosen by the experts (Zhou et al., 2022); and with no seats, of tokens sorted by expert (Gale et al., 2023)."""
 
     how: str = "einsum"
 
@@ -138,6 +138,12 @@ class ExpertsOfAll(nn.Module):
             best, which = jax.lax.top_k(probs.T, seats)
             return jnp.zeros_like(tokens).at[which].add(made(tokens[which]) * best[..., None]).reshape(x.shape)
         best, expert = jax.lax.top_k(probs, 2)
+        if self.how == "sorted":
+            sizes, order = jnp.bincount(expert.reshape(-1), length=8), jnp.argsort(expert.reshape(-1))
+            sent = tokens[order // 2]
+            h = nn.silu(jax.lax.ragged_dot(sent, gate, sizes)) * jax.lax.ragged_dot(sent, up, sizes)
+            back = jax.lax.ragged_dot(h, down, sizes)[jnp.argsort(order)].reshape(-1, 2, EMBED)
+            return (back * best[..., None]).sum(1).reshape(x.shape)
         chosen = jax.nn.one_hot(expert, 8)  # [token, choice, expert]
         seat = (jnp.cumsum(chosen.reshape(-1, 8), 0).reshape(chosen.shape) - 1).astype(int)
         if self.how == "einsum":
@@ -226,7 +232,7 @@ MODELS = {
     "sent": Case(ExpertModel(SentExperts), own_loss, {SEQ: 4 * LAYERS + 2}),
 } | {
     how: Case(ExpertModel(functools.partial(ExpertsOfAll, how)), own_loss, {SEQ: 4 * LAYERS + 2})
-    for how in ("einsum", "seats", "choosing")
+    for how in ("einsum", "seats", "choosing", "sorted")
 }  # fmt: skip
 
 
