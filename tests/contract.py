@@ -364,12 +364,15 @@ def grid_parts(name: str, path: str, plan: str) -> int:
 
 
 # -- the same model, trained by its author ----------------------------------------------------------------------------
-@functools.cache
 def author_initial(name: str) -> Trees:
-    """params, frozen and model_state as the model's own init makes them, whoever asks first."""
+    """params, frozen and model_state as the model's own init makes them, in the precision of whoever asks."""
+    return _initial(name, jax.config.jax_enable_x64)
+
+
+@functools.cache
+def _initial(name: str, wide: bool) -> Trees:  # `wide` keeps two precisions apart
     captured = subject(name, wide=False).captured
-    with jax.enable_x64(False):
-        return captured.initial or jax.jit(captured.init)(jax.random.key(0))
+    return captured.initial or jax.jit(captured.init)(jax.random.key(0))
 
 
 @functools.cache

@@ -21,11 +21,11 @@ PAIRS = [
     ("linen_tied", "pipeline=gpipe:2 microbatches=4", CAUSAL),
     ("cjax_llama", "tensor=2 sequence=gather", CAUSAL),
     ("nnx_llama", "tensor=4", None),  # fewer heads of keys than devices: the author's equations
+    ("cjax_bert", "tensor=2", MASKED),
     ("cjax_t5", "data=4 tensor=2 zero=1", MASKED),
     ("cjax_vit", "data=8", {"causal": False, "bias": False}),
 ]
 MORE = [
-    ("cjax_bert", "tensor=2", MASKED),
     ("cjax_bert", "pipeline=gpipe:2 microbatches=4", MASKED),
     ("linen_tied", "tensor=3d:8", CAUSAL),
     ("linen_packed_qkv", "data=4 tensor=2", CAUSAL),
