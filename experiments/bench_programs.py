@@ -21,6 +21,7 @@ plan; they have no transfers of experts whose tokens are of the whole batch (ein
                 of over the stages, which is reduced over the copies, and gathers once
 
 Positions that n does not divide (a ViT's 197) are filled up, and ring and all_to_all move as many as there are then.
+Models named as they are published (gpt2-xl, bert-large, vit-l16) have their own sizes, and are compiled for one H100.
 """
 
 import argparse
@@ -43,7 +44,21 @@ from shared.compiled import described
 import cjax
 from cjax.audit import Audit, audit
 from cjax.mesh import compile_lowered
-from cjax.models import BERT, GPT, T5, Llama, ViT, llama_loss, loss, masked_loss, t5_loss, vit_loss
+from cjax.models import (
+    BERT,
+    GPT,
+    T5,
+    Llama,
+    ViT,
+    bert,
+    gpt,
+    llama_loss,
+    loss,
+    masked_loss,
+    t5_loss,
+    vit,
+    vit_loss,
+)  # fmt: skip
 from cjax.models.bert import BERTConfig
 from cjax.models.gpt import GPTConfig
 from cjax.models.llama import LlamaConfig
@@ -189,13 +204,19 @@ class Case:
     positions: int = SEQ
     layers: int = LAYERS
     on_a_stage: int = 1  # layers of the fullest of four
+    shape: tuple[int, int] = (ROWS, SEQ)
+    devices: str = "h100:8"
 
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         if self.leaves == ("images", "labels"):
-            images, labels = ((ROWS, IMAGE, IMAGE, 3), np.float32), ((ROWS,), np.int32)
+            images, labels = ((self.shape[0], IMAGE, IMAGE, 3), np.float32), (self.shape[:1], np.int32)
             return {name: jax.ShapeDtypeStruct(*each) for name, each in zip(self.leaves, (images, labels), strict=True)}
-        return {name: jax.ShapeDtypeStruct((ROWS, SEQ), np.int32) for name in self.leaves}
+        return {name: jax.ShapeDtypeStruct(self.shape, np.int32) for name in self.leaves}
+
+    @property
+    def plans(self) -> Sequence[str]:
+        return [f"{plan} precision=bfloat16" for plan in (PLANS if self.devices == "h100:8" else ("data=1",))]
 
 
 def of(kind: Any, config: Any) -> Callable[[nnx.Rngs], Any]:
@@ -233,11 +254,19 @@ MODELS = {
 } | {
     how: Case(ExpertModel(functools.partial(ExpertsOfAll, how)), own_loss, {SEQ: 4 * LAYERS + 2})
     for how in ("einsum", "seats", "choosing", "sorted")
+} | {
+    "gpt2-xl": Case(of(GPT, gpt("gpt2-xl")), loss, {}, shape=(8, 1024), devices="h100:1"),
+    "bert-large": Case(of(BERT, bert("bert-large")), masked_loss, {}, shape=(16, 512), devices="h100:1"),
+    "vit-l16": Case(
+        of(ViT, vit("vit-l16")), vit_loss, {}, ("images", "labels"), shape=(64, IMAGE), devices="h100:1"
+    ),
 }  # fmt: skip
 
 
 def formula(case: Case, plan: str, params: Sequence[tuple[str, int]]) -> float | None:
-    """Bytes that a device receives, of eight."""
+    """Bytes that a device receives, of eight; None for one by itself."""
+    if case.devices == "h100:1":
+        return None
     low = 2 if "bfloat16" in plan else 4
     share, whole = 7 / 8, sum(size for _, size in params)
     layers = sum(size for path, size in params if re.search(r"(blocks|encoder|decoder|OwnLayer)[/_]\d", path))
@@ -264,9 +293,9 @@ def formula(case: Case, plan: str, params: Sequence[tuple[str, int]]) -> float |
 
 
 def row(name: str, plan: str) -> dict[str, Any]:
-    """What the step of a model does under a plan, compiled for eight H100s."""
+    """What the step of a model does under a plan, compiled for H100s."""
     case = MODELS[name]
-    program = cjax.parallelize(case.build, case.loss, optax.adamw(1e-3), case.batch, plan, devices="h100:8")
+    program = cjax.parallelize(case.build, case.loss, optax.adamw(1e-3), case.batch, plan, devices=case.devices)
     compiled = compile_lowered(program.lower(), list(program.mesh.devices.flat))
     facts: Audit = audit(compiled, program.mesh)
     times = described(facts, hardware_of(list(program.mesh.devices.flat)))
@@ -293,12 +322,14 @@ def row(name: str, plan: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--plans", nargs="+", default=[f"{plan} precision=bfloat16" for plan in PLANS])
+    parser.add_argument(
+        "--plans", nargs="+", help="by default all that the formulas are of; data=1 of published models"
+    )
     parser.add_argument("--log", type=Path, help="a file that rows are added to")
     options = parser.parse_args(arguments)
     rows = []
     for name in options.models:
-        for plan in options.plans:
+        for plan in options.plans or MODELS[name].plans:
             if name in ("bert", "t5") and "ring" in plan:
                 continue  # keys that padding masks by example; the formula is of causal attention
             rows.append(row(name, plan))

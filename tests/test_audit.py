@@ -301,6 +301,15 @@ def test_stacked_arrays_count_by_the_slice():
     assert audit_text(unfused).bytes_accessed == 2 * layer + 2 * layer
 
 
+def test_a_stack_in_another_form_counts_by_the_slice():
+    renamed = STACKED.replace("dynamic-slice(%w,", "dynamic-slice(%f,").replace("slice(%o,", "slice(%g,")
+    for name, form in (("w", "f"), ("o", "g")):
+        parameter = f"  %{name} = f32[10,8,8]{{2,1,0}} parameter(0)\n"
+        renamed = renamed.replace(parameter, parameter + f"  %{form} = f32[10,8,8]{{0,1,2}} bitcast(%{name})\n", 1)
+    assert renamed.count("bitcast") == 4
+    assert audit_text(renamed).bytes_accessed == audit_text(STACKED).bytes_accessed
+
+
 def test_exposure_follows_the_rates_of_the_hardware():
     facts = audit_text(SCHEDULE, Mesh(np.array(jax.devices()[:4]), ("tensor",)))
     (gather,) = facts.select("all-gather")

@@ -167,15 +167,17 @@ def assert_in_parts(program: Program, state: cjax.State) -> None:
 # -- whole steps ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "plan"), pairs(WHOLE) if ALL else FEW)
 def test_trains_as_its_author_would(name: str, plan: str) -> None:
-    """Parameters after three steps, but for those whose true gradient is zero: theirs is rounding, which an optimizer
-    that divides by its size makes as large as any."""
+    """Parameters after three steps, but for elements whose true gradient is zero: theirs is rounding, which an
+    optimizer that divides by its size, or asks for its sign, makes as large as any. A bias of keys has such, also where
+    it is a part of that of queries, keys and values."""
     with jax.enable_x64(True):
         model = model_of(name, plan)
         here, there = train(model, plan, True, name), author(model, num_parts(plan), True, name)
-        sizes = [norm(leaf) for leaf in jax.tree.leaves(there.steps[0].grads)]
-        kept = [size > 1e-10 * norm(sizes) for size in sizes]
-        a, b = ([x for x, keep in zip(jax.tree.leaves(run.params), kept, strict=True) if keep] for run in (here, there))
-        assert sum(kept) >= 0.75 * len(kept)
+        grads = jax.tree.leaves(there.steps[0].grads)
+        least = 1e-10 * norm(grads)
+        kept = [norm([g]) > least and (np.abs(g) > least / math.sqrt(g.size)) | (g == 0) for g in grads]
+        a, b = ([x * keep for x, keep in zip(jax.tree.leaves(run.params), kept, strict=True)] for run in (here, there))
+        assert np.mean([np.mean(keep) for keep in kept]) >= 0.75
         assert_close(a, b, (1e-7, 0.0), "parameter ")
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -159,12 +160,12 @@ class ModuleReader:
         body = self.module.computations[instruction.called[0]]
         read = 0.0
         for parameter in (each for each in body if each.opcode == "parameter"):
-            users = [each for each in body if parameter.name in each.operands]
-            ways = {each.opcode if each.operands[0] == parameter.name else "whole" for each in users}
+            users = _users(body, parameter.name)
+            ways = {each.opcode if is_first else "whole" for each, is_first in users}
             if ways == {"dynamic-update-slice"}:
                 continue  # updated in place: nothing of it is read
             sliced = ways and ways <= {"dynamic-slice", "slice", "gather"}
-            read += sum(each.bytes for each in users) if sliced else parameter.bytes
+            read += sum(each.bytes for each, _ in users) if sliced else parameter.bytes
         by_name = {each.name: each for each in body}
         for update in (each for each in body if each.opcode == "dynamic-update-slice"):
             result += by_name[update.operands[1]].bytes - update.bytes
@@ -185,6 +186,16 @@ class ModuleReader:
         received = RECEIVED[kind](size) * sum(shape.bytes for shape in into)
         self.exchanges.append((received, tuple(set(groups))))
         return [Collective(kind, axes, size, groups, tuple(shapes), received, 1, instruction.op_name)]
+
+
+def _users(body: Sequence[hlo.Instruction], name: str) -> list[tuple[hlo.Instruction, bool]]:
+    """The instructions that read `name`, other forms of it included, and of each whether that is its first operand."""
+    found = []
+    for each in body:
+        if name in each.operands:
+            renamed = each.opcode == "bitcast"
+            found += _users(body, each.name) if renamed else [(each, each.operands[0] == name)]
+    return found
 
 
 def _share_of_turns(instruction: hlo.Instruction) -> float:

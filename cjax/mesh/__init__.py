@@ -23,6 +23,7 @@ from cjax.mesh.devices import compile_lowered as compile_lowered
 from cjax.mesh.devices import compiler_options as compiler_options
 from cjax.mesh.devices import is_compile_only as is_compile_only
 from cjax.mesh.devices import num_cpus_named as num_cpus_named
+from cjax.mesh.devices import on_gpus as on_gpus
 from cjax.mesh.devices import resolve_devices as resolve_devices
 from cjax.mesh.devices import simulate as simulate
 from cjax.mesh.launch import initialize as initialize

@@ -204,9 +204,15 @@ def compiler_options(mesh: Mesh, scatters_in_layers: bool = False) -> dict[str, 
     found: dict[str, bool | int] = {}
     if is_compile_only(devices):
         found["xla_gpu_enable_triton_gemm"] = False
-    if scatters_in_layers and devices[0].platform in ("gpu", "cuda"):
+    if scatters_in_layers and on_gpus(mesh):
         found["xla_gpu_reduce_scatter_combine_threshold_bytes"] = SCATTERED_TOGETHER
     return found or None
+
+
+def on_gpus(mesh: Mesh) -> bool:
+    """Whether programs for a mesh are XLA's GPU compiler's: by what the mesh is made of, not by what this process runs
+    on, as plans are compiled for cards that are not here."""
+    return mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 def is_compile_only(devices: Sequence[Device]) -> bool:

@@ -8,7 +8,7 @@ other words of a plan only divide: they are columns of a `PlanTable`, and every 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from cjax.plan import Remat
 
@@ -21,6 +21,17 @@ ROWS = "rows of all"  # of what all examples of a micro-batch make together, whi
 def elements(dims: Dims) -> int:
     """How many numbers a tensor with these dims has."""
     return math.prod(size for _, size in dims)
+
+
+def shares_rows(dims: Dims, data: Any) -> Any:
+    """Whether so many data-parallel devices each make their part of such rows, if there are any in a tensor: where
+    their number divides the rows'. Numbers of devices may be an array.
+
+    >>> shares_rows(((ROWS, 12), ("width", 8)), 4), shares_rows(((ROWS, 12), ("width", 8)), 8)
+    (True, False)
+    """
+    number = math.gcd(*(size for name, size in dims if name == ROWS))
+    return (number % data == 0) & (number > 0)
 
 
 @dataclass(frozen=True)

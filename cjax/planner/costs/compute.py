@@ -13,7 +13,18 @@ import numpy as np
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS
-from cjax.planner.work import BATCH, ROWS, AttentionWork, Dims, MatmulWork, NamedTensor, Part, RingWork, WorkSplit
+from cjax.planner.work import (
+    BATCH,
+    ROWS,
+    AttentionWork,
+    Dims,
+    MatmulWork,
+    NamedTensor,
+    Part,
+    RingWork,
+    WorkSplit,
+    shares_rows,
+)
 
 # Results of a tile, and how well it runs beside the largest.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.8))
@@ -123,8 +134,9 @@ class Computing:
 
     def _shares(self, dims: Dims) -> np.ndarray | float:
         """Into how many parts what has these dims is cut, beside what is split."""
-        names = {name for name, _ in dims}
-        return self._share if BATCH in names else self._data if ROWS in names else 1.0
+        if any(name == BATCH for name, _ in dims):
+            return self._share
+        return np.where(shares_rows(dims, self._data), self._data, 1.0)
 
     def _bytes(self, value: NamedTensor) -> np.ndarray:
         size = np.where(self._is_half & value.is_computed, min(2, value.itemsize), value.itemsize)

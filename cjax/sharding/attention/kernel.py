@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from cjax.mesh import on_gpus
 from cjax.sharding.attention.blocks import KeyBlock, lowest
 from cjax.sharding.attention.where import Places, split_axes
 from cjax.sharding.storage.storage import axes_of_entry
@@ -64,8 +65,7 @@ class Fused:
 
 def kernel_for(mesh: Mesh) -> Kernel | None:
     """What computes attention on the mesh's devices; None where nothing does better than the author's equations."""
-    # By what the mesh is made of, not by what this process runs on: plans are compiled for cards that are not here.
-    return cudnn if mesh.devices.flat[0].platform in ("gpu", "cuda") else None
+    return cudnn if on_gpus(mesh) else None
 
 
 def fused_groups(attentions: Sequence[Attention]) -> list[Group[Fused]]:

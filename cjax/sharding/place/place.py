@@ -17,9 +17,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.jax_compat.core import Atom, Equation, Literal, Params, Var
-from cjax.mesh import PIPE, SEQUENCE
+from cjax.mesh import PIPE, SEQUENCE, on_gpus
 from cjax.plan import Sequence as SequencePlan
-from cjax.sharding.apart.apart import INSIDE, Inside, apart, evaluate_apart, evaluate_inside, placements
+from cjax.sharding.apart.apart import INSIDE, Inside, apart, evaluate_apart, evaluate_inside, placements, row_major
 from cjax.sharding.apart.faults import holds, holds_apart, is_apart
 from cjax.sharding.apart.lanes import is_looked_up, reorders
 from cjax.sharding.attention.kernel import Fused, Kernel, attend_fused, fused_groups
@@ -27,6 +27,7 @@ from cjax.sharding.attention.split import attend
 from cjax.sharding.layout.late import Late, LateSums
 from cjax.sharding.layout.layout import NO_SEQUENCE, Layout
 from cjax.sharding.place.copies import Copies
+from cjax.sharding.place.for_gpus import hands_on_rows, make_again, remade
 from cjax.sharding.place.grid_products import GridProducts
 from cjax.sharding.place.joint import Joint, JointProducts
 from cjax.sharding.place.late_sums import evaluate_late
@@ -109,6 +110,8 @@ class Placer(Hooks):
         self._tables = {leaf for leaf, _, _ in dims.tables}
         self._rounded = rounded_leaves(trace)
         self._compared = compared(trace.closed.jaxpr)
+        self._remade = remade(trace.closed.jaxpr) if on_gpus(mesh) else frozenset[int]()
+        self._by_rows = on_gpus(mesh) and hands_on_rows(trace)
         self._looped = {o for m in dims.matmuls if m.looped for o in (m.lhs_origin, m.rhs_origin)}
         self._batched = {o for m in dims.matmuls if m.batched for o in (m.lhs_origin, m.rhs_origin)}
 
@@ -172,6 +175,8 @@ class Placer(Hooks):
             ins = self.copies.met(eqn, read, given, scope) if is_copied else given
             if id(eqn) in self._compared:
                 outs = [extreme(jnp.asarray(ins[0]), tuple(params["axes"]), name_of(eqn))]
+            elif id(eqn) in self._remade:
+                outs = [make_again(eqn, jnp.asarray(ins[0]))]
             else:
                 ins = self._joint.beside(eqn, ins, scope) if alone else ins
                 outs = kept(eqn, self._evaluate(eqn, ins, scope, params), self._remat)
@@ -398,7 +403,8 @@ class Placer(Hooks):
         return ins, self._layout.spec(self._trace.dims.of(var, scope), var.aval.shape)
 
     def carry(self, var: Var, value: jax.Array, scope: Scope) -> jax.Array:
-        return self._pin(var, value, scope)
+        value = self._pin(var, value, scope)
+        return row_major(value) if self._by_rows and value.ndim == 3 else value
 
     def _pin(self, var: Var, value: jax.Array, scope: Scope, eqn: Equation | None = None) -> jax.Array:
         if value.ndim == 0 or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):

@@ -49,14 +49,15 @@ def test_float32_runs_at_its_own_peak_and_moves_twice_the_bytes() -> None:
 def test_what_all_examples_make_is_shared_by_devices_and_not_by_micro_batches() -> None:
     """Beside examples they are what is shared, once: in who is sent where."""
 
-    def flops(rows: Dims, inner: Dims) -> float:
+    def flops(rows: Dims, inner: Dims, data: float = 4) -> float:
         product = dataclasses.replace(MATMUL, rows=rows, inner=inner)
         place = np.array([PRECISIONS.index("bfloat16")])
-        computing = Computing(CARD, Calibration("test", cores=CORES), WHOLE, np.array([8.0]), np.array([4.0]), place)
+        computing = Computing(CARD, Calibration("test", cores=CORES), WHOLE, np.array([8.0]), np.array([data]), place)
         return computing.passes(Part("one", products=(product,)))[0].flops[0] / product.flops
 
     made, examples, width = ((ROWS, 64),), ((BATCH, 32),), (("in", 16),)
     assert flops(made, width) == 1 / 4
+    assert flops(made, width, data=6) == 1  # which does not divide them
     assert flops(examples, width) == flops(made, examples) == flops(examples, made) == 1 / 8
 
 
