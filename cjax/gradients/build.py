@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -27,15 +28,18 @@ from cjax.gradients.accumulated import (
 from cjax.gradients.choose import Choice, LaidOut
 from cjax.gradients.line import Line
 from cjax.gradients.pipelined import pipelined
+from cjax.jax_compat.core import Literal
 from cjax.mesh import PIPE
 from cjax.pipeline.execute import Executor
-from cjax.sharding.place.ahead import gather_ahead
-from cjax.sharding.place.local import LocalRows
+from cjax.plan import Plan
+from cjax.sharding.place.ahead import make_ahead
+from cjax.sharding.place.local import LocalRows, batches_of_their_own
 from cjax.sharding.place.model import place_loss
 from cjax.sharding.place.staged import StagedModel, stage_model
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.microbatches.combine import denominator, loss_size, loss_total
 from cjax.trace.reading import Trace
+from cjax.trace.stages.counters import depends
 from cjax.tree import PyTree
 
 
@@ -84,9 +88,28 @@ def build_gradients(loss: LaidOut, choice: Choice, measures: bool = False) -> Bu
         case _:
             raise AssertionError(f"{choice.kind} gradients without what they are made of")
     # Around all parts: weights that are gathered once a step would be gathered in each of them within.
-    ahead = gather_ahead(trace, loss.storage, plan, loss.mesh)
+    ahead = make_ahead(trace, loss.storage, plan, loss.mesh)
     gradients = sharing(gathering(gradients, ahead), shared, plan.microbatches, num)
-    return Built(gradients, (*choice.notes, *(() if choice.local is None else _cost_of_waiting(loss))), size)
+    waits = () if choice.local is None else _cost_of_waiting(loss)
+    told = (*batches_of_their_own(trace, plan), *_changes_on_the_way(trace, plan))
+    return Built(gradients, (*told, *choice.notes, *waits), size)
+
+
+def _changes_on_the_way(trace: Trace, plan: Plan) -> tuple[str, ...]:
+    """A note of numbers that the loss reads and each micro-batch changes for the next: a codebook of running means."""
+    jaxpr, state = trace.closed.jaxpr, trace.leaves_of("model_state")
+    if plan.microbatches == 1 or not state:
+        return ()
+    pairs = [(i, jaxpr.invars[i], out) for i, out in zip(state, jaxpr.outvars[-len(state) :], strict=True)]
+    changed = [(i, var) for i, var, out in pairs if out is not var and jnp.issubdtype(var.aval.dtype, jnp.floating)]
+    on = {var: frozenset([trace.leaves[i].name]) for i, var in changed}
+    depends(jaxpr.eqns, on, lambda eqn, kinds: kinds)
+    losses = [var for var in jaxpr.outvars[: trace.num_loss] if not isinstance(var, Literal)]
+    read = sorted(frozenset[str]().union(*(on.get(var, frozenset()) for var in losses)))
+    if not read:
+        return ()
+    names = ", ".join(read[:2]) + (f" and {len(read) - 2} more" if len(read) > 2 else "")
+    return (f"the loss reads {names}, which each micro-batch changes: it is another than with microbatches=1",)
 
 
 def _parts(loss: LaidOut, measures: bool) -> Gradients:

@@ -139,5 +139,5 @@ def _walked(given: Given, planning: Planning, decision: Decision, trace: Trace, 
     return Composed(
         given, source, plan, mesh, trace, storage, walker.optimizer, choice, built.gradients,
         plan.microbatches * loss_size(trace), init=born(source.capture, storage), planning=planning, decision=decision,
-        walker=walker, notes=(*decision.notes, *storage.layout.notes, *_idle_remat(plan)),
+        walker=walker, notes=(*decision.notes, *storage.layout.notes, *built.notes, *_idle_remat(plan)),
     )  # fmt: skip

@@ -36,7 +36,7 @@ from cjax.program.scores import (
 )
 from cjax.program.state import Arrays, State
 from cjax.program.walked_scores import walked_score
-from cjax.sharding.place.ahead import gather_ahead
+from cjax.sharding.place.ahead import make_ahead
 from cjax.sharding.place.model import place_loss
 from cjax.sharding.place.staged import stage_model
 from cjax.trace.dims.tables import Limits
@@ -182,7 +182,7 @@ class Evaluator:
         """The results of a whole batch, as the trace of one of its micro-batches gives them."""
         composed = self._composed
         layout, num = layout_of(composed, trace), num_results(trace)
-        ahead = gather_ahead(trace, composed.storage, composed.plan, composed.mesh)
+        ahead = make_ahead(trace, composed.storage, composed.plan, composed.mesh)
         stacks = composed.line.stacks_of(trace) if composed.line is not None else None
         if composed.line is None or stacks is None:
             loss = place_loss(trace, composed.storage, composed.plan, composed.mesh, layout)

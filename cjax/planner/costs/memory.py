@@ -142,7 +142,7 @@ class _Memory:
     def cost(self) -> MemoryCost:
         table, over = self.table, self._zero_shares()
         weights, trained = self._weights()
-        ahead, shares = self._gathers_ahead(), self._state_shares()
+        ahead, shares = self._rounds_ahead(), self._state_shares()
         in_parts = (weights - trained + np.where(ahead, trained / shares, trained)).sum(0)
         params = np.where(table.zero == 3, weights.sum(0) / over, in_parts)
         optimizer = self.work.optimizer_bytes * (trained / shares).sum(0)
@@ -165,7 +165,7 @@ class _Memory:
         working[self.stacks] += self._partial()[self.stacks]
         sums = np.where(self.table.microbatches > 1, grads.sum(0), 0.0)
         # Gradients of what was rounded ahead come in its precision, and are added to wide sums.
-        made = np.where(self._gathers_ahead(), self._rounded(grads), grads)
+        made = np.where(self._rounds_ahead(), self._rounded(grads), grads)
         turned, of_layers = self._turned(grads), made * (self._repeats() > 1)
         unscattered = self._unscattered()
         waiting = np.where(self.scattered, 0.0, self._each(lambda kept: kept.waiting))
@@ -283,10 +283,10 @@ class _Memory:
         both = np.asarray(sizes, float)
         return both[:, :1] * layers, both[:, 1:] * layers
 
-    def _gathers_ahead(self) -> np.ndarray:
-        """By part and plan, whether rounded weights are gathered ahead of a step: those that are kept are in parts."""
+    def _rounds_ahead(self) -> np.ndarray:
+        """By part and plan, whether weights are rounded ahead of a step: those of stacks, and those kept in parts."""
         is_low = ~np.isin(self.table.precision, self.forms["float32"])
-        return (self.table.zero < 3) & is_low & (self._state_shares() > 1)
+        return (self.table.zero < 3) & is_low & ((self._state_shares() > 1) | (self._repeats() > 1))
 
     def _state_shares(self) -> np.ndarray:
         """By part and plan, among how many devices optimizer state is shared out: ZeRO's, and of what is in no layer

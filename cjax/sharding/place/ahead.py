@@ -1,8 +1,12 @@
-"""What ZeRO-1 and -2 gather ahead of a pass over the batch: weights as they are computed with.
+"""What is made of weights ahead of a pass over the batch: what they are computed with, under bfloat16 or float16.
 
-Under bfloat16 or float16 the float32 weights stay in parts, where the optimizer updates them. Once a step, before the
-first micro-batch, each is rounded where it is, which leaves half the bytes to gather. Gradients of what was gathered
-come in its dtype, as the matmul made them; whoever adds them up does so in float32.
+Once a step, before the first micro-batch, stacks of layers are rounded. In the loop over layers each weight would be
+rounded twice, and its gradient be written in float32; now matmuls read weights from the stack and write gradients into
+one of the same dtype, as they made them. Whoever adds gradients up does so in float32. What the copy of the weights
+takes, their gradients no longer do.
+
+Under ZeRO-1 and -2 the float32 weights stay in parts, where the optimizer updates them. Each is rounded where it is,
+which leaves half the bytes to gather. Under ZeRO-3, layers are gathered and rounded in their turn.
 """
 
 import collections
@@ -23,7 +27,7 @@ from cjax.trace.jaxpr.view import is_scan, scan_of
 from cjax.trace.reading import Trace
 
 
-def gather_ahead(trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh) -> Callable[[Arrays], Arrays]:
+def make_ahead(trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh) -> Callable[[Arrays], Arrays]:
     """From stored parameters to what a pass over the batch is given; the same arrays where it is given them as stored.
 
     Args:
@@ -32,17 +36,17 @@ def gather_ahead(trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh) ->
       plan: its precision.
       mesh: the mesh.
     """
-    slots = list(zip(storage.params.slots, storage.given.slots, strict=True))
-    if all(kept.spec == given.spec for kept, given in slots):
+    if plan.precision not in LOWS or plan.zero_stage == 3 or plan.walks:
         return lambda params: params
+    slots = list(zip(storage.params.slots, storage.given.slots, strict=True))
     low = LOWS[plan.precision]
     rounded = rounded_leaves(trace) - _results(trace)
-    again = read_again(trace)
+    again, stacked = read_again(trace), stacked_leaves(trace)
 
     def one(kept: Slot, given: Slot, array: jax.Array) -> jax.Array:
-        if kept.spec == given.spec:
-            return array
         lowers = array.dtype == HIGH and rounded.issuperset(kept.leaves)
+        if kept.spec == given.spec:
+            return array.astype(low) if lowers and (stacked - again).issuperset(kept.leaves) else array
         array = constrained(array.astype(low) if lowers else array, mesh, kept.stored_spec)
         array = constrained(array, mesh, given.stored_spec)
         # What several turns of a loop give to one gradient is added up in float32.
@@ -52,6 +56,15 @@ def gather_ahead(trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh) ->
         return tuple(one(*both, array) for both, array in zip(slots, params, strict=True))
 
     return ahead
+
+
+def stacked_leaves(trace: Trace) -> set[int]:
+    """Inputs that a loop over layers takes apart: of a stack, or of the author's own loop."""
+    jaxpr = trace.closed.jaxpr
+    places = {var: i for i, var in enumerate(jaxpr.invars)}
+    stacked = [var for run in trace.runs for group in run.stacked for var in group]
+    stacked += [var for eqn in jaxpr.eqns if is_scan(eqn) for var in scan_of(eqn).xs(eqn.invars)]
+    return {places[var] for var in stacked if isinstance(var, Var) and var in places}
 
 
 def _results(trace: Trace) -> set[int]:

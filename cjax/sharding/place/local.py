@@ -71,11 +71,8 @@ def local_rows(source: TraceSource, trace: Trace, storage: ModelStorage, plan: P
         return "a part of the model is split over the devices that share a batch"
     if not trace.results:
         return "the batch has no rows"
-    coupled = sorted({place.text.partition(" (")[0] for value in trace.results for place in value.couplings})
-    if coupled:
-        others = f" and {len(coupled) - 2} more places" if len(coupled) > 2 else ""
-        verb = "looks" if len(coupled) == 1 else "look"
-        return f"{', '.join(coupled[:2])}{others} {verb} at the whole micro-batch"
+    if coupled := _meetings(trace):
+        return f"{_listed(coupled)} {'looks' if len(coupled) == 1 else 'look'} at the whole micro-batch"
     (rows,) = {trace.leaves[i].shape[0] for i in trace.leaves_of("batch") if trace.leaves[i].shape}
     try:
         if rows > num_shards:
@@ -90,6 +87,26 @@ def local_rows(source: TraceSource, trace: Trace, storage: ModelStorage, plan: P
         return str(difference)
     kept = {c: tuple(a for a in of if a not in axes) for c, of in layout.axes_of.items()}
     return LocalRows(found, replace(layout, axes_of=kept), axes, draws)
+
+
+def batches_of_their_own(trace: Trace, plan: Plan) -> tuple[str, ...]:
+    """A note of where examples meet inside the model, if micro-batches make fewer of them meet."""
+    coupled = _meetings(trace)
+    if plan.microbatches == 1 or not coupled:
+        return ()
+    return (
+        f"to {_listed(coupled)} each of {plan.microbatches} micro-batches is a batch of its own: the loss is another "
+        "than with microbatches=1",
+    )
+
+
+def _meetings(trace: Trace) -> list[str]:
+    """Where examples meet."""
+    return sorted({place.text.partition(" (")[0] for value in trace.results for place in value.couplings})
+
+
+def _listed(places: list[str]) -> str:
+    return ", ".join(places[:2]) + (f" and {len(places) - 2} more places" if len(places) > 2 else "")
 
 
 def _read_rows(source: TraceSource, plan: Plan, rows: int, like: Trace) -> Trace:

@@ -209,7 +209,10 @@ class Placer(Hooks):
         if axes:
             return multiply_rows(eqn, [jnp.asarray(x) for x in ins], given, axes, self._mesh)
         if facts_of(eqn).scatter:
-            ins = self._in_equal_parts(eqn, ins, scope)
+            # Of one element behind one of a stretch, XLA (JAX 0.10.2, 0.11.2) puts more than that where devices' parts
+            # end, if it sees both at once.
+            changed = lax.optimization_barrier(jnp.asarray(ins[0]))
+            ins = self._in_equal_parts(eqn, [changed, *ins[1:]], scope)
         # `slogdet` has a derivative of its own, which no hook sees, and which puts rows back in order by a gather.
         is_hidden = self._may_stop() and holds(eqn, reorders)
         if not is_apart(eqn) and not holds_apart(eqn) and not is_hidden:

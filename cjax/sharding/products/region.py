@@ -59,7 +59,11 @@ def in_region(
     over = {a for a in mesh.axis_names if a not in manual} if alone else set(axes)
 
     def total(shares: jax.Array) -> jax.Array:
-        return lax.reduce(shares, np.zeros((), shares.dtype), lax.add, (0,)) if as_is else shares.sum(0)
+        if shares.dtype == bool:
+            return shares.any(0)
+        # Whole numbers of few bits would come back as wider ones, of which `~x` and an overflow are others.
+        whole = not jnp.issubdtype(shares.dtype, jnp.inexact)
+        return lax.reduce(shares, np.zeros((), shares.dtype), lax.add, (0,)) if as_is or whole else shares.sum(0)
 
     def run(inside: Any, args: Any, specs: Any, results: Any) -> Any:
         if not over:

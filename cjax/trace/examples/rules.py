@@ -294,6 +294,8 @@ def gather(context: Context) -> Value:
         counted = _own_rows(context, operand, indices, list(numbers.start_index_map).index(operand.dim))
         if counted is not None:  # x[arange(batch), ...]: each row its own
             return context.coupled(operand, ignoring=(1,), dim=index_dims[counted])
+        if indices.kind == "rows":  # neighbours of each example among the others
+            return context.pairs()
         return context.aggregate() if indices.kind != "fixed" else context.unknown()
     # Some of the examples, at a place that is fixed: x[:4] of a micro-batch are other examples.
     if context.eqn.params["slice_sizes"][operand.dim] != context.shape(0)[operand.dim]:

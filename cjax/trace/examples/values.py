@@ -1,5 +1,6 @@
 """What a value of a trace has to do with the examples of a batch: the vocabulary of `cjax.trace.examples.verdict`."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from jax.typing import ArrayLike
 from cjax.jax_compat.core import Atom, Equation, Var
 from cjax.jax_compat.jaxprs import name_stack, traceback_of
 from cjax.trace.jaxpr.primitives import name_of
-from cjax.trace.jaxpr.tracebacks import in_model, place
+from cjax.trace.jaxpr.tracebacks import called_by_loss, in_model, place
 
 
 @dataclass(frozen=True, order=True)
@@ -77,6 +78,7 @@ class Value:
     iota: int | None = None  # counts rows along this dim
     columns: frozenset[int] = frozenset()  # entries of the last dim that count rows: indices of gather and scatter
     test: str = ""  # of a comparison with zero: which
+    left: bool = False  # of what examples made together: it has been outside of the model since
 
     @property
     def is_scaled(self) -> bool:
@@ -103,6 +105,7 @@ class Context:
     ratio: float  # how many times as many rows this trace has
     inside: bool = False  # the equation around it is in the model
     is_top: bool = False  # there is none around it
+    by_method: bool = False  # a method of the model computes the loss
 
     @property
     def name(self) -> str:
@@ -110,11 +113,14 @@ class Context:
 
     @property
     def is_inside(self) -> bool:
-        return self.inside or in_model(traceback_of(self.eqn))
+        told = traceback_of(self.eqn)
+        return self.inside or (in_model(told) and not (self.by_method and called_by_loss(told)))
 
     @property
     def where(self) -> str:
-        return f"{name_stack(self.eqn) or place(traceback_of(self.eqn))} ({self.name})"
+        # Derivatives taken in a loss have nothing but `transpose(jvp())` for a name.
+        named = re.sub(r"\w+\(|\)", "", str(name_stack(self.eqn))).strip("/")
+        return f"{name_stack(self.eqn) if named else place(traceback_of(self.eqn))} ({self.name})"
 
     @property
     def here(self) -> Place:
@@ -145,6 +151,8 @@ class Context:
         taints = value.taints.union(*(v.taints for i, v in enumerate(self.values) if i not in ignoring))
         if value.kind == "fixed":
             return replace(value, couplings=couplings, taints=taints)
+        if value.kind != "rows":
+            value = replace(value, left=any(v.left for v in self.values) or not self.is_inside)
         # What is fixed and differs by row does no harm until it meets examples; from here on it decides about them.
         if taints:  # in the model if both ends are
             couplings |= {Place(taint.text, taint.inside and self.is_inside) for taint in taints}
@@ -161,9 +169,10 @@ class Context:
         """Rows laid out as `row` that see statistics of the batch."""
         # A row that reads a statistic of the batch reads another one on a micro-batch. Whether it may depends on where
         # it does: inside a model that is BatchNorm, in a loss it is another loss. `verdict` judges; a note is made
-        # here.
+        # here. A loss that hands a statistic to the model again (weights after a step on these examples) has made it.
         others = [v for v in self.values if v.kind not in ("fixed", "rows")]
-        places = frozenset(self.joined(v.origin) for v in others)
+        joined = ((self.joined(v.origin), v.left) for v in others)
+        places = frozenset(Place(place.text, place.inside and not left) for place, left in joined)
         return self.make(Value("rows", *row.layout, couplings=places), ignoring, **changes)
 
     def joined(self, origin: Place | None) -> Place:

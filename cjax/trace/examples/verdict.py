@@ -11,6 +11,7 @@ import numpy as np
 from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.examples.arithmetic import ELEMENTWISE, elementwise, reduction
+from cjax.trace.examples.method import is_method
 from cjax.trace.examples.own_gradients import backward, judged, operands, scales
 from cjax.trace.examples.rules import RULES
 from cjax.trace.examples.values import (
@@ -108,7 +109,8 @@ def follow(
             values.append(Value("rows"))
         else:
             values.append(replace(FIXED, trained=position < num_params_invars))
-    reader = _PairReader(Twins(closed, other), batch, batch / others, shares or {}, divisions or Divisions())
+    twin, method = Twins(closed, other), is_method(jaxpr, batch_invars)
+    reader = _PairReader(twin, batch, batch / others, shares or {}, divisions or Divisions(), by_method=method)
     twins = other.jaxpr.outvars
     return reader.read(closed, [*reader.consts(closed), *values], False, twins)
 
@@ -178,6 +180,7 @@ class _PairReader:
     divisions: Divisions
     gradients: dict[Hashable, tuple[list[Value] | None, list[bool]]] = field(default_factory=dict)
     is_gradient: bool = False  # whether what is read is such a derivative itself, of which none is taken
+    by_method: bool = False
 
     def consts(self, closed: ClosedJaxpr | Jaxpr) -> list[Value]:
         """The values of a trace's constants."""
@@ -196,7 +199,8 @@ class _PairReader:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
 
         def context(eqn: Equation, values: list[Value]) -> Context:
-            return Context(eqn, values, self.batch, self.twins[eqn], self.ratio, inside, twins is not None)
+            top = twins is not None
+            return Context(eqn, values, self.batch, self.twins[eqn], self.ratio, inside, top, self.by_method)
 
         def number(eqn: Equation, place: int) -> Value:
             # An equation without a twin came about otherwise with other rows (JAX or the author branched on a shape):

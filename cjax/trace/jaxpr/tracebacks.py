@@ -37,18 +37,36 @@ def in_model(traceback: object | None) -> bool:
     return False
 
 
-@functools.lru_cache(maxsize=10_000)
+def called_by_loss(traceback: object | None) -> bool:
+    """Whether the method that was running is of the module that the loss called, with no other module's between."""
+    owners = []
+    for code in () if traceback is None else codes(traceback):
+        if code.co_qualname == _LOSS:
+            break
+        if (owner := _owner(code)) and owner not in (nn.Module, nnx.Module):  # through which Linen calls every method
+            owners.append(owner)
+    return bool(owners) and all(issubclass(owners[-1], one) or issubclass(one, owners[-1]) for one in owners)
+
+
 def _is_method(code: CodeType) -> bool:
     """Whether a function that runs is a method of a module, or was made in one."""
+    return _owner(code) is not None
+
+
+@functools.lru_cache(maxsize=10_000)
+def _owner(code: CodeType) -> type | None:
+    """The class of modules whose method a function is, or was made in; one of those that have this name."""
     *owner, _ = code.co_qualname.split(".")
     if not owner:
-        return False
-    names, left = set(), [nn.Module, nnx.Module]
+        return None
+    named: dict[str, type] = {}
+    left: list[type] = [nn.Module, nnx.Module]
     while left:
         cls = left.pop()
-        names.add(cls.__qualname__)
+        named.setdefault(cls.__qualname__, cls)
         left += cls.__subclasses__()
-    return any(".".join(owner[: i + 1]) in names for i in range(len(owner)))
+    found = (named.get(".".join(owner[: i + 1])) for i in range(len(owner)))
+    return next((cls for cls in found if cls is not None), None)
 
 
 def place(traceback: object | None) -> str:

@@ -1,4 +1,4 @@
-"""Weights gathered ahead of a pass: in which dtype each comes, and where it then is."""
+"""Weights rounded, and gathered, ahead of a pass: in which dtype each comes, and where it then is."""
 
 from typing import Any
 
@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import cjax
-from cjax.sharding.place.ahead import gather_ahead, read_again
+from cjax.gradients import build
+from cjax.sharding.place.ahead import make_ahead, read_again
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype("float32")}
 
@@ -47,13 +49,80 @@ def test_what_is_multiplied_is_rounded_and_what_loops_share_is_raised_again() ->
     storage, leaves = composed.storage, composed.trace.leaves
     again = {leaves[i].name for i in read_again(composed.trace)}
     assert [name for name in again if "common" in name] and not [name for name in again if "head" in name]
-    ahead = gather_ahead(composed.trace, storage, composed.plan, composed.mesh)
+    ahead = make_ahead(composed.trace, storage, composed.plan, composed.mesh)
     made = jax.eval_shape(ahead, storage.params.shape())
     dtypes = {leaves[slot.leaves[0]].name: str(x.dtype) for slot, x in zip(storage.params.slots, made, strict=True)}
     for name, dtype in dtypes.items():
         wanted = "bfloat16" if "kernel" in name and "common" not in name else "float32"
         assert dtype == wanted, name
     assert all(not axes for slot in storage.given.slots for axes in slot.spec)
+
+
+class Layer(nn.Module):
+    """One turn of an author's loop."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, common: jax.Array) -> tuple[jax.Array, None]:
+        return x + jnp.tanh(nn.Dense(8, name="own")(x)) @ common, None
+
+
+class Scanned(nn.Module):
+    """Layers that their author loops over, and a weight that all turns of the loop share."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        common = self.param("common", nn.initializers.lecun_normal(), (8, 8))
+        looped = nn.scan(
+            Layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast, length=4
+        )
+        return nn.Dense(8, name="head")(looped(name="layers")(x, common)[0])
+
+
+STACKED = {"layers": lambda rngs: Shared(rngs), "loop": Scanned()}
+
+
+@pytest.mark.parametrize("kind", STACKED)
+def test_whole_weights_are_rounded_where_they_are_stacked(kind: str) -> None:
+    """One alone is rounded where it is used as often as here; what turns of a loop share would be summed rounded."""
+    composed = cjax.parallelize(STACKED[kind], loss, optax.sgd(0.1), BATCH, "data=8 precision=bfloat16")._composed
+    storage, leaves = composed.storage, composed.trace.leaves
+    ahead = make_ahead(composed.trace, storage, composed.plan, composed.mesh)
+    made = jax.eval_shape(ahead, storage.params.shape())
+    dtypes = {leaves[slot.leaves[0]].name: str(x.dtype) for slot, x in zip(storage.params.slots, made, strict=True)}
+    lower = {name for name, dtype in dtypes.items() if dtype == "bfloat16"}
+    assert len(lower) == 1 and len(dtypes) == 5 and "kernel" in "".join(lower) and "head" not in "".join(lower)
+    for plan in ("zero=3 precision=bfloat16", "data=8"):
+        other = cjax.parallelize(STACKED[kind], loss, optax.sgd(0.1), BATCH, plan)._composed
+        given: Any = other.storage.params.shape()
+        assert make_ahead(other.trace, other.storage, other.plan, other.mesh)(given) is given
+
+
+def test_what_is_read_beside_the_loop_too_is_added_up_in_float32() -> None:
+    def decayed(model: Any, batch: Any) -> jax.Array:
+        return loss(model, batch) + 0.1 * sum((layer.kernel[...] ** 2).sum() for layer in model.layers)
+
+    plan = "data=8 precision=bfloat16"
+    composed = cjax.parallelize(STACKED["layers"], decayed, optax.sgd(0.1), BATCH, plan)._composed
+    shape: Any = composed.storage.params.shape()
+    made = jax.eval_shape(make_ahead(composed.trace, composed.storage, composed.plan, composed.mesh), shape)
+    assert [x.dtype for x in made] == [x.dtype for x in shape] and composed.trace.runs
+
+
+@pytest.mark.parametrize("plan", ["data=8", "tensor=2 microbatches=2", "data=2 pipeline=1f1b:4 microbatches=4"])
+@pytest.mark.parametrize("kind", STACKED)
+def test_rounded_ahead_they_have_the_gradients_of_those_rounded_in_their_turn(
+    kind: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, but for what a fused sum rounds otherwise."""
+    found = []
+    for name in ("ahead", "in turn"):
+        if name == "in turn":
+            monkeypatch.setattr(build, "make_ahead", lambda *_: lambda params: params)
+        run = cjax.parallelize(STACKED[kind], loss, optax.adam(1e-2), BATCH, f"{plan} precision=bfloat16")
+        found.append(by_path(run.value_and_grad(run.init(0), BATCH)[1]))
+    for path, gradient in found[1].items():
+        assert found[0][path].dtype == gradient.dtype == jnp.float32
+        np.testing.assert_allclose(found[0][path], gradient, atol=4e-3 * np.abs(gradient).max(), err_msg=path)
 
 
 def test_frozen_weights_stay_whole() -> None:
@@ -66,7 +135,7 @@ def test_frozen_weights_stay_whole() -> None:
 def test_under_float32_nothing_is_ahead() -> None:
     composed = program("zero=1")._composed
     given: Any = composed.storage.params.shape()
-    assert gather_ahead(composed.trace, composed.storage, composed.plan, composed.mesh)(given) is given
+    assert make_ahead(composed.trace, composed.storage, composed.plan, composed.mesh)(given) is given
 
 
 @pytest.mark.parametrize("plan", ["zero=1 precision=bfloat16", "zero=2 microbatches=2 precision=bfloat16"])

@@ -54,6 +54,21 @@ def test_results_are_summed_over_the_axes_that_are_named() -> None:
         np.testing.assert_allclose(given, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int8", "int16", "int32", "bfloat16", "float32"])
+def test_sums_have_the_dtype_of_what_is_summed(dtype: str) -> None:
+    """Each device has its own rows and zeros for the others: what `~` makes of wider integers is another."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("a",))
+    x = jnp.asarray(np.arange(8) % 3, dtype)
+
+    def mine(shard: jax.Array) -> list[jax.Array]:
+        whole = jnp.zeros(8, shard.dtype)
+        return [jax.lax.dynamic_update_slice(whole, shard, (2 * jax.lax.axis_index("a"),))]
+
+    (found,) = jax.jit(lambda x: in_region(mine, (x,), (P("a"),), (P(),), mesh, (("a",),)))(x)
+    assert found.dtype == x.dtype
+    np.testing.assert_array_equal(found.astype("float32"), x.astype("float32"))
+
+
 def test_integers_are_passed_on_and_have_no_gradient() -> None:
     mesh, (table,) = grid(row=2), arrays((ROWS, WIDTH))
     indices = np.arange(12) % ROWS
