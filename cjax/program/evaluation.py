@@ -182,7 +182,7 @@ class Evaluator:
         """The results of a whole batch, as the trace of one of its micro-batches gives them."""
         composed = self._composed
         layout, num = layout_of(composed, trace), num_results(trace)
-        ahead = make_ahead(trace, composed.storage, composed.plan, composed.mesh)
+        ahead = make_ahead(trace, composed.storage, composed.plan, composed.mesh, is_graded=False)
         stacks = composed.line.stacks_of(trace) if composed.line is not None else None
         if composed.line is None or stacks is None:
             loss = place_loss(trace, composed.storage, composed.plan, composed.mesh, layout)

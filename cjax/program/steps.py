@@ -1,11 +1,14 @@
 """The jitted functions of a program. Each is made once, from its parts."""
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from cjax.gradients import Evaluated, Graded, mean
 from cjax.mesh import compiler_options
@@ -13,6 +16,7 @@ from cjax.optim import LossScaleState, count_skipped, measure_noise, noise_scale
 from cjax.program.composed import Composed, new_state
 from cjax.program.state import Arrays, State
 from cjax.sharding.storage.optimizer import StoredOptimizer
+from cjax.sharding.storage.storage import Slot, axes_of_entry
 from cjax.tree import PyTree
 
 Metrics = dict[str, Any]
@@ -100,7 +104,10 @@ def make_value_and_grad(composed: Composed, lockstep: bool = False) -> Any:
     storage, whole = composed.storage, composed.whole
     slots = storage.params.slots
     if composed.plan.zero_stage >= 2:
-        slots = tuple(dataclasses.replace(s, spec=storage.state_specs[s.leaves[0]]) for s in slots)
+        # What optimizer state is padded for, and weights are not, stays where these are.
+        sizes = composed.mesh.shape
+        parts = [(slot, storage.state_specs[slot.leaves[0]]) for slot in slots]
+        slots = tuple(dataclasses.replace(s, spec=spec) if _divides(s, spec, sizes) else s for s, spec in parts)
     placed = dataclasses.replace(storage.params, slots=slots)
     given = composed.state_shardings
     trees = (given._params, given._frozen, given._model_state)
@@ -110,6 +117,12 @@ def make_value_and_grad(composed: Composed, lockstep: bool = False) -> Any:
         out_shardings=(whole, whole, placed.shardings(composed.mesh), given._model_state),
         compiler_options=compiler_options(composed.mesh, composed.plan.zero_stage == 3),
     )
+
+
+def _divides(slot: Slot, spec: PartitionSpec, sizes: Mapping[str, int]) -> bool:
+    """Whether devices would have equal parts of a stored array."""
+    pairs = zip(slot.padded, spec, strict=True)
+    return all(n % math.prod(sizes[axis] for axis in axes_of_entry(entry)) == 0 for n, entry in pairs)
 
 
 def make_update(composed: Composed) -> Any:

@@ -258,3 +258,28 @@ def test_an_instance_keeps_its_weights_and_gets_them_back() -> None:
     assert_same(model.kernel.get_value(), np.ones((5, 3)))
     nnx.update(model, program.params(state))
     assert not np.array_equal(model.kernel.get_value(), np.ones((5, 3)))
+
+
+class Fused(nn.Module):
+    """Queries, keys and values of one product, over a width that ZeRO's axis does not divide."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k, v = (part.reshape(*x.shape[:2], 4, 5) for part in jnp.split(nn.Dense(60)(x), 3, -1))
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return nn.Dense(18)(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(*x.shape[:2], 20))
+
+
+def test_gradients_of_packed_weights_come_out_where_state_is_padded() -> None:
+    batch = {name: np.random.default_rng(0).normal(size=(16, 7, 18)).astype(np.float32) for name in "xy"}
+
+    def error(model: Any, batch: Any) -> jax.Array:
+        return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+    program = cjax.parallelize(Fused(), error, optax.sgd(0.1), batch, "data=4 tensor=2 zero=2")
+    state = program.init(0)
+    params = jax.tree.map(np.asarray, program.params(state))
+    wanted = jax.grad(lambda params: error(Fused().bind({"params": params}), batch))(params)
+    _, found = program.value_and_grad(state, batch)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-6), wanted, found)
+    assert float(program.loss(state, batch)) == pytest.approx(float(program.step(state, batch)[1]["loss"]), rel=1e-6)

@@ -27,7 +27,9 @@ from cjax.trace.jaxpr.view import is_scan, scan_of
 from cjax.trace.reading import Trace
 
 
-def make_ahead(trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh) -> Callable[[Arrays], Arrays]:
+def make_ahead(
+    trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh, is_graded: bool = True
+) -> Callable[[Arrays], Arrays]:
     """From stored parameters to what a pass over the batch is given; the same arrays where it is given them as stored.
 
     Args:
@@ -35,13 +37,14 @@ def make_ahead(trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh) -> C
       storage: where they are kept.
       plan: its precision.
       mesh: the mesh.
+      is_graded: whether there is a backward pass; in another, which rounds once in any case, a copy is memory alone.
     """
     if plan.precision not in LOWS or plan.zero_stage == 3 or plan.walks:
         return lambda params: params
     slots = list(zip(storage.params.slots, storage.given.slots, strict=True))
     low = LOWS[plan.precision]
     rounded = rounded_leaves(trace) - _results(trace)
-    again, stacked = read_again(trace), stacked_leaves(trace)
+    again, stacked = read_again(trace), stacked_leaves(trace) if is_graded else set[int]()
 
     def one(kept: Slot, given: Slot, array: jax.Array) -> jax.Array:
         lowers = array.dtype == HIGH and rounded.issuperset(kept.leaves)

@@ -294,7 +294,9 @@ def gather(context: Context) -> Value:
         counted = _own_rows(context, operand, indices, list(numbers.start_index_map).index(operand.dim))
         if counted is not None:  # x[arange(batch), ...]: each row its own
             return context.coupled(operand, ignoring=(1,), dim=index_dims[counted])
-        if indices.kind == "rows":  # neighbours of each example among the others
+        # Neighbours of each example among the others. With indices of other dims beside, rows may be each one's own
+        # (`x[best, arange(batch)]`), which is not followed.
+        if indices.kind == "rows" and len(numbers.start_index_map) == 1:
             return context.pairs()
         return context.aggregate() if indices.kind != "fixed" else context.unknown()
     # Some of the examples, at a place that is fixed: x[:4] of a micro-batch are other examples.
