@@ -1,13 +1,16 @@
-"""Training on one GPU beside torch.compile: tokens a second, MFU, peak memory; without one, what a compiled step shows.
+"""Training on one GPU beside plain JAX and torch.compile: tokens a second, MFU, peak memory; without one, what a
+compiled step shows.
 
-    python experiments/bench_gpu.py                                # every row, cjax and torch, each in its own process
+    python experiments/bench_gpu.py                                # every row and side, each in a process of its own
     python experiments/bench_gpu.py --rows gpt2-xl --batches 8 16 --steps 100
+    python experiments/bench_gpu.py --sides cjax --profile kernels # and what each kernel takes, a file a row
     python experiments/bench_gpu.py --check h100:1                 # compiles for an H100 that is not here (cjax[aot])
     python experiments/bench_gpu.py --tiny                         # small sizes, on CPUs too: what the suite runs
 
-bfloat16 matmuls, float32 weights and AdamW on both sides. Times are medians of steps that are waited for, after 3 that
-are not counted. MFU is (6N + 12LHQT) flops a token over the card's peak (989 TFLOP/s of H100 and H200). Beside it
-stands what cjax counts in the trace, and the floor: that arithmetic at the peak rate. On an H200 about 3 minutes a row.
+bfloat16 matmuls, float32 weights and AdamW on all sides. Times are medians of steps that are waited for, after 3 that
+are not counted; the batch is on the device. While a process is timed, the next one imports and traces. MFU is
+(6N + 12LHQT) flops a token over the card's peak (989 TFLOP/s of H100 and H200). Beside it stands what cjax counts in
+the trace, and the floor: that arithmetic at the peak rate.
 
 Expected without a GPU (`--check h100:1`, about 1 minute a row on 2 cores): every row has flash attention forwards and
 backwards, no matmul in float32, no whole logits, and a peak below state + Megatron's formula (34sbh a layer of a GPT)
@@ -15,13 +18,18 @@ backwards, no matmul in float32, no whole logits, and a peak below state + Megat
 """
 
 import argparse
+import dataclasses
+import fcntl
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +38,30 @@ import numpy as np
 import optax
 from benchmarks.check import check
 from benchmarks.models import ROWS, TINY, Row
+from benchmarks.profiled import Profiled, profiled
 
 import cjax
 
 PEAK = 989e12  # of an H100 or H200 in bfloat16, flops a second
 WARM = 3
 GIB = 2**30
-SIDES = ("cjax", "torch")
+SIDES = ("cjax", "jax", "torch")
+TURN = "CJAX_BENCH_TURN"  # a file that whoever uses the GPU holds locked
 
 
-def timed(step: Callable[[], Any], wait: Callable[[Any], float], steps: int) -> dict[str, float]:
-    """Seconds of a step: median, and the spread of the middle nine tenths; the last loss."""
-    loss = float("nan")
-    for _ in range(WARM):
+def take_turn() -> float:
+    """Waits until no other process uses the GPU, and says when; this one does until it ends."""
+    if name := os.environ.get(TURN):
+        fcntl.flock(os.open(name, os.O_RDWR), fcntl.LOCK_EX)
+    return time.perf_counter()
+
+
+def timed(step: Callable[[], Any], wait: Callable[[Any], float], steps: int, began: float) -> dict[str, float]:
+    """Seconds of a step: median, and the spread of the middle nine tenths; from `began` to the end of the first, with
+    all that is compiled for it; the last loss."""
+    loss = wait(step())
+    first = time.perf_counter() - began
+    for _ in range(WARM - 1):
         loss = wait(step())
     seconds = []
     for _ in range(steps):
@@ -50,14 +69,16 @@ def timed(step: Callable[[], Any], wait: Callable[[Any], float], steps: int) -> 
         loss = wait(step())
         seconds.append(time.perf_counter() - start)
     low, high = np.quantile(seconds, [0.05, 0.95])
-    return {"seconds": statistics.median(seconds), "spread": float(high - low), "loss": loss}
+    return {"seconds": statistics.median(seconds), "spread": float(high - low), "first": first, "loss": loss}
 
 
-def run_cjax(row: Row, batch: int, steps: int, plan: str) -> dict[str, Any]:
+def run_cjax(row: Row, batch: int, steps: int, plan: str, profile: Path | None = None) -> dict[str, Any]:
     program = cjax.parallelize(
         row.build, row.loss, optax.adamw(1e-4, weight_decay=1e-2), row.shapes(batch), plan, devices=jax.devices()[:1]
     )
-    given = row.batch_of(batch, 0)
+    given = jax.device_put(row.batch_of(batch, 0), jax.devices()[0])  # as on the other sides
+    began = take_turn()
+    report = program.report()  # compiles the step, and tries kernels for it
     state = program.init(0)
 
     def step() -> Any:
@@ -65,25 +86,48 @@ def run_cjax(row: Row, batch: int, steps: int, plan: str) -> dict[str, Any]:
         state, metrics = program.step(state, given)
         return metrics["loss"]
 
-    found = timed(step, float, steps)
-    report = program.report()
+    found = timed(step, float, steps, began)
+    if profile:
+        found |= kept(profiled(step, 5), profile)
     used = jax.devices()[0].memory_stats() or {}
     return found | {
         "peak": used.get("peak_bytes_in_use", 0), "predicted": report.memory.total,
         "counted": report.flops.model if report.flops else 0.0,
+        "about": report.time.predicted if report.time else None,
     }  # fmt: skip
+
+
+def kept(found: Profiled, path: Path) -> dict[str, Any]:
+    """Writes every kernel to a file; what they add up to."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"milliseconds": found.milliseconds, "busy": found.busy}) + "\n" + "".join(
+        json.dumps(dataclasses.asdict(kernel) | {"kind": kernel.kind}) + "\n" for kernel in found.kernels
+    ))  # fmt: skip
+    return {"profile": str(found)}
+
+
+def run_jax(row: Row, batch: int, steps: int, profile: Path | None = None) -> dict[str, Any]:
+    from benchmarks import in_jax
+
+    began = take_turn()
+    step, peak = in_jax.make_step(row, row.batch_of(batch, 0))
+    found = timed(step, float, steps, began)
+    if profile:
+        found |= kept(profiled(step, 5), profile)
+    return found | {"peak": peak()}
 
 
 def run_torch(row: Row, batch: int, steps: int, compiled: bool) -> dict[str, Any]:
     from benchmarks import in_torch
 
+    began = take_turn()
     step, peak = in_torch.make_step(row, row.batch_of(batch, 0), compiled)
 
     def wait(loss: Any) -> float:
         in_torch.wait()
         return float(loss.detach())
 
-    return timed(step, wait, steps) | {"peak": peak()}
+    return timed(step, wait, steps, began) | {"peak": peak()}
 
 
 def facts(row: Row, batch: int, found: dict[str, Any]) -> dict[str, Any]:
@@ -95,16 +139,35 @@ def facts(row: Row, batch: int, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def in_process(options: argparse.Namespace, name: str, side: str, batch: int) -> dict[str, Any]:
+@dataclass
+class Side:
     """A side of a row in a process of its own: its memory is nobody else's, and running out of it is an answer."""
-    command = [sys.executable, __file__, "--one", name, side, str(batch), "--steps", str(options.steps)]
-    command += ["--plan", options.plan] + (["--tiny"] if options.tiny else [])
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        named = [each for each in lines if re.match(r"[\w.]*(Error|OutOfMemory)", each)]  # its message may be longer
-        return {"failed": (named or lines)[-1][:200]}
-    return json.loads(done.stdout.splitlines()[-1])
+
+    name: str
+    side: str
+    batch: int
+    process: subprocess.Popen[str] | None = None
+
+    def begin(self, options: argparse.Namespace, turn: str) -> None:
+        if self.process is None:
+            command = [sys.executable, __file__, "--one", self.name, self.side, str(self.batch)]
+            command += ["--steps", str(options.steps), "--plan", options.plan] + (["--tiny"] if options.tiny else [])
+            command += ["--profile", str(options.profile)] if options.profile else []
+            # Two processes are here at once: neither may take the memory that it does not need.
+            environ = os.environ | {TURN: turn, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ)
+
+    def found(self) -> dict[str, Any]:
+        assert self.process is not None
+        out, err = self.process.communicate()
+        if self.process.returncode:
+            lines = err.strip().splitlines() or [f"exit status {self.process.returncode}"]
+            named = [
+                each for each in lines if re.match(r"[\w.]*(Error|OutOfMemory)", each)
+            ]  # its message may be longer
+            return {"failed": (named or lines)[-1][:200]}
+        return json.loads(out.splitlines()[-1])
 
 
 def line(name: str, side: str, batch: int, row: Row, found: dict[str, Any]) -> str:
@@ -114,23 +177,28 @@ def line(name: str, side: str, batch: int, row: Row, found: dict[str, Any]) -> s
     return (
         f"{head}  {1e3 * found['seconds']:9.1f} ms (floor {1e3 * found['floor']:.1f}, spread "
         f"{1e3 * found['spread']:.1f})  {found['tokens/s']:10.0f} tokens/s  MFU {found['MFU']:6.1%}  "
-        f"peak {found['peak'] / GIB:6.2f} GiB"
+        f"peak {found['peak'] / GIB:6.2f} GiB  first step {found['first']:.0f} s"
         + (f" (predicted {found['predicted'] / GIB:.2f})" if "predicted" in found else "")
+        + (f"  planned {1e3 * found['about']:.1f} ms" if found.get("about") else "")
+        + (f"  {found['profile']}" if "profile" in found else "")
         + (f"  counted flops {found['counted'] / row.flops(batch):.3f} of the formula's" if "counted" in found else "")
     )
 
 
 def compare(options: argparse.Namespace, rows: dict[str, Row]) -> list[dict[str, Any]]:
     """Every row on every side, at its common batch and at those asked for."""
+    sides = [
+        Side(name, side, batch)
+        for name, row in rows.items() for batch in options.batches or [row.batch] for side in options.sides
+    ]  # fmt: skip
     results = []
-    for name, row in rows.items():
-        for batch in options.batches or [row.batch]:
-            for side in options.sides:
-                if side == "torch" and row.kind == "t5":
-                    continue
-                found = in_process(options, name, side, batch)
-                results.append({"row": name, "side": side, "batch": batch, **found})
-                print(line(name, side, batch, row, found), flush=True)
+    with tempfile.NamedTemporaryFile() as turn:
+        for this, following in zip(sides, [*sides[1:], None], strict=True):
+            for side in filter(None, (this, following)):
+                side.begin(options, turn.name)
+            found = this.found()
+            results.append({"row": this.name, "side": this.side, "batch": this.batch, **found})
+            print(line(this.name, this.side, this.batch, rows[this.name], found), flush=True)
     return results
 
 
@@ -157,6 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     parser.add_argument("--batches", nargs="+", type=int)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
+    parser.add_argument("--profile", type=Path, help="a folder: profile 5 steps more of the sides in JAX")
     parser.add_argument("--plan", default="precision=bfloat16")
     parser.add_argument("--check", metavar="DEVICES", help="compile for these instead, such as h100:1")
     parser.add_argument("--check-plan", default="data=-1")
@@ -170,10 +239,12 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     rows = {name: table[name] for name in options.rows or table}
     if options.one:
         name, side, batch = options.one
-        row = table[name]
-        run = run_cjax(row, int(batch), options.steps, options.plan) if side == "cjax" else run_torch(
-            row, int(batch), options.steps, compiled=not options.tiny
-        )  # fmt: skip
+        row, profile = table[name], options.profile and options.profile / f"{name}-{side}-{batch}.jsonl"
+        run = {
+            "cjax": lambda: run_cjax(row, int(batch), options.steps, options.plan, profile),
+            "jax": lambda: run_jax(row, int(batch), options.steps, profile),
+            "torch": lambda: run_torch(row, int(batch), options.steps, compiled=not options.tiny),
+        }[side]()
         print(json.dumps(facts(row, int(batch), run)))
         return run
     if options.check:

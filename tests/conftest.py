@@ -18,8 +18,10 @@ patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 # And as cjax tells the compiler of its own steps (`cjax.mesh.compiler_options`), for what tests jit themselves: all
 # devices of a CPU must run collectives in the same order.
 in_order = "--xla_cpu_multi_thread_eigen=false --xla_cpu_enable_concurrency_optimized_scheduler=false"
-# Compiling is most of what tests do, and optimizing most of that. Exponentials differ by 1e-9 then.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Compiling is most of what tests do, and optimizing most of that. Exponentials differ by 1e-9 then. On a GPU, memory
+# and kernels are those of optimized programs.
+if PLATFORMS == "cpu":
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # XLA's newer generator of CPU code compiles a third longer. Only the full product runs with it, and jaxlib 0.11 and
 # later, which have no other.
 is_quick = os.environ.get("CJAX_TEST_ALL") != "1" and metadata.version("jaxlib").startswith("0.10.")

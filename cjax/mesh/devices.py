@@ -191,8 +191,8 @@ def compiler_options(mesh: Mesh, scatters_in_layers: bool = False) -> dict[str, 
     for each other in different collectives wait for ever. So where there are several, each gets one thread, on which
     all of them keep the same order, and a schedule that needs the least memory: there is nothing to run beside.
 
-    For absent cards, matmuls are the vendor's: XLA's own are tuned by trying them, and untuned it refuses lengths that
-    its first guess does not divide (197, of a ViT).
+    On GPUs, matmuls are the vendor's, which add a bias or a residual as they go: GPT-2 XL's step takes 2 % less on an
+    H100 than with XLA's own where these seem faster (JAX 0.11.2). For absent cards there is nothing to try them on.
 
     Where each layer scatters its gradients (ZeRO-3), XLA would do so with all of them at once, when the last is made
     and nothing of the layer is left to hide that under: larger ones go alone, as soon as they are made.
@@ -202,7 +202,7 @@ def compiler_options(mesh: Mesh, scatters_in_layers: bool = False) -> dict[str, 
         options = ("xla_cpu_multi_thread_eigen", "xla_cpu_enable_concurrency_optimized_scheduler")
         return dict.fromkeys(options, False)
     found: dict[str, bool | int] = {}
-    if is_compile_only(devices):
+    if on_gpus(mesh):
         found["xla_gpu_enable_triton_gemm"] = False
     if scatters_in_layers and on_gpus(mesh):
         found["xla_gpu_reduce_scatter_combine_threshold_bytes"] = SCATTERED_TOGETHER

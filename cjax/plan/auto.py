@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from cjax.plan.plan import WALKED, build
+from cjax.plan.plan import WALKED, Plan, build
 from cjax.plan.text import EXAMPLES, Word, split, underline
 
 WORD = "auto"
@@ -45,7 +45,7 @@ class Auto:
         for word in split(rest):
             try:
                 fixed[word.name] = build(word)
-                _check_searched(word)
+                _check_searched(word, fixed)
             except ValueError as error:
                 raise ValueError(underline(text, word.start, word.stop, str(error))) from None
         if fixed.get("data") == -1:
@@ -53,8 +53,11 @@ class Auto:
         return cls(MappingProxyType(fixed), " ".join(text.split()))
 
 
-def _check_searched(word: Word) -> None:
-    """A search times steps of one program: what a walk over layers takes it does not know."""
+def _check_searched(word: Word, fixed: Mapping[str, Any]) -> None:
+    """A search times steps of one program: what a walk over layers takes it does not know. Nor does it take up words
+    that exclude each other."""
+    if "pipeline" in fixed and fixed.get("unroll") == "layers" and word.name in ("pipeline", "unroll"):
+        Plan(pipeline=fixed["pipeline"], unroll="layers")
     if word.name in WALKED:
         raise ValueError(
             f"a search does not choose among plans that walk over layers, so {word.name} does not go behind auto; "

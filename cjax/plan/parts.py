@@ -11,6 +11,7 @@ Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble"]
 Precision = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "dots", "block"]
 LossOf = Literal["batch", "microbatch"]
+Unroll = Literal["auto", "layers", "none"]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from cjax.plan.parts import (
     Remat,
     Sequence,
     Tensor,
+    Unroll,
     Zero,
     check_choice,
     store,
@@ -52,6 +53,9 @@ class Plan:
       reduce: the dtype in which devices that saw different examples add up their gradients, each its own sum first and
         all together once a step; None leaves it to the precision, and to when XLA reduces best.
       remat: what is recomputed in the backward pass: nothing, all but matmul outputs, or each block from its input.
+      unroll: whether layers are compiled one by one, rather than as a loop that takes each layer's weights and results
+        out of stacks and puts them back: "layers", "none", or "auto", on a single GPU. Compiling takes up to a second a
+        layer longer.
       budget: bytes that a device may hold, as a number or as text such as "16GiB": the step then walks over the layers,
         and what does not fit waits in host memory, or on disk. None: all that it has, and nothing is moved out.
       host: bytes that each process may keep in host memory of what is moved out; None: as much as that is.
@@ -79,6 +83,7 @@ class Plan:
     precision: Precision
     reduce: Precision | None
     remat: Remat
+    unroll: Unroll
     budget: int | None
     host: int | None
     disk: int | None
@@ -102,6 +107,7 @@ class Plan:
         host: int | str | None = None,
         disk: int | str | None = None,
         offload: str | tuple[str, ...] | list[str] = (),
+        unroll: Unroll = "auto",
     ) -> None:
         tensor = tensor if isinstance(tensor, Tensor) else Tensor(tensor)
         sequence = sequence if isinstance(sequence, Sequence) else Sequence(sequence)
@@ -111,6 +117,7 @@ class Plan:
         if reduce is not None:
             check_choice("reduce", reduce, Precision)
         check_choice("remat", remat, Remat)
+        check_choice("unroll", unroll, Unroll)
         if sequence.mode == "gather" and tensor.axis_sizes().get("tensor", 1) == 1:
             raise ValueError(f"sequence=gather lives on the axis of tensor=N (1d), which tensor={tensor} has not")
         store(
@@ -126,6 +133,7 @@ class Plan:
             precision=precision,
             reduce=reduce,
             remat=remat,
+            unroll=unroll,
             budget=None if budget is None else num_bytes("budget", budget, least=0),
             host=None if host is None else num_bytes("host", host, least=0),
             disk=None if disk is None else num_bytes("disk", disk),
@@ -133,6 +141,12 @@ class Plan:
             rules=MappingProxyType({key: _check_rule(key, axes) for key, axes in sorted(rules.items())}),
         )
         self._check_walk()
+        if unroll == "layers" and (self.walks or self.pipeline.size > 1):
+            kind = "a pipeline" if self.pipeline.size > 1 else "a step that walks over layers (budget=, offload=)"
+            raise Clash(
+                "unroll",
+                f"{kind} has a loop of its own, which takes one layer after the other; leave out unroll=layers",
+            )
 
     def __hash__(self) -> int:
         return hash(str(self))

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, NoReturn, get_args
 
-from cjax.plan.parts import LossOf, Precision, Remat, Schedule, SequenceMode, TensorMode
+from cjax.plan.parts import LossOf, Precision, Remat, Schedule, SequenceMode, TensorMode, Unroll
 from cjax.plan.sizes import CLASSES, UNITS
 
 NAMES = (
     *("data", "tensor", "sequence", "pipeline", "microbatches", "loss"),
-    *("zero", "precision", "reduce", "remat", "budget", "host", "disk", "offload", "rules"),
+    *("zero", "precision", "reduce", "remat", "unroll", "budget", "host", "disk", "offload", "rules"),
 )
 
 WORDS: dict[str, tuple[str, ...]] = {
@@ -22,6 +22,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "precision": get_args(Precision),
     "reduce": get_args(Precision),
     "remat": get_args(Remat),
+    "unroll": get_args(Unroll),
     "offload": CLASSES,
 }
 
@@ -55,6 +56,7 @@ FOREIGN_NAMES = {
         ("checkpoint", "checkpointing", "gradient_checkpointing", "activation_checkpointing", "recompute"),
         "remat=block",
     ),
+    **dict.fromkeys(("scan", "scan_layers"), "unroll=none (a loop over layers) or unroll=layers"),
     **dict.fromkeys(("cpu_offload", "offload_optimizer", "optimizer_offload", "offload_optim"), "offload=optimizer"),
     **dict.fromkeys(("offload_params", "offload_param", "param_offload"), "offload=params"),
     **dict.fromkeys(("offload_activations", "activation_offloading", "cpu_checkpointing"), "offload=activations"),
@@ -82,6 +84,7 @@ EXAMPLES = {
     "precision": "precision=bfloat16",
     "reduce": "reduce=float32",
     "remat": "remat=block",
+    "unroll": "unroll=layers",
     "budget": "budget=16GiB",
     "host": "budget=16GiB host=200GiB",
     "disk": "budget=16GiB host=200GiB disk=2TiB",

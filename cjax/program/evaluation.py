@@ -185,7 +185,7 @@ class Evaluator:
         ahead = make_ahead(trace, composed.storage, composed.plan, composed.mesh, is_graded=False)
         stacks = composed.line.stacks_of(trace) if composed.line is not None else None
         if composed.line is None or stacks is None:
-            loss = place_loss(trace, composed.storage, composed.plan, composed.mesh, layout)
+            loss = place_loss(trace, composed.storage, composed.plan, composed.mesh, layout, is_graded=False)
 
             def whole(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array) -> list[Any]:
                 return loss(ahead(params), frozen, model_state, jax.tree.leaves(batch), key, jnp.int32(0))[:num]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .in_jax import relative
 from .models import Row
 
 Tensor = Any
@@ -138,12 +139,99 @@ class Model(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), batch["targets"].long().view(-1))
 
 
+class Heads(nn.Module):
+    """T5's attention: no biases, scores that are not scaled; of one text, or of two if `cross`."""
+
+    def __init__(self, width: int, heads: int, head_dim: int, cross: bool):
+        super().__init__()
+        self.head_dim, inner = head_dim, heads * head_dim
+        self.sizes = [inner] * 3 if not cross else [inner] * 2
+        self.query = nn.Linear(width, inner, bias=False) if cross else None
+        self.joint = nn.Linear(width, sum(self.sizes), bias=False)
+        self.out = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor, other: Tensor, mask: Tensor | None) -> Tensor:
+        parts = [] if self.query is None else [self.query(x)]
+        parts += self.joint(other).split(self.sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        mask = None if mask is None else mask.to(q.dtype)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """Of T5's encoder, or of its decoder if `cross`."""
+
+    def __init__(self, config: Any, cross: bool):
+        super().__init__()
+        width, sizes = config.embed_dim, (config.embed_dim, config.num_heads, config.head_dim)
+        act = (lambda x: F.gelu(x, approximate="tanh")) if config.gated else F.relu
+        self.attention, self.cross = Heads(*sizes, cross=False), Heads(*sizes, cross=True) if cross else None
+        self.mlp = MLP(width, config.mlp_dim, act, config.gated, bias=False)
+        self.norms = nn.ModuleList([nn.RMSNorm(width, eps=config.norm_epsilon) for _ in range(3 if cross else 2)])
+
+    def forward(self, x: Tensor, mask: Tensor, memory: Tensor | None) -> Tensor:
+        y = self.norms[0](x)
+        x = x + self.attention(y, y, mask)
+        if self.cross is not None:
+            x = x + self.cross(self.norms[2](x), memory, None)
+        return x + self.mlp(self.norms[1](x))
+
+
+class Stack(nn.Module):
+    """T5's encoder or decoder: what all its layers add to scores is made once."""
+
+    def __init__(self, row: Row, layers: int, cross: bool):
+        super().__init__()
+        config = row.config
+        self.causal = cross
+        self.table = nn.Embedding(config.num_buckets, config.num_heads)
+        kinds = torch.from_numpy(relative(config, row.seq, both_ways=not cross)).long()
+        self.register_buffer("kinds", kinds, persistent=False)
+        self.register_buffer("later", torch.ones(row.seq, row.seq, dtype=torch.bool).triu(1), persistent=False)
+        self.layers = nn.ModuleList([Layer(config, cross) for _ in range(layers)])
+        self.norm = nn.RMSNorm(config.embed_dim, eps=config.norm_epsilon)
+
+    def forward(self, x: Tensor, memory: Tensor | None) -> Tensor:
+        mask = self.table(self.kinds).permute(2, 0, 1)[None].contiguous()
+        if self.causal:
+            # SDPA takes a mask or `is_causal`, not both.
+            mask = mask.masked_fill(self.later, float("-inf"))
+        for layer in self.layers:
+            x = layer(x, mask, memory)
+        return self.norm(x)
+
+
+class T5(nn.Module):
+    """T5 of a row, and its loss."""
+
+    def __init__(self, row: Row):
+        super().__init__()
+        config = row.config
+        self.embed = nn.Embedding(config.vocab_size, config.embed_dim)
+        self.encoder = Stack(row, config.num_layers, cross=False)
+        self.decoder = Stack(row, config.decoder_layers, cross=True)
+        self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+        self.scale = config.embed_dim**-0.5 if config.tied else 1.0
+        if config.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        memory = self.encoder(self.embed(batch["source"]), None)
+        logits = self.head(self.decoder(self.embed(batch["inputs"]), memory) * self.scale)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), batch["targets"].long().view(-1))
+
+
+def model_of(row: Row) -> nn.Module:
+    return T5(row) if row.kind == "t5" else Model(row)
+
+
 def make_step(row: Row, batch: dict[str, Any], compiled: bool) -> tuple[Callable[[], float], Callable[[], int]]:
     """(a step that gives its loss, peak bytes so far), on the GPU where there is one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(0)
-    model = Model(row).to(device)
+    model = model_of(row).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=1e-2, fused=device == "cuda")
     given = {name: torch.from_numpy(array).to(device) for name, array in batch.items()}
     run = torch.compile(model) if compiled else model
@@ -169,4 +257,4 @@ def wait() -> None:
 
 
 def num_params(row: Row) -> int:
-    return sum(math.prod(p.shape) for p in Model(row).parameters())
+    return sum(math.prod(p.shape) for p in model_of(row).parameters())

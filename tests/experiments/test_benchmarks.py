@@ -32,7 +32,7 @@ def test_a_side_runs_in_a_process_of_its_own_and_says_why_it_failed(capsys: pyte
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("name", [name for name in TINY if name != "t5"])
+@pytest.mark.parametrize("name", TINY)
 def test_torchs_model_is_of_the_same_size(name: str) -> None:
     from benchmarks import in_torch
 

@@ -13,6 +13,7 @@ from cjax.plan import Auto, Pipeline, Tensor, is_auto
         ("auto precision=bfloat16", {"precision": "bfloat16"}),
         ("auto tensor=2 pipeline=interleaved:4/2", {"tensor": Tensor(2), "pipeline": Pipeline(4, "interleaved", 2)}),
         ("auto data=-1 microbatches=1", {"microbatches": 1}),
+        ("auto unroll=none", {"unroll": "none"}),
         ('auto rules={"vocab":null} loss=microbatch', {"rules": {"vocab": None}, "loss": "microbatch"}),
     ],
 )
@@ -40,3 +41,14 @@ def test_a_wrong_word_is_underlined_where_it_stands(text: str, marked: str, said
     message, line, under = str(raised.value).split("\n")
     start = under.index("^")
     assert said in message and line[start : start + under.count("^")] == marked
+
+
+def test_words_that_exclude_each_other_are_refused_where_they_stand() -> None:
+    for text, named in (
+        ("auto pipeline=2 unroll=layers", "unroll=layers"),
+        ("auto unroll=layers pipeline=2", "pipeline=2"),
+    ):
+        with pytest.raises(ValueError, match="leave out unroll=layers") as caught:
+            Auto.parse(text)
+        assert "^" * len(named) in str(caught.value)
+    assert Auto.parse("auto unroll=layers tensor=2").fixed["unroll"] == "layers"

@@ -32,16 +32,18 @@ def plans(draw: st.DrawFn) -> Plan:
     sequences = [Sequence(draw(sizes), draw(st.sampled_from(["ring", "all_to_all"])))]
     if tensor.mode == "1d" and tensor.size > 1:
         sequences.append(Sequence(mode="gather"))
+    pipeline = draw(pipelines)
     return Plan(
         data=draw(st.just(-1) | st.integers(1, 64)),
         tensor=tensor,
         sequence=draw(st.sampled_from(sequences)),
-        pipeline=draw(pipelines),
+        pipeline=pipeline,
         microbatches=draw(st.integers(1, 64)),
         loss=draw(st.sampled_from(["batch", "microbatch"])),
         zero=draw(zeros),
         precision=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
         remat=draw(st.sampled_from(["none", "dots", "block"])),
+        unroll=draw(st.sampled_from(["auto", "none", "layers"][: 3 if pipeline.size == 1 else 2])),
         rules=draw(rules),
     )
 
@@ -115,6 +117,8 @@ def test_shorthands_and_normal_forms() -> None:
     assert one == Plan() == Plan.parse("") and str(one) == "data=-1"
     assert Plan(tensor=4).tensor_size == 4 and Plan(zero=Zero(2, 4)).zero_stage == 2
     assert str(Plan.parse("remat=block   zero=1 data=2 tensor=1d:4")) == "data=2 tensor=4 zero=1 remat=block"
+    assert str(Plan.parse("unroll=layers remat=block")) == "remat=block unroll=layers"
+    assert Plan(unroll="auto") == Plan() != Plan(unroll="none")
 
 
 @pytest.mark.parametrize(

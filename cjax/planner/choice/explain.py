@@ -190,7 +190,7 @@ def _sequences(plan: Plan, space: Space) -> list[SequencePlan]:
 
 
 def _pipelines(plan: Plan, space: Space) -> list[Pipeline]:
-    if not space.stacks:
+    if not space.stacks or plan.unroll == "layers":
         return []
     now = plan.pipeline
     sizes = [n for n in divisors(plan.data * now.size) if n <= min(space.stacks)]

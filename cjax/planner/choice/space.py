@@ -21,7 +21,7 @@ from cjax.sharding.layout.grid import grid_of
 
 MODES: tuple[TensorMode, ...] = ("1d", "2d", "2.5d", "3d")
 WIDEST = 256  # devices that share one layer of one copy: on more, the messages of each are too small for any links
-CARRIED = ("loss", "reduce", "rules")  # words that no search changes
+CARRIED = ("loss", "reduce", "unroll", "rules")  # words that no search changes
 COLUMNS = ("data", "pipeline", "schedule", "chunks", "microbatches", "zero", "zero_group", "remat", "precision")
 
 
@@ -173,6 +173,8 @@ class Space:
             given = self.fixed["pipeline"]
             return [given] if copies % given.size == 0 and self._cuts(given) else []
         found = [Pipeline()]
+        if self.fixed.get("unroll") == "layers":
+            return found
         if not self.stacks or not self.splits_model:
             return found
         most = min(self.stacks)

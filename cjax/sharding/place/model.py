@@ -15,6 +15,7 @@ from cjax.plan import Plan
 from cjax.sharding.attention.kernel import kernel_for
 from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.sharding.layout.zero import shard_over
+from cjax.sharding.place.for_gpus import takes_apart
 from cjax.sharding.place.order import Order, order_of
 from cjax.sharding.place.ordered import OrderedPlacer
 from cjax.sharding.place.place import DrawOnShard, Placer, WeightPlacement
@@ -164,6 +165,7 @@ def make_placer(
     draw: DrawOnShard | None = None,
     reduces: bool = False,
     order: Order | None = None,
+    is_graded: bool = True,
 ) -> Placer:
     """The hooks that place a trace of this model; arguments as for `place_loss`. `reduces`: whether ZeRO's shares of
     gradients are made in each backward pass whatever the stage. `order`: of a ring's positions, where it is kept."""
@@ -180,7 +182,10 @@ def make_placer(
     kernel = kernel_for(mesh)
     # Where a stage makes gradients of its weights later than those that it hands on, these wait for nothing.
     waits = plan.pipeline.schedule != "zero_bubble"
-    given = (trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence, kernel, waits)
+    unrolls = is_graded and takes_apart(plan, mesh)
+    given = (
+        trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence, kernel, waits, unrolls
+    )  # fmt: skip
     return Placer(*given) if order is None else OrderedPlacer(order, *given)
 
 
@@ -191,6 +196,7 @@ def place_loss(
     mesh: Mesh,
     layout: Layout | None = None,
     draw: DrawOnShard | None = None,
+    is_graded: bool = True,
 ) -> Callable[..., list[jax.Array]]:
     """The loss as a function of stored arrays: `(params, frozen, model_state, batch leaves, key, index) -> results`.
 
@@ -203,11 +209,13 @@ def place_loss(
       mesh: the mesh.
       layout: of this trace, if it is not the one that decided the storage.
       draw: how random numbers are drawn, if the trace is of some devices' rows (`cjax.sharding.place.local`).
+      is_graded: whether there is a backward pass.
     """
     layout = layout or storage.layout
     is_ring = plan.sequence.mode == "ring" and mesh.shape.get(PIPE, 1) == 1
     placer = make_placer(
-        trace, storage, plan, mesh, layout, draw, order=order_of(trace, layout) if is_ring else None
+        trace, storage, plan, mesh, layout, draw, order=order_of(trace, layout) if is_ring else None,
+        is_graded=is_graded,
     )  # fmt: skip
     ordered = placer if isinstance(placer, OrderedPlacer) else None
     sizes = [len(trace.leaves_of(kind)) for kind in ("params", "frozen", "model_state", "batch")]
@@ -239,7 +247,7 @@ def place_loss(
             batch = [ordered.given(i, x) for i, x in zip(batch_leaves, batch, strict=True)]
         trees = ((storage.params, params), (storage.frozen, frozen), (storage.model_state, model_state))
         stored = [array for tree, arrays in trees for array in tree.in_layer_order(arrays)]
-        with placer.copies.made():
+        with placer.copies.made(), placer.filled.made():
             outs = run([*stored, *batch, key, index])
         return [*outs[:num_results], *storage.model_state.pad(outs[num_results:])]
 

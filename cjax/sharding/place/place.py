@@ -27,12 +27,14 @@ from cjax.sharding.attention.split import attend
 from cjax.sharding.layout.late import Late, LateSums
 from cjax.sharding.layout.layout import NO_SEQUENCE, Layout
 from cjax.sharding.place.copies import Copies
+from cjax.sharding.place.filled import Filled
 from cjax.sharding.place.for_gpus import hands_on_rows, make_again, remade
 from cjax.sharding.place.grid_products import GridProducts
 from cjax.sharding.place.joint import Joint, JointProducts
 from cjax.sharding.place.late_sums import evaluate_late
-from cjax.sharding.place.saved import checkpointed, has_complex, kept
-from cjax.sharding.products.lookup import find_rows, is_lookup, look_up, pick, picked_dim
+from cjax.sharding.place.merged import Merged, MergedProducts
+from cjax.sharding.place.saved import checkpointed, has_complex, keep_sum, kept, with_bias
+from cjax.sharding.products.lookup import find_rows, is_lookup, look_up, look_up_whole, pick, picked_dim
 from cjax.sharding.products.ragged import is_by_rows, multiply_rows
 from cjax.sharding.products.region import raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
@@ -96,22 +98,28 @@ class Placer(Hooks):
         sequence: SequencePlan = NO_SEQUENCE,
         kernel: Kernel | None = None,
         waits: bool = True,
+        unrolls: bool = False,
     ) -> None:
         self._trace, self._layout, self._mesh, self._weights = trace, layout, mesh, weights
         self._lowering = Lowering(trace.closed, LOWS[precision]) if precision in LOWS else None
         self._remat, self._gathers, self._draw, self._sequence = remat, gathers, draw, sequence
         self._kernel: Kernel | None = kernel
+        self.unrolls = unrolls
         self._products = GridProducts(trace.dims, layout, mesh, self._lowering)
         self.copies = Copies(trace, layout, mesh)
+        self.filled = Filled(trace, mesh)
         self._late = LateSums(trace.dims, layout)
         self._joint = JointProducts(trace, layout, self._lowering, waits)
+        self._merged = MergedProducts(mesh, self._lowering.low if self._lowering else None)
         self._has_complex = has_complex(trace.closed.jaxpr)
+        self._with_bias = with_bias(trace.closed.jaxpr)
         dims = trace.dims
         self._tables = {leaf for leaf, _, _ in dims.tables}
         self._rounded = rounded_leaves(trace)
         self._compared = compared(trace.closed.jaxpr)
-        self._remade = remade(trace.closed.jaxpr) if on_gpus(mesh) else frozenset[int]()
-        self._by_rows = on_gpus(mesh) and hands_on_rows(trace)
+        self._on_gpus = on_gpus(mesh)
+        self._remade = remade(trace.closed.jaxpr) if self._on_gpus else frozenset[int]()
+        self._by_rows = self._on_gpus and hands_on_rows(trace)
         self._looped = {o for m in dims.matmuls if m.looped for o in (m.lhs_origin, m.rhs_origin)}
         self._batched = {o for m in dims.matmuls if m.batched for o in (m.lhs_origin, m.rhs_origin)}
 
@@ -128,7 +136,7 @@ class Placer(Hooks):
         placements = placement.used, placement.gradient, placement.stored or placement.used
         used, gradient, stored = (PartitionSpec(*spec[lead:]) for spec in placements)
         if self._mesh.size == 1 and low is None:
-            return value
+            return self.filled.ready(leaf, value)
         # The gradient of a lookup in a split table is not made in any further parts but at the price of copies.
         # And that of a loop is summed up whole: scattered at once, it would be reduced in each turn.
         whole = leaf in self._looped or (leaf in self._tables and any(used)) or self._sums_wrong(leaf, used, gradient)
@@ -137,10 +145,12 @@ class Placer(Hooks):
         ready = _ready(self._mesh, stored, used, summed, gradient, low)(value)
         if copied:
             self.copies.add(leaf, ready, used, gradient)
+        elif not any(used):
+            return self.filled.ready(leaf, ready)
         return ready
 
     def knows(self, value: object) -> bool:
-        return self.copies.has(value)
+        return self.copies.has(value) or self.filled.has(value)
 
     def _sums_wrong(self, leaf: int, used: PartitionSpec, gradient: PartitionSpec) -> bool:
         """Whether XLA's partitioner would lose a part of a sum (JAX 0.10.2 and 0.12.0.1).
@@ -166,8 +176,10 @@ class Placer(Hooks):
         ins = self._joint.read(eqn, ins) if alone else ins
         given, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
         is_copied = any(map(self.copies.has, ins))
-        if found is None and is_copied:
-            found = self.copies.equation(eqn, ins, scope, given, params)
+        if found is None:
+            found = (
+                self.copies.equation(eqn, ins, scope, given, params) if is_copied else self._by_filled(eqn, ins, scope)
+            )
         read = ins
         if found is not None:
             outs = [found]
@@ -180,11 +192,20 @@ class Placer(Hooks):
             else:
                 ins = self._joint.beside(eqn, ins, scope) if alone else ins
                 outs = kept(eqn, self._evaluate(eqn, ins, scope, params), self._remat)
+        if id(eqn) in self._with_bias:
+            outs = [keep_sum(outs[0], ins, self._remat)]
         if name_of(eqn) in PINNED or self._meets_rows(eqn, scope):
             outs = [self._pin(var, out, scope, eqn) for var, out in zip(eqn.outvars, outs, strict=True)]
         if is_copied:
             self.copies.carry(eqn, read, given, params, outs, scope)
+        self.filled.transposed(eqn, read, outs)
         return outs
+
+    def _by_filled(self, eqn: Equation, ins: list[Any], scope: Scope) -> jax.Array | None:
+        """The result of a product with a weight that is filled up; None for all others."""
+        lowering = self._lowering
+        given = (lambda some: lowering.given(eqn, some, scope)) if lowering else (lambda some: (some, eqn.params))
+        return self.filled.product(eqn, ins, given)
 
     def _meets_rows(self, eqn: Equation, scope: Scope) -> bool:
         """Whether examples and rows that all of them make first meet in a result: in who is sent where. Otherwise XLA
@@ -201,7 +222,7 @@ class Placer(Hooks):
         given: Params = params or eqn.params
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
-            return bind(eqn, ins, given)
+            return look_up_whole(eqn, ins, given) if name_of(eqn) == "gather" else bind(eqn, ins, given)
         if name_of(eqn) in INSIDE and (holds_apart(eqn) or holds(eqn, self._is_off_grid)):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
         ins = self._off_grid(eqn, ins, scope)
@@ -216,7 +237,7 @@ class Placer(Hooks):
         # `slogdet` has a derivative of its own, which no hook sees, and which puts rows back in order by a gather.
         is_hidden = self._may_stop() and holds(eqn, reorders)
         if not is_apart(eqn) and not holds_apart(eqn) and not is_hidden:
-            return bind(eqn, ins, given)
+            return look_up_whole(eqn, ins, given) if name_of(eqn) == "gather" else bind(eqn, ins, given)
         return self._apart(eqn, ins, scope, given)
 
     def _axes_of_rows(self, eqn: Equation, scope: Scope) -> tuple[str, ...]:
@@ -335,11 +356,14 @@ class Placer(Hooks):
             found = attention_groups(self._trace, eqns, results, scope)
             groups += found if self._sequence.size > 1 else fused_groups([group.of for group in found])
         groups = [*groups, *self._late.find(eqns, results, scope, groups)]
-        return [*groups, *self._joint.find(eqns, results, scope, groups)]
+        groups = [*groups, *self._joint.find(eqns, results, scope, groups)]
+        return [*groups, *self._merged.find(eqns, results, scope, groups)]
 
     def group(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         if isinstance(group.of, Joint):
             return self._joint.evaluate(group, ins, lambda eqn, read: self.equation(eqn, read, scope, alone=False))
+        if isinstance(group.of, Merged):
+            return self._merged.evaluate(group, ins)
         if isinstance(group.of, Late):
             outs = self._summed_late(group, ins, changed, scope)
         elif isinstance(group.of, Attention):
@@ -420,7 +444,7 @@ class Placer(Hooks):
 
     def layer(self, body: Callable[..., Any]) -> Callable[..., Any]:
         # Inside a scan the loop itself keeps XLA from merging the second computation with the first.
-        return checkpointed(body, self._remat, self._has_complex)
+        return checkpointed(body, self._remat, self._has_complex, prevent_cse=self.unrolls)
 
     def block(self, body: Callable[..., Any]) -> Callable[..., Any]:
         return body if self._remat == "none" else checkpointed(body, self._remat, self._has_complex)

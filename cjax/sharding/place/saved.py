@@ -1,6 +1,7 @@
 """What a layer saves for its backward pass, and what it makes again."""
 
-from collections.abc import Callable, Mapping
+import collections
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,12 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, jaxpr_as_fun, jaxprs_in_params, make_jaxpr
-from cjax.trace.jaxpr.primitives import FACTS, UNKNOWN, is_cheap, named, word_for
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params, make_jaxpr
+from cjax.trace.emit.precision import MATMULS
+from cjax.trace.jaxpr.primitives import FACTS, UNKNOWN, is_cheap, name_of, named, word_for
 from cjax.trace.jaxpr.view import open_bodies, opened
 
 KEPT = "cjax.kept"
 _COMPARES = named("lt le gt ge")
+_SUMS, _SHAPES = named("add"), named("reshape transpose convert_element_type squeeze")
 _MAKES_COMPLEX = named("complex eig")  # of real numbers; `fft` says by its parameters
 
 
@@ -64,6 +67,50 @@ def has_complex(jaxpr: Jaxpr) -> bool:
     return inputs or any(
         any(is_complex(v.aval) for v in eqn.outvars) or any(map(has_complex, open_bodies(eqn))) for eqn in jaxpr.eqns
     )
+
+
+def with_bias(jaxpr: Jaxpr) -> frozenset[int]:
+    """Ids of the equations, those within others included, that add to a product what is smaller, and are all that
+    reads it.
+
+    Saved is the sum in place of the product: as many bytes, written by the kernel that adds, of which a backward pass
+    need not add again. A product's own kernel writes elsewhere than to the stack of all layers' results, so that it
+    would be copied there.
+
+    >>> import jax
+    >>> len(with_bias(jax.make_jaxpr(lambda x, w, b: x @ w + b)(*map(jax.numpy.ones, [(4, 3), (3, 2), 2])).jaxpr))
+    1
+    """
+    found = {id_ for eqn in jaxpr.eqns for body in open_bodies(eqn) for id_ in with_bias(body)}
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    reads = collections.Counter(v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
+    reads.update(v for v in jaxpr.outvars if not isinstance(v, Literal))
+
+    def is_product(atom: Atom) -> bool:
+        while not isinstance(atom, Literal) and atom in makers and reads[atom] == 1:
+            if name_of(makers[atom]) in MATMULS:
+                return True
+            if name_of(makers[atom]) not in _SHAPES:
+                return False
+            atom = makers[atom].invars[0]
+        return False
+
+    def is_small(atom: Atom, of: Atom) -> bool:
+        made = None if isinstance(atom, Literal) else makers.get(atom)
+        return atom.aval.size < of.aval.size or (made is not None and name_of(made) == "broadcast_in_dim")
+
+    for eqn in jaxpr.eqns:
+        if name_of(eqn) in _SUMS:
+            one, other = eqn.invars
+            if is_product(one) and is_small(other, one) or is_product(other) and is_small(one, other):
+                found.add(id(eqn))
+    return frozenset(found)
+
+
+def keep_sum(out: Any, ins: Sequence[Any], remat: str) -> Any:
+    """Such a sum, saved for the backward pass where products are, if it is as small as the product."""
+    product = max(ins, key=lambda x: x.size)
+    return checkpoint_name(out, KEPT) if remat == "none" and out.dtype == product.dtype else out
 
 
 POLICIES: Mapping[str, Callable[..., Any] | None] = {

@@ -29,7 +29,10 @@ Body = Callable[..., Any]  # of a loop, or a layer: what it takes and gives is i
 
 
 class Hooks:
-    """What happens at each equation; this one changes nothing."""
+    """What happens at each equation; this one changes nothing. `unrolls`: whether layers are evaluated one by one,
+    rather than in a loop."""
+
+    unrolls: bool = False
 
     def weight(self, leaf: int, value: jax.Array) -> jax.Array:
         """Input `leaf`, or one layer of it, is about to be used."""
@@ -86,6 +89,36 @@ def layer_of(eqns: Sequence[Equation], run: RepeatedLayers) -> tuple[Sequence[Eq
     results = [written for _, _, written, _ in run.carries]
     results += [group[t] for group in (*run.last_only, *run.outputs)]
     return eqns[run.start + t * run.period : run.start + (t + 1) * run.period], results
+
+
+def in_turn(body: Body, carry: Any, xs: Any, length: int, reverse: bool = False) -> tuple[Any, Any]:
+    """What `lax.scan` gives, each turn evaluated by itself: what a turn saves lies where it was made.
+
+    >>> total, parts = in_turn(lambda c, x: (c + x, c), 0.0, jnp.arange(3.0), 3)
+    >>> float(total), parts.tolist()
+    (3.0, [0.0, 0.0, 1.0])
+    """
+    if length == 0:
+        return lax.scan(body, carry, xs, length=0)
+    leaves, tree = jax.tree.flatten(xs)
+    layers = list(zip(*map(_apart, leaves), strict=True)) if leaves else [()] * length
+    outs: list[Any] = [None] * length
+    for k in reversed(range(length)) if reverse else range(length):
+        carry, outs[k] = body(carry, jax.tree.unflatten(tree, layers[k]))
+    return carry, jax.tree.map(lambda *each: jnp.stack(each), *outs)
+
+
+def _apart(stack: jax.Array) -> tuple[jax.Array, ...]:
+    """The layers of a stack. Their gradients are stacked, where JAX would add each to zeros as large as the stack."""
+
+    def take(stack: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(stack[k] for k in range(stack.shape[0]))
+
+    if not jnp.issubdtype(stack.dtype, jnp.inexact):
+        return take(stack)
+    apart = jax.custom_vjp(take)
+    apart.defvjp(lambda stack: (take(stack), None), lambda _, gradients: (jnp.stack(gradients),))
+    return apart(stack)
 
 
 @dataclass
@@ -246,7 +279,8 @@ class Emitter:
             new, tail, outs = self.layer(eqns, run, inner, carry[0], values)
             return (new, tail), outs
 
-        (final, tail), outs = lax.scan(self.hooks.layer(layer), (initial, empty), (xs, literals), length=run.repeats)
+        turn = in_turn if self.hooks.unrolls else lax.scan
+        (final, tail), outs = turn(self.hooks.layer(layer), (initial, empty), (xs, literals), length=run.repeats)
         for group, value in zip(run.outputs, outs, strict=True):
             env.stacks[group] = value
             env.values.update((var, value[i]) for i, var in enumerate(group))
@@ -299,10 +333,13 @@ class Emitter:
             return self.turn(eqn, scope, consts, carry, given)
 
         layered = any(isinstance(source, ReadyWeight) for source in sources)
-        final, outs = lax.scan(
-            self.hooks.layer(body) if layered else body,
-            initial, xs, length=loop.length, reverse=loop.reverse, unroll=eqn.params["unroll"],
-        )  # fmt: skip
+        if layered and self.hooks.unrolls:
+            final, outs = in_turn(self.hooks.layer(body), initial, xs, loop.length, loop.reverse)
+        else:
+            final, outs = lax.scan(
+                self.hooks.layer(body) if layered else body,
+                initial, xs, length=loop.length, reverse=loop.reverse, unroll=eqn.params["unroll"],
+            )  # fmt: skip
         return [*final, *outs]
 
     def turn(

@@ -43,6 +43,15 @@ def test_a_search_knows_every_word() -> None:
     assert {"tensor", "sequence", *CARRIED, *WALKED, *(set(COLUMNS) & set(NAMES))} == set(NAMES)
 
 
+@pytest.mark.parametrize("word", ["layers", "none"])
+def test_how_layers_are_compiled_is_the_user_s_word(word: str) -> None:
+    """And where they are compiled one by one, no pipeline is among the plans: `Plan` would refuse it."""
+    found = plans(8, f"auto unroll={word}", num_rows=(24,), stacks=(6,))
+    assert {plan.unroll for plan in found} == {word}
+    rest = [plan for plan in everything() if word == "none" or plan.pipeline.size == 1]
+    assert len(found) == len(rest) > 100
+
+
 def test_all_words_have_all_their_values() -> None:
     words = {word for plan in plans(16) for word in str(plan).split()}
     tensors = ["tensor=2", "tensor=8", "tensor=2d:4", "tensor=2d:16", "tensor=2.5d:8/2", "tensor=2.5d:16/4"]

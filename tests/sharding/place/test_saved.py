@@ -1,6 +1,9 @@
-"""Complex numbers in layers: what is saved of them for the backward pass, and models that are made of them."""
+"""What layers save for the backward pass: sums of products and biases, and of complex numbers their parts; models that
+are made of such numbers.
+"""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -13,7 +16,8 @@ from flax import nnx
 from jax._src.ad_checkpoint import saved_residuals
 
 import cjax
-from cjax.sharding.place.saved import checkpointed, has_complex
+from cjax.program.steps import make_step
+from cjax.sharding.place.saved import KEPT, checkpointed, has_complex, keep_sum, with_bias
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 ROWS, LENGTH, WIDTH, STATE = 16, 6, 8, 4
@@ -177,3 +181,96 @@ def test_a_checkpoint_saves_no_complex_numbers() -> None:
     np.testing.assert_allclose(
         jax.grad(lambda x: body(x).real.sum())(x), jax.grad(lambda x: layer(x).real.sum())(x), rtol=1e-5
     )
+
+
+# -- products and their biases ----------------------------------------------------------------------------------------
+SUMS: dict[str, Callable[..., Any]] = {
+    "a vector": lambda x, w, b, r: x @ w + b,
+    "in front": lambda x, w, b, r: b + x @ w,
+    "of as many dims": lambda x, w, b, r: x @ w + b.reshape(1, 1, -1),
+    "spread by hand": lambda x, w, b, r: x @ w + jnp.broadcast_to(b, r.shape),
+    "a number": lambda x, w, b, r: x @ w + 1.0,
+    "behind a cast": lambda x, w, b, r: (x @ w).astype(jnp.bfloat16) + b.astype(jnp.bfloat16),
+    "behind a reshape": lambda x, w, b, r: (x.reshape(-1, WIDTH) @ w).reshape(r.shape) + b,
+    "in a loop": lambda x, w, b, r: jax.lax.scan(lambda c, _: (c + x @ w, (x @ w + b).sum()), r, None, 3)[1],
+    "under a checkpoint": lambda x, w, b, r: jax.checkpoint(lambda x: jnp.tanh(x @ w + b))(x),
+}
+OTHERS: dict[str, Callable[..., Any]] = {
+    "a residual": lambda x, w, b, r: x @ w + r,
+    "two products": lambda x, w, b, r: x @ w + r @ w.T @ w,
+    "read twice": lambda x, w, b, r: (lambda y: y + b + jnp.tanh(y))(x @ w),
+    "read behind the add too": lambda x, w, b, r: (lambda y: ((y + b).sum(), (y * y).sum()))(x @ w),
+    "handed out": lambda x, w, b, r: (lambda y: (y, y + b))(x @ w),
+    "of no product": lambda x, w, b, r: jnp.tanh(x) + b[0],
+    "what is not added": lambda x, w, b, r: x @ w - b,
+    "behind what bends": lambda x, w, b, r: jnp.tanh(x @ w) + b,
+}
+GIVEN = (
+    jnp.ones((ROWS, LENGTH, WIDTH)), jnp.ones((WIDTH, 12)), jnp.ones(12), jnp.ones((ROWS, LENGTH, 12)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_bias_behind_a_product_is_found(name: str) -> None:
+    assert len(with_bias(jax.make_jaxpr(SUMS[name])(*GIVEN).jaxpr)) == 1
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_adds_no_bias_to_a_product_of_its_own_is_not(name: str) -> None:
+    assert not with_bias(jax.make_jaxpr(OTHERS[name])(*GIVEN).jaxpr)
+
+
+class Biased(nn.Module):
+    """Layers of two products with their biases, of which the first is read by what bends."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(24)(nn.LayerNorm()(x))))
+        return x
+
+
+@pytest.mark.parametrize(("remat", "names"), [("none", 2), ("dots", 0), ("block", 0)])
+def test_sums_are_saved_where_products_are(remat: str, names: int) -> None:
+    """In the step of a model: each of a layer's two, and nothing where less is saved."""
+    program = cjax.parallelize(Biased(), loss, optax.sgd(0.1), BATCH, f"remat={remat}")
+    text = str(make_step(program._composed).trace(*program._inputs).jaxpr)
+    assert text.count("name=cjax.kept") == names
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_the_sum_is_saved_in_place_of_its_product(low: bool) -> None:
+    """As many bytes, and one of the two."""
+    dtype = jnp.bfloat16 if low else jnp.float32
+    x, w, b, _ = (array.astype(dtype) for array in GIVEN)
+
+    def layer(kept: bool) -> Callable[..., Any]:
+        def run(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+            product = x @ w
+            return jnp.tanh(keep_sum(product + b, [product, b], "none") if kept else product + b)
+
+        return checkpointed(run, "none", False)
+
+    ours, plain = (
+        [aval for aval, why in saved_residuals(layer(kept), x, w, b) if "argument" not in why] for kept in (True, False)
+    )
+    large = (ROWS, LENGTH, 12)
+    assert [aval.shape for aval in plain].count(large) == [aval.shape for aval in ours].count(large) == 1
+    assert sum(a.size * a.dtype.itemsize for a in ours) <= sum(a.size * a.dtype.itemsize for a in plain)
+    why = [why for aval, why in saved_residuals(layer(True), x, w, b) if aval.shape == large]
+    assert why[0].startswith("named 'cjax.kept'"), why
+    for one, other in zip(
+        *(jax.grad(lambda *a, k=k: layer(k)(*a).sum(), (0, 1, 2))(x, w, b) for k in (0, 1)), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+def test_a_sum_that_is_wider_than_its_product_is_made_again() -> None:
+    def is_kept(bias: Any, remat: str = "none") -> bool:
+        def added(product: jax.Array, bias: jax.Array) -> jax.Array:
+            return keep_sum(product + bias, [product, bias], remat)
+
+        return KEPT in str(jax.make_jaxpr(added)(jnp.ones((4, 3), jnp.bfloat16), jnp.ones(3, bias)))
+
+    assert is_kept(jnp.bfloat16) and not is_kept(jnp.float32)
+    assert not is_kept(jnp.bfloat16, "dots")

@@ -1,4 +1,5 @@
-"""Lookups in split tables and picks from a split dim, against the same gather on one device."""
+"""Lookups in split tables and picks from a split dim, against the same gather on one device; and gradients of gathers
+that nothing splits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.extend import core as jex
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from cjax.audit import audit
 from cjax.mesh import build_mesh
-from cjax.sharding.products.lookup import is_lookup, look_up, pick, picked_dim
+from cjax.sharding.products.lookup import is_lookup, look_up, look_up_whole, pick, picked_dim
 
 BATCH, SEQ, VOCAB, EMBED = 8, 6, 101, 10  # the vocabulary divides by nothing
 
@@ -42,7 +45,7 @@ def some_indices(size: int, *shape: int, outside: bool) -> np.ndarray:
     return found
 
 
-def assert_same(eqn: Any, given: Callable[..., Any], operand: np.ndarray, indices: np.ndarray) -> None:
+def assert_same(eqn: Any, ours: Callable[..., Any], operand: np.ndarray, indices: np.ndarray) -> None:
     """Value and gradient against the equation itself."""
 
     def plain(operand: jax.Array) -> jax.Array:
@@ -50,7 +53,7 @@ def assert_same(eqn: Any, given: Callable[..., Any], operand: np.ndarray, indice
 
     with jax.enable_x64(True):
         wanted, pull_wanted = jax.vjp(plain, operand)
-        found, pull = jax.vjp(jax.jit(lambda operand: given(operand, jnp.asarray(indices))), operand)
+        found, pull = jax.vjp(jax.jit(lambda operand: ours(operand, jnp.asarray(indices))), operand)
         seed = np.random.default_rng(1).standard_normal(wanted.shape)
         np.testing.assert_array_equal(found, wanted)
         np.testing.assert_allclose(pull(jnp.asarray(seed))[0], pull_wanted(jnp.asarray(seed))[0], rtol=1e-12)
@@ -134,8 +137,8 @@ def test_a_pick_of_integers_is_filled_as_jax_fills_it(dtype: Any) -> None:
     eqn = along("fill", dtype)
     numbers = np.arange(BATCH * SEQ * VOCAB, dtype=dtype).reshape(BATCH, SEQ, VOCAB)
     indices = some_indices(VOCAB, *eqn.invars[1].aval.shape, outside=True)
-    given = jax.jit(lambda x, i: pick(eqn, x, i, P("row", None, "col"), 2, mesh()))(numbers, indices)
-    np.testing.assert_array_equal(given, eqn.primitive.bind(numbers, indices, **eqn.params))
+    found = jax.jit(lambda x, i: pick(eqn, x, i, P("row", None, "col"), 2, mesh()))(numbers, indices)
+    np.testing.assert_array_equal(found, eqn.primitive.bind(numbers, indices, **eqn.params))
 
 
 def test_a_pick_moves_one_number_for_each_row() -> None:
@@ -160,3 +163,137 @@ def test_other_gathers_are_left_alone(function: Callable[..., Any]) -> None:
     shapes = jax.ShapeDtypeStruct((VOCAB, VOCAB), np.float32), jax.ShapeDtypeStruct((BATCH, SEQ), np.int32)
     for eqn in gathers(function, *shapes):
         assert not is_lookup(eqn) and picked_dim(eqn) is None
+
+
+# -- gathers that nothing splits --------------------------------------------------------------------------------------
+def whole(eqn: Any, operand: Any, indices: Any) -> jax.Array:
+    (found,) = look_up_whole(eqn, (operand, indices), eqn.params)
+    return found
+
+
+def as_it_stands(eqn: Any, operand: Any, indices: Any) -> jax.Array:
+    return eqn.primitive.bind(operand, indices, **eqn.primitive.get_bind_params(eqn.params))
+
+
+def pulled(function: Callable[[jax.Array], jax.Array], operand: Any, seed: Any) -> tuple[jax.Array, jax.Array]:
+    """The value, and the gradient of what `seed` weighs it by."""
+    found, pull = jax.vjp(function, operand)
+    return found, pull(jnp.asarray(seed, found.dtype))[0]
+
+
+def wide(x: Any) -> np.ndarray:
+    """In float32: NumPy does not know the NaN of bfloat16 for one."""
+    return np.asarray(x, np.float32)
+
+
+def scatters(function: Callable[..., Any], *args: Any) -> int:
+    return str(jax.make_jaxpr(jax.grad(lambda *args: function(*args).sum()))(*args)).count(" scatter-add[")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_gradient_of_a_row_that_is_looked_up_often_is_rounded_once(dtype: Any) -> None:
+    """Alone in bfloat16, a sum of equal numbers stands still at 256 of them."""
+    number, size = 16384, 3e-3
+    shapes = jax.ShapeDtypeStruct((2, 4), dtype), jax.ShapeDtypeStruct((number,), np.int32)
+    (eqn,) = gathers(lambda table, ids: table[ids], *shapes)
+    table, ids, seed = jnp.ones((2, 4), dtype), jnp.zeros((number, 1), np.int32), jnp.full((number, 4), size, dtype)
+    _, plain = pulled(lambda table: as_it_stands(eqn, table, ids), table, seed)
+    value, gradient = pulled(lambda table: whole(eqn, table, ids), table, seed)
+    wanted = number * float(seed[0, 0])
+    assert value.dtype == gradient.dtype == dtype
+    assert np.abs(np.asarray(gradient, np.float64)[0] / wanted - 1).max() < 1e-2 and not np.any(gradient[1])
+    assert np.abs(np.asarray(plain, np.float64)[0] / wanted - 1).max() > 0.1, "or this asks for nothing"
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    st.lists(st.integers(1, 4), min_size=1, max_size=2),
+    st.integers(0, 2),
+    st.sampled_from(MODES),
+    st.sampled_from([jnp.bfloat16, jnp.float16, jnp.float32]),
+)
+def test_any_lookup_has_the_gradient_of_its_gather_in_float32(
+    shape: list[int], rows: list[int], axis: int, mode: str, dtype: Any
+) -> None:
+    axis, rng = axis % len(shape), np.random.default_rng(0)
+    outside = 0 if mode == "promise_in_bounds" else 3
+    ids = rng.integers(-outside, shape[axis] + outside, rows).astype(np.int32)
+    (eqn,) = gathers(
+        lambda table, ids: table.at[(*[slice(None)] * axis, ids)].get(mode=mode, wrap_negative_indices=False),
+        jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(rows, np.int32),
+    )  # fmt: skip
+    assert is_lookup(eqn)
+    table, ids = jnp.asarray(rng.standard_normal(shape), dtype), ids[..., None]
+    seed = jnp.asarray(rng.standard_normal(eqn.outvars[0].aval.shape), dtype)
+    value, gradient = pulled(lambda table: whole(eqn, table, ids), table, seed)
+    _, wanted = pulled(lambda table: as_it_stands(eqn, table, ids), table.astype(jnp.float32), seed)
+    np.testing.assert_array_equal(wide(value), wide(as_it_stands(eqn, table, ids)))
+    assert gradient.dtype == dtype
+    # Sums in another order differ by a rounding of float32, which may be one of the dtype.
+    rounding = 1e-6 if dtype == jnp.float32 else 8e-3
+    np.testing.assert_allclose(wide(gradient), wide(wanted.astype(dtype)), rtol=rounding, atol=1e-6)
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.integers(1, 4), max_size=2),
+    st.integers(1, 6),
+    st.sampled_from(MODES),
+    st.sampled_from([jnp.bfloat16, jnp.float32]),
+    st.booleans(),
+)
+def test_any_pick_has_the_gradient_of_its_gather(
+    rows: list[int], classes: int, mode: str, dtype: Any, remat: bool
+) -> None:
+    """Also where an index is outside: filled, it moves nothing; clipped, the first entry or the last."""
+    rng, outside = np.random.default_rng(0), 0 if mode == "promise_in_bounds" else 9
+    ids = rng.integers(-outside, classes + outside, (*rows, 1)).astype(np.int32)
+    shapes = jax.ShapeDtypeStruct((*rows, classes), dtype), jax.ShapeDtypeStruct(ids.shape, np.int32)
+    (eqn,) = gathers(lambda x, i: jnp.take_along_axis(x, i, axis=-1, mode=mode), *shapes)
+    logits, ids = jnp.asarray(rng.standard_normal(shapes[0].shape), dtype), ids.reshape(eqn.invars[1].aval.shape)
+    seed = jnp.asarray(rng.standard_normal(eqn.outvars[0].aval.shape), dtype)
+
+    def ours(x: jax.Array) -> jax.Array:
+        return whole(eqn, x, ids)
+
+    value, gradient = pulled(jax.checkpoint(ours) if remat else ours, logits, seed)
+    found, wanted = pulled(lambda x: as_it_stands(eqn, x, ids), logits, seed)
+    np.testing.assert_array_equal(wide(value), wide(found))
+    np.testing.assert_array_equal(wide(gradient), wide(wanted))  # at most one number comes to each place
+    assert gradient.dtype == dtype
+    inside = (ids >= 0) & (ids < classes)
+    if mode == "fill" and not inside.all():
+        assert np.isnan(wide(value)).any() and np.isfinite(wide(gradient)).all()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16])
+def test_a_pick_by_small_integers_counts_further_than_they_do(dtype: Any) -> None:
+    """Of 300 classes, none but the one picked has a gradient."""
+    ids = np.asarray([[3], [100], [0], [44]], dtype)
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((4, 300)), jnp.float32)
+    (eqn,) = gathers(lambda x, i: jnp.take_along_axis(x, i, axis=-1, mode="promise_in_bounds"), logits, ids)
+    ids = ids.reshape(eqn.invars[1].aval.shape)
+    _, gradient = pulled(lambda x: whole(eqn, x, ids), logits, np.ones(eqn.outvars[0].aval.shape))
+    np.testing.assert_array_equal(np.argwhere(gradient), [[0, 3], [1, 100], [2, 0], [3, 44]])
+
+
+def test_a_pick_is_compared_for_and_not_scattered() -> None:
+    shapes = jnp.ones((BATCH, SEQ, VOCAB)), jnp.ones((BATCH, SEQ, 1), np.int32)
+    (eqn,) = gathers(lambda x, i: jnp.take_along_axis(x, i, axis=-1), *shapes)
+    ids = jnp.ones(eqn.invars[1].aval.shape, np.int32)
+    assert scatters(lambda x: as_it_stands(eqn, x, ids), shapes[0]) == 1
+    assert scatters(lambda x: whole(eqn, x, ids), shapes[0]) == 0
+
+
+def test_other_gathers_stay_as_they_are() -> None:
+    """Several entries of each row, tables of float32, and integers."""
+    logits, table = jnp.arange(24.0).reshape(4, 6), jnp.arange(12, dtype=np.int32).reshape(4, 3)
+    few = np.asarray([[0, 0, 5]] * 4, np.int32)
+    (several,) = gathers(lambda x, i: jnp.take_along_axis(x, i, axis=-1), logits, few)
+    few = few.reshape(several.invars[1].aval.shape)
+    assert picked_dim(several) == 1 and scatters(lambda x: whole(several, x, few), logits) == 1
+    _, gradient = pulled(lambda x: whole(several, x, few), logits, np.ones((4, 3)))
+    np.testing.assert_array_equal(gradient, [[2, 0, 0, 0, 0, 1]] * 4)
+    (of_integers,) = gathers(lambda table, ids: table[ids], table, np.asarray([1, 3]))
+    np.testing.assert_array_equal(whole(of_integers, table, jnp.asarray([[1], [3]])), table[np.asarray([1, 3])])

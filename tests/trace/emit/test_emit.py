@@ -16,7 +16,7 @@ from jax.extend import core as jex
 from zoo import MODELS
 
 from cjax.trace.dims.find import find_dims
-from cjax.trace.emit.emit import Hooks, bind, emit
+from cjax.trace.emit.emit import Hooks, bind, emit, in_turn
 from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.layers.repeats import find_runs
 
@@ -47,6 +47,12 @@ class Spy(Hooks):
     def layer(self, body: Callable[..., Any]) -> Callable[..., Any]:
         self.layers += 1
         return body
+
+
+class Apart(Spy):
+    """With layers one by one."""
+
+    unrolls = True
 
 
 def alone(number: int) -> list[tuple[int, ...]]:
@@ -128,6 +134,7 @@ def test_any_chain_of_layers_comes_out_the_same(kinds: list[str], collects: bool
     closed = simplify(jax.make_jaxpr(model)(x, *kernels))
     # Each of seven layers may treble the rounding of those before it; one in the wrong place is off in the first digit.
     assert_equal_results(emitted(closed)(x, *kernels), jax.tree.leaves(model(x, *kernels)), 1e-3)
+    assert_equal_results(emitted(closed, hooks=Apart())(x, *kernels), jax.tree.leaves(model(x, *kernels)), 1e-3)
 
 
 def stack_of(depth: int, body: Callable[[jax.Array, jax.Array], jax.Array]) -> jex.ClosedJaxpr:
@@ -251,3 +258,76 @@ def test_gradients_flow_through_a_rolled_stack() -> None:
 
     given = jax.grad(lambda *args: (emitted(closed)(*args)[0] ** 2).sum(), range(7))(*args)
     assert_equal_results(given, jax.grad(reference, range(7))(*args), 1e-4)
+
+
+# -- layers one by one ------------------------------------------------------------------------------------------------
+@settings(max_examples=10)
+@given(st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
+def test_turns_give_what_a_scan_gives(length: int, reverse: bool, reads: bool, gives: bool) -> None:
+    """With gradients of all that goes in, whether layers have anything of their own or leave anything behind."""
+    rng = np.random.default_rng(0)
+    start = {"x": jnp.asarray(rng.standard_normal(3), jnp.float32), "count": jnp.int32(1)}
+    stack = {"w": jnp.asarray(rng.standard_normal((length, 3)), jnp.float32), "n": jnp.arange(length)}
+    stack |= {"key": jax.random.split(jax.random.key(0), length)}
+
+    def layer(carry: Any, own: Any) -> Any:
+        w, n = (own["w"] + jax.random.normal(own["key"], (3,)), own["n"]) if reads else (jnp.ones(3), jnp.int32(2))
+        new = {"x": jnp.sin(carry["x"] * w + n), "count": 2 * carry["count"] + n}
+        return new, (carry["x"] * w, carry["count"]) if gives else None
+
+    def total(turn: Any, x: jax.Array, w: jax.Array) -> Any:
+        own = {**stack, "w": w} if reads else None
+        out = turn(layer, {**start, "x": x}, own, length=length, reverse=reverse)
+        seen = (out[1][0] * jnp.arange(1.0, length + 1)[:, None]).sum() if gives else 0.0
+        return out[0]["x"].sum() + seen, out
+
+    found, wanted = (
+        jax.value_and_grad(lambda x, w, t=t: total(t, x, w), (0, 1), has_aux=True)(start["x"], stack["w"])
+        for t in (in_turn, jax.lax.scan)
+    )
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    assert_equal_results(jax.tree.leaves(found), jax.tree.leaves(wanted))
+
+
+def test_layers_one_by_one_have_no_loop_and_their_gradients_are_stacked() -> None:
+    """Each weight is made ready by itself, and no zeros as large as the stack are added to."""
+    closed, spy, (x, *kernels) = stack_of(5, body), Apart(), inputs(5)
+    function, stack = emitted(closed, [tuple(range(1, 6))], spy), jnp.stack(kernels)
+    assert_equal_results(function(x, *kernels), emitted(closed, [tuple(range(1, 6))])(x, *kernels))
+    assert spy.layers == 1 and [leaf for leaf, _ in spy.weights if leaf] == [1] * 5
+    assert spy.carries == [(3, WIDTH)] * 6, "on the way in and from layer to layer"
+    run = emit(closed, find_runs(closed), find_dims(closed).top, [(0,), tuple(range(1, 6))], alone(1), Apart())
+    jaxpr = jax.make_jaxpr(jax.grad(lambda x, stack: run([x, stack])[0].sum(), (0, 1)))(x, stack)
+    assert " scan[" not in str(jaxpr) and " while[" not in str(jaxpr)
+    sums = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("add_any", "pad")]
+    assert not any(eqn.outvars[0].aval.shape == stack.shape for eqn in sums)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_an_authors_scan_is_taken_apart_the_way_it_runs(reverse: bool) -> None:
+    def function(kernels: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.scan(lambda x, kernel: (body(x, kernel), x.sum()), x, kernels, reverse=reverse)
+
+    kernels, x = jnp.stack(inputs(3)[1:]), inputs(3)[0]
+    spy = Apart()
+    run = emitted(simplify(jax.make_jaxpr(function)(kernels, x)), hooks=spy)
+    assert_equal_results(run(kernels, x), function(kernels, x))
+    assert spy.layers == 1 and [shape for leaf, shape in spy.weights if leaf == 0] == [(WIDTH, WIDTH)] * 3
+    assert "scan" not in str(jax.make_jaxpr(run)(kernels, x))
+
+
+def test_a_loop_that_has_no_weights_of_its_own_stays_one() -> None:
+    """Over positions, say, of which there may be thousands."""
+
+    def function(kernel: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, row: (body(x, kernel) + row, None), x, jnp.ones((7, 3, WIDTH)))[0]
+
+    kernel, x = inputs(1)[1], inputs(1)[0]
+    run = emitted(simplify(jax.make_jaxpr(function)(kernel, x)), hooks=Apart())
+    assert_equal_results(run(kernel, x), [function(kernel, x)])
+    assert "scan" in str(jax.make_jaxpr(run)(kernel, x))
+
+
+def test_no_layers_at_all_hand_on_what_they_are_given() -> None:
+    given = [turn(lambda c, x: (c + x, c * x), 2.0, jnp.ones((0,)), length=0) for turn in (in_turn, jax.lax.scan)]
+    assert_equal_results(jax.tree.leaves(given[0]), jax.tree.leaves(given[1]))

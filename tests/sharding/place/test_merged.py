@@ -1,0 +1,113 @@
+"""Products of one tensor with several weights, as one: which are merged, that numbers stay right, what is compiled."""
+
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import cjax
+from cjax.mesh import compile_lowered
+from cjax.sharding.place import merged
+
+WIDTH, ROWS, LENGTH = 16, 8, 24
+
+
+class Layer(nn.Module):
+    """Queries, keys and values by heads, a gate and what it opens, and one product of which there is no other."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
+        y = nn.LayerNorm()(x)
+        wide = self.param("wide", nn.initializers.lecun_normal(), (40, WIDTH))  # its columns first
+        opened = jnp.einsum("...e,fe->...f", y, wide)[..., :24]
+        return x + nn.Dense(WIDTH)(nn.silu(nn.Dense(24)(y)) * opened)
+
+
+class Model(nn.Module):
+    """Layers that repeat, and one last product."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = Layer()(x)
+        return nn.Dense(1)(x)
+
+
+def loss(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean((model(batch["x"])[..., 0] - batch["y"]) ** 2)
+
+
+def batch() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    draw = rng.standard_normal
+    return {"x": draw((ROWS, LENGTH, WIDTH), np.float32), "y": draw((ROWS, LENGTH), np.float32)}
+
+
+def program(plan: str) -> cjax.Program:
+    return cjax.parallelize(Model(), loss, optax.adamw(1e-3), batch(), plan, devices=jax.devices("cpu")[:1])
+
+
+def results(plan: str) -> tuple[float, list[np.ndarray], int]:
+    """Loss, gradients, and products in the program."""
+    made = program(plan)
+    value, grads = made.value_and_grad(made.init(0), batch())
+    dots = len(re.findall(r"stablehlo.dot_general", made.lower().as_text()))
+    return float(value), [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(grads)], dots
+
+
+@pytest.mark.parametrize(
+    "plan", ["precision=bfloat16", "precision=float16 unroll=layers", "precision=bfloat16 remat=block"]
+)
+def test_numbers_are_those_of_products_one_by_one(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, wanted, apart = results(plan)
+    monkeypatch.setattr(merged, "on_gpus", lambda mesh: True)
+    value, grads, together = results(plan)
+    assert together < apart
+    np.testing.assert_allclose(value, plain, rtol=1e-3)
+    # Leaf by leaf against the largest: a key's bias has no gradient but what rounding makes.
+    exact = results("precision=float32")[1]
+    largest = max(map(np.linalg.norm, exact))
+    for mine, theirs, right in zip(grads, wanted, exact, strict=True):
+        assert np.linalg.norm(mine - right) <= 1.5 * np.linalg.norm(theirs - right) + 2e-3 * largest
+
+
+def test_float32_and_several_devices_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, wanted, apart = results("precision=float32")
+    monkeypatch.setattr(merged, "on_gpus", lambda mesh: True)
+    value, grads, together = results("precision=float32")
+    assert (value, together) == (plain, apart)
+    assert all(map(np.array_equal, grads, wanted))
+
+
+def test_few_rows_are_not_worth_a_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merged, "on_gpus", lambda mesh: True)
+    monkeypatch.setattr(merged, "_columns", lambda eqn: ROWS * LENGTH)
+    fewer = results("precision=bfloat16")[2]
+    monkeypatch.undo()
+    assert fewer == results("precision=bfloat16")[2]
+
+
+@pytest.mark.aot
+def test_an_h100_multiplies_once_for_all_three() -> None:
+    wide = {"x": jax.ShapeDtypeStruct((8, 512, 64), jnp.float32), "y": jax.ShapeDtypeStruct((8, 512), jnp.float32)}
+
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for _ in range(3):
+                x = x + nn.MultiHeadDotProductAttention(4, qkv_features=256, use_bias=False)(x)
+            return nn.Dense(1)(x)
+
+    made = cjax.parallelize(Attention(), loss, optax.sgd(1e-3), wide, "precision=bfloat16", devices="h100:1")
+    text = compile_lowered(made.lower(), list(made.mesh.devices.flat)).as_text()
+    # The gradient of the input of each layer but the first: one product, over the columns of all three weights.
+    assert (
+        len(re.findall(r"bf16\[4096,64\]\S*, s8\S*\) custom-call\(\S+ \S+\), custom_call_target=\"__cublas", text)) >= 2
+    )
+    assert "bf16[64,768]" in text
