@@ -56,6 +56,19 @@ def take_turn() -> float:
     return time.perf_counter()
 
 
+def joules() -> float | None:
+    """What the card has drawn since its driver was loaded, by its own counter; None where that can't be read."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0)) / 1e3
+    except (ImportError, OSError, AttributeError):
+        return None
+    except pynvml.NVMLError:
+        return None
+
+
 def timed(step: Callable[[], Any], wait: Callable[[Any], float], steps: int, began: float) -> dict[str, float]:
     """Seconds of a step: median, and the spread of the middle nine tenths; from `began` to the end of the first, with
     all that is compiled for it; the last loss."""
@@ -63,13 +76,21 @@ def timed(step: Callable[[], Any], wait: Callable[[Any], float], steps: int, beg
     first = time.perf_counter() - began
     for _ in range(WARM - 1):
         loss = wait(step())
-    seconds = []
+    seconds: list[float] = []
+    drawn = joules()
     for _ in range(steps):
         start = time.perf_counter()
         loss = wait(step())
         seconds.append(time.perf_counter() - start)
+    used = None if drawn is None else (joules() or drawn) - drawn
     low, high = np.quantile(seconds, [0.05, 0.95])
-    return {"seconds": statistics.median(seconds), "spread": float(high - low), "first": first, "loss": loss}
+    return {
+        "seconds": statistics.median(seconds),
+        "spread": float(high - low),
+        "first": first,
+        "loss": loss,
+        "joules": used and used / steps,
+    }
 
 
 def run_cjax(row: Row, batch: int, steps: int, plan: str, profile: Path | None = None) -> dict[str, Any]:
@@ -179,6 +200,7 @@ def line(name: str, side: str, batch: int, row: Row, found: dict[str, Any]) -> s
         f"{1e3 * found['spread']:.1f})  {found['tokens/s']:10.0f} tokens/s  MFU {found['MFU']:6.1%}  "
         f"peak {found['peak'] / GIB:6.2f} GiB  first step {found['first']:.0f} s"
         + (f" (predicted {found['predicted'] / GIB:.2f})" if "predicted" in found else "")
+        + (f"  {found['joules']:.1f} J" if found.get("joules") else "")
         + (f"  planned {1e3 * found['about']:.1f} ms" if found.get("about") else "")
         + (f"  {found['profile']}" if "profile" in found else "")
         + (f"  counted flops {found['counted'] / row.flops(batch):.3f} of the formula's" if "counted" in found else "")

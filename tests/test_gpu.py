@@ -75,7 +75,8 @@ def test_memory_is_as_predicted_and_does_not_move() -> None:
     made = cjax.parallelize(
         row.build, row.loss, optax.adamw(1e-3), row.shapes(32), "precision=bfloat16", devices=[gpu()]
     )
-    state, batch = made.init(0), row.batch_of(32, 0)
+    # On the device already: of batches that are on their way, there are as many as the host is ahead.
+    state, batch = made.init(0), jax.device_put(row.batch_of(32, 0), gpu())
     used = []
     for step in range(100):
         state, metrics = made.step(state, batch)

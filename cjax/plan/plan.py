@@ -65,7 +65,8 @@ class Plan:
       rules: dim -> mesh axis or axes (None: kept whole), where a dim is a found name or `path/of/parameter:number`.
 
     Raises:
-      ValueError: values that no number of devices can satisfy, or words that exclude each other.
+      ValueError: values that no number of devices can satisfy.
+      Clash: words that exclude each other; a ValueError too.
 
     >>> str(Plan(tensor=4, zero=1))
     'tensor=4 zero=1'

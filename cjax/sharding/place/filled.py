@@ -50,8 +50,11 @@ class Filled:
             return value
         (dim,) = dims
         room = [(0, -size % _TILE if d == dim else 0) for d, size in enumerate(value.shape)]
-        filled = jnp.pad(value, room)
-        cut = lax.slice_in_dim(filled, 0, value.shape[dim], axis=dim)
+        return self._cut(jnp.pad(value, room), dim, value.shape[dim])
+
+    def _cut(self, filled: jax.Array, dim: int, size: int) -> jax.Array:
+        cut = lax.slice_in_dim(filled, 0, size, axis=dim)
+        assert self._made is not None
         self._made[id(cut)] = cut, filled, dim
         return cut
 
@@ -61,6 +64,17 @@ class Filled:
     def _of(self, value: object) -> tuple[Any, jax.Array, int] | None:
         made = (self._made or {}).get(id(value))
         return made if made is not None and made[0] is value else None
+
+    def handed(self, values: list[Any]) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
+        """Values as they are handed to a function, filled up, and from there back to what stands for them."""
+        known = [self._of(value) for value in values]
+
+        def back(given: list[Any]) -> list[Any]:
+            return [
+                x if of is None else self._cut(x, of[2], of[0].shape[of[2]]) for x, of in zip(given, known, strict=True)
+            ]
+
+        return [value if of is None else of[1] for value, of in zip(values, known, strict=True)], back
 
     def transposed(self, eqn: Equation, ins: Sequence[Any], outs: Sequence[Any]) -> None:
         """Remembers what a transpose makes of such a weight."""

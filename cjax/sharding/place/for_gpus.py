@@ -48,6 +48,12 @@ def takes_apart(plan: Plan, mesh: Mesh) -> bool:
     return plan.unroll == "layers" or (plan.unroll == "auto" and mesh.size == 1 and on_gpus(mesh) and not plan.walks)
 
 
+def sums_with_gradients(plan: Plan, mesh: Mesh) -> bool:
+    """Whether sums over pieces make their gradients along with them. Devices that share rows would reduce them in each
+    turn; and float16 has no room for gradients that nobody has scaled."""
+    return mesh.size == 1 and on_gpus(mesh) and plan.precision != "float16" and not plan.walks
+
+
 def remade(jaxpr: Jaxpr) -> frozenset[int]:
     """Ids of the equations, those within others included, that are to be made again: the `tanh` or `erfc` of a GELU.
 

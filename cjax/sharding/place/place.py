@@ -99,12 +99,13 @@ class Placer(Hooks):
         kernel: Kernel | None = None,
         waits: bool = True,
         unrolls: bool = False,
+        sums_ahead: bool = False,
     ) -> None:
         self._trace, self._layout, self._mesh, self._weights = trace, layout, mesh, weights
         self._lowering = Lowering(trace.closed, LOWS[precision]) if precision in LOWS else None
         self._remat, self._gathers, self._draw, self._sequence = remat, gathers, draw, sequence
         self._kernel: Kernel | None = kernel
-        self.unrolls = unrolls
+        self.unrolls, self.sums_ahead = unrolls, sums_ahead
         self._products = GridProducts(trace.dims, layout, mesh, self._lowering)
         self.copies = Copies(trace, layout, mesh)
         self.filled = Filled(trace, mesh)
@@ -151,6 +152,9 @@ class Placer(Hooks):
 
     def knows(self, value: object) -> bool:
         return self.copies.has(value) or self.filled.has(value)
+
+    def handed(self, values: list[Any]) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
+        return self.filled.handed(values)
 
     def _sums_wrong(self, leaf: int, used: PartitionSpec, gradient: PartitionSpec) -> bool:
         """Whether XLA's partitioner would lose a part of a sum (JAX 0.10.2 and 0.12.0.1).

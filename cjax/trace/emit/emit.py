@@ -17,22 +17,29 @@ from jax.typing import ArrayLike
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Params, Var
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.dims.find import Scope
+from cjax.trace.emit.pieces import adds_up, summed
 from cjax.trace.jaxpr.compared import SCATTERED, scattered
 from cjax.trace.jaxpr.evaluate import Step, bind_as_is, equation, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group, arrange, variables
 from cjax.trace.jaxpr.primitives import facts_of, name_of
 from cjax.trace.jaxpr.view import is_scan, literal_of, scan_of
 from cjax.trace.layers.repeats import RepeatedLayers
+from cjax.tree import PyTree
 
 Values = list[jax.Array]
 Body = Callable[..., Any]  # of a loop, or a layer: what it takes and gives is its maker's
 
 
 class Hooks:
-    """What happens at each equation; this one changes nothing. `unrolls`: whether layers are evaluated one by one,
-    rather than in a loop."""
+    """What happens at each equation; this one changes nothing.
+
+    Args:
+      unrolls: whether layers are evaluated one by one, rather than in a loop.
+      sums_ahead: whether a sum over pieces makes its gradient along with it (`pieces.py`).
+    """
 
     unrolls: bool = False
+    sums_ahead: bool = False
 
     def weight(self, leaf: int, value: jax.Array) -> jax.Array:
         """Input `leaf`, or one layer of it, is about to be used."""
@@ -41,6 +48,11 @@ class Hooks:
     def knows(self, value: object) -> bool:
         """Whether a value is known by the array that it is, and so has to stay that one inside of a checkpoint."""
         return False
+
+    def handed(self, values: Values) -> tuple[Values, Callable[[Values], Values]]:
+        """What to hand to a function in place of values, some of them known by the arrays that they are, and how to get
+        from what it is handed to the values that it evaluates with."""
+        return values, list
 
     def equation(self, eqn: Equation, ins: Values, scope: Scope) -> Values:
         """The results of one equation."""
@@ -91,7 +103,7 @@ def layer_of(eqns: Sequence[Equation], run: RepeatedLayers) -> tuple[Sequence[Eq
     return eqns[run.start + t * run.period : run.start + (t + 1) * run.period], results
 
 
-def in_turn(body: Body, carry: Any, xs: Any, length: int, reverse: bool = False) -> tuple[Any, Any]:
+def in_turn(body: Body, carry: PyTree, xs: PyTree, length: int, reverse: bool = False) -> tuple[PyTree, PyTree]:
     """What `lax.scan` gives, each turn evaluated by itself: what a turn saves lies where it was made.
 
     >>> total, parts = in_turn(lambda c, x: (c + x, c), 0.0, jnp.arange(3.0), 3)
@@ -102,7 +114,7 @@ def in_turn(body: Body, carry: Any, xs: Any, length: int, reverse: bool = False)
         return lax.scan(body, carry, xs, length=0)
     leaves, tree = jax.tree.flatten(xs)
     layers = list(zip(*map(_apart, leaves), strict=True)) if leaves else [()] * length
-    outs: list[Any] = [None] * length
+    outs: list[PyTree] = [None] * length
     for k in reversed(range(length)) if reverse else range(length):
         carry, outs[k] = body(carry, jax.tree.unflatten(tree, layers[k]))
     return carry, jax.tree.map(lambda *each: jnp.stack(each), *outs)
@@ -197,6 +209,7 @@ class Emitter:
 
     def __init__(self, hooks: Hooks) -> None:
         self.hooks = hooks
+        self._remakes = True  # what the author has made again in the backward pass
 
     def read(self, env: Env, atom: Atom) -> jax.Array:
         if isinstance(atom, Literal):
@@ -333,6 +346,8 @@ class Emitter:
             return self.turn(eqn, scope, consts, carry, given)
 
         layered = any(isinstance(source, ReadyWeight) for source in sources)
+        if self.hooks.sums_ahead and not layered and adds_up(eqn):
+            return [self._summed(eqn, scope, consts, initial[0], xs)]
         if layered and self.hooks.unrolls:
             final, outs = in_turn(self.hooks.layer(body), initial, xs, loop.length, loop.reverse)
         else:
@@ -341,6 +356,20 @@ class Emitter:
                 initial, xs, length=loop.length, reverse=loop.reverse, unroll=eqn.params["unroll"],
             )  # fmt: skip
         return [*final, *outs]
+
+    def _summed(self, eqn: Equation, scope: Scope, consts: Values, initial: jax.Array, xs: Values) -> jax.Array:
+        """The result of a loop that adds up pieces."""
+        handed, known = self.hooks.handed(consts)
+
+        def part(consts: Values, x: Values) -> jax.Array:
+            self._remakes = False
+            try:
+                (new,), _ = self.turn(eqn, scope, known(consts), [jnp.zeros_like(initial)], x)
+            finally:
+                self._remakes = True
+            return new
+
+        return summed(part, initial, handed, xs, scan_of(eqn).reverse)
 
     def turn(
         self, eqn: Equation, scope: Scope, consts: Values, carry: Values, xs: Sequence[jax.Array | ReadyWeight]
@@ -370,4 +399,6 @@ class Emitter:
             self.body(inner, local)
             return [self.read(local, atom) for atom in inner.outvars]
 
+        if not self._remakes:
+            return inside(*ins)
         return jax.checkpoint(inside, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*ins)
