@@ -34,7 +34,10 @@ def profiled(hardware: Hardware, profile: Profile | None) -> tuple[Hardware, Cal
     found, known = profile.at(hardware.num_devices), with_measured(hardware, profile)
     if fitted is not None:
         # The time of a collective that moves nothing is all members' together; a prediction counts it by member.
-        shares = {"source": profile.source, "latency": found.latency / max(1, found.num_devices - 1)}
+        # And what a step takes beside its kernels was measured too: published runs, which the constants are from, took
+        # 10 ms, for an H100 by itself it is 1 or 2 (docs/gpu.md).
+        latency = found.latency / max(1, found.num_devices - 1)
+        shares = {"source": profile.source, "latency": latency, "step": found.launch}
         if known.memory_bandwidth:
             shares["memory"] = min(1.0, found.memory_bandwidth / known.memory_bandwidth)
         if known.bf16_flops and "bfloat16" in found.matmul:
