@@ -17,7 +17,8 @@ from cjax.jax_compat.core import Atom, Aval, ClosedJaxpr, Equation, Literal, Var
 from cjax.planner.reading.naming import Naming
 from cjax.planner.work import BATCH, Dims, NamedTensor
 from cjax.sharding.attention.kernel import Fused, fused_groups
-from cjax.sharding.place.saved import checkpointed, has_complex, kept
+from cjax.sharding.place.saved import checkpointed, has_complex, keep_sum, kept, with_bias
+from cjax.sharding.products.lookup import look_up_whole
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
 from cjax.trace.attention.positions import attention_groups
@@ -28,6 +29,7 @@ from cjax.trace.emit.precision import LOWS, Lowering
 from cjax.trace.jaxpr.evaluate import Step as Applied
 from cjax.trace.jaxpr.evaluate import equations, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group
+from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.reading import Trace
 
@@ -159,6 +161,7 @@ class Planned(Hooks):
         self._keeps_bias = keeps_bias
         self._lowering = Lowering(trace.closed, LOWS[precision]) if precision in LOWS else None
         self._complexes = has_complex(trace.closed.jaxpr)
+        self._with_bias = with_bias(trace.closed.jaxpr)
         dims = trace.dims
         origins = {o for m in dims.matmuls for o in (m.lhs_origin, m.rhs_origin)}
         self._rounded = {o for o in origins if o is not None} | {leaf for leaf, _, _ in dims.tables}
@@ -169,7 +172,10 @@ class Planned(Hooks):
 
     def equation(self, eqn: Equation, ins: list[Any], scope: Scope) -> list[Any]:
         given, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
-        return kept(eqn, bind(eqn, given, params), self._remat)
+        outs = look_up_whole(eqn, given, params) if name_of(eqn) == "gather" else bind(eqn, given, params)
+        if id(eqn) in self._with_bias:
+            outs = [keep_sum(outs[0], given, self._remat)]
+        return kept(eqn, outs, self._remat)
 
     def groups(self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope) -> Sequence[Group[Any]]:
         if not self._has_kernel:

@@ -49,7 +49,7 @@ class _Copied:
 class Copies:
     """The weights of a trace that are read as copies, while it is evaluated."""
 
-    def __init__(self, trace: Trace, layout: Layout, mesh: Mesh) -> None:
+    def __init__(self, trace: Trace, layout: Layout, mesh: Mesh, is_low: bool = False) -> None:
         self._dims, self._layout, self._mesh = trace.dims, layout, mesh
         multiplied = {leaf for m in trace.dims.matmuls for leaf in (m.lhs_origin, m.rhs_origin)}
         looked_up = [leaf for leaf, _, _ in trace.dims.tables]
@@ -62,6 +62,8 @@ class Copies:
         # Where positions are split too, what is made of pairs of them is.
         whole_positions = self._groups and not axes[1]
         self._grown = grown(trace, layout.batch) - self._tied - batched if whole_positions else set[int]()
+        if is_low:  # a device adds up its own rows in float32: rounded behind that, they take half the bytes to reduce
+            self._tied |= set(looked_up) - self._grown - batched
         self._made: dict[int, _Copied] | None = None
 
     @contextlib.contextmanager

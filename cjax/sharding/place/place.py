@@ -107,7 +107,7 @@ class Placer(Hooks):
         self._kernel: Kernel | None = kernel
         self.unrolls, self.sums_ahead = unrolls, sums_ahead
         self._products = GridProducts(trace.dims, layout, mesh, self._lowering)
-        self.copies = Copies(trace, layout, mesh)
+        self.copies = Copies(trace, layout, mesh, self._lowering is not None)
         self.filled = Filled(trace, mesh)
         self._late = LateSums(trace.dims, layout)
         self._joint = JointProducts(trace, layout, self._lowering, waits)
