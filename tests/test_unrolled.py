@@ -1,6 +1,7 @@
 """Layers compiled one by one, `unroll=layers`: models train as their authors train them, and there is no loop."""
 
 import os
+import sys
 
 import flax.linen as nn
 import jax
@@ -129,7 +130,7 @@ def test_predictions_have_a_loop() -> None:
         make_placer(of.trace, of.storage, of.plan, of.mesh, of.storage.layout, is_graded=graded)
         for graded in (True, False)
     ]
-    assert [placer.unrolls for placer in placers] == [True, False]
+    assert [placer.unrolls for placer in placers] == [sys.maxsize, 0]
 
 
 class Shallow(nn.Module):
@@ -176,7 +177,15 @@ def test_a_plan_with_it_is_explained() -> None:
 def test_auto_is_for_one_gpu(plan: str, number: int, gpus: bool, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(for_gpus, "on_gpus", lambda mesh: gpus)
     mesh = build_mesh({"data": number}, jax.devices()[:number])
-    assert for_gpus.takes_apart(Plan.parse(plan).resolve(number), mesh) is apart
+    assert bool(for_gpus.most_apart(Plan.parse(plan).resolve(number), mesh)) is apart
+
+
+def test_auto_leaves_many_layers_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a second to compile; whoever asks for it gets it."""
+    monkeypatch.setattr(for_gpus, "on_gpus", lambda mesh: True)
+    monkeypatch.setattr(for_gpus, "MOST", 1)
+    assert "stablehlo.while" in made("", "data=1").lower().as_text()
+    assert "stablehlo.while" not in made("unroll=layers", "data=1").lower().as_text()
 
 
 def test_one_gpu_is_enough_for_auto(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from cjax.mesh import compiler_options
 from cjax.optim import LossScaleState, count_skipped, measure_noise, noise_scale
 from cjax.program.composed import Composed, new_state
 from cjax.program.state import Arrays, State
-from cjax.sharding.place.for_gpus import takes_apart
+from cjax.sharding.place.for_gpus import most_apart
 from cjax.sharding.storage.optimizer import StoredOptimizer
 from cjax.sharding.storage.storage import Slot, axes_of_entry
 from cjax.tree import PyTree
@@ -182,14 +182,11 @@ def _updated(composed: Composed, state: State, grads: Arrays, loss: jax.Array) -
 def _by_layer(composed: Composed, grads: Arrays) -> list[jax.Array]:
     """Gradients for their norm: layer by layer where each was made by itself, as XLA reads a stack of them at a third
     of the memory's rate (an H100, JAX 0.11.2)."""
-    if not takes_apart(composed.plan, composed.mesh):
-        return list(grads)
-    both = zip(grads, composed.storage.params.slots, strict=True)
-    return [
-        part
-        for g, slot in both
-        for part in (g if len(slot.leaves) > 1 and g[0].size >= _LARGE else [g])
-    ]  # fmt: skip
+    most, found = most_apart(composed.plan, composed.mesh), list[jax.Array]()
+    for grad, slot in zip(grads, composed.storage.params.slots, strict=True):
+        apart = 1 < len(slot.leaves) <= most and grad[0].size >= _LARGE
+        found += list(grad) if apart else [grad]
+    return found
 
 
 def _keep_if(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:

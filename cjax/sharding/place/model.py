@@ -15,7 +15,7 @@ from cjax.plan import Plan
 from cjax.sharding.attention.kernel import kernel_for
 from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.sharding.layout.zero import shard_over
-from cjax.sharding.place.for_gpus import sums_with_gradients, takes_apart
+from cjax.sharding.place.for_gpus import most_apart, sums_with_gradients
 from cjax.sharding.place.order import Order, order_of
 from cjax.sharding.place.ordered import OrderedPlacer
 from cjax.sharding.place.place import DrawOnShard, Placer, WeightPlacement
@@ -182,7 +182,8 @@ def make_placer(
     kernel = kernel_for(mesh)
     # Where a stage makes gradients of its weights later than those that it hands on, these wait for nothing.
     waits = plan.pipeline.schedule != "zero_bubble"
-    unrolls, sums_ahead = is_graded and takes_apart(plan, mesh), is_graded and sums_with_gradients(plan, mesh)
+    unrolls = most_apart(plan, mesh) if is_graded else 0
+    sums_ahead = is_graded and sums_with_gradients(plan, mesh)
     given = (
         trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence, kernel, waits, unrolls,
         sums_ahead,

@@ -98,7 +98,7 @@ class Placer(Hooks):
         sequence: SequencePlan = NO_SEQUENCE,
         kernel: Kernel | None = None,
         waits: bool = True,
-        unrolls: bool = False,
+        unrolls: int = 0,
         sums_ahead: bool = False,
     ) -> None:
         self._trace, self._layout, self._mesh, self._weights = trace, layout, mesh, weights
@@ -448,7 +448,7 @@ class Placer(Hooks):
 
     def layer(self, body: Callable[..., Any]) -> Callable[..., Any]:
         # Inside a scan the loop itself keeps XLA from merging the second computation with the first.
-        return checkpointed(body, self._remat, self._has_complex, prevent_cse=self.unrolls)
+        return checkpointed(body, self._remat, self._has_complex, prevent_cse=self.unrolls > 0)
 
     def block(self, body: Callable[..., Any]) -> Callable[..., Any]:
         return body if self._remat == "none" else checkpointed(body, self._remat, self._has_complex)

@@ -108,9 +108,10 @@ def with_bias(jaxpr: Jaxpr) -> frozenset[int]:
 
 
 def keep_sum(out: Any, ins: Sequence[Any], remat: str) -> Any:
-    """Such a sum, saved for the backward pass where products are, if it is as small as the product."""
+    """Such a sum, saved for the backward pass where products are, if it is as small as the product and can be."""
     product = max(ins, key=lambda x: x.size)
-    return checkpoint_name(out, KEPT) if remat == "none" and out.dtype == product.dtype else out
+    is_kept = remat == "none" and out.dtype == product.dtype and not is_complex(out)
+    return checkpoint_name(out, KEPT) if is_kept else out
 
 
 POLICIES: Mapping[str, Callable[..., Any] | None] = {

@@ -34,11 +34,11 @@ class Hooks:
     """What happens at each equation; this one changes nothing.
 
     Args:
-      unrolls: whether layers are evaluated one by one, rather than in a loop.
+      unrolls: how many layers a stack may have to be evaluated one by one, rather than in a loop.
       sums_ahead: whether a sum over pieces makes its gradient along with it (`pieces.py`).
     """
 
-    unrolls: bool = False
+    unrolls: int = 0
     sums_ahead: bool = False
 
     def weight(self, leaf: int, value: jax.Array) -> jax.Array:
@@ -292,7 +292,7 @@ class Emitter:
             new, tail, outs = self.layer(eqns, run, inner, carry[0], values)
             return (new, tail), outs
 
-        turn = in_turn if self.hooks.unrolls else lax.scan
+        turn = in_turn if run.repeats <= self.hooks.unrolls else lax.scan
         (final, tail), outs = turn(self.hooks.layer(layer), (initial, empty), (xs, literals), length=run.repeats)
         for group, value in zip(run.outputs, outs, strict=True):
             env.stacks[group] = value
@@ -348,7 +348,7 @@ class Emitter:
         layered = any(isinstance(source, ReadyWeight) for source in sources)
         if self.hooks.sums_ahead and not layered and adds_up(eqn):
             return [self._summed(eqn, scope, consts, initial[0], xs)]
-        if layered and self.hooks.unrolls:
+        if layered and loop.length <= self.hooks.unrolls:
             final, outs = in_turn(self.hooks.layer(body), initial, xs, loop.length, loop.reverse)
         else:
             final, outs = lax.scan(

@@ -274,3 +274,9 @@ def test_a_sum_that_is_wider_than_its_product_is_made_again() -> None:
 
     assert is_kept(jnp.bfloat16) and not is_kept(jnp.float32)
     assert not is_kept(jnp.bfloat16, "dots")
+
+
+def test_complex_sums_are_kept_as_two_real_numbers_by_others() -> None:
+    product, bias = jnp.ones((4, 3), jnp.complex64), jnp.ones(3, jnp.complex64)
+    traced = jax.make_jaxpr(lambda x, b: keep_sum(x + b, [x, b], "none"))(product, bias)
+    assert "name" not in [eqn.primitive.name for eqn in traced.eqns]

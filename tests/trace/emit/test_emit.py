@@ -52,7 +52,7 @@ class Spy(Hooks):
 class Apart(Spy):
     """With layers one by one."""
 
-    unrolls = True
+    unrolls = 100
 
 
 def alone(number: int) -> list[tuple[int, ...]]:
