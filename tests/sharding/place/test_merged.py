@@ -1,5 +1,6 @@
 """Products of one tensor with several weights, as one: which are merged, that numbers stay right, what is compiled."""
 
+import functools
 import re
 from typing import Any
 
@@ -61,24 +62,27 @@ def results(plan: str) -> tuple[float, list[np.ndarray], int]:
     return float(value), [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(grads)], dots
 
 
+as_on_cpus = functools.cache(results)
+
+
 @pytest.mark.parametrize(
     "plan", ["precision=bfloat16", "precision=float16 unroll=layers", "precision=bfloat16 remat=block"]
 )
 def test_numbers_are_those_of_products_one_by_one(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, wanted, apart = results(plan)
+    plain, wanted, apart = as_on_cpus(plan)
+    exact = as_on_cpus("precision=float32")[1]
     monkeypatch.setattr(merged, "on_gpus", lambda mesh: True)
     value, grads, together = results(plan)
     assert together < apart
     np.testing.assert_allclose(value, plain, rtol=1e-3)
     # Leaf by leaf against the largest: a key's bias has no gradient but what rounding makes.
-    exact = results("precision=float32")[1]
     largest = max(map(np.linalg.norm, exact))
     for mine, theirs, right in zip(grads, wanted, exact, strict=True):
         assert np.linalg.norm(mine - right) <= 1.5 * np.linalg.norm(theirs - right) + 2e-3 * largest
 
 
 def test_float32_and_several_devices_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, wanted, apart = results("precision=float32")
+    plain, wanted, apart = as_on_cpus("precision=float32")
     monkeypatch.setattr(merged, "on_gpus", lambda mesh: True)
     value, grads, together = results("precision=float32")
     assert (value, together) == (plain, apart)
@@ -90,7 +94,7 @@ def test_few_rows_are_not_worth_a_copy_of_the_weights(monkeypatch: pytest.Monkey
     monkeypatch.setattr(merged, "_columns", lambda eqn: ROWS * LENGTH)
     fewer = results("precision=bfloat16")[2]
     monkeypatch.undo()
-    assert fewer == results("precision=bfloat16")[2]
+    assert fewer == as_on_cpus("precision=bfloat16")[2]
 
 
 @pytest.mark.aot
