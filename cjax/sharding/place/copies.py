@@ -11,10 +11,9 @@ than their table by the square of the length. Such a weight's copies are carried
 is summed over the devices is the gradient of the table.
 """
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cjax.jax_compat.core import Equation, Literal, Params
 from cjax.mesh import SEQUENCE
 from cjax.sharding.layout.layout import Layout
+from cjax.sharding.place.beside import Beside
 from cjax.sharding.place.grown import dims_of, grown, is_carried, meeting_dim
 from cjax.sharding.products.lookup import find_own, is_lookup
 from cjax.sharding.storage.storage import axes_of_entry
@@ -46,10 +46,11 @@ class _Copied:
     is_grown: bool  # carried on to where it meets examples; others have readers of their own
 
 
-class Copies:
+class Copies(Beside[_Copied]):
     """The weights of a trace that are read as copies, while it is evaluated."""
 
     def __init__(self, trace: Trace, layout: Layout, mesh: Mesh, is_low: bool = False) -> None:
+        super().__init__()
         self._dims, self._layout, self._mesh = trace.dims, layout, mesh
         multiplied = {leaf for m in trace.dims.matmuls for leaf in (m.lhs_origin, m.rhs_origin)}
         looked_up = [leaf for leaf, _, _ in trace.dims.tables]
@@ -64,16 +65,6 @@ class Copies:
         self._grown = grown(trace, layout.batch) - self._tied - batched if whole_positions else set[int]()
         if is_low:  # a device adds up its own rows in float32: rounded behind that, they take half the bytes to reduce
             self._tied |= set(looked_up) - self._grown - batched
-        self._made: dict[int, _Copied] | None = None
-
-    @contextlib.contextmanager
-    def made(self) -> Iterator[None]:
-        """While a trace is evaluated: copies are known by the arrays that they are of."""
-        before, self._made = self._made, {}
-        try:
-            yield
-        finally:
-            self._made = before
 
     def wants(self, leaf: int) -> bool:
         """Whether a weight is read as copies."""
@@ -88,9 +79,6 @@ class Copies:
         spec = PartitionSpec(*self._groups, *used)
         copies = _spread(self._mesh, tuple(self._groups), used, gradient)(value)
         self._made[id(value)] = _Copied(value, copies, spec, leaf in self._grown)
-
-    def has(self, value: Any) -> bool:
-        return self._of(value) is not None
 
     def equation(self, eqn: Equation, ins: list[Any], scope: Scope, given: list[Any], params: Params) -> Any:
         """The result of an equation that reads copies; None for others.
@@ -188,9 +176,6 @@ class Copies:
         num, shape[at] = shape[at], shape[at] // self._size(some)
         repeated = jax.vmap(lambda x: lax.broadcast_in_dim(x, shape, dims))(of.copies.astype(given.dtype))
         return jnp.moveaxis(repeated, 0, at).reshape(*shape[:at], num, *shape[at + 1 :])
-
-    def _of(self, value: Any) -> _Copied | None:
-        return None if self._made is None else self._made.get(id(value))
 
     def _size(self, axes: tuple[str, ...]) -> int:
         return math.prod(self._mesh.shape[a] for a in axes)

@@ -6,8 +6,8 @@ matmul, or takes a kernel of its own at a third of the rate (an H100, JAX 0.11.2
 as it is: in a loop over the positions too, which adds up its gradient in that form. What the rest gives is cut off.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from cjax.jax_compat.core import Equation, Params
 from cjax.mesh import on_gpus
+from cjax.sharding.place.beside import Beside
 from cjax.trace.emit.emit import bind
 from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.reading import Trace
@@ -24,23 +25,22 @@ from cjax.trace.reading import Trace
 _READ, _TILE, _LEAST = 8, 64, 1024  # elements of 16 bits that are read at once, and of a tile; smaller dims stay
 
 
-class Filled:
+@dataclass(frozen=True)
+class _Full:
+    """`filled` along `dim`, of which `value` is cut out."""
+
+    value: Any
+    filled: jax.Array
+    dim: int
+
+
+class Filled(Beside[_Full]):
     """The weights that are filled up, while a trace is evaluated: known by the arrays that they stand for."""
 
     def __init__(self, trace: Trace, mesh: Mesh) -> None:
+        super().__init__()
         products = trace.dims.matmuls if on_gpus(mesh) else ()
         self._multiplied = {leaf for m in products for leaf in (m.lhs_origin, m.rhs_origin)}
-        # With the array, whose id nothing else takes while it is there.
-        self._made: dict[int, tuple[Any, jax.Array, int]] | None = None
-
-    @contextlib.contextmanager
-    def made(self) -> Iterator[None]:
-        """While a trace is evaluated: nothing of it is kept behind."""
-        before, self._made = self._made, {}
-        try:
-            yield
-        finally:
-            self._made = before
 
     def ready(self, leaf: int, value: jax.Array) -> jax.Array:
         """A weight of two dims in 16 bits as it is read: the same, or cut out of what products read instead of it."""
@@ -55,15 +55,8 @@ class Filled:
     def _cut(self, filled: jax.Array, dim: int, size: int) -> jax.Array:
         cut = lax.slice_in_dim(filled, 0, size, axis=dim)
         assert self._made is not None
-        self._made[id(cut)] = cut, filled, dim
+        self._made[id(cut)] = _Full(cut, filled, dim)
         return cut
-
-    def has(self, value: object) -> bool:
-        return self._of(value) is not None
-
-    def _of(self, value: object) -> tuple[Any, jax.Array, int] | None:
-        made = (self._made or {}).get(id(value))
-        return made if made is not None and made[0] is value else None
 
     def handed(self, values: list[Any]) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
         """Values as they are handed to a function, filled up, and from there back to what stands for them."""
@@ -71,17 +64,18 @@ class Filled:
 
         def back(given: list[Any]) -> list[Any]:
             return [
-                x if of is None else self._cut(x, of[2], of[0].shape[of[2]]) for x, of in zip(given, known, strict=True)
+                x if of is None else self._cut(x, of.dim, of.value.shape[of.dim])
+                for x, of in zip(given, known, strict=True)
             ]
 
-        return [value if of is None else of[1] for value, of in zip(values, known, strict=True)], back
+        return [value if of is None else of.filled for value, of in zip(values, known, strict=True)], back
 
     def transposed(self, eqn: Equation, ins: Sequence[Any], outs: Sequence[Any]) -> None:
         """Remembers what a transpose makes of such a weight."""
         if self._made is None or name_of(eqn) != "transpose" or (of := self._of(ins[0])) is None:
             return
         order = tuple(eqn.params["permutation"])
-        self._made[id(outs[0])] = outs[0], lax.transpose(of[1], order), order.index(of[2])
+        self._made[id(outs[0])] = _Full(outs[0], lax.transpose(of.filled, order), order.index(of.dim))
 
     def product(
         self, eqn: Equation, ins: Sequence[Any], given: Callable[[list[Any]], tuple[list[Any], Params]]
@@ -100,7 +94,7 @@ class Filled:
         (place,) = places
         of = known[place]
         assert of is not None
-        _, filled, dim = of
+        filled, dim = of.filled, of.dim
         contracting, batch = eqn.params["dimension_numbers"]
         if dim in contracting[place] or dim in batch[place]:
             return None
