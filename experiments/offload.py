@@ -10,6 +10,7 @@
     python experiments/offload.py slides     # GPT-2 XL and T5-3B on 2 absent A100s, ZeRO-3 beside budgets; needs aot
     python experiments/offload.py arithmetic # what `cjax plan --budget` says, beside compiled programs; needs aot
     python experiments/offload.py kills      # a run on disk that is killed a hundred times, to the same bits
+    python experiments/offload.py card       # GPT-2 XL and Llama 7B under budgets, on the GPU that is here
 
 `sizes` compiles the programs of a walk for one H100, with 8,192 tokens a micro-batch, and runs nothing. `depth` trains
 three steps on one virtual device, plain, with everything at home on the device, and under the budget, and compares all
@@ -31,13 +32,14 @@ from typing import Any
 import jax
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # the card is compiled for, not looked for
+    jax.config.update("jax_platforms", "cpu")  # a card is compiled for, not looked for; `card` has processes of its own
 
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import optax
 from offloads.arithmetic import arithmetics
+from offloads.card import cards
 from offloads.generation import generation
 from offloads.kills import kills
 from offloads.overlap import overlaps
@@ -157,10 +159,11 @@ def depth(results: Results, folder: Path) -> None:
 PARTS = {
     "sizes": sizes, "depth": depth, "generation": generation, "overlap": overlaps, "peak": peaks, "steady": steadies,
     "slides": slides, "arithmetic": arithmetics, "kills": kills,
+    "card": cards,
 }  # fmt: skip
 MINUTES = {
     "sizes": 1, "depth": 1, "generation": 3, "overlap": 3, "peak": 3, "steady": 2, "slides": 3, "arithmetic": 4,
-    "kills": 6,
+    "kills": 6, "card": 8,
 }  # fmt: skip
 
 

@@ -26,6 +26,8 @@ from cjax.mesh.devices import num_cpus_named as num_cpus_named
 from cjax.mesh.devices import on_gpus as on_gpus
 from cjax.mesh.devices import resolve_devices as resolve_devices
 from cjax.mesh.devices import simulate as simulate
+from cjax.mesh.first_run import alone as alone
+from cjax.mesh.first_run import moving as moving
 from cjax.mesh.launch import initialize as initialize
 from cjax.mesh.launch import num_launched as num_launched
 from cjax.mesh.together import together as together

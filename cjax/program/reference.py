@@ -15,14 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from cjax.gradients import divisors
-from cjax.jax_compat.core import Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
-from cjax.program.check import Outcome
+from cjax.jax_compat.core import Equation, Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
+from cjax.program.check import TF32, Outcome
 from cjax.program.composed import Composed
 from cjax.trace.author.capture import Mean
+from cjax.trace.jaxpr.primitives import having, name_of
 from cjax.trace.microbatches.combine import denominator
 from cjax.trace.stages.counters import depends
 from cjax.tree import PyTree
 
+_PRODUCTS, _ROUNDED = having("product"), ("float32", "complex64")
 Inputs = tuple[PyTree, PyTree, PyTree, PyTree, jax.Array]  # params, frozen, model_state, batch, key
 
 
@@ -50,12 +52,15 @@ class Reference:
         rows = batch if self.num == 1 else self._rows(batch, 0)
         graded = functools.partial(_graded, self.composed, self.num)
         traced = jax.jit(graded).trace(*trees, rows, key, jnp.int32(0), self._divisors(batch, key))
+        device = self.composed.mesh.devices.flat[0]
         compiled = traced.lower().compile()
         memory = compiled.memory_analysis()
         size = 0
         if memory is not None:
             size = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-        return compiled, narrowest(traced.jaxpr.jaxpr), size
+        # A `default_matmul_precision` around this call may not have been around the one that traced the plan's loss.
+        jaxprs = traced.jaxpr.jaxpr, self.composed.trace.closed.jaxpr
+        return compiled, min(narrowest(jaxpr, has_tf32(device)) for jaxpr in jaxprs), size
 
     def __call__(self, run: Callable[..., Any], inputs: Inputs) -> Outcome:
         """The outcome by `run`, as `compiled` gives it."""
@@ -191,7 +196,7 @@ def _outcome(total: Any, weight: Any, aux: PyTree, grads: PyTree, model_state: P
 
 def perturbed(params: PyTree, itemsize: int) -> PyTree:
     """Parameters off by as much as numbers of so many bytes are rounded: what that does, rounding may do."""
-    step = {8: 2.0**-52, 4: 2.0**-23, 2: 2.0**-8}[itemsize]
+    step = {8: 2.0**-52, 4: 2.0**-23, TF32: 2.0**-11, 2: 2.0**-8}[itemsize]
     rng = np.random.default_rng(0)
 
     def moved(leaf: Any) -> Any:
@@ -205,15 +210,30 @@ def perturbed(params: PyTree, itemsize: int) -> PyTree:
     return jax.tree.map(moved, params)
 
 
-def narrowest(jaxpr: Jaxpr) -> int:
-    """Bytes of the narrowest floating point numbers in a jaxpr, those of complex numbers being half their own."""
+def has_tf32(device: Any) -> bool:
+    """Whether float32 matmuls of default precision round what they multiply to TF32: cards from A100 on do."""
+    return device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 8
+
+
+def narrowest(jaxpr: Jaxpr, tf32: bool = False) -> int:
+    """Bytes of the narrowest floating point numbers in a jaxpr, those of complex numbers being half their own.
+
+    With `tf32`, products of float32 count as 3, TF32 having 19 bits, unless a higher precision is asked of them.
+    """
     found = 8
     for eqn in jaxpr.eqns:
         for inner in jaxprs_in_params(eqn.params):
-            found = min(found, narrowest(inner))
+            found = min(found, narrowest(inner, tf32))
+        if tf32 and name_of(eqn) in _PRODUCTS and str(eqn.invars[0].aval.dtype) in _ROUNDED and _is_default(eqn):
+            found = min(found, TF32)
         for var in eqn.outvars:
             dtype = getattr(var.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
                 size = np.dtype(dtype).itemsize // (2 if jnp.issubdtype(dtype, jnp.complexfloating) else 1)
                 found = min(found, size)
     return max(found, 2)
+
+
+def _is_default(eqn: Equation) -> bool:
+    asked = eqn.params.get("precision")
+    return all(each in (None, jax.lax.Precision.DEFAULT) for each in (asked if isinstance(asked, tuple) else (asked,)))

@@ -1,5 +1,6 @@
 """Single readings of hardware: this host by psutil and RAPL, NVIDIA's cards by NVML. What can't be read is None."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -186,7 +187,9 @@ class Cards:
         asked.metrics[0].metricId = n.NVML_GPM_METRIC_DRAM_BW_UTIL
         n.nvmlGpmMetricsGet(asked)
         n.nvmlGpmSampleFree(before)
-        return None if asked.metrics[0].nvmlReturn else float(asked.metrics[0].value)
+        value = float(asked.metrics[0].value)
+        # Of two samples that are too close together, NVML says "not a number", and no error.
+        return None if asked.metrics[0].nvmlReturn or not math.isfinite(value) else value
 
     def _try(self, ask: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from cjax.mesh import compile_lowered, compiler_options
+from cjax.mesh import alone, compile_lowered, compiler_options
 from cjax.tree import PyTree
 
 
@@ -28,13 +28,22 @@ class Jitted:
         options = compiler_options(mesh)
         self._jit: Any = jax.jit(function, donate_argnames=tuple(donate), compiler_options=options, **more)
         self.compiled: jax.stages.Compiled | None = None
+        self._have_run: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:
         """Its results; of shapes, their shapes."""
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args)):
             return self.eval_shape(*args)
         run = self._jit if self.compiled is None else self.compiled
-        return run(*args)
+        # What was compiled ahead takes one kind of arguments; of others each kind is a program.
+        kind = self.compiled or tuple(map(jax.typeof, jax.tree.leaves(args)))
+        if kind in self._have_run:
+            return run(*args)
+        jax.block_until_ready(args)
+        with alone():
+            done = jax.block_until_ready(run(*args))
+        self._have_run.add(kind)
+        return done
 
     def eval_shape(self, *args: Any) -> Any:
         """The shapes of its results."""

@@ -15,7 +15,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 import jax
 
-from cjax.mesh import own_context
+from cjax.mesh import moving, own_context
 
 Arrays = tuple[jax.Array, ...]
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
@@ -260,7 +260,8 @@ class MovedRows:
         """Brings a row from host memory to the devices."""
         assert ahead.load is not None
         try:
-            row = ahead.load()
+            with moving():
+                row = jax.block_until_ready(ahead.load())
         finally:
             ahead.buffered.close()
         with self._changed:
@@ -275,8 +276,11 @@ class MovedRows:
         with self._noted():
             try:
                 there = box.pop()
-                host = tuple(moved(x, shape.sharding.with_memory_kind(HOST)) for x, shape in pairs(there, self._shapes))
-                jax.block_until_ready(host)
+                with moving():
+                    host = tuple(
+                        moved(x, shape.sharding.with_memory_kind(HOST)) for x, shape in pairs(there, self._shapes)
+                    )
+                    jax.block_until_ready(host)
                 del there
             finally:
                 with self._changed:
