@@ -277,9 +277,7 @@ class MovedRows:
             try:
                 there = box.pop()
                 with moving():
-                    host = tuple(
-                        moved(x, shape.sharding.with_memory_kind(HOST)) for x, shape in pairs(there, self._shapes)
-                    )
+                    host = moved(there, [shape.sharding.with_memory_kind(HOST) for shape in self._shapes])
                     jax.block_until_ready(host)
                 del there
             finally:
@@ -362,11 +360,18 @@ class MovedRows:
             self.waited += time.perf_counter() - start
 
 
-def moved(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A copy of an array in other memory of the same devices."""
-    if x.is_fully_addressable:
-        return jax.device_put(x, sharding)
-    # Each process moves what it has. Of the whole array, JAX would make a program that all must run in the same order.
+def moved(row: Arrays, shardings: Sequence[jax.sharding.Sharding]) -> Arrays:
+    """Copies of arrays in other memory of the same devices.
+
+    All at once: a GPU moves the many small arrays of a layer faster than Python asks for them one by one.
+    """
+    if all(x.is_fully_addressable for x in row):
+        return tuple(jax.device_put(list(row), list(shardings)))
+    # Each process moves what it has. Of whole arrays, JAX would make a program that all must run in the same order.
+    return tuple(_moved_parts(x, sharding) for x, sharding in zip(row, shardings, strict=True))
+
+
+def _moved_parts(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     kind = sharding.memory_kind
     parts = [
         jax.device_put(shard.data, jax.sharding.SingleDeviceSharding(shard.device, memory_kind=kind))

@@ -16,7 +16,7 @@ import jax
 from cjax.planner.homes import Home, Kind
 from cjax.walk.disk import DiskKeeper
 from cjax.walk.files import Folder
-from cjax.walk.moving import HOST, THREADS, Arrays, Keeper, MovedRows, Shapes, known, moved, pairs
+from cjax.walk.moving import HOST, THREADS, Arrays, Keeper, MovedRows, Shapes, known, moved
 
 ROOM = 2  # rows of one kind that a device has place for: the one in use, and one on its way
 
@@ -69,7 +69,7 @@ class HostKeeper:
     @contextlib.contextmanager
     def loading(self, layer: int) -> Iterator[Callable[[], Arrays]]:
         row = known(self._rows, layer)
-        yield lambda: tuple(moved(x, shape.sharding) for x, shape in pairs(row, self._shapes))
+        yield lambda: moved(row, [shape.sharding for shape in self._shapes])
 
     def save(self, layer: int, row: Arrays) -> None:
         self._rows[layer] = row
