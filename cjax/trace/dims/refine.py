@@ -49,7 +49,8 @@ def refine(closed: ClosedJaxpr, ins: Sequence[Form], outs: Sequence[Form], dims:
     parts: dict[tuple[int, int], int] = {}
     for forms, atoms in ((ins, closed.jaxpr.invars), (outs, closed.jaxpr.outvars)):
         for form, atom in zip(forms, atoms, strict=True):
-            if max(form, default=1) > 1 and type(atom) is not Literal:
+            # What is a constant has no dims: a weight that its init does not draw.
+            if max(form, default=1) > 1 and type(atom) is not Literal and len(dims.of(atom)) == len(form):
                 keys = zip(dims.of(atom), shape_of(atom), strict=True)
                 parts |= {key: num for key, num in zip(keys, form, strict=True) if num > 1 and key not in parts}
     jaxpr = _Refiner(dims, parts).jaxpr(closed.jaxpr, dims.top, ins, outs)

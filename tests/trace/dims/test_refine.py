@@ -111,6 +111,11 @@ def test_random_weights_are_born_in_parts():
     assert "reshape" not in found
 
 
+def test_a_constant_comes_out_in_parts():
+    """A weight that its init does not draw."""
+    check(lambda x: (jnp.asarray(np.asarray(W)), x + 1), [X], [whole(X.shape)], [(1, 3), whole(X.shape)])
+
+
 def test_a_trace_without_parts_is_left_alone():
     closed = simplify(jax.make_jaxpr(split)(X, W, B))
     assert refine(closed, [whole(x.shape) for x in (X, W, B)], [whole(X.shape)] * 3) is closed
