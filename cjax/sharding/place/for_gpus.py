@@ -24,11 +24,14 @@ from cjax.mesh import on_gpus
 from cjax.plan import Plan
 from cjax.trace.jaxpr.primitives import name_of, named
 from cjax.trace.jaxpr.view import every_equation, open_bodies
+from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.reading import Trace
 
 MOST = 96  # layers that are compiled one by one where nobody asks for it: a minute or two
 _TANH, _ERFC, _SUM, _PRODUCT = map(named, ("tanh", "erfc", "add add_any", "mul"))
 _SCALES, _CONVOLUTION = named("neg mul div"), named("conv_general_dilated")
+_RESHAPES = named("reshape transpose convert_element_type broadcast_in_dim squeeze")
+_EXPONENTIALS, _LOGARITHMS = named("exp exp2"), named("log log1p log2")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -58,8 +61,12 @@ def sums_with_gradients(plan: Plan, mesh: Mesh) -> bool:
     return mesh.size == 1 and on_gpus(mesh) and plan.precision != "float16" and not plan.walks
 
 
-def remade(jaxpr: Jaxpr) -> frozenset[int]:
+def remade(jaxpr: Jaxpr, runs: Sequence[RepeatedLayers] = ()) -> frozenset[int]:
     """Ids of the equations, those within others included, that are to be made again: the `tanh` or `erfc` of a GELU.
+
+    Args:
+      jaxpr: of a trace.
+      runs: its stacks of layers, in which one layer stands for all: what one of them hands out may be read otherwise.
 
     >>> import jax
     >>> len(remade(jax.make_jaxpr(lambda x: x * (1 + jax.numpy.tanh(x)))(1.0).jaxpr))
@@ -79,9 +86,18 @@ def remade(jaxpr: Jaxpr) -> frozenset[int]:
         (out,) = eqn.outvars
         if out in jaxpr.outvars or str(out.aval.dtype) not in _DTYPES:
             continue
-        suits = _adds_one if name in _TANH else lambda reader, of=eqn: _scales_too(reader, of, writers)
-        if readers.get(out) and all(map(suits, readers[out])):
+        if name in _TANH:
+            suits = all(map(_adds_one, readers.get(out, ())))
+        else:
+            products = [reader for reader in readers.get(out, ()) if _scales_too(reader, eqn, writers)]
+            suits = len(products) == len(readers.get(out, ()))
+            suits = suits and not any(_magnified(product, readers, writers) for product in products)
+        if suits and readers.get(out):
             found.add(id(eqn))
+    for run in runs:
+        for at in range(run.start, run.start + run.period):
+            alike = {id(eqn) for eqn in jaxpr.eqns[at : run.stop : run.period]}
+            found -= set() if alike <= found else alike
     return frozenset(found)
 
 
@@ -103,6 +119,30 @@ def _scales_too(reader: Equation, of: Equation, writers: Mapping[Var, Equation])
         return False
     others: Sequence[Atom] = [v for v in reader.invars if v not in of.outvars]
     return len(others) == 1 and _unscaled(others[0], writers) is _unscaled(of.invars[0], writers)
+
+
+def _magnified(eqn: Equation, readers: Mapping[Atom, Sequence[Equation]], writers: Mapping[Var, Equation]) -> bool:
+    """Whether what is small of a result still counts: behind products and forms, it is multiplied or divided by an
+    exponential, or a logarithm is taken of it."""
+    (out,) = eqn.outvars
+    for reader in readers.get(out, ()):
+        name = name_of(reader)
+        others = [v for v in reader.invars if v is not out] if name in _SCALES else []
+        if name in _LOGARITHMS or any(_is_exponential(v, writers) for v in others):
+            return True
+        if name in _SCALES | _RESHAPES and _magnified(reader, readers, writers):
+            return True
+    return False
+
+
+def _is_exponential(atom: Atom, writers: Mapping[Var, Equation]) -> bool:
+    """Whether a value is a product, or a form of one, of which a factor is an exponential."""
+    if isinstance(atom, Literal) or atom not in writers:
+        return False
+    eqn = writers[atom]
+    if name_of(eqn) in _EXPONENTIALS:
+        return True
+    return name_of(eqn) in _SCALES | _RESHAPES and any(_is_exponential(v, writers) for v in eqn.invars)
 
 
 def _unscaled(atom: Atom, writers: Mapping[Var, Equation]) -> Atom:

@@ -119,7 +119,7 @@ class Placer(Hooks):
         self._rounded = rounded_leaves(trace)
         self._compared = compared(trace.closed.jaxpr)
         self._on_gpus = on_gpus(mesh)
-        self._remade = remade(trace.closed.jaxpr) if self._on_gpus else frozenset[int]()
+        self._remade = remade(trace.closed.jaxpr, trace.runs) if self._on_gpus else frozenset[int]()
         self._by_rows = self._on_gpus and hands_on_rows(trace)
         self._looped = {o for m in dims.matmuls if m.looped for o in (m.lhs_origin, m.rhs_origin)}
         self._batched = {o for m in dims.matmuls if m.batched for o in (m.lhs_origin, m.rhs_origin)}

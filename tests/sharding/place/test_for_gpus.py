@@ -47,6 +47,9 @@ OTHERS: dict[str, Callable[[jax.Array], Any]] = {
     "divided by it": lambda x: x * jax.lax.erfc(1 / x),
     "squared": lambda x: jax.lax.erfc(x) * jax.lax.erfc(x),
     "a tail": lambda x: jnp.log(jax.lax.erfc(x)),
+    "a multiple of it scaled": lambda x: jnp.exp(x * x) * (2 * x * jax.lax.erfc(x)).reshape(3, 2).reshape(2, 3),
+    "a multiple of it over an exponential": lambda x: 3 * (x * jax.lax.erfc(x)) / (2 * jnp.exp(-x * x)),
+    "a multiple's tail": lambda x: jnp.log(x * jax.lax.erfc(x)),
 }
 
 
@@ -135,6 +138,30 @@ def test_a_program_for_gpus_makes_them_again(kind: str, word: str, plan: str, mo
     for author, ours in zip(*grads, strict=True):
         a, b = np.asarray(author, np.float64), np.asarray(ours, np.float64)
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(a)
+
+
+class Tails(nn.Module):
+    """Layers of which the last one's `erfc` is read by a logarithm too."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            far = 6 + nn.tanh(nn.Dense(8)(x))
+            tail = jax.lax.erfc(far)
+            x = x + jnp.sin(far) + far * tail
+        return x + jnp.log(tail)
+
+
+def test_a_layer_that_stands_for_all_is_no_gelu_where_another_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = {"x": np.random.default_rng(0).standard_normal((16, 8)).astype(np.float32)}
+    losses = []
+    for on_gpus in (False, True):
+        monkeypatch.setattr(place, "on_gpus", lambda mesh, on=on_gpus: on)
+        mean = lambda model, batch: jnp.square(model(batch["x"])).mean()  # noqa: E731
+        program = cjax.parallelize(Tails(), mean, optax.sgd(0.1), batch, "data=1", devices=jax.devices()[:1])
+        assert program._composed.trace.runs
+        losses.append(float(program.value_and_grad(program.init(0), batch)[0]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.aot
