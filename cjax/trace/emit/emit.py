@@ -359,6 +359,9 @@ class Emitter:
 
     def _summed(self, eqn: Equation, scope: Scope, consts: Values, initial: jax.Array, xs: Values) -> jax.Array:
         """The result of a loop that adds up pieces."""
+        loop = scan_of(eqn)
+        numbers = zip(consts, loop.consts(eqn.invars), strict=True)
+        consts = [jnp.asarray(x, atom.aval.dtype) if isinstance(atom, Literal) else x for x, atom in numbers]
         handed, known = self.hooks.handed(consts)
 
         def part(consts: Values, x: Values) -> jax.Array:
@@ -369,7 +372,7 @@ class Emitter:
                 self._remakes = True
             return new
 
-        return summed(part, initial, handed, xs, scan_of(eqn).reverse)
+        return summed(part, initial, handed, xs, loop.reverse, loop.length)
 
     def turn(
         self, eqn: Equation, scope: Scope, consts: Values, carry: Values, xs: Sequence[jax.Array | ReadyWeight]

@@ -11,11 +11,15 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from cjax.jax_compat.core import Equation, Jaxpr, Literal, Var
+from cjax.jax_compat.core import Equation, Jaxpr, Literal, Var, make_jaxpr
+from cjax.trace.jaxpr.evaluate import bind_as_is
+from cjax.trace.jaxpr.linear import linear_results
 from cjax.trace.jaxpr.primitives import facts_of, name_of, named
-from cjax.trace.jaxpr.view import opened, scan_of
+from cjax.trace.jaxpr.simplify import simplify
+from cjax.trace.jaxpr.view import every_equation, opened, scan_of
 
 Values = list[jax.Array]
 Gradients = list[jax.Array | None]  # None of what has none
@@ -39,7 +43,27 @@ def adds_up(eqn: Equation) -> bool:
     (carry,) = loop.carries(loop.body.invars)
     is_number = carry.aval.shape == () and jnp.issubdtype(carry.aval.dtype, jnp.floating)
     makes_again = any(facts_of(each).remat for each in loop.body.eqns)
-    return is_number and makes_again and _only_added(loop.body, carry)
+    return is_number and makes_again and _only_added(loop.body, carry) and all(map(_scales, every_equation(loop.body)))
+
+
+def _scales(eqn: Equation) -> bool:
+    """Whether an equation's derivative makes twice of twice what it is handed: a part's is handed one, and not what the
+    sum's is. One that its author wrote, to clip what it is handed, makes other numbers of it."""
+    if name_of(eqn) != "custom_vjp_call":
+        return True
+    ins, outs = ([jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in some] for some in (eqn.invars, eqn.outvars))
+    real = _real(ins)
+    if not real or len(_real(outs)) < len(outs):
+        return not real
+
+    def pulled(gradients: Values, values: Values) -> tuple[jax.Array, ...]:
+        def of(*given: jax.Array) -> Values:
+            return bind_as_is(eqn, _with(values, real, given))
+
+        return jax.vjp(of, *(values[i] for i in real))[1](gradients)
+
+    closed = simplify(make_jaxpr(pulled)(outs, ins))
+    return all(linear_results(closed, [i < len(outs) for i in range(len(closed.jaxpr.invars))]))
 
 
 def _only_added(jaxpr: Jaxpr, var: Var) -> bool:
@@ -59,7 +83,12 @@ def _only_added(jaxpr: Jaxpr, var: Var) -> bool:
 
 
 def summed(
-    part: Callable[[Values, Values], jax.Array], initial: jax.Array, consts: Values, xs: Values, reverse: bool
+    part: Callable[[Values, Values], jax.Array],
+    initial: jax.Array,
+    consts: Values,
+    xs: Values,
+    reverse: bool,
+    length: int | None = None,
 ) -> jax.Array:
     """`initial` and the sum of `part(consts, x)` over the pieces `x` of `xs`; where its gradient is asked for, parts
     are made once.
@@ -70,6 +99,7 @@ def summed(
       consts: what all pieces read.
       xs: pieces, on dim 0 of each array.
       reverse: from the last piece to the first.
+      length: how many pieces there are; needed where `xs` are none.
 
     >>> x = jnp.arange(3.0)
     >>> jax.grad(lambda w: summed(lambda c, x: c[0] * x[0], jnp.zeros(()), [w], [x], False) ** 2)(2.0).item()
@@ -77,7 +107,7 @@ def summed(
     """
 
     def plain(initial: jax.Array, consts: Values, xs: Values) -> jax.Array:
-        return lax.scan(lambda total, x: (total + part(consts, x), None), initial, xs, reverse=reverse)[0]
+        return lax.scan(lambda total, x: (total + part(consts, x), None), initial, xs, length, reverse)[0]
 
     def forward(initial: jax.Array, consts: Values, xs: Values) -> tuple[jax.Array, tuple[Values, Values]]:
         real = _real(consts)
@@ -94,12 +124,12 @@ def summed(
             return (total + value, [a + b for a, b in zip(sums, of_consts, strict=True)]), of_x
 
         zeros = [jnp.zeros_like(consts[i]) for i in real]
-        (total, sums), of_xs = lax.scan(turn, (initial, zeros), xs, reverse=reverse)
+        (total, sums), of_xs = lax.scan(turn, (initial, zeros), xs, length, reverse)
         return total, (sums, of_xs)
 
     def backward(made: tuple[Values, Values], factor: jax.Array) -> tuple[jax.Array, Gradients, Gradients]:
         def scaled(values: Values, gradients: Values) -> Gradients:
-            times = [(factor * g.astype(factor.dtype)).astype(g.dtype) for g in gradients]
+            times = [_times(factor, g) for g in gradients]
             return _with(list[jax.Array | None]([None]) * len(values), _real(values), times)
 
         return factor, scaled(consts, made[0]), scaled(xs, made[1])
@@ -109,7 +139,17 @@ def summed(
     return found(initial, consts, xs)
 
 
-def _real(values: Sequence[jax.Array]) -> list[int]:
+def _times(factor: jax.Array, gradient: jax.Array) -> jax.Array:
+    """A gradient times a number, in the wider of both dtypes; a complex one stays complex."""
+
+    def width(dtype: np.dtype) -> tuple[bool, int]:
+        return jnp.issubdtype(dtype, jnp.complexfloating), dtype.itemsize
+
+    wide = max(factor.dtype, gradient.dtype, key=width)
+    return (factor.astype(wide) * gradient.astype(wide)).astype(gradient.dtype)
+
+
+def _real(values: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[int]:
     """Which of them have a gradient."""
     return [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
 

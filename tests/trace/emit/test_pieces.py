@@ -26,9 +26,20 @@ BATCH = {"x": RNG.integers(0, VOCAB, (ROWS, LENGTH)), "y": RNG.integers(0, VOCAB
 BATCH["y"][1, 2:] = -100
 
 Body = Callable[[Any, jax.Array], tuple[Any, Any]]
+
+
+def by_hand(scale: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """The same values, with a derivative of its author's own."""
+    same = jax.custom_vjp(lambda x: x)
+    same.defvjp(lambda x: (x, None), lambda _, gradient: (scale(gradient),))
+    return same
+
+
+doubled, clipped = by_hand(lambda gradient: 2 * gradient), by_hand(lambda gradient: jnp.clip(gradient, -0.1, 0.1))
 SUMS: dict[str, Body] = {
     "checkpointed": jax.checkpoint(lambda total, x: (total + jnp.sum(jnp.exp(x)), None)),
     "the other way round": jax.checkpoint(lambda total, x: (jnp.sum(jnp.exp(x)) + total, None)),
+    "with a derivative by hand": jax.checkpoint(lambda total, x: (total + jnp.sum(jnp.exp(doubled(x))), None)),
     "added outside": lambda total, x: (total + jax.checkpoint(lambda x: jnp.sum(jnp.exp(x)))(x), None),
 }
 OTHERS: dict[str, Body] = {
@@ -38,6 +49,7 @@ OTHERS: dict[str, Body] = {
     "adds it twice": jax.checkpoint(lambda total, x: (total + (total + jnp.sum(x)), None)),
     "subtracts": jax.checkpoint(lambda total, x: (jnp.sum(x * x) - total, None)),
     "also gives each": jax.checkpoint(lambda total, x: (total + jnp.sum(x), jnp.exp(x))),
+    "with a derivative that clips": jax.checkpoint(lambda total, x: (total + jnp.sum(jnp.exp(clipped(x))), None)),
     "the greatest": jax.checkpoint(lambda total, x: (jnp.maximum(total, jnp.sum(x)), None)),
     "a constant": jax.checkpoint(lambda total, x: (jnp.zeros(()), None)),
     "the last": jax.checkpoint(lambda total, x: (jnp.sum(x), None)),
@@ -90,6 +102,78 @@ def test_gradients_are_those_of_the_loop(length: int, reverse: bool, factor: flo
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4)
     np.testing.assert_allclose(mine(*args), plain(*args), rtol=1e-5, atol=1e-6)
+
+
+def assert_gradients_are_the_loops(
+    loss: Callable[..., jax.Array], params: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a program for a GPU, against plain JAX."""
+
+    class Given(nn.Module):
+        @nn.compact
+        def __call__(self) -> Any:
+            return {name: self.param(name, lambda _, value=value: value) for name, value in params.items()}
+
+    batch = {"x": jnp.asarray(RNG.standard_normal((ROWS, LENGTH, WIDTH)), jnp.float32)}
+    on_gpus(monkeypatch)
+    some = lambda model, batch: loss(model(), jnp.swapaxes(batch["x"], 0, 1)) / ROWS  # noqa: E731
+    program = cjax.parallelize(Given(), some, optax.sgd(1e-2), batch, devices=jax.devices("cpu")[:1])
+    value, grads = program.value_and_grad(program.init(0), batch)
+    wanted, theirs = jax.value_and_grad(lambda p: loss(p, jnp.swapaxes(batch["x"], 0, 1)) / ROWS)(params)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    for mine, right in zip(jax.tree.leaves(grads), jax.tree.leaves(theirs), strict=True):
+        assert np.linalg.norm(mine - right) <= 1e-4 * np.linalg.norm(right)
+
+
+def test_a_derivative_that_clips_is_handed_what_the_sum_s_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(params: Any, xs: jax.Array) -> jax.Array:
+        part = jax.checkpoint(lambda total, x: (total + jnp.square(clipped(x @ params["w"])).sum(), None))
+        return 0.02 * jax.lax.scan(part, jnp.zeros(()), xs)[0]
+
+    weight = jnp.asarray(RNG.standard_normal((WIDTH, 5)), jnp.float32)
+    assert_gradients_are_the_loops(loss, {"w": weight}, monkeypatch)
+
+
+def test_complex_weights_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(params: Any, xs: jax.Array) -> jax.Array:
+        def part(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            made = x * params["z"]
+            return total + (made.real * jnp.sin(made.imag)).sum(), None
+
+        pieces = xs * params["y"]
+        return jax.lax.scan(jax.checkpoint(part), jnp.zeros(()), pieces)[0]
+
+    draw = RNG.standard_normal
+    params = {name: jnp.asarray(draw(WIDTH) + 1j * draw(WIDTH), jnp.complex64) for name in "zy"}
+    assert_gradients_are_the_loops(loss, params, monkeypatch)
+
+
+def test_a_sum_that_is_no_wider_than_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients are as wide as what they are of: rounded to the sum's bits they would be off by a thousandth."""
+
+    def loss(params: Any, xs: jax.Array) -> jax.Array:
+        def part(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+            return total + jnp.square(x @ params["w"]).sum().astype(jnp.bfloat16), None
+
+        return jax.lax.scan(jax.checkpoint(part), jnp.zeros((), jnp.bfloat16), xs)[0].astype(jnp.float32)
+
+    weight = jnp.asarray(RNG.standard_normal((WIDTH, 5)), jnp.float32)
+    assert_gradients_are_the_loops(loss, {"w": weight}, monkeypatch)
+
+
+def test_pieces_of_nothing_and_numbers_among_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(params: Any, xs: jax.Array) -> jax.Array:
+        def summed_up(factor: Any, power: Any, is_on: Any) -> jax.Array:
+            def part(total: jax.Array, _: None) -> tuple[jax.Array, None]:
+                each = jnp.where(is_on, factor * jnp.sin(xs @ params["w"]) ** power, 0.0)
+                return total + each.sum(), None
+
+            return jax.lax.scan(jax.checkpoint(part), jnp.zeros(()), None, length=3)[0]
+
+        return jax.jit(summed_up)(2.0, 2, True)
+
+    weight = jnp.asarray(RNG.standard_normal((WIDTH, 5)), jnp.float32)
+    assert_gradients_are_the_loops(loss, {"w": weight}, monkeypatch)
 
 
 class Model(nn.Module):
