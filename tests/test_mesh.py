@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import textwrap
+import threading
 from collections.abc import Callable
 
 import jax
@@ -24,10 +25,12 @@ from cjax.mesh import (
     DATA,
     TENSOR,
     ZERO,
+    alone,
     build_mesh,
     compile_lowered,
     compiler_options,
     is_compile_only,
+    moving,
     resolve_devices,
 )
 from cjax.mesh.axes import _place_in_machine
@@ -294,3 +297,54 @@ def test_larger_gradients_of_a_layer_are_scattered_one_by_one():
         return len(audit(compiled, mesh).select("reduce-scatter", ["data"]))
 
     assert scattered(False) == 1 and scattered(True) == 3
+
+
+def test_nothing_moves_while_a_program_runs_for_the_first_time() -> None:
+    """And the program waits for what moves already."""
+    seen: list[str] = []
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def mover(name: str, then: Callable[[], object]) -> threading.Thread:
+        def run() -> None:
+            with moving():
+                then()
+                seen.append(name)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        return thread
+
+    def first() -> None:
+        begun.set()
+        goes_on.wait(10)
+
+    before = mover("before", first)
+    assert begun.wait(10)
+    threads = [before]
+
+    def program() -> None:
+        with alone():
+            seen.append("program")
+            threads.append(mover("behind", lambda: None))
+            threads[-1].join(0.2)
+            seen.append("done")
+
+    running = threading.Thread(target=program, daemon=True)
+    running.start()
+    running.join(0.2)
+    assert running.is_alive() and not seen
+    goes_on.set()
+    running.join(10)
+    for thread in threads:
+        thread.join(10)
+    assert seen == ["before", "program", "done", "behind"]
+
+
+def test_who_fails_leaves_the_way_free() -> None:
+    for way in (moving, alone):
+        with pytest.raises(OSError), way():
+            raise OSError
+    with alone():
+        pass
+    with moving():
+        pass

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from cjax.gradients import LaidOut, arrange_stages, build_gradients, choose
+from cjax.gradients import LaidOut, arrange_stages, build_gradients, check_scaled, choose
 from cjax.mesh import Device, build_mesh, is_compile_only
 from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
@@ -90,6 +90,7 @@ def _composed(
             f"`schedule` is for pipelines, and the plan {str(plan)!r} has none: add "
             f"pipeline={schedule.num_stages} microbatches={schedule.num_microbatches}"
         )
+    decision = dataclasses.replace(decision, notes=(*decision.notes, *check_scaled(trace, plan)))
     line = arrange_stages(trace, plan, schedule) if size > 1 else None
     if plan.walks:
         return _walked(given, planning, decision, trace, mesh)

@@ -76,7 +76,7 @@ def put(leaf: Any, placed: NamedSharding) -> jax.Array:
         return jax.device_put(leaf, placed)
     if leaf.sharding.memory_kind == HOST:
         assert isinstance(leaf.sharding, NamedSharding)
-        leaf = moved(leaf, NamedSharding(leaf.sharding.mesh, leaf.sharding.spec))
+        (leaf,) = moved((leaf,), [NamedSharding(leaf.sharding.mesh, leaf.sharding.spec)])
     if leaf.sharding.is_equivalent_to(placed, leaf.ndim):
         return leaf
     # With options of ours, and one at a time: processes that take the collectives of several such programs in other

@@ -160,7 +160,7 @@ def _to_host(array: jax.Array) -> Any:
         return _copy(array)
     if array.is_fully_addressable:
         return np.array(array)
-    return moved(array, array.sharding.with_memory_kind(HOST))
+    return moved((array,), [array.sharding.with_memory_kind(HOST)])[0]
 
 
 def _of_layer(slot: Slot, placed: NamedSharding) -> NamedSharding:

@@ -1,6 +1,7 @@
 """What `check` and `verify=True` find, and what they let pass: faults are planted where cjax could have them."""
 
 import dataclasses
+import types
 from typing import Any
 
 import flax.linen as nn
@@ -12,7 +13,8 @@ import pytest
 import cjax
 from cjax.program import compose as composition
 from cjax.program import verify
-from cjax.program.check import Outcome, compare
+from cjax.program.check import TF32, Outcome, compare
+from cjax.program.reference import has_tf32, narrowest, perturbed
 from cjax.trace.microbatches import part
 
 from .conftest import make, rows
@@ -171,6 +173,29 @@ def test_rounding_excuses_what_it_does_and_no_factor() -> None:
     assert compare("p", *outcomes(near, right), [shaken], 4).ok
     wild = Outcome(1.0, {}, {"w": -right})
     assert not compare("p", *outcomes(far, right), [wild], 2).ok
+
+
+def test_products_that_a_card_rounds_are_compared_as_such() -> None:
+    """float32 goes through a matmul with 10 bits on such cards, unless more is asked for."""
+
+    def of(precision: Any, dtype: Any = jnp.float32) -> int:
+        def twice(x: jax.Array) -> jax.Array:
+            return jax.jit(lambda x: jnp.dot(x, x, precision=precision))(x) + 1
+
+        return narrowest(jax.make_jaxpr(twice)(jnp.ones((3, 3), dtype)).jaxpr, tf32=True)
+
+    assert [of(None), of("default"), of("highest"), of(None, jnp.bfloat16)] == [TF32, TF32, 4, 2]
+    sums = jax.make_jaxpr(lambda x: x.sum())(jnp.ones(3)).jaxpr
+    assert [narrowest(sums, tf32=True), narrowest(jax.make_jaxpr(jnp.dot)(1.0, 2.0).jaxpr)] == [4, 4]
+    cards = [types.SimpleNamespace(platform=platform, compute_capability=chip) for platform, chip in CARDS]
+    assert [has_tf32(card) for card in (*cards, jax.devices()[0])] == [False, True, True, False]
+    right = np.ones(100)
+    shaken = Outcome(1.0, {}, {"w": np.asarray(perturbed({"w": jnp.ones(100)}, TF32)["w"], np.float64)})
+    near, far = right * (1 + 1.5e-3), right * 1.5
+    assert [compare("p", *outcomes(x, right), [shaken], TF32).ok for x in (near, far)] == [True, False]
+
+
+CARDS = [("gpu", "7.0"), ("gpu", "8.0"), ("gpu", "9.0")]
 
 
 class Deep(nn.Module):

@@ -129,6 +129,15 @@ def test_what_psutil_or_older_bindings_refuse_is_unknown(rapl: Path, monkeypatch
     assert set(cards.unknown) == {"gpu3/memory_bandwidth_percent"} and cards.read()["gpu3/power_watts"] == 350.5
 
 
+def test_no_number_is_unknown(monkeypatch):
+    class Early(FakeNVML):
+        def nvmlGpmMetricsGet(self, asked: Any) -> None:
+            asked.metrics[0].value, asked.metrics[0].nvmlReturn = float("nan"), 0
+
+    monkeypatch.setitem(sys.modules, "pynvml", Early())
+    assert Cards([gpu(3)]).read()["gpu3/memory_bandwidth_percent"] is None
+
+
 def test_energy_is_the_difference_of_counters_and_unknown_if_one_is():
     first = {"gpu0/energy_joules": 100.0, "gpu1/energy_joules": 50.0, "cpu_energy_joules": None}
     last = {"gpu0/energy_joules": 160.0, "gpu1/energy_joules": 90.0, "cpu_energy_joules": 3.0}

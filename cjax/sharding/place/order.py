@@ -28,9 +28,9 @@ from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
 from cjax.trace.attention.positions import EquationList, attention_groups, evaluated
 from cjax.trace.dims.find import Scope
-from cjax.trace.examples.own_gradients import backward
 from cjax.trace.jaxpr.along import along, goes_by_elements, is_made_by_number, summed
 from cjax.trace.jaxpr.groups import Group
+from cjax.trace.jaxpr.own_derivative import backward
 from cjax.trace.jaxpr.primitives import facts_of
 from cjax.trace.jaxpr.view import is_scan, open_bodies, opened, scan_of
 from cjax.trace.layers.repeats import RepeatedLayers

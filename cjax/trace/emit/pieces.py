@@ -14,11 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cjax.jax_compat.core import Equation, Jaxpr, Literal, Var, make_jaxpr
-from cjax.trace.jaxpr.evaluate import bind_as_is
-from cjax.trace.jaxpr.linear import linear_results
+from cjax.jax_compat.core import Equation, Jaxpr, Literal, Var
+from cjax.trace.jaxpr.own_derivative import backward, scales
 from cjax.trace.jaxpr.primitives import facts_of, name_of, named
-from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.jaxpr.view import every_equation, opened, scan_of
 
 Values = list[jax.Array]
@@ -51,19 +49,8 @@ def _scales(eqn: Equation) -> bool:
     sum's is. One that its author wrote, to clip what it is handed, makes other numbers of it."""
     if name_of(eqn) != "custom_vjp_call":
         return True
-    ins, outs = ([jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in some] for some in (eqn.invars, eqn.outvars))
-    real = _real(ins)
-    if not real or len(_real(outs)) < len(outs):
-        return not real
-
-    def pulled(gradients: Values, values: Values) -> tuple[jax.Array, ...]:
-        def of(*given: jax.Array) -> Values:
-            return bind_as_is(eqn, _with(values, real, given))
-
-        return jax.vjp(of, *(values[i] for i in real))[1](gradients)
-
-    closed = simplify(make_jaxpr(pulled)(outs, ins))
-    return all(linear_results(closed, [i < len(outs) for i in range(len(closed.jaxpr.invars))]))
+    closed = backward(eqn)
+    return closed is None or all(scales(closed, len(eqn.invars)))
 
 
 def _only_added(jaxpr: Jaxpr, var: Var) -> bool:
@@ -149,7 +136,7 @@ def _times(factor: jax.Array, gradient: jax.Array) -> jax.Array:
     return (factor.astype(wide) * gradient.astype(wide)).astype(gradient.dtype)
 
 
-def _real(values: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[int]:
+def _real(values: Sequence[jax.Array]) -> list[int]:
     """Which of them have a gradient."""
     return [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
 

@@ -3,39 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 
-from cjax.jax_compat.core import ClosedJaxpr, Equation, make_jaxpr
-from cjax.trace.emit.emit import bind
 from cjax.trace.examples.values import FIXED, Context, Place, Value
-from cjax.trace.jaxpr.linear import linear_results
-from cjax.trace.jaxpr.simplify import simplify
 
 # How the gradient of a row goes with the number of rows, by what the function makes of them.
 _POWER = {"rows": 0, "sum": 0, "mean": -1}
-
-
-def backward(eqn: Equation) -> ClosedJaxpr | None:
-    """What an equation with a derivative of its own hands back: (operands, gradients of results) -> gradients of the
-    operands that have any. None where it can't be differentiated."""
-    ins = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
-    floats = [i for i, x in enumerate(ins) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    outs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
-    # Then there is no gradient that an author could have got wrong.
-    if not floats or not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in outs):
-        return None
-
-    def gradients(ins: list[jax.Array], outs: list[jax.Array]) -> tuple[jax.Array, ...]:
-        def forward(*given: jax.Array) -> list[jax.Array]:
-            all_ins = list(ins)
-            for i, x in zip(floats, given, strict=True):
-                all_ins[i] = x
-            return bind(eqn, all_ins)
-
-        return jax.vjp(forward, *(ins[i] for i in floats))[1](outs)
-
-    return simplify(make_jaxpr(gradients)(ins, outs))
 
 
 def operands(context: Context, results: Sequence[Value]) -> list[Value]:
@@ -46,11 +19,6 @@ def operands(context: Context, results: Sequence[Value]) -> list[Value]:
 
 def _plain(value: Value) -> Value:
     return Value("rows", *value.layout) if value.kind == "rows" else FIXED
-
-
-def scales(closed: ClosedJaxpr, num_operands: int) -> list[bool]:
-    """Which of what `backward` gives grows with the gradients that it is handed, as any derivative does."""
-    return linear_results(closed, [i >= num_operands for i in range(len(closed.jaxpr.invars))])
 
 
 def judged(

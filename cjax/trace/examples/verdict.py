@@ -12,21 +12,12 @@ from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.examples.arithmetic import ELEMENTWISE, elementwise, reduction
 from cjax.trace.examples.method import is_method
-from cjax.trace.examples.own_gradients import backward, judged, operands, scales
+from cjax.trace.examples.own_gradients import judged, operands
 from cjax.trace.examples.rules import RULES
-from cjax.trace.examples.values import (
-    FIXED,
-    LOST,
-    Atom,
-    Context,
-    Place,
-    RowWeight,
-    Value,
-    constant,
-    growing,
-)
+from cjax.trace.examples.values import FIXED, LOST, Atom, Context, Place, RowWeight, Value, constant, growing
 from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.identity import equation_key
+from cjax.trace.jaxpr.own_derivative import backward, scales
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 from cjax.trace.jaxpr.twins import Twins
 from cjax.trace.jaxpr.view import cond_of, consts_of, literal_of, opened, scan_of, while_of
