@@ -14,6 +14,10 @@ from cjax.planner.profile import Profile
 
 # What the CUDA context, NCCL's buffers and the allocator's slack take of a card before a program gets any.
 _RESERVED_ON_CARD = 3 * 2**29
+JAX_TAKES = 0.75  # of a GPU, unless told otherwise
+XLA_TAKES = 64e9  # bytes of host memory that GPUs reach, unless told otherwise
+_HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+_MOST_OF_A_CARD = 0.95  # that can be asked for
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -194,6 +198,44 @@ def _memory(devices: Sequence[Device], card: Card | None) -> int:
             "without XLA_PYTHON_CLIENT_ALLOCATOR=platform, under which JAX keeps no count."
         )
     return card.memory - _RESERVED_ON_CARD
+
+
+def more_of_a_card(devices: Sequence[Device], needed: float) -> str | None:
+    """What to set, where a plan needs more of its GPUs than JAX takes by itself, and they have it.
+
+    Args:
+      devices: all devices of a plan.
+      needed: bytes of one.
+    """
+    card = card_of_kind(devices[0].device_kind)
+    if card is None or needed > _MOST_OF_A_CARD * card.memory:
+        return None
+    taken = JAX_TAKES * card.memory if is_compile_only(devices) else _memory(devices, card)
+    if needed <= taken:
+        return None
+    return (
+        f"JAX takes {taken / 2**30:.0f} of such a card's {card.memory / 2**30:.0f} GiB, and this needs more: set "
+        f"XLA_PYTHON_CLIENT_MEM_FRACTION={_MOST_OF_A_CARD} where it runs, before Python starts"
+    )
+
+
+def more_of_a_host(devices: Sequence[Device], needed: float) -> str | None:
+    """What to set, where GPUs are to reach more bytes of their host's memory than XLA lets a process have by itself.
+
+    Args:
+      devices: all devices of a plan.
+      needed: bytes of a process.
+    """
+    if devices[0].platform == "cpu":
+        return None
+    told = None if is_compile_only(devices) else os.environ.get(_HOST_LIMIT)
+    taken = 1e9 * float(told) if told else XLA_TAKES
+    if needed <= taken:
+        return None
+    return (
+        f"XLA lets a process have {taken / 1e9:.0f} GB of host memory for what moves, and this needs more: set "
+        f"{_HOST_LIMIT}={1.25 * needed / 1e9:.0f} where it runs, before Python starts"
+    )
 
 
 def host_memory() -> int:

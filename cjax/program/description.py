@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from cjax.audit import Audit
 from cjax.pipeline.gantt import gantt, gantt_svg
 from cjax.pipeline.simulate import simulate
-from cjax.planner.hardware import Hardware
+from cjax.planner.hardware import Hardware, more_of_a_card
 from cjax.program.composed import Composed
 from cjax.report import (
     BlockRow,
@@ -70,6 +70,7 @@ def describe_step(composed: Composed, audit: Audit, hardware: Hardware, more: Se
             *_padding(composed),
             *_apart(composed),
             *uncovered(composed.trace),
+            *filter(None, [more_of_a_card(list(composed.mesh.devices.flat), memory.total)]),
         ],
         chart=gantt(schedule, width=100) if schedule is not None else "",
         picture=gantt_svg(simulate(schedule)) if schedule is not None else "",

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from cjax.audit import Audit, audit, hlo
 from cjax.planner.costs.walk import WalkCost, rates_of, reading_again, walk_cost
-from cjax.planner.hardware import Hardware
+from cjax.planner.hardware import Hardware, more_of_a_card, more_of_a_host
 from cjax.planner.homes import Homes, Kind, Phase, occupied
 from cjax.program.composed import Composed
 from cjax.program.description import param_rows, time_of, transfer_rows, uncovered
@@ -39,6 +39,8 @@ def describe_walked(composed: Composed, measured: Measured, homes: Homes, hardwa
     forward = cost(composed.trace.closed)
     model = 3.0 * forward.flops * composed.plan.microbatches
     matmul = 3.0 * forward.matmul_flops * composed.plan.microbatches
+    devices, moved = list(composed.mesh.devices.flat), sum(there.host.values()) + there.moving
+    asked = more_of_a_card(devices, there.peak), more_of_a_host(devices, moved)
     return Report(
         plan=str(composed.plan),
         devices=f"{composed.mesh.size} x {hardware.name}",
@@ -49,7 +51,7 @@ def describe_walked(composed: Composed, measured: Measured, homes: Homes, hardwa
         transfers=transfer_rows(whole, hardware if hardware.memory_bandwidth is not None else None),
         flops=FlopCount(model, matmul, max(0.0, whole.flops * composed.mesh.size - matmul), whole.flops),
         time=time_of(composed, whole, hardware),
-        watch=[*composed.notes, *uncovered(composed.trace)],
+        watch=[*composed.notes, *uncovered(composed.trace), *filter(None, asked)],
         walk=describe_walk(composed.plan, measured.sizes, measured.peaks, homes, step, rates, tokens, record),
     )
 

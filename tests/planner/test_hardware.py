@@ -11,7 +11,7 @@ from cjax.cards import CARDS
 from cjax.machines import Cluster
 from cjax.mesh import resolve_devices
 from cjax.planner import hardware
-from cjax.planner.hardware import Hardware, hardware_of, hardware_of_cluster
+from cjax.planner.hardware import Hardware, hardware_of, hardware_of_cluster, more_of_a_card, more_of_a_host
 
 
 class Client:
@@ -117,6 +117,32 @@ def test_of_a_card_that_is_not_here_a_part_is_reserved():
     absent.device_kind = "NVIDIA Whatever"
     with pytest.raises(ValueError, match="does not know what a NVIDIA Whatever can do: give devices as a cjax.Cluster"):
         hardware_of([absent])
+
+
+def test_more_of_a_card_than_jax_takes_is_told():
+    """Three quarters of one that is not here, and of one that is as much as JAX says."""
+    card = CARDS["h100"]
+    absent, here = Gpu(card.kind), Gpu(card.kind, limit=int(0.75 * card.memory))
+    absent.client = Absent()
+    for gpu in (absent, here):
+        assert more_of_a_card([gpu], 0.74 * card.memory) is None
+        told = more_of_a_card([gpu], 0.76 * card.memory)
+        assert told and "JAX takes 59 of such a card's 79 GiB" in told and "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in told
+        assert more_of_a_card([gpu], 0.96 * card.memory) is None, "nor has the card as much"
+    assert more_of_a_card([Gpu(card.kind, limit=int(0.9 * card.memory))], 0.8 * card.memory) is None
+    assert more_of_a_card(jax.devices(), 1e15) is None
+
+
+def test_more_of_a_host_than_xla_takes_is_told(monkeypatch):
+    absent, here = Gpu(CARDS["h100"].kind), Gpu(CARDS["h100"].kind)
+    absent.client = Absent()
+    for gpu in (absent, here):
+        told = more_of_a_host([gpu], 80e9)
+        assert told and "have 64 GB" in told and "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100 where" in told
+        assert more_of_a_host([gpu], 63e9) is None
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "90")
+    assert more_of_a_host([here], 80e9) is None and more_of_a_host([absent], 80e9) is not None
+    assert more_of_a_host(jax.devices(), 1e15) is None
 
 
 def test_machines_of_their_own():

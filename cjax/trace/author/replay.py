@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from cjax.jax_compat.core import jaxpr_as_fun, make_jaxpr
 from cjax.jax_compat.jaxprs import live
@@ -22,11 +23,13 @@ class Replay:
         shapes: its result, as `jax.ShapeDtypeStruct`s.
         used: for each argument, whether the result depends on it.
         run: the result's leaves, from the arguments that are used.
+        leaks: whether some of it was made within a loop, and is known there alone.
     """
 
     shapes: PyTree
     used: list[bool]
     run: Callable[..., list[jax.Array]]
+    leaks: bool = False
 
     def __call__(self, *args: jax.Array) -> PyTree:
         leaves = self.run(*[arg for arg, use in zip(args, self.used, strict=True) if use])
@@ -37,7 +40,7 @@ def trace_live(function: Callable[..., PyTree], args: Sequence[jax.Array | jax.S
     """Traces `function(*args)`, where args are arrays or shapes, and leaves out dead equations and arguments."""
     closed, shapes = make_jaxpr(function, return_shape=True)(*args)
     needed, used = live(closed)
-    return Replay(shapes, used, jaxpr_as_fun(needed))
+    return Replay(shapes, used, jaxpr_as_fun(needed), any(isinstance(x, core.Tracer) for x in needed.consts))
 
 
 def replayed(make: Callable[[Key, PyTree], PyTree], batch: PyTree) -> tuple[Callable[[Key], PyTree], PyTree]:
@@ -51,10 +54,20 @@ def replayed(make: Callable[[Key, PyTree], PyTree], batch: PyTree) -> tuple[Call
     traced: dict[np.dtype, Replay] = {}
 
     def trace(dtype: np.dtype) -> Replay:
-        replay = trace_live(
-            lambda key, *leaves: make(key, treedef.unflatten(leaves)),
-            [jax.ShapeDtypeStruct((), dtype), *batch_shape],
-        )
+        args = [jax.ShapeDtypeStruct((), dtype), *batch_shape]
+
+        def made(key: Key, *leaves: jax.Array) -> PyTree:
+            return make(key, treedef.unflatten(leaves))
+
+        replay = trace_live(made, args)
+        if replay.leaks:  # a module that is first called within a loop; one that Python runs hands out what it makes
+            with jax.disable_jit():
+                replay = trace_live(made, args)
+        if replay.leaks:
+            raise ValueError(
+                "The model makes its parameters within a loop of JAX's (scan, while_loop), where they can't be had: "
+                "call it once before the loop, as in `model(batch)`."
+            )
         if any(replay.used[1:]):
             missing = [n for n, x in zip(leaf_names(batch), leaves, strict=True) if isinstance(x, jax.ShapeDtypeStruct)]
             if missing:

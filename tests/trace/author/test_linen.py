@@ -133,3 +133,26 @@ def test_keys_of_every_kind() -> None:
     assert_close(captured.init(jax.random.PRNGKey(3)), typed)
     other = captured.init(jax.random.key(3, impl="rbg"))
     assert not np.allclose(other[0]["kernel"], typed[0]["kernel"])
+
+
+def test_a_module_that_is_first_called_within_a_loop() -> None:
+    """Its values are those that the author's own `init` makes."""
+
+    class Energy(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(1)(jnp.tanh(nn.Dense(5)(x)))
+
+    def loss(model: Any, batch: jax.Array) -> jax.Array:
+        def down(i: int, x: jax.Array) -> jax.Array:
+            return x - 0.1 * jax.grad(lambda x: model(x).sum())(x)
+
+        return (model(batch) - model(jax.lax.stop_gradient(jax.lax.fori_loop(0, 3, down, batch)))).mean()
+
+    batch, key = jnp.arange(12.0).reshape(4, 3), jax.random.key(0)
+    found = capture(Energy(), loss, batch)
+    params, *rest = found.init(key)
+    wanted = Energy().init(key, batch)["params"]
+    jax.tree.map(np.testing.assert_array_equal, params, wanted)
+    value, *_ = found.apply(params, *rest, batch, key, True)
+    assert value == loss(Energy().bind({"params": wanted}), batch)
