@@ -76,9 +76,9 @@ PAIRS = [
     ("linen_backwards", "zero=3 microbatches=2"),
     ("linen_scan", "data=4 tensor=2 zero=1 remat=block"),
     ("nnx_llama", "tensor=2d:4 microbatches=2 remat=dots"),
-    ("nnx_llama", "sequence=ring:2 zero=1"),
 ]
 MORE = [
+    ("nnx_llama", "sequence=ring:2 zero=1"),
     *((n, plan) for n in ("linen_norm_drop", "linen_backwards") for plan in ("data=8", "tensor=2", "tensor=2d:4")),
     *((n, "data=4 tensor=2 microbatches=2") for n in UNDER_ALL if SUBJECTS[n].blocks),
     *((n, "zero=3 remat=block") for n in UNDER_ALL if SUBJECTS[n].blocks),

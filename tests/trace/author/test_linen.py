@@ -147,12 +147,13 @@ def test_a_module_that_is_first_called_within_a_loop() -> None:
         def down(i: int, x: jax.Array) -> jax.Array:
             return x - 0.1 * jax.grad(lambda x: model(x).sum())(x)
 
-        return (model(batch) - model(jax.lax.stop_gradient(jax.lax.fori_loop(0, 3, down, batch)))).mean()
+        found = jax.lax.fori_loop(0, 3, down, batch)
+        return (model(batch) - model(jax.lax.stop_gradient(found))).mean()
 
     batch, key = jnp.arange(12.0).reshape(4, 3), jax.random.key(0)
     found = capture(Energy(), loss, batch)
-    params, *rest = found.init(key)
-    wanted = Energy().init(key, batch)["params"]
+    params, *rest = jax.jit(found.init)(key)
+    wanted = jax.jit(Energy().init)(key, batch)["params"]
     jax.tree.map(np.testing.assert_array_equal, params, wanted)
     value, *_ = found.apply(params, *rest, batch, key, True)
     assert value == loss(Energy().bind({"params": wanted}), batch)
