@@ -114,6 +114,29 @@ def test_there_is_no_loop_over_layers(name: str, plan: str) -> None:
     assert loops[0] == 0 and loops[1] >= 2
 
 
+class Recurrent(nn.Module):
+    """Over time, with a table of positions."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        places = self.param("places", nn.initializers.normal(), (len(x), x.shape[-1]))
+        weight = self.param("weight", nn.initializers.normal(), (x.shape[-1], x.shape[-1]))
+
+        def turn(h: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return jnp.tanh(h @ weight + at[0] + at[1]), None
+
+        return jax.lax.scan(turn, jnp.zeros(x.shape[1:]), (x, places))[0]
+
+
+def test_loops_over_time_stay() -> None:
+    batch = jnp.ones((7, 4, 3))
+    program = cjax.parallelize(
+        Recurrent(), lambda model, x: jnp.square(model(x)).mean(), optax.sgd(0.1), batch, "data=1 unroll=layers",
+        devices=jax.devices()[:1],
+    )  # fmt: skip
+    assert "stablehlo.while" in program.lower().as_text()
+
+
 def test_what_is_made_again_is_not_merged_with_what_was_made() -> None:
     """In a loop nothing would be; without one XLA sees both."""
     texts = []

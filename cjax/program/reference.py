@@ -6,6 +6,7 @@ micro-batches draw their own random numbers or see their own statistics, the bat
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -212,7 +213,8 @@ def perturbed(params: PyTree, itemsize: int) -> PyTree:
 
 def has_tf32(device: Any) -> bool:
     """Whether float32 matmuls of default precision round what they multiply to TF32: cards from A100 on do."""
-    return device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 8
+    chip = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))  # others have names
+    return device.platform == "gpu" and chip is not None and int(chip[1]) >= 8
 
 
 def narrowest(jaxpr: Jaxpr, tf32: bool = False) -> int:

@@ -188,14 +188,14 @@ def test_products_that_a_card_rounds_are_compared_as_such() -> None:
     sums = jax.make_jaxpr(lambda x: x.sum())(jnp.ones(3)).jaxpr
     assert [narrowest(sums, tf32=True), narrowest(jax.make_jaxpr(jnp.dot)(1.0, 2.0).jaxpr)] == [4, 4]
     cards = [types.SimpleNamespace(platform=platform, compute_capability=chip) for platform, chip in CARDS]
-    assert [has_tf32(card) for card in (*cards, jax.devices()[0])] == [False, True, True, False]
+    assert [has_tf32(card) for card in (*cards, jax.devices()[0])] == [False, True, True, False, False]
     right = np.ones(100)
     shaken = Outcome(1.0, {}, {"w": np.asarray(perturbed({"w": jnp.ones(100)}, TF32)["w"], np.float64)})
     near, far = right * (1 + 1.5e-3), right * 1.5
     assert [compare("p", *outcomes(x, right), [shaken], TF32).ok for x in (near, far)] == [True, False]
 
 
-CARDS = [("gpu", "7.0"), ("gpu", "8.0"), ("gpu", "9.0")]
+CARDS = [("gpu", "7.0"), ("gpu", "8.0"), ("gpu", "10.0"), ("gpu", "gfx942")]
 
 
 class Deep(nn.Module):

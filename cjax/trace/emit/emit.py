@@ -346,9 +346,12 @@ class Emitter:
             return self.turn(eqn, scope, consts, carry, given)
 
         layered = any(isinstance(source, ReadyWeight) for source in sources)
+        # A loop over what a batch or a table has for each position is over time, and not over layers with matrices.
+        atoms = [atom for atom in loop.xs(eqn.invars) if not isinstance(atom, Literal)]
+        weighted = any(atom in env.scope.origin and atom.aval.ndim > 2 for atom in atoms)
         if self.hooks.sums_ahead and not layered and adds_up(eqn):
             return [self._summed(eqn, scope, consts, initial[0], xs)]
-        if layered and loop.length <= self.hooks.unrolls:
+        if layered and weighted and loop.length <= self.hooks.unrolls:
             final, outs = in_turn(self.hooks.layer(body), initial, xs, loop.length, loop.reverse)
         else:
             final, outs = lax.scan(

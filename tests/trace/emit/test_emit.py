@@ -60,13 +60,15 @@ def alone(number: int) -> list[tuple[int, ...]]:
 
 
 def emitted(
-    closed: jex.ClosedJaxpr, groups: Sequence[tuple[int, ...]] = (), hooks: Hooks | None = None, rolled: bool = True
-) -> Callable[..., list[jax.Array]]:
-    """The trace as a function of its inputs, those in `groups` stacked."""
+    closed: jex.ClosedJaxpr, groups: Sequence[tuple[int, ...]] = (), hooks: Hooks | None = None, rolled: bool = True,
+    num_weights: int = 0,
+) -> Callable[..., list[jax.Array]]:  # fmt: skip
+    """The trace as a function of its inputs, those in `groups` stacked; the first are weights, if that is asked."""
     taken = {i for group in groups for i in group}
     ins = sorted([*groups, *((i,) for i in range(len(closed.jaxpr.invars)) if i not in taken)])
     runs = find_runs(closed) if rolled else ()
-    run = emit(closed, runs, find_dims(closed).top, ins, alone(len(closed.jaxpr.outvars)), hooks or Hooks())
+    scope, outs = find_dims(closed, num_weights).top, alone(len(closed.jaxpr.outvars))
+    run = emit(closed, runs, scope, ins, outs, hooks or Hooks())
 
     def call(*args: Any) -> list[jax.Array]:
         return run([args[g[0]] if len(g) == 1 else jnp.stack([args[i] for i in g]) for g in ins])
@@ -310,7 +312,7 @@ def test_an_authors_scan_is_taken_apart_the_way_it_runs(reverse: bool) -> None:
 
     kernels, x = jnp.stack(inputs(3)[1:]), inputs(3)[0]
     spy = Apart()
-    run = emitted(simplify(jax.make_jaxpr(function)(kernels, x)), hooks=spy)
+    run = emitted(simplify(jax.make_jaxpr(function)(kernels, x)), hooks=spy, num_weights=1)
     assert_equal_results(run(kernels, x), function(kernels, x))
     assert spy.layers == 1 and [shape for leaf, shape in spy.weights if leaf == 0] == [(WIDTH, WIDTH)] * 3
     assert "scan" not in str(jax.make_jaxpr(run)(kernels, x))
