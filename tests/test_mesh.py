@@ -348,3 +348,21 @@ def test_who_fails_leaves_the_way_free() -> None:
         pass
     with moving():
         pass
+
+
+def test_an_interrupt_while_it_waits_leaves_the_way_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cjax.mesh.first_run._changed.wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), alone():
+            pass
+    done = threading.Event()
+
+    def move() -> None:
+        with moving():
+            done.set()
+
+    threading.Thread(target=move, daemon=True).start()
+    assert done.wait(10)

@@ -40,10 +40,10 @@ def alone() -> Iterator[None]:
     """While a program runs for the first time, until its results are there."""
     global _is_alone
     with _turn:
-        with _changed:
-            _is_alone = True
-            _changed.wait_for(lambda: not _num_moving)
-        try:
+        try:  # from the first: an interrupt while this waits would leave everything waiting for ever
+            with _changed:
+                _is_alone = True
+                _changed.wait_for(lambda: not _num_moving)
             yield
         finally:
             with _changed:

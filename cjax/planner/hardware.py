@@ -207,14 +207,15 @@ def more_of_a_card(devices: Sequence[Device], needed: float) -> str | None:
       devices: all devices of a plan.
       needed: bytes of one.
     """
-    card = card_of_kind(devices[0].device_kind)
-    if card is None or needed > _MOST_OF_A_CARD * card.memory:
+    card, cluster = card_of_kind(devices[0].device_kind), cluster_of(devices) if is_compile_only(devices) else None
+    whole = cluster.memory if cluster is not None else card.memory if card is not None else 0
+    if needed > _MOST_OF_A_CARD * whole:
         return None
-    taken = JAX_TAKES * card.memory if is_compile_only(devices) else _memory(devices, card)
+    taken = JAX_TAKES * whole if is_compile_only(devices) else _memory(devices, card)
     if needed <= taken:
         return None
     return (
-        f"JAX takes {taken / 2**30:.0f} of such a card's {card.memory / 2**30:.0f} GiB, and this needs more: set "
+        f"JAX takes {taken / 2**30:.0f} of such a card's {whole / 2**30:.0f} GiB, and this needs more: set "
         f"XLA_PYTHON_CLIENT_MEM_FRACTION={_MOST_OF_A_CARD} where it runs, before Python starts"
     )
 

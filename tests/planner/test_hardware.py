@@ -169,6 +169,8 @@ def test_mixed_kinds_are_refused():
 
 @pytest.mark.aot
 def test_absent_cards():
+    small = resolve_devices("h100:1/memory=40GiB")
+    assert more_of_a_card(small, 65 * 2**30) is None and "30 of such a card's 40" in str(more_of_a_card(small, 2**35))
     facts = hardware_of(resolve_devices("h100:64"))
     assert (facts.num_devices, facts.devices_per_host) == (64, 8)
     assert 77 * 2**30 < facts.memory < 78 * 2**30
