@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from alive import alive
 from flax import nnx
 from starts import drawn
 from zoo_cjax import ROWS
@@ -112,22 +113,16 @@ def test_rows_of_a_t5_are_shared_with_what_the_encoder_made_of_them(folder_of: A
         np.testing.assert_array_equal(greedy(model), wanted(folder))
 
 
-def live_bytes() -> int:
-    """On the devices, what is in host memory aside."""
-    arrays = [x for x in jax.live_arrays() if not x.is_deleted() and x.sharding.memory_kind == "device"]
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-
-
 def test_a_device_holds_no_more_than_was_said(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch, seen = MovedRows.fetch, []
 
     def watched(self: MovedRows, layer: int) -> Any:
         row = fetch(self, layer)
-        seen.append(live_bytes() - before)
+        seen.append(alive() - before)
         return row
 
     gc.collect()
-    before = live_bytes()
+    before = alive()
     monkeypatch.setattr(MovedRows, "fetch", watched)
     with StreamedModel(folder_of("cjax_t5"), f"budget={TIGHT['cjax_t5']} host=70KiB") as model:
         cjax.generate(model, PROMPT, 3, temperature=0)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from alive import alive
 from contract import assert_trained_alike, digest, subject, trained, walking_program
 from zoo import MODELS
 
@@ -81,17 +82,6 @@ def test_wherever_rows_live_the_bits_are_the_same(name: str, plan: str, tmp_path
         assert program._walking is not None
         assert used <= program._walking.homes.used, homes
         assert digest(program, trained(program, name)) == was, homes
-
-
-def alive() -> int:
-    """Bytes of arrays on one device."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.live_arrays()
-        if not x.is_deleted()
-        and x.sharding.memory_kind != "pinned_host"
-        and not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-    )
 
 
 @pytest.mark.parametrize(

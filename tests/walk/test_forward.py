@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import math
 import re
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from alive import alive
 from contract import no_compilation, source_of, subject
 
 import cjax
@@ -161,23 +161,15 @@ def test_other_parameters_are_scored_in_place_of_the_states() -> None:
     assert_same(found[0], jax.tree.map(np.asarray, found[1]), 1e-4)
 
 
-def live_bytes() -> int:
-    """On the first device, what is in host memory aside."""
-    arrays = [x for x in jax.live_arrays() if not x.is_deleted() and x.sharding.memory_kind == "device"]
-    mine = [x for x in arrays if jax.devices()[0] in x.sharding.device_set]
-    # By shapes: to ask an array for its shards makes arrays of them.
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in mine)
-
-
 def test_nothing_is_compiled_again_and_two_layers_are_on_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     program, state = tower(AWAY)
     wanted, seen, fetch = float(program.evaluate(state, [rows(), rows()])["loss"]), [], MovedRows.fetch
     gc.collect()
-    before = live_bytes()
+    before = alive()
 
     def watched(self: MovedRows, layer: int) -> Any:
         row = fetch(self, layer)
-        seen.append(live_bytes() - before)
+        seen.append(alive() - before)
         return row
 
     monkeypatch.setattr(MovedRows, "fetch", watched)
@@ -186,7 +178,7 @@ def test_nothing_is_compiled_again_and_two_layers_are_on_the_devices(monkeypatch
     layer = 4 * (2 * WIDTH * 2 * WIDTH + 3 * WIDTH)
     assert len(seen) == 2 * 2 * LAYERS and layer <= max(seen) < 2.5 * layer
     gc.collect()
-    assert live_bytes() == before
+    assert alive() == before
 
 
 @pytest.mark.parametrize(

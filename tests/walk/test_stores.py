@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import math
 import os
 import tempfile
 import threading
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alive import alive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
@@ -79,12 +81,6 @@ def assert_same(row: Arrays, values: Sequence[np.ndarray], shapes: Sequence[jax.
         assert (x.shape, x.dtype, x.sharding) == (shape.shape, shape.dtype, shape.sharding)
         for shard in x.addressable_shards:
             assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(value[shard.index]).tobytes(), shape
-
-
-def alive(kind: str = "device") -> int:
-    """Bytes in one kind of memory; an array and its shards are one."""
-    there = [x for x in jax.live_arrays() if not x.is_deleted() and x.sharding.memory_kind == kind]
-    return sum(x.nbytes for x in there if len(x.sharding.device_set) > 1)
 
 
 CALLS = ("ahead", "fetch", "put", "drop", "forget", "settle", "update", "commit")
@@ -174,7 +170,7 @@ def test_a_donated_copy_leaves_the_row_whole(home: Home, folder: Folder) -> None
 @pytest.mark.parametrize("room", [2, 3])
 def test_devices_hold_the_row_in_use_and_those_on_their_way(home: Home, room: int, folder: Folder) -> None:
     shapes = [struct((8, 1024), "float32", P("data")), struct((8,), "float32", P())]
-    size = sum(shape.size * shape.dtype.itemsize for shape in shapes)
+    size = sum(math.prod(shape.sharding.shard_shape(shape.shape)) * shape.dtype.itemsize for shape in shapes)
     rows = make_rows(shapes, [home] * 8, "opt", folder=folder, room=room)
     gc.collect()
     before, before_on_host = alive(), alive("pinned_host")
