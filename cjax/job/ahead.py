@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cjax.job.beat import TRAINING
 from cjax.job.member import BEFORE_DEVICES, BEFORE_STATE
 from cjax.job.spec import JobSpec
 
@@ -27,13 +28,22 @@ def how_far(spec: JobSpec, beats: Sequence[dict[str, Any] | None], pids: Sequenc
         return BEFORE_DEVICES, "they start and import; how much memory the hosts have for two of each is not known here"
     if (platform := next(beat["platform"] for beat in beats if beat)) != "cpu":
         return BEFORE_DEVICES, f"they start and import; two processes do not share the memory of a {platform}"
-    needed, free = size * max(map(resident, pids)), free_memory()
-    if needed > free:
-        return (
-            "",
-            f"they stop first: beside them {size} more would take {needed >> 20:,} MiB, and {free >> 20:,} are free",
-        )
+    if lack := no_room(pids, size):
+        return "", f"they stop first: beside them {lack}"
     return BEFORE_STATE, "they start, import and compile"
+
+
+def no_room(pids: Sequence[int], size: int) -> str:
+    """What is missing for so many more processes of the size of the present ones; "" where nothing is."""
+    needed, free = size * max(map(resident, pids)), free_memory()
+    return f"{size} more would take {needed >> 20:,} MiB, and {free >> 20:,} are free" if needed > free else ""
+
+
+def is_time_for_spares(beats: Sequence[dict[str, Any] | None]) -> bool:
+    """Whether all train, and their first steps are done: before that they need the machine for themselves."""
+    return all(
+        beat is not None and beat["phase"] == TRAINING and (beat["step"] or 0) > (beat["first"] or 0) for beat in beats
+    )
 
 
 def resident(pid: int) -> int:

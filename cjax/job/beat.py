@@ -22,7 +22,8 @@ from cjax.job.member import AGAIN, BEFORE_DEVICES, BEFORE_STATE, JOB, Member, me
 
 SIZE = 1024  # bytes; a beat is written over the one before
 PERIOD = 0.5  # seconds
-_LOOK = 0.01  # seconds between two looks of who waits for its turn
+# Seconds between two looks of who waits for its turn. Spares may wait before the devices for days.
+_LOOKS = {BEFORE_DEVICES: 0.05, BEFORE_STATE: 0.01}
 SHOW_STACKS = signal.SIGRTMAX - 7  # asks a worker for the stacks of all its threads, on stderr; no one else's signal
 IMPORTING, STARTING, READY, RESTORING, COMPILING, TRAINING, EVALUATING, SAVING, CALLING, ENDED = (
     "importing", "starting", "ready", "restoring", "compiling", "training", "evaluating", "saving", "calling back",
@@ -193,7 +194,7 @@ def wait_for_turn(where: str) -> None:
     while mine.incarnation != (known := mine.told())[0]:
         if mine.incarnation != known[1]:  # of one and the same look: between two it may have become its turn
             _leave(mine)
-        time.sleep(_LOOK)
+        time.sleep(_LOOKS[where])
     beating().begin()
 
 

@@ -42,6 +42,9 @@ class JobOptions:
         grace: seconds that workers have to save and leave.
         hang_after: seconds without a sign of life, or five steps where these take longer, after which a worker hangs.
         silence: seconds that anything besides a step may take: compiling, reading a checkpoint.
+        spare: whether as many processes wait beside the workers, with all imported, to take over when these end: a
+            start after a kill then takes a few seconds less. They take memory, and run the script up to
+            cjax.initialize().
         hosts: one worker on each, on a disk that all of them see; those of the allocation under Slurm. Without any, all
             are on this machine, which then listens on loopback alone.
         launch: the command that starts another one on {host}; srun under Slurm.
@@ -54,6 +57,7 @@ class JobOptions:
     grace: float = 60.0
     hang_after: float = 10.0
     silence: float = 3600.0
+    spare: bool = False
     hosts: tuple[str, ...] = ()
     launch: str = "ssh {host}"
 

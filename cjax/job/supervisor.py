@@ -11,11 +11,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from cjax.job.ahead import how_far
+from cjax.job.ahead import how_far, is_time_for_spares, no_room
 from cjax.job.files import append_line, read_lines, read_object, write_whole
 from cjax.job.folder import JobFolder
 from cjax.job.lock import locked
-from cjax.job.member import AGAIN, BEFORE_STATE
+from cjax.job.member import AGAIN, BEFORE_DEVICES, BEFORE_STATE
 from cjax.job.processes import Start
 from cjax.job.spec import JobSpec, start_line
 from cjax.job.state import JobState
@@ -46,7 +46,9 @@ class Supervisor:
         self._failed_starts: dict[str, int] = {}
         self._best = max((line.get("step") or 0 for line in read_lines(self.folder.history)), default=0)
         self._patience = 1.0
-        self._next: Workers | None = None  # of the size that was asked for, who get ready
+        self._next: Workers | None = None  # who get ready: of the size that was asked for, or spares
+        self._are_spares = False  # of the size that there is, for when the present ones end
+        self._spareless = 0  # the incarnation beside which no spares are started, or none again
         self._leaving: Workers | None = None  # of the size before, who have kept what they had
         self._until = 0.0  # when these are to be gone
 
@@ -98,13 +100,15 @@ class Supervisor:
 
     def _begin(self) -> Workers | None:
         """Who trains now: new workers, or those who have got ready. None where we are told to stop before that."""
+        places = tuple(place for place in self.state.places if place not in self.state.lost)
+        if self._are_spares and self._next is not None and (self._next.places != places or self._next.look()):
+            self._drop()
         if self._next is not None:
             return self._take_over(self._next)
         self._see_off(at_once=True)
         self.state.pids = []
         if not self._is_counted(self.state.new_number()):
             return None
-        places = tuple(place for place in self.state.places if place not in self.state.lost)
         for old in self.folder.beats.glob("*"):
             old.unlink()
         try:
@@ -137,7 +141,9 @@ class Supervisor:
             if (asked := self._asked()) is not None and not self._prepare(workers, *asked):
                 self._resized(workers, asked[0])
                 return None
-            if self._next is not None and self._are_prepared(workers, self._next):
+            if self._next is None or self._are_spares:
+                self._keep_spares(workers)
+            elif self._are_prepared(workers, self._next):
                 self._resized(workers, len(self._next.places))
                 return None
 
@@ -265,7 +271,42 @@ class Supervisor:
         if self._next is not None:
             self._next.kill()
             shutil.rmtree(self.folder.rehearsal, ignore_errors=True)
-        self._next, self.state.next, self.state.resize = None, 0, ""
+        self._next, self.state.next, self.state.resize, self._are_spares = None, 0, "", False
+
+    def _keep_spares(self, workers: Workers) -> None:
+        """Keeps processes that have imported all, and wait for the present workers to end by whatever it be. Where they
+        fail, nothing else does: the next start is one as without them."""
+        if not self.spec.spare or self._start is not None or self._spareless == workers.incarnation:
+            return
+        if self._next is not None:
+            if (ending := self._next.look()) is not None:
+                rank = ending.rank
+                log = self.folder.log(self._next.incarnation, rank)
+                self._give_up_spares(workers, f"{ending.why.replace('worker', 'spare worker', 1)} ({log})")
+            return
+        if not is_time_for_spares(workers.beats):
+            return
+        pids = [process.pid for process in workers.processes]
+        if not self.spec.hosts and (lack := no_room(pids, len(workers.places))):
+            self._give_up_spares(workers, f"beside the workers {lack}")
+            return
+        self.state.next = self.state.new_number()
+        try:
+            write_whole(self.folder.state, self.state.text())  # or they would not know who they are
+            self._next = Workers(
+                self.spec, self.state.next, workers.places, self._patience, None, self._out, BEFORE_DEVICES
+            )
+        except OSError as error:
+            self._give_up_spares(workers, str(error))
+            return
+        self._are_spares = True
+        self._keep_pids(workers)
+
+    def _give_up_spares(self, workers: Workers, why: str) -> None:
+        self._say(f"{why}: no spare workers before the next start")
+        self._spareless = workers.incarnation
+        self._drop()
+        self._keep_pids(workers)
 
     def _resized(self, workers: Workers, size: int) -> None:
         if self._next is not None and self._next.waits == BEFORE_STATE:
@@ -283,8 +324,9 @@ class Supervisor:
 
     def _take_over(self, workers: Workers) -> Workers | None:
         """It is the turn of those who have got ready, or who are at it, where those before have died meanwhile."""
-        self.state.size, self.state.lost, self._failed_starts = len(workers.places), [], {}
-        self.state.resize = ""
+        if not self._are_spares:
+            self.state.size, self.state.lost, self._failed_starts = len(workers.places), [], {}
+        self._are_spares, self.state.resize, workers.patience = False, "", self._patience
         self.state.leaving = 0 if self._leaving is None else self._leaving.incarnation
         if not self._is_counted(workers.incarnation):
             return None

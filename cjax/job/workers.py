@@ -67,7 +67,7 @@ class Workers:
         waits: str = "",
     ) -> None:
         self.spec, self.incarnation, self.places, self.waits = spec, incarnation, tuple(places), waits
-        self._folder, self._patience, self._out = JobFolder(Path(spec.folder)), patience, out
+        self._folder, self.patience, self._out = JobFolder(Path(spec.folder)), patience, out
         self.beats: list[dict[str, Any] | None] = [None] * len(places)
         self._heard = [time.monotonic()] * len(places)  # when something changed in a worker's beats
         self._moved = list(self._heard)  # when it did anything new
@@ -135,7 +135,7 @@ class Workers:
             self._first_seen = now if self._first_seen is None else self._first_seen
 
     def _hanging(self, codes: list[int | None]) -> Ending | None:
-        now, least = time.monotonic(), self.spec.hang_after * self._patience
+        now, least = time.monotonic(), self.spec.hang_after * self.patience
         for rank, beat in enumerate(self.beats):
             if codes[rank] is not None:
                 continue
@@ -145,8 +145,8 @@ class Workers:
                 continue
             silent, still = now - self._heard[rank], now - self._moved[rank]
             is_step = beat["phase"] == TRAINING
-            limit = max(least, STEPS * beat["step_seconds"]) if is_step else self.spec.silence * self._patience
-            if silent > least or still > limit:
+            limit = max(least, STEPS * beat["step_seconds"]) if is_step else self.spec.silence * self.patience
+            if silent > least or (still > limit and beat["phase"] != READY):  # whose turn may come in a week
                 return self._culprit(now, rank)
         return None
 

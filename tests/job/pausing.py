@@ -16,10 +16,11 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cjax.job.beat import read_beat
+from cjax.job.beat import READY, read_beat
 from cjax.job.files import read_object
 from cjax.job.folder import JobFolder
 from cjax.job.spec import JobSpec, start_line
@@ -33,10 +34,11 @@ TICKS = os.sysconf("SC_CLK_TCK")
 class Job:
     """One that is watched at each hundredth of a second."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, spare: bool = False) -> None:
         self.folder = JobFolder(folder)
         command = (sys.executable, "-c", TRAIN, "train", "gpt-mini", *OPTIONS.split(), "--plan", "zero=1")
-        spec = JobSpec(command, str(folder), 2, devices=1, hang_after=60.0)
+        spec = JobSpec(command, str(folder), 2, devices=1, hang_after=60.0, spare=spare)
+        self.spare = spare
         folder.mkdir(parents=True)
         environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
         with open(folder / "supervisor.log", "wb") as log:
@@ -55,13 +57,14 @@ class Job:
                 return beat
             time.sleep(0.01)
 
-    def after(self, how: Any) -> "Pause":
+    def after(self, how: Callable[["Job"], None]) -> "Pause":
         """What follows on what `how` does."""
         number = self.state["incarnation"]
         self.steps(number, 12)
+        before = {pid: cpu(pid) for pid in self.spares()} if self.spare else {}
         watching = cpu(self.supervisor.pid)
         asked = stepped = time.monotonic()
-        how()
+        how(self)
         last = None
         while self.state["incarnation"] == number:
             beat = read_beat(self.folder.beat(number, 0))
@@ -71,11 +74,20 @@ class Job:
         turn = time.monotonic()
         beat = self.steps(self.state["incarnation"], 1)
         done = time.monotonic()
-        taken = statistics.mean(cpu(pid) for pid, _ in self.state["pids"][: self.state["size"]])  # others leave
-        begun = asked if how == self.kill else stepped
+        pids = [pid for pid, _ in self.state["pids"][: self.state["size"]]]  # others leave
+        taken = statistics.mean(cpu(pid) - before.get(pid, 0.0) for pid in pids)
+        begun = asked if how is Job.kill else stepped
         return Pause(
             done - begun, done - asked, turn - begun, taken, cpu(self.supervisor.pid) - watching, beat["seconds"]
         )
+
+    def spares(self) -> list[int]:
+        """Waits until all that the first two are to have wait for their turn."""
+        while True:
+            beats = [read_beat(self.folder.beat(self.state.get("next", 0), rank)) for rank in range(2)]
+            if all(beat and beat["phase"] == READY for beat in beats):
+                return [pid for pid, _ in self.state["pids"][2:]]
+            time.sleep(0.1)
 
     def kill(self) -> None:
         os.kill(self.state["pids"][1][0], 9)
@@ -89,7 +101,7 @@ class Pause:
         wall: of the pause.
         asked: from the kill, or the request.
         leaving: until it was the turn of the next workers.
-        cpu: of a worker, from its start to its first step.
+        cpu: of a worker, from its start, or of a spare from the kill, to its first step.
         watching: CPU seconds of the supervisor.
         parts: what the first worker did in its turn.
     """
@@ -129,34 +141,37 @@ def main() -> int:
     parser.add_argument("--log", type=Path)
     options = parser.parse_args()
     least = min(floor() for _ in range(2))
-    job = Job(options.folder)
     lines = [
         f"{datetime.date.today()}, tests/job/pausing.py: {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         f"floor: importing alone takes a process {least:.1f} CPU seconds",
     ]
+    plain, spared = options.folder / "plain", options.folder / "spared"
+    lines += paused(Job(plain), [
+        *[("worker killed, compiled before", Job.kill)] * 3,
+        ("resized 2 to 1, nothing compiled", lambda _: ask_for(plain, 1)),
+        ("resized 1 to 2, compiled before", lambda _: ask_for(plain, 2)),
+        ("resized 2 to 1, compiled before", lambda _: ask_for(plain, 1)),
+        ("resized 1 to 2, stopping first", lambda _: ask_for(plain, 2, stop_first=True)),
+    ])  # fmt: skip
+    lines += paused(Job(spared, spare=True), [("worker killed, with spares", Job.kill)] * 3)
+    text = "\n".join(lines)
+    print(text)
+    if options.log:
+        options.log.write_text(text + "\n")
+    return 0
+
+
+def paused(job: Job, events: Sequence[tuple[str, Callable[[Job], None]]]) -> list[str]:
     try:
         first = job.steps(1, 1)["seconds"]
-        lines.append(
-            f"{'start, nothing compiled':34} CPU {cpu(job.state['pids'][0][0]):5.1f} s a worker  {said(first)}"
-        )
-        events = [
-            *[("worker killed, compiled before", job.kill)] * 3,
-            ("resized 2 to 1, nothing compiled", lambda: ask_for(options.folder, 1)),
-            ("resized 1 to 2, compiled before", lambda: ask_for(options.folder, 2)),
-            ("resized 2 to 1, compiled before", lambda: ask_for(options.folder, 1)),
-            ("resized 1 to 2, stopping first", lambda: ask_for(options.folder, 2, stop_first=True)),
-        ]
+        lines = [f"{'start, nothing compiled':34} CPU {cpu(job.state['pids'][0][0]):5.1f} s a worker  {said(first)}"]
         for name, how in events:
             lines.append(f"{name:34} {job.after(how)}")
             print(lines[-1], flush=True)
     finally:
         job.supervisor.terminate()
         job.supervisor.wait()
-    text = "\n".join(lines)
-    print(text)
-    if options.log:
-        options.log.write_text(text + "\n")
-    return 0
+    return lines
 
 
 def said(seconds: dict[str, float]) -> str:

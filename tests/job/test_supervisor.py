@@ -66,13 +66,12 @@ def test_a_machine_that_slept_is_no_hang(job: Any) -> None:
     supervisor, folder = job("time.sleep(0.1)", workers=1)
     until(lambda: read_lines(folder.history) and status_of(folder.run).step > 3)
     ((worker, _),) = state(folder)["pids"]
-    for number in (signal.SIGSTOP, signal.SIGCONT):  # the supervisor is the first to wake
-        os.kill(supervisor.pid, number)
-        if number == signal.SIGCONT:
-            time.sleep(0.5)
-        os.kill(worker, number)
-        if number == signal.SIGSTOP:
-            time.sleep(2.5)
+    # The supervisor is the last to fall asleep, when it has read the worker's last beat, and the first to wake.
+    sequence = ((worker, signal.SIGSTOP, 0.3), (supervisor.pid, signal.SIGSTOP, 2.5),
+                (supervisor.pid, signal.SIGCONT, 0.5), (worker, signal.SIGCONT, 0.0))  # fmt: skip
+    for pid, number, seconds in sequence:
+        os.kill(pid, number)
+        time.sleep(seconds)
     _, err = supervisor.communicate(timeout=40)
     assert supervisor.returncode == 0 and [line["kind"] for line in ends(folder)] == ["done"], err
 
