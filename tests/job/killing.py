@@ -69,6 +69,7 @@ class Killing:
         devices: of all workers at first.
         is_double: train in float64.
         hosts_are_lost: what a killed worker held in memory goes with it, snapshots included; a peer has them.
+        spare: processes wait to take over.
     """
 
     folder: Path
@@ -85,6 +86,7 @@ class Killing:
     devices: int = 2
     is_double: bool = False
     hosts_are_lost: bool = False
+    spare: bool = False
     kills: list[dict[str, Any]] = field(default_factory=list)
     farthest: float = 0.0
 
@@ -112,7 +114,7 @@ class Killing:
         command += (f"{self.snapshots}{':peers' * self.hosts_are_lost}",)
         spec = JobSpec(
             command, str(self.folder), self.workers, restarts=10**6, fruitless=10**6,
-            devices=self.devices // self.workers, hang_after=60.0, grace=30.0,
+            devices=self.devices // self.workers, hang_after=60.0, grace=30.0, spare=self.spare,
         )  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_ENABLE_X64": str(int(self.is_double))}
@@ -292,6 +294,7 @@ def main() -> int:
     parser.add_argument("--resizes", type=float, default=0.0, help="the share of resizes among all that happens")
     parser.add_argument("--devices", type=int, default=2, help="of all workers at first")
     parser.add_argument("--lose", action="store_true", help="each worker is a host whose memory goes with it")
+    parser.add_argument("--spare", action="store_true", help="processes wait to take over")
     parser.add_argument("--double", action="store_true", help="float64")
     parser.add_argument("--every", default="5", help="steps between checkpoints, or auto")
     parser.add_argument("--folder", type=Path, required=True)
@@ -307,7 +310,7 @@ def main() -> int:
     killed = Killing(
         options.folder / "killed", options.seed, options.workers, options.steps, options.pause, options.every,
         options.between, options.snapshots, tuple(options.phases), options.plans, options.resizes,
-        hosts_are_lost=options.lose, **more,
+        hosts_are_lost=options.lose, spare=options.spare, **more,
     )  # fmt: skip
     status = killed.run(options.kills, options.minutes * 60) or status
     problems = killed.check(whole.folder) if not status else [f"it ended with status {status}"]

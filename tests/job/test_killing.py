@@ -72,10 +72,10 @@ def test_a_resize_keeps_the_batch_the_order_and_the_random_numbers(tmp_path: Pat
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("workers", [1, 2])
-def test_kills_in_every_phase(tmp_path: Path, whole: Path, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "spare"), [(1, False), (2, False), (2, True)])
+def test_kills_in_every_phase(tmp_path: Path, whole: Path, workers: int, spare: bool) -> None:
     """The same for 200 kills: tests/job/killing.py, whose log is in docs/results."""
-    job = Killing(tmp_path, seed=workers, workers=workers, steps=60)
+    job = Killing(tmp_path, seed=workers, workers=workers, steps=60, spare=spare)
     assert job.run(20) == 0
     assert not job.check(whole) and len({kill["in"] for kill in job.kills}) > len(PHASES) // 2
 
