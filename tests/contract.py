@@ -377,13 +377,11 @@ def _initial(name: str, wide: bool) -> Trees:  # `wide` keeps two precisions apa
 
 @functools.cache
 def first_values(name: str, wide: bool) -> Trees:
-    """What both sides begin with: none of an init, which would take as long to compile as the steps, but for softmax in
-    float32, which is exact enough only where the author's own numbers keep it from being sharp."""
-    if wide and name in WIDE:
-        return widened(author_initial(name))
+    """What both sides begin with: none of an init, which would take as long to compile as the steps. Softmax in float32
+    is exact enough only where it is not sharp: with numbers as small as an init's."""
     captured = subject(name, wide).captured
     shapes = (captured.params_shape, captured.frozen_shape, captured.model_state_shape)
-    return captured.initial or values_for(*shapes)
+    return captured.initial or values_for(*shapes, share=0.1 if wide and name in WIDE else 1.0)
 
 
 def begun(program: Program, name: str, wide: bool, optimizer: str | None = None) -> State:

@@ -25,9 +25,10 @@ def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def drawn(shapes: PyTree, seed: int, near: float = 0.0) -> PyTree:
+def drawn(shapes: PyTree, seed: int, near: float = 0.0, share: float = 1.0) -> PyTree:
     """Numbers for a tree of shapes: in matrices of a size that keeps activations as large as they are, in vectors about
-    `near` or, where that is zero, about what scales and biases are; other keys for each, and counts of zero."""
+    `near` or, where that is zero, about what scales and biases are; other keys for each, and counts of zero. All that
+    is random is multiplied by `share`."""
     rng = np.random.default_rng(seed)
 
     def one(name: str, shape: Any) -> Any:
@@ -37,7 +38,7 @@ def drawn(shapes: PyTree, seed: int, near: float = 0.0) -> PyTree:
         if not jnp.issubdtype(shape.dtype, jnp.inexact):
             return np.zeros(shape.shape, shape.dtype)
         about = near or ("scale" in name.lower())
-        spread = 0.1 if about or len(shape.shape) < 2 else np.prod(shape.shape) ** -0.25
+        spread = share * 0.1 if about or len(shape.shape) < 2 else share * np.prod(shape.shape) ** -0.25
         found = about + spread * rng.standard_normal(shape.shape)
         if jnp.issubdtype(shape.dtype, jnp.complexfloating):
             found = found + 1j * spread * rng.standard_normal(shape.shape)
@@ -106,8 +107,8 @@ def first_values(program: Program) -> Trees:
     return values_for(capture.params_shape, capture.frozen_shape, capture.model_state_shape)
 
 
-def values_for(params: PyTree, frozen: PyTree, model_state: PyTree) -> Trees:
-    return drawn(params, 0), drawn(frozen, 1), drawn(model_state, 2, near=1.0)
+def values_for(params: PyTree, frozen: PyTree, model_state: PyTree, share: float = 1.0) -> Trees:
+    return drawn(params, 0, share=share), drawn(frozen, 1, share=share), drawn(model_state, 2, near=1.0, share=share)
 
 
 def begin(program: Program, *, moments: bool = True) -> State:

@@ -17,6 +17,7 @@ from flax import nnx
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from starts import begin
 
 import cjax
 from cjax.jax_compat.jaxprs import is_of_jax
@@ -118,7 +119,7 @@ def called(name: str) -> str:
 @pytest.mark.parametrize("plan", PLANS)
 def test_values_and_gradients_are_those_of_one_device(name: str, plan: str) -> None:
     made = program(name, plan)
-    found = made.check(made.init(0), BATCH)
+    found = made.check(begin(made), BATCH)
     assert found.ok, found
 
 
@@ -184,7 +185,7 @@ def test_plans_that_split_otherwise_have_its_values(plan: str, devices: int, lay
 
     batch = {"x": BATCH["x"][:, :4]}
     made = cjax.parallelize(build, loss, optax.sgd(0.1), batch, plan, devices=jax.devices()[:devices])
-    found = made.check(made.init(0), batch)
+    found = made.check(begin(made), batch)
     assert found.ok, found
 
 
@@ -205,7 +206,7 @@ def test_inside_of_what_holds_equations(where: str) -> None:
         }[where]
 
     made = program("test_mixed", "data=2 tensor=4", wrapped)
-    found = made.check(made.init(0), BATCH)
+    found = made.check(begin(made), BATCH)
     assert found.ok, found
     assert any("cjax knows nothing of test_mixed" in line for line in made.report().watch)
 

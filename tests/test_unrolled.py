@@ -74,10 +74,11 @@ PAIRS = [
     ("linen_norm_drop", "data=1 microbatches=1"),
     ("linen_norm_drop", "data=4 tensor=2 zero=3"),
     ("linen_backwards", "zero=3 microbatches=2"),
-    ("linen_scan", "data=4 tensor=2 zero=1 remat=block"),
+    ("linen_backwards", "data=4 tensor=2 zero=1 remat=block"),
     ("nnx_llama", "tensor=2d:4 microbatches=2 remat=dots"),
 ]
 MORE = [
+    ("linen_scan", "data=4 tensor=2 zero=1 remat=block"),
     ("nnx_llama", "sequence=ring:2 zero=1"),
     *((n, plan) for n in ("linen_norm_drop", "linen_backwards") for plan in ("data=8", "tensor=2", "tensor=2d:4")),
     *((n, "data=4 tensor=2 microbatches=2") for n in UNDER_ALL if SUBJECTS[n].blocks),

@@ -184,6 +184,7 @@ def test_a_state_that_is_dropped_is_on_the_devices_no_more(tmp_path: Path) -> No
         gc.enable()
 
 
+@pytest.mark.full
 def test_another_budget_in_the_middle_of_a_run(tmp_path: Path) -> None:
     name = "linen_tied"
     first = walking_program(name, "zero=1 offload=params+optimizer")

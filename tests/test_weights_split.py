@@ -240,7 +240,7 @@ def test_layers_taken_in_pairs_are_the_same_model_under_any_plan() -> None:
     """Scored in pairs, taken over by a plan that has a layer for each turn of its loop, and by stages of a pipeline."""
     program = cjax.parallelize(Square(4), loss, optax.sgd(0.1), ROWS, "tensor=4", devices=jax.devices()[:4])
     assert program._composed.trace.pairs
-    state = program.init(0)
+    state = begin(program)
     wanted = float(program.evaluate(state, ROWS)["loss"])
     for plan in ("data=4", "pipeline=gpipe:4 microbatches=2"):
         other = program.replan(plan)

@@ -40,6 +40,7 @@ def test_texts_are_the_same_within_a_budget(folder: Path, capsys: pytest.Capture
     assert one == whole
 
 
+@pytest.mark.full
 def test_rows_a_pass_are_as_many_as_a_budget_allows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     many = [str(folder), "--ids", *["1 2 3", "3,2,1"] * 8, "--tokens", "3"]
     whole, _ = said(capsys, *many)

@@ -112,7 +112,7 @@ def program(name: str) -> cjax.Program:
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_on_eight_devices_as_on_one(name: str):
     batch = jax.tree.map(jnp.asarray, CASES[name].batch())
-    state = program(name).init(0)
+    state = begin(program(name))
     check = program(name).check(state, batch)
     assert "agrees with one device" in str(check)
     losses = []
@@ -152,17 +152,17 @@ INDICES = {
 @pytest.mark.parametrize("name", CASES if os.environ.get("CJAX_TEST_ALL") == "1" else ["gpt", "t5", "vit"])
 def test_a_label_or_token_out_of_range_is_named(name: str):
     batch, (leaf, size, also) = CASES[name].batch(), INDICES[name]
-    program(name).evaluate(program(name).init(0), batch)
+    program(name).evaluate(begin(program(name)), batch)
     where = (3, 2)[: batch[leaf].ndim]
     batch[leaf][where] = size
     said = re.escape(f"{leaf!r} holds {size} at {list(where)}, outside a table of {size} rows")
     with pytest.raises(ValueError, match=rf"{said}.*which are 0 to {size - 1}{also}\."):
-        program(name).step(program(name).init(0), batch)
+        program(name).step(begin(program(name)), batch)
 
 
 @pytest.mark.parametrize("name", ["gpt", *(pytest.param(name, marks=pytest.mark.full) for name in ("t5", "llama"))])
 def test_greedy_texts_do_not_depend_on_where_parameters_are(name: str):
-    state = program(name).init(0)
+    state = begin(program(name))
     split = program(name).model(state)
     graph, leaves = nnx.split(split)
     whole = nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), leaves))

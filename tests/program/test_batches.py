@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from starts import begin
 
 import cjax
 from cjax.program.batches import batch_structs, global_shape, join_processes
@@ -32,7 +33,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_another_batch_is_refused_and_costs_no_state(program: cjax.Program, name: str) -> None:
     batch, said = WRONG[name]
-    state = program.init(0)
+    state = begin(program)
     for call in (program.step, program.value_and_grad):
         message = refusal(lambda call=call: call(state, batch))
         assert not [text for text in said if text not in message], message
@@ -40,13 +41,13 @@ def test_another_batch_is_refused_and_costs_no_state(program: cjax.Program, name
 
 
 def test_a_loader_is_not_a_batch(program: cjax.Program) -> None:
-    assert "next(batches)" in refusal(lambda: program.step(program.init(0), (rows() for _ in range(2))), TypeError)
+    assert "next(batches)" in refusal(lambda: program.step(begin(program), (rows() for _ in range(2))), TypeError)
 
 
 @pytest.mark.usefixtures("no_compiling")
 def test_it_is_refused_before_the_step_compiles() -> None:
     program = make("data=8")
-    state = program.init(0)
+    state = begin(program)
     assert "float32[16, 5]" in refusal(lambda: program.step(state, rows(16)))
 
 
@@ -63,9 +64,9 @@ PLACES: dict[str, Any] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_arrays_may_live_anywhere(program: cjax.Program, place: str) -> None:
-    wanted, _ = program.value_and_grad(program.init(0), rows())
+    wanted, _ = program.value_and_grad(begin(program), rows())
     batch = jax.tree.map(PLACES[place], rows())
-    _, metrics = program.step(program.init(0), batch)
+    _, metrics = program.step(begin(program), batch)
     assert_same(metrics["loss"], wanted, 1e-6)
     assert_same(batch, rows())
 
@@ -93,7 +94,7 @@ def test_leaves_may_be_integers_booleans_and_single_numbers(plan: str) -> None:
     ends = []
     for text, devices in ((plan, None), ("microbatches=2" if "micro" in plan else "data=1", jax.devices()[:1])):
         program = make(text, loss=mixed_loss, batch=mixed(), devices=devices)
-        _, metrics = program.step(program.init(0), mixed())
+        _, metrics = program.step(begin(program), mixed())
         ends.append(on_host(metrics))
     assert_same(*ends, 1e-5)
     assert np.isfinite(ends[0]["loss"])
@@ -104,14 +105,14 @@ def test_a_batch_may_be_a_tuple_a_list_or_an_array() -> None:
         return loss(model, {"x": batch[0], "y": batch[1]})
 
     whole = make("data=8", optimizer=None)
-    wanted = whole.evaluate(whole.init(0), rows())["loss"]
+    wanted = whole.evaluate(begin(whole), rows())["loss"]
     for batch in ((X, Y), [X, Y]):
         program = make("data=8", loss=pair_loss, batch=batch, optimizer=None)
-        state = program.init(0)
+        state = begin(program)
         assert_same(program.evaluate(state, batch)["loss"], wanted, 1e-6)
         assert_same(program.evaluate(state, [batch, batch])["loss"], wanted, 1e-6)
         other = list(batch) if isinstance(batch, tuple) else tuple(batch)
-        message = refusal(lambda program=program, other=other: program.value_and_grad(program.init(0), other))
+        message = refusal(lambda program=program, other=other: program.value_and_grad(begin(program), other))
         assert "[*, *]" in message and "(*, *)" in message
 
 
@@ -132,7 +133,7 @@ def test_tokens_outside_the_vocabulary_are_named(words: cjax.Program, leaf: str,
     batch[leaf] = batch[leaf].copy()
     batch[leaf][2, 1] = token
     batch = jax.tree.map(PLACES[place], batch)
-    state = words.init(0)
+    state = begin(words)
     for call in (words.step, words.value_and_grad, words.evaluate):
         message = refusal(lambda call=call: call(state, batch))
         assert f"{leaf!r} holds {token} at [2, 1]" in message and "table of 24 rows" in message
@@ -155,7 +156,7 @@ def test_columns_have_tables_of_their_own() -> None:
     batch = {"x": np.stack([rng.integers(0, size, 8) for size in (7, 90, 24)], 1), "y": np.ones(8, np.float32)}
     batch["x"][3] = (6, 89, 23)
     program = make("data=8", model=Columns(), batch=batch, optimizer=None)
-    state = program.init(0)
+    state = begin(program)
     assert np.isfinite(program.evaluate(state, jax.tree.map(jnp.asarray, batch))["loss"])
     assert np.isfinite(program.evaluate(state, batch)["loss"])
     batch["x"][3] = (6, 89, 24)
@@ -183,7 +184,7 @@ def test_a_batch_is_its_owners_again_when_the_step_has_returned(plan: str, num_d
     program = make(plan, model=net, batch={"x": x, "y": y}, devices=jax.devices()[:num_devices])
 
     def losses(hands_over: Any) -> list[float]:
-        state, found = program.init(0), []
+        state, found = begin(program), []
         for number in range(4):
             x[:], y[:] = np.linspace(-1, number, x.size).reshape(x.shape), 1 + number
             state, metrics = program.step(state, hands_over({"x": x, "y": y}))
@@ -205,7 +206,7 @@ def _aligned(shape: tuple[int, ...]) -> np.ndarray:
 def test_a_batch_that_is_filled_anew_in_place_is_trained_and_checked_anew() -> None:
     batch = {"x": np.zeros((8, 3), np.int64), "y": np.ones(8)}
     program = make("data=8", model=Columns(), batch=batch)
-    state = program.init(0)
+    state = begin(program)
     for number in range(3):
         batch["x"][:] = number
         batch["y"][:] = number
@@ -218,7 +219,7 @@ def test_a_batch_that_is_filled_anew_in_place_is_trained_and_checked_anew() -> N
 def test_an_array_on_the_devices_is_looked_at_once_and_stays_there(
     words: cjax.Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state, fetched = words.init(0), []
+    state, fetched = begin(words), []
     monkeypatch.setattr(jax, "device_get", lambda tree, get=jax.device_get: fetched.append(tree) or get(tree))
     batch = jax.tree.map(jnp.asarray, tokens())
     for _ in range(3):
@@ -237,7 +238,7 @@ def test_negative_labels_that_the_loss_masks_are_taken() -> None:
     program = make("data=4 tensor=2", model=Words(), loss=masked_word_loss, batch=tokens(), optimizer=None)
     batch = tokens()
     batch["y"] = np.where(np.arange(32).reshape(8, 4) % 3 == 0, -1, batch["y"])
-    state = program.init(0)
+    state = begin(program)
     wanted = masked_word_loss(program.model(state), batch)
     for place in ("numpy", "jax"):
         placed = jax.tree.map(PLACES[place], batch)
@@ -248,15 +249,15 @@ def test_negative_labels_that_the_loss_masks_are_taken() -> None:
 
 def test_tokens_inside_it_are_taken_in_any_width(words: cjax.Program) -> None:
     batch = {name: x.astype(np.int64) for name, x in tokens().items()}
-    _, metrics = words.step(words.init(0), batch)
-    assert_same(metrics["loss"], words.evaluate(words.init(0), tokens())["loss"], 1e-6)
+    _, metrics = words.step(begin(words), batch)
+    assert_same(metrics["loss"], words.evaluate(begin(words), tokens())["loss"], 1e-6)
     narrow = {name: x.astype(np.uint8) for name, x in batch.items()}
-    assert "uint8[8, 4]" in refusal(lambda: words.step(words.init(0), narrow))
+    assert "uint8[8, 4]" in refusal(lambda: words.step(begin(words), narrow))
 
 
 def test_a_sharded_axis_does_not_change_what_a_model_gets() -> None:
     program = make("data=2 tensor=4", model=Net(), optimizer=None)
-    assert_same(program.value_and_grad(program.init(0), rows())[0], loss(program.model(program.init(0)), rows()), 1e-6)
+    assert_same(program.value_and_grad(begin(program), rows())[0], loss(program.model(begin(program)), rows()), 1e-6)
 
 
 def test_leaves_with_other_numbers_of_rows_are_refused() -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from starts import begin
 
 import cjax
 from cjax.program import compose as composition
@@ -57,7 +58,7 @@ def with_fault(program: cjax.Program, factor: float) -> cjax.Program:
 
 
 def test_a_wrong_factor_is_found_and_named(program: cjax.Program) -> None:
-    state = program.init(0)
+    state = begin(program)
     wrong = with_fault(program, 2.0)
     found = wrong.check(wrong.restore(state), rows())
     assert not found.ok and found.worst == "Dense_0/bias" and [each.name for each in found.wrong] == ["Dense_0/bias"]
@@ -68,11 +69,11 @@ def test_a_wrong_factor_is_found_and_named(program: cjax.Program) -> None:
 def test_the_reference_is_the_undivided_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Micro-batches on one device would lose the weight of this mean too, and agree."""
     right = make(PARTS, loss=masked)
-    found = right.check(right.init(0), rows())
+    found = right.check(begin(right), rows())
     assert found.ok and found.reference == "one device", str(found)
     monkeypatch.setattr(part, "lift", lambda trace, *_, **__: trace)
     wrong = make(PARTS, loss=masked)
-    found = wrong.check(wrong.init(0), rows())
+    found = wrong.check(begin(wrong), rows())
     assert not found.ok and "loss" in [each.name for each in found.wrong]
     assert found.loss[0] != pytest.approx(found.loss[1], rel=1e-3)
 
@@ -80,7 +81,7 @@ def test_the_reference_is_the_undivided_batch(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("model", [Drop(), Normed()], ids=["dropout", "batch norm"])
 def test_what_micro_batches_have_of_their_own_is_compared_with_theirs(model: nn.Module) -> None:
     program = make(PARTS, model=model, loss=masked_in_training)
-    found = program.check(program.init(0), rows())
+    found = program.check(begin(program), rows())
     assert found.ok and "in the same 2 micro-batches" in str(found), str(found)
     assert {each.name for each in found.differences} >= {"loss", "aux/mean", "Dense_0/kernel"}
     assert ("BatchNorm_0" in found.reference) == isinstance(model, Normed)
@@ -91,7 +92,7 @@ def test_low_precision_is_no_alarm_and_no_excuse(precision: str) -> None:
     # A factor that overflows: looked at with a smaller one.
     scale = cjax.optim.LossScale(initial=2.0**32) if precision == "float16" else None
     program = make(f"data=8 precision={precision}", loss_scale=scale)
-    state = program.init(0)
+    state = begin(program)
     found = program.check(state, rows())
     assert found.ok and found.error > 1e-3, str(found)
     wrong = with_fault(program, 1.5)
@@ -102,7 +103,7 @@ def test_a_plan_is_verified_before_the_first_step_on_few_rows(monkeypatch: pytes
     seen, check = [], verify.check_plan
     monkeypatch.setattr(verify, "check_plan", lambda *args: seen.append(args) or check(*args))
     program = make("data=4 tensor=2", batch=rows(32), verify=True)
-    state, _ = program.step(program.init(0), rows(32))
+    state, _ = program.step(begin(program), rows(32))
     program.step(state, rows(32))
     assert isinstance(program.verified, cjax.program.Check) and program.verified.ok
     assert [jax.tree.leaves(args[2])[0].shape[0] for args in seen] == [8]
@@ -123,7 +124,7 @@ def test_a_plan_that_computes_otherwise_does_not_train(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(composition, "build_gradients", faulty)
     program = make("data=4 tensor=2", verify=True)
-    state = program.init(0)
+    state = begin(program)
     for call in (program.step, program.value_and_grad):
         with pytest.raises(cjax.MismatchError) as raised:
             call(state, rows())
@@ -135,15 +136,15 @@ def test_a_model_too_large_for_one_device_is_trained_unverified_and_said_so(monk
     small = dataclasses.replace(verify.hardware_of(jax.devices()), memory=20)
     monkeypatch.setattr(verify, "hardware_of", lambda devices: small)
     program = make("data=8", verify=True)
-    state = program.init(0)
+    state = begin(program)
     program.step(state, rows())
     assert isinstance(program.verified, str) and "does not fit one device" in str(program.report())
     with pytest.raises(MemoryError, match="does not fit one device"):
-        program.check(program.init(0), rows())
+        program.check(begin(program), rows())
 
 
 def test_gradients_at_other_parameters(program: cjax.Program) -> None:
-    state, other = program.init(0), program.params(program.init(1))
+    state, other = begin(program), program.params(program.init(1))
     given = program.value_and_grad(state, rows(), params=other)
     wanted = program.value_and_grad(program.init(1), rows())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), given, wanted)
@@ -214,7 +215,7 @@ def contrast(model: Any, batch: Any) -> jax.Array:
 def test_plans_that_share_a_trace_do_not_share_derivatives_traced_within_a_mesh() -> None:
     """relu's, which is custom, is traced in the pipeline's region first."""
     program = make("pipeline=gpipe:2 data=1", model=Deep(), loss=contrast, devices=jax.devices()[:2])
-    state = program.init(0)
+    state = begin(program)
     loss, grads = program.value_and_grad(state, rows())
     other = program.replan("tensor=2")
     given = other.value_and_grad(other.restore(state), rows())
@@ -230,14 +231,14 @@ def blended(model: Any, batch: Any, train: bool) -> Any:
 
 def test_means_and_ratios_that_are_put_together() -> None:
     program = make(PARTS, model=Drop(), loss=blended)
-    found = program.check(program.init(0), rows())
+    found = program.check(begin(program), rows())
     assert found.ok and "in the same 2 micro-batches" in str(found), str(found)
     plain = make(PARTS, model=Drop(), loss=lambda model, batch: blended(model, batch, False))
-    found = plain.check(plain.init(0), rows())
+    found = plain.check(begin(plain), rows())
     assert found.ok and found.reference == "one device", str(found)
 
 
 def test_micro_batches_that_are_batches_of_their_own() -> None:
     program = make(f"{PARTS} loss=microbatch", loss=contrast)
-    found = program.check(program.init(0), rows())
+    found = program.check(begin(program), rows())
     assert found.ok and "(loss=microbatch)" in found.reference, str(found)

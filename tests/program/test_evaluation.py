@@ -3,6 +3,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from starts import begin
 
 import cjax
 
@@ -12,7 +13,7 @@ from .conftest import assert_same, make, on_host, refusal, rows
 def score(batches: list[Any]) -> float:
     """The mean over all rows, as the model's author would have it."""
     program = make("data=1", optimizer=None, devices=jax.devices()[:1])
-    model = program.model(program.init(0))
+    model = program.model(begin(program))
     return float(np.concatenate([((model(b["x"]) - b["y"]) ** 2).ravel() for b in batches]).mean())
 
 
@@ -26,12 +27,12 @@ class Loader:
 
 @pytest.mark.parametrize("batches", [RAGGED, tuple(RAGGED), Loader()], ids=["list", "tuple", "loader"])
 def test_the_mean_over_batches_of_any_sizes_is_exact(evaluator: cjax.Program, batches: Any) -> None:
-    state = evaluator.init(0)
+    state = begin(evaluator)
     np.testing.assert_allclose(evaluator.evaluate(state, batches)["loss"], score(RAGGED), rtol=1e-5)
 
 
 def test_one_batch_and_a_generator(evaluator: cjax.Program) -> None:
-    state = evaluator.init(0)
+    state = begin(evaluator)
     np.testing.assert_allclose(evaluator.evaluate(state, rows())["loss"], score([rows()]), rtol=1e-5)
     given = (batch for batch in RAGGED)
     np.testing.assert_allclose(evaluator.evaluate(state, given)["loss"], score(RAGGED), rtol=1e-5)
@@ -40,11 +41,11 @@ def test_one_batch_and_a_generator(evaluator: cjax.Program) -> None:
 
 @pytest.mark.parametrize("batches", [[], (), iter(())])
 def test_no_batch_is_refused(evaluator: cjax.Program, batches: Any) -> None:
-    assert "give at least one" in refusal(lambda: evaluator.evaluate(evaluator.init(0), batches))
+    assert "give at least one" in refusal(lambda: evaluator.evaluate(begin(evaluator), batches))
 
 
 def test_what_is_no_batch_is_refused(evaluator: cjax.Program) -> None:
-    state = evaluator.init(0)
+    state = begin(evaluator)
     assert "saw x, y" in refusal(lambda: evaluator.evaluate(state, {"x": rows()["x"]}))
     assert "saw x, y" in refusal(lambda: evaluator.evaluate(state, [rows(), {"x": rows()["x"]}]))
     assert "not a int" in refusal(lambda: evaluator.evaluate(state, 3), TypeError)
@@ -55,7 +56,7 @@ def test_a_function_of_the_model_gives_means_and_arrays(evaluator: cjax.Program)
         y = model(batch["x"])
         return {"y": y, "mean": batch["x"].mean(), "sum": cjax.Mean(batch["x"].sum(), 1.0)}
 
-    state = evaluator.init(0)
+    state = begin(evaluator)
     given = [{"x": batch["x"]} for batch in RAGGED[:2]]  # without labels: a function may want another batch
     x = np.concatenate([batch["x"] for batch in given])
     found = evaluator.evaluate(state, given, fn=results)
@@ -67,7 +68,7 @@ def test_a_function_of_the_model_gives_means_and_arrays(evaluator: cjax.Program)
 
 
 def test_other_parameters_are_scored_in_place_of_the_states(evaluator: cjax.Program) -> None:
-    state = evaluator.init(0)
+    state = begin(evaluator)
     before = on_host(evaluator.params(state))
     zeros = jax.tree.map(np.zeros_like, before)
     np.testing.assert_allclose(
@@ -77,7 +78,7 @@ def test_other_parameters_are_scored_in_place_of_the_states(evaluator: cjax.Prog
 
 
 def test_other_parameters_that_do_not_fit_are_listed(evaluator: cjax.Program) -> None:
-    state = evaluator.init(0)
+    state = begin(evaluator)
     wrong = on_host(evaluator.params(state))
     wrong["Dense_0"]["bias"] = np.zeros(4, np.float32)
     wrong["Dense_7"] = wrong.pop("Dense_1")
@@ -87,7 +88,7 @@ def test_other_parameters_that_do_not_fit_are_listed(evaluator: cjax.Program) ->
 
 
 def test_evaluation_gives_up_nothing(program: cjax.Program) -> None:
-    state = program.init(0)
+    state = begin(program)
     first = program.evaluate(state, rows())
     assert_same(first, program.evaluate(state, rows()))
     program.step(state, rows())
@@ -101,7 +102,7 @@ def test_a_loss_that_knows_its_rows_by_heart_is_scored_on_so_many() -> None:
 
     given = [rows(8, 1), rows(8, 2)]
     program = make("data=1", loss=loss, optimizer=None, devices=jax.devices()[:1], batch=given[0])
-    state = program.init(0)
+    state = begin(program)
     model = program.model(state)
     np.testing.assert_allclose(
         program.evaluate(state, given)["loss"], np.mean([loss(model, batch) for batch in given]), rtol=1e-5

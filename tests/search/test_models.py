@@ -142,6 +142,7 @@ def test_goes_on_behind_the_last_seed() -> None:
     assert next_seed("search-models") > 0
 
 
+@pytest.mark.full
 def test_a_model_that_amplifies_rounding_is_no_plans_fault(process: Process) -> None:
     """The last bit of its first parameters moves its author's own third step by more than what is allowed."""
     part = {"op": "rotary_attention", "config": {"heads": 2}, "wrap": "residual"}
@@ -151,6 +152,7 @@ def test_a_model_that_amplifies_rounding_is_no_plans_fault(process: Process) -> 
     assert found["kind"] == "model" and "rounding grows" in found["what"]
 
 
+@pytest.mark.full
 def test_a_process_that_dies_is_a_row(process: Process) -> None:
     spec = models.draw(0) | {"parts": [{"op": "no such block", "config": {}, "wrap": "raw"}]}
     assert [found["kind"] for found in process.outcomes(spec, ["data=8"])] == ["model"]

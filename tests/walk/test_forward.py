@@ -13,6 +13,7 @@ import optax
 import pytest
 from alive import alive
 from contract import no_compilation, source_of, subject
+from starts import begin
 
 import cjax
 from cjax.plan import Plan
@@ -48,7 +49,7 @@ def assert_same(found: Any, wanted: Any, tolerance: float = 1e-9) -> None:
 def test_evaluation_gives_the_numbers_of_one_program(name: str) -> None:
     with jax.enable_x64(True):
         walks, plain = program_of(name, AWAY), program_of(name, "data=2")
-        state, other, batches = walks.init(0), plain.init(0), subject(name, True).batches
+        state, other, batches = begin(walks), begin(plain), subject(name, True).batches
         tolerance = 1e-6 if name == "cjax_t5" else 1e-9
         assert_same(walks.evaluate(state, batches), plain.evaluate(other, batches), tolerance)
 
@@ -90,7 +91,7 @@ def rows(num: int = ROWS, seed: int = 0) -> dict[str, np.ndarray]:
 def tower(plan: str, optimizer: bool = False) -> tuple[Program, Any]:
     adam = optax.adam(1e-2) if optimizer else None
     program = cjax.parallelize(Tower(), squared, adam, rows(), plan, devices=jax.devices()[:2])
-    return program, program.init(0)
+    return program, begin(program)
 
 
 def both(plan: str, function: Any, batch: Any = None, tolerance: float = 1e-5) -> Any:
@@ -187,7 +188,7 @@ def test_nothing_is_compiled_again_and_two_layers_are_on_the_devices(monkeypatch
 def test_what_a_pass_needs_is_held_against_the_budget(function: Any) -> None:
     plain, _ = tower("data=2")
     program = plain.replan("data=2 budget=128KiB", jax.devices()[:2])
-    state = program.init(0)
+    state = begin(program)
     found = program.evaluate(state, rows(), function)
     assert_same(found, plain.evaluate(plain.restore(state), rows(), function), 1e-5)
     # So many that the batch alone is too much: a CPU's compiler may hide what a program takes in a library's call.

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from contract import no_compilation
+from starts import begin
 from zoo_cjax import ROWS
 
 import cjax
@@ -35,7 +36,7 @@ def program(name: str, plan: str) -> tuple[cjax.Program, Any]:
         plan,
         devices=jax.devices()[: 1 if plan == "data=1" else 2],
     )
-    return made, made.init(0)
+    return made, begin(made)
 
 
 def text(name: str, plan: str, num: int, **options: Any) -> np.ndarray:

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from starts import begin
 
 import cjax
 from cjax.mesh import build_mesh
@@ -80,7 +81,7 @@ def off(model: nn.Module, plan: str) -> float:
         return (jnp.sin(model(batch)) ** 2).mean()
 
     program = cjax.parallelize(model, loss, optax.sgd(1.0), x, plan)
-    state = program.init(0)
+    state = begin(program)
     params = jax.tree.map(np.asarray, program.params(state))
     _, found = program.value_and_grad(state, x)
     wanted = jax.jit(jax.grad(lambda p: loss(model.bind({"params": p}), x)))(params)
@@ -93,11 +94,11 @@ def off(model: nn.Module, plan: str) -> float:
 @pytest.mark.parametrize(
     "plan",
     [
-        "data=2 tensor=4 zero=1",
+        pytest.param("data=2 tensor=4 zero=1", marks=pytest.mark.full),
         "data=2 tensor=2d:4",
         "data=2 tensor=2 pipeline=1f1b:2 microbatches=2",
         "data=4 tensor=2 microbatches=2 zero=2",
-        "data=8 zero=3",
+        pytest.param("data=8 zero=3", marks=pytest.mark.full),
     ],
 )
 def test_gradients_of_grouped_and_depthwise_convolutions(plan: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from starts import begin
 
 import cjax
 from cjax.audit import audit
@@ -93,7 +94,7 @@ def program_of(how: str, plan: str, room: int = 24, num: int | None = None) -> A
 def test_gradients_are_those_of_one_device(how: str, plan: str) -> None:
     given, num_parts = program_of(how, plan), 2 if "microbatches" in plan else 1
     alone = program_of(how, "data=1" if num_parts == 1 else "microbatches=2 loss=microbatch", num=1)
-    mine, theirs = (p.value_and_grad(p.init(0), BATCH) for p in (given, alone))
+    mine, theirs = (p.value_and_grad(begin(p), BATCH) for p in (given, alone))
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-7)
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from starts import begin
 
 import cjax
 from cjax.gradients import build
@@ -125,7 +126,7 @@ def test_rounded_ahead_they_have_the_gradients_of_those_rounded_in_their_turn(
         if name == "in turn":
             monkeypatch.setattr(build, "make_ahead", lambda *_: lambda params: params)
         run = cjax.parallelize(STACKED[kind], loss, optax.adam(1e-2), BATCH, f"{plan} precision=bfloat16")
-        found.append(by_path(run.value_and_grad(run.init(0), BATCH)[1]))
+        found.append(by_path(run.value_and_grad(begin(run), BATCH)[1]))
     for path, gradient in found[1].items():
         assert found[0][path].dtype == gradient.dtype == jnp.float32
         np.testing.assert_allclose(found[0][path], gradient, atol=4e-3 * np.abs(gradient).max(), err_msg=path)
@@ -149,7 +150,7 @@ def test_gradients_and_steps_are_those_of_whole_weights(plan: str) -> None:
     """Of the layers, of what they share, and of the head; to what reducing in another order makes of bfloat16."""
     plain = program(plan.replace("zero=1", "data=8").replace("zero=2", "data=8"))
     parts = program(plan)
-    one, two = plain.init(0), parts.init(0)
+    one, two = begin(plain), begin(parts)
     wanted, found = (by_path(p.value_and_grad(s, BATCH)[1]) for p, s in ((plain, one), (parts, two)))
     for path, gradient in wanted.items():
         assert found[path].dtype == gradient.dtype == jnp.float32

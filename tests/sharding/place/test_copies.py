@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from starts import begin
 
 import cjax
 from cjax.audit import audit
@@ -67,7 +68,7 @@ def test_gradients_are_those_of_one_device(net: nn.Module, plan: str) -> None:
     found = []
     for text, num in (("data=1", 1), (plan, 4)):
         program = cjax.parallelize(net, loss, optax.sgd(0.1), batch, text, devices=jax.devices()[:num])
-        found.append(jax.tree.map(np.asarray, program.value_and_grad(program.init(0), batch)))
+        found.append(jax.tree.map(np.asarray, program.value_and_grad(begin(program), batch)))
     for mine, theirs in zip(jax.tree.leaves(found[1]), jax.tree.leaves(found[0]), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 

@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.extend import core as jex
+from starts import begin
 
 import cjax
 from cjax.models import cross_entropy
@@ -109,7 +110,7 @@ def seen(model: Any, loss: Any, plan: str, fills: bool, monkeypatch: pytest.Monk
     number = 2 if "=2" in plan else 1
     program = cjax.parallelize(model, loss, optax.sgd(0.1), batch, plan, devices=jax.devices()[:number])
     step = make_step(program._composed).trace(*program._inputs).jaxpr
-    return Seen(list(equations(step.jaxpr)), *program.value_and_grad(program.init(0), batch))
+    return Seen(list(equations(step.jaxpr)), *program.value_and_grad(begin(program), batch))
 
 
 def _of_nnx(make: Any, rngs: nnx.Rngs) -> nnx.Module:

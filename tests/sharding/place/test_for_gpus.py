@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from starts import begin
 
 import cjax
 from cjax.audit import audit
@@ -130,7 +131,7 @@ def test_a_program_for_gpus_makes_them_again(kind: str, word: str, plan: str, mo
     for on_gpus in (False, True):
         monkeypatch.setattr(place, "on_gpus", lambda mesh, on=on_gpus: on)
         program = cjax.parallelize(Layers(kind), loss, optax.sgd(0.1), batch, plan)
-        state = program.init(0)
+        state = begin(program)
         grads.append(jax.tree.leaves(program.value_and_grad(state, batch)))
         texts.append(program.lower().as_text())
     assert word in texts[0] and word not in texts[1]
@@ -160,7 +161,7 @@ def test_a_layer_that_stands_for_all_is_no_gelu_where_another_is_none(monkeypatc
         mean = lambda model, batch: jnp.square(model(batch["x"])).mean()  # noqa: E731
         program = cjax.parallelize(Tails(), mean, optax.sgd(0.1), batch, "data=1", devices=jax.devices()[:1])
         assert program._composed.trace.runs
-        losses.append(float(program.value_and_grad(program.init(0), batch)[0]))
+        losses.append(float(program.value_and_grad(begin(program), batch)[0]))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from starts import begin
 
 import cjax
 from cjax.audit import audit
@@ -152,7 +153,7 @@ def test_groups_that_would_wait_for_each_other_are_not_both_made() -> None:
     found = []
     for plan, num in (("data=1", 1), ("data=4", 4)):
         program = cjax.parallelize(Crossed(), loss, optax.sgd(0.1), batch, plan, devices=jax.devices()[:num])
-        found.append(jax.tree.map(np.asarray, program.value_and_grad(program.init(0), batch)))
+        found.append(jax.tree.map(np.asarray, program.value_and_grad(begin(program), batch)))
     for mine, theirs in zip(jax.tree.leaves(found[1]), jax.tree.leaves(found[0]), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
 
@@ -187,7 +188,7 @@ def test_products_that_wait_for_each_other_read_one_copy(casts: bool) -> None:
     found = []
     for plan, num in (("data=1", 1), ("tensor=4", 4), ("tensor=2 remat=block", 2)):
         program = cjax.parallelize(Sent(casts), square, optax.sgd(0.1), batch, plan, devices=jax.devices()[:num])
-        found.append(jax.tree.map(np.asarray, program.value_and_grad(program.init(0), batch)))
+        found.append(jax.tree.map(np.asarray, program.value_and_grad(begin(program), batch)))
     for each in found[1:]:
         for mine, theirs in zip(jax.tree.leaves(each), jax.tree.leaves(found[0]), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5 if not casts else 0.05, atol=1e-6 if not casts else 1e-3)

@@ -10,6 +10,7 @@ import optax
 import pytest
 from contract import assert_close
 from flax import linen as nn
+from starts import begin
 
 import cjax
 from cjax.audit import audit
@@ -125,7 +126,7 @@ def batch(dtype: Any = np.float64) -> dict[str, np.ndarray]:
 
 def gradients(layer: str, plan: str, num_devices: int = 8) -> Any:
     program = cjax.parallelize(Net(layer), loss, optax.sgd(0.1), batch(), plan, devices=jax.devices()[:num_devices])
-    return jax.tree.map(np.asarray, program.value_and_grad(program.init(0), batch()))
+    return jax.tree.map(np.asarray, program.value_and_grad(begin(program), batch()))
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from starts import begin
 
 import cjax
 from cjax.sharding.attention.zigzag import zigzag
@@ -155,7 +156,7 @@ def assert_alike(model: nn.Module, plan: str, words: str = "") -> None:
             parsed = cjax.Plan.parse(text)
             devices = jax.devices()[: parsed.model_size * (parsed.data or 1)]
             program = cjax.parallelize(model, loss, optax.sgd(0.1), BATCH, text, devices=devices)
-            results.append(jax.tree.map(np.asarray, program.value_and_grad(program.init(0), BATCH)))
+            results.append(jax.tree.map(np.asarray, program.value_and_grad(begin(program), BATCH)))
     for mine, theirs in zip(jax.tree.leaves(results[1]), jax.tree.leaves(results[0]), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-9, atol=1e-9 * max(1.0, float(np.abs(theirs).max())))
 
@@ -163,7 +164,7 @@ def assert_alike(model: nn.Module, plan: str, words: str = "") -> None:
 @pytest.mark.parametrize(
     ("name", "has_tail"),
     [
-        *(pytest.param(name, True, marks=[] if name in ("summed", "by_hand") else pytest.mark.full) for name in MIXES),
+        *(pytest.param(name, True, marks=[] if name == "summed" else pytest.mark.full) for name in MIXES),
         *(pytest.param(name, False, marks=[] if name == "looped" else pytest.mark.full) for name in MIXES),
     ],
 )

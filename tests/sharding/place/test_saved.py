@@ -14,6 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from jax._src.ad_checkpoint import saved_residuals
+from starts import begin
 
 import cjax
 from cjax.program.steps import make_step
@@ -109,7 +110,7 @@ def compared(model: Any, plan: str, tolerance: float) -> None:
     """A step of Adam under a plan, beside one on one device: gradients, their norm, and new parameters."""
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
     program = cjax.parallelize(model, loss, optimizer, BATCH, plan)
-    state = program.init(0)
+    state = begin(program)
     params = jax.tree.map(np.asarray, program.params(state))
     if isinstance(model, nn.Module):
         graded = jax.jit(jax.grad(lambda p: loss(model.bind({"params": p}), BATCH)))
@@ -149,7 +150,7 @@ def test_complex_numbers_stay_what_they_are_under_bfloat16() -> None:
     for plan, devices in (("data=8", jax.devices()), ("data=1", jax.devices()[:1])):
         plan = f"{plan} precision=bfloat16"
         program = cjax.parallelize(Linen(), loss, optax.adam(1e-2), BATCH, plan, devices=devices)
-        state = program.init(0)
+        state = begin(program)
         params = jax.tree.map(np.asarray, program.params(state))
         wanted = graded(params)
         found = jax.tree.map(np.asarray, program.value_and_grad(state, BATCH)[1])

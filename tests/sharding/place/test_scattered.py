@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from starts import begin
 
 import cjax
 
@@ -33,7 +34,7 @@ def test_scattered_positions_that_no_axis_divides_are_put_once() -> None:
     found = []
     for plan, devices in (("data=1", jax.devices()[:1]), ("tensor=2 sequence=ring:2", jax.devices()[:4])):
         program = cjax.parallelize(Some(), loss, optax.sgd(0.1), ids, plan, devices=devices)
-        found.append(jax.tree.map(np.asarray, program.value_and_grad(program.init(0), ids)))
+        found.append(jax.tree.map(np.asarray, program.value_and_grad(begin(program), ids)))
     jax.tree.map(lambda one, other: np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-6), *found)
 
 
@@ -60,7 +61,7 @@ def test_one_element_behind_a_stretch_is_changed_alone(loss: Any, plan: str) -> 
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(16, 6)).astype(np.float32), "y": rng.normal(size=(16, 5)).astype(np.float32)}
     program = cjax.parallelize(Marked(), loss, optax.sgd(0.1), batch, plan)
-    state = program.init(0)
+    state = begin(program)
     params = jax.tree.map(np.asarray, program.params(state))
     wanted = jax.value_and_grad(lambda params: loss(Marked().bind({"params": params}), batch))(params)
     found = program.value_and_grad(state, batch)

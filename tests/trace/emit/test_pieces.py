@@ -215,7 +215,11 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("plan", ["precision=float32", "precision=bfloat16", "precision=bfloat16 microbatches=2"])
+@pytest.mark.parametrize("plan", [
+    pytest.param("precision=float32", marks=pytest.mark.full),
+    pytest.param("precision=bfloat16", marks=pytest.mark.full),
+    "precision=bfloat16 microbatches=2",
+])  # fmt: skip
 def test_a_loss_by_pieces_classifies_once(tied: bool, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = f"{plan} unroll=none"
     plain, wanted, again = as_on_cpus(tied, plan)
