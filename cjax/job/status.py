@@ -154,8 +154,8 @@ def status_of(run: Path) -> Status:
 
 
 def _resize(folder: JobFolder, state: dict[str, Any]) -> str:
-    said = state.get("resize", "")
-    if beat := read_beat(folder.beat(state["next"], 0)) if state.get("next") else None:
+    said = state.get("resize", "")  # nothing where those who get ready are spares
+    if said and (beat := read_beat(folder.beat(state["next"], 0)) if state.get("next") else None):
         said += f": {beat['phase']}"
     return said
 

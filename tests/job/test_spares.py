@@ -34,6 +34,7 @@ def test_spares_take_over_when_a_worker_dies(job: Any) -> None:
     supervisor, folder = job(SLOW, spare=True)
     spares = until(lambda: read_lines(folder.history) and are_ready(folder, 2))
     old = state(folder)["pids"][:2]
+    assert not status_of(folder.run).resize, "of the same size"
     os.kill(old[1][0], signal.SIGKILL)
     until(lambda: state(folder)["incarnation"] == 2)
     assert state(folder)["pids"][:2] == spares, "nobody was started for it"
