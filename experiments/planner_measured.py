@@ -35,7 +35,6 @@ import numpy as np
 import optax
 from predicted.chosen import spaced
 from predicted.models import Setting, settings
-from scipy.stats import spearmanr
 from shared.results import KEPT
 
 import cjax
@@ -78,6 +77,8 @@ def main() -> None:
 
 def compare(setting: Setting, rounds: int, say: Callable[[str], None], count: int = 12) -> None:
     """One model: the predictions of some plans beside their measured steps."""
+    from scipy.stats import spearmanr  # half a second, and not for who only wants this module's settings
+
     call = setting.model, setting.loss, optax.adam(1e-3), setting.batch
     found = cjax.plans(call, jax.devices(), top=10**6, verify=0)
     rows, notes = found.plans, []

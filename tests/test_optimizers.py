@@ -88,7 +88,7 @@ def pairs(names: Sequence[str]) -> list[tuple[str, str]]:
 # By default under a plan: what each optimizer does on stacked, padded and split leaves is in
 # tests/sharding/storage/test_optimizer.py, so that here those are enough that read more than a leaf's own gradient.
 UNDER_PLANS = ("lamb", "lamb, as DistributedLamb", "lars", "average of parameters", "sgd", "adafactor", "muon",
-               "lars of optax", "lion", "adaptive clipping", "global clipping", "labelled by path",
+               "lion", "adaptive clipping", "global clipping", "labelled by path",
                "on a plateau")  # fmt: skip
 
 

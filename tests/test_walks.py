@@ -85,7 +85,12 @@ def test_wherever_rows_live_the_bits_are_the_same(name: str, plan: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "plan", ["zero=1 budget=300kB", f"data=8 {EVERYTHING}", f"data=8 {EVERYTHING} host=0B disk=20MB"]
+    "plan",
+    [
+        "zero=1 budget=300kB",
+        pytest.param(f"data=8 {EVERYTHING}", marks=pytest.mark.full),
+        f"data=8 {EVERYTHING} host=0B disk=20MB",
+    ],
 )
 def test_a_device_never_holds_more_than_was_said(plan: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name = "linen_tied"

@@ -201,9 +201,9 @@ def nnx_init(layers):
 
 INITS = [
     (linen_init, "threefry2x32"),
-    (linen_init, "rbg"),
-    (nnx_init, "threefry2x32"),
-    pytest.param(nnx_init, "rbg", marks=pytest.mark.full),
+    pytest.param(linen_init, "rbg", marks=pytest.mark.full),
+    pytest.param(nnx_init, "threefry2x32", marks=pytest.mark.full),
+    (nnx_init, "rbg"),
 ]
 
 
