@@ -81,7 +81,7 @@ def test_every_pair_kept(version: str, number: int, median: float, most: float) 
     assert len(errors) >= number
     assert np.median(sizes) <= median and np.quantile(sizes, 0.9) <= most, errors
     # Before the backward loop XLA transposes all that the experts of a mixture were handed, which nothing here knows.
-    assert not {name: e for name, e in errors.items() if e < (-0.14 if name.startswith("moe") else -0.055)}
+    assert not {name: e for name, e in errors.items() if e < (-0.14 if name.startswith("moe") else -0.06)}
 
 
 @pytest.mark.aot
