@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from starts import begin
 
 import cjax
 from cjax.mesh import compile_lowered
@@ -58,7 +57,7 @@ def program(plan: str) -> cjax.Program:
 def results(plan: str) -> tuple[float, list[np.ndarray], int]:
     """Loss, gradients, and products in the program."""
     made = program(plan)
-    value, grads = made.value_and_grad(begin(made), batch())
+    value, grads = made.value_and_grad(made.init(0), batch())
     dots = len(re.findall(r"stablehlo.dot_general", made.lower().as_text()))
     return float(value), [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(grads)], dots
 
