@@ -1,8 +1,8 @@
 """The whole product of tests, part by part: `python tests/parts.py` goes on where it was stopped.
 
-A part is a folder of tests, a file of tests beside them, or the examples in docstrings. What has passed with these
-sources and these versions is not run again. The log of all parts, of one version of cjax and of JAX, is written anew
-after each.
+A part is a folder of tests, a file of tests beside them, or the examples in docstrings. What has passed with the
+same sources and versions is not run again: a change to one part's tests leaves what is known of the others. The log of
+all parts, under one JAX, is written anew after each.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 KEPT = ".test-all"
+READS = re.compile(r"\bROOT\b|__file__|glob\(")  # how a test looks for files of the repository
 NO_TESTS = 5  # pytest's exit status where a part has none of the kind asked for
 
 
@@ -28,15 +29,20 @@ def versions() -> str:
     return f"Python {platform.python_version()}, " + ", ".join(f"{name} {metadata.version(name)}" for name in names)
 
 
-def sources(root: Path) -> str:
-    """A digest of all that a test may depend on."""
-    digest = hashlib.sha256()
+def sources(root: Path, part: str) -> str:
+    """A digest of all that a part may depend on: other parts' tests only if it reads files of this repository."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True
     )
+    own = [name for name in listed.stdout.split("\n") if name == part or name.startswith(f"{part}/")]
+    reads = any(
+        READS.search((root / name).read_text()) for name in own if name.endswith(".py") and (root / name).is_file()
+    )
+    digest = hashlib.sha256()
     for name in sorted(listed.stdout.split("\n")):
         path = root / name
-        if path.is_file() and not name.startswith(("docs/results/", KEPT)):
+        of_another = path.name.startswith("test_") and name.startswith("tests/") and name not in own
+        if path.is_file() and not name.startswith(("docs/results/", KEPT)) and (reads or not of_another):
             digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -59,11 +65,14 @@ def line_of(output: str) -> str:
     return found[-1].strip("= ") if found else "ended without a word"
 
 
-def write_log(path: Path, head: str, results: dict[str, tuple[bool, str]]) -> None:
+def write_log(path: Path, head: str, results: dict[str, tuple[bool, str, str]]) -> None:
     """A line for each part; of those that failed, all that was printed."""
     lines = [head, ""]
-    lines += [f"{'passed' if good else 'FAILED':7} {part:40} {line_of(text)}" for part, (good, text) in results.items()]
-    lines += [f"\n{part}\n{text}" for part, (good, text) in results.items() if not good]
+    lines += [
+        f"{'passed' if good else 'FAILED':7} {part:40} {digest} {line_of(text)}"
+        for part, (good, digest, text) in results.items()
+    ]
+    lines += [f"\n{part}\n{text}" for part, (good, _, text) in results.items() if not good]
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -74,30 +83,31 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--again", action="store_true", help="run again what has passed")
     parser.add_argument("--log", type=Path, help="by default of today and this JAX in docs/results")
     args = parser.parse_args(argv)
-    head = f"cjax {sources(root)}, {versions()}"
-    kept = root / KEPT / hashlib.sha256(head.encode()).hexdigest()[:12]
+    head = f"Behind a part the digest of all that it may depend on. {versions()}"
+    kept = root / KEPT / hashlib.sha256(versions().encode()).hexdigest()[:12]
     kept.mkdir(parents=True, exist_ok=True)
     log = args.log or root / "docs/results" / f"test-all-{datetime.date.today()}-jax-{metadata.version('jax')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     options = ["-n", str(args.jobs), "--dist", "worksteal"] if args.jobs > 1 else []
-    results: dict[str, tuple[bool, str]] = {}
+    results: dict[str, tuple[bool, str, str]] = {}
     for part in parts(root):
-        passed = kept / (part.replace("/", "-") + ".passed")
+        digest = sources(root, part)
+        passed = kept / f"{part.replace('/', '-')}-{digest}.passed"
         asked = args.only is None or re.search(args.only, part)
         if passed.exists() and not (asked and args.again):
-            results[part] = True, passed.read_text()
+            results[part] = True, digest, passed.read_text()
         elif asked:
             start = time.monotonic()
             status, output = run(part, root, options)
-            results[part] = status in (0, NO_TESTS), output
+            results[part] = status in (0, NO_TESTS), digest, output
             if results[part][0]:
                 passed.write_text(output)
             print(f"{part}: {line_of(output)} ({time.monotonic() - start:.0f} s)", flush=True)
         write_log(log, head, results)
     missing = len(parts(root)) - len(results)
-    print(f"{log}: {sum(good for good, _ in results.values())} parts passed, "
-          f"{sum(not good for good, _ in results.values())} failed, {missing} not run")  # fmt: skip
-    return int(missing > 0 or not all(good for good, _ in results.values()))
+    print(f"{log}: {sum(good for good, *_ in results.values())} parts passed, "
+          f"{sum(not good for good, *_ in results.values())} failed, {missing} not run")  # fmt: skip
+    return int(missing > 0 or not all(good for good, *_ in results.values()))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,14 @@ def test_goes_on_where_it_stopped(house: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "FAILED  tests/test_top.py" in log.read_text() and "planted" in log.read_text()
     assert status() == (1, ["tests/test_top.py"])  # what failed runs again
     (house / "tests" / "test_top.py").write_text("def test_it():\n    assert 1 + 1 == 2\n")
-    assert status() == (0, ["cjax", "tests/room", "tests/test_top.py"])  # other sources: all again
+    assert status() == (0, ["tests/test_top.py"])  # no other part depends on it
+    assert status() == (0, [])
+    (house / "tests" / "room" / "test_deep.py").write_text("READ = __file__\ndef test_it():\n    assert True\n")
+    assert status() == (0, ["tests/room"])
+    (house / "tests" / "test_top.py").write_text("def test_it():\n    assert 1 + 2 == 3\n")
+    assert status() == (0, ["tests/room", "tests/test_top.py"])  # a part that reads files may read these
+    (house / "tests" / "helper.py").write_text("HELP = 1\n")
+    assert status() == (0, ["cjax", "tests/room", "tests/test_top.py"])
     assert status() == (0, [])
     assert log.read_text().count("1 passed") == 3 and parts.versions() in log.read_text()
     assert status("--again", "--only", "room") == (0, ["tests/room"])
