@@ -3,9 +3,10 @@
 `plain` differentiates the whole batch. The others add up gradients of micro-batches, each of every m-th row, so that
 a device's rows of one are rows that it already has. In `micro_batched` all devices compute a micro-batch, and reduce
 its gradients, before the next; in `locally_accumulated` each device adds up those of its own rows, and all reduce
-once, behind the last.
+once, behind the last. Either may compute several micro-batches at a time (`abreast`).
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from cjax.jax_compat.core import jaxpr_as_fun
+from cjax.jax_compat.core import jaxpr_as_fun, make_jaxpr
 from cjax.sharding.products.region import raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
+from cjax.trace.emit.abreast import abreast
 from cjax.trace.microbatches.combine import guarded
 from cjax.trace.reading import Shared
 from cjax.tree import PyTree
@@ -113,6 +115,7 @@ def micro_batched(
     constrain: Callable[[PyTree], PyTree],
     denominator: Denominator,
     measures: bool = False,
+    overlap: int = 1,
 ) -> Gradients:
     """Gradients of a batch run in parts.
 
@@ -123,8 +126,9 @@ def micro_batched(
       constrain: placement of the batch after it was cut, part index first.
       denominator: what the sum of all totals is divided by, from the sum of all weights.
       measures: whether the parts' gradients are measured too.
+      overlap: how many parts at a time.
     """
-    parts = _Parts(loss, dtypes, num_microbatches, constrain, measures)
+    parts = _Parts(loss, dtypes, num_microbatches, constrain, measures, overlap)
 
     def gradients(
         params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
@@ -185,6 +189,7 @@ def locally_accumulated(
     mesh: Mesh,
     denominator: Denominator,
     measures: bool = False,
+    overlap: int = 1,
 ) -> Gradients:
     """Gradients of a batch run in parts, each device on its own rows; reduced once, after the last part.
 
@@ -197,9 +202,10 @@ def locally_accumulated(
       mesh: the mesh.
       denominator: what the sum of all totals is divided by, from the sum of all weights.
       measures: whether the gradients of the devices' parts are measured too.
+      overlap: how many parts at a time.
     """
     num_shards = math.prod(mesh.shape[axis] for axis in axes)
-    parts = _Parts(loss, dtypes, num_microbatches, lambda rows: rows, measures)
+    parts = _Parts(loss, dtypes, num_microbatches, lambda rows: rows, measures, overlap)
 
     def inside(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale) -> Any:
         sums, grads, square = parts.sum(params, frozen, model_state, batch, key, scale)
@@ -317,13 +323,14 @@ def cut_rows(leaf: jax.Array, num_microbatches: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Parts:
-    """A loss on `num` parts of a batch, one after the other; arguments as for `micro_batched`."""
+    """A loss on `num` parts of a batch, `overlap` of them at a time; arguments as for `micro_batched`."""
 
     loss: Loss
     dtypes: Dtypes
     num: int
     constrain: Callable[[PyTree], PyTree]
     measures: bool
+    overlap: int
 
     def sum(
         self, params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
@@ -331,35 +338,62 @@ class _Parts:
         """What the parts give, their gradients, and these gradients' squared norms, each added up."""
         leaves, treedef = jax.tree.flatten(batch)
         parts = self.constrain([cut_rows(leaf, self.num) for leaf in leaves if leaf.ndim])
+        indices = jnp.arange(self.num, dtype=jnp.int32)
+        if self.overlap > 1:
+            indices, *parts = (x.reshape(-1, self.overlap, *x.shape[1:]) for x in (indices, *parts))
+
+        def part_of(rows: Sequence[Any]) -> PyTree:
+            left = iter(rows)
+            return jax.tree.unflatten(treedef, [next(left) if leaf.ndim else leaf for leaf in leaves])
+
+        def evaluated(params: Arrays, model_state: Arrays, index: jax.Array, rows: Sequence[Any]) -> list[Evaluated]:
+            def given(index: jax.Array, rows: Sequence[Any]) -> tuple[Any, ...]:
+                return params, frozen, model_state, part_of(rows), key, index
+
+            if self.overlap == 1:
+                return [self.loss(*given(index, rows))]
+            return _abreast(self.loss, [given(index[i], [x[i] for x in rows]) for i in range(self.overlap)])
 
         def one(sums: Any, x: Any) -> Any:
             index, rows = x
             # One after the other, as a loop of steps would: running statistics see the micro-batches in order.
             *old, model_state = sums
-            rows = iter(rows)
-            part = jax.tree.unflatten(treedef, [next(rows) if leaf.ndim else leaf for leaf in leaves])
 
-            def scalar(params: Arrays) -> tuple[jax.Array, Evaluated]:
-                out = self.loss(params, frozen, model_state, part, key, index)
-                return scaled(out.total, scale), out
+            def scalar(params: Arrays) -> tuple[jax.Array, list[Evaluated]]:
+                outs = evaluated(params, model_state, index, rows)
+                return scaled(_added([out.total for out in outs]), scale), outs
 
-            (_, out), grads = jax.value_and_grad(scalar, has_aux=True)(params)
+            (_, outs), grads = jax.value_and_grad(scalar, has_aux=True)(params)
             grads = widened(grads, self.dtypes)
-            new = [grads, (out.total, out.weight, out.aux), square_of(grads) if self.measures else None]
-            return (*jax.tree.map(jnp.add, old, new), out.model_state), None
+            found = _added([(out.total, out.weight, out.aux) for out in outs])
+            new = [grads, found, square_of(grads) if self.measures else None]
+            return (*jax.tree.map(jnp.add, old, new), outs[-1].model_state), None
 
-        shape = jax.eval_shape(
-            self.loss, params, frozen, model_state, _first(leaves, parts, treedef), key, jnp.int32(0)
-        )
+        first = part_of([jax.ShapeDtypeStruct(x.shape[1 + (self.overlap > 1) :], x.dtype) for x in parts])
+        shape = jax.eval_shape(self.loss, params, frozen, model_state, first, key, jnp.int32(0))
         # Gradients are added up in what weights are kept in, float32, however low the precision they were made in.
         kept = [jax.ShapeDtypeStruct(p.shape, dtype) for p, dtype in zip(params, self.dtypes, strict=True)]
         sums = (tuple(kept), (shape.total, shape.weight, shape.aux))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
         square = jnp.zeros((), jnp.float32) if self.measures else None
-        (grads, (total, weight, aux), square, model_state), _ = lax.scan(
-            one, (*zeros, square, model_state), (jnp.arange(self.num, dtype=jnp.int32), parts)
-        )
+        initial, turns = (*zeros, square, model_state), (indices, parts)
+        # Of a single turn, a loop would keep the sums that it adds nothing to.
+        once = len(indices) == 1
+        last, _ = one(initial, jax.tree.map(lambda x: x[0], turns)) if once else lax.scan(one, initial, turns)
+        grads, (total, weight, aux), square, model_state = last
         return Evaluated(total, weight, aux, model_state), grads, square
+
+
+def _abreast(loss: Loss, given: Sequence[tuple[Any, ...]]) -> list[Evaluated]:
+    """A loss of several parts at a time."""
+    closed, shape = make_jaxpr(loss, return_shape=True)(*given[0])
+    outs = abreast(closed, [jax.tree.leaves(each) for each in given])
+    treedef = jax.tree.structure(shape)
+    return [jax.tree.unflatten(treedef, [values[i] for values in outs]) for i in range(len(given))]
+
+
+def _added(parts: Sequence[PyTree]) -> PyTree:
+    return functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), parts)
 
 
 def scaled(total: jax.Array, scale: Scale) -> jax.Array:
@@ -400,8 +434,3 @@ def divisor_of(
     # Of no example that counts all totals are 0, and so is their mean.
     divisor = jnp.asarray(num_parts) if weight is None else jnp.where(weight == 0, 1, weight)
     return weight, divisor if scale is None else divisor * scale
-
-
-def _first(leaves: list[jax.Array], parts: list[jax.Array], treedef: Any) -> PyTree:
-    shapes = iter([jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in parts])
-    return jax.tree.unflatten(treedef, [next(shapes) if leaf.ndim else leaf for leaf in leaves])

@@ -123,7 +123,7 @@ def _parts(loss: LaidOut, measures: bool) -> Gradients:
         return [lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, axes))) for x in parts]
 
     own = _as_loss(loss.trace, run, num)
-    return micro_batched(own, dtypes_of(loss), num, constrain, divide_by(loss), measures)
+    return micro_batched(own, dtypes_of(loss), num, constrain, divide_by(loss), measures, loss.plan.overlap)
 
 
 def _own_parts(loss: LaidOut, local: LocalRows, measures: bool) -> Gradients:
@@ -132,7 +132,9 @@ def _own_parts(loss: LaidOut, local: LocalRows, measures: bool) -> Gradients:
     run = place_loss(local.trace, loss.storage, loss.plan, mesh, local.layout, local.draw)
     own = _as_loss(local.trace, run, num * loss.num_shards)
     reductions = _reductions(loss, [local.axes] * len(loss.storage.params.slots))
-    return locally_accumulated(own, dtypes_of(loss), num, local.axes, reductions, mesh, divide_by(loss), measures)
+    return locally_accumulated(
+        own, dtypes_of(loss), num, local.axes, reductions, mesh, divide_by(loss), measures, loss.plan.overlap
+    )
 
 
 def _pipeline(loss: LaidOut, line: Line) -> Gradients:

@@ -114,6 +114,8 @@ def choose(source: TraceSource, loss: LaidOut, measures: bool = False) -> Choice
     """
     plan = loss.plan
     _check_weight(loss.trace)
+    if plan.overlap > 1:
+        _check_overlap(loss, measures)
     if plan.walks:
         return _of_walk(measures)
     found = _own_rows(source, loss, measures)
@@ -145,6 +147,29 @@ def _of_walk(measures: bool) -> Choice:
             "offload= there are none of all layers at once: leave measure_noise out, or budget= and offload=."
         )
     return Choice("parts", reason=Reason("walk", "a layer's gradients are made in programs of their own"))
+
+
+def _check_overlap(loss: LaidOut, measures: bool) -> None:
+    """Micro-batches that are computed at a time can't hand each other anything, nor be told apart by their gradients."""
+    plan, trace = loss.plan, loss.trace
+    if measures:
+        raise ValueError(
+            f"measure_noise needs the gradients of each micro-batch, and overlap={plan.overlap} adds up those of "
+            f"{plan.overlap} as it makes them: leave out overlap={plan.overlap}, or measure_noise."
+        )
+    jaxpr, state = trace.closed.jaxpr, trace.leaves_of("model_state")
+    outs = jaxpr.outvars[len(jaxpr.outvars) - len(state) :]
+    changed = [
+        trace.leaves[i].name
+        for place, (i, out) in enumerate(zip(state, outs, strict=True))
+        if out is not jaxpr.invars[i] and place not in trace.counters
+    ]
+    if changed:
+        names = ", ".join(changed[:2]) + (f" and {len(changed) - 2} more" if len(changed) > 2 else "")
+        raise ValueError(
+            f"overlap={plan.overlap} computes {plan.overlap} micro-batches at a time, and each micro-batch of this "
+            f"model changes {names} for the next: leave out overlap={plan.overlap}."
+        )
 
 
 def _check_weight(trace: Trace) -> None:

@@ -184,7 +184,9 @@ def cluster_of(devices: Sequence[Device]) -> Cluster | None:
 SCATTERED_TOGETHER = 8 << 20  # bytes
 
 
-def compiler_options(mesh: Mesh, scatters_in_layers: bool = False) -> dict[str, bool | int] | None:
+def compiler_options(
+    mesh: Mesh, scatters_in_layers: bool = False, runs_abreast: bool = False
+) -> dict[str, bool | int] | None:
     """What programs for a mesh are compiled with, for `jax.jit`.
 
     With a pool of threads, a CPU device takes whatever operation is ready, collectives too; and two devices that wait
@@ -196,6 +198,9 @@ def compiler_options(mesh: Mesh, scatters_in_layers: bool = False) -> dict[str, 
 
     Where each layer scatters its gradients (ZeRO-3), XLA would do so with all of them at once, when the last is made
     and nothing of the layer is left to hide that under: larger ones go alone, as soon as they are made.
+
+    Where micro-batches run abreast, XLA would join their products with the same weight into one, if these are small,
+    and both would wait for each other.
     """
     devices = list(mesh.devices.flat)
     if mesh.size > 1 and devices[0].platform == "cpu":
@@ -206,6 +211,8 @@ def compiler_options(mesh: Mesh, scatters_in_layers: bool = False) -> dict[str, 
         found["xla_gpu_enable_triton_gemm"] = False
     if scatters_in_layers and on_gpus(mesh):
         found["xla_gpu_reduce_scatter_combine_threshold_bytes"] = SCATTERED_TOGETHER
+    if runs_abreast and on_gpus(mesh):
+        found["xla_gpu_dot_merger_threshold_mb"] = 0
     return found or None
 
 

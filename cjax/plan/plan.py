@@ -46,6 +46,8 @@ class Plan:
       sequence: `Sequence`, or a number for ring.
       pipeline: `Pipeline`, or a number for 1f1b.
       microbatches: pieces of a batch that run one after another (gradient accumulation without a pipeline).
+      overlap: how many of them are computed at a time, in one loop over the layers, so that what one of them sends is
+        on its way while another is multiplied. Of tensor=N, whose sums a layer waits for.
       loss: what the loss is of. By default of the batch, however many micro-batches it runs in, and a loss for which
         that can't be shown is refused; "microbatch": each is a batch of its own, whose losses are averaged.
       zero: `Zero`, or a stage.
@@ -79,6 +81,7 @@ class Plan:
     sequence: Sequence
     pipeline: Pipeline
     microbatches: int
+    overlap: int
     loss: LossOf
     zero: Zero
     precision: Precision
@@ -109,6 +112,7 @@ class Plan:
         disk: int | str | None = None,
         offload: str | tuple[str, ...] | list[str] = (),
         unroll: Unroll = "auto",
+        overlap: int = 1,
     ) -> None:
         tensor = tensor if isinstance(tensor, Tensor) else Tensor(tensor)
         sequence = sequence if isinstance(sequence, Sequence) else Sequence(sequence)
@@ -129,6 +133,7 @@ class Plan:
             sequence=Sequence() if sequence.size == 1 and sequence.mode != "gather" else sequence,
             pipeline=Pipeline() if pipeline.size == 1 else pipeline,
             microbatches=whole_number("microbatches", microbatches),
+            overlap=whole_number("overlap", overlap),
             loss=loss,
             zero=zero if isinstance(zero, Zero) else Zero(zero),
             precision=precision,
@@ -142,6 +147,7 @@ class Plan:
             rules=MappingProxyType({key: _check_rule(key, axes) for key, axes in sorted(rules.items())}),
         )
         self._check_walk()
+        self._check_overlap()
         if unroll == "layers" and (self.walks or self.pipeline.size > 1):
             kind = "a pipeline" if self.pipeline.size > 1 else "a step that walks over layers (budget=, offload=)"
             raise Clash(
@@ -314,6 +320,23 @@ class Plan:
                 f"reduce={self.reduce}",
             )
 
+    def _check_overlap(self) -> None:
+        """Raises `Clash` for micro-batches that can't be computed so many at a time."""
+        if self.overlap == 1:
+            return
+        if self.pipeline.size > 1 or self.walks:
+            kind = "a pipeline" if self.pipeline.size > 1 else "a step that walks over layers (budget=, offload=)"
+            raise Clash(
+                "overlap", f"{kind} decides itself which micro-batch runs when; leave out overlap={self.overlap}"
+            )
+        if self.microbatches % self.overlap:
+            more = -(-self.microbatches // self.overlap) * self.overlap
+            raise Clash(
+                "overlap",
+                f"overlap={self.overlap} computes {self.overlap} micro-batches at a time, and microbatches="
+                f"{self.microbatches} is no multiple of that; write microbatches={more} overlap={self.overlap}",
+            )
+
     def _resolved(self) -> "Plan":
         if self.data == -1:
             raise ValueError(f"plan {str(self)!r} leaves data open: plan.resolve(num_devices) fills it in")
@@ -374,8 +397,8 @@ def build(word: Word) -> Any:
     match word.name:
         case "data":
             return -1 if (size := number(word)) == -1 else whole_number("data", size)
-        case "microbatches":
-            return whole_number("microbatches", number(word))
+        case "microbatches" | "overlap":
+            return whole_number(word.name, number(word))
         case "tensor":
             return Tensor(**_renamed(sized(word), part="depth"))
         case "sequence":

@@ -10,7 +10,7 @@ from cjax.plan.parts import LossOf, Precision, Remat, Schedule, SequenceMode, Te
 from cjax.plan.sizes import CLASSES, UNITS
 
 NAMES = (
-    *("data", "tensor", "sequence", "pipeline", "microbatches", "loss"),
+    *("data", "tensor", "sequence", "pipeline", "microbatches", "overlap", "loss"),
     *("zero", "precision", "reduce", "remat", "unroll", "budget", "host", "disk", "offload", "rules"),
 )
 
@@ -45,6 +45,9 @@ FOREIGN_NAMES = {
         "microbatches={value}",
     ),
     **dict.fromkeys(("accumulation_steps", "num_microbatches", "micro_batches"), "microbatches={value}"),
+    **dict.fromkeys(
+        ("domino", "tp_comm_overlap", "tp_overlap", "comm_overlap", "interleave"), "microbatches=2 overlap=2"
+    ),
     **dict.fromkeys(("zero_stage", "stage"), "zero={value}"),
     **{f"zero{stage}": f"zero={stage}" for stage in (1, 2, 3)},
     **dict.fromkeys(("bf16", "mixed_precision", "amp"), "precision=bfloat16"),
@@ -79,6 +82,7 @@ EXAMPLES = {
     "zero": "zero=1 or zero=3/8",
     "data": "data=2",
     "microbatches": "microbatches=4",
+    "overlap": "microbatches=2 overlap=2",
     "loss": "loss=microbatch",
     "rules": 'rules={"vocab":null}',
     "precision": "precision=bfloat16",

@@ -26,6 +26,12 @@ Metrics = dict[str, Any]
 _LARGE = 2**20  # elements of a layer's gradient, from which a kernel of its own pays
 
 
+def _of_passes(composed: Composed) -> dict[str, bool | int] | None:
+    """What a program with the passes over a batch in it is compiled with."""
+    plan = composed.plan
+    return compiler_options(composed.mesh, plan.zero_stage == 3, plan.overlap > 1)
+
+
 def make_init(composed: Composed) -> Any:
     """`key -> State`, each array born where it lives."""
 
@@ -80,7 +86,7 @@ def make_step(composed: Composed, lockstep: bool = False) -> Any:
     shardings = composed.state_shardings
     return jax.jit(
         step, donate_argnums=0, in_shardings=(shardings, composed.batch_shardings), out_shardings=(shardings,
-        composed.whole), compiler_options=compiler_options(composed.mesh, composed.plan.zero_stage == 3),
+        composed.whole), compiler_options=_of_passes(composed),
     )  # fmt: skip
 
 
@@ -119,7 +125,7 @@ def make_value_and_grad(composed: Composed, lockstep: bool = False) -> Any:
         value_and_grad,
         in_shardings=(*trees, whole, whole, given._scaling, composed.batch_shardings),
         out_shardings=(whole, whole, placed.shardings(composed.mesh), given._model_state),
-        compiler_options=compiler_options(composed.mesh, composed.plan.zero_stage == 3),
+        compiler_options=_of_passes(composed),
     )
 
 

@@ -186,7 +186,7 @@ def make_placer(
     sums_ahead = is_graded and sums_with_gradients(plan, mesh)
     given = (
         trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence, kernel, waits, unrolls,
-        sums_ahead,
+        sums_ahead, is_graded and plan.overlap > 1,
     )  # fmt: skip
     return Placer(*given) if order is None else OrderedPlacer(order, *given)
 

@@ -33,6 +33,7 @@ from cjax.sharding.place.grid_products import GridProducts
 from cjax.sharding.place.joint import Joint, JointProducts
 from cjax.sharding.place.late_sums import evaluate_late
 from cjax.sharding.place.merged import Merged, MergedProducts
+from cjax.sharding.place.partial import PartialProducts
 from cjax.sharding.place.saved import checkpointed, has_complex, keep_sum, kept, with_bias
 from cjax.sharding.products.lookup import find_rows, is_lookup, look_up, look_up_whole, pick, picked_dim
 from cjax.sharding.products.ragged import is_by_rows, multiply_rows
@@ -100,6 +101,7 @@ class Placer(Hooks):
         waits: bool = True,
         unrolls: int = 0,
         sums_ahead: bool = False,
+        abreast: bool = False,
     ) -> None:
         self._trace, self._layout, self._mesh, self._weights = trace, layout, mesh, weights
         self._lowering = Lowering(trace.closed, LOWS[precision]) if precision in LOWS else None
@@ -110,6 +112,7 @@ class Placer(Hooks):
         self.copies = Copies(trace, layout, mesh, self._lowering is not None)
         self.filled = Filled(trace, mesh)
         self._late = LateSums(trace.dims, layout)
+        self._partial = PartialProducts(trace.dims, layout, mesh, abreast)
         self._joint = JointProducts(trace, layout, self._lowering, waits)
         self._merged = MergedProducts(mesh, self._lowering.low if self._lowering else None)
         self._has_complex = has_complex(trace.closed.jaxpr)
@@ -195,7 +198,8 @@ class Placer(Hooks):
                 outs = [make_again(eqn, jnp.asarray(ins[0]))]
             else:
                 ins = self._joint.beside(eqn, ins, scope) if alone else ins
-                outs = kept(eqn, self._evaluate(eqn, ins, scope, params), self._remat)
+                outs = self._partial.marked(eqn, self._evaluate(eqn, ins, scope, params), scope)
+                outs = kept(eqn, outs, self._remat)
         if id(eqn) in self._with_bias:
             outs = [keep_sum(outs[0], ins, self._remat)]
         if name_of(eqn) in PINNED or self._meets_rows(eqn, scope):

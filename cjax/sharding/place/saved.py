@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, jaxpr_as_fun, jaxprs_in_params, make_jaxpr
+from cjax.trace.emit.abreast import is_awaited
 from cjax.trace.emit.precision import MATMULS
 from cjax.trace.jaxpr.primitives import FACTS, UNKNOWN, is_cheap, name_of, named, word_for
 from cjax.trace.jaxpr.view import open_bodies, opened
@@ -29,6 +30,9 @@ def keeps_results(primitive: Any, *operands: Any, **params: Any) -> bool:
     two numbers compare is worth its place: it may be all that is left of random bits.
     """
     name = word_for(primitive)
+    # A product that is marked as a sum over devices is saved as the product that it is.
+    if is_awaited(name, params):
+        return False
     if name in _COMPARES:
         return jnp.issubdtype(operands[0].dtype, jnp.floating)
     return not is_cheap(name, params)

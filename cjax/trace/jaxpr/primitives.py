@@ -169,7 +169,7 @@ _know("stop_gradient", elementwise=True, same=True, view=True, stops=True, free=
 # Not cheap, though it is free: a name is there to be asked for by what a layer saves.
 _know("name", elementwise=True, same=True, view=True, free=True, linear=True)
 _know("reduce_precision", elementwise=True, same=True, rounds=True, linear=True, cheap=True)
-_know("optimization_barrier", same=True, free=True, linear=True)
+_know("optimization_barrier", same=True, free=True, linear=True, cheap=True)
 _know("sharding_constraint", same=True, free=True, linear=True, cheap=True)  # for the shape that it is given
 _know("pvary", same=True, free=True, linear=True)
 _know("layout_constraint device_put reshard with_memory_space_constraint", same=True, linear=True)
