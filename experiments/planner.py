@@ -164,7 +164,7 @@ def speed(say: Say) -> None:
 def _tables(devices: int) -> PlanTable:
     kinds = [(0, 1), (1, 1), (2, 2), (2, 4), (3, 1), (3, 2)]
     rows = [
-        (devices // stages, stages, *kind, parts, zero, group, remat, precision)
+        (devices // stages, stages, *kind, parts, zero, group, remat, precision, 1)
         for stages, kind, parts, zero, remat, precision in itertools.product(
             (1, 2, 4, 8, 16), kinds, (1, 2, 4, 8, 16, 32), (0, 1, 2, 3), (0, 1, 2), (0, 1, 2)
         )

@@ -150,7 +150,7 @@ def _of_walk(measures: bool) -> Choice:
 
 
 def _check_overlap(loss: LaidOut, measures: bool) -> None:
-    """Micro-batches that are computed at a time can't hand each other anything, nor be told apart by their gradients."""
+    """Micro-batches that are computed at a time can't hand each other anything, and their gradients come added up."""
     plan, trace = loss.plan, loss.trace
     if measures:
         raise ValueError(

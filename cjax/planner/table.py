@@ -19,6 +19,7 @@ class PlanTable:
     Args:
       data, pipeline, chunks, microbatches, zero, zero_group: int64[plans]; the group is `data` where none is named.
       schedule, remat, precision: int64[plans], places in `SCHEDULES`, `REMATS` and `PRECISIONS`.
+      overlap: int64[plans], micro-batches that are computed at a time.
     """
 
     data: np.ndarray
@@ -30,6 +31,12 @@ class PlanTable:
     zero_group: np.ndarray
     remat: np.ndarray
     precision: np.ndarray
+    overlap: np.ndarray
+
+    @property
+    def turns(self) -> np.ndarray:
+        """How often each device computes: as often as there are micro-batches, or groups of such."""
+        return self.microbatches // self.overlap
 
     def __len__(self) -> int:
         return len(self.data)
@@ -53,7 +60,8 @@ class PlanTable:
                 plan.zero_group,
                 REMATS.index(plan.remat),
                 PRECISIONS.index(plan.precision),
+                plan.overlap,
             )
             for plan in plans
         ]
-        return cls(*np.asarray(rows, np.int64).reshape(len(rows), 9).T)
+        return cls(*np.asarray(rows, np.int64).reshape(len(rows), 10).T)

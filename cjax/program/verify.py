@@ -201,6 +201,7 @@ def _that_agree(composed: Composed, state: State, batch: PyTree) -> tuple[str, .
     """Up to two simpler plans for the same devices that compute the right thing."""
     plan, found = dataclasses.replace(composed.plan, data=-1), []
     simpler = [
+        dataclasses.replace(plan, overlap=1),
         dataclasses.replace(plan, pipeline=Pipeline()),
         dataclasses.replace(plan, tensor=Tensor(), sequence=Sequence(), rules={}),
         Plan(zero=plan.zero, precision=plan.precision),

@@ -69,7 +69,7 @@ def _rows(run: Run, decoder: Decoder, devices: int, own: PlanTable) -> Iterator[
                 continue
             schedule = SCHEDULES.index("interleaved" if chunks > 1 else "1f1b")
             zero = int(own.zero[0]) if data > 1 else 0
-            yield data, stages, schedule, chunks, microbatches, zero, data, 0, int(own.precision[0])
+            yield data, stages, schedule, chunks, microbatches, zero, data, 0, int(own.precision[0]), 1
 
 
 def _memory(run: Run, spread: Sharing, table: PlanTable) -> np.ndarray:

@@ -10,7 +10,7 @@ from cjax.planner.choice.scored import Question, Scored, of_limit, size_text
 from cjax.planner.choice.space import MODES, Space, arrangement_of, divisors, tensors_of
 from cjax.planner.table import PRECISIONS, REMATS
 
-WORDS = ("tensor", "sequence", "pipeline", "microbatches", "zero", "remat", "precision")
+WORDS = ("tensor", "sequence", "pipeline", "microbatches", "overlap", "zero", "remat", "precision")
 # What the parts of a step's time are, in the words in which differences are told.
 KINDS = {
     **dict.fromkeys(("matmul", "attention", "elementwise"), "arithmetic"),
@@ -89,6 +89,8 @@ def _alternative(question: Question, space: Space, chosen: Scored, other: Plan, 
     if isinstance(scored, str):
         return Alternative(word, None, first_line(scored))
     kept = [each for each in ("microbatches", "zero") if each != name and getattr(legal, each) != getattr(other, each)]
+    # What was changed along with the word itself is told too.
+    kept += ["microbatches"] if name == "overlap" and other.microbatches != chosen.plan.microbatches else []
     return Alternative(word, scored, difference(chosen, scored), tuple(_word(legal, each) for each in kept))
 
 
@@ -140,7 +142,14 @@ def _neighbours(name: str, plan: Plan, space: Space) -> Iterator[Plan]:
         case "microbatches":
             counts = space.counts(plan)
             lower, higher = [n for n in counts if n < plan.microbatches], [n for n in counts if n > plan.microbatches]
-            yield from (replace(plan, microbatches=n) for n in (*lower[-1:], *higher[:1]))
+            for n in (*lower[-1:], *higher[:1]):
+                yield replace(plan, microbatches=n, overlap=plan.overlap if n % plan.overlap == 0 else 1)
+        case "overlap":
+            for num in (plan.microbatches, 2 * plan.microbatches):
+                others = [n for n in space.overlaps(plan, num) if n != plan.overlap]
+                if others and num in space.counts(plan):
+                    yield from (replace(plan, microbatches=num, overlap=n) for n in others)
+                    return
         case "zero":
             if plan.data * plan.sequence.size * plan.tensor.depth > 1:
                 groups = [None] if plan.zero.group is None else [plan.zero.group, None]
@@ -155,7 +164,8 @@ def _neighbours(name: str, plan: Plan, space: Space) -> Iterator[Plan]:
 def _with(plan: Plan, **words: object) -> Plan:
     """`plan` with other words, and as many copies as the same devices make; without ZeRO's group."""
     group = replace(plan.zero, group=None)
-    found = replace(plan, **{"data": -1, "zero": group, **words})
+    overlap = 1 if "pipeline" in words else plan.overlap  # stages decide themselves what runs when
+    found = replace(plan, **{"data": -1, "zero": group, "overlap": overlap, **words})
     return found.resolve(plan.num_devices)
 
 

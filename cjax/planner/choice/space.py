@@ -7,7 +7,7 @@ so when it is asked for the split. All other words only divide, so that the plan
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from cjax.sharding.layout.grid import grid_of
 MODES: tuple[TensorMode, ...] = ("1d", "2d", "2.5d", "3d")
 WIDEST = 256  # devices that share one layer of one copy: on more, the messages of each are too small for any links
 CARRIED = ("loss", "reduce", "unroll", "rules")  # words that no search changes
-COLUMNS = ("data", "pipeline", "schedule", "chunks", "microbatches", "zero", "zero_group", "remat", "precision")
+COLUMNS = tuple(each.name for each in fields(PlanTable))
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ class Space:
             data = copies // pipeline.size
             if self.fixed.get("data", data) != data:
                 continue
-            counts = self.counts(replace(arrangement, data=data, pipeline=pipeline))
+            plan = replace(arrangement, data=data, pipeline=pipeline)
+            counts = [(m, overlap) for m in self.counts(plan) for overlap in self.overlaps(plan, m)]
             zeros = self._zeros(arrangement, data)
             if counts and zeros:
                 blocks.append(self._block(data, pipeline, counts, zeros))
@@ -135,6 +136,16 @@ class Space:
         sizes, grid = plan.tensor.axis_sizes(), grid_of(plan.tensor.axis_sizes())
         shares = math.prod(sizes[axis] for axis in grid.batch) if grid else 1
         return [m for m in self._microbatches(plan.data * shares) if self._runs(plan.pipeline, m)]
+
+    def overlaps(self, plan: Plan, microbatches: int) -> list[int]:
+        """How many of so many micro-batches a resolved plan could compute at a time. Two: of more, as many activations
+        are alive, and no more is hidden. And of 1d alone: what grids and split positions move stays as it is."""
+        is_plain = plan.sequence == SequencePlan() and plan.pipeline.size == 1
+        can = is_plain and plan.tensor.mode == "1d" and plan.tensor.size > 1
+        found = [1, 2] if can and microbatches % 2 == 0 else [1]
+        if (given := self.fixed.get("overlap")) is not None:
+            found = [given] if microbatches % given == 0 and (given == 1 or plan.pipeline.size == 1) else []
+        return found
 
     def nearest(self, plan: Plan, num_devices: int) -> Plan | str:
         """A resolved plan with micro-batches that divide, as near as can be to those that it has; or why there is none.
@@ -149,23 +160,28 @@ class Space:
         if not counts:
             return f"{' and '.join(map(str, self.num_rows))} rows can't be shared so"
         wanted = math.log(plan.microbatches)
-        return replace(plan, microbatches=min(counts, key=lambda m: (abs(math.log(m) - wanted), m)))
+        found = min(counts, key=lambda m: (abs(math.log(m) - wanted), m))
+        overlap = plan.overlap if plan.overlap in self.overlaps(plan, found) else 1
+        return replace(plan, microbatches=found, overlap=overlap)
 
     def _block(
-        self, data: int, pipeline: Pipeline, counts: Sequence[int], zeros: Sequence[tuple[int, int]]
+        self, data: int, pipeline: Pipeline, counts: Sequence[tuple[int, int]], zeros: Sequence[tuple[int, int]]
     ) -> np.ndarray:
         remats = [REMATS.index(self.fixed["remat"])] if "remat" in self.fixed else range(len(REMATS))
         precision = PRECISIONS.index(self.fixed.get("precision", "float32"))
-        m, zero, remat = (x.ravel() for x in np.meshgrid(counts, range(len(zeros)), remats, indexing="ij"))
+        m, overlap = np.asarray(counts, np.int64).T
+        turn, zero, remat = (
+            x.ravel() for x in np.meshgrid(range(len(counts)), range(len(zeros)), remats, indexing="ij")
+        )
         stages, groups = np.asarray(zeros, np.int64).T
 
         def same(value: int) -> np.ndarray:
-            return np.full(len(m), value)
+            return np.full(len(turn), value)
 
         schedule, chunks = SCHEDULES.index(pipeline.schedule), pipeline.chunks
         return np.stack(
-            [same(data), same(pipeline.size), same(schedule), same(chunks), m, stages[zero], groups[zero], remat,
-             same(precision)]
+            [same(data), same(pipeline.size), same(schedule), same(chunks), m[turn], stages[zero], groups[zero], remat,
+             same(precision), overlap[turn]]
         )  # fmt: skip
 
     def _pipelines(self, copies: int) -> list[Pipeline]:
@@ -253,6 +269,7 @@ def plan_at(arrangement: Plan, table: PlanTable, row: int) -> Plan:
         zero=Zero(at["zero"], at["zero_group"] if at["zero"] and at["zero_group"] < at["data"] else None),
         remat=REMATS[at["remat"]],
         precision=PRECISIONS[at["precision"]],
+        overlap=at["overlap"],
     )
 
 
@@ -276,6 +293,7 @@ def num_words(arrangement: Plan, table: PlanTable) -> np.ndarray:
     """How many words the text of each plan has, `data` among them."""
     own = (arrangement.tensor.size > 1) + (arrangement.sequence != SequencePlan()) + 1
     words = [table.pipeline > 1, table.microbatches > 1, table.zero > 0, table.remat > 0, table.precision > 0]
+    words.append(table.overlap > 1)
     return own + np.sum(words, axis=0)
 
 

@@ -80,7 +80,8 @@ def walks_in(space: Space, num_devices: int) -> list[Plan]:
     for arrangement in space.arrangements(num_devices):
         table = space.table(arrangement, num_devices)
         # A walk makes each layer again anyway: `remat` says only what of it is kept while its gradient is made.
-        fits = (table.pipeline == 1) & (table.remat == REMATS.index(space.fixed.get("remat", "none")))
+        fits = (table.pipeline == 1) & (table.overlap == 1)
+        fits &= table.remat == REMATS.index(space.fixed.get("remat", "none"))
         if "zero" not in space.fixed:
             fits &= (table.zero == table.zero.max(initial=0)) & (table.zero_group == table.data)
         if arrangement.tensor.mode == "1d":

@@ -142,7 +142,7 @@ class _Clock:
             for name in ("matmul", "attention", "elementwise", "recompute", "tensor", "sequence", "hidden")
         }
         back = plans.full * layer[1].total + first[1].total + last[1].total
-        found["elementwise"] = found["elementwise"] + plans.accumulate * plans.microbatches / constants.memory
+        found["elementwise"] = found["elementwise"] + plans.accumulate * plans.turns / constants.memory
         found["gather"], beside = self._exposed(plans.gather, plans.microbatches * computed, constants.hidden_gather)
         each, beside_each = self._exposed(plans.reduce_each, plans.microbatches * computed, constants.hidden_data)
         hidden = constants.hidden_data if software.hides_gradients else 0.0
@@ -198,7 +198,8 @@ class _Clock:
         attention = one.attention / constants.attention
         elementwise = one.touched / constants.memory + constants.launch * launches * is_layer
         computed = matmul + attention + elementwise
-        hidden = constants.overlapped if constants.software.hides_tensor else constants.hidden_tensor
+        is_abreast = self._plans.turns < self._plans.microbatches
+        hidden = np.where(is_abreast | constants.software.hides_tensor, constants.overlapped, constants.hidden_tensor)
         tensor_seconds, beside = self._exposed(tensor, computed, hidden)
         sequence_seconds, beside_too = self._exposed(
             sequence, computed, np.where(exchanges, constants.hidden_tensor, constants.overlapped)

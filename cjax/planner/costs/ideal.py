@@ -57,7 +57,7 @@ class Ideal:
     Args:
       first, layer, last: what comes before the layers, an average layer, what comes after.
       layers: in all; `full` of them are on the stage that has most, `short` on the one with the last part.
-      stages, chunks, microbatches, schedule, remat: the plan's.
+      stages, chunks, microbatches, schedule, remat: the plan's; `turns` in which its micro-batches are computed.
       reduce: gradients once a step, and parameters after them; `reduce_each` gradients with each micro-batch.
       gather: ZeRO-3's parameters, layers' once for each direction; the others are kept from one to the other. And what
         examples send to rows that all of them make together.
@@ -78,6 +78,7 @@ class Ideal:
     stages: np.ndarray
     chunks: np.ndarray
     microbatches: np.ndarray
+    turns: np.ndarray
     schedule: np.ndarray
     remat: np.ndarray
     reduce: Receipt
@@ -136,7 +137,7 @@ class _Plans:
         held = full * layer.held + ends
         scatter, between, weights, each = self._reduce(held)
         gradients = scatter + between
-        gathers = (layer.gather * (2 * full) + first.gather + last.gather) * table.microbatches
+        gathers = (layer.gather * (2 * full) + first.gather + last.gather) * table.turns
         stage_stride = self._inner * table.data
         if self._software.is_lockstep:
             # Of stages on several hosts some hand on between them, and all wait for these.
@@ -145,7 +146,7 @@ class _Plans:
         neighbours = group_of(hardware, 2, stage_stride)
         send = self._over(neighbours, "collective-permute", *self._sent(stacks))
         rows = self._over(neighbours, "collective-permute", to_optimizer(work, self._split, table), 1.0)
-        adds = (table.microbatches > 1) & (not self._software.adds_in_matmuls)
+        adds = (table.turns > 1) & (not self._software.adds_in_matmuls)
         states = np.where(table.zero >= 1, table.zero_group, 1)
         # Of what is in no layer each of cjax's stages updates its part.
         updated = full * layer.held + ends / np.where(self._software.is_lockstep, table.pipeline, 1)
@@ -153,7 +154,8 @@ class _Plans:
         return Ideal(
             first, layer, last, np.full(len(table), float(work.num_layers)), full, short,
             table.pipeline.astype(float), self._chunks.astype(float), table.microbatches.astype(float),
-            self._schedule, table.remat, gradients * ~each + weights, gradients * (each * table.microbatches), gathers,
+            table.turns.astype(float), self._schedule, table.remat,
+            gradients * ~each + weights, gradients * (each * table.turns), gathers,
             send, rows * (rows.bytes > 0),
             # Parameters and state are read and written, gradients read, computed copies written.
             updated / states * (2 * MASTER * (1 + work.optimizer_bytes) + MASTER + self._item) / memory,

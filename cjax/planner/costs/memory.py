@@ -127,7 +127,7 @@ class _Rows:
 class _Memory:
     def __init__(self, work: Work, split: WorkSplit, table: PlanTable, hardware: Hardware) -> None:
         self.work, self.split, self.table = work, split, table
-        self.shares = table.data * table.microbatches
+        self.shares = table.data * table.turns
         self.stacks = [at for at, part in enumerate(work.parts) if part.repeats > 1]
         self.is_staged = table.pipeline > 1
         # With one pass a gradient is scattered where it is made.
@@ -163,7 +163,7 @@ class _Memory:
         saved = self._each(lambda kept: kept.saved) * self._repeats()
         working, ahead = self._fullest(), self._each(lambda kept: kept.ahead)
         working[self.stacks] += self._partial()[self.stacks]
-        sums = np.where(self.table.microbatches > 1, grads.sum(0), 0.0)
+        sums = np.where(self.table.turns > 1, grads.sum(0), 0.0)
         # Gradients of what was rounded ahead come in its precision, and are added to wide sums.
         made = np.where(self._rounds_ahead(), self._rounded(grads), grads)
         turned, of_layers = self._turned(grads), made * (self._repeats() > 1)
@@ -171,7 +171,7 @@ class _Memory:
         waiting = np.where(self.scattered, 0.0, self._each(lambda kept: kept.waiting))
         # What backward loops write is cleared in front of the first of them; before the loss, where that is in a loop
         # over micro-batches or products are a grid's.
-        is_early = (self.table.microbatches > 1) | self.is_grid
+        is_early = (self.table.turns > 1) | self.is_grid
         last, looked_up = max(self.stacks, default=-1), self._looked_up()
         best = [zeros, zeros, zeros, zeros]
         for at, part in enumerate(self.work.parts):

@@ -113,7 +113,7 @@ class _Plans:
 
 def _unlike(table: PlanTable, more: tuple[str, ...]) -> tuple[_Plans, np.ndarray]:
     """The plans of a table that differ in who sums what, or in `more`, and for each plan which of them it is like."""
-    kept = ("data", "pipeline", "microbatches", "zero", "zero_group", "precision", *more)
+    kept = ("data", "pipeline", "microbatches", "overlap", "zero", "zero_group", "precision", *more)
     first, places = _distinct(*(getattr(table, name) for name in kept))
     few = PlanTable(**{each.name: getattr(table, each.name)[first] for each in fields(PlanTable)})
     half = np.where(few.precision == PRECISIONS.index("float32"), 4, 2)
@@ -136,7 +136,7 @@ def _of_weights(work: Work, split: WorkSplit, of: _Plans) -> Moved:
         for (weight, held), count in alike.items():
             is_layer = part.repeats > 1
             layers = count * part.repeats / np.where(is_layer, of.table.pipeline, 1)
-            passes = of.table.microbatches * (times if is_layer else 1)
+            passes = of.table.turns * (times if is_layer else 1)
             for case in _cases(held, split, of.table, layers, passes, is_layer):
                 if weight.is_trained:
                     _gradients(found, weight, held, case, split, of, is_layer)
@@ -152,7 +152,7 @@ def _of_words(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half
         for move in moves:
             layers = part.repeats * (turns_of[move.is_forward] / table.pipeline if is_layer else 1)
             size = np.where(move.is_wide, 4, half)
-            times = table.microbatches if move.of_weights else 1 / table.data
+            times = table.turns if move.of_weights else 1 / table.data
             again = is_layer & move.is_forward & move.is_remade
             times = times * np.where(again & (table.remat == REMATS.index("block")), 2, 1) * counts(move, table)
             to = found.sequence if SEQUENCE in move.axes else found.tensor
@@ -278,7 +278,7 @@ def _gradients(
     # Outside of layers, XLA takes a sum that is only added to others out of the loop over micro-batches; not out of a
     # branch that some stages take.
     once = (in_parts == 0) & (not is_layer) & (not case.is_late) & (of.table.pipeline == 1)
-    whole = whole / np.where(once, of.table.microbatches, 1)
+    whole = whole / np.where(once, of.table.turns, 1)
     _add(found.gradients, case.axes, whole * 2 * _share(case.every) * elements * size)
     _add(found.gradients, case.zero_axes, in_parts * _share(case.group) * elements * size)
     rest = tuple(a for a in case.axes if a not in case.zero_axes)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import ArrayLike
 
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from cjax.jax_compat.jaxprs import in_context, name_stack
@@ -28,6 +29,7 @@ from cjax.trace.jaxpr.view import consts_of, every_equation, is_scan, literal_of
 AWAITED = "cjax.awaited"
 
 Values = list[jax.Array]  # one for each micro-batch; the same array in all of them is computed once
+Side = dict[Var, jax.Array]  # what variables stand for in one of them
 
 
 def awaited(result: jax.Array) -> jax.Array:
@@ -45,8 +47,8 @@ def abreast(closed: ClosedJaxpr, inputs: Sequence[Sequence[jax.Array]]) -> list[
 
     Args:
       closed: a trace, with loops, `jax.checkpoint` and calls in it.
-      inputs: for each micro-batch, what the trace reads. Arrays that are the same object in all of them (parameters) are
-        read once, and so is what depends on nothing else.
+      inputs: for each micro-batch, what the trace reads. What depends only on arrays that are the same object in all of
+        them, such as parameters, is computed once.
 
     >>> closed = jax.make_jaxpr(lambda w, x: (w * 2, w * x))(1.0, 1.0)
     >>> w = jnp.float32(3)
@@ -57,9 +59,9 @@ def abreast(closed: ClosedJaxpr, inputs: Sequence[Sequence[jax.Array]]) -> list[
     return _body(closed.jaxpr, closed.consts, [list(each) for each in zip(*inputs, strict=True)], len(inputs))
 
 
-def _body(jaxpr: Jaxpr, consts: Sequence[jax.Array], ins: Sequence[Values], num: int) -> list[Values]:
+def _body(jaxpr: Jaxpr, consts: Sequence[ArrayLike], ins: Sequence[Values], num: int) -> list[Values]:
     sides = Sides([{} for _ in range(num)])
-    sides.write(jaxpr.constvars, [[const] * num for const in consts])
+    sides.write(jaxpr.constvars, [[jnp.asarray(const)] * num for const in consts])
     sides.write(jaxpr.invars, ins)
     for stretch in _stretches(jaxpr.eqns):
         if stretch.whole is not None:
@@ -75,7 +77,7 @@ def _body(jaxpr: Jaxpr, consts: Sequence[jax.Array], ins: Sequence[Values], num:
 class Sides:
     """What variables stand for in each micro-batch."""
 
-    each: list[dict[Var, jax.Array]]
+    each: list[Side]
 
     def write(self, variables: Iterable[Var], values: Iterable[Values]) -> None:
         for var, of in zip(variables, values, strict=True):
@@ -141,7 +143,7 @@ def _in_a_row(stretch: _Stretch, sides: Sides) -> None:
     _run(product, len(sides.each) - 1, sides)
 
 
-def _wait(operands: Sequence[Var], before: dict[Var, jax.Array], given: Sequence[Var], side: dict[Var, jax.Array]) -> None:
+def _wait(operands: Sequence[Var], before: Side, given: Sequence[Var], side: Side) -> None:
     """Nothing reads `given` on one side before the other's `operands` are there."""
     given = [var for var in given if _is_real(side[var])]
     operands = [var for var in dict.fromkeys(operands) if before[var] is not side.get(var) and _is_real(before[var])]
