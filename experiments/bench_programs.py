@@ -21,6 +21,8 @@ plan; they have no transfers of experts whose tokens are of the whole batch (ein
                 of over the stages, which is reduced over the copies, and gathers once
 
 Positions that n does not divide (a ViT's 197) are filled up, and ring and all_to_all move as many as there are then.
+Models with "wide" in their names are of width 2,048, large enough for matmuls to hide transfers under, and are compiled
+under tensor=8 alone, as it is and with micro-batches that overlap.
 Models named as they are published (gpt2-xl, bert-large, vit-l16) have their own sizes, and are compiled for one H100.
 """
 
@@ -67,7 +69,10 @@ from cjax.models.vit import ViTConfig
 from cjax.planner.hardware import hardware_of
 
 LAYERS, EMBED, HEADS, VOCAB, SEQ, ROWS, CHUNK, IMAGE = 4, 256, 8, 2048, 256, 16, 64, 224
+WIDE, LONG = 2048, 1024
 SIZES: dict[str, Any] = dict(num_heads=HEADS, embed_dim=EMBED, mlp_dim=4 * EMBED, vocab_size=VOCAB, num_layers=LAYERS)
+WIDE_SIZES = SIZES | {"num_heads": 16, "embed_dim": WIDE, "mlp_dim": 4 * WIDE, "vocab_size": 50257}
+WIDE_PLANS = ("tensor=8", "tensor=8 microbatches=2 overlap=2")
 PLANS = (
     "tensor=8", "data=8", "zero=1", "zero=2", "zero=3", "zero=3/4", "data=1 sequence=ring:8",
     "data=1 sequence=all_to_all:8", "data=2 pipeline=1f1b:4 microbatches=4",
@@ -80,22 +85,26 @@ LAUNCHES = re.compile(
 class OwnLayer(nn.Module):
     """A layer whose norm comes behind, and five products of whose input are no other model's."""
 
+    width: int = EMBED
+
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         mixed = nn.MultiHeadDotProductAttention(HEADS, use_bias=False)(x, mask=nn.make_causal_mask(x[..., 0]))
-        gated = nn.Dense(4 * EMBED)(x) * nn.sigmoid(nn.Dense(4 * EMBED)(x))
-        return nn.LayerNorm()(x + mixed + nn.Dense(EMBED)(gated))
+        gated = nn.Dense(4 * self.width)(x) * nn.sigmoid(nn.Dense(4 * self.width)(x))
+        return nn.LayerNorm()(x + mixed + nn.Dense(self.width)(gated))
 
 
 class OwnModel(nn.Module):
     """A user's own: post-norm, its table tied through `attend`."""
 
+    width: int = EMBED
+
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        embed = nn.Embed(VOCAB, EMBED)
+        embed = nn.Embed(VOCAB, self.width)
         x = embed(tokens)
         for _ in range(LAYERS):
-            x = OwnLayer()(x)
+            x = OwnLayer(self.width)(x)
         return embed.attend(x)
 
 
@@ -206,6 +215,7 @@ class Case:
     on_a_stage: int = 1  # layers of the fullest of four
     shape: tuple[int, int] = (ROWS, SEQ)
     devices: str = "h100:8"
+    embed: int = EMBED
 
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -216,7 +226,8 @@ class Case:
 
     @property
     def plans(self) -> Sequence[str]:
-        return [f"{plan} precision=bfloat16" for plan in (PLANS if self.devices == "h100:8" else ("data=1",))]
+        plans = PLANS if self.devices == "h100:8" else ("data=1",)
+        return [f"{plan} precision=bfloat16" for plan in (WIDE_PLANS if self.embed == WIDE else plans)]
 
 
 def of(kind: Any, config: Any) -> Callable[[nnx.Rngs], Any]:
@@ -255,6 +266,26 @@ MODELS = {
     how: Case(ExpertModel(functools.partial(ExpertsOfAll, how)), own_loss, {SEQ: 4 * LAYERS + 2})
     for how in ("einsum", "seats", "choosing", "sorted")
 } | {
+    "wide gpt": Case(
+        of(GPT, GPTConfig(**WIDE_SIZES, context=LONG)), loss, {LONG: 4 * LAYERS + 2}, shape=(ROWS, LONG), embed=WIDE
+    ),
+    "wide bert": Case(
+        of(BERT, BERTConfig(**WIDE_SIZES, context=LONG)), masked_loss, {LONG: 4 * LAYERS + 2}, shape=(ROWS, LONG),
+        embed=WIDE,
+    ),
+    "wide t5": Case(
+        of(T5, T5Config(**WIDE_SIZES, num_decoder_layers=LAYERS, head_dim=128)), t5_loss, {LONG: 10 * LAYERS + 4},
+        ("inputs", "targets", "source"), shape=(ROWS, LONG), embed=WIDE,
+    ),
+    "wide llama": Case(
+        of(Llama, LlamaConfig(**WIDE_SIZES, num_kv_heads=16, head_dim=128, context=LONG)), llama_loss,
+        {LONG: 4 * LAYERS + 2}, shape=(ROWS, LONG), embed=WIDE,
+    ),
+    "wide vit": Case(
+        of(ViT, ViTConfig(LAYERS, 16, WIDE, mlp_dim=4 * WIDE, image_size=IMAGE)), vit_loss,
+        {197: 4 * LAYERS, 196: 1}, ("images", "labels"), 197, shape=(64, IMAGE), embed=WIDE,
+    ),
+    "wide own": Case(OwnModel(WIDE), own_loss, {LONG: 3 * LAYERS + 2}, shape=(ROWS, LONG), embed=WIDE),
     "gpt2-xl": Case(of(GPT, gpt("gpt2-xl")), loss, {}, shape=(8, 1024), devices="h100:1"),
     "bert-large": Case(of(BERT, bert("bert-large")), masked_loss, {}, shape=(16, 512), devices="h100:1"),
     "vit-l16": Case(
@@ -271,7 +302,9 @@ def formula(case: Case, plan: str, params: Sequence[tuple[str, int]]) -> float |
     share, whole = 7 / 8, sum(size for _, size in params)
     layers = sum(size for path, size in params if re.search(r"(blocks|encoder|decoder|OwnLayer)[/_]\d", path))
     if plan.startswith("tensor"):
-        return 2 * share * low * sum(times * ROWS * length * EMBED for length, times in case.reduced.items())
+        return (
+            2 * share * low * sum(times * case.shape[0] * length * case.embed for length, times in case.reduced.items())
+        )
     if plan.startswith("data=8"):
         return 2 * share * low * whole
     if plan.startswith("zero=3/4"):

@@ -254,6 +254,8 @@ def _cases() -> list[Case]:
         ("gpt 6.7b b64", lambda: gpt("gpt3-175b", 64, 2048, num_layers=32, num_heads=32, embed_dim=4096), "h100:16", [
             "zero=3 precision=bfloat16", "zero=3 precision=bfloat16 remat=block",
             "tensor=8 zero=1 precision=bfloat16", "tensor=2d:4 zero=1 precision=bfloat16",
+            "tensor=8 microbatches=2 overlap=2 precision=bfloat16",
+            "tensor=8 zero=1 microbatches=8 overlap=2 precision=bfloat16 remat=block",
             "tensor=2.5d:8/2 precision=bfloat16", "tensor=3d:8 precision=bfloat16",
             "pipeline=1f1b:4 tensor=4 microbatches=16 precision=bfloat16",
             "pipeline=gpipe:4 zero=1 microbatches=8 precision=bfloat16 remat=block",

@@ -21,6 +21,14 @@ LAYOUTS = (
 )
 REMAT = ("zero=3 remat=block", "data=4 tensor=2 remat=dots", "data=2 tensor=4 zero=3 microbatches=2 remat=block")
 GRIDS = ("tensor=2d:4", "tensor=2d:4 zero=3", "tensor=2.5d:8/2", "tensor=2.5d:8/2 zero=1", "tensor=3d:8")
+# Micro-batches that are computed several at a time; with more devices or parts than two, all in one turn or in two.
+OVERLAPS = (
+    "tensor=4 microbatches=2 overlap=2",
+    "data=4 tensor=2 zero=2 microbatches=4 overlap=2",
+    "zero=3 microbatches=2 overlap=2",
+    "tensor=2d:4 microbatches=4 overlap=2",
+    "data=2 tensor=4 zero=3 microbatches=4 overlap=4 remat=block",
+)
 LOW = tuple(
     f"{layout} precision=bfloat16"
     for layout in (
@@ -31,6 +39,7 @@ LOW = tuple(
         "zero=1/4 remat=block",
         "tensor=2d:4",
         "tensor=3d:8",
+        "tensor=4 microbatches=2 overlap=2",
     )
 ) + tuple(
     f"{layout} precision=float16"
@@ -43,6 +52,7 @@ PLANS = (
     *(f"{layout} microbatches=2" for layout in GRIDS),
     *(f"tensor={mode} microbatches=8" for mode in ("2d:4", "2.5d:8/2", "3d:8")),  # two rows in each: refused
     *REMAT,
+    *OVERLAPS,
     *LOW,
 )
 

@@ -35,7 +35,7 @@ def test_every_word_is_trained_with_attention() -> None:
     assert words >= {
         "zero=1", "zero=2", "zero=3", "zero=1/4", "zero=3/4", "tensor=2", "tensor=4", "tensor=8", "tensor=2d:4",
         "tensor=2.5d:8/2", "tensor=3d:8", "sequence=ring:4", "sequence=all_to_all:2", "sequence=gather", "microbatches",
-        "remat=block", "remat=dots", "pipeline=gpipe:2", "pipeline=1f1b:2", "pipeline=interleaved:2/2",
+        "remat=block", "remat=dots", "overlap=2", "pipeline=gpipe:2", "pipeline=1f1b:2", "pipeline=interleaved:2/2",
         "pipeline=zero_bubble:2",
     }  # fmt: skip
 

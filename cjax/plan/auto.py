@@ -56,8 +56,10 @@ class Auto:
 def _check_searched(word: Word, fixed: Mapping[str, Any]) -> None:
     """A search times steps of one program: what a walk over layers takes it does not know. Nor does it take up words
     that exclude each other."""
-    if "pipeline" in fixed and fixed.get("unroll") == "layers" and word.name in ("pipeline", "unroll"):
-        Plan(pipeline=fixed["pipeline"], unroll="layers")
+    together = {name: fixed[name] for name in ("pipeline", "unroll", "microbatches", "overlap") if name in fixed}
+    if word.name in together:
+        # What is left open, a search takes as the rest needs it.
+        Plan(**{"microbatches": together.get("overlap", 1), **together})
     if word.name in WALKED:
         raise ValueError(
             f"a search does not choose among plans that walk over layers, so {word.name} does not go behind auto; "

@@ -67,6 +67,8 @@ ROWS = [
     ("norm", "data=8 microbatches=2", False, "parts", "rows", True),
     ("nnx_decoder", "data=2 sequence=all_to_all:4 microbatches=2", False, "parts", "positions", True),
     ("net", "data=8 microbatches=2", False, "own parts", None, False),
+    ("net", "tensor=8 microbatches=4 overlap=2", False, "parts", "one shard", False),
+    ("dropout", "data=2 tensor=4 microbatches=2 overlap=2", False, "own parts", None, False),
     ("net", "zero=2 microbatches=2 tensor=2", False, "own parts", None, False),
     ("dropout", "data=8 microbatches=4", False, "own parts", None, False),
     ("net", "data=8", True, "own parts", None, False),
@@ -109,6 +111,13 @@ REFUSED = [
     ("net", "data=1 tensor=4 pipeline=gpipe:2 microbatches=2", True, "examples: take a pipeline with data > 1"),
     ("net", "data=4 pipeline=gpipe:2 microbatches=2 zero=3", True, "backward pass: take a pipeline with data > 1"),
     ("net", "data=8 microbatches=2 offload=optimizer", True, "none of all layers at once: leave measure_noise out"),
+    ("net", "data=8 microbatches=4 overlap=2", True, "adds up those of 2 as it makes them: leave out overlap=2, or"),
+    (
+        "norm",
+        "tensor=8 microbatches=4 overlap=4",
+        False,
+        "changes batch_stats.*mean.*for the next: leave out overlap=4",
+    ),
 ]
 
 

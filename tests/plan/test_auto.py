@@ -44,11 +44,14 @@ def test_a_wrong_word_is_underlined_where_it_stands(text: str, marked: str, said
 
 
 def test_words_that_exclude_each_other_are_refused_where_they_stand() -> None:
-    for text, named in (
-        ("auto pipeline=2 unroll=layers", "unroll=layers"),
-        ("auto unroll=layers pipeline=2", "pipeline=2"),
+    for text, named, said in (
+        ("auto pipeline=2 unroll=layers", "unroll=layers", "leave out unroll=layers"),
+        ("auto unroll=layers pipeline=2", "pipeline=2", "leave out unroll=layers"),
+        ("auto pipeline=2 overlap=2", "overlap=2", "leave out overlap=2"),
+        ("auto overlap=4 microbatches=6", "microbatches=6", "write microbatches=8 overlap=4"),
     ):
-        with pytest.raises(ValueError, match="leave out unroll=layers") as caught:
+        with pytest.raises(ValueError, match=said) as caught:
             Auto.parse(text)
         assert "^" * len(named) in str(caught.value)
+    assert Auto.parse("auto overlap=2 zero=1").fixed["overlap"] == 2
     assert Auto.parse("auto unroll=layers tensor=2").fixed["unroll"] == "layers"

@@ -33,12 +33,14 @@ def plans(draw: st.DrawFn) -> Plan:
     if tensor.mode == "1d" and tensor.size > 1:
         sequences.append(Sequence(mode="gather"))
     pipeline = draw(pipelines)
+    overlap = draw(st.integers(1, 4)) if pipeline.size == 1 else 1
     return Plan(
         data=draw(st.just(-1) | st.integers(1, 64)),
         tensor=tensor,
         sequence=draw(st.sampled_from(sequences)),
         pipeline=pipeline,
-        microbatches=draw(st.integers(1, 64)),
+        microbatches=overlap * draw(st.integers(1, 16)),
+        overlap=overlap,
         loss=draw(st.sampled_from(["batch", "microbatch"])),
         zero=draw(zeros),
         precision=draw(st.sampled_from(["float32", "bfloat16", "float16"])),

@@ -27,6 +27,7 @@ def test_each_word_has_its_nearest_other_values() -> None:
     assert {*others(found, "sequence=1")} == {"sequence=gather", "sequence=ring:2", "sequence=all_to_all:2"}
     assert {*others(found, "pipeline=1")} == {"pipeline=1f1b:2"}
     assert {*others(found, "microbatches=4")} == {"microbatches=2", "microbatches=8"}
+    assert {*others(found, "overlap=1")} == {"overlap=2"}
     assert {*others(found, "zero=1")} == {"zero=0", "zero=2", "zero=3"}
     assert {*others(found, "remat=none")} == {"remat=dots", "remat=block"}
     assert {*others(found, "precision=bfloat16")} == {"precision=float32", "precision=float16"}

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from toys import space
 
 from cjax.pipeline.schedule import build
-from cjax.plan import Auto, Plan, Zero
+from cjax.plan import Auto, Plan, Sequence, Zero
 from cjax.plan.plan import WALKED
 from cjax.plan.text import NAMES
 from cjax.planner.choice.space import CARRIED, COLUMNS, WIDEST, num_words, plan_at, space_of, take
@@ -61,6 +62,23 @@ def test_all_words_have_all_their_values() -> None:
     others = ["zero=1", "zero=2", "zero=3", "zero=3/8", "remat=dots", "remat=block", "microbatches=64", "data=16"]
     assert words >= {*tensors, *sequences, *pipelines, *others}
     assert not any(word.startswith("precision") for word in words), "the user's precision is the user's"
+
+
+def test_micro_batches_overlap_where_1d_alone_splits_layers() -> None:
+    found = plans(16)
+    both = [plan for plan in found if plan.overlap > 1]
+    assert {plan.overlap for plan in both} == {2} and {plan.tensor.mode for plan in both} == {"1d"}
+    assert all(plan.tensor.size > 1 and plan.sequence == Sequence() and plan.pipeline.size == 1 for plan in both)
+    alone = [plan for plan in found if plan.overlap == 1 and plan.microbatches % 2 == 0 and plan.tensor.size > 1]
+    alone = [plan for plan in alone if plan.sequence == Sequence() and plan.pipeline.size == 1]
+    assert {replace(plan, overlap=1) for plan in both} == {plan for plan in alone if plan.tensor.mode == "1d"}
+
+
+def test_how_many_overlap_may_be_the_user_s_word() -> None:
+    fixed = plans(8, "auto overlap=4")
+    assert fixed and all(plan.overlap == 4 and plan.pipeline.size == 1 for plan in fixed)
+    assert {plan.data for plan in fixed} >= {1, 8}, "under any other words that allow it"
+    assert all(plan.overlap == 1 for plan in plans(8, "auto overlap=1"))
 
 
 @pytest.mark.parametrize("facts", [{}, {"stacks": (8, 4)}, {"num_rows": (48,), "stacks": (12,), "lengths": (96,)}])

@@ -124,6 +124,22 @@ def test_gradients_and_parameters_move_as_audits_count_them() -> None:
     assert moved == pytest.approx([2 * 2, 2 + 2, 2 + 2, 2 * 4])
 
 
+def test_micro_batches_that_overlap_hide_what_layers_wait_for_and_nothing_else() -> None:
+    """Arithmetic and bytes are those of the micro-batches; sums of gradients are written once for each turn."""
+    plans = ["data=8 tensor=8 microbatches=4", "data=8 tensor=8 microbatches=4 overlap=2"]
+    plans += ["data=8 tensor=8 microbatches=4 overlap=4"]
+    found = of(*plans)
+    for part in ("matmul", "attention", "recompute", "optimizer", "bubble"):
+        assert getattr(found, part) == pytest.approx(getattr(found, part)[0]), part
+    alone, two, four = found.tensor
+    assert alone > 3 * two and two == pytest.approx(four) and two > 0
+    sent = found.tensor + found.data + found.hidden
+    assert sent == pytest.approx(sent[0], rel=1e-6), "as much is sent"
+    assert found.elementwise[0] > found.elementwise[1] > found.elementwise[2]
+    none = of(*plans, calibration=PURE)
+    assert none.tensor == pytest.approx(none.tensor[0]), "where nothing is hidden, nothing is gained"
+
+
 def test_zero_3_gathers_layers_twice_for_each_micro_batch_and_what_is_outside_once() -> None:
     table, layers = GPT.vocab * GPT.hidden, GPT.layers * GPT.layer_parameters
     for microbatches in (1, 4):
