@@ -89,6 +89,29 @@ def test_micro_batches_are_the_whole(loss: Any, batch: Any, denominator: Any, sc
     assert given.out.model_state == ((PARTS,) if loss is a_mean else (0,)), "one micro-batch after the other"
 
 
+@pytest.mark.parametrize(("loss", "batch", "denominator"), CASES, ids=["mean", "ratio"])
+@pytest.mark.parametrize(("parts", "overlap"), [(PARTS, PARTS), (6, 2), (6, 3)])
+def test_several_at_a_time_are_the_same_parts(
+    loss: Any, batch: Any, denominator: Any, parts: int, overlap: int
+) -> None:
+    """And what they hand on is the last one's of each turn."""
+    runs = [micro_batched(loss, DTYPES, parts, identity, denominator, overlap=n) for n in (1, overlap)]
+    wanted, given = (jax.jit(run)(PARAMS, (), (jnp.int32(0),), batch, KEY, np.float32(64)) for run in runs)
+    assert_same(given, wanted)
+    assert given.out.model_state == ((parts // overlap,) if loss is a_mean else (0,))
+
+
+def test_each_of_several_has_its_own_number() -> None:
+    def numbered(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Evaluated:
+        total = errors(params, batch).mean() * (index + 1)
+        return Evaluated(total, None, [(total, None)], (jnp.where(index == 5, 7, model_state[0]),))
+
+    runs = [micro_batched(numbered, DTYPES, 6, identity, identity, overlap=n) for n in (1, 3)]
+    wanted, given = (jax.jit(run)(PARAMS, (), (jnp.int32(0),), BATCH, KEY, None) for run in runs)
+    assert_same(given, wanted)
+    assert given.out.model_state == (7,), "the last part's, whatever the others say"
+
+
 def test_gradients_are_those_of_the_mean_of_the_weight_given() -> None:
     """A weight is a number: the mean's derivative is that of the total alone."""
     batch = {**BATCH, "w": WEIGHTS}

@@ -69,6 +69,7 @@ ROWS = [
     ("net", "data=8 microbatches=2", False, "own parts", None, False),
     ("net", "tensor=8 microbatches=4 overlap=2", False, "parts", "one shard", False),
     ("dropout", "data=2 tensor=4 microbatches=2 overlap=2", False, "own parts", None, False),
+    ("nnx_decoder", "data=2 tensor=4 microbatches=2 overlap=2", False, "own parts", None, False),  # counts its draws
     ("net", "zero=2 microbatches=2 tensor=2", False, "own parts", None, False),
     ("dropout", "data=8 microbatches=4", False, "own parts", None, False),
     ("net", "data=8", True, "own parts", None, False),

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from cjax.jax_compat.core import Literal
 from cjax.plan import Auto, Plan
 from cjax.planner.choice.assumed import assumed
 from cjax.planner.choice.explain import Explanation, explain
@@ -27,6 +28,7 @@ from cjax.planner.work import Work, WorkSplit
 from cjax.trace.microbatches.part import read_part
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
+from cjax.trace.stages.counters import depends
 from cjax.trace.stages.stacks import find_stacks, reads_states, torn_states
 
 MANY = 64  # plans of which the simplest is taken where times are guesses
@@ -140,7 +142,7 @@ class Planning:
     def on(self, hardware: Callable[[int], Hardware]) -> "Planning":
         """The same model and batch on other devices: what has been read of them is not read again."""
         other = replace(self, hardware=hardware)
-        read = {name: getattr(self, name) for name in ("trace", "readings", "work", "_stacks")}
+        read = {name: getattr(self, name) for name in ("trace", "readings", "work", "_stacks", "_hands_on")}
         asks = {"hardware_at": other.known, "memory": other._memory, "durations": other._durations}
         vars(other).update(read, question=replace(self.question, **asks))
         return other
@@ -148,7 +150,8 @@ class Planning:
     def space(self, auto: Auto, num_devices: int) -> Space:
         """What may be chosen from."""
         rows = [leaf.shape[0] for leaf in jax.tree.leaves(self.source.batch_shape) if leaf.shape]
-        return space_of(self.work, rows, self._stacks, self.hardware(num_devices).devices_per_host, auto)
+        near = self.hardware(num_devices).devices_per_host
+        return space_of(self.work, rows, self._stacks, near, auto, self._hands_on)
 
     @functools.cached_property
     def _stacks(self) -> tuple[int, ...]:
@@ -202,6 +205,14 @@ class Planning:
         """One resolved plan, or why it can't be had."""
         return self.question.score(plan)
 
+    @functools.cached_property
+    def _hands_on(self) -> bool:
+        """Whether the model makes state of examples, which each micro-batch changes for the next."""
+        jaxpr, state = self.trace.closed.jaxpr, self.trace.leaves_of("model_state")
+        on = {jaxpr.invars[i]: frozenset(["batch"]) for i in self.trace.leaves_of("batch")}
+        depends(jaxpr.eqns, on, lambda eqn, kinds: kinds)
+        return any(on.get(v) for v in jaxpr.outvars[len(jaxpr.outvars) - len(state) :] if not isinstance(v, Literal))
+
     def explain(self, plan: Plan) -> Explanation | str:
         """What each word of a resolved plan is there for, or why it can't be had."""
         carried = {name: getattr(plan, name) for name in CARRIED}
@@ -232,7 +243,9 @@ class Asked:
     def limit(self, space: Space) -> Space:
         """`space` without what has been refused: the word that is the likeliest reason."""
         for plan in self.refused:
-            if plan.pipeline.size > 1:
+            if plan.overlap > 1:
+                space = replace(space, hands_on=True)
+            elif plan.pipeline.size > 1:
                 space = replace(space, stacks=())
             elif plan.model_size > 1 or plan.sequence.mode == "gather":
                 space = replace(space, without=space.without | {words_of(plan)})

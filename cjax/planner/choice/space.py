@@ -39,6 +39,7 @@ class Space:
       splits_model: whether tensor and sequence parallelism and pipelines are among the plans.
       cuts_batch: whether micro-batches are.
       without: arrangements, as plans of these two words alone, that have been refused.
+      hands_on: whether a micro-batch makes what the next one reads, running statistics say, so that none overlap.
     """
 
     num_rows: tuple[int, ...]
@@ -50,6 +51,7 @@ class Space:
     splits_model: bool = True
     cuts_batch: bool = True
     without: frozenset[str] = frozenset()
+    hands_on: bool = False
 
     @property
     def fixed(self) -> Mapping[str, Any]:
@@ -140,7 +142,7 @@ class Space:
     def overlaps(self, plan: Plan, microbatches: int) -> list[int]:
         """How many of so many micro-batches a resolved plan could compute at a time. Two: of more, as many activations
         are alive, and no more is hidden. And of 1d alone: what grids and split positions move stays as it is."""
-        is_plain = plan.sequence == SequencePlan() and plan.pipeline.size == 1
+        is_plain = plan.sequence == SequencePlan() and plan.pipeline.size == 1 and not self.hands_on
         can = is_plain and plan.tensor.mode == "1d" and plan.tensor.size > 1
         found = [1, 2] if can and microbatches % 2 == 0 else [1]
         if (given := self.fixed.get("overlap")) is not None:
@@ -237,7 +239,14 @@ class Space:
         return found + [(stage, groups[-1]) for stage in (1, 2, 3) if groups]
 
 
-def space_of(work: Work, num_rows: Sequence[int], stacks: Sequence[int], devices_per_host: int, auto: Auto) -> Space:
+def space_of(
+    work: Work,
+    num_rows: Sequence[int],
+    stacks: Sequence[int],
+    devices_per_host: int,
+    auto: Auto,
+    hands_on: bool = False,
+) -> Space:
     """What a work allows.
 
     Args:
@@ -246,6 +255,7 @@ def space_of(work: Work, num_rows: Sequence[int], stacks: Sequence[int], devices
       stacks: layers of each stack that a pipeline cuts.
       devices_per_host: of the devices.
       auto: words that are fixed.
+      hands_on: whether a micro-batch makes what the next one reads.
     """
     attentions = [each for part in work.parts for each in part.attentions]
     return Space(
@@ -255,6 +265,7 @@ def space_of(work: Work, num_rows: Sequence[int], stacks: Sequence[int], devices
         tuple(dict.fromkeys(elements(dims) for each in attentions for dims in (each.queries, each.keys))),
         devices_per_host,
         auto,
+        hands_on=hands_on,
     )
 
 

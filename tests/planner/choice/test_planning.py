@@ -13,6 +13,7 @@ from zoo import MODELS
 from cjax import Plan
 from cjax.machines import Cluster
 from cjax.models import GPT, gpt, loss
+from cjax.plan import Auto
 from cjax.planner.choice.planning import Asked, Planning
 from cjax.planner.choice.scored import Scored
 from cjax.planner.hardware import Hardware, hardware_of_cluster
@@ -99,6 +100,19 @@ def test_every_model_has_a_prediction(name: str) -> None:
             assert 0 < scored.bytes < 2**30
         else:
             assert text.startswith("data=4 tensor")
+
+
+@pytest.mark.parametrize(
+    ("name", "hands_on"),
+    [("linen_conv", True), ("nnx_conv", True), ("nnx_decoder", False), ("linen_lstm", False)],
+)
+def test_micro_batches_overlap_unless_they_hand_on_what_they_made(name: str, hands_on: bool) -> None:
+    """Running statistics of a convolutional net; not counts of random numbers, as an NNX decoder with dropout has."""
+    planning = Planning(contract.source_of(name), None, on_h100)
+    plan = Plan.parse("data=2 tensor=4")
+    assert planning.space(Auto.parse("auto"), 8).overlaps(plan, 4) == ([1] if hands_on else [1, 2])
+    once = Plan.parse("data=2 tensor=4 microbatches=2 overlap=2")
+    assert Asked((8,), refused=(once,)).limit(planning.space(Auto.parse("auto"), 8)).overlaps(plan, 4) == [1]
 
 
 # What `auto` once climbed, cheapest first: ZeRO, remat, micro-batches.

@@ -126,6 +126,17 @@ def test_stages_of_several_stacks_have_their_gradients_twice_where_branches_are_
     assert found == pytest.approx(copies * stacked / 2 + sum(each) - stacked, rel=0.01)
 
 
+def test_micro_batches_that_overlap_are_alive_together() -> None:
+    """Activations are those of as many micro-batches as there are turns, and so are sums of gradients."""
+    work, _ = read("gpt2 b64")
+    texts = [f"tensor=4 microbatches={words}" for words in ("4 overlap=2", "2", "2 overlap=2", "1", "4")]
+    plans = [Plan.parse(text).resolve(4) for text in texts]
+    found = memory_of(work, splits("gpt2 b64")(plans[0]), PlanTable.of(plans), hardware("a100:4"))
+    for part in (found.activations, found.grads, found.working):
+        assert part[0] == part[1] and part[2] == part[3]
+    assert found.activations[0] > 1.5 * found.activations[4] and found.grads[0] > found.grads[2]
+
+
 def test_plans_are_columns() -> None:
     """A table's numbers are those of its plans one by one."""
     work, _ = read("gpt2 b64")

@@ -129,6 +129,10 @@ def test_all_are_in_one_loop_that_reads_weights_once() -> None:
         assert len(named(view.body, "tan")) == 2 and len(named(view.body, "dot_general")) == 2 * num
 
 
+def test_a_call_is_gone_through_for_its_loops() -> None:
+    assert len(named(jaxpr_of(called), "scan")) == 1 and len(named(jaxpr_of(called), "sin")) == 2
+
+
 def made_of(jaxpr: Jaxpr) -> dict[Any, set[int]]:
     """By variable, the ids of all equations that it depends on."""
     found: dict[Any, set[int]] = {}
