@@ -101,6 +101,12 @@ def test_all_layers_are_in_one_loop_each_way() -> None:
     assert loops == [3, 2]  # over micro-batches and in it over layers, forwards and backwards; without the first
 
 
+def test_says_where_there_is_nothing_to_hide() -> None:
+    notes = [program_of("own", f"{plan} microbatches=2 overlap=2", *SMALL[:3], jax.devices()[:4])._composed.notes
+             for plan in ("data=4 zero=1", "data=2 tensor=2")]  # fmt: skip
+    assert [any("no tensor parallelism" in note for note in each) for each in notes] == [True, False]
+
+
 # -- compiled for cards that are not here -----------------------------------------------------------------------------
 LARGE = (2048, 4, 2048, "h100:8")
 

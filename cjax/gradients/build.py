@@ -91,7 +91,7 @@ def build_gradients(loss: LaidOut, choice: Choice, measures: bool = False) -> Bu
     ahead = make_ahead(trace, loss.storage, plan, loss.mesh)
     gradients = sharing(gathering(gradients, ahead), shared, plan.microbatches, num)
     waits = () if choice.local is None else _cost_of_waiting(loss)
-    told = (*batches_of_their_own(trace, plan), *_changes_on_the_way(trace, plan))
+    told = (*batches_of_their_own(trace, plan), *_changes_on_the_way(trace, plan), *_idle_overlap(plan))
     return Built(gradients, (*told, *choice.notes, *waits), size)
 
 
@@ -110,6 +110,16 @@ def _changes_on_the_way(trace: Trace, plan: Plan) -> tuple[str, ...]:
         return ()
     names = ", ".join(read[:2]) + (f" and {len(read) - 2} more" if len(read) > 2 else "")
     return (f"the loss reads {names}, which each micro-batch changes: it is another than with microbatches=1",)
+
+
+def _idle_overlap(plan: Plan) -> tuple[str, ...]:
+    """A note of micro-batches that have nothing to hide."""
+    if plan.overlap == 1 or plan.tensor.size > 1:
+        return ()
+    return (
+        f"overlap={plan.overlap} hides what the layers of tensor=N wait for, and this plan has no tensor parallelism: "
+        f"it needs the memory of {plan.overlap} micro-batches, and is no faster",
+    )
 
 
 def _parts(loss: LaidOut, measures: bool) -> Gradients:

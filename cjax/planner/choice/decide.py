@@ -132,7 +132,7 @@ def no_plan(planning: Planning, asked: Asked, found: Found) -> str:
     # By the words that are fixed: devices of one copy, copies if they are given, parts of what a copy is given.
     words = asked.auto.fixed
     unit = math.prod(words[name].size for name in ("tensor", "sequence", "pipeline") if name in words)
-    data, parts = words.get("data"), words.get("microbatches", 1)
+    data, parts = words.get("data"), math.lcm(words.get("microbatches", 1), words.get("overlap", 1))
     instead = []
     if num % unit == 0 and data in (None, num // unit):
         share = num // unit * parts

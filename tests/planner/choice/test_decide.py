@@ -95,6 +95,7 @@ def test_rows_that_nothing_shares() -> None:
     [("auto microbatches=5", 6, "Use 30 rows, or leave"),
      ("auto data=4", 6, r"Use devices=jax.devices\(\)\[:4\], or leave"),
      ("auto tensor=2 microbatches=4", 8, r"Use 16 rows, or devices=jax.devices\(\)\[:6\], or leave"),
+     ("auto overlap=5", 6, "Use 30 rows, or leave"),
      ("auto tensor=7", 8, r"Use devices=jax.devices\(\)\[:7\], or leave")],
 )  # fmt: skip
 def test_what_is_offered_goes_with_the_words_that_are_fixed(text: str, num: int, instead: str) -> None:
