@@ -105,7 +105,10 @@ LOOPS = (
     "tensor=2d:4 microbatches=2",
 )
 # And what another plan of these tables has, with more to it: micro-batches, ZeRO, or both.
-ALIKE = ("data=8", "zero=2", "tensor=4", "tensor=2d:4", "tensor=3d:8", "data=2 tensor=4 zero=3")
+ALIKE = (
+    *("data=8", "zero=2", "tensor=4", "tensor=2d:4", "tensor=3d:8", "data=2 tensor=4 zero=3"),
+    *("tensor=4 microbatches=2 overlap=2", "zero=3 microbatches=2 overlap=2", "tensor=2d:4 microbatches=4 overlap=2"),
+)
 
 
 def pairs(chosen: list[str] | tuple[str, ...], once: list[tuple[str, str]]) -> list[tuple[str, str]]:

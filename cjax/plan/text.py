@@ -45,9 +45,7 @@ FOREIGN_NAMES = {
         "microbatches={value}",
     ),
     **dict.fromkeys(("accumulation_steps", "num_microbatches", "micro_batches"), "microbatches={value}"),
-    **dict.fromkeys(
-        ("domino", "tp_comm_overlap", "tp_overlap", "comm_overlap", "interleave"), "microbatches=2 overlap=2"
-    ),
+    **dict.fromkeys(("domino", "tp_comm_overlap", "tp_overlap", "comm_overlap"), "microbatches=2 overlap=2"),
     **dict.fromkeys(("zero_stage", "stage"), "zero={value}"),
     **{f"zero{stage}": f"zero={stage}" for stage in (1, 2, 3)},
     **dict.fromkeys(("bf16", "mixed_precision", "amp"), "precision=bfloat16"),
