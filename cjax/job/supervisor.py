@@ -122,10 +122,12 @@ class Supervisor:
 
     def _keep_pids(self, workers: Workers) -> None:
         """Of these, and of those who get ready and who leave."""
-        each = [some for some in (workers, self._next, self._leaving) if some is not None]
-        processes = [process for some in each for process in some.processes]
-        self.state.pids = [[process.pid, started(process.pid)] for process in processes]
+        self._list_pids(workers, self._next, self._leaving)
         self._keep()
+
+    def _list_pids(self, *each: Workers | None) -> None:
+        processes = [process for some in each if some is not None for process in some.processes]
+        self.state.pids = [[process.pid, started(process.pid)] for process in processes]
 
     def _until_it_ends(self, workers: Workers) -> int | None:
         """The exit status of the job; None where the workers are to be started again."""
@@ -328,10 +330,10 @@ class Supervisor:
             self.state.size, self.state.lost, self._failed_starts = len(workers.places), [], {}
         self._are_spares, self.state.resize, workers.patience = False, "", self._patience
         self.state.leaving = 0 if self._leaving is None else self._leaving.incarnation
+        self._list_pids(workers, self._leaving)  # written with their number: who reads one has the other
         if not self._is_counted(workers.incarnation):
             return None
         self._next = None
-        self._keep_pids(workers)
         self._note("start", workers=len(workers.places), places=list(workers.places))
         return workers
 
