@@ -27,7 +27,7 @@ if PLATFORMS == "cpu":
 is_quick = os.environ.get("CJAX_TEST_ALL") != "1" and metadata.version("jaxlib").startswith("0.10.")
 generator = "--xla_cpu_use_fusion_emitters=false" if is_quick else ""
 # XLA cuts a program into 32 parts, to compile them on as many cores; with two, cutting costs a third of all compiling.
-uncut = "--xla_cpu_parallel_codegen_split_count=1" if os.environ.get("CJAX_TEST_ALL") != "1" else ""
+uncut = "--xla_cpu_parallel_codegen_split_count=1"
 # Each operation would carry the lines of Python that it was written in, ten of them: an eighth of all compiling.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # A device that waits in a collective keeps a thread: with one for each device, those that wait can starve the others.

@@ -1,8 +1,9 @@
 """The whole product of tests, part by part: `python tests/parts.py` goes on where it was stopped.
 
-A part is a folder of tests, a file of tests beside them, or the examples in docstrings. What has passed with the
-same sources and versions is not run again: a change to one part's tests leaves what is known of the others. The log of
-all parts, under one JAX, is written anew after each.
+A part is a folder of tests, a file of tests beside them, or the examples in docstrings. The log of all parts under one
+JAX is kept with the code and written anew after each part. What is in it and has passed with the same sources and
+versions is not run again, also in another checkout: a change to one part's tests, to docs or to the planted faults
+leaves what is known of the parts that read none of them.
 """
 
 import argparse
@@ -19,9 +20,12 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-KEPT = ".test-all"
+LOGS = "docs/results"
 READS = re.compile(r"\bROOT\b|__file__|glob\(")  # how a test looks for files of the repository
+SEEN_BY_READERS = ("docs/", "tests/planted/", ".github/")  # and by nobody who only imports
 NO_TESTS = 5  # pytest's exit status where a part has none of the kind asked for
+
+Results = dict[str, tuple[bool, str, str, str]]  # by part: has it passed, its digest, the day, what pytest printed
 
 
 def versions() -> str:
@@ -29,21 +33,33 @@ def versions() -> str:
     return f"Python {platform.python_version()}, " + ", ".join(f"{name} {metadata.version(name)}" for name in names)
 
 
+def listed(root: Path) -> list[str]:
+    """The repository's files, those that are not committed yet too."""
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    out = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    return sorted(name for name in set(out.split("\n")) if (root / name).is_file())
+
+
+def reads_files(root: Path, own: Sequence[str], names: Sequence[str]) -> bool:
+    """Whether a part looks for files of this repository, itself or by a module of `tests` that it imports."""
+    texts = [(root / name).read_text() for name in own if name.endswith(".py")]
+    beside = [Path(name) for name in names if re.fullmatch(r"tests/(?!test_)\w+\.py", name)]
+    readers = [path.stem for path in beside if READS.search((root / path).read_text())]
+    imports = re.compile(rf"^ *(?:import|from) (?:{'|'.join(readers)})\b", re.M) if readers else None
+    return any(READS.search(text) or (imports and imports.search(text)) for text in texts)
+
+
 def sources(root: Path, part: str) -> str:
-    """A digest of all that a part may depend on: other parts' tests only if it reads files of this repository."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True, check=True
-    )
-    own = [name for name in listed.stdout.split("\n") if name == part or name.startswith(f"{part}/")]
-    reads = any(
-        READS.search((root / name).read_text()) for name in own if name.endswith(".py") and (root / name).is_file()
-    )
+    """A digest of all that a part may depend on: other parts' tests and docs only if it reads the repository's files."""
+    names = listed(root)
+    own = [name for name in names if name == part or name.startswith(f"{part}/")]
+    reads = reads_files(root, own, names)
     digest = hashlib.sha256()
-    for name in sorted(listed.stdout.split("\n")):
-        path = root / name
-        of_another = path.name.startswith("test_") and name.startswith("tests/") and name not in own
-        if path.is_file() and not name.startswith(("docs/results/", KEPT)) and (reads or not of_another):
-            digest.update(name.encode() + b"\0" + path.read_bytes())
+    for name in names:
+        of_another = name.startswith("tests/") and Path(name).name.startswith("test_")
+        unread = of_another or name.startswith(SEEN_BY_READERS) or name.endswith(".md")
+        if name in own or (not name.startswith(f"{LOGS}/") and (reads or not unread)):
+            digest.update(name.encode() + b"\0" + (root / name).read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -65,15 +81,25 @@ def line_of(output: str) -> str:
     return found[-1].strip("= ") if found else "ended without a word"
 
 
-def write_log(path: Path, head: str, results: dict[str, tuple[bool, str, str]]) -> None:
+def write_log(path: Path, head: str, results: Results) -> None:
     """A line for each part; of those that failed, all that was printed."""
     lines = [head, ""]
     lines += [
-        f"{'passed' if good else 'FAILED':7} {part:40} {digest} {line_of(text)}"
-        for part, (good, digest, text) in results.items()
+        f"{'passed' if good else 'FAILED':7} {part:40} {digest} {day} {line_of(text)}"
+        for part, (good, digest, day, text) in sorted(results.items())
     ]
-    lines += [f"\n{part}\n{text}" for part, (good, _, text) in results.items() if not good]
+    lines += [f"\n{part}\n{text}" for part, (good, _, _, text) in sorted(results.items()) if not good]
     path.write_text("\n".join(lines) + "\n")
+
+
+def passed(logs: Sequence[Path], head: str) -> Results:
+    """What logs say has passed with these versions, later logs before earlier ones."""
+    found: Results = {}
+    for log in logs:
+        if log.is_file() and head in (text := log.read_text()):
+            lines = re.findall(r"^passed +(\S+) +([0-9a-f]{12}) (\d{4}-\d\d-\d\d) (.*)$", text, re.M)
+            found |= {part: (True, digest, day, said) for part, digest, day, said in lines}
+    return found
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -81,27 +107,24 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes that run tests side by side")
     parser.add_argument("--only", help="parts in whose name this pattern is found")
     parser.add_argument("--again", action="store_true", help="run again what has passed")
-    parser.add_argument("--log", type=Path, help="by default of today and this JAX in docs/results")
+    parser.add_argument("--log", type=Path, help=f"by default of today and this JAX in {LOGS}")
     args = parser.parse_args(argv)
-    head = f"Behind a part the digest of all that it may depend on. {versions()}"
-    kept = root / KEPT / hashlib.sha256(versions().encode()).hexdigest()[:12]
-    kept.mkdir(parents=True, exist_ok=True)
-    log = args.log or root / "docs/results" / f"test-all-{datetime.date.today()}-jax-{metadata.version('jax')}.log"
+    head = f"Behind a part the digest of all that it may depend on, and the day. {versions()}"
+    today = str(datetime.date.today())
+    log = args.log or root / LOGS / f"test-all-{today}-jax-{metadata.version('jax')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     options = ["-n", str(args.jobs), "--dist", "worksteal"] if args.jobs > 1 else []
-    results: dict[str, tuple[bool, str, str]] = {}
+    known = passed([*sorted(log.parent.glob(f"test-all-*-jax-{metadata.version('jax')}.log")), log], head)
+    results: Results = {}
     for part in parts(root):
         digest = sources(root, part)
-        passed = kept / f"{part.replace('/', '-')}-{digest}.passed"
         asked = args.only is None or re.search(args.only, part)
-        if passed.exists() and not (asked and args.again):
-            results[part] = True, digest, passed.read_text()
+        if part in known and known[part][1] == digest and not (asked and args.again):
+            results[part] = known[part]
         elif asked:
             start = time.monotonic()
             status, output = run(part, root, options)
-            results[part] = status in (0, NO_TESTS), digest, output
-            if results[part][0]:
-                passed.write_text(output)
+            results[part] = status in (0, NO_TESTS), digest, today, output
             print(f"{part}: {line_of(output)} ({time.monotonic() - start:.0f} s)", flush=True)
         write_log(log, head, results)
     missing = len(parts(root)) - len(results)

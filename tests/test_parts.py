@@ -1,5 +1,6 @@
 """The full product, part by part: what has passed is not run again, and what fails is told in full."""
 
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,9 +48,38 @@ def test_goes_on_where_it_stopped(house: Path, monkeypatch: pytest.MonkeyPatch) 
     assert status() == (0, ["tests/room", "tests/test_top.py"])  # a part that reads files may read these
     (house / "tests" / "helper.py").write_text("HELP = 1\n")
     assert status() == (0, ["cjax", "tests/room", "tests/test_top.py"])
+    (house / "tests" / "test_top.py").write_text("from helper import HELP\n")
+    assert status() == (0, ["tests/room", "tests/test_top.py"])
+    (house / "README.md").write_text("docs\n")
+    assert status() == (0, ["tests/room"])  # who only imports does not see docs
+    (house / "tests" / "helper.py").write_text("HELP = __file__\n")
+    assert status() == (0, ["cjax", "tests/room", "tests/test_top.py"])
+    (house / "README.md").write_text("more docs\n")
+    assert status() == (0, ["tests/room", "tests/test_top.py"])  # whose helper reads files
     assert status() == (0, [])
     assert log.read_text().count("1 passed") == 3 and parts.versions() in log.read_text()
     assert status("--again", "--only", "room") == (0, ["tests/room"])
+
+
+def test_goes_on_where_the_log_of_another_day_or_checkout_ends(house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "run", lambda part, root, options: (0, "1 passed in 0.1s"))
+    logs = house / "docs" / "results"
+    assert parts.main(["--only", "room"], house) == 1
+    (written,) = logs.iterdir()
+    earlier = logs / re.sub(r"\d{4}-\d\d-\d\d", "2001-02-03", written.name)
+    earlier.write_text(re.sub(r"\d{4}-\d\d-\d\d 1 passed", "2001-02-03 1 passed", written.read_text()))
+    written.unlink()
+    ran: list[str] = []
+
+    def count(part: str, root: Path, options: Sequence[str]) -> tuple[int, str]:
+        ran.append(part)
+        return 0, "2 passed in 0.1s"
+
+    monkeypatch.setattr(parts, "run", count)
+    assert (parts.main([], house), ran) == (0, ["cjax", "tests/test_top.py"])
+    assert "2001-02-03 1 passed" in written.read_text(), "which day it was"
+    monkeypatch.setattr(parts, "versions", lambda: "JAX of another day")
+    assert (parts.main([], house), len(ran)) == (0, 5), "of other versions nothing is known"
 
 
 def test_a_part_is_run_by_pytest(house: Path) -> None:
