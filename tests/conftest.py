@@ -28,12 +28,14 @@ is_quick = os.environ.get("CJAX_TEST_ALL") != "1" and metadata.version("jaxlib")
 generator = "--xla_cpu_use_fusion_emitters=false" if is_quick else ""
 # XLA cuts a program into 32 parts, to compile them on as many cores; with two, cutting costs a third of all compiling.
 uncut = "--xla_cpu_parallel_codegen_split_count=1"
+# Nor need long sums become trees of short ones, each level with a kernel of its own: a tenth of compiling a step.
+straight = "--xla_disable_hlo_passes=tree_reduction_rewriter" if is_quick else ""
 # Each operation would carry the lines of Python that it was written in, ten of them: an eighth of all compiling.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # A device that waits in a collective keeps a thread: with one for each device, those that wait can starve the others.
 os.environ.setdefault("NPROC", "32")
 os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"  # nor should the next step take threads from one that waits
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {patience} {in_order} {generator} {uncut}".strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {patience} {in_order} {generator} {uncut} {straight}".strip()
 cache_home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_home / "cjax" / "jax"))
 # Whether somebody has run `cjax calibrate` on this machine is nothing that a test should depend on.
