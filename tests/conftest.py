@@ -35,7 +35,8 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # A device that waits in a collective keeps a thread: with one for each device, those that wait can starve the others.
 os.environ.setdefault("NPROC", "32")
 os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"  # nor should the next step take threads from one that waits
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {patience} {in_order} {generator} {uncut} {straight}".strip()
+flags = (os.environ.get("XLA_FLAGS", ""), patience, in_order, generator, uncut, straight)
+os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
 cache_home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_home / "cjax" / "jax"))
 # Whether somebody has run `cjax calibrate` on this machine is nothing that a test should depend on.

@@ -50,7 +50,7 @@ def reads_files(root: Path, own: Sequence[str], names: Sequence[str]) -> bool:
 
 
 def sources(root: Path, part: str) -> str:
-    """A digest of all that a part may depend on: other parts' tests and docs only if it reads the repository's files."""
+    """A digest of all that a part may depend on: other parts' tests and docs only where it reads files."""
     names = listed(root)
     own = [name for name in names if name == part or name.startswith(f"{part}/")]
     reads = reads_files(root, own, names)

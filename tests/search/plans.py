@@ -28,6 +28,8 @@ def kind(plan: str) -> str:
         name, _, value = word.partition("=")
         if name == "microbatches":
             words.append("microbatches")
+        elif name == "overlap":
+            words.append("overlap")
         elif name == "data":
             continue
         elif name in ("tensor", "sequence", "pipeline"):
@@ -68,6 +70,11 @@ def draw(rng: np.random.Generator, rows: int, has_stack: bool, splits_positions:
         words.append(f"microbatches={int(rng.choice([2, 4]))}")
     if rng.random() < 0.15:
         words.append(f"remat={rng.choice(['block', 'dots'])}")
+    parts = num_parts(" ".join(words))
+    if stages == 1 and parts > 1 and rng.random() < 0.5:
+        words.append(f"overlap={int(rng.choice([n for n in (2, 4) if n <= parts]))}")
+    if stages == 1 and rng.random() < 0.1:
+        words.append(f"unroll={rng.choice(['layers', 'none'])}")
     return " ".join(words) or "data=8"
 
 
@@ -101,11 +108,11 @@ def simpler(plan: str) -> Iterator[str]:
     for i, word in enumerate(words):
         name, _, value = word.partition("=")
         rest = words[:i] + words[i + 1 :]
-        if name in ("zero", "remat", "sequence", "tensor", "data"):
+        if name in ("zero", "remat", "sequence", "tensor", "data", "overlap", "unroll"):
             yield " ".join(rest) or "data=8"
         elif name == "microbatches":
             if "pipeline" not in plan:
-                yield " ".join(rest) or "data=8"
+                yield " ".join(word for word in rest if not word.startswith("overlap")) or "data=8"
             elif value != "2":
                 yield " ".join([*rest, "microbatches=2"])
         elif name == "pipeline":

@@ -44,9 +44,15 @@ def test_laws(placed: tuple[tuple[int, ...], P], axes: tuple[str, ...]) -> None:
         assert math.prod(shape) < SMALLEST or max(shape) < 4 * num * 2
 
 
-def test_largest_free_dim_that_divides() -> None:
-    assert shard_over(P(None, None), (64, 256), ("data",), SIZES) == P(None, "data")
-    assert shard_over(P(None, None), (64, 255), ("data",), SIZES) == P("data", None)
+def test_the_outermost_dim_that_divides() -> None:
+    """Parts of which lie one behind the other, as a gather puts them."""
+    assert shard_over(P(None, None), (64, 256), ("data",), SIZES) == P("data", None)
+    assert shard_over(P(None, None, None), (63, 64, 256), ("data",), SIZES) == P(None, "data", None)
+
+
+def test_where_none_divides_the_largest_is_padded() -> None:
+    assert shard_over(P(None, None), (33, 255), ("data",), SIZES) == P(None, "data")
+    assert shard_over(P(None, None), (255, 33), ("data",), SIZES) == P("data", None)
 
 
 def test_dims_that_no_axis_splits_come_first() -> None:

@@ -39,18 +39,18 @@ KERNEL = "block_0/Dense_0/kernel"  # [40, 64]
     ("plan", "kept", "state"),
     [
         ("data=8", P(None, None), P(None, None)),
-        ("zero=1", P(None, None), P(None, "data")),
-        ("zero=2", P(None, None), P(None, "data")),
-        ("zero=3", P(None, "data"), P(None, "data")),
-        ("zero=1/4", P(None, None), P(None, "zero")),
-        ("zero=3/4", P(None, "zero"), P(None, "zero")),
+        ("zero=1", P(None, None), P("data", None)),
+        ("zero=2", P(None, None), P("data", None)),
+        ("zero=3", P("data", None), P("data", None)),
+        ("zero=1/4", P(None, None), P("zero", None)),
+        ("zero=3/4", P("zero", None), P("zero", None)),
         ("tensor=4", P(None, "tensor"), P(None, "tensor")),
         ("data=4 tensor=2 zero=2", P(None, "tensor"), P("data", "tensor")),
         ("data=2 tensor=4 zero=3", P("data", "tensor"), P("data", "tensor")),
-        ("zero=1 precision=bfloat16", P(None, "data"), P(None, "data")),
+        ("zero=1 precision=bfloat16", P("data", None), P("data", None)),
         ("data=4 tensor=2 zero=2 precision=float16", P("data", "tensor"), P("data", "tensor")),
         ("data=8 precision=bfloat16", P(None, None), P(None, None)),
-        ("zero=1 precision=bfloat16 offload=optimizer", P(None, None), P(None, "data")),
+        ("zero=1 precision=bfloat16 offload=optimizer", P(None, None), P("data", None)),
     ],
 )
 def test_stages(plan: str, kept: P, state: P) -> None:
@@ -103,4 +103,4 @@ def test_frozen_parameters_are_split_too() -> None:
         captured, TraceSource(captured, shape).read(), plan, build_mesh(plan.axis_sizes(), jax.devices())
     )
     assert {slot.shape for slot in storage.params.slots} == {(64, 40), (40,)}
-    assert any(slot.shape == (40, 64) and slot.spec == P(None, "data") for slot in storage.frozen.slots)
+    assert any(slot.shape == (40, 64) and slot.spec == P("data", None) for slot in storage.frozen.slots)
