@@ -15,11 +15,11 @@ SMALLEST = 1024  # elements; padding a smaller tensor so that it divides costs m
 def shard_over(
     spec: PartitionSpec, shape: Sequence[int], axes: tuple[str, ...], axis_sizes: Mapping[str, int]
 ) -> PartitionSpec:
-    """`spec` with one more dim split over `axes`: the first that divides, or failing that the largest, padded.
+    """`spec` with one more dim split over `axes`: the outermost if it divides, else the largest that does, else padded.
 
-    Parts of an outer dim lie one behind the other in memory, as a gather puts them and a reduce-scatter takes them. For
-    any other dim XLA transposes what it gathers, and under ZeRO-3 the float32 weights of all layers, in front of the
-    loop over them: a copy of what ZeRO has split, once more on each device.
+    Parts of the outermost dim lie one behind the other in memory, as a gather puts them and a reduce-scatter takes
+    them. For any other dim XLA transposes what it gathers, and under ZeRO-3 the float32 weights of all layers, in front
+    of the loop over them: a copy of what ZeRO has split, once more on each device.
 
     Args:
       spec: placement of the tensor so far.
@@ -40,10 +40,11 @@ def shard_over(
         return num * math.prod(axis_sizes[a] for a in taken(i))
 
     # A dim that no axis splits yet comes first: two axes on one dim make the gathers of both interleave.
-    outermost = sorted(range(len(shape)), key=lambda i: (bool(taken(i)), i))
-    best = next((i for i in outermost if shape[i] % shards(i) == 0), None)
+    outermost = next((i for i, size in enumerate(shape) if size > 1), 0)
+    order = sorted(range(len(shape)), key=lambda i: (bool(taken(i)), i != outermost, -shape[i]))
+    best = next((i for i in order if shape[i] % shards(i) == 0), None)
     if best is None and math.prod(shape) >= SMALLEST:
-        largest = sorted(outermost, key=lambda i: (bool(taken(i)), -shape[i]))
+        largest = sorted(order, key=lambda i: (bool(taken(i)), -shape[i]))
         best = next((i for i in largest if shape[i] >= 4 * shards(i)), None)
     if best is None:
         return spec

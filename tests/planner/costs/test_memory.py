@@ -69,7 +69,7 @@ def error(name: str, version: str) -> float:
 def test_as_xla_says(name: str, version: str) -> None:
     if version == "0.10" or name in kept(version):
         # XLA reuses more of what a Mixer's two products work in than is followed here.
-        assert -0.03 < error(name, version) < (0.18 if name.startswith("mixer") else 0.13)
+        assert -0.03 < error(name, version) < (0.22 if name.startswith("mixer") else 0.13)
 
 
 # Constants are of XLA as JAX 0.10 has it. As 0.12 has it, it needs a few percent less, in a grid 14 %, in a ring of

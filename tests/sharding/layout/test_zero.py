@@ -44,10 +44,15 @@ def test_laws(placed: tuple[tuple[int, ...], P], axes: tuple[str, ...]) -> None:
         assert math.prod(shape) < SMALLEST or max(shape) < 4 * num * 2
 
 
-def test_the_outermost_dim_that_divides() -> None:
+def test_the_outermost_dim_if_it_divides() -> None:
     """Parts of which lie one behind the other, as a gather puts them."""
     assert shard_over(P(None, None), (64, 256), ("data",), SIZES) == P("data", None)
-    assert shard_over(P(None, None, None), (63, 64, 256), ("data",), SIZES) == P(None, "data", None)
+    assert shard_over(P(None, None, None), (1, 64, 256), ("data",), SIZES) == P(None, "data", None)
+
+
+def test_else_the_largest_that_divides() -> None:
+    assert shard_over(P(None, None, None), (63, 64, 256), ("data",), SIZES) == P(None, None, "data")
+    assert shard_over(P("tensor", None, None), (64, 64, 256), ("data",), SIZES) == P("tensor", None, "data")
 
 
 def test_where_none_divides_the_largest_is_padded() -> None:
