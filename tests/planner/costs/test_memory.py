@@ -75,14 +75,14 @@ def test_as_xla_says(name: str, version: str) -> None:
 # Constants are of XLA as JAX 0.10 has it. As 0.12 has it, it needs a few percent less, in a grid 14 %, in a ring of
 # stages 78 %, so that a plan said to fit does there too, and some are left out that would.
 @pytest.mark.aot
-@pytest.mark.parametrize(("version", "number", "median", "most"), [("0.10", 85, 0.05, 0.12), ("0.12", 38, 0.06, 0.12)])
+@pytest.mark.parametrize(("version", "number", "median", "most"), [("0.10", 90, 0.05, 0.12), ("0.12", 70, 0.06, 0.12)])
 def test_every_pair_kept(version: str, number: int, median: float, most: float) -> None:
     errors = {name: error(name, version) for name, found in kept(version).items() if "peak" in found}
     sizes = np.abs(list(errors.values()))
     assert len(errors) >= number
     assert np.median(sizes) <= median and np.quantile(sizes, 0.9) <= most, errors
-    # Before the backward loop XLA transposes all that the experts of a mixture were handed, which nothing here knows.
-    assert not {name: e for name, e in errors.items() if e < (-0.14 if name.startswith("moe") else -0.06)}
+    # Of a mixture under ZeRO XLA keeps more beside the experts' products than is followed here.
+    assert not {name: e for name, e in errors.items() if e < (-0.08 if name.startswith("moe") else -0.035)}
 
 
 @pytest.mark.aot
