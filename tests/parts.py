@@ -2,8 +2,8 @@
 
 A part is a folder of tests, a file of tests beside them, or the examples in docstrings. The log of all parts under one
 JAX is kept with the code and written anew after each part. What is in it and has passed with the same sources and
-versions is not run again, also in another checkout: a change to one part's tests, to docs or to the planted faults
-leaves what is known of the parts that read none of them.
+versions is not run again, also in another checkout: a change to one part's tests or their data, to docs or to the
+planted faults leaves what is known of the parts that read none of them.
 """
 
 import argparse
@@ -56,7 +56,8 @@ def sources(root: Path, part: str) -> str:
     reads = reads_files(root, own, names)
     digest = hashlib.sha256()
     for name in names:
-        of_another = name.startswith("tests/") and Path(name).name.startswith("test_")
+        data = name.count("/") > 1 and not name.endswith(".py")
+        of_another = name.startswith("tests/") and (data or Path(name).name.startswith("test_"))
         unread = of_another or name.startswith(SEEN_BY_READERS) or name.endswith(".md")
         if name in own or (not name.startswith(f"{LOGS}/") and (reads or not unread)):
             digest.update(name.encode() + b"\0" + (root / name).read_bytes())

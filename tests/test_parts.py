@@ -46,6 +46,8 @@ def test_goes_on_where_it_stopped(house: Path, monkeypatch: pytest.MonkeyPatch) 
     assert status() == (0, ["tests/room"])
     (house / "tests" / "test_top.py").write_text("def test_it():\n    assert 1 + 2 == 3\n")
     assert status() == (0, ["tests/room", "tests/test_top.py"])  # a part that reads files may read these
+    (house / "tests" / "room" / "kept.json").write_text("{}\n")
+    assert status() == (0, ["tests/room"])  # a folder's data are its own
     (house / "tests" / "helper.py").write_text("HELP = 1\n")
     assert status() == (0, ["cjax", "tests/room", "tests/test_top.py"])
     (house / "tests" / "test_top.py").write_text("from helper import HELP\n")

@@ -54,6 +54,16 @@ def copies_what_branches_change() -> bool:
     return jax.__version_info__ < (0, 11)
 
 
+def splits_what_has_a_layout() -> bool:
+    """Whether XLA's compiler for GPUs leaves an array in parts that is told how to lie in memory.
+
+    Private: no name; the partitioner's rule for one custom call, which `with_layout_constraint` becomes.
+    Tried: JAX 0.10.2 gathers it on every device; 0.11.2 and 0.12.0.1 do not.
+    Public instead: nothing. It goes when JAX 0.10 does.
+    """
+    return jax.__version_info__ >= (0, 11)
+
+
 def absent_gpus(target: str, topology: str) -> list[Any]:
     """Devices that are not here, for which programs compile and don't run.
 

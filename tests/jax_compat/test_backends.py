@@ -12,8 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from forked import Forks
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.cards import CARDS
 from cjax.jax_compat.backends import (
@@ -27,6 +30,7 @@ from cjax.jax_compat.backends import (
     made_together,
     names_in_cache_key,
     only_compiles,
+    splits_what_has_a_layout,
     without_plugin_failures,
 )
 from cjax.mesh import compile_lowered
@@ -103,6 +107,18 @@ def test_what_branches_change_is_copied_or_not() -> None:
     lowered = jax.jit(run, in_shardings=placed).lower(jax.ShapeDtypeStruct((8,), "int32"))
     memory = compile_lowered(lowered, devices).memory_analysis().temp_size_in_bytes
     assert round(memory / (4 * 4 * size)) == (4 if copies_what_branches_change() else 2)
+
+
+@pytest.mark.aot
+def test_what_has_a_layout_is_gathered_or_not() -> None:
+    devices = absent_gpus(CARDS["h100"].xla_target(), "1x1x2")
+    split = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec("data"))
+
+    def run(x: jax.Array) -> jax.Array:
+        return jnp.sin(with_layout_constraint(jnp.cos(x), Layout((0, 1, 2))))
+
+    lowered = jax.jit(run, in_shardings=split, out_shardings=split).lower(jax.ShapeDtypeStruct((8, 128, 64), "float32"))
+    assert ("all-gather" in compile_lowered(lowered, devices).as_text()) != splits_what_has_a_layout()
 
 
 @pytest.mark.aot

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from cjax.jax_compat.backends import splits_what_has_a_layout
 from cjax.jax_compat.core import Atom, Equation, Jaxpr, Literal, Var
 from cjax.mesh import on_gpus
 from cjax.plan import Plan
@@ -37,7 +38,9 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def hands_on_rows(trace: Trace) -> bool:
     """Whether [examples, positions, features] that layers hand on are to lie in this order; where layers convolve, XLA
-    knows better."""
+    knows better, and where they would be gathered for it, nothing is told."""
+    if not splits_what_has_a_layout():
+        return False
     eqns = trace.closed.jaxpr.eqns
     within = [eqn for run in trace.runs for eqn in eqns[run.start : run.stop]]
     within += [inner for eqn in eqns for body in open_bodies(eqn) for inner in every_equation(body)]

@@ -16,7 +16,7 @@ import cjax
 from cjax.audit import audit
 from cjax.jax_compat.core import Literal
 from cjax.mesh import compile_lowered
-from cjax.sharding.place import place
+from cjax.sharding.place import for_gpus, place
 from cjax.sharding.place.for_gpus import make_again, remade
 from cjax.trace.jaxpr.evaluate import bind_as_is
 from cjax.trace.jaxpr.simplify import simplify
@@ -212,12 +212,18 @@ def of_images(rows: int, side: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {"x": jax.ShapeDtypeStruct((rows, side, side, 3), np.float32), "y": jax.ShapeDtypeStruct((rows,), np.int32)}
 
 
-@pytest.mark.parametrize(("first", "convolves"), [("product", False), ("convolution", False), ("product", True)])
-def test_layers_hand_on_rows_unless_they_convolve(first: str, convolves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("first", "convolves", "splits"),
+    [("product", False, True), ("convolution", False, True), ("product", True, True), ("product", False, False)],
+)
+def test_layers_hand_on_rows_unless_they_convolve_or_are_gathered_for_it(
+    first: str, convolves: bool, splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(place, "on_gpus", lambda mesh: True)
+    monkeypatch.setattr(for_gpus, "splits_what_has_a_layout", lambda: splits)
     model = Patches(first, convolves, width=8)
     program = cjax.parallelize(model, image_loss, optax.sgd(0.1), of_images(16, 32), "data=4 zero=1 tensor=2")
-    assert ("LayoutConstraint" in program.lower().as_text()) is not convolves
+    assert ("LayoutConstraint" in program.lower().as_text()) is (splits and not convolves)
 
 
 @pytest.mark.aot
