@@ -22,7 +22,7 @@ plan; they have no transfers of experts whose tokens are of the whole batch (ein
 
 Positions that n does not divide (a ViT's 197) are filled up, and ring and all_to_all move as many as there are then.
 Models with "wide" in their names are of width 2,048, large enough for matmuls to hide transfers under, and are compiled
-under tensor=8 alone, as it is and with micro-batches that overlap.
+under tensor=8, as it is and with micro-batches that overlap, and under zero=1.
 Models named as they are published (gpt2-xl, bert-large, vit-l16) have their own sizes, and are compiled for one H100.
 """
 
@@ -72,7 +72,7 @@ LAYERS, EMBED, HEADS, VOCAB, SEQ, ROWS, CHUNK, IMAGE = 4, 256, 8, 2048, 256, 16,
 WIDE, LONG = 2048, 1024
 SIZES: dict[str, Any] = dict(num_heads=HEADS, embed_dim=EMBED, mlp_dim=4 * EMBED, vocab_size=VOCAB, num_layers=LAYERS)
 WIDE_SIZES = SIZES | {"num_heads": 16, "embed_dim": WIDE, "mlp_dim": 4 * WIDE, "vocab_size": 50257}
-WIDE_PLANS = ("tensor=8", "tensor=8 microbatches=2 overlap=2")
+WIDE_PLANS = ("tensor=8", "tensor=8 microbatches=2 overlap=2", "zero=1")
 PLANS = (
     "tensor=8", "data=8", "zero=1", "zero=2", "zero=3", "zero=3/4", "data=1 sequence=ring:8",
     "data=1 sequence=all_to_all:8", "data=2 pipeline=1f1b:4 microbatches=4",

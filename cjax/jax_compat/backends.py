@@ -64,6 +64,19 @@ def splits_what_has_a_layout() -> bool:
     return jax.__version_info__ >= (0, 11)
 
 
+def gathers_ahead() -> dict[str, str]:
+    """The compile option with which XLA for GPUs gathers in each turn of a loop what the next turn reads, where it
+    would otherwise gather all that a turn saves before it computes anything.
+
+    Private: the option's name, and where it is needed: XLA from JAX 0.11 on begins to save as early as it can.
+    Tried: JAX 0.10.2, which gathers as it goes; 0.11.2, 0.12.0.1, which do not.
+    Public instead: nothing; a scheduler that gathers as it goes.
+    """
+    if jax.__version_info__ < (0, 11):
+        return {}
+    return {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
+
+
 def absent_gpus(target: str, topology: str) -> list[Any]:
     """Devices that are not here, for which programs compile and don't run.
 

@@ -13,6 +13,7 @@ from cjax.cards import CARDS, card_of_kind
 from cjax.jax_compat.backends import (
     absent_gpus,
     clear_backends,
+    gathers_ahead,
     made_together,
     names_in_cache_key,
     only_compiles,
@@ -185,8 +186,8 @@ SCATTERED_TOGETHER = 8 << 20  # bytes
 
 
 def compiler_options(
-    mesh: Mesh, scatters_in_layers: bool = False, runs_abreast: bool = False
-) -> dict[str, bool | int] | None:
+    mesh: Mesh, scatters_in_layers: bool = False, runs_abreast: bool = False, saves_gathered: bool = False
+) -> dict[str, bool | int | str] | None:
     """What programs for a mesh are compiled with, for `jax.jit`.
 
     With a pool of threads, a CPU device takes whatever operation is ready, collectives too; and two devices that wait
@@ -196,8 +197,14 @@ def compiler_options(
     On GPUs, matmuls are the vendor's, which add a bias or a residual as they go: GPT-2 XL's step takes 2 % less on an
     H100 than with XLA's own where these seem faster (JAX 0.11.2). For absent cards there is nothing to try them on.
 
-    Where each layer scatters its gradients (ZeRO-3), XLA would do so with all of them at once, when the last is made
-    and nothing of the layer is left to hide that under: larger ones go alone, as soon as they are made.
+    Where each layer scatters its gradients (ZeRO-3, the other stages without micro-batches), XLA would do so with all
+    of them at once, when the last is made and nothing of the layer is left to hide that under: larger ones go alone, as
+    soon as they are made.
+
+    Where each layer gathers its weights and saves nothing else (ZeRO-1 and -2 with remat=block), it is to gather those
+    of the next meanwhile: XLA of JAX 0.11 and 0.12 would gather all of a layer's first. That costs copies of what is
+    gathered ahead. Where layers save what they compute as well, XLA gathers between, and those copies cost more than
+    they hide; and where layers gather for the backward pass too (ZeRO-3), it would be beside gradients on their way.
 
     Where micro-batches run abreast, XLA would join their products with the same weight into one, if these are small,
     and both would wait for each other.
@@ -206,11 +213,13 @@ def compiler_options(
     if mesh.size > 1 and devices[0].platform == "cpu":
         options = ("xla_cpu_multi_thread_eigen", "xla_cpu_enable_concurrency_optimized_scheduler")
         return dict.fromkeys(options, False)
-    found: dict[str, bool | int] = {}
+    found: dict[str, bool | int | str] = {}
     if on_gpus(mesh):
         found["xla_gpu_enable_triton_gemm"] = False
     if scatters_in_layers and on_gpus(mesh):
         found["xla_gpu_reduce_scatter_combine_threshold_bytes"] = SCATTERED_TOGETHER
+    if saves_gathered and on_gpus(mesh):
+        found |= gathers_ahead()
     if runs_abreast and on_gpus(mesh):
         found["xla_gpu_dot_merger_threshold_mb"] = 0
     return found or None

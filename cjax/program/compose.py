@@ -76,12 +76,13 @@ def _composed(
             'disk_folder="...", or the command --disk-folder; or leave out disk=.'
         )
     how, size = how_read(plan), plan.pipeline.size
+    adds_up = plan.microbatches > 1 or given.measures or plan.reduce is not None
     trace = read_part(
         source,
         plan.microbatches,
         pairs=how.pairs,
         at_once=how.at_once,
-        adds_up=plan.microbatches > 1 or given.measures or plan.reduce is not None,
+        adds_up=adds_up,
         apart=plan.loss == "microbatch",
     )
     mesh = build_mesh(plan.axis_sizes(), devices)
@@ -94,7 +95,7 @@ def _composed(
     line = arrange_stages(trace, plan, schedule) if size > 1 else None
     if plan.walks:
         return _walked(given, planning, decision, trace, mesh)
-    storage = store_model(source.capture, trace, plan, mesh, line.rows if line else {})
+    storage = store_model(source.capture, trace, plan, mesh, line.rows if line else {}, adds_up)
     loss = LaidOut(trace, storage, plan, mesh, line)
     choice = choose(source, loss, given.measures)
     built = build_gradients(loss, choice, given.measures)

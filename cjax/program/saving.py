@@ -61,7 +61,7 @@ def ready_model(composed: Composed, state: State) -> Any:
     trees = trees_of(state, "params", "frozen", "carried")
     storage = composed.storage
     if storage.given is not storage.params:
-        trees["params"] = jax.tree.map(put, trees["params"], storage.given.leaf_shardings(composed.mesh))
+        trees["params"] = jax.tree.map(put, trees["params"], storage.whole.leaf_shardings(composed.mesh))
     return composed.capture.rebuild(*trees.values())
 
 

@@ -24,6 +24,7 @@ from cjax.jax_compat.backends import (
     coordinator_address,
     copies_what_branches_change,
     each_process_writes_its_cache,
+    gathers_ahead,
     gloo_stays_on_loopback,
     is_compiling,
     is_of_this_process,
@@ -119,6 +120,29 @@ def test_what_has_a_layout_is_gathered_or_not() -> None:
 
     lowered = jax.jit(run, in_shardings=split, out_shardings=split).lower(jax.ShapeDtypeStruct((8, 128, 64), "float32"))
     assert ("all-gather" in compile_lowered(lowered, devices).as_text()) != splits_what_has_a_layout()
+
+
+@pytest.mark.aot
+def test_a_loop_gathers_a_turn_ahead_if_it_is_told_to() -> None:
+    """So that there is a gather in front of the loop as well: what its first turn reads."""
+    devices = absent_gpus(CARDS["h100"].xla_target(), "1x1x2")
+    mesh = Mesh(np.array(devices), ("data",))
+    whole, split = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), (None, "data")))
+
+    def turn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ jax.lax.with_sharding_constraint(w, whole)), None
+
+    def run(x: jax.Array, ws: jax.Array) -> jax.Array:
+        return jax.lax.scan(turn, x, ws)[0]
+
+    given = jax.ShapeDtypeStruct((512, 1024), "bfloat16"), jax.ShapeDtypeStruct((6, 1024, 1024), "bfloat16")
+
+    def gathers(**options: Any) -> int:
+        jitted = jax.jit(run, in_shardings=(whole, split), out_shardings=whole, compiler_options=options)
+        return compile_lowered(jitted.lower(*given), devices).as_text().count(" all-gather-start(")
+
+    assert gathers() == 1 and gathers(**gathers_ahead()) == (2 if gathers_ahead() else 1)
+    assert bool(gathers_ahead()) == (jax.__version_info__ >= (0, 11))
 
 
 @pytest.mark.aot

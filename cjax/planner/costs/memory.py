@@ -154,7 +154,7 @@ class _Memory:
         other = gaps * np.sum(parts, axis=0)
         grads, activations, working, sent = parts
         # They are there from the first micro-batch to the last.
-        working = working + np.where(ahead, self._rounded(trained), 0.0).sum(0)
+        working = working + np.where(ahead, self._rounded(trained), 0.0).sum(0) + self._in_flight(trained)
         return MemoryCost(params, optimizer, batch, grads, activations, working, sent, other)
 
     def _whole_step(self, grads: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -222,6 +222,13 @@ class _Memory:
                 size = 4.0 * self.split.local(dims) * self.split.sizes[TENSOR]
                 found[at] = size * max(readers.values(), default=0) / self.shares
         return found
+
+    def _in_flight(self, trained: np.ndarray) -> np.ndarray:
+        """Where each layer gathers its weights and saves them (ZeRO-1 and -2, one pass), those of a layer once more,
+        and gradients that wait to be scattered: XLA has places of their own for these, so that they count beside
+        whatever moment is the fullest."""
+        in_turn = self._rounds_ahead() & self.scattered & (self._repeats() > 1) & ~self.is_staged
+        return np.where(in_turn, 2 * self._rounded(trained) / self._repeats(), 0.0).max(0)
 
     def _unscattered(self) -> np.ndarray:
         """Of parts that run once, the largest gradient: it is whole when it is made, and then scattered. In a grid it

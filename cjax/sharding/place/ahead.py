@@ -6,24 +6,23 @@ one of the same dtype, as they made them. Whoever adds gradients up does so in f
 takes, their gradients no longer do.
 
 Under ZeRO-1 and -2 the float32 weights stay in parts, where the optimizer updates them. Each is rounded where it is,
-which leaves half the bytes to gather. Under ZeRO-3, layers are gathered and rounded in their turn.
+which leaves half the bytes to gather. Of a batch that is one pass, layers are then gathered in their turn
+(`ModelStorage.in_turn`), and all else here; of micro-batches, everything here, once. Under ZeRO-3, layers are gathered
+and rounded in their turn.
 """
 
-import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh
 
-from cjax.jax_compat.core import Equation, Var
+from cjax.jax_compat.core import Var
 from cjax.plan import Plan
 from cjax.sharding.place.model import Arrays, ModelStorage
 from cjax.sharding.place.place import constrained, rounded_leaves
+from cjax.sharding.place.stacked import read_again, stacked_leaves
 from cjax.sharding.storage.storage import Slot
-from cjax.trace.emit.emit import layer_of
 from cjax.trace.emit.precision import HIGH, LOWS
-from cjax.trace.jaxpr.groups import variables
-from cjax.trace.jaxpr.view import is_scan, scan_of
 from cjax.trace.reading import Trace
 
 
@@ -61,47 +60,7 @@ def make_ahead(
     return ahead
 
 
-def stacked_leaves(trace: Trace) -> set[int]:
-    """Inputs that a loop over layers takes apart: of a stack, or of the author's own loop."""
-    jaxpr = trace.closed.jaxpr
-    places = {var: i for i, var in enumerate(jaxpr.invars)}
-    stacked = [var for run in trace.runs for group in run.stacked for var in group]
-    stacked += [var for eqn in jaxpr.eqns if is_scan(eqn) for var in scan_of(eqn).xs(eqn.invars)]
-    return {places[var] for var in stacked if isinstance(var, Var) and var in places}
-
-
 def _results(trace: Trace) -> set[int]:
     """Inputs that are results as they are: in full precision."""
     places = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
     return {places[var] for var in trace.closed.jaxpr.outvars if isinstance(var, Var) and var in places}
-
-
-def read_again(trace: Trace) -> set[int]:
-    """Inputs that are made ready for use more than once in a pass: by each turn of a loop over layers that have them in
-    common, or in several places."""
-    jaxpr = trace.closed.jaxpr
-    places = {var: i for i, var in enumerate(jaxpr.invars)}
-    uses: collections.Counter[int] = collections.Counter()
-    outside: set[int] = set()
-    found: set[int] = set()
-
-    def read(eqns: Sequence[Equation]) -> None:
-        for eqn in eqns:
-            stacked = scan_of(eqn).xs(eqn.invars) if is_scan(eqn) else []
-            uses.update(places[var] for var in stacked if isinstance(var, Var) and var in places)
-            others = scan_of(eqn).consts(eqn.invars) + scan_of(eqn).carries(eqn.invars) if is_scan(eqn) else eqn.invars
-            outside.update(places[var] for var in others if isinstance(var, Var) and var in places)
-
-    start = 0
-    for run in trace.runs:
-        read(jaxpr.eqns[start : run.start])
-        outside.update(places[first] for first, *_ in run.carries if first in places)
-        stacked = {var for group in run.stacked for var in group}
-        uses.update(places[var] for var in stacked if var in places)
-        eqns, results = layer_of(jaxpr.eqns, run)
-        inside = {var for eqn in eqns for var in variables(eqn)} | {var for var in results if isinstance(var, Var)}
-        found |= {places[var] for var in inside - stacked if var in places}
-        start = run.stop
-    read(jaxpr.eqns[start:])
-    uses.update(outside)
-    return found | {leaf for leaf, count in uses.items() if count > 1}

@@ -19,6 +19,7 @@ from cjax.sharding.place.for_gpus import most_apart, sums_with_gradients
 from cjax.sharding.place.order import Order, order_of
 from cjax.sharding.place.ordered import OrderedPlacer
 from cjax.sharding.place.place import DrawOnShard, Placer, WeightPlacement
+from cjax.sharding.place.stacked import read_again, stacked_leaves
 from cjax.sharding.storage.storage import StageRows, Storage, as_spec, axes_of_entry, make_storage, stackable
 from cjax.trace.author.capture import Capture
 from cjax.trace.emit.emit import emit
@@ -34,7 +35,9 @@ class ModelStorage:
     """How the three trees of a model are kept, and where the optimizer's part of each parameter lives.
 
     `given` is how a pass over the batch is given the parameters: as they are kept, or where ZeRO-1 and -2 keep a
-    device's part of them alone, gathered ahead of it (`ahead.py`).
+    device's part of them alone, gathered ahead of it (`ahead.py`). Of these, `in_turn` are the leaves that each layer
+    gathers in its turn and saves for its backward pass: ahead of all layers nothing would hide the transfer. With
+    micro-batches each of them would gather again.
     """
 
     params: Storage
@@ -45,6 +48,12 @@ class ModelStorage:
     zero_specs: tuple[PartitionSpec, ...]  # likewise, and over the data axis where ZeRO asks for it
     state_specs: tuple[PartitionSpec, ...]  # likewise, and over the stages of a pipeline what no layer has
     layout: Layout
+    in_turn: frozenset[int] = frozenset()
+
+    @property
+    def whole(self) -> Storage:
+        """The parameters, placed as they are used."""
+        return _placed(self.params, self.used_specs)
 
     @property
     def num_params(self) -> int:
@@ -57,6 +66,7 @@ def store_model(
     plan: Plan,
     mesh: Mesh,
     rows: Mapping[tuple[int, ...], StageRows | None] = MappingProxyType({}),
+    adds_up: bool = True,
 ) -> ModelStorage:
     """Decide where each array of the model lives.
 
@@ -67,6 +77,7 @@ def store_model(
       mesh: the mesh.
       rows: for weights that are kept a layer at a time, how layers are spread over the stages of a pipeline, None where
         there is none: by the leaves of all layers in order, or the one leaf that holds them all.
+      adds_up: whether gradients of several parts of the batch are added up.
 
     Raises:
       ValueError: what the plan asks for does not divide; see `make_layout`.
@@ -121,7 +132,14 @@ def store_model(
         return layout.spec(trace.classes_of(num_params + num_frozen + i), leaf.shape)
 
     params = storage(capture.params_shape, 0, kept.__getitem__)
-    given = _placed(params, used) if is_gathered else params
+    given, in_turn = params, frozenset[int]()
+    if is_gathered:
+        once = stacked_leaves(trace) - read_again(trace) if not adds_up and plan.pipeline.size == 1 else set[int]()
+        own = [
+            slot.leaves for slot in params.slots if once.issuperset(slot.leaves) and slot.spec != used[slot.leaves[0]]
+        ]
+        in_turn = frozenset(leaf for leaves in own for leaf in leaves)
+        given = _placed(params, [kept[i] if i in in_turn else spec for i, spec in enumerate(used)])
     return ModelStorage(
         params,
         given,
@@ -131,6 +149,7 @@ def store_model(
         zero,
         state,
         layout,
+        in_turn,
     )
 
 
@@ -176,8 +195,9 @@ def make_placer(
     reduces_here = reduces_here or (reduces and plan.zero_stage >= 1)
     gradient = storage.zero_specs if reduces_here else storage.used_specs
     stored = storage.zero_specs if plan.zero_stage == 3 else storage.used_specs
+    stored = [storage.zero_specs[i] if i in storage.in_turn else spec for i, spec in enumerate(stored)]
     specs = zip(storage.used_specs, gradient, stored, strict=True)
-    weights = {i: WeightPlacement(*each) for i, each in enumerate(specs)}
+    weights = {i: WeightPlacement(*each, saved=i in storage.in_turn) for i, each in enumerate(specs)}
     gathers = plan.zero_stage == 3 and math.prod(mesh.shape.values()) > 1
     kernel = kernel_for(mesh)
     # Where a stage makes gradients of its weights later than those that it hands on, these wait for nothing.

@@ -16,6 +16,7 @@ from cjax.trace.jaxpr.primitives import FACTS, UNKNOWN, is_cheap, name_of, named
 from cjax.trace.jaxpr.view import open_bodies, opened
 
 KEPT = "cjax.kept"
+GATHERED = "cjax.gathered"  # a weight that a layer has gathered once for both passes
 _COMPARES = named("lt le gt ge")
 _SUMS, _SHAPES = named("add"), named("reshape transpose convert_element_type squeeze")
 _MAKES_COMPLEX = named("complex eig")  # of real numbers; `fft` says by its parameters
@@ -42,7 +43,7 @@ def _of_real_numbers(policy: Callable[..., Any]) -> Callable[..., Any]:
     """`policy` for real results. JAX rounds what is saved, and can't round complex numbers: `kept` takes them apart."""
 
     def saves(primitive: Any, *operands: Any, **params: Any) -> bool:
-        if word_for(primitive) == "name" and params["name"] == KEPT:
+        if word_for(primitive) == "name" and params["name"] in (KEPT, GATHERED):
             return True
         return bool(policy(primitive, *operands, **params)) and not _makes_complex(
             word_for(primitive), operands, params
@@ -121,7 +122,7 @@ def keep_sum(out: Any, ins: Sequence[Any], remat: str) -> Any:
 POLICIES: Mapping[str, Callable[..., Any] | None] = {
     "none": _of_real_numbers(keeps_results),
     "dots": _of_real_numbers(jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
-    "block": None,
+    "block": jax.checkpoint_policies.save_only_these_names(GATHERED),
 }
 
 

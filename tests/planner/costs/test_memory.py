@@ -82,7 +82,7 @@ def test_every_pair_kept(version: str, number: int, median: float, most: float) 
     assert len(errors) >= number
     assert np.median(sizes) <= median and np.quantile(sizes, 0.9) <= most, errors
     # Of a mixture under ZeRO XLA keeps more beside the experts' products than is followed here.
-    assert not {name: e for name, e in errors.items() if e < (-0.08 if name.startswith("moe") else -0.035)}
+    assert not {name: e for name, e in errors.items() if e < (-0.09 if name.startswith("moe") else -0.035)}
 
 
 @pytest.mark.aot
@@ -152,3 +152,22 @@ def test_plans_are_columns() -> None:
     alone = [memory_of(work, split, PlanTable.of([plan]), card) for plan in plans]
     np.testing.assert_allclose(together.total, [float(each.total[0]) for each in alone])
     assert (together.total > 0).all() and not math.isnan(together.total.sum())
+
+
+def test_a_layer_that_gathers_in_turn_has_its_weights_beside_those_it_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And as much of gradients on their way: under ZeRO-1 and -2 in 16 bits, of a batch in one pass."""
+    work, _ = read("gpt2 b64")
+    (layer,) = (part for part in work.parts if part.repeats > 1)
+    weights = sum((2.0 if w.is_multiplied else 4.0) * math.prod(n for _, n in w.dims) for w in layer.weights)
+    plans = ["zero=1 precision=bfloat16", "zero=2 remat=block precision=float16", "zero=1", "precision=bfloat16",
+             "zero=3 precision=bfloat16", "zero=1 microbatches=2 precision=bfloat16"]  # fmt: skip
+
+    def working() -> list[float]:
+        table = PlanTable.of([Plan.parse(text).resolve(4) for text in plans])
+        resolved = Plan.parse(plans[0]).resolve(4)
+        return memory_of(work, splits("gpt2 b64")(resolved), table, hardware("a100:4")).working.tolist()
+
+    found = working()
+    monkeypatch.setattr(memory._Memory, "_in_flight", lambda self, trained: 0.0)
+    more = [a - b for a, b in zip(found, working(), strict=True)]
+    assert more[:2] == pytest.approx([2 * weights] * 2) and not any(more[2:])

@@ -12,8 +12,12 @@ from flax import nnx
 from starts import begin
 
 import cjax
+from cjax.audit import audit
 from cjax.gradients import build
-from cjax.sharding.place.ahead import make_ahead, read_again
+from cjax.mesh import compile_lowered
+from cjax.sharding.place import model
+from cjax.sharding.place.ahead import make_ahead
+from cjax.sharding.place.stacked import read_again
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype("float32")}
 
@@ -56,7 +60,8 @@ def test_what_is_multiplied_is_rounded_and_what_loops_share_is_raised_again() ->
     for name, dtype in dtypes.items():
         wanted = "bfloat16" if "kernel" in name and "common" not in name else "float32"
         assert dtype == wanted, name
-    assert all(not axes for slot in storage.given.slots for axes in slot.spec)
+    split = {leaves[slot.leaves[0]].name for slot in storage.given.slots if any(slot.spec)}
+    assert len(split) == 2 and all("layers" in name and name.endswith(("kernel", "bias")) for name in split)
 
 
 class Layer(nn.Module):
@@ -161,3 +166,50 @@ def test_gradients_and_steps_are_those_of_whole_weights(plan: str) -> None:
     # A device's part of each kernel, in full precision.
     held = [x for x in jax.tree.leaves(two._params) if x.ndim >= 2 and x.shape[-1] == 8 and x.shape[-2] == 8]
     assert held and all(x.dtype == jnp.float32 and 8 * x.addressable_shards[0].data.size == x.size for x in held)
+
+
+class Remade(Scanned):
+    """The same loop, each turn of which its author makes again for the backward pass."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        common = self.param("common", nn.initializers.lecun_normal(), (8, 8))
+        looped = nn.scan(
+            nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast, length=4
+        )
+        return nn.Dense(8, name="head")(looped(name="layers")(x, common)[0])
+
+
+IN_TURN = {**STACKED, "remade": Remade()}
+
+
+def received(run: cjax.Program, kind: str) -> float:
+    """Bytes that a device gets in a step by collectives of this kind."""
+    compiled = compile_lowered(run.lower(), list(run.mesh.devices.flat))
+    return sum(each.total_bytes for each in audit(compiled, run.mesh).collectives if each.kind == kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("layers", "zero=1"),
+        ("layers", "data=4 tensor=2 zero=2 remat=block"),
+        ("loop", "zero=1/4 remat=dots"),
+        ("remade", "data=4 tensor=2 zero=1"),
+    ],
+)
+def test_layers_that_gather_in_turn_have_the_gradients_of_those_gathered_ahead(
+    kind: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, and no more is gathered: what a layer has gathered is saved for its backward pass, remat or not."""
+    found, bytes_received = [], []
+    for ahead in (False, True):
+        if ahead:
+            monkeypatch.setattr(model, "stacked_leaves", lambda trace: set[int]())
+        run = cjax.parallelize(IN_TURN[kind], loss, optax.adam(1e-2), BATCH, f"{plan} precision=bfloat16")
+        assert bool(run._composed.storage.in_turn) != ahead
+        found.append(by_path(run.value_and_grad(begin(run), BATCH)[1]))
+        bytes_received.append(received(run, "all-gather"))
+    for path, gradient in found[1].items():
+        np.testing.assert_array_equal(found[0][path], gradient, err_msg=path)
+    assert bytes_received[0] == pytest.approx(bytes_received[1], rel=1e-3)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import pytest
-from contract import subject, trace_of
+from contract import program_of, subject, trace_of
 from jax.sharding import PartitionSpec as P
 from zoo import MODELS
 
@@ -21,6 +21,32 @@ def stored(name: str, plan: str) -> ModelStorage:
     resolved = Plan.parse(plan).resolve(8)
     mesh = build_mesh(resolved.axis_sizes(), jax.devices())
     return store_model(subject(name, False).captured, trace_of(name, resolved.microbatches), resolved, mesh)
+
+
+@pytest.mark.parametrize(
+    ("plan", "is_in_turn"),
+    [
+        ("zero=1 precision=bfloat16", True),
+        ("zero=2/4 precision=float16", True),
+        ("data=4 tensor=2 zero=1 precision=bfloat16 remat=block", True),
+        ("zero=1", False),
+        ("data=8 precision=bfloat16", False),
+        ("zero=3 precision=bfloat16", False),
+        ("zero=1 microbatches=2 precision=bfloat16", False),
+        ("zero=1 reduce=float32 precision=bfloat16", False),
+        ("data=4 pipeline=1f1b:2 microbatches=2 zero=1 precision=bfloat16", False),
+    ],
+)
+def test_layers_gather_in_turn_where_a_step_reads_them_once(plan: str, is_in_turn: bool) -> None:
+    """All that one layer alone has; what lies outside of layers is gathered ahead."""
+    program = program_of("linen_decoder", plan, wide=False)
+    storage, names = program._composed.storage, leaf_names(subject("linen_decoder", False).captured.params_shape)
+    found = {names[leaf] for leaf in storage.in_turn}
+    assert found == ({name for name in names if "block_" in name} if is_in_turn else set())
+    for kept, given, whole in zip(storage.params.slots, storage.given.slots, storage.whole.slots, strict=True):
+        is_kept = kept.leaves[0] in storage.in_turn or storage.given is storage.params
+        assert given.spec == (kept if is_kept else whole).spec
+        assert kept.spec != whole.spec or kept.leaves[0] not in storage.in_turn
 
 
 def spec_of(name: str, storage: ModelStorage, pattern: str, state: bool = False) -> P:
