@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from cjax.jax_compat.core import Equation, Params
 from cjax.mesh import on_gpus
@@ -22,6 +22,10 @@ from cjax.trace.emit.emit import bind
 from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.reading import Trace
 
+Placing = Callable[[jax.Array, PartitionSpec], jax.Array]
+Returned = Callable[[jax.Array], jax.Array]
+
+_WHOLE = PartitionSpec()
 _READ, _TILE, _LEAST = 8, 64, 1024  # elements of 16 bits that are read at once, and of a tile; smaller dims stay
 
 
@@ -42,15 +46,26 @@ class Filled(Beside[_Full]):
         products = trace.dims.matmuls if on_gpus(mesh) else ()
         self._multiplied = {leaf for m in products for leaf in (m.lhs_origin, m.rhs_origin)}
 
-    def ready(self, leaf: int, value: jax.Array) -> jax.Array:
-        """A weight of two dims in 16 bits as it is read: the same, or cut out of what products read instead of it."""
+    def ready(
+        self, leaf: int, value: jax.Array, gradient: PartitionSpec = _WHOLE, place: Placing = lambda value, spec: value
+    ) -> jax.Array:
+        """A weight of two dims in 16 bits as it is read: the same, or cut out of what products read instead of it.
+
+        Args:
+          leaf: the weight.
+          value: as it is used, whole on every device.
+          gradient: where its gradient goes. Before what fills it up is cut off: behind that, XLA would not see that of
+            the sum over all devices each needs a part alone, and reduce it to all.
+          place: places an array.
+        """
         dims = [d for d, size in enumerate(value.shape) if size % _READ and size >= _LEAST]
         is_pair = value.ndim == 2 and value.dtype.itemsize == 2 and len(dims) == 1
         if self._made is None or not is_pair or leaf not in self._multiplied:
             return value
         (dim,) = dims
         room = [(0, -size % _TILE if d == dim else 0) for d, size in enumerate(value.shape)]
-        return self._cut(jnp.pad(value, room), dim, value.shape[dim])
+        fill = _fill(room, dim, value.shape[dim], lambda got: place(place(got, _WHOLE), gradient))
+        return self._cut(fill(value), dim, value.shape[dim])
 
     def _cut(self, filled: jax.Array, dim: int, size: int) -> jax.Array:
         cut = lax.slice_in_dim(filled, 0, size, axis=dim)
@@ -105,3 +120,14 @@ class Filled(Beside[_Full]):
         at = len(batch[0]) + free.index(dim) if place == 0 else out.aval.ndim - len(free) + free.index(dim)
         (found,) = bind(eqn, operands, params)
         return lax.slice_in_dim(found, 0, out.aval.shape[at], axis=at)
+
+
+def _fill(room: Sequence[tuple[int, int]], dim: int, size: int, back: Returned) -> Returned:
+    """Fills up a weight, whose gradient is placed before it is cut."""
+
+    def make(value: jax.Array) -> jax.Array:
+        return jnp.pad(value, room)
+
+    fill = jax.custom_vjp(make)
+    fill.defvjp(lambda value: (make(value), None), lambda _, got: (lax.slice_in_dim(back(got), 0, size, axis=dim),))
+    return fill

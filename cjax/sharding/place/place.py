@@ -153,7 +153,7 @@ class Placer(Hooks):
         if copied:
             self.copies.add(leaf, ready, used, gradient)
         elif not any(used):
-            return self.filled.ready(leaf, ready)
+            return self.filled.ready(leaf, ready, gradient, self.constrain)
         return ready
 
     def knows(self, value: object) -> bool:

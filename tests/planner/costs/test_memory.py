@@ -82,7 +82,7 @@ def test_every_pair_kept(version: str, number: int, median: float, most: float) 
     assert len(errors) >= number
     assert np.median(sizes) <= median and np.quantile(sizes, 0.9) <= most, errors
     # Of a mixture under ZeRO XLA keeps more beside the experts' products than is followed here.
-    assert not {name: e for name, e in errors.items() if e < (-0.09 if name.startswith("moe") else -0.035)}
+    assert not {name: e for name, e in errors.items() if e < (-0.065 if name.startswith("moe") else -0.035)}
 
 
 @pytest.mark.aot

@@ -16,6 +16,8 @@ from jax.extend import core as jex
 from starts import begin
 
 import cjax
+from cjax.audit import audit
+from cjax.mesh import compile_lowered
 from cjax.models import cross_entropy
 from cjax.program.steps import make_step
 from cjax.sharding.place import filled
@@ -107,7 +109,7 @@ def seen(model: Any, loss: Any, plan: str, fills: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(filled, "on_gpus", lambda mesh: fills)
     if not isinstance(model, nn.Module):
         model = functools.partial(_of_nnx, model)
-    number = 2 if "=2" in plan else 1
+    number = next((size for size in (2, 3) if f"={size} " in plan), 1)
     program = cjax.parallelize(model, loss, optax.sgd(0.1), batch, plan, devices=jax.devices()[:number])
     step = make_step(program._composed).trace(*program._inputs).jaxpr
     return Seen(list(equations(step.jaxpr)), *program.value_and_grad(begin(program), batch))
@@ -161,6 +163,41 @@ def test_beside_other_devices_with_examples_of_their_own(
     given, wanted = (seen(*CASES[case], plan, fills, monkeypatch) for fills in (True, False))
     assert bool(widths(given, FULL)) is fills
     assert_same(given, wanted)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("case", ["untied", "untied, chunked"])
+def test_devices_that_keep_a_part_of_its_gradient_get_no_more(
+    case: str, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is placed as its optimizer needs it before anything is cut off."""
+    plan = f"data=2 zero={stage} precision=bfloat16"
+    given, wanted = (seen(*CASES[case], plan, fills, monkeypatch) for fills in (True, False))
+    assert_same(given, wanted)
+    wide = [eqn for eqn, _ in given.step if [v.aval.shape for v in eqn.invars] == [(WIDTH, FULL)]]
+    placed = [eqn for eqn in wide if eqn.primitive.name == "sharding_constraint" and any(eqn.params["sharding"].spec)]
+    cuts = [eqn for eqn in wide if eqn.primitive.name == "slice"]
+    assert placed and cuts[-1].invars == placed[-1].outvars
+
+
+def test_devices_may_keep_a_part_of_its_odd_dim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1,029 columns go to three devices, 1,088 do not."""
+    batch = {name: RNG.integers(0, VOCAB, (6, LENGTH)).astype(np.int32) for name in "xy"}
+    case = Linen(tied=False, size=VOCAB + 2), chunked, "data=3 zero=1 precision=bfloat16"
+    given, wanted = (seen(*case, fills, monkeypatch, batch) for fills in (True, False))
+    assert widths(given, FULL)
+    assert_same(given, wanted)
+
+
+@pytest.mark.aot
+def test_gpus_scatter_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a cut XLA would reduce it to all devices, which is twice as much."""
+    batch = {name: jax.ShapeDtypeStruct((64, 32), np.int32) for name in "xy"}
+    program = cjax.parallelize(
+        *CASES["untied, chunked"], optax.sgd(0.1), batch, "zero=1 precision=bfloat16", devices="h100:8"
+    )
+    facts = audit(compile_lowered(program.lower(), list(program.mesh.devices.flat)), program.mesh)
+    assert facts.moved("reduce-scatter") > 2 * WIDTH * VOCAB > 4 * facts.moved("all-reduce")
 
 
 @pytest.mark.parametrize("case", ["tied, chunked", "untied, chunked"])
