@@ -166,12 +166,13 @@ def test_gradients_are_held_in_parts(plan: str, part: float) -> None:
     """4 bytes a parameter against 1/N of them, within 5 %, from temporary memory: all that differs between two plans.
 
     Of the layers, that is; at the peak a table of the vocabulary's gradient is still whole. Stage 1 need not hold
-    parts, but nothing reads the whole, and XLA scatters what it reduces. Under stage 3 one layer of four is gathered.
+    parts, but nothing reads the whole, and XLA scatters what it reduces. Of one layer of four, under stage 3 weights
+    are gathered, and from JAX 0.11 on gradients that wait to be scattered are whole.
     """
     result, plain = compiled("linen_decoder", plan), compiled("linen_decoder", "data=8")
     assert result.facts.memory is not None and plain.facts.memory is not None
     saved = plain.facts.memory.temporary - result.facts.memory.temporary
-    layers = (result.num_params - OUTSIDE) * (3 / 4 if plan == "zero=3" else 1)
+    layers = (result.num_params - OUTSIDE) * (3 / 4 if plan == "zero=3" or jax.__version_info__ >= (0, 11) else 1)
     assert saved >= 0.95 * (1 - part) * 4 * layers
 
 
@@ -332,7 +333,8 @@ MANY = dict(h=1024, heads=16, vocab=2048, layers=8)  # layers, so that one of th
 @pytest.mark.parametrize("plan", ["tensor=2d:4", "tensor=2.5d:8/2", "tensor=3d:8"])
 def test_a_grid_splits_activations_over_all_its_devices(plan: str) -> None:
     """Temporary memory: 1/q^2 of one device's in 2d, 1/(d q^2) in 2.5d and 1/l^3 in 3d, and 20 % for one layer's
-    operands, which are gathered while they are used (18 % in 3d, where all else is least)."""
-    one, split = (grid_facts(each, **MANY)[0].memory for each in ("tensor=1", plan))
+    operands, which are gathered while they are used (18 % in 3d, where all else is least). One device loops over its
+    layers as they do: compiled one by one, which is what it does by itself, they need less."""
+    one, split = (grid_facts(each, **MANY)[0].memory for each in ("tensor=1 unroll=none", plan))
     assert one is not None and split is not None
     assert split.temporary <= 1.2 * one.temporary / num_devices(plan)

@@ -48,7 +48,8 @@ def make_ahead(
     def one(kept: Slot, given: Slot, array: jax.Array) -> jax.Array:
         lowers = array.dtype == HIGH and rounded.issuperset(kept.leaves)
         if kept.spec == given.spec:
-            return array.astype(low) if lowers and (stacked - again).issuperset(kept.leaves) else array
+            lowers = lowers and (stacked - again).issuperset(kept.leaves)
+            return constrained(array.astype(low), mesh, kept.stored_spec) if lowers else array
         array = constrained(array.astype(low) if lowers else array, mesh, kept.stored_spec)
         array = constrained(array, mesh, given.stored_spec)
         # What several turns of a loop give to one gradient is added up in float32.

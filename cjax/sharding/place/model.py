@@ -134,7 +134,8 @@ def store_model(
     params = storage(capture.params_shape, 0, kept.__getitem__)
     given, in_turn = params, frozenset[int]()
     if is_gathered:
-        once = stacked_leaves(trace) - read_again(trace) if not adds_up and plan.pipeline.size == 1 else set[int]()
+        is_once = not adds_up and plan.pipeline.size == 1
+        once = stacked_leaves(trace) - read_again(trace) if is_once else set[int]()
         own = [
             slot.leaves for slot in params.slots if once.issuperset(slot.leaves) and slot.spec != used[slot.leaves[0]]
         ]

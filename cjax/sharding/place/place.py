@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.jax_compat.core import Atom, Equation, Literal, Params, Var
@@ -35,7 +34,7 @@ from cjax.sharding.place.joint import Joint, JointProducts
 from cjax.sharding.place.late_sums import evaluate_late
 from cjax.sharding.place.merged import Merged, MergedProducts
 from cjax.sharding.place.partial import PartialProducts
-from cjax.sharding.place.saved import GATHERED, checkpointed, has_complex, keep_sum, kept, with_bias
+from cjax.sharding.place.saved import checkpointed, gathered, has_complex, keep_sum, kept, with_bias
 from cjax.sharding.products.lookup import find_rows, is_lookup, look_up, look_up_whole, pick, picked_dim
 from cjax.sharding.products.ragged import is_by_rows, multiply_rows
 from cjax.sharding.products.region import raised_on_cpu
@@ -149,7 +148,7 @@ class Placer(Hooks):
         copied = self.copies.wants(leaf)
         summed = used if whole and not copied else gradient
         ready = _ready(self._mesh, stored, used, summed, gradient, low)(value)
-        ready = checkpoint_name(ready, GATHERED) if placement.saved else ready
+        ready = gathered(ready, lambda value: self.constrain(value, used)) if placement.saved else ready
         if copied:
             self.copies.add(leaf, ready, used, gradient)
         elif not any(used):

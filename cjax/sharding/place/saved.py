@@ -112,6 +112,21 @@ def with_bias(jaxpr: Jaxpr) -> frozenset[int]:
     return frozenset(found)
 
 
+def gathered(value: jax.Array, place: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """A gathered weight, saved for the backward pass.
+
+    JAX rounds what is saved, by an operation of its own. Of its result XLA would keep a part on each device, as of the
+    gradient, and gather whatever a layer makes of it; so that is placed too, and the gradient comes back as it is.
+
+    Args:
+      value: the weight.
+      place: places an array as the weight is used.
+    """
+    placed = jax.custom_vjp(place)
+    placed.defvjp(lambda named: (place(named), None), lambda _, gradient: (gradient,))
+    return placed(checkpoint_name(value, GATHERED))
+
+
 def keep_sum(out: Any, ins: Sequence[Any], remat: str) -> Any:
     """Such a sum, saved for the backward pass where products are, if it is as small as the product and can be."""
     product = max(ins, key=lambda x: x.size)

@@ -168,6 +168,34 @@ def test_gradients_and_steps_are_those_of_whole_weights(plan: str) -> None:
     assert held and all(x.dtype == jnp.float32 and 8 * x.addressable_shards[0].data.size == x.size for x in held)
 
 
+class Standardized(nn.Module):
+    """Layers that make something else of a weight before they multiply by it."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weights = self.param("weights", nn.initializers.lecun_normal(), (4, 8, 8))
+
+        def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x @ (weight / jnp.linalg.norm(weight, axis=0))), None
+
+        return nn.Dense(8, name="head")(jax.lax.scan(layer, x, weights)[0])
+
+
+class Penalized(Standardized):
+    """Layers that read a weight for what they hand on, and for a penalty beside it."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weights = self.param("weights", nn.initializers.lecun_normal(), (4, 8, 8))
+
+        def layer(carry: tuple[jax.Array, jax.Array], weight: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+            x, penalty = carry
+            return (x + jnp.tanh(x @ weight), penalty + jnp.sum(weight**2)), None
+
+        (x, penalty), _ = jax.lax.scan(layer, (x, jnp.float32(0)), weights)
+        return nn.Dense(8, name="head")(x) + 0.1 * penalty
+
+
 class Remade(Scanned):
     """The same loop, each turn of which its author makes again for the backward pass."""
 
@@ -180,7 +208,7 @@ class Remade(Scanned):
         return nn.Dense(8, name="head")(looped(name="layers")(x, common)[0])
 
 
-IN_TURN = {**STACKED, "remade": Remade()}
+IN_TURN = {**STACKED, "remade": Remade(), "standardized": Standardized(), "penalized": Penalized()}
 
 
 def received(run: cjax.Program, kind: str) -> float:
@@ -196,12 +224,15 @@ def received(run: cjax.Program, kind: str) -> float:
         ("layers", "data=4 tensor=2 zero=2 remat=block"),
         ("loop", "zero=1/4 remat=dots"),
         ("remade", "data=4 tensor=2 zero=1"),
+        ("standardized", "zero=1"),
+        ("penalized", "zero=2"),
     ],
 )
 def test_layers_that_gather_in_turn_have_the_gradients_of_those_gathered_ahead(
     kind: str, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, and no more is gathered: what a layer has gathered is saved for its backward pass, remat or not."""
+    """To the bit, and no more is gathered: what a layer has gathered is saved for its backward pass, remat or not. Nor
+    is what it makes of that gathered again."""
     found, bytes_received = [], []
     for ahead in (False, True):
         if ahead:
@@ -212,4 +243,17 @@ def test_layers_that_gather_in_turn_have_the_gradients_of_those_gathered_ahead(
         bytes_received.append(received(run, "all-gather"))
     for path, gradient in found[1].items():
         np.testing.assert_array_equal(found[0][path], gradient, err_msg=path)
-    assert bytes_received[0] == pytest.approx(bytes_received[1], rel=1e-3)
+    assert 0 < bytes_received[0] <= 1.001 * bytes_received[1]
+
+
+def test_layers_of_which_some_are_frozen_gather_in_the_precision_of_the_plan() -> None:
+    """Rounded in parts, which stay parts: XLA would round what it has gathered."""
+    plans = ["zero=1 precision=float16", "zero=1 precision=float32"]
+    low, high = (
+        received(
+            cjax.parallelize(lambda rngs: Shared(rngs), loss, optax.adam(1e-2), BATCH, plan, wrt="layers/[23]|head"),
+            "all-gather",
+        )
+        for plan in plans
+    )
+    assert 0 < low < 0.75 * high
