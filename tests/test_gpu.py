@@ -2,17 +2,21 @@
 stands for, memory is as predicted, checkpoints go to and fro. `make test-gpu`; otherwise none of it runs."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from benchmarks.models import TINY, Row
+from kernels import plain
 
 import cjax
 import cjax.sharding.place.model
+from cjax.sharding.attention.kernel import cudnn
 
 pytestmark = pytest.mark.gpu
 PADDED = {"bert padded": "bert", "t5 padded": "t5"}
@@ -67,6 +71,34 @@ def test_the_kernel_is_used_and_rounds_no_more(name: str, precision: str, monkey
     monkeypatch.setattr(cjax.sharding.place.model, "kernel_for", lambda mesh: None)
     _, as_written = gradients(program(name, plan, gpu()), name)
     assert apart(by_kernel, wanted) < 1.5 * apart(as_written, wanted)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("lengths", [(197, 197), (257, 257), (33, 35), (64, 77), (31, 128), (1, 77)])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 9)])
+def test_the_kernel_takes_any_length(lengths: tuple[int, int], causal: bool, window: int | None, biased: bool) -> None:
+    """Values and gradients beside the formula in float32, of the same rounded operands; keys are shared by heads."""
+    if causal and lengths[0] != lengths[1]:
+        pytest.skip("a causal mask is of as many keys as queries")
+    rng = np.random.default_rng(0)
+    shapes = [(3, lengths[0], 4, 64), *[(3, lengths[1], 2, 64)] * 2, (1, 4, *lengths)]
+    operands = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes[: 3 + biased]]
+    weights = jnp.asarray(rng.normal(size=shapes[0]), jnp.float32)
+
+    def total(kernel: Any, *operands: jax.Array) -> jax.Array:
+        query, key, value, *bias = operands
+        mixed = kernel(query, key, value, *(bias or [None]), scale=0.125, causal=causal, window=window)
+        return jnp.sum(mixed.astype(jnp.float32) * weights), mixed
+
+    def both(kernel: Any, operands: list[jax.Array]) -> list[np.ndarray]:
+        over = tuple(range(len(operands)))
+        (_, mixed), grads = jax.value_and_grad(functools.partial(total, kernel), over, has_aux=True)(*operands)
+        return [np.asarray(x, np.float64) for x in (mixed, *grads)]
+
+    with jax.default_device(gpu()), jax.default_matmul_precision("float32"):
+        found = both(jax.jit(cudnn, static_argnames=("scale", "causal", "window")), operands)
+        wanted = both(plain, [x.astype(jnp.float32) for x in operands])
+    assert max(apart(a, b) for a, b in zip(found, wanted, strict=True)) < 0.01
 
 
 def test_memory_is_as_predicted_and_does_not_move() -> None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from cjax.mesh import on_gpus
@@ -39,8 +40,9 @@ def cudnn(
     more = [length % 2 for length in lengths]  # JAX hands on no odd lengths, such as the 197 of a ViT
     options: dict[str, Any] = {}
     if any(more):
+        # Saved for the backward pass in place of what they are made of.
         query, key, value = (
-            jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0)))
+            checkpoint_name(jnp.pad(x, ((0, 0), (0, extra), (0, 0), (0, 0))), "cjax.filled") if extra else x
             for x, extra in zip((query, key, value), (more[0], more[1], more[1]), strict=True)
         )
         bias = None if bias is None else jnp.pad(bias, ((0, 0), (0, 0), (0, more[0]), (0, more[1])))
