@@ -55,7 +55,7 @@ def generate(
         num_tokens: how many to add to each row.
         key: randomness for the samples; not needed at temperature 0.
         state: of the program.
-        options: temperature, top_k, top_p, stop, present; as `cjax.models.generate` has them.
+        options: temperature, top_k, top_p, stop, present, precision; as `cjax.models.generate` has them.
 
     Returns:
         int32[batch, length + num_tokens], the given tokens first; of a T5 int32[batch, 1 + num_tokens], 0 first.
@@ -141,9 +141,15 @@ class _Walked:
         num_tokens: int,
         key: jax.Array | None,
         present: jax.Array | None = None,
+        precision: str = "float32",
         **options: Any,
     ) -> jax.Array:
         check_num_tokens(num_tokens)
+        if precision != "float32":
+            raise ValueError(
+                f"generate got precision={precision!r}, and layers that are fetched for each token compute in float32: "
+                "leave precision out; or where the whole model fits on a device, give generate the model"
+            )
         choice, model, texts = TokenChoice.of(**options), self._model, self._texts
         check_choice(model, tokens, key, choice, present)
         key = jax.random.key(0) if key is None else key

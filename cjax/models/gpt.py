@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from cjax.models.cross_entropy import CHUNK, cross_entropy
-from cjax.models.layers import MLP, NORMAL, Heads, dropout
+from cjax.models.layers import MLP, NORMAL, Heads, dropout, tied_scores
 from cjax.models.past import Past, attend_causally, positions_of
 from cjax.models.sizes import check_counts, check_divides, check_length, check_rate, choose
 
@@ -170,7 +170,7 @@ class GPT(nnx.Module):
 
     def classify(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., vocab] of hidden states [..., embed]."""
-        return self.token_embed.attend(hidden) if self.config.tied else self.head(hidden)
+        return tied_scores(self.token_embed, hidden) if self.config.tied else self.head(hidden)
 
     def make_past(self, batch: int, room: int) -> list[Past]:
         """An empty memory of up to `room` tokens for each layer."""

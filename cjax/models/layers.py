@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 NORMAL = nnx.initializers.normal(0.02)
@@ -47,6 +48,14 @@ def linear(
     """A matrix without a bias, of which either side may be several dimensions."""
     axis = tuple(range(-len(inputs), 0)) if isinstance(inputs, tuple) else -1
     return nnx.LinearGeneral(inputs, outputs, axis=axis, use_bias=False, kernel_init=init, rngs=rngs)
+
+
+def tied_scores(embed: nnx.Embed, hidden: jax.Array) -> jax.Array:
+    """Logits [..., vocab] of hidden states [..., embed] by the table of tokens; in float32 also where that is not."""
+    table = embed.embedding[...]
+    if table.dtype.itemsize == 4:
+        return embed.attend(hidden)
+    return jnp.einsum("...e,ve->...v", hidden.astype(table.dtype), table, preferred_element_type=jnp.float32)
 
 
 def layer_norm(config: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:

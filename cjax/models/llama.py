@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from cjax.models.cross_entropy import CHUNK, cross_entropy
-from cjax.models.layers import linear, rms_norm
+from cjax.models.layers import linear, rms_norm, tied_scores
 from cjax.models.past import Past, attend_causally, positions_of
 from cjax.models.sizes import check_counts, check_divides, check_length, choose
 
@@ -234,7 +234,7 @@ class Llama(nnx.Module):
 
     def classify(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., vocab] of hidden states [..., embed]."""
-        return self.token_embed.attend(hidden) if self.config.tied else self.head(hidden)
+        return tied_scores(self.token_embed, hidden) if self.config.tied else self.head(hidden)
 
     def make_past(self, batch: int, room: int) -> list[Past]:
         """An empty memory of up to `room` tokens for each layer."""

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from cjax.models.cross_entropy import CHUNK, cross_entropy
-from cjax.models.layers import dropout, linear, rms_norm
+from cjax.models.layers import dropout, linear, rms_norm, tied_scores
 from cjax.models.past import Past, positions_of
 from cjax.models.sizes import check_counts, check_rate, choose
 
@@ -312,7 +312,9 @@ class T5(nnx.Module):
 
     def classify(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., vocab] of hidden states [..., embed]."""
-        return self.token_embed.attend(hidden * self.config.embed_dim**-0.5) if self.config.tied else self.head(hidden)
+        if not self.config.tied:
+            return self.head(hidden)
+        return tied_scores(self.token_embed, hidden * self.config.embed_dim**-0.5)
 
     def make_past(self, batch: int, room: int) -> list[Past]:
         """An empty memory of up to `room` tokens for each layer of the decoder."""

@@ -1,9 +1,10 @@
-"""The benchmark of GPUs at toy size on CPUs, so that it never rots; and, where XLA's GPU compiler is, what a step for
+"""The benchmarks of GPUs at toy size on CPUs, so that they never rot; and, where XLA's GPU compiler is, what a step for
 an H100 must show: flash attention, logits never whole, no matmul in float32, memory within the formula."""
 
 import dataclasses
 import os
 
+import bench_generate
 import bench_gpu
 import numpy as np
 import optax
@@ -29,6 +30,19 @@ def test_a_side_runs_in_a_process_of_its_own_and_says_why_it_failed(capsys: pyte
     results = bench_gpu.main(["--tiny", "--rows", "gpt", "--steps", "1", "--sides", "cjax", "--plan", "tensor=3"])
     assert "tensor" in results[0]["failed"]
     assert results[0]["failed"] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("side", ["cjax-16", "folder-16"])
+def test_a_text_is_timed(side: str) -> None:
+    found = bench_generate.measured(bench_generate.TINY["llama"], side, 2, 5, 3)
+    assert 0 < found["prompt"] < found["first"]
+
+
+def test_a_token_reads_all_weights_and_what_it_remembers() -> None:
+    config = bench_generate.TINY["llama"]
+    wide, low = (bench_generate.read(config, side, 2, 5) for side in ("cjax", "torch"))
+    past = 2 * 2 * 5 * config.num_kv_heads * 16  # keys and values of 2 texts, 5 positions
+    assert wide == 2 * low == 4 * (config.num_params + 2 * past)
 
 
 @pytest.mark.parity

@@ -3,9 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 from models import by_hand as hand
 
 from cjax.models import GPT, T5, Llama, generate
+from cjax.models.generation import TokenChoice, _generate, rounded
 from cjax.models.gpt import GPTConfig
 from cjax.models.llama import LlamaConfig
 from cjax.models.t5 import T5Config
@@ -104,6 +106,47 @@ def test_samples_have_the_probabilities_of_the_model():
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_texts_in_16_bits_say_what_is_about_as_likely(name: str):
+    """Each token's score, by the model in float32 and of the text so far, is the highest but for what rounding does."""
+    model, tokens = make(name), make_tokens(5)
+    text = np.asarray(generate(model, jnp.asarray(tokens), 9, temperature=0, precision="bfloat16"))
+    given = (jnp.asarray(tokens), jnp.asarray(text)) if isinstance(model, T5) else (jnp.asarray(text),)
+    scores = [one(*given) for one in (model, rounded(model))]
+    assert {x.dtype.name for x in scores} == {"float32"}, "in 16 bits many tokens would be equally likely"
+    exact, low = (np.asarray(x)[:, -10:-1] for x in scores)
+    spread = exact.std()
+    wrong = np.abs(exact - low).max()
+    assert 0 < wrong < 0.15 * spread, "rounded, and no further off than that"
+    said = np.take_along_axis(exact, text[:, -9:, None], axis=-1)[..., 0]
+    assert (said >= exact.max(-1) - 2 * wrong).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_in_16_bits_read_half_the_bytes(name: str):
+    """Every product of a token is of 16 bits, and so are the keys and values."""
+    graph, state = nnx.split(make(name))
+    choice = TokenChoice.of(temperature=0)
+    tokens = jnp.asarray(make_tokens(5), jnp.int32)
+    traced = jax.make_jaxpr(lambda state: _generate(graph, state, tokens, None, jax.random.key(0), 3, choice, True))
+    call = traced(state).eqns[-1]
+    (loop,) = [eqn for eqn in call.params["jaxpr"].eqns if eqn.primitive.name == "while"]
+    carried = [v.aval for v in loop.invars if v.aval.ndim == 4]
+    assert carried and {x.dtype.name for x in carried} == {"bfloat16"}
+
+    def products(jaxpr) -> list[str]:
+        found = []
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                found.append("/".join(sorted(v.aval.dtype.name for v in eqn.invars)))
+            for inner in jaxprs_in_params(eqn.params):
+                found += products(inner)
+        return found
+
+    found = products(loop.params["body_jaxpr"].jaxpr)
+    assert len(found) > 8 and set(found) == {"bfloat16/bfloat16"}
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_no_tokens_are_no_change(name: str):
     tokens = jnp.asarray(make_tokens(4))
     start = jnp.zeros([3, 1], int) if name == "t5" else tokens
@@ -120,6 +163,7 @@ def test_no_tokens_are_no_change(name: str):
         ({"top_p": 0.0, "key": jax.random.key(0)}, "top_p=0.9"),
         ({}, r"key=jax.random.key\(0\)"),
         ({"temperature": 0, "present": np.ones([1, 2])}, "T5 only"),
+        ({"temperature": 0, "precision": "bf16"}, "precision='bf16'; write 'bfloat16', or 'float32'"),
     ],
 )
 def test_bad_options_say_what_to_write(options: dict, message: str):
