@@ -85,7 +85,7 @@ def test_the_kernel_takes_any_length(lengths: tuple[int, int], causal: bool, win
     operands = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes[: 3 + biased]]
     weights = jnp.asarray(rng.normal(size=shapes[0]), jnp.float32)
 
-    def total(kernel: Any, *operands: jax.Array) -> jax.Array:
+    def total(kernel: Any, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
         query, key, value, *bias = operands
         mixed = kernel(query, key, value, *(bias or [None]), scale=0.125, causal=causal, window=window)
         return jnp.sum(mixed.astype(jnp.float32) * weights), mixed
