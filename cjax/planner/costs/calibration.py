@@ -152,7 +152,9 @@ FITTED = {
     "spread": 0.1171,
 }
 
-_STEP = 1e-2  # seconds that a step takes beside a program that holds all of it, optimizer too
+# Seconds that a step takes beside a program that holds all of it, optimizer too: in published runs, which are of
+# several devices; and of one alone, as measured (docs/gpu.md: 1 to 2 ms of H100s and H200s).
+_STEP, _STEP_ALONE = 1e-2, 2e-3
 _LAUNCH = 1e-5
 _RUNS = {"V100": 21, "A100": 275, "H100": 104}
 _CORES = {"V100": 80, "A100": 108, "H100": 132}
@@ -163,14 +165,14 @@ _OPERATIONS_PER_BYTE = {"V100": 139.0, "A100": 153.0, "H100": 295.0}
 _LIKE = {"H200": "H100", "H800": "H100", "GH200": "H100", "A800": "A100"}
 
 
-def _of_chip(chip: str) -> Calibration:
+def _of_chip(chip: str, num_devices: int) -> Calibration:
     return Calibration(
         f"fitted on {_RUNS[chip]} published runs on {chip}, with the factor of JAX's runs",
         cores=_CORES[chip],
         matmul=FITTED[f"matmul {chip}"],
         attention=FITTED[_KERNEL[chip]],
         launch=_LAUNCH,
-        step=_STEP,
+        step=_STEP if num_devices > 1 else _STEP_ALONE,
         factor=FITTED["JAX"],
         spread=FITTED["spread"],
         thin=FITTED["thin"],
@@ -199,14 +201,14 @@ def calibration_of(hardware: Hardware) -> Calibration | None:
     words = hardware.name.upper().replace("-", " ").split()
     for chip in _RUNS:
         if any(word.startswith(chip) for word in words):
-            return _of_chip(chip)
+            return _of_chip(chip, hardware.num_devices)
     for name, chip in _LIKE.items():
         if any(word.startswith(name) for word in words):
-            found = _of_chip(chip)
+            found = _of_chip(chip, hardware.num_devices)
             return dataclasses.replace(found, source=f"{found.source}, the same chip", spread=1.2 * found.spread)
     ratio = peak / hardware.memory_bandwidth
     chip = min(_RUNS, key=lambda name: abs(math.log(ratio / _OPERATIONS_PER_BYTE[name])))
-    found, card = _of_chip(chip), card_of_kind(hardware.name)
+    found, card = _of_chip(chip, hardware.num_devices), card_of_kind(hardware.name)
     source = f"no published run on {hardware.name} is known; of the nearest chip: {found.source}"
     cores = card.chip.cores if card is not None and card.chip is not None else found.cores
     return dataclasses.replace(found, source=source, spread=2 * found.spread, cores=cores)

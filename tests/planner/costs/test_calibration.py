@@ -35,6 +35,14 @@ def test_where_it_comes_from_says_how_sure_it_is() -> None:
     assert found[2] is not None and "no published run on NVIDIA GeForce RTX 4090" in found[2].source
 
 
+@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GeForce RTX 4090"])
+def test_one_device_alone_begins_a_step_sooner(kind: str) -> None:
+    one, eight = (calibration_of(dataclasses.replace(hardware(kind), num_devices=num)) for num in (1, 8))
+    assert one is not None and eight is not None
+    assert (one.step, eight.step) == (2e-3, 1e-2)
+    assert dataclasses.replace(one, step=eight.step) == eight
+
+
 def test_every_card_has_some() -> None:
     for card in CARDS.values():
         flops = card.bf16_flops or card.f16_flops
