@@ -157,8 +157,6 @@ def compare(
             floor = of_all * float(np.sqrt(sum(np.linalg.norm(x) ** 2 for x in b.values())))
         for name, wanted in b.items():
             found.append(_difference(name, kind, a[name], wanted, [c[name] for c in others], (relative, floor)))
-    if not np.isfinite(theirs.loss):
-        found = [Difference("loss", "loss", float("nan"), float("nan"), 0.0), *found]
     found.sort(key=lambda each: -each.error)
     return Check(plan, (mine.loss, theirs.loss), found[0].name, found[0].error, tuple(found), reference)
 

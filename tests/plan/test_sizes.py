@@ -1,7 +1,7 @@
 """Bytes as text, and the words of plans that walk over layers: what they take, and what does not combine."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cjax.plan import Auto, Plan
@@ -12,6 +12,7 @@ numbers |= st.builds(lambda count, unit: count * unit, st.integers(0, 5000), st.
 
 
 @given(numbers)
+@example(2**30 * 5**9)  # 1953125GiB, or 2097152GB
 def test_text_is_exact_and_shortest(number: int) -> None:
     text = size_text(number)
     assert num_bytes("host", text, least=0) == number
@@ -23,6 +24,7 @@ def test_text_is_exact_and_shortest(number: int) -> None:
     [
         ("16", "budget=16GiB"),
         ("16G", "budget=16GiB"),
+        ("16M", "budget=16MiB"),
         ("16gb", "budget=16GB"),
         ("1.5tib", "budget=1.5TiB"),
         ("16KB", "budget=16kB"),

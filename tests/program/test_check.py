@@ -18,7 +18,7 @@ from cjax.program.check import TF32, Outcome, compare
 from cjax.program.reference import has_tf32, narrowest, perturbed
 from cjax.trace.microbatches import part
 
-from .conftest import make, rows
+from .conftest import loss, make, rows
 
 PARTS = "data=4 tensor=2 microbatches=2"
 
@@ -33,6 +33,17 @@ class Drop(nn.Module):
     @nn.compact
     def __call__(self, x: Any, train: bool) -> Any:
         return nn.Dense(3)(nn.Dropout(0.5, deterministic=not train)(nn.Dense(16)(x)))
+
+
+class Tracking(nn.Module):
+    """What it remembers of its inputs takes the micro-batches in order, and moves nothing else."""
+
+    @nn.compact
+    def __call__(self, x: Any, train: bool) -> Any:
+        mean = self.variable("batch_stats", "mean", lambda: jnp.zeros(5))
+        if train and not self.is_initializing():
+            mean.value = 0.9 * mean.value + 0.1 * x.mean(0)
+        return nn.Dense(3)(x)
 
 
 class Normed(nn.Module):
@@ -87,6 +98,14 @@ def test_what_micro_batches_have_of_their_own_is_compared_with_theirs(model: nn.
     assert ("BatchNorm_0" in found.reference) == isinstance(model, Normed)
 
 
+def test_statistics_that_take_micro_batches_in_order_are_not_held_against_a_batchs() -> None:
+    changes: Any = {"model": Tracking(), "loss": lambda model, batch, train: loss(lambda x: model(x, train), batch)}
+    program = make("data=8 microbatches=2", batch=rows(16), **changes)
+    found = program.check(begin(program), rows(16))
+    assert found.ok and found.reference == "one device", str(found)
+    assert "Dense_0/kernel" in {each.name for each in found.differences}
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_low_precision_is_no_alarm_and_no_excuse(precision: str) -> None:
     # A factor that overflows: looked at with a smaller one.
@@ -135,6 +154,7 @@ def test_a_plan_that_computes_otherwise_does_not_train(monkeypatch: pytest.Monke
 def test_a_model_too_large_for_one_device_is_trained_unverified_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     small = dataclasses.replace(verify.hardware_of(jax.devices()), memory=20)
     monkeypatch.setattr(verify, "hardware_of", lambda devices: small)
+    monkeypatch.setattr(verify, "reference_of", lambda composed: pytest.fail("nothing is compiled for it"))
     program = make("data=8", verify=True)
     state = begin(program)
     program.step(state, rows())
@@ -162,8 +182,9 @@ def test_numbers_that_are_not_finite_or_not_real_are_compared_too() -> None:
     assert compare("p", *outcomes(wrong, right), (), 4).worst == "w"
     assert "it is zero" in str(compare("p", *outcomes(0 * right, right), (), 4))
     nan = np.array([np.nan, 2.0])
-    assert not compare("p", *outcomes(nan, right), (), 4).ok
-    assert not compare("p", *outcomes(nan, nan, loss=float("nan")), (), 4).ok
+    assert not compare("p", *outcomes(nan, np.array([1.0, 2.0])), (), 4).ok
+    both = compare("p", *outcomes(nan, nan, loss=float("nan")), (), 4)
+    assert not both.ok and {each.name for each in both.wrong} == {"loss", "w"} and "DIFFERS" in str(both)
 
 
 def test_rounding_excuses_what_it_does_and_no_factor() -> None:
