@@ -37,3 +37,18 @@ def test_optimus_gives_each_device_to_whose_end_it_brings_nearest() -> None:
     assert optimus(jobs, NODES, found, 60.0) == found
     many = [Job(str(n), ONE, work_left=1.0) for n in range(10)]
     assert len(optimus(many, NODES, {}, 0.0)) == 8
+
+
+def test_optimus_gives_no_device_that_brings_an_end_no_nearer() -> None:
+    slower = SpeedTable([Speed(1, 10.0), Speed(2, 9.0)])
+    found = optimus([Job("job", slower, work_left=100.0)], NODES, {}, 0.0)
+    assert size_of(found["job"]) == 1
+
+
+def test_what_somebody_holds_is_not_given_and_the_emptiest_node_comes_first() -> None:
+    held = {"old": {"b": (0, 2)}}
+    jobs = [Job("old", ONE, asked=2), Job("new", ONE, submitted=1, asked=3), Job("last", ONE, submitted=2, asked=3)]
+    found = fifo(jobs, {"a": 3, "b": 4}, held, 0.0)
+    assert found == held | {"new": {"a": (0, 1, 2)}}
+    assert fifo([jobs[0], Job("new", ONE, asked=4)], {"a": 3, "b": 4}, held, 0.0)["new"] == {"a": (0, 1, 2), "b": (1,)}
+    assert fifo([Job("new", ONE, asked=2)], {"a": 1, "b": 2}, {}, 0.0) == {"new": {"b": (0, 1)}}

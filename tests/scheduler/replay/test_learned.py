@@ -33,6 +33,15 @@ def test_what_was_seen_is_believed_and_more_rows_hide_the_exchange() -> None:
     assert np.all(learned.seconds((4,) * 4, ways) > learned.seconds((4,) * 3, ways))
 
 
+def test_between_what_was_measured_that_counts_and_a_line_behind_it() -> None:
+    learned = LearnedTimes()
+    for rows, seconds in ((1, 1.0), (2, 3.0), (4, 3.5)):
+        learned.see((1,), rows, seconds, 0.0)
+    at = learned.seconds((1,), tuple(Way(rows, 0, 1) for rows in (1, 2, 3, 4, 8)))
+    assert at[:4] == pytest.approx([1.0, 3.0, 3.25, 3.5])
+    assert at[4] > 3.5
+
+
 def test_sizes_that_a_job_never_had_are_doubted(tmp_path: Path) -> None:
     speeds = "application,devices,samples_per_second\n" + "".join(f"vision,{n},{10 * n}\n" for n in (1, 2, 4, 8))
     path = write_log(tmp_path, "name,time,application,work\nx,0,vision,6000\n", speeds)

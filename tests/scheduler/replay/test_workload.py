@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from scheduler.replay.logs import JOBS, SPEEDS, write_log
 
+from cjax.scheduler.policy.job import Speed
+from cjax.scheduler.replay.own import OwnModel
 from cjax.scheduler.replay.workload import read_workload
 
 HEAD = "name,time,application,work,devices,least,most\n"
@@ -35,3 +37,9 @@ def test_what_is_left_out_is_what_the_table_allows(tmp_path: Path) -> None:
     path = write_log(tmp_path, "name,time,application,work\na,5,vision,100\n", SPEEDS)
     (job,) = read_workload(path, tmp_path / "speeds.csv")
     assert (job.devices, job.least, job.most, job.time) == (1, 1, 4, 5.0)
+
+
+def test_a_larger_batch_needs_fewer_steps_as_the_noise_scale_says() -> None:
+    model = OwnModel("vision", (Speed(1, 10.0, batch=8),), work=800.0, noise=8.0)
+    assert model.steps_left(8, 0) == pytest.approx(100)
+    assert model.steps_left(16, 0) == pytest.approx(100 * (8 + 8) / (16 + 8))
