@@ -171,11 +171,11 @@ def state_from(composed: Composed, arrays: dict[str, PyTree], gives_up: bool = F
     """
     needed = ("params", "frozen", "opt_state", "carried", "step", "key", "loss_scale", "noise_scale")
     if not isinstance(arrays, Mapping) or not all(name in arrays for name in needed):
-        given = f"an object of the type {type(arrays).__name__}"
-        given = ", ".join(map(str, arrays)) or "nothing" if isinstance(arrays, Mapping) else given
+        kind = f"a {type(arrays).__name__}"
+        given = f"{kind} of {', '.join(map(str, arrays)) or 'nothing'}" if isinstance(arrays, Mapping) else kind
         raise ValueError(
-            f"a state is made of {', '.join(needed)}, and {given} was given: give what program.to_arrays(state) gave, "
-            "or cjax.checkpoint.restore(path, program.abstract_state())[0]"
+            f"a state is made of {', '.join(needed)}, and this is {given}: give what program.to_arrays(state) gave, or "
+            "cjax.checkpoint.restore(path, program.abstract_state())[0]"
         )
     trees = {
         name: check_fits(shelf, arrays[name], f"this state's {name} are")

@@ -117,10 +117,3 @@ def test_damaged_missing_and_misplaced_checkpoints_are_named(program: cjax.Progr
     assert program.step(state, rows())[0].step == 1
     for wrong in (3, {"params": 1}):
         assert "path of a checkpoint or a state" in refusal(lambda wrong=wrong: program.restore(wrong), TypeError)
-
-
-@pytest.mark.parametrize(("given", "said"), [({"params": 1}, "and params was given"), (3, "of the type int")])
-def test_arrays_that_are_no_state_are_refused(program: cjax.Program, given: object, said: str) -> None:
-    message = refusal(lambda: program.from_arrays(given))  # type: ignore[arg-type]
-    assert "a state is made of params, frozen, opt_state" in message and said in message
-    assert "program.to_arrays(state)" in message
