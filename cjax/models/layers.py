@@ -53,7 +53,7 @@ def linear(
 def tied_scores(embed: nnx.Embed, hidden: jax.Array) -> jax.Array:
     """Logits [..., vocab] of hidden states [..., embed] by the table of tokens; in float32 also where that is not."""
     table = embed.embedding[...]
-    if table.dtype.itemsize == 4:
+    if table.dtype.itemsize > 2:  # float64 too stays what it is
         return embed.attend(hidden)
     return jnp.einsum("...e,ve->...v", hidden.astype(table.dtype), table, preferred_element_type=jnp.float32)
 
