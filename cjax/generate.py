@@ -41,7 +41,12 @@ def generate(
     key: jax.Array | None = None,
     *,
     state: State | None = None,
-    **options: Any,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Sequence[int] = (),
+    present: Any = None,
+    precision: str = "float32",
 ) -> jax.Array:
     """Continues each row of `tokens`; greedy texts are the same tokens under every plan.
 
@@ -55,7 +60,12 @@ def generate(
         num_tokens: how many to add to each row.
         key: randomness for the samples; not needed at temperature 0.
         state: of the program.
-        options: temperature, top_k, top_p, stop, present, precision; as `cjax.models.generate` has them.
+        temperature: below 1 is bolder; 0 always takes the likeliest token.
+        top_k: sample among the k likeliest only.
+        top_p: sample among the likeliest only, as few as have this probability together.
+        stop: tokens that end a text; the rest of its row repeats the one that did.
+        present: for a T5, [batch, length], 0 or False for padding.
+        precision: "bfloat16" where the whole model is on devices, as `cjax.models.generate` has it.
 
     Returns:
         int32[batch, length + num_tokens], the given tokens first; of a T5 int32[batch, 1 + num_tokens], 0 first.
@@ -74,6 +84,14 @@ def generate(
     >>> generate(program, prompt, 5, temperature=0, state=program.init(0)).shape[1]
     8
     """
+    options: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "stop": stop,
+        "present": present,
+        "precision": precision,
+    }
     if not isinstance(source, Program):
         if state is not None:
             raise ValueError(f"`state` goes with a program, and this is a {type(source).__name__}: leave it out")

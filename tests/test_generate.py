@@ -81,6 +81,10 @@ def test_what_cannot_be_said_is_refused() -> None:
         cjax.generate(program, PROMPT, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="longer than this model's context"):
         cjax.generate(model, np.zeros((2, 13), np.int32), 2, temperature=0)
+    walked = program("cjax_gpt", "budget=1GiB offload=params", 8)
+    for source, given in ((made, state), (walked, begin(walked))):
+        with pytest.raises(TypeError, match=r"generate\(\) got an unexpected keyword argument 'topk'"):
+            cjax.generate(source, PROMPT, 2, topk=3, state=given)  # type: ignore[call-arg]
 
 
 WRONG: dict[str, tuple[Any, str]] = {
