@@ -49,16 +49,23 @@ def compose(
     planning = planning_of(source, given.optimizer, devices, given.learned)
     if isinstance(plan, Decision):
         return _composed(given, planning, plan, devices, schedule)
-    refused: list[Plan] = []
+    refused: dict[Plan, ValueError] = {}
     while True:
-        decision = decide(planning, plan, len(devices), refused)
+        try:
+            decision = decide(planning, plan, len(devices), list(refused))
+        except ValueError as error:
+            if not refused:
+                raise
+            # No plan is left. That is the model's doing, and not that of the rows and devices.
+            last, reason = list(refused.items())[-1]
+            raise ValueError(f"plan={str(plan)!r}: the model can't be trained under {str(last)!r}: {reason}") from error
         try:
             return _composed(given, planning, decision, devices, schedule)
-        except ValueError:
+        except ValueError as error:
             # What a search knows of a model is what splits and divides. Gradients and stages have reasons of their own.
             if decision.found is None or _is_plain(decision.plan) or len(refused) == MOST_REFUSED:
                 raise
-            refused.append(decision.plan)
+            refused[decision.plan] = error
 
 
 def _is_plain(plan: Plan) -> bool:

@@ -174,7 +174,7 @@ def _numbers(cluster: Cluster) -> tuple[int, ...]:
     few = [n for n in (1, 2, 4, 8, 16) if n <= cluster.cards_per_host]
     hosts = sorted({base * 2**power for base in (1, 3) for power in range(11)})
     many = [cluster.cards_per_host * n for n in hosts]
-    return tuple(sorted({n for n in (*few, *many) if n <= MOST_DEVICES and cluster.fits(n)}))
+    return tuple(sorted({n for n in (*few, *many) if n <= MOST_DEVICES}))
 
 
 def _nothing_fits(planning: Planning, asked: Asked, found: Found) -> str:

@@ -6,6 +6,7 @@ import pytest
 from forked import Forks
 
 from cjax.checkpoint import Checkpointer, inspect, save
+from cjax.checkpoint.description import check_files, check_same
 
 
 def test_a_summary_says_what_is_there(tmp_path: Path, state: dict):
@@ -49,6 +50,40 @@ def test_a_damaged_description_is_refused(tmp_path: Path, content: str):
     (tmp_path / "c" / "checkpoint.json").write_text(content)
     with pytest.raises(ValueError, match="checkpoint.json is damaged"):
         inspect(tmp_path / "c")
+
+
+def test_each_byte_of_each_file_counts_and_processes_share_the_reading(tmp_path: Path):
+    save(tmp_path / "c", {"w": np.arange(4096.0), "b": np.ones(3)}, {})
+    summary = inspect(tmp_path / "c")
+    assert len(summary.files) > 2
+    for number, name in enumerate(summary.files):
+        file = tmp_path / "c" / name
+        sound = file.read_bytes()
+        file.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+        with pytest.raises(ValueError, match="nothing was restored") as error:
+            check_files(summary)
+        assert f"{name} was altered: its checksum differs" in str(error.value)
+        for part in range(2):  # each file is read by one of them
+            if part == number % 2:
+                with pytest.raises(ValueError, match="was altered"):
+                    check_files(summary, part, 2)
+            else:
+                check_files(summary, part, 2)
+        file.unlink()
+        with pytest.raises(ValueError, match="is missing"):
+            check_files(summary)
+        file.write_bytes(sound)
+    check_files(summary)
+
+
+def test_a_checkpoint_with_more_than_the_model_has_is_of_another_model(tmp_path: Path):
+    save(tmp_path / "c", {"params": {"w": np.ones(3), "b": np.ones(2)}, "step": 1}, {})
+    summary = inspect(tmp_path / "c")
+    wanted = {name: info for name, info in summary.arrays.items() if name != "params/b"}
+    with pytest.raises(ValueError, match="only the checkpoint has  params/b float64"):
+        check_same(summary, wanted, ())
+    check_same(summary, summary.arrays, ())
+    check_same(summary, {name: info for name, info in wanted.items() if name != "params/w"}, ("params",))
 
 
 def test_a_missing_one_names_its_neighbours(tmp_path: Path):

@@ -166,6 +166,7 @@ def test_a_lambda_of_the_same_code_is_compiled_once(evaluator: cjax.Program, com
 
 def test_functions_that_are_not_used_again_make_room(evaluator: cjax.Program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "KEPT", 3)
+    monkeypatch.setattr(evaluator._evaluate, "_compiled", {})  # without what other tests have asked for
     state, ran = evaluator.init(0), []
 
     def scored(number: int) -> float:

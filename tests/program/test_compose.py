@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 import cjax
-from cjax.program.compose import compose
+from cjax.pipeline.schedule import build
+from cjax.plan import Plan
+from cjax.planner.choice.decide import Decision
+from cjax.planner.choice.search import Found
+from cjax.program import compose as composing
+from cjax.program.compose import MOST_REFUSED, compose
 
 from .conftest import make, rows
 
@@ -54,3 +59,52 @@ def test_fewer_rows_are_another_batch_of_the_same_loss(counted: cjax.Program) ->
     few = compose(counted._composed.given, "data=4 tensor=2", jax.devices(), num_rows=8)
     assert {leaf.shape[0] for leaf in jax.tree.leaves(few.batch_shape)} == {8}
     assert few.given is counted._composed.given and few.capture is counted._composed.capture
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, most: int) -> list[Any]:
+    """Plans that `auto` finds in turn, of which a model refuses the first so many; those that were tried."""
+    tried: list[Any] = []
+    whole = composing._composed
+
+    def compose_or_refuse(given: Any, planning: Any, decision: Any, *rest: Any) -> Any:
+        tried.append(decision.plan)
+        if len(tried) <= most:
+            raise ValueError(f"no {decision.plan}")
+        return whole(given, planning, decision, *rest)
+
+    def found(planning: Any, plan: Any, num_devices: int, refused: Any = ()) -> Decision:
+        assert list(refused) == tried
+        if plan == "auto zero=0" and len(refused) == 1:
+            raise ValueError("no plan shares the rows")
+        names = ["tensor=2", "tensor=4", "microbatches=2", *(f"tensor={n} zero=1" for n in (2, 4, 8))]
+        names += [f"zero={stage} microbatches=2" for stage in (1, 2, 3)] + ["tensor=8"]
+        return Decision(Plan.parse(names[len(refused)]).resolve(num_devices), (), Found())
+
+    monkeypatch.setattr(composing, "_composed", compose_or_refuse)
+    monkeypatch.setattr(composing, "decide", found)
+    return tried
+
+
+@pytest.mark.parametrize("most", [2, MOST_REFUSED])
+def test_auto_takes_the_next_plan_where_a_model_refuses_one(
+    counted: cjax.Program, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """What a stage or a gradient cannot be is found out when it is made."""
+    tried = refusing(monkeypatch, most)
+    composed = compose(counted._composed.given, "auto", jax.devices())
+    assert composed.plan == tried[-1] and len(set(tried)) == len(tried) == most + 1
+
+
+def test_what_a_model_refuses_is_the_users_to_see(counted: cjax.Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = refusing(monkeypatch, 100)
+    with pytest.raises(ValueError, match="^no data=8 microbatches=2 zero=3$"):
+        compose(counted._composed.given, "auto", jax.devices())
+    assert len(tried) == MOST_REFUSED + 1
+    tried.clear()
+    with pytest.raises(ValueError, match="the model can't be trained under 'data=4 tensor=2': no data=4 tensor=2"):
+        compose(counted._composed.given, "auto zero=0", jax.devices())
+
+
+def test_a_schedule_goes_with_a_pipeline(counted: cjax.Program) -> None:
+    with pytest.raises(ValueError, match="the plan 'data=8' has none: add pipeline=2 microbatches=2"):
+        compose(counted._composed.given, "data=8", jax.devices(), build("1f1b", 2, 2))

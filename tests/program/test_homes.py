@@ -46,6 +46,15 @@ def test_all_that_is_held_and_moved_is_there() -> None:
     assert (use.budget, use.host_limit, use.disk_limit) == (PLAN.budget, PLAN.host, PLAN.disk)
 
 
+def test_a_pass_takes_as_long_as_the_direction_that_moves_more() -> None:
+    rates = rates_of(H100)
+    cost = walk_cost(SIZES, HOMES, rates, {"forward": 1e-3, "backward": 3e-3}, 4096, reading_again({}))
+    use = describe_walk(PLAN, SIZES, PEAKS, HOMES, cost, rates, 4096)
+    ways = {str(name): (each.link_in, each.link_out) for name, each in cost.seconds.items()}
+    assert any(there > back for there, back in ways.values()) and any(there < back for there, back in ways.values())
+    assert {name: each.link for name, each in use.phases.items()} == {name: max(each) for name, each in ways.items()}
+
+
 def test_rows_that_an_optimizer_reads_again_are_moved_again() -> None:
     once, again = ({each.name: each for each in use_of(times).classes} for times in ({}, {"grads": 1}))
     assert again["gradients"].link_in == 2 * once["gradients"].link_in > 0

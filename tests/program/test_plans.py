@@ -1,6 +1,8 @@
 """`cjax.plans`: what is listed is what the search found, what is compiled is the compiled program's."""
 
+import dataclasses
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,7 +11,9 @@ import pytest
 
 import cjax
 from cjax.planner.choice.scored import Scored
+from cjax.planner.choice.search import Found
 from cjax.program import plans as plans_module
+from cjax.report import MemoryUse
 
 from .conftest import Net, make
 
@@ -94,6 +98,29 @@ def test_a_plan_that_compiled_is_over_is_left_out_and_the_next_one_taken(monkeyp
     assert found.best.plan == second and found.best.is_exact
     assert f"{first} is left out: compiled it needs too much" in found.notes
     assert first not in [each.plan for each in found.plans] + [text for _, _, text in found.front]
+
+
+def test_a_plan_that_needs_more_than_there_is_says_so_and_another_has_its_marks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = make("data=8", model=Net(64))
+    memory = MemoryUse(params=3 * 2**30, limit=2**30)
+    monkeypatch.setattr(
+        plans_module, "Program", lambda composed: SimpleNamespace(report=lambda: SimpleNamespace(memory=memory))
+    )
+    a, b, c = (Scored(cjax.Plan(data=n), n, {}, 1, {"matmul": float(n)}, 1, 2, 0, 1, {}) for n in (2, 4, 8))
+    said = plans_module._compiled(program._composed.given, dataclasses.replace(a, plan=program.plan), jax.devices())
+    assert said == f"compiled it needs {memory}"
+    found = Found(best=[a, b], front=[a, c], fastest=a, leanest=b, cheapest=a, fewest=a)
+    plans_module._leave_out(found, a)
+    assert (found.best, found.front) == ([b], [c])
+    assert (found.fastest, found.leanest, found.cheapest, found.fewest) == (b, b, b, b)
+
+
+def test_numbers_of_cards_are_parts_of_a_host_and_hosts() -> None:
+    numbers = plans_module._numbers(cjax.Cluster.parse("h100/node=6"))
+    assert numbers[:6] == (1, 2, 4, 6, 12, 18) and numbers[-1] <= plans_module.MOST_DEVICES
+    assert all(n < 6 or n % 6 == 0 for n in numbers)
 
 
 def test_a_plan_is_left_out_whatever_its_compilation_raises(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -36,6 +37,7 @@ def test_a_key_can_be_used_again(program: cjax.Program) -> None:
     [
         ("0", "not str"),
         (0.5, "not float"),
+        (2**63, "a seed has 64 bits at most"),
         (None, "not NoneType"),
         (jax.numpy.zeros(2), "not float32[2]"),
         (lambda: jax.random.split(jax.random.key(0)), "not key<fry>[2]"),
@@ -94,6 +96,8 @@ def test_everything_wrong_is_listed_at_once(program: cjax.Program) -> None:
         "Dense_0/bias, Dense_0/kernel",
     ):
         assert text in message, message
+    both = refusal(lambda: program.init(0, params={"Dense_0/bias": np.ones(4), "Dense_0/kernel": KERNEL * 1j}))
+    assert "Dense_0/bias: [4] given, [3] needed" in both and "Dense_0/kernel: complex64 given, float32 needed" in both
     assert "not a tree" not in message and "a int" in refusal(lambda: program.init(0, params=3), TypeError)
 
 
@@ -111,6 +115,22 @@ SOUND: dict[str, tuple[Any, str]] = {
 def test_values_that_are_no_numbers_are_refused(program: cjax.Program, name: str) -> None:
     value, said = SOUND[name]
     assert said in refusal(lambda: program.init(0, params={"Dense_0/kernel": value}))
+
+
+def test_a_layer_of_a_stack_can_be_given_alone() -> None:
+    class Tower(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for _ in range(4):
+                x = nn.relu(nn.Dense(5)(x))
+            return nn.Dense(3)(x)
+
+    program = make("data=8", model=Tower(), optimizer=None)
+    assert max(len(slot.leaves) for slot in program._composed.shelves.params.slots) >= 4
+    wanted = on_host(program.params(program.init(3)))
+    for layer in ("Dense_0", "Dense_2"):
+        given = on_host(program.params(program.init(3, params={f"{layer}/kernel": np.ones((5, 5), np.float32)})))
+        assert_same(given, {**wanted, layer: {**wanted[layer], "kernel": np.ones((5, 5))}})
 
 
 def test_optimizers_that_copy_parameters_start_from_the_given_ones() -> None:
@@ -155,4 +175,8 @@ def test_files_that_do_not_fit_or_are_cut_are_named(program: cjax.Program, tmp_p
     message = refusal(lambda: program.init(0, params=file))
     assert str(file) in message and "download it again" in message
     for path in (tmp_path / "nothing.safetensors", tmp_path / "nowhere"):
-        assert str(path) in refusal(lambda path=path: program.init(0, params=path), FileNotFoundError)
+        said = refusal(lambda path=path: program.init(0, params=path), FileNotFoundError)
+        assert said == f"no safetensors file at {path}"
+    program.save(tmp_path / "saved", program.init(0))
+    said = refusal(lambda: program.init(0, params=tmp_path / "saved"), FileNotFoundError)
+    assert said.endswith("(it is a checkpoint: program.restore(path))")

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from cjax.report import Explained, Ranked, Ranking
+from cjax.report.explained import about
 
 PLANS = [
     Ranked(
@@ -37,6 +38,11 @@ def test_columns_that_nobody_filled_are_not_there() -> None:
     assert "<svg" not in ranking(*plain)._repr_html_()
 
 
+def test_a_plan_that_nobody_predicted_has_no_time_beside_one_that_somebody_did() -> None:
+    text = str(ranking(PLANS[0], dataclasses.replace(PLANS[1], plan="data=8 disk=1TiB", parts={})))
+    assert re.search(r"data=8 disk=1TiB  +35 % +~8\.0 +leanest", text) and "620 (540-720)" in text
+
+
 def test_numbers_of_devices_are_shown_where_they_differ() -> None:
     assert "devices" not in str(ranking())
     assert "devices" in str(ranking(PLANS[0], dataclasses.replace(PLANS[1], num_devices=16)))
@@ -51,14 +57,20 @@ def test_the_picture_has_a_dot_for_each_plan_with_its_text() -> None:
     assert picture.count("<svg") == 1 and ranking()._repr_html_().endswith(picture)
 
 
+@pytest.mark.parametrize("spread", [1, 100])
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
-def test_axes_have_round_numbers_whatever_the_scale(scale: float) -> None:
-    plans = [
-        dataclasses.replace(PLANS[0], parts={"matmul": scale * (1 + i)}, bytes=2**30 * (1 + i) * scale)
-        for i in range(3)
-    ]
+def test_axes_have_round_numbers_whatever_the_scale(scale: float, spread: float) -> None:
+    sizes = [scale * (1 + spread * i) for i in range(3)]
+    plans = [dataclasses.replace(PLANS[0], parts={"matmul": size}, bytes=2**30 * size) for size in sizes]
     found = Ranking("x", "time", plans, 3, 3).picture
     assert len(re.findall(r'text-anchor="(?:end|middle)">[\d.e+-]+<', found)) >= 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.6183, "620"), (1.2371, "1,240"), (2.3456, "2,300"), (0.01234, "12"), (0.1251, "125")]
+)
+def test_a_time_has_the_digits_that_somebody_believes(seconds: float, text: str) -> None:
+    assert about(seconds, seconds, seconds) == f"{text} ms ({text}-{text})"
 
 
 def test_an_explanation_without_times() -> None:

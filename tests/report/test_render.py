@@ -1,7 +1,7 @@
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cjax.report.render import WIDTH, Lines, Table, bytes_unit, flops_text, fraction_text, milliseconds, wrap
@@ -101,12 +101,19 @@ def test_notes_fit_the_page(rows: list[tuple[str, str]]) -> None:
     assert all(len(line) <= WIDTH for line in text.splitlines())
 
 
+def test_titles_over_figures_are_narrowed_where_figures_leave_room() -> None:
+    title, figures = ("a", "b", "c", "d", "number", "words over a small figure"), ("9" * 30, "1")
+    text = Table((*title,), [("some words here and more",) * 4 + figures], right=frozenset({4, 5})).text()
+    assert all(len(line) <= WIDTH for line in text.splitlines()) and "9" * 30 in text
+
+
 def test_lines_keep_a_name_with_its_number() -> None:
     text = Lines([("fits", ", ".join(f"compiler {n}.5" for n in range(20)))]).text()
     assert len(text.splitlines()) > 1 and all(len(line) <= WIDTH for line in text.splitlines())
     assert "compiler\n" not in text and all(line.startswith("        ") for line in text.splitlines()[1:])
 
 
+@example("<b>&amp;</b>")
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"])))
 def test_html_shows_what_was_said(text: str) -> None:
     assert Cells(Lines([(text, text)]).html()).cells == [text, text]

@@ -43,6 +43,7 @@ def test_what_is_not_known_or_not_there_is_said() -> None:
     unknown = text(replace(WALK, phases={}).lines())
     assert unknown["walk"].startswith("time unknown")
     assert "no number of tokens" in text(replace(WALK, hidden_from=None).lines())["walk"]
+    assert text(replace(WALK, is_bound=False).lines())["walk"].startswith("about 7,100 ms")
     still = text(replace(WALK, classes=[ClassUse("params", {"device": 32}, GIB)]).lines())
     assert still["link"] == "nothing leaves the devices" and "disk" not in still and "nothing to hide" in still["walk"]
 
