@@ -9,7 +9,9 @@ import pytest
 import small_gpt
 
 from cjax.models import GPT, loss
-from cjax.program.walks import walk_plans
+from cjax.plan import Plan
+from cjax.planner.choice.homes import TooLittle
+from cjax.program.walks import _nothing, walk_plans
 
 CALL: Any = (lambda rngs: GPT(small_gpt.CONFIG, rngs=rngs), loss, optax.adam(1e-3), small_gpt.TOKENS)
 
@@ -100,6 +102,18 @@ def test_what_is_missing_is_said(arguments: Any, options: Any, message: str) -> 
     arguments = [least("h100:2") if each == "LEAST" else each for each in arguments]
     with pytest.raises(ValueError, match=message):
         walk_plans(CALL, "h100:2", *arguments, **options)
+
+
+def test_of_what_is_missing_the_least_is_said_and_room_before_a_budget() -> None:
+    plans = [Plan(data=8, zero=stage) for stage in (0, 1, 2, 3)]
+    errors = [("far", "room", 900), ("near", "room", 5), ("nearer, of another kind", "budget", 1), ("none", "", 0)]
+    refused = [
+        (plan, TooLittle(text, what, missing) if what else ValueError(text))  # type: ignore[arg-type]
+        for plan, (text, what, missing) in zip(plans, errors, strict=True)
+    ]
+    assert _nothing(plans, refused) == "none of 4 plans fits. 'data=8 zero=1' comes nearest: near"
+    assert _nothing(plans[:1], refused[:1]) == "the plan does not fit: far"
+    assert _nothing(plans, refused[3:]) == "no plan can be had; 'data=8 zero=3': none"
 
 
 def test_a_number_of_cards_is_needed() -> None:

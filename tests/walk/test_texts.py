@@ -91,12 +91,19 @@ def needs_of(name: str, rows: int, lengths: tuple[int, ...] = (5,)) -> Any:
     memory = jax.eval_shape(lambda: [(jax.numpy.zeros([rows, 12, 8, 5]),) * 2] * 4)
     found = texts.needs([{"new": struct((rows, new)), "length": struct(())} for new in lengths], memory)
 
-    def homes(budget: int, host: int | None = None) -> Any:
-        plan = dataclasses.replace(made.plan, budget=budget, host=host, offload=("params",))
+    def homes(budget: int | None, host: int | None = None, offload: Any = ("params",)) -> Any:
+        plan = dataclasses.replace(made.plan, budget=budget, host=host, offload=offload)
         composed = dataclasses.replace(made._composed, plan=plan)
         return Texts(composed, next_logits).homes(state._held.homes, found)
 
     return found, room_of(texts._composed, state._held.homes), homes
+
+
+def test_memory_is_on_the_host_where_the_plan_asks_for_that() -> None:
+    _, _, homes = needs_of("cjax_gpt", 4)
+    for budget in (None, 2**30):
+        assert homes(budget) == ("device",) * 4
+        assert homes(budget, offload=("params", "activations")) == ("host",) * 4
 
 
 def test_memory_is_on_the_host_where_a_budget_has_no_room() -> None:
