@@ -7,6 +7,8 @@ import subprocess
 import textwrap
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import cjax.mesh as mesh_lib
 from cjax.audit import audit
 from cjax.cards import CARDS
+from cjax.jax_compat.backends import gathers_ahead
 from cjax.machines import Cluster
 from cjax.mesh import (
     BATCH_AXES,
@@ -30,10 +33,12 @@ from cjax.mesh import (
     compile_lowered,
     compiler_options,
     is_compile_only,
+    launch,
     moving,
     resolve_devices,
 )
 from cjax.mesh.axes import _place_in_machine
+from cjax.mesh.devices import SCATTERED_TOGETHER
 
 LAUNCHER_VARIABLES = ("WORLD_SIZE", "RANK", "SLURM_", "OMPI_", "MASTER_", "LOCAL_", "JAX_COORDINATOR", "XLA_FLAGS")
 
@@ -106,6 +111,29 @@ def test_devices_that_make_no_sense_are_refused(text, word):
     with pytest.raises(ValueError) as error:
         resolve_devices(text)
     assert word in str(error.value)
+
+
+def test_each_device_is_given_once_and_all_are_of_a_kind():
+    first, second = jax.devices()[:2]
+    with pytest.raises(ValueError, match="holds .* twice, and a device has one part of the work: give each once"):
+        resolve_devices([first, second, first])
+    card = Mock(spec=jax.Device, platform="gpu")
+    with pytest.raises(ValueError, match=r"of cpu and gpu, and a program runs on one kind: give jax.devices\('gpu'\)"):
+        resolve_devices([first, card])
+    assert resolve_devices([card]) == [card]
+
+
+def test_what_programs_for_gpus_are_compiled_with():
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")] * 4), size=4)
+    plain = compiler_options(mesh)
+    assert plain == {"xla_gpu_enable_triton_gemm": False}
+    assert compiler_options(mesh, scatters_in_layers=True) == plain | {
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": SCATTERED_TOGETHER
+    }
+    assert compiler_options(mesh, saves_gathered=True) == plain | gathers_ahead()
+    assert compiler_options(mesh, runs_abreast=True) == plain | {"xla_gpu_dot_merger_threshold_mb": 0}
+    alone = build_mesh({"data": 1}, jax.devices()[:1])
+    assert compiler_options(alone, True, True, True) is None
 
 
 @pytest.mark.parametrize(
@@ -225,6 +253,10 @@ def test_coordinator_avoids_the_port_of_torchruns_own_store(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     mesh_lib.initialize()
     assert called["local_device_ids"] is None
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(launch, "gloo_stays_on_loopback", lambda: called.update(stays=True))
+    mesh_lib.initialize()
+    assert called["coordinator_bind_address"] == "127.0.0.1:29501" and called["stays"], "and on no other network"
 
 
 @pytest.mark.aot

@@ -10,10 +10,10 @@ JOB = {
 
 
 def test_the_table_of_jobs() -> None:
-    waits = JOB | {"name": "second", "status": "failed", "devices": 0, "plan": "", "rate": None, "end": None}
+    waits = JOB | {"name": "second", "status": "failed", "devices": 2, "plan": "", "rate": None, "end": None}
     text = shown({"nodes": {"a": 4, "b": 4}, "jobs": [JOB, waits | {"why": "it died\nand more"}]}, now=1000.0)
     head, names, *rows = text.splitlines()
-    assert head == "4 of 8 devices on 2 nodes are held"
+    assert head == "6 of 8 devices on 2 nodes are held"
     assert names.split("  ")[0] == "job" and len(rows) == 2
     assert rows[0].split() == ["first", "running", "4", "(1:8)", "30/90", "1,234", "1", "min", "data=4"]
     assert rows[1].endswith("it died")

@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from flax import nnx
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from cjax.cli import main
+from cjax.cli.generate import _in_passes
 from cjax.models import GPT, gpt, save
+from cjax.planner.choice.homes import TooLittle
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +49,23 @@ def test_rows_a_pass_are_as_many_as_a_budget_allows(folder: Path, capsys: pytest
     whole, _ = said(capsys, *many)
     little, told = said(capsys, *many, "--budget", "150KiB")
     assert little == whole and "8 prompts a pass instead" in told
+
+
+def test_what_does_not_fit_is_tried_in_half_as_many_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    tried = []
+
+    def run(prompts: np.ndarray) -> np.ndarray:
+        tried.append(len(prompts))
+        if len(prompts) > most:
+            raise TooLittle("too many", "budget", 1)
+        return prompts + 1
+
+    prompts, most = np.arange(14).reshape(7, 2), 2
+    np.testing.assert_array_equal(_in_passes(run, prompts, None), prompts + 1)
+    assert tried == [7, 4, 2, 2, 2, 1] and "4 prompts a pass instead" in capsys.readouterr().err
+    most = 0
+    with pytest.raises(TooLittle):
+        _in_passes(run, prompts, None)
 
 
 def test_a_text_ends_with_the_token_that_the_config_names(

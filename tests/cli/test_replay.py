@@ -6,6 +6,8 @@ import pytest
 from scheduler.replay.logs import write_log
 
 from cjax.cli.main import main
+from cjax.cli.replay import summary
+from cjax.scheduler.replay.simulate import Replayed
 
 
 def test_a_log_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,6 +44,14 @@ def test_what_is_typed_wrong_is_said(
 ) -> None:
     assert main(["replay", str(write_log(tmp_path)), *options]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_summary_is_of_the_mean_job() -> None:
+    text = summary(Replayed({"a": 100.0, "b": 300.0}, 400.0, 0.5, 0.25, {"a": 1, "b": 0}, ()))
+    found = {line[:36].strip(): line[36:].strip() for line in text.splitlines()}
+    assert found["jobs"] == "2" and found["restarts a job"] == "0.50"
+    assert found["mean seconds from submission to end"] == found["half of the jobs within"] == "200"
+    assert found["devices held, share of that time"] == "50.0%"
 
 
 def test_tables_that_are_nowhere_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

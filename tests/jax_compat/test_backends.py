@@ -51,6 +51,8 @@ def test_names_count_for_the_cache_while_they_are_asked_for() -> None:
         assert counts() == before
     with pytest.raises(KeyError), names_in_cache_key(True):
         assert counts()
+        with names_in_cache_key(False):
+            assert counts(), "who asked for them before, asked for all programs"
         raise KeyError
     assert counts() == before
 

@@ -69,6 +69,24 @@ def test_a_derivative_is_traced_within_a_context(function: Any, name: str) -> No
     assert jax.grad(lambda x: run(x)[0])(3.0) == 30.0 and opened == [name]
 
 
+def test_the_context_is_open_while_the_rule_runs() -> None:
+    is_open, seen = [False], []
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        is_open[0] = True
+        yield
+        is_open[0] = False
+
+    def rule(*args: Any) -> Any:
+        seen.append(is_open[0])
+        return args
+
+    known = equation(by_jvp).params["jvp_jaxpr_fun"].debug_info
+    wrapped = called_within(types.SimpleNamespace(call_wrapped=rule, debug_info=known), context)
+    assert wrapped.call_wrapped(1, 2) == (1, 2) and seen == [True] and not is_open[0]
+
+
 def test_all_of_a_derivative_is_among_its_parts() -> None:
     assert parts(by_jvp) == (by_jvp.fun, _by_jvp, (), False)
     fun, fwd, bwd, static, zeros = parts(by_vjp)

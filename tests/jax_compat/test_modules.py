@@ -113,6 +113,7 @@ def test_the_stream_that_is_missing_is_read_off_the_error() -> None:
         nn.Dense(2).init({}, jnp.ones((1, 2)))
     assert missing_stream(error.value) == "params"
     assert missing_stream(InvalidRngError("First argument passed to an init function should be a PRNGKey.")) is None
+    assert missing_stream(InvalidRngError('the stream "noise" is given twice')) is None
 
 
 class Split(nnx.Module):

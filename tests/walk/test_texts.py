@@ -15,6 +15,7 @@ import cjax
 from cjax.models import T5
 from cjax.models.generation import next_logits
 from cjax.planner.choice.homes import TooLittle
+from cjax.program import texts as texts_room
 from cjax.program.passing import room_of
 from cjax.program.texts import Texts
 from cjax.tree import leaf_names
@@ -97,6 +98,25 @@ def needs_of(name: str, rows: int, lengths: tuple[int, ...] = (5,)) -> Any:
         return Texts(composed, next_logits).homes(state._held.homes, found)
 
     return found, room_of(texts._composed, state._held.homes), homes
+
+
+def test_texts_are_in_the_precision_of_the_weights_whatever_was_trained_in() -> None:
+    made, _ = program("cjax_gpt", "data=2 offload=params precision=bfloat16")
+    assert Texts(made._composed, next_logits)._composed.plan == dataclasses.replace(made.plan, precision="float32")
+
+
+def test_programs_of_the_lengths_that_were_asked_for_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = program("cjax_gpt", "data=2 offload=params+activations")
+    texts = Texts(made._composed, next_logits)
+    monkeypatch.setattr(texts_room, "MOST_MADE", 2)
+    monkeypatch.setattr(texts, "_make", lambda given, memory: object())
+
+    def walk(length: int) -> Any:
+        return texts._walk({"new": jax.ShapeDtypeStruct((4, length), "int32")}, ())
+
+    first, second = walk(1), walk(2)
+    assert walk(1) is first and walk(3) is not first
+    assert walk(1) is first and walk(2) is not second, "2 was asked for longest ago"
 
 
 def test_memory_is_on_the_host_where_the_plan_asks_for_that() -> None:
