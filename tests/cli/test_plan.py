@@ -67,6 +67,12 @@ def test_plans_for_a_model_of_the_users_own(file: str, capsys):
     assert "8" in refused, "a refused plan is a row with its reason"
 
 
+def test_plans_of_which_none_can_be_had_are_a_failure(file: str, capsys):
+    assert main(["plan", f"{file}:make", "--target", "cpu:8", "--plan", "data=3", "--plan", "tensor=3"]) == 1
+    said = capsys.readouterr().out
+    assert "data=3" in said and "tensor=3" in said
+
+
 def test_one_plan_is_reported_in_full(capsys, monkeypatch):
     small = models.GPTConfig(num_layers=2, num_heads=4, embed_dim=32, context=64, vocab_size=256)
     monkeypatch.setitem(models.presets, "gpt-mini", small)

@@ -169,6 +169,17 @@ def test_the_options_of_a_run_are_those_of_its_resume_unless_typed_again(whole: 
     assert options.data is not None and Path(options.data).is_absolute()
 
 
+def test_what_was_named_from_where_one_stood_is_found_from_elsewhere(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = Train(data="text", vocabulary="words", disk_folder="rows")
+    options._remember(tmp_path / "run")
+    kept = json.loads((tmp_path / "run" / "options.json").read_text())
+    assert [kept[name] for name in ("data", "vocabulary", "disk_folder")] == [
+        str(tmp_path / name) for name in ("text", "words", "rows")
+    ]
+    assert kept["folder"] is None and kept["resume"] is None
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
