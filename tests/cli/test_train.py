@@ -169,6 +169,21 @@ def test_the_options_of_a_run_are_those_of_its_resume_unless_typed_again(whole: 
     assert options.data is not None and Path(options.data).is_absolute()
 
 
+def test_options_of_a_run_that_cannot_be_gone_on_with_stay_what_they_were(tmp_path: Path):
+    kept, plan = tmp_path / "options.json", tmp_path / "plan.txt"
+    Train(steps=10)._remember(tmp_path)
+    before = kept.read_text()
+    plan.write_text("data=8")
+    with pytest.raises(KeyError), Train(steps=20, resume=str(tmp_path))._remembered(tmp_path):
+        assert json.loads(kept.read_text())["steps"] == 20
+        raise KeyError  # as a plan that is refused would
+    assert kept.read_text() == before
+    with pytest.raises(KeyError), Train(steps=20, resume=str(tmp_path))._remembered(tmp_path):
+        os.utime(plan, ns=(1, 1))  # it has a state, and begins
+        raise KeyError
+    assert json.loads(kept.read_text())["steps"] == 20
+
+
 def test_what_was_named_from_where_one_stood_is_found_from_elsewhere(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = Train(data="text", vocabulary="words", disk_folder="rows")
