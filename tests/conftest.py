@@ -70,14 +70,32 @@ few_contexts()
 assert jax.device_count("cpu") == 8, f"tests need 8 virtual CPU devices, found {jax.device_count('cpu')}"
 
 
+def is_full(item: pytest.Item) -> bool:
+    """Whether an item is of the full product alone: its test is marked `full`, or the mark names its row."""
+    row = getattr(getattr(item, "callspec", None), "id", None)
+    return any(not mark.args or row in mark.args for mark in item.iter_markers("full"))
+
+
+def rows_that_are_gone(items: list[pytest.Item]) -> list[str]:
+    """Rows that a mark names and no item has: whoever renames a row would have it run by default without a word."""
+    named = {
+        f"{item.nodeid.partition('[')[0]}[{row}]"
+        for item in items
+        for mark in item.iter_markers("full")
+        for row in mark.args
+    }
+    return sorted(named - {item.nodeid for item in items})
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is marked `full` is left out by default, as other rows of the tables are."""
-    if os.environ.get("CJAX_TEST_ALL") == "1":
-        return
-    left = [item for item in items if item.get_closest_marker("full")]
-    if left and not any("::" in given for given in config.args):  # who names a test wants to see it run
+    if os.environ.get("CJAX_TEST_ALL") == "1" or any("::" in given for given in config.args):
+        return  # who names a test wants to see it run
+    if gone := rows_that_are_gone(items):
+        raise pytest.UsageError(f"marked `full`, but no rows of their tests: {', '.join(gone)}")
+    if left := [item for item in items if is_full(item)]:
         config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        items[:] = [item for item in items if not is_full(item)]
 
 
 def pytest_sessionfinish() -> None:

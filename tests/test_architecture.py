@@ -360,6 +360,7 @@ def test_import_starts_no_backend_and_loads_rooms_when_they_are_asked_for() -> N
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full("jax.devices()-jax_num_cpu_devices")
 @pytest.mark.parametrize(
     ("planted", "said"), [("jax.devices()", "jax_num_cpu_devices"), ("import cjax.data", "loaded too early")]
 )

@@ -26,6 +26,7 @@ def same(have: Any, want: Any) -> None:
     np.testing.assert_allclose(have, want, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.full("True")
 @pytest.mark.parametrize("broadcast", [True, False])
 def test_flax(args: Any, broadcast: bool) -> None:
     rng = np.random.default_rng(1)

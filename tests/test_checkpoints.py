@@ -76,6 +76,11 @@ def drawn(shapes: Any) -> Any:
     return jax.tree.map(one, shapes)
 
 
+@pytest.mark.full(
+    "linen_lstm-tensor=8 -> zero=3 microbatches=2",
+    "linen_masked_mean-tensor=2.5d:8/2 -> pipeline=zero_bubble:2 microbatches=4 tensor=2 zero=1",
+    "linen_part_frozen-tensor=2.5d:8/2 zero=1 -> tensor=3d:8",
+)
 @pytest.mark.parametrize(("name", "moves"), pairs())
 def test_a_run_moves_between_plans(name: str, moves: str, tmp_path: Path) -> None:
     """Parameters, frozen ones, the model state, all state of the optimizer, keys, and the scale of the loss."""

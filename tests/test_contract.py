@@ -66,17 +66,13 @@ BROKEN = [("nnx_llama", "tensor=8")]  # once: heads were found to be as few as t
 # By default each kind of model once in all tables of pairs, of pipelines, sequences, fused attention and walks too
 # (tests/test_tables.py): here with a plan that asks something of it, such as a grid of a transformer's matrices.
 ONCE = [
-    ("nnx_llama", "data=2 tensor=4 zero=3 microbatches=2 remat=block"),
     ("linen_encoder", "tensor=2"),
-    ("nnx_encoder", "tensor=4"),
     ("linen_packed_qkv", "tensor=2.5d:8/2 zero=1 microbatches=2"),
     ("linen_masked_mean", "data=4 tensor=2 zero=2"),
     ("linen_moe_capacity", "zero=2 microbatches=2"),
     ("linen_part_frozen", "zero=3/4"),
     ("linen_conv", "zero=1/4 microbatches=2"),
-    ("linen_vit", "tensor=2.5d:8/2 zero=1"),
     ("linen_lstm", "tensor=8 microbatches=2"),
-    ("nnx_decoder", "tensor=2.5d:8/2"),
     ("nnx_conv", "tensor=2.5d:8/2 microbatches=2"),
     ("nnx_llama", "data=4 tensor=2 remat=dots"),
     ("nnx_mean", "zero=3"),
@@ -108,6 +104,8 @@ LOOPS = (
 ALIKE = (
     *("data=8", "zero=2", "tensor=4", "tensor=2d:4", "tensor=3d:8", "data=2 tensor=4 zero=3"),
     *("tensor=4 microbatches=2 overlap=2", "zero=3 microbatches=2 overlap=2", "tensor=2d:4 microbatches=4 overlap=2"),
+    *("tensor=2.5d:8/2", "tensor=2.5d:8/2 zero=1", "data=4 tensor=2 zero=2 microbatches=4"),
+    "data=2 tensor=4 zero=3 microbatches=2 remat=block",
 )
 
 
@@ -305,6 +303,12 @@ def placements() -> list[tuple[str, str]]:
     return [pair for pair in chosen if pair not in seen]
 
 
+@pytest.mark.full(
+    "cjax_gpt-tensor=8",
+    "linen_lstm-zero=3",
+    "linen_packed_qkv-data=2 tensor=4 zero=3",
+    "linen_scan-data=4 tensor=2 zero=2",
+)
 @pytest.mark.parametrize(("name", "plan"), [*births(), *placements()] if ALL else births())
 def test_each_device_is_born_with_its_shards(name: str, plan: str) -> None:
     """The author's own numbers, each where it is kept."""
@@ -380,6 +384,7 @@ KEPT = [  # bytes a parameter
 ]
 
 
+@pytest.mark.full("tensor=2.5d:8/2 zero=1-2.0", "tensor=2d:4-3.0")
 @pytest.mark.parametrize(("plan", "whole"), KEPT if ALL else KEPT[2::2] + KEPT[5:6])
 def test_init_makes_no_more_than_it_keeps(plan: str, whole: float) -> None:
     """Compiled init: its results are what a device keeps, and besides them it needs room for random bits only."""

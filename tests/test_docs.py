@@ -61,6 +61,9 @@ def pages_with(kind: str) -> list[Any]:
     return found
 
 
+@pytest.mark.full(
+    "docs/choosing.md", "docs/larger-models.md", "docs/several-models.md", "docs/training.md", "docs/weights.md"
+)
 @pytest.mark.parametrize("page", pages_with("alone"))
 def test_snippets_do_what_they_say(page: Path, tmp_path: Path, forks: Forks) -> None:
     done = forks.run([str(ROOT / "tests" / "snippets.py"), str(page)], variables(), tmp_path)

@@ -143,6 +143,7 @@ def test_an_update_that_is_due_is_made_for_whoever_looks(tmp_path: Path) -> None
         assert not state._rows.due
 
 
+@pytest.mark.full
 def test_of_a_state_with_updates_due_no_copy_is_used_and_none_is_lost() -> None:
     """A copy's layers would be those of the state it was copied from, which go on with that one's steps."""
     batch = subject("linen_tied", False).batches[0]
@@ -210,6 +211,7 @@ def assert_moves_what_is_said(program: Program, state: Any, batch: Any, reads: i
     return state
 
 
+@pytest.mark.full
 def test_what_a_fused_step_moves_is_what_the_report_says(tmp_path: Path) -> None:
     name = "linen_tied"
     program = walking_program(name, ON_DISK, tmp_path)

@@ -76,6 +76,7 @@ def shards(state: cjax.State) -> list[list[np.ndarray]]:
     return [[np.asarray(s.data) for s in x.addressable_shards] for x in (*state._params, *state._opt)]
 
 
+@pytest.mark.full("data=4 tensor=2 zero=1 microbatches=2")
 @pytest.mark.parametrize("plan", PLANS if ALL else PLANS[1:])
 def test_an_overflow_on_one_device_skips_the_step_on_all(plan: str) -> None:
     program = make(plan)
@@ -92,6 +93,7 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(plan: str) -> None:
     assert any(np.any(a != b) for a, b in zip(shards(state)[0], before[0], strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["zero=3", pytest.param("tensor=2 zero=3", marks=pytest.mark.full)])
 def test_resume_keeps_the_whole_scaler_under_another_plan(plan: str, tmp_path: Path) -> None:
     program = make("data=8", loss_scale=LossScale(growth_interval=4, hysteresis=2))
@@ -113,6 +115,7 @@ def test_resume_keeps_the_whole_scaler_under_another_plan(plan: str, tmp_path: P
     assert float(state._scaling.scale) == 2**15
 
 
+@pytest.mark.full
 def test_a_run_goes_through_precisions_with_its_scale(tmp_path: Path) -> None:
     program = make("data=8", loss_scale=LossScale(initial=2.0**10))
     state, _ = program.step(begin(program), batch(poisoned=1))
@@ -149,6 +152,7 @@ def masked(model: Any, batch: Any) -> jax.Array:
     return (losses * counts).sum() / counts.sum()
 
 
+@pytest.mark.full
 def test_a_total_needs_no_other_scale_than_a_mean() -> None:
     """Gradients of a total of tokens are as many times larger than those of their mean, and so are those of a part."""
     plan, devices = "data=2 microbatches=4 precision=float16", jax.devices()[:2]

@@ -43,6 +43,7 @@ if os.environ.get("CJAX_TEST_ALL") != "1":
     ]
 
 
+@pytest.mark.full("cjax_llama-data=4 tensor=2 zero=3")
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
 def test_greedy_texts_are_those_of_one_device(name: str, plan: str) -> None:
     made = program(name, plan, 8)
@@ -51,6 +52,7 @@ def test_greedy_texts_are_those_of_one_device(name: str, plan: str) -> None:
     assert len({tuple(row) for row in alone(name)}) > 1, "rows differ, so that mixing them up would show"
 
 
+@pytest.mark.full
 def test_padding_travels_with_its_rows() -> None:
     present = np.arange(5) < np.array([[5], [3], [2], [5], [4], [1], [5], [2]])
     one, eight = program("cjax_t5"), program("cjax_t5", "data=2 tensor=4", 8)
@@ -59,6 +61,7 @@ def test_padding_travels_with_its_rows() -> None:
     np.testing.assert_array_equal(found, cjax.generate(one, PROMPT, 6, state=begin(one), **options))
 
 
+@pytest.mark.full("pipeline=1f1b:2 microbatches=2")
 @pytest.mark.parametrize("plan", ["tensor=2d:4", "tensor=2 sequence=ring:2", "pipeline=1f1b:2 microbatches=2"])
 def test_other_plans_say_what_to_write(plan: str) -> None:
     made = program("cjax_gpt", plan, 8)

@@ -52,6 +52,7 @@ def whole() -> Any:
     return metrics, program.params(state)
 
 
+@pytest.mark.full("data=2 microbatches=8", "data=2 tensor=2 microbatches=2", "data=4 microbatches=2 zero=2")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_ratio_and_a_mean_are_those_of_the_whole(plan: str, whole: Any) -> None:
     program = run(plan, blended)
@@ -79,6 +80,7 @@ def square(model: Any, batch: Any) -> jax.Array:
     return (model(batch["x"]) ** 2).mean()
 
 
+@pytest.mark.full
 def test_what_a_model_counts_moves_once_a_step() -> None:
     found = []
     for plan in ("data=1", "data=1 microbatches=2", "data=2 microbatches=4", "data=1 microbatches=2 loss=microbatch"):
@@ -107,6 +109,7 @@ class Drawing(nnx.Module):
         return y / self.calls[...]
 
 
+@pytest.mark.full
 def test_what_was_drawn_is_counted_once_a_step() -> None:
     """As many numbers of each stream whatever the plan; each micro-batch has its own by its index."""
     for plan in ("data=1", "data=1 microbatches=2", "data=2 microbatches=4"):

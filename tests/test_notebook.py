@@ -90,6 +90,7 @@ def output(executed: dict[str, str], start: str) -> str:
     return text
 
 
+@pytest.mark.full
 def test_finds_the_layers(executed: dict[str, str]) -> None:
     trace = output(executed, "program = cjax.parallelize")
     assert "3 x blocks/0" in trace and "no primitive" in trace
@@ -140,6 +141,7 @@ def test_the_pipelines_report_is_drawn_and_its_plan_is_right(run: Run) -> None:
 
 
 # -- docs/real_weights_and_lora.ipynb ---------------------------------------------------------------------------------
+@pytest.mark.full
 def test_adapters_learn_and_the_rest_stays(run: Run) -> None:
     cells = run("real_weights_and_lora")
     assert "config.json" in output(cells, "import os") and "parameters are trained" in output(cells, "program = cjax")

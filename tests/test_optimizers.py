@@ -108,6 +108,15 @@ def gradients(params: PyTree, step: int) -> PyTree:
     return jax.tree.map(lambda x: rng.standard_normal(x.shape) * 10 ** rng.uniform(-3, 3), params)
 
 
+@pytest.mark.full(
+    "adafactor-tensor=8 microbatches=2",
+    "global clipping-zero=3/4",
+    "labelled by path-tensor=4",
+    "lamb-data=4 tensor=2 zero=2",
+    "muon-tensor=2.5d:8/2 zero=1",
+    "on a plateau-tensor=2d:4",
+    "sgd-pipeline=zero_bubble:2 microbatches=4 tensor=2",
+)
 @pytest.mark.parametrize(("name", "plan"), pairs(UNDER_PLANS))
 def test_does_with_the_same_gradients_as_on_one_device(name: str, plan: str) -> None:
     with jax.enable_x64(True):
@@ -165,6 +174,7 @@ def assert_in_parts(program: Program, state: cjax.State) -> None:
 
 
 # -- whole steps ------------------------------------------------------------------------------------------------------
+@pytest.mark.full("lamb-data=2 tensor=4 zero=3")
 @pytest.mark.parametrize(("name", "plan"), pairs(WHOLE) if ALL else FEW)
 def test_trains_as_its_author_would(name: str, plan: str) -> None:
     """Parameters after three steps, but for elements whose true gradient is zero: theirs is rounding, which an
@@ -255,6 +265,7 @@ NOISY = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "plan", "num_parts"), NOISY if ALL else NOISY[5:])
 def test_noise_is_measured_from_the_parts_that_a_plan_has(name: str, plan: str, num_parts: int) -> None:
     """The gradients of the parts, each by itself on one device, give the same estimates; and nothing else changes."""

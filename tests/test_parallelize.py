@@ -68,6 +68,7 @@ def sizes(**changes: Any) -> list[float]:
     return [planning.score(cjax.Plan(data=8, zero=stage)).bytes for stage in range(4)]
 
 
+@pytest.mark.full("1")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_auto_takes_the_least_zero_stage_that_fits_and_says_so(limit: Callable[[int], None], stage: int) -> None:
     found = sizes()
@@ -97,6 +98,7 @@ def test_auto_without_an_optimizer_counts_none(limit: Callable[[int], None]) -> 
     assert make().plan.zero_stage > 0
 
 
+@pytest.mark.full
 def test_what_auto_chose_is_in_the_report_and_trains() -> None:
     program = make()
     assert program.plan == cjax.Plan(data=8)
@@ -137,6 +139,7 @@ def test_a_model_that_refuses_what_auto_found_gets_another_plan() -> None:
         make("auto microbatches=2", loss=pairs)
 
 
+@pytest.mark.full
 def test_a_plan_that_compiled_is_over_makes_room_for_the_next(
     limit: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +228,7 @@ def test_the_users_python_runs_once_before_a_step(plan: str) -> None:
     assert (calls["build"], calls["loss"]) == (1, 1)
 
 
+@pytest.mark.full("data=8")
 @pytest.mark.parametrize("plan", ["data=8", "zero=3 data=2 tensor=4"])
 def test_a_program_has_no_more_operations_for_more_layers(plan: str) -> None:
     def num_operations(depth: int) -> tuple[int, int]:

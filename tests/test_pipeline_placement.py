@@ -81,6 +81,7 @@ def temporary(schedule: str, num_microbatches: int) -> int:
     return program.lower().compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", SCHEDULES if ALL else ["1f1b:4"])
 def test_memory_does_not_grow_with_the_number_of_micro_batches(schedule: str) -> None:
     """From 2p on; with p of them a stage holds fewer than it has places for."""
@@ -115,6 +116,7 @@ def test_stages_hand_on_one_activation_and_one_gradient(
     assert {each.bytes for each in sent} == {4 * rows * 64 * 192 / parts}
 
 
+@pytest.mark.full
 def test_reports_draw_the_schedule() -> None:
     report = mini("pipeline=1f1b:4 microbatches=8", 16, num_devices=4).report()
     assert "1f1b: 4 stages, 8 micro-batches, 14 ticks" in str(report) and "stage 3 F" in str(report)

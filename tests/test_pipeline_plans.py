@@ -183,6 +183,7 @@ PARTICULAR = [
     # With grids, and with every way to split a sequence.
     ("linen_decoder", "pipeline=1f1b:2 microbatches=4 tensor=2d:4"),
     ("nnx_llama", "pipeline=1f1b:2 microbatches=2 tensor=2.5d:4/1"),
+    ("nnx_llama", "pipeline=zero_bubble:2 microbatches=4 sequence=ring:2 zero=1"),
     ("linen_tied", "pipeline=zero_bubble:2 microbatches=4 tensor=2d:4"),
     ("linen_decoder", "pipeline=1f1b:2 microbatches=4 sequence=ring:2"),
     ("linen_masked_mean", "pipeline=zero_bubble:2 microbatches=4 sequence=ring:2 zero=1"),
@@ -222,7 +223,6 @@ ONCE = [
     ("linen_scan", "pipeline=interleaved:2/2 microbatches=4 tensor=2 zero=1"),
     ("linen_normed", "pipeline=interleaved:2/2 microbatches=2 zero=3"),
     ("nnx_normed", "pipeline=gpipe:4 microbatches=4"),
-    ("nnx_llama", "pipeline=1f1b:2 microbatches=2 tensor=2.5d:4/1"),
     ("nnx_llama", "pipeline=interleaved:2/2 microbatches=4 sequence=all_to_all:2 zero=3"),
     ("nnx_llama", "pipeline=zero_bubble:2 microbatches=4 sequence=ring:2 zero=1"),
     ("linen_masked_mean", "pipeline=1f1b:2 microbatches=4 tensor=2 zero=3"),

@@ -75,6 +75,7 @@ def run(name: str, plan: str, devices: list, index: int, num_processes: int) -> 
     return [*losses, float(program.evaluate(state, batch)["loss"])]
 
 
+@pytest.mark.full
 def test_two_processes_are_the_stages(forks: Forks) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))

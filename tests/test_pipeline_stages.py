@@ -21,6 +21,7 @@ STAGES = Path(__file__).parent / "stages.py"
 
 
 # -- two stacks of layers ---------------------------------------------------------------------------------------------
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -51,6 +52,7 @@ if ALL:
     ]
 
 
+@pytest.mark.full
 def test_moves_along_split_dims(forks: Forks) -> None:
     """In a process of its own: a hang, which XLA ends after a minute by stopping the process, must not be ours."""
     flags = re.sub(r"(terminate_timeout_seconds)=\d+", r"\1=60", os.environ["XLA_FLAGS"])
@@ -65,6 +67,7 @@ def program_of(name: str, plan: str) -> Any:
     return cjax.parallelize(MODELS[name], lambda model, x: (model(x) ** 2).mean(), optax.sgd(0.1), x, plan), x
 
 
+@pytest.mark.full("plain-1")
 @pytest.mark.parametrize(("name", "times"), [("plain", 1), ("shifted", 2)])
 def test_stages_go_together_only_where_the_compiled_program_needs_it(
     name: str, times: int, monkeypatch: pytest.MonkeyPatch
@@ -91,6 +94,7 @@ def test_stages_go_together_only_where_the_compiled_program_needs_it(
         assert said[0].endswith("into them: zero_bubble is no faster than 1f1b here"), said
 
 
+@pytest.mark.full
 def test_refuses_what_stages_can_not_do_together() -> None:
     """A branch of the author's own, by a weight of the layer, with a permute in it."""
     with jax.enable_x64(True):

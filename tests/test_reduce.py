@@ -29,6 +29,7 @@ def apart(a: Any, b: Any) -> float:
 PLANS = ["data=4 tensor=2 microbatches=2 zero=2", "data=8"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS if ALL else PLANS[:1])
 @pytest.mark.parametrize("name", ["nnx_llama", *(["linen_tied"] if ALL else [])])
 def test_devices_add_up_in_the_dtype_that_is_asked_for(name: str, plan: str) -> None:

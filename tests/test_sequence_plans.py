@@ -30,13 +30,13 @@ ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 PAIRS = [
     ("nnx_llama", "sequence=ring:4 zero=1/2"),
     ("linen_remat", "sequence=all_to_all:2"),
-    ("linen_tied", "tensor=2d:4 sequence=ring:2"),
     ("linen_masked_mean", "sequence=ring:2 microbatches=2 zero=3"),
-    ("nnx_llama", "sequence=ring:2 tensor=2 remat=block"),
     ("nnx_llama", "sequence=all_to_all:2 zero=3"),
     ("linen_vit", "sequence=ring:4 zero=1/2"),  # 15 positions
 ]
-MORE = [  # for the full product: other models under modes that the pairs above have
+MORE = [  # for the full product: other models under modes that the pairs above have, and these in grids and matrices
+    ("linen_tied", "tensor=2d:4 sequence=ring:2"),
+    ("nnx_llama", "sequence=ring:2 tensor=2 remat=block"),
     ("linen_remat", "sequence=all_to_all:2 microbatches=2"),
     ("linen_decoder", "sequence=ring:4"),
     ("linen_decoder", "sequence=all_to_all:2 zero=3"),
@@ -118,6 +118,7 @@ def test_scores_are_never_whole() -> None:
     assert not squares("sequence=ring:4")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["nnx_llama", *(["nnx_decoder"] if ALL else [])])
 def test_evaluates_batches_that_do_not_divide(name: str) -> None:
     batch = subject(name, wide=False).batches[0]

@@ -100,6 +100,7 @@ def test_rows_are_shared_by_devices_and_matrices_split(folder_of: Any) -> None:
             cjax.generate(model, PROMPT[:3], 2, temperature=0)
 
 
+@pytest.mark.full
 def test_rows_of_a_t5_are_shared_with_what_the_encoder_made_of_them(folder_of: Any) -> None:
     folder = folder_of("cjax_t5")
     with StreamedModel(folder, "data=2 budget=400KiB offload=params+activations", devices=jax.devices()[:2]) as model:
@@ -151,6 +152,7 @@ def test_the_least_budget_is_enough_and_layers_give_way_to_more_rows(folder_of: 
         assert not model._streamed._last[1].params[0]._resident  # pyright: ignore[reportOptionalSubscript, reportAttributeAccessIssue]
 
 
+@pytest.mark.full
 def test_never_is_more_in_host_memory_than_a_few_layers(tmp_path: Path) -> None:
     config = gpt("gpt-mini", num_layers=24, vocab_size=101, context=12)
     save(tmp_path, _with_numbers(lambda: GPT(config, rngs=nnx.Rngs(0))))
@@ -245,6 +247,7 @@ def test_a_model_of_one_layer_is_to_be_loaded_whole(tmp_path: Path) -> None:
             StreamedModel(tmp_path / name, "budget=1MiB")
 
 
+@pytest.mark.full
 def test_an_encoder_of_one_layer_is_gone_through_whole(tmp_path: Path) -> None:
     kind, config, *_ = ROWS["cjax_t5"]
     config = dataclasses.replace(config, num_layers=1, num_decoder_layers=2, tied=False)
@@ -254,6 +257,7 @@ def test_an_encoder_of_one_layer_is_gone_through_whole(tmp_path: Path) -> None:
         assert sum(model.homes["weights"].values()) == 2
 
 
+@pytest.mark.full
 def test_prompts_of_many_lengths_keep_the_programs_of_a_few(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each length are the tokens those in device memory, also when its programs are made a second time."""
     monkeypatch.setattr(texts, "MOST_MADE", 4)

@@ -86,11 +86,17 @@ MORE = [
 ]
 
 
+@pytest.mark.full(
+    "linen_norm_drop-data=1 microbatches=1",
+    "linen_norm_drop-data=4 tensor=2 zero=3",
+    "nnx_llama-tensor=2d:4 microbatches=2 remat=dots",
+)
 @pytest.mark.parametrize(("name", "plan"), [*PAIRS, *MORE] if ALL else PAIRS)
 def test_trains_as_its_author_would(name: str, plan: str) -> None:
     assert_trained_alike(name, f"{plan} unroll=layers")
 
 
+@pytest.mark.full("zero=3 remat=block")
 @pytest.mark.parametrize("plan", ["data=1 microbatches=1", "zero=3 remat=block"])
 def test_a_loop_or_none_differs_by_rounding_alone(plan: str) -> None:
     """A GPT's classifier keeps its loop over positions."""
@@ -169,6 +175,7 @@ class Shallow(nn.Module):
         return nn.Dense(1)(x)
 
 
+@pytest.mark.full("1")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_few_layers_or_none(depth: int) -> None:
     losses = []

@@ -53,6 +53,7 @@ MORE = [
 ]
 
 
+@pytest.mark.full("linen_encoder_decoder-data=8 offload=params+optimizer")
 @pytest.mark.parametrize(("name", "plan"), [*PAIRS, *MORE] if ALL else PAIRS)
 def test_trains_as_its_author_would(name: str, plan: str) -> None:
     assert_trained_alike(name, plan)
@@ -61,6 +62,7 @@ def test_trains_as_its_author_would(name: str, plan: str) -> None:
 EVERY = ("linen_tied", f"zero=1 {EVERYTHING}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "plan"), [EVERY, *PAIRS, *MORE] if ALL else [EVERY])
 def test_wherever_rows_live_the_bits_are_the_same(name: str, plan: str, tmp_path: Path) -> None:
     rest = " ".join(word for word in plan.split() if not word.startswith("offload="))

@@ -221,6 +221,15 @@ def by_its_author(name: str) -> Any:
     return on_host(jax.jit(jax.value_and_grad(loss))(trees[0]))
 
 
+@pytest.mark.full(
+    "GRU-data=2 tensor=4 zero=3",
+    "GRU-tensor=4",
+    "a flat classifier-tensor=4",
+    "down and up-tensor=4",
+    "five square layers-data=2 tensor=4 microbatches=2",
+    "optimized LSTM-tensor=4",
+    "three convolutions-tensor=4",
+)
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
 def test_equal_to_one_device_and_split(name: str, plan: str) -> None:
     model, x, share = MODELS[name]

@@ -67,6 +67,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_every_module_is_there_and_can_be_imported(environment: Path) -> None:
     file, version, *names = run(environment / "bin" / "python", "-c", WALK, cwd=environment).splitlines()
     assert Path(file).is_relative_to(environment) and version == cjax.__version__

@@ -91,6 +91,7 @@ def value(folder: Path, kind: str) -> float:
         return float(checkpoints.restore(None, {"w": np.zeros(3)})[0]["w"][0])
 
 
+@pytest.mark.full("same name")
 def test_the_last_whole_one_is_found_wherever_the_process_was_killed(killed: tuple[str, list[Path]]) -> None:
     kind, folders = killed
     values = [value(folder, kind) for folder in folders]
@@ -100,6 +101,7 @@ def test_the_last_whole_one_is_found_wherever_the_process_was_killed(killed: tup
         assert inspect(folder / "ck" if kind == "same name" else folder).step == found
 
 
+@pytest.mark.full("same name")
 def test_the_next_save_leaves_nothing_over(killed: tuple[str, list[Path]], tmp_path: Path) -> None:
     kind, folders = killed
     left = {entry.name.partition(".")[2] for folder in folders for entry in folder.iterdir()}

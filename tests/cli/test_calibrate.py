@@ -6,6 +6,7 @@ from cjax.cli import main
 from cjax.planner.profile import profile_path, read_profile
 
 
+@pytest.mark.full
 def test_rates_are_measured_and_kept(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["calibrate", "--devices", "cpu:8", "--seconds", "0.1"]) == 0

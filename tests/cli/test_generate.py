@@ -80,6 +80,7 @@ def test_a_text_ends_with_the_token_that_the_config_names(
     assert said(capsys, str(tmp_path), *given)[0].split() == text[:3]
 
 
+@pytest.mark.full("arguments6-less than a device needs at least", "arguments9-the prompt '' has no tokens")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -73,6 +73,7 @@ def test_plans_of_which_none_can_be_had_are_a_failure(file: str, capsys):
     assert "data=3" in said and "tensor=3" in said
 
 
+@pytest.mark.full
 def test_one_plan_is_reported_in_full(capsys, monkeypatch):
     small = models.GPTConfig(num_layers=2, num_heads=4, embed_dim=32, context=64, vocab_size=256)
     monkeypatch.setitem(models.presets, "gpt-mini", small)
@@ -97,6 +98,7 @@ def test_a_search_needs_no_devices_and_compiles_nothing(capsys, monkeypatch):
     assert "what it costs" in text and "fastest" in text
 
 
+@pytest.mark.full
 def test_room_beside_the_devices_is_answered_by_arithmetic(capsys, monkeypatch):
     def nobody(*args, **options):
         raise AssertionError("nothing is compiled")
@@ -116,6 +118,7 @@ def test_models_of_all_families_have_names(name: str):
     assert program.plan.data == 2 and {leaf.shape[0] for leaf in jax.tree.leaves(batch)} == {4}
 
 
+@pytest.mark.full("arguments16-no plan fits memory; on 1 devices the leanest")
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -22,6 +22,7 @@ def script(tmp_path: Path) -> str:
     return str(tmp_path / "script.py")
 
 
+@pytest.mark.full
 def test_the_script_gets_its_devices_and_its_arguments(script: str):
     ran = run("run", script, "--devices", "3", "--lr", "0.1", "fast")
     assert ran.stdout.split("\n")[0] == "3 cpu ['--lr', '0.1', 'fast']"

@@ -55,6 +55,7 @@ def whole(tmp_path_factory, text: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_a_run_leaves_all_that_it_promises(whole: Path):
     more = ("metrics.prom", "system.jsonl", "report.html")
     for name in ("metrics.jsonl", "plan.txt", "report.txt", "options.json", "sample.txt", *more):
@@ -195,6 +196,7 @@ def test_what_was_named_from_where_one_stood_is_found_from_elsewhere(tmp_path: P
     assert kept["folder"] is None and kept["resume"] is None
 
 
+@pytest.mark.full("arguments0-the names are gpt-mini")
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -261,6 +263,7 @@ def test_options_of_a_run_that_are_none_are_named(content: str, tmp_path: Path, 
     assert "options.json is not what a run leaves of its options" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_auto_begins_a_run_and_goes_on_with_it(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["--data", str(text), "--folder", str(tmp_path / "run"), "--resume", "auto", "--sample", "0", *SMALL]
     assert main(["train", *arguments, "--steps", "4"]) == 0

@@ -62,6 +62,7 @@ def test_a_killed_service_leaves_no_process_and_another_goes_on(cluster: LiveClu
     assert cluster.losses("first") == undisturbed(150)
 
 
+@pytest.mark.full
 def test_a_job_is_resized_and_stopped_and_goes_on_with_the_cluster(cluster: LiveCluster) -> None:
     cluster.start({"a": 4})
     cluster.submit("job", 5000, "1:4")

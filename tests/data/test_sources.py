@@ -39,6 +39,7 @@ def test_each_source_is_read_whole_before_it_begins_anew_in_another_order(mixed:
         assert sorted(one) == sorted(two) == list(range(first, first + length)) and one.tolist() != two.tolist()
 
 
+@pytest.mark.full
 def test_the_order_is_the_seeds_and_the_positions_whatever_the_processes(mixed: Mixture):
     whole = drawn(mixed, 400)
     np.testing.assert_array_equal(drawn(mixed, 200, start=200), whole[200:])

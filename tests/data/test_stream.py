@@ -35,6 +35,7 @@ def test_the_order_is_the_seeds():
     assert rows(batches(source, 4, seed=5), 5) != rows(batches(source, 4, seed=6), 5)
 
 
+@pytest.mark.full("0", "24", "44", "4")
 @pytest.mark.parametrize("start", [0, 4, 20, 24, 44, 460])
 def test_the_stream_is_found_again_from_the_samples_consumed(start: int):
     whole = rows(batches(source, 4, seed=5), 130)

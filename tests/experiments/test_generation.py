@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from offloads import generation as streamed
 
 import cjax
@@ -12,6 +13,7 @@ from cjax.models import GPT, load
 SMALL = {**streamed.SIZES, "num_layers": 2, "embed_dim": 24, "num_heads": 3, "vocab_size": 64}
 
 
+@pytest.mark.full
 def test_a_written_folder_is_read_in_parts_to_the_same_tokens(tmp_path: Path) -> None:
     size = streamed.write(tmp_path, SMALL)
     assert size == sum(4 * np.prod(x.shape) for x in cjax.models.readers(tmp_path).values())

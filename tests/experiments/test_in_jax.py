@@ -73,6 +73,7 @@ def test_it_is_of_the_same_size(name: str) -> None:
     assert in_jax.num_params(ROWS[name]) == ROWS[name].config.num_params
 
 
+@pytest.mark.full("gpt", "llama", "t5", "vit")
 @pytest.mark.parametrize("name", TINY)
 def test_it_is_the_same_model(name: str) -> None:
     row = TINY[name]

@@ -2,6 +2,7 @@
 
 import flax.linen as nn
 import numpy as np
+import pytest
 from planner_measured import compare
 from predicted.models import Setting, classified
 
@@ -14,6 +15,7 @@ class Small(nn.Module):
         return nn.Dense(10)(nn.relu(nn.Dense(16)(images.reshape(images.shape[0], -1))))
 
 
+@pytest.mark.full
 def test_what_is_predicted_stands_beside_what_is_measured(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rates = dict.fromkeys(("float32", "bfloat16", "float16"), 1e10)

@@ -82,6 +82,7 @@ def test_a_system_that_nobody_knows_is_asked_about_but_not_fitted_on() -> None:
     assert said > np.log(1.5), "an H200 is faster than the A100s of that row"
 
 
+@pytest.mark.full
 def test_the_constants_in_cjax_are_those_of_the_fit(found: Fit) -> None:
     for name, value in found.values.items():
         assert value == pytest.approx(FITTED[name], rel=0.03), name
@@ -116,6 +117,7 @@ def test_shuffled_predictions_are_seen(problem: Problem, found: Fit) -> None:
     assert ranked.right < 0.8 and ranked.regret > 0.03
 
 
+@pytest.mark.full
 def test_recipes_are_near_the_best_of_their_kind(problem: Problem, found: Fit) -> None:
     """Three of them; the log has all."""
     own = [run for run in problem.runs if run.facts.system == "NeMo" and run.decoder.layers == 126]

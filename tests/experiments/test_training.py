@@ -36,6 +36,7 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.full
 def test_a_gpt_learns_text(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_gpt.main([*HERE, "--data", str(text)]) < 5.2  # guessing among 256 is 5.545
     assert "a sample:\n" in capsys.readouterr().out
@@ -66,6 +67,7 @@ def adapted(layers: tuple[str, ...] = LAYERS) -> Llama:
     return model
 
 
+@pytest.mark.full
 def test_a_fresh_adapter_changes_nothing() -> None:
     tokens, plain = jnp.arange(16).reshape(2, 8), Llama(SIZES, rngs=nnx.Rngs(0))
     expected = plain(tokens)
@@ -74,6 +76,7 @@ def test_a_fresh_adapter_changes_nothing() -> None:
     assert np.abs(adapted()(tokens) - expected).max() > 1e-3
 
 
+@pytest.mark.full("layers0")
 @pytest.mark.parametrize("layers", [LAYERS, ("query", "value"), ("down",)])
 def test_merging_gives_a_plain_model_with_the_same_logits(layers: tuple[str, ...]) -> None:
     tokens, model = jnp.arange(16).reshape(2, 8), adapted(layers)

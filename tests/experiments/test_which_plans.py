@@ -58,6 +58,7 @@ def test_rows_say_what_a_plan_takes_or_why_there_is_none(log: Path) -> None:
     assert "no such arrangement" in rows["size", "a100-40gb", "tensor=3d"]["refused"]
 
 
+@pytest.mark.full
 def test_the_page_has_every_number_from_the_rows(log: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     write_page(Results(log), page, log)

@@ -45,6 +45,7 @@ def test_present_workers_train_until_the_new_ones_are_ready(job: Any) -> None:
     assert start["event"] == "start" and start["time"] - resized["time"] < 0.5
 
 
+@pytest.mark.full
 def test_where_the_new_ones_fail_the_present_ones_go_on(job: Any) -> None:
     supervisor, folder = job(SLOW, ready="if mine.incarnation > 1: raise ZeroDivisionError('three do not divide it')")
     begun(folder)
@@ -58,6 +59,7 @@ def test_where_the_new_ones_fail_the_present_ones_go_on(job: Any) -> None:
     assert [(line["kind"], line["first"], line["step"]) for line in ends(folder)] == [("done", 0, 40)]
 
 
+@pytest.mark.full("present")
 @pytest.mark.parametrize("who", ["present", "supervisor"])
 def test_a_death_while_others_get_ready(job: Any, who: str) -> None:
     slow = f"{SLOW}; (step, mine.incarnation) == (12, 1) and time.sleep(1.5)"
@@ -81,6 +83,7 @@ def test_a_death_while_others_get_ready(job: Any, who: str) -> None:
     assert all(started(pid) != since for pid, since in pids)
 
 
+@pytest.mark.full("2")
 @pytest.mark.parametrize("number", [2, 4])
 def test_the_last_word_counts(job: Any, number: int) -> None:
     supervisor, folder = job(SLOW, ready="time.sleep(0.8 * (mine.incarnation == 2))")
@@ -150,6 +153,7 @@ def test_free_memory_is_what_a_container_leaves(monkeypatch: pytest.MonkeyPatch,
     assert cjax.job.ahead.resident(os.getpid()) > 2**20 and cjax.job.ahead.resident(2**30) == 0
 
 
+@pytest.mark.full("True")
 @pytest.mark.parametrize("is_over", [True, False])
 def test_who_has_kept_all_is_not_waited_for_and_has_its_time(job: Any, tmp_path: Path, is_over: bool) -> None:
     then = "(mine.folder / 'left').write_text('')" if is_over else "beat.turn('training'); time.sleep(20)"

@@ -24,6 +24,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return job.folder
 
 
+@pytest.mark.full
 def test_kills_lose_nothing_and_repeat_nothing(tmp_path: Path, whole: Path) -> None:
     """Of the worker in a step and while a checkpoint gets its name, and of whoever watches."""
     job = Killing(tmp_path, seed=864, workers=1, phases=("training", "renaming", "saving"))

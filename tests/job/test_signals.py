@@ -114,6 +114,7 @@ check_current()
 """
 
 
+@pytest.mark.full("then1-75")
 @pytest.mark.parametrize(("then", "status"), [({"incarnation": 4}, 0), ({"incarnation": 3, "next": 5}, 75)])
 def test_who_was_started_ahead_keeps_nothing_before_its_turn(tmp_path: Path, then: dict[str, int], status: int) -> None:
     folder = JobFolder(tmp_path)

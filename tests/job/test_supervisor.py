@@ -62,6 +62,7 @@ def test_a_worker_that_is_stopped_outside_of_steps_is_noticed(job: Any) -> None:
     assert [(line["kind"], line["first"]) for line in ends(folder)] == [("hung", 0), ("done", 20)]
 
 
+@pytest.mark.full
 def test_a_machine_that_slept_is_no_hang(job: Any) -> None:
     supervisor, folder = job("time.sleep(0.1)", workers=1)
     until(lambda: read_lines(folder.history) and status_of(folder.run).step > 3)
@@ -100,6 +101,7 @@ def test_no_more_restarts_than_are_allowed(job: Any) -> None:
     assert supervisor.returncode == 1 and "started again 1 times" in err and len(ends(folder)) == 2
 
 
+@pytest.mark.full("2-130")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_supervisor_that_is_told_to_stop_has_its_workers_save(job: Any, number: signal.Signals, code: int) -> None:
     supervisor, folder = job("time.sleep(0.05)")
@@ -132,6 +134,7 @@ def test_workers_of_a_killed_supervisor_save_and_leave_and_another_goes_on(job: 
     assert state(folder)["incarnation"] == 2
 
 
+@pytest.mark.full
 def test_a_resize_saves_stops_and_goes_on(job: Any) -> None:
     supervisor, folder = job("time.sleep(0.05)")
     until(lambda: read_lines(folder.history) and status_of(folder.run).step > 5)
@@ -164,6 +167,7 @@ def test_a_second_signal_ends_at_once_what_a_killed_supervisor_has_left(job: Any
     assert [line["kind"] for line in ends(folder)] == ["orphaned"] and state(folder)["status"] == "stopped"
 
 
+@pytest.mark.full("2-130")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_second_signal_ends_a_job_at_once(job: Any, number: signal.Signals, code: int) -> None:
     supervisor, folder = job("signal.signal(signal.SIGTERM, signal.SIG_IGN); told.clear(); time.sleep(0.2)", grace=60.0)
@@ -204,6 +208,7 @@ def test_starts_are_counted_since_the_job_was_typed(tmp_path: Path) -> None:
     assert (again.restarts, again.fruitless, again.incarnation) == (0, 0, 8)
 
 
+@pytest.mark.full("2")
 @pytest.mark.parametrize("least", [1, 2])
 def test_a_place_where_no_worker_comes_to_life_is_given_up(job: Any, tmp_path: Path, least: int) -> None:
     launch = tmp_path / "launch.sh"

@@ -62,6 +62,7 @@ def call(model: BERT, batch: dict[str, np.ndarray]) -> jax.Array:
     return model(*(jnp.asarray(batch[name]) for name in ("inputs", "present", "types")))
 
 
+@pytest.mark.full("True")
 @pytest.mark.parametrize("tied", [True, False])
 def test_masked_words_equal_the_architecture_written_by_hand(tied: bool):
     model, batch = make(dataclasses.replace(tiny, tied=tied)), make_batch()
@@ -102,6 +103,7 @@ def test_without_a_head_hidden_states_come_out():
     np.testing.assert_allclose(call(model, batch), reference_hidden(model, batch), rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.full("<lambda>-pooling='mean'")
 @pytest.mark.parametrize(
     "build, message",
     [

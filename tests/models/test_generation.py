@@ -42,6 +42,7 @@ def by_whole_passes(model, tokens: np.ndarray, num_tokens: int, present=None) ->
     return text
 
 
+@pytest.mark.full("llama", "t5")
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_texts_equal_whole_passes(name: str):
     model, tokens = make(name), make_tokens(5)
@@ -58,6 +59,7 @@ def test_a_text_longer_than_the_context_goes_on():
     )
 
 
+@pytest.mark.full
 def test_padding_of_what_t5_reads_makes_no_difference():
     model, tokens = make("t5"), make_tokens(6)
     present = np.arange(6) < np.array([4, 6, 5])[:, None]
@@ -85,6 +87,7 @@ def test_a_row_ends_at_a_stop_token_and_repeats_it():
     np.testing.assert_array_equal(alone, made[:1])
 
 
+@pytest.mark.full
 def test_samples_have_the_probabilities_of_the_model():
     """4,000 samples of one token, beside the softmax of the logits over what top_k and top_p keep."""
     model, prompt = make("gpt"), make_tokens(3, batch=1)
@@ -105,6 +108,7 @@ def test_samples_have_the_probabilities_of_the_model():
         assert np.abs(found - wanted).max() < 0.04, options
 
 
+@pytest.mark.full("t5")
 @pytest.mark.parametrize("name", MODELS)
 def test_texts_in_16_bits_say_what_is_about_as_likely(name: str):
     """Each token's score, by the model in float32 and of the text so far, is the highest but for what rounding does."""

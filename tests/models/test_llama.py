@@ -66,6 +66,7 @@ def reference_logits(model: Llama, tokens: np.ndarray) -> np.ndarray:
     return np.stack(rows)
 
 
+@pytest.mark.full("changes0")
 @pytest.mark.parametrize("changes", [{}, {"tied": True, "num_kv_heads": 6, "rope_factor": 1.0}])
 def test_logits_and_loss_equal_the_architecture_written_by_hand(changes: dict):
     model, tokens = make(dataclasses.replace(tiny, **changes)), make_tokens(11)

@@ -122,6 +122,7 @@ def test_it_trains_on_eight_devices_as_on_one(name: str):
     assert losses[-1] < losses[0] - 0.1 and np.isfinite(losses).all()
 
 
+@pytest.mark.full("bert", "gpt", "t5", "vit")
 @pytest.mark.parametrize("name", CASES)
 def test_its_large_parameters_are_split(name: str):
     state = begin(program(name))
@@ -172,6 +173,7 @@ def test_greedy_texts_do_not_depend_on_where_parameters_are(name: str):
     np.testing.assert_array_equal(made, generate(whole, prompt, 8, temperature=0))
 
 
+@pytest.mark.full
 def test_weights_in_a_folder_start_a_program(tmp_path: Path):
     case = CASES["llama"]
     model = case.kind(case.config, rngs=nnx.Rngs(5))

@@ -113,6 +113,7 @@ def reference_logits(model: T5, batch: dict[str, np.ndarray]) -> np.ndarray:
     return np.stack(rows)
 
 
+@pytest.mark.full("changes0")
 @pytest.mark.parametrize("changes", [{}, {"gated": True, "tied": False}])
 def test_logits_and_loss_equal_the_architecture_written_by_hand(changes: dict):
     model, batch = make(dataclasses.replace(tiny, **changes)), make_batch()

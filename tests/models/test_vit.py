@@ -31,6 +31,7 @@ def test_published_sizes():
     assert 1000 < vit("vit-g14").num_params / 1e6 < 1020
 
 
+@pytest.mark.full("768")
 @pytest.mark.parametrize("width", [32, 768])
 def test_a_fresh_model_has_signals_of_one_size_at_any_width(width: int):
     # Of Xavier's, a product of a normalised stream is of the size of its input; of a fixed 0.02 that depends on width.

@@ -7,6 +7,7 @@ import pytest
 from cjax.optim import init_noise, measure_noise, noise_scale
 
 
+@pytest.mark.full("16-48", "8-64")
 @pytest.mark.parametrize(("num_parts", "num_examples"), [(2, 8), (8, 64), (16, 48)])
 def test_finds_signal_and_noise(num_parts: int, num_examples: int) -> None:
     """Gradients of examples are drawn around a known mean, with a known covariance."""

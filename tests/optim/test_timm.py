@@ -25,6 +25,7 @@ RULES: dict[str, optax.GradientTransformation] = {
 }
 
 
+@pytest.mark.full("Lamb")
 @pytest.mark.parametrize("name", RULES)
 def test_every_step_is_timms(name: str) -> None:
     tx, params = RULES[name], {k: jnp.array(v, jnp.float32) for k, v in RUNS["params"].items()}

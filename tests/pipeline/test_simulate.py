@@ -77,6 +77,7 @@ def test_published_bubbles_of_interleaved(row: tuple, chunks: int) -> None:
     assert 1 - found.work[0] / (found.makespan - p * measured[3]) == pytest.approx(ring, abs=1e-4)
 
 
+@pytest.mark.full("row8-3")
 @pytest.mark.parametrize("row, chunks", [(row, chunks) for row, chunks in MODELS if row[0] < 32])
 def test_the_executor_loses_little_against_the_papers(row: tuple, chunks: int) -> None:
     p, m, measured, f1b, ring, h1, _ = row

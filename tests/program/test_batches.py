@@ -89,6 +89,7 @@ def mixed_loss(model: Any, batch: Any) -> Any:
     return (error * batch["mask"]).sum() / batch["mask"].sum()
 
 
+@pytest.mark.full("data=4 tensor=2 zero=2 microbatches=2")
 @pytest.mark.parametrize("plan", ["data=4 tensor=2 zero=1", "data=4 tensor=2 zero=2 microbatches=2"])
 def test_leaves_may_be_integers_booleans_and_single_numbers(plan: str) -> None:
     ends = []
@@ -176,6 +177,7 @@ def test_an_array_that_is_filled_anew_in_place_is_read_anew(dtype: Any) -> None:
         np.testing.assert_array_equal(jax.device_put(taken, sharding), np.full((8, 3), number))
 
 
+@pytest.mark.full("data=1-1")
 @pytest.mark.parametrize(("plan", "num_devices"), [("data=1", 1), ("tensor=2", 8)])
 def test_a_batch_is_its_owners_again_when_the_step_has_returned(plan: str, num_devices: int) -> None:
     """JAX reads an aligned array of NumPy where it lies, and the step runs on behind the call."""

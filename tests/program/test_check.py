@@ -89,6 +89,7 @@ def test_the_reference_is_the_undivided_batch(monkeypatch: pytest.MonkeyPatch) -
     assert found.loss[0] != pytest.approx(found.loss[1], rel=1e-3)
 
 
+@pytest.mark.full("dropout")
 @pytest.mark.parametrize("model", [Drop(), Normed()], ids=["dropout", "batch norm"])
 def test_what_micro_batches_have_of_their_own_is_compared_with_theirs(model: nn.Module) -> None:
     program = make(PARTS, model=model, loss=masked_in_training)
@@ -106,6 +107,7 @@ def test_statistics_that_take_micro_batches_in_order_are_not_held_against_a_batc
     assert "Dense_0/kernel" in {each.name for each in found.differences}
 
 
+@pytest.mark.full("float16")
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_low_precision_is_no_alarm_and_no_excuse(precision: str) -> None:
     # A factor that overflows: looked at with a smaller one.
@@ -233,6 +235,7 @@ def contrast(model: Any, batch: Any) -> jax.Array:
     return jnp.square(z @ z.T - jnp.eye(len(z))).mean()
 
 
+@pytest.mark.full
 def test_plans_that_share_a_trace_do_not_share_derivatives_traced_within_a_mesh() -> None:
     """relu's, which is custom, is traced in the pipeline's region first."""
     program = make("pipeline=gpipe:2 data=1", model=Deep(), loss=contrast, devices=jax.devices()[:2])
@@ -250,6 +253,7 @@ def blended(model: Any, batch: Any, train: bool) -> Any:
     return value + jnp.square(model(batch["x"], train)).mean(), {"sum": batch["y"].sum()}
 
 
+@pytest.mark.full
 def test_means_and_ratios_that_are_put_together() -> None:
     program = make(PARTS, model=Drop(), loss=blended)
     found = program.check(begin(program), rows())

@@ -25,6 +25,7 @@ class Loader:
         return iter(RAGGED)
 
 
+@pytest.mark.full("list")
 @pytest.mark.parametrize("batches", [RAGGED, tuple(RAGGED), Loader()], ids=["list", "tuple", "loader"])
 def test_the_mean_over_batches_of_any_sizes_is_exact(evaluator: cjax.Program, batches: Any) -> None:
     state = begin(evaluator)

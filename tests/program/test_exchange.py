@@ -37,6 +37,7 @@ def pair() -> tuple[cjax.Program, cjax.Program]:
     return first, make("data=8 zero=3", model=Tower(), loss=tower_loss, wrt="Dense_[12]")
 
 
+@pytest.mark.full
 def test_two_programs_of_one_model_exchange_what_they_train(pair: tuple[cjax.Program, cjax.Program]) -> None:
     first, second = pair
     a, b = first.init(0), second.init(0)

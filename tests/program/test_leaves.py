@@ -44,6 +44,7 @@ def assert_holds(program: Program, state: State, wanted: Any) -> None:
 
 
 # One model with a list of layers, one whose author has all of them in each leaf.
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["linen_tied", pytest.param("nnx_scan", marks=pytest.mark.full)])
 def test_a_run_moves_between_walks_and_other_plans(name: str, tmp_path: Path) -> None:
     """By a checkpoint and from a live state; nowhere is a tree made whole on its way to rows."""
@@ -122,6 +123,7 @@ def alive(kind: str = "device") -> int:
     )
 
 
+@pytest.mark.full
 def test_no_more_than_rows_are_anywhere_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device; in the memory of the host that belongs to it are those that are on their way to the disk."""
     name = "linen_tied"

@@ -46,6 +46,7 @@ def program_of(build: str) -> cjax.Program:
                             devices=jax.devices()[:4])  # fmt: skip
 
 
+@pytest.mark.full("builder")
 @pytest.mark.parametrize("build", BUILDS)
 def test_params_and_models_are_the_authors_own(build: str) -> None:
     program = program_of(build)

@@ -59,6 +59,7 @@ PARTS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.full("other_plan-a path")
 @pytest.mark.parametrize("form", PARTS)
 @pytest.mark.parametrize("plan", ["program", "other_plan"])
 def test_a_part_of_the_parameters_can_be_given(plan: str, form: str, request: pytest.FixtureRequest) -> None:

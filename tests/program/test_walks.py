@@ -80,11 +80,13 @@ def test_all_of_a_device_where_nobody_says_how_much() -> None:
     assert found.best.use.total("link_in") == 0 and "nothing leaves the devices" in str(found)
 
 
+@pytest.mark.full
 def test_devices_of_unknown_rates_have_sizes_and_no_time() -> None:
     found = walk_plans(CALL, "cpu:2", least("cpu:2"), plan="zero=3")
     assert found.best.use.seconds is None and found.best.use.total("host") and "time unknown" in str(found)
 
 
+@pytest.mark.full("arguments2-options2-the plan does not fit: .* disk=1KiB is .* less")
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [

@@ -33,6 +33,13 @@ def assert_equal_or_refused(process: Process, spec: Any, chosen: Sequence[str], 
     assert not failed, f"{json.dumps(spec)}\n" + "\n".join(f"{f['plan']}: {f['kind']}: {f['what']}" for f in failed)
 
 
+@pytest.mark.full(
+    "1 entropy of one position under microbatches tensor=2d",
+    "13 noise under microbatches tensor=1d",
+    "18 batch_norm under microbatches pipeline=1f1b",
+    "19 applied_again+batch_norm+take_along under microbatches pipeline=gpipe",
+    "21 scatter under microbatches",
+)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
 def test_what_failed_once(row: dict[str, Any], process: Process) -> None:
     assert_equal_or_refused(process, row["spec"], [row["plan"]])
@@ -62,6 +69,10 @@ def covering() -> list[tuple[Any, tuple[str, ...]]]:
     return found
 
 
+@pytest.mark.full(
+    "experts_soft-experts_capacity-linalg-bilinear-attention-fourier-",
+    "pool-tied-group_norm-flax_recurrent-rotary_attention-conv1d-",
+)
 @pytest.mark.parametrize(("spec", "chosen"), covering(), ids=lambda value: "-".join(
     part["op"] for part in value["parts"]) if isinstance(value, dict) else "")  # fmt: skip
 def test_every_block(spec: Any, chosen: tuple[str, ...], process: Process) -> None:

@@ -92,6 +92,7 @@ def expected(name: str) -> bool:
     return jax.__version__ in fault.versions or jax.__version__ not in KNOWN
 
 
+@pytest.mark.full("scattered extremes-scatter min channels data:0.0 tensor:1.2")
 @pytest.mark.parametrize(("fault", "example"), [(k, each) for k, some in WRONG.items() for each in some], ids=str)
 def test_what_is_on_the_list_is_wrong_without_cjax_and_right_with_it(fault: str, example: Example) -> None:
     assert example.fault(avoids=True) is None

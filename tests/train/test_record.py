@@ -90,6 +90,7 @@ def test_a_writer_on_a_full_disk_is_named_once_and_tried_again(tmp_path: Path):
     assert [step for step, _ in full.lines] == [3] and [step for step, _ in kept.lines] == [1, 2, 3]
 
 
+@pytest.mark.full
 def test_a_line_is_there_whole_or_not_at_all(tmp_path: Path):
     path = tmp_path / "m.jsonl"
     path.write_text("one\ntw")

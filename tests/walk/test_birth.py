@@ -168,6 +168,7 @@ def test_rows_are_the_authors_values(name: str) -> None:
     assert all(run._cache_size() == 1 for run in birth._jitted.values())
 
 
+@pytest.mark.full
 def test_keys_that_hang_on_each_other() -> None:
     """The last layer needs a split of the chain that nobody else reads: a program of its own."""
     birth, *_, key = born(lambda rngs: Chained(rngs=rngs))

@@ -45,6 +45,7 @@ def assert_same(found: Any, wanted: Any, tolerance: float = 1e-9) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance / 100), found, wanted)
 
 
+@pytest.mark.full("linen_encoder_decoder", "nnx_scan")
 @pytest.mark.parametrize("name", NAMES)
 def test_evaluation_gives_the_numbers_of_one_program(name: str) -> None:
     with jax.enable_x64(True):
@@ -101,6 +102,7 @@ def both(plan: str, function: Any, batch: Any = None, tolerance: float = 1e-5) -
     return found
 
 
+@pytest.mark.full("data=2 offload=optimizer", "data=2 zero=3 offload=params", "tensor=2 offload=params")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -115,6 +117,7 @@ def test_every_plan_that_walks_gives_the_same(plan: str) -> None:
     assert_same(tower(plan)[0].evaluate(tower(plan)[1], [rows(), rows(5, 1)]), wanted, 1e-5)
 
 
+@pytest.mark.full
 def test_a_function_of_the_model_is_walked_through_too() -> None:
     def results(model: Any, batch: Any) -> Any:
         y = model(batch["x"])
@@ -140,6 +143,7 @@ def twice(model: Any, batch: Any) -> Any:
     return model(batch["x"]) * model(batch["x"] + 1)
 
 
+@pytest.mark.full("<lambda>", "twice")
 @pytest.mark.parametrize("function", [weights, twice, lambda model, batch: model(batch["x"], LAYERS - 1)])
 def test_a_function_that_takes_many_layers_at_once_is_refused_unless_they_are_there(function: Any) -> None:
     program, state = tower(AWAY)
@@ -148,6 +152,7 @@ def test_a_function_that_takes_many_layers_at_once_is_refused_unless_they_are_th
     both("data=2 offload=optimizer", function)
 
 
+@pytest.mark.full
 def test_other_parameters_are_scored_in_place_of_the_states() -> None:
     (program, state), (plain, other) = tower(AWAY), tower("data=2")
     # A weight that no layer has, and one of a layer, as arrays of the host and of the devices.
@@ -182,6 +187,7 @@ def test_nothing_is_compiled_again_and_two_layers_are_on_the_devices(monkeypatch
     assert alive() == before
 
 
+@pytest.mark.full("at once")
 @pytest.mark.parametrize(
     "function", [None, lambda model, batch: model(batch["x"], 1).mean()], ids=["in turn", "at once"]
 )

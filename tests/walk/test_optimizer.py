@@ -190,6 +190,18 @@ TABLE = OPTIMIZERS | MORE
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 
 
+@pytest.mark.full(
+    "adafactor",
+    "adaptive clipping",
+    "average of parameters",
+    "every second step",
+    "if finite",
+    "lars, as Lars",
+    "muon",
+    "novograd",
+    "on a plateau",
+    "prodigy",
+)
 @pytest.mark.parametrize("name", [name for name in TABLE if name not in REFUSED] if ALL else (*FEW, "if finite"))
 def test_does_as_on_the_whole_tree(name: str) -> None:
     with jax.enable_x64(True):
@@ -207,6 +219,7 @@ def by_layer(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(lambda path, _: "first" if "layer_0" in str(path) else "rest", params)
 
 
+@pytest.mark.full
 def test_state_under_the_names_of_layers_and_one_program_for_layers_that_differ_in_numbers() -> None:
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -321,6 +334,7 @@ def test_gives_up_what_it_is_given() -> None:
     assert all(array.is_deleted() for array in old)
 
 
+@pytest.mark.full
 def test_state_is_in_parts_as_its_parameter_is() -> None:
     """ZeRO over 8 devices: what each of them has of a row is an eighth, padded."""
     with jax.enable_x64(True):

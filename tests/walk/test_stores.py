@@ -203,6 +203,7 @@ def test_devices_hold_the_row_in_use_and_those_on_their_way(home: Home, room: in
     assert alive() == before
 
 
+@pytest.mark.full("disk")
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_nothing_grows(home: Home, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers: list[np.ndarray] = []

@@ -63,6 +63,7 @@ def test_greedy_texts_are_those_in_device_memory(name: str, plan: str) -> None:
     assert len({tuple(row) for row in wanted}) > 1, "rows differ, so that mixing them up would show"
 
 
+@pytest.mark.full
 def test_texts_end_and_padding_counts_as_in_device_memory() -> None:
     wanted, plan = text("cjax_gpt", "data=1", 4), "data=2 offload=params+activations"
     stop = [int(wanted[0, 6]), int(wanted[1, 5])]
@@ -73,6 +74,7 @@ def test_texts_end_and_padding_counts_as_in_device_memory() -> None:
     np.testing.assert_array_equal(found, text("cjax_t5", "data=1", 3, present=present))
 
 
+@pytest.mark.full
 def test_samples_are_those_in_device_memory() -> None:
     found = []
     for plan in ("data=1", "data=2 offload=params+activations"):
@@ -142,6 +144,7 @@ def test_memory_is_on_the_host_where_a_budget_has_no_room() -> None:
         homes(beside + 2 * row, host=8 * row)
 
 
+@pytest.mark.full
 def test_passes_of_more_rows_need_more() -> None:
     (few, *_), (many, *_) = needs_of("cjax_gpt", 4), needs_of("cjax_gpt", 64)
     assert needs_of("cjax_gpt", 4, (5, 12))[0].peak > few.peak, "the fullest pass counts"

@@ -223,6 +223,7 @@ def test_every_other_image_is_mirrored() -> None:
     assert next(dataclasses.replace(data, flip=False).batches())["images"][:, :, 0, 0].all()
 
 
+@pytest.mark.full
 @given(start=st.integers(0, 60), count=st.sampled_from([1, 2, 4]), rows=st.sampled_from([4, 8]))
 def test_any_number_of_processes_sees_the_same_images_move_alike(start: int, count: int, rows: int) -> None:
     source = ImageArrays(some(23), np.arange(23) % 3)

@@ -6,6 +6,7 @@ import pytest
 from cjax.data import read_documents, read_token_file, standard_library
 
 
+@pytest.mark.full
 def test_the_standard_library_is_much_real_text_in_a_fixed_order():
     documents = standard_library()
     assert 8_000_000 <= sum(map(len, documents)) < 9_000_000

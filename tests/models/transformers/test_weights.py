@@ -52,6 +52,7 @@ def params_of(model: nnx.Module) -> dict[str, np.ndarray]:
     return {"/".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in flat}
 
 
+@pytest.mark.full("t5-gated")
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_saved_is_what_is_loaded(name: str, tmp_path: Path):
     model = make(name)
@@ -81,6 +82,7 @@ def test_golden_folders_of_transformers_give_its_logits(folder: Path):
     np.testing.assert_allclose(model(*given), arrays["logits"], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_every_row_of_every_table_is_of_some_model():
     named = {type(model): set() for model in map(make, MODELS)}
     for model in map(make, MODELS):
@@ -102,6 +104,7 @@ def test_arrays_go_where_they_are_wanted(tmp_path: Path):
     jax.tree.map(np.testing.assert_array_equal, params_of(model), params_of(make("gpt")))
 
 
+@pytest.mark.full
 def test_another_head_starts_fresh_on_the_same_encoder(tmp_path: Path):
     model = make("bert-masked")
     save(tmp_path, model)
@@ -238,6 +241,7 @@ def test_missing_files_are_named(tmp_path: Path):
         config_of(tmp_path)
 
 
+@pytest.mark.full
 def test_saving_refuses_what_it_would_spoil_or_cannot_say(tmp_path: Path):
     save(tmp_path, make("gpt"))
     with pytest.raises(FileExistsError, match="name another folder"):

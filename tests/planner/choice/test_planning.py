@@ -64,6 +64,7 @@ def test_a_runs_own_steps_are_the_measure_of_what_is_predicted_from_then_on() ->
     assert planning.score(plans[0]).time == pytest.approx(before[0].time)
 
 
+@pytest.mark.full
 def test_several_processes_read_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each machine may have a file of its own, or none: all have to choose the same plan."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -90,6 +91,7 @@ def test_several_processes_read_no_profile(tmp_path: Path, monkeypatch: pytest.M
 KINDS = ["cjax_t5", "linen_moe_capacity", "linen_scan", "linen_lstm", "nnx_conv", "nnx_llama", "linen_mixer"]
 
 
+@pytest.mark.full("cjax_t5", "linen_mixer", "linen_moe_capacity", "linen_scan", "nnx_llama")
 @pytest.mark.parametrize("name", MODELS if os.environ.get("CJAX_TEST_ALL") == "1" else KINDS)
 def test_every_model_has_a_prediction(name: str) -> None:
     planning = Planning(contract.source_of(name), optax.adam(1e-3), on_h100)
@@ -126,6 +128,7 @@ LADDER = (
 KINDS = ("linen_tied", "linen_conv", "linen_lstm", "linen_moe_capacity")
 
 
+@pytest.mark.full("linen_lstm", "linen_moe_capacity", "linen_tied")
 @pytest.mark.parametrize("name", KINDS)
 def test_auto_is_never_slower_than_a_ladder_of_data_parallel_plans(name: str) -> None:
     """By prediction, with plenty of memory and with little, whichever of the ladder's plans is the first that fits."""

@@ -150,6 +150,7 @@ def test_an_objective_that_is_none() -> None:
     assert check_objective("energy") == "energy"
 
 
+@pytest.mark.full
 def test_a_hundred_thousand_plans_take_seconds() -> None:
     """Of the search's own work; what costs take is told where they are computed."""
     of = space(num_rows=(4096,), stacks=(96,), heads=((96, 96),), lengths=(4096,))

@@ -81,6 +81,7 @@ def test_how_many_overlap_may_be_the_user_s_word() -> None:
     assert all(plan.overlap == 1 for plan in plans(8, "auto overlap=1"))
 
 
+@pytest.mark.full("facts0", "facts2")
 @pytest.mark.parametrize("facts", [{}, {"stacks": (8, 4)}, {"num_rows": (48,), "stacks": (12,), "lengths": (96,)}])
 def test_what_divides_not_is_not_there(facts: dict[str, Any]) -> None:
     rows, stacks = facts.get("num_rows", (64,))[0], facts.get("stacks", (8,))

@@ -52,6 +52,7 @@ def test_rows_are_the_models_own(planning: Planning) -> None:
     assert min(peaks.backward, peaks.after) > 2 * stream
 
 
+@pytest.mark.full
 def test_what_passes_all_layers_of_a_decoder_stays_on_the_device() -> None:
     """Keys and values that are made of the encoder's text for all layers, before the first: they are in no layer's row,
     and there for each micro-batch."""

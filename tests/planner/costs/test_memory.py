@@ -64,6 +64,11 @@ def error(name: str, version: str) -> float:
     return float(predicted(CASES[name], version).total[0]) / kept(version)[name]["peak"] - 1
 
 
+@pytest.mark.full(
+    "gpt2 b64 | a100:4 | zero=1 precision=bfloat16-0.10",
+    "gpt2 b8 | h100:1 | data=1-0.10",
+    "t5-base b64 | a100:4 | precision=bfloat16-0.10",
+)
 @pytest.mark.parametrize("version", ["0.10", "0.12"])
 @pytest.mark.parametrize("name", QUICK)
 def test_as_xla_says(name: str, version: str) -> None:

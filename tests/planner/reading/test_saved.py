@@ -81,6 +81,7 @@ def gpt() -> Work:
     return read(lambda rngs: GPT(CONFIG, rngs=rngs), loss, {"inputs": tokens, "targets": tokens})
 
 
+@pytest.mark.full
 def test_scores_are_saved_unless_a_kernel_makes_them() -> None:
     def scores(remat: Any, form: Any) -> int:
         (_, kept, _) = gpt().kept[remat, form, False]
@@ -103,6 +104,7 @@ def test_a_pipelines_stage_beside_a_grid_saves_as_much_of_a_layer() -> None:
     assert size(beside.staged) == size(alone.staged) > 0 and size(beside.payload) == size(alone.payload)
 
 
+@pytest.mark.full
 def test_logits_are_a_part_at_a_time_but_in_a_grid() -> None:
     config = GPTConfig(num_layers=2, num_heads=HEADS, embed_dim=32, vocab_size=4000, context=512)
     tokens = jax.ShapeDtypeStruct((ROWS, 512), jnp.int32)
@@ -116,6 +118,7 @@ def test_logits_are_a_part_at_a_time_but_in_a_grid() -> None:
 OTHERS = ("linen_conv", "linen_lstm", "linen_moe_capacity", "linen_remat", "linen_scan", "cjax_t5")
 
 
+@pytest.mark.full("cjax_t5", "linen_remat", "linen_scan")
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_are_read_and_no_batch_is_lost(name: str) -> None:
     work = work_of(trace_of(name))
@@ -148,6 +151,7 @@ def test_what_is_dear_to_make_and_read_twice_stands_in_float32() -> None:
     assert wide(kept) >= 1 and wide(plain) <= wide(kept)
 
 
+@pytest.mark.full
 def test_logits_wait_for_the_product_that_learns_the_table() -> None:
     """What is computed a part at a time, in a loop, leaves nothing to wait for."""
     tokens = jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32)

@@ -91,6 +91,7 @@ def off(model: nn.Module, plan: str) -> float:
     )
 
 
+@pytest.mark.full("data=4 tensor=2 microbatches=2 zero=2")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -113,6 +114,7 @@ def equation(function: Any, *shapes: tuple[int, ...]) -> Any:
     return simplify(jax.make_jaxpr(function)(*(jnp.ones(shape) for shape in shapes))).eqns[-1]
 
 
+@pytest.mark.full
 def test_determinants_of_layers_in_stages_that_two_axes_split() -> None:
     """XLA's partitioner stopped the process here (JAX 0.10.2 and 0.12.0.1)."""
     assert off(Determinants(), "data=2 tensor=2 pipeline=1f1b:2 microbatches=2 loss=microbatch") < 2e-5

@@ -39,6 +39,7 @@ def compiled(function: Callable[..., Any], args: Any, mesh: Mesh, mode: str, gra
     return jax.jit(step, out_shardings=sharding).lower(*placed).compile()
 
 
+@pytest.mark.full("causal-True")
 @pytest.mark.parametrize("gradients", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("kind", ["bidirectional", "causal", pytest.param("dropout", marks=pytest.mark.full), "packed"])
 def test_no_matrix_of_scores(kind: str, gradients: bool) -> None:

@@ -49,6 +49,20 @@ def kinds() -> list[Any]:
     return [*chosen, *(pytest.param(*pair, marks=pytest.mark.full) for pair in left)]
 
 
+@pytest.mark.full(
+    "alibi-ring",
+    "dropout-ring",
+    "dropout_broadcast-ring",
+    "grouped_dropout-ring",
+    "guarded-ring",
+    "infinite-ring",
+    "key_bias-ring",
+    "learned_bias-ring",
+    "packed-ring",
+    "relative-ring",
+    "where-ring",
+    "window-ring",
+)
 @pytest.mark.parametrize(("kind", "mode"), kinds())
 def test_equals_the_equations(kind: str, mode: str) -> None:
     function, shapes = KINDS[kind]
@@ -56,6 +70,7 @@ def test_equals_the_equations(kind: str, mode: str) -> None:
         assert_same(function, values(*shapes), mesh_of(**ALONE), mode)
 
 
+@pytest.mark.full("grouped-ring")
 @pytest.mark.parametrize("mode", ["ring", "all_to_all"])
 @pytest.mark.parametrize(
     "kind",
@@ -77,6 +92,7 @@ def test_beside_axes_for_batch_and_heads(kind: str, mode: str) -> None:
         assert_same(function, values(*shapes), mesh_of(**BESIDE), mode)
 
 
+@pytest.mark.full("ring")
 @pytest.mark.parametrize("mode", ["ring", "all_to_all"])
 def test_eight_devices(mode: str) -> None:
     shapes = ((B, 32, 8, D), (B, 32, 2, D), (B, 32, 2, V), (8, 32, 32))  # 2 key heads: each has copies on 4 devices
@@ -111,6 +127,7 @@ def test_layers_of_jax_and_flax(mode: str) -> None:
         assert_same(by_nnx, full, mesh_of(**ALONE), mode)
 
 
+@pytest.mark.full("True-linen")
 @pytest.mark.parametrize("layer", ["linen", "nnx"])
 @pytest.mark.parametrize("ours", [pytest.param(False, marks=pytest.mark.full), True])
 def test_whole_layers(layer: str, ours: bool) -> None:
@@ -171,6 +188,7 @@ def test_rows_masked_throughout(mode: str) -> None:
 # --- layers rolled in a scan, and regions that are manual already ---
 
 
+@pytest.mark.full("ring")
 @pytest.mark.parametrize("mode", ["ring", "all_to_all"])
 def test_literals_that_differ_by_layer(mode: str) -> None:
     """Each turn of a scan has a slope of its own in the place of the one in the trace."""
@@ -217,6 +235,7 @@ def test_inside_a_region_that_is_manual_over_the_batch(mode: str) -> None:
 # --- precision ---
 
 
+@pytest.mark.full("ring")
 @pytest.mark.parametrize("mode", ["ring", "all_to_all"])
 def test_bfloat16_is_summed_in_float32(mode: str) -> None:
     wide = values(*QKV, dtype=np.float32)

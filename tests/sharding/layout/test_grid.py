@@ -206,6 +206,7 @@ def test_key_value_heads_fewer_than_the_axis_stay_whole() -> None:
     assert specs(trace, "2d:4")["blocks/0/key"] == ["row", "col", None]
 
 
+@pytest.mark.full
 def test_key_value_heads_fewer_than_the_axis_on_sixteen_devices(forks: Forks) -> None:
     """The whole model, against one device: a grid of 4 x 4, of which two share a key-value head."""
     code = (

@@ -150,6 +150,7 @@ def test_under_float32_nothing_is_ahead() -> None:
     assert make_ahead(composed.trace, composed.storage, composed.plan, composed.mesh)(given) is given
 
 
+@pytest.mark.full("zero=2 microbatches=2 precision=bfloat16")
 @pytest.mark.parametrize("plan", ["zero=1 precision=bfloat16", "zero=2 microbatches=2 precision=bfloat16"])
 def test_gradients_and_steps_are_those_of_whole_weights(plan: str) -> None:
     """Of the layers, of what they share, and of the head; to what reducing in another order makes of bfloat16."""
@@ -217,6 +218,7 @@ def received(run: cjax.Program, kind: str) -> float:
     return sum(each.total_bytes for each in audit(compiled, run.mesh).collectives if each.kind == kind)
 
 
+@pytest.mark.full("layers-zero=1", "penalized-zero=2", "remade-data=4 tensor=2 zero=1")
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [

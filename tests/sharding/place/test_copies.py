@@ -57,6 +57,14 @@ def loss(model: Any, batch: Any) -> jax.Array:
     return model(batch["tokens"])
 
 
+@pytest.mark.full(
+    "net0-data=4",
+    "net3-zero=1/2",
+    "net4-data=2 tensor=2 zero=1",
+    "net5-data=4 zero=3/2 remat=block",
+    "net6-data=4 microbatches=2 zero=3",
+    "net7-data=2 sequence=all_to_all:2",
+)
 @pytest.mark.parametrize(
     ("net", "plan"),
     [(Tied(), "data=4"), (Tied(), "data=2 tensor=2 zero=1"), (Tied(), "data=4 zero=3/2"), (Tied(), "zero=1/2"),
@@ -73,6 +81,7 @@ def test_gradients_are_those_of_one_device(net: nn.Module, plan: str) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full("False")
 @pytest.mark.parametrize("repeats", [False, True])
 def test_what_is_summed_of_biases_is_the_gradient_of_their_table(repeats: bool) -> None:
     batch = {"tokens": np.zeros((ROWS, LENGTH), int)}

@@ -143,6 +143,7 @@ def assert_same(given: Seen, wanted: Seen) -> None:
         assert np.linalg.norm(a - b) <= 5e-3 * np.linalg.norm(b), jax.tree_util.keystr(path)
 
 
+@pytest.mark.full("NNX, tied, chunked", "NNX, untied", "tied, chunked", "untied, chunked", "untied")
 @pytest.mark.parametrize("case", CASES)
 def test_a_filled_weight_gives_the_same_numbers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, wanted = (seen(*CASES[case], "precision=bfloat16", fills, monkeypatch) for fills in (True, False))
@@ -154,6 +155,7 @@ def test_a_filled_weight_gives_the_same_numbers(case: str, monkeypatch: pytest.M
     ), "all products read what is filled up"  # fmt: skip
 
 
+@pytest.mark.full("untied, chunked-True")
 @pytest.mark.parametrize(("case", "fills"), [("untied, chunked", True), ("tied, chunked", False)])
 def test_beside_other_devices_with_examples_of_their_own(
     case: str, fills: bool, monkeypatch: pytest.MonkeyPatch
@@ -165,6 +167,7 @@ def test_beside_other_devices_with_examples_of_their_own(
     assert_same(given, wanted)
 
 
+@pytest.mark.full("untied, chunked-1", "untied, chunked-3", "untied-1")
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("case", ["untied", "untied, chunked"])
 def test_devices_that_keep_a_part_of_its_gradient_get_no_more(
@@ -180,6 +183,7 @@ def test_devices_that_keep_a_part_of_its_gradient_get_no_more(
     assert placed and cuts[-1].invars == placed[-1].outvars
 
 
+@pytest.mark.full
 def test_devices_may_keep_a_part_of_its_odd_dim(monkeypatch: pytest.MonkeyPatch) -> None:
     """1,029 columns go to three devices, 1,088 do not."""
     batch = {name: RNG.integers(0, VOCAB, (6, LENGTH)).astype(np.int32) for name in "xy"}

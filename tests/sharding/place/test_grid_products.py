@@ -120,6 +120,9 @@ def plain(eqn: Any, ins: list[Any]) -> np.ndarray:
     return np.asarray(eqn.primitive.bind(*map(jnp.asarray, ins), **eqn.primitive.get_bind_params(eqn.params)))
 
 
+@pytest.mark.full(
+    "linen_packed_qkv-2.5d:8/2", "linen_packed_qkv-3d:8", "nnx_llama-2.5d:8/2", "nnx_llama-2d:4", "nnx_llama-3d:8"
+)
 @pytest.mark.parametrize("tensor", MODES)
 @pytest.mark.parametrize("name", ["linen_packed_qkv", "nnx_llama"])
 def test_every_product_of_a_model(name: str, tensor: str) -> None:

@@ -181,6 +181,7 @@ def square(model: Any, batch: Any) -> jax.Array:
     return jnp.mean(model(batch["x"]) ** 2)
 
 
+@pytest.mark.full("True")
 @pytest.mark.parametrize("casts", [False, True])
 def test_products_that_wait_for_each_other_read_one_copy(casts: bool) -> None:
     """A router's and its experts' input; with the numbers of one device, evaluated twice as well."""

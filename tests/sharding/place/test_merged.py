@@ -65,6 +65,7 @@ def results(plan: str) -> tuple[float, list[np.ndarray], int]:
 as_on_cpus = functools.cache(results)
 
 
+@pytest.mark.full("precision=bfloat16")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -86,6 +87,7 @@ def test_numbers_are_those_of_products_one_by_one(plan: str, monkeypatch: pytest
         assert np.linalg.norm(mine - right) <= 1.5 * np.linalg.norm(theirs - right) + 2e-3 * largest
 
 
+@pytest.mark.full
 def test_float32_and_several_devices_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, wanted, apart = as_on_cpus("precision=float32")
     monkeypatch.setattr(merged, "on_gpus", lambda mesh: True)

@@ -217,6 +217,7 @@ def test_a_derivative_by_hand_that_goes_by_element_keeps_the_order() -> None:
     assert kept is not None and turned is not None and len(kept.turns) < len(turned.turns)
 
 
+@pytest.mark.full
 def test_a_loop_over_positions_keeps_nothing() -> None:
     def recurrent(x: jax.Array, own: Any) -> jax.Array:
         def turn(state: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -145,6 +145,7 @@ def test_complex_parameters_in_layers(plan: str, tolerance: float) -> None:
     compared(Linen(), plan, tolerance)
 
 
+@pytest.mark.full
 def test_complex_numbers_stay_what_they_are_under_bfloat16() -> None:
     errors, graded = [], jax.jit(jax.grad(lambda p: loss(Linen().bind({"params": p}), BATCH)))
     for plan, devices in (("data=8", jax.devices()), ("data=1", jax.devices()[:1])):

@@ -190,6 +190,7 @@ def scatters(function: Callable[..., Any], *args: Any) -> int:
     return str(jax.make_jaxpr(jax.grad(lambda *args: function(*args).sum()))(*args)).count(" scatter-add[")
 
 
+@pytest.mark.full("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_the_gradient_of_a_row_that_is_looked_up_often_is_rounded_once(dtype: Any) -> None:
     """Alone in bfloat16, a sum of equal numbers stands still at 256 of them."""
@@ -205,6 +206,7 @@ def test_the_gradient_of_a_row_that_is_looked_up_often_is_rounded_once(dtype: An
     assert np.abs(np.asarray(plain, np.float64)[0] / wanted - 1).max() > 0.1, "or this asks for nothing"
 
 
+@pytest.mark.full
 @settings(max_examples=12)
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=3),

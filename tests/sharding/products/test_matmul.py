@@ -123,6 +123,7 @@ def layered(mode: str, weights: Sequence[str], **options: Any) -> tuple[Audit, A
     return audit(one.lower(x, ws).compile(), mesh), audit(both.lower(x, ws, seeds).compile(), mesh)
 
 
+@pytest.mark.full("2d-col", "3d-j")
 @pytest.mark.parametrize(("mode", "axis"), [("2d", "col"), ("2.5d", "col"), ("3d", "j")])
 def test_weights_share_one_gather_and_one_scatter_of_the_gradient(mode: str, axis: str) -> None:
     """Of x [batch, seq, embed]: gathered once forward and once backward, its gradient scattered once."""

@@ -83,6 +83,7 @@ def program_of(plan: str, devices: Any) -> Any:
     return cjax.parallelize(Sorted(), loss, optax.sgd(0.1), BATCH, plan, devices=devices)
 
 
+@pytest.mark.full("data=2 tensor=2", "data=4")
 @pytest.mark.parametrize("plan", ["data=4", "zero=3", "data=2 tensor=2"])
 def test_experts_of_sorted_tokens_train_as_on_one_device(plan: str) -> None:
     programs = (program_of(plan, jax.devices()[:4]), program_of("data=1", jax.devices()[:1]))

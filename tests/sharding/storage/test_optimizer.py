@@ -88,6 +88,19 @@ if os.environ.get("CJAX_TEST_ALL") == "1":
     PAIRS = [(name, order) for name in OPTIMIZERS for order in ((), BEHIND, BETWEEN)]
 
 
+@pytest.mark.full(
+    "adafactor-order12",
+    "adaptive clipping-order19",
+    "average of parameters-order8",
+    "every second step-order24",
+    "lamb of optax-order14",
+    "lamb, as FusedLAMB-order4",
+    "lamb, clipped, not debiased-order1",
+    "lamb-order0",
+    "lars, nesterov, all adapted-order6",
+    "muon-order13",
+    "prodigy-order18",
+)
 @pytest.mark.parametrize(("name", "order"), PAIRS)
 def test_does_as_on_the_users_tree(name: str, order: tuple[int, ...]) -> None:
     optimizer = OPTIMIZERS[name]()

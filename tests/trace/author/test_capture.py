@@ -25,6 +25,7 @@ ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 # --- every model of the zoo ---
 
 
+@pytest.mark.full("linen_encoder_decoder", "linen_remat", "nnx_encoder")
 @pytest.mark.parametrize("name", MODELS)
 def test_zoo(name: str) -> None:
     case = MODELS[name]
@@ -65,6 +66,7 @@ def test_linen_is_plain_flax() -> None:
     assert_close(run(captured, trees, batch, train=False), (by_hand(False)[0], {}, trees[2]))
 
 
+@pytest.mark.full
 def test_linen_dropout_is_plain_flax() -> None:
     model, loss, batch = MODELS["linen_encoder"].make()
     captured = capture(model, loss, batch)
@@ -79,6 +81,7 @@ def test_linen_dropout_is_plain_flax() -> None:
     assert run(captured, trees, batch, key=jax.random.key(8))[0] != ours[0]
 
 
+@pytest.mark.full("nnx_scan")
 @pytest.mark.parametrize("name", ["nnx_conv", "nnx_scan", *(["nnx_decoder"] if ALL else [])])
 def test_nnx_is_plain_flax(name: str) -> None:
     build, loss, batch = MODELS[name].make()

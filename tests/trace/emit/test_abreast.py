@@ -80,6 +80,7 @@ def together(function: Callable[..., jax.Array], xs: Arrays, weights: Arrays) ->
     return abreast(closed, [(x, *weights) for x in xs])[0]
 
 
+@pytest.mark.full("2-a call", "2-a loop", "3-saved")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num", [2, 3])
 def test_each_gives_what_it_gives_alone(name: str, num: int) -> None:

@@ -91,6 +91,9 @@ if os.environ.get("CJAX_TEST_ALL") == "1":
     KINDS += ["linen_encoder_decoder", "linen_scan", "nnx_decoder"]
 
 
+@pytest.mark.full(
+    "rolled-linen_lstm", "rolled-linen_moe_capacity", "rolled-linen_remat", "rolled-nnx_scan", "unrolled-linen_remat"
+)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("rolled", [True, False], ids=["rolled", "unrolled"])
 def test_identity_hooks_give_the_model_back(name: str, rolled: bool) -> None:
@@ -109,6 +112,7 @@ def test_identity_hooks_give_the_model_back(name: str, rolled: bool) -> None:
 
 
 # -- a chain of layers ------------------------------------------------------------------------------------------------
+@pytest.mark.full
 @settings(max_examples=15)
 @given(st.lists(st.sampled_from("abct"), min_size=1, max_size=7), st.booleans(), st.booleans())
 def test_any_chain_of_layers_comes_out_the_same(kinds: list[str], collects: bool, looks_back: bool) -> None:

@@ -214,6 +214,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filled, "on_gpus", lambda mesh: True)
 
 
+@pytest.mark.full("precision=bfloat16 microbatches=2-False")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("plan", [
     pytest.param("precision=float32", marks=pytest.mark.full),
@@ -234,6 +235,7 @@ def test_a_loss_by_pieces_classifies_once(tied: bool, plan: str, monkeypatch: py
         assert np.linalg.norm(mine - right) <= (allowed if "bfloat16" in plan else 1e-5 * np.linalg.norm(right))
 
 
+@pytest.mark.full
 def test_gradients_take_the_factor_behind_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch)
     (_, one, _), (_, three, _) = (results(True, "precision=float32", weight) for weight in (1.0, -3.0))
@@ -241,6 +243,7 @@ def test_gradients_take_the_factor_behind_the_sum(monkeypatch: pytest.MonkeyPatc
         np.testing.assert_allclose(-3 * a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_float16_and_evaluations_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch)
     assert results(True, "precision=float16 unroll=none")[2] == 4

@@ -175,6 +175,7 @@ def test_which_of_the_others_a_row_sees_is_of_the_batch() -> None:
         cjax.parallelize(Neighbours(), loss, optax.sgd(0.1), batch, "data=4 microbatches=2", devices=jax.devices()[:4])
 
 
+@pytest.mark.full("zero=3 microbatches=4")
 @pytest.mark.parametrize("plan", ["data=1 microbatches=2", "data=4 microbatches=2", "zero=3 microbatches=4"])
 def test_the_report_says_what_sees_less_than_the_batch(plan: str) -> None:
     devices = jax.devices()[: 1 if plan.startswith("data=1") else 4]

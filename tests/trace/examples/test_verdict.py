@@ -224,6 +224,7 @@ RATIOS = [masked_by_where, masked_and_guarded, masked_with_epsilon, normalised_w
 RATIOS += [hidden_by_rank_within_a_row]
 
 
+@pytest.mark.full("indexed", "per_example_then_mean")
 @pytest.mark.parametrize("loss", MEANS + RATIOS, ids=lambda loss: loss.__name__)
 def test_means_and_ratios_combine_to_the_whole(loss):
     _, lifted = trace(loss)
@@ -432,6 +433,7 @@ def test_ratios_and_means_blend():
         assert trace(loss)[1].kind == "blend"
 
 
+@pytest.mark.full("linen_encoder_decoder", "linen_remat", "linen_vit", "nnx_encoder")
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_the_zoo(name):
     case = zoo.MODELS[name]

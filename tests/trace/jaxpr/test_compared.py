@@ -14,6 +14,7 @@ from cjax.trace.jaxpr import compared
 from cjax.trace.jaxpr.simplify import simplify
 
 
+@pytest.mark.full("reduce_max-axes2")
 @pytest.mark.parametrize("axes", [(0,), (1,), (0, 2), (0, 1, 2), ()])
 @pytest.mark.parametrize("name", ["reduce_max", "reduce_min"])
 def test_ties_share_the_derivative_as_in_jax(axes: tuple[int, ...], name: str) -> None:
@@ -55,6 +56,7 @@ def as_traced(x: jax.Array, updates: jax.Array, rows: tuple[int, ...], how: str)
     return env[jaxpr.jaxpr.outvars[0]]
 
 
+@pytest.mark.full("max-ties-numbers")
 @pytest.mark.parametrize("empty", [None, jnp.inf], ids=["numbers", "infinite"])
 @pytest.mark.parametrize("rows", [(1, 1, 3), (1, 3, 9)], ids=["ties", "dropped"])  # there are four
 @pytest.mark.parametrize("how", ["max", "min"])
@@ -82,6 +84,7 @@ class Line(nn.Module):
         return nn.Dense(4)(x)
 
 
+@pytest.mark.full("2")
 @pytest.mark.parametrize("rows", [2, 4])
 def test_elements_that_are_made_twice(rows: int) -> None:
     """One row a device: XLA makes v + v**2 for the largest and for the comparison, in two ways."""

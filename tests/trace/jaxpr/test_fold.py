@@ -42,6 +42,7 @@ def test_integers(operation, x, y):
     assert_as_device(operation, np.int32(x), np.int32(y))
 
 
+@pytest.mark.full
 @settings(max_examples=25)
 @given(x=FLOATS)
 def test_conversions(x):

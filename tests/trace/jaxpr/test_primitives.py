@@ -148,6 +148,7 @@ def equations(function: Any, *args: Any) -> list[Any]:
     return list(jax.make_jaxpr(function)(*args).jaxpr.eqns)
 
 
+@pytest.mark.full
 def test_facts_of_elements_hold() -> None:
     """Each elementwise function of one or two real operands that JAX has by that name: one element at a time is all."""
     x, tried = jnp.asarray([[0.3, 0.6, 0.2], [0.9, 0.4, 0.7]], jnp.float32), 0

@@ -57,6 +57,7 @@ def stack_trace(layers, remat, differentiate=False):
     return jax.make_jaxpr(jax.value_and_grad(loss) if differentiate else loss)(*args), jax.tree.leaves(args)
 
 
+@pytest.mark.full("False-False", "True-False", "True-True")
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("differentiate", [False, True])
 def test_values_are_the_same(remat, differentiate):
@@ -83,6 +84,7 @@ def test_a_flat_remat_can_be_differentiated():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.full("False")
 @pytest.mark.parametrize("remat", [False, True])
 def test_equal_layers_have_equal_equations(remat):
     closed, _ = stack_trace(3, remat)
@@ -247,6 +249,7 @@ def num_calls(depth):
     return calls["call"] + calls["c_call"]
 
 
+@pytest.mark.full
 def test_the_work_of_simplifying_grows_with_the_trace_alone():
     num_calls(10)  # fills caches
     assert num_calls(2000) < 11 * num_calls(200)

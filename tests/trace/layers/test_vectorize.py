@@ -95,6 +95,7 @@ def step(optimizer, layers):
     return update, tree(layers, 0), state, tree(layers, 1)
 
 
+@pytest.mark.full("adafactor", "lamb", "lars", "muon")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     want, got = rolled(*step(OPTIMIZERS[name], 4))
@@ -130,6 +131,7 @@ def spread_out(function, *args):
     )
 
 
+@pytest.mark.full("adamw", "lamb", "muon")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rows_that_belong_to_no_layer(name):
     found, _, _ = spread_out(*step(OPTIMIZERS[name], 4))
@@ -150,6 +152,7 @@ def test_rows_stay_where_they_are():
     assert "gather" not in text and "concatenate" not in text
 
 
+@pytest.mark.full("lamb")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equations_of_optimizers_do_not_grow(name):
     few, many = (count(*step(OPTIMIZERS[name], layers)) for layers in (4, 8))
@@ -207,6 +210,7 @@ INITS = [
 ]
 
 
+@pytest.mark.full("linen_init-threefry2x32")
 @pytest.mark.parametrize(("init", "implementation"), INITS)
 def test_initial_parameters_are_the_same(init, implementation):
     key = jax.random.key(5, impl=implementation)
