@@ -29,6 +29,7 @@ from cjax.program.program import texts_of
 from cjax.program.texts import Needs, Texts, Weights
 from cjax.program.walked import WalkedState
 from cjax.streamed import StreamedModel
+from cjax.tree import kind_of
 
 Ready = Callable[[Needs], tuple[Weights, Sequence[Home]]]  # weights where passes read them, and the homes of memory
 
@@ -94,14 +95,14 @@ def generate(
     }
     if not isinstance(source, Program):
         if state is not None:
-            raise ValueError(f"`state` goes with a program, and this is a {type(source).__name__}: leave it out")
+            raise ValueError(f"`state` goes with a program, and this is {kind_of(source)}: leave it out")
         if isinstance(source, StreamedModel):
             texts = source.texts
             walked = _Walked(texts, texts.model(), source.ready)
             return _shared(source, texts.model(), walked, tokens, num_tokens, key, options)
         if not isinstance(source, Decoder):
             raise TypeError(
-                f"generate got a {type(source).__name__}; it continues texts with a GPT, Llama or T5 of cjax.models, "
+                f"generate got {kind_of(source)}; it continues texts with a GPT, Llama or T5 of cjax.models, "
                 "or a program of one: generate(program, tokens, num_tokens, state=state)"
             )
         return continued(source, tokens, num_tokens, key, **options)

@@ -19,7 +19,7 @@ from cjax.program.composed import Given
 from cjax.program.program import composed_program
 from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
-from cjax.tree import PyTree
+from cjax.tree import PyTree, kind_of
 
 
 @own_context
@@ -113,7 +113,7 @@ def _checked_folder(folder: Any) -> Path:
 def _check_optimizer(optimizer: Any) -> None:
     if optimizer is None or (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         return
-    given = f"the function {optimizer.__name__}" if inspect.isfunction(optimizer) else f"a {type(optimizer).__name__}"
+    given = f"the function {optimizer.__name__}" if inspect.isfunction(optimizer) else kind_of(optimizer)
     raise TypeError(
         f"`optimizer` is {given}, not an optax transformation. Write optax.adamw(1e-3), or None for evaluation alone."
     )

@@ -1,4 +1,4 @@
-"""Path names of leaves: how cjax addresses one array in the user's own tree."""
+"""Path names of leaves: how cjax addresses one array in the user's own tree; and what messages call a value in it."""
 
 from typing import Any, TypeAlias
 
@@ -30,6 +30,16 @@ def path_name(path: tuple[Any, ...]) -> str:
             case _:
                 parts.append(str(key))
     return "/".join(parts)
+
+
+def kind_of(value: object) -> str:
+    """What messages call a value that is of another type than it should be.
+
+    >>> kind_of(3), kind_of({})
+    ('an int', 'a dict')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
 
 
 def leaf_names(tree: PyTree) -> tuple[str, ...]:

@@ -126,8 +126,8 @@ def test_auto_splits_the_model_where_the_rows_are_too_few_and_refuses_what_nothi
         make("auto tensor=1 pipeline=1", batch=batch(6))
 
 
-def test_a_model_that_refuses_what_auto_found_gets_another_plan() -> None:
-    """A loss of all pairs of examples can't be put together from micro-batches, which the memory would ask for."""
+def test_auto_leaves_a_loss_whole_that_micro_batches_cannot_make() -> None:
+    """A loss of all pairs of examples can't be put together from micro-batches, also where these are asked for."""
 
     def pairs(model: Any, batch: Any) -> Any:
         made = model(batch["x"])

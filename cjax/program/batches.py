@@ -17,7 +17,7 @@ from cjax.program.keep import mover
 from cjax.trace.dims.parts import SAME
 from cjax.trace.dims.tables import Limits, index_limits
 from cjax.trace.reading import Trace
-from cjax.tree import PyTree, leaf_names
+from cjax.tree import PyTree, kind_of, leaf_names
 
 
 def place_batch(composed: Composed, batch: PyTree, limits: dict[int, tuple[Limits, ...]]) -> PyTree:
@@ -62,7 +62,7 @@ def place_batch(composed: Composed, batch: PyTree, limits: dict[int, tuple[Limit
 def check_tree(batch: PyTree, wanted: PyTree) -> None:
     """Raises ValueError, with the names of both, unless the two trees have one structure."""
     if isinstance(batch, Iterator):
-        raise TypeError(f"`batch` is a {type(batch).__name__}, which gives many. Give one of them: next(batches).")
+        raise TypeError(f"`batch` is {kind_of(batch)}, which gives many. Give one of them: next(batches).")
     if jax.tree.structure(batch) == jax.tree.structure(wanted):
         return
     have, need = leaf_names(batch), leaf_names(wanted)
@@ -147,7 +147,7 @@ def batch_structs(batch: PyTree) -> PyTree:
         '{"x": np.zeros((8, 5), np.float32)}.'
     )
     if isinstance(batch, Iterator):
-        raise TypeError(f"`batch` is a {type(batch).__name__}, which gives many. {write}")
+        raise TypeError(f"`batch` is {kind_of(batch)}, which gives many. {write}")
     leaves, treedef = jax.tree.flatten(batch)
     names = [name or "batch" for name in leaf_names(batch)]
     structs = []

@@ -38,7 +38,7 @@ from cjax.program.walked import WalkedState
 from cjax.program.walking import NO_STEP, NOTHING_KEPT, walking_of
 from cjax.report import Candidate, Comparison, Explained, Report, TraceSummary
 from cjax.trace.dims.tables import Limits
-from cjax.tree import PyTree
+from cjax.tree import PyTree, kind_of
 
 MOST_SETTLED = 4  # plans of "auto" that are compiled before a program is made
 
@@ -286,7 +286,7 @@ class Program:
           TypeError, ValueError: `fn` is no function; a batch that does not fit the model, or none at all.
         """
         if fn is not None and not callable(fn):
-            raise TypeError(f"`fn` is a {type(fn).__name__}; give a function `fn(model, batch)`, or leave it out.")
+            raise TypeError(f"`fn` is {kind_of(fn)}; give a function `fn(model, batch)`, or leave it out.")
         state = self._with_params(self._own(state), params)
         return self._evaluate(state, [batch] if is_one(batch, self._composed.batch_shape) else batch, fn)
 
@@ -318,7 +318,7 @@ class Program:
         """
         must_run(self.mesh, "restore")
         if not isinstance(source, State | str | Path):
-            raise TypeError(f"restore takes the path of a checkpoint or a state, not a {type(source).__name__}.")
+            raise TypeError(f"restore takes the path of a checkpoint or a state, not {kind_of(source)}.")
         return restored(self._composed, source)
 
     @own_context

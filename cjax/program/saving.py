@@ -19,7 +19,7 @@ from cjax.program.state import Shelves, State, check_alive
 from cjax.program.walked import ROWS, WalkedState, walked_trees
 from cjax.program.walking import walking_of
 from cjax.sharding.storage.storage import Storage
-from cjax.tree import PyTree
+from cjax.tree import PyTree, kind_of
 from cjax.walk.stores import HOST
 
 TREES = ("params", "frozen", "opt_state", "carried")
@@ -171,7 +171,7 @@ def state_from(composed: Composed, arrays: dict[str, PyTree], gives_up: bool = F
     """
     needed = ("params", "frozen", "opt_state", "carried", "step", "key", "loss_scale", "noise_scale")
     if not isinstance(arrays, Mapping) or not all(name in arrays for name in needed):
-        kind = f"a {type(arrays).__name__}"
+        kind = kind_of(arrays)
         given = f"{kind} of {', '.join(map(str, arrays)) or 'nothing'}" if isinstance(arrays, Mapping) else kind
         raise ValueError(
             f"a state is made of {', '.join(needed)}, and this is {given}: give what program.to_arrays(state) gave, or "

@@ -15,7 +15,7 @@ from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.trace.microbatches.combine import averages, denominator, lift, loss_total
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
-from cjax.tree import PyTree
+from cjax.tree import PyTree, kind_of
 
 Pair = tuple[Any, Any]  # total, weight; of an array a list of it, and None
 
@@ -156,5 +156,5 @@ def is_one(batch: Any, shape: PyTree) -> bool:
     if not jax.tree_util.all_leaves([batch]):
         return jax.tree.structure(batch) == jax.tree.structure(shape)
     if not isinstance(batch, Iterable):
-        raise TypeError(f"evaluate takes a batch or an iterable of batches, not a {type(batch).__name__}.")
+        raise TypeError(f"evaluate takes a batch or an iterable of batches, not {kind_of(batch)}.")
     return False

@@ -15,7 +15,7 @@ from cjax.program.keep import load_slot, members, store_slot
 from cjax.program.sound import Sound, loses
 from cjax.program.state import State
 from cjax.program.steps import make_adopt, make_init, make_trees
-from cjax.tree import leaf_names
+from cjax.tree import kind_of, leaf_names
 
 
 class Starter:
@@ -166,7 +166,7 @@ def _named(composed: Composed, params: Any, wanted: Mapping[str, Any]) -> Mappin
         return params
     if jax.tree_util.all_leaves([params]):
         raise TypeError(
-            f"`params` is a {type(params).__name__}; give a tree of arrays, {{path: array}}, or a safetensors path."
+            f"`params` is {kind_of(params)}; give a tree of arrays, {{path: array}}, or a safetensors path."
         )
     return dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from cjax.mesh import compiler_options, own_context
 from cjax.optim import LossScaleState, NoiseState
 from cjax.sharding.storage.storage import Storage
+from cjax.tree import kind_of
 
 Arrays = tuple[jax.Array, ...]
 
@@ -111,7 +112,7 @@ def check_alive(state: Any) -> None:
     crash of the process, so it must never get there."""
     if not isinstance(state, State):
         raise TypeError(
-            f"`state` is a {type(state).__name__}, not a state; give what program.init(0) or program.restore(...) "
+            f"`state` is {kind_of(state)}, not a state; give what program.init(0) or program.restore(...) "
             "returned, or the first result of step: `state, metrics = program.step(state, batch)`."
         )
     if isinstance(state.step, jax.Array) and state.step.is_deleted():

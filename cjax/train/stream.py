@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from cjax.tree import PyTree
+from cjax.tree import PyTree, kind_of
 
 
 class Stream:
@@ -23,7 +23,7 @@ class Stream:
     def __init__(self, data: Any, position: int, num_processes: int):
         if not hasattr(data, "batches") and not hasattr(data, "__iter__"):
             raise TypeError(
-                f"data is a {type(data).__name__}; fit needs something with batches(start), as cjax.data.text_data "
+                f"data is {kind_of(data)}; fit needs something with batches(start), as cjax.data.text_data "
                 "gives, or an iterable of batches"
             )
         self.samples = position

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError, ["tensor=2d:4", "heads", "has 3", "2d:9"],
     ),
     "typo": ({"plan": "tensro=2"}, ValueError, ["tensro=2\n", "^^^^^^", "did you mean tensor=2"]),
-    "plan a number": ({"plan": 8}, TypeError, ["8, a int", '"data=4 tensor=2"', '"auto"']),
+    "plan a number": ({"plan": 8}, TypeError, ["8, an int", '"data=4 tensor=2"', '"auto"']),
     "plan nothing": ({"plan": None}, TypeError, ["None", "cjax.Plan(...)"]),
     "loss of rows": ({"loss": per_row}, ValueError, ["shape (8,)", "jnp.mean", "cjax.Mean"]),
     "loss of nothing": ({"loss": lambda model, batch: None}, ValueError, ["NoneType", "return a scalar"]),

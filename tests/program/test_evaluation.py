@@ -49,7 +49,7 @@ def test_what_is_no_batch_is_refused(evaluator: cjax.Program) -> None:
     state = begin(evaluator)
     assert "saw x, y" in refusal(lambda: evaluator.evaluate(state, {"x": rows()["x"]}))
     assert "saw x, y" in refusal(lambda: evaluator.evaluate(state, [rows(), {"x": rows()["x"]}]))
-    assert "not a int" in refusal(lambda: evaluator.evaluate(state, 3), TypeError)
+    assert "not an int" in refusal(lambda: evaluator.evaluate(state, 3), TypeError)
 
 
 def test_a_function_of_the_model_gives_means_and_arrays(evaluator: cjax.Program) -> None:

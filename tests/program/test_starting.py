@@ -99,7 +99,7 @@ def test_everything_wrong_is_listed_at_once(program: cjax.Program) -> None:
         assert text in message, message
     both = refusal(lambda: program.init(0, params={"Dense_0/bias": np.ones(4), "Dense_0/kernel": KERNEL * 1j}))
     assert "Dense_0/bias: [4] given, [3] needed" in both and "Dense_0/kernel: complex64 given, float32 needed" in both
-    assert "not a tree" not in message and "a int" in refusal(lambda: program.init(0, params=3), TypeError)
+    assert "not a tree" not in message and "an int" in refusal(lambda: program.init(0, params=3), TypeError)
 
 
 SOUND: dict[str, tuple[Any, str]] = {

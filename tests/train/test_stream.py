@@ -45,5 +45,5 @@ def test_positions_count_the_rows_of_all_processes() -> None:
 
 
 def test_what_is_no_data_is_refused() -> None:
-    with pytest.raises(TypeError, match="data is a int; fit needs something with batches"):
+    with pytest.raises(TypeError, match="data is an int; fit needs something with batches"):
         Stream(3, 0, 1)

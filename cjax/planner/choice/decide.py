@@ -16,6 +16,7 @@ from cjax.planner.choice.scored import Scored, of_limit
 from cjax.planner.choice.search import Found
 from cjax.planner.hardware import Hardware, hardware_of
 from cjax.trace.source import TraceSource
+from cjax.tree import kind_of
 
 CLOSE = 0.85  # of a device's memory: above it the compiled program may need more than there is
 
@@ -91,8 +92,7 @@ def decide(planning: Planning, plan: Plan | str, num_devices: int, refused: Sequ
     """
     if not isinstance(plan, Plan | str):
         raise TypeError(
-            f"`plan` is {plan!r}, a {type(plan).__name__}. Write text such as "
-            '"data=4 tensor=2", a cjax.Plan(...), or "auto".'
+            f'`plan` is {plan!r}, {kind_of(plan)}. Write text such as "data=4 tensor=2", a cjax.Plan(...), or "auto".'
         )
     if isinstance(plan, str) and is_auto(plan):
         return _chosen(planning, Asked((num_devices,), Auto.parse(plan), refused=tuple(refused)))

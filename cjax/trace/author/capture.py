@@ -21,7 +21,7 @@ from cjax.trace.author.loss import Loss, loss_caller
 from cjax.trace.author.loss import Mean as Mean
 from cjax.trace.author.replay import replayed, trace_live
 from cjax.trace.author.trained import Wrt, check_trained, matcher
-from cjax.tree import PyTree, leaf_names, path_name
+from cjax.tree import PyTree, kind_of, leaf_names, path_name
 
 Key = jax.Array
 Trees = tuple[PyTree, PyTree, PyTree]
@@ -248,7 +248,7 @@ def _capture_nnx(model: object, call: Loss, batch: PyTree, wrt: Wrt) -> Capture:
             built = model(rngs=nnx.Rngs(key))
         if not isinstance(built, nnx.Module):
             raise TypeError(
-                f"The builder returned a {type(built).__name__}, not a flax.nnx module: return one, as "
+                f"The builder returned {kind_of(built)}, not a flax.nnx module: return one, as "
                 "`lambda rngs: Net(rngs=rngs)` does."
             )
         forget_eager_sharding(built)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cjax.tree import PyTree, path_name
+from cjax.tree import PyTree, kind_of, path_name
 
 Key = jax.Array
 # The user's loss, its optional arguments given by name: (model, batch, key, train) -> (scalar or `Mean`, aux).
@@ -37,7 +37,7 @@ def loss_caller(loss: Callable[..., object]) -> Loss:
     """`loss` with its optional arguments given by name and its result checked, as (scalar or Mean, aux)."""
     write = "Write `def loss(model, batch)`, adding `key` or `train` if you need them"
     if not callable(loss):
-        raise TypeError(f"`loss` is a {type(loss).__name__}, not a function. {write}.")
+        raise TypeError(f"`loss` is {kind_of(loss)}, not a function. {write}.")
     parameters = inspect.signature(loss).parameters
     wants_key, wants_train = "key" in parameters, "train" in parameters
     extra = {name: None for name in ("key", "train") if name in parameters}
@@ -80,7 +80,7 @@ def _check_result(result: object) -> tuple[PyTree, PyTree]:
 
 def _check_scalar(what: str, value: object) -> jax.Array:
     if not hasattr(value, "dtype") and not isinstance(value, (bool, int, float)):
-        raise ValueError(f"{what} is a {type(value).__name__}: return a scalar, or (scalar, aux).")
+        raise ValueError(f"{what} is {kind_of(value)}: return a scalar, or (scalar, aux).")
     value = jnp.asarray(value)
     if value.shape != ():
         raise ValueError(

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from cjax.trace.author.trained import Wrt, is_path_rule, matcher
-from cjax.tree import PyTree, leaf_names
+from cjax.tree import PyTree, kind_of, leaf_names
 
 Key = jax.Array
 
@@ -42,7 +42,7 @@ def set_eval(model: nnx.Module) -> None:
     model.eval()
 
     def refuse(variable: nnx.Variable[object], value: object) -> object:
-        raise ValueError(f"The loss updates statistics (a {type(variable).__name__}) during evaluation, {EVAL_HINT}")
+        raise ValueError(f"The loss updates statistics ({kind_of(variable)}) during evaluation, {EVAL_HINT}")
 
     for _, variable in nnx.iter_graph(model):
         if isinstance(variable, nnx.BatchStat):

@@ -77,7 +77,7 @@ def test_what_an_optimizer_keeps_is_counted() -> None:
 def test_refuses_what_does_not_divide_and_what_is_no_plan() -> None:
     with pytest.raises(ValueError, match="microbatches=5 does not divide a batch of 12 rows; use 10 or 15 rows, or "):
         decide(planned(), "microbatches=5", 1)
-    with pytest.raises(TypeError, match="`plan` is 8, a int"):
+    with pytest.raises(TypeError, match="`plan` is 8, an int"):
         decide(planned(), 8, 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="did you mean tensor=2"):
         decide(planned(), "auto tensr=2", 1)

@@ -191,7 +191,7 @@ def test_refused_models() -> None:
         (Torch(), "PyTorch"),
         (lambda x: x, r"function of \(x\)"),
         (lambda: 0, r"function of \(\)"),
-        (3, "is a int"),
+        (3, "is an int"),
         (lambda rngs: nn.Dense(3), "builder returned a Dense"),
     ]
     for model, message in cases:
