@@ -62,12 +62,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     return found
 
 
-@pytest.mark.full(
-    "cjax_bert-tensor=2-how3",
-    "cjax_t5-data=4 tensor=2 zero=1-how4",
-    "cjax_vit-data=8-how5",
-    "linen_tied-pipeline=gpipe:2 microbatches=4-how0",
-)
 @pytest.mark.parametrize(("name", "plan", "how"), PAIRS)
 def test_trains_as_its_author_would(name: str, plan: str, how: Asked | None, asked: list[Asked]) -> None:
     assert_trained_alike(name, plan)

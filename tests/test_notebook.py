@@ -97,6 +97,7 @@ def test_finds_the_layers(executed: dict[str, str]) -> None:
     assert all(dim in trace for dim in ("embed", "heads", "ffn", "vocab", "batch"))
 
 
+@pytest.mark.full
 def test_compares_five_plans_of_which_one_is_refused(executed: dict[str, str]) -> None:
     shown = output(executed, "program.compare").splitlines()
     plans = [line.removesuffix(" *") for line in shown if re.match("(data|zero|tensor)=", line)]
@@ -104,15 +105,18 @@ def test_compares_five_plans_of_which_one_is_refused(executed: dict[str, str]) -
     assert shown.count("yes") == 4 and any("needs a multiple of 3 devices" in line for line in shown)
 
 
+@pytest.mark.full
 def test_learns(executed: dict[str, str]) -> None:
     words = output(executed, "state = program.init").split()
     assert float(words[1]) > 4.5 and float(words[4]) < 3.2, words  # 7 bits a letter at first; letters alone cost 3.3
 
 
+@pytest.mark.full
 def test_agrees_with_one_device(executed: dict[str, str]) -> None:
     assert "agrees with one device" in output(executed, "check = program.check")
 
 
+@pytest.mark.full
 def test_goes_on_where_it_was(executed: dict[str, str]) -> None:
     before, after = output(executed, "program.save").splitlines()[0].removeprefix("before").split("after")
     assert number(before) == pytest.approx(number(after), rel=1e-5)
@@ -150,6 +154,7 @@ def test_adapters_learn_and_the_rest_stays(run: Run) -> None:
     assert "agrees with one device" in checked and "unchanged: True" in checked
 
 
+@pytest.mark.full
 def test_merged_weights_give_the_same(run: Run) -> None:
     cells = run("real_weights_and_lora")
     adapted, merged = map(float, re.findall(r"\d+\.\d+", output(cells, "plain = Llama")))

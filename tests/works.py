@@ -99,7 +99,7 @@ def counted() -> list[tuple[str, list[str], list[tuple[int, int, int]]]]:
     for row, every, few in (
         ("sequence parallelism", test_sequence_plans.EVERY_PAIR, test_sequence_plans.PAIRS),
         ("pipelines", test_pipeline_plans.every_pair(), test_pipeline_plans.pairs()),
-        ("host memory and disk", [*test_walks.PAIRS, *test_walks.MORE], test_walks.PAIRS),
+        ("host memory and disk", [*test_walks.MORE, *test_walks.PAIRS], test_walks.PAIRS),
     ):
         mine = list(dict.fromkeys(plan for _, plan in every))
         counts = [[sum(name in models for name, _ in some) for some in (every, few)] for models in KINDS.values()]

@@ -91,15 +91,15 @@ def off(model: nn.Module, plan: str) -> float:
     )
 
 
-@pytest.mark.full("data=4 tensor=2 microbatches=2 zero=2")
+@pytest.mark.full("data=4 tensor=2 microbatches=2 zero=2", "data=2 tensor=2d:4", "data=8 zero=3")
 @pytest.mark.parametrize(
     "plan",
     [
-        pytest.param("data=2 tensor=4 zero=1", marks=pytest.mark.full),
+        "data=2 tensor=4 zero=1",
         "data=2 tensor=2d:4",
         "data=2 tensor=2 pipeline=1f1b:2 microbatches=2",
         "data=4 tensor=2 microbatches=2 zero=2",
-        pytest.param("data=8 zero=3", marks=pytest.mark.full),
+        "data=8 zero=3",
     ],
 )
 def test_gradients_of_grouped_and_depthwise_convolutions(plan: str) -> None:

@@ -112,7 +112,6 @@ def test_identity_hooks_give_the_model_back(name: str, rolled: bool) -> None:
 
 
 # -- a chain of layers ------------------------------------------------------------------------------------------------
-@pytest.mark.full
 @settings(max_examples=15)
 @given(st.lists(st.sampled_from("abct"), min_size=1, max_size=7), st.booleans(), st.booleans())
 def test_any_chain_of_layers_comes_out_the_same(kinds: list[str], collects: bool, looks_back: bool) -> None:
