@@ -21,13 +21,12 @@ STAGES = Path(__file__).parent / "stages.py"
 
 
 # -- two stacks of layers ---------------------------------------------------------------------------------------------
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
+        ("between", "pipeline=gpipe:4 microbatches=4"),
         ("encoder_decoder", "pipeline=1f1b:2 microbatches=4 zero=1"),
         ("between", "pipeline=zero_bubble:2 microbatches=4 zero=3"),
-        ("between", "pipeline=gpipe:4 microbatches=4"),
         ("side_by_side", "pipeline=interleaved:2/2 microbatches=4"),
     ][: 4 if ALL else 1],
 )

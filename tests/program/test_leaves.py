@@ -9,10 +9,15 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from contract import on_host, walking_program
+from zoo import regression, regression_batch
+from zoo_linen import Layered
 
+import cjax
 from cjax.program import Program, saving, walked
+from cjax.program.leaves import pending_trees
 from cjax.program.state import State
 from cjax.walk.walk import in_turn
 
@@ -78,6 +83,23 @@ def test_a_run_moves_between_walks_and_other_plans(name: str, tmp_path: Path) ->
     assert_holds(disk, disk.restore(again), wanted)  # onto the place where it is
     with pytest.raises(ValueError, match="given up"):
         disk.save(tmp_path / "late", again)
+
+
+@pytest.mark.parametrize("plan", ["zero=3", "data=8 offload=params+optimizer"])
+def test_each_leaf_of_a_live_state_is_its_own(plan: str) -> None:
+    """Layers' too, of which the program keeps one array for all."""
+    batch = regression_batch()
+    program = cjax.parallelize(Layered(3), regression, optax.adam(1e-2), batch, plan)
+    wanted = drawn(program)
+    trees = pending_trees(program.from_arrays(wanted))
+    assert len(trees["params"]) and len(jax.tree.leaves(trees["opt_state"])) > len(jax.tree.leaves(trees["params"]))
+    whole = jax.sharding.NamedSharding(program.mesh, jax.sharding.PartitionSpec())
+
+    def compare(leaf: Any, value: Any) -> None:
+        np.testing.assert_array_equal(leaf.placed(whole), value)
+
+    for name, tree in trees.items():
+        jax.tree.map(compare, tree, wanted[name])
 
 
 def test_what_breaks_off_is_closed_before_it_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
