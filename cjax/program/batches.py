@@ -155,8 +155,8 @@ def batch_structs(batch: PyTree) -> PyTree:
         try:
             shape = jax.eval_shape(lambda leaf: leaf, leaf)
         except TypeError as error:
-            kind = f"array of {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__
-            raise TypeError(f"batch {name!r} is a {kind}, not an array of numbers. {write}") from error
+            kind = f"an array of {leaf.dtype}" if hasattr(leaf, "dtype") else kind_of(leaf)
+            raise TypeError(f"batch {name!r} is {kind}, not an array of numbers. {write}") from error
         structs.append(jax.ShapeDtypeStruct(shape.shape, shape.dtype))
     rows = {name: leaf.shape[0] for name, leaf in zip(names, structs, strict=True) if leaf.shape}
     if not rows or 0 in rows.values():

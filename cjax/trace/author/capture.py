@@ -106,7 +106,7 @@ def _check_model(model: object) -> None:
     elif any(base.__module__.startswith("torch.") for base in type(model).__mro__):
         raise TypeError(f"`model` is a PyTorch module ({name}): cjax trains Flax models. {write}.")
     elif not callable(model):
-        raise TypeError(f"`model` is a {name}. {write}.")
+        raise TypeError(f"`model` is {kind_of(model)}. {write}.")
     elif list(_parameters(model)) != ["rngs"]:
         wanted = ", ".join(_parameters(model))
         raise TypeError(f"`model` is a function of ({wanted}); a builder takes one argument, named rngs. {write}.")
