@@ -22,7 +22,6 @@ from cjax.cards import CARDS
 from cjax.jax_compat.backends import (
     absent_gpus,
     coordinator_address,
-    copies_what_branches_change,
     each_process_writes_its_cache,
     gathers_ahead,
     gloo_stays_on_loopback,
@@ -30,6 +29,7 @@ from cjax.jax_compat.backends import (
     is_of_this_process,
     made_together,
     names_in_cache_key,
+    needs_more_memory,
     only_compiles,
     splits_what_has_a_layout,
     without_plugin_failures,
@@ -109,7 +109,7 @@ def test_what_branches_change_is_copied_or_not() -> None:
     placed = jax.sharding.SingleDeviceSharding(devices[0])
     lowered = jax.jit(run, in_shardings=placed).lower(jax.ShapeDtypeStruct((8,), "int32"))
     memory = compile_lowered(lowered, devices).memory_analysis().temp_size_in_bytes
-    assert round(memory / (4 * 4 * size)) == (4 if copies_what_branches_change() else 2)
+    assert round(memory / (4 * 4 * size)) == (4 if needs_more_memory() else 2)
 
 
 @pytest.mark.aot

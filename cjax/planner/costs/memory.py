@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from cjax.jax_compat.backends import copies_what_branches_change
+from cjax.jax_compat.backends import needs_more_memory
 from cjax.mesh import DEPTH, SEQUENCE, TENSOR
 from cjax.pipeline.partition import partition
 from cjax.plan import Plan
@@ -17,9 +17,10 @@ from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
 from cjax.planner.work import BATCH, Form, HeldWeight, Kept, NamedTensor, Work, WorkSplit, elements
 
-# Of what a step needs beside what is stored, what XLA leaves free between values of all sizes and lifetimes: more where
-# positions or grids make it move pieces of what layers read, or stages hand on what branches made.
-GAPS, GAPS_MOVED = 0.05, 0.08
+# Of what a step needs beside what is stored, what XLA leaves free between values of all sizes and lifetimes; the second
+# for an old XLA (`needs_more_memory`), the third where positions or grids make it move pieces of what layers read, or
+# stages hand on what branches made.
+GAPS, GAPS_OLD, GAPS_MOVED = 0.04, 0.06, 0.08
 _ONE_D = {TENSOR, SEQUENCE}
 
 
@@ -99,7 +100,7 @@ def part_memory(work: Work, split: WorkSplit, plan: Plan, hardware: Hardware) ->
     return [
         PartMemory(
             part.repeats, learned / params, (every - learned) / params, learned / state,
-            work.optimizer_bytes * learned / state, float(stream), float(beside), (1 + GAPS) * float(most),
+            work.optimizer_bytes * learned / state, float(stream), float(beside), (1 + found.gaps) * float(most),
         )
         for part, every, learned, stream, beside, most in zip(
             work.parts, weights, trained, handed, passing, working, strict=True
@@ -136,7 +137,8 @@ class _Memory:
         queries = {name for part in work.parts for each in part.attentions for name, _ in each.queries}
         self.moves_pieces = self.is_grid or not queries.isdisjoint(split.axes_of)
         self.forms, self.exchanges = _forms(work, split, hardware), _exchanges_heads(split)
-        self.copies = copies_what_branches_change()
+        self.is_old = needs_more_memory()
+        self.gaps = GAPS_OLD if self.is_old else GAPS
         self.rows = self._rows()
 
     def cost(self) -> MemoryCost:
@@ -150,8 +152,11 @@ class _Memory:
         grads = np.where(self.scattered, trained / over, trained)
         found = [self._whole_step(grads), self._pipeline(grads)]
         parts = [np.where(self.is_staged, b, a) for a, b in zip(*found, strict=True)]
-        gaps = np.where(self.is_staged | self.moves_pieces, GAPS_MOVED, GAPS)
-        other = gaps * np.sum(parts, axis=0)
+        gaps = np.where(self.is_staged | self.moves_pieces, GAPS_MOVED, self.gaps)
+        # What a layer lays out anew for its experts finds no place among what layers before it left; in an old XLA,
+        # what its backward pass lays out does not either. Stages have it in what their layers need.
+        anew = (1 + self.is_old) * self._each(self._of_experts).max(0)
+        other = gaps * np.sum(parts, axis=0) + np.where(self.is_staged, 0.0, anew)
         grads, activations, working, sent = parts
         # They are there from the first micro-batch to the last.
         working = working + np.where(ahead, self._rounded(trained), 0.0).sum(0) + self._in_flight(trained)
@@ -260,7 +265,7 @@ class _Memory:
         inner = np.max(working[stacks] + rows.saved * self._each(self._of_experts)[stacks], axis=0)
         outer = np.max(working[outside], axis=0, initial=0.0) + shared
         # Of several stacks XLA may copy sums of gradients as well as what they saved: see `_places`.
-        copied = grads[stacks].sum(0) if len(stacks) > 1 and self.copies else 0.0
+        copied = grads[stacks].sum(0) if len(stacks) > 1 and self.is_old else 0.0
         return grads.sum(0) + copied, activations, np.maximum(inner, outer), sent
 
     def _of_experts(self, kept: Kept) -> Iterable[NamedTensor]:
@@ -332,7 +337,7 @@ class _Memory:
                 found[0][:, mine] = np.asarray(lengths or (0,), float)[:, None]
                 continue
             kept, saved, ends, messages = _places(
-                SCHEDULES[kind], size, microbatches, chunks, lengths, head, self.copies
+                SCHEDULES[kind], size, microbatches, chunks, lengths, head, self.is_old
             )
             spare = int(self.split.in_lockstep)  # for what stages in lockstep throw away
             found[0][:, mine] = np.asarray(kept, float)[:, None]

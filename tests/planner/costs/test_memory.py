@@ -56,7 +56,7 @@ def predicted(case: Case, version: str) -> MemoryCost:
     work, _ = read(case.model)
     plan = Plan.parse(case.plan).resolve(int(case.devices.partition(":")[2]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "copies_what_branches_change", lambda: version == "0.10")
+        patch.setattr(memory, "needs_more_memory", lambda: version == "0.10")
         return memory_of(work, splits(case.model)(plan), PlanTable.of([plan]), hardware(case.devices))
 
 
@@ -77,17 +77,15 @@ def test_as_xla_says(name: str, version: str) -> None:
         assert -0.03 < error(name, version) < (0.22 if name.startswith("mixer") else 0.13)
 
 
-# Constants are of XLA as JAX 0.10 has it. As 0.12 has it, it needs a few percent less, in a grid 14 %, in a ring of
-# stages 78 %, so that a plan said to fit does there too, and some are left out that would.
+# What differs between an old XLA and a new one is told by `needs_more_memory` alone.
 @pytest.mark.aot
-@pytest.mark.parametrize(("version", "number", "median", "most"), [("0.10", 90, 0.05, 0.12), ("0.12", 70, 0.06, 0.12)])
+@pytest.mark.parametrize(("version", "number", "median", "most"), [("0.10", 90, 0.05, 0.12), ("0.12", 80, 0.05, 0.12)])
 def test_every_pair_kept(version: str, number: int, median: float, most: float) -> None:
     errors = {name: error(name, version) for name, found in kept(version).items() if "peak" in found}
     sizes = np.abs(list(errors.values()))
     assert len(errors) >= number
     assert np.median(sizes) <= median and np.quantile(sizes, 0.9) <= most, errors
-    # Of a mixture under ZeRO XLA keeps more beside the experts' products than is followed here.
-    assert not {name: e for name, e in errors.items() if e < (-0.065 if name.startswith("moe") else -0.035)}
+    assert not {name: e for name, e in errors.items() if e < -0.03}
 
 
 @pytest.mark.aot
@@ -123,13 +121,40 @@ def test_gradients_of_weights_that_are_rounded_ahead_are_half_as_large() -> None
 def test_stages_of_several_stacks_have_their_gradients_twice_where_branches_are_copied(
     copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "copies_what_branches_change", lambda: copies == 2)
+    monkeypatch.setattr(memory, "needs_more_memory", lambda: copies == 2)
     work, _ = read("t5-base b64")
     each = [part.repeats * sum(math.prod(n for _, n in w.dims) * w.times * 4.0 for w in part.weights)
             for part in work.parts]  # fmt: skip
     stacked = sum(size for size, part in zip(each, work.parts, strict=True) if part.repeats > 1)
     found = grads("t5-base b64", "data=2 pipeline=gpipe:2 microbatches=4 precision=bfloat16")
     assert found == pytest.approx(copies * stacked / 2 + sum(each) - stacked, rel=0.01)
+
+
+def test_stages_share_the_state_of_what_no_layer_has() -> None:
+    """Two moments of a quarter of it, and of the layers of the fullest stage: 4 of 12, since the last has a head."""
+    work, _ = read("gpt2 b64")
+    plan = Plan.parse("pipeline=1f1b:4 microbatches=8 precision=bfloat16").resolve(4)
+    found = memory_of(work, splits("gpt2 b64")(plan), PlanTable.of([plan]), hardware("a100:4"))
+    counts = [sum(w.times * math.prod(size for _, size in w.dims) for w in part.weights) for part in work.parts]
+    (layer,) = (count for count, part in zip(counts, work.parts, strict=True) if part.repeats == 12)
+    assert found.optimizer[0] == pytest.approx(2 * 4.0 * (4 * layer + (sum(counts) - layer) / 4))
+
+
+def test_gaps_are_larger_in_an_old_xla_and_experts_need_room_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for what eight experts with 256 places for each of a device's eight texts are given, make and hand back."""
+
+    def gaps(model: str, is_old: bool) -> float:
+        monkeypatch.setattr(memory, "needs_more_memory", lambda: is_old)
+        plan = Plan.parse("zero=3 precision=bfloat16").resolve(4)
+        found = memory_of(read(model)[0], splits(model)(plan), PlanTable.of([plan]), hardware("h100:4"))
+        step = found.grads + found.activations + found.working + found.sent
+        return float((found.other - (memory.GAPS_OLD if is_old else memory.GAPS) * step)[0])
+
+    assert memory.GAPS_OLD > memory.GAPS
+    for is_old in (False, True):
+        assert gaps("gpt2 b64", is_old) == pytest.approx(0.0, abs=1.0)
+    assert gaps("moe 8x b32", True) == pytest.approx(2 * gaps("moe 8x b32", False))
+    assert gaps("moe 8x b32", False) == pytest.approx(8 * 8 * 256 * (768 + 3072 + 768) * 2.0)
 
 
 def test_micro_batches_that_overlap_are_alive_together() -> None:
