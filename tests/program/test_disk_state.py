@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,29 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cjax.program.disk_state import check_same_update, placed, written
+from cjax.program.disk_state import HeldState, check_same_update, placed, written
+
+
+class Rows:
+    """Rows whose threads end when they are closed; the disk may be full then."""
+
+    def __init__(self, is_full: bool = False) -> None:
+        self.is_full, self.is_closed = is_full, False
+
+    def close(self) -> None:
+        self.is_closed = True
+        if self.is_full:
+            raise OSError(28, "no space left on device")
+
+
+def test_a_state_that_is_given_up_can_not_be_used_and_all_its_rows_are_closed(caplog: pytest.LogCaptureFixture) -> None:
+    held = SimpleNamespace(every=[Rows(), Rows(is_full=True), Rows(), Rows()])
+    holder, step = HeldState(cast(Any, held)), jnp.zeros(())
+    holder.note(step)
+    del held.every[2]  # who drops a state has its memory back
+    holder.give_up()
+    assert step.is_deleted() and [rows.is_closed for rows in held.every] == [True] * 3
+    assert "rows could not be moved: [Errno 28] no space left" in caplog.text
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
