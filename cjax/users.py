@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cjax.tree import kind_of
+
 R = TypeVar("R")
 
 
@@ -26,7 +28,7 @@ def user_parts(text: str) -> tuple[Any, Any, Any, Any]:
     file, _, name = text.rpartition(":")
     parts = with_lines(Path(file), load_users(Path(file), name))
     if not isinstance(parts, tuple) or len(parts) != 4:
-        what = f"a {type(parts).__name__}" + (f" of {len(parts)}" if isinstance(parts, tuple) else "")
+        what = kind_of(parts) + (f" of {len(parts)}" if isinstance(parts, tuple) else "")
         raise ValueError(f"{text} returned {what}; it should return (model, loss, optimizer, batch)")
     return parts
 

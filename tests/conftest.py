@@ -49,6 +49,7 @@ import gc  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from forked import Forks  # noqa: E402
+from full import by_default  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from quick import few_collections, few_contexts  # noqa: E402
 
@@ -70,32 +71,14 @@ few_contexts()
 assert jax.device_count("cpu") == 8, f"tests need 8 virtual CPU devices, found {jax.device_count('cpu')}"
 
 
-def is_full(item: pytest.Item) -> bool:
-    """Whether an item is of the full product alone: its test is marked `full`, or the mark names its row."""
-    row = getattr(getattr(item, "callspec", None), "id", None)
-    return any(not mark.args or row in mark.args for mark in item.iter_markers("full"))
-
-
-def rows_that_are_gone(items: list[pytest.Item]) -> list[str]:
-    """Rows that a mark names and no item has: whoever renames a row would have it run by default without a word."""
-    named = {
-        f"{item.nodeid.partition('[')[0]}[{row}]"
-        for item in items
-        for mark in item.iter_markers("full")
-        for row in mark.args
-    }
-    return sorted(named - {item.nodeid for item in items})
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is marked `full` is left out by default, as other rows of the tables are."""
     if os.environ.get("CJAX_TEST_ALL") == "1" or any("::" in given for given in config.args):
         return  # who names a test wants to see it run
-    if gone := rows_that_are_gone(items):
-        raise pytest.UsageError(f"marked `full`, but no rows of their tests: {', '.join(gone)}")
-    if left := [item for item in items if is_full(item)]:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if not is_full(item)]
+    kept = by_default(items, bool(config.getoption("lf", False)))
+    if left := {*items} - {*kept}:
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = kept
 
 
 def pytest_sessionfinish() -> None:

@@ -35,7 +35,8 @@ class MemoryCost:
       working: what the layer, or the loss, needs whose backward pass needs the most: gathered and rounded weights,
         logits, one layer whole under recomputation.
       sent: what stages of a pipeline hand on.
-      other: what XLA needs more, since values of all sizes and lifetimes leave gaps between them.
+      other: what XLA needs more, since values of all sizes and lifetimes leave gaps between them, and for what a layer
+        lays out anew for its experts.
     """
 
     params: np.ndarray
@@ -89,7 +90,7 @@ class PartMemory:
 
 def part_memory(work: Work, split: WorkSplit, plan: Plan, hardware: Hardware) -> list[PartMemory]:
     """What each part of a model needs where layers are made again in the backward pass, of a resolved plan without
-    stages."""
+    stages; with the larger gaps under any XLA, since a budget is a promise."""
     table = PlanTable.of([dataclasses.replace(plan, remat="block")])
     found = _Memory(work, split, table, hardware)
     (over,) = found._zero_shares()
@@ -100,7 +101,7 @@ def part_memory(work: Work, split: WorkSplit, plan: Plan, hardware: Hardware) ->
     return [
         PartMemory(
             part.repeats, learned / params, (every - learned) / params, learned / state,
-            work.optimizer_bytes * learned / state, float(stream), float(beside), (1 + found.gaps) * float(most),
+            work.optimizer_bytes * learned / state, float(stream), float(beside), (1 + GAPS_OLD) * float(most),
         )
         for part, every, learned, stream, beside, most in zip(
             work.parts, weights, trained, handed, passing, working, strict=True
@@ -269,7 +270,7 @@ class _Memory:
         return grads.sum(0) + copied, activations, np.maximum(inner, outer), sent
 
     def _of_experts(self, kept: Kept) -> Iterable[NamedTensor]:
-        """What a layer saves for products of experts: all that stages keep of it is laid out anew for these."""
+        """What a layer saves for products of experts, laid out anew for these; stages do so with all they keep."""
         products = [each for part in self.work.parts for each in part.products if each.is_weight and each.batch]
         experts = {name for each in products for name, _ in each.batch}
         features = {name for each in products for name, _ in (*each.inner, *each.outer)}

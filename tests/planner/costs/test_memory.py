@@ -10,7 +10,7 @@ from memory_cases import CASES, HERE, Case, figures, kept
 from cjax.cards import CARDS
 from cjax.plan import Plan
 from cjax.planner.costs import memory
-from cjax.planner.costs.memory import MemoryCost, memory_of
+from cjax.planner.costs.memory import MemoryCost, memory_of, part_memory
 from cjax.planner.hardware import Hardware
 from cjax.planner.reading.split import Splits
 from cjax.planner.reading.work import work_of
@@ -155,6 +155,22 @@ def test_gaps_are_larger_in_an_old_xla_and_experts_need_room_of_their_own(monkey
         assert gaps("gpt2 b64", is_old) == pytest.approx(0.0, abs=1.0)
     assert gaps("moe 8x b32", True) == pytest.approx(2 * gaps("moe 8x b32", False))
     assert gaps("moe 8x b32", False) == pytest.approx(8 * 8 * 256 * (768 + 3072 + 768) * 2.0)
+
+
+def test_walks_count_on_the_larger_gaps_under_any_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget is a promise, and no compiled walk has shown that a new XLA leaves less."""
+    work, plan = read("gpt2 b64")[0], Plan.parse("zero=3 precision=bfloat16").resolve(4)
+
+    def working(is_old: bool) -> list[float]:
+        monkeypatch.setattr(memory, "needs_more_memory", lambda: is_old)
+        return [part.working for part in part_memory(work, splits("gpt2 b64")(plan), plan, hardware("h100:4"))]
+
+    found = working(False)
+    assert found == working(True)
+    most = 1 + max(memory.GAPS, memory.GAPS_OLD)
+    monkeypatch.setattr(memory, "GAPS_OLD", 0.0)
+    monkeypatch.setattr(memory, "GAPS", 0.0)
+    assert found == pytest.approx([most * size for size in working(False)])
 
 
 def test_micro_batches_that_overlap_are_alive_together() -> None:
