@@ -1,6 +1,7 @@
 """Which tests are of the full product alone: those marked `full`, or the rows of them that the mark names."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,11 @@ import pytest
 def is_full(item: pytest.Item) -> bool:
     row = getattr(getattr(item, "callspec", None), "id", None)
     return any(not mark.args or row in mark.args for mark in item.iter_markers("full"))
+
+
+def rows_left_out(test: Any) -> set[str]:
+    """The rows of a test function that its mark names."""
+    return {row for mark in getattr(test, "pytestmark", ()) if mark.name == "full" for row in mark.args}
 
 
 def rows_that_are_gone(items: Iterable[pytest.Item]) -> list[str]:

@@ -61,6 +61,7 @@ def test_segments(args: Any) -> None:
     same(attention(*(x[0] for x in args), causal=True), attention(*args, causal=True)[0])  # no batch
 
 
+@pytest.mark.full("True")
 @pytest.mark.parametrize("ours", [True, False])
 def test_as_attention_fn(ours: bool) -> None:
     fn: dict[str, Any] = {"attention_fn": attention} if ours else {}

@@ -80,6 +80,8 @@ def drawn(shapes: Any) -> Any:
     "linen_lstm-tensor=8 -> zero=3 microbatches=2",
     "linen_masked_mean-tensor=2.5d:8/2 -> pipeline=zero_bubble:2 microbatches=4 tensor=2 zero=1",
     "linen_part_frozen-tensor=2.5d:8/2 zero=1 -> tensor=3d:8",
+    "linen_part_frozen-zero=2 precision=bfloat16 -> data=4 tensor=2 precision=float16",
+    "nnx_scan-zero=3/4 remat=block -> zero=1",
 )
 @pytest.mark.parametrize(("name", "moves"), pairs())
 def test_a_run_moves_between_plans(name: str, moves: str, tmp_path: Path) -> None:

@@ -142,6 +142,10 @@ def low_pairs() -> list[tuple[str, str]]:
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
+@pytest.mark.full(
+    "nnx_llama-tensor=2d:4 zero=3 microbatches=2",
+    "nnx_llama-tensor=8",
+)
 @pytest.mark.parametrize(("name", "plan"), exact_pairs())
 def test_trains_as_its_author_would(name: str, plan: str) -> None:
     """Loss, aux, every gradient and, after three steps, parameters, running statistics and random state; and what a
@@ -160,6 +164,7 @@ SAMPLE = ["data=8", "tensor=8", "zero=3", "data=4 tensor=2 zero=2 microbatches=2
 FLOATS = ["linen_tied", "nnx_llama"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "plan"),
     [(n, p) for n in FLOATS for p in SAMPLE] if ALL else [(FLOATS[1], SAMPLE[3])],
@@ -172,6 +177,12 @@ def test_float32_differs_by_rounding_alone(name: str, plan: str) -> None:
     assert_close(on_host(grads), wanted.grads, ROUNDED, "gradient of ")
 
 
+@pytest.mark.full(
+    "linen_lstm-tensor=2.5d:8/2 precision=float16",
+    "nnx_llama-data=4 tensor=2 zero=2 microbatches=2 precision=bfloat16",
+    "nnx_llama-tensor=4 microbatches=2 overlap=2 precision=bfloat16",
+    "nnx_llama-zero=2 precision=float16",
+)
 @pytest.mark.parametrize(("name", "plan"), low_pairs())
 def test_low_precision_is_as_good_as_on_one_device(name: str, plan: str) -> None:
     """Not worse than 1.5 times what rounding costs there, gradients taken together."""
@@ -306,8 +317,12 @@ def placements() -> list[tuple[str, str]]:
 @pytest.mark.full(
     "cjax_gpt-tensor=8",
     "linen_lstm-zero=3",
+    "linen_masked_mean-tensor=2d:4 zero=3",
     "linen_packed_qkv-data=2 tensor=4 zero=3",
+    "linen_packed_qkv-tensor=3d:8",
     "linen_scan-data=4 tensor=2 zero=2",
+    "nnx_encoder-tensor=2.5d:8/2 zero=1",
+    "nnx_llama-tensor=2 sequence=ring:2 zero=1",
 )
 @pytest.mark.parametrize(("name", "plan"), [*births(), *placements()] if ALL else births())
 def test_each_device_is_born_with_its_shards(name: str, plan: str) -> None:
@@ -322,6 +337,7 @@ def test_each_device_is_born_with_its_shards(name: str, plan: str) -> None:
         assert_held(name, plan, state, width=4, moments=2)
 
 
+@pytest.mark.full("linen_encoder_decoder-data=2 tensor=4 zero=3")
 @pytest.mark.parametrize(("name", "plan"), placements())
 def test_each_device_holds_its_shards(name: str, plan: str) -> None:
     """16 bytes a parameter in all; gradients, 4 of them, have a test of their own."""
@@ -384,7 +400,7 @@ KEPT = [  # bytes a parameter
 ]
 
 
-@pytest.mark.full("tensor=2.5d:8/2 zero=1-2.0", "tensor=2d:4-3.0")
+@pytest.mark.full("tensor=2.5d:8/2 zero=1-2.0", "tensor=2d:4-3.0", "zero=3-1.5")
 @pytest.mark.parametrize(("plan", "whole"), KEPT if ALL else KEPT[2::2] + KEPT[5:6])
 def test_init_makes_no_more_than_it_keeps(plan: str, whole: float) -> None:
     """Compiled init: its results are what a device keeps, and besides them it needs room for random bits only."""

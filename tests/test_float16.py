@@ -76,7 +76,7 @@ def shards(state: cjax.State) -> list[list[np.ndarray]]:
     return [[np.asarray(s.data) for s in x.addressable_shards] for x in (*state._params, *state._opt)]
 
 
-@pytest.mark.full("data=4 tensor=2 zero=1 microbatches=2")
+@pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS if ALL else PLANS[1:])
 def test_an_overflow_on_one_device_skips_the_step_on_all(plan: str) -> None:
     program = make(plan)
@@ -163,6 +163,7 @@ def test_a_total_needs_no_other_scale_than_a_mean() -> None:
     assert metrics["skipped"] == 0
 
 
+@pytest.mark.full
 def test_fit_goes_on_past_overflows_and_stops_where_no_scale_helps(tmp_path: Path) -> None:
     program = make("data=8", loss_scale=LossScale(initial=4.0))
     bad = [batch(), batch(poisoned=0), batch(poisoned=1), batch(), batch()]

@@ -68,6 +68,7 @@ def test_trains_as_its_author_would(name: str, plan: str, how: Asked | None, ask
     assert how in asked if how else not asked
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "plan"), REFUSED)
 def test_where_the_kernel_refuses_its_authors_equations_are_left(
     name: str, plan: str, monkeypatch: pytest.MonkeyPatch

@@ -43,7 +43,7 @@ if os.environ.get("CJAX_TEST_ALL") != "1":
     ]
 
 
-@pytest.mark.full("cjax_llama-data=4 tensor=2 zero=3")
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "plan"), PAIRS)
 def test_greedy_texts_are_those_of_one_device(name: str, plan: str) -> None:
     made = program(name, plan, 8)

@@ -96,7 +96,7 @@ def program_of(name: str, plan: str, devices: Any = None) -> cjax.Program:
     return cjax.parallelize(model, loss, optax.sgd(0.5), batch(), plan, devices=devices)
 
 
-@pytest.mark.full("linen Mean-zero=2/4 microbatches=4")
+@pytest.mark.full("linen BatchNorm-zero=2 microbatches=2", "linen Mean-zero=2/4 microbatches=4")
 @pytest.mark.parametrize(("name", "plan"), ROWS)
 def test_equals_one_device_at_the_same_microbatches(name: str, plan: str) -> None:
     """Two steps, dropout on: loss, aux, parameters, and the state that the second step starts from."""
@@ -127,7 +127,7 @@ def reductions(plan: str, name: str = "linen average") -> list[tuple[str, int, i
     ]
 
 
-@pytest.mark.full("microbatches=4", "zero=1 microbatches=4")
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["microbatches=4", "zero=1 microbatches=4", "zero=2 microbatches=4"])
 def test_reduces_once(plan: str) -> None:
     found = reductions(plan)
@@ -136,6 +136,7 @@ def test_reduces_once(plan: str) -> None:
     assert ("reduce-scatter" in kinds) == ("zero" in plan), found
 
 
+@pytest.mark.full
 def test_reduces_every_part_where_examples_meet() -> None:
     """What the note says is what happens; without this, counting could not tell the two apart."""
     assert max(count for _, count, _ in reductions("microbatches=4", "linen BatchNorm")) >= 4

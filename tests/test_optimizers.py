@@ -110,9 +110,14 @@ def gradients(params: PyTree, step: int) -> PyTree:
 
 @pytest.mark.full(
     "adafactor-tensor=8 microbatches=2",
+    "adaptive clipping-zero=1",
+    "average of parameters-pipeline=1f1b:4 microbatches=4 zero=1",
     "global clipping-zero=3/4",
     "labelled by path-tensor=4",
+    "lamb, as DistributedLamb-data=2 tensor=4 zero=3",
     "lamb-data=4 tensor=2 zero=2",
+    "lamb-tensor=3d:8",
+    "lars-data=2 sequence=all_to_all:4 zero=1",
     "muon-tensor=2.5d:8/2 zero=1",
     "on a plateau-tensor=2d:4",
     "sgd-pipeline=zero_bubble:2 microbatches=4 tensor=2",
@@ -192,6 +197,7 @@ def test_trains_as_its_author_would(name: str, plan: str) -> None:
 
 
 # -- norms of what a parameter holds ----------------------------------------------------------------------------------
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plan",
     [

@@ -70,7 +70,7 @@ def audited(name: str, plan: str, width: int, layers: int, length: int, devices:
 SMALL = (64, 3, 16, "")
 
 
-@pytest.mark.full("data=4 tensor=2 zero=3")
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["data=2 tensor=4 zero=1", "data=4 tensor=2 zero=3"])
 def test_moves_what_micro_batches_move(plan: str) -> None:
     """But for ZeRO-3, which gathers a layer's weights once for all that are computed at a time. XLA for GPUs adds up

@@ -41,6 +41,7 @@ def mini(plan: str, rows: int, num_devices: int = NUM_DEVICES, vocab: int = SIZE
     return Program(compose(given, plan, jax.devices()[:num_devices]))
 
 
+@pytest.mark.full("pipeline=1f1b:4 microbatches=4-1-1")
 @pytest.mark.parametrize(
     ("plan", "tensor", "zero"),
     [
@@ -91,6 +92,7 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(schedule: str) ->
 
 
 # -- traffic ----------------------------------------------------------------------------------------------------------
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("plan", "num_devices", "parts", "counts"),
     [

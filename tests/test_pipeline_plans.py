@@ -269,6 +269,19 @@ def test_default_run_covers_every_kind_of_model_and_plan() -> None:
     assert {len(SUBJECTS[name].blocks) for name, _ in chosen} == {1, 2}
 
 
+@pytest.mark.full(
+    "layered-pipeline=1f1b:8 microbatches=8",
+    "layered-pipeline=interleaved:4/2 microbatches=8 tensor=2",
+    "layered-pipeline=zero_bubble:2 microbatches=4 tensor=2 zero=2",
+    "layered-pipeline=zero_bubble:2 microbatches=4 tensor=4 remat=dots",
+    "layered-pipeline=zero_bubble:4 microbatches=4 zero=1",
+    "layered-pipeline=zero_bubble:4/2 microbatches=4 tensor=2 zero=1",
+    "layered_28-pipeline=zero_bubble:2/2 microbatches=7 tensor=4",
+    "linen_masked_mean-pipeline=1f1b:2 microbatches=4 tensor=2 zero=3",
+    "linen_normed-pipeline=interleaved:2/2 microbatches=2 zero=3",
+    "nnx_llama-pipeline=interleaved:2/2 microbatches=4 sequence=all_to_all:2 zero=3",
+    "two_layered-pipeline=gpipe:2 microbatches=2",
+)
 @pytest.mark.parametrize(("name", "plan"), pairs())
 def test_trains_as_its_author_would(name: str, plan: str) -> None:
     """Loss, aux, every gradient and, after three steps, parameters and random state."""
@@ -281,6 +294,7 @@ LOW = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "plan"), LOW if ALL else LOW[1:])
 def test_bfloat16_is_as_good_as_on_one_device(name: str, plan: str) -> None:
     batch, wanted = subject(name, wide=False).batches[0], author(name, num_parts(plan), wide=False).steps[0]
@@ -293,6 +307,7 @@ def test_bfloat16_is_as_good_as_on_one_device(name: str, plan: str) -> None:
     assert 0 < error(plan) <= 1.5 * error(f"data=1 microbatches={num_parts(plan)}")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["layered", *(["linen_tied"] if ALL else [])])
 def test_a_table_of_the_users_own(name: str) -> None:
     """The papers' 1F1B, in which stages hold p - r micro-batches: the same numbers, in other ticks."""
@@ -313,6 +328,7 @@ def test_a_table_of_the_users_own(name: str) -> None:
             gradients(schedule=other)
 
 
+@pytest.mark.full
 def test_says_when_stages_mostly_wait() -> None:
     def notes(plan: str) -> Any:
         return [note for note in program_of("linen_decoder", plan, wide=False)._composed.notes if "wait" in note]
@@ -370,6 +386,7 @@ def test_evaluates_batches_of_any_size(name: str, plan: str, function: Any) -> N
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
+@pytest.mark.full("linen_deep-pipeline=interleaved:4/2 microbatches=2-write microbatches=4")
 @pytest.mark.parametrize(
     ("name", "plan", "said"),
     [

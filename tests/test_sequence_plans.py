@@ -69,11 +69,17 @@ MORE = [  # for the full product: other models under modes that the pairs above 
 EVERY_PAIR = [*PAIRS, *MORE]
 
 
+@pytest.mark.full(
+    "linen_masked_mean-sequence=ring:2 microbatches=2 zero=3",
+    "nnx_llama-sequence=all_to_all:2 zero=3",
+    "nnx_llama-sequence=ring:4 zero=1/2",
+)
 @pytest.mark.parametrize(("name", "plan"), EVERY_PAIR if ALL else PAIRS)
 def test_trains_as_its_author_would(name: str, plan: str) -> None:
     assert_trained_alike(name, plan)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mode",
     [
@@ -103,6 +109,7 @@ def test_positions_are_those_of_attentions() -> None:
     assert {trace.names[c] for c in found} <= {"sequence", "sequence_2"}
 
 
+@pytest.mark.full
 def test_scores_are_never_whole() -> None:
     """No array of the step has as many numbers as a device's share of the matrix of scores."""
     model = LinenDecoder(2 if ALL else 1, 0.0)
@@ -130,6 +137,7 @@ def test_evaluates_batches_that_do_not_divide(name: str) -> None:
 
 
 # -- lengths that the axis does not divide ----------------------------------------------------------------------------
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("plan", "kind", "times"),
     [

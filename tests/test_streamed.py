@@ -89,6 +89,7 @@ def test_tokens_are_those_in_device_memory_wherever_layers_are(name: str, folder
     assert max(len(set(row)) for row in new.tolist()) > 4, "and so do tokens, so that forgetting some would"
 
 
+@pytest.mark.full
 def test_rows_are_shared_by_devices_and_matrices_split(folder_of: Any) -> None:
     folder = folder_of("cjax_gpt")
     with StreamedModel(
@@ -114,6 +115,7 @@ def test_rows_of_a_t5_are_shared_with_what_the_encoder_made_of_them(folder_of: A
         np.testing.assert_array_equal(greedy(model), wanted(folder))
 
 
+@pytest.mark.full
 def test_a_device_holds_no_more_than_was_said(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch, seen = MovedRows.fetch, []
 

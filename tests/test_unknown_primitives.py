@@ -165,6 +165,7 @@ class Block(nnx.Module):
         return x + self.down(tanh_p.bind(jax.nn.dot_product_attention(*heads).reshape(x.shape)))
 
 
+@pytest.mark.full("offload=params-1-2", "pipeline=1f1b:2 microbatches=1-2-2", "sequence=ring:2-2-1")
 @pytest.mark.parametrize(
     ("plan", "devices", "layers"),
     [
@@ -189,6 +190,7 @@ def test_plans_that_split_otherwise_have_its_values(plan: str, devices: int, lay
     assert found.ok, found
 
 
+@pytest.mark.full("scan", "vmap")
 @pytest.mark.parametrize("where", ["checkpoint", "scan", "cond", "custom_jvp", "vmap"])
 def test_inside_of_what_holds_equations(where: str) -> None:
     def wrapped(model: Any) -> Any:

@@ -87,6 +87,7 @@ MORE = [
 
 
 @pytest.mark.full(
+    "linen_backwards-zero=3 microbatches=2",
     "linen_norm_drop-data=1 microbatches=1",
     "linen_norm_drop-data=4 tensor=2 zero=3",
     "nnx_llama-tensor=2d:4 microbatches=2 remat=dots",
@@ -96,7 +97,7 @@ def test_trains_as_its_author_would(name: str, plan: str) -> None:
     assert_trained_alike(name, f"{plan} unroll=layers")
 
 
-@pytest.mark.full("zero=3 remat=block")
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["data=1 microbatches=1", "zero=3 remat=block"])
 def test_a_loop_or_none_differs_by_rounding_alone(plan: str) -> None:
     """A GPT's classifier keeps its loop over positions."""

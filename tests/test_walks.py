@@ -86,6 +86,7 @@ def test_wherever_rows_live_the_bits_are_the_same(name: str, plan: str, tmp_path
         assert digest(program, trained(program, name)) == was, homes
 
 
+@pytest.mark.full("data=8 offload=params+optimizer+gradients+activations host=0B disk=20MB")
 @pytest.mark.parametrize(
     "plan",
     [

@@ -223,6 +223,7 @@ def by_its_author(name: str) -> Any:
 
 @pytest.mark.full(
     "GRU-data=2 tensor=4 zero=3",
+    "GRU-tensor=2d:4 data=2",
     "GRU-tensor=4",
     "a flat classifier-tensor=4",
     "down and up-tensor=4",

@@ -75,6 +75,7 @@ def test_a_run_leaves_all_that_it_promises(whole: Path):
     assert json.loads((whole / "options.json").read_text())["log"] == ["prometheus"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plan, tolerance", [(None, 0.0), pytest.param("tensor=4 zero=3", 1e-4, marks=pytest.mark.full)]
 )

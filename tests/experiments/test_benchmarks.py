@@ -15,6 +15,7 @@ from benchmarks.models import ROWS, TINY
 import cjax
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TINY if os.environ.get("CJAX_TEST_ALL") == "1" else ["gpt"])
 def test_a_row_is_timed_and_its_arithmetic_counted(name: str) -> None:
     row = TINY[name]
@@ -32,7 +33,7 @@ def test_a_side_runs_in_a_process_of_its_own_and_says_why_it_failed(capsys: pyte
     assert results[0]["failed"] in capsys.readouterr().out
 
 
-@pytest.mark.full("folder-16")
+@pytest.mark.full
 @pytest.mark.parametrize("side", ["cjax-16", "folder-16"])
 def test_a_text_is_timed(side: str) -> None:
     found = bench_generate.measured(bench_generate.TINY["llama"], side, 2, 5, 3)

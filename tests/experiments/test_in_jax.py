@@ -73,7 +73,7 @@ def test_it_is_of_the_same_size(name: str) -> None:
     assert in_jax.num_params(ROWS[name]) == ROWS[name].config.num_params
 
 
-@pytest.mark.full("gpt", "llama", "t5", "vit")
+@pytest.mark.full
 @pytest.mark.parametrize("name", TINY)
 def test_it_is_the_same_model(name: str) -> None:
     row = TINY[name]
@@ -102,6 +102,7 @@ def test_positions_are_those_of_the_large_rows() -> None:
         np.testing.assert_array_equal(in_jax.relative(other.config, other.seq, both_ways), wanted)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TINY if os.environ.get("CJAX_TEST_ALL") == "1" else ["vit"])
 def test_a_step_in_bfloat16_learns(name: str) -> None:
     row = TINY[name]

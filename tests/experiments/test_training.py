@@ -76,7 +76,7 @@ def test_a_fresh_adapter_changes_nothing() -> None:
     assert np.abs(adapted()(tokens) - expected).max() > 1e-3
 
 
-@pytest.mark.full("layers0")
+@pytest.mark.full("layers0", "layers1")
 @pytest.mark.parametrize("layers", [LAYERS, ("query", "value"), ("down",)])
 def test_merging_gives_a_plain_model_with_the_same_logits(layers: tuple[str, ...]) -> None:
     tokens, model = jnp.arange(16).reshape(2, 8), adapted(layers)

@@ -128,6 +128,7 @@ def test_greedy_samples_equal_a_loop_written_by_hand_past_the_context():
     np.testing.assert_array_equal(made, text)
 
 
+@pytest.mark.full
 def test_top_k_samples_only_the_likeliest():
     model, tokens = make_generic(), make_tokens(4, batch=64)
     made = generate(model, tokens, 1, jax.random.key(1), temperature=5.0, top_k=3)[:, -1]

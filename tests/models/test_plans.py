@@ -150,6 +150,7 @@ INDICES = {
 }
 
 
+@pytest.mark.full("gpt", "t5")
 @pytest.mark.parametrize("name", CASES if os.environ.get("CJAX_TEST_ALL") == "1" else ["gpt", "t5", "vit"])
 def test_a_label_or_token_out_of_range_is_named(name: str):
     batch, (leaf, size, also) = CASES[name].batch(), INDICES[name]
@@ -161,6 +162,7 @@ def test_a_label_or_token_out_of_range_is_named(name: str):
         program(name).step(begin(program(name)), batch)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt", *(pytest.param(name, marks=pytest.mark.full) for name in ("t5", "llama"))])
 def test_greedy_texts_do_not_depend_on_where_parameters_are(name: str):
     state = begin(program(name))

@@ -70,6 +70,7 @@ def test_logits_and_loss_equal_the_architecture_written_by_hand():
     assert aux["accuracy"] == np.float32((expected.argmax(-1) == labels).mean())
 
 
+@pytest.mark.full("<lambda>-must be \\\\[2\\\\]")
 @pytest.mark.parametrize(
     "build, message",
     [

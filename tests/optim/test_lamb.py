@@ -54,6 +54,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full("defaults")
 @pytest.mark.parametrize("name", RULES)
 def test_is_the_rule(name: str) -> None:
     rule, grads = RULES[name], [draw(seed, 10.0 ** (seed - 2)) for seed in range(5)]

@@ -59,6 +59,7 @@ def zb_h2(p: int, m: int) -> Schedule:
     return from_orders("ZB-H2", tuple(range(p)), orders)
 
 
+@pytest.mark.full("row10-2", "row11-2", "row8-3", "row9-2")
 @pytest.mark.parametrize("row, chunks", MODELS)
 def test_published_bubbles(row: tuple, chunks: int) -> None:
     p, m, measured, f1b, ring, h1, h2 = row
@@ -68,6 +69,7 @@ def test_published_bubbles(row: tuple, chunks: int) -> None:
     assert papers(zb_h2(p, m), times).stage_bubble == pytest.approx(h2, abs=1e-4)
 
 
+@pytest.mark.full("row11-2")
 @pytest.mark.parametrize("row, chunks", MODELS)
 def test_published_bubbles_of_interleaved(row: tuple, chunks: int) -> None:
     """The papers count p transfers fewer than the ring has, of 2 v p - 2: with those taken off, to four digits."""

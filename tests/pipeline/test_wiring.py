@@ -78,6 +78,7 @@ def follow(schedule: Schedule, num_stacks: int) -> None:
     assert num_ops == sum(1 for _ in schedule.placed())
 
 
+@pytest.mark.full("interleaved", "interleaved, split")
 @pytest.mark.parametrize("name", MAKE)
 @given(p=st.integers(2, 5), m=st.integers(1, 9))
 def test_every_op_finds_what_it_needs(name: str, p: int, m: int) -> None:

@@ -177,7 +177,7 @@ def test_an_array_that_is_filled_anew_in_place_is_read_anew(dtype: Any) -> None:
         np.testing.assert_array_equal(jax.device_put(taken, sharding), np.full((8, 3), number))
 
 
-@pytest.mark.full("data=1-1")
+@pytest.mark.full
 @pytest.mark.parametrize(("plan", "num_devices"), [("data=1", 1), ("tensor=2", 8)])
 def test_a_batch_is_its_owners_again_when_the_step_has_returned(plan: str, num_devices: int) -> None:
     """JAX reads an aligned array of NumPy where it lies, and the step runs on behind the call."""

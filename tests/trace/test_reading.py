@@ -40,6 +40,7 @@ NAMES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full("linen_encoder_decoder")
 @pytest.mark.parametrize("name", NAMES)
 def test_dims_get_textbook_names(name: str) -> None:
     trace = trace_of(name)

@@ -158,6 +158,7 @@ APART: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.full("linen, scanned", "nnx, mapped")
 @pytest.mark.parametrize("name", APART)
 def test_rows_are_the_authors_values(name: str) -> None:
     birth, storage, stack, key = born(APART[name]())

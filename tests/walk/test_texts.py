@@ -45,6 +45,7 @@ def text(name: str, plan: str, num: int, **options: Any) -> np.ndarray:
     return np.asarray(cjax.generate(made, PROMPT, num, temperature=0, state=state, **options))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

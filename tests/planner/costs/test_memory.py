@@ -65,9 +65,14 @@ def error(name: str, version: str) -> float:
 
 
 @pytest.mark.full(
+    "bert-base padded b64 | h100:2 | zero=2 microbatches=4-0.10",
     "gpt2 b64 | a100:4 | zero=1 precision=bfloat16-0.10",
+    "gpt2 b64 | a100:4 | zero=1 precision=bfloat16-0.12",
     "gpt2 b8 | h100:1 | data=1-0.10",
+    "gpt2 b8 | h100:1 | data=1-0.12",
+    "mixer-l b256 | h100:4 | zero=3 precision=bfloat16 remat=block-0.10",
     "t5-base b64 | a100:4 | precision=bfloat16-0.10",
+    "t5-base b64 | a100:4 | precision=bfloat16-0.12",
 )
 @pytest.mark.parametrize("version", ["0.10", "0.12"])
 @pytest.mark.parametrize("name", QUICK)

@@ -91,7 +91,12 @@ def off(model: nn.Module, plan: str) -> float:
     )
 
 
-@pytest.mark.full("data=4 tensor=2 microbatches=2 zero=2", "data=2 tensor=2d:4", "data=8 zero=3")
+@pytest.mark.full(
+    "data=2 tensor=2 pipeline=1f1b:2 microbatches=2",
+    "data=2 tensor=2d:4",
+    "data=4 tensor=2 microbatches=2 zero=2",
+    "data=8 zero=3",
+)
 @pytest.mark.parametrize(
     "plan",
     [

@@ -78,7 +78,16 @@ def evaluated(function: Callable[[jax.Array], Any], x: jax.Array, spec: P) -> tu
 PAIRS = [(name, spec) for name in CASES for spec in (SPLIT, P(None, "row", "col"))]
 
 
-@pytest.mark.full("factors-spec26", "set-spec12")
+@pytest.mark.full(
+    "added-spec10",
+    "eigenvalues-spec24",
+    "factors-spec26",
+    "factors-spec27",
+    "largest-spec14",
+    "set-spec12",
+    "set-spec13",
+    "slices-spec0",
+)
 @pytest.mark.parametrize(("name", "spec"), [*PAIRS, ("slices", P()), ("sorted", P())])
 def test_is_what_one_device_makes(name: str, spec: P) -> None:
     """Values and gradients, whichever dims the layout splits."""

@@ -119,7 +119,7 @@ def test_the_kernel_gives_what_the_author_wrote(name: str) -> None:
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.full("None")
+@pytest.mark.full("None", "mask1")
 @pytest.mark.parametrize("mask", [None, nn.make_causal_mask(PRESENT), nn.make_attention_mask(PRESENT, PRESENT)])
 def test_flax_attention_too(mask: Any) -> None:
     x, function = draw(BATCH, LENGTH, HEADS, DEPTH), of_flax(mask)

@@ -127,7 +127,7 @@ def test_layers_of_jax_and_flax(mode: str) -> None:
         assert_same(by_nnx, full, mesh_of(**ALONE), mode)
 
 
-@pytest.mark.full("True-linen")
+@pytest.mark.full
 @pytest.mark.parametrize("layer", ["linen", "nnx"])
 @pytest.mark.parametrize("ours", [pytest.param(False, marks=pytest.mark.full), True])
 def test_whole_layers(layer: str, ours: bool) -> None:
@@ -163,6 +163,7 @@ def test_whole_layers(layer: str, ours: bool) -> None:
 # --- rows that see nothing ---
 
 
+@pytest.mark.full("ring")
 @pytest.mark.parametrize("mode", ["ring", "all_to_all"])
 def test_rows_masked_throughout(mode: str) -> None:
     """With a large negative number they are means of all values, later ones included; with -inf they are NaN."""
@@ -214,6 +215,7 @@ def test_literals_that_differ_by_layer(mode: str) -> None:
             np.testing.assert_allclose(have, want, rtol=0, atol=1e-9 * float(jnp.linalg.norm(want.ravel())))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["ring", pytest.param("all_to_all", marks=pytest.mark.full)])
 def test_inside_a_region_that_is_manual_over_the_batch(mode: str) -> None:
     """A trace of one device's rows, in a `shard_map` over them."""
@@ -276,6 +278,7 @@ def odd() -> list[Any]:
     return [*chosen, *(pytest.param(*row, marks=pytest.mark.full) for row in every if row not in chosen)]
 
 
+@pytest.mark.full("ring-masked-15")
 @pytest.mark.parametrize(("mode", "kind", "length"), odd())
 def test_lengths_that_do_not_divide(mode: str, kind: Callable[..., Any], length: int) -> None:
     with jax.enable_x64(True):

@@ -26,6 +26,7 @@ def specs(trace: Trace, layout: Layout) -> dict[str, P]:
     return {leaf.name: layout.spec(trace.classes_of(i), leaf.shape) for i, leaf in leaves}
 
 
+@pytest.mark.full("linen_encoder_decoder-2")
 @pytest.mark.parametrize("tensor", [2, 4, 8])
 @pytest.mark.parametrize("name", SPLIT)
 def test_splits_what_the_table_says(name: str, tensor: int) -> None:
@@ -38,7 +39,7 @@ def test_splits_what_the_table_says(name: str, tensor: int) -> None:
             assert [*found[leaf.name]] == wanted, leaf.name
 
 
-@pytest.mark.full("nnx_encoder-2")
+@pytest.mark.full("nnx_encoder-2", "nnx_encoder-4")
 @pytest.mark.parametrize("tensor", [2, 4, 8])
 @pytest.mark.parametrize("name", sorted(set(MODELS) - set(SPLIT)))
 def test_no_weight_is_split_twice_and_something_is(name: str, tensor: int) -> None:

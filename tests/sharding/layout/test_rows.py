@@ -90,15 +90,7 @@ def program_of(how: str, plan: str, room: int = 24, num: int | None = None) -> A
     return cjax.parallelize(Layers(how, room), loss, optax.sgd(0.1), BATCH, plan, devices=jax.devices()[:num])
 
 
-@pytest.mark.full(
-    "chosen-data=4",
-    "chosen-zero=1 remat=block",
-    "products-data=2 tensor=3",
-    "products-data=4",
-    "seats-data=2 tensor=3",
-    "seats-data=4 microbatches=2 loss=microbatch",
-    "two each-zero=3",
-)
+@pytest.mark.full
 @pytest.mark.parametrize(("how", "plan"), list(itertools.product(STYLES, PLANS)) if ALL else PAIRS)
 def test_gradients_are_those_of_one_device(how: str, plan: str) -> None:
     given, num_parts = program_of(how, plan), 2 if "microbatches" in plan else 1
@@ -108,7 +100,7 @@ def test_gradients_are_those_of_one_device(how: str, plan: str) -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-7)
 
 
-@pytest.mark.full("seats", "two each")
+@pytest.mark.full
 @pytest.mark.parametrize("how", STYLES)
 def test_each_device_multiplies_its_share(how: str) -> None:
     """By four, but for sums over all examples that say who is sent where."""

@@ -118,6 +118,7 @@ def test_what_is_read_beside_the_loop_too_is_added_up_in_float32() -> None:
     assert [x.dtype for x in made] == [x.dtype for x in shape] and composed.trace.runs
 
 
+@pytest.mark.full("layers-data=2 pipeline=1f1b:4 microbatches=4", "loop-tensor=2 microbatches=2")
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [("layers", "data=8"), ("loop", "tensor=2 microbatches=2"), ("layers", "data=2 pipeline=1f1b:4 microbatches=4")],
@@ -150,7 +151,7 @@ def test_under_float32_nothing_is_ahead() -> None:
     assert make_ahead(composed.trace, composed.storage, composed.plan, composed.mesh)(given) is given
 
 
-@pytest.mark.full("zero=2 microbatches=2 precision=bfloat16")
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["zero=1 precision=bfloat16", "zero=2 microbatches=2 precision=bfloat16"])
 def test_gradients_and_steps_are_those_of_whole_weights(plan: str) -> None:
     """Of the layers, of what they share, and of the head; to what reducing in another order makes of bfloat16."""

@@ -143,7 +143,16 @@ def assert_same(given: Seen, wanted: Seen) -> None:
         assert np.linalg.norm(a - b) <= 5e-3 * np.linalg.norm(b), jax.tree_util.keystr(path)
 
 
-@pytest.mark.full("NNX, tied, chunked", "NNX, untied", "tied, chunked", "untied, chunked", "untied")
+@pytest.mark.full(
+    "Dense",
+    "NNX, tied, chunked",
+    "NNX, untied",
+    "attend",
+    "first operand",
+    "tied, chunked",
+    "untied",
+    "untied, chunked",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_a_filled_weight_gives_the_same_numbers(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, wanted = (seen(*CASES[case], "precision=bfloat16", fills, monkeypatch) for fills in (True, False))
@@ -204,6 +213,7 @@ def test_gpus_scatter_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.moved("reduce-scatter") > 2 * WIDTH * VOCAB > 4 * facts.moved("all-reduce")
 
 
+@pytest.mark.full("tied, chunked")
 @pytest.mark.parametrize("case", ["tied, chunked", "untied, chunked"])
 def test_a_loop_over_positions_reads_what_is_filled_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And adds up its gradient as wide: no weight is filled up, or cut, in each turn."""

@@ -78,7 +78,7 @@ def with_derivative(function: Callable[..., Any], x: jax.Array) -> np.ndarray:
     return np.stack([np.asarray(value, np.float64), np.asarray(pull(jnp.ones_like(x))[0], np.float64)])
 
 
-@pytest.mark.full("tanh-float32")
+@pytest.mark.full("tanh-bfloat16", "tanh-float32")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", GELUS)
 def test_it_is_as_right_as_its_author_s(name: str, dtype: Any) -> None:
@@ -122,7 +122,7 @@ def loss(model: Any, batch: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
 
 
-@pytest.mark.full("tanh-tanh-data=2 tensor=4")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "word", "plan"), [("tanh", "tanh", "data=2 tensor=4"), ("erfc", "erfc", "zero=3 precision=bfloat16")]
 )

@@ -129,7 +129,7 @@ def gradients(layer: str, plan: str, num_devices: int = 8) -> Any:
     return jax.tree.map(np.asarray, program.value_and_grad(begin(program), batch()))
 
 
-@pytest.mark.full("at once", "branches", "from ones", "not linear", "read twice", "summed", "with biases")
+@pytest.mark.full("at once", "branches", "from ones", "not linear", "read twice", "rounded", "summed", "with biases")
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_same_numbers(layer: str) -> None:
     with jax.enable_x64(True):

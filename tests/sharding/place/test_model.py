@@ -23,6 +23,7 @@ def stored(name: str, plan: str) -> ModelStorage:
     return store_model(subject(name, False).captured, trace_of(name, resolved.microbatches), resolved, mesh)
 
 
+@pytest.mark.full("zero=1 reduce=float32 precision=bfloat16-False")
 @pytest.mark.parametrize(
     ("plan", "is_in_turn"),
     [

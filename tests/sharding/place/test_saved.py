@@ -132,6 +132,7 @@ def stepped(optimizer: optax.GradientTransformation, grads: Any, params: Any) ->
     return optax.tree.norm(grads), optax.apply_updates(params, updates)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("plan", "tolerance"),
     [

@@ -93,13 +93,22 @@ if os.environ.get("CJAX_TEST_ALL") == "1":
     "adaptive clipping-order19",
     "average of parameters-order8",
     "every second step-order24",
+    "global clipping-order20",
+    "labelled by path-order21",
     "lamb of optax-order14",
+    "lamb, as DistributedLamb-order3",
     "lamb, as FusedLAMB-order4",
+    "lamb, as Lamb-order2",
     "lamb, clipped, not debiased-order1",
     "lamb-order0",
+    "lars of optax-order15",
+    "lars, as Lars-order7",
     "lars, nesterov, all adapted-order6",
+    "lars-order5",
     "muon-order13",
+    "novograd-order16",
     "prodigy-order18",
+    "trust ratio of momentum-order9",
 )
 @pytest.mark.parametrize(("name", "order"), PAIRS)
 def test_does_as_on_the_users_tree(name: str, order: tuple[int, ...]) -> None:

@@ -44,6 +44,7 @@ def trees(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], Storage]:
     return tree, make_storage(shape_of(tree), groups, specs.__getitem__, SIZES, forms.__getitem__)
 
 
+@pytest.mark.full
 @settings(max_examples=40)
 @given(trees())
 def test_there_and_back(case: tuple[dict[str, np.ndarray], Storage]) -> None:

@@ -50,6 +50,7 @@ COUNTS = {
 }  # fmt: skip
 
 
+@pytest.mark.full("linen_encoder_decoder")
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str) -> None:
     count, reasons = everywhere(trace_of(name).closed.jaxpr)

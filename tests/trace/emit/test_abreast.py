@@ -80,7 +80,22 @@ def together(function: Callable[..., jax.Array], xs: Arrays, weights: Arrays) ->
     return abreast(closed, [(x, *weights) for x in xs])[0]
 
 
-@pytest.mark.full("2-a call", "2-a loop", "3-saved")
+@pytest.mark.full(
+    "2-a call",
+    "2-a loop",
+    "2-made again",
+    "2-no layer",
+    "2-own derivative",
+    "2-saved",
+    "3-a call",
+    "3-a carry of weights",
+    "3-a loop",
+    "3-branches",
+    "3-made again",
+    "3-no layer",
+    "3-own derivative",
+    "3-saved",
+)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num", [2, 3])
 def test_each_gives_what_it_gives_alone(name: str, num: int) -> None:

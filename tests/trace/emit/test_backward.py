@@ -30,7 +30,7 @@ def wanted(gradient: Any) -> Any:
     return out, *pull(gradient)
 
 
-@pytest.mark.full("False")
+@pytest.mark.full
 @pytest.mark.parametrize("remat", [False, True])
 def test_both_ways_give_the_gradients(remat: bool) -> None:
     derivative = Derivative(jax.checkpoint(layer) if remat else layer, WEIGHTS, FIXED, MOVING)

@@ -92,7 +92,14 @@ if os.environ.get("CJAX_TEST_ALL") == "1":
 
 
 @pytest.mark.full(
-    "rolled-linen_lstm", "rolled-linen_moe_capacity", "rolled-linen_remat", "rolled-nnx_scan", "unrolled-linen_remat"
+    "rolled-linen_lstm",
+    "rolled-linen_moe_capacity",
+    "rolled-linen_remat",
+    "rolled-nnx_scan",
+    "unrolled-linen_lstm",
+    "unrolled-linen_moe_capacity",
+    "unrolled-linen_remat",
+    "unrolled-nnx_scan",
 )
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("rolled", [True, False], ids=["rolled", "unrolled"])

@@ -214,7 +214,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filled, "on_gpus", lambda mesh: True)
 
 
-@pytest.mark.full("precision=bfloat16 microbatches=2-False")
+@pytest.mark.full
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("plan", [
     pytest.param("precision=float32", marks=pytest.mark.full),

@@ -224,7 +224,7 @@ RATIOS = [masked_by_where, masked_and_guarded, masked_with_epsilon, normalised_w
 RATIOS += [hidden_by_rank_within_a_row]
 
 
-@pytest.mark.full("indexed", "per_example_then_mean")
+@pytest.mark.full("indexed", "per_example_then_mean", "weighted_ones")
 @pytest.mark.parametrize("loss", MEANS + RATIOS, ids=lambda loss: loss.__name__)
 def test_means_and_ratios_combine_to_the_whole(loss):
     _, lifted = trace(loss)

@@ -56,7 +56,7 @@ def as_traced(x: jax.Array, updates: jax.Array, rows: tuple[int, ...], how: str)
     return env[jaxpr.jaxpr.outvars[0]]
 
 
-@pytest.mark.full("max-ties-numbers")
+@pytest.mark.full("max-ties-infinite", "max-ties-numbers")
 @pytest.mark.parametrize("empty", [None, jnp.inf], ids=["numbers", "infinite"])
 @pytest.mark.parametrize("rows", [(1, 1, 3), (1, 3, 9)], ids=["ties", "dropped"])  # there are four
 @pytest.mark.parametrize("how", ["max", "min"])

@@ -95,7 +95,7 @@ def step(optimizer, layers):
     return update, tree(layers, 0), state, tree(layers, 1)
 
 
-@pytest.mark.full("adafactor", "lamb", "lars", "muon")
+@pytest.mark.full("accumulated", "adafactor", "adamw", "clipped", "lamb", "lars", "muon")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     want, got = rolled(*step(OPTIMIZERS[name], 4))
@@ -131,7 +131,7 @@ def spread_out(function, *args):
     )
 
 
-@pytest.mark.full("adamw", "lamb", "muon")
+@pytest.mark.full("accumulated", "adafactor", "adamw", "lamb", "lars", "muon")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rows_that_belong_to_no_layer(name):
     found, _, _ = spread_out(*step(OPTIMIZERS[name], 4))
@@ -152,7 +152,7 @@ def test_rows_stay_where_they_are():
     assert "gather" not in text and "concatenate" not in text
 
 
-@pytest.mark.full("lamb")
+@pytest.mark.full("accumulated", "adafactor", "lamb", "lars", "muon")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equations_of_optimizers_do_not_grow(name):
     few, many = (count(*step(OPTIMIZERS[name], layers)) for layers in (4, 8))
