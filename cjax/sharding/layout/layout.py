@@ -16,7 +16,7 @@ from cjax.plan import Sequence as SequencePlan
 from cjax.sharding.layout import grid as grids
 from cjax.sharding.layout.grid import Grid
 from cjax.sharding.layout.kept import kept_whole
-from cjax.sharding.layout.one_d import choose, whole_heads
+from cjax.sharding.layout.one_d import choose, scorers, whole_heads
 from cjax.sharding.layout.rows import rows_of_all
 from cjax.sharding.storage.storage import as_spec, filled_up
 from cjax.trace.attention.positions import positions
@@ -38,6 +38,7 @@ class Layout:
     weights: Mapping[int, tuple[tuple[str, ...], ...]] = field(default_factory=dict)  # of products of the grid, by leaf
     positions: frozenset[int] = frozenset()  # classes of positions that a sequence is split by
     rows: frozenset[int] = frozenset()  # classes of rows that are no example's, which the batch's axes split
+    scores: frozenset[int] = frozenset()  # weights, by leaf, that score experts: whole, and so are the scores
 
     def spec(self, classes: Sequence[int], shape: Sequence[int]) -> PartitionSpec:
         """The placement of a tensor with these classes. An axis serves one dim; dims too small for it stay whole."""
@@ -61,6 +62,8 @@ class Layout:
         found = self.weights.get(leaf)
         if found is not None:
             return as_spec(found)
+        if leaf in self.scores:
+            return PartitionSpec(*[None] * len(classes))
         return self.spec([-1 if c in self.positions else c for c in classes], shape)
 
 
@@ -119,9 +122,10 @@ def make_layout(
     notes += why
     whole = frozenset((c, n) for c in axes_of for n in whole_heads(trace, c, size))
     weights = _grid_weights(trace, grid, axes_of) if grid is not None else {}
+    scores = scorers(trace, [] if grid else [c for c in split if c not in ruled])
     layout = Layout(
         axes_of, dict(axis_sizes), tuple(notes), whole, trace.batch_class, grid, weights, frozenset(places),
-        frozenset(rows),
+        frozenset(rows), scores,
     )  # fmt: skip
     if size == 1 or nothing:
         return layout

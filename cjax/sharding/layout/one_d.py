@@ -10,7 +10,7 @@ that moves the least.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cjax.sharding.layout.independent import best_set
@@ -74,6 +74,7 @@ def choose(trace: Trace, size: int, excluded: set[int], tensor: str) -> tuple[li
         else:
             candidates.append(c)
     chosen = _best(products, between, dims, candidates, experts_of(trace))
+    chosen = [c for c in chosen if c not in _scores(trace, products, chosen)]
     for d, parts in sorted(dims.packed.items()):
         c = dims.class_of(d)
         if c in work and not any(c in p.weight and set(p.weight) & {*chosen, *excluded} for p in products):
@@ -112,6 +113,34 @@ def experts_of(trace: Trace) -> frozenset[int]:
             classes = [dims.class_of(d) for d in ids]
             found -= {c for c in classes if classes.count(c) > 1}
     return frozenset(found - positions(trace)[0].keys())
+
+
+def _scores(trace: Trace, products: Sequence[Product], chosen: Sequence[int]) -> set[int]:
+    """Those of the chosen classes that are scores of experts, of which only the best are looked at: one for each expert
+    that is split, and in no weight but with what is contracted. They stay whole, see `scorers`."""
+    experts = experts_of(trace)
+    numbers = {_size_of(trace, c) for c in chosen if c in experts}
+    found = {c for c in chosen if c not in experts and _size_of(trace, c) in numbers}
+    return found - {c for p in products for c in p.weight if {*p.weight} - p.contracted != {c}}
+
+
+def _size_of(trace: Trace, c: int) -> int:
+    return max((trace.dims.size[d] for ids in trace.dims.inputs for d in ids if trace.dims.class_of(d) == c), default=0)
+
+
+def scorers(trace: Trace, chosen: Iterable[int]) -> frozenset[int]:
+    """Weights that score experts for each token, by leaf. They stay whole where `chosen`, the classes that are split,
+    has the experts: every device needs all scores to know who is sent where, and they cost next to nothing. Of split
+    ones each device would have a part of the gradient of all tokens, to be reduced for it alone where the experts' own
+    has gone another way by then, and maxima and sums over experts would be reduced too."""
+    dims, experts = trace.dims, experts_of(trace) & frozenset(chosen)
+    scoring, others = set[int](), set[int]()
+    for m in dims.matmuls if experts else ():
+        for leaf, ids, places in zip((m.lhs_origin, m.rhs_origin), (m.lhs, m.rhs), m.contracting, strict=True):
+            free = {dims.class_of(d) for i, d in enumerate(ids) if i not in places}
+            if leaf is not None:
+                (scoring if len(free) == 1 and free <= experts and not m.batched else others).add(leaf)
+    return frozenset(scoring - others)
 
 
 @once

@@ -71,10 +71,9 @@ class WeightPlacement:
 def constrained(value: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     """`value` placed as `spec` says; where some axes of the mesh are manual, on what is left of it."""
     context = jax.sharding.get_abstract_mesh()
-    manual = context.manual_axes
-    if all(size == 1 or axis in manual for axis, size in mesh.shape.items()):
+    if all(size == 1 or axis in context.manual_axes for axis, size in mesh.shape.items()):
         return value
-    return lax.with_sharding_constraint(value, NamedSharding(context if manual else mesh, spec))
+    return lax.with_sharding_constraint(value, NamedSharding(context if context.manual_axes else mesh, spec))
 
 
 def rounded_leaves(trace: Trace) -> set[int]:
@@ -143,7 +142,7 @@ class Placer(Hooks):
         if self._mesh.size == 1 and low is None:
             return self.filled.ready(leaf, value)
         # The gradient of a lookup in a split table is not made in any further parts but at the price of copies.
-        # And that of a loop is summed up whole: scattered at once, it would be reduced in each turn.
+        # That of a loop is summed up whole: scattered at once, it would be reduced in each turn.
         whole = leaf in self._looped or (leaf in self._tables and any(used)) or self._sums_wrong(leaf, used, gradient)
         copied = self.copies.wants(leaf)
         summed = used if whole and not copied else gradient
@@ -446,7 +445,10 @@ class Placer(Hooks):
     def _pin(self, var: Var, value: jax.Array, scope: Scope, eqn: Equation | None = None) -> jax.Array:
         if value.ndim == 0 or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return value
-        spec = self._layout.spec(self._trace.dims.of(var, scope), value.shape)
+        dims, read = self._trace.dims, eqn.invars if eqn is not None else ()
+        weights = [v for v in read if isinstance(v, Var) and scope.origin.get(v) in self._layout.scores]
+        scored = {c for weight in weights for c in dims.of(weight, scope)}
+        spec = self._layout.spec([-1 if c in scored else c for c in dims.of(var, scope)], value.shape)
         if eqn is not None and name_of(eqn) == "gather":  # unequal parts stop XLA at its gradient
             offsets = eqn.params["dimension_numbers"].offset_dims
             spec = self._even(spec, value.shape, [d for d in range(value.ndim) if d not in offsets])

@@ -35,15 +35,13 @@ MEDIUM = Decoder(24, 1024, 16, 50257)
 AUDITED = Path(__file__).parent / "audited.json"
 # What is predicted too low, as XLA moves things to where its loops or reshapes want them, and why. All are of tables,
 # pixels or biases, once a step: up to 4 % of what these models of four layers move, 7.5 % under all_to_all, and less of
-# deep ones. In each layer only what `switch` moves, 11 % under tensor=4.
+# deep ones. In each layer only what `switch` gathers under ZeRO-3.
 KNOWN = {
     ("gpt", "data=2 tensor=4 sequence=gather"): "what is looked up in the table comes by all-to-alls over `data`",
     ("llama", "data=2 tensor=4 sequence=gather"): "the same",
     ("t5", "data=2 tensor=2d:4"): "gradients of the biases that all examples share are summed over these",
     ("t5", "data=1 pipeline=2 microbatches=4 sequence=ring:4"): "each layer puts biases into the ring's order",
     ("switch", "data=8 zero=3/4 precision=bfloat16"): "who is sent where is gathered too, in whole numbers",
-    ("switch", "data=2 tensor=4"): "what goes back to examples is reduced apart from the router's",
-    ("switch", "data=4 tensor=2 zero=1 remat=block"): "the same",
     ("vit", "data=1 tensor=3d:8"): "pixels are moved to where the grid has the patches' features",
     ("vit", "data=1 sequence=ring:8"): "a token in front moves each patch on by one, there and back",
     ("vit", "data=1 sequence=all_to_all:8"): "the same",

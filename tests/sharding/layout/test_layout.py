@@ -61,6 +61,8 @@ def test_experts_are_split_where_they_are_enough_and_their_insides_where_not() -
         trace = trace_of(name)
         assert specs(trace, layout_of(trace, 4))["MixtureOfExperts_0/up"] == P("tensor", None, None)
         assert specs(trace, layout_of(trace, 8))["MixtureOfExperts_0/up"] == P(None, None, "tensor")
+    found = specs(trace_of("linen_moe_capacity"), layout_of(trace_of("linen_moe_capacity"), 4))
+    assert not any(found["MixtureOfExperts_0/router/kernel"]), "every device needs all scores, to know the best"
 
 
 def test_key_value_heads_fewer_than_the_axis_stay_whole_with_a_note() -> None:

@@ -9,7 +9,7 @@ from contract import trace_of
 from flax import nnx
 from traces import plain_trace
 
-from cjax.sharding.layout.one_d import blocked_by, choose, experts_of, undivided, whole_heads
+from cjax.sharding.layout.one_d import blocked_by, choose, experts_of, scorers, undivided, whole_heads
 from cjax.trace.author.capture import capture
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
@@ -52,8 +52,36 @@ def test_a_transformer_is_split_by_heads_ffn_and_vocabulary() -> None:
 def test_experts_are_split_though_their_results_are_added_up() -> None:
     """Each token's parts are added up over experts and seats, which are activations both; the seats stay whole."""
     trace = trace_of("linen_moe_capacity")
-    assert names(trace, 4) - {"out"} == {"heads", "experts", "vocab", "vocab_2"}
+    assert names(trace, 4) == {"heads", "experts", "vocab", "vocab_2"}, "and not the scores, of which the best count"
     assert names(trace, 8) == {"heads", "ffn", "vocab", "vocab_2"}, "four experts are too few for eight"
+
+
+class AllExperts(nnx.Module):
+    """Four experts that all compute for all, weighed by scores."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        draw = rngs.params.normal
+        self.router = nnx.Linear(6, 4, rngs=rngs)
+        self.up, self.down = nnx.Param(draw((4, 6, 10))), nnx.Param(draw((4, 10, 6)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        made = nnx.relu(jnp.einsum("bd,edf->bef", x, self.up[...]))
+        back = jnp.einsum("bef,efd->bed", made, self.down[...])
+        return jnp.einsum("be,bed->bd", nnx.softmax(self.router(x)), back)
+
+
+def all_experts() -> Trace:
+    batch = jax.ShapeDtypeStruct((8, 6), jnp.float32)
+    captured = capture(lambda rngs: AllExperts(rngs=rngs), lambda model, x: (model(x) ** 2).mean(), batch)
+    return TraceSource(captured, batch).read()
+
+
+def test_what_scores_experts_is_told_from_what_they_compute_with() -> None:
+    trace = all_experts()
+    chosen, _ = choose(trace, 4, {trace.batch_class or 0}, "4")
+    experts = class_named(trace, "experts")
+    assert experts in chosen and [trace.leaves[leaf].name for leaf in scorers(trace, chosen)] == ["router/kernel"]
+    assert not scorers(trace, [c for c in chosen if c != experts])
 
 
 class Slots(nnx.Module):

@@ -121,6 +121,17 @@ def test_examples_travel_and_no_rows(how: str) -> None:
     assert max(sizes) == ROWS * LENGTH * WIDTH < EXPERTS * 24 * WIDTH
 
 
+@pytest.mark.full("products-5", "two each-5")
+@pytest.mark.parametrize(("how", "times"), [("products", 5), ("two each", 5), ("seats", 1), ("chosen", 5)])
+def test_scores_are_whole_and_their_gradient_is_reduced_for_nobody(how: str, times: int) -> None:
+    """Where the experts are split, each layer reduces what they made, and the gradient of what they were sent; one more
+    is of what comes before the layers. Added up in seats, tokens of the whole batch are whole."""
+    program = program_of(how, "data=2 tensor=3")
+    facts = audit(program.lower().compile(), program.mesh)
+    tokens, sums = ROWS // 2 * LENGTH * WIDTH, facts.select("all-reduce", ("tensor",))
+    assert sum(c.count * sum(np.prod(s.dims) >= tokens for s in c.shapes) for c in sums) == times
+
+
 def test_what_devices_do_not_divide_is_kept_whole_and_said() -> None:
     notes = program_of("products", "data=4", room=25)._composed.storage.layout.notes
     assert any("25 rows that all examples make" in note and "as many as 4 divides" in note for note in notes)
