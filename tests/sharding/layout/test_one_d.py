@@ -57,14 +57,16 @@ def test_experts_are_split_though_their_results_are_added_up() -> None:
 
 
 class AllExperts(nnx.Module):
-    """Four experts that all compute for all, weighed by scores."""
+    """Four experts that all compute for all, weighed by scores, behind four heads."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         draw = rngs.params.normal
         self.router = nnx.Linear(6, 4, rngs=rngs)
         self.up, self.down = nnx.Param(draw((4, 6, 10))), nnx.Param(draw((4, 10, 6)))
+        self.heads = nnx.Param(draw((6, 4, 3)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        x = jnp.einsum("bhk,dhk->bd", jnp.tanh(jnp.einsum("bd,dhk->bhk", x, self.heads[...])), self.heads[...])
         made = nnx.relu(jnp.einsum("bd,edf->bef", x, self.up[...]))
         back = jnp.einsum("bef,efd->bed", made, self.down[...])
         return jnp.einsum("be,bed->bd", nnx.softmax(self.router(x)), back)
@@ -82,6 +84,8 @@ def test_what_scores_experts_is_told_from_what_they_compute_with() -> None:
     experts = class_named(trace, "experts")
     assert experts in chosen and [trace.leaves[leaf].name for leaf in scorers(trace, chosen)] == ["router/kernel"]
     assert not scorers(trace, [c for c in chosen if c != experts])
+    heads = next(i for i, leaf in enumerate(trace.leaves) if leaf.name == "heads")
+    assert trace.classes_of(heads)[1] in chosen, "as many as experts, and no scores"
 
 
 class Slots(nnx.Module):
