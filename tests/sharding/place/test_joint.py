@@ -222,5 +222,7 @@ def test_a_router_and_its_experts_read_the_same(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.aot
 @pytest.mark.parametrize("casts", [False, True])
 def test_what_is_sent_to_experts_costs_one_reduction_each_way(casts: bool) -> None:
+    """Sums over experts, of a number a token, may go along."""
     found = reduced(Sent(casts), "tensor=4")
-    assert sum(c.count * sum(int(np.prod(s.dims)) for s in c.shapes) for c in found) == 4 * ROWS * WIDTH
+    elements = sum(c.count * sum(int(np.prod(s.dims)) for s in c.shapes) for c in found)
+    assert sum(c.count for c in found) == 4 and 0 <= elements - 4 * ROWS * WIDTH <= 4 * ROWS
