@@ -10,7 +10,7 @@ that moves the least.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from cjax.sharding.layout.independent import best_set
@@ -74,7 +74,7 @@ def choose(trace: Trace, size: int, excluded: set[int], tensor: str) -> tuple[li
         else:
             candidates.append(c)
     chosen = _best(products, between, dims, candidates, experts_of(trace))
-    chosen = [c for c in chosen if c not in _scores(trace, products, chosen)]
+    chosen = [c for c in chosen if c not in _scores(experts_of(trace), products, chosen, sizes)]
     for d, parts in sorted(dims.packed.items()):
         c = dims.class_of(d)
         if c in work and not any(c in p.weight and set(p.weight) & {*chosen, *excluded} for p in products):
@@ -115,17 +115,14 @@ def experts_of(trace: Trace) -> frozenset[int]:
     return frozenset(found - positions(trace)[0].keys())
 
 
-def _scores(trace: Trace, products: Sequence[Product], chosen: Sequence[int]) -> set[int]:
+def _scores(
+    experts: frozenset[int], products: Sequence[Product], chosen: Sequence[int], sizes: Mapping[int, Set[int]]
+) -> set[int]:
     """Those of the chosen classes that are scores of experts, of which only the best are looked at: one for each expert
     that is split, and in no weight but with what is contracted. They stay whole, see `scorers`."""
-    experts = experts_of(trace)
-    numbers = {_size_of(trace, c) for c in chosen if c in experts}
-    found = {c for c in chosen if c not in experts and _size_of(trace, c) in numbers}
+    numbers = {max(sizes[c]) for c in chosen if c in experts}
+    found = {c for c in chosen if c not in experts and max(sizes[c]) in numbers}
     return found - {c for p in products for c in p.weight if {*p.weight} - p.contracted != {c}}
-
-
-def _size_of(trace: Trace, c: int) -> int:
-    return max((trace.dims.size[d] for ids in trace.dims.inputs for d in ids if trace.dims.class_of(d) == c), default=0)
 
 
 def scorers(trace: Trace, chosen: Iterable[int]) -> frozenset[int]:
