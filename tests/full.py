@@ -11,9 +11,10 @@ def is_full(item: pytest.Item) -> bool:
     return any(not mark.args or row in mark.args for mark in item.iter_markers("full"))
 
 
-def rows_left_out(test: Any) -> set[str]:
-    """The rows of a test function that its mark names."""
-    return {row for mark in getattr(test, "pytestmark", ()) if mark.name == "full" for row in mark.args}
+def is_row_left_out(test: Any, row: str) -> bool:
+    """Whether a test function's mark leaves out a row; of an id that goes on behind it, as of another argument, too."""
+    marks = [mark for mark in getattr(test, "pytestmark", ()) if mark.name == "full"]
+    return any(not mark.args or any(f"{name}-".startswith(f"{row}-") for name in mark.args) for mark in marks)
 
 
 def rows_that_are_gone(items: Iterable[pytest.Item]) -> list[str]:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from full import by_default
+from full import by_default, is_row_left_out
 
 
 def item(name: str, mark: tuple[str, ...] | None = None) -> Any:
@@ -33,3 +33,17 @@ def test_a_row_that_is_gone_ends_the_run_unless_others_are_left_out_too() -> Non
     with pytest.raises(pytest.UsageError, match=r"no rows of their tests: tests/test_a.py::test_rows\[zero=3\]$"):
         by_default(rows, False)
     assert names(by_default(rows, True)) == ["test_rows[zero=1]"]
+
+
+def test_a_row_is_told_from_others_that_begin_alike() -> None:
+    @pytest.mark.full("net-tensor=8", "net-zero=3 remat=block-how1")
+    def test_some() -> None: ...
+
+    @pytest.mark.full
+    def test_all() -> None: ...
+
+    def test_none() -> None: ...
+
+    assert is_row_left_out(test_some, "net-tensor=8") and is_row_left_out(test_some, "net-zero=3 remat=block")
+    assert not is_row_left_out(test_some, "net-tensor=8 zero=1") and not is_row_left_out(test_some, "net-zero=3")
+    assert is_row_left_out(test_all, "net-zero=3") and not is_row_left_out(test_none, "net-zero=3")

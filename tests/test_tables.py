@@ -9,7 +9,7 @@ import test_pipeline_plans
 import test_sequence_plans
 import test_walks
 from contract import UNDER_ALL
-from full import rows_left_out
+from full import is_row_left_out
 from plans import features
 
 TABLES = [
@@ -23,11 +23,7 @@ TABLES = [
 
 def trained() -> list[tuple[str, str]]:
     """What is left of all tables by their marks."""
-    pairs = []
-    for test, table in TABLES:
-        left_out = rows_left_out(test)
-        pairs += [(name, plan) for name, plan in table if not any(x.startswith(f"{name}-{plan}") for x in left_out)]
-    return pairs
+    return [pair for test, table in TABLES for pair in table if not is_row_left_out(test, "-".join(pair))]
 
 
 PAIRS = trained()

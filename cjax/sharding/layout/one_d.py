@@ -129,7 +129,12 @@ def scorers(trace: Trace, chosen: Iterable[int]) -> frozenset[int]:
     """Weights that score experts for each token, by leaf. They stay whole where `chosen`, the classes that are split,
     has the experts: every device needs all scores to know who is sent where, and they cost next to nothing. Of split
     ones each device would have a part of the gradient of all tokens, to be reduced for it alone where the experts' own
-    has gone another way by then, and maxima and sums over experts would be reduced too."""
+    has gone another way by then, and maxima and sums over experts would be reduced too.
+
+    Args:
+      trace: the model.
+      chosen: classes that are split.
+    """
     dims, experts = trace.dims, experts_of(trace) & frozenset(chosen)
     scoring, others = set[int](), set[int]()
     for m in dims.matmuls if experts else ():

@@ -90,7 +90,15 @@ def program_of(how: str, plan: str, room: int = 24, num: int | None = None) -> A
     return cjax.parallelize(Layers(how, room), loss, optax.sgd(0.1), BATCH, plan, devices=jax.devices()[:num])
 
 
-@pytest.mark.full
+@pytest.mark.full(
+    "chosen-data=4",
+    "chosen-zero=1 remat=block",
+    "seats-data=2 tensor=3",
+    "seats-data=4 microbatches=2 loss=microbatch",
+    "two each-zero=1 remat=block",
+    "two each-zero=3",
+    "products-data=4",
+)
 @pytest.mark.parametrize(("how", "plan"), list(itertools.product(STYLES, PLANS)) if ALL else PAIRS)
 def test_gradients_are_those_of_one_device(how: str, plan: str) -> None:
     given, num_parts = program_of(how, plan), 2 if "microbatches" in plan else 1
