@@ -179,7 +179,8 @@ class Work:
       tokens: what a rate is counted in: positions of the whole batch, or its rows where it has none.
       optimizer_bytes: bytes of optimizer state for each byte of trained parameters (Adam in float32: 2).
       batch_bytes: of one step's batch.
-      handed: what a stage of a pipeline hands to the next, all of it in every tick.
+      handed: what a stage of a pipeline hands to the next, all of it in every tick; `handed_low`, where plans compute
+        in a half precision.
       notes: what could not be read, for the user.
       kept: what each part keeps in memory, by remat, how the step computes, and whether loops that add up over parts of
         the examples are evaluated at once, as grids do; sizes are those under that precision.
@@ -191,6 +192,7 @@ class Work:
     optimizer_bytes: float = 2.0
     batch_bytes: int = 0
     handed: tuple[NamedTensor, ...] = ()
+    handed_low: tuple[NamedTensor, ...] = ()
     notes: tuple[str, ...] = ()
     kept: Mapping[tuple[Remat, Form, bool], tuple[Kept, ...]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -229,6 +231,8 @@ class AxisMove:
         next layer reads, as no derivative of this one needs it.
       is_outer: of a gather or a scatter, whether it is along the outermost dim: each member's part is one piece.
       is_kept: where only plans move it under which layers save what it is of, or only those that make it again.
+      looked_up: where only plans move it that look up fewer rows in a table at once than it has, or only others: how
+        many they look up in the whole batch, over those of the table, and whether it is those of few.
     """
 
     kind: Kind
@@ -241,6 +245,7 @@ class AxisMove:
     is_remade: bool = True
     is_outer: bool = False
     is_kept: bool | None = None
+    looked_up: tuple[float, bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -253,14 +258,12 @@ class HeldWeight:
       sums: mesh axes of the tensor and sequence words along which its gradient is summed, beside data parallelism.
       uses: how often its gradient is summed in one pass: a tied table's is, for its lookup and its product each.
       joint: whether what its uses give is added up before it is reduced; in a pipeline it never is.
-      gathered: axes along which it is gathered for a lookup, so that one of these sums is of all that they split.
     """
 
     shape: tuple[int, ...]
     shards: tuple[int, ...]
     sums: tuple[str, ...] = ()
     uses: int = 1
-    gathered: tuple[str, ...] = ()
     joint: bool = False
 
     @property

@@ -139,7 +139,7 @@ def _of_weights(work: Work, split: WorkSplit, of: _Plans) -> Moved:
             passes = of.table.turns * (times if is_layer else 1)
             for case in _cases(held, split, of.table, layers, passes, is_layer):
                 if weight.is_trained:
-                    _gradients(found, weight, held, case, split, of, is_layer)
+                    _gradients(found, weight, held, case, of, is_layer)
                 _gathers(found, part, weight, held, case, of)
     return found
 
@@ -260,18 +260,13 @@ def _cases(
 
 
 def _gradients(
-    found: Moved, weight: Weight, held: HeldWeight, case: _Case, split: WorkSplit, of: _Plans, is_layer: bool
+    found: Moved, weight: Weight, held: HeldWeight, case: _Case, of: _Plans, is_layer: bool
 ) -> None:  # fmt: skip
     """The sums of a weight's gradient."""
     wide, elements = weight.itemsize, float(held.elements)
     passes = case.times if case.is_late else case.times * case.passes
     size = passes * (wide if case.is_late or not weight.is_multiplied else of.half)
     uses = np.where((of.table.pipeline == 1) & held.joint, 1, 1 if case.is_late else held.uses)
-    if held.gathered and not case.is_late:
-        cut = math.prod(split.sizes[a] for a in held.gathered)
-        amount = 2 * _share(case.every * cut) * elements * cut
-        _add(found.gradients, (*case.axes, *held.gathered), amount * size)
-        uses = uses - 1
     # One of its uses is scattered; what others add to is summed whole, but where stages add up parts of the sum.
     in_parts = np.where(case.adds_parts, uses, 1 * case.scatters)
     whole = uses - in_parts
@@ -312,20 +307,27 @@ def _gathers(found: Moved, part: Part, weight: Weight, held: HeldWeight, case: _
 
 
 def counts(move: AxisMove, table: PlanTable) -> np.ndarray:
-    """Whether plans have a move at all, by how their layers come by what it is of."""
-    is_block = table.remat == REMATS.index("block")
-    return np.ones(len(table)) if move.is_kept is None else 1.0 * (is_block != move.is_kept)
+    """Whether plans have a move at all, by how their layers come by what it is of, and how many rows they look up."""
+    found = np.ones(len(table))
+    if move.is_kept is not None:
+        found = found * ((table.remat == REMATS.index("block")) != move.is_kept)
+    if move.looked_up is not None:
+        share, of_few = move.looked_up
+        found = found * ((share < table.data * table.turns) == of_few)
+    return found
 
 
 def handed(work: Work, split: WorkSplit, table: PlanTable) -> np.ndarray:
     """Bytes of a message from one stage to the next."""
-    half = np.where(table.precision == PRECISIONS.index("float32"), 4, 2)
+    is_whole = table.precision == PRECISIONS.index("float32")
     streams = tuple(part.stream for part in work.parts if part.repeats > 1 and part.stream is not None)
     found = np.zeros(len(table))
-    for value in work.handed or streams[:1]:
-        size = np.where(value.is_computed, half, value.itemsize)
-        rows = table.data * table.microbatches if any(name == BATCH for name, _ in value.dims) else 1
-        found = found + split.local(value.dims) / rows * size
+    for some, chosen in ((work.handed, is_whole), (work.handed_low, ~is_whole)):
+        for value in some or streams[:1]:
+            # A stream that no stage was asked for is in the precision of the plan.
+            size = value.itemsize if some or not value.is_computed else np.where(is_whole, value.itemsize, 2)
+            rows = table.data * table.microbatches if any(name == BATCH for name, _ in value.dims) else 1
+            found = found + chosen * split.local(value.dims) / rows * size
     return found
 
 

@@ -7,6 +7,7 @@ reduction over a split dim, add up what devices find; a value that is repeated a
 all of them.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +19,12 @@ from cjax.mesh import SEQUENCE, TENSOR
 from cjax.plan import Sequence as SequencePlan
 from cjax.planner.reading.attended import of_few_heads, over_positions, ring_of, turned
 from cjax.planner.reading.derived import Derived, derived
-from cjax.planner.reading.placed import PlacedTrace
+from cjax.planner.reading.placed import Axes, PlacedTrace
 from cjax.planner.reading.products import is_weight, operands_of
 from cjax.planner.reading.stretches import Body, Operation, Spot, Stretch
 from cjax.planner.reading.traffic import forms_of
 from cjax.planner.work import AxisMove, Kind, RingWork
+from cjax.sharding.layout.grid import Grid, crosses
 from cjax.sharding.layout.late import Late, LateSums
 from cjax.sharding.layout.spreads import Spreads, weight_at
 from cjax.sharding.place.order import Order
@@ -81,7 +83,6 @@ class Moves:
     found: list[AxisMove] = field(default_factory=list)
     outside: list[AxisMove] = field(default_factory=list)  # of what all layers share: once, and not in each
     sums: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which its gradient is summed
-    looked_up: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which it is gathered for that
     rings: list[RingWork] = field(default_factory=list)  # of the attentions
     _derived: Derived = field(init=False)
     _spread: dict[int, Group[dict[int, Spread]]] = field(default_factory=dict)
@@ -144,7 +145,7 @@ class Moves:
         group = self._spread.get(id(eqn))
         if group is not None:
             if eqn is group.eqns[0]:
-                self._spread_out(group, scope, self._has_gradient_of(step, group), body)
+                self._spread_out(group, step, body)
             return
         if id(eqn) in self._late:
             yield from self._summed_late(step, eqn, self._late[id(eqn)], body, at)
@@ -185,68 +186,88 @@ class Moves:
                 yield index, _Partial(frozenset({TENSOR}), self.placed.local(atom, step.scope), at, is_product)
 
     def _looked_up(self, step: Operation, eqn: Equation, summed: set[str], body: Body) -> None:
-        """A lookup of what is split along the dim looked up: devices add up what they find. Of a grid's table the parts
-        are gathered, moved first where the classifier has it otherwise; its gradient takes the same way back."""
+        """A lookup of what is split along the dim looked up: devices add up what they find, of which each keeps its
+        positions where the same axis splits these; it gathers their gradient then. Of a grid's table the parts are
+        gathered, moved first where the classifier has it otherwise; its gradient takes the same way back."""
         table, out, scope = eqn.invars[0], eqn.outvars[0], step.scope
         layout = self.placed.layout
         leaf = None if isinstance(table, Literal) else scope.origin.get(table)
         if layout.grid is None or leaf not in layout.weights or not is_lookup(eqn):
-            both = summed & self.placed.axes(out, scope)
-            if both and leaf is not None:
-                # What splits the rows too can't also say who finds them: the table is gathered, and its gradient summed
-                # whole; that of a product with it is gathered to be added.
-                held = self.placed.local(table, scope) * self.placed.size(both)
-                self._add("all-gather", both, held, body.times, forward=True, of_weights=True)
-                if self._is_multiplied(leaf):
-                    self._add("all-gather", both, held, body.times, forward=False, of_weights=True)
-                self.looked_up.setdefault(leaf, set()).update(both)
-            else:
-                self._reduced(step.writes[0], scope, summed, body.times)
+            self._reduced(step.writes[0], scope, summed, body.times)
+            pairs = zip(self.placed.trace.dims.of(out, scope), self.placed.entries(out, scope), strict=True)
+            kept, read = (
+                summed.intersection(a for c, axes in pairs if c in layout.positions for a in axes),
+                step.reads[0],
+            )
+            if kept and read is not None and self._has_gradient(read):
+                held = self.placed.local(out, scope) * self.placed.size(kept)
+                self._add("all-gather", kept, held, body.times, forward=False)
             self._sum(table, scope, self.placed.axes(out, scope) - self.placed.axes(table, scope))
             return
-        assert isinstance(table, Var) and leaf is not None
+        assert isinstance(table, Var)
         (dim,) = eqn.params["dimension_numbers"].collapsed_slice_dims
-        before = self.placed.entries(table, scope)
+        before, rows = self.placed.entries(table, scope), self.placed.entries(eqn.invars[1], scope)
+        few = None
+        if crosses(layout.grid, before, rows, dim):
+            apart = self.placed.size(a for axes in rows for a in axes if a != layout.grid.weight)
+            few = math.prod(eqn.invars[1].aval.shape[:-1]) / (apart * table.aval.shape[dim])
+            self._across(out, scope, before[dim], layout.grid, body.times, (few, True))
+        split = self._of_grid(table, dim, scope, layout.grid, body.times, None if few is None else (few, False))
+        self._sum(table, scope, self.placed.axes(out, scope) - split)
+
+    def _across(
+        self, out: Var, scope: Scope, across: Axes, grid: Grid, times: int, looked_up: tuple[float, bool]
+    ) -> None:
+        """A lookup whose result changes places across the grid, where each device has a part of what is looked up."""
+        held = self.placed.local(out, scope)
+        ways: tuple[tuple[bool, Kind], ...] = ((True, "reduce-scatter"), (False, "all-gather"))
+        for forward, kind in ways:
+            self._add(kind, across, held * grid.size, times, forward=forward, looked_up=looked_up)
+            self._add("collective-permute", (*across, grid.weight), held, times, forward=forward, looked_up=looked_up)
+
+    def _of_grid(
+        self, table: Var, dim: int, scope: Scope, grid: Grid, times: int, looked_up: tuple[float, bool] | None
+    ) -> set[str]:
+        """A lookup for which the parts of a table are gathered, and their gradient scattered; the axes that split it,
+        before or behind that."""
+        before, leaf = self.placed.entries(table, scope), scope.origin[table]
         whole = [-1 if d == dim else c for d, c in enumerate(self.placed.trace.dims.of(table, scope))]
-        rest = layout.spec(whole, table.aval.shape)
-        wanted = tuple((layout.grid.weight,) if d == dim else axes_of_entry(entry) for d, entry in enumerate(rest))
+        rest = self.placed.layout.spec(whole, table.aval.shape)
+        wanted = tuple((grid.weight,) if d == dim else axes_of_entry(entry) for d, entry in enumerate(rest))
         held = self._held(table.aval.shape, PartitionSpec(*(axes or None for axes in wanted)))
         moved = {a for old, new in zip(before, wanted, strict=True) for a in (*old, *new) if (a in old) != (a in new)}
         gone = {a for axes in before for a in axes} - {a for axes in wanted for a in axes}
         again = leaf in self.gathered
         self.gathered.add(leaf)
+        add = functools.partial(self._add, times=times, of_weights=True, looked_up=looked_up)
         if moved:
             # Each device's part changes places with another's; what splits it no longer is gathered behind that.
             part = held / self.placed.size(gone)
             for forward in (False, *(() if again else (True,))):
-                self._add("collective-permute", moved, part, body.times, forward=forward, of_weights=True)
+                add("collective-permute", moved, part, forward=forward)
             if gone and not again:
-                self._add("all-gather", gone, held, body.times, forward=True, of_weights=True)
+                add("all-gather", gone, held, forward=True)
             if gone:
-                self._add("reduce-scatter", gone, held, body.times, forward=False, of_weights=True)
-        held *= layout.grid.size
+                add("reduce-scatter", gone, held, forward=False)
+        held *= grid.size
         if not again:
-            self._add("all-gather", (layout.grid.weight,), held, body.times, forward=True, of_weights=True)
-        self._add("reduce-scatter", (layout.grid.weight,), held, body.times, forward=False, of_weights=True)
-        split = {a for entry in (*before, *wanted) for a in entry}
-        self._sum(table, scope, self.placed.axes(out, scope) - split)
+            add("all-gather", (grid.weight,), held, forward=True)
+        add("reduce-scatter", (grid.weight,), held, forward=False)
+        return {a for entry in (*before, *wanted) for a in entry}
 
-    def _has_gradient_of(self, step: Operation, group: Group[dict[int, Spread]]) -> bool:
-        """Whether anybody wants the gradient of what a group of products reads."""
-        read = step.reads[1 - weight_at(group.eqns[0], step.scope)]
-        return read is not None and self._has_gradient(read)
-
-    def _spread_out(self, group: Group[dict[int, Spread]], scope: Scope, is_learned: bool, body: Body) -> None:
+    def _spread_out(self, group: Group[dict[int, Spread]], step: Operation, body: Body) -> None:
         """What `cjax.sharding.products.matmul` moves: it gathers operands in both passes, and scatters results in the
         one and gradients in the other."""
+        scope, read = step.scope, step.reads[1 - weight_at(group.eqns[0], step.scope)]
+        is_learned = read is not None and self._has_gradient(read)
         first, times = group.eqns[0], body.times
         made = {spot.var: spot for step in body.steps for spot in step.writes}
         spread = group.of[id(first)]
         x = first.invars[1 - weight_at(first, scope)]
         if spread.gather_x is not None:
             held = self._held(x.aval.shape, spread.x) * self.placed.size((spread.gather_x.axis,))
-            outer = spread.gather_x.dim == 0
-            self._gathered(spread.gather_x.axis, held, body, outer=outer)
+            outer, shared = spread.gather_x.dim == 0, read is not None and self._is_shared(read, body)
+            self._gathered(spread.gather_x.axis, held, body, outer=outer, shared=shared)
             if is_learned:
                 self._add("reduce-scatter", (spread.gather_x.axis,), held, times, forward=False, outer=outer)
         for eqn in group.eqns:
@@ -270,9 +291,6 @@ class Moves:
                 self._add("reduce-scatter", axes, held, times, forward=True, remade=needed, outer=outer)
                 self._add("all-gather", axes, held, times, forward=False, outer=outer)
 
-    def _is_multiplied(self, leaf: int) -> bool:
-        return any(leaf in (m.lhs_origin, m.rhs_origin) for m in self.placed.trace.dims.matmuls)
-
     def _sum(self, weight: Atom, scope: Scope, axes: Iterable[str]) -> None:
         leaf = None if isinstance(weight, Literal) else scope.origin.get(weight)
         if leaf is not None:
@@ -284,13 +302,16 @@ class Moves:
         pairs = zip(shape, spec, strict=True)
         return math.prod(math.ceil(n / self.placed.size(axes_of_entry(entry))) for n, entry in pairs)
 
-    def _gathered(self, axis: str, held: float, body: Body, of_weights: bool = False, outer: bool = False) -> None:
+    def _gathered(
+        self, axis: str, held: float, body: Body, of_weights: bool = False, outer: bool = False, shared: bool = False
+    ) -> None:  # fmt: skip
         """In the forward pass, and again in the backward pass; outside of loops XLA finds that both are one. A layer
-        that is made again gathers what its backward pass does."""
+        that is made again gathers what its backward pass does. What all layers share XLA gathers in front of them."""
         self._add(
-            "all-gather", (axis,), held, body.times, forward=True, of_weights=of_weights, remade=False, outer=outer
-        )
-        if self.stretch.stack is not None or (body.is_loop and self.placed.layout.grid is not None):
+            "all-gather", (axis,), held, body.times, forward=True, of_weights=of_weights, outside=shared, remade=False,
+            outer=outer,
+        )  # fmt: skip
+        if self.stretch.stack is not None or body.is_loop:
             self._add("all-gather", (axis,), held, body.times, forward=False, of_weights=of_weights, outer=outer)
 
     def _summed(self, eqn: Equation, scope: Scope, inner: tuple[tuple[int, ...], tuple[int, ...]]) -> set[str]:
@@ -350,10 +371,13 @@ class Moves:
     def _add(
         self, kind: Kind, axes: Iterable[str], held: float, times: int, *, forward: bool, wide: bool = False,
         of_weights: bool = False, outside: bool = False, remade: bool = True, outer: bool = False,
+        looked_up: tuple[float, bool] | None = None,
     ) -> None:  # fmt: skip
         named = tuple(a for a in self.placed.layout.axis_sizes if a in set(axes))
         elements = times * received(kind, held, self.placed.size(named))
-        move = AxisMove(kind, named, elements, forward, wide, times, of_weights, remade, outer)
+        move = AxisMove(
+            kind, named, elements, forward, wide, times, of_weights, remade, outer, looked_up=looked_up
+        )  # fmt: skip
         (self.outside if outside else self.found).append(move)
 
 

@@ -72,11 +72,10 @@ class Splits:
         given = (plan.sequence, self._learned, gathered, order)
         moves = [Moves(placed, each, *given).read() for each in self._stretches]
         moves[0].turn()
-        looked_up = {i: axes for each in moves for i, axes in each.looked_up.items()}
         sums = [{self._first.get(i, i): axes for i, axes in each.sums.items()} for each in moves]
         summed = {i: set().union(*(each.get(i, ()) for each in sums)) for i in {i for each in sums for i in each}}
         weights = tuple(
-            tuple(self._held(layout, i, stretch, summed.get(i, ()), looked_up.get(i, ())) for i in leaves)
+            tuple(self._held(layout, i, stretch, summed.get(i, ())) for i in leaves)
             for stretch, leaves in zip(self._stretches, self._leaves, strict=True)
         )
         # Of what all layers of a stack read, the gradient is reduced once, where it was made: in front of them.
@@ -95,19 +94,20 @@ class Splits:
 
     def _of_batch(self, move: AxisMove) -> AxisMove:
         """A collective of one micro-batch's trace, for the whole batch."""
+        if move.looked_up is not None:
+            share, of_few = move.looked_up
+            move = replace(move, looked_up=(share * self._num_microbatches, of_few))
         return move if move.of_weights else replace(move, elements=move.elements * self._num_microbatches)
 
-    def _held(
-        self, layout: Layout, leaf: int, stretch: Stretch, sums: Collection[str], gathered: Collection[str]
-    ) -> HeldWeight:  # fmt: skip
+    def _held(self, layout: Layout, leaf: int, stretch: Stretch, sums: Collection[str]) -> HeldWeight:
         """What a device keeps of a parameter of one layer."""
         whole = self._trace.leaves[leaf]
         first = 1 if stretch.stack and not stretch.stack.is_run and (leaf,) in stretch.stack.weights else 0
         spec = layout.weight_spec(leaf, self._trace.classes_of(leaf), whole.shape)
         shards = [math.prod(layout.axis_sizes[a] for a in axes_of_entry(entry)) for entry in spec]
-        named = [tuple(a for a in layout.axis_sizes if a in axes) for axes in (sums, gathered)]
-        uses, joint = self._uses.get(leaf, 1), layout.grid is None and not named[1]
-        return HeldWeight(whole.shape[first:], tuple(shards[first:]), named[0], uses, named[1], joint)
+        named = tuple(a for a in layout.axis_sizes if a in sums)
+        uses, joint = self._uses.get(leaf, 1), layout.grid is None
+        return HeldWeight(whole.shape[first:], tuple(shards[first:]), named, uses, joint)
 
     def _axes_of(self, layout: Layout) -> dict[str, tuple[str, ...]]:
         """The axes by name of a dim."""

@@ -1,13 +1,13 @@
 """What a stage of a pipeline saves of each layer and micro-batch, and what stages send: as `cjax.pipeline` does it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from cjax.jax_compat.core import Atom, Literal, make_jaxpr
-from cjax.planner.reading.derivative import Named, Planned, named
+from cjax.planner.reading.derivative import Named, Planned, itemsize_of, named
 from cjax.planner.reading.naming import Naming
 from cjax.planner.work import NamedTensor
 from cjax.trace.emit.backward import Derivative, is_real
@@ -31,19 +31,36 @@ def staged_of(trace: Trace, naming: Naming, stacks: Sequence[LayerStack], hooks:
       stacks: of its layers.
       hooks: how its equations are evaluated.
     """
+    return [stack.read() for stack in _stacks(trace, naming, stacks, hooks)]
+
+
+def message_of(trace: Trace, naming: Naming, stacks: Sequence[LayerStack], hooks: Planned) -> Tensors:
+    """What a message from one stage to the next has room for, all of it sent in every tick; arguments as above.
+
+    One form of message serves all stacks, and values of one shape and dtype share a place in it, as
+    `cjax.pipeline.buffers` packs them.
+    """
+    found: list[NamedTensor] = []
+    for stack in _stacks(trace, naming, stacks, hooks):
+        handed = stack.handed()
+        for value in set(handed):
+            found += [value] * (handed.count(value) - found.count(value))
+    return tuple(sorted(found, key=str))
+
+
+def _stacks(trace: Trace, naming: Naming, stacks: Sequence[LayerStack], hooks: Planned) -> Iterator["_Stack"]:
+    """Each stack with what its first stage is handed."""
     stacks = [widened(stack, trace, hooks) for stack in stacks]
     mine = {i for stack in stacks for group in stack.weights for i in group}
     trained = [(i,) for i in trace.leaves_of("params") if i not in mine]
     given = [(i,) for i, leaf in enumerate(trace.leaves) if leaf.kind != "params" and i not in mine]
     stages = Stages(cut(trace, stacks), hooks, trained, given)
     shared, others = ([_struct(trace, i) for (i,) in groups] for groups in (trained, given))
-    found = []
     payload = jax.eval_shape(stages.enter, shared, others)
     for k in range(len(stacks)):
-        found.append(_Stack(trace, naming, stages, k, shared, others, payload).read())
+        yield _Stack(trace, naming, stages, k, shared, others, payload)
         if k + 1 < len(stacks):
             payload = jax.eval_shape(lambda t, g, p, k=k: stages.leave(k, t, g, p), shared, others, payload)
-    return found
 
 
 def _struct(trace: Trace, leaf: int, first: int = 0) -> jax.ShapeDtypeStruct:
@@ -101,6 +118,17 @@ class _Stack:
         payload = closed.jaxpr.invars[start : start + len(self._payload)]
         passing = payload[len(payload) - len(self._stages.cut.transferred[self._k]) :]
         return _values(found, saved), _values(found, crossing), _values(found, payload), _values(found, passing)
+
+    def handed(self) -> list[NamedTensor]:
+        """What it is handed, by the names of its dims."""
+        names = self._names()[-len(self._payload) :] if self._payload else []
+        of = [classes or (-1,) * len(x.shape) for classes, x in zip(names, self._payload, strict=True)]
+        return [
+            NamedTensor(
+                self._naming.dims(classes, x.shape), itemsize_of(x), bool(jnp.issubdtype(x.dtype, jnp.floating))
+            )
+            for classes, x in zip(of, self._payload, strict=True)
+        ]
 
     def _names(self) -> list[tuple[int, ...]]:
         """For each input of the layer, the classes of its dims in the trace."""

@@ -5,18 +5,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cjax.jax_compat.core import Literal, Var
+from cjax.jax_compat.core import Literal
+from cjax.planner.reading.derivative import Planned
 from cjax.planner.reading.derived import derived, learned_of
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.products import attentions_of, products_of
 from cjax.planner.reading.saved import KeptBy
+from cjax.planner.reading.staged import Tensors, message_of
 from cjax.planner.reading.stretches import Spot, Stretch, stretches
 from cjax.planner.reading.traffic import touched
 from cjax.planner.reading.weights import leaves_of, multiplied, weight_of
 from cjax.planner.work import NamedTensor, Part, Work
 from cjax.trace.jaxpr.cost import cost
 from cjax.trace.reading import Trace
-from cjax.trace.stages.stacks import cut
 
 
 def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_microbatches: int = 1) -> Work:
@@ -57,37 +58,17 @@ def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_microbatches: int = 
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in batch)
     return Work(
         tuple(parts), num_microbatches * num_rows, num_microbatches * tokens, optimizer_bytes, num_microbatches * size,
-        _handed(trace, found, naming), _notes(trace), KeptBy(trace, naming, found),
+        *_handed(trace, found, naming), _notes(trace), KeptBy(trace, naming, found),
     )  # fmt: skip
 
 
-def _handed(trace: Trace, found: Sequence[Stretch], naming: Naming) -> tuple[NamedTensor, ...]:
-    """What stages send: what any stack's layers hand on, and what they read that other layers made. One form of message
-    serves all stacks, and values of one shape share a place in it, as `cjax.pipeline.buffers` packs them."""
+def _handed(trace: Trace, found: Sequence[Stretch], naming: Naming) -> tuple[Tensors, Tensors]:
+    """What stages send, in float32 and where plans compute in a half precision: there a norm's result stays wide."""
     stacks = [stretch.stack for stretch in found if stretch.stack is not None]
     if not stacks:
-        return ()
-    parts = cut(trace, stacks)
-    message: list[NamedTensor] = []
-    for stack, sent in zip(parts.stacks, parts.transferred, strict=True):
-        entries = [(v,) for v in stack.initial if not isinstance(v, Literal)]
-        # And room for what each layer gives, or the last, where anybody reads it.
-        entries += [*(entry for entry in stack.outputs if entry), *((v,) for v in stack.last_only if v is not None)]
-        each = [_value(entry, trace, naming) for entry in (*entries, *sent)]
-        for value in set(each):
-            message += [value] * (each.count(value) - message.count(value))
-    return tuple(sorted(message, key=str))
-
-
-def _value(entry: tuple[Var, ...], trace: Trace, naming: Naming) -> NamedTensor:
-    """A variable, or those of all layers together."""
-    aval = entry[0].aval
-    dims = naming.dims(trace.dims.of(entry[0]), aval.shape)
-    return NamedTensor(
-        (("layers", len(entry)), *dims) if len(entry) > 1 else dims,
-        getattr(aval.dtype, "itemsize", 4),
-        str(aval.dtype) == "float32",
-    )
+        return (), ()
+    whole, low = (Planned(trace, "none", precision, False) for precision in ("float32", "bfloat16"))
+    return message_of(trace, naming, stacks, whole), message_of(trace, naming, stacks, low)
 
 
 def _notes(trace: Trace) -> tuple[str, ...]:

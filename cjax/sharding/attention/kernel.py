@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cjax.mesh import on_gpus
 from cjax.sharding.attention.blocks import KeyBlock, lowest
-from cjax.sharding.attention.where import Places, split_axes
+from cjax.sharding.attention.where import Apart, Places, split_axes
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.form import KernelForm, NoForm, kernel_form
@@ -113,7 +113,7 @@ def attend_fused(
     mesh: Mesh,
     spec: PartitionSpec,
     kernel: Kernel,
-    apart: Sequence[tuple[jax.Array, tuple[str, ...]] | None] = (),
+    apart: Sequence[Apart] = (),
 ) -> list[jax.Array] | str:
     """The results of an attention's group, or why the kernel can't be asked for them.
 
@@ -146,7 +146,7 @@ def attend_fused(
     operands = [given[node.var] for node in attention.operands]
     low = lowest(operands[:3])
     products = [x.astype(low) for x in operands[:3]]
-    copies = _own_copies(attention, apart, places)
+    copies = places.own_copies(apart)
     call = _Call(attention, form, order, kernel, low, places, frozenset(copies))
     if (why := call.refused()) is not None:
         return why
@@ -156,22 +156,6 @@ def attend_fused(
     mapped = places.mapped(call, tuple(specs), places.spec(attention.out), axes if mesh.size > 1 else ())
     out = mapped(*products, *operands[3:])
     return [out.astype(operands[0].dtype)]
-
-
-def _own_copies(
-    attention: Attention, apart: Sequence[tuple[jax.Array, tuple[str, ...]] | None], places: Places
-) -> dict[int, tuple[jax.Array, tuple[str, ...]]]:
-    """Of operands that are read as copies, by place: those whose copies are split as examples are, and they themselves
-    are not."""
-    known = dict(zip(attention.group.ins, apart, strict=False))
-    found = {}
-    for place, node in enumerate(attention.operands):
-        copies = known.get(node.var)
-        taken = {axis for entry in places.spec(node) for axis in axes_of_entry(entry)}
-        # Queries, keys and values are of examples already. And an axis that splits the copies can't split another dim.
-        if place >= 3 and copies is not None and {*copies[1]} <= places.axes and not taken.intersection(copies[1]):
-            found[place] = copies
-    return found
 
 
 _WIDEST = 128  # features of a head on every card; some take more, which JAX tells once a card is known

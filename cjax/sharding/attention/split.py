@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cjax.sharding.attention.all_to_all import Exchange
 from cjax.sharding.attention.ring import MARGIN, Ring
-from cjax.sharding.attention.where import Places, split_axes
+from cjax.sharding.attention.where import Apart, Places, split_axes
 from cjax.sharding.storage.storage import filled_up
 from cjax.trace.attention.bounds import bounds
 from cjax.trace.attention.find import Attention
@@ -35,6 +35,7 @@ def attend(
     axis: str,
     spec: PartitionSpec,
     in_order: bool = False,
+    apart: Sequence[Apart] = (),
 ) -> list[jax.Array]:
     """The results of an attention's group, its sequence split over `axis`.
 
@@ -51,6 +52,8 @@ def attend(
       spec: of `attention.query`, with `axis` at the dim of positions.
       in_order: whether query, key and value come in the ring's order, and the result is to leave in it: of an attention
         that has one (`in_zigzag`).
+      apart: for each of `ins`, a copy for each device, which an exchange reads instead: all examples share it, and its
+        gradient is summed over them by whoever made the copies.
 
     Raises:
       ValueError: when for all_to_all the heads can't be split.
@@ -63,7 +66,7 @@ def attend(
     literals = {place: jnp.asarray(value) for place, value in changed.items() if place in places.literals}
     if mode == "ring":
         return [_ring(places, operands, literals, in_order)]
-    return [_all_to_all(places, operands, literals)]
+    return [_all_to_all(places, operands, literals, apart)]
 
 
 def _ring(
@@ -142,7 +145,12 @@ def _ring(
     return places.cut(run(*operands[:3], operands[3:], list(literals.values())))
 
 
-def _all_to_all(places: Places, operands: Sequence[Any], literals: Mapping[tuple[int, int], jax.Array]) -> jax.Array:
+def _all_to_all(
+    places: Places,
+    operands: Sequence[Any],
+    literals: Mapping[tuple[int, int], jax.Array],
+    apart: Sequence[Apart],
+) -> jax.Array:
     attention = places.attention
     assert places.axis is not None
     names = list(literals)
@@ -150,14 +158,20 @@ def _all_to_all(places: Places, operands: Sequence[Any], literals: Mapping[tuple
     exchange = Exchange(attention, places.axis, places.size, places.sizes, places.axes_of, low)
     # After the exchange a device has all positions, and so needs all of a mask's.
     leaves = [places.spec(node, []) for node in attention.leaves]
+    copies = places.own_copies(apart, [])
+    operands = [*operands[:3], *_as_traced(attention, operands[3:])]
+    for place, (copied, axes_in_front) in copies.items():
+        leaves[place - 3] = PartitionSpec(axes_in_front, *leaves[place - 3])
+        operands[place] = copied.astype(operands[place].dtype)
     specs = (*(places.spec(node) for node in attention.operands[:3]), leaves, [PartitionSpec()] * len(names))
 
     def forward(query: Any, key: Any, value: Any, leaves: Any, changed: Any) -> Any:
+        leaves = [x[0] if 3 + i in copies else x for i, x in enumerate(leaves)]
         return exchange.forward(query, key, value, leaves, dict(zip(names, changed, strict=True)))
 
     run = places.mapped(forward, specs, places.spec(attention.out))
     filled = [places.filled(value, node) for value, node in zip(operands[:3], attention.operands, strict=False)]
-    return places.cut(run(*filled, _as_traced(attention, operands[3:]), list(literals.values())))
+    return places.cut(run(*filled, operands[3:], list(literals.values())))
 
 
 def _as_traced(attention: Attention, leaves: Sequence[Any]) -> list[Any]:

@@ -16,6 +16,9 @@ from cjax.sharding.storage.storage import axes_of_entry, filled_up
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
 
+# A copy of a value for each device, on a dim in front, and the axes that split that dim; None where there are none.
+Apart = tuple[jax.Array, tuple[str, ...]] | None
+
 
 def split_axes(attention: Attention, axis: str | None, spec: PartitionSpec) -> dict[int, tuple[str, ...]]:
     """Mesh axes of each label but the positions', for those that are not manual already.
@@ -104,6 +107,27 @@ class Places:
                 )
             entries.append(axes_of.get(label[0]) if label else None)
         return PartitionSpec(*entries)
+
+    def own_copies(
+        self, apart: Sequence[Apart], positions: Sequence[str] = ("query", "key")
+    ) -> dict[int, tuple[jax.Array, tuple[str, ...]]]:
+        """Of operands that are read as copies, by place: those whose copies are split as examples are, and they
+        themselves are not.
+
+        Args:
+          apart: for each input of the attention's group.
+          positions: of dims, that are split; as for `spec`.
+        """
+        known = dict(zip(self.attention.group.ins, apart, strict=False))
+        found = {}
+        for place, node in enumerate(self.attention.operands):
+            copies = known.get(node.var)
+            taken = {axis for entry in self.spec(node, positions) for axis in axes_of_entry(entry)}
+            # Queries, keys and values are of examples already. And an axis that splits the copies can't split another
+            # dim.
+            if place >= 3 and copies is not None and {*copies[1]} <= self.axes and not taken.intersection(copies[1]):
+                found[place] = copies
+        return found
 
     def filled(self, value: jax.Array, node: Node, of_keys: str = "constant") -> jax.Array:
         """A node's value with as many positions as all devices together; how keys' are made, `jnp.pad` says.

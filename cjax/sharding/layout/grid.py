@@ -144,6 +144,21 @@ def _coloured(trace: Trace, grid: Grid, chosen: Sequence[int]) -> dict[int, str]
     return colours
 
 
+def crosses(grid: Grid, table: Sequence[tuple[str, ...]], rows: Sequence[tuple[str, ...]], dim: int) -> bool:
+    """Whether a lookup could move what it finds across the grid, in place of the table that it looks in.
+
+    Args:
+      grid: the grid.
+      table: the axes of its dims, as it is used.
+      rows: those of the indices' dims.
+      dim: of the table, that is looked up.
+    """
+    (across, *more), wanted = grid.features, [grid.weight] * 2
+    wanted[dim] = across
+    is_last = [bool(axes) and axes[-1] == grid.weight for axes in rows]
+    return not more and list(table) == [(axis,) for axis in wanted] and sum(is_last) == 1
+
+
 def weight_entries(
     grid: Grid, axes_of: Mapping[int, tuple[str, ...]], classes: Sequence[int], shape: Sequence[int],
     contracted: Sequence[int],

@@ -19,10 +19,10 @@ from jax.sharding import Mesh
 from cjax.jax_compat.core import Var
 from cjax.plan import Plan
 from cjax.sharding.place.model import Arrays, ModelStorage
-from cjax.sharding.place.place import constrained, rounded_leaves
+from cjax.sharding.place.place import constrained
 from cjax.sharding.place.stacked import read_again, stacked_leaves
 from cjax.sharding.storage.storage import Slot
-from cjax.trace.emit.precision import HIGH, LOWS
+from cjax.trace.emit.precision import HIGH, LOWS, rounded_leaves
 from cjax.trace.reading import Trace
 
 
@@ -42,7 +42,7 @@ def make_ahead(
         return lambda params: params
     slots = list(zip(storage.params.slots, storage.given.slots, strict=True))
     low = LOWS[plan.precision]
-    rounded = rounded_leaves(trace) - _results(trace)
+    rounded = rounded_leaves(trace.dims) - _results(trace)
     again, stacked = read_again(trace), stacked_leaves(trace) if is_graded else set[int]()
 
     def one(kept: Slot, given: Slot, array: jax.Array) -> jax.Array:

@@ -49,7 +49,9 @@ class _Copied:
 class Copies(Beside[_Copied]):
     """The weights of a trace that are read as copies, while it is evaluated."""
 
-    def __init__(self, trace: Trace, layout: Layout, mesh: Mesh, is_low: bool = False) -> None:
+    def __init__(
+        self, trace: Trace, layout: Layout, mesh: Mesh, is_low: bool = False, exchanges: bool = False
+    ) -> None:  # fmt: skip
         super().__init__()
         self._dims, self._layout, self._mesh = trace.dims, layout, mesh
         multiplied = {leaf for m in trace.dims.matmuls for leaf in (m.lhs_origin, m.rhs_origin)}
@@ -60,9 +62,10 @@ class Copies(Beside[_Copied]):
         rows = () if layout.batch is None else layout.axes_of.get(layout.batch, ())
         axes = [tuple(a for a in some if mesh.shape.get(a, 1) > 1) for some in (rows, (SEQUENCE,))]
         self._groups = [] if layout.grid is not None else [some for some in axes if some]
-        # Where positions are split too, what is made of pairs of them is.
-        whole_positions = self._groups and not axes[1]
-        self._grown = grown(trace, layout.batch) - self._tied - batched if whole_positions else set[int]()
+        self._every = [tuple(a for some in self._groups for a in some)]
+        # Where positions are split too, what is made of pairs of them is, but for attentions that exchange heads.
+        is_whole = self._groups and (exchanges or not axes[1])
+        self._grown = grown(trace, layout.batch) - self._tied - batched if is_whole else set[int]()
         if is_low:  # a device adds up its own rows in float32: rounded behind that, they take half the bytes to reduce
             self._tied |= set(looked_up) - self._grown - batched
 
@@ -76,8 +79,9 @@ class Copies(Beside[_Copied]):
         """Make copies of a weight that is ready for use, placed as `used`, their gradients' sum as `gradient`."""
         if self._made is None or any({*some} & set(axes_of_entry(e)) for some in self._groups for e in used):
             return
-        spec = PartitionSpec(*self._groups, *used)
-        copies = _spread(self._mesh, tuple(self._groups), used, gradient)(value)
+        groups = self._every if leaf in self._grown else self._groups  # who is carried on has one dim in front
+        spec = PartitionSpec(*groups, *used)
+        copies = _spread(self._mesh, tuple(groups), used, gradient)(value)
         self._made[id(value)] = _Copied(value, copies, spec, leaf in self._grown)
 
     def equation(self, eqn: Equation, ins: list[Any], scope: Scope, given: list[Any], params: Params) -> Any:
@@ -113,9 +117,10 @@ class Copies(Beside[_Copied]):
         if place is None or self._made is None or not is_carried(eqn, place):
             return
         (var,), of = eqn.outvars, self._made[id(ins[place])]
-        used = self._layout.spec(self._dims.of(var, scope), var.aval.shape)
+        whole = [-1 if c in self._layout.positions else c for c in self._dims.of(var, scope)]
+        used = self._layout.spec(whole, var.aval.shape)
         taken = {axis for entry in used for axis in axes_of_entry(entry)}
-        if self._examples(eqn, scope) or taken.intersection(*self._groups):
+        if self._examples(eqn, scope) or taken.intersection(*self._every):
             return
         values = [of.copies.astype(given[place].dtype) if i == place else x for i, x in enumerate(given)]
         # What is looked up often is added up in float32, as a table's rows are.
@@ -128,7 +133,7 @@ class Copies(Beside[_Copied]):
             return found
 
         copies = jax.vmap(one, in_axes=tuple(0 if i == place else None for i in range(len(given))))(*values)
-        spec = PartitionSpec(*self._groups, *used)
+        spec = PartitionSpec(*self._every, *used)
         placed = self._placed(copies.astype(outs[0].dtype), spec)
         self._made[id(outs[0])] = _Copied(outs[0], placed, spec, is_grown=True)
 
@@ -149,7 +154,14 @@ class Copies(Beside[_Copied]):
     def apart(self, value: Any, dtype: Any) -> tuple[jax.Array, tuple[str, ...]] | None:
         """Copies of a value that are carried on, for whoever takes each device's own, and what splits their dim."""
         of = self._of(value)
-        return (of.copies.astype(dtype), self._groups[0]) if of is not None and of.is_grown else None
+        return (of.copies.astype(dtype), self._every[0]) if of is not None and of.is_grown else None
+
+    def own(self, value: Any) -> tuple[Any, PartitionSpec]:
+        """Copies of a value for who multiplies by it, and where their dims in front are; itself, where it has none."""
+        of = self._of(value)
+        if of is None or of.is_grown:
+            return value, PartitionSpec()
+        return of.copies, PartitionSpec(*of.spec[: len(self._groups)])
 
     def _carried_in(self, ins: list[Any]) -> int | None:
         """The one operand of an equation that has copies, if these are carried on."""
@@ -162,7 +174,7 @@ class Copies(Beside[_Copied]):
         return [] if batch is None else dims_of(self._dims, eqn.outvars[0], scope, batch)
 
     def _meeting(self, eqn: Equation, place: int, scope: Scope) -> int | None:
-        """The dim of examples of a result along which an operand is the same, if it is split as copies are."""
+        """The dim of examples of a result along which an operand is the same, if it alone is split as copies are."""
         dim, var = meeting_dim(eqn, place, self._examples(eqn, scope)), eqn.outvars[0]
         spec = self._layout.spec(self._dims.of(var, scope), var.aval.shape)
         return dim if dim is not None and self._places(spec, var.aval.shape, len(spec)) == [dim] else None
@@ -202,8 +214,6 @@ class Copies(Beside[_Copied]):
         split = [d for d, entry in enumerate(of.spec[lead:]) if entry]
         (dim,) = eqn.params["dimension_numbers"].collapsed_slice_dims
         if self._places(rows, var.aval.shape, len(rows) - 1) is None or split not in ([], [dim]):
-            return None
-        if any({*axes_of_entry(of.spec[lead + d])} & set(axes_of_entry(e)) for d in split for e in rows):
             return None
         return find_own(eqn, of.copies, lead, indices, of.spec, rows, self._mesh)
 

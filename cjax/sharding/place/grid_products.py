@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.layout.spreads import Spreads, weight_at
+from cjax.sharding.place.copies import Copies
 from cjax.sharding.place.saved import KEPT
 from cjax.sharding.products.matmul import Spread, multiply
 from cjax.sharding.storage.storage import axes_of_entry
@@ -22,30 +23,32 @@ from cjax.trace.jaxpr.view import variable_of
 class GridProducts:
     """Finds and evaluates the products that a layout spreads."""
 
-    def __init__(self, dims: Dims, layout: Layout, mesh: Mesh, lowering: Lowering | None) -> None:
-        self._mesh, self._lowering = mesh, lowering
+    def __init__(self, dims: Dims, layout: Layout, mesh: Mesh, lowering: Lowering | None, copies: Copies) -> None:
+        self._mesh, self._lowering, self._copies = mesh, lowering, copies
         self.find = Spreads(dims, layout).find
 
     def evaluate(self, group: Group[dict[int, Spread]], ins: list[Any], scope: Scope) -> list[jax.Array]:
         """The results of such a group."""
         values = dict(zip(group.ins, ins, strict=True))
-        xs, ws, spreads, dtypes = [], [], [], []
+        xs, ws, leads, spreads, dtypes = [], [], [], [], []
         for eqn in group.eqns:
             pair, dtype = [values[variable_of(eqn, i)] for i in range(2)], eqn.outvars[0].aval.dtype
+            at, spread = weight_at(eqn, scope), group.of[id(eqn)]
+            copies, lead = self._copies.own(pair[at])
             if self._lowering is not None:
                 pair, dtype = self._lowering.operands(eqn, pair)
-            at, spread = weight_at(eqn, scope), group.of[id(eqn)]
-            x, w = self._padded(pair[1 - at], pair[at], spread)
+            x, w = self._padded(pair[1 - at], copies.astype(pair[at].dtype), spread, len(lead))
             xs.append(x)
             ws.append(w)
+            leads.append(lead)
             spreads.append(spread)
             dtypes.append(dtype)
         # Zeros added to a contracted dim change nothing, so that all share the operand padded most; of others' the
         # results are cut.
         most = [max(sizes) for sizes in zip(*(x.shape for x in xs), strict=True)]
         x = jnp.pad(xs[0], [(0, n - size) for n, size in zip(most, xs[0].shape, strict=True)])
-        ws = [_as_long_as(x, w, spread) for w, spread in zip(ws, spreads, strict=True)]
-        ys = multiply(x, ws, spreads, self._mesh, precision=group.eqns[0].params["precision"])
+        ws = [_as_long_as(x, w, spread, len(lead)) for w, spread, lead in zip(ws, spreads, leads, strict=True)]
+        ys = multiply(x, ws, spreads, self._mesh, precision=group.eqns[0].params["precision"], leads=leads)
         results = {}
         for eqn, y, spread, dtype in zip(group.eqns, ys, spreads, dtypes, strict=True):
             if weight_at(eqn, scope) == 0:
@@ -56,8 +59,9 @@ class GridProducts:
             results[out] = checkpoint_name(y[tuple(slice(size) for size in out.aval.shape)].astype(dtype), KEPT)
         return [results[var] for var in group.outs]
 
-    def _padded(self, x: jax.Array, w: jax.Array, spread: Spread) -> tuple[jax.Array, jax.Array]:
-        """Operands with zeros added so that every axis divides its dim; the batch does already."""
+    def _padded(self, x: jax.Array, w: jax.Array, spread: Spread, lead: int) -> tuple[jax.Array, jax.Array]:
+        """Operands with zeros added so that every axis divides its dim; the batch does already, and so do the `lead`
+        dims of copies in front of a weight."""
         more_x, more_w = [0] * x.ndim, [0] * w.ndim
         free = [d for d in range(x.ndim) if d not in spread.contracted[0]]
         for place, d in enumerate(free):
@@ -69,7 +73,7 @@ class GridProducts:
             if d in pairs:
                 shards = math.lcm(shards, self._shards(spread.x[pairs[d]]))
                 more_x[pairs[d]] = -x.shape[pairs[d]] % shards
-            more_w[d] = -w.shape[d] % shards
+            more_w[lead + d] = -w.shape[lead + d] % shards
         x, w = (jnp.pad(v, [(0, n) for n in more]) if any(more) else v for v, more in ((x, more_x), (w, more_w)))
         return x, w
 
@@ -77,9 +81,9 @@ class GridProducts:
         return math.prod(self._mesh.shape[a] for a in axes_of_entry(entry))
 
 
-def _as_long_as(x: jax.Array, w: jax.Array, spread: Spread) -> jax.Array:
-    """`w` with zeros added to the dims that are contracted with those of `x`."""
+def _as_long_as(x: jax.Array, w: jax.Array, spread: Spread, lead: int) -> jax.Array:
+    """`w` with zeros added to the dims, behind `lead` others, that are contracted with those of `x`."""
     more = [0] * w.ndim
     for place, d in zip(*spread.contracted, strict=True):
-        more[d] = x.shape[place] - w.shape[d]
+        more[lead + d] = x.shape[place] - w.shape[lead + d]
     return jnp.pad(w, [(0, n) for n in more]) if any(more) else w

@@ -95,7 +95,7 @@ class OrderedPlacer(Placer):
         """A value with the ring's order along a dim, or without."""
         assert isinstance(atom, Var)
         spec = self._layout.spec(self._trace.dims.of(atom, scope), value.shape)
-        spec = self._even(spec, value.shape, range(value.ndim))
+        spec = self.lookups.even(spec, value.shape, range(value.ndim))
         entries = [tuple(a for a in axes_of_entry(entry) if a != SEQUENCE) or None for entry in spec]
         entries[dim] = (SEQUENCE,)
         spec, size = PartitionSpec(*entries), self._mesh.shape[SEQUENCE]

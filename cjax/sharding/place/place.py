@@ -6,7 +6,6 @@ reduced to the placement that its optimizer state has.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from cjax.sharding.apart.faults import holds, holds_apart, is_apart
 from cjax.sharding.apart.lanes import is_looked_up, reorders
 from cjax.sharding.attention.kernel import Fused, Kernel, attend_fused, fused_groups
 from cjax.sharding.attention.split import attend
+from cjax.sharding.attention.where import Apart
 from cjax.sharding.layout.late import Late, LateSums
 from cjax.sharding.layout.layout import NO_SEQUENCE, Layout
 from cjax.sharding.place.copies import Copies
@@ -32,10 +32,11 @@ from cjax.sharding.place.for_gpus import hands_on_rows, make_again, remade
 from cjax.sharding.place.grid_products import GridProducts
 from cjax.sharding.place.joint import Joint, JointProducts
 from cjax.sharding.place.late_sums import evaluate_late
+from cjax.sharding.place.lookups import Lookups
 from cjax.sharding.place.merged import Merged, MergedProducts
 from cjax.sharding.place.partial import PartialProducts
 from cjax.sharding.place.saved import checkpointed, gathered, has_complex, keep_sum, kept, with_bias
-from cjax.sharding.products.lookup import find_rows, is_lookup, look_up, look_up_whole, pick, picked_dim
+from cjax.sharding.products.lookup import look_up_whole
 from cjax.sharding.products.ragged import is_by_rows, multiply_rows
 from cjax.sharding.products.region import raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
@@ -43,7 +44,7 @@ from cjax.trace.attention.find import Attention
 from cjax.trace.attention.positions import attention_groups
 from cjax.trace.dims.find import Scope
 from cjax.trace.emit.emit import Hooks, bind, number
-from cjax.trace.emit.precision import LOWS, MATMULS, Lowering
+from cjax.trace.emit.precision import LOWS, MATMULS, Lowering, rounded_leaves
 from cjax.trace.jaxpr.compared import compared, extreme
 from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group
@@ -76,13 +77,6 @@ def constrained(value: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
     return lax.with_sharding_constraint(value, NamedSharding(context if context.manual_axes else mesh, spec))
 
 
-def rounded_leaves(trace: Trace) -> set[int]:
-    """Inputs that are multiplied or looked up in: weights that are rounded to the precision of the plan."""
-    dims = trace.dims
-    products = [m.lhs_origin for m in dims.matmuls] + [m.rhs_origin for m in dims.matmuls]
-    return {o for o in products if o is not None} | {leaf for leaf, _, _ in dims.tables}
-
-
 class Placer(Hooks):
     """The hooks that place a trace on a mesh."""
 
@@ -108,8 +102,10 @@ class Placer(Hooks):
         self._remat, self._gathers, self._draw, self._sequence = remat, gathers, draw, sequence
         self._kernel: Kernel | None = kernel
         self.unrolls, self.sums_ahead = unrolls, sums_ahead
-        self._products = GridProducts(trace.dims, layout, mesh, self._lowering)
-        self.copies = Copies(trace, layout, mesh, self._lowering is not None)
+        exchanges = sequence.size > 1 and sequence.mode == "all_to_all"
+        self.copies = Copies(trace, layout, mesh, self._lowering is not None, exchanges)
+        self._products = GridProducts(trace.dims, layout, mesh, self._lowering, self.copies)
+        self.lookups = Lookups(trace, layout, mesh, self._lowering, self.copies)
         self.filled = Filled(trace, mesh)
         self._late = LateSums(trace.dims, layout)
         self._partial = PartialProducts(trace.dims, layout, mesh, abreast)
@@ -119,7 +115,7 @@ class Placer(Hooks):
         self._with_bias = with_bias(trace.closed.jaxpr)
         dims = trace.dims
         self._tables = {leaf for leaf, _, _ in dims.tables}
-        self._rounded = rounded_leaves(trace)
+        self._rounded = rounded_leaves(dims)
         self._compared = compared(trace.closed.jaxpr)
         self._on_gpus = on_gpus(mesh)
         self._remade = remade(trace.closed.jaxpr, trace.runs) if self._on_gpus else frozenset[int]()
@@ -180,7 +176,7 @@ class Placer(Hooks):
         indexed = self._indexed(eqn, ins, scope) if name_of(eqn) != "gather" else None
         if indexed is not None:
             return indexed
-        found = self._looked_up(eqn, ins, scope)
+        found = self.lookups.find(eqn, ins, scope, self._indexed)
         ins = self._joint.read(eqn, ins) if alone else ins
         given, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
         is_copied = any(map(self.copies.has, ins))
@@ -253,7 +249,7 @@ class Placer(Hooks):
         """What splits the rows of a product in groups, if all devices have as many."""
         rows, manual = variable_of(eqn, 0), jax.sharding.get_abstract_mesh().manual_axes
         spec = self._layout.spec(self._trace.dims.of(rows, scope), rows.aval.shape)
-        (entry, *_) = self._even(spec, rows.aval.shape, [0])
+        (entry, *_) = self.lookups.even(spec, rows.aval.shape, [0])
         return tuple(axis for axis in axes_of_entry(entry) if axis not in manual and self._mesh.shape[axis] > 1)
 
     def _apart(self, eqn: Equation, ins: list[Any], scope: Scope, params: Params) -> list[Any]:
@@ -289,54 +285,9 @@ class Placer(Hooks):
             dims = [d for d in range(len(shape)) if d not in others]
             if isinstance(var, Literal) or all(shape[d] % size == 0 for d in dims for size in sizes):
                 continue
-            spec = self._even(self._layout.spec(self._trace.dims.of(var, scope), shape), shape, dims)
+            spec = self.lookups.even(self._layout.spec(self._trace.dims.of(var, scope), shape), shape, dims)
             found[place] = self.constrain(jnp.asarray(ins[place]), spec)
         return found
-
-    def _looked_up(self, eqn: Equation, ins: list[Any], scope: Scope) -> jax.Array | None:
-        """The result of a gather from what a grid splits, or a stage of a pipeline: the compiler's own would move more,
-        or stop the process."""
-        grid = self._layout.grid
-        if name_of(eqn) != "gather":
-            return None
-        operand, indices = eqn.invars
-        if isinstance(operand, Literal) or isinstance(indices, Literal):
-            return None
-        if grid is None and PIPE not in jax.sharding.get_abstract_mesh().manual_axes:
-            return None
-        numbers, dims = eqn.params["dimension_numbers"], self._trace.dims
-        classes, dim = list(dims.of(operand, scope)), picked_dim(eqn)
-        spec = self._in_region(operand, scope)
-        if dim is not None and spec[dim] is not None:
-            value = self._lowering.raised(ins[0], operand) if self._lowering else ins[0]
-            return pick(eqn, value, ins[1], spec, dim, self._mesh)
-        rows = self._in_region(indices, scope)
-        if grid is None:
-            split = [d for d, axes in enumerate(spec) if axes]
-            if not is_lookup(eqn) or split != list(numbers.collapsed_slice_dims):
-                return next(iter(self._indexed(eqn, ins, scope) or ()), None)
-            return find_rows(eqn, ins[0], ins[1], spec, rows, self._mesh)
-        if scope.origin.get(operand) not in self._layout.weights or not is_lookup(eqn):
-            return next(iter(self._indexed(eqn, ins, scope) or ()), None)
-        (dim,) = numbers.collapsed_slice_dims
-        rest = self._layout.spec([-1 if d == dim else c for d, c in enumerate(classes)], operand.aval.shape)
-        spec = PartitionSpec(*(grid.weight if d == dim else axes for d, axes in enumerate(rest)))
-        # As the result will be: features on one axis leave the batch the others.
-        out = self._in_region(eqn.outvars[0], scope)
-        behind = [axes for d, axes in enumerate(out) if d not in numbers.offset_dims]
-        return look_up(eqn, ins[0], ins[1], spec, PartitionSpec(*behind, *rows[len(behind) :]), self._mesh)
-
-    def _in_region(self, var: Var, scope: Scope) -> PartitionSpec:
-        """Where a region has a variable, in which devices have equal parts: positions that don't divide are whole."""
-        classes, shape = self._trace.dims.of(var, scope), var.aval.shape
-        places = [d for d, c in enumerate(classes) if c in self._layout.positions]
-        return self._even(self._layout.spec(classes, shape), shape, places)
-
-    def _even(self, spec: PartitionSpec, shape: Sequence[int], dims: Sequence[int]) -> PartitionSpec:
-        """`spec`, those of `dims` whole of which devices would have unequal parts."""
-        sizes = [math.prod(self._mesh.shape[axis] for axis in axes_of_entry(entry)) for entry in spec]
-        uneven = {d for d in dims if d < len(spec) and shape[d] % sizes[d]}
-        return PartitionSpec(*(None if d in uneven else entry for d, entry in enumerate(spec)))
 
     def _may_stop(self) -> bool:
         """Whether some axes are manual and of the others the compiler could take several: at a gather, a scatter or a
@@ -387,11 +338,15 @@ class Placer(Hooks):
         self, attention: Attention, ins: list[Any], changed: Changed, scope: Scope, in_order: bool = False
     ) -> list[Any]:
         """The result of an attention whose positions are split."""
-        ins, spec = self._of_attention(attention, ins, scope)
+        given, spec = self._of_attention(attention, ins, scope)
         return attend(
-            attention, ins, changed, mesh=self._mesh, mode=self._sequence.mode, axis=SEQUENCE, spec=spec,
-            in_order=in_order,
+            attention, given, changed, mesh=self._mesh, mode=self._sequence.mode, axis=SEQUENCE, spec=spec,
+            in_order=in_order, apart=self._copies_of(ins, given),
         )  # fmt: skip
+
+    def _copies_of(self, ins: list[Any], given: list[Any]) -> list[Apart]:
+        """Copies of an attention's inputs, in the dtypes in which they are given."""
+        return [self.copies.apart(x, as_given.dtype) for x, as_given in zip(ins, given, strict=True)]
 
     def _fused(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         """The result of an attention by a kernel, or by the author's equations where the kernel doesn't take it."""
@@ -400,7 +355,7 @@ class Placer(Hooks):
         attention = group.of.attention
         read = [values[var] for var in attention.group.ins]
         given, spec = self._of_attention(attention, read, scope)
-        apart = [self.copies.apart(x, as_given.dtype) for x, as_given in zip(read, given, strict=True)]
+        apart = self._copies_of(read, given)
         outs = attend_fused(group.of, given, changed, mesh=self._mesh, spec=spec, kernel=self._kernel, apart=apart)
         return self._one_by_one(group, ins, changed, scope) if isinstance(outs, str) else outs
 
@@ -451,7 +406,7 @@ class Placer(Hooks):
         spec = self._layout.spec([-1 if c in scored else c for c in dims.of(var, scope)], value.shape)
         if eqn is not None and name_of(eqn) == "gather":  # unequal parts stop XLA at its gradient
             offsets = eqn.params["dimension_numbers"].offset_dims
-            spec = self._even(spec, value.shape, [d for d in range(value.ndim) if d not in offsets])
+            spec = self.lookups.even(spec, value.shape, [d for d in range(value.ndim) if d not in offsets])
         return self.constrain(value, spec)
 
     def layer(self, body: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,18 +64,53 @@ def find_rows(
       table: a weight.
       indices: of rows.
       spec: placement of the table, split along the dim looked up and no other.
-      rows: placement of the indices; over the axes of the table they are whole.
+      rows: placement of the indices; over the axes of the table they are whole, and so is what is found.
       mesh: the mesh.
     """
     numbers = eqn.params["dimension_numbers"]
     (dim,) = numbers.collapsed_slice_dims
-    split = axes_of_entry(spec[dim])
-    out: list[tuple[str, ...]] = [tuple(a for a in axes_of_entry(e) if a not in split) for e in rows]
-    whole = as_spec(out)
-    out = out[:-1]
-    for at in numbers.offset_dims:
-        out.insert(at, ())
-    return _found(eqn, table, indices, spec, dim, whole, as_spec(out), mesh)
+    return _found(eqn, table, indices, spec, dim, *_whole_over(axes_of_entry(spec[dim]), eqn, rows), mesh)
+
+
+def find_across(
+    eqn: Equation, table: jax.Array, indices: jax.Array, spec: PartitionSpec, rows: PartitionSpec, mesh: Mesh
+) -> jax.Array:
+    """The rows of a table whose features are split by the axis that splits the batch, and that are to have features
+    split by the axis of the table's rows.
+
+    Each device looks up all rows of its line of the grid, in the part of the table that it has. The sum is scattered
+    over the rows, and what is found changes places across the grid's diagonal. The table stays where it is.
+
+    Args:
+      eqn: the gather, of whole slices along all dims but one.
+      table: a weight of two dims.
+      indices: of rows.
+      spec: placement of the table, one axis for each dim.
+      rows: placement of the indices, of which one dim is split by the features' axis, last of the axes that split it.
+      mesh: the mesh, whose two axes are as long.
+    """
+    numbers = eqn.params["dimension_numbers"]
+    (dim,), (at,) = numbers.collapsed_slice_dims, numbers.offset_dims
+    (across,), (along,) = axes_of_entry(spec[dim]), axes_of_entry(spec[1 - dim])
+    num, size = mesh.shape[along], table.shape[dim]
+    batch = next(d for d, entry in enumerate(rows) if along in axes_of_entry(entry))
+    padded = jnp.pad(raised_on_cpu(table, mesh), [(0, -n % num) for n in table.shape])
+    out: list[tuple[str, ...]] = [axes_of_entry(e) for e in rows[:-1]]
+    out.insert(at, (across,))
+    place = batch + (at <= batch)  # of the batch among the dims of what is found
+
+    def local(shard: jax.Array, indices: jax.Array) -> list[jax.Array]:
+        params = eqn.params | {"slice_sizes": tuple(1 if d == dim else n for d, n in enumerate(shard.shape))}
+        every = lax.all_gather(indices, along, axis=batch, tiled=True)
+        found = _in_shard(eqn, shard, every, (across,), params)
+        mine = lax.psum_scatter(found, across, scatter_dimension=place, tiled=True)
+        pairs = [(i * num + j, j * num + i) for i in range(num) for j in range(num)]
+        return [lax.ppermute(mine, (along, across), pairs)]
+
+    clipped = jnp.clip(indices, 0, size - 1)
+    (found,) = in_region(local, (padded, clipped), (spec, rows), (as_spec(out),), mesh, as_is=True)
+    found = found[tuple(slice(n) for n in eqn.outvars[0].aval.shape)].astype(table.dtype)
+    return _filled(eqn, found, indices, size)
 
 
 def find_own(
@@ -95,7 +130,7 @@ def find_own(
       lead: how many these are.
       indices: of rows.
       spec: placement of the copies; the table itself is split along the dim looked up, or not at all.
-      rows: placement of the indices.
+      rows: placement of the indices; over the axes of the table they are whole, and so is what is found.
       mesh: the mesh.
     """
     numbers = eqn.params["dimension_numbers"]
@@ -104,15 +139,13 @@ def find_own(
     shards = math.prod(mesh.shape[a] for a in split)
     dtype, copies = copies.dtype, raised_on_cpu(copies, mesh)
     padded = jnp.pad(copies, [(0, -size % shards if d == lead + dim else 0) for d in range(copies.ndim)])
-    out: list[tuple[str, ...]] = [axes_of_entry(e) for e in rows[:-1]]
-    for at in numbers.offset_dims:
-        out.insert(at, ())
+    rows, out = _whole_over(split, eqn, rows)
     if not split:
 
         def whole(shard: jax.Array, indices: jax.Array) -> list[jax.Array]:
             return bind_as_is(eqn, (shard.reshape(shard.shape[lead:]), indices))
 
-        specs = (spec, rows), (as_spec(out),)
+        specs = (spec, rows), (out,)
         (found,) = in_region(whole, (padded, indices), *specs, mesh, alone=True, differentiated=_wide(whole))
         return found.astype(dtype)
 
@@ -122,7 +155,7 @@ def find_own(
 
     clipped = jnp.clip(indices, 0, size - 1)
     (found,) = in_region(
-        local, (padded, clipped), (spec, rows), (as_spec(out),), mesh, (split,), alone=True,
+        local, (padded, clipped), (spec, rows), (out,), mesh, (split,), alone=True,
         differentiated=_wide(local), as_is=True,
     )  # fmt: skip
     return _filled(eqn, found.astype(dtype), indices, size)
@@ -147,18 +180,29 @@ def _found(
         return [_in_shard(eqn, shard, indices, split)]
 
     clipped = jnp.clip(indices, 0, size - 1)
-    (found,) = in_region(local, (padded, clipped), (spec, rows), (out,), mesh, (split,))
+    (found,) = in_region(local, (padded, clipped), (spec, rows), (out,), mesh, (split,), as_is=True)
     return _filled(eqn, found, indices, size)
 
 
-def _in_shard(eqn: Equation, shard: jax.Array, indices: jax.Array, split: tuple[str, ...]) -> jax.Array:
+def _whole_over(split: tuple[str, ...], eqn: Equation, rows: PartitionSpec) -> tuple[PartitionSpec, PartitionSpec]:
+    """Placements of a lookup's indices and of what it finds: as `rows`, but that those that share a table are whole."""
+    kept = [tuple(a for a in axes_of_entry(e) if a not in split) for e in rows]
+    out = kept[:-1]
+    for at in eqn.params["dimension_numbers"].offset_dims:
+        out.insert(at, ())
+    return as_spec(kept), as_spec(out)
+
+
+def _in_shard(
+    eqn: Equation, shard: jax.Array, indices: jax.Array, split: tuple[str, ...], params: Params | None = None
+) -> jax.Array:
     """What a device finds in its shard of the dim looked up, which `split` splits; zeros for what is elsewhere."""
     numbers = eqn.params["dimension_numbers"]
     (dim,) = numbers.start_index_map
     first = lax.axis_index(split) * shard.shape[dim]
     mine = (indices >= first) & (indices < first + shard.shape[dim])
-    params = eqn.params | {"mode": lax.GatherScatterMode.CLIP}
-    (found,) = bind_as_is(eqn, (shard, jnp.where(mine, indices - first, 0)), params)
+    params = (params or eqn.params) | {"mode": lax.GatherScatterMode.CLIP}
+    (found,) = look_up_whole(eqn, (shard, jnp.where(mine, indices - first, 0)), params)
     return jnp.where(_beside(mine[..., 0], numbers.offset_dims, found.ndim), found, 0)
 
 
@@ -259,5 +303,5 @@ def look_up(
         params = eqn.params | {"slice_sizes": tuple(1 if d == dim else n for d, n in enumerate(whole.shape))}
         return look_up_whole(eqn, (whole, indices), params)
 
-    (found,) = in_region(local, (padded, indices), (spec, rows), (as_spec(out),), mesh)
+    (found,) = in_region(local, (padded, indices), (spec, rows), (as_spec(out),), mesh, as_is=True)
     return found[tuple(slice(n) for n in eqn.outvars[0].aval.shape)].astype(table.dtype)

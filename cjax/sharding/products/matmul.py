@@ -70,6 +70,7 @@ def multiply(
     precision: Any = None,
     steps: int | None = None,
     keep: bool = False,
+    leads: Sequence[PartitionSpec] = (),
 ) -> list[jax.Array]:
     """The products of `x` with each of `ws`; `x` is gathered once, and its gradients are summed before one scatter.
 
@@ -81,19 +82,28 @@ def multiply(
       precision: of the matmuls, as `jax.lax.dot_general` takes it.
       steps: into how many pieces a transfer is cut, so that one arrives while the last is multiplied; by size if None.
       keep: keep gathered operands for the backward pass, which then gathers nothing again.
+      leads: of each of `ws` the placement of dims in front, on which each device has a copy of its own; none by
+        default. Its gradient comes back on them, and is not summed.
     """
     steps = _steps(x, ws, spreads, mesh) if steps is None else steps
     result = jnp.result_type(x, *ws)
     x, ws = raised_on_cpu(x, mesh), [raised_on_cpu(w, mesh) for w in ws]
     products = _Products(tuple(spreads), precision, steps)
-    in_specs, out_specs = [spreads[0].x, *(s.w for s in spreads)], [s.y for s in spreads]
+    leads = leads or [PartitionSpec()] * len(ws)
+    copies = [PartitionSpec(*lead, *s.w) for lead, s in zip(leads, spreads, strict=True)]
+    in_specs, out_specs = [spreads[0].x, *copies], [s.y for s in spreads]
     sums = [products.beyond(s) for s in spreads]
+
+    def own(copies: Sequence[jax.Array]) -> list[jax.Array]:
+        return [w.reshape(w.shape[len(lead) :]) for w, lead in zip(copies, leads, strict=True)]
+
     if not keep:
         found = in_region(
-            lambda x, *ws: products(x, ws), (x, *ws), in_specs, out_specs, mesh, sums,
-            differentiated=lambda x, *ws: products.differentiated(x, ws),
+            lambda x, *ws: products(x, own(ws)), (x, *ws), in_specs, out_specs, mesh, sums,
+            differentiated=lambda x, *ws: products.differentiated(x, own(ws)), as_is=True,
         )  # fmt: skip
         return [y.astype(result) for y in found]
+    assert not any(leads), "copies are not gathered"
     moves = [spreads[0].gather_x, *(s.gather_w for s in spreads)]
     axes = {a for spec in (*in_specs, *out_specs) for entry in spec for a in axes_of_entry(entry)}
     gathered = [_gathered(*each, axes, mesh) for each in zip((x, *ws), in_specs, moves, strict=True)]
@@ -102,7 +112,7 @@ def multiply(
     operands, specs = zip(*gathered, strict=True)
     found = in_region(
         lambda x, *ws: rest(x[0], [w[0] for w in ws]), operands, specs, out_specs, mesh, sums,
-        differentiated=lambda x, *ws: rest.differentiated(x[0], [w[0] for w in ws]),
+        differentiated=lambda x, *ws: rest.differentiated(x[0], [w[0] for w in ws]), as_is=True,
     )  # fmt: skip
     return [y.astype(result) for y in found]
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Params
-from cjax.trace.dims.find import Scope
+from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
 from cjax.trace.jaxpr.view import is_scan, opened, scan_of
 
@@ -92,3 +92,9 @@ class Lowering:
         """`value` in the dtype that the trace says it has."""
         dtype = getattr(var.aval, "dtype", None)
         return value.astype(dtype) if getattr(value, "dtype", None) == self.low and dtype != self.low else value
+
+
+def rounded_leaves(dims: Dims) -> set[int]:
+    """Inputs that are multiplied or looked up in: weights that are rounded to the precision of the plan."""
+    products = [m.lhs_origin for m in dims.matmuls] + [m.rhs_origin for m in dims.matmuls]
+    return {o for o in products if o is not None} | {leaf for leaf, _, _ in dims.tables}

@@ -94,6 +94,17 @@ def test_what_is_summed_of_biases_is_the_gradient_of_their_table(repeats: bool) 
     assert num <= summed <= num + 8, "and the loss, and the gradient's norm; the biases of all pairs are 512"
 
 
+def test_biases_of_an_exchange_have_their_tables_gradient_summed() -> None:
+    """By devices that have other examples and those that have other positions; layers read the biases of all pairs."""
+    batch = {"tokens": np.zeros((ROWS, LENGTH), int)}
+    program = cjax.parallelize(
+        Biased(), loss, optax.sgd(0.1), batch, "data=2 sequence=all_to_all:2", devices=jax.devices()[:4]
+    )  # fmt: skip
+    facts = audit(compile_lowered(program.lower(), list(program.mesh.devices.flat)), program.mesh)
+    pairs = [s.dims for each in facts.collectives for s in each.shapes if np.prod(s.dims) == 2 * LENGTH * LENGTH]
+    assert not pairs, "of all pairs of positions and both heads"
+
+
 def test_a_tables_gradient_is_scattered_in_its_group_first() -> None:
     """A sum over all devices that one group is to have parts of is one that XLA makes whole, and cuts."""
     batch = {"tokens": np.zeros((ROWS, LENGTH), int)}

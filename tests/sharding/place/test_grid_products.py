@@ -17,6 +17,7 @@ from cjax.plan import Sequence as SequencePlan
 from cjax.planner.reading.stretches import stretches
 from cjax.sharding.layout.layout import make_layout
 from cjax.sharding.layout.spreads import Spreads
+from cjax.sharding.place.copies import Copies
 from cjax.sharding.place.grid_products import GridProducts
 from cjax.trace.author.capture import capture
 from cjax.trace.emit.precision import LOWS, Lowering
@@ -32,7 +33,8 @@ def found_in(trace: Trace, tensor: str, low: bool = False) -> tuple[GridProducts
     """Of the equations outside of loops."""
     sizes = Plan.parse(f"tensor={tensor}").resolve(8).axis_sizes()
     mesh, layout = build_mesh(sizes, jax.devices()), make_layout(trace, sizes, {})
-    products = GridProducts(trace.dims, layout, mesh, Lowering(trace.closed, LOWS["bfloat16"]) if low else None)
+    lowering = Lowering(trace.closed, LOWS["bfloat16"]) if low else None
+    products = GridProducts(trace.dims, layout, mesh, lowering, Copies(trace, layout, mesh, low))
     jaxpr = trace.closed.jaxpr
     return products, products.find(jaxpr.eqns, jaxpr.outvars, trace.dims.top)
 
@@ -78,7 +80,8 @@ def test_there_are_none_without_a_grid() -> None:
     trace = trace_of("nnx_llama")
     layout = make_layout(trace, {"data": 2, "tensor": 4}, {})
     mesh, jaxpr = build_mesh({"data": 2, "tensor": 4}, jax.devices()), trace.closed.jaxpr
-    assert not GridProducts(trace.dims, layout, mesh, None).find(jaxpr.eqns, jaxpr.outvars, trace.dims.top)
+    products = GridProducts(trace.dims, layout, mesh, None, Copies(trace, layout, mesh))
+    assert not products.find(jaxpr.eqns, jaxpr.outvars, trace.dims.top)
 
 
 @pytest.mark.parametrize("tensor", MODES)

@@ -16,7 +16,16 @@ from jax.sharding import PartitionSpec as P
 
 from cjax.audit import audit
 from cjax.mesh import build_mesh
-from cjax.sharding.products.lookup import is_lookup, look_up, look_up_whole, pick, picked_dim
+from cjax.sharding.products.lookup import (
+    find_across,
+    find_own,
+    find_rows,
+    is_lookup,
+    look_up,
+    look_up_whole,
+    pick,
+    picked_dim,
+)
 
 BATCH, SEQ, VOCAB, EMBED = 8, 6, 101, 10  # the vocabulary divides by nothing
 
@@ -63,10 +72,10 @@ MODES = ["clip", "fill", "promise_in_bounds"]
 
 
 # -- rows of a table --------------------------------------------------------------------------------------------------
-def take(axis: int, mode: str) -> Any:
+def take(axis: int, mode: str, length: int = SEQ) -> Any:
     shape = (VOCAB, EMBED) if axis == 0 else (EMBED, VOCAB)
     with jax.enable_x64(True):
-        ids, table = jax.ShapeDtypeStruct((BATCH, SEQ), np.int32), jax.ShapeDtypeStruct(shape, np.float64)
+        ids, table = jax.ShapeDtypeStruct((BATCH, length), np.int32), jax.ShapeDtypeStruct(shape, np.float64)
         (eqn,) = gathers(lambda t, i: t.at[(i,) if axis == 0 else (slice(None), i)].get(mode=mode), table, ids)
     return eqn
 
@@ -82,6 +91,49 @@ def test_rows_of_a_split_table(axis: int, spec: P, mode: str) -> None:
     indices = some_indices(VOCAB, BATCH, SEQ, outside=mode != "promise_in_bounds")[..., None]
     rows = P("row", None, None)
     assert_same(eqn, lambda t, i: look_up(eqn, t, i, spec, rows, mesh()), table, indices)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [P("col", "row", None), P(None, ("col", "row"), None), P("row", None, None)])
+def test_who_shares_a_table_looks_for_all_rows_that_its_axes_split(rows: P, mode: str) -> None:
+    eqn, size, length = take(0, mode, 8), VOCAB, 8
+    table = np.random.default_rng(0).standard_normal((size, EMBED))
+    indices = some_indices(size, BATCH, length, outside=mode != "promise_in_bounds")[..., None]
+    split, copies = P("row", None), P("col", "row", None)
+    assert_same(eqn, lambda t, i: find_rows(eqn, t, i, split, rows, mesh()), table, indices)
+    if rows[0] == "col":  # whoever has a copy has rows of its own
+        each = lambda t: jnp.broadcast_to(t, (2, *t.shape))  # noqa: E731
+        assert_same(eqn, lambda t, i: find_own(eqn, each(t), 1, i, copies, rows, mesh()), table, indices)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("rows", [P("row", None, None), P(None, ("depth", "row"), None)])
+def test_rows_change_places_across_a_grid(axis: int, rows: P, mode: str) -> None:
+    """The table is split by `col` where it is looked up, the result by `row` there, and neither divides."""
+    eqn, length = take(axis, mode, 8), 8
+    table = np.random.default_rng(0).standard_normal(eqn.invars[0].aval.shape)
+    indices = some_indices(VOCAB, BATCH, length, outside=mode != "promise_in_bounds")[..., None]
+    spec = P("col", "row") if axis == 0 else P("row", "col")
+    grid = build_mesh({"depth": 2, "row": 2, "col": 2}, jax.devices())
+    assert_same(eqn, lambda t, i: find_across(eqn, t, i, spec, rows, grid), table, indices)
+
+
+def test_a_table_stays_where_rows_change_places() -> None:
+    eqn = take(0, "fill", 8)
+
+    def loss(table: jax.Array, indices: jax.Array) -> jax.Array:
+        return jnp.tanh(find_across(eqn, table, indices, P("col", "row"), P("row", None, None), mesh())).sum()
+
+    size, length = 104, 8
+    shapes = jax.ShapeDtypeStruct((size, EMBED), np.float32), jax.ShapeDtypeStruct((BATCH, length, 1), np.int32)
+    places = [jax.NamedSharding(mesh(), spec) for spec in (P("col", "row"), P("row", None, None))]
+    step = jax.jit(jax.grad(loss), in_shardings=places, out_shardings=places[0])
+    facts = audit(step.lower(*shapes).compile(), mesh())
+    found = 4 * BATCH * length * EMBED / 4
+    ids = 4 * BATCH * length / 2
+    assert facts.moved("collective-permute") == 2 * found
+    assert found < facts.moved(axes=["col"]) <= 2 * found and facts.moved(axes=["row"]) <= 2 * ids
 
 
 def test_a_table_is_gathered_once_and_its_gradient_scattered() -> None:

@@ -1,6 +1,7 @@
 """Products with a shared operand, of any rank, spread over a grid."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -174,6 +175,43 @@ def test_gradients_are_multiplied_in_low_precision(monkeypatch: pytest.MonkeyPat
 
     read = operands(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w).jaxpr)
     assert len(read) >= 6 and set(read) == {jnp.dtype(jnp.bfloat16)}, read
+
+
+def test_gradients_of_devices_are_added_up_in_their_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a sum of float32 rounded once: as float32 they would be twice the bytes to reduce."""
+    monkeypatch.setattr(matmul, "raised_on_cpu", lambda operand, mesh: operand)
+    mesh = build_mesh({"data": 2, "row": 2, "col": 2}, jax.devices())
+    spread = replace(SQUARE, x=P(("data", "row"), "col"), y=P(("data", "row"), "col"))
+    x, w = jnp.ones((4, 64), jnp.bfloat16), jnp.ones((64, 2), jnp.bfloat16)
+
+    def loss(w: jax.Array) -> jax.Array:
+        (y,) = multiply(x, [w], [spread], mesh, steps=1)
+        return y.astype(jnp.float32).sum()
+
+    eqns = jax.make_jaxpr(jax.grad(loss))(w).jaxpr.eqns
+    (summed,) = [
+        e.invars[0].aval for e in eqns if e.primitive.name == "reduce_sum" and e.outvars[0].aval.shape == w.shape
+    ]
+    assert summed.shape == (2, *w.shape) and summed.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("axis", ["data", None])
+def test_a_copy_on_each_device_has_a_gradient_of_its_own(axis: str | None) -> None:
+    """Whose sum is that of the weight."""
+    mesh = build_mesh({"data": 2, "row": 2, "col": 2}, jax.devices())
+    spread = replace(SQUARE, x=P(("data", "row"), "col"), y=P(("data", "row"), "col"))
+    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(8, 6), (6, 4)]))
+    copies = jnp.broadcast_to(w, (2 if axis else 1, 6, 4))
+
+    def product(copies: jax.Array) -> jax.Array:
+        (y,) = multiply(x, [copies], [spread], mesh, leads=[P(axis)])
+        return y
+
+    y, pull = jax.vjp(jax.jit(product), copies)
+    np.testing.assert_allclose(y, x @ w, rtol=1e-5)
+    (shares,) = pull(jnp.ones_like(y))
+    wanted = x.reshape(2, 4, 6).sum(1) if axis else x.sum(0)[None]
+    np.testing.assert_allclose(shares, jnp.broadcast_to(wanted[..., None], shares.shape), rtol=1e-5)
 
 
 def operands(jaxpr: Any) -> list[Any]:
