@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from cjax.models import BERT, GPT, T5, Llama, ViT, llama_loss, loss, masked_loss, t5_loss, vit_loss
 from cjax.models.bert import BERTConfig
@@ -33,19 +34,38 @@ class OwnLayer(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = nn.RMSNorm()(x)
         mixed = nn.MultiHeadDotProductAttention(8, use_bias=False)(y, mask=nn.make_causal_mask(y[..., 0]))
-        gated = nn.Dense(3 * EMBED)(y) * nn.sigmoid(nn.Dense(3 * EMBED)(mixed))
-        return x + nn.Dense(EMBED, use_bias=False)(gated)
+        width = x.shape[-1]
+        gated = nn.Dense(3 * width)(y) * nn.sigmoid(nn.Dense(3 * width)(mixed))
+        return x + nn.Dense(width, use_bias=False)(gated)
 
 
 class OwnModel(nn.Module):
     """A user's own model."""
 
+    vocab: int = VOCAB
+    width: int = EMBED
+
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(VOCAB, EMBED)(tokens)
+        x = nn.Embed(self.vocab, self.width)(tokens)
         for _ in range(LAYERS):
             x = OwnLayer()(x)
-        return nn.Dense(VOCAB)(nn.RMSNorm()(x))
+        return nn.Dense(self.vocab)(nn.RMSNorm()(x))
+
+
+class TiedModel(nn.Module):
+    """A user's own model whose classifier is its table."""
+
+    vocab: int
+    width: int
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        table = nn.Embed(self.vocab, self.width)
+        x = table(tokens)
+        for _ in range(LAYERS):
+            x = OwnLayer()(x)
+        return table.attend(nn.RMSNorm()(x))
 
 
 class Expert(nn.Module):
@@ -106,6 +126,10 @@ def own_loss(model: Any, batch: Any) -> jax.Array:
     return -picked.mean()
 
 
+def optax_loss(model: Any, batch: Any) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["targets"]).mean()
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
     """A model as a user hands it over, and its batch."""
@@ -145,6 +169,50 @@ MODELS: dict[str, Model] = {
     "experts": Model(ExpertModel(), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
     "switch": Model(ExpertModel(Switch), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
 }  # fmt: skip
+# Sizes at which tables and logits are to layers as they are where people train; vocabularies that nothing divides.
+WIDE_SEQ, WIDTH = 512, 1024
+_WIDE: dict[str, Any] = {"num_layers": LAYERS, "num_heads": 16, "embed_dim": WIDTH}
+_WIDE_TEXT = _tokens(inputs=WIDE_SEQ, targets=WIDE_SEQ)
+MODELS |= {
+    "wide gpt": Model(_nnx(GPT, GPTConfig(**_WIDE, vocab_size=50257, context=WIDE_SEQ)), loss, _WIDE_TEXT),
+    "wide bert": Model(_nnx(BERT, BERTConfig(**_WIDE, vocab_size=30522, context=WIDE_SEQ)), masked_loss, _WIDE_TEXT),
+    "wide llama": Model(
+        _nnx(Llama, LlamaConfig(**_WIDE, num_kv_heads=8, mlp_dim=2816, vocab_size=32000, context=WIDE_SEQ)),
+        llama_loss, _WIDE_TEXT,
+    ),
+    "wide t5": Model(
+        _nnx(T5, T5Config(**_WIDE, num_decoder_layers=LAYERS, mlp_dim=2816, gated=True)), t5_loss,
+        _tokens(source=WIDE_SEQ, inputs=WIDE_SEQ // 2, targets=WIDE_SEQ // 2),
+    ),
+    "wide vit": Model(
+        _nnx(ViT, ViTConfig(**_WIDE)), vit_loss,
+        {
+            "images": jax.ShapeDtypeStruct((ROWS, 224, 224, 3), np.float32),
+            "labels": jax.ShapeDtypeStruct((ROWS,), np.int32),
+        },
+    ),
+    "wide own": Model(OwnModel(50257, WIDTH), own_loss, _WIDE_TEXT),
+    "wide tied": Model(TiedModel(50257, WIDTH), optax_loss, _WIDE_TEXT),
+}  # fmt: skip
+_WIDE_PLANS = (
+    "data=8 zero=1",
+    "data=8 zero=3",
+    "data=2 tensor=4",
+    "data=4 tensor=2 zero=1",
+    "data=2 zero=3 tensor=4",
+    "data=2 tensor=4 sequence=gather",
+    "data=4 tensor=2 sequence=gather zero=1",
+    "data=1 tensor=8 sequence=gather remat=block",
+    "data=2 tensor=2d:4",
+    "data=1 tensor=3d:8",
+    "data=2 sequence=ring:4",
+    "data=2 sequence=all_to_all:4",
+    "data=2 sequence=ring:4 zero=3",
+    "data=2 tensor=2 sequence=ring:2",
+    "data=2 tensor=2 pipeline=1f1b:2 microbatches=4",
+    "data=2 pipeline=1f1b:4 microbatches=8 zero=1",
+)
+
 PAIRS: tuple[tuple[str, str], ...] = (
     ("gpt", "data=8"),
     ("gpt", "data=8 zero=1"),
@@ -221,6 +289,9 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("llama", "data=2 pipeline=zero_bubble:2/2 microbatches=4 sequence=all_to_all:2"),
     ("t5", "data=1 pipeline=2 microbatches=4 sequence=ring:4"),
     ("llama", "data=2 tensor=2 sequence=ring:2 microbatches=2"),
+)
+WIDE_PAIRS = tuple(
+    (name, f"{plan} precision=bfloat16") for name in MODELS if name.startswith("wide") for plan in _WIDE_PLANS
 )
 
 

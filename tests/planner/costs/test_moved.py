@@ -1,7 +1,9 @@
 """Bytes by axis, as arithmetic has them, against those of compiled steps.
 
 `audited.json` has what `cjax.audit` read from programs that XLA compiled for eight H100s: bytes a device receives in a
-step, by mesh axes. `python tests/planner/costs/test_moved.py` makes it anew, for an hour on two cores.
+step, by mesh axes. `python tests/planner/costs/test_moved.py` makes it anew, for two hours on two cores; of some pairs,
+`... test_moved.py "wide gpt" sequence=gather`. The wide ones are of the widths, vocabularies and lengths that people
+train, and in bfloat16; what a table or a loss moves is nothing beside small ones' layers.
 """
 
 import functools
@@ -15,7 +17,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from reading_cases import MODELS, PAIRS, SEQ, TEXT, captured
+from reading_cases import MODELS, PAIRS, SEQ, TEXT, WIDE_PAIRS, captured
 
 import cjax
 from cjax.audit import audit
@@ -33,23 +35,32 @@ from cjax.trace.source import TraceSource
 LADDERS = Path(__file__).parents[3] / "docs/results/auto-ladder-2026-11-23.log"
 MEDIUM = Decoder(24, 1024, 16, 50257)
 AUDITED = Path(__file__).parent / "audited.json"
-# What is predicted too low, as XLA moves things to where its loops or reshapes want them, and why. All are of tables,
-# pixels or biases, once a step: up to 4 % of what these models of four layers move, 7.5 % under all_to_all, and less of
-# deep ones. In each layer only what `switch` gathers under ZeRO-3.
+# What is predicted too low, as XLA moves things to where its loops or reshapes want them, and why. Nearly all is moved
+# once a step: up to 4.6 % of what these models of four layers move, of deep ones less; 7.5 % of a small ViT. In each
+# layer only what `switch` gathers under ZeRO-3, and T5's biases.
 KNOWN = {
-    ("gpt", "data=2 tensor=4 sequence=gather"): "what is looked up in the table comes by all-to-alls over `data`",
-    ("llama", "data=2 tensor=4 sequence=gather"): "the same",
-    ("t5", "data=2 tensor=2d:4"): "gradients of the biases that all examples share are summed over these",
     ("t5", "data=1 pipeline=2 microbatches=4 sequence=ring:4"): "each layer puts biases into the ring's order",
     ("switch", "data=8 zero=3/4 precision=bfloat16"): "who is sent where is gathered too, in whole numbers",
     ("vit", "data=1 tensor=3d:8"): "pixels are moved to where the grid has the patches' features",
     ("vit", "data=1 sequence=ring:8"): "a token in front moves each patch on by one, there and back",
     ("vit", "data=1 sequence=all_to_all:8"): "the same",
-    ("vit", "data=2 tensor=4 sequence=gather"): "the same",
+    ("wide t5", "data=2 tensor=2d:4 precision=bfloat16"): "gradients of biases are summed over examples at their size",
+    ("wide t5", "data=1 tensor=3d:8 precision=bfloat16"): "the same",
+    ("wide t5", "data=2 tensor=2 pipeline=1f1b:2 microbatches=4 precision=bfloat16"):
+        "between encoder and decoder, a stage looks tokens up again in its backward pass",
+    ("wide vit", "data=2 tensor=4 sequence=gather precision=bfloat16"): "as of the small one",
+    ("wide vit", "data=1 tensor=8 sequence=gather remat=block precision=bfloat16"): "the same",
+    ("wide vit", "data=2 sequence=ring:4 precision=bfloat16"): "the same",
+    ("wide vit", "data=2 sequence=all_to_all:4 precision=bfloat16"): "the same",
+    ("wide vit", "data=2 sequence=ring:4 zero=3 precision=bfloat16"): "the same",
+    ("wide vit", "data=2 tensor=2 sequence=ring:2 precision=bfloat16"): "the same",
 }  # fmt: skip
 ANEW = (
     ("gpt", "data=2 tensor=4 zero=1"), ("gpt", "data=8 zero=1 precision=bfloat16"), ("own", "data=8 zero=3"),
     ("bert", "data=2 tensor=2d:4"), ("gpt", "data=8 zero=3/4"), ("t5", "data=8 zero=1"),
+    ("wide tied", "data=2 tensor=4 sequence=gather precision=bfloat16"),
+    ("wide gpt", "data=2 tensor=2d:4 precision=bfloat16"),
+    ("wide t5", "data=2 sequence=all_to_all:4 precision=bfloat16"),
 )  # fmt: skip
 
 
@@ -74,18 +85,20 @@ def compiled(name: str, plan: str) -> dict[str, float]:
 
 
 def assert_close(mine: Mapping[str, float], theirs: Mapping[str, float]) -> None:
-    """Within 2 % along each axis, but for what is half a percent of all."""
-    least = 0.005 * sum(theirs.values())
+    """Within 2 % along each axis, but for what is one percent of all."""
+    least = 0.01 * sum(theirs.values())
     for axes in {*mine, *theirs}:
         assert mine.get(axes, 0.0) == pytest.approx(theirs.get(axes, 0.0), rel=0.02, abs=least), axes
     assert sum(mine.values()) == pytest.approx(sum(theirs.values()), rel=0.02)
 
 
-@pytest.mark.parametrize(("name", "plan"), PAIRS)
+@pytest.mark.parametrize(("name", "plan"), PAIRS + WIDE_PAIRS)
 def test_bytes_by_axis_are_the_audits(name: str, plan: str) -> None:
     theirs = json.loads(AUDITED.read_text())[f"{name} {plan}"]
     if (name, plan) in KNOWN:
-        assert sum(predicted(name, plan).values()) < sum(theirs.values()), "no longer too low: take it off the list"
+        with pytest.raises(AssertionError):
+            assert_close(predicted(name, plan), theirs)  # take it off the list
+        assert 0.92 * sum(theirs.values()) < sum(predicted(name, plan).values()) < sum(theirs.values())
         return
     assert_close(predicted(name, plan), theirs)
 
@@ -166,7 +179,7 @@ def test_a_table_of_plans_is_its_plans_one_by_one(words: str) -> None:
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     known = json.loads(AUDITED.read_text()) if AUDITED.exists() else {}
-    for pair in PAIRS:
+    for pair in PAIRS + WIDE_PAIRS:
         if not sys.argv[1:] or any(asked in " ".join(pair) for asked in sys.argv[1:]):
             known[" ".join(pair)] = compiled(*pair)
             AUDITED.write_text(json.dumps(known, indent=1) + "\n")
