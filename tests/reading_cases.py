@@ -290,8 +290,9 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("t5", "data=1 pipeline=2 microbatches=4 sequence=ring:4"),
     ("llama", "data=2 tensor=2 sequence=ring:2 microbatches=2"),
 )
-WIDE_PAIRS = tuple(
-    (name, f"{plan} precision=bfloat16") for name in MODELS if name.startswith("wide") for plan in _WIDE_PLANS
+WIDE_PAIRS = (
+    *((name, f"{plan} precision=bfloat16") for name in MODELS if name.startswith("wide") for plan in _WIDE_PLANS),
+    ("wide gpt", "data=2 tensor=2 pipeline=zero_bubble:2 microbatches=4 precision=bfloat16"),
 )
 
 

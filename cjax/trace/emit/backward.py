@@ -171,8 +171,12 @@ class Derivative:
         maker = {var: eqn for eqn in self._first for var in eqn.outvars}
         self._crossing = []
         for family in _families([v for v in every if v in needed and v in given], there, maker):
-            roots = list(dict.fromkeys(root for var in family for root in _roots(var, there, maker)))
-            self._crossing += min((family, roots), key=lambda some: sum(map(_bytes, some)))
+            # Of several products of one input, the sum of what they add to its gradient: one array, and reduced once.
+            ways = [
+                list(dict.fromkeys(root for var in family for root in _roots(var, there, maker, adds)))
+                for adds in (False, True)
+            ]
+            self._crossing += min((family, *ways), key=lambda some: sum(map(_bytes, some)))
         self._second = _slice(jaxpr.eqns, weights, there | set(self._crossing))
         self.crossing = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._crossing]
 
@@ -192,8 +196,9 @@ class Derivative:
         return env
 
 
-def _roots(var: Var, known: set[Var], maker: Mapping[Var, Equation]) -> list[Var]:
-    """What has to be saved for cheap equations to make `var` of it; nothing, if it can be made of what is known."""
+def _roots(var: Var, known: set[Var], maker: Mapping[Var, Equation], adds: bool = False) -> list[Var]:
+    """What has to be saved for cheap equations to make `var` of it; nothing, if it can be made of what is known. With
+    `adds`, a sum of which neither part is known is saved in place of both."""
     found: dict[Var, None] = {}
     seen: set[Var] = set()
     queue = [var]
@@ -203,6 +208,11 @@ def _roots(var: Var, known: set[Var], maker: Mapping[Var, Equation]) -> list[Var
             continue
         seen.add(now)
         eqn = maker.get(now)
+        if eqn is not None and adds and name_of(eqn) in ("add", "add_any"):
+            parts = [v for v in variables(eqn) if _roots(v, known, maker)]
+            if len(parts) == 2 and all(part.aval.shape == now.aval.shape for part in parts):
+                found[now] = None
+                continue
         if eqn is not None and (is_cheap(name_of(eqn), eqn.params) or _is_key(now)):
             queue += variables(eqn)
         else:

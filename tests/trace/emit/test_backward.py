@@ -104,3 +104,27 @@ def test_a_derivative_that_calls_what_goes_by_element_saves_none_of_it() -> None
     _, pull = jax.vjp(lambda w, x: of(w, [], [MOVING[0], x])[1], WEIGHTS, MOVING[1])
     for given, right in zip([*weights, x], [*pull(gradient)[0], pull(gradient)[1]], strict=True):
         np.testing.assert_allclose(given, right, rtol=1e-5, atol=1e-6)
+
+
+def test_what_several_products_add_to_their_inputs_gradient_crosses_over_as_one() -> None:
+    """Gradients of a scale and a shift take their sum: one by one, three would be kept, and reduced over devices."""
+
+    def layer(weights: Any, fixed: Any, moving: Any) -> Any:
+        scale, shift, *products, back = weights
+        (x,) = moving
+        read = (x * scale + shift).astype(jnp.bfloat16)
+        query, key, value = ((read @ w.astype(jnp.bfloat16)).astype(jnp.float32) for w in products)
+        return [x + (query * jnp.sin(key) + jnp.cos(value)) @ back]
+
+    shapes = [(WIDTH,), (WIDTH,), *[(WIDTH, HIDDEN)] * 3, (HIDDEN, WIDTH)]
+    weights = [RNG.normal(size=shape).astype(np.float32) for shape in shapes]
+    moving = [RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)]
+    derivative = Derivative(layer, weights, [], moving)
+    crossing = [(s.shape, s.dtype) for s in derivative.crossing]
+    assert crossing.count(((ROWS, WIDTH), jnp.bfloat16)) == 1, crossing
+    _, saved = derivative.forward(weights, [], moving)
+    gradient = [np.ones((ROWS, WIDTH), np.float32)]
+    _, whole = derivative.both(weights, [], saved, gradient)
+    _, handed = derivative.backward(weights, [], saved, gradient)
+    for mine, theirs in zip(derivative.weight_gradients(weights, [], saved, handed), whole, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
