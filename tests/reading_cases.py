@@ -289,10 +289,23 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("llama", "data=2 pipeline=zero_bubble:2/2 microbatches=4 sequence=all_to_all:2"),
     ("t5", "data=1 pipeline=2 microbatches=4 sequence=ring:4"),
     ("llama", "data=2 tensor=2 sequence=ring:2 microbatches=2"),
+    # Positions are split: gradients are reduced, or with ZeRO scattered, in each micro-batch.
+    ("llama", "data=2 sequence=ring:4 microbatches=4 zero=1 precision=bfloat16"),
+    ("gpt", "data=2 sequence=ring:4 microbatches=2 zero=1"),
+    ("own", "data=2 sequence=all_to_all:4 microbatches=2 zero=2 precision=bfloat16"),
+    ("llama", "data=2 sequence=ring:2 pipeline=1f1b:2 microbatches=4 zero=1 precision=bfloat16"),
+    ("own", "data=1 sequence=all_to_all:4 pipeline=1f1b:2 microbatches=4 zero=2"),
+    # Stages gather what stands outside of layers in each micro-batch, where they round it.
+    ("llama", "data=4 pipeline=1f1b:2 microbatches=4 zero=3 precision=bfloat16"),
+    ("gpt", "data=2 tensor=2 pipeline=1f1b:2 microbatches=4 zero=3 precision=bfloat16"),
+    # Stages run as many micro-batches through the encoder as through the decoder, which is twice as long.
+    ("t5", "data=2 tensor=2 pipeline=1f1b:2 microbatches=4 precision=bfloat16"),
 )
 WIDE_PAIRS = (
     *((name, f"{plan} precision=bfloat16") for name in MODELS if name.startswith("wide") for plan in _WIDE_PLANS),
     ("wide gpt", "data=2 tensor=2 pipeline=zero_bubble:2 microbatches=4 precision=bfloat16"),
+    ("wide llama", "data=2 sequence=ring:4 microbatches=2 remat=block precision=bfloat16"),
+    ("wide llama", "data=8 zero=3/4 precision=bfloat16"),
 )
 
 

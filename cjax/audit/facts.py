@@ -13,7 +13,7 @@ from cjax.planner.hardware import Hardware
 # Names that JAX's transformations and control flow put around an author's own.
 _WRAPPERS = re.compile(
     r"while|body|cond|scan|shard_map|closed_call|checkpoint|rematted_computation|eval_jaxpr|branch_\d+_fun"
-    r"|pipeline_ticks|(?:all_)?runs_\d+_of_\d+"
+    r"|pipeline_ticks|(?:all_)?runs_[\d_]+_of_\d+"
 )
 
 # In these each member receives what no other does, so that a host's adapters bring each only its own.

@@ -118,14 +118,18 @@ class ModuleReader:
                 work.add(self.work(name), 1 if trips is None else trips)
             return work
         if instruction.opcode == "conditional":
-            branches = [self.work(name) for name in instruction.called]
+            branches, shares = [self.work(name) for name in instruction.called], _shares_of_turns(instruction)
+            if len(shares) == len(branches) - 1 > 1:
+                for branch, share in zip(branches[1:], shares, strict=True):
+                    work.add(branch, share)
+                return work
             # Which branch runs is known at run time only; the dearest of each kind is reported.
             dearest = max(branches, key=lambda branch: sum(each.total_bytes for each in branch.collectives))
             once = Execution(
                 max(branch.flops for branch in branches), max(branch.flops_float32 for branch in branches),
                 max(branch.bytes for branch in branches), dearest.collectives,
             )  # fmt: skip
-            work.add(once, _share_of_turns(instruction))
+            work.add(once, sum(shares) if shares else 1.0)
             return work
         for name in instruction.called:
             work.add(self.work(name))
@@ -198,10 +202,11 @@ def _users(body: Sequence[hlo.Instruction], name: str) -> list[tuple[hlo.Instruc
     return found
 
 
-def _share_of_turns(instruction: hlo.Instruction) -> float:
-    """How often a branch is taken, where its author has said so in the name of its scope: `runs_3_of_4`."""
-    found = re.findall(r"runs_(\d+)_of_(\d+)/\w+$", instruction.op_name)
-    return int(found[-1][0]) / int(found[-1][1]) if found else 1.0
+def _shares_of_turns(instruction: hlo.Instruction) -> list[float]:
+    """How often each branch but the first is taken, where its author has said so in the name of its scope:
+    `runs_3_of_4`, or `runs_3_1_of_4` of two. Nothing where nobody has."""
+    found = re.findall(r"runs_(\d+(?:_\d+)*)_of_(\d+)/\w+$", instruction.op_name)
+    return [int(times) / int(found[-1][1]) for times in found[-1][0].split("_")] if found else []
 
 
 @functools.lru_cache(maxsize=1024)

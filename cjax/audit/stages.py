@@ -16,7 +16,7 @@ from cjax.audit.facts import author_module
 from cjax.audit.read import RECEIVED, axes_of
 
 TICKS = "pipeline_ticks"  # the scope of the loop that stages go through
-LOCKSTEP = re.compile(r"\ball_runs_\d+_of_\d+/\w+$")  # a branch that all stages take whenever one does
+LOCKSTEP = re.compile(r"\ball_runs_[\d_]+_of_\d+/\w+$")  # a branch that all stages take whenever one does
 
 
 @dataclass(frozen=True)

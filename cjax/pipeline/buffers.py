@@ -30,10 +30,10 @@ def ticks() -> Any:
     return jax.named_scope("pipeline_ticks")
 
 
-def runs(times: int, turns: int, lockstep: bool) -> Any:
-    """A scope that tells whoever reads the compiled program how often the branch in it is taken, and whether by all
-    stages whenever by any."""
-    return jax.named_scope(f"{'all_' if lockstep else ''}runs_{times}_of_{turns}")
+def runs(times: Sequence[int], turns: int, lockstep: bool) -> Any:
+    """A scope that tells whoever reads the compiled program how often each branch in it is taken, but the first, in
+    which nothing is done; and whether by all stages whenever by any."""
+    return jax.named_scope(f"{'all_' if lockstep else ''}runs_{'_'.join(map(str, times))}_of_{turns}")
 
 
 def branch(row: Row, name: str, k: int, lockstep: bool, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:

@@ -249,7 +249,7 @@ class _Execution:
             numbers = range(self.num_stacks)
             ways = [functools.partial(idle, state), *(functools.partial(busy, k, row, state) for k in numbers)]
             turns = [self.wiring.turns(kind, "does", k, False) for k in numbers]
-            with runs(sum(turns), self.num_ticks, False):
+            with runs(turns, self.num_ticks, False):
                 message, new = lax.switch(row["does"], ways)
             return message, state | new
         # In lockstep there is no switch over stacks, which would let stages differ: each stack's branch is taken by all
@@ -262,7 +262,7 @@ class _Execution:
             # Functions of this turn's own: JAX traces a function that it has seen no second time, so that one of all
             # turns would give back the state as it was before the first of them.
             ways = [functools.partial(busy, k, own, state), functools.partial(idle, state)]
-            with runs(self.wiring.turns(kind, "does", k, True), self.num_ticks, True):
+            with runs([self.wiring.turns(kind, "does", k, True)], self.num_ticks, True):
                 found, new = lax.cond(row[f"any does {k}"], *ways)
             message, state = _either(mine, found, message), state | new
         return message, state
@@ -274,7 +274,7 @@ class _Execution:
 
     def _runs(self, kind: Kind, name: str, k: int) -> Any:
         times, turns = (self.wiring.turns(kind, column, k, self.lockstep) for column in (name, "does"))
-        return runs(times, turns, self.lockstep)
+        return runs([times], turns, self.lockstep)
 
     # -- ops --
     def _forward(self, k: int, row: Row, state: State) -> tuple[Arrays, State]:

@@ -96,7 +96,7 @@ class _Pass:
     def _if(self, name: str, k: int, row: Row, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         """`yes()` where the row says that a stage `does` stack `k`, or that its block `starts` or `ends` it."""
         times, does = (self.of.wiring.turns("F", column, k, self.lockstep) for column in (name, "does"))
-        with runs(times, self.of.num_ticks if name == "does" else does, self.lockstep):
+        with runs([times], self.of.num_ticks if name == "does" else does, self.lockstep):
             return branch(row, name, k, self.lockstep, yes, no)
 
     def _forward(self, k: int, row: Row, inbox: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:

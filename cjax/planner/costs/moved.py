@@ -250,8 +250,7 @@ def _cases(
             (*pipe, *mine) if together else zero_axes,
             holders if together else zero,
             divides & (zero > 1),
-            # Micro-batches whose gradients all devices sum together are scattered by ZeRO-3 alone.
-            divides & (evenly if is_late else (zero > 1) & ((table.zero == 3) | (table.microbatches == 1))),
+            divides & (evenly if is_late else zero > 1),
             table.pipeline if is_staged and not is_late else np.ones_like(table.pipeline),
             deals & evenly,
             (*pipe, *mine),
@@ -295,10 +294,12 @@ def _gathers(found: Moved, part: Part, weight: Weight, held: HeldWeight, case: _
         wide = _share(table.pipeline) * elements / np.where(dealt, case.holders / table.pipeline, 1) * weight.itemsize
         _add(found.parameters, (PIPE,), dealt * wide * case.times)
     # Outside of layers all uses share a gather, but within groups, where a tied table has one for each; and in a
-    # pipeline all micro-batches do.
-    is_layer = part.repeats > 1
-    passes = 2 if is_layer else held.uses if ZERO in case.held_axes and not held.joint else 1
-    times = passes * np.where(is_layer | (table.pipeline == 1), case.passes, 1) * case.times
+    # pipeline all micro-batches do, of what is not rounded: of the rest each use in each of them has one.
+    is_layer, is_staged = part.repeats > 1, table.pipeline > 1
+    is_rounded = weight.is_multiplied & (of.half < weight.itemsize)
+    apart = np.where(is_staged, is_rounded, (ZERO in case.held_axes) & (not held.joint))
+    passes = 2 if is_layer else np.where(apart, held.uses, 1)
+    times = passes * np.where(is_layer | ~is_staged | is_rounded, case.passes, 1) * case.times
     size = np.where(weight.is_multiplied, np.minimum(of.half, weight.itemsize), weight.itemsize)
     third = tuple(a for a in case.held_axes if a != PIPE)
     group = np.where(case.divides, case.holders / np.where(PIPE in case.held_axes, table.pipeline, 1), 1)

@@ -62,12 +62,22 @@ class Copies(Beside[_Copied]):
         rows = () if layout.batch is None else layout.axes_of.get(layout.batch, ())
         axes = [tuple(a for a in some if mesh.shape.get(a, 1) > 1) for some in (rows, (SEQUENCE,))]
         self._groups = [] if layout.grid is not None else [some for some in axes if some]
+        self._tied |= self._heads() - batched
         self._every = [tuple(a for some in self._groups for a in some)]
         # Where positions are split too, what is made of pairs of them is, but for attentions that exchange heads.
         is_whole = self._groups and (exchanges or not axes[1])
         self._grown = grown(trace, layout.batch) - self._tied - batched if is_whole else set[int]()
         if is_low:  # a device adds up its own rows in float32: rounded behind that, they take half the bytes to reduce
             self._tied |= set(looked_up) - self._grown - batched
+
+    def _heads(self) -> set[int]:
+        """Weights of which each turn of a loop multiplies some rows of every device: a classifier's."""
+        found = set[int]()
+        for m in self._dims.matmuls:
+            split = [self._layout.axes_of.get(self._dims.class_of(dim), ()) for dim in m.out]
+            if m.looped and not m.is_conv and all(some in split for some in self._groups):
+                found |= {leaf for leaf in (m.lhs_origin, m.rhs_origin) if leaf is not None}
+        return found
 
     def wants(self, leaf: int) -> bool:
         """Whether a weight is read as copies."""

@@ -16,7 +16,7 @@ from cjax.mesh import PIPE
 from cjax.sharding.layout.grid import Grid, crosses
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.place.copies import Copies
-from cjax.sharding.products.lookup import find_across, find_rows, is_lookup, look_up, pick, picked_dim
+from cjax.sharding.products.lookup import find_across, find_own, find_rows, is_lookup, look_up, pick, picked_dim
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Scope
 from cjax.trace.emit.precision import Lowering
@@ -62,6 +62,8 @@ class Lookups:
         split = [d for d, axes in enumerate(spec) if axes]
         if grid is None and is_lookup(eqn) and split == list(looked_up):
             return find_rows(eqn, ins[0], ins[1], spec, rows, self._mesh)
+        if grid is None and is_lookup(eqn) and not split and operand in scope.origin:
+            return find_own(eqn, ins[0], 0, ins[1], spec, rows, self._mesh)
         return next(iter(indexed(eqn, ins, scope) or ()), None)
 
     def in_region(self, var: Var, scope: Scope) -> PartitionSpec:

@@ -189,11 +189,10 @@ def make_placer(
 ) -> Placer:
     """The hooks that place a trace of this model; arguments as for `place_loss`. `reduces`: whether ZeRO's shares of
     gradients are made in each backward pass whatever the stage. `order`: of a ring's positions, where it is kept."""
-    # With one batch, stage 1 splits gradients too: a reduce-scatter moves half of what an all-reduce does, and the
-    # update needs no more. With micro-batches, gradients of stages 1 and 2 are reduced once, after the last of them.
+    # Stage 1 splits gradients too wherever all devices reduce them together: a reduce-scatter moves half of what an
+    # all-reduce does, and the update needs no more.
     local = layout is not storage.layout  # each device adds up its own rows' gradients, and all reduce once
-    reduces_here = plan.zero_stage == 3 or (plan.zero_stage >= 1 and plan.microbatches == 1 and not local)
-    reduces_here = reduces_here or (reduces and plan.zero_stage >= 1)
+    reduces_here = plan.zero_stage == 3 or (plan.zero_stage >= 1 and (reduces or not local))
     gradient = storage.zero_specs if reduces_here else storage.used_specs
     stored = storage.zero_specs if plan.zero_stage == 3 else storage.used_specs
     stored = [storage.zero_specs[i] if i in storage.in_turn else spec for i, spec in enumerate(stored)]

@@ -146,7 +146,9 @@ def find_own(
             return bind_as_is(eqn, (shard.reshape(shard.shape[lead:]), indices))
 
         specs = (spec, rows), (out,)
-        (found,) = in_region(whole, (padded, indices), *specs, mesh, alone=True, differentiated=_wide(whole))
+        (found,) = in_region(
+            whole, (padded, indices), *specs, mesh, alone=True, differentiated=_wide(whole), as_is=True
+        )  # fmt: skip
         return found.astype(dtype)
 
     def local(shard: jax.Array, indices: jax.Array) -> list[jax.Array]:

@@ -46,8 +46,6 @@ KNOWN = {
     ("vit", "data=1 sequence=all_to_all:8"): "the same",
     ("wide t5", "data=2 tensor=2d:4 precision=bfloat16"): "gradients of biases are summed over examples at their size",
     ("wide t5", "data=1 tensor=3d:8 precision=bfloat16"): "the same",
-    ("wide t5", "data=2 tensor=2 pipeline=1f1b:2 microbatches=4 precision=bfloat16"):
-        "between encoder and decoder, a stage looks tokens up again in its backward pass",
     ("wide vit", "data=2 tensor=4 sequence=gather precision=bfloat16"): "as of the small one",
     ("wide vit", "data=1 tensor=8 sequence=gather remat=block precision=bfloat16"): "the same",
     ("wide vit", "data=2 sequence=ring:4 precision=bfloat16"): "the same",
@@ -60,7 +58,8 @@ ANEW = (
     ("bert", "data=2 tensor=2d:4"), ("gpt", "data=8 zero=3/4"), ("t5", "data=8 zero=1"),
     ("wide tied", "data=2 tensor=4 sequence=gather precision=bfloat16"),
     ("wide gpt", "data=2 tensor=2d:4 precision=bfloat16"),
-    ("wide t5", "data=2 sequence=all_to_all:4 precision=bfloat16"),
+    ("wide t5", "data=2 sequence=all_to_all:4 precision=bfloat16"), ("wide llama", "data=8 zero=3/4 precision=bfloat16"),
+    ("llama", "data=2 sequence=ring:2 pipeline=1f1b:2 microbatches=4 zero=1 precision=bfloat16"),
 )  # fmt: skip
 
 
