@@ -92,6 +92,19 @@ def test_loops_multiply_and_conditions_count_the_dearest_branch(mesh):
     assert facts.moved_by_axis() == {TENSOR: 15 * 1.5 * LOCAL_BYTES, DATA: 6 * LOCAL_BYTES}
 
 
+def test_branches_of_several_count_as_often_as_their_scope_says(mesh):
+    def step(x):
+        def turn(x, i):
+            ways = [lambda x: x, lambda x: lax.psum(x, DATA), lambda x: lax.psum(jnp.sin(lax.psum(x, DATA)), TENSOR)]
+            with jax.named_scope("runs_3_1_of_4"):
+                return lax.switch(i, ways, x), None
+
+        return lax.scan(turn, x, jnp.array([1, 1, 2, 1]))[0]
+
+    facts = audit_local(mesh, step)
+    assert facts.count("all-reduce", [DATA]) == 4 and facts.count("all-reduce", [TENSOR]) == 1
+
+
 def test_small_ones_are_separable(mesh):
     facts = audit_local(mesh, lambda x: lax.psum(x, DATA) + lax.pmax(x.sum(), (DATA, TENSOR)))
     assert facts.count() == 2 and facts.count(min_bytes=LOCAL_BYTES) == 1

@@ -132,8 +132,9 @@ class _Memory:
         self.shares = table.data * table.turns
         self.stacks = [at for at, part in enumerate(work.parts) if part.repeats > 1]
         self.is_staged = table.pipeline > 1
-        # With one pass a gradient is scattered where it is made.
-        self.scattered = (table.zero == 3) | ((table.zero >= 1) & (table.microbatches == 1))
+        # A gradient is scattered where it is made, but where devices add up micro-batches of their own.
+        alone = (table.microbatches > 1) & (split.sizes.get(SEQUENCE, 1) == 1)
+        self.scattered = (table.zero == 3) | ((table.zero >= 1) & ~alone)
         self.is_grid = bool(split.sizes.keys() - _ONE_D)
         queries = {name for part in work.parts for each in part.attentions for name, _ in each.queries}
         self.moves_pieces = self.is_grid or not queries.isdisjoint(split.axes_of)

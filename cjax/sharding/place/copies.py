@@ -26,6 +26,7 @@ from cjax.jax_compat.core import Equation, Literal, Params
 from cjax.mesh import SEQUENCE
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.place.beside import Beside
+from cjax.sharding.place.filled import uneven_dims
 from cjax.sharding.place.grown import dims_of, grown, is_carried, meeting_dim
 from cjax.sharding.products.lookup import find_own, is_lookup
 from cjax.sharding.storage.storage import axes_of_entry
@@ -62,7 +63,7 @@ class Copies(Beside[_Copied]):
         rows = () if layout.batch is None else layout.axes_of.get(layout.batch, ())
         axes = [tuple(a for a in some if mesh.shape.get(a, 1) > 1) for some in (rows, (SEQUENCE,))]
         self._groups = [] if layout.grid is not None else [some for some in axes if some]
-        self._tied |= self._heads() - batched
+        self._tied |= self._heads(trace) - batched
         self._every = [tuple(a for some in self._groups for a in some)]
         # Where positions are split too, what is made of pairs of them is, but for attentions that exchange heads.
         is_whole = self._groups and (exchanges or not axes[1])
@@ -70,14 +71,21 @@ class Copies(Beside[_Copied]):
         if is_low:  # a device adds up its own rows in float32: rounded behind that, they take half the bytes to reduce
             self._tied |= set(looked_up) - self._grown - batched
 
-    def _heads(self) -> set[int]:
-        """Weights of which each turn of a loop multiplies some rows of every device: a classifier's."""
+    def _heads(self, trace: Trace) -> set[int]:
+        """Weights of which each turn of a loop multiplies some rows of every device: a classifier's.
+
+        XLA reduces their gradients behind the loop: in each micro-batch where these see all devices, and over all of
+        them at once where ZeRO has groups. Elsewhere that is one sum as well, and what has an uneven dim is better
+        filled up (`filled.py`).
+        """
         found = set[int]()
+        if not any(len(some) > 1 or SEQUENCE in some for some in self._groups):
+            return found
         for m in self._dims.matmuls:
             split = [self._layout.axes_of.get(self._dims.class_of(dim), ()) for dim in m.out]
             if m.looped and not m.is_conv and all(some in split for some in self._groups):
                 found |= {leaf for leaf in (m.lhs_origin, m.rhs_origin) if leaf is not None}
-        return found
+        return {leaf for leaf in found if not uneven_dims(trace.leaves[leaf].shape)}
 
     def wants(self, leaf: int) -> bool:
         """Whether a weight is read as copies."""

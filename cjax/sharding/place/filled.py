@@ -38,6 +38,15 @@ class _Full:
     dim: int
 
 
+def uneven_dims(shape: Sequence[int]) -> list[int]:
+    """The dims that GPUs read slowly in 16 bits, of those that are large enough to matter.
+
+    >>> uneven_dims((768, 50257)), uneven_dims((4096, 32000))
+    ([1], [])
+    """
+    return [d for d, size in enumerate(shape) if size % _READ and size >= _LEAST]
+
+
 class Filled(Beside[_Full]):
     """The weights that are filled up, while a trace is evaluated: known by the arrays that they stand for."""
 
@@ -58,7 +67,7 @@ class Filled(Beside[_Full]):
             the sum over all devices each needs a part alone, and reduce it to all.
           place: places an array.
         """
-        dims = [d for d, size in enumerate(value.shape) if size % _READ and size >= _LEAST]
+        dims = uneven_dims(value.shape)
         is_pair = value.ndim == 2 and value.dtype.itemsize == 2 and len(dims) == 1
         if self._made is None or not is_pair or leaf not in self._multiplied:
             return value

@@ -58,7 +58,8 @@ ANEW = (
     ("bert", "data=2 tensor=2d:4"), ("gpt", "data=8 zero=3/4"), ("t5", "data=8 zero=1"),
     ("wide tied", "data=2 tensor=4 sequence=gather precision=bfloat16"),
     ("wide gpt", "data=2 tensor=2d:4 precision=bfloat16"),
-    ("wide t5", "data=2 sequence=all_to_all:4 precision=bfloat16"), ("wide llama", "data=8 zero=3/4 precision=bfloat16"),
+    ("wide t5", "data=2 sequence=all_to_all:4 precision=bfloat16"),
+    ("wide llama", "data=8 zero=3/4 precision=bfloat16"),
     ("llama", "data=2 sequence=ring:2 pipeline=1f1b:2 microbatches=4 zero=1 precision=bfloat16"),
 )  # fmt: skip
 

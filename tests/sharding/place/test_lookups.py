@@ -49,7 +49,8 @@ def facts(net: nn.Module, plan: str, num: int) -> Audit:
 @pytest.mark.parametrize(
     ("vocab", "plan", "num"),
     [(VOCAB, "data=2 tensor=2 sequence=gather", 4), (MANY, "data=2 tensor=2d:4", 8), (MANY, "tensor=2.5d:8/2", 8),
-     (MANY, "data=2 tensor=2d:4 microbatches=2 zero=1", 8)],
+     (MANY, "data=2 tensor=2d:4 microbatches=2 zero=1", 8),
+     (MANY, "data=2 sequence=ring:2 pipeline=2 microbatches=2 zero=1", 8)],
 )  # fmt: skip
 def test_gradients_are_those_of_one_device(vocab: int, plan: str, num: int) -> None:
     batch = {"tokens": np.random.default_rng(0).integers(0, vocab, (ROWS, LENGTH))}

@@ -1,6 +1,7 @@
 """Where the three trees of a model live, stage by stage."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from zoo import MODELS
 
 from cjax.mesh import build_mesh
 from cjax.plan import Plan
-from cjax.sharding.place.model import ModelStorage, store_model
+from cjax.sharding.place.model import ModelStorage, make_placer, store_model
 from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
 from cjax.tree import leaf_names
@@ -48,6 +49,25 @@ def test_layers_gather_in_turn_where_a_step_reads_them_once(plan: str, is_in_tur
         is_kept = kept.leaves[0] in storage.in_turn or storage.given is storage.params
         assert given.spec == (kept if is_kept else whole).spec
         assert kept.spec != whole.spec or kept.leaves[0] not in storage.in_turn
+
+
+@pytest.mark.parametrize(
+    ("plan", "is_local"),
+    [
+        ("data=2 sequence=ring:4 microbatches=2 zero=1", False),
+        ("data=2 sequence=ring:2 pipeline=1f1b:2 microbatches=2 zero=2", False),
+        ("data=8 microbatches=2 zero=2", True),
+    ],
+)
+def test_who_adds_up_together_gets_parts(plan: str, is_local: bool) -> None:
+    """Of gradients that all devices reduce in each micro-batch, each has its part; of its own it adds up the whole."""
+    storage, resolved = stored("nnx_decoder", plan), Plan.parse(plan).resolve(8)
+    mesh, layout = build_mesh(resolved.axis_sizes(), jax.devices()), storage.layout
+    trace, layout = trace_of("nnx_decoder", resolved.microbatches), replace(layout) if is_local else layout
+    placer = make_placer(trace, storage, resolved, mesh, layout)
+    found = [placer._weights[i].gradient for i in range(len(storage.used_specs))]
+    assert found == list(storage.used_specs if is_local else storage.zero_specs)
+    assert storage.used_specs != storage.zero_specs
 
 
 def spec_of(name: str, storage: ModelStorage, pattern: str, state: bool = False) -> P:
