@@ -197,9 +197,9 @@ def compiler_options(
     On GPUs, matmuls are the vendor's, which add a bias or a residual as they go: GPT-2 XL's step takes 2 % less on an
     H100 than with XLA's own where these seem faster (JAX 0.11.2). For absent cards there is nothing to try them on.
 
-    Where each layer scatters its gradients (ZeRO-3, the other stages without micro-batches), XLA would do so with all
-    of them at once, when the last is made and nothing of the layer is left to hide that under: larger ones go alone, as
-    soon as they are made.
+    Where each layer scatters its gradients (under ZeRO, unless devices add up micro-batches of their own), XLA would do
+    so with all of them at once, when the last is made and nothing of the layer is left to hide that under: larger ones
+    go alone, as soon as they are made.
 
     Where each layer gathers its weights and saves nothing else (ZeRO-1 and -2 with remat=block), it is to gather those
     of the next meanwhile: XLA of JAX 0.11 and 0.12 would gather all of a layer's first. That costs copies of what is
