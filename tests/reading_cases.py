@@ -304,6 +304,7 @@ PAIRS: tuple[tuple[str, str], ...] = (
 WIDE_PAIRS = (
     *((name, f"{plan} precision=bfloat16") for name in MODELS if name.startswith("wide") for plan in _WIDE_PLANS),
     ("wide gpt", "data=2 tensor=2 pipeline=zero_bubble:2 microbatches=4 precision=bfloat16"),
+    ("wide bert", "data=2 tensor=2 pipeline=zero_bubble:2 microbatches=4 precision=bfloat16"),
     ("wide llama", "data=2 sequence=ring:4 microbatches=2 remat=block precision=bfloat16"),
     ("wide llama", "data=8 zero=3/4 precision=bfloat16"),
 )

@@ -7,8 +7,9 @@ trace, cut in two at what both halves need: for a matmul, the gradient of its re
 Parallelism, 2024).
 """
 
+import collections
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import cast
 
 import jax
@@ -171,12 +172,7 @@ class Derivative:
         maker = {var: eqn for eqn in self._first for var in eqn.outvars}
         self._crossing = []
         for family in _families([v for v in every if v in needed and v in given], there, maker):
-            # Of several products of one input, the sum of what they add to its gradient: one array, and reduced once.
-            ways = [
-                list(dict.fromkeys(root for var in family for root in _roots(var, there, maker, adds)))
-                for adds in (False, True)
-            ]
-            self._crossing += min((family, *ways), key=lambda some: sum(map(_bytes, some)))
+            self._crossing += min((family, _least(family, there, maker)), key=lambda some: sum(map(_bytes, some)))
         self._second = _slice(jaxpr.eqns, weights, there | set(self._crossing))
         self.crossing = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._crossing]
 
@@ -196,9 +192,43 @@ class Derivative:
         return env
 
 
-def _roots(var: Var, known: set[Var], maker: Mapping[Var, Equation], adds: bool = False) -> list[Var]:
-    """What has to be saved for cheap equations to make `var` of it; nothing, if it can be made of what is known. With
-    `adds`, a sum of which neither part is known is saved in place of both."""
+def _least(family: Sequence[Var], known: set[Var], maker: Mapping[Var, Equation]) -> list[Var]:
+    """The fewest bytes to save for cheap equations to make a family of."""
+
+    def ways(sums: set[Var]) -> list[Var]:
+        return list(dict.fromkeys(root for var in family for root in _roots(var, known, maker, sums)))
+
+    # Of several products of one input, the sum of what they add to its gradient: one array, and reduced once. But not
+    # of what has to be saved for others as well, or takes less than a sum in float32.
+    best, chosen = ways(set()), set[Var]()
+    for candidate in _sums(family, known, maker):
+        found = ways(chosen | {candidate})
+        if sum(map(_bytes, found)) < sum(map(_bytes, best)):
+            best, chosen = found, chosen | {candidate}
+    return best
+
+
+def _sums(family: Sequence[Var], known: set[Var], maker: Mapping[Var, Equation]) -> list[Var]:
+    """Sums, the last first, on the cheap way to a family, of which neither part can be made of what is known."""
+    found: dict[Var, None] = {}
+    seen: set[Var] = set()
+    queue = collections.deque(family)
+    while queue:
+        now = queue.popleft()
+        eqn = maker.get(now)
+        if now in known or now in seen or eqn is None or not is_cheap(name_of(eqn), eqn.params):
+            continue
+        seen.add(now)
+        parts = [v for v in variables(eqn) if _roots(v, known, maker)]
+        if name_of(eqn) in ("add", "add_any") and [v.aval.shape for v in parts] == [now.aval.shape] * 2:
+            found[now] = None
+        queue += variables(eqn)
+    return list(found)
+
+
+def _roots(var: Var, known: set[Var], maker: Mapping[Var, Equation], sums: Collection[Var] = ()) -> list[Var]:
+    """What has to be saved for cheap equations to make `var` of it; nothing, if it can be made of what is known. Of
+    `sums` nothing is made: they are saved themselves."""
     found: dict[Var, None] = {}
     seen: set[Var] = set()
     queue = [var]
@@ -208,12 +238,7 @@ def _roots(var: Var, known: set[Var], maker: Mapping[Var, Equation], adds: bool 
             continue
         seen.add(now)
         eqn = maker.get(now)
-        if eqn is not None and adds and name_of(eqn) in ("add", "add_any"):
-            parts = [v for v in variables(eqn) if _roots(v, known, maker)]
-            if len(parts) == 2 and all(part.aval.shape == now.aval.shape for part in parts):
-                found[now] = None
-                continue
-        if eqn is not None and (is_cheap(name_of(eqn), eqn.params) or _is_key(now)):
+        if eqn is not None and now not in sums and (is_cheap(name_of(eqn), eqn.params) or _is_key(now)):
             queue += variables(eqn)
         else:
             found[now] = None

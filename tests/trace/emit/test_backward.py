@@ -128,3 +128,33 @@ def test_what_several_products_add_to_their_inputs_gradient_crosses_over_as_one(
     _, handed = derivative.backward(weights, [], saved, gradient)
     for mine, theirs in zip(derivative.weight_gradients(weights, [], saved, handed), whole, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_crosses_over_where_it_takes_less_than_its_parts() -> None:
+    """In float32 that of three products does, and that of one and what crosses over anyway does not."""
+
+    def low(x: jax.Array, w: jax.Array) -> jax.Array:
+        return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    def layer(weights: Any, fixed: Any, moving: Any) -> Any:
+        scales, shifts, products, back, up, down = weights
+        x = moving[0] * scales[0] + shifts[0]
+        query, key, value = (low(x, w) for w in products)
+        x = (x + (query * jnp.sin(key) + jnp.cos(value)) @ back) * scales[1] + shifts[1]
+        return [x + jnp.sin(low(x, up)) @ down]
+
+    def split(weights: Any, fixed: Any, moving: Any) -> Any:
+        return layer((weights[:2], weights[2:4], weights[4:7], *weights[7:]), fixed, moving)
+
+    shapes = [*[(WIDTH,)] * 4, *[(WIDTH, HIDDEN)] * 3, (HIDDEN, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH)]
+    weights = [RNG.normal(size=shape).astype(np.float32) for shape in shapes]
+    moving = [RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)]
+    derivative = Derivative(split, weights, [], moving)
+    crossing = [(s.shape, s.dtype) for s in derivative.crossing]
+    assert crossing.count(((ROWS, WIDTH), jnp.bfloat16)) == 1, crossing
+    _, saved = derivative.forward(weights, [], moving)
+    gradient = [np.ones((ROWS, WIDTH), np.float32)]
+    _, whole = derivative.both(weights, [], saved, gradient)
+    _, handed = derivative.backward(weights, [], saved, gradient)
+    for mine, theirs in zip(derivative.weight_gradients(weights, [], saved, handed), whole, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
