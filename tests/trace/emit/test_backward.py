@@ -106,6 +106,20 @@ def test_a_derivative_that_calls_what_goes_by_element_saves_none_of_it() -> None
         np.testing.assert_allclose(given, right, rtol=1e-5, atol=1e-6)
 
 
+def crossing_of(layer: Any, shapes: Any) -> list[Any]:
+    """What crosses over between the two halves of a layer's derivative, which make what both make at once."""
+    weights = [RNG.normal(size=shape).astype(np.float32) for shape in shapes]
+    moving = [RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)]
+    derivative = Derivative(layer, weights, [], moving)
+    _, saved = derivative.forward(weights, [], moving)
+    gradient = [np.ones((ROWS, WIDTH), np.float32)]
+    _, whole = derivative.both(weights, [], saved, gradient)
+    _, handed = derivative.backward(weights, [], saved, gradient)
+    for mine, theirs in zip(derivative.weight_gradients(weights, [], saved, handed), whole, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+    return [(s.shape, s.dtype) for s in derivative.crossing]
+
+
 def test_what_several_products_add_to_their_inputs_gradient_crosses_over_as_one() -> None:
     """Gradients of a scale and a shift take their sum: one by one, three would be kept, and reduced over devices."""
 
@@ -117,17 +131,8 @@ def test_what_several_products_add_to_their_inputs_gradient_crosses_over_as_one(
         return [x + (query * jnp.sin(key) + jnp.cos(value)) @ back]
 
     shapes = [(WIDTH,), (WIDTH,), *[(WIDTH, HIDDEN)] * 3, (HIDDEN, WIDTH)]
-    weights = [RNG.normal(size=shape).astype(np.float32) for shape in shapes]
-    moving = [RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)]
-    derivative = Derivative(layer, weights, [], moving)
-    crossing = [(s.shape, s.dtype) for s in derivative.crossing]
+    crossing = crossing_of(layer, shapes)
     assert crossing.count(((ROWS, WIDTH), jnp.bfloat16)) == 1, crossing
-    _, saved = derivative.forward(weights, [], moving)
-    gradient = [np.ones((ROWS, WIDTH), np.float32)]
-    _, whole = derivative.both(weights, [], saved, gradient)
-    _, handed = derivative.backward(weights, [], saved, gradient)
-    for mine, theirs in zip(derivative.weight_gradients(weights, [], saved, handed), whole, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_a_sum_crosses_over_where_it_takes_less_than_its_parts() -> None:
@@ -147,14 +152,5 @@ def test_a_sum_crosses_over_where_it_takes_less_than_its_parts() -> None:
         return layer((weights[:2], weights[2:4], weights[4:7], *weights[7:]), fixed, moving)
 
     shapes = [*[(WIDTH,)] * 4, *[(WIDTH, HIDDEN)] * 3, (HIDDEN, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH)]
-    weights = [RNG.normal(size=shape).astype(np.float32) for shape in shapes]
-    moving = [RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)]
-    derivative = Derivative(split, weights, [], moving)
-    crossing = [(s.shape, s.dtype) for s in derivative.crossing]
+    crossing = crossing_of(split, shapes)
     assert crossing.count(((ROWS, WIDTH), jnp.bfloat16)) == 1, crossing
-    _, saved = derivative.forward(weights, [], moving)
-    gradient = [np.ones((ROWS, WIDTH), np.float32)]
-    _, whole = derivative.both(weights, [], saved, gradient)
-    _, handed = derivative.backward(weights, [], saved, gradient)
-    for mine, theirs in zip(derivative.weight_gradients(weights, [], saved, handed), whole, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
