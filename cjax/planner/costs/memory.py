@@ -133,7 +133,7 @@ class _Memory:
         self.stacks = [at for at, part in enumerate(work.parts) if part.repeats > 1]
         self.is_staged = table.pipeline > 1
         # A gradient is scattered where it is made, but where devices add up micro-batches of their own.
-        alone = (table.microbatches > 1) & (split.sizes.get(SEQUENCE, 1) == 1)
+        alone = (table.microbatches > 1) & (table.data > 1) & (split.sizes.get(SEQUENCE, 1) == 1)
         self.scattered = (table.zero == 3) | ((table.zero >= 1) & ~alone)
         self.is_grid = bool(split.sizes.keys() - _ONE_D)
         queries = {name for part in work.parts for each in part.attentions for name, _ in each.queries}
