@@ -1,70 +1,12 @@
 """Micro-batches that are computed several at a time: what a step then moves, keeps and waits for."""
 
-import functools
-import math
 import re
-from typing import Any
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
-import optax
 import pytest
+from large import ROWS, audited, program_of, waited_for
 
-import cjax
-from cjax.audit import Audit, audit
-from cjax.mesh import compile_lowered
-from cjax.models.gpt import GPT, GPTConfig
-from cjax.models.gpt import loss as gpt_loss
-from cjax.planner.hardware import hardware_of
-from cjax.program import Program
-
-ROWS = 8
-
-
-class Layer(nn.Module):
-    """Pre-norm, its feed-forward part gated, and wider inside than a transformer's."""
-
-    width: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + nn.MultiHeadDotProductAttention(16, use_bias=False)(nn.RMSNorm()(x))
-        h = nn.RMSNorm()(x)
-        return x + nn.Dense(self.width)(nn.silu(nn.Dense(5 * self.width)(h)) * nn.Dense(5 * self.width)(h))
-
-
-class Own(nn.Module):
-    width: int
-    layers: int
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for _ in range(self.layers):
-            x = Layer(self.width)(x)
-        return nn.Dense(3)(x)
-
-
-def squares(model: Any, batch: Any) -> jax.Array:
-    return jnp.square(model(batch["x"])).mean()
-
-
-def program_of(name: str, plan: str, width: int, layers: int, length: int, devices: Any) -> Program:
-    if name == "own":
-        batch: Any = {"x": jax.ShapeDtypeStruct((ROWS, length, width), jnp.float32)}
-        return cjax.parallelize(Own(width, layers), squares, optax.adam(1e-3), batch, plan, devices=devices)
-    config = GPTConfig(layers, 16, width, vocab_size=4096, context=length)
-    batch = {each: jax.ShapeDtypeStruct((ROWS, length), jnp.int32) for each in ("inputs", "targets")}
-    build = lambda rngs: GPT(config, rngs=rngs)  # noqa: E731
-    return cjax.parallelize(build, gpt_loss, optax.adam(1e-3), batch, plan, devices=devices)
-
-
-@functools.cache
-def audited(name: str, plan: str, width: int, layers: int, length: int, devices: str) -> tuple[Audit, list[Any], str]:
-    program = program_of(name, plan, width, layers, length, devices or jax.devices())
-    compiled = compile_lowered(program.lower(), list(program.mesh.devices.flat))
-    return audit(compiled, program.mesh), list(program.mesh.devices.flat), compiled.as_text() or ""
-
+from cjax.audit import Audit
 
 # -- compiled for the devices that are here ---------------------------------------------------------------------------
 SMALL = (64, 3, 16, "")
@@ -120,13 +62,7 @@ def test_hides_what_a_layer_waits_for(name: str) -> None:
     share, moved, peak = {}, {}, {}
     for words in ("", " microbatches=2 overlap=2"):
         facts, devices, _ = audited(name, f"tensor=8 precision=bfloat16{words}", *LARGE)
-        hardware, transfer, exposed = hardware_of(devices), 0.0, 0.0
-        for each in facts.collectives:
-            bandwidth = each.bandwidth(hardware) or math.nan
-            transfer, exposed = (
-                transfer + each.total_bytes / bandwidth,
-                exposed + each.exposed_bytes(hardware) / bandwidth,
-            )
+        transfer, exposed = waited_for(facts, devices)
         assert facts.memory is not None
         share[words], moved[words], peak[words] = exposed / transfer, facts.moved(), facts.memory.peak
     (alone, both), (before, after), (least, most) = share.values(), moved.values(), peak.values()

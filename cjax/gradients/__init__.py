@@ -11,12 +11,12 @@ from cjax.gradients.accumulated import (
     divisor_of,
     divisors,
     mean,
-    reduction,
 )
 from cjax.gradients.build import Built, build_gradients, divide_by, total_of
 from cjax.gradients.choose import Choice, LaidOut, Reason, choose
 from cjax.gradients.line import Line, arrange_stages
 from cjax.gradients.pipelined import forwarded
+from cjax.gradients.reduced import reduction
 from cjax.gradients.scaled import check_scaled
 
 __all__ = [

@@ -8,8 +8,9 @@ once, behind the last. Either may compute several micro-batches at a time (`abre
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,15 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from cjax.gradients.reduced import Arrays, ByLayer, Reduction, by_layer, reduced
 from cjax.jax_compat.core import jaxpr_as_fun, make_jaxpr
-from cjax.sharding.products.region import raised_on_cpu
-from cjax.sharding.storage.storage import axes_of_entry
+from cjax.sharding.place.with_sums import WithSums
 from cjax.trace.emit.abreast import abreast
 from cjax.trace.microbatches.combine import guarded
 from cjax.trace.reading import Shared
 from cjax.tree import PyTree
 
-Arrays = tuple[jax.Array, ...]
+NO_LAYERS: Mapping[int, ByLayer] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def micro_batched(
       measures: whether the parts' gradients are measured too.
       overlap: how many parts at a time.
     """
-    parts = _Parts(loss, dtypes, num_microbatches, constrain, measures, overlap)
+    parts = _Parts(loss, dtypes, num_microbatches, constrain, measures, overlap, NO_LAYERS)
 
     def gradients(
         params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
@@ -137,47 +138,6 @@ def micro_batched(
         return averaged(sums, grads, num_microbatches, denominator, scale, (square, num_microbatches))
 
     return gradients
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How the gradient of one stored array is reduced: from a sum on each device to one placed sum.
-
-    `summed` is its placement before, the batch axes aside, and `placed` after. Over the axes `scatter`, each device
-    gets its part of dim `dim`; over all others that share the batch, every device the whole. Sums are in `dtype`; None:
-    the gradient's own.
-    """
-
-    summed: PartitionSpec
-    placed: PartitionSpec
-    dim: int
-    scatter: tuple[str, ...]
-    dtype: str | None = None
-
-
-def reduction(
-    shape: Sequence[int], summed: PartitionSpec, placed: PartitionSpec, axes: tuple[str, ...], mesh: Mesh
-) -> Reduction:
-    """The way from `summed` to `placed`: a reduce-scatter where the dim divides evenly, else a whole sum.
-
-    >>> mesh = jax.make_mesh((1,), ("data",))
-    >>> reduction((8, 3), PartitionSpec(None, None), PartitionSpec("data", None), ("data",), mesh).scatter
-    ('data',)
-    """
-    for dim, (size, before, after) in enumerate(zip(shape, summed, placed, strict=True)):
-        old, new = axes_of_entry(before), axes_of_entry(after)
-        # Only where the new axes follow the ones that split the dim already is a device's piece of the sum a piece of
-        # its own piece; anything else has to be moved, and is summed whole first.
-        scatter = new[len(old) :]
-        if not scatter or new[: len(old)] != old or not set(scatter) <= set(axes):
-            continue
-        shards = 1
-        for axis in new:
-            shards *= mesh.shape[axis]
-        # A reduce-scatter hands out equal pieces; a dim that does not divide into them is summed whole.
-        if size % shards == 0:
-            return Reduction(summed, placed, dim, scatter)
-    return Reduction(summed, summed, 0, ())
 
 
 def locally_accumulated(
@@ -190,8 +150,9 @@ def locally_accumulated(
     denominator: Denominator,
     measures: bool = False,
     overlap: int = 1,
+    stacks: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
 ) -> Gradients:
-    """Gradients of a batch run in parts, each device on its own rows; reduced once, after the last part.
+    """Gradients of a batch run in parts, each device on its own rows; reduced once, in or after the last part.
 
     Args:
       loss: of one device's rows of a part; its last argument is the part's index.
@@ -203,69 +164,40 @@ def locally_accumulated(
       denominator: what the sum of all totals is divided by, from the sum of all weights.
       measures: whether the gradients of the devices' parts are measured too.
       overlap: how many parts at a time.
+      stacks: of the stored arrays whose gradients layers reduce, in the last part's backward pass, the shapes.
     """
     num_shards = math.prod(mesh.shape[axis] for axis in axes)
-    parts = _Parts(loss, dtypes, num_microbatches, lambda rows: rows, measures, overlap)
+    ahead = {i: by_layer(shape, reductions[i], axes, mesh) for i, shape in stacks.items()}
+    parts = _Parts(loss, dtypes, num_microbatches, lambda rows: rows, measures, overlap, ahead)
 
     def inside(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale) -> Any:
         sums, grads, square = parts.sum(params, frozen, model_state, batch, key, scale)
-        # Numbers, a few bytes; gradients are left as they are on each device, to be reduced where and in which dtype
-        # the plan says.
+        # Numbers, a few bytes; other gradients are left as they are on each device, to be reduced where and in which
+        # dtype the plan says, behind a dim that tells the devices' sums apart.
         totals = lax.psum((sums.total, sums.weight, sums.aux, square), axes)
-        return totals, sums.model_state, tuple(g[None] for g in grads)  # a dim that tells the devices' sums apart
+        return totals, sums.model_state, tuple(g if i in ahead else g[None] for i, g in enumerate(grads))
 
     def gradients(
         params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
     ) -> Graded:
         whole = PartitionSpec()
         rows = jax.tree.map(lambda leaf: PartitionSpec(axes) if leaf.ndim else whole, batch)
+        placed = tuple(
+            PartitionSpec(*[None] * how.dim, how.scatter or None) if i in ahead else PartitionSpec(axes)
+            for i, how in enumerate(reductions)
+        )
         # Without varying types: with them, the gradient of what all devices share would be summed at every part.
         run = jax.shard_map(
             inside, mesh=mesh, axis_names=set(axes), check_vma=False,
-            in_specs=(whole, whole, whole, rows, whole, whole), out_specs=(whole, whole, PartitionSpec(axes)),
+            in_specs=(whole, whole, whole, rows, whole, whole), out_specs=(whole, whole, placed),
         )  # fmt: skip
         (total, weight, aux, square), model_state, grads = run(params, frozen, model_state, batch, key, scale)
-        grads = reduced(grads, reductions, [axes] * len(grads), mesh)
+        grads = reduced(grads, reductions, [() if i in ahead else axes for i in range(len(grads))], mesh)
         sums = Evaluated(total, weight, aux, model_state)
         num_parts = num_microbatches * num_shards
         return averaged(sums, grads, num_parts, denominator, scale, (square, num_parts))
 
     return gradients
-
-
-def reduced(grads: Arrays, reductions: Sequence[Reduction], axes: Sequence[tuple[str, ...]], mesh: Mesh) -> Arrays:
-    """Gradients from the devices' own sums, which dim 0 tells apart.
-
-    Args:
-      grads: [devices along its axes, ...] each; of no axes without that dim, and it stays as it is.
-      reductions: how each is reduced.
-      axes: over which mesh axes each is.
-      mesh: the mesh.
-    """
-    mine = [(i, how, over) for i, (how, over) in enumerate(zip(reductions, axes, strict=True)) if over]
-    if not mine:
-        return grads
-
-    def reduce(grads: Arrays) -> Arrays:
-        return tuple(_reduce(g[0], how, over, mesh) for g, (_, how, over) in zip(grads, mine, strict=True))
-
-    # Manual over all axes: the partitioner gathers what the others split before it scatters over some.
-    before = tuple(PartitionSpec(over, *how.summed) for _, how, over in mine)
-    after = tuple(how.placed for _, how, _ in mine)
-    run = jax.shard_map(reduce, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)
-    found = dict(zip([i for i, *_ in mine], run(tuple(grads[i] for i, *_ in mine)), strict=True))
-    return tuple(found.get(i, g) for i, g in enumerate(grads))
-
-
-def _reduce(grad: jax.Array, how: Reduction, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
-    """The sum over devices of one gradient: scattered where it can be, whole elsewhere."""
-    kept = grad.dtype
-    # `reduce=float32` under bfloat16: devices' sums would otherwise be rounded again at each addition.
-    grad = grad if how.dtype is None else raised_on_cpu(grad.astype(how.dtype), mesh)
-    if how.scatter:
-        grad = lax.psum_scatter(grad, how.scatter, scatter_dimension=how.dim, tiled=True)
-    rest = tuple(axis for axis in axes if axis not in how.scatter)
-    return (lax.psum(grad, rest) if rest else grad).astype(kept)
 
 
 def sharing(gradients: Gradients, shared: Shared | None, num_microbatches: int, num_parts: int) -> Gradients:
@@ -323,7 +255,11 @@ def cut_rows(leaf: jax.Array, num_microbatches: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Parts:
-    """A loss on `num` parts of a batch, `overlap` of them at a time; arguments as for `micro_batched`."""
+    """A loss on `num` parts of a batch, `overlap` of them at a time; arguments as for `micro_batched`.
+
+    `ahead` are the stacks of which each layer reduces its gradient in the last part's backward pass, beside the layers
+    that are left: behind that pass nothing is.
+    """
 
     loss: Loss
     dtypes: Dtypes
@@ -331,6 +267,7 @@ class _Parts:
     constrain: Callable[[PyTree], PyTree]
     measures: bool
     overlap: int
+    ahead: Mapping[int, ByLayer]
 
     def sum(
         self, params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
@@ -354,20 +291,27 @@ class _Parts:
                 return [self.loss(*given(index, rows))]
             return _abreast(self.loss, [given(index[i], [x[i] for x in rows]) for i in range(self.overlap)])
 
-        def one(sums: Any, x: Any) -> Any:
+        def one(sums: Any, x: Any, ahead: Mapping[int, ByLayer] = NO_LAYERS, adds: bool = True) -> Any:
             index, rows = x
             # One after the other, as a loop of steps would: running statistics see the micro-batches in order.
-            *old, model_state = sums
+            summed, *old, model_state = sums
 
-            def scalar(params: Arrays) -> tuple[jax.Array, list[Evaluated]]:
-                outs = evaluated(params, model_state, index, rows)
+            def scalar(free: Arrays) -> tuple[jax.Array, list[Evaluated]]:
+                given: list[Any] = list(free)
+                for i, how in ahead.items():
+                    given[i] = WithSums(free[i], params[i], summed[i] if adds else None, how.reduce)
+                outs = evaluated(tuple(given), model_state, index, rows)
                 return scaled(_added([out.total for out in outs]), scale), outs
 
-            (_, outs), grads = jax.value_and_grad(scalar, has_aux=True)(params)
+            free = list(params)
+            for i, how in ahead.items():
+                free[i] = jnp.zeros(how.shape, self.dtypes[i])
+            (_, outs), grads = jax.value_and_grad(scalar, has_aux=True)(tuple(free))
             grads = widened(grads, self.dtypes)
             found = _added([(out.total, out.weight, out.aux) for out in outs])
-            new = [grads, found, square_of(grads) if self.measures else None]
-            return (*jax.tree.map(jnp.add, old, new), outs[-1].model_state), None
+            new = [found, square_of(grads) if self.measures else None]
+            grads = tuple(g if i in ahead else summed[i] + g for i, g in enumerate(grads))
+            return (grads, *jax.tree.map(jnp.add, old, new), outs[-1].model_state), None
 
         first = part_of([jax.ShapeDtypeStruct(x.shape[1 + (self.overlap > 1) :], x.dtype) for x in parts])
         shape = jax.eval_shape(self.loss, params, frozen, model_state, first, key, jnp.int32(0))
@@ -376,12 +320,27 @@ class _Parts:
         sums = (tuple(kept), (shape.total, shape.weight, shape.aux))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
         square = jnp.zeros((), jnp.float32) if self.measures else None
-        initial, turns = (*zeros, square, model_state), (indices, parts)
-        # Of a single turn, a loop would keep the sums that it adds nothing to.
-        once = len(indices) == 1
-        last, _ = one(initial, jax.tree.map(lambda x: x[0], turns)) if once else lax.scan(one, initial, turns)
-        grads, (total, weight, aux), square, model_state = last
+        grads, (total, weight, aux), square, model_state = self._run(
+            one, (*zeros, square, model_state), (indices, parts)
+        )
         return Evaluated(total, weight, aux, model_state), grads, square
+
+    def _run(self, one: Callable[..., Any], sums: Any, turns: Any) -> Any:
+        """The sums over all turns: in a loop, the last by itself where layers reduce in it."""
+
+        def turn(at: int) -> Any:
+            return jax.tree.map(lambda x: x[at], turns)
+
+        num = self.num // self.overlap - bool(self.ahead)
+        if num > 1:
+            sums, _ = lax.scan(one, sums, jax.tree.map(lambda x: x[:num], turns))
+        elif num == 1:  # of a single turn, a loop would keep the sums that it adds nothing to
+            sums, _ = one(sums, turn(0))
+        if self.ahead:
+            # The last forward pass reads no sums: XLA would compute it in front of the loop, and keep what it saves.
+            _, last = lax.optimization_barrier((sums[1], turn(num)))
+            sums, _ = one(sums, last, self.ahead, num > 0)
+        return sums
 
 
 def _abreast(loss: Loss, given: Sequence[tuple[Any, ...]]) -> list[Evaluated]:

@@ -17,24 +17,25 @@ from cjax.gradients.accumulated import (
     Evaluated,
     Gradients,
     Loss,
-    Reduction,
     gathering,
     locally_accumulated,
     micro_batched,
     plain,
-    reduction,
     sharing,
 )
 from cjax.gradients.choose import Choice, LaidOut
 from cjax.gradients.line import Line
 from cjax.gradients.pipelined import pipelined
+from cjax.gradients.reduced import Reduction, reduction
 from cjax.jax_compat.core import Literal
 from cjax.mesh import PIPE
 from cjax.pipeline.execute import Executor
 from cjax.plan import Plan
 from cjax.sharding.place.ahead import make_ahead
+from cjax.sharding.place.for_gpus import reduces_in_layers
 from cjax.sharding.place.local import LocalRows, batches_of_their_own
 from cjax.sharding.place.model import place_loss
+from cjax.sharding.place.stacked import read_again, stacked_leaves
 from cjax.sharding.place.staged import StagedModel, stage_model
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.microbatches.combine import denominator, loss_size, loss_total
@@ -142,9 +143,23 @@ def _own_parts(loss: LaidOut, local: LocalRows, measures: bool) -> Gradients:
     run = place_loss(local.trace, loss.storage, loss.plan, mesh, local.layout, local.draw)
     own = _as_loss(local.trace, run, num * loss.num_shards)
     reductions = _reductions(loss, [local.axes] * len(loss.storage.params.slots))
+    # What is measured is each micro-batch's own gradient.
+    stacks = {} if measures or not reduces_in_layers(loss.plan, mesh) else _stacks(loss, local, reductions)
     return locally_accumulated(
-        own, dtypes_of(loss), num, local.axes, reductions, mesh, divide_by(loss), measures, loss.plan.overlap
+        own, dtypes_of(loss), num, local.axes, reductions, mesh, divide_by(loss), measures, loss.plan.overlap, stacks
     )
+
+
+def _stacks(loss: LaidOut, local: LocalRows, reductions: Sequence[Reduction]) -> dict[int, tuple[int, ...]]:
+    """The stored arrays whose gradients can be reduced layer by layer, and their shapes: each layer reads its own once,
+    and as it is stored, and the dim that is scattered is split by nothing else."""
+    once = stacked_leaves(local.trace) - read_again(local.trace)
+    found = {}
+    for i, (slot, how) in enumerate(zip(loss.storage.given.slots, reductions, strict=True)):
+        is_apart = not how.scatter or (how.dim > 0 and not axes_of_entry(how.summed[how.dim]))
+        if once.issuperset(slot.leaves) and slot.padded == slot.shape and is_apart:
+            found[i] = slot.stored_shape
+    return found
 
 
 def _pipeline(loss: LaidOut, line: Line) -> Gradients:

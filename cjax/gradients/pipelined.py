@@ -16,13 +16,12 @@ from cjax.gradients.accumulated import (
     Evaluated,
     Graded,
     Gradients,
-    Reduction,
     Scale,
     averaged,
     cut_rows,
-    reduced,
     square_of,
 )
+from cjax.gradients.reduced import Reduction, reduced
 from cjax.mesh import PIPE
 from cjax.pipeline.execute import Executor
 from cjax.pipeline.forward import Forward

@@ -58,6 +58,12 @@ def most_apart(plan: Plan, mesh: Mesh) -> int:
     return MOST if plan.unroll == "auto" and mesh.size == 1 and on_gpus(mesh) and not plan.walks else 0
 
 
+def reduces_in_layers(plan: Plan, mesh: Mesh) -> bool:
+    """Whether devices that add up micro-batches of their own reduce each layer's sum in the backward pass of the last
+    one, beside the layers that are left. That is compiled apart from the others, which takes half as long again."""
+    return mesh.size > 1 and on_gpus(mesh) and plan.unroll != "none"
+
+
 def sums_with_gradients(plan: Plan, mesh: Mesh) -> bool:
     """Whether sums over pieces make their gradients along with them. Devices that share rows would reduce them in each
     turn; and float16 has no room for gradients that nobody has scaled."""

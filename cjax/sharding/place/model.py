@@ -20,6 +20,7 @@ from cjax.sharding.place.order import Order, order_of
 from cjax.sharding.place.ordered import OrderedPlacer
 from cjax.sharding.place.place import DrawOnShard, Placer, WeightPlacement
 from cjax.sharding.place.stacked import read_again, stacked_leaves
+from cjax.sharding.place.with_sums import WithSums
 from cjax.sharding.storage.storage import StageRows, Storage, as_spec, axes_of_entry, make_storage, stackable
 from cjax.trace.author.capture import Capture
 from cjax.trace.emit.emit import emit
@@ -171,6 +172,12 @@ def _in_rows(leaf: int, spec: PartitionSpec, rows: Mapping[tuple[int, ...], Stag
     return PartitionSpec(found.axis if found else None, *spec[1:])
 
 
+def _in_layer_order(tree: Storage, arrays: Sequence[jax.Array | WithSums]) -> list[jax.Array | WithSums]:
+    """Stored arrays as layers read them; so are those with sums, as they are."""
+    plain = tree.in_layer_order([x.whole if isinstance(x, WithSums) else x for x in arrays])
+    return [x if isinstance(x, WithSums) else y for x, y in zip(arrays, plain, strict=True)]
+
+
 def _stacked_inputs(trace: Trace, stacked: Sequence[tuple[Any, ...]]) -> list[tuple[int, ...]]:
     index = {var: i for i, var in enumerate(trace.closed.jaxpr.invars)}
     return [tuple(index[v] for v in group) for group in stacked if all(v in index for v in group)]
@@ -268,7 +275,7 @@ def place_loss(
         if ordered is not None:
             batch = [ordered.given(i, x) for i, x in zip(batch_leaves, batch, strict=True)]
         trees = ((storage.params, params), (storage.frozen, frozen), (storage.model_state, model_state))
-        stored = [array for tree, arrays in trees for array in tree.in_layer_order(arrays)]
+        stored = [array for tree, arrays in trees for array in _in_layer_order(tree, arrays)]
         with placer.copies.made(), placer.filled.made():
             outs = run([*stored, *batch, key, index])
         return [*outs[:num_results], *storage.model_state.pad(outs[num_results:])]

@@ -36,6 +36,7 @@ from cjax.sharding.place.lookups import Lookups
 from cjax.sharding.place.merged import Merged, MergedProducts
 from cjax.sharding.place.partial import PartialProducts
 from cjax.sharding.place.saved import checkpointed, gathered, has_complex, keep_sum, kept, with_bias
+from cjax.sharding.place.with_sums import WithSums
 from cjax.sharding.products.lookup import look_up_whole
 from cjax.sharding.products.ragged import is_by_rows, multiply_rows
 from cjax.sharding.products.region import raised_on_cpu
@@ -127,6 +128,7 @@ class Placer(Hooks):
         return constrained(value, self._mesh, spec)
 
     def weight(self, leaf: int, value: jax.Array) -> jax.Array:
+        value = value.taken() if isinstance(value, WithSums) else value
         placement = self._weights.get(leaf)
         if placement is None:
             return value

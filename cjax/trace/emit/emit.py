@@ -216,7 +216,8 @@ class Emitter:
             return atom.val
         value = env.values[atom]
         if isinstance(value, ReadyWeight):
-            array = value.value if value.index is None else value.value[value.index]
+            index = value.index
+            array = value.value if index is None else jax.tree.map(lambda stack: stack[index], value.value)
             value = env.values[atom] = self.hooks.weight(value.leaf, array)
         return value
 
