@@ -8,7 +8,7 @@ once, behind the last. Either may compute several micro-batches at a time (`abre
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cjax.gradients.reduced import Arrays, ByLayer, Reduction, by_layer, reduced
 from cjax.jax_compat.core import jaxpr_as_fun, make_jaxpr
-from cjax.sharding.place.with_sums import WithSums
+from cjax.sharding.place.in_turn import InTurn
 from cjax.trace.emit.abreast import abreast
 from cjax.trace.microbatches.combine import guarded
 from cjax.trace.reading import Shared
@@ -31,15 +31,17 @@ NO_LAYERS: Mapping[int, ByLayer] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What one pass over (a part of) a batch gives; `weight` is None where parts simply average."""
+    """What one pass over (a part of) a batch gives; `weight` is None where parts simply average. `gathered` are the
+    stacks of weights that layers have gathered in it."""
 
     total: jax.Array
     weight: jax.Array | None
     aux: list[tuple[jax.Array, jax.Array | None]]
     model_state: Arrays
+    gathered: Arrays = ()
 
 
-jax.tree_util.register_dataclass(Evaluated, ["total", "weight", "aux", "model_state"], [])
+jax.tree_util.register_dataclass(Evaluated, ["total", "weight", "aux", "model_state", "gathered"], [])
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def micro_batched(
       measures: whether the parts' gradients are measured too.
       overlap: how many parts at a time.
     """
-    parts = _Parts(loss, dtypes, num_microbatches, constrain, measures, overlap, NO_LAYERS)
+    parts = _Parts(loss, dtypes, num_microbatches, constrain, measures, overlap, NO_LAYERS, frozenset())
 
     def gradients(
         params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
@@ -151,6 +153,7 @@ def locally_accumulated(
     measures: bool = False,
     overlap: int = 1,
     stacks: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    in_parts: Collection[int] = (),
 ) -> Gradients:
     """Gradients of a batch run in parts, each device on its own rows; reduced once, in or after the last part.
 
@@ -164,35 +167,37 @@ def locally_accumulated(
       denominator: what the sum of all totals is divided by, from the sum of all weights.
       measures: whether the gradients of the devices' parts are measured too.
       overlap: how many parts at a time.
-      stacks: of the stored arrays whose gradients layers reduce, in the last part's backward pass, the shapes.
+      stacks: of the stored arrays whose gradients layers reduce in their turn, in the last part's backward pass, the
+        shapes.
+      in_parts: those of them that come as they are kept, a part on each device, and that layers gather in their turn,
+        in the first part's forward pass.
     """
     num_shards = math.prod(mesh.shape[axis] for axis in axes)
-    ahead = {i: by_layer(shape, reductions[i], axes, mesh) for i, shape in stacks.items()}
-    parts = _Parts(loss, dtypes, num_microbatches, lambda rows: rows, measures, overlap, ahead)
+    turns = {i: by_layer(shape, reductions[i], axes, mesh) for i, shape in stacks.items()}
+    parts = _Parts(loss, dtypes, num_microbatches, lambda rows: rows, measures, overlap, turns, frozenset(in_parts))
 
     def inside(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale) -> Any:
         sums, grads, square = parts.sum(params, frozen, model_state, batch, key, scale)
         # Numbers, a few bytes; other gradients are left as they are on each device, to be reduced where and in which
         # dtype the plan says, behind a dim that tells the devices' sums apart.
         totals = lax.psum((sums.total, sums.weight, sums.aux, square), axes)
-        return totals, sums.model_state, tuple(g if i in ahead else g[None] for i, g in enumerate(grads))
+        return totals, sums.model_state, tuple(g if i in turns else g[None] for i, g in enumerate(grads))
 
     def gradients(
         params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
     ) -> Graded:
         whole = PartitionSpec()
         rows = jax.tree.map(lambda leaf: PartitionSpec(axes) if leaf.ndim else whole, batch)
-        placed = tuple(
-            PartitionSpec(*[None] * how.dim, how.scatter or None) if i in ahead else PartitionSpec(axes)
-            for i, how in enumerate(reductions)
-        )
+        parted = [PartitionSpec(*[None] * how.dim, how.scatter or None) for how in reductions]
+        given = tuple(spec if i in in_parts else whole for i, spec in enumerate(parted))
+        placed = tuple(spec if i in turns else PartitionSpec(axes) for i, spec in enumerate(parted))
         # Without varying types: with them, the gradient of what all devices share would be summed at every part.
         run = jax.shard_map(
             inside, mesh=mesh, axis_names=set(axes), check_vma=False,
-            in_specs=(whole, whole, whole, rows, whole, whole), out_specs=(whole, whole, placed),
+            in_specs=(given, whole, whole, rows, whole, whole), out_specs=(whole, whole, placed),
         )  # fmt: skip
         (total, weight, aux, square), model_state, grads = run(params, frozen, model_state, batch, key, scale)
-        grads = reduced(grads, reductions, [() if i in ahead else axes for i in range(len(grads))], mesh)
+        grads = reduced(grads, reductions, [() if i in turns else axes for i in range(len(grads))], mesh)
         sums = Evaluated(total, weight, aux, model_state)
         num_parts = num_microbatches * num_shards
         return averaged(sums, grads, num_parts, denominator, scale, (square, num_parts))
@@ -257,8 +262,8 @@ def cut_rows(leaf: jax.Array, num_microbatches: int) -> jax.Array:
 class _Parts:
     """A loss on `num` parts of a batch, `overlap` of them at a time; arguments as for `micro_batched`.
 
-    `ahead` are the stacks of which each layer reduces its gradient in the last part's backward pass, beside the layers
-    that are left: behind that pass nothing is.
+    Layers reduce their gradients of the stacks in `by_layer` in the last part's backward pass, and gather those
+    `in_parts` in the first part's forward pass, beside the layers in front of them.
     """
 
     loss: Loss
@@ -267,7 +272,8 @@ class _Parts:
     constrain: Callable[[PyTree], PyTree]
     measures: bool
     overlap: int
-    ahead: Mapping[int, ByLayer]
+    by_layer: Mapping[int, ByLayer]
+    in_parts: frozenset[int]
 
     def sum(
         self, params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: jax.Array, scale: Scale
@@ -291,55 +297,87 @@ class _Parts:
                 return [self.loss(*given(index, rows))]
             return _abreast(self.loss, [given(index[i], [x[i] for x in rows]) for i in range(self.overlap)])
 
-        def one(sums: Any, x: Any, ahead: Mapping[int, ByLayer] = NO_LAYERS, adds: bool = True) -> Any:
+        def one(params: Arrays, sums: Any, x: Any, is_first: bool = False, is_last: bool = False) -> tuple[Any, Arrays]:
             index, rows = x
             # One after the other, as a loop of steps would: running statistics see the micro-batches in order.
             summed, *old, model_state = sums
+            free, given = self._in_turn(params, summed, is_first, is_last)
 
             def scalar(free: Arrays) -> tuple[jax.Array, list[Evaluated]]:
-                given: list[Any] = list(free)
-                for i, how in ahead.items():
-                    given[i] = WithSums(free[i], params[i], summed[i] if adds else None, how.reduce)
-                outs = evaluated(tuple(given), model_state, index, rows)
+                outs = evaluated(given(free), model_state, index, rows)
                 return scaled(_added([out.total for out in outs]), scale), outs
 
-            free = list(params)
-            for i, how in ahead.items():
-                free[i] = jnp.zeros(how.shape, self.dtypes[i])
-            (_, outs), grads = jax.value_and_grad(scalar, has_aux=True)(tuple(free))
+            (_, outs), grads = jax.value_and_grad(scalar, has_aux=True)(free)
             grads = widened(grads, self.dtypes)
             found = _added([(out.total, out.weight, out.aux) for out in outs])
             new = [found, square_of(grads) if self.measures else None]
-            grads = tuple(g if i in ahead else summed[i] + g for i, g in enumerate(grads))
-            return (grads, *jax.tree.map(jnp.add, old, new), outs[-1].model_state), None
+            is_summed = self.by_layer if is_last else ()
+            grads = tuple(g if i in is_summed else summed[i] + g for i, g in enumerate(grads))
+            return (grads, *jax.tree.map(jnp.add, old, new), outs[-1].model_state), outs[0].gathered
 
+        shapes = [jax.ShapeDtypeStruct(self._shape(i, p), p.dtype) for i, p in enumerate(params)]
         first = part_of([jax.ShapeDtypeStruct(x.shape[1 + (self.overlap > 1) :], x.dtype) for x in parts])
-        shape = jax.eval_shape(self.loss, params, frozen, model_state, first, key, jnp.int32(0))
+        shape = jax.eval_shape(self.loss, shapes, frozen, model_state, first, key, jnp.int32(0))
         # Gradients are added up in what weights are kept in, float32, however low the precision they were made in.
-        kept = [jax.ShapeDtypeStruct(p.shape, dtype) for p, dtype in zip(params, self.dtypes, strict=True)]
+        kept = [jax.ShapeDtypeStruct(p.shape, dtype) for p, dtype in zip(shapes, self.dtypes, strict=True)]
         sums = (tuple(kept), (shape.total, shape.weight, shape.aux))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
         square = jnp.zeros((), jnp.float32) if self.measures else None
         grads, (total, weight, aux), square, model_state = self._run(
-            one, (*zeros, square, model_state), (indices, parts)
+            one, params, (*zeros, square, model_state), (indices, parts)
         )
         return Evaluated(total, weight, aux, model_state), grads, square
 
-    def _run(self, one: Callable[..., Any], sums: Any, turns: Any) -> Any:
-        """The sums over all turns: in a loop, the last by itself where layers reduce in it."""
+    def _shape(self, i: int, param: jax.Array) -> tuple[int, ...]:
+        return self.by_layer[i].whole if i in self.in_parts else param.shape
+
+    def _in_turn(
+        self, params: Arrays, summed: Arrays, is_first: bool, is_last: bool
+    ) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
+        """What a pass is differentiated by, and from that to the parameters that it is given."""
+        early = self.in_parts if is_first else frozenset[int]()
+        late = frozenset(self.by_layer if is_last else ())
+        free = list(params)
+        for i in early | late:
+            how = self.by_layer[i]
+            free[i] = jnp.zeros(how.part, self.dtypes[i]) if i in late else jnp.zeros(how.whole, params[i].dtype)
+
+        def given(free: Arrays) -> Arrays:
+            found: list[Any] = list(free)
+            for i in early | late:
+                how = self.by_layer[i]
+                found[i] = InTurn(
+                    free[i],
+                    params[i],
+                    summed[i] if i in late and self.num > self.overlap else None,
+                    how.gather if i in early else None,
+                    how.reduce if i in late else None,
+                )
+            return tuple(found)
+
+        return tuple(free), given
+
+    def _run(self, one: Callable[..., tuple[Any, Arrays]], params: Arrays, sums: Any, turns: Any) -> Any:
+        """The sums over all turns: in a loop, but for the first and the last where layers do more in these."""
+        num, (late, early) = self.num // self.overlap, map(bool, (self.by_layer, self.in_parts))
 
         def turn(at: int) -> Any:
             return jax.tree.map(lambda x: x[at], turns)
 
-        num = self.num // self.overlap - bool(self.ahead)
-        if num > 1:
-            sums, _ = lax.scan(one, sums, jax.tree.map(lambda x: x[:num], turns))
-        elif num == 1:  # of a single turn, a loop would keep the sums that it adds nothing to
-            sums, _ = one(sums, turn(0))
-        if self.ahead:
-            # The last forward pass reads no sums: XLA would compute it in front of the loop, and keep what it saves.
-            _, last = lax.optimization_barrier((sums[1], turn(num)))
-            sums, _ = one(sums, last, self.ahead, num > 0)
+        if early or num == 1:  # of a single turn, a loop would keep the sums that it adds nothing to
+            sums, gathered = one(params, sums, turn(0), is_first=early, is_last=late and num == 1)
+            whole = dict(zip(sorted(self.in_parts), gathered, strict=True))
+            params = tuple(whole.get(i, p) for i, p in enumerate(params))
+        start, stop = int(early or num == 1), num - late
+        if stop - start == 1:
+            sums, _ = one(params, sums, turn(start))
+        elif stop > start:
+            left = jax.tree.map(lambda x: x[start:stop], turns)
+            sums, _ = lax.scan(lambda sums, x: (one(params, sums, x)[0], None), sums, left)
+        if late and num > 1:
+            # The last forward pass reads no sums: XLA would compute it in front of the others, and keep what it saves.
+            _, last = lax.optimization_barrier((sums[1], turn(num - 1)))
+            sums, _ = one(params, sums, last, is_last=True)
         return sums
 
 

@@ -32,10 +32,10 @@ from cjax.mesh import PIPE
 from cjax.pipeline.execute import Executor
 from cjax.plan import Plan
 from cjax.sharding.place.ahead import make_ahead
-from cjax.sharding.place.for_gpus import reduces_in_layers
+from cjax.sharding.place.for_gpus import works_in_turn
 from cjax.sharding.place.local import LocalRows, batches_of_their_own
 from cjax.sharding.place.model import place_loss
-from cjax.sharding.place.stacked import read_again, stacked_leaves
+from cjax.sharding.place.stacked import read_again, stacked_leaves, stacks_of_leaves
 from cjax.sharding.place.staged import StagedModel, stage_model
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.microbatches.combine import denominator, loss_size, loss_total
@@ -52,11 +52,13 @@ class Built:
       gradients: the function.
       notes: what there is to say about how they are reduced.
       loss_size: what the sum over the losses of all parts is to their mean: gradients of parts are that much larger.
+      gathers_in_turn: whether layers gather their weights, and keep them for their backward pass.
     """
 
     gradients: Gradients
     notes: tuple[str, ...]
     loss_size: int
+    gathers_in_turn: bool
 
 
 def build_gradients(loss: LaidOut, choice: Choice, measures: bool = False) -> Built:
@@ -73,6 +75,7 @@ def build_gradients(loss: LaidOut, choice: Choice, measures: bool = False) -> Bu
     # Losses of parts add up to that many means. Told to whoever scales a loss against overflow: gradients are as much
     # larger until they are divided.
     size = num * loss_size(trace)
+    turns = _turns(loss, choice, measures)
     match choice.kind, choice.local, loss.line:
         # One part of all rows: nothing is added up, so that XLA may reduce each gradient where it is made.
         case "whole", _, _:
@@ -81,7 +84,7 @@ def build_gradients(loss: LaidOut, choice: Choice, measures: bool = False) -> Bu
         case "parts", _, _:
             gradients = _parts(loss, measures)
         case "own parts", LocalRows() as local, _:
-            gradients = _own_parts(loss, local, measures)
+            gradients = _own_parts(loss, local, measures, turns)
         case "pipeline", _, Line() as line:
             gradients = _pipeline(loss, line)
         case "own pipeline", LocalRows() as local, Line() as line:
@@ -89,11 +92,11 @@ def build_gradients(loss: LaidOut, choice: Choice, measures: bool = False) -> Bu
         case _:
             raise AssertionError(f"{choice.kind} gradients without what they are made of")
     # Around all parts: weights that are gathered once a step would be gathered in each of them within.
-    ahead = make_ahead(trace, loss.storage, plan, loss.mesh)
+    ahead = make_ahead(trace, loss.storage, plan, loss.mesh, in_parts=turns[1])
     gradients = sharing(gathering(gradients, ahead), shared, plan.microbatches, num)
     waits = () if choice.local is None else _cost_of_waiting(loss)
     told = (*batches_of_their_own(trace, plan), *_changes_on_the_way(trace, plan), *_idle_overlap(plan))
-    return Built(gradients, (*told, *choice.notes, *waits), size)
+    return Built(gradients, (*told, *choice.notes, *waits), size, bool(loss.storage.in_turn or turns[1]))
 
 
 def _changes_on_the_way(trace: Trace, plan: Plan) -> tuple[str, ...]:
@@ -123,6 +126,9 @@ def _idle_overlap(plan: Plan) -> tuple[str, ...]:
     )
 
 
+Turns = tuple[dict[int, tuple[int, ...]], frozenset[int]]
+
+
 def _parts(loss: LaidOut, measures: bool) -> Gradients:
     """Of micro-batches, each of which all devices see together."""
     num, mesh, axes = loss.plan.microbatches, loss.mesh, loss.batch_axes
@@ -137,29 +143,38 @@ def _parts(loss: LaidOut, measures: bool) -> Gradients:
     return micro_batched(own, dtypes_of(loss), num, constrain, divide_by(loss), measures, loss.plan.overlap)
 
 
-def _own_parts(loss: LaidOut, local: LocalRows, measures: bool) -> Gradients:
+def _own_parts(loss: LaidOut, local: LocalRows, measures: bool, turns: Turns) -> Gradients:
     """Of micro-batches on each device's own rows, reduced once."""
     num, mesh = loss.plan.microbatches, loss.mesh
     run = place_loss(local.trace, loss.storage, loss.plan, mesh, local.layout, local.draw)
     own = _as_loss(local.trace, run, num * loss.num_shards)
     reductions = _reductions(loss, [local.axes] * len(loss.storage.params.slots))
-    # What is measured is each micro-batch's own gradient.
-    stacks = {} if measures or not reduces_in_layers(loss.plan, mesh) else _stacks(loss, local, reductions)
+    stacks, in_parts = turns
     return locally_accumulated(
-        own, dtypes_of(loss), num, local.axes, reductions, mesh, divide_by(loss), measures, loss.plan.overlap, stacks
-    )
+        own, dtypes_of(loss), num, local.axes, reductions, mesh, divide_by(loss), measures, loss.plan.overlap, stacks,
+        in_parts,
+    )  # fmt: skip
 
 
-def _stacks(loss: LaidOut, local: LocalRows, reductions: Sequence[Reduction]) -> dict[int, tuple[int, ...]]:
-    """The stored arrays whose gradients can be reduced layer by layer, and their shapes: each layer reads its own once,
-    and as it is stored, and the dim that is scattered is split by nothing else."""
-    once = stacked_leaves(local.trace) - read_again(local.trace)
-    found = {}
-    for i, (slot, how) in enumerate(zip(loss.storage.given.slots, reductions, strict=True)):
+def _turns(loss: LaidOut, choice: Choice, measures: bool) -> Turns:
+    """The stored arrays whose gradients layers reduce in their turn, with their shapes; and those that they gather.
+
+    Each layer reads its own once, and as it is stored. The dim that is scattered is split by nothing else.
+    """
+    # What is measured is each micro-batch's own gradient.
+    if choice.local is None or choice.kind != "own parts" or measures or not works_in_turn(loss.plan, loss.mesh):
+        return {}, frozenset()
+    trace, storage = choice.local.trace, loss.storage
+    found, in_parts = dict[int, tuple[int, ...]](), set[int]()
+    once, stacks = stacked_leaves(trace) - read_again(trace), stacks_of_leaves(trace)
+    reductions = _reductions(loss, [choice.local.axes] * len(storage.params.slots))
+    for i, (slot, kept, how) in enumerate(zip(storage.given.slots, storage.params.slots, reductions, strict=True)):
         is_apart = not how.scatter or (how.dim > 0 and not axes_of_entry(how.summed[how.dim]))
-        if once.issuperset(slot.leaves) and slot.padded == slot.shape and is_apart:
+        if slot.leaves in stacks and once.issuperset(slot.leaves) and slot.padded == slot.shape and is_apart:
             found[i] = slot.stored_shape
-    return found
+            if how.scatter and kept.spec != slot.spec:
+                in_parts.add(i)
+    return found, frozenset(in_parts)
 
 
 def _pipeline(loss: LaidOut, line: Line) -> Gradients:
@@ -246,7 +261,10 @@ def _as_loss(trace: Trace, run: Any, num_parts: int) -> Loss:
     """The results of a trace, sorted, for one of several parts."""
 
     def loss(params: Arrays, frozen: Arrays, model_state: Arrays, batch: PyTree, key: Any, index: Any) -> Evaluated:
-        return _sorted_results(trace, run(params, frozen, model_state, jax.tree.leaves(batch), key, index), num_parts)
+        results = run(params, frozen, model_state, jax.tree.leaves(batch), key, index)
+        out = _sorted_results(trace, results, num_parts)
+        state, gathered = out.model_state[: len(model_state)], out.model_state[len(model_state) :]
+        return dataclasses.replace(out, model_state=state, gathered=gathered)
 
     return loss
 

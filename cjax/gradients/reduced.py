@@ -5,7 +5,6 @@ they are sent.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,15 +97,23 @@ def _reduce(grad: jax.Array, how: Reduction, axes: tuple[str, ...], mesh: Mesh) 
 
 @dataclass(frozen=True)
 class ByLayer:
-    """How gradients of a stack of layers are reduced one by one: the shape of what a device gets of them all, and from
-    a layer's sum on each device to its part of the whole sum."""
+    """How layers of a stack gather their weights, and reduce their gradients, one by one.
 
-    shape: tuple[int, ...]
+    Args:
+      whole: the stack's shape.
+      part: the shape of what a device gets of it.
+      gather: from a device's part of a layer to the layer.
+      reduce: from a layer's sum on each device to its part of the sum over all.
+    """
+
+    whole: tuple[int, ...]
+    part: tuple[int, ...]
+    gather: Callable[[jax.Array], jax.Array]
     reduce: Callable[[jax.Array], jax.Array]
 
 
 def by_layer(shape: Sequence[int], how: Reduction, axes: tuple[str, ...], mesh: Mesh) -> ByLayer:
-    """A reduction layer by layer, in a region that is manual over `axes`.
+    """A reduction layer by layer, and what undoes its scattering, in a region that is manual over `axes`.
 
     Args:
       shape: of the stack.
@@ -114,18 +121,32 @@ def by_layer(shape: Sequence[int], how: Reduction, axes: tuple[str, ...], mesh: 
       axes: over which mesh axes.
       mesh: the mesh.
     """
-    mine = list(shape)
-    mine[how.dim] //= math.prod(mesh.shape[axis] for axis in how.scatter)
+    part = list(shape)
+    part[how.dim] //= math.prod(mesh.shape[axis] for axis in how.scatter)
     others = {axis for axis, size in mesh.shape.items() if size > 1 and axis not in axes}
 
-    def reduce(gradient: jax.Array) -> jax.Array:
-        lead = len(shape) - gradient.ndim
-        spec = PartitionSpec(*how.summed[lead:])
-        run = functools.partial(_reduce, how=dataclasses.replace(how, dim=how.dim - lead), axes=axes, mesh=mesh)
-        # As in `reduced`, manual over all axes.
-        return jax.shard_map(
-            run, mesh=jax.sharding.get_abstract_mesh(), in_specs=(spec,), out_specs=spec, axis_names=others,
-            check_vma=False,
-        )(gradient) if others else run(gradient)  # fmt: skip
+    def of_layer(run: Callable[[jax.Array, int], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+        """From a function of a layer and the dim of it that is scattered."""
 
-    return ByLayer(tuple(mine), reduce)
+        def each(layer: jax.Array) -> jax.Array:
+            lead = len(shape) - layer.ndim
+            spec = PartitionSpec(*how.summed[lead:])
+            dim = how.dim - lead
+            one: Callable[[jax.Array], jax.Array] = lambda layer: run(layer, dim)  # noqa: E731
+            if not others:
+                return one(layer)
+            # As in `reduced`, manual over all axes.
+            within = jax.sharding.get_abstract_mesh()
+            return jax.shard_map(
+                one, mesh=within, in_specs=(spec,), out_specs=spec, axis_names=others, check_vma=False
+            )(layer)  # fmt: skip
+
+        return each
+
+    def gather(layer: jax.Array, dim: int) -> jax.Array:
+        return lax.all_gather(layer, how.scatter, axis=dim, tiled=True)
+
+    def reduce(layer: jax.Array, dim: int) -> jax.Array:
+        return _reduce(layer, dataclasses.replace(how, dim=dim), axes, mesh)
+
+    return ByLayer(tuple(shape), tuple(part), of_layer(gather), of_layer(reduce))

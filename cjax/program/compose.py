@@ -114,7 +114,7 @@ def _composed(
     return Composed(
         given, source, plan, mesh, trace, storage, optimizer, choice, built.gradients, built.loss_size,
         init=born(source.capture, storage), line=line, planning=planning, decision=decision,
-        has_own_schedule=schedule is not None,
+        has_own_schedule=schedule is not None, gathers_in_turn=built.gathers_in_turn,
         notes=(*decision.notes, *storage.layout.notes, *built.notes, *(line.notes if line else ())),
     )  # fmt: skip
 

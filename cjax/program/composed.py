@@ -80,6 +80,7 @@ class Composed:
       line: its way through the stages of a pipeline.
       walker: what walks over its layers, where a plan moves them out of the devices.
       has_own_schedule: whether that is by a table of the user's.
+      gathers_in_turn: whether layers gather their weights, and keep them for their backward pass.
       planning: what can be asked about other plans.
       decision: how the plan was chosen.
     """
@@ -101,6 +102,7 @@ class Composed:
     line: Line | None = None
     walker: Walker | None = None
     has_own_schedule: bool = False
+    gathers_in_turn: bool = False
 
     @property
     def capture(self) -> Capture:

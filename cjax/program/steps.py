@@ -30,7 +30,7 @@ def _of_passes(composed: Composed) -> dict[str, bool | int | str] | None:
     """What a program with the passes over a batch in it is compiled with."""
     plan = composed.plan
     scatters = plan.zero_stage > 0 and composed.choice.local is None
-    saves_gathered = plan.remat == "block" and bool(composed.storage.in_turn)
+    saves_gathered = plan.remat == "block" and composed.gathers_in_turn
     return compiler_options(composed.mesh, scatters, plan.overlap > 1, saves_gathered)
 
 

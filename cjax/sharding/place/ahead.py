@@ -7,11 +7,11 @@ takes, their gradients no longer do.
 
 Under ZeRO-1 and -2 the float32 weights stay in parts, where the optimizer updates them. Each is rounded where it is,
 which leaves half the bytes to gather. Of a batch that is one pass, layers are then gathered in their turn
-(`ModelStorage.in_turn`), and all else here; of micro-batches, everything here, once. Under ZeRO-3, layers are gathered
-and rounded in their turn.
+(`ModelStorage.in_turn`), and all else here; of micro-batches, everything here, once, or layers in the first of them.
+Under ZeRO-3, layers are gathered and rounded in their turn.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 from jax.sharding import Mesh
@@ -27,7 +27,12 @@ from cjax.trace.reading import Trace
 
 
 def make_ahead(
-    trace: Trace, storage: ModelStorage, plan: Plan, mesh: Mesh, is_graded: bool = True
+    trace: Trace,
+    storage: ModelStorage,
+    plan: Plan,
+    mesh: Mesh,
+    is_graded: bool = True,
+    in_parts: Collection[int] = (),
 ) -> Callable[[Arrays], Arrays]:
     """From stored parameters to what a pass over the batch is given; the same arrays where it is given them as stored.
 
@@ -37,6 +42,8 @@ def make_ahead(
       plan: its precision.
       mesh: the mesh.
       is_graded: whether there is a backward pass; in another, which rounds once in any case, a copy is memory alone.
+      in_parts: the stored arrays of which a device is given its part alone, as layers of the first micro-batch gather
+        them (`in_turn.py`).
     """
     if plan.precision not in LOWS or plan.zero_stage == 3 or plan.walks:
         return lambda params: params
@@ -45,18 +52,20 @@ def make_ahead(
     rounded = rounded_leaves(trace.dims) - _results(trace)
     again, stacked = read_again(trace), stacked_leaves(trace) if is_graded else set[int]()
 
-    def one(kept: Slot, given: Slot, array: jax.Array) -> jax.Array:
+    def one(at: int, kept: Slot, given: Slot, array: jax.Array) -> jax.Array:
         lowers = array.dtype == HIGH and rounded.issuperset(kept.leaves)
         if kept.spec == given.spec:
             lowers = lowers and (stacked - again).issuperset(kept.leaves)
             return constrained(array.astype(low), mesh, kept.stored_spec) if lowers else array
         array = constrained(array.astype(low) if lowers else array, mesh, kept.stored_spec)
+        if at in in_parts:
+            return array
         array = constrained(array, mesh, given.stored_spec)
         # What several turns of a loop give to one gradient is added up in float32.
         return array.astype(HIGH) if lowers and not again.isdisjoint(kept.leaves) else array
 
     def ahead(params: Arrays) -> Arrays:
-        return tuple(one(*both, array) for both, array in zip(slots, params, strict=True))
+        return tuple(one(at, *slots[at], array) for at, array in enumerate(params))
 
     return ahead
 

@@ -16,11 +16,11 @@ from cjax.sharding.attention.kernel import kernel_for
 from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.sharding.layout.zero import shard_over
 from cjax.sharding.place.for_gpus import most_apart, sums_with_gradients
+from cjax.sharding.place.in_turn import InTurn
 from cjax.sharding.place.order import Order, order_of
 from cjax.sharding.place.ordered import OrderedPlacer
 from cjax.sharding.place.place import DrawOnShard, Placer, WeightPlacement
 from cjax.sharding.place.stacked import read_again, stacked_leaves
-from cjax.sharding.place.with_sums import WithSums
 from cjax.sharding.storage.storage import StageRows, Storage, as_spec, axes_of_entry, make_storage, stackable
 from cjax.trace.author.capture import Capture
 from cjax.trace.emit.emit import emit
@@ -172,10 +172,10 @@ def _in_rows(leaf: int, spec: PartitionSpec, rows: Mapping[tuple[int, ...], Stag
     return PartitionSpec(found.axis if found else None, *spec[1:])
 
 
-def _in_layer_order(tree: Storage, arrays: Sequence[jax.Array | WithSums]) -> list[jax.Array | WithSums]:
-    """Stored arrays as layers read them; so are those with sums, as they are."""
-    plain = tree.in_layer_order([x.whole if isinstance(x, WithSums) else x for x in arrays])
-    return [x if isinstance(x, WithSums) else y for x, y in zip(arrays, plain, strict=True)]
+def _in_layer_order(tree: Storage, arrays: Sequence[jax.Array | InTurn]) -> list[jax.Array | InTurn]:
+    """Stored arrays as layers read them: what they gather or reduce in their turn is kept so."""
+    slots = zip(tree.slots, arrays, strict=True)
+    return [x if isinstance(x, InTurn) else slot.in_layer_order(slot.unpad(x)) for slot, x in slots]
 
 
 def _stacked_inputs(trace: Trace, stacked: Sequence[tuple[Any, ...]]) -> list[tuple[int, ...]]:
@@ -229,7 +229,8 @@ def place_loss(
 ) -> Callable[..., list[jax.Array]]:
     """The loss as a function of stored arrays: `(params, frozen, model_state, batch leaves, key, index) -> results`.
 
-    Parameters are placed as `storage.given`; results are the trace's, the new model state as stored.
+    Parameters are placed as `storage.given`; results are the trace's, the new model state as stored, and the stacks of
+    weights that came in parts (`in_turn.py`), whole.
 
     Args:
       trace: of a loss of this model; its batch may differ from the one that decided the storage.
@@ -276,8 +277,11 @@ def place_loss(
             batch = [ordered.given(i, x) for i, x in zip(batch_leaves, batch, strict=True)]
         trees = ((storage.params, params), (storage.frozen, frozen), (storage.model_state, model_state))
         stored = [array for tree, arrays in trees for array in _in_layer_order(tree, arrays)]
+        placer.gathered.clear()
         with placer.copies.made(), placer.filled.made():
             outs = run([*stored, *batch, key, index])
-        return [*outs[:num_results], *storage.model_state.pad(outs[num_results:])]
+        whole = [placer.gathered[leaf] for slot in storage.params.slots if (leaf := slot.leaves[0]) in placer.gathered]
+        placer.gathered.clear()
+        return [*outs[:num_results], *storage.model_state.pad(outs[num_results:]), *whole]
 
     return loss

@@ -30,13 +30,13 @@ from cjax.sharding.place.copies import Copies
 from cjax.sharding.place.filled import Filled
 from cjax.sharding.place.for_gpus import hands_on_rows, make_again, remade
 from cjax.sharding.place.grid_products import GridProducts
+from cjax.sharding.place.in_turn import InTurn
 from cjax.sharding.place.joint import Joint, JointProducts
 from cjax.sharding.place.late_sums import evaluate_late
 from cjax.sharding.place.lookups import Lookups
 from cjax.sharding.place.merged import Merged, MergedProducts
 from cjax.sharding.place.partial import PartialProducts
 from cjax.sharding.place.saved import checkpointed, gathered, has_complex, keep_sum, kept, with_bias
-from cjax.sharding.place.with_sums import WithSums
 from cjax.sharding.products.lookup import look_up_whole
 from cjax.sharding.products.ragged import is_by_rows, multiply_rows
 from cjax.sharding.products.region import raised_on_cpu
@@ -108,6 +108,7 @@ class Placer(Hooks):
         self._products = GridProducts(trace.dims, layout, mesh, self._lowering, self.copies)
         self.lookups = Lookups(trace, layout, mesh, self._lowering, self.copies)
         self.filled = Filled(trace, mesh)
+        self.gathered: dict[int, jax.Array] = {}  # by the first leaf of a stack that layers have gathered
         self._late = LateSums(trace.dims, layout)
         self._partial = PartialProducts(trace.dims, layout, mesh, abreast)
         self._joint = JointProducts(trace, layout, self._lowering, waits)
@@ -128,7 +129,6 @@ class Placer(Hooks):
         return constrained(value, self._mesh, spec)
 
     def weight(self, leaf: int, value: jax.Array) -> jax.Array:
-        value = value.taken() if isinstance(value, WithSums) else value
         placement = self._weights.get(leaf)
         if placement is None:
             return value
@@ -151,6 +151,18 @@ class Placer(Hooks):
         elif not any(used):
             return self.filled.ready(leaf, ready, gradient, self.constrain)
         return ready
+
+    def taken(self, value: Any) -> tuple[Any, jax.Array | None]:
+        if not isinstance(value, InTurn):
+            return value, None
+        weights = value.taken()
+        if value.gather is None:
+            return weights, None
+        weights = gathered(weights, lambda weights: weights)
+        return weights, weights
+
+    def handed_out_stack(self, leaf: int, stack: jax.Array) -> None:
+        self.gathered[leaf] = stack
 
     def knows(self, value: object) -> bool:
         return self.copies.has(value) or self.filled.has(value)

@@ -3,7 +3,7 @@
 import collections
 from collections.abc import Sequence
 
-from cjax.jax_compat.core import Equation, Var
+from cjax.jax_compat.core import Atom, Equation, Var
 from cjax.trace.emit.emit import layer_of
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.view import is_scan, scan_of
@@ -12,11 +12,17 @@ from cjax.trace.reading import Trace
 
 def stacked_leaves(trace: Trace) -> set[int]:
     """Inputs that a loop over layers takes apart: of a stack, or of the author's own loop."""
+    return {leaf for stack in stacks_of_leaves(trace) for leaf in stack}
+
+
+def stacks_of_leaves(trace: Trace) -> set[tuple[int, ...]]:
+    """The same, those of one stack together."""
     jaxpr = trace.closed.jaxpr
     places = {var: i for i, var in enumerate(jaxpr.invars)}
-    stacked = [var for run in trace.runs for group in run.stacked for var in group]
-    stacked += [var for eqn in jaxpr.eqns if is_scan(eqn) for var in scan_of(eqn).xs(eqn.invars)]
-    return {places[var] for var in stacked if isinstance(var, Var) and var in places}
+    groups: list[Sequence[Atom]] = [group for run in trace.runs for group in run.stacked]
+    groups += [(var,) for eqn in jaxpr.eqns if is_scan(eqn) for var in scan_of(eqn).xs(eqn.invars)]
+    found = [tuple(places[var] for var in group if isinstance(var, Var) and var in places) for group in groups]
+    return {group for group in found if group}
 
 
 def read_again(trace: Trace) -> set[int]:

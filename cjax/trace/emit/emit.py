@@ -45,6 +45,13 @@ class Hooks:
         """Input `leaf`, or one layer of it, is about to be used."""
         return value
 
+    def taken(self, value: Any) -> tuple[Any, jax.Array | None]:
+        """A layer of an input that a loop takes apart, to be made ready for use, and what the loop keeps of it."""
+        return value, None
+
+    def handed_out_stack(self, leaf: int, stack: jax.Array) -> None:
+        """What a loop has kept of the layers of input `leaf`."""
+
     def knows(self, value: object) -> bool:
         """Whether a value is known by the array that it is, and so has to stay that one inside of a checkpoint."""
         return False
@@ -216,8 +223,7 @@ class Emitter:
             return atom.val
         value = env.values[atom]
         if isinstance(value, ReadyWeight):
-            index = value.index
-            array = value.value if index is None else jax.tree.map(lambda stack: stack[index], value.value)
+            array = value.value if value.index is None else value.value[value.index]
             value = env.values[atom] = self.hooks.weight(value.leaf, array)
         return value
 
@@ -285,16 +291,19 @@ class Emitter:
         initial = [self.hooks.carry(var, self.read(env, var), env.scope) for var in carries]
         empty = [jnp.zeros(g[0].aval.shape, g[0].aval.dtype) for g in run.last_only]
 
-        def layer(carry: tuple[Values, Values], x: tuple[Values, Values]) -> tuple[tuple[Values, Values], Values]:
+        def layer(carry: tuple[Values, Values], x: tuple[Values, Values]) -> tuple[tuple[Values, Values], Any]:
             arrays, values = x
             inner = Env(env.scope, dict(env.values), env.stacks)
-            for group, leaf, value in zip(run.stacked, leaves, arrays, strict=True):
-                inner.values[group[t]] = value if leaf is None else ReadyWeight(leaf, value)
+            taken, kept = self.taken(leaves, arrays)
+            inner.values.update((group[t], value) for group, value in zip(run.stacked, taken, strict=True))
             new, tail, outs = self.layer(eqns, run, inner, carry[0], values)
-            return (new, tail), outs
+            return (new, tail), (outs, kept)
 
         turn = in_turn if run.repeats <= self.hooks.unrolls else lax.scan
-        (final, tail), outs = turn(self.hooks.layer(layer), (initial, empty), (xs, literals), length=run.repeats)
+        (final, tail), (outs, kept) = turn(
+            self.hooks.layer(layer), (initial, empty), (xs, literals), length=run.repeats
+        )
+        self.hand_out(leaves, kept)
         for group, value in zip(run.outputs, outs, strict=True):
             env.stacks[group] = value
             env.values.update((var, value[i]) for i, var in enumerate(group))
@@ -328,6 +337,20 @@ class Emitter:
         tail = [self.read(env, g[t]).astype(g[t].aval.dtype) for g in run.last_only]
         return new, tail, [self.read(env, g[t]) for g in run.outputs]
 
+    def taken(self, leaves: Sequence[int | None], layers: Sequence[Any]) -> tuple[list[Any], list[jax.Array | None]]:
+        """What a layer has of what its loop takes apart, inputs and others; and what the loop keeps of each."""
+        given, kept = list[Any](), list[jax.Array | None]()
+        for leaf, layer in zip(leaves, layers, strict=True):
+            taken, stays = (layer, None) if leaf is None else self.hooks.taken(layer)
+            given.append(taken if leaf is None else ReadyWeight(leaf, taken))
+            kept.append(stays)
+        return given, kept
+
+    def hand_out(self, leaves: Sequence[int | None], kept: Sequence[jax.Array | None]) -> None:
+        for leaf, stack in zip(leaves, kept, strict=True):
+            if leaf is not None and stack is not None:
+                self.hooks.handed_out_stack(leaf, stack)
+
     def scan(self, eqn: Equation, env: Env) -> Values:
         """A loop that the author wrote: its layers' weights stay stacked, and are made ready one layer at a time."""
         loop, scope = scan_of(eqn), env.scope.inner[id(eqn)]
@@ -338,13 +361,12 @@ class Emitter:
         ]
         xs = [self.raw(env, atom) for atom in loop.xs(eqn.invars)]
         sources = [None if isinstance(a, Literal) else env.values[a] for a in loop.xs(eqn.invars)]
+        leaves = [x.leaf if isinstance(x, ReadyWeight) and x.index is None else None for x in sources]
 
-        def body(carry: Values, x: Values) -> tuple[Values, Values]:
-            given = [
-                ReadyWeight(source.leaf, value) if isinstance(source, ReadyWeight) and source.index is None else value
-                for source, value in zip(sources, x, strict=True)
-            ]
-            return self.turn(eqn, scope, consts, carry, given)
+        def body(carry: Values, x: Values) -> tuple[Values, Any]:
+            given, kept = self.taken(leaves, x)
+            carry, outs = self.turn(eqn, scope, consts, carry, given)
+            return carry, (outs, kept)
 
         layered = any(isinstance(source, ReadyWeight) for source in sources)
         # A loop over what a batch or a table has for each position is over time, and not over layers with matrices.
@@ -353,12 +375,13 @@ class Emitter:
         if self.hooks.sums_ahead and not layered and adds_up(eqn):
             return [self._summed(eqn, scope, consts, initial[0], xs)]
         if layered and weighted and loop.length <= self.hooks.unrolls:
-            final, outs = in_turn(self.hooks.layer(body), initial, xs, loop.length, loop.reverse)
+            final, (outs, kept) = in_turn(self.hooks.layer(body), initial, xs, loop.length, loop.reverse)
         else:
-            final, outs = lax.scan(
+            final, (outs, kept) = lax.scan(
                 self.hooks.layer(body) if layered else body,
                 initial, xs, length=loop.length, reverse=loop.reverse, unroll=eqn.params["unroll"],
             )  # fmt: skip
+        self.hand_out(leaves, kept)
         return [*final, *outs]
 
     def _summed(self, eqn: Equation, scope: Scope, consts: Values, initial: jax.Array, xs: Values) -> jax.Array:
