@@ -19,11 +19,13 @@ from cjax.gradients.accumulated import (
     mean,
     micro_batched,
     plain,
-    reduced,
-    reduction,
     sharing,
 )
+from cjax.gradients.reduced import reduction
+from cjax.sharding.place.in_turn import InTurn
 from cjax.trace.examples.values import RowWeight
+from cjax.trace.jaxpr.primitives import name_of
+from cjax.trace.jaxpr.view import every_equation
 from cjax.trace.reading import Shared
 
 ROWS, WIDTH, OUT, PARTS = 12, 4, 3, 3
@@ -166,26 +168,6 @@ MESH = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("data", "zero"))
 AXES = ("data", "zero")
 
 
-def test_a_reduction_scatters_where_the_dim_divides() -> None:
-    none, split = PartitionSpec(None, None), PartitionSpec(("data", "zero"), None)
-    assert reduction((8, 3), none, split, AXES, MESH).scatter == AXES
-    for shape, placed in (((6, 3), split), ((8, 3), PartitionSpec(None, None))):
-        how = reduction(shape, none, placed, AXES, MESH)
-        assert how.scatter == () and how.placed == none, "a padded dim, or one that stays whole, is summed whole"
-    how = reduction((3, 8), PartitionSpec(None, "data"), PartitionSpec(None, ("data", "zero")), ("zero",), MESH)
-    assert (how.dim, how.scatter) == (1, ("zero",))
-
-
-@pytest.mark.parametrize("placed", [PartitionSpec("zero", None), PartitionSpec(AXES, None), PartitionSpec(None, None)])
-def test_sums_of_devices_are_added_up(placed: PartitionSpec) -> None:
-    """Over all axes, be they scattered over one of them, over all or over none."""
-    sums = numbers(4, 8, 3)
-    how = reduction((8, 3), PartitionSpec(None, None), placed, AXES, MESH)
-    (given,) = jax.jit(lambda g: reduced((g,), [how], [AXES], MESH))(sums)
-    np.testing.assert_allclose(given, sums.sum(0), rtol=1e-5, atol=1e-6)
-    assert given.sharding.is_equivalent_to(jax.sharding.NamedSharding(MESH, placed), 2)
-
-
 def test_own_rows_are_the_whole() -> None:
     """Four devices with two micro-batches each, of weights that differ, beside the batch at once."""
 
@@ -199,6 +181,42 @@ def test_own_rows_are_the_whole() -> None:
     given = jax.jit(locally_accumulated(loss, DTYPES, 2, AXES, hows, MESH, identity))(PARAMS, (), (), batch, KEY, None)
     wanted = jax.jit(plain(loss, DTYPES))(PARAMS, (), (), batch, KEY, None)
     assert_same(given, wanted)
+
+
+STACK, ROWS_OF_IT = (numbers(5, 4, 4),), {"x": numbers(16, 4)}
+
+
+def layered(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Evaluated:
+    def layer(x: jax.Array, weights: Any) -> Any:
+        taken = weights.taken() if isinstance(weights, InTurn) else weights
+        return jnp.tanh(x @ taken), taken
+
+    x, taken = jax.lax.scan(layer, batch["x"], params[0])
+    comes_in_parts = isinstance(params[0], InTurn) and params[0].gather is not None
+    return Evaluated(jnp.square(x).mean(), None, [], model_state, (taken,) if comes_in_parts else ())
+
+
+@pytest.mark.parametrize("in_parts", [(), (0,)], ids=["whole", "in parts"])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_layers_that_work_in_their_turn_change_nothing(parts: int, in_parts: tuple[int, ...]) -> None:
+    (weights,) = STACK
+    how = reduction(weights.shape, PartitionSpec(None, None, None), PartitionSpec(None, AXES, None), AXES, MESH)
+    stacks = {0: weights.shape}
+    run = locally_accumulated(layered, DTYPES[:1], parts, AXES, [how], MESH, identity, stacks=stacks, in_parts=in_parts)
+    given = jax.jit(run)(STACK, (), (), ROWS_OF_IT, KEY, None)
+    wanted = jax.jit(plain(layered, DTYPES[:1]))(STACK, (), (), ROWS_OF_IT, KEY, None)
+    assert_same(given, wanted)
+
+
+def test_the_last_part_waits_for_the_others() -> None:
+    """Its rows come behind the totals of those before it; its forward pass would else be free to come first."""
+    (weights,) = STACK
+    how = reduction(weights.shape, PartitionSpec(None, None, None), PartitionSpec(None, AXES, None), AXES, MESH)
+    run = locally_accumulated(layered, DTYPES[:1], 4, AXES, [how], MESH, identity, stacks={0: weights.shape})
+    jaxpr = jax.make_jaxpr(run)(STACK, (), (), ROWS_OF_IT, KEY, None)
+    (waits,) = [eqn for eqn in every_equation(jaxpr.jaxpr) if name_of(eqn) == "optimization_barrier"]
+    shapes = [var.aval.shape for var in waits.invars]
+    assert () in shapes and (1, 4) in shapes, "a total, and the one row that a device has of it"
 
 
 # -- denominators of the whole batch ----------------------------------------------------------------------------------
