@@ -14,6 +14,7 @@ from zoo import case, regression, regression_batch
 
 import cjax
 from cjax.gradients import build
+from cjax.jax_compat.backends import keeps_behind_barriers
 from cjax.jax_compat.core import Jaxpr
 from cjax.mesh import build_mesh
 from cjax.plan import Plan
@@ -120,13 +121,11 @@ def in_layers(program: Program) -> tuple[int, int]:
 
 
 @pytest.mark.usefixtures("as_on_gpus")
-@pytest.mark.full("data=2 tensor=2d:4 microbatches=2 zero=1 precision=bfloat16-1-2")
 @pytest.mark.parametrize(
     ("plan", "gathers", "sums"),
     [
         ("data=8 microbatches=2", 0, 2),
         ("data=4 tensor=2 microbatches=4 zero=1 precision=bfloat16", 2, 2),
-        ("data=2 tensor=2d:4 microbatches=2 zero=1 precision=bfloat16", 1, 2),
     ],
 )
 def test_each_layer_works_on_its_own(plan: str, gathers: int, sums: int) -> None:
@@ -145,18 +144,20 @@ def test_the_noise_scale_has_its_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "number", "gpus", "expected"),
+    ("plan", "number", "gpus", "is_new", "expected"),
     [
-        ("microbatches=2", 8, True, True),
-        ("microbatches=2", 8, False, False),
-        ("microbatches=2 unroll=none", 8, True, False),
-        ("microbatches=2", 1, True, False),
+        ("microbatches=2", 8, True, True, True),
+        ("microbatches=2", 8, False, True, False),
+        ("microbatches=2 unroll=none", 8, True, True, False),
+        ("microbatches=2", 1, True, True, False),
+        ("microbatches=2", 8, True, False, False),
     ],
 )
 def test_it_is_for_several_gpus(
-    plan: str, number: int, gpus: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+    plan: str, number: int, gpus: bool, is_new: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(for_gpus, "on_gpus", lambda mesh: gpus)
+    monkeypatch.setattr(for_gpus, "keeps_behind_barriers", lambda: is_new)
     mesh = build_mesh({"data": number}, jax.devices()[:number])
     assert for_gpus.works_in_turn(Plan.parse(plan).resolve(number), mesh) is expected
 
@@ -167,6 +168,7 @@ LAYER = 4 * WIDTH**2  # bytes of a matrix in float32
 
 
 @pytest.mark.aot
+@pytest.mark.skipif(not keeps_behind_barriers(), reason="this XLA would keep two micro-batches at a time")
 @pytest.mark.parametrize(
     ("name", "plan", "sums"),
     [
@@ -175,8 +177,9 @@ LAYER = 4 * WIDTH**2  # bytes of a matrix in float32
     ],
 )
 def test_layers_are_sent_beside_what_is_computed(name: str, plan: str, sums: int) -> None:
-    """At least a third of what data-parallel devices wait for is gone, for the room of two layers' sums that are on
-    their way. The last forward pass, which reads no sums, is not computed ahead of the others."""
+    """At least a third of what data-parallel devices wait for is gone, for the room of two layers' sums and of one
+    layer's weights in 16 bits, which are on their way. The last forward pass, which reads no sums, is not computed
+    ahead of the others."""
     moved, waited, peak = {}, {}, {}
     for word in ("none", "auto"):
         facts, devices, _ = audited(name, f"{plan} precision=bfloat16 unroll={word}", WIDTH, 4, 2048, "h100:8")
@@ -184,4 +187,4 @@ def test_layers_are_sent_beside_what_is_computed(name: str, plan: str, sums: int
         moved[word], waited[word], peak[word] = facts.moved(), waited_for(facts, devices, "data")[1], facts.memory.peak
     assert waited["auto"] <= 0.67 * waited["none"], waited
     assert moved["auto"] == pytest.approx(moved["none"], rel=1e-3)
-    assert peak["auto"] <= peak["none"] + 2 * sums, peak
+    assert peak["auto"] <= peak["none"] + 2.5 * sums, peak

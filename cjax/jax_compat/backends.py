@@ -56,6 +56,17 @@ def needs_more_memory() -> bool:
     return jax.__version_info__ < (0, 11)
 
 
+def keeps_behind_barriers() -> bool:
+    """Whether XLA's compiler for GPUs computes what is behind an optimization barrier after what the barrier waits for.
+
+    Private: barriers keep operations from being merged; nothing is promised of their order in the end.
+    Tried: JAX 0.10.2 computes the last micro-batch's forward pass ahead of the others, and keeps what it saves all the
+    while: a BERT under ZeRO-2 needs 56 % more memory. 0.12.0.1 does not (1.6 % more at the median of six models).
+    Public instead: nothing. It goes when JAX 0.10 does.
+    """
+    return jax.__version_info__ >= (0, 11)
+
+
 def splits_what_has_a_layout() -> bool:
     """Whether XLA's compiler for GPUs leaves an array in parts that is told how to lie in memory.
 

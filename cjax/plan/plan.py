@@ -57,7 +57,7 @@ class Plan:
       remat: what is recomputed in the backward pass: nothing, all but matmul outputs, or each block from its input.
       unroll: whether layers are compiled one by one, rather than as a loop that takes each layer's weights and results
         out of stacks and puts them back: "layers", "none", or "auto", on a single GPU. Compiling takes a second
-        or so a layer longer.
+        or so a layer longer. With "none", the first and last of several micro-batches are not compiled apart either.
       budget: bytes that a device may hold, as a number or as text such as "16GiB": the step then walks over the layers,
         and what does not fit waits in host memory, or on disk. None: all that it has, and nothing is moved out.
       host: bytes that each process may keep in host memory of what is moved out; None: as much as that is.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from forked import Forks
+from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -27,6 +28,7 @@ from cjax.jax_compat.backends import (
     gloo_stays_on_loopback,
     is_compiling,
     is_of_this_process,
+    keeps_behind_barriers,
     made_together,
     names_in_cache_key,
     needs_more_memory,
@@ -96,20 +98,44 @@ def test_what_branches_change_is_copied_or_not() -> None:
     devices, size = absent_gpus(CARDS["h100"].xla_target(), "1x1x1"), 1 << 16
 
     def changed(rows: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda rows, i: (rows.at[i].set(2 * rows[i] + 1), None), rows, jnp.arange(4))[0]
+        return lax.scan(lambda rows, i: (rows.at[i].set(2 * rows[i] + 1), None), rows, jnp.arange(4))[0]
 
     def tick(both: Any, which: jax.Array) -> Any:
         ways = [lambda a, b: (a, b), lambda a, b: (changed(a), b), lambda a, b: (a, changed(b))]
-        return jax.lax.switch(which, ways, *both), None
+        return lax.switch(which, ways, *both), None
 
     def run(which: jax.Array) -> Any:
         rows = jnp.zeros((4, size))
-        return jax.tree.map(jnp.sum, jax.lax.scan(tick, (rows, rows), which)[0])
+        return jax.tree.map(jnp.sum, lax.scan(tick, (rows, rows), which)[0])
 
     placed = jax.sharding.SingleDeviceSharding(devices[0])
     lowered = jax.jit(run, in_shardings=placed).lower(jax.ShapeDtypeStruct((8,), "int32"))
     memory = compile_lowered(lowered, devices).memory_analysis().temp_size_in_bytes
     assert round(memory / (4 * 4 * size)) == (4 if needs_more_memory() else 2)
+
+
+@pytest.mark.aot
+def test_what_is_behind_a_barrier_is_computed_behind_it() -> None:
+    """The last of several passes reads no sum of the others'. Ahead of them, what it saves would be kept beside what
+    they save: as much memory again as a pass saves."""
+    devices = absent_gpus(CARDS["h100"].xla_target(), "1x1x1")
+    layers, rows, width = 16, 2048, 128
+
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.square(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]).sum()
+
+    def run(weights: jax.Array, xs: jax.Array) -> jax.Array:
+        def one(sums: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+            return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss)(weights, x)), None
+
+        (total, sums), _ = lax.scan(one, (jnp.float32(0), jnp.zeros_like(weights)), xs[:-1])
+        _, last = lax.optimization_barrier((total, xs[-1]))
+        return sums + jax.grad(loss)(weights, last)
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((layers, width, width), (4, rows, width))]
+    lowered = jax.jit(run, in_shardings=jax.sharding.SingleDeviceSharding(devices[0])).lower(*shapes)
+    memory = compile_lowered(lowered, devices).memory_analysis().temp_size_in_bytes
+    assert (memory < 3 * 4 * layers * rows * width) == keeps_behind_barriers()
 
 
 @pytest.mark.aot
@@ -132,10 +158,10 @@ def test_a_loop_gathers_a_turn_ahead_if_it_is_told_to() -> None:
     whole, split = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), (None, "data")))
 
     def turn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-        return jnp.tanh(x @ jax.lax.with_sharding_constraint(w, whole)), None
+        return jnp.tanh(x @ lax.with_sharding_constraint(w, whole)), None
 
     def run(x: jax.Array, ws: jax.Array) -> jax.Array:
-        return jax.lax.scan(turn, x, ws)[0]
+        return lax.scan(turn, x, ws)[0]
 
     given = jax.ShapeDtypeStruct((512, 1024), "bfloat16"), jax.ShapeDtypeStruct((6, 1024, 1024), "bfloat16")
 

@@ -152,7 +152,9 @@ class _Memory:
         optimizer = self.work.optimizer_bytes * (trained / shares).sum(0)
         batch = self.work.batch_bytes / table.data
         grads = np.where(self.scattered, trained / over, trained)
-        found = [self._whole_step(grads), self._pipeline(grads)]
+        # An old XLA keeps whole what branches of stages add up, though they give it a device's part alone.
+        staged = np.where(self.is_old & (table.zero < 3), trained, grads)
+        found = [self._whole_step(grads), self._pipeline(staged)]
         parts = [np.where(self.is_staged, b, a) for a, b in zip(*found, strict=True)]
         gaps = np.where(self.is_staged | self.moves_pieces, GAPS_MOVED, self.gaps)
         # What a layer lays out anew for its experts finds no place among what layers before it left; in an old XLA,

@@ -130,7 +130,7 @@ def test_rounded_ahead_they_have_the_gradients_of_those_rounded_in_their_turn(
     found = []
     for name in ("ahead", "in turn"):
         if name == "in turn":
-            monkeypatch.setattr(build, "make_ahead", lambda *_: lambda params: params)
+            monkeypatch.setattr(build, "make_ahead", lambda *_, **__: lambda params: params)
         run = cjax.parallelize(STACKED[kind], loss, optax.adam(1e-2), BATCH, f"{plan} precision=bfloat16")
         found.append(by_path(run.value_and_grad(begin(run), BATCH)[1]))
     for path, gradient in found[1].items():
