@@ -152,7 +152,7 @@ class Placer(Hooks):
             return self.filled.ready(leaf, ready, gradient, self.constrain)
         return ready
 
-    def taken(self, value: Any) -> tuple[Any, jax.Array | None]:
+    def taken(self, value: jax.Array | InTurn) -> tuple[jax.Array, jax.Array | None]:
         if not isinstance(value, InTurn):
             return value, None
         weights = value.taken()

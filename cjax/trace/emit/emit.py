@@ -27,6 +27,7 @@ from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.tree import PyTree
 
 Values = list[jax.Array]
+Outs = tuple[Values, list[jax.Array | None]]  # of a turn, and what the loop keeps of its weights
 Body = Callable[..., Any]  # of a loop, or a layer: what it takes and gives is its maker's
 
 
@@ -45,7 +46,7 @@ class Hooks:
         """Input `leaf`, or one layer of it, is about to be used."""
         return value
 
-    def taken(self, value: Any) -> tuple[Any, jax.Array | None]:
+    def taken(self, value: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """A layer of an input that a loop takes apart, to be made ready for use, and what the loop keeps of it."""
         return value, None
 
@@ -291,7 +292,7 @@ class Emitter:
         initial = [self.hooks.carry(var, self.read(env, var), env.scope) for var in carries]
         empty = [jnp.zeros(g[0].aval.shape, g[0].aval.dtype) for g in run.last_only]
 
-        def layer(carry: tuple[Values, Values], x: tuple[Values, Values]) -> tuple[tuple[Values, Values], Any]:
+        def layer(carry: tuple[Values, Values], x: tuple[Values, Values]) -> tuple[tuple[Values, Values], Outs]:
             arrays, values = x
             inner = Env(env.scope, dict(env.values), env.stacks)
             taken, kept = self.taken(leaves, arrays)
@@ -337,9 +338,11 @@ class Emitter:
         tail = [self.read(env, g[t]).astype(g[t].aval.dtype) for g in run.last_only]
         return new, tail, [self.read(env, g[t]) for g in run.outputs]
 
-    def taken(self, leaves: Sequence[int | None], layers: Sequence[Any]) -> tuple[list[Any], list[jax.Array | None]]:
+    def taken(
+        self, leaves: Sequence[int | None], layers: Values
+    ) -> tuple[list[jax.Array | ReadyWeight], list[jax.Array | None]]:
         """What a layer has of what its loop takes apart, inputs and others; and what the loop keeps of each."""
-        given, kept = list[Any](), list[jax.Array | None]()
+        given, kept = list[jax.Array | ReadyWeight](), list[jax.Array | None]()
         for leaf, layer in zip(leaves, layers, strict=True):
             taken, stays = (layer, None) if leaf is None else self.hooks.taken(layer)
             given.append(taken if leaf is None else ReadyWeight(leaf, taken))
@@ -363,7 +366,7 @@ class Emitter:
         sources = [None if isinstance(a, Literal) else env.values[a] for a in loop.xs(eqn.invars)]
         leaves = [x.leaf if isinstance(x, ReadyWeight) and x.index is None else None for x in sources]
 
-        def body(carry: Values, x: Values) -> tuple[Values, Any]:
+        def body(carry: Values, x: Values) -> tuple[Values, Outs]:
             given, kept = self.taken(leaves, x)
             carry, outs = self.turn(eqn, scope, consts, carry, given)
             return carry, (outs, kept)
