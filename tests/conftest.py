@@ -49,7 +49,7 @@ import gc  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from forked import Forks  # noqa: E402
-from full import by_default  # noqa: E402
+from full import by_default, stretch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from quick import few_collections, few_contexts  # noqa: E402
 
@@ -72,7 +72,11 @@ assert jax.device_count("cpu") == 8, f"tests need 8 virtual CPU devices, found {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked `full` is left out by default, as other rows of the tables are."""
+    """What is marked `full` is left out by default, as other rows of the tables are; `parts.py` asks for stretches."""
+    if which := os.environ.get("CJAX_TEST_STRETCH"):
+        mine = stretch(items, which)
+        config.hook.pytest_deselected(items=[*{*items} - {*mine}])
+        items[:] = mine
     if os.environ.get("CJAX_TEST_ALL") == "1" or any("::" in given for given in config.args):
         return  # who names a test wants to see it run
     kept = by_default(items, bool(config.getoption("lf", False)))

@@ -42,3 +42,14 @@ def by_default(items: Sequence[pytest.Item], are_some_left_out: bool) -> list[py
     if not are_some_left_out and (gone := rows_that_are_gone(items)):
         raise pytest.UsageError(f"marked `full`, but no rows of their tests: {', '.join(gone)}")
     return [item for item in items if not is_full(item)]
+
+
+def stretch(items: Sequence[Any], which: str) -> Sequence[Any]:
+    """A stretch of items, one behind the other, since neighbours share what they compile: "2/5" is the second of five.
+
+    >>> [list(stretch(range(7), f"{at}/3")) for at in (1, 2, 3)]
+    [[0, 1], [2, 3], [4, 5, 6]]
+    """
+    at, _, num = which.partition("/")
+    start, stop = ((int(at) - more) * len(items) // int(num) for more in (1, 0))
+    return items[start:stop]

@@ -1,6 +1,7 @@
 """The whole product of tests, part by part: `python tests/parts.py` goes on where it was stopped.
 
-A part is a folder of tests, a file of tests beside them, or the examples in docstrings. The log of all parts under one
+A part is a folder of tests, a file of tests beside them, a stretch of one that takes long, or the examples in
+docstrings. The log of all parts under one
 JAX is kept with the code and written anew after each part. What is in it and has passed with the same sources and
 versions is not run again, also in another checkout: a change to one part's tests or their data, to docs or to the
 planted faults leaves what is known of the parts that read none of them.
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parent.parent
 LOGS = "docs/results"
 READS = re.compile(r"\bROOT\b|__file__|glob\(")  # how a test looks for files of the repository
 SEEN_BY_READERS = ("docs/", "tests/planted/", ".github/")  # and by nobody who only imports
+# Files that take from twenty minutes to two hours, in stretches of about ten: whoever is stopped loses no more.
+STRETCHES = {"tests/test_checkpoints.py": 3, "tests/test_contract.py": 12, "tests/test_optimizers.py": 6}
 NO_TESTS = 5  # pytest's exit status where a part has none of the kind asked for
 
 Results = dict[str, tuple[bool, str, str, str]]  # by part: has it passed, its digest, the day, what pytest printed
@@ -51,8 +54,8 @@ def reads_files(root: Path, own: Sequence[str], names: Sequence[str]) -> bool:
 
 def sources(root: Path, part: str) -> str:
     """A digest of all that a part may depend on: other parts' tests and docs only where it reads files."""
-    names = listed(root)
-    own = [name for name in names if name == part or name.startswith(f"{part}/")]
+    names, path = listed(root), part.partition(":")[0]
+    own = [name for name in names if name == path or name.startswith(f"{path}/")]
     reads = reads_files(root, own, names)
     digest = hashlib.sha256()
     for name in names:
@@ -67,12 +70,18 @@ def sources(root: Path, part: str) -> str:
 def parts(root: Path) -> list[str]:
     tests = root / "tests"
     folders = {path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")}
-    return ["cjax", *(f"tests/{name}" for name in sorted(folders))]
+    found = []
+    for name in ("cjax", *(f"tests/{name}" for name in sorted(folders))):
+        num = STRETCHES.get(name, 1)
+        found += [name] if num == 1 else [f"{name}:{at}/{num}" for at in range(1, num + 1)]
+    return found
 
 
 def run(part: str, root: Path, options: Sequence[str]) -> tuple[int, str]:
-    command = [sys.executable, "-m", "pytest", "--no-header", "-q", *options, part]
-    done = subprocess.run(command, cwd=root, env=os.environ | {"CJAX_TEST_ALL": "1"}, capture_output=True, text=True)
+    path, _, stretch = part.partition(":")
+    command = [sys.executable, "-m", "pytest", "--no-header", "-q", *options, path]
+    more = {"CJAX_TEST_ALL": "1", "CJAX_TEST_STRETCH": stretch}
+    done = subprocess.run(command, cwd=root, env=os.environ | more, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import full
 import parts
 import pytest
 
@@ -82,6 +83,35 @@ def test_goes_on_where_the_log_of_another_day_or_checkout_ends(house: Path, monk
     assert "2001-02-03 1 passed" in written.read_text(), "which day it was"
     monkeypatch.setattr(parts, "versions", lambda: "JAX of another day")
     assert (parts.main([], house), len(ran)) == (0, 5), "of other versions nothing is known"
+
+
+def test_a_long_file_goes_on_where_a_stretch_ended(house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "STRETCHES", {"tests/test_top.py": 2})
+    stretches = ["tests/test_top.py:1/2", "tests/test_top.py:2/2"]
+    assert parts.parts(house) == ["cjax", "tests/room", *stretches]
+    assert len({parts.sources(house, name) for name in (*stretches, "tests/test_top.py")}) == 1
+    ran: list[str] = []
+
+    def run(part: str, root: Path, options: Sequence[str]) -> tuple[int, str]:
+        ran.append(part)
+        return int(ran.count(part) == 1 and "2/2" in part), "1 passed in 0.1s"
+
+    monkeypatch.setattr(parts, "run", run)
+    log = ["--log", str(house / "log"), "--only", "top"]
+    assert [parts.main(log, house), parts.main(log, house)] == [1, 1], "the others are missing"
+    assert ran == [*stretches, stretches[1]]
+
+
+def test_stretches_are_all_of_a_file(house: Path) -> None:
+    (house / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+    (house / "tests" / "conftest.py").write_text(
+        f"import os, sys\nsys.path.insert(0, {str(Path(full.__file__).parent)!r})\nimport full\n"
+        "def pytest_collection_modifyitems(items):\n"
+        "    items[:] = full.stretch(items, os.environ['CJAX_TEST_STRETCH'])\n"
+    )
+    (house / "tests" / "test_top.py").write_text("".join(f"def test_{i}():\n    assert True\n" for i in range(5)))
+    said = [parts.line_of(parts.run(f"tests/test_top.py:{at}/2", house, [])[1]) for at in (1, 2)]
+    assert [line.partition(" in ")[0] for line in said] == ["2 passed", "3 passed"]
 
 
 def test_a_part_is_run_by_pytest(house: Path) -> None:
