@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from jax import lax
 
-from cjax.trace.examples.values import FIXED, Context, RowWeight, Value
+from cjax.trace.examples.arithmetic import ELEMENTWISE, elementwise, reduction
+from cjax.trace.examples.values import FIXED, Context, RowWeight, Value, growing
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 
 
@@ -83,6 +84,11 @@ def _whole(context: Context, dim: int) -> int | None:
     return dim if context.out.aval.shape[dim] == context.shape(0)[dim] else None
 
 
+def _unpadded(context: Context, dim: int) -> int | None:
+    """The dim itself, if nothing is put around it. Cut as much at one end as was put at the other, it is as long."""
+    return dim if tuple(context.eqn.params["padding_config"][dim]) == (0, 0, 0) else None
+
+
 def _untouched(parameter: str) -> Callable[[Context, int], int | None]:
     def destination(context: Context, dim: int) -> int | None:
         named = context.eqn.params[parameter]
@@ -126,6 +132,10 @@ def concatenate(context: Context) -> Value:
     columns: frozenset[int] = frozenset()
     if dim == len(context.out.aval.shape) - 1 and set(sizes) == {1}:
         columns = frozenset(i for i, value in enumerate(context.values) if value.iota is not None)
+        # `x[arange(n), arange(n) % 3]`: a column that knows each row's number beside the one that may.
+        others = [value for i, value in enumerate(context.values) if i not in columns]
+        if len(columns) > 1 or any(value.taints for value in others):
+            columns = frozenset()
     if not rows:
         if context.kinds():
             return context.aggregate()
@@ -263,8 +273,9 @@ def window(context: Context) -> Value:
         return context.aggregate()
     if len({row.layout for row in rows}) > 1:
         return context.pairs()
-    params = context.eqn.params
-    if params["window_dimensions"][rows[0].dim] != 1 or params["window_strides"][rows[0].dim] != 1:
+    params, dim = context.eqn.params, rows[0].dim
+    moves = tuple(params["padding"][dim]) != (0, 0) or params.get("base_dilation", {dim: 1})[dim] != 1
+    if params["window_dimensions"][dim] != 1 or params["window_strides"][dim] != 1 or moves:
         return context.meeting(context.coupled(rows[0]))
     return context.coupled(rows[0])
 
@@ -407,7 +418,7 @@ RULES: dict[str, Callable[[Context], Value]] = {
     "squeeze": moved(_squeezed),
     "slice": moved(_whole),
     "dynamic_slice": moved(_whole),
-    "pad": moved(_whole),
+    "pad": moved(_unpadded),
     "tile": moved(_whole),
     "rev": moved(_untouched("dimensions")),
     "split": moved(_untouched("axis")),
@@ -431,3 +442,43 @@ RULES: dict[str, Callable[[Context], Value]] = {
         having("draws") | having("rekeys") | named("bitcast_convert_type"), moved(lambda context, dim: dim)
     ),
 }
+
+
+def apply_rule(context: Context) -> Value:
+    """What an equation without a body makes of its operands."""
+    name = context.name
+    if name == "iota":
+        return replace(FIXED, iota=context.eqn.params["dimension"])
+    if name in RULES:
+        return RULES[name](context)
+    if facts_of(context.eqn).reduces:
+        return reduction(context)
+    shape = getattr(context.out.aval, "shape", None) if context.eqn.outvars else None
+    aligned = all(_broadcasts(getattr(atom.aval, "shape", ()), shape) for atom in context.eqn.invars)
+    if aligned and name in ELEMENTWISE:
+        return elementwise(context)
+    return context.unknown() if context.kinds() else context.make(FIXED)
+
+
+def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...] | None) -> bool:
+    if shape == () or shape == result:
+        return True
+    if result is None or len(shape) != len(result):
+        return False
+    return all(size in (1, whole) for size, whole in zip(shape, result, strict=True))
+
+
+def goes_by_row(context: Context) -> bool:
+    """Whether an equation makes each row of its result, and nothing else, of the same row of its operands, if those are
+    rows that there are more of with more rows of the batch."""
+    values: list[Value] = []
+    for operand, value in enumerate(context.values):
+        dims = context.grows(operand)
+        if len(dims) > 1 or any(context.shape(operand)[dim] != context.batch for dim in dims):
+            return False
+        values.append(Value("rows", *dims) if dims else value)
+    made = apply_rule(replace(context, values=values))
+    twins = () if context.twin is None else context.twin.outvars
+    grown = [growing(var, twin) for var, twin in zip(context.eqn.outvars, twins, strict=False)]
+    alone = made.kind == "rows" and not made.couplings and made.layout[1:] == (1, 1)
+    return alone and all(dims == {made.dim} for dims in grown)

@@ -10,10 +10,10 @@ import numpy as np
 
 from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from cjax.jax_compat.jaxprs import name_stack
-from cjax.trace.examples.arithmetic import ELEMENTWISE, elementwise, reduction
+from cjax.trace.examples.arithmetic import ELEMENTWISE, elementwise
 from cjax.trace.examples.method import is_method
 from cjax.trace.examples.own_gradients import judged, operands
-from cjax.trace.examples.rules import RULES
+from cjax.trace.examples.rules import apply_rule, goes_by_row
 from cjax.trace.examples.values import FIXED, LOST, Atom, Context, Place, RowWeight, Value, constant, growing
 from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.identity import equation_key
@@ -240,7 +240,7 @@ class _PairReader:
             return self._with_gradient(context, self.call(context, eqn.params[facts.body]))
         if facts.body:
             return self.call(context, eqn.params[facts.body])
-        value = self._checked(context, _rule(context))
+        value = self._checked(context, apply_rule(context))
         own = value.weight is not None and context.eqn.outvars and value.weight.atom is context.out
         if own and len(eqn.outvars) > 1:
             assert value.weight is not None
@@ -268,14 +268,18 @@ class _PairReader:
 
     def _checked(self, context: Context, value: Value) -> Value:
         """What a rule says of a result, and what no rule may forget."""
-        values = context.values
+        values, eqn = context.values, context.eqn
         if value.kind in ("ratio", "inverse", "rows") and context.is_top and context.name == "div":
             divisor = values[1]
             if value.weight is not None and divisor.weight == value.weight:
-                self.divisions.found.append((context.eqn, value.weight))
+                self.divisions.found.append((eqn, value.weight))
         if value.kind == "fixed":
             return self._checked_fixed(context, value)
-        if context.twin is None:
+        # Beside the rows a dim that is longer with more of them (`broadcast_to(x, (n, n))`): summed over it, a row
+        # would be as large as there are rows.
+        twins = () if context.twin is None else context.twin.outvars
+        grown = set[int]().union(*(growing(a, b) for a, b in zip(eqn.outvars, twins, strict=False)))
+        if context.twin is None or (value.kind == "rows" and grown - {value.dim}):
             value = context.meeting(value)
         if value.kind in ("rows", "sum", "mean", "aggregate") and value.weight is None:
             if any(v.kind == "rows" and v.weight is not None for v in values):
@@ -313,7 +317,7 @@ class _PairReader:
         scales = any(v.power for v in context.values) and not value.power and name not in _POWERS
         # Counted along another dim than the rows' are, as argsort counts, numbers are every row's alike.
         counts_rows = name == "iota" and eqn.params["dimension"] in made
-        if scales or counts_rows or (grows and not goes_by_element and name != "iota"):
+        if scales or counts_rows or (grows and name != "iota" and not goes_by_element and not goes_by_row(context)):
             return replace(value, taints=value.taints | {context.here})
         return value
 
@@ -345,34 +349,11 @@ _BY_ELEMENT = (
 _POWERS = having("adds") | having("joins") | named("sub mul div select_n neg reduce_sum dot_general")
 
 
-def _rule(context: Context) -> Value:
-    name = context.name
-    if name == "iota":
-        return replace(FIXED, iota=context.eqn.params["dimension"])
-    if name in RULES:
-        return RULES[name](context)
-    if facts_of(context.eqn).reduces:
-        return reduction(context)
-    shape = getattr(context.out.aval, "shape", None) if context.eqn.outvars else None
-    aligned = all(_broadcasts(getattr(atom.aval, "shape", ()), shape) for atom in context.eqn.invars)
-    if aligned and name in ELEMENTWISE:
-        return elementwise(context)
-    return context.unknown() if context.kinds() else context.make(FIXED)
-
-
 def _noted(context: Context, value: Value) -> Value:
     """A value that comes about otherwise with another number of rows."""
     if value.kind == "fixed":
         return replace(value, taints=value.taints | {context.here})
     return context.meeting(value)
-
-
-def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...] | None) -> bool:
-    if shape == () or shape == result:
-        return True
-    if result is None or len(shape) != len(result):
-        return False
-    return all(size in (1, whole) for size, whole in zip(shape, result, strict=True))
 
 
 def _outside(context: Context, value: Value, jaxpr: Jaxpr) -> Value:

@@ -218,7 +218,30 @@ def combined(loss, data):
     return total / (denominator(lifted, weight) if lifted.kind == "ratio" else weight)
 
 
-MEANS = [mse, indexed, per_example_then_mean, flattened, time_major, accumulated_over_chunks, vmapped, in_remat]
+def along_one_input(p, b):
+    """The derivative along one input, as of physics: its direction is made for the rows that are there."""
+    direction = jnp.zeros_like(b["x"]).at[:, 0].set(1.0)
+    _, slope = jax.jvp(lambda x: jnp.tanh(x @ p["v"]), (b["x"],), (direction,))
+    return (slope**2).mean()
+
+
+def written_beside_the_rows(p, b):
+    marks = jnp.ones_like(b["x"]).at[:, jnp.array([1, 3])].multiply(2.0)[:, :4]
+    return ((marks * b["x"][:, :4]) @ p["v"]).mean()
+
+
+MEANS = [
+    mse,
+    indexed,
+    along_one_input,
+    written_beside_the_rows,
+    per_example_then_mean,
+    flattened,
+    time_major,
+    accumulated_over_chunks,
+    vmapped,
+    in_remat,
+]
 MEANS += [two_views, scaled_by_a_scalar, weighted_ones, mean_of_sums, sum_then_mean, by_rank_within_a_row]
 RATIOS = [masked_by_where, masked_and_guarded, masked_with_epsilon, normalised_weights, where_guard, ratio_and_decay]
 RATIOS += [hidden_by_rank_within_a_row]
@@ -338,6 +361,32 @@ def moved_by_an_index(p, b):
     return (pooled(p, b) * b["target"][rows]).mean()
 
 
+def shifted_by_padding(p, b):
+    return ((pooled(p, b) - jax.lax.pad(b["target"], np.float32(0), [(1, -1, 0)])) ** 2).mean()
+
+
+def chosen_by_row_number(p, b):
+    rows = jnp.arange(len(b["target"]))
+    return logits(p, b)[rows, 0, rows % 3].mean()
+
+
+def on_the_diagonal(p, b):
+    rows = jnp.arange(len(b["target"]))
+    return jnp.tile(logits(p, b)[:, 0], (1, 2))[rows, rows].mean()
+
+
+def chosen_by_a_table_of_the_first_rows(p, b):
+    return logits(p, b)[jnp.arange(len(b["target"])), 0, jnp.array([2, 0, 1, 1, 0, 2, 0, 1])[: len(b["target"])]].mean()
+
+
+def as_often_as_there_are_rows(p, b):
+    return jnp.broadcast_to(pooled(p, b), (len(b["target"]), len(b["target"]))).sum(0).mean()
+
+
+def first_row_marked(p, b):
+    return (pooled(p, b) * jnp.zeros_like(b["target"]).at[0].set(1.0)).mean()
+
+
 def weights_cumulated(p, b):
     shares = cross_entropies(p, b) * b["mask"] / b["mask"].sum()
     return jnp.cumsum(shares, 1).mean()
@@ -345,7 +394,8 @@ def weights_cumulated(p, b):
 
 MEETING = [rolled, flipped, ranked, cumulated, against_the_first, variance, by_row_number, by_row_numbers_made_before]
 MEETING += [by_row_numbers_added_up, divided_by_heart, scaled_by_the_number_of_rows, unbiased, advantages]
-MEETING += [moved_by_an_index, weights_cumulated, statistics, balanced]
+MEETING += [moved_by_an_index, weights_cumulated, statistics, balanced, shifted_by_padding, chosen_by_row_number]
+MEETING += [on_the_diagonal, chosen_by_a_table_of_the_first_rows, as_often_as_there_are_rows, first_row_marked]
 
 
 @pytest.mark.parametrize("loss", MEETING, ids=lambda loss: loss.__name__)
