@@ -4,9 +4,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import jax.numpy as jnp
+import numpy as np
+
 from cjax.jax_compat.core import Equation
-from cjax.trace.examples.values import FIXED, Atom, Context, Place, RowWeight, Value, power_of
-from cjax.trace.jaxpr.primitives import facts_of, having, named
+from cjax.trace.examples.values import FIXED, LOST, Atom, Context, Place, RowWeight, Value, power_of
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
 
 _SAME = having("same")
 # A sum of transformed examples is the transformed sum.
@@ -15,6 +18,7 @@ _LINEAR_UNARY = _SAME | named("neg real imag conj")
 # One result element for each element of the operands. Of anything else shapes that agree say nothing. The same numbers
 # elsewhere on the devices are such too, where the operand is one; so are draws, each of its own element's parameters.
 ELEMENTWISE = having("elementwise") | _SAME | named("random_gamma")
+_CASTS = named("convert_element_type")
 _CONSTANT: dict[str, Callable[..., float]] = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
@@ -26,6 +30,34 @@ _CONSTANT: dict[str, Callable[..., float]] = {
     "sqrt": lambda x: math.sqrt(x) if x >= 0 else math.nan,
 }
 _TINY = 1e-30
+
+
+def _cuts(eqn: Equation) -> bool:
+    """Whether an equation makes whole numbers of what may be none, or numbers of a few bits."""
+    old, new = (getattr(atom.aval, "dtype", np.dtype(bool)) for atom in (eqn.invars[0], eqn.outvars[0]))
+    if not isinstance(old, np.dtype) or not isinstance(new, np.dtype):
+        return False  # keys
+    whole = not jnp.issubdtype(new, jnp.inexact)
+    if name_of(eqn) == "div":
+        return whole
+    if not facts_of(eqn).rounds or old.kind == "b":
+        return False
+    is_small = new.itemsize < (4 if whole else 2)
+    return name_of(eqn) not in _CASTS or is_small or (whole and jnp.issubdtype(old, jnp.inexact))
+
+
+def cut_to_whole(context: Context, value: Value) -> Value:
+    """`value`, unless its equation makes whole numbers of what grows with the rows: parts' do not add up to the
+    whole's."""
+    if not context.eqn.invars or not context.eqn.outvars or not _cuts(context.eqn):
+        return value
+    if value.kind == "fixed":
+        grows = any(v.power for v in context.values)
+        return context.make(FIXED, taints=frozenset({context.here}) if grows else frozenset(), iota=value.iota)
+    if value.kind == "rows":
+        grow = any(v.power or v.weight for v in context.values)
+        return context.meeting(replace(value, power=0, weight=None)) if grow else value
+    return value if value.kind in LOST else context.aggregate()
 
 
 def elementwise(context: Context) -> Value:
@@ -303,7 +335,8 @@ def _where_zero(context: Context) -> Value:
         return context.aggregate()
     if otherwise.kind not in ("sum", "mean") or test.weight != weight:
         return context.aggregate()
-    return context.make(otherwise, kind="weight", weight=replace(weight, zero=when_zero.const))
+    below = test.test in ("le", "gt")
+    return context.make(otherwise, kind="weight", weight=replace(weight, zero=when_zero.const, below=below))
 
 
 def _floored(context: Context) -> Value:
@@ -313,7 +346,8 @@ def _floored(context: Context) -> Value:
     sums = [value for value in context.values if value.kind in ("sum", "mean")]
     constants = [value.const for value in context.values if value.kind == "fixed"]
     weight = _as_weight(sums[0]) if len(sums) == 1 else None
-    if weight is None or weight.is_guarded or not constants or constants[0] is None:
+    # Below zero it is no guard, which would keep the sum from zero.
+    if weight is None or weight.is_guarded or not constants or constants[0] is None or constants[0] < 0:
         return context.aggregate()
     return context.make(sums[0], kind="weight", weight=replace(weight, floor=max(constants[0], _TINY)))
 

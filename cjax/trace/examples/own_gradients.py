@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from cjax.trace.examples.values import FIXED, Context, Place, Value
+from cjax.trace.examples.values import FIXED, LOST, Context, Place, Value
 
 # How the gradient of a row goes with the number of rows, by what the function makes of them.
 _POWER = {"rows": 0, "sum": 0, "mean": -1}
@@ -13,8 +13,9 @@ _POWER = {"rows": 0, "sum": 0, "mean": -1}
 
 def operands(context: Context, results: Sequence[Value]) -> list[Value]:
     """What is known of the inputs of `backward`: operands, and gradients of results, each row its own."""
-    plain = [_plain(value) for value in context.values]
-    return [*plain, *(_plain(value) for value in results)]
+    alone = not any(value.kind == "rows" for value in context.values)
+    made = [context.aggregate() if alone and value.kind != "fixed" else _plain(value) for value in context.values]
+    return [*made, *(_plain(value) for value in results)]
 
 
 def _plain(value: Value) -> Value:
@@ -26,19 +27,23 @@ def judged(
 ) -> list[Value]:
     """`results`, with a note if their gradients are not those of so many examples each on its own, or do not scale."""
     kinds = {value.kind for value in results}
-    if not kinds <= set(_POWER) or grads is None:
-        return list(results)  # refused anyway, or without gradients
-    # Of a sum over examples the gradient of one does not depend on how many there are, of a mean it is 1 / n of it. A
-    # gradient by hand that says otherwise (a factor of n of its own, a mean of the batch) is right on the batch that
-    # its author had in mind, and wrong by that factor on each part, while the loss looks as it should.
-    power = {_POWER[kind] for kind in kinds}
-    atoms = context.eqn.invars
-    pairs = zip(context.values, atoms, strict=True)
-    floats = [value for value, atom in pairs if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
-    # One that ignores what it is handed is as many times too small as the loss is cut into parts.
-    grow = all(fine or _is_zero(grad) for fine, grad in zip(scaled, grads, strict=True))
-    pairs = zip(floats, grads, strict=True)
-    if grow and len(power) == 1 and all(_is_right(value, grad, next(iter(power))) for value, grad in pairs):
+    if grads is None or not kinds.isdisjoint(("aggregate", *LOST)):
+        return list(results)  # without gradients, or refused anyway
+    # One that ignores what it is handed is as many times too small as the loss is cut into parts; one that clips it
+    # clips each part's.
+    right = all(fine or _is_zero(grad) for fine, grad in zip(scaled, grads, strict=True))
+    if any(value.kind == "rows" for value in context.values):
+        # Of a sum over examples the gradient of one does not depend on how many there are, of a mean it is 1 / n of it.
+        # A gradient by hand that says otherwise (a factor of n of its own, a mean of the batch) is right on the batch
+        # that its author had in mind, and wrong by that factor on each part, while the loss looks as it should.
+        power = {_POWER.get(kind) for kind in kinds}
+        pairs = zip(context.values, context.eqn.invars, strict=True)
+        floats = [value for value, atom in pairs if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
+        pairs = zip(floats, grads, strict=True)
+        right = right and len(power) == 1 and all(_is_right(value, grad, next(iter(power))) for value, grad in pairs)
+    else:  # of weights alone, or of what was made of all examples, of which each part has another
+        right = right and all(grad.kind == "fixed" for grad in grads)
+    if right:
         return list(results)
     note = Place(f"{context.where}, whose gradient is its author's own")
     return [replace(value, couplings=value.couplings | {note}) for value in results]

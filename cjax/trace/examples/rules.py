@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jax import lax
 
-from cjax.trace.examples.arithmetic import ELEMENTWISE, elementwise, reduction
+from cjax.trace.examples.arithmetic import ELEMENTWISE, cut_to_whole, elementwise, reduction
 from cjax.trace.examples.values import FIXED, Context, RowWeight, Value, growing
 from cjax.trace.jaxpr.primitives import facts_of, having, named
 
@@ -59,7 +59,8 @@ def moved(destination: Callable[[Context, int], int | None]) -> Callable[[Contex
             return context.unknown()
         if value.kind != "rows":
             iota = None if value.iota is None else destination(context, value.iota)
-            if value.kind != "fixed" and len(context.values) > 1 and context.name == "pad":
+            # A determinant of a mean is no mean of determinants.
+            if value.kind != "fixed" and (context.name in _NOT_LINEAR or context.name == "pad"):
                 return context.aggregate()
             return _not_rows(context, iota)
         dim = destination(context, value.dim)
@@ -456,7 +457,7 @@ def apply_rule(context: Context) -> Value:
     shape = getattr(context.out.aval, "shape", None) if context.eqn.outvars else None
     aligned = all(_broadcasts(getattr(atom.aval, "shape", ()), shape) for atom in context.eqn.invars)
     if aligned and name in ELEMENTWISE:
-        return elementwise(context)
+        return cut_to_whole(context, elementwise(context))
     return context.unknown() if context.kinds() else context.make(FIXED)
 
 
@@ -476,7 +477,7 @@ def goes_by_row(context: Context) -> bool:
         dims = context.grows(operand)
         if len(dims) > 1 or any(context.shape(operand)[dim] != context.batch for dim in dims):
             return False
-        values.append(Value("rows", *dims) if dims else value)
+        values.append(Value("rows", min(dims)) if dims else value)
     made = apply_rule(replace(context, values=values))
     twins = () if context.twin is None else context.twin.outvars
     grown = [growing(var, twin) for var, twin in zip(context.eqn.outvars, twins, strict=False)]

@@ -27,7 +27,7 @@ class Place:
 @dataclass(frozen=True)
 class RowWeight:
     """A denominator `max(atom, floor) + offset`, where `atom` is a sum, or mean, over examples; `zero`, if given, where
-    the atom is zero."""
+    the atom is zero, or also `below` it."""
 
     atom: Atom
     # Guards are kept apart from the atom, for they do not add up: max(count, 1) of the batch is not the sum of
@@ -35,6 +35,7 @@ class RowWeight:
     floor: float = 0.0
     offset: float = 0.0
     zero: float | None = None
+    below: bool = False
     is_mean: bool = False
 
     @property
@@ -66,6 +67,7 @@ class Value:
     outer: int = 1
     inner: int = 1
     trained: bool = False  # depends on trained parameters
+    varies: bool = False  # depends on what is another for each micro-batch: the key, its number, the model's state
     const: float | None = None  # every element is this number
     twin: float | None = None
     power: int = 0  # of fixed and rows
@@ -144,7 +146,9 @@ class Context:
     def make(self, value: Value, ignoring: tuple[int, ...] = (), **changes: object) -> Value:
         """`value` with `changes`, and with what all operands hand on; those `ignoring` were used as indices alone, each
         row its own."""
-        value = replace(value, trained=value.trained or any(v.trained for v in self.values), **changes)
+        trained = value.trained or any(v.trained for v in self.values)
+        varies = value.varies or any(v.varies for v in self.values)
+        value = replace(value, trained=trained, varies=varies, **changes)
         # Notes follow every value that is made of these: a rule that could lose one on the way to the loss would let a
         # wrong number through.
         couplings = value.couplings.union(*(v.couplings for v in self.values))
@@ -235,8 +239,8 @@ def constant(value: ArrayLike, other: ArrayLike | None, ratio: float, here: Plac
     """What is known of a constant and its twin (None: it has none)."""
     a, b = _plain(value), _plain(other)
     if a is None:
-        # Keys and complex constants have no power to find, but they may differ; one that does was made for a number of
-        # rows.
+        # Keys and numbers that are not real have no power to find, but they may differ; one that does was made for a
+        # number of rows.
         alike = other is None or (b is None and _alike(value, other))
         return FIXED if alike else replace(FIXED, taints=frozenset({here}))
     first = None if a.size == 0 or (a != a.flat[0]).any() else float(a.flat[0])
@@ -263,7 +267,7 @@ def _plain(value: ArrayLike | None) -> np.ndarray | None:
         return None
     array = np.asarray(value)
     if array.dtype.kind == "c":
-        return None
+        return array.real if not array.imag.any() else None
     if array.dtype.kind not in "iufb":  # bfloat16 and its kin among them
         try:
             array = array.astype(np.float32)

@@ -99,7 +99,9 @@ def follow(
         if position in batch_invars and var.aval.shape:
             values.append(Value("rows"))
         else:
-            values.append(replace(FIXED, trained=position < num_params_invars))
+            # What else there is: the model's state, and behind the batch the key and the micro-batch's number.
+            varies = position not in batch_invars and position >= num_params_invars
+            values.append(replace(FIXED, trained=position < num_params_invars, varies=varies))
     twin, method = Twins(closed, other), is_method(jaxpr, batch_invars)
     reader = _PairReader(twin, batch, batch / others, shares or {}, divisions or Divisions(), by_method=method)
     twins = other.jaxpr.outvars
@@ -249,7 +251,8 @@ class _PairReader:
 
     def _with_gradient(self, context: Context, results: list[Value]) -> list[Value]:
         """The results of an equation with a derivative of its own, which is read as the loss is."""
-        if self.is_gradient or context.twin is None or not any(value.kind == "rows" for value in context.values):
+        # Of what is neither trained nor made of examples there is no gradient.
+        if self.is_gradient or context.twin is None or not any(v.trained or v.kind != "fixed" for v in context.values):
             return results
         eqn = context.eqn
         atoms = [*eqn.invars, *context.twin.invars]
@@ -275,12 +278,16 @@ class _PairReader:
                 self.divisions.found.append((eqn, value.weight))
         if value.kind == "fixed":
             return self._checked_fixed(context, value)
-        # Beside the rows a dim that is longer with more of them (`broadcast_to(x, (n, n))`): summed over it, a row
-        # would be as large as there are rows.
-        twins = () if context.twin is None else context.twin.outvars
-        grown = set[int]().union(*(growing(a, b) for a, b in zip(eqn.outvars, twins, strict=False)))
-        if context.twin is None or (value.kind == "rows" and grown - {value.dim}):
+        if context.twin is None:
             value = context.meeting(value)
+        elif value.kind == "rows":
+            grown = [growing(a, b) for a, b in zip(eqn.outvars, context.twin.outvars, strict=True)]
+            # As long as there are rows by chance: `x.reshape(4, -1)` of micro-batches of four.
+            if any(value.dim not in dims for dims in grown):
+                return context.unknown()
+            # Beside the rows a dim that is longer with more of them (`broadcast_to(x, (n, n))`): summed over it, a row
+            # would be as large as there are rows.
+            value = context.meeting(value) if any(dims - {value.dim} for dims in grown) else value
         if value.kind in ("rows", "sum", "mean", "aggregate") and value.weight is None:
             if any(v.kind == "rows" and v.weight is not None for v in values):
                 value = context.meeting(value)
@@ -304,8 +311,10 @@ class _PairReader:
         made = set().union(*(growing(a, b) for a, b in zip(eqn.outvars, twin.outvars, strict=True)))
         grows = bool(made) or any(map(context.grows, range(len(context.values))))
         # Noise for each row is each row's own: micro-batches draw other numbers than the batch would, from the same
-        # distribution, as dropout does.
+        # distribution, as dropout does. Of a key that the author made, all of them would draw the same.
         if name == "random_bits" and made and value.kind == "fixed":
+            if not value.varies:
+                return replace(value, taints=value.taints | {context.here})
             dim = min(made)
             if len(made) == 1 and context.out.aval.shape[dim] == self.batch:
                 return replace(context.make(Value("rows", dim)), trained=value.trained)

@@ -19,7 +19,7 @@ from cjax.trace.examples.values import RowWeight, Value
 from cjax.trace.examples.verdict import APART, Divisions, Lifted, follow, verdict
 from cjax.trace.jaxpr.primitives import facts_of, name_of
 from cjax.trace.jaxpr.twins import Twins
-from cjax.trace.microbatches.mirror import Unlike, counterparts
+from cjax.trace.microbatches.mirror import Unlike, check_growth, counterparts
 from cjax.trace.reading import Leaf, Shared, Trace
 from cjax.tree import leaf_names
 
@@ -50,8 +50,9 @@ def lift(trace: Trace, again: Again, num_rows: int, shares: bool = False, apart:
     # Of one row JAX leaves out broadcasts and sums over it, so that a sum over examples does not show. Two rows are
     # read in its place, and what was found there is carried over.
     if rows == 1:
-        two = replace(trace, closed=again(2))
-        return _lift_one(trace, two, _lift(two, again(max(4, num_rows)), shares, apart))
+        two, num = replace(trace, closed=again(2)), max(4, num_rows)
+        many = again(num)
+        return _lift_one(trace, two, _lift(two, many, shares, apart), None if apart else (many, num))
     return _lift(trace, again(num_rows if num_rows > rows else 2 * rows), shares, apart)
 
 
@@ -243,9 +244,12 @@ def share_alike(trace: Trace, like: Trace) -> Trace:
     return _with_inputs(trace, replace(like.shared, before=trace.closed, divisors=divisors))
 
 
-def _lift_one(trace: Trace, two: Trace, lifted: Trace) -> Trace:
-    """`trace`, of one row, lifted as that of two rows is."""
+def _lift_one(trace: Trace, two: Trace, lifted: Trace, more: tuple[ClosedJaxpr, int] | None) -> Trace:
+    """`trace`, of one row, lifted as that of two rows is, if it does the same; `more` is one of so many rows."""
     try:
+        if more is not None:
+            many, num = more
+            check_growth(trace.closed.jaxpr, two.closed.jaxpr, many.jaxpr, num)
         if lifted.shared is not None:
             alone = replace(lifted.shared, closed=_weights_alone_of(trace, lifted))
             made = share_alike(trace, replace(lifted, shared=alone))
@@ -372,5 +376,5 @@ def guarded(weight: RowWeight, value: jax.Array) -> jax.Array:
     """A weight of the whole batch as the loss divides by it."""
     divisor = jnp.maximum(value, weight.floor) if weight.floor else value
     if weight.zero is not None:
-        divisor = jnp.where(value == 0, weight.zero, divisor)
+        divisor = jnp.where(value <= 0 if weight.below else value == 0, weight.zero, divisor)
     return divisor + weight.offset

@@ -6,8 +6,10 @@ that the two differ in nothing but the number of rows; where they differ in more
 """
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,7 @@ from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.dims.find import Scope
 from cjax.trace.dims.refine_rules import shape_of
 from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
-from cjax.trace.jaxpr.view import open_bodies, variable_of
+from cjax.trace.jaxpr.view import every_equation, open_bodies, variable_of
 from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.reading import Trace
 
@@ -334,6 +336,23 @@ def counterparts(wanted: Sequence[Atom], jaxpr: Jaxpr, other: Jaxpr) -> list[Ato
     if not all(var in found for var in wanted):
         raise Unlike("the weight of the loss is made otherwise for one row")
     return [found[var] for var in wanted]
+
+
+def check_growth(one: Jaxpr, two: Jaxpr, many: Jaxpr, num: int) -> None:
+    """That a loss does with one row what it does with two and with `num`: the same operations, on sizes that follow.
+
+    Raises:
+      Unlike: an operation is left out, or works on another dim (`x.squeeze().mean(0)`).
+    """
+    lists = [[eqn for eqn in every_equation(jaxpr) if name_of(eqn) not in _REARRANGES] for jaxpr in (one, two, many)]
+    for eqns in zip_longest(*lists):
+        found = next(eqn for eqn in eqns if eqn is not None)
+        if len({None if eqn is None else name_of(eqn) for eqn in eqns}) > 1:
+            raise Unlike(f"{_where(found)} is not there for every number of rows")
+        for outs in zip(*(eqn.outvars for eqn in eqns), strict=True):
+            first, second, last = (math.prod(shape_of(out)) for out in outs)
+            if not any((second, last) == (first * 2**p, first * num**p) for p in (0, 1, 2)):
+                raise Unlike(f"{_where(found)} makes {first} numbers of one row, {second} of two and {last} of {num}")
 
 
 def _same_array(a: ArrayLike, b: ArrayLike) -> bool:

@@ -55,3 +55,47 @@ def test_what_has_no_gradient_is_right() -> None:
 )
 def test_what_parts_would_change(backward: Backward) -> None:
     assert is_refused(backward)
+
+
+@jax.custom_vjp
+def clipped(x: jax.Array) -> jax.Array:
+    """JAX's own example: what comes back is clipped."""
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+@jax.custom_vjp
+def halved(x: jax.Array) -> jax.Array:
+    return x
+
+
+halved.defvjp(lambda x: (x, None), lambda _, g: (g / 2,))
+
+
+@jax.custom_vjp
+def by_itself(x: jax.Array) -> jax.Array:
+    return x
+
+
+by_itself.defvjp(lambda x: (x, x), lambda x, g: (g * x,))
+
+
+@pytest.mark.parametrize(
+    "loss, refused",
+    [
+        (lambda w, x: jnp.tanh(clipped(w) * x).mean(), True),  # parts' gradients are clipped, not their sum
+        (lambda w, x: clipped(jnp.tanh(w * x).sum()) / x.size, True),
+        (lambda w, x: jnp.tanh(halved(w) * x).mean(), False),
+        (lambda w, x: halved(jnp.tanh(w * x).sum()) / x.size, False),
+        (lambda w, x: by_itself(jnp.tanh(w * x).mean()), True),  # of the part's own mean
+        (lambda w, x: jnp.tanh(by_itself(w) * x).mean(), False),
+    ],
+    ids=["clipped weight", "clipped sum", "halved weight", "halved sum", "mean by itself", "weight by itself"],
+)
+def test_where_no_operand_has_rows(loss: Callable[[jax.Array, jax.Array], jax.Array], refused: bool) -> None:
+    shapes = [[jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3,), (rows, 3))] for rows in (8, 4)]
+    lifted = lift_mean(*(simplify(jax.make_jaxpr(loss)(*given)) for given in shapes), {1}, 1)
+    assert lifted.refused is refused, lifted.reason
+    assert not refused or "its author's own" in lifted.reason
