@@ -17,7 +17,7 @@ from jax import lax
 from cjax.jax_compat.core import Equation
 from cjax.sharding.attention.random import draw_block
 from cjax.trace.attention.find import Attention
-from cjax.trace.attention.labels import MOVES, Labels, Node
+from cjax.trace.attention.labels import Labels, Node, is_form
 from cjax.trace.emit.emit import bind, number
 from cjax.trace.jaxpr.evaluate import Step, bind_as_is, demanded, evaluate
 from cjax.trace.jaxpr.groups import Changed
@@ -165,7 +165,7 @@ class KeyBlock:
         # The sum itself in most models, in another shape. Where more was done to it, a guard against zero say, that is
         # done to the finished sum, in the author's dtype.
         node: Any = attention.divisor
-        while node in attention.steps and name_of(attention.steps[node][0]) in MOVES:
+        while node in attention.steps and is_form(attention.steps[node][0]):
             node = attention.steps[node][1][0]
         if node == attention.total:
             return sums

@@ -26,7 +26,7 @@ from cjax.sharding.storage.storage import axes_of_entry, filled_up
 from cjax.trace.attention.bounds import bounds
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
-from cjax.trace.attention.positions import EquationList, attention_groups, evaluated
+from cjax.trace.attention.positions import EquationList, attention_groups, evaluated, in_parts
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.along import along, goes_by_elements, is_made_by_number, summed
 from cjax.trace.jaxpr.groups import Group
@@ -380,7 +380,9 @@ class Priced:
 
 @once
 def _attentions(trace: Trace) -> Bodies:
-    return [(body, attention_groups(trace, body.eqns, body.results, body.scope)) for body in evaluated(trace)]
+    bodies = list(evaluated(trace))
+    found = [attention_groups(trace, body.eqns, body.results, body.scope) for body in bodies]
+    return [(body, in_parts(trace, groups, body.scope)) for body, groups in zip(bodies, found, strict=True)]
 
 
 def _is_split(layout: Layout, c: int) -> bool:

@@ -42,7 +42,7 @@ from cjax.sharding.products.ragged import is_by_rows, multiply_rows
 from cjax.sharding.products.region import raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.attention.find import Attention
-from cjax.trace.attention.positions import attention_groups
+from cjax.trace.attention.positions import attention_groups, in_parts
 from cjax.trace.dims.find import Scope
 from cjax.trace.emit.emit import Hooks, bind, number
 from cjax.trace.emit.precision import LOWS, MATMULS, Lowering, rounded_leaves
@@ -328,7 +328,8 @@ class Placer(Hooks):
         groups = self._products.find(eqns, results, scope)
         if self._sequence.size > 1 or self._kernel is not None:
             found = attention_groups(self._trace, eqns, results, scope)
-            groups += found if self._sequence.size > 1 else fused_groups([group.of for group in found])
+            apart = self._sequence.size > 1
+            groups += in_parts(self._trace, found, scope) if apart else fused_groups([group.of for group in found])
         groups = [*groups, *self._late.find(eqns, results, scope, groups)]
         groups = [*groups, *self._joint.find(eqns, results, scope, groups)]
         return [*groups, *self._merged.find(eqns, results, scope, groups)]

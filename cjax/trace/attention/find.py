@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.jax_compat.jaxprs import name_stack
-from cjax.trace.attention.labels import MOVES, Labels, Node, incoming
+from cjax.trace.attention.labels import Labels, Node, incoming, is_form
 from cjax.trace.attention.walk import Index, Miss, Other, Walk
 from cjax.trace.jaxpr.groups import Group, make_group
 from cjax.trace.jaxpr.primitives import name_of
@@ -182,9 +182,15 @@ class _Builder:
         nodes["divisor"] = Node(by_name["divisor"], tuple(of if of != (by_name["key"],) else () for of in divisor))
         # By blocks, exponents are taken relative to a maximum of our own, a factor that cancels between numerator and
         # sum. With something added to the sum (exp(x) / (1 + sum)) it cancels only if the author took the maximum off,
-        # too.
-        if not walk.takes_maximum and not self._is_total(nodes["divisor"], nodes["total"]):
-            raise Miss("its divisor is more than the sum of its exponentials, from which no maximum was taken off")
+        # too, and not in gradients, where the author's maximum has one.
+        if not self._is_total(nodes["divisor"], nodes["total"]):
+            if not walk.takes_maximum:
+                raise Miss("its divisor is more than the sum of its exponentials, from which no maximum was taken off")
+            if not walk.stops_maximum:
+                raise Miss(
+                    "its divisor is not the sum of its exponentials alone, gradient and all, and the maximum that was "
+                    "taken off has a gradient, which jax.lax.stop_gradient around it would stop"
+                )
         # Four chains, each from one of these to the next: scores to logits, exponentials to what is summed and what is
         # divided, the sum to its divisor, the weights to what is multiplied with values. Only the first may be any
         # function.
@@ -296,7 +302,7 @@ class _Builder:
     def _is_total(self, divisor: Node, total: Node) -> bool:
         """Whether a divisor is nothing but the sums."""
         var = divisor.var
-        while var is not total.var and name_of(self.walk.trace.writer[var]) in MOVES:
+        while var is not total.var and is_form(self.walk.trace.writer[var]):
             var = variable_of(self.walk.trace.writer[var], 0)
         return var is total.var
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from cjax.jax_compat.core import Atom, Equation, Literal
 from cjax.trace.attention.find import Attention
-from cjax.trace.attention.labels import MOVES, Labels, Node
+from cjax.trace.attention.labels import MOVES, Labels, Node, is_form
 from cjax.trace.jaxpr.evaluate import Step, demanded, evaluate
 from cjax.trace.jaxpr.primitives import facts_of, name_of
 from cjax.trace.jaxpr.view import literal_of
@@ -101,7 +101,7 @@ class _FormReader:
         """What a node is a mere form of."""
         while node in self.attention.steps:
             eqn, read = self.attention.steps[node]
-            if name_of(eqn) not in MOVES or read[0] is None or node == self.attention.scores:
+            if not is_form(eqn) or read[0] is None or node == self.attention.scores:
                 break
             node = read[0]
         return node

@@ -9,8 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from cjax.jax_compat.core import Equation, Var
-from cjax.trace.jaxpr.primitives import goes_by_element, having, name_of, named
+from cjax.trace.jaxpr.primitives import facts_of, goes_by_element, having, name_of, named
 
 Labels = tuple[tuple[int, ...], ...]
 
@@ -26,6 +28,15 @@ MOVES = having("view")
 # On a block these are made for the global places of its elements, so that each position counts, and is dropped, as in
 # the whole.
 MAKES = named("iota random_bits")  # out of nothing but its shape (and a key)
+
+
+def is_form(eqn: Equation) -> bool:
+    """Whether a result is its operand in another form, and so are their gradients: none is stopped, or cut to whole
+    numbers."""
+    if name_of(eqn) not in MOVES or facts_of(eqn).stops:
+        return False
+    old, new = (jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in (eqn.invars[0], eqn.outvars[0]))
+    return new or not old
 
 
 def outgoing(eqn: Equation, ins: Mapping[int, Labels], sizes: Mapping[int, int]) -> Labels | None:

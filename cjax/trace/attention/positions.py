@@ -37,6 +37,22 @@ def attention_groups(
     return [Group(a.group.eqns, a.group.ins, a.group.outs, a) for a in attentions]
 
 
+def in_parts(trace: Trace, attentions: Sequence[Group[Attention]], scope: Scope) -> list[Group[Attention]]:
+    """Those attentions whose positions are split where those of the trace are.
+
+    Queries in blocks that see no others (local attention) have two dims of positions, and an axis splits the blocks:
+    each device has some of them whole, as it has rows of a batch.
+    """
+    places = positions(trace)[0]
+
+    def is_whole(attention: Attention) -> bool:
+        var = attention.query.var
+        dims = zip(trace.dims.of(var, scope), attention.dims_of(var), strict=True)
+        return any(c in places and role != "query" for c, role in dims)
+
+    return [group for group in attentions if not is_whole(group.of)]
+
+
 class EquationList(NamedTuple):
     """Equations that are evaluated as a list, what is read behind them, and how often that is."""
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from cjax.jax_compat.core import Atom, Equation, Literal, Var
@@ -178,6 +179,15 @@ class Walk:
             self._keeps_maximum(eqn) for eqn in self.spine if self.kinds.get(eqn.outvars[0]) == "max"
         )
 
+    @property
+    def stops_maximum(self) -> bool:
+        """Whether no gradient comes through the maximum."""
+        var, kinds = self.by_name["masked"], self.kinds
+        while not facts_of(self.trace.writer[var]).stops and name_of(self.trace.writer[var]) in MOVES:
+            var = variable_of(self.trace.writer[var], 0)
+        above = facts_of(self.trace.writer[var]).stops
+        return above or any(facts_of(eqn).stops for eqn in self.spine if kinds.get(eqn.outvars[0]) == "max")
+
     def _keeps_maximum(self, eqn: Equation) -> bool:
         """Whether a maximum, or 0 in its place, comes out of this equation."""
         name = name_of(eqn)
@@ -214,5 +224,5 @@ class Walk:
         if name == "select_n":
             others = [v for i, v in enumerate(eqn.invars) if i and i not in ins]
             linear = len(ins) == 1 and 0 not in ins and all(map(self.trace.is_zero, others))
-        if not linear:
+        if not linear or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
             raise self._unlike(name)

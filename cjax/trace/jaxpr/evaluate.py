@@ -10,10 +10,13 @@ from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Se
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Literal, Params, Var
 from cjax.jax_compat.jaxprs import new_var
+from cjax.trace.jaxpr.primitives import facts_of
 
 Item = TypeVar("Item")  # what is evaluated: an equation, a group of them, a part of a loop
 Key = TypeVar("Key", bound=Hashable)  # what values are kept under: a variable, or a variable and its labels
@@ -97,6 +100,8 @@ def demanded(key: Key, made: Made[Key, Item], known: Container[Key]) -> list[Ste
 def bind_as_is(eqn: Equation, ins: Sequence[ArrayLike], params: Params | None = None) -> list[jax.Array]:
     """The results of one equation as JAX computes them, or with other parameters. See also `cjax.trace.emit.emit.bind`,
     for what a derivative is taken of."""
+    # Constants of a trace are NumPy's; an author's derivative may index what it kept of them by a traced number.
+    ins = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in ins] if facts_of(eqn).own_derivative else ins
     out = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params if params is None else params))
     return list(out) if eqn.primitive.multiple_results else [out]
 

@@ -160,6 +160,24 @@ def test_what_is_no_attention() -> None:
     found, (reason,) = found_in(added, Q, Q, Q)
     assert not found and "no maximum" in reason
 
+    def by_divisor(divisor: Any, stops: bool) -> Any:
+        def function(q: Any, k: Any, v: Any) -> Any:
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+            most = scores.max(-1, keepdims=True)
+            exps = jnp.exp(scores - (jax.lax.stop_gradient(most) if stops else most))
+            return jnp.einsum("bhqk,bkhd->bqhd", exps / divisor(exps.sum(-1, keepdims=True)), v)
+
+        return function
+
+    # The author's gradient through the maximum does not cancel there, and by blocks there is none.
+    for divisor in (lambda x: 1 + x, lambda x: x + 1e-3, jnp.sqrt, jax.lax.stop_gradient):
+        found, (reason,) = found_in(by_divisor(divisor, False), Q, Q, Q)
+        assert not found and "jax.lax.stop_gradient around it" in reason
+        (_,), reasons = found_in(by_divisor(divisor, True), Q, Q, Q)
+        assert not reasons
+    (_,), reasons = found_in(by_divisor(lambda x: x, False), Q, Q, Q)
+    assert not reasons
+
     def squared(q: Any, k: Any, v: Any) -> Any:
         return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)) ** 2, v)
 

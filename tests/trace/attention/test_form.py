@@ -197,6 +197,7 @@ def test_layers_of_flax() -> None:
         (lambda s: jnp.tanh(s), "go through `tanh`"),
         (lambda s: 1 / (s * s + 1), "go through"),
         (lambda s: s * s, "go through"),
+        (lambda s: jax.lax.stop_gradient(s), "go through `stop_gradient`"),
         (lambda s: s + 1, "a number is added"),
         (lambda s: s * BIAS, "is not (one number|known)"),
         (lambda s: jnp.where(jnp.asarray(SEEN)[:, None, None], s, -3.0), "replaced by numbers that count"),
@@ -214,13 +215,13 @@ def test_softmaxes_that_kernels_do_not_compute() -> None:
         return lambda q, k, v: jnp.einsum("bhqk,bkhd->bqhd", weigh(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v)
 
     def one_more(s: Any) -> Any:
-        most = s.max(-1, keepdims=True)
-        exps = jnp.exp(s - most)
+        exps = jnp.exp(s - jax.lax.stop_gradient(s.max(-1, keepdims=True)))
         return exps / (exps.sum(-1, keepdims=True) + 1)
 
     for weigh, why in (
         (one_more, "more than the sum"),
         (lambda s: jax.nn.softmax(s) * 2, "change on their way"),
+        (lambda s: jax.lax.stop_gradient(jax.nn.softmax(s)), "change on their way"),
         (lambda s: jnp.exp(s - s.max(-1, keepdims=True)) * 2 / jnp.exp(s).sum(-1, keepdims=True), ""),
     ):
         closed = simplify(jax.make_jaxpr(attention(weigh))(Q, K, V))

@@ -9,7 +9,7 @@ import pytest
 from traces import numbers, plain_trace
 
 from cjax.trace.attention.find import Attention
-from cjax.trace.attention.positions import attention_groups, positions
+from cjax.trace.attention.positions import attention_groups, in_parts, positions
 from cjax.trace.emit.emit import layer_of
 
 ROWS, LENGTH, OTHER, HEADS, DEPTH, WIDTH = 2, 6, 7, 3, 5, 15
@@ -110,3 +110,23 @@ def test_groups_of_a_layer_are_its_attentions() -> None:
     assert sizes == [LENGTH] * 2 + [ROWS * LENGTH * WIDTH] * 3
     assert set(map(id, group.eqns)) < set(map(id, eqns))
     assert {id(eqn) for eqn, _ in group.of.steps.values()} - set(map(id, eqns)), "its mask was made before"
+
+
+def test_blocks_of_positions_are_whole_where_positions_are_split() -> None:
+    """Queries that see their own block alone: a device has some of the blocks."""
+    num = 2
+
+    def model(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
+        x = batch["x"]
+        weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", x @ params["q"], x @ params["k"]))
+        x = x + jnp.einsum("bqk,bkd->bqd", weights, x)
+        blocks = x.reshape(x.shape[0], num, -1, x.shape[-1])
+        local = jax.nn.softmax(jnp.einsum("bnqd,bnkd->bnqk", blocks @ params["q"], blocks))
+        return jnp.einsum("bnqk,bnkd->bnqd", local, blocks).reshape(x.shape).mean(), {}, model_state
+
+    batch = {"x": jnp.ones((ROWS, LENGTH - LENGTH % num, WIDTH))}
+    trace = plain_trace(model, params={name: jnp.ones((WIDTH, WIDTH)) for name in "qk"}, batch=batch)
+    jaxpr = trace.closed.jaxpr
+    groups = attention_groups(trace, jaxpr.eqns, jaxpr.outvars, trace.dims.top)
+    assert [group.of.query.var.aval.ndim for group in groups] == [3, 4]
+    assert in_parts(trace, groups, trace.dims.top) == groups[:1]
