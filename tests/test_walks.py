@@ -2,9 +2,12 @@
 
 import dataclasses
 import errno
+import functools
 import gc
 import math
+import operator
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from cjax.planner.choice.planning import Planning
 from cjax.planner.hardware import hardware_of
 from cjax.planner.homes import Homes, occupied
 from cjax.program import walking as walking_room
+from cjax.tree import PyTree
 from cjax.walk import files, walk, walker
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
@@ -311,6 +315,30 @@ def test_gradients_are_those_of_one_program() -> None:
         found.append(program.value_and_grad(program.init(0), x))
     assert float(found[0][0]) == pytest.approx(float(found[1][0]), rel=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[0][1], found[1][1])
+
+
+def by_product() -> optax.GradientTransformation:
+    """Gradients by the product of their largest elements, which each leaf's number waits for the last one's."""
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        product = functools.reduce(operator.mul, [1 + jnp.abs(g).max() for g in jax.tree.leaves(updates)])
+        return jax.tree.map(lambda g: -g / product, updates), state
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+@pytest.mark.full("by_product")
+@pytest.mark.parametrize("make", [functools.partial(optax.sm3, 0.1), by_product], ids=["sm3", "by_product"])
+def test_what_optimizers_keep_of_a_leaf_is_that_leafs(make: Callable[[], optax.GradientTransformation]) -> None:
+    """`sm3` keeps a list for each leaf, under no layer's name."""
+    x, found = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32), []
+    for plan in ("data=8 offload=optimizer", "data=8"):
+        program = cjax.parallelize(Gated(), lambda model, x: (model(x) ** 2).mean(), make(), x, plan)
+        state = program.init(0)
+        for _ in range(2):
+            state, _ = program.step(state, x)
+        found.append(program.params(state))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *found)
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,10 @@ class _Found:
         """The outside's own of a layer's value."""
         shape = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
         (eqn,) = make_jaxpr(jax.lax.optimization_barrier)(shape).eqns  # of keys too
-        self.add(eqn.replace(invars=[var]), True)
-        return eqn.outvars[0]
+        # JAX keeps a trace by the shapes: of values of one shape, all copies would be the same variable.
+        out = new_var(var.aval)
+        self.add(eqn.replace(invars=[var], outvars=[out]), True)
+        return out
 
     def add_chain(self, eqn: Equation, terms: Sequence[Atom], before: Sequence[Equation]) -> None:
         """A long sum. Each layer adds up its own terms, so that it exports one number; and the sum of all is joint at

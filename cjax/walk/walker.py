@@ -212,7 +212,8 @@ class Walker:
         left = [at for at in range(self.lengths[k]) if (k, at) not in exports]
         if not left or not self.slots("params", k):
             return
-        kinds = [kind for kind in ("grads", "opt", "params") if kind in optimizer.reads(number, k, left[0])]
+        reads = set[str]().union(*(optimizer.reads(number, k, at) for at in left))  # layers may read different things
+        kinds = [kind for kind in ("grads", "opt", "params") if kind in reads]
         for at, rows in in_turn([getattr(held, kind)[k] for kind in kinds], left):
             given = dict(zip(kinds, rows, strict=True))
             exports[k, at] = optimizer.export(

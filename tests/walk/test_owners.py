@@ -60,6 +60,15 @@ def test_a_result_outside_that_one_layer_makes_is_exported() -> None:
     assert list(found.exports[1]) == [(0, 0)]
 
 
+def test_results_outside_of_one_shape_are_each_its_own() -> None:
+    closed = simplify(make_jaxpr(lambda x, y: [x.sum(), y.sum()])(jnp.ones(2), jnp.ones(2)))
+    owner_of = {var: (0, layer) for layer, var in enumerate(closed.jaxpr.invars)}
+    found = own(closed, owner_of, [atom for atom in closed.jaxpr.outvars if not isinstance(atom, Literal)])
+    assert len(set(found.copies.values())) == 2
+    reads = {found.made[copy].invars[0] for copy in found.copies.values() if not isinstance(copy, Literal)}
+    assert reads == set(closed.jaxpr.outvars)
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
 def test_only_sums_that_may_be_added_up_in_another_order_are(dtype: type) -> None:
     def total(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:

@@ -151,7 +151,7 @@ class Walk:
             raise self._unlike(name)
         (kind,) = kinds
         if kind in ("exp", "weights"):
-            self._require_linear(eqn, ins)
+            self._require_linear(eqn, ins, kind)
         self._mark(out, kind, labels)
 
     def _reduce(self, eqn: Equation, operand: Var, kinds: set[str]) -> None:
@@ -213,13 +213,16 @@ class Walk:
             return Other()
         return Miss(f"its weights go through `{name}`, which is neither dropout nor a product with values")
 
-    def _require_linear(self, eqn: Equation, ins: Mapping[int, Var]) -> None:
+    def _require_linear(self, eqn: Equation, ins: Mapping[int, Var], kind: str) -> None:
         """Weights may be scaled only later: it must not matter when."""
         name, facts = name_of(eqn), facts_of(eqn)
         # By blocks the result is divided by the sum at the end, and exponentials are rescaled whenever a larger maximum
         # turns up. Both are factors, which pass through what is linear (dropout, a mask of zeros, a cast) and through
         # nothing else.
-        alone = facts.linear or facts.stops if len(eqn.invars) == 1 else set(ins) <= set(facts.linear_in)
+        # A ring takes what rows hand back to their sums from the result, which has a gradient even where the weights'
+        # own is stopped.
+        once = facts.linear or (facts.stops and kind != "weights")
+        alone = once if len(eqn.invars) == 1 else set(ins) <= set(facts.linear_in)
         linear = alone and len(ins) == 1
         if name == "select_n":
             others = [v for i, v in enumerate(eqn.invars) if i and i not in ins]

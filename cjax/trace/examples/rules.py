@@ -44,7 +44,13 @@ def _not_rows(context: Context, iota: int | None = None) -> Value:
     """Moving elements about keeps a sum a sum."""
     value = context.values[0]
     if value.kind == "fixed":
-        return context.make(FIXED, const=value.const, twin=value.twin, power=value.power, iota=iota)
+        # What is drawn, transformed or seen as other numbers is not the number that it is made of.
+        same = facts_of(context.eqn).moves and all(
+            v.const == value.const for v in context.values if context.name == "pad"
+        )
+        if same:
+            return context.make(FIXED, const=value.const, twin=value.twin, power=value.power, iota=iota)
+        return context.make(FIXED, taints=frozenset({context.here}) if value.power else frozenset(), iota=iota)
     if value.kind in ("sum", "mean"):
         return context.make(value, weight=RowWeight(context.out, is_mean=value.kind == "mean"))
     return context.make(value, total=None, test="")

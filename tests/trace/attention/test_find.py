@@ -178,6 +178,13 @@ def test_what_is_no_attention() -> None:
     (_,), reasons = found_in(by_divisor(lambda x: x, False), Q, Q, Q)
     assert not reasons
 
+    def detached(q: Any, k: Any, v: Any) -> Any:
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.lax.stop_gradient(weights), v)
+
+    found, (reason,) = found_in(detached, Q, Q, Q)
+    assert not found and "go through `stop_gradient`" in reason
+
     def squared(q: Any, k: Any, v: Any) -> Any:
         return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)) ** 2, v)
 

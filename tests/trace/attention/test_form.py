@@ -221,7 +221,6 @@ def test_softmaxes_that_kernels_do_not_compute() -> None:
     for weigh, why in (
         (one_more, "more than the sum"),
         (lambda s: jax.nn.softmax(s) * 2, "change on their way"),
-        (lambda s: jax.lax.stop_gradient(jax.nn.softmax(s)), "change on their way"),
         (lambda s: jnp.exp(s - s.max(-1, keepdims=True)) * 2 / jnp.exp(s).sum(-1, keepdims=True), ""),
     ):
         closed = simplify(jax.make_jaxpr(attention(weigh))(Q, K, V))

@@ -95,7 +95,6 @@ def test_weights_may_be_scaled_on_their_way_but_not_bent() -> None:
         lambda w: jnp.where(jnp.ones(w.shape, bool), w, 0),
         lambda w: -w,
         lambda w: w.astype(jnp.bfloat16).astype(w.dtype),
-        jax.lax.stop_gradient,
     ):
         walk = walked(lambda scores, function=function: function(shifted(scores)))
         assert (
@@ -107,6 +106,8 @@ def test_weights_may_be_scaled_on_their_way_but_not_bent() -> None:
         (lambda w: jnp.where(w > 0.5, w, 0), "gt"),
         (lambda w: jnp.where(jnp.ones(w.shape, bool), w, 1), "select_n"),
         (lambda w: 1 / w, "div"),
+        (lambda w: (w * 9).astype(int), "convert_element_type"),
+        (jax.lax.stop_gradient, "stop_gradient"),
     ):
         with pytest.raises(Miss, match=f"go through `({name})`, which is neither dropout nor a product"):
             walked(lambda scores, function=function: function(shifted(scores)))

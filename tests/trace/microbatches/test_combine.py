@@ -119,6 +119,21 @@ def test_of_one_row_is_read_what_is_of_two(loss: Any) -> None:
             np.testing.assert_allclose(evaluated(one, batch)[: one.num_loss], np.multiply(scale, wanted), rtol=1e-6)
 
 
+def test_what_does_something_else_with_one_row_is_refused() -> None:
+    def squeezed(params: Any, batch: Any) -> Any:
+        return jnp.square(jnp.squeeze(batch["x"] * params["w"])).mean(0).sum(), {}
+
+    def by_number(params: Any, batch: Any) -> Any:
+        found = errors(params, batch)
+        return found.mean() if len(found) == 1 else (found * batch["mask"]).mean(), {}
+
+    for loss in (squeezed, by_number):
+        assert lifted(loss, 2).num_loss == 1
+        with pytest.raises(ValueError, match="With one row in a micro-batch.*Use fewer micro-batches"):
+            lifted(loss, 1)
+        assert lifted(loss, 1, apart=True).num_loss == 1
+
+
 def test_losses_that_cannot_be_put_together_are_refused() -> None:
     def squared(params: Any, batch: Any) -> Any:
         return jnp.square(errors(params, batch).mean()), {}
