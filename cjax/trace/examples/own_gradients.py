@@ -36,11 +36,12 @@ def judged(
         # Of a sum over examples the gradient of one does not depend on how many there are, of a mean it is 1 / n of it.
         # A gradient by hand that says otherwise (a factor of n of its own, a mean of the batch) is right on the batch
         # that its author had in mind, and wrong by that factor on each part, while the loss looks as it should.
-        power = {_POWER.get(kind) for kind in kinds}
+        power = {_POWER[kind] for kind in kinds & _POWER.keys()}
         pairs = zip(context.values, context.eqn.invars, strict=True)
         floats = [value for value, atom in pairs if jnp.issubdtype(atom.aval.dtype, jnp.inexact)]
         pairs = zip(floats, grads, strict=True)
-        right = right and len(power) == 1 and all(_is_right(value, grad, next(iter(power))) for value, grad in pairs)
+        right = right and kinds <= _POWER.keys() and len(power) == 1
+        right = right and all(_is_right(value, grad, next(iter(power))) for value, grad in pairs)
     else:  # of weights alone, or of what was made of all examples, of which each part has another
         right = right and all(grad.kind == "fixed" for grad in grads)
     if right:

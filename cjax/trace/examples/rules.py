@@ -475,17 +475,26 @@ def _broadcasts(shape: tuple[int, ...], result: tuple[int, ...] | None) -> bool:
     return all(size in (1, whole) for size, whole in zip(shape, result, strict=True))
 
 
-def goes_by_row(context: Context) -> bool:
-    """Whether an equation makes each row of its result, and nothing else, of the same row of its operands, if those are
-    rows that there are more of with more rows of the batch."""
+def as_rows(context: Context) -> Value | None:
+    """Of an equation of what is fixed: its result as rows, if it makes each of the same row of its operands and of
+    nothing else; rows are what there is more of with more rows of the batch. None if it does not.
+
+    An operand is the same along such a dim, unless the dim was merged with another: then it has its layout.
+    """
+    merged = any(value.is_merged for value in context.values)
     values: list[Value] = []
     for operand, value in enumerate(context.values):
         dims = context.grows(operand)
-        if len(dims) > 1 or any(context.shape(operand)[dim] != context.batch for dim in dims):
-            return False
-        values.append(Value("rows", min(dims)) if dims else value)
-    made = apply_rule(replace(context, values=values))
-    twins = () if context.twin is None else context.twin.outvars
+        if not dims or (merged and not value.is_merged):
+            values.append(value)
+            continue
+        (dim, outer, inner), size = (value.layout if merged else (min(dims), 1, 1)), context.shape(operand)[min(dims)]
+        times = size // (context.batch * inner)
+        if len(dims) > 1 or size % (context.batch * inner) or (merged and times != outer):
+            return None
+        values.append(Value("rows", dim, times, inner))
+    made, twins = apply_rule(replace(context, values=values)), () if context.twin is None else context.twin.outvars
     grown = [growing(var, twin) for var, twin in zip(context.eqn.outvars, twins, strict=False)]
-    alone = made.kind == "rows" and not made.couplings and made.layout[1:] == (1, 1)
-    return alone and all(dims == {made.dim} for dims in grown)
+    if made.kind != "rows" or made.couplings or any(dims != {made.dim} for dims in grown):
+        return None
+    return made

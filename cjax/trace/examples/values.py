@@ -47,7 +47,7 @@ class RowWeight:
 class Value:
     """What is known of a value. Its kind is one of
 
-    fixed      the same whatever the batch holds
+    fixed      the same whatever the batch holds, and along dims that are longer with more rows
     rows       dim `dim` is (outer, batch, inner) merged, and each row depends on its own example
     sum, mean  added up over examples, or averaged
     weight     a guarded sum or mean: good for a denominator, and for nothing else
@@ -86,6 +86,12 @@ class Value:
     def is_scaled(self) -> bool:
         """By the number of rows, or by a weight."""
         return self.kind in ("rows", "fixed") and bool(self.power or self.weight)
+
+    @property
+    def is_merged(self) -> bool:
+        """Of what is fixed: whether a dim that is longer with more rows was merged with one along which it differs; its
+        layout is then as of rows."""
+        return self.kind == "fixed" and (self.outer, self.inner) != (1, 1)
 
     @property
     def layout(self) -> tuple[int, int, int]:
@@ -267,7 +273,7 @@ def _plain(value: ArrayLike | None) -> np.ndarray | None:
         return None
     array = np.asarray(value)
     if array.dtype.kind == "c":
-        return array.real if not array.imag.any() else None
+        return np.real(array) if not np.imag(array).any() else None
     if array.dtype.kind not in "iufb":  # bfloat16 and its kin among them
         try:
             array = array.astype(np.float32)

@@ -13,7 +13,7 @@ from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.examples.arithmetic import ELEMENTWISE, elementwise
 from cjax.trace.examples.method import is_method
 from cjax.trace.examples.own_gradients import judged, operands
-from cjax.trace.examples.rules import apply_rule, goes_by_row
+from cjax.trace.examples.rules import apply_rule, as_rows
 from cjax.trace.examples.values import FIXED, LOST, Atom, Context, Place, RowWeight, Value, constant, growing
 from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.identity import equation_key
@@ -278,7 +278,9 @@ class _PairReader:
                 self.divisions.found.append((eqn, value.weight))
         if value.kind == "fixed":
             return self._checked_fixed(context, value)
-        if context.twin is None:
+        merged = {v.layout for i, v in enumerate(values) if v.is_merged and context.grows(i)}
+        alike = merged | {v.layout for v in values if v.kind == "rows"}
+        if context.twin is None or (merged and (len(alike) > 1 or context.name not in ELEMENTWISE)):
             value = context.meeting(value)
         elif value.kind == "rows":
             grown = [growing(a, b) for a, b in zip(eqn.outvars, context.twin.outvars, strict=True)]
@@ -326,8 +328,16 @@ class _PairReader:
         scales = any(v.power for v in context.values) and not value.power and name not in _POWERS
         # Counted along another dim than the rows' are, as argsort counts, numbers are every row's alike.
         counts_rows = name == "iota" and eqn.params["dimension"] in made
-        if scales or counts_rows or (grows and name != "iota" and not goes_by_element and not goes_by_row(context)):
-            return replace(value, taints=value.taints | {context.here})
+        taint = replace(value, taints=value.taints | {context.here})
+        if scales or counts_rows:
+            return taint
+        # Merged with another dim, what is alike for all rows goes by their numbers (`tile([1, -1], n // 2)`), and is
+        # alike for rows of the same layout alone.
+        if grows and (name == "reshape" or any(v.is_merged for v in context.values)):
+            laid = as_rows(context)
+            return taint if laid is None else replace(value, dim=laid.dim, outer=laid.outer, inner=laid.inner)
+        if grows and name != "iota" and not goes_by_element and as_rows(context) is None:
+            return taint
         return value
 
     def call(self, context: Context, body: ClosedJaxpr | Jaxpr, values: Sequence[Value] | None = None) -> list[Value]:
@@ -384,10 +394,11 @@ def _join(context: Context, x: Value, y: Value) -> Value:
         if kind in kinds:
             return both.make(next(value for value in (x, y) if value.kind == kind))
     if not kinds:
-        if x.power != y.power:
+        if x.power != y.power or ((x.is_merged or y.is_merged) and x.layout != y.layout):
             return both.make(FIXED, taints=frozenset({both.here}))
         same = x.const == y.const and x.twin == y.twin
-        return both.make(FIXED, const=x.const if same else None, twin=x.twin if same else None, power=x.power)
+        made = both.make(FIXED, const=x.const if same else None, twin=x.twin if same else None, power=x.power)
+        return replace(made, dim=x.dim, outer=x.outer, inner=x.inner)
     if "rows" in kinds:
         rows = [value for value in (x, y) if value.kind == "rows"]
         if len({row.layout for row in rows}) > 1:

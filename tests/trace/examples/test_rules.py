@@ -14,6 +14,17 @@ def shifted_by_padding(p, b):
     return ((pooled(p, b) - jax.lax.pad(b["target"], np.float32(0), [(1, -1, 0)])) ** 2).mean()
 
 
+def in_turn(p, b):
+    """One and the other, as of pairs that lie side by side."""
+    return (pooled(p, b) * jnp.tile(jnp.array([1.0, -1.0]), len(b["target"]) // 2)).mean()
+
+
+def two_views_in_turn(p, b):
+    """Signs of pairs that lie side by side, for views that lie behind each other."""
+    views = jnp.concatenate([b["x"][:, 0] @ p["v"], b["x"][:, 1] @ p["v"]])
+    return (views * jnp.broadcast_to(jnp.array([1.0, -1.0]), (len(b["x"]), 2)).reshape(-1)).mean()
+
+
 def chosen_by_row_number(p, b):
     rows = jnp.arange(len(b["target"]))
     return logits(p, b)[rows, 0, rows % 3].mean()
@@ -83,7 +94,14 @@ def noise_of_a_key_of_the_batch(p, b):
     return ((pooled(p, b) + jax.random.normal(jax.random.key(b["step"].astype(int)), b["target"].shape)) ** 2).mean()
 
 
-SEEING = [shifted_by_padding, chosen_by_row_number, on_the_diagonal, chosen_by_a_table_of_the_first_rows]
+SEEING = [
+    in_turn,
+    two_views_in_turn,
+    shifted_by_padding,
+    chosen_by_row_number,
+    on_the_diagonal,
+    chosen_by_a_table_of_the_first_rows,
+]
 SEEING += [as_often_as_there_are_rows, first_row_marked, largest_eigenvalue, by_triangles, over_whole_weights]
 SEEING += [over_half_a_count, whole_shares, rounded, above_a_negative_floor, noise_of_a_fixed_key]
 SEEING += [noise_of_a_key_of_the_batch]
@@ -94,6 +112,15 @@ def test_what_parts_would_change_is_refused(loss):
     _, lifted = trace(loss)
     assert lifted.refused, lifted
     assert "loss=microbatch" in lifted.reason
+
+
+def test_weights_of_positions_may_be_merged_as_the_rows_are():
+    def loss(p, b):
+        weights = jnp.broadcast_to(jnp.linspace(0.0, 1.0, 6), b["labels"].shape)
+        return (cross_entropies(p, b).reshape(-1) * (1 + weights).reshape(-1)).mean()
+
+    assert trace(loss)[1].kind == "mean"
+    np.testing.assert_allclose(combined(loss, DATA), loss(PARAMS, DATA), rtol=2e-5)
 
 
 @pytest.mark.parametrize("loss", [bags, the_first_ones], ids=lambda loss: loss.__name__)
