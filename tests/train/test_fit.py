@@ -166,6 +166,8 @@ def test_batches_from_anything_that_can_be_iterated(tmp_path: Path):
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert whole.samples == 48
     assert fit(SmallProgram(), iter(batches), steps=12).ended == "data"
+    with pytest.raises(TypeError, match="NoneType"):  # no batch, and not the end
+        fit(SmallProgram(), iter([batches[0], None, batches[1]]), steps=3)
 
 
 def test_a_given_state_and_position_go_on(program: SmallProgram):
