@@ -26,6 +26,7 @@ from cjax.program.scores import (
     Pair,
     Subject,
     combined,
+    form_of,
     joined,
     layout_of,
     num_results,
@@ -84,14 +85,21 @@ class Evaluator:
             check_indices(batch, scoring.limits)
             placed = join_processes(batch, batch_shardings(self._composed.mesh, shape))
             check_on_devices(batch, placed, scoring.limits, self._composed.mesh)
+            if tree is not None and form_of(tree) != form_of(scoring.subject.trace):
+                raise ValueError(
+                    f"evaluate got a batch of {scoring.subject.source.num_rows} rows, whose loss or aux is made "
+                    "otherwise than those of the batches before: give batches of as many rows each, or return "
+                    "cjax.Mean(total, weight)."
+                )
             outs = scoring.run(state, placed)
             outs = [([total], None) if weight is None else (total, weight) for total, weight in outs]
             sums = outs if not sums else [joined(a, b) for a, b in zip(sums, outs, strict=True)]
             tree = scoring.subject.trace
         if tree is None:
             raise ValueError("evaluate got no batch; give at least one. (An iterator that was read before is empty.)")
-        if tree.ratio is not None:
-            sums[0] = (sums[0][0], denominator(tree.ratio, sums[0][1]))
+        ratios = {i + bool(tree.num_loss): ratio for i, ratio in tree.aux_ratios}
+        for i, ratio in (ratios | ({} if tree.ratio is None else {0: tree.ratio})).items():
+            sums[i] = (sums[i][0], denominator(ratio, sums[i][1]))
         values = [value_of(total, weight) for total, weight in sums]
         aux = jax.tree.unflatten(tree.aux_tree, values[1:] if tree.num_loss else values)
         if function is not None:

@@ -278,7 +278,8 @@ class Program:
         """The loss in evaluation mode, `{"loss": ...}` with `aux` if there is any, or what `fn` gives, of all batches.
 
         Args:
-          batch: a batch, or an iterable of batches of any sizes; the mean over them is exact.
+          batch: a batch, or an iterable of batches of any sizes. Of them all, means, and sums over weights of the
+            batch (masked means), are exact; what else `aux` has is averaged by rows.
           fn: `fn(model, batch)`, whose scalars are averaged by rows, `Mean`s by weight, and arrays joined.
           params: the user's tree of parameters to score in place of the state's (averaged ones, say).
 

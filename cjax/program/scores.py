@@ -1,6 +1,7 @@
 """Numbers of batches: which trace gives them, and how those of parts and of several batches are put together."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 
 from cjax.program.composed import Composed
 from cjax.sharding.layout.layout import Layout, make_layout
-from cjax.trace.microbatches.combine import averages, denominator, lift, loss_total
+from cjax.trace.examples.verdict import Lifted
+from cjax.trace.microbatches.combine import averages, denominator, lift, loss_total, with_ratios
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
 from cjax.tree import PyTree, kind_of
@@ -55,6 +57,8 @@ def pieces_of(composed: Composed, subject: Subject, in_parts: bool) -> list[Piec
         if num_rows:
             source, num = subject.source.on_rows(num_rows), num_parts if some.start == 0 else 1
             pieces.append(Piece(some, num_rows, scored_trace(composed, source, subject.call, num), num))
+    if any(form_of(piece.trace) != form_of(subject.trace) for piece in pieces):
+        return [Piece(slice(None), rows, subject.trace, 1)]
     return pieces
 
 
@@ -78,11 +82,32 @@ def scored_trace(composed: Composed, source: TraceSource, call: Any, num_parts: 
     program's own trace was."""
     like = composed.trace
     trace = source.read(num_parts, train=False, call=call, forms=like.forms, pairs=like.pairs, at_once=like.at_once)
-    if trace.num_loss == 1:
+    if trace.num_loss:
         # A ratio (a masked mean, say) adds up exactly as total and weight; what adds up in no way counts by rows.
         with contextlib.suppress(ValueError):
-            return lift(trace, lambda rows: source.flat(rows, trace, num_parts, train=False), 1)
+            found = with_ratios(lift(trace, lambda rows: source.flat(rows, trace, num_parts, train=False), 1))
+            return found if trace.num_loss == 1 else dataclasses.replace(found, results=())
     return trace
+
+
+def form_of(trace: Trace) -> tuple[Any, ...]:
+    """Equal for traces whose pairs of totals and weights may be added."""
+    return trace.num_loss, trace.ratio is None, trace.aux_is_mean, [i for i, _ in trace.aux_ratios]
+
+
+def _ratios(trace: Trace) -> Iterator[tuple[int, Lifted]]:
+    """Places of totals among the results, of what was one number."""
+    if trace.ratio is not None:
+        yield 0, trace.ratio
+    for i, ratio in trace.aux_ratios:
+        yield trace.num_loss + i + sum(trace.aux_is_mean[:i]), ratio
+
+
+def _total(ratio: Lifted | None, total: jax.Array, weight: jax.Array) -> jax.Array:
+    """What is added up of rows whose weight this is. Without any weight they count nothing, whatever their author's
+    guard makes of that."""
+    made = loss_total(ratio, total, weight)
+    return made if ratio is None or ratio.total is not None else jnp.where(weight == 0, 0, made)
 
 
 def put_together(trace: Trace, outs: list[jax.Array]) -> list[jax.Array]:
@@ -91,11 +116,12 @@ def put_together(trace: Trace, outs: list[jax.Array]) -> list[jax.Array]:
     weighted = [trace.num_loss == 2] * trace.num_loss
     for is_mean in trace.aux_is_mean:
         weighted += [True, True] if is_mean else [False]
-    if trace.num_loss == 2 and trace.ratio is not None and trace.ratio.total is None:
-        # Such a total is the ratio itself: of the whole batch that of the sums.
-        totals, weights = outs[0], outs[1]
-        whole = denominator(trace.ratio, weights.sum(0))
-        outs = [(totals * jax.vmap(functools.partial(denominator, trace.ratio))(weights) / whole), *outs[1:]]
+    outs = list(outs)
+    for at, ratio in _ratios(trace):
+        if ratio.total is None:  # such a total is the ratio itself: of the whole batch that of the sums
+            totals, weights = outs[at], outs[at + 1]
+            totals = jax.vmap(functools.partial(_total, ratio))(totals, weights)
+            outs[at] = totals / denominator(ratio, weights.sum(0))
     found = []
     for out, adds in zip(outs, weighted, strict=True):
         if out.ndim > 1 and not adds:
@@ -121,13 +147,14 @@ def weighed(trace: Trace, outs: list[jax.Array], rows: int) -> list[Pair]:
     results = iter(outs)
     if trace.num_loss == 2:
         total, weight = next(results), next(results)
-        pairs.append((loss_total(trace.ratio, total, weight), weight))
+        pairs.append((_total(trace.ratio, total, weight), weight))
     elif trace.num_loss == 1:
         pairs.append((next(results) * rows, rows))
-    for is_mean in trace.aux_is_mean:
+    for i, is_mean in enumerate(trace.aux_is_mean):
         value = next(results)
         if is_mean:
-            pairs.append((value, next(results)))
+            weight = next(results)
+            pairs.append((_total(dict(trace.aux_ratios).get(i), value, weight), weight))
         else:
             pairs.append((value * rows, rows) if value.ndim == 0 else ([value], None))
     return pairs

@@ -68,6 +68,7 @@ class Trace:
     ratio: Lifted | None = None  # of a loss that was one number, and now is its total and weight
     shared: Shared | None = None  # of a loss that takes denominators behind its batch
     aux_sums: frozenset[int] = frozenset()  # which of aux grow with the examples, once `lift` has found out
+    aux_ratios: tuple[tuple[int, Lifted], ...] = ()  # of those of aux that are pairs and were one number
     counters: frozenset[int] = frozenset()  # leaves of the model state that the last micro-batch alone updates
     is_chain: bool = False  # whether one weight leads from layer to layer in some stack, with nothing in between
     pairs: bool = False  # whether such layers were taken two by two

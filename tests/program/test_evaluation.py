@@ -1,7 +1,10 @@
 from typing import Any
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from starts import begin
 
@@ -107,4 +110,33 @@ def test_a_loss_that_knows_its_rows_by_heart_is_scored_on_so_many() -> None:
     model = program.model(state)
     np.testing.assert_allclose(
         program.evaluate(state, given)["loss"], np.mean([loss(model, batch) for batch in given]), rtol=1e-5
+    )
+
+
+def test_a_masked_mean_beside_the_loss_is_that_of_all_batches() -> None:
+    """By rows it would not be: the batches hide different shares of theirs."""
+
+    def errors(model: Any, batch: Any) -> tuple[Any, Any]:
+        error, mask = jnp.square(model(batch["x"])[:, 0] - batch["y"]), batch["mask"]
+        same = (error * mask).sum() / mask.sum()
+        guarded = 2 * (error * mask).sum() / jnp.maximum(mask.sum(), 1.0)
+        pair = cjax.Mean((error * mask).sum(), mask.sum())
+        return same, {"guarded": guarded, "mean": error.mean(), "pair": pair, "same": same, "shifted": 1 - guarded / 4}
+
+    random = np.random.default_rng(0)
+    batches = [
+        {"x": random.normal(size=(num, 4)), "y": random.normal(size=num), "mask": (random.random(num) < share) * 1.0}
+        for num, share in ((8, 0.9), (8, 0.2), (3, 0.7))
+    ]
+    batches = [jax.tree.map(lambda x: x.astype(np.float32), batch) for batch in batches]
+    program = cjax.parallelize(nn.Dense(1), errors, optax.sgd(0.1), batches[0], "data=8")
+    state = program.init(0)
+    found = program.evaluate(state, batches)
+    variables = {"params": program.params(state)}
+    whole = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+    loss, aux = errors(lambda x: nn.Dense(1).apply(variables, x), whole)
+    aux["pair"] = aux["pair"].total / aux["pair"].weight
+    assert float(found["loss"]) == pytest.approx(float(loss), rel=1e-5)
+    assert {name: float(value) for name, value in found["aux"].items()} == pytest.approx(
+        {name: float(value) for name, value in aux.items()}, rel=1e-5
     )

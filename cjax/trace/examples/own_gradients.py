@@ -56,6 +56,8 @@ def _is_zero(grad: Value) -> bool:
 
 def _is_right(operand: Value, grad: Value, power: int) -> bool:
     """Whether an operand's gradient is that of so many examples, each on its own."""
+    if operand.kind == "fixed" and not operand.trained:
+        return True  # nobody asks for it
     # Zero, as of integers and of what is cut off, is right under any number of rows.
     if grad.kind == "fixed":
         return _is_zero(grad) or (operand.kind == "rows" and grad.power == power and not grad.taints)

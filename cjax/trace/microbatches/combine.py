@@ -136,6 +136,25 @@ def _with_aux(trace: Trace, results: Sequence[Value]) -> Trace:
     return replace(trace, aux_sums=frozenset(sums))
 
 
+def with_ratios(trace: Trace) -> Trace:
+    """A trace that was lifted, of which values of aux that are ratios are totals and weights, as a `Mean` is."""
+    outs, results = list(trace.closed.jaxpr.outvars), list(trace.results)
+    is_mean, ratios = list(trace.aux_is_mean), list[tuple[int, Lifted]]()
+    for i, name, value in reversed(_plain_aux(trace, results) if results else []):
+        found = verdict(value, f"Aux value {name!r}")
+        if found.weight is None or value.blended:
+            continue
+        at = (
+            trace.num_loss + i + sum(trace.aux_is_mean[:i])
+        )  # from the last on, so that those before stay where they are
+        outs[at : at + 1] = [outs[at] if found.total is None else found.total, found.weight.atom]
+        results[at : at + 1] = [replace(value, kind="sum"), Value("sum")]
+        is_mean[i] = True
+        ratios.append((i, found))
+    closed = ClosedJaxpr(trace.closed.jaxpr.replace(outvars=outs), trace.closed.consts)
+    return replace(trace, closed=closed, results=tuple(results), aux_is_mean=tuple(is_mean), aux_ratios=tuple(ratios))
+
+
 def _check_mean(results: Sequence[Value]) -> None:
     """The total and the weight of a `Mean`, which its author says can be added up, must be such sums or means."""
     kinds = set()

@@ -38,6 +38,19 @@ def test_each_rows_own_and_the_sum_for_what_they_share() -> None:
     assert not is_refused(lambda w, x, g: ((g * slope(w, x) * x).sum(0), g * slope(w, x) * w))
 
 
+def test_what_is_made_for_the_rows_there_are_needs_no_gradient() -> None:
+    """As the first of CTC's sums, from which its recursion goes on."""
+
+    def trace(rows: int):
+        shapes = jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((rows, 3), jnp.float32)
+        first = jnp.full(3, -1e5)
+        return simplify(
+            jax.make_jaxpr(lambda w, x: jnp.logaddexp(first + 0 * jnp.zeros_like(x), w * x).mean())(*shapes)
+        )
+
+    assert lift_mean(trace(8), trace(4), {1}, 1).kind == "mean"
+
+
 def test_what_has_no_gradient_is_right() -> None:
     assert not is_refused(lambda w, x, g: (jnp.zeros_like(w), g * slope(w, x) * w))
     assert not is_refused(lambda w, x, g: ((g * slope(w, x) * x).sum(0), jnp.zeros_like(x)))
