@@ -1,10 +1,9 @@
 """The whole product of tests, part by part: `python tests/parts.py` goes on where it was stopped.
 
 A part is a folder of tests, a file of tests beside them, a stretch of one that takes long, or the examples in
-docstrings. The log of all parts under one
-JAX is kept with the code and written anew after each part. What is in it and has passed with the same sources and
-versions is not run again, also in another checkout: a change to one part's tests or their data, to docs or to the
-planted faults leaves what is known of the parts that read none of them.
+docstrings. The log of all parts under one JAX is kept with the code and written anew after each part. What is in it and
+has passed with the same sources and versions is not run again, also in another checkout: a change to one part's tests
+or their data, to docs or to the planted faults leaves what is known of the parts that read none of them.
 """
 
 import argparse

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cjax.mesh import compiler_options
 from cjax.program.composed import Composed
 from cjax.program.keep import mover
+from cjax.program.state import State
 from cjax.trace.dims.parts import SAME
 from cjax.trace.dims.tables import Limits, index_limits
 from cjax.trace.reading import Trace
@@ -63,10 +64,12 @@ def check_tree(batch: PyTree, wanted: PyTree) -> None:
     """Raises ValueError, with the names of both, unless the two trees have one structure."""
     if isinstance(batch, Iterator):
         raise TypeError(f"`batch` is {kind_of(batch)}, which gives many. Give one of them: next(batches).")
+    if isinstance(batch, State):
+        raise TypeError("`batch` is a state: the state comes first, as in program.step(state, batch).")
     if jax.tree.structure(batch) == jax.tree.structure(wanted):
         return
     have, need = leaf_names(batch), leaf_names(wanted)
-    if have == need:
+    if sorted(have) == sorted(need):
         given, seen = f"the form {jax.tree.structure(batch)}", str(jax.tree.structure(wanted))
     else:
         given, seen = f"the leaves {_few(have)}", _few(need)

@@ -1,3 +1,4 @@
+import collections
 import math
 from typing import Any
 
@@ -25,6 +26,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     "a leaf more": ({"x": X, "y": Y, "z": Y}, ["the leaves x, y, z;", "saw x, y."]),
     "a tuple": ((X, Y), ["the leaves 0, 1;", "saw x, y."]),
     "lists": ({"x": X.tolist(), "y": Y}, ["x/0/0, x/0/1", "(41 in all)", "np.asarray"]),
+    "another mapping": (collections.OrderedDict(y=Y, x=X), ["the form PyTreeDef(CustomNode(OrderedDict"]),
     "nothing": (None, ["an empty tree", "saw x, y."]),
     "text": ({"x": "a", "y": Y}, ["'x' is <U1[]", "float32[8, 5]"]),
 }
@@ -38,6 +40,12 @@ def test_another_batch_is_refused_and_costs_no_state(program: cjax.Program, name
         message = refusal(lambda call=call: call(state, batch))
         assert not [text for text in said if text not in message], message
     program.params(state)
+
+
+def test_a_state_is_not_a_batch(program: cjax.Program) -> None:
+    state = begin(program)
+    said = refusal(lambda: program.step(rows(), state), TypeError)  # type: ignore[arg-type]
+    assert "the state comes first, as in program.step(state, batch)" in said
 
 
 def test_a_loader_is_not_a_batch(program: cjax.Program) -> None:

@@ -109,7 +109,9 @@ def trace_optimizer(
 
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     with jax.numpy_dtype_promotion("standard"):
-        closed = simplify(make_jaxpr(step)(params_shape, state_shape, params_shape, scalar))
+        closed, (_, new, _) = make_jaxpr(step, return_shape=True)(params_shape, state_shape, params_shape, scalar)
+    _check_state(state_shape, new)
+    closed = simplify(closed)
     reads_loss = any(closed.jaxpr.invars[-1] in eqn.invars for eqn in closed.jaxpr.eqns)
     forms = params.forms
     state_forms = _state_forms(closed, forms, params_shape, state_leaves, owners)
@@ -124,6 +126,19 @@ def trace_optimizer(
     local = tuple(spec_of(slot.leaves[0]) for slot in params.slots)
     return TracedOptimizer(
         refine(simplify(first), forms, state_forms), closed, storage, tuple(owners), local, reads_loss
+    )
+
+
+def _check_state(state: PyTree, new: PyTree) -> None:
+    """A step is one program, so that an update must give the state in the form that it got it in."""
+    old, found = leaf_names(state), leaf_names(new)
+    if len(old) == len(found):
+        return
+    others = sorted(set(old) ^ set(found))
+    named = f" ({', '.join(others[:3])} on one side alone)" if others else ""
+    raise ValueError(
+        f"the optimizer's state has {len(old)} leaves from `init` and {len(found)} after an update, in other places"
+        f"{named}: let `init` give all that an update keeps, zeros where nothing is known yet."
     )
 
 

@@ -61,8 +61,10 @@ def _blame_rows(source: TraceSource, num: int, error: Exception) -> None:
     except Exception:  # it comes with any number of rows: the author's own, and for him to see as it is
         error.add_note(f"The loss ran on one of {num} micro-batches of this batch; see microbatches.")
         return
+    said = first_line(error)
+    ended = said if said.endswith((".", "!", "?")) else f"{said}."
     raise ValueError(
-        f"The loss runs on the whole batch and not on one of {num} micro-batches of it: {first_line(error)} "
+        f"The loss runs on the whole batch and not on one of {num} micro-batches of it: {ended} "
         "It, or a leaf of the batch, knows how many rows the batch has. Take the number from the batch that it is "
         "given (x.shape[0]), give each example a row of its own in every leaf, or use microbatches=1."
     ) from error

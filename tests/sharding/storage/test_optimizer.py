@@ -177,6 +177,12 @@ def test_what_is_no_optimizer_is_refused() -> None:
         prepare("adam")  # type: ignore[arg-type]
 
 
+def test_state_that_grows_is_refused() -> None:
+    """As of `optax.monitor`, which has no place for what it measures before it has measured."""
+    with pytest.raises(ValueError, match=r"0 leaves from `init` and 1 after an update.*measurements/norm"):
+        prepare(optax.chain(optax.monitor({"norm": optax.tree.norm}), optax.sgd(0.1)))
+
+
 @pytest.mark.parametrize("order", [(), BEHIND, BETWEEN])
 def test_update_is_local_under_zero(order: tuple[int, ...]) -> None:
     """No gather inside the update: gradients come in parts, parameters are gathered behind it, if at all. Nor does a
