@@ -203,7 +203,7 @@ def only_on(*rows: int) -> Any:
 
 
 def test_a_bare_assertion_about_rows_is_explained() -> None:
-    with pytest.raises(ValueError, match=r"not on one of 2 micro-batches of it: AssertionError .*x\.shape\[0\]"):
+    with pytest.raises(ValueError, match=r"not on one of 2 micro-batches of it: AssertionError\. .*x\.shape\[0\]"):
         run("data=1 microbatches=2", only_on(16))
     with pytest.raises(ValueError, match=r"does not run on 32 \(AssertionError\).*x\.shape\[0\]"):
         cjax.parallelize(nn.Dense(4), only_on(16), optax.sgd(0.1), BATCH, "data=8", measure_noise=True)
