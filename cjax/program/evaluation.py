@@ -26,9 +26,9 @@ from cjax.program.scores import (
     Pair,
     Subject,
     combined,
-    form_of,
     joined,
     layout_of,
+    may_be_added,
     num_results,
     pieces_of,
     put_together,
@@ -85,7 +85,7 @@ class Evaluator:
             check_indices(batch, scoring.limits)
             placed = join_processes(batch, batch_shardings(self._composed.mesh, shape))
             check_on_devices(batch, placed, scoring.limits, self._composed.mesh)
-            if tree is not None and form_of(tree) != form_of(scoring.subject.trace):
+            if tree is not None and not may_be_added(tree, scoring.subject.trace):
                 raise ValueError(
                     f"evaluate got a batch of {scoring.subject.source.num_rows} rows, whose loss or aux is made "
                     "otherwise than those of the batches before: give batches of as many rows each, or return "

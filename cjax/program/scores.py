@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from cjax.program.composed import Composed
 from cjax.sharding.layout.layout import Layout, make_layout
 from cjax.trace.examples.verdict import Lifted
-from cjax.trace.microbatches.combine import averages, denominator, lift, loss_total, with_ratios
+from cjax.trace.microbatches.combine import averages, denominator, lift, loss_total, place_of_aux, with_ratios
 from cjax.trace.reading import Trace
 from cjax.trace.source import TraceSource
 from cjax.tree import PyTree, kind_of
@@ -57,7 +57,7 @@ def pieces_of(composed: Composed, subject: Subject, in_parts: bool) -> list[Piec
         if num_rows:
             source, num = subject.source.on_rows(num_rows), num_parts if some.start == 0 else 1
             pieces.append(Piece(some, num_rows, scored_trace(composed, source, subject.call, num), num))
-    if any(form_of(piece.trace) != form_of(subject.trace) for piece in pieces):
+    if not all(may_be_added(piece.trace, subject.trace) for piece in pieces):
         return [Piece(slice(None), rows, subject.trace, 1)]
     return pieces
 
@@ -90,9 +90,10 @@ def scored_trace(composed: Composed, source: TraceSource, call: Any, num_parts: 
     return trace
 
 
-def form_of(trace: Trace) -> tuple[Any, ...]:
-    """Equal for traces whose pairs of totals and weights may be added."""
-    return trace.num_loss, trace.ratio is None, trace.aux_is_mean, [i for i, _ in trace.aux_ratios]
+def may_be_added(one: Trace, other: Trace) -> bool:
+    """Whether pairs of totals and weights of two traces mean the same."""
+    forms = [(t.num_loss, t.ratio is None, t.aux_is_mean, [i for i, _ in t.aux_ratios]) for t in (one, other)]
+    return forms[0] == forms[1]
 
 
 def _ratios(trace: Trace) -> Iterator[tuple[int, Lifted]]:
@@ -100,7 +101,7 @@ def _ratios(trace: Trace) -> Iterator[tuple[int, Lifted]]:
     if trace.ratio is not None:
         yield 0, trace.ratio
     for i, ratio in trace.aux_ratios:
-        yield trace.num_loss + i + sum(trace.aux_is_mean[:i]), ratio
+        yield place_of_aux(trace, i), ratio
 
 
 def _total(ratio: Lifted | None, total: jax.Array, weight: jax.Array) -> jax.Array:

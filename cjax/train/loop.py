@@ -30,7 +30,7 @@ from cjax.tree import PyTree
 
 ENOUGH_STEPS = 10  # whose median says what a step takes
 MOST_ROLL_BACKS = 3  # to one checkpoint: what comes again each time is no bad batch
-ENDED = object()  # what no iterator gives
+_ENDED = object()  # what no iterator gives
 _NOT_THE_BATCHES = "it is not the batches. Lower the learning rate, and begin from an older checkpoint"
 _NOT_A_CHANCE = "go on without that device"
 
@@ -112,8 +112,8 @@ class Loop:
             if received := self._received(self.step == first):
                 ended = received.name
                 break
-            batch = next(self.batches, ENDED)
-            if batch is ENDED:
+            batch = next(self.batches, _ENDED)
+            if batch is _ENDED:
                 ended = "data"
                 self.display.note(f"the data ended after step {self.step} of {self.steps}")
                 break

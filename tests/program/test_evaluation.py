@@ -128,6 +128,7 @@ def test_a_masked_mean_beside_the_loss_is_that_of_all_batches() -> None:
         {"x": random.normal(size=(num, 4)), "y": random.normal(size=num), "mask": (random.random(num) < share) * 1.0}
         for num, share in ((8, 0.9), (8, 0.2), (3, 0.7))
     ]
+    batches[1]["mask"][:] = [1, 0, 0, 0, 0, 0, 0, 0]
     batches = [jax.tree.map(lambda x: x.astype(np.float32), batch) for batch in batches]
     program = cjax.parallelize(nn.Dense(1), errors, optax.sgd(0.1), batches[0], "data=8")
     state = program.init(0)
@@ -140,3 +141,32 @@ def test_a_masked_mean_beside_the_loss_is_that_of_all_batches() -> None:
     assert {name: float(value) for name, value in found["aux"].items()} == pytest.approx(
         {name: float(value) for name, value in aux.items()}, rel=1e-5
     )
+
+
+def guarded(model: Any, batch: Any) -> tuple[Any, Any]:
+    error, mask = jnp.square(model(batch["x"])[:, 0]), batch["mask"]
+    mean = (error * mask).sum() / jnp.maximum(mask.sum(), 1.0)
+    return error.mean(), {"shifted": 1 - mean}
+
+
+def test_a_batch_without_weight_counts_nothing() -> None:
+    """Though its author's guard makes a number of it."""
+    batches = [{"x": np.full((8, 4), i, np.float32), "mask": np.full(8, i < 2, np.float32)} for i in (1, 2)]
+    program = cjax.parallelize(nn.Dense(1), guarded, optax.sgd(0.1), batches[0], "data=8")
+    state = program.init(0)
+    both, alone = (program.evaluate(state, some)["aux"]["shifted"] for some in (batches, batches[:1]))
+    assert float(both) == pytest.approx(float(alone), rel=1e-6)
+
+
+def test_batches_whose_numbers_mean_other_things_are_not_added() -> None:
+    """A masked mean of eight rows, and of one row a plain mean."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        error, mask = jnp.square(model(batch["x"])[:, 0]), batch["mask"]
+        return error.mean() if len(error) == 1 else (error * mask).sum() / mask.sum()
+
+    batches = [{"x": np.ones((num, 4), np.float32), "mask": np.ones(num, np.float32)} for num in (8, 1)]
+    program = cjax.parallelize(nn.Dense(1), loss, optax.sgd(0.1), batches[0], "data=8")
+    state = program.init(0)
+    assert "a batch of 1 rows" in refusal(lambda: program.evaluate(state, batches))
+    assert program.evaluate(state, batches[1])["loss"] >= 0

@@ -113,6 +113,11 @@ def _plain_aux(trace: Trace, results: Sequence[Value]) -> list[tuple[int, str, V
     return found
 
 
+def place_of_aux(trace: Trace, i: int) -> int:
+    """Which of a trace's results is the i-th value of aux, or its total."""
+    return trace.num_loss + i + sum(trace.aux_is_mean[:i])
+
+
 def averages(trace: Trace) -> bool:
     """Whether a loss that was lifted, and what of aux is no `Mean`, is for the whole as the parts' sums and means say;
     True where there is no loss."""
@@ -144,9 +149,7 @@ def with_ratios(trace: Trace) -> Trace:
         found = verdict(value, f"Aux value {name!r}")
         if found.weight is None or value.blended:
             continue
-        at = (
-            trace.num_loss + i + sum(trace.aux_is_mean[:i])
-        )  # from the last on, so that those before stay where they are
+        at = place_of_aux(trace, i)  # the last first, so that those before stay where they are
         outs[at : at + 1] = [outs[at] if found.total is None else found.total, found.weight.atom]
         results[at : at + 1] = [replace(value, kind="sum"), Value("sum")]
         is_mean[i] = True
