@@ -201,6 +201,22 @@ class Between(nn.Module):
         return dense(1)(x)[..., 0]
 
 
+class Again(nn.Module):
+    """A loop over layers whose weights are all read behind it too: by a penalty, and by a second loop."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def own(name: str, *shape: int) -> jax.Array:
+            return self.param(name, nn.initializers.normal(0.3), (4, *shape), jnp.float64)
+
+        weights = own("up", WIDTH, HIDDEN), own("down", HIDDEN, WIDTH)
+        penalty = sum(jnp.square(w).sum() for w in weights)
+        x = dense(WIDTH)(x)
+        for _ in range(2):
+            x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, weights)
+        return dense(1)(x)[..., 0] + 0.01 * penalty
+
+
 class EncoderDecoder(nn.Module):
     """Each layer of the second stack reads what the first has made."""
 
@@ -223,7 +239,7 @@ class EncoderDecoder(nn.Module):
 
 
 MODELS: dict[str, nn.Module] = {name: Net(name) for name in BODIES}
-MODELS |= {"side_by_side": Experts(), "between": Between(), "encoder_decoder": EncoderDecoder()}
+MODELS |= {"side_by_side": Experts(), "between": Between(), "encoder_decoder": EncoderDecoder(), "again": Again()}
 
 
 def error(name: str, plan: str, lockstep: bool = False) -> tuple[float, cjax.Program]:

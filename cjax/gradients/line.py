@@ -1,8 +1,9 @@
 """How a traced model goes through a pipeline: its layers cut into blocks, who works when, where each block is kept."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cjax.jax_compat.core import Var
 from cjax.mesh import PIPE
 from cjax.pipeline.partition import Partition, partition
 from cjax.pipeline.schedule import build
@@ -11,6 +12,7 @@ from cjax.pipeline.table import Schedule
 from cjax.plan import Plan
 from cjax.sharding.storage.storage import StageRows
 from cjax.trace.jaxpr.cost import equation_cost
+from cjax.trace.jaxpr.view import is_scan, scan_of
 from cjax.trace.reading import Trace
 from cjax.trace.stages.stacks import LayerStack, find_stacks, reads_states, torn_states
 
@@ -27,12 +29,14 @@ class Line:
       partition: the layers of each block.
       lockstep: whether stages have to take all branches in lockstep, as far as the plan tells: positions and grids are
         moved by permutes. Of other plans the compiled program tells.
+      whole: names of weights that layers have one each of and every stage keeps all of.
     """
 
     stacks: tuple[LayerStack, ...]
     schedule: Schedule
     partition: Partition
     lockstep: bool
+    whole: tuple[str, ...] = ()
 
     @property
     def rows(self) -> Mapping[tuple[int, ...], StageRows]:
@@ -45,12 +49,17 @@ class Line:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know: stages that mostly wait."""
-        idle, size = simulate(self.schedule).bubble, self.schedule.num_stages
-        if idle < MUCH_IDLE:
-            return ()
-        now = f"stages wait {idle:.0%} of the time with microbatches={self.schedule.num_microbatches}"
-        return (f"{now}: take 4 for each stage, {4 * size}, or more",)
+        """What a user should know: stages that mostly wait, and weights that are kept more than once."""
+        idle, size, found = simulate(self.schedule).bubble, self.schedule.num_stages, []
+        if idle >= MUCH_IDLE:
+            now = f"stages wait {idle:.0%} of the time with microbatches={self.schedule.num_microbatches}"
+            found.append(f"{now}: take 4 for each stage, {4 * size}, or more")
+        if self.whole:
+            found.append(
+                f"every stage keeps all of {_two_of(self.whole)}, which are read outside of their layers too; a penalty "
+                "on weights is better left to the optimizer (optax.add_decayed_weights)"
+            )
+        return tuple(found)
 
     def stacks_of(self, trace: Trace) -> tuple[LayerStack, ...] | None:
         """The same stacks in another trace of this model, the loss on other rows or something else of it; None if it
@@ -113,7 +122,8 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
     lengths = [stack.length for stack in stacks]
     # Stages in lockstep all run what comes after the layers: to have fewer of these would not help the last one.
     head = 0.0 if plan.in_lockstep else _head(trace, stacks[-1])
-    return Line(stacks, schedule, partition(lengths, schedule.route, head), plan.in_lockstep)
+    whole = tuple(dict.fromkeys(name for stack in stacks for name in _kept_whole(trace, stack)))
+    return Line(stacks, schedule, partition(lengths, schedule.route, head), plan.in_lockstep, whole)
 
 
 def _head(trace: Trace, last: LayerStack) -> float:
@@ -154,22 +164,36 @@ def _check_table(table: Schedule, plan: Plan, num_stacks: int) -> None:
         raise ValueError(f"{given}, and has no B: training needs backwards")
 
 
-def _two_of(names: list[str]) -> str:
+def _two_of(names: Sequence[str]) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def _weights_of(trace: Trace, stack: LayerStack) -> list[tuple[Var, ...]]:
+    """What a stack's layers have one each of, kept with other stages or not."""
+    weights = {trace.closed.jaxpr.invars[i] for kind in ("params", "frozen") for i in trace.leaves_of(kind)}
+    return [group for _, group in stack.xs if weights.issuperset(group)]
+
+
+def _names(trace: Trace) -> dict[Var, str]:
+    return dict(zip(trace.closed.jaxpr.invars, (leaf.name for leaf in trace.leaves), strict=True))
 
 
 def _named(trace: Trace, stack: LayerStack) -> str:
     """By its largest weight; layers whose weights are all read elsewhere too have none in `stack.weights`."""
-    names = {
-        var: leaf.name
-        for var, leaf in zip(trace.closed.jaxpr.invars, trace.leaves, strict=True)
-        if leaf.kind in ("params", "frozen")
-    }
-    first = max((group[0] for _, group in stack.xs if set(group) <= set(names)), key=lambda var: var.aval.size)
-    return f"the stack of {names[first]!r}"
+    first = max((group[0] for group in _weights_of(trace, stack)), key=lambda var: var.aval.size)
+    return f"the stack of {_names(trace)[first]!r}"
+
+
+def _kept_whole(trace: Trace, stack: LayerStack) -> list[str]:
+    """Names of weights, of the first layer's where each is kept alone, that are read outside of their layers too."""
+    names, invars = _names(trace), trace.closed.jaxpr.invars
+    own = {tuple(invars[i] for i in group) for group in stack.weights}
+    return [names[group[0]] for group in _weights_of(trace, stack) if group not in own]
 
 
 def _found(trace: Trace) -> str:
+    if any(is_scan(eqn) and scan_of(eqn).reverse for eqn in trace.closed.jaxpr.eqns):
+        return "a loop goes through its rows from the last to the first (`reverse=True`), where stages go the other way"
     if not trace.runs:
         return f"{len(trace.closed.jaxpr.eqns)} operations, of which no stretch repeats"
     lengths = ", ".join(f"{run.repeats} times {run.period} operations" for run in trace.runs)

@@ -395,6 +395,7 @@ def _of_scan(trace: Trace, eqn: Equation, at: int) -> LayerStack:
     readers = [v for other in trace.closed.jaxpr.eqns for v in variables(other)]
     # Read here alone, as above.
     leaves = {v: (index[v],) for _, v in pairs if index.get(v, -1) in weights and readers.count(v) == 1}
+    layered = any(index.get(v, -1) in weights for _, v in pairs)
     xs = tuple((inner, (outer,)) for inner, outer in pairs)
     others = [(v,) for _, v in pairs if v not in leaves]
     shared = dict.fromkeys(v for v in loop.consts(eqn.invars) if not isinstance(v, Literal))
@@ -404,5 +405,5 @@ def _of_scan(trace: Trace, eqn: Equation, at: int) -> LayerStack:
     return LayerStack(
         at, at + 1, loop.length, eqn, tuple(leaves.values()) if usable else (),
         (*((v,) for v in shared), *others), xs, tuple(loop.carries(eqn.invars)), tuple(loop.last(eqn.outvars)),
-        tuple((v,) for v in loop.ys(eqn.outvars)), (), flops, bool(leaves) and usable,
+        tuple((v,) for v in loop.ys(eqn.outvars)), (), flops, layered and usable,
     )  # fmt: skip

@@ -88,6 +88,17 @@ def test_a_scans_weight_that_is_read_elsewhere_is_not_its_own() -> None:
     assert named(trace, stack.reads) == ["layers/up"]
 
 
+def test_a_scan_whose_weights_are_all_read_elsewhere_is_a_stack_all_the_same() -> None:
+    def loss(params: Any, frozen: Any, model_state: Any, batch: Any, key: Any, index: Any) -> Any:
+        x = rolled(rolled(batch["x"] @ params["in"], params["layers"]), params["layers"])
+        return (x @ params["out"]).sum(), {}, model_state
+
+    trace = plain_trace(loss, params=ends(layers=stacked(weights())), batch=BATCH)
+    for stack in find_stacks(trace):
+        assert not stack.weights and sorted(named(trace, stack.reads)) == ["layers/down", "layers/up"]
+    assert len(find_stacks(trace)) == 2
+
+
 def test_what_is_no_stack() -> None:
     """Loops without weights, loops that run backwards, and those that cost next to nothing beside the others."""
 
