@@ -19,7 +19,7 @@ from cjax.cli.devices import training_devices
 from cjax.parallelize import parallelize
 from cjax.program import Check
 from cjax.report.render import Table
-from cjax.users import user_parts
+from cjax.users import UsersError, user_parts
 
 # Each kind of parallelism alone and the ways they meet, with the devices that each divides.
 _COVER = (
@@ -123,7 +123,9 @@ class _Worker:
                     if not line.endswith("\n"):
                         break
                     read, since, told = read + 1, time.monotonic(), json.loads(line)
-                    if "plans" in told:
+                    if "unready" in told:
+                        raise ValueError(told["unready"])
+                    elif "plans" in told:
                         self.plans = told["plans"]
                     elif "verdict" in told:
                         current = ""
@@ -171,16 +173,19 @@ def cover(num_devices: int) -> list[str]:
 def work(job: str) -> None:
     """What a worker does: a line of JSON for each plan that it begins, and for each that it is through with."""
     model, text, plans, told, folder = json.loads(job)
-    devices = training_devices(text)
-    network, loss, optimizer, batch = user_parts(model)
-    base = parallelize(network, loss, optimizer, batch, "data=1", devices=devices[:1], disk_folder=folder)
-    state, batch = base.init(0), _with_values(batch)
-    plans = plans or cover(len(devices))
     with Path(told).open("a") as file:
 
         def tell(**what: Any) -> None:
             print(json.dumps(what), file=file, flush=True)
 
+        try:
+            devices = training_devices(text)
+            network, loss, optimizer, batch = user_parts(model)
+            base = parallelize(network, loss, optimizer, batch, "data=1", devices=devices[:1], disk_folder=folder)
+            state, batch = base.init(0), _with_values(batch)
+        except (ValueError, OSError, ImportError, UsersError) as error:  # what `cjax` says of them in one message
+            return tell(unready=str(error))
+        plans = plans or cover(len(devices))
         tell(plans=plans)
         for plan in plans:
             tell(plan=plan)

@@ -47,6 +47,10 @@ def make():
 
 def broken():
     raise KeyError("no data here")
+
+
+def dies():
+    os.abort()
 """
 
 
@@ -74,7 +78,11 @@ def test_a_plan_that_hangs_is_given_up(file: str, capsys: pytest.CaptureFixture[
 def test_what_cannot_be_checked_is_said(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-model", f"{file}:broken", "--devices", "1"]) == 1
     said = capsys.readouterr().err
-    assert "can't be made ready" in said and "no data here" in said and "line " in said
+    assert "no data here" in said and "line " in said and "Traceback" not in said
+    assert main(["check-model", f"{file}.no.py:make", "--devices", "1"]) == 1
+    assert capsys.readouterr().err == f"cjax check-model: there is no Python file {file}.no.py\n"
+    assert main(["check-model", f"{file}:dies", "--devices", "1"]) == 1
+    assert "can't be made ready" in capsys.readouterr().err
     assert main(["check-model", "gpt2"]) == 1
     assert "file.py:function" in capsys.readouterr().err
 

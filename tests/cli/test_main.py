@@ -10,9 +10,8 @@ from cjax.cli import main
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """The command line as a user has it: a process of its own, in which JAX has not started."""
-    code = "import sys; from cjax.cli import main; sys.exit(main())"
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env={**os.environ, **environment}
+        [sys.executable, "-m", "cjax", *arguments], capture_output=True, text=True, env={**os.environ, **environment}
     )
 
 
