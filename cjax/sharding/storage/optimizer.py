@@ -4,7 +4,9 @@ Its `init` and `update` are traced once on the user's tree; the traces are then 
 (`cjax.trace.layers.vectorize`), where each layer keeps its own norms, ratios and factors.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,10 +103,12 @@ def trace_optimizer(
         stacks += _unnamed_stacks(owners, param_groups, {leaf for group in stacks for leaf in group})
     groups = stackable(stacks, state_leaves)
 
-    more_args = optax.with_extra_args_support(optimizer)
+    takes_loss = _takes_loss(optimizer)
 
     def step(grads: PyTree, state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree, Arrays]:
-        updates, state = more_args.update(grads, state, params, value=loss)
+        given = {"value": loss} if takes_loss else {}
+        with _explained():
+            updates, state = optimizer.update(grads, state, params, **given)
         return optax.apply_updates(params, updates), state, more(grads)
 
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
@@ -127,6 +131,31 @@ def trace_optimizer(
     return TracedOptimizer(
         refine(simplify(first), forms, state_forms), closed, storage, tuple(owners), local, reads_loss
     )
+
+
+def _takes_loss(optimizer: optax.GradientTransformation) -> bool:
+    """Whether an update may be given the loss, as `optax.contrib.reduce_on_plateau` reads it, whatever its type says:
+    `optax.MultiSteps` hands it on, `optax.contrib.sam` takes nothing else."""
+    asked = inspect.signature(optimizer.update).parameters.values()
+    return any(each.name == "value" or each.kind is inspect.Parameter.VAR_KEYWORD for each in asked)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """What a step can't hand to an update, and that it is the update's own error where it is another."""
+    try:
+        yield
+    except TypeError as error:
+        if "missing" not in str(error) or "argument" not in str(error):
+            raise
+        raise ValueError(
+            f"the optimizer asks for more than a step has: {error}. An update is given gradients, state, parameters and "
+            "`value`, the loss; one that evaluates the loss again, as line searches do, can't be part of a step. Of "
+            "`optax.lbfgs`, write optax.lbfgs(learning_rate=0.1, linesearch=None)."
+        ) from error
+    except Exception as error:
+        error.add_note("raised by the optimizer's update, called with gradients, state and parameters of this model")
+        raise
 
 
 def _check_state(state: PyTree, new: PyTree) -> None:

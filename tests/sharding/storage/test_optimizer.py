@@ -183,6 +183,38 @@ def test_state_that_grows_is_refused() -> None:
         prepare(optax.chain(optax.monitor({"norm": optax.tree.norm}), optax.sgd(0.1)))
 
 
+@pytest.mark.parametrize("takes_loss", [False, True])
+def test_an_update_is_given_what_it_takes(takes_loss: bool) -> None:
+    """Whatever its type says: one takes no loss where optax says so, the other reads it where optax does not."""
+    if takes_loss:
+        falling = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, accumulation_size=1)
+        optimizer = optax.MultiSteps(optax.chain(optax.sgd(0.1), falling), 2)
+    else:
+        optimizer = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
+    given, storage, mesh = prepare(optimizer)  # type: ignore[arg-type]
+    assert given.reads_loss == takes_loss
+    here = jax.jit(storage.store, out_shardings=storage.shardings(mesh))(params())
+    kept = jax.jit(given.init, out_shardings=given.storage.shardings(mesh))(here)
+    there, opt = params(), optimizer.init(params())
+    more = {"value": LOSS} if takes_loss else {}
+    update = jax.jit(given.update, out_shardings=(storage.shardings(mesh), given.storage.shardings(mesh)))
+    serial = jax.jit(lambda g, s, p: optimizer.update(g, s, p, **more))
+    for step in range(6):
+        grads = gradients(step)
+        here, kept = update(storage.store(grads), kept, here, LOSS)
+        updates, opt = serial(grads, opt, there)
+        there = optax.apply_updates(there, updates)
+    assert_close(storage.load(on_host(here)), on_host(there), (1e-5, 1e-7), "parameter ")
+
+
+def test_what_a_step_has_not_is_told() -> None:
+    with pytest.raises(ValueError, match=r"asks for more than a step has.*value_fn.*linesearch=None"):
+        prepare(optax.lbfgs(0.1))
+    with pytest.raises(AttributeError) as raised:
+        prepare(optax.lookahead(optax.sgd(0.1), 5, 0.5))
+    assert "raised by the optimizer's update" in "".join(raised.value.__notes__)
+
+
 @pytest.mark.parametrize("order", [(), BEHIND, BETWEEN])
 def test_update_is_local_under_zero(order: tuple[int, ...]) -> None:
     """No gather inside the update: gradients come in parts, parameters are gathered behind it, if at all. Nor does a
