@@ -1,13 +1,18 @@
-"""Random programs on the rows of a batch, of whose every result a law says what its verdict promises."""
+"""Random programs on the rows of a batch, whose results and equations must do what is said of them."""
 
 import math
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from cjax.jax_compat.core import Equation, Literal
+from cjax.trace.emit.emit import bind
+from cjax.trace.jaxpr.simplify import simplify
 
 BATCH = 4
 Pick = Callable[[Sequence[Any]], Any]
@@ -360,3 +365,40 @@ def run(steps: Sequence[Traced], values: Sequence[Any]) -> list[Any]:
     for step, reads, _ in steps:
         found.append(step(*(jnp.asarray(found[i]) for i in reads)))
     return found[len(values) :]
+
+
+LARGEST = 3000  # elements of an operand: of more, a law is no truer and takes longer
+
+
+def equations(seed: int) -> Iterator[tuple[Equation, list[jax.Array], list[jax.Array]]]:
+    """Of a random program and of its derivative: each equation, what it reads and what comes of it."""
+    given, pick = [*leaves(seed).values(), *fixed(seed).values()], random.Random(seed).choice
+    fewer = [*(x[::2] for x in leaves(seed).values()), *fixed(seed).values()]
+    steps = program(pick, 4, given, fewer)
+    real = [i for i, x in enumerate(given) if x.dtype.kind == "f"]
+
+    def results(*values: Any) -> list[Any]:
+        return run(steps, values)
+
+    def derivative(*values: Any) -> Any:
+        def of(*some: Any) -> list[Any]:
+            full = dict(enumerate(values)) | dict(zip(real, some, strict=True))
+            return [y for y in results(*full.values()) if jnp.issubdtype(y.dtype, jnp.floating)]
+
+        outs, pull = jax.vjp(of, *(values[i] for i in real))
+        return pull([jnp.cos(y) for y in outs])
+
+    for function in (results, derivative):
+        try:
+            closed = simplify(jax.make_jaxpr(function)(*given))
+        except (NotImplementedError, ValueError):  # a derivative that JAX has not, of an unbounded loop among them
+            continue
+        env: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        env.update(zip(closed.jaxpr.invars, given, strict=True))
+        for eqn in closed.jaxpr.eqns:
+            ins = [jnp.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else env[v] for v in eqn.invars]
+            ins = list(map(jnp.asarray, ins))
+            outs = list(map(jnp.asarray, bind(eqn, ins)))
+            env.update(zip(eqn.outvars, outs, strict=True))
+            if all(x.size <= LARGEST for x in (*ins, *outs)):
+                yield eqn, ins, outs
