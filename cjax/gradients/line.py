@@ -96,9 +96,8 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
     short = min(stacks, key=lambda stack: stack.length)
     # With fewer layers than blocks, a stage would have nothing to do but wait.
     if short.length < size * chunks:
-        each = f" and {chunks} chunks each" if chunks > 1 else ""
-        works = f"pipeline={plan.pipeline.schedule}:{short.length // chunks}{f'/{chunks}' if chunks > 1 else ''}"
-        instead = f"write {works}, or" if short.length // chunks > 1 else "write"
+        works = _fewer(plan, short.length, chunks, is_own=table is not None)
+        each, instead = f" and {chunks} chunks each" if chunks > 1 else "", f"write {works}, or" if works else "write"
         raise ValueError(
             f"pipeline={plan.pipeline} needs {size * chunks} layers for {size} stages{each}, and "
             f"{_named(trace, short)} has {short.length}: {instead} a plan without pipeline."
@@ -124,6 +123,13 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
     head = 0.0 if plan.in_lockstep else _head(trace, stacks[-1])
     whole = tuple(dict.fromkeys(name for stack in stacks for name in _kept_whole(trace, stack)))
     return Line(stacks, schedule, partition(lengths, schedule.route, head), plan.in_lockstep, whole)
+
+
+def _fewer(plan: Plan, length: int, chunks: int, is_own: bool) -> str:
+    """The words for as many stages as there are layers for: of the same schedule, or of one without chunks."""
+    if length // chunks > 1:
+        return f"pipeline={plan.pipeline.schedule}:{length // chunks}{f'/{chunks}' if chunks > 1 else ''}"
+    return f"pipeline=1f1b:{min(plan.pipeline.size, length)}" if length > 1 and not is_own else ""
 
 
 def _head(trace: Trace, last: LayerStack) -> float:

@@ -149,8 +149,8 @@ def _explained() -> Iterator[None]:
         if "missing" not in str(error) or "argument" not in str(error):
             raise
         raise ValueError(
-            f"the optimizer asks for more than a step has: {error}. An update is given gradients, state, parameters and "
-            "`value`, the loss; one that evaluates the loss again, as line searches do, can't be part of a step. Of "
+            f"the optimizer asks for more than a step has: {error}. An update is given gradients, state, parameters "
+            "and `value`, the loss; one that evaluates the loss again, as line searches do, can't be part of a step. Of "
             "`optax.lbfgs`, write optax.lbfgs(learning_rate=0.1, linesearch=None)."
         ) from error
     except Exception as error:
