@@ -150,8 +150,8 @@ def _explained() -> Iterator[None]:
             raise
         raise ValueError(
             f"the optimizer asks for more than a step has: {error}. An update is given gradients, state, parameters "
-            "and `value`, the loss; one that evaluates the loss again, as line searches do, can't be part of a step. Of "
-            "`optax.lbfgs`, write optax.lbfgs(learning_rate=0.1, linesearch=None)."
+            "and `value`, the loss; one that evaluates the loss again, as line searches do, can't be part of a step. "
+            "Of `optax.lbfgs`, write optax.lbfgs(learning_rate=0.1, linesearch=None)."
         ) from error
     except Exception as error:
         error.add_note("raised by the optimizer's update, called with gradients, state and parameters of this model")
