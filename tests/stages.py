@@ -202,7 +202,7 @@ class Between(nn.Module):
 
 
 class Again(nn.Module):
-    """A loop over layers whose weights are all read behind it too: by a penalty, and by a second loop."""
+    """Layers that are rows of weights, which are all read again behind them: by a penalty, and by a loop."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -212,8 +212,10 @@ class Again(nn.Module):
         weights = own("up", WIDTH, HIDDEN), own("down", HIDDEN, WIDTH)
         penalty = sum(jnp.square(w).sum() for w in weights)
         x = dense(WIDTH)(x)
-        for _ in range(2):
-            x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, weights)
+        for i in range(4):
+            up, down = (w[i] for w in weights)
+            x = x + jnp.tanh(x @ up) @ down
+        x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), x, weights)
         return dense(1)(x)[..., 0] + 0.01 * penalty
 
 

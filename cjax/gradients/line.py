@@ -56,7 +56,7 @@ class Line:
             found.append(f"{now}: take 4 for each stage, {4 * size}, or more")
         if self.whole:
             found.append(
-                f"every stage keeps all of {_two_of(self.whole)}, which are read outside of their layers too; a "
+                f"every stage keeps all of {_two_of(self.whole)}, read outside of the layers too; a "
                 "penalty on weights is better left to the optimizer (optax.add_decayed_weights)"
             )
         return tuple(found)

@@ -24,6 +24,7 @@ from cjax.trace.jaxpr.simplify import simplify
 from cjax.trace.jaxpr.view import every_equation
 from cjax.trace.layers.at_once import all_at_once
 from cjax.trace.layers.repeats import RepeatedLayers, find_runs, paired
+from cjax.trace.layers.rows import looped_over_rows
 from cjax.tree import PyTree, leaf_names
 
 T = TypeVar("T")
@@ -206,6 +207,7 @@ def flattened(traced: Traced, like: Trace) -> ClosedJaxpr:
     closed, num_weights = simplify(traced.closed), sum(leaf.kind in ("params", "frozen") for leaf in traced.leaves)
     if like.at_once:
         closed = all_at_once(closed, num_weights)
+    closed = looped_over_rows(closed, num_weights)
     if not like.forms:
         return closed
     dims = find_dims(closed, num_weights)
@@ -237,6 +239,7 @@ def read(
     num_weights = sum(leaf.kind in ("params", "frozen") for leaf in leaves)
     if at_once:
         closed = all_at_once(closed, num_weights)
+    closed = looped_over_rows(closed, num_weights)
     given = {i for i, leaf in enumerate(leaves) if leaf.kind in ("model_state", "key", "index")}
     dims = find_dims(closed, num_weights, given)
     forms = packed_forms(dims, num_weights) if forms is None else forms
