@@ -66,7 +66,7 @@ class Line:
         has not these layers."""
         stacks = find_stacks(trace)
         # By weights, not by equations: those differ with the rows, but slots were laid out for these groups of leaves.
-        same = [stack.weights for stack in stacks] == [stack.weights for stack in self.stacks]
+        same = [(stack.weights, stack.length) for stack in stacks] == [(s.weights, s.length) for s in self.stacks]
         return stacks if same else None
 
 
