@@ -216,6 +216,30 @@ def each_process_writes_its_cache() -> None:
     compiler._cache_write = writes
 
 
+def compiles_cpu_programs_anew() -> None:
+    """From now on no program for several CPU devices comes from JAX's persistent compilation cache, where programs have
+    lost the order of their collectives.
+
+    XLA begins the collectives of such a program in one order on all devices, as they share a resource. JAX 0.10 reads
+    each of them back with a resource of its own; then two devices come to different ones and wait for ever.
+
+    Private: `compiler._cache_read`.
+    Tried: JAX 0.10.2 hangs within a few steps; 0.11.2 and 0.12.0.1 keep the order, and nothing is done.
+    Public instead: nothing. It goes when JAX 0.10 does.
+    """
+    read = compiler._cache_read
+    if jax.__version_info__ >= (0, 11) or hasattr(read, "cjax_reads"):
+        return
+
+    @functools.wraps(read)
+    def reads(*args: Any) -> Any:
+        backend, devices = args[3:5]
+        return (None, None) if backend.platform == "cpu" and len(devices) > 1 else read(*args)
+
+    vars(reads)["cjax_reads"] = True
+    compiler._cache_read = reads
+
+
 def coordinator_address() -> str:
     """Where the processes of this run meet, as `host:port`; empty for one that is alone.
 

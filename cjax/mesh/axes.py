@@ -9,6 +9,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from cjax.cards import CARDS
+from cjax.jax_compat.backends import compiles_cpu_programs_anew
 
 Device = Any  # a jax.Device; type checkers do not see a type in that name
 
@@ -60,6 +61,8 @@ def build_mesh(axis_sizes: Mapping[str, int], devices: Sequence[Device]) -> Mesh
         array = mesh_utils.create_device_mesh(sizes, ordered)
     else:
         array = np.array(ordered, dtype=object).reshape(sizes)
+    if ordered[0].platform == "cpu":
+        compiles_cpu_programs_anew()
     return Mesh(array, names, axis_types=(AxisType.Auto,) * len(names))
 
 

@@ -190,9 +190,9 @@ def compiler_options(
 ) -> dict[str, bool | int | str] | None:
     """What programs for a mesh are compiled with, for `jax.jit`.
 
-    With a pool of threads, a CPU device takes whatever operation is ready, collectives too; and two devices that wait
-    for each other in different collectives wait for ever. So where there are several, each gets one thread, on which
-    all of them keep the same order, and a schedule that needs the least memory: there is nothing to run beside.
+    With a thread for each core, devices that wait in collectives keep them from those that are waited for, and steps on
+    several CPU devices have been seen to hang (docs/design.md). So each of several is to take one, in a schedule that
+    needs the least memory: there is nothing to run beside.
 
     On GPUs, matmuls are the vendor's, which add a bias or a residual as they go: GPT-2 XL's step takes 2 % less on an
     H100 than with XLA's own where these seem faster (JAX 0.11.2). For absent cards there is nothing to try them on.

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cjax.cards import CARDS
 from cjax.jax_compat.backends import (
     absent_gpus,
+    compiles_cpu_programs_anew,
     coordinator_address,
     each_process_writes_its_cache,
     gathers_ahead,
@@ -247,6 +248,54 @@ def test_each_process_keeps_what_it_compiles(forks: Forks, tmp_path: Path) -> No
     assert not list((tmp_path / "first").glob("*-cache")), "JAX's own way, which makes ours needed"
     assert list((tmp_path / "each").glob("*-cache"))
     assert callable(each_process_writes_its_cache)
+
+
+def test_what_several_cpu_devices_run_keeps_its_order(forks: Forks, tmp_path: Path) -> None:
+    """In a second process too, which finds programs that the first has kept: weights are gathered in three loops and
+    between them, in whichever order XLA is free to take. Where it may take any, this hangs within a few steps."""
+    code = """
+        import jax, jax.numpy as jnp
+        from jax import monitoring
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        from cjax.mesh import build_mesh, simulate
+
+        mesh, width = build_mesh({"data": 8}, simulate(8)), 96
+
+        def gathered(weight):
+            return jax.lax.all_gather(weight, "data", tiled=True)
+
+        def turn(x, weight):
+            own = gathered(weight)
+            return sum(jnp.tanh(x @ own * (1 + i)) for i in range(10)), None
+
+        def step(x, layers, others):
+            x, _ = jax.lax.scan(turn, x, layers)
+            for half in (others[:12], others[12:]):
+                x = sum(jnp.tanh(x @ whole) for whole in map(gathered, half))
+                x, _ = jax.lax.scan(turn, x, layers)
+            return x
+
+        specs = P("data"), P(None, "data"), P("data")
+        normal = lambda *shape: 0.1 * jax.random.normal(jax.random.key(0), shape)
+        given = normal(512, width), normal(3, width, width), [normal(width, width)] * 24
+        placed = [jax.device_put(each, NamedSharding(mesh, spec)) for each, spec in zip(given, specs)]
+        step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[0]))
+        found = []
+        monitoring.register_event_listener(lambda name, **_: found.append(name))
+        for _ in range(20):
+            step(*placed).block_until_ready()
+        jax.jit(lambda x: jnp.cos(x) * 3)(2.0)  # on one device
+        print(sum(name.endswith("cache_hits") for name in found))
+    """
+    keeps = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    soon = os.environ["XLA_FLAGS"] + " --xla_cpu_collective_call_terminate_timeout_seconds=40"
+    hits = []
+    for _ in range(2):
+        done = forks.run(["-c", textwrap.dedent(code)], os.environ | keeps | {"XLA_FLAGS": soon})
+        assert done.returncode == 0, done.stderr
+        hits.append(int(done.stdout))
+    assert hits == [0, 1 + (jax.__version_info__ >= (0, 11))]
+    assert callable(compiles_cpu_programs_anew)
 
 
 def test_collectives_between_processes_are_told_where_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
