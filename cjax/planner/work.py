@@ -233,6 +233,7 @@ class AxisMove:
       is_kept: where only plans move it under which layers save what it is of, or only those that make it again.
       looked_up: where only plans move it that look up fewer rows in a table at once than it has, or only others: how
         many they look up in the whole batch, over those of the table, and whether it is those of few.
+      held: of a sum over all examples, those of other copies too: how many numbers each device has; `elements` is 0.
     """
 
     kind: Kind
@@ -246,6 +247,7 @@ class AxisMove:
     is_outer: bool = False
     is_kept: bool | None = None
     looked_up: tuple[float, bool] | None = None
+    held: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,7 @@ class HeldWeight:
       sums: mesh axes of the tensor and sequence words along which its gradient is summed, beside data parallelism.
       uses: how often its gradient is summed in one pass: a tied table's is, for its lookup and its product each.
       joint: whether what its uses give is added up before it is reduced; in a pipeline it never is.
+      parts: in how many parts its gradient is summed, those of devices with other positions; they are gathered then.
     """
 
     shape: tuple[int, ...]
@@ -265,6 +268,7 @@ class HeldWeight:
     sums: tuple[str, ...] = ()
     uses: int = 1
     joint: bool = False
+    parts: int = 1
 
     @property
     def elements(self) -> int:

@@ -213,6 +213,10 @@ class _Plans:
     def _moved(self, move: AxisMove) -> Receipt:
         size = np.where(self._is_half & (not move.is_wide), 2.0, 4.0)
         bytes_ = move.elements * size / (1.0 if move.of_weights else self._share)
+        if move.held:
+            every = self._table.data * math.prod(self._split.sizes[axis] for axis in move.axes)
+            group = group_of(self._hardware, every, 1, self._software.rings)
+            return self._over(group, move.kind, 2 * (every - 1) / every * move.held * size, move.count)
         return self._over(self._axes(move.axes, move.kind in EXCHANGES), move.kind, bytes_, move.count, move.is_outer)
 
     def _axes(self, axes: tuple[str, ...], is_exchange: bool) -> Members:

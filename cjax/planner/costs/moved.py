@@ -157,6 +157,11 @@ def _of_words(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half
             times = times * np.where(again & (table.remat == REMATS.index("block")), 2, 1) * counts(move, table)
             to = found.sequence if SEQUENCE in move.axes else found.tensor
             _add(to, move.axes, move.elements * size * times * layers)
+            # Along no data axis where there is one copy alone.
+            copies, group = table.data > 1, table.data * math.prod(split.sizes[axis] for axis in move.axes)
+            summed = 2 * _share(group) * move.held * size * table.turns * layers
+            _add(to, move.axes, summed * ~copies)
+            _add(to, (DATA, *move.axes), summed * copies)
 
 
 def _of_all(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half: np.ndarray) -> None:
@@ -262,7 +267,7 @@ def _gradients(
     found: Moved, weight: Weight, held: HeldWeight, case: _Case, of: _Plans, is_layer: bool
 ) -> None:  # fmt: skip
     """The sums of a weight's gradient."""
-    wide, elements = weight.itemsize, float(held.elements)
+    wide, elements = weight.itemsize, float(held.elements) / held.parts
     passes = case.times if case.is_late else case.times * case.passes
     size = passes * (wide if case.is_late or not weight.is_multiplied else of.half)
     uses = np.where((of.table.pipeline == 1) & held.joint, 1, 1 if case.is_late else held.uses)

@@ -8,6 +8,7 @@ all of them.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from cjax.planner.work import AxisMove, Kind, RingWork
 from cjax.sharding.layout.grid import Grid, crosses
 from cjax.sharding.layout.late import Late, LateSums
 from cjax.sharding.layout.spreads import Spreads, weight_at
+from cjax.sharding.place.concatenated import neighbours_of
 from cjax.sharding.place.order import Order
 from cjax.sharding.products.lookup import is_lookup
 from cjax.sharding.products.matmul import Spread
@@ -83,10 +85,13 @@ class Moves:
     found: list[AxisMove] = field(default_factory=list)
     outside: list[AxisMove] = field(default_factory=list)  # of what all layers share: once, and not in each
     sums: dict[int, set[str]] = field(default_factory=dict)  # by leaf, axes along which its gradient is summed
+    parts: dict[int, int] = field(default_factory=dict)  # by leaf, in how many its gradient is made, where not whole
     rings: list[RingWork] = field(default_factory=list)  # of the attentions
     _derived: Derived = field(init=False)
     _spread: dict[int, Group[dict[int, Spread]]] = field(default_factory=dict)
     _late: dict[int, Group[Late]] = field(default_factory=dict)
+    _made: set[Spot] = field(default_factory=set)  # in the body that is read
+    _all: set[Spot] = field(default_factory=set)  # what all examples share, whose gradient is counted
 
     def read(self) -> "Moves":
         for body in self.stretch.bodies:
@@ -109,6 +114,7 @@ class Moves:
         self._spread = {id(eqn): group for group in groups for eqn in group.eqns}
         late = LateSums(self.placed.trace.dims, self.placed.layout)
         self._late = {id(eqn): group for some in body.lists for group in late.find(*some, groups) for eqn in group.eqns}
+        self._made = {spot for step in body.steps for spot in step.writes}
         partial: dict[Spot, list[_Partial]] = {}
         readers: dict[Spot, list[int]] = {}
         for at, step in enumerate(body.steps):
@@ -160,6 +166,11 @@ class Moves:
             entries = self.placed.entries(eqn.invars[0], scope)
             summed = {a for d in numbers.collapsed_slice_dims for a in entries[d]}
             self._looked_up(step, eqn, summed, body)
+        elif (found := neighbours_of(eqn, self.placed.layout, self.placed.trace.dims, scope)) is not None:
+            row = self.placed.local(eqn.outvars[0], scope) / found.rows.shape[1]
+            ways = (True, False) if any(n is not None and self._has_gradient(n) for n in step.reads) else (True,)
+            for sent, forward in itertools.product(found.sent, ways):
+                self._add("collective-permute", (found.axis,), sent.rows * row, body.times, forward=forward)
         elif facts.reduces and "axes" in eqn.params:
             entries = self.placed.entries(eqn.invars[0], scope)
             summed = {a for d in eqn.params["axes"] for a in entries[d]}
@@ -346,14 +357,36 @@ class Moves:
                 continue
             axes = of_out - self.placed.axes(atom, scope)
             if not is_weight(atom, scope) and self._has_rows(out, scope) and not self._has_rows(atom, scope):
-                continue  # what all examples share, a bias of scores: summed over them as well, and small
+                self._of_all(node, atom, scope, axes)
+                continue
             if is_weight(atom, scope):
-                self._sum(atom, scope, axes)
+                own = self._own_positions(atom, scope) & axes
+                if own and (leaf := scope.origin.get(atom)) is not None:
+                    self.parts[leaf] = size = self.placed.size(own)
+                    held = size * math.ceil(self.placed.local(atom, scope) / size)
+                    self._add("all-gather", own, held, 1, forward=False, of_weights=True)
+                self._sum(atom, scope, axes - own)
                 continue
             if axes:
                 yield index, _Partial(axes, self.placed.local(atom, scope), at, is_product)
 
+    def _of_all(self, node: Spot, atom: Var, scope: Scope, axes: frozenset[str]) -> None:
+        """The gradient of what all examples share, a bias of scores. In a grid it is summed at its size, behind
+        the last layer to read it; elsewhere by way of what it was made of, which is small."""
+        if self.placed.layout.grid is None or self.stretch.stack is None or node in self._made or node in self._all:
+            return
+        self._all.add(node)
+        named = tuple(a for a in self.placed.layout.axis_sizes if a in axes)
+        held = self.placed.local(atom, scope)
+        self.outside.append(AxisMove("all-reduce", named, 0.0, False, True, of_weights=True, held=held))
+
     # --- what is known of a value ---
+
+    def _own_positions(self, weight: Var, scope: Scope) -> frozenset[str]:
+        """Axes along which devices need other positions of a weight, of which each has the gradient alone."""
+        layout = self.placed.layout
+        dims = zip(self.placed.trace.dims.of(weight, scope), weight.aval.shape, strict=True)
+        return frozenset(a for c, n in dims if c in layout.positions and n > 1 for a in layout.axes_of.get(c, ()))
 
     def _has_rows(self, var: Var, scope: Scope) -> bool:
         return self.placed.trace.batch_class in self.placed.trace.dims.of(var, scope)

@@ -74,8 +74,9 @@ class Splits:
         moves[0].turn()
         sums = [{self._first.get(i, i): axes for i, axes in each.sums.items()} for each in moves]
         summed = {i: set().union(*(each.get(i, ()) for each in sums)) for i in {i for each in sums for i in each}}
+        parts = {self._first.get(i, i): size for each in moves for i, size in each.parts.items()}
         weights = tuple(
-            tuple(self._held(layout, i, stretch, summed.get(i, ())) for i in leaves)
+            tuple(self._held(layout, i, stretch, summed.get(i, ()), parts.get(i, 1)) for i in leaves)
             for stretch, leaves in zip(self._stretches, self._leaves, strict=True)
         )
         # Of what all layers of a stack read, the gradient is reduced once, where it was made: in front of them.
@@ -99,7 +100,7 @@ class Splits:
             move = replace(move, looked_up=(share * self._num_microbatches, of_few))
         return move if move.of_weights else replace(move, elements=move.elements * self._num_microbatches)
 
-    def _held(self, layout: Layout, leaf: int, stretch: Stretch, sums: Collection[str]) -> HeldWeight:
+    def _held(self, layout: Layout, leaf: int, stretch: Stretch, sums: Collection[str], parts: int) -> HeldWeight:
         """What a device keeps of a parameter of one layer."""
         whole = self._trace.leaves[leaf]
         first = 1 if stretch.stack and not stretch.stack.is_run and (leaf,) in stretch.stack.weights else 0
@@ -107,7 +108,7 @@ class Splits:
         shards = [math.prod(layout.axis_sizes[a] for a in axes_of_entry(entry)) for entry in spec]
         named = tuple(a for a in layout.axis_sizes if a in sums)
         uses, joint = self._uses.get(leaf, 1), layout.grid is None
-        return HeldWeight(whole.shape[first:], tuple(shards[first:]), named, uses, joint)
+        return HeldWeight(whole.shape[first:], tuple(shards[first:]), named, uses, joint, parts)
 
     def _axes_of(self, layout: Layout) -> dict[str, tuple[str, ...]]:
         """The axes by name of a dim."""

@@ -20,6 +20,8 @@ from cjax.sharding.layout.one_d import choose, scorers, whole_heads
 from cjax.sharding.layout.rows import rows_of_all
 from cjax.sharding.storage.storage import as_spec, filled_up
 from cjax.trace.attention.positions import positions
+from cjax.trace.jaxpr.groups import variables
+from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.reading import Trace
 
 NO_SEQUENCE = SequencePlan()
@@ -156,7 +158,25 @@ def _positions(
         )
     uneven = sorted({length for length in found.values() if length % size})
     filled = [f"{length} positions are filled up to {filled_up(length, size)} over {axis}" for length in uneven]
-    return {c: (axis,) for c in found}, [*filled, *(f"kept whole over {axis}: {reason}" for reason in reasons)]
+    split = {**_put_together(trace, found, size), **found}
+    return {c: (axis,) for c in split}, [*filled, *(f"kept whole over {axis}: {reason}" for reason in reasons)]
+
+
+def _put_together(trace: Trace, found: Mapping[int, int], size: int) -> dict[int, int]:
+    """What positions are put together of before the first layer, patches behind a class token, each with its length:
+    split too, where it is long enough."""
+    classes = dict[int, int]()
+    for eqn in trace.closed.jaxpr.eqns:
+        if name_of(eqn) != "concatenate":
+            continue
+        dim = eqn.params["dimension"]
+        if trace.dims.of(eqn.outvars[0], trace.dims.top)[dim] not in found:
+            continue
+        for var in variables(eqn):
+            own, length = trace.dims.of(var, trace.dims.top), var.aval.shape[dim]
+            if length >= size and trace.batch_class in own:
+                classes[own[dim]] = length
+    return classes
 
 
 def _meeting(trace: Trace) -> list[set[int]]:

@@ -270,8 +270,8 @@ def place_loss(
         index: jax.Array,
     ) -> list[jax.Array]:
         batch = [
-            placer.constrain(x, layout.spec(trace.classes_of(i), x.shape)) if x.ndim else x
-            for i, x in zip(batch_leaves, batch, strict=True)
+            placer.constrain(x, placer.spec_of_batch(var, trace.dims.top)) if x.ndim else x
+            for var, x in zip((trace.closed.jaxpr.invars[i] for i in batch_leaves), batch, strict=True)
         ]
         if ordered is not None:
             batch = [ordered.given(i, x) for i, x in zip(batch_leaves, batch, strict=True)]

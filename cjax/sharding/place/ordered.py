@@ -32,6 +32,7 @@ class OrderedPlacer(Placer):
     def __init__(self, order: Order, *others: Any) -> None:
         super().__init__(*others)
         self._order = order
+        self._arranged = frozenset()  # what is given is put in the ring's order where devices have positions of it
 
     def given(self, leaf: int, value: jax.Array) -> jax.Array:
         """A leaf of the batch, as the trace holds it."""

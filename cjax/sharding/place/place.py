@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.jax_compat.core import Atom, Equation, Literal, Params, Var
-from cjax.mesh import PIPE, SEQUENCE, on_gpus
+from cjax.mesh import BATCH_AXES, PIPE, SEQUENCE, on_gpus
 from cjax.plan import Sequence as SequencePlan
 from cjax.sharding.apart.apart import INSIDE, Inside, apart, evaluate_apart, evaluate_inside, placements, row_major
 from cjax.sharding.apart.faults import holds, holds_apart, is_apart
@@ -26,6 +26,8 @@ from cjax.sharding.attention.split import attend
 from cjax.sharding.attention.where import Apart
 from cjax.sharding.layout.late import Late, LateSums
 from cjax.sharding.layout.layout import NO_SEQUENCE, Layout
+from cjax.sharding.place.arranged import arranged
+from cjax.sharding.place.concatenated import concatenate, neighbours_of
 from cjax.sharding.place.copies import Copies
 from cjax.sharding.place.filled import Filled
 from cjax.sharding.place.for_gpus import hands_on_rows, make_again, remade
@@ -109,6 +111,7 @@ class Placer(Hooks):
         self.lookups = Lookups(trace, layout, mesh, self._lowering, self.copies)
         self.filled = Filled(trace, mesh)
         self.gathered: dict[int, jax.Array] = {}  # by the first leaf of a stack that layers have gathered
+        self._arranged = arranged(trace) if mesh.shape.keys() - BATCH_AXES else frozenset[Var]()
         self._late = LateSums(trace.dims, layout)
         self._partial = PartialProducts(trace.dims, layout, mesh, abreast)
         self._joint = JointProducts(trace, layout, self._lowering, waits)
@@ -127,6 +130,13 @@ class Placer(Hooks):
 
     def constrain(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
         return constrained(value, self._mesh, spec)
+
+    def spec_of_batch(self, var: Var, scope: Scope) -> PartitionSpec:
+        """The placement of what is given, or arranged anew: the latter is split by examples alone."""
+        classes, batch = self._trace.dims.of(var, scope), self._layout.batch
+        if var in self._arranged:
+            classes = [c if c == batch else -1 for c in classes]
+        return self._layout.spec(classes, var.aval.shape)
 
     def weight(self, leaf: int, value: jax.Array) -> jax.Array:
         placement = self._weights.get(leaf)
@@ -215,6 +225,8 @@ class Placer(Hooks):
             outs = [keep_sum(outs[0], ins, self._remat)]
         if name_of(eqn) in PINNED or self._meets_rows(eqn, scope):
             outs = [self._pin(var, out, scope, eqn) for var, out in zip(eqn.outvars, outs, strict=True)]
+        elif eqn.outvars[0] in self._arranged:
+            outs = [self.constrain(outs[0], self.spec_of_batch(eqn.outvars[0], scope))]
         if is_copied:
             self.copies.carry(eqn, read, given, params, outs, scope)
         self.filled.transposed(eqn, read, outs)
@@ -245,6 +257,9 @@ class Placer(Hooks):
         if name_of(eqn) in INSIDE and (holds_apart(eqn) or holds(eqn, self._is_off_grid)):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
         ins = self._off_grid(eqn, ins, scope)
+        joined = self._concatenated(eqn, ins, scope) if self._layout.positions else None
+        if joined is not None:
+            return [joined]
         axes = self._axes_of_rows(eqn, scope) if is_by_rows(eqn) else ()
         if axes:
             return multiply_rows(eqn, [jnp.asarray(x) for x in ins], given, axes, self._mesh)
@@ -258,6 +273,16 @@ class Placer(Hooks):
         if not is_apart(eqn) and not holds_apart(eqn) and not is_hidden:
             return look_up_whole(eqn, ins, given) if name_of(eqn) == "gather" else bind(eqn, ins, given)
         return self._apart(eqn, ins, scope, given)
+
+    def _concatenated(self, eqn: Equation, ins: list[Any], scope: Scope) -> jax.Array | None:
+        """The result of a concatenation along split positions, for which neighbours send each other a few; None for
+        all others."""
+        neighbours = neighbours_of(eqn, self._layout, self._trace.dims, scope)
+        if neighbours is None or neighbours.axis in jax.sharding.get_abstract_mesh().manual_axes:
+            return None
+        (out,) = eqn.outvars
+        spec = self._layout.spec(self._trace.dims.of(out, scope), out.aval.shape)
+        return concatenate(eqn, [jnp.asarray(x) for x in ins], neighbours, spec, self._mesh)
 
     def _axes_of_rows(self, eqn: Equation, scope: Scope) -> tuple[str, ...]:
         """What splits the rows of a product in groups, if all devices have as many."""

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var, jaxpr_as_fun, make_jaxpr
+from cjax.jax_compat.core import Atom, Aval, ClosedJaxpr, Equation, Jaxpr, Literal, Var, jaxpr_as_fun, make_jaxpr
 from cjax.jax_compat.jaxprs import new_var, place_of
 from cjax.trace.jaxpr.evaluate import put_in_place
 from cjax.trace.jaxpr.groups import variables
@@ -128,7 +127,7 @@ class _Layers:
         numbers = list[Var]()
         for at, place in run.literals:
             aval = eqns[at].invars[place].aval
-            numbers.append(new_var(jax.core.ShapedArray(aval.shape, aval.dtype)))
+            numbers.append(new_var(Aval(aval.shape, aval.dtype)))
             invars = list(eqns[at].invars)
             invars[place] = numbers[-1]
             eqns[at] = eqns[at].replace(invars=invars)
@@ -170,7 +169,7 @@ class _Layers:
         found = dict[Var, np.ndarray]()
         for (at, place), values in self.run.literals.items():
             array = np.array(values, self.jaxpr.eqns[self.run.start + at].invars[place].aval.dtype)
-            found[new_var(jax.core.ShapedArray(array.shape, array.dtype))] = array
+            found[new_var(Aval(array.shape, array.dtype))] = array
         return found
 
     def left(self) -> list[Var]:
