@@ -1,5 +1,5 @@
 import os
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -8,11 +8,11 @@ from forked import Forks
 from cjax.cli import main
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """The command line as a user has it: a process of its own, in which JAX has not started."""
-    return subprocess.run(
-        [sys.executable, "-m", "cjax", *arguments], capture_output=True, text=True, env={**os.environ, **environment}
-    )
+def test_the_package_run_as_a_module_is_the_command_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["cjax", "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("cjax", run_name="__main__")
+    assert "check-model" in capsys.readouterr().out
 
 
 def test_help_names_every_command(capsys):

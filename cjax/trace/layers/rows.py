@@ -74,6 +74,7 @@ def _rows(jaxpr: Jaxpr, num_weights: int) -> dict[Var, Row]:
         elif of in found and name_of(eqn) == "squeeze" and tuple(eqn.params["dimensions"]) == (0,):
             found[out] = found[of]
     read = {of: {i for other, i in found.values() if other is of} for of, _ in found.values()}
+    # Of weights read in part no run is a loop: to look for one would take time.
     return {var: (of, i) for var, (of, i) in found.items() if len(read[of]) == of.aval.shape[0] > 1}
 
 

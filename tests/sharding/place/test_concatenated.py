@@ -14,7 +14,10 @@ from starts import begin
 
 import cjax
 from cjax.audit import audit
+from cjax.planner.reading.readings import Readings
 from cjax.sharding.place.concatenated import Neighbours, neighbours
+from cjax.trace.author.capture import capture
+from cjax.trace.source import TraceSource
 
 ROWS, PATCHES, WIDTH = 4, 12, 8  # 3 patches on each of 4 devices, and 4 positions
 
@@ -109,3 +112,6 @@ def test_a_step_sends_what_neighbours_need_there_and_back() -> None:
     # Queries, keys, values and results, there and back, each but for the part that stays; examples stay together.
     assert facts.moved("all-to-all", ["sequence"]) == 8 * 3 / 4 * row * 4
     assert facts.moved("all-gather") == 0, "each device adds up its own patches' part of a gradient"
+    split = Readings(TraceSource(capture(Tokens(1), loss, batch_of()), batch_of())).split(program.plan)
+    told = sum(move.elements for some in split.moves for move in some if move.kind == "collective-permute")
+    assert told * 4 / 2 == facts.moved("collective-permute"), "float32, in two copies"
