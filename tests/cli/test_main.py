@@ -1,11 +1,19 @@
 import os
 import runpy
+import subprocess
 import sys
 
 import pytest
 from forked import Forks
 
 from cjax.cli import main
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """The command line as a user has it: a process of its own, in which JAX has not started."""
+    return subprocess.run(
+        [sys.executable, "-m", "cjax", *arguments], capture_output=True, text=True, env={**os.environ, **environment}
+    )
 
 
 def test_the_package_run_as_a_module_is_the_command_line(capsys, monkeypatch):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cjax.jax_compat.core import Var
 from cjax.mesh import SEQUENCE, TENSOR
 from cjax.plan import Sequence as SequencePlan
 from cjax.planner.reading.placed import PlacedTrace
@@ -56,6 +57,16 @@ def _ring(attention: Attention, held: list[float], size: int, in_order: bool) ->
         yield "collective-permute", query + key + value + out, True, False
         yield "collective-permute", query + key + value + out, False, False
         yield "collective-permute", rows, False, True
+
+
+def held_by_leaf(attention: Attention, var: Var, placed: PlacedTrace, scope: Scope) -> float:
+    """How much a device sends of one of a ring's biases or masks to put it in the ring's order, in numbers of four
+    bytes: 0 where it is none, has no queries' positions, or the ring has no order of its own."""
+    size = placed.layout.axis_sizes[SEQUENCE]
+    leaves = [node for node in attention.leaves if node.var is var]
+    if not leaves or "query" not in attention.dims_of(var) or not in_zigzag(attention, size):
+        return 0.0
+    return placed.local(var, scope) * _share(size) * var.aval.dtype.itemsize / 4
 
 
 def ring_of(attention: Attention, size: int) -> RingWork:

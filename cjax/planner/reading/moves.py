@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.mesh import SEQUENCE, TENSOR
 from cjax.plan import Sequence as SequencePlan
-from cjax.planner.reading.attended import of_few_heads, over_positions, ring_of, turned
+from cjax.planner.reading.attended import held_by_leaf, of_few_heads, over_positions, ring_of, turned
 from cjax.planner.reading.derived import Derived, derived
 from cjax.planner.reading.placed import Axes, PlacedTrace
 from cjax.planner.reading.products import is_weight, operands_of
@@ -141,6 +141,7 @@ class Moves:
                     self._add(kind, (axis,), held, body.times, forward=forward, wide=wide)
                 if self.sequence.mode == "ring":
                     self.rings.append(ring_of(step.of, self.sequence.size))
+                    self._leaves_turned(step, step.of, body.times)
                 return
             for kind, elements, forward, is_kept in of_few_heads(step.of, self.placed, step.scope):
                 amount = elements * body.times
@@ -178,6 +179,18 @@ class Moves:
                 self._reduced(out, scope, summed, body.times, wide=True)
         elif goes_by_element(eqn) or name_of(eqn) == "broadcast_in_dim":
             yield from self._gradients(step, eqn.invars, eqn.outvars[0], at, False)
+
+    def _leaves_turned(self, step: Operation, attention: Attention, times: int) -> None:
+        """Biases and masks of a ring with an order of its own: put in it in both passes, and the gradient back."""
+        for var, read in zip(attention.group.ins, step.reads, strict=True):
+            held = held_by_leaf(attention, var, self.placed, step.scope)
+            if held:
+                alike = not self._has_rows(var, step.scope)
+                ways = (True, False, False) if read is not None and self._has_gradient(read) else (True, False)
+                for forward in ways:
+                    self._add(
+                        "collective-permute", (SEQUENCE,), held, times, forward=forward, wide=True, of_weights=alike
+                    )
 
     def _summed_late(
         self, step: Operation, eqn: Equation, group: Group[Late], body: Body, at: int

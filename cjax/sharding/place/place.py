@@ -42,7 +42,7 @@ from cjax.sharding.place.saved import checkpointed, gathered, has_complex, keep_
 from cjax.sharding.products.lookup import look_up_whole
 from cjax.sharding.products.ragged import is_by_rows, multiply_rows
 from cjax.sharding.products.region import raised_on_cpu
-from cjax.sharding.storage.storage import axes_of_entry
+from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.positions import attention_groups, in_parts
 from cjax.trace.dims.find import Scope
@@ -132,11 +132,11 @@ class Placer(Hooks):
         return constrained(value, self._mesh, spec)
 
     def spec_of_batch(self, var: Var, scope: Scope) -> PartitionSpec:
-        """The placement of what is given, or arranged anew: the latter is split by examples alone."""
-        classes, batch = self._trace.dims.of(var, scope), self._layout.batch
-        if var in self._arranged:
-            classes = [c if c == batch else -1 for c in classes]
-        return self._layout.spec(classes, var.aval.shape)
+        """The placement of what is given; of what is arranged anew, that in which the batch is given."""
+        spec = self._layout.spec(self._trace.dims.of(var, scope), var.aval.shape)
+        if var not in self._arranged:
+            return spec
+        return as_spec(tuple(a for a in axes_of_entry(entry) if a in BATCH_AXES) for entry in spec)
 
     def weight(self, leaf: int, value: jax.Array) -> jax.Array:
         placement = self._weights.get(leaf)

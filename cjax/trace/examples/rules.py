@@ -370,12 +370,12 @@ def scatter(context: Context) -> Value:
         for target, source in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
             if (operand.kind == "rows" and operand.dim == target) or (indices.kind == "rows" and indices.dim == source):
                 return context.coupled(rows[0], dim=target)
-    made = _scattered_by_row(context, numbers)
-    if made is not None:
+    if (made := _scattered_by_row(context, numbers)) is not None:
         return made
-    # Adding examples onto zeros, at places that examples name (counts of classes, a segment sum), is a sum over them.
+    # Adding what is examples' own onto zeros, at places of their own (a segment sum), is a sum over examples.
     # Onto anything else it is a sum and a constant, and a place that is written twice without adding keeps one example.
-    adds = bool(facts_of(context.eqn).linear_with) and operand.const == 0
+    own = {indices.kind, updates.kind} <= {"rows", "fixed"}
+    adds = bool(facts_of(context.eqn).linear_with) and operand.const == 0 and own
     return context.sum(1 + updates.power) if adds and not context.grows(0) else context.aggregate()
 
 

@@ -35,13 +35,9 @@ from cjax.trace.source import TraceSource
 LADDERS = Path(__file__).parents[3] / "docs/results/auto-ladder-2026-11-23.log"
 MEDIUM = Decoder(24, 1024, 16, 50257)
 AUDITED = Path(__file__).parent / "audited.json"
-# What is predicted too low, as XLA moves things to where its loops or reshapes want them, and why. Nearly all is moved
-# once a step: up to 2.9 % of what these models of four layers move, of deep ones less. In each layer only what `switch`
-# gathers under ZeRO-3, and T5's biases.
+# What is predicted too low, and why: 2.9 % of what this model of four layers moves, in each layer.
 KNOWN = {
-    ("t5", "data=1 pipeline=2 microbatches=4 sequence=ring:4"): "each layer puts biases into the ring's order",
     ("switch", "data=8 zero=3/4 precision=bfloat16"): "who is sent where is gathered too, in whole numbers",
-    ("vit", "data=1 tensor=3d:8"): "the grid has features of other examples' patches than those it is given",
 }  # fmt: skip
 ANEW = (
     ("gpt", "data=2 tensor=4 zero=1"), ("gpt", "data=8 zero=1 precision=bfloat16"), ("own", "data=8 zero=3"),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import linen as nn
 
 import cjax
@@ -48,6 +49,14 @@ def test_pixels_are_not_exchanged_to_become_patches() -> None:
     assert facts.moved("all-to-all") == 0
     row = ROWS // 2 * 16 * 4  # bytes of a position on a device
     assert facts.moved("collective-permute") == 2 * 2 * row, "two positions to a neighbour, and their gradients back"
+
+
+@pytest.mark.full
+def test_a_grid_takes_its_features_of_examples_that_are_there() -> None:
+    """Its products have other examples on a device than its other values; the batch as it is given has all of them."""
+    program = cjax.parallelize(Patches(), loss, optax.sgd(0.1), BATCH, "data=1 tensor=3d:8")
+    facts = audit(program.lower().compile(), program.mesh)
+    assert facts.moved("collective-permute") < 4 * SIDE**2 * 3, "less than the pixels of one image"
 
 
 def test_what_is_read_by_a_product_is_placed_as_that_needs_it() -> None:

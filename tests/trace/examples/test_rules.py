@@ -47,6 +47,16 @@ def first_row_marked(p, b):
     return (pooled(p, b) * jnp.zeros_like(b["target"]).at[0].set(1.0)).mean()
 
 
+def added_up_with_one_row_marked(p, b):
+    groups = jnp.zeros(7).at[b["labels"][:, 0]].add(pooled(p, b).at[0].set(1.0))
+    return groups @ jnp.arange(7.0) / len(b["target"])
+
+
+def added_up_where_one_row_is_told(p, b):
+    groups = jnp.zeros(7).at[b["labels"][:, 0].at[0].set(3)].add(pooled(p, b))
+    return groups @ jnp.arange(7.0) / len(b["target"])
+
+
 def largest_eigenvalue(p, b):
     y = jnp.tanh(b["x"][:, 0])
     return jnp.linalg.eigvalsh(y.T @ y / len(y) + jnp.diag(p["v"]))[-1]
@@ -104,7 +114,7 @@ SEEING = [
 ]
 SEEING += [as_often_as_there_are_rows, first_row_marked, largest_eigenvalue, by_triangles, over_whole_weights]
 SEEING += [over_half_a_count, whole_shares, rounded, above_a_negative_floor, noise_of_a_fixed_key]
-SEEING += [noise_of_a_key_of_the_batch]
+SEEING += [noise_of_a_key_of_the_batch, added_up_with_one_row_marked, added_up_where_one_row_is_told]
 
 
 @pytest.mark.parametrize("loss", SEEING, ids=lambda loss: loss.__name__)
