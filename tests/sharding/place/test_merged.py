@@ -69,7 +69,7 @@ as_on_cpus = functools.cache(results)
 @pytest.mark.parametrize(
     "plan",
     [
-        "precision=bfloat16",
+        pytest.param("precision=bfloat16", marks=pytest.mark.full),
         pytest.param("precision=float16 unroll=layers", marks=pytest.mark.full),
         "precision=bfloat16 remat=block",
     ],
