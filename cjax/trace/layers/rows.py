@@ -73,6 +73,8 @@ def _rows(jaxpr: Jaxpr, num_weights: int) -> dict[Var, Row]:
                 found[out] = of, first[0]
         elif of in found and name_of(eqn) == "squeeze" and tuple(eqn.params["dimensions"]) == (0,):
             found[out] = found[of]
+        elif of in weights and name_of(eqn) == "unstack" and eqn.params["axis"] == 0:
+            found |= {var: (of, i) for i, var in enumerate(eqn.outvars)}  # `for w in weights`, since JAX 0.12
     read = {of: {i for other, i in found.values() if other is of} for of, _ in found.values()}
     # Of weights read in part no run is a loop: to look for one would take time.
     return {var: (of, i) for var, (of, i) in found.items() if len(read[of]) == of.aval.shape[0] > 1}
