@@ -105,6 +105,27 @@ class Switch(nn.Module):
         return x + jnp.einsum("nec,ecd->nd", dispatch * gates[..., None], made).reshape(x.shape)
 
 
+class TopTwo(nn.Module):
+    """The same with two experts for each token, whose masks are made by products."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        *_, width = x.shape
+        tokens = x.reshape(-1, width)
+        gates = nn.softmax(nn.Dense(4, use_bias=False)(tokens))
+        best, expert = jax.lax.top_k(gates, 2)
+        chosen = jax.nn.one_hot(expert, 4, dtype=jnp.int32)
+        seat = jnp.cumsum(chosen.reshape(-1, 4), 0).reshape(chosen.shape) - 1
+        seats = jax.nn.one_hot(seat, 3 * len(tokens) // 4, dtype=x.dtype)
+        dispatch = jnp.einsum("nke,nkec->nec", chosen, seats)
+        combine = jnp.einsum("nk,nke,nkec->nec", best, chosen, seats)
+        up = self.param("up", nn.initializers.lecun_normal(), (4, width, 2 * width))
+        down = self.param("down", nn.initializers.lecun_normal(), (4, 2 * width, width))
+        given = jnp.einsum("nec,nd->ecd", dispatch, tokens)
+        made = jnp.einsum("ecf,efd->ecd", nn.gelu(jnp.einsum("ecd,edf->ecf", given, up)), down)
+        return x + jnp.einsum("nec,ecd->nd", combine, made).reshape(x.shape)
+
+
 class ExpertModel(nn.Module):
     """A mixture of experts."""
 
@@ -168,6 +189,7 @@ MODELS: dict[str, Model] = {
     "own": Model(OwnModel(), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
     "experts": Model(ExpertModel(), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
     "switch": Model(ExpertModel(Switch), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
+    "top two": Model(ExpertModel(TopTwo), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
 }  # fmt: skip
 # Sizes at which tables and logits are to layers as they are where people train; vocabularies that nothing divides.
 WIDE_SEQ, WIDTH = 512, 1024
@@ -267,6 +289,10 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("switch", "data=8 zero=3/4 precision=bfloat16"),
     ("switch", "data=2 tensor=4"),
     ("switch", "data=4 tensor=2 zero=1 remat=block"),
+    ("top two", "data=8"),
+    ("top two", "data=8 zero=3/4 precision=bfloat16"),
+    ("top two", "data=2 tensor=4"),
+    ("top two", "data=4 tensor=2 zero=1 remat=block"),
     ("gpt", "data=2 tensor=4 microbatches=2"),
     ("gpt", "data=4 tensor=2 zero=3 precision=bfloat16"),
     ("gpt", "data=2 tensor=2 sequence=ring:2"),

@@ -130,7 +130,7 @@ def small_gradients(model: Any, batch: Any) -> jax.Array:
     return 1e-6 * loss(model, batch)
 
 
-@pytest.mark.parametrize("plan", ["pipeline=2 microbatches=4", *(["data=4 tensor=2 microbatches=2"] if ALL else [])])
+@pytest.mark.parametrize("plan", ["data=4 tensor=2 microbatches=2", *(["pipeline=2 microbatches=4"] if ALL else [])])
 def test_scaling_keeps_gradients_that_float16_would_lose(plan: str) -> None:
     program = cjax.parallelize(build, small_gradients, optax.sgd(1.0), batch(), plan)
     low = program.replan(f"{plan} precision=float16")

@@ -79,6 +79,13 @@ class MatmulWork:
         return tuple(dim for dims, some in zip(groups, names, strict=True) if ROWS not in some for dim in dims)
 
 
+class Told(NamedTuple):
+    """What says which example a row of all is, and how much of it: gathered to where rows are made, in each pass."""
+
+    value: NamedTensor
+    has_gradient: bool  # which comes back to the examples
+
+
 @dataclass(frozen=True)
 class AttentionWork:
     """An attention that a flash kernel may compute: sizes, and what limits it.
@@ -158,6 +165,7 @@ class Part:
       touched: what elementwise operations, norms and softmaxes outside of kernels read and write in one forward pass.
       weights: its parameters, those of one layer.
       stream: what it hands on.
+      told: of what rows of all examples are made beside the examples themselves.
     """
 
     name: str
@@ -167,6 +175,7 @@ class Part:
     touched: tuple[NamedTensor, ...] = ()
     weights: tuple[Weight, ...] = ()
     stream: NamedTensor | None = None
+    told: tuple[Told, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ What is predicted is what cjax does, as `cjax.audit` counts it in the compiled s
   as ZeRO-1 does over devices with other rows. Where the last stage has fewer layers for the sake of what comes after
   them, the optimizer's share of layers is not the stage's: gradients, parameters and state go to it, and back.
 
-- Devices that share what all examples make together, rows for experts, gather the examples for it, and scatter what
-  comes back: each once a layer, and once for the gradient.
+- Devices that share what all examples make together, rows for experts, gather the examples for it, and who is sent
+  where, and scatter what comes back: each once a layer, and once for the gradient.
 
 A model whose examples meet (BatchNorm, capacities of experts) reduces gradients once a micro-batch as well; a `Work`
 does not say that, and neither does this.
@@ -167,19 +167,27 @@ def _of_words(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half
 def _of_all(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half: np.ndarray) -> None:
     """What rows that all examples make together are made of, and what is made of them."""
     turns = _turns(work, split, table)[:2] / table.pipeline
-    grouped = (table.zero_group > 1) & (table.zero_group < table.data)
     for part in work.parts:
         is_layer = part.repeats > 1
-        forward, backward = turns if is_layer else (1.0, 1.0)
+        forward, backward = turns if is_layer else np.ones_like(turns)
         again = is_layer & (table.remat == REMATS.index("block"))
         for product in part.products:
             sent = product.sent
             if sent is None:
                 continue
             times = part.repeats * (forward * np.where(again & product.is_remade, 2, 1) + backward)
-            amount = _share(table.data) * split.local(sent) * half * times
-            _add(found.rows, (DATA,), amount * ~grouped)
-            _add(found.rows, (DATA, ZERO), amount * grouped)
+            _of_examples(found, table, split.local(sent) * half * times)
+        for value, has_gradient in part.told:
+            # A layer that is made again for its backward pass keeps them until then.
+            times = part.repeats * value.times * (forward + (1 + has_gradient) * backward)
+            size = half if value.is_computed else value.itemsize
+            _of_examples(found, table, split.local(value.dims) * size * times)
+
+
+def _of_examples(found: Moved, table: PlanTable, whole: np.ndarray) -> None:
+    amount, grouped = _share(table.data) * whole, (table.zero_group > 1) & (table.zero_group < table.data)
+    _add(found.rows, (DATA,), amount * ~grouped)
+    _add(found.rows, (DATA, ZERO), amount * grouped)
 
 
 @dataclass(frozen=True)

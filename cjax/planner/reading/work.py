@@ -13,6 +13,7 @@ from cjax.planner.reading.products import attentions_of, products_of
 from cjax.planner.reading.saved import KeptBy
 from cjax.planner.reading.staged import Tensors, message_of
 from cjax.planner.reading.stretches import Spot, Stretch, stretches
+from cjax.planner.reading.told import told_of
 from cjax.planner.reading.traffic import touched
 from cjax.planner.reading.weights import leaves_of, multiplied, weight_of
 from cjax.planner.work import NamedTensor, Part, Work
@@ -36,19 +37,21 @@ def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_microbatches: int = 
     for at, (stretch, leaves) in enumerate(zip(found, leaves_of(trace, found), strict=True)):
         numbers: dict[Spot, int] = {}
         alone = len(stretch.bodies) == 1  # of several, what one needs may be made in another
+        bodies = [(body, derived(body, learned)) for body in stretch.bodies]
         parts.append(
             Part(
                 stretch.name,
                 stretch.repeats,
                 tuple(
                     product
-                    for body in stretch.bodies
-                    for product in products_of(body, naming, numbers, derived(body, learned) if alone else None)
+                    for body, derivative in bodies
+                    for product in products_of(body, naming, numbers, derivative if alone else None)
                 ),
                 tuple(a for body in stretch.bodies for a in attentions_of(body, naming)),
                 tuple(v for body in stretch.bodies for v in touched(body, naming)),
                 tuple(weight_of(trace, leaf, stretch, known, naming) for leaf in leaves),
                 _stream(stretch, naming) or (_stream(found[at + 1], naming) if at + 1 < len(found) else None),
+                tuple(each for body, derivative in bodies for each in told_of(body, naming, derivative)),
             )
         )
     batch = [trace.leaves[i] for i in trace.leaves_of("batch")]

@@ -35,10 +35,6 @@ from cjax.trace.source import TraceSource
 LADDERS = Path(__file__).parents[3] / "docs/results/auto-ladder-2026-11-23.log"
 MEDIUM = Decoder(24, 1024, 16, 50257)
 AUDITED = Path(__file__).parent / "audited.json"
-# What is predicted too low, and why: 2.9 % of what this model of four layers moves, in each layer.
-KNOWN = {
-    ("switch", "data=8 zero=3/4 precision=bfloat16"): "who is sent where is gathered too, in whole numbers",
-}  # fmt: skip
 ANEW = (
     ("gpt", "data=2 tensor=4 zero=1"), ("gpt", "data=8 zero=1 precision=bfloat16"), ("own", "data=8 zero=3"),
     ("bert", "data=2 tensor=2d:4"), ("gpt", "data=8 zero=3/4"), ("t5", "data=8 zero=1"),
@@ -80,13 +76,14 @@ def assert_close(mine: Mapping[str, float], theirs: Mapping[str, float]) -> None
 
 @pytest.mark.parametrize(("name", "plan"), PAIRS + WIDE_PAIRS)
 def test_bytes_by_axis_are_the_audits(name: str, plan: str) -> None:
-    theirs = json.loads(AUDITED.read_text())[f"{name} {plan}"]
-    if (name, plan) in KNOWN:
-        with pytest.raises(AssertionError):
-            assert_close(predicted(name, plan), theirs)  # take it off the list
-        assert 0.92 * sum(theirs.values()) < sum(predicted(name, plan).values()) < sum(theirs.values())
-        return
-    assert_close(predicted(name, plan), theirs)
+    assert_close(predicted(name, plan), json.loads(AUDITED.read_text())[f"{name} {plan}"])
+
+
+@pytest.mark.parametrize("plan", [plan for name, plan in PAIRS if name == "switch"])
+def test_who_is_sent_where_is_counted_to_a_fraction_of_a_percent(plan: str) -> None:
+    """Masks and gates are 3 % of what this mixture moves, and a gate's gradient alone is half a percent."""
+    theirs = json.loads(AUDITED.read_text())[f"switch {plan}"]
+    assert sum(predicted("switch", plan).values()) == pytest.approx(sum(theirs.values()), rel=0.0025)
 
 
 @pytest.mark.aot

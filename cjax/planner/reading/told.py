@@ -1,0 +1,65 @@
+"""Which example is sent to which expert, and how much of it counts: what devices that share rows gather besides them.
+
+A product of examples and rows (`cjax.sharding.layout.rows`) reads an operand that has both: which example a row is of.
+It is made where the rows are, of numbers that each example has a few of (its expert and its place there, a gate), so
+these are gathered whole. What comes back for a gate is its gradient, scattered to the examples.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from cjax.planner.reading.derived import Derived
+from cjax.planner.reading.naming import Naming
+from cjax.planner.reading.stretches import Body, Operation, Spot
+from cjax.planner.reading.traffic import value_of
+from cjax.planner.work import BATCH, ROWS, Told
+from cjax.trace.jaxpr.primitives import facts_of
+
+
+def told_of(body: Body, naming: Naming, derivative: Derived) -> Iterator[Told]:
+    """What a body's operands that have examples and rows are made of, each once."""
+    maker = {node: step for step in body.steps for node in step.writes}
+
+    def names(node: Spot) -> set[str]:
+        return {name for name, _ in value_of(node, body, naming).dims}
+
+    found: dict[Spot, None] = {}
+    waiting = [node for step in body.steps if _is_product(step) for node in step.reads[:2] if node]
+    seen = set[Spot]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or not {BATCH, ROWS} <= names(node):
+            continue
+        seen.add(node)
+        step = maker.get(node)
+        for read in step.reads if step is not None else ():
+            if read is None:
+                continue
+            has = names(read)
+            if ROWS in has:
+                waiting.append(read)
+            elif BATCH in has:
+                found[_least(read, maker)] = None
+    for node in found:
+        value = value_of(node, body, naming)
+        # A gate is a softmax's, which stays wide under every precision; what a product makes of gates does not.
+        narrows = value.is_computed and node in maker and _is_product(maker[node])
+        yield Told(dataclasses.replace(value, is_computed=narrows), derivative.has_gradient(node))
+
+
+def _is_product(step: Operation) -> bool:
+    return step.eqn is not None and bool(facts_of(step.eqn).product)
+
+
+def _least(node: Spot, maker: dict[Spot, Operation]) -> Spot:
+    """A value as it was before it was laid out or widened: XLA gathers the mask, and not the numbers made of it."""
+    while (step := maker.get(node)) is not None and step.eqn is not None and facts_of(step.eqn).view:
+        source = step.reads[0]
+        if source is None or _size(source) > _size(node):
+            break
+        node = source
+    return node
+
+
+def _size(node: Spot) -> int:
+    return node.var.aval.size * node.var.aval.dtype.itemsize
