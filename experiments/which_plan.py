@@ -22,7 +22,7 @@ from shared.results import KEPT, Results
 from which_plans.page import write_page
 from which_plans.settings import PARTS
 
-LOG = KEPT / "which-plan-2026-11-27.log"
+LOG = KEPT / "which-plan-2026-11-29.log"
 
 
 def main() -> None:

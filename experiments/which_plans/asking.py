@@ -11,7 +11,6 @@ from shared.results import Results, Row
 
 from cjax.machines import Cluster
 from cjax.plan import Auto, Plan
-from cjax.plan import Sequence as SequencePlan
 from cjax.planner.choice.planning import Planning
 from cjax.planner.choice.scored import Objective, Scored
 from cjax.planner.choice.search import Found, search
@@ -23,7 +22,6 @@ from .flavours import autos
 from .models import Case
 
 GIB = 2**30
-GATHER = SequencePlan(1, "gather")
 DIGITS = 5  # of the numbers that are kept
 
 
@@ -77,8 +75,6 @@ class Asking:
         "together of
         micro-batches, is known of these: theirs are means over examples or words."""
         planning = self.planning(cluster)
-        if uneven := self._uneven(planning, num, wanted):
-            return {"refused": uneven}
         all_found = [search(planning.question, planning.space(auto, num), (num,), objective) for auto in wanted]
         best = [found.best[0] for found in all_found if found.best]
         if best:
@@ -88,17 +84,6 @@ class Asking:
             least = min(over, key=lambda each: each.bytes)
             return facts(least) | {"over": True}
         return {"refused": _reason(planning, num, wanted, all_found)}
-
-    def _uneven(self, planning: Planning, num: int, wanted: Sequence[Auto]) -> str:
-        """Why there is nothing to say of positions that XLA splits unevenly: what it moves then is not predicted."""
-        for auto in wanted:
-            words = auto.fixed
-            if words.get("sequence") == GATHER and len(wanted) == 1:
-                size = words["tensor"].size
-                uneven = [length for length in planning.space(auto, num).lengths if length % size]
-                if uneven:
-                    return f"{uneven[0]} positions do not divide by {size}, and what XLA moves then is not predicted"
-        return ""
 
     def score(self, cluster: Cluster, plan: Plan) -> Scored | str:
         """One plan, resolved."""
