@@ -5,13 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.layout.spreads import Spreads, weight_at
 from cjax.sharding.place.copies import Copies
-from cjax.sharding.place.saved import KEPT
+from cjax.sharding.place.saved import saved
 from cjax.sharding.products.matmul import Spread, multiply
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
@@ -56,7 +55,7 @@ class GridProducts:
                 y = jnp.transpose(y, (*range(num_x, y.ndim), *range(num_x)))
             (out,) = eqn.outvars
             # A product may be a sum over pieces of its operands. Layers save this result, not each piece's.
-            results[out] = checkpoint_name(y[tuple(slice(size) for size in out.aval.shape)].astype(dtype), KEPT)
+            results[out] = saved(y[tuple(slice(size) for size in out.aval.shape)].astype(dtype))
         return [results[var] for var in group.outs]
 
     def _padded(self, x: jax.Array, w: jax.Array, spread: Spread, lead: int) -> tuple[jax.Array, jax.Array]:

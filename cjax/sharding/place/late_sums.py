@@ -5,13 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
 from cjax.jax_compat.core import Equation, Var
 from cjax.mesh import TENSOR
 from cjax.sharding.layout.late import Late, LateSums
-from cjax.sharding.place.saved import KEPT
+from cjax.sharding.place.saved import saved
 from cjax.sharding.products.region import in_region
 from cjax.trace.dims.find import Scope
 from cjax.trace.jaxpr.evaluate import equations, evaluate
@@ -55,4 +54,4 @@ def evaluate_late(
     over = [(TENSOR,)] * len(group.outs)
     found = in_region(inside, operands, specs(group.ins), specs(group.outs), mesh, over, as_is=True)
     wanted = jax.eval_shape(results, *operands)
-    return [checkpoint_name(y.astype(like.dtype), KEPT) for y, like in zip(found, wanted, strict=True)]
+    return [saved(y.astype(like.dtype)) for y, like in zip(found, wanted, strict=True)]

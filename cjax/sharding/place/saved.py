@@ -147,10 +147,14 @@ def kept(eqn: Equation, outs: list[Any], remat: str) -> list[Any]:
     operands = [v.aval for v in eqn.invars]
     if not any(map(is_complex, outs)) or wanted is None or not wanted(eqn.primitive, *operands, **eqn.params):
         return outs
-    return [
-        lax.complex(checkpoint_name(out.real, KEPT), checkpoint_name(out.imag, KEPT)) if is_complex(out) else out
-        for out in outs
-    ]
+    return [saved(out) if is_complex(out) else out for out in outs]
+
+
+def saved(value: jax.Array) -> jax.Array:
+    """A value that layers save for the backward pass; a complex one as two real numbers, which JAX can round."""
+    if is_complex(value):
+        return lax.complex(checkpoint_name(value.real, KEPT), checkpoint_name(value.imag, KEPT))
+    return checkpoint_name(value, KEPT)
 
 
 def checkpointed(
