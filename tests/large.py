@@ -32,14 +32,26 @@ class Layer(nn.Module):
         return x + nn.Dense(self.width)(nn.silu(nn.Dense(5 * self.width)(h)) * nn.Dense(5 * self.width)(h))
 
 
+class PostLayer(nn.Module):
+    """Norms behind what is added, so that a residual passes them."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.LayerNorm()(x + nn.MultiHeadDotProductAttention(16)(x))
+        return nn.LayerNorm()(x + nn.Dense(self.width)(nn.gelu(nn.Dense(5 * self.width)(x))))
+
+
 class Own(nn.Module):
     width: int
     layers: int
+    layer: Any = Layer
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for _ in range(self.layers):
-            x = Layer(self.width)(x)
+            x = self.layer(self.width)(x)
         return nn.Dense(3)(x)
 
 
@@ -48,9 +60,10 @@ def squares(model: Any, batch: Any) -> jax.Array:
 
 
 def program_of(name: str, plan: str, width: int, layers: int, length: int, devices: Any) -> Program:
-    if name == "own":
+    if name in ("own", "post"):
         batch: Any = {"x": jax.ShapeDtypeStruct((ROWS, length, width), jnp.float32)}
-        return cjax.parallelize(Own(width, layers), squares, optax.adam(1e-3), batch, plan, devices=devices)
+        model = Own(width, layers, PostLayer if name == "post" else Layer)
+        return cjax.parallelize(model, squares, optax.adam(1e-3), batch, plan, devices=devices)
     config = GPTConfig(layers, 16, width, vocab_size=4096, context=length)
     batch = {each: jax.ShapeDtypeStruct((ROWS, length), jnp.int32) for each in ("inputs", "targets")}
     build = lambda rngs: GPT(config, rngs=rngs)  # noqa: E731

@@ -10,7 +10,7 @@ up to each product that devices add up (`awaited`), the micro-batches are put in
 for the operands of that product, and not for its sum.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import jax
@@ -23,7 +23,7 @@ from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Va
 from cjax.jax_compat.jaxprs import in_context, name_stack
 from cjax.trace.jaxpr.evaluate import Step, bind_as_is, equations, evaluate
 from cjax.trace.jaxpr.groups import variables
-from cjax.trace.jaxpr.primitives import facts_of, name_of
+from cjax.trace.jaxpr.primitives import FUSED, facts_of, name_of
 from cjax.trace.jaxpr.view import consts_of, every_equation, is_scan, literal_of, opened, scan_of
 
 AWAITED = "cjax.awaited"
@@ -99,18 +99,19 @@ class _Stretch:
     eqns: tuple[Equation, ...] = ()
     product: Equation | None = None
     whole: Equation | None = None
+    later: Set[Var] = frozenset()  # what is read behind the product
 
 
 def _stretches(eqns: Sequence[Equation]) -> Iterable[_Stretch]:
     marked = {eqn.invars[0] for eqn in eqns if is_awaited(name_of(eqn), eqn.params)}
     run: list[Equation] = []
-    for eqn in eqns:
+    for at, eqn in enumerate(eqns):
         if _holds_loops(eqn):
             yield _Stretch(tuple(run))
             yield _Stretch(whole=eqn)
             run = []
         elif not marked.isdisjoint(eqn.outvars):
-            yield _Stretch(tuple(run), eqn)
+            yield _Stretch(tuple(run), eqn, later={var for other in eqns[at + 1 :] for var in variables(other)})
             run = []
         else:
             run.append(eqn)
@@ -133,14 +134,37 @@ def _in_a_row(stretch: _Stretch, sides: Sides) -> None:
     made = {var for eqn in stretch.eqns for var in eqn.outvars}
     outside = [var for var in dict.fromkeys(v for eqn in stretch.eqns for v in variables(eqn)) if var not in made]
     given = [var for var in outside if sides.differs(var)]
-    product = [] if stretch.product is None else [stretch.product]
+    product, again = [] if stretch.product is None else [stretch.product], _made_again(stretch, sides)
     for number, side in enumerate(sides.each):
         if number and product:
             before = sides.each[number - 1]
-            _wait([v for v in variables(product[0]) if not isinstance(v, Literal)], before, given, side)
+            side.update((var, sides.each[0][var]) for var in again)  # rounded and gathered once
+            _wait([v for v in variables(product[0]) if not isinstance(v, Literal)], before, [*given, *again], side)
             _run(product, number - 1, sides)
-        _run(stretch.eqns, number, sides)
+        _run([eqn for eqn in stretch.eqns if not side.keys() & set(eqn.outvars)], number, sides)
     _run(product, len(sides.each) - 1, sides)
+
+
+def _made_again(stretch: _Stretch, sides: Sides) -> list[Var]:
+    """Scales and biases of what is read in front of the product and behind it, as behind a norm that a residual passes.
+
+    XLA makes that once more where it is read behind, in one micro-batch after the sum. What the other one has of it is
+    made of the same scale, so XLA would make both in one kernel, and the other one's products would wait for the sum.
+    """
+    made = {var for eqn in stretch.eqns for var in eqn.outvars}
+    made_of: dict[Var, dict[Var, None]] = {}
+
+    def vectors(var: Var) -> dict[Var, None]:
+        is_shared = var not in made and var.aval.ndim == 1 and not sides.differs(var)
+        return {var: None} if is_shared else made_of.get(var, {})
+
+    for eqn in stretch.eqns:
+        read = list(variables(eqn))
+        if len(read) == 1 and vectors(read[0]) and [out.aval.ndim for out in eqn.outvars] == [1]:
+            made_of[eqn.outvars[0]] = {eqn.outvars[0]: None}  # rounded, or gathered: what is read in the end
+        elif name_of(eqn) in FUSED:
+            made_of |= dict.fromkeys(eqn.outvars, {var: None for one in read for var in vectors(one)})
+    return list(dict.fromkeys(var for one, found in made_of.items() if one in stretch.later for var in found))
 
 
 def _wait(operands: Sequence[Var], before: Side, given: Sequence[Var], side: Side) -> None:

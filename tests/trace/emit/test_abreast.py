@@ -1,5 +1,6 @@
 """Several evaluations of one trace at a time: what each gives alone, in one loop, one behind the other."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -170,6 +171,28 @@ def test_the_next_one_waits_for_the_operands_and_not_for_the_sum() -> None:
     assert id(up_a) in of[up_b.outvars[0]] and id(down_a) not in of[up_b.outvars[0]]
     assert id(up_b) not in of[down_a.outvars[0]] and id(up_b) in of[down_b.outvars[0]]
     assert len([eqn for eqn in named(body, "name") if is_awaited("name", eqn.params)]) == 2
+
+
+def residual(x: jax.Array, scale: jax.Array, ups: jax.Array, downs: jax.Array, is_post: bool) -> jax.Array:
+    """A layer whose residual passes what it reads after its scale, or before."""
+    read = x * jnp.sinh(scale)  # of the weight alone: its rounding
+    return (read if is_post else x) + awaited(jnp.tanh(read @ ups[0]) @ downs[0])
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_what_a_residual_is_scaled_by_is_read_by_each_in_its_turn(num: int) -> None:
+    """Read by all at once, one kernel would make what all of them read behind the first one's sum."""
+    x, scale, ups, downs = numbers((ROWS, WIDE), (WIDE,), (LAYERS, WIDE, 5), (LAYERS, 5, WIDE))
+    for is_post in (False, True):
+        function = functools.partial(residual, is_post=is_post)
+        xs = [i * x for i in range(1, num + 1)]
+        jaxpr = jax.make_jaxpr(lambda *args, f=function: together(f, args[3:], args[:3]))(scale, ups, downs, *xs).jaxpr
+        waits = [eqn for eqn in jaxpr.eqns if name_of(eqn) == "custom_jvp_call"]
+        vectors = [v for eqn in waits for v in eqn.outvars if v.aval.shape == (WIDE,)]
+        assert len(vectors) == (num - 1 if is_post else 0) and len(named(jaxpr, "sinh")) == 1, "rounded once"
+        assert set(vectors) <= {v for eqn in jaxpr.eqns for v in variables(eqn)}
+        for one, other in zip(together(function, xs, [scale, ups, downs]), xs, strict=True):
+            np.testing.assert_allclose(one, function(other, scale, ups, downs), 1e-6)
 
 
 def test_nothing_waits_without_such_a_product_nor_in_the_backward_pass() -> None:
