@@ -308,11 +308,15 @@ def in_zigzag(attention: Attention, size: int) -> bool:
 
 
 def blocks_left(attention: Attention, blocks: int) -> np.ndarray:
-    """Which blocks of the scores, [queries, keys], a mask leaves anything of."""
+    """Which blocks of the scores, [queries, keys], a mask leaves anything of: everybody's, and not to be changed."""
     # What is asked of each pair of blocks takes long for thousands of them, and larger blocks tell the same of a mask
     # that leaves out a part of the keys at all.
     few = math.gcd(blocks, MOST_BLOCKS) if blocks > MOST_BLOCKS else blocks
-    return bounds(attention, few, few, []) >= -MARGIN
+    known: dict[int, np.ndarray] = vars(attention).setdefault("_blocks_left", {})  # a search asks for hundreds of rings
+    if few not in known:
+        known[few] = bounds(attention, few, few, []) >= -MARGIN
+        known[few].flags.writeable = False
+    return known[few]
 
 
 def order_of(trace: Trace, layout: Layout) -> Order | None:

@@ -1,5 +1,6 @@
 """The ring's order kept through a model: whatever its equations ask of positions, values are those of one device."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +13,13 @@ from flax import linen as nn
 from starts import begin
 
 import cjax
+from cjax.jax_compat.core import make_jaxpr
 from cjax.sharding.attention.zigzag import zigzag
 from cjax.sharding.place import order as orders
 from cjax.sharding.place.order import Order, order_of
+from cjax.trace.attention.bounds import bounds
+from cjax.trace.attention.find import Attention, find_attentions
+from cjax.trace.jaxpr.simplify import simplify
 
 ROWS, LENGTH, WIDTH, VOCAB, RING = 4, 16, 8, 24, 4
 Mix = Callable[[jax.Array, Any], jax.Array]
@@ -232,3 +237,21 @@ def test_a_loop_over_positions_keeps_nothing() -> None:
 
 def test_which_position_comes_where() -> None:
     assert zigzag(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+
+
+def test_a_mask_is_looked_at_once_for_as_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search asks for rings of hundreds of sizes, in which larger ones have the same blocks."""
+    x = jnp.ones((1, 128, 2, 4))
+    jaxpr = simplify(make_jaxpr(functools.partial(jax.nn.dot_product_attention, is_causal=True))(x, x, x)).jaxpr
+    (attention,), _ = find_attentions(jaxpr.eqns, jaxpr.outvars)
+    asked: list[int] = []
+
+    def counted(attention: Attention, queries: int, *rest: Any) -> np.ndarray:
+        asked.append(queries)
+        return bounds(attention, queries, *rest)
+
+    monkeypatch.setattr(orders, "bounds", counted)
+    for size in (2, 4, 64, 128, 2, 4):
+        few = min(size, orders.MOST_BLOCKS)
+        np.testing.assert_array_equal(orders.blocks_left(attention, size), np.tri(few, dtype=bool))
+    assert asked == [2, 4, 32]
