@@ -241,6 +241,12 @@ class _Plans:
         for sent in filter(None, (product.sent for product in part.products)):
             whole = self._split.local(sent) / self._table.microbatches * self._item
             found = found + self._over(group, "all-gather", whole * (group.size - 1) / group.size * ways, 1.0 * ways)
+        # Who is sent where goes with them. A gate's gradient comes back as well: half a way more in each direction.
+        for value, has_gradient in part.told:
+            size = self._item if value.is_computed else value.itemsize
+            whole = self._split.local(value.dims) / self._table.microbatches * size * value.times
+            ways_of = ways * (1 + has_gradient / 2)
+            found = found + self._over(group, "all-gather", whole * (group.size - 1) / group.size * ways_of, 0.0)
         return found
 
     # -- between copies -----------------------------------------------------------------------------------------------

@@ -6,15 +6,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from reading_cases import MODELS, captured
 
 from cjax.pipeline.schedule import build
 from cjax.pipeline.simulate import Times, simulate
 from cjax.plan import Plan
 from cjax.planner.costs.calibration import Calibration, Software, calibration_of
 from cjax.planner.costs.duration import PARTS, Durations, durations
+from cjax.planner.costs.moved import moved
 from cjax.planner.costs.transformer import Decoder, Sharing, split_of_decoder, work_of_decoder
 from cjax.planner.hardware import Hardware
+from cjax.planner.reading.readings import Readings
 from cjax.planner.table import PlanTable
+from cjax.trace.source import TraceSource
 
 H100 = Hardware(
     "NVIDIA H100 80GB HBM3", 64, 8, 80 * 2**30, memory_bandwidth=3.35e12, bf16_flops=989e12, f16_flops=989e12,
@@ -280,3 +284,15 @@ def test_a_hundred_thousand_plans_are_counted_in_few_numpy_calls(monkeypatch: py
     calls.clear()
     of(*many)
     assert (len(calls), sum(calls)) == counted
+
+
+@pytest.mark.parametrize("text", ["data=8", "data=8 zero=1 precision=bfloat16", "data=2 tensor=4"])
+def test_who_is_sent_where_takes_as_long_as_the_bytes_of_it(text: str) -> None:
+    plan = Plan.parse(text)
+    readings = Readings(TraceSource(captured("switch"), MODELS["switch"].batch))
+    work, split, table = readings.work(plan), readings.split(plan), PlanTable.of([plan])
+    without = dataclasses.replace(work, parts=tuple(dataclasses.replace(part, told=()) for part in work.parts))
+    seconds = [durations(each, split, table, H100, PURE).gather[0] for each in (work, without)]
+    bytes_ = [sum(amount[0] for amount in moved(each, split, table).by_axis().values()) for each in (work, without)]
+    assert bytes_[0] > bytes_[1] and H100.host_bandwidth is not None
+    assert seconds[0] - seconds[1] == pytest.approx((bytes_[0] - bytes_[1]) / H100.host_bandwidth)
