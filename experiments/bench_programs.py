@@ -3,11 +3,15 @@
     python experiments/bench_programs.py                           # all pairs, about 15 s each on 2 cores
     python experiments/bench_programs.py --models bert --plans tensor=8 --log logs
 
+    python experiments/bench_programs.py --models gpt2-xl --by-hand --parts 12   # plain JAX too; largest kernels
+
 Needs XLA's GPU compiler (extra `cjax[aot]`), no GPU. A row is a model and a plan: MiB that a device receives in a step
 by kind and axis, their ratio to the formula of the plan, milliseconds that this takes at the links' full rate and of
-these what no kernel hides, the share of matmul FLOPs with float32 operands, bytes that kernels touch, and instructions
-that launch something, GFLOP of matmuls and MiB that a step needs beside its state. Formulas, in the precision of the
-plan; they have no transfers of experts whose tokens are of the whole batch (einsum, seats, choosing, sorted):
+these what no kernel hides, the share of matmul FLOPs with float32 operands, bytes that kernels touch by XLA's own
+count, GFLOP of matmuls and MiB that a step needs beside its state. Then, by another count (shared/kernels.py): kernels
+that a step launches, milliseconds of those that multiply, at 0.75 of an H100's 989 TFLOP/s, and of the others, by the
+bytes that they read and write at 3.35 TB/s. Formulas, in the precision of the plan; they have no transfers of experts
+whose tokens are of the whole batch (einsum, seats, choosing, sorted):
 
     data=n      each gradient all-reduced once
     zero=1, 2   each gradient scattered once, each parameter gathered once
@@ -23,7 +27,8 @@ plan; they have no transfers of experts whose tokens are of the whole batch (ein
 Positions that n does not divide (a ViT's 197) are filled up, and ring and all_to_all move as many as there are then.
 Models with "wide" in their names are of width 2,048, large enough for matmuls to hide transfers under, and are compiled
 under tensor=8, as it is and with micro-batches that overlap, and under zero=1.
-Models named as they are published (gpt2-xl, bert-large, vit-l16) have their own sizes, and are compiled for one H100.
+Models named as they are published (gpt2-xl, bert-large, vit-l16) have their own sizes, and are compiled for one H100;
+`--by-hand` compiles the same as an expert writes them in plain JAX (`benchmarks/in_jax.py`), scanned and unrolled.
 """
 
 import argparse
@@ -40,12 +45,16 @@ import flax.linen as nn
 import jax
 import numpy as np
 import optax
+from benchmarks import in_jax
+from benchmarks.models import Row as ByHand
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shared.compiled import described
+from shared.kernels import kernels
 
 import cjax
 from cjax.audit import Audit, audit
-from cjax.mesh import compile_lowered
+from cjax.mesh import compile_lowered, resolve_devices
 from cjax.models import (
     BERT,
     GPT,
@@ -77,9 +86,6 @@ PLANS = (
     "tensor=8", "data=8", "zero=1", "zero=2", "zero=3", "zero=3/4", "data=1 sequence=ring:8",
     "data=1 sequence=all_to_all:8", "data=2 pipeline=1f1b:4 microbatches=4",
 )  # fmt: skip
-LAUNCHES = re.compile(
-    r"^\s+(?:ROOT )?%?\S+ = .*? (fusion|custom-call|copy|sort|all-\S+|reduce-scatter\S*|collective\S+)\(", re.M
-)
 
 
 class OwnLayer(nn.Module):
@@ -238,6 +244,7 @@ def chunked(whole: Callable[..., Any]) -> Callable[..., Any]:
     return functools.partial(whole, chunk=CHUNK)
 
 
+PUBLISHED: dict[str, Any] = {"gpt2-xl": gpt("gpt2-xl"), "bert-large": bert("bert-large"), "vit-l16": vit("vit-l16")}
 MODELS = {
     "gpt": Case(of(GPT, GPTConfig(**SIZES, context=SEQ)), chunked(loss), {SEQ: 4 * LAYERS + 2}),
     # Its head is worth two layers: stages have three, three, two and none.
@@ -286,10 +293,10 @@ MODELS = {
         {197: 4 * LAYERS, 196: 1}, ("images", "labels"), 197, shape=(64, IMAGE), embed=WIDE,
     ),
     "wide own": Case(OwnModel(WIDE), own_loss, {LONG: 3 * LAYERS + 2}, shape=(ROWS, LONG), embed=WIDE),
-    "gpt2-xl": Case(of(GPT, gpt("gpt2-xl")), loss, {}, shape=(8, 1024), devices="h100:1"),
-    "bert-large": Case(of(BERT, bert("bert-large")), masked_loss, {}, shape=(16, 512), devices="h100:1"),
+    "gpt2-xl": Case(of(GPT, PUBLISHED["gpt2-xl"]), loss, {}, shape=(8, 1024), devices="h100:1"),
+    "bert-large": Case(of(BERT, PUBLISHED["bert-large"]), masked_loss, {}, shape=(16, 512), devices="h100:1"),
     "vit-l16": Case(
-        of(ViT, vit("vit-l16")), vit_loss, {}, ("images", "labels"), shape=(64, IMAGE), devices="h100:1"
+        of(ViT, PUBLISHED["vit-l16"]), vit_loss, {}, ("images", "labels"), shape=(64, IMAGE), devices="h100:1"
     ),
 }  # fmt: skip
 
@@ -325,7 +332,7 @@ def formula(case: Case, plan: str, params: Sequence[tuple[str, int]]) -> float |
     return None
 
 
-def row(name: str, plan: str) -> dict[str, Any]:
+def row(name: str, plan: str, parts: int = 0) -> dict[str, Any]:
     """What the step of a model does under a plan, compiled for H100s."""
     case = MODELS[name]
     program = cjax.parallelize(case.build, case.loss, optax.adamw(1e-3), case.batch, plan, devices=case.devices)
@@ -347,8 +354,45 @@ def row(name: str, plan: str) -> dict[str, Any]:
         "GiB touched": round((facts.bytes_accessed or math.nan) / 2**30, 2),
         "GFLOP": round(facts.flops / 1e9, 1),
         "MiB beside the state": round(compiled.memory_analysis().temp_size_in_bytes / 2**20),
-        "launches": len(LAUNCHES.findall(compiled.as_text() or "")),
+        **counted(compiled, parts),
         "moved": {key: round(amount, 2) for key, amount in sorted(kinds.items()) if amount >= 0.05},
+    }  # fmt: skip
+
+
+def counted(compiled: jax.stages.Compiled, parts: int) -> dict[str, Any]:
+    """What kernels do, by their own count, and the `parts` groups of them that take longest without multiplying."""
+    found = kernels(compiled.as_text() or "")
+    others = [each for each in found if not each.flops]
+    largest: dict[str, float] = {}
+    for each in others:
+        group = re.sub(r"[._\d]+$", "", each.name) + " " + each.op_name.rsplit("/", 1)[-1]
+        largest[group] = largest.get(group, 0.0) + 1e3 * each.seconds
+    ordered = sorted(largest.items(), key=lambda item: -item[1])[:parts]
+    return {
+        "launches": sum(each.count for each in found),
+        "matmul ms": round(1e3 * sum(each.seconds for each in found if each.flops), 2),
+        "other ms": round(1e3 * sum(each.seconds for each in others), 2),
+        **({"of these": {group: round(took, 2) for group, took in ordered}} if parts else {}),
+    }
+
+
+def by_hand(name: str, unrolled: bool, parts: int = 0) -> dict[str, Any]:
+    """The step of a published model in plain JAX."""
+    case, config = MODELS[name], PUBLISHED[name]
+    given = ByHand(name.split("-")[0].rstrip("2"), config, case.shape[1], case.shape[0], case.shape[0])
+    devices = resolve_devices(case.devices)
+    whole = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec())
+    layers = config.num_layers if unrolled else 1
+    start, step = in_jax.train(given, low=True, remat="dots", unroll=layers, on_gpu=True)
+    state, batch = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+        (jax.eval_shape(start, jax.random.key(0)), given.shapes(given.batch)),
+    )
+    compiled = compile_lowered(jax.jit(step, donate_argnums=0).lower(state, batch), devices)
+    return {
+        "model": name, "plan": f"by hand, {'unrolled' if unrolled else 'scanned'}",
+        "MiB beside the state": round(compiled.memory_analysis().temp_size_in_bytes / 2**20),
+        **counted(compiled, parts),
     }  # fmt: skip
 
 
@@ -358,18 +402,29 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument(
         "--plans", nargs="+", help="by default all that the formulas are of; data=1 of published models"
     )
+    parser.add_argument("--by-hand", action="store_true", help="published models in plain JAX as well")
+    parser.add_argument(
+        "--parts", type=int, default=0, help="kernels that do not multiply, those that take most: how many"
+    )
     parser.add_argument("--log", type=Path, help="a file that rows are added to")
     options = parser.parse_args(arguments)
+    made = [
+        functools.partial(row, name, plan, options.parts)
+        for name in options.models
+        for plan in options.plans or MODELS[name].plans
+        # Keys that padding masks by example go round no ring; the formula is of causal attention.
+        if not (name in ("bert", "t5") and "ring" in plan)
+    ]
+    if options.by_hand:
+        published = [name for name in options.models if name in PUBLISHED]
+        made += [functools.partial(by_hand, name, each, options.parts) for name in published for each in (False, True)]
     rows = []
-    for name in options.models:
-        for plan in options.plans or MODELS[name].plans:
-            if name in ("bert", "t5") and "ring" in plan:
-                continue  # keys that padding masks by example; the formula is of causal attention
-            rows.append(row(name, plan))
-            print(json.dumps(rows[-1]), flush=True)
-            if options.log:
-                with options.log.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+    for make in made:
+        rows.append(make())
+        print(json.dumps(rows[-1]), flush=True)
+        if options.log:
+            with options.log.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
     return rows
 
 

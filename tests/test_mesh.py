@@ -131,7 +131,7 @@ def test_what_programs_for_gpus_are_compiled_with():
         "xla_gpu_reduce_scatter_combine_threshold_bytes": SCATTERED_TOGETHER
     }
     assert compiler_options(mesh, saves_gathered=True) == plain | gathers_ahead()
-    assert compiler_options(mesh, runs_abreast=True) == plain | {"xla_gpu_dot_merger_threshold_mb": 0}
+    assert compiler_options(mesh, leaves_apart=True) == plain | {"xla_gpu_dot_merger_threshold_mb": 0}
     alone = build_mesh({"data": 1}, jax.devices()[:1])
     assert compiler_options(alone, True, True, True) is None
 

@@ -186,7 +186,7 @@ SCATTERED_TOGETHER = 8 << 20  # bytes
 
 
 def compiler_options(
-    mesh: Mesh, scatters_in_layers: bool = False, runs_abreast: bool = False, saves_gathered: bool = False
+    mesh: Mesh, scatters_in_layers: bool = False, leaves_apart: bool = False, saves_gathered: bool = False
 ) -> dict[str, bool | int | str] | None:
     """What programs for a mesh are compiled with, for `jax.jit`.
 
@@ -206,8 +206,8 @@ def compiler_options(
     gathered ahead. Where layers save what they compute as well, XLA gathers between, and those copies cost more than
     they hide; and where layers gather for the backward pass too (ZeRO-3), it would be beside gradients on their way.
 
-    Where micro-batches run abreast, XLA would join their products with the same weight into one, if these are small,
-    and both would wait for each other.
+    XLA is to leave small products of one operand apart where micro-batches run abreast, which would wait for each
+    other, and where cjax has put those side by side that gain by it: of others each adds its bias as it goes.
     """
     devices = list(mesh.devices.flat)
     if mesh.size > 1 and devices[0].platform == "cpu":
@@ -220,7 +220,7 @@ def compiler_options(
         found["xla_gpu_reduce_scatter_combine_threshold_bytes"] = SCATTERED_TOGETHER
     if saves_gathered and on_gpus(mesh):
         found |= gathers_ahead()
-    if runs_abreast and on_gpus(mesh):
+    if leaves_apart and on_gpus(mesh):
         found["xla_gpu_dot_merger_threshold_mb"] = 0
     return found or None
 

@@ -16,6 +16,7 @@ from cjax.optim import LossScaleState, count_skipped, measure_noise, noise_scale
 from cjax.program.composed import Composed, new_state
 from cjax.program.state import Arrays, State
 from cjax.sharding.place.for_gpus import most_apart
+from cjax.sharding.place.merged import merges
 from cjax.sharding.storage.optimizer import StoredOptimizer
 from cjax.sharding.storage.storage import Slot, axes_of_entry
 from cjax.tree import PyTree
@@ -31,7 +32,9 @@ def _of_passes(composed: Composed) -> dict[str, bool | int | str] | None:
     plan = composed.plan
     scatters = plan.zero_stage > 0 and composed.choice.local is None
     saves_gathered = plan.remat == "block" and composed.gathers_in_turn
-    return compiler_options(composed.mesh, scatters, plan.overlap > 1, saves_gathered)
+    low = None if plan.precision == "float32" else plan.precision
+    leaves_apart = plan.overlap > 1 or merges(composed.mesh, low)
+    return compiler_options(composed.mesh, scatters, leaves_apart, saves_gathered)
 
 
 def make_init(composed: Composed) -> Any:

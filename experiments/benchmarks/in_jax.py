@@ -87,6 +87,7 @@ class Stack:
         scale: of scores; None for 1 / sqrt(head_dim).
         kernel: of attention; None for plain XLA.
         remat: "none"; "dots", elementwise operations are recomputed; "block", everything is.
+        unroll: layers that a turn of the scan's loop computes.
     """
 
     act: Callable[[jax.Array], jax.Array]
@@ -96,6 +97,7 @@ class Stack:
     scale: float | None
     kernel: Any
     remat: str
+    unroll: int
 
     def __call__(
         self, x: jax.Array, layers: Weights, angles: Any = None, bias: Any = None, memory: Any = None, seen: Any = None
@@ -131,7 +133,7 @@ class Stack:
         if self.remat != "none":
             kept = None if self.remat == "block" else _keeps
             layer = jax.checkpoint(layer, policy=kept, prevent_cse=False)
-        return lax.scan(layer, x, layers)[0]
+        return lax.scan(layer, x, layers, unroll=self.unroll)[0]
 
 
 def _keeps(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -139,15 +141,30 @@ def _keeps(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name == "dot_general" or primitive.name.startswith("dot_product_attention")
 
 
-def loss_of(row: Row, weights: Weights, batch: dict[str, Any], dtype: Any, remat: str = "dots") -> jax.Array:
-    """Mean cross-entropy in nats, matmuls in `dtype`."""
+def loss_of(
+    row: Row,
+    weights: Weights,
+    batch: dict[str, Any],
+    dtype: Any,
+    remat: str = "dots",
+    unroll: int = 1,
+    on_gpu: bool | None = None,
+) -> jax.Array:
+    """Mean cross-entropy in nats, matmuls in `dtype`; `on_gpu` is asked of JAX where it is not given."""
     config, kind = row.config, row.kind
-    on_gpu = dtype == jnp.bfloat16 and jax.default_backend() == "gpu"
+    on_gpu = jax.default_backend() == "gpu" if on_gpu is None else on_gpu
     act = ACT["gpt"] if getattr(config, "gated", False) else ACT[kind]
     epsilon = getattr(config, "norm_epsilon", 1e-5)
     scale = 1.0 if kind == "t5" else None
     stack = functools.partial(
-        Stack, act, epsilon, after=kind == "bert", scale=scale, kernel="cudnn" if on_gpu else None, remat=remat
+        Stack,
+        act,
+        epsilon,
+        after=kind == "bert",
+        scale=scale,
+        remat=remat,
+        unroll=unroll,
+        kernel="cudnn" if on_gpu and dtype == jnp.bfloat16 else None,
     )
 
     def rounded(path: Any, w: jax.Array) -> jax.Array:
@@ -199,7 +216,9 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
 
-def train(row: Row, low: bool, remat: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def train(
+    row: Row, low: bool, remat: str, unroll: int = 1, on_gpu: bool | None = None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(initial state of a key, (state and loss) of state and batch), neither of them jitted."""
     optimizer = optax.adamw(1e-4, weight_decay=1e-2)
 
@@ -210,7 +229,9 @@ def train(row: Row, low: bool, remat: str) -> tuple[Callable[..., Any], Callable
     def step(state: Any, batch: dict[str, Any]) -> Any:
         weights, moments = state
         dtype = jnp.bfloat16 if low else jnp.float32
-        value, grads = jax.value_and_grad(lambda given: loss_of(row, given, batch, dtype, remat))(weights)
+        value, grads = jax.value_and_grad(lambda given: loss_of(row, given, batch, dtype, remat, unroll, on_gpu))(
+            weights
+        )
         updates, moments = optimizer.update(grads, moments, weights)
         return (optax.apply_updates(weights, updates), moments), value
 

@@ -38,7 +38,7 @@ from cjax.sharding.place.late_sums import evaluate_late
 from cjax.sharding.place.lookups import Lookups
 from cjax.sharding.place.merged import Merged, MergedProducts
 from cjax.sharding.place.partial import PartialProducts
-from cjax.sharding.place.saved import checkpointed, gathered, has_complex, keep_sum, kept, with_bias
+from cjax.sharding.place.saved import checkpointed, gathered, has_complex, keep_sum, kept, saved, with_bias
 from cjax.sharding.products.lookup import look_up_whole
 from cjax.sharding.products.ragged import is_by_rows, multiply_rows
 from cjax.sharding.products.region import raised_on_cpu
@@ -363,7 +363,7 @@ class Placer(Hooks):
         if isinstance(group.of, Joint):
             return self._joint.evaluate(group, ins, lambda eqn, read: self.equation(eqn, read, scope, alone=False))
         if isinstance(group.of, Merged):
-            return self._merged.evaluate(group, ins)
+            return self._merged.evaluate(group, ins, saved if self._remat == "none" else lambda part: part)
         if isinstance(group.of, Late):
             outs = self._summed_late(group, ins, changed, scope)
         elif isinstance(group.of, Attention):

@@ -104,19 +104,75 @@ def test_few_rows_are_not_worth_a_copy_of_the_weights(monkeypatch: pytest.Monkey
     assert fewer == as_on_cpus("precision=bfloat16")[2]
 
 
-@pytest.mark.aot
-def test_an_h100_multiplies_once_for_all_three() -> None:
+class Added(nn.Module):
+    """Two products, and what is added to each."""
+
+    what: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        one, two = (self.param(name, nn.initializers.lecun_normal(), (WIDTH, 12)) for name in ("one", "two"))
+        bias = self.param("bias", nn.initializers.normal(1.0), (12,))[None, None]
+        others = {
+            "a bias": bias,
+            "a bias, and the product is read again": bias,
+            "a number for each position": self.param("rows", nn.initializers.normal(1.0), (LENGTH, 12)),
+            "something of the batch": 2 + jnp.tanh(x[:, :, :12]).mean((0, 1), keepdims=True),
+        }
+        product = x @ two
+        out = (x @ one + bias) * jnp.tanh(product + others[self.what])
+        return nn.Dense(1)(out + jnp.sin(product) if "again" in self.what else out)
+
+
+@pytest.mark.parametrize(
+    "what", ["a bias", "a bias, and the product is read again", "a number for each position", "something of the batch"]
+)
+def test_only_a_bias_is_added_with_the_product(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[Any] = []
+    find = merged.MergedProducts.find
+
+    def seen(self: Any, *args: Any) -> list[Any]:
+        found = find(self, *args)
+        groups[:] = found or groups
+        return found
+
+    monkeypatch.setattr(merged.MergedProducts, "find", seen)
+    monkeypatch.setattr(merged, "on_gpus", lambda mesh: True)
+    first = jax.devices("cpu")[:1]
+    made = cjax.parallelize(Added(what), loss, optax.sgd(1e-3), batch(), "precision=bfloat16", devices=first)
+    assert made.check(made.init(0), batch()).ok
+    (group,) = groups
+    assert len(group.of.biases) == (2 if what == "a bias" else 0)
+
+
+def attention_for_an_h100(has_biases: bool) -> str:
     wide = {"x": jax.ShapeDtypeStruct((8, 512, 64), jnp.float32), "y": jax.ShapeDtypeStruct((8, 512), jnp.float32)}
 
     class Attention(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             for _ in range(3):
-                x = x + nn.MultiHeadDotProductAttention(4, qkv_features=256, use_bias=False)(x)
+                x = x + nn.MultiHeadDotProductAttention(4, qkv_features=256, use_bias=has_biases)(x)
             return nn.Dense(1)(x)
 
     made = cjax.parallelize(Attention(), loss, optax.sgd(1e-3), wide, "precision=bfloat16", devices="h100:1")
-    text = compile_lowered(made.lower(), list(made.mesh.devices.flat)).as_text()
+    return compile_lowered(made.lower(), list(made.mesh.devices.flat)).as_text() or ""
+
+
+@pytest.mark.aot
+def test_an_h100_adds_biases_as_it_multiplies() -> None:
+    """Of three layers and three products each; no kernel cuts the results of one, or adds up what was put together."""
+    text = attention_for_an_h100(True)
+    found = re.findall(r"bf16\[4096,256\]\S*, s8\S*\) custom-call\(.*__cublas.*\"epilogue\":\"(\w+)\"", text)
+    assert found.count("BIAS") == 9
+    assert not re.findall(r"= \(bf16\[8,512,\S+ bf16\[8,512,\S+ bf16\[8,512,\S+ fusion", text)
+    put_together = r"= \(bf16\[8,512,768\]\S*, f32\[(?:\d+,)?768\]\S*\) fusion"  # and the sums over rows with it
+    assert len(re.findall(put_together, text)) == 3
+
+
+@pytest.mark.aot
+def test_an_h100_multiplies_once_for_all_three() -> None:
+    text = attention_for_an_h100(False)
     # The gradient of the input of each layer but the first: one product, over the columns of all three weights.
     assert (
         len(re.findall(r"bf16\[4096,64\]\S*, s8\S*\) custom-call\(\S+ \S+\), custom_call_target=\"__cublas", text)) >= 2
