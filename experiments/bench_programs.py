@@ -17,7 +17,8 @@ whose tokens are of the whole batch (einsum, seats, choosing, sorted):
     zero=1, 2   each gradient scattered once, each parameter gathered once
     zero=3      likewise, and the parameters of layers gathered again for the backward pass
     zero=3/4    in groups of four: as zero=3 in each, and a device's part of each gradient all-reduced over both groups
-    tensor=n    [rows, length, width] all-reduced twice a layer each way, and once at each end
+    tensor=n    [rows, length, width] all-reduced twice a layer each way, and once at each end; once each way where two
+                products are added to each other
     ring:n      keys and values to all in both passes, their gradients round and home; gradients as data=n
     all_to_all  queries, keys, values and results exchanged in both passes; gradients as data=n
     pipeline    in each tick an activation and a gradient; in float32, where micro-batches add them up, gradients of a
@@ -265,8 +266,8 @@ MODELS = {
         of(ViT, ViTConfig(LAYERS, HEADS, EMBED, mlp_dim=4 * EMBED, image_size=IMAGE)), vit_loss,
         {197: 4 * LAYERS, 196: 1}, ("images", "labels"), 197,
     ),
-    # Its attention stands beside its other products, and reads what they read.
-    "own": Case(OwnModel(), own_loss, {SEQ: 3 * LAYERS + 2}),
+    # Its attention stands beside its other products, reads what they read, and is added to what they make.
+    "own": Case(OwnModel(), own_loss, {SEQ: 2 * LAYERS + 2}),
     "experts": Case(ExpertModel(), own_loss, {SEQ: 4 * LAYERS + 2}),
     "sent": Case(ExpertModel(SentExperts), own_loss, {SEQ: 4 * LAYERS + 2}),
 } | {
@@ -290,9 +291,9 @@ MODELS = {
     ),
     "wide vit": Case(
         of(ViT, ViTConfig(LAYERS, 16, WIDE, mlp_dim=4 * WIDE, image_size=IMAGE)), vit_loss,
-        {197: 4 * LAYERS, 196: 1}, ("images", "labels"), 197, shape=(64, IMAGE), embed=WIDE,
+        {197: 4 * LAYERS}, ("images", "labels"), 197, shape=(64, IMAGE), embed=WIDE,
     ),
-    "wide own": Case(OwnModel(WIDE), own_loss, {LONG: 3 * LAYERS + 2}, shape=(ROWS, LONG), embed=WIDE),
+    "wide own": Case(OwnModel(WIDE), own_loss, {LONG: 2 * LAYERS + 2}, shape=(ROWS, LONG), embed=WIDE),
     "gpt2-xl": Case(of(GPT, PUBLISHED["gpt2-xl"]), loss, {}, shape=(8, 1024), devices="h100:1"),
     "bert-large": Case(of(BERT, PUBLISHED["bert-large"]), masked_loss, {}, shape=(16, 512), devices="h100:1"),
     "vit-l16": Case(

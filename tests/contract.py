@@ -342,7 +342,10 @@ SPLIT: dict[str, dict[str, int]] = {
 
 
 def split_dim(name: str, path: str, shape: tuple[int, ...], tensor: int) -> int | None:
-    """The dim that `tensor` devices split, by the table."""
+    """The dim that `tensor` devices split, by the table; of patches one axis splits none, as it would divide next to
+    nothing for what is reduced then."""
+    if "patch_embed" in path:
+        return None
     found = [dim % len(shape) for pattern, dim in SPLIT[name].items() if re.search(pattern, path)]
     assert len(set(found)) <= 1, f"{path} matches rows of SPLIT that disagree"
     return found[0] if found and shape[found[0]] >= tensor > 1 else None

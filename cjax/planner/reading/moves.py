@@ -201,6 +201,8 @@ class Moves:
             self._reduced(step.writes[0], step.scope, {TENSOR}, body.times)
         is_product = operands_of(eqn, step.scope) is not None
         yield from self._gradients(step, eqn.invars, eqn.outvars[0], at, is_product)
+        if group.of.sums:
+            return
         weighed = [i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v not in group.of.parts]
         for index in weighed if len(weighed) < len(eqn.invars) else ():
             atom, node = eqn.invars[index], step.reads[index]

@@ -3,10 +3,15 @@
 Where a product sums over a dim that the tensor axis splits, XLA reduces its result there and then. What is linear in it
 may as well be done with the parts: where each of eight experts' results is weighed and added to the others', the sum is
 all that has to be reduced, and of the gradients of the weights, which sum over features, next to nothing.
+
+Where attention and feed-forward part read one input and are added to it and to their biases (Wang and Komatsuzaki,
+GPT-J, 2021; Chowdhery et al., PaLM, 2022), the two products are added first, and reduced once in place of twice; then
+what every device has whole is added, in the author's order.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +29,7 @@ from cjax.trace.jaxpr.primitives import facts_of, name_of, named
 # The backward pass makes the parts again, so at least this share of what would be reduced has to be saved.
 MOST = 0.75
 # What is the same of a device's own shards, whose shapes are others than the trace says.
+_SUMS = named("add add_any")
 _OF_SHARDS = named("add sub add_any neg mul div convert_element_type transpose squeeze reduce_sum dot_general")
 
 
@@ -33,9 +39,12 @@ class Late:
 
     Args:
       parts: the variables that are such results.
+      sums: the equations that add them to each other and to what devices have whole, where it is products whose results
+        are reduced; none where only results of the group are.
     """
 
     parts: frozenset[Var]
+    sums: tuple[Equation, ...] = ()
 
 
 class LateSums:
@@ -77,7 +86,38 @@ class LateSums:
                 continue
             if not waits_for_itself(group, eqns, [*others, *found]):
                 found.append(group)
+        taken |= {id(eqn) for group in found for eqn in group.eqns}
+        for products, added in self._added(eqns, results, scope, taken):
+            late = Late(frozenset(eqn.outvars[0] for eqn in products), tuple(added))
+            group = make_group([*products, *added], eqns, results, late)
+            if group is not None and not waits_for_itself(group, eqns, [*others, *found]):
+                found.append(group)
         return found
+
+    def _added(
+        self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope, taken: Set[int]
+    ) -> Iterator[tuple[list[Equation], list[Equation]]]:
+        """Products, two or more, and the equations that add them up; of both, nobody else reads any but the last."""
+        makers = {eqn.outvars[0]: eqn for eqn in eqns if id(eqn) not in taken}
+        reads = Counter(v for eqn in eqns for v in variables(eqn))
+        reads.update(v for v in results if not isinstance(v, Literal))
+        inner: set[int] = set()  # sums that another sum reads
+        for eqn in reversed(eqns):
+            if id(eqn) in inner or id(eqn) in taken or not _is_sum(eqn):
+                continue
+            added, products, left = [eqn], list[Equation](), list(variables(eqn))
+            while left:
+                maker = makers.get(var := left.pop())
+                if maker is None or reads[var] > 1 or var.aval.shape != eqn.outvars[0].aval.shape:
+                    continue
+                if _is_sum(maker):
+                    inner.add(id(maker))
+                    added.append(maker)
+                    left += variables(maker)
+                elif self._is_product(maker, scope) and self._in_place(maker, scope):
+                    products.append(maker)
+            if len(products) > 1:
+                yield products, [each for each in eqns if any(each is one for one in added)]
 
     def entries(self, var: Atom, scope: Scope) -> list[tuple[str, ...]]:
         """For each dim of a value, the axes that split it."""
@@ -168,6 +208,10 @@ def _is_zero(eqn: Equation) -> bool:
     """Whether an equation makes zeros, as authors begin sums with."""
     value = eqn.invars[0] if len(eqn.invars) == 1 else None
     return name_of(eqn) == "broadcast_in_dim" and isinstance(value, Literal) and not np.any(value.val)
+
+
+def _is_sum(eqn: Equation) -> bool:
+    return name_of(eqn) in _SUMS and len(variables(eqn)) == 2 and _is_real(eqn.outvars[0])
 
 
 def _is_real(var: Atom) -> bool:

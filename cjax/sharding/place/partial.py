@@ -25,13 +25,17 @@ class PartialProducts:
     def __init__(self, dims: Dims, layout: Layout, mesh: Mesh, marks: bool) -> None:
         self._dims, self._layout, self._mesh, self._marks = dims, layout, mesh, marks
 
+    def mark(self, result: Any) -> Any:
+        """A result of which devices have parts, marked."""
+        return awaited(result) if self._marks else result
+
     def marked(self, eqn: Equation, outs: list[Any], scope: Scope) -> list[Any]:
         """The results of an equation, marked if they are such a sum."""
         if not self._marks or name_of(eqn) != "dot_general":
             return outs
         contracted, _ = eqn.params["dimension_numbers"]
         is_sum = any(self._splits(eqn.invars[place], dims, scope) for place, dims in enumerate(contracted))
-        return list(map(awaited, outs)) if is_sum else outs
+        return list(map(self.mark, outs)) if is_sum else outs
 
     def _splits(self, atom: Any, dims: Any, scope: Scope) -> bool:
         if isinstance(atom, Literal):

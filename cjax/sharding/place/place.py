@@ -405,12 +405,11 @@ class Placer(Hooks):
         if any(key in mine for key, _ in changed) or any(map(self.copies.has, ins)):
             return self._one_by_one(group, ins, changed, scope)
 
-        def apply(eqn: Equation, read: list[Any]) -> list[Any]:
-            given, params = self._lowering.given(eqn, read, scope) if self._lowering else (read, eqn.params)
-            return bind(eqn, given, params)
+        def given(eqn: Equation, read: list[Any]) -> tuple[list[Any], Params]:
+            return self._lowering.given(eqn, read, scope) if self._lowering else (read, eqn.params)
 
         low = self._lowering.low if self._lowering is not None else None
-        return evaluate_late(group, ins, self._late, scope, self._mesh, apply, low)
+        return evaluate_late(group, ins, self._late, scope, self._mesh, given, low, self._partial.mark)
 
     def _one_by_one(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         """The results of a group, by its author's equations."""

@@ -117,6 +117,36 @@ def test_no_weight_is_split_twice_and_the_sums_are_of_the_narrow() -> None:
     assert sizes == {64}
 
 
+class Residual(nnx.Module):
+    """A product of what comes in, which layers add to."""
+
+    def __init__(self, features: int, layers: int, *, rngs: nnx.Rngs):
+        self.first = nnx.Linear(features, 64, use_bias=False, rngs=rngs)
+        self.layers = nnx.List(
+            [nnx.List([nnx.Linear(64, 256, rngs=rngs), nnx.Linear(256, 64, rngs=rngs)]) for _ in range(layers)]
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.first(x)
+        for up, down in self.layers:
+            x = x + down(nnx.tanh(up(x)))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("features", "layers", "is_split"),
+    [pytest.param(48, 4, False, id="few"), pytest.param(48, 1, True, id="much of all weights"),
+     pytest.param(1600, 100, True, id="many numbers")],
+)  # fmt: skip
+def test_what_is_reduced_to_divide_next_to_nothing_stays_whole(features: int, layers: int, is_split: bool) -> None:
+    batch = jax.ShapeDtypeStruct((8, features), jnp.float32)
+    captured = capture(lambda rngs: Residual(features, layers, rngs=rngs), lambda model, x: model(x).mean(), batch)
+    trace = TraceSource(captured, batch).read()
+    chosen, notes = choose(trace, 4, {trace.batch_class or 0}, "4")
+    first = next(ids for leaf, ids in zip(trace.leaves, trace.dims.inputs, strict=True) if leaf.shape == (features, 64))
+    assert (trace.dims.class_of(first[0]) in chosen) is is_split and not notes
+
+
 def test_what_has_its_place_already_is_left_there() -> None:
     trace = trace_of("nnx_decoder")
     assert "ffn" not in names(trace, excluded={class_named(trace, "ffn")})

@@ -60,11 +60,23 @@ def summed(x: jax.Array, weights: Weights) -> jax.Array:
 
 
 def with_biases(x: jax.Array, weights: Weights) -> jax.Array:
-    """A bias is whole on each device, and would be added by each: every product is reduced by itself."""
+    """A bias is whole on each device, and would be added by each: it is added to the sum."""
     parts = [
         hidden(x, weights, e) @ weights(f"down {e}", (INNER, WIDTH)) + weights(f"bias {e}", (WIDTH,)) for e in "ab"
     ]
     return parts[0] + parts[1]
+
+
+def among_others(x: jax.Array, weights: Weights) -> jax.Array:
+    """Three products, and between them what each device has whole; one sum is of two such alone."""
+    a, b, c = (hidden(x, weights, e) @ weights(f"down {e}", (INNER, WIDTH)) for e in "abc")
+    return ((jnp.sin(x) + a) + (weights("bias", (WIDTH,)) + jnp.cos(x))) + ((b + x) + c)
+
+
+def in_turn(x: jax.Array, weights: Weights) -> jax.Array:
+    """The second product is of the first's sum."""
+    x = x + hidden(x, weights, "a") @ weights("down a", (INNER, WIDTH))
+    return x + hidden(x, weights, "b") @ weights("down b", (INNER, WIDTH))
 
 
 def not_linear(x: jax.Array, weights: Weights) -> jax.Array:
@@ -93,7 +105,7 @@ def rounded(x: jax.Array, weights: Weights) -> jax.Array:
 # Each with how many streams a forward pass reduces. Of `from_ones` the first expert is added to ones.
 LAYERS: dict[str, tuple[Callable[[jax.Array, Weights], jax.Array], float]] = {
     "one by one": (one_by_one, 1), "at once": (at_once, 1), "branches": (branches, 1), "summed": (summed, 1 / WIDTH),
-    "with biases": (with_biases, 2), "not linear": (not_linear, 2), "from ones": (from_ones, EXPERTS),
+    "with biases": (with_biases, 1), "among others": (among_others, 1), "in turn": (in_turn, 2), "not linear": (not_linear, 2), "from ones": (from_ones, EXPERTS),
     "read twice": (read_twice, 2), "rounded": (rounded, 2),
 }  # fmt: skip
 
@@ -129,7 +141,7 @@ def gradients(layer: str, plan: str, num_devices: int = 8) -> Any:
     return jax.tree.map(np.asarray, program.value_and_grad(begin(program), batch()))
 
 
-@pytest.mark.full("at once", "branches", "from ones", "not linear", "read twice", "rounded", "summed", "with biases")
+@pytest.mark.full("at once", "branches", "from ones", "in turn", "not linear", "read twice", "rounded", "summed")
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_same_numbers(layer: str) -> None:
     with jax.enable_x64(True):
@@ -153,7 +165,7 @@ def test_a_sum_is_reduced_once(layer: str) -> None:
 
 @pytest.mark.aot
 @pytest.mark.parametrize("plan", ["data=2 tensor=4", "data=2 tensor=4 zero=1", "data=2 tensor=4 precision=bfloat16"])
-@pytest.mark.parametrize("layer", ["one by one", "at once"])
+@pytest.mark.parametrize("layer", ["one by one", "at once", "with biases", "among others"])
 def test_arithmetic_has_what_a_step_moves(layer: str, plan: str) -> None:
     """Forward and backward, on GPUs; weights' gradients too, which are scattered under ZeRO as elsewhere."""
     rows = {name: jax.ShapeDtypeStruct((16, 64, 64), np.float32) for name in "xy"}

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 
 import cjax
 from cjax.mesh import compile_lowered
@@ -87,8 +88,17 @@ def test_numbers_are_those_of_products_one_by_one(plan: str, monkeypatch: pytest
         assert np.linalg.norm(mine - right) <= 1.5 * np.linalg.norm(theirs - right) + 2e-3 * largest
 
 
+def test_is_for_one_gpu_and_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    meshes = [Mesh(np.array(jax.devices("cpu")[:count]), ("data",)) for count in (1, 2)]
+    low = np.dtype(jnp.bfloat16)
+    assert not merged.merges(meshes[0], low)
+    monkeypatch.setattr(merged, "on_gpus", lambda mesh: True)
+    assert [merged.merges(mesh, low) for mesh in meshes] == [True, False]
+    assert not merged.merges(meshes[0], None)
+
+
 @pytest.mark.full
-def test_float32_and_several_devices_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, wanted, apart = as_on_cpus("precision=float32")
     monkeypatch.setattr(merged, "on_gpus", lambda mesh: True)
     value, grads, together = results("precision=float32")
@@ -112,10 +122,10 @@ class Added(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         one, two = (self.param(name, nn.initializers.lecun_normal(), (WIDTH, 12)) for name in ("one", "two"))
-        bias = self.param("bias", nn.initializers.normal(1.0), (12,))[None, None]
+        bias, other = (self.param(name, nn.initializers.normal(1.0), (12,))[None, None] for name in ("bias", "other"))
         others = {
-            "a bias": bias,
-            "a bias, and the product is read again": bias,
+            "a bias": other,
+            "a bias, and the product is read again": other,
             "a number for each position": self.param("rows", nn.initializers.normal(1.0), (LENGTH, 12)),
             "something of the batch": 2 + jnp.tanh(x[:, :, :12]).mean((0, 1), keepdims=True),
         }
