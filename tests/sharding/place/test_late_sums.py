@@ -15,6 +15,7 @@ from starts import begin
 import cjax
 from cjax.audit import audit
 from cjax.mesh import compile_lowered
+from cjax.plan import Plan
 from cjax.planner.costs.moved import moved
 from cjax.planner.reading.readings import Readings
 from cjax.planner.table import PlanTable
@@ -57,6 +58,11 @@ def summed(x: jax.Array, weights: Weights) -> jax.Array:
     """A sum over features of each product: a number a token."""
     made = (hidden(x, weights, "a") @ weights("down a", (INNER, WIDTH))).sum(-1, keepdims=True)
     return x * made
+
+
+def added(x: jax.Array, weights: Weights) -> jax.Array:
+    a, b = (hidden(x, weights, e) @ weights(f"down {e}", (INNER, WIDTH)) for e in "ab")
+    return a + b
 
 
 def with_biases(x: jax.Array, weights: Weights) -> jax.Array:
@@ -105,7 +111,8 @@ def rounded(x: jax.Array, weights: Weights) -> jax.Array:
 # Each with how many streams a forward pass reduces. Of `from_ones` the first expert is added to ones.
 LAYERS: dict[str, tuple[Callable[[jax.Array, Weights], jax.Array], float]] = {
     "one by one": (one_by_one, 1), "at once": (at_once, 1), "branches": (branches, 1), "summed": (summed, 1 / WIDTH),
-    "with biases": (with_biases, 1), "among others": (among_others, 1), "in turn": (in_turn, 2), "not linear": (not_linear, 2), "from ones": (from_ones, EXPERTS),
+    "added": (added, 1), "with biases": (with_biases, 1), "among others": (among_others, 1), "in turn": (in_turn, 2),
+    "not linear": (not_linear, 2), "from ones": (from_ones, EXPERTS),
     "read twice": (read_twice, 2), "rounded": (rounded, 2),
 }  # fmt: skip
 
@@ -141,7 +148,9 @@ def gradients(layer: str, plan: str, num_devices: int = 8) -> Any:
     return jax.tree.map(np.asarray, program.value_and_grad(begin(program), batch()))
 
 
-@pytest.mark.full("at once", "branches", "from ones", "in turn", "not linear", "read twice", "rounded", "summed")
+@pytest.mark.full(
+    "added", "at once", "branches", "from ones", "in turn", "not linear", "read twice", "rounded", "summed"
+)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_the_same_numbers(layer: str) -> None:
     with jax.enable_x64(True):
@@ -161,6 +170,19 @@ def test_a_sum_is_reduced_once(layer: str) -> None:
     program = cjax.parallelize(Net(layer), loss, optax.sgd(0.1), batch(np.float32), "data=2 tensor=4")
     compiled = program._evaluate.lower().compile()
     assert streams(compiled, program.mesh) == pytest.approx(LAYERS[layer][1], abs=0.05)  # two layers, half of the rows
+
+
+def moved_over_the_tensor_axis(layer: str) -> float:
+    readings = Readings(TraceSource(capture(Net(layer), loss, batch(np.float32)), batch(np.float32)))
+    words = Plan.parse("data=2 tensor=4")
+    found = moved(readings.work(words), readings.split(words), PlanTable.of([words])).by_axis()
+    return sum(float(amount[0]) for axes, amount in found.items() if "tensor" in axes)
+
+
+def test_arithmetic_counts_what_is_added_once() -> None:
+    """What is whole has whole gradients, so that biases move nothing over the tensor axis."""
+    assert moved_over_the_tensor_axis("with biases") == moved_over_the_tensor_axis("added")
+    assert moved_over_the_tensor_axis("in turn") > 1.5 * moved_over_the_tensor_axis("added")
 
 
 @pytest.mark.aot
