@@ -74,7 +74,7 @@ def _added(
     """The sum of products and of what devices have whole: of the products first, which is reduced."""
     values: dict[Var, Any] = dict(zip(group.ins, ins, strict=True))
     products = [eqn for eqn in group.eqns if eqn.outvars[0] in group.of.parts]
-    read = [(eqn, *given(eqn, [values[v] for v in eqn.invars])) for eqn in products]  # rounded where they are made
+    read = [(eqn, *given(eqn, [values[v] for v in variables(eqn)])) for eqn in products]  # rounded where they are made
     operands = [jnp.asarray(x) for _, each, _ in read for x in each]
     where = [sums.entries(v, scope) for eqn in products for v in eqn.invars]
 
