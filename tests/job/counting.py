@@ -43,6 +43,8 @@ while step < 40 and not told:
     # Nobody is further than a step ahead of the others, as collectives have it.
     while not told and any((beats(r) or first) < step for r in range(world)):
         time.sleep(0.005)
+    if told:
+        break  # else it would be two steps ahead of one that has left
     step += 1
     exec(sys.argv[2])
     beat.step(step)
