@@ -29,6 +29,16 @@ def gated(m: Any, x: jax.Array, hidden: int) -> jax.Array:
     return (jax.nn.silu(gate) * up) @ m.param("down", (hidden, width))
 
 
+@block(hidden=SIZES, bias=YES_NO, order=("first", "between", "last"))
+def branches(m: Any, x: jax.Array, hidden: int, bias: bool, order: str) -> jax.Array:
+    """Two branches of one input, added to it and to their biases, in several orders."""
+    width = x.shape[-1]
+    one, two = (act(x @ m.param(f"up_{n}", (width, hidden))) @ m.param(f"down_{n}", (hidden, width)) for n in "ab")
+    if bias:
+        one, two = one + m.param("bias_a", (width,)), m.param("bias_b", (width,)) + two
+    return {"first": lambda: x + one + two, "between": lambda: one + (x + two), "last": lambda: one + two + x}[order]()
+
+
 @block(a=SIZES, b=(1, 2, 3, 4, 5), out=("abe", "eab"))
 def dense_general(m: Any, x: jax.Array, a: int, b: int, out: str) -> jax.Array:
     width = x.shape[-1]
