@@ -10,7 +10,7 @@ gradients are put side by side for the backward products, and summed over the ro
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,8 @@ class MergedProducts:
         if self._low is None:
             return []
         taken = {id(eqn) for group in others for eqn in group.eqns}
+        elsewhere = (*results, *(v for eqn in eqns if id(eqn) in taken for v in eqn.invars))
+        read = {v for v in elsewhere if not isinstance(v, Literal)}
         together: dict[Any, list[Equation]] = {}
         for eqn in eqns:
             if name_of(eqn) == "dot_general" and id(eqn) not in taken and _fits(eqn, scope):
@@ -80,7 +82,7 @@ class MergedProducts:
             # Side by side, weights are copied: worth it where there are more rows to be read than columns.
             if len(products) < 2 or rows < sum(map(_columns, products)):
                 continue
-            sums = _sums_with_biases(products, eqns, results, scope)
+            sums = _sums_with_biases(products, [eqn for eqn in eqns if id(eqn) not in taken], read, scope)
             merged = Merged(var, len(summed), tuple(bias for _, bias in sums))
             group = make_group([*products, *(eqn for eqn, _ in sums)], eqns, results, merged)
             if group is not None and not waits_for_itself(group, eqns, [*others, *found]):
@@ -179,14 +181,15 @@ def _fits(eqn: Equation, scope: Scope) -> bool:
 
 
 def _sums_with_biases(
-    products: Sequence[Equation], eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope
+    products: Sequence[Equation], eqns: Sequence[Equation], read: Set[Var], scope: Scope
 ) -> list[tuple[Equation, Var]]:
-    """Of each product the equation that adds a bias to it, and the bias; none unless all have one."""
+    """Of each product the equation that adds a bias to it, and the bias; none unless all have one. What is `read` by
+    others than `eqns` has to be there as it is."""
     found: list[tuple[Equation, Var]] = []
     for product in products:
         (out,) = product.outvars
         readers = [eqn for eqn in eqns if out in eqn.invars]
-        if len(readers) != 1 or out in results or name_of(readers[0]) != "add":
+        if len(readers) != 1 or out in read or name_of(readers[0]) != "add":
             return []
         others = [v for v in readers[0].invars if not isinstance(v, Literal) and v is not out]
         if len(others) != 1 or others[0] not in scope.origin or not _is_bias(others[0], product):
