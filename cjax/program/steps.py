@@ -32,8 +32,7 @@ def _of_passes(composed: Composed) -> dict[str, bool | int | str] | None:
     plan = composed.plan
     scatters = plan.zero_stage > 0 and composed.choice.local is None
     saves_gathered = plan.remat == "block" and composed.gathers_in_turn
-    low = None if plan.precision == "float32" else plan.precision
-    leaves_apart = plan.overlap > 1 or merges(composed.mesh, low)
+    leaves_apart = plan.overlap > 1 or merges(composed.mesh, plan.precision != "float32")
     return compiler_options(composed.mesh, scatters, leaves_apart, saves_gathered)
 
 

@@ -42,13 +42,14 @@ class Merged:
     biases: tuple[Var, ...] = ()
 
 
-def merges(mesh: Mesh, low: Any) -> bool:
+def merges(mesh: Mesh, rounds: bool) -> bool:
     """Whether products are put side by side here where that pays, which leaves XLA nothing of it.
 
     Args:
-      low: the dtype that matmuls are rounded to, or None.
+      mesh: the mesh.
+      rounds: whether matmuls are of 16 bits.
     """
-    return low is not None and mesh.size == 1 and on_gpus(mesh)
+    return rounds and mesh.size == 1 and on_gpus(mesh)
 
 
 class MergedProducts:
@@ -60,7 +61,7 @@ class MergedProducts:
     """
 
     def __init__(self, mesh: Mesh, low: np.dtype | None) -> None:
-        self._low = low if merges(mesh, low) else None
+        self._low = low if merges(mesh, low is not None) else None
 
     def find(
         self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope, others: Sequence[Group[Any]]
